@@ -1,0 +1,12 @@
+"""Fixed-point rounding, bit packing and histograms for PyTorch, on CPU and GPU."""
+
+from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.rounding import (
+    decode,
+    encode,
+    quantize,
+    quantize_many,
+    quantize_with_mask,
+)
+
+__all__ = ["FixedPoint", "decode", "encode", "quantize", "quantize_many", "quantize_with_mask"]

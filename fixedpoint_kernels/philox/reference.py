@@ -1,0 +1,62 @@
+"""Philox-4x32-10 in plain PyTorch: the definition that the kernels are tested against."""
+
+import operator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+
+
+class Key(NamedTuple):
+    """What a noise stream is a function of, beside the element index."""
+
+    seed: int
+    stream: int
+
+    @classmethod
+    def checked(cls, seed: int, stream: int) -> "Key":
+        """Return a key.
+
+        Raises:
+            TypeError: ``seed`` or ``stream`` is not an integer.
+            ValueError: One of them is outside 0 to 2**63 - 1.
+        """
+        key = cls(operator.index(seed), operator.index(stream))
+        if min(key) < 0 or max(key) >= 2**63:
+            raise ValueError(f"seed and stream must be 0 to 2**63 - 1, got {seed=}, {stream=}")
+        return key
+
+    def words(self) -> tuple[int, int, int, int]:
+        """Return seed and stream as 32-bit words, low halves first."""
+        return self.seed & _MASK, self.seed >> 32, self.stream & _MASK, self.stream >> 32
+
+
+def uniform(n: int, key: Key, device: torch.device | str = "cpu") -> Tensor:
+    """Draw ``n`` float32 values in [0, 1), shape ``(n,)``; value ``i`` depends on ``i`` alone."""
+    return (words(n, key, device) >> 8).to(torch.float32) * 2.0**-24
+
+
+def words(n: int, key: Key, device: torch.device | str = "cpu") -> Tensor:
+    """Draw ``n`` 32-bit words, shape ``(n,)``, int64; see ``fixedpoint_kernels.philox``."""
+    block = torch.arange((n + 3) // 4, dtype=torch.int64, device=device)
+    c0, c1 = block & _MASK, block >> 32
+    k0, k1, s0, s1 = key.words()
+    c2, c3 = torch.full_like(block, s0), torch.full_like(block, s1)
+    for _ in range(_ROUNDS):
+        hi0, lo0 = _multiply(c0, _MULTIPLIERS[0])
+        hi1, lo1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = k0 + _WEYL[0] & _MASK, k1 + _WEYL[1] & _MASK
+    return torch.stack([c0, c1, c2, c3], dim=1).flatten()[:n]
+
+
+def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """Multiply uint32 values held in int64; return the high and low 32 bits of the product."""
+    low, high = a * (b & 0xFFFF), a * (b >> 16)
+    carry = high + (low >> 16)
+    return carry >> 16, (carry << 16 | low & 0xFFFF) & _MASK

@@ -1,0 +1,241 @@
+"""Fixed-point rounding: what the functions promise, their checks, and the choice of device."""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.rounding import reference
+from fixedpoint_kernels.rounding.reference import Rounding
+
+__all__ = ["Rounding", "decode", "encode", "quantize", "quantize_many", "quantize_with_mask"]
+
+_FLOATS = torch.float32, torch.bfloat16, torch.float16
+
+
+def quantize(
+    x: Tensor,
+    fmt: FixedPoint,
+    *,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
+    stream: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Round ``x`` to numbers of ``fmt``.
+
+    ``"stochastic"`` goes up with a probability equal to the distance from the number below, in
+    units of ``fmt.lsb``: unbiased inside the range (to 2**-24 of an lsb), and a number of the
+    format never moves. ``"nearest"`` sends ties to the even code. Then values outside the range
+    saturate; NaN stays NaN and infinities saturate. A result is never -0.0.
+
+    The noise of element ``i``, counted in row-major order whatever the strides, is a function of
+    ``(seed, stream, i)`` alone (``fixedpoint_kernels.philox``): every device gives the same bits,
+    and no generator of the user's is touched.
+
+    Args:
+        x: Values, any shape and strides, float32, bfloat16 or float16.
+        fmt: The target format. Above 25 bits, saturation stops at the largest code that float32
+            holds.
+        rounding: ``"stochastic"`` or ``"nearest"``.
+        seed: Of the noise, 0 to 2**63 - 1; unused by ``"nearest"``.
+        stream: Which of the seed's independent streams, 0 to 2**63 - 1.
+        out: Where to write, shape and device of ``x``, any of the dtypes above; may be ``x``.
+
+    Returns:
+        ``out``, or a tensor of the shape, dtype and strides of ``x``. Arithmetic is float32; a
+        result that its dtype does not hold (more than 8 significant bits in bfloat16, 11 in
+        float16) is rounded to it.
+
+    Raises:
+        TypeError: ``x`` is not floating, or ``fmt`` is not a ``FixedPoint``.
+        ValueError: ``rounding``, ``seed``, ``stream`` or ``out`` is not as above.
+        RuntimeError: ``x`` requires a gradient: rounding has none (``marvin.fake_quantize`` is
+            the straight-through estimator).
+
+    Source:
+        MARViN, section 3.2 (Gupta et al., 2015). Differs: steps of ``lsb`` where the paper
+        prints steps of 1; the fraction is compared with the noise, because the usual
+        ``floor(x + u)`` is biased in float32 and moves representable numbers.
+    """
+    _check_values(x, "quantize")
+    _check_mode(fmt, rounding)
+    y = torch.empty_like(x) if out is None else _checked_out(out, x)
+    _run(x, y, None, fmt, rounding, Key.checked(seed, stream))
+    return y
+
+
+def quantize_with_mask(
+    x: Tensor,
+    fmt: FixedPoint,
+    *,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
+    stream: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Round as ``quantize`` does, and say in the same pass which elements did not saturate.
+
+    Returns:
+        The rounded values, and a bool tensor of the same shape: true where the rounded value
+        was inside the range (or NaN), false where it was clamped.
+    """
+    _check_values(x, "quantize_with_mask")
+    _check_mode(fmt, rounding)
+    y, inside = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+    _run(x, y, inside, fmt, rounding, Key.checked(seed, stream))
+    return y, inside
+
+
+def quantize_many(
+    xs: Sequence[Tensor],
+    fmts: Sequence[FixedPoint],
+    *,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
+    stream: int = 0,
+    out: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Round many tensors, each to a format of its own, in one launch.
+
+    Tensor ``j`` gets the bits of ``quantize(xs[j], fmts[j], seed=seed, stream=stream + j)``.
+
+    Args:
+        xs: Values, on one device; one launch where all are float32 and contiguous, as is ``out``.
+        fmts: One format a tensor.
+        rounding: ``"stochastic"`` or ``"nearest"``.
+        seed: Of the noise.
+        stream: Of the first tensor.
+        out: Where to write, one tensor each; may be ``xs``.
+
+    Returns:
+        ``out``, or new tensors like ``xs``.
+
+    Raises:
+        ValueError: Lengths or devices differ, or as ``quantize``.
+    """
+    ys = [torch.empty_like(x) for x in xs] if out is None else list(out)
+    if not len(xs) == len(fmts) == len(ys):
+        raise ValueError(
+            "quantize_many needs one format and one output a tensor, "
+            f"got {len(xs)} tensors, {len(fmts)} formats and {len(ys)} outputs"
+        )
+    for x, y, fmt in zip(xs, ys, fmts, strict=True):
+        _check_values(x, "quantize_many")
+        _check_mode(fmt, rounding)
+        _checked_out(y, x)
+    key = Key.checked(seed, stream)
+    if len({x.device for x in xs}) > 1:
+        raise ValueError(
+            f"quantize_many needs one device, got {sorted({str(x.device) for x in xs})}"
+        )
+    if xs and _has_kernel(xs[0]) and all(map(_is_plain, (*xs, *ys))):
+        _implementation(xs[0]).quantize_many(xs, ys, fmts, rounding, key)
+        return ys
+    for j, (x, y, fmt) in enumerate(zip(xs, ys, fmts, strict=True)):
+        _run(x, y, None, fmt, rounding, Key(key.seed, key.stream + j))
+    return ys
+
+
+def encode(
+    x: Tensor,
+    fmt: FixedPoint,
+    *,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
+    stream: int = 0,
+) -> Tensor:
+    """Round as ``quantize`` does, and return the integer codes.
+
+    Returns:
+        Codes, shape of ``x``, in the smallest of int8, int16 and int32 that holds ``fmt.wl``
+        bits; ``decode`` gives the values. NaN becomes code 0.
+    """
+    _check_values(x, "encode")
+    _check_mode(fmt, rounding)
+    dtype = torch.int8 if fmt.wl <= 8 else torch.int16 if fmt.wl <= 16 else torch.int32
+    codes = torch.empty_like(x, dtype=dtype)
+    _run(x, codes, None, fmt, rounding, Key.checked(seed, stream))
+    return codes
+
+
+def decode(codes: Tensor, fmt: FixedPoint, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of integer codes: ``codes * fmt.lsb``.
+
+    Args:
+        codes: Integers, any shape.
+        fmt: Their format.
+        dtype: Of the result; float32 holds codes of up to 25 bits, float64 all of them.
+
+    Raises:
+        TypeError: ``codes`` are not integers.
+    """
+    if codes.dtype.is_floating_point or codes.dtype is torch.bool or codes.is_complex():
+        raise TypeError(f"decode needs integer codes, got {codes.dtype}")
+    return codes.to(dtype) * fmt.lsb
+
+
+def _run(
+    x: Tensor, y: Tensor, inside: Tensor | None, fmt: FixedPoint, rounding: Rounding, key: Key
+) -> None:
+    """Round into ``y`` and ``inside`` of any strides."""
+    target = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
+    mask = inside
+    if inside is not None and not inside.is_contiguous():
+        mask = torch.empty_like(inside, memory_format=torch.contiguous_format)
+    if x.numel():
+        implementation = _implementation(x)
+        implementation.quantize(x.contiguous(), target, mask, fmt, rounding, key)
+    if target is not y:
+        y.copy_(target)
+    if inside is not None and mask is not None and mask is not inside:
+        inside.copy_(mask)
+
+
+def _implementation(x: Tensor) -> Any:
+    if x.is_cuda:
+        from fixedpoint_kernels.rounding import gpu  # triton is not on every system
+
+        return gpu
+    if x.is_cpu:
+        from fixedpoint_kernels.rounding import cpu  # numba takes half a second to import
+
+        return cpu
+    return reference
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda or x.is_cpu
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.is_contiguous()
+
+
+def _check_values(x: Tensor, name: str) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
+        came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} needs a float32, bfloat16 or float16 tensor, got {came}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} has no gradient, and got a tensor that requires one: detach it, use "
+            "torch.no_grad(), or marvin.fake_quantize for a straight-through estimator"
+        )
+
+
+def _check_mode(fmt: FixedPoint, rounding: Rounding) -> None:
+    if not isinstance(fmt, FixedPoint):
+        raise TypeError(f"the format must be a FixedPoint, got {type(fmt).__name__}")
+    if rounding not in get_args(Rounding):
+        raise ValueError(f"rounding must be one of {get_args(Rounding)}, got {rounding!r}")
+
+
+def _checked_out(out: Tensor, x: Tensor) -> Tensor:
+    if out.shape != x.shape or out.device != x.device or out.dtype not in _FLOATS:
+        raise ValueError(
+            f"out must be a floating tensor of shape {tuple(x.shape)} on {x.device}, "
+            f"got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
+        )
+    return out

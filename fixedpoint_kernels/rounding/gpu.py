@@ -1,0 +1,178 @@
+"""Fixed-point rounding in Triton."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.philox.gpu import uniform
+from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _codes(x, block, scale, seed, stream, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
+    """Round ``x * scale`` to whole numbers; ``block`` is the first element's index >> 2."""
+    scaled = x * scale
+    below = tl.floor(scaled)
+    fraction = scaled - below
+    if STOCHASTIC:
+        blocks = block + tl.arange(0, BLOCK // 4)
+        up = uniform(blocks, seed, stream, BLOCK // 4) < fraction
+    else:
+        is_odd = below != 2.0 * tl.floor(0.5 * below)
+        up = (fraction > 0.5) | ((fraction == 0.5) & is_odd)
+    return below + up.to(tl.float32)
+
+
+@triton.jit
+def _saturate(codes, low, high):
+    codes = tl.where(codes < low, low, codes)  # comparisons, not minimum: NaN stays
+    return tl.where(codes > high, high, codes)
+
+
+@triton.jit
+def _to_bfloat16(y):
+    """Round float32 to bfloat16, ties to even; Triton's interpreter would truncate."""
+    bits = y.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(y == y, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["seed", "stream"])
+def _quantize_kernel(
+    x_ptr,  # (n,) float32, bfloat16 or float16
+    y_ptr,  # (n,) the same, or int8, int16, int32 for codes
+    inside_ptr,  # (n,) bool; y_ptr where WITH_MASK is false
+    n,
+    scale,  # 2**fl: a power of two, so both products below are exact
+    lsb,  # 2**-fl, or 1 for codes
+    low,
+    high,
+    seed: tl.int64,
+    stream: tl.int64,
+    STOCHASTIC: tl.constexpr,
+    WITH_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = first + tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    seed, stream = seed.to(tl.int64), stream.to(tl.int64)  # the interpreter ignores annotations
+    codes = _codes(x, first >> 2, scale, seed, stream, STOCHASTIC, BLOCK)
+    if WITH_MASK:
+        inside = (codes < low) | (codes > high)
+        tl.store(inside_ptr + offsets, inside == 0, mask=mask)
+    y = _saturate(codes, low, high) * lsb
+    if y_ptr.dtype.element_ty.is_int():
+        y = tl.where(y == y, y, 0.0).to(y_ptr.dtype.element_ty)
+    elif y_ptr.dtype.element_ty == tl.bfloat16:
+        y = _to_bfloat16(y)
+    tl.store(y_ptr + offsets, y, mask=mask)
+
+
+@triton.jit(do_not_specialize=["seed", "stream"])
+def _quantize_many_kernel(
+    pointers_ptr,  # (t, 2) int64: addresses of x and y, float32
+    sizes_ptr,  # (t,) int64
+    numbers_ptr,  # (t, 4) float32: scale, lsb, smallest and largest code
+    tasks_ptr,  # (programs, 2) int64: tensor and first element of each program
+    seed: tl.int64,
+    stream: tl.int64,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tensor = tl.load(tasks_ptr + 2 * tl.program_id(0))
+    first = tl.load(tasks_ptr + 2 * tl.program_id(0) + 1)
+    x_ptr = tl.load(pointers_ptr + 2 * tensor).to(tl.pointer_type(tl.float32))
+    y_ptr = tl.load(pointers_ptr + 2 * tensor + 1).to(tl.pointer_type(tl.float32))
+    scale = tl.load(numbers_ptr + 4 * tensor)
+    lsb = tl.load(numbers_ptr + 4 * tensor + 1)
+    low = tl.load(numbers_ptr + 4 * tensor + 2)
+    high = tl.load(numbers_ptr + 4 * tensor + 3)
+    offsets = first + tl.arange(0, BLOCK)
+    mask = offsets < tl.load(sizes_ptr + tensor)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    seed, stream = seed.to(tl.int64), stream.to(tl.int64) + tensor
+    codes = _codes(x, first >> 2, scale, seed, stream, STOCHASTIC, BLOCK)
+    tl.store(y_ptr + offsets, _saturate(codes, low, high) * lsb, mask=mask)
+
+
+def quantize(
+    x: Tensor,
+    y: Tensor,
+    inside: Tensor | None,
+    fmt: FixedPoint,
+    rounding: Rounding,
+    key: Key,
+) -> None:
+    """See ``fixedpoint_kernels.rounding.quantize``; integer ``y`` takes codes."""
+    low, high = float_bounds(fmt)
+    lsb = fmt.lsb if y.dtype.is_floating_point else 1.0
+    _quantize_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+        x.detach(),
+        y.detach(),
+        y.detach() if inside is None else inside,
+        x.numel(),
+        fmt.scale,
+        lsb,
+        low,
+        high,
+        key.seed,
+        key.stream,
+        STOCHASTIC=rounding == "stochastic",
+        WITH_MASK=inside is not None,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+
+
+def quantize_many(
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    fmts: Sequence[FixedPoint],
+    rounding: Rounding,
+    key: Key,
+) -> None:
+    """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous."""
+    table = tuple((x.data_ptr(), y.data_ptr(), x.numel()) for x, y in zip(xs, ys, strict=True))
+    pointers, sizes, tasks = _tables(table, xs[0].device)
+    _quantize_many_kernel[(len(tasks),)](
+        pointers,
+        sizes,
+        _numbers(tuple(fmts), xs[0].device),
+        tasks,
+        key.seed,
+        key.stream,
+        STOCHASTIC=rounding == "stochastic",
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+
+
+@lru_cache(
+    maxsize=16
+)  # the same parameters and formats come step after step: no copy to the device
+def _tables(
+    key: tuple[tuple[int, int, int], ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    table = torch.tensor(key, dtype=torch.int64)
+    programs = -(table[:, 2] // -_BLOCK)
+    tensor = torch.repeat_interleave(torch.arange(len(key)), programs)
+    first = torch.arange(len(tensor)) - (programs.cumsum(0) - programs)[tensor]
+    tasks = torch.stack([tensor, first * _BLOCK], dim=1)
+    pointers, sizes = table[:, :2].contiguous(), table[:, 2].contiguous()
+    return pointers.to(device), sizes.to(device), tasks.to(device)
+
+
+@lru_cache(maxsize=16)
+def _numbers(fmts: tuple[FixedPoint, ...], device: torch.device) -> Tensor:
+    rows = [(fmt.scale, fmt.lsb, *float_bounds(fmt)) for fmt in fmts]
+    return torch.tensor(rows, dtype=torch.float32, device=device)

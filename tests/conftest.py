@@ -1,0 +1,36 @@
+"""Settings every test shares."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+# No deadline: a kernel's first call compiles it. The same examples every time.
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("project")
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on CPU tensors
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords and not HAS_CUDA:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_run():
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN, 255, ... too
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def device() -> str:
+    """Where Triton kernels run: on the GPU, or in the interpreter on CPU tensors."""
+    return "cuda" if HAS_CUDA else "cpu"

@@ -1,0 +1,251 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fixedpoint_kernels import (
+    FixedPoint,
+    decode,
+    encode,
+    quantize,
+    quantize_many,
+    quantize_with_mask,
+)
+from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.rounding import cpu, gpu, reference
+
+FORMATS = [FixedPoint(2, 0), FixedPoint(8, 4), FixedPoint(8, -1), FixedPoint(16, 12)]
+FORMATS += [FixedPoint(32, 31), FixedPoint(8, 4, symmetric=True)]
+SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-40, 3e38, -3e38, 0.5, -0.5, 1.5]
+formats = st.builds(FixedPoint, st.integers(2, 32), st.integers(-31, 31), st.booleans())
+keys = st.builds(Key, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
+
+
+def run(implementation, x, fmt, rounding, key, *, dtype=None):
+    y = torch.empty_like(x, dtype=dtype)
+    inside = torch.empty_like(x, dtype=torch.bool)
+    implementation.quantize(x, y, inside, fmt, rounding, key)
+    return y, inside
+
+
+def assert_same(implementation, x, fmt, rounding, key, *, dtype=None):
+    actual = run(implementation, x, fmt, rounding, key, dtype=dtype)
+    expected = run(reference, x, fmt, rounding, key, dtype=dtype)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def values(shape, device="cpu"):
+    x = torch.randn(shape) * 4
+    x.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)[: x.numel()]
+    return x.to(device)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (1023,), (3, 7, 5), (2, 2049)], ids=str)
+def test_kernels_equal_the_reference(shape, fmt, rounding, device):
+    assert_same(cpu, values(shape), fmt, rounding, Key(7, 2**40 + 3))
+    assert_same(gpu, values(shape, device), fmt, rounding, Key(7, 2**40 + 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.int32], ids=str)
+def test_kernels_equal_the_reference_in_other_types(dtype, device):
+    fmt = FixedPoint(8, 4) if dtype is torch.int8 else FixedPoint(20, 11)
+    x = values((1025,)).to(dtype if dtype.is_floating_point else torch.float32)
+    assert_same(cpu, x, fmt, "stochastic", Key(1, 0), dtype=dtype)
+    assert_same(gpu, x.to(device), fmt, "stochastic", Key(1, 0), dtype=dtype)
+
+
+def test_the_parallel_kernel_equals_the_serial_one():
+    x = values((60_001,))
+    assert_same(cpu, x, FORMATS[1], "stochastic", Key(3, 0))
+
+
+@settings(max_examples=40)
+@given(
+    fmt=formats,
+    key=keys,
+    rounding=st.sampled_from(["stochastic", "nearest"]),
+    x=st.lists(st.floats(width=32), min_size=1, max_size=9),
+)
+def test_kernels_equal_the_reference_everywhere(fmt, key, rounding, x):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert_same(cpu, torch.tensor(x), fmt, rounding, key)
+    assert_same(gpu, torch.tensor(x, device=device), fmt, rounding, key)
+
+
+@pytest.mark.parametrize("implementation", [cpu, gpu], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_many_equals_one_by_one(implementation, rounding, device):
+    where = "cpu" if implementation is cpu else device
+    xs = [values((n,), where) for n in (1, 5000, 1024, 3)]
+    fmts, ys = FORMATS[:4], [torch.empty_like(x) for x in xs]
+    implementation.quantize_many(xs, ys, fmts, rounding, Key(5, 2**33))
+    for j, (x, y, fmt) in enumerate(zip(xs, ys, fmts, strict=True)):
+        expected, _ = run(reference, x, fmt, rounding, Key(5, 2**33 + j))
+        torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_many_takes_mixed_tensors_and_empty_lists():
+    xs = [torch.randn(3, 4).t(), torch.randn(5).bfloat16(), torch.empty(0), torch.tensor(0.3)]
+    ys = quantize_many(xs, [FORMATS[1]] * 4, seed=2, stream=9)
+    for j, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        expected = quantize(x, FORMATS[1], seed=2, stream=9 + j)
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    assert quantize_many([], []) == []
+
+
+def test_many_refuses_other_lengths():
+    with pytest.raises(ValueError, match="1 tensors, 2 formats and 1 outputs"):
+        quantize_many([torch.ones(1)], FORMATS[:2])
+
+
+def test_philox_known_answers():
+    # Random123's kat_vectors for philox4x32-10; the counter holds (block, stream)
+    zeros = reference.philox.words(4, Key(0, 0)).tolist()
+    assert zeros == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (0.03, 0),
+        (0.032, 1 / 16),
+        (7.99, 7.9375),
+        (8.0, 7.9375),
+        (-8.1, -8),
+        (-0.03125, 0),
+        (0.03125, 0),
+        (0.09375, 2 / 16),
+    ],
+)
+def test_golden_nearest_values(x, expected):
+    y = quantize(torch.tensor([x]), FixedPoint(8, 4), rounding="nearest")
+    assert y.item() == expected
+    assert math.copysign(1, y.item()) == (1 if expected >= 0 else -1)  # never -0.0
+
+
+@pytest.mark.parametrize("x", [0.03, -0.3, 2**20 / 16 + 0.25 / 16, -(2**18) + 0.03125])
+def test_stochastic_rounding_is_unbiased(x):
+    fmt, n = FixedPoint(32, 4), 100_000
+    values = torch.full((n,), x)
+    up = values[0].double().item() / fmt.lsb % 1
+    mean = quantize(values, fmt, seed=1).double().mean().item()
+    std = fmt.lsb * math.sqrt(up * (1 - up) / n)
+    assert abs(mean - values[0].double().item()) < 5 * std
+
+
+@given(fmt=formats, data=st.data(), key=keys)
+def test_numbers_of_the_format_stay(fmt, data, key):
+    code = data.draw(st.integers(max(fmt.min_code, -(2**24)), min(fmt.max_code, 2**24)))
+    x = torch.full((5,), code * fmt.lsb)
+    torch.testing.assert_close(
+        quantize(x, fmt, seed=key.seed, stream=key.stream), x, rtol=0, atol=0
+    )
+
+
+@given(fmt=formats, x=st.floats(-1e9, 1e9, width=32), seed=st.integers(0, 99))
+def test_error_is_below_one_step_or_saturated(fmt, x, seed):
+    y = quantize(torch.tensor([x]), fmt, seed=seed).double().item()
+    assert fmt.min <= y <= fmt.max
+    assert y / fmt.lsb == round(y / fmt.lsb)
+    if fmt.min <= x <= fmt.max and fmt.wl <= 25:
+        assert abs(y - x) <= fmt.lsb * (1 if abs(x) < fmt.lsb else 1 - 2**-24)
+
+
+@given(fmt=formats, x=st.floats(width=32, allow_nan=False))
+def test_codes_decode_to_the_rounded_value(fmt, x):
+    x = torch.tensor([x])
+    codes = encode(x, fmt, seed=4)
+    assert codes.dtype == {1: torch.int8, 2: torch.int16}.get(-(-fmt.wl // 8), torch.int32)
+    assert fmt.min_code <= codes.item() <= fmt.max_code
+    torch.testing.assert_close(decode(codes, fmt), quantize(x, fmt, seed=4), rtol=0, atol=0)
+
+
+def test_nan_has_code_zero_and_stays_nan():
+    x = torch.tensor([math.nan])
+    assert encode(x, FORMATS[1]).item() == 0
+    assert quantize(x, FORMATS[1]).isnan().all()
+
+
+def test_saturation_keeps_inside_the_widest_format():
+    fmt = FixedPoint(32, 0)
+    x = torch.tensor([math.inf, -math.inf, 2.0**31])
+    assert encode(x, fmt).tolist() == [2**31 - 128, -(2**31), 2**31 - 128]
+
+
+def test_mask_says_what_was_clamped():
+    x = torch.tensor([8.0, 7.9375, -8.0, -8.5, math.nan, math.inf])
+    _, inside = quantize_with_mask(x, FixedPoint(8, 4), rounding="nearest")
+    assert inside.tolist() == [False, True, True, False, True, False]
+
+
+def test_strides_change_no_bit():
+    x = torch.randn(2, 3, 4, 5)
+    expected = quantize(x, FORMATS[1], seed=3)
+    for view in (
+        x.contiguous(memory_format=torch.channels_last),
+        x.transpose(1, 3).contiguous().transpose(1, 3),
+    ):
+        y = quantize(view, FORMATS[1], seed=3)
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+        assert y.stride() == view.stride()
+        masked, inside = quantize_with_mask(view * 9, FORMATS[1], seed=3)
+        assert torch.equal(inside, quantize_with_mask(x * 9, FORMATS[1], seed=3)[1])
+        assert masked.stride() == view.stride()
+
+
+def test_expanded_and_empty_tensors():
+    expanded = torch.tensor([[0.3]]).expand(4, 5)
+    expected = quantize(expanded.contiguous(), FORMATS[1], seed=3)
+    torch.testing.assert_close(quantize(expanded, FORMATS[1], seed=3), expected, rtol=0, atol=0)
+    assert quantize(torch.empty(0, 3), FORMATS[1]).shape == (0, 3)
+
+
+def test_out_may_be_the_input():
+    x = torch.randn(100)
+    expected = quantize(x, FORMATS[1])
+    assert quantize(x, FORMATS[1], out=x) is x
+    torch.testing.assert_close(x, expected, rtol=0, atol=0)
+
+
+def test_the_users_generator_is_left_alone():
+    before = torch.get_rng_state()
+    quantize(torch.ones(8), FORMATS[1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_seeds_and_streams_differ():
+    x = torch.full((1000,), 0.3)
+    draws = [quantize(x, FORMATS[1], seed=s, stream=t) for s, t in [(0, 0), (1, 0), (0, 1)]]
+    assert not torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"x": torch.arange(3)}, TypeError, r"float16 tensor, got torch\.int64"),
+        ({"x": [1.0]}, TypeError, "float16 tensor, got list"),
+        ({"fmt": (8, 4)}, TypeError, "must be a FixedPoint, got tuple"),
+        ({"rounding": "up"}, ValueError, "rounding must be one of .* got 'up'"),
+        ({"seed": -1}, ValueError, "seed and stream must be 0 to"),
+        ({"out": torch.ones(2)}, ValueError, r"out must be a floating tensor of shape \(3,\)"),
+        ({"x": torch.ones(3, requires_grad=True)}, RuntimeError, "has no gradient"),
+    ],
+)
+def test_bad_input_is_named(kwargs, error, message):
+    kwargs = {"x": torch.ones(3), "fmt": FORMATS[1], **kwargs}
+    with pytest.raises(error, match=message):
+        quantize(kwargs.pop("x"), kwargs.pop("fmt"), **kwargs)
+
+
+@pytest.mark.gpu
+def test_same_bits_on_both_devices():
+    x = values((100_000,))
+    for fmt in FORMATS:
+        expected = quantize(x, fmt, seed=5)
+        actual = quantize(x.cuda(), fmt, seed=5).cpu()
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
