@@ -1,6 +1,7 @@
 """Fixed-point rounding, bit packing and histograms for PyTorch, on CPU and GPU."""
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.histogram import histogram_candidates
 from fixedpoint_kernels.rounding import (
     decode,
     encode,
@@ -9,4 +10,12 @@ from fixedpoint_kernels.rounding import (
     quantize_with_mask,
 )
 
-__all__ = ["FixedPoint", "decode", "encode", "quantize", "quantize_many", "quantize_with_mask"]
+__all__ = [
+    "FixedPoint",
+    "decode",
+    "encode",
+    "histogram_candidates",
+    "quantize",
+    "quantize_many",
+    "quantize_with_mask",
+]

@@ -17,14 +17,23 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _codes(x, block, scale, seed, stream, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
-    """Round ``x * scale`` to whole numbers; ``block`` is the first element's index >> 2."""
+def noise_of(first, seed, stream, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the noise of elements ``first`` to ``first + BLOCK``, or 0 where none is needed."""
+    noise = 0.0
+    if STOCHASTIC:
+        blocks = (first >> 2) + tl.arange(0, BLOCK // 4)
+        noise = uniform(blocks, seed.to(tl.int64), stream.to(tl.int64), BLOCK // 4)
+    return noise
+
+
+@triton.jit
+def codes_of(x, noise, scale, STOCHASTIC: tl.constexpr):
+    """Round ``x * scale`` to whole numbers."""
     scaled = x * scale
     below = tl.floor(scaled)
     fraction = scaled - below
     if STOCHASTIC:
-        blocks = block + tl.arange(0, BLOCK // 4)
-        up = uniform(blocks, seed, stream, BLOCK // 4) < fraction
+        up = noise < fraction
     else:
         is_odd = below != 2.0 * tl.floor(0.5 * below)
         up = (fraction > 0.5) | ((fraction == 0.5) & is_odd)
@@ -32,7 +41,8 @@ def _codes(x, block, scale, seed, stream, STOCHASTIC: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _saturate(codes, low, high):
+def saturate(codes, low, high):
+    """Clamp, keeping NaN."""
     codes = tl.where(codes < low, low, codes)  # comparisons, not minimum: NaN stays
     return tl.where(codes > high, high, codes)
 
@@ -65,12 +75,12 @@ def _quantize_kernel(
     offsets = first + tl.arange(0, BLOCK)
     mask = offsets < n
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    seed, stream = seed.to(tl.int64), stream.to(tl.int64)  # the interpreter ignores annotations
-    codes = _codes(x, first >> 2, scale, seed, stream, STOCHASTIC, BLOCK)
+    noise = noise_of(first, seed, stream, STOCHASTIC, BLOCK)
+    codes = codes_of(x, noise, scale, STOCHASTIC)
     if WITH_MASK:
         inside = (codes < low) | (codes > high)
         tl.store(inside_ptr + offsets, inside == 0, mask=mask)
-    y = _saturate(codes, low, high) * lsb
+    y = saturate(codes, low, high) * lsb
     if y_ptr.dtype.element_ty.is_int():
         y = tl.where(y == y, y, 0.0).to(y_ptr.dtype.element_ty)
     elif y_ptr.dtype.element_ty == tl.bfloat16:
@@ -100,9 +110,9 @@ def _quantize_many_kernel(
     offsets = first + tl.arange(0, BLOCK)
     mask = offsets < tl.load(sizes_ptr + tensor)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
-    seed, stream = seed.to(tl.int64), stream.to(tl.int64) + tensor
-    codes = _codes(x, first >> 2, scale, seed, stream, STOCHASTIC, BLOCK)
-    tl.store(y_ptr + offsets, _saturate(codes, low, high) * lsb, mask=mask)
+    noise = noise_of(first, seed, stream + tensor, STOCHASTIC, BLOCK)
+    codes = codes_of(x, noise, scale, STOCHASTIC)
+    tl.store(y_ptr + offsets, saturate(codes, low, high) * lsb, mask=mask)
 
 
 def quantize(

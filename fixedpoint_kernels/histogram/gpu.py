@@ -1,0 +1,148 @@
+"""Histograms in Triton: one read of the values, whatever the number of candidate formats."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.histogram.reference import Bins, Cells
+from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.rounding.gpu import codes_of, noise_of, saturate
+from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _bin(value, low, inverse_width, resolution):
+    place = tl.floor((value - low) * inverse_width)
+    place = tl.where(place < 0.0, 0.0, place).to(tl.float32)
+    last = (resolution - 1).to(tl.float32)
+    return tl.where(place > last, last, place).to(tl.int32)
+
+
+@triton.jit
+def _count(counts_ptr, bins, mask, resolution, BINS: tl.constexpr):
+    """Add a block's histogram to ``counts_ptr``; bin ``resolution`` takes the masked elements."""
+    counts = tl.histogram(tl.where(mask, bins, resolution), BINS).to(tl.int64)
+    columns = tl.arange(0, BINS)
+    tl.atomic_add(counts_ptr + columns, counts, mask=(columns < resolution) & (counts > 0))
+
+
+@triton.jit(do_not_specialize=["resolution", "formats", "seed", "stream"])
+def _sampled_kernel(
+    x_ptr,  # (n,) float32
+    n,
+    numbers_ptr,  # (formats, 4) float32: scale, lsb, smallest and largest code
+    formats: tl.int32,
+    counts_ptr,  # (formats + 1, resolution) int64
+    low,
+    inverse_width,
+    resolution: tl.int32,
+    seed: tl.int64,
+    stream: tl.int64,
+    STOCHASTIC: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    mask = first + tl.arange(0, BLOCK) < n
+    x = tl.load(x_ptr + first + tl.arange(0, BLOCK), mask=mask, other=0.0)
+    resolution = tl.full((), 0, tl.int32) + resolution
+    noise = noise_of(first, seed, stream, STOCHASTIC, BLOCK)
+    _count(counts_ptr, _bin(x, low, inverse_width, resolution), mask, resolution, BINS)
+    row = 0
+    while row < formats:
+        scale = tl.load(numbers_ptr + 4 * row)
+        lsb = tl.load(numbers_ptr + 4 * row + 1)
+        smallest = tl.load(numbers_ptr + 4 * row + 2)
+        largest = tl.load(numbers_ptr + 4 * row + 3)
+        codes = codes_of(x, noise, scale, STOCHASTIC)
+        y = saturate(codes, smallest, largest) * lsb
+        row += 1
+        counts = counts_ptr + row * resolution
+        _count(counts, _bin(y, low, inverse_width, resolution), mask, resolution, BINS)
+
+
+@triton.jit(do_not_specialize=["first_cell", "resolution", "size"])
+def _cells_kernel(
+    x_ptr,  # (n,) float32
+    n,
+    own_ptr,  # (resolution,) int64
+    table_ptr,  # (2, size) int64
+    scale,
+    first_cell: tl.int64,
+    size: tl.int64,
+    low,
+    inverse_width,
+    resolution: tl.int32,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    resolution = tl.full((), 0, tl.int32) + resolution
+    _count(own_ptr, _bin(x, low, inverse_width, resolution), mask, resolution, BINS)
+    scaled = x * scale
+    below = tl.floor(scaled)
+    cell = below.to(tl.int64) - first_cell
+    units = ((scaled - below) * 16777216.0).to(tl.int64)  # 2**24
+    tl.atomic_add(table_ptr + cell, tl.full((BLOCK,), 1, tl.int64), mask=mask)
+    tl.atomic_add(table_ptr + size + cell, units, mask=mask)
+
+
+def sampled(
+    x: Tensor, fmts: Sequence[FixedPoint], bins: Bins, rounding: Rounding, key: Key
+) -> Tensor:
+    """See ``reference.sampled``."""
+    rows = [(fmt.scale, fmt.lsb, *float_bounds(fmt)) for fmt in fmts]
+    numbers = torch.tensor(rows, dtype=torch.float32, device=x.device)
+    shape = len(fmts) + 1, bins.resolution
+    counts = torch.zeros(shape, dtype=torch.int64, device=x.device)
+    _sampled_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+        _values(x),
+        x.numel(),
+        numbers,
+        len(fmts),
+        counts,
+        bins.low,
+        bins.inverse_width,
+        bins.resolution,
+        key.seed,
+        key.stream,
+        STOCHASTIC=rounding == "stochastic",
+        BINS=triton.next_power_of_2(bins.resolution + 1),
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+    return counts
+
+
+def cells(x: Tensor, bins: Bins, grid: Cells) -> tuple[Tensor, Tensor]:
+    """See ``reference.cells``."""
+    own = torch.zeros(bins.resolution, dtype=torch.int64, device=x.device)
+    table = torch.zeros(2, grid.size, dtype=torch.int64, device=x.device)
+    _cells_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+        _values(x),
+        x.numel(),
+        own,
+        table,
+        2.0**grid.fl,
+        grid.first,
+        grid.size,
+        bins.low,
+        bins.inverse_width,
+        bins.resolution,
+        BINS=triton.next_power_of_2(bins.resolution + 1),
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+    return own, table
+
+
+def _values(x: Tensor) -> Tensor:
+    return x.detach().float().contiguous()

@@ -1,0 +1,63 @@
+"""Histograms in plain PyTorch: the definition that the kernels are tested against."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.rounding.reference import Rounding, float_bounds, unbounded_codes
+
+
+class Bins(NamedTuple):
+    """Equal-width bins over a range; values outside count in the end bins."""
+
+    low: float  # float32 values
+    inverse_width: float
+    resolution: int
+
+
+class Cells(NamedTuple):
+    """The grid ``(first + arange(size)) * 2**-fl``, which covers all values."""
+
+    fl: int
+    first: int
+    size: int
+
+
+def sampled(
+    x: Tensor, fmts: Sequence[FixedPoint], bins: Bins, rounding: Rounding, key: Key
+) -> Tensor:
+    """Count ``x`` and its rounding to each format; shape ``(1 + len(fmts), resolution)``, int64."""
+    rows = [x.detach().float()]
+    for fmt in fmts:
+        codes = unbounded_codes(x, fmt, rounding, key).clamp(*float_bounds(fmt))
+        rows.append(codes * fmt.lsb)
+    counts = [torch.bincount(bin_of(row, bins), minlength=bins.resolution) for row in rows]
+    return torch.stack(counts)
+
+
+def cells(x: Tensor, bins: Bins, grid: Cells) -> tuple[Tensor, Tensor]:
+    """Count ``x`` in bins, and in the cells of a grid together with the place in the cell.
+
+    Returns:
+        ``(resolution,)`` int64, and ``(2, grid.size)`` int64: how many values lie in each cell
+        ``[k, k + 1) * lsb``, and the sum of their distances from ``k * lsb`` in 2**-24 lsb.
+    """
+    own = torch.bincount(bin_of(x.detach().float(), bins), minlength=bins.resolution)
+    scaled = x.detach().float() * 2.0**grid.fl
+    below = torch.floor(scaled)
+    index = below.long() - grid.first
+    units = ((scaled - below) * 2.0**24).long()
+    table = torch.zeros(2, grid.size, dtype=torch.int64, device=x.device)
+    table[0].index_add_(0, index, torch.ones_like(units))
+    table[1].index_add_(0, index, units)
+    return own, table
+
+
+def bin_of(x: Tensor, bins: Bins) -> Tensor:
+    """Return the bin of each value of a flat float32 tensor, int64."""
+    place = torch.floor((x - bins.low) * bins.inverse_width)
+    return place.clamp(0, bins.resolution - 1).long()
