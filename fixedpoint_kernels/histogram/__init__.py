@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram import reference
-from fixedpoint_kernels.histogram.expected import Grid
+from fixedpoint_kernels.histogram.grid import Grid
 from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import Rounding
@@ -66,11 +66,7 @@ def histogram_candidates(
         key = Key.checked(seed, stream)
         return _implementation(x).sampled(x.reshape(-1), fmts, bins, rounding, key)
     own, grid = grid_histogram(x, bins, max((fmt.fl for fmt in fmts), default=0))
-    rows = {}
-    for fl in range(grid.fl, min((fmt.fl for fmt in fmts), default=grid.fl) - 1, -1):
-        rows |= {fmt: grid.histogram(fmt) for fmt in fmts if fmt.fl == fl}
-        grid = grid.coarser()
-    return torch.from_numpy(np.stack([own, *(rows[fmt] for fmt in fmts)]))
+    return torch.from_numpy(np.concatenate([own[None], grid.histograms(fmts)]))
 
 
 def bins_of(x: Tensor, resolution: int) -> Bins:
@@ -110,8 +106,7 @@ def grid_histogram(x: Tensor, bins: Bins, fl: int) -> tuple[np.ndarray, Grid]:
             f"expected counts need at most {_MAX_CELLS} steps in the range, got {size}"
         )
     own, table = _implementation(x).cells(x.reshape(-1), bins, Cells(fl, first, size))
-    counts, units = table.cpu().numpy().astype(np.float64)
-    return own.cpu().numpy().astype(np.float64), Grid(fl, first, counts, units * 2.0**-24, bins)
+    return own.cpu().numpy().astype(np.float64), Grid(fl, first, table.cpu().numpy(), bins)
 
 
 def _implementation(x: Tensor) -> Any:

@@ -61,6 +61,44 @@ def _cells(x, bins, scale, first, own, table):
             table[part, cell, 1] += int((scaled - below) * np.float32(2.0**24))
 
 
+@njit(cache=True)
+def _merge(counts, fractions, first, size):  # cells of one fractional length less, in place
+    left = first % 2  # pairs are (even, odd)
+    for pair in range((size + left + 1) // 2):
+        even, odd = 2 * pair - left, 2 * pair - left + 1
+        count = fraction = 0.0
+        if even >= 0:
+            count += counts[even]
+            fraction += fractions[even]
+        if odd < size:
+            count += counts[odd]
+            fraction += fractions[odd] + counts[odd]  # the odd cell starts half way
+        counts[pair], fractions[pair] = count, fraction / 2
+    return first // 2, (size + left + 1) // 2
+
+
+@njit(cache=True)
+def _grid_histograms(table, fl, first, formats, bins, result):
+    # table (cells, 2) int64; formats (k, 3) int64: fl, smallest and largest code, finest first
+    low, inverse_width, resolution = bins
+    counts = table[:, 0].astype(np.float64)
+    fractions = table[:, 1] * 2.0**-24
+    size = len(counts)
+    for f in range(len(formats)):
+        while fl > formats[f, 0]:
+            first, size = _merge(counts, fractions, first, size)
+            fl -= 1
+        lsb = np.float32(2.0**-fl)
+        carried = 0.0  # what the cell on the left rounds up
+        for cell in range(size + 1):
+            weight = carried
+            if cell < size:
+                carried = fractions[cell]
+                weight += counts[cell] - carried
+            code = min(max(first + cell, formats[f, 1]), formats[f, 2])
+            result[f, _bin(np.float32(code) * lsb, low, inverse_width, resolution)] += weight
+
+
 _sampled_serial = njit(cache=True)(_sampled)
 _sampled_parallel = njit(parallel=True, cache=True)(_sampled)
 _cells_serial = njit(cache=True)(_cells)
@@ -87,10 +125,19 @@ def cells(x: Tensor, bins: Bins, grid: Cells) -> tuple[Tensor, Tensor]:
     parallel = is_parallel(x.numel()) and x.numel() > 4 * grid.size
     parts = get_num_threads() if parallel else 1
     own = np.zeros((parts, bins.resolution), np.int64)
-    table = np.zeros((parts, grid.size, 2), np.int64)  # the two numbers of a cell side by side
+    table = np.zeros((parts, grid.size, 2), np.int64)
     kernel = _cells_parallel if parallel else _cells_serial
     kernel(_values(x), _bins(bins), np.float32(2.0**grid.fl), grid.first, own, table)
-    return torch.from_numpy(own.sum(0)), torch.from_numpy(table.sum(0).T)
+    return torch.from_numpy(own.sum(0)), torch.from_numpy(table.sum(0) if parts > 1 else table[0])
+
+
+def grid_histograms(
+    table: np.ndarray, fl: int, first: int, formats: np.ndarray, bins: Bins
+) -> np.ndarray:
+    """See ``grid.Grid.histograms``; ``formats`` holds fl, smallest and largest code, finest first."""
+    result = np.zeros((len(formats), bins.resolution))
+    _grid_histograms(table, fl, first, formats, _bins(bins), result)
+    return result
 
 
 def _values(x: Tensor) -> np.ndarray:

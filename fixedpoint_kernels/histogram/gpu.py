@@ -67,15 +67,14 @@ def _sampled_kernel(
         _count(counts, _bin(y, low, inverse_width, resolution), mask, resolution, BINS)
 
 
-@triton.jit(do_not_specialize=["first_cell", "resolution", "size"])
+@triton.jit(do_not_specialize=["first_cell", "resolution"])
 def _cells_kernel(
     x_ptr,  # (n,) float32
     n,
     own_ptr,  # (resolution,) int64
-    table_ptr,  # (2, size) int64
+    table_ptr,  # (size, 2) int64
     scale,
     first_cell: tl.int64,
-    size: tl.int64,
     low,
     inverse_width,
     resolution: tl.int32,
@@ -91,8 +90,8 @@ def _cells_kernel(
     below = tl.floor(scaled)
     cell = below.to(tl.int64) - first_cell
     units = ((scaled - below) * 16777216.0).to(tl.int64)  # 2**24
-    tl.atomic_add(table_ptr + cell, tl.full((BLOCK,), 1, tl.int64), mask=mask)
-    tl.atomic_add(table_ptr + size + cell, units, mask=mask)
+    tl.atomic_add(table_ptr + 2 * cell, tl.full((BLOCK,), 1, tl.int64), mask=mask)
+    tl.atomic_add(table_ptr + 2 * cell + 1, units, mask=mask)
 
 
 def sampled(
@@ -125,7 +124,7 @@ def sampled(
 def cells(x: Tensor, bins: Bins, grid: Cells) -> tuple[Tensor, Tensor]:
     """See ``reference.cells``."""
     own = torch.zeros(bins.resolution, dtype=torch.int64, device=x.device)
-    table = torch.zeros(2, grid.size, dtype=torch.int64, device=x.device)
+    table = torch.zeros(grid.size, 2, dtype=torch.int64, device=x.device)
     _cells_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
         _values(x),
         x.numel(),
@@ -133,7 +132,6 @@ def cells(x: Tensor, bins: Bins, grid: Cells) -> tuple[Tensor, Tensor]:
         table,
         2.0**grid.fl,
         grid.first,
-        grid.size,
         bins.low,
         bins.inverse_width,
         bins.resolution,

@@ -43,7 +43,7 @@ def cells(x: Tensor, bins: Bins, grid: Cells) -> tuple[Tensor, Tensor]:
     """Count ``x`` in bins, and in the cells of a grid together with the place in the cell.
 
     Returns:
-        ``(resolution,)`` int64, and ``(2, grid.size)`` int64: how many values lie in each cell
+        ``(resolution,)`` int64, and ``(grid.size, 2)`` int64: how many values lie in each cell
         ``[k, k + 1) * lsb``, and the sum of their distances from ``k * lsb`` in 2**-24 lsb.
     """
     own = torch.bincount(bin_of(x.detach().float(), bins), minlength=bins.resolution)
@@ -51,10 +51,8 @@ def cells(x: Tensor, bins: Bins, grid: Cells) -> tuple[Tensor, Tensor]:
     below = torch.floor(scaled)
     index = below.long() - grid.first
     units = ((scaled - below) * 2.0**24).long()
-    table = torch.zeros(2, grid.size, dtype=torch.int64, device=x.device)
-    table[0].index_add_(0, index, torch.ones_like(units))
-    table[1].index_add_(0, index, units)
-    return own, table
+    table = torch.zeros(grid.size, 2, dtype=torch.int64, device=x.device)
+    return own, table.index_add_(0, index, torch.stack([torch.ones_like(units), units], dim=1))
 
 
 def bin_of(x: Tensor, bins: Bins) -> Tensor:
