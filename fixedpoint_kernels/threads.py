@@ -1,6 +1,9 @@
-"""When a CPU kernel may use several threads."""
+"""CPU kernels with and without threads, and when to use which."""
 
 import multiprocessing
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
 
 import torch
 
@@ -17,3 +20,22 @@ def is_parallel(elements: int) -> bool:
         and torch.get_num_threads() > 1
         and multiprocessing.parent_process() is None
     )
+
+
+def compile_both(kernel: FunctionType) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Compile a kernel of ``prange`` loops twice with Numba: serial and parallel.
+
+    Each gets a name of its own. Numba keys its cache by a function's name and line, not by
+    ``parallel``: under one name, both would be whichever was compiled first.
+    """
+    from numba import njit  # takes half a second to import
+
+    serial, parallel = _renamed(kernel, "serial"), _renamed(kernel, "parallel")
+    return njit(cache=True)(serial), njit(parallel=True, cache=True)(parallel)
+
+
+def _renamed(function: FunctionType, suffix: str) -> FunctionType:
+    name = f"{function.__name__}_{suffix}"
+    copy = FunctionType(function.__code__, function.__globals__, name)
+    copy.__qualname__ = name
+    return copy

@@ -16,7 +16,7 @@ from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import philox, to_uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
-from fixedpoint_kernels.threads import is_parallel
+from fixedpoint_kernels.threads import compile_both, is_parallel
 
 _CHUNK = 1024
 _TASK = 4 * _CHUNK  # elements of one tensor that a thread takes at a time
@@ -94,10 +94,8 @@ def _float32_pointer(_context, address):
     return types.CPointer(types.float32)(address), codegen
 
 
-_quantize_serial = njit(cache=True)(_quantize)
-_quantize_parallel = njit(parallel=True, cache=True)(_quantize)
-_quantize_many_serial = njit(cache=True)(_quantize_many)
-_quantize_many_parallel = njit(parallel=True, cache=True)(_quantize_many)
+_quantize_serial, _quantize_parallel = compile_both(_quantize)
+_quantize_many_serial, _quantize_many_parallel = compile_both(_quantize_many)
 
 
 def quantize(

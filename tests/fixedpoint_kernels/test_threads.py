@@ -1,0 +1,36 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fixedpoint_kernels.rounding import cpu as rounding
+
+FORK = """
+import multiprocessing, sys, torch
+from fixedpoint_kernels import FixedPoint, quantize
+
+torch.set_num_threads(2)
+x = torch.ones(60_000)
+quantize(x, FixedPoint(8, 4), seed=1)  # starts OpenMP's threads
+child = multiprocessing.get_context("fork").Process(target=quantize, args=(x, FixedPoint(8, 4)))
+child.start()
+child.join(60)
+sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("module", [rounding])
+def test_serial_and_parallel_kernels_share_no_cache(module):
+    kernels = [value for value in vars(module).values() if hasattr(value, "py_func")]
+    cached = [kernel.py_func for kernel in kernels if kernel.stats.cache_path]
+    places = {(function.__qualname__, function.__code__.co_firstlineno) for function in cached}
+    assert len(places) == len(cached) == 4
+
+
+def test_a_forked_child_runs_the_serial_kernel():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK], env=environment, timeout=120, check=False
+    )
+    assert done.returncode == 0
