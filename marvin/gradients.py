@@ -1,0 +1,131 @@
+"""One group's gradients in a step: regularised, rounded, normalised, and added to the windows."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels import FixedPoint, quantize_many
+
+__all__ = ["Gradients", "gather", "nonfinite", "read"]
+
+
+@dataclass
+class Gradients:
+    """Lists of one length, and those of the layers among them; nothing has reached the state yet.
+
+    Args:
+        group: The parameter group.
+        params: Parameters that have a gradient.
+        values: Their gradients, float32, to be changed in place; normalised where asked for.
+        norms: 2-norms before normalisation, 0-d.
+        layers: Places of the layers in the lists above.
+        sums: The layers' windows with this gradient in them.
+        sum_norms: Their 2-norms, 0-d.
+        penalty: The L1 penalty, 0-d; None without one.
+    """
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    values: list[Tensor]
+    norms: list[Tensor]
+    layers: list[int]
+    sums: list[Tensor]
+    sum_norms: list[Tensor]
+    penalty: Tensor | None
+
+
+def gather(
+    group: dict[str, Any],
+    state: Mapping[Tensor, dict[str, Any]],
+    formats: Mapping[Tensor, FixedPoint | None],
+    noise: tuple[int, int],
+) -> Gradients:
+    """Collect a group's gradients; ``noise`` is the seed and first stream of their rounding.
+
+    Raises:
+        RuntimeError: A gradient is sparse.
+    """
+    params = [p for p in group["params"] if p.grad is not None]
+    grads = [_dense(p) for p in params]
+    if not params:
+        return Gradients(group, [], [], [], [], [], [], None)
+    penalty = _add_l1(group, params, grads) if group["l1"] else None
+    if group["quantize_gradients"]:
+        grads = _rounded(grads, [formats[p] for p in params], noise)
+    norms = list(torch._foreach_norm(grads))
+    if group["normalize_gradients"]:
+        stacked = torch.stack(norms)
+        grads = list(torch._foreach_div(grads, torch.where(stacked > 0, stacked, 1.0).unbind()))
+    else:
+        grads = [grad.clone() for grad in grads]
+    layers = [i for i, p in enumerate(params) if "layer" in state[p]]
+    windows = [state[params[i]]["grad_sum"] for i in layers]
+    sums = list(torch._foreach_add(windows, [grads[i] for i in layers])) if layers else []
+    sum_norms = list(torch._foreach_norm(sums)) if layers else []
+    return Gradients(group, params, grads, norms, layers, sums, sum_norms, penalty)
+
+
+def read(
+    batches: Sequence[Gradients], loss: float | Tensor | None
+) -> tuple[float | None, list[list[float]], list[list[float]]]:
+    """Bring loss (with its penalties), norms and window norms to the host, in one transfer."""
+    device = batches[0].norms[0].device
+    scalars = [t for batch in batches for t in (*batch.norms, *batch.sum_norms)]
+    extra = [batch.penalty for batch in batches if batch.penalty is not None]
+    if loss is not None:
+        extra.append(torch.as_tensor(loss, dtype=torch.float32).detach().reshape(()))
+    values = iter(torch.stack([t.to(device) for t in (*scalars, *extra)]).tolist())
+    norms, sum_norms = [], []
+    for batch in batches:
+        norms.append([next(values) for _ in batch.norms])
+        sum_norms.append([next(values) for _ in batch.sum_norms])
+    return (None if loss is None else sum(values)), norms, sum_norms
+
+
+def nonfinite(
+    batches: Sequence[Gradients],
+    loss: float | None,
+    norms: Sequence[Sequence[float]],
+    names: Mapping[Tensor, str],
+) -> list[str]:
+    """Name what is not finite."""
+    wrong = [] if loss is None or math.isfinite(loss) else [f"loss {loss}"]
+    for batch, values in zip(batches, norms, strict=True):
+        for p, norm in zip(batch.params, values, strict=True):
+            if not math.isfinite(norm):
+                wrong.append(f"gradient of {names[p]} with norm {norm}")
+    return wrong
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    grad = parameter.grad
+    if grad is None or grad.layout is not torch.strided:
+        raise RuntimeError("MSGD needs dense gradients, got a sparse one")
+    return grad.float()
+
+
+def _add_l1(group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Tensor:
+    """Add the penalty's gradient, out of place, and return the penalty."""
+    places = [i for i, p in enumerate(params) if group["l1_params"] == "all" or p.ndim >= 2]
+    penalty = torch.zeros((), device=params[0].device)
+    for i in places:
+        grads[i] = grads[i].add(params[i].sign(), alpha=group["l1"])
+        penalty = penalty + params[i].float().abs().sum()
+    return penalty * group["l1"]
+
+
+def _rounded(
+    grads: list[Tensor], formats: Sequence[FixedPoint | None], noise: tuple[int, int]
+) -> list[Tensor]:
+    places = [i for i, fmt in enumerate(formats) if fmt is not None]
+    kept = [fmt for fmt in formats if fmt is not None]
+    seed, stream = noise
+    rounded = quantize_many([grads[i] for i in places], kept, seed=seed, stream=stream)
+    result = list(grads)
+    for i, grad in zip(places, rounded, strict=True):
+        result[i] = grad
+    return result

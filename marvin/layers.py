@@ -1,0 +1,70 @@
+"""Names of parameters, and which layer's format each takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Layout", "is_layer", "layout_of", "owners_of"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is known of each parameter, in parameter order.
+
+    Args:
+        names: Its name, or its position.
+        groups: Its parameter group.
+        owners: The layer whose format it takes; None if it stays float.
+    """
+
+    names: dict[Tensor, str]
+    groups: dict[Tensor, dict[str, Any]]
+    owners: dict[Tensor, Tensor | None]
+
+
+def layout_of(param_groups: Sequence[dict[str, Any]]) -> Layout:
+    """Return the layout of an optimizer's parameter groups."""
+    groups = {p: group for group in param_groups for p in group["params"]}
+    given: list[str | None] = []
+    for group in param_groups:
+        given += group.get("param_names", [None] * len(group["params"]))
+    owners = owners_of(list(zip(given, groups, strict=True)))
+    for p, group in groups.items():
+        if not is_layer(p) and group["one_dim"] == "float":
+            owners[p] = None
+    names = (str(i) if name is None else name for i, name in enumerate(given))
+    return Layout(dict(zip(groups, names, strict=True)), groups, owners)
+
+
+def is_layer(parameter: Tensor) -> bool:
+    """Say whether a parameter has a format of its own: it has two or more dimensions."""
+    return parameter.ndim >= 2
+
+
+def owners_of(parameters: Sequence[tuple[str | None, Tensor]]) -> dict[Tensor, Tensor | None]:
+    """Return the layer whose format each parameter takes.
+
+    A layer takes its own. Any other parameter takes that of the first layer in its module, else
+    of the nearest layer before it, else of the first layer after it; None where there is none.
+
+    Args:
+        parameters: Names (None where unknown) and parameters, in parameter order.
+    """
+    first_in_module: dict[str, Tensor] = {}
+    for name, p in parameters:
+        if name is not None and is_layer(p):
+            first_in_module.setdefault(_module(name), p)
+    before = next((p for _, p in parameters if is_layer(p)), None)
+    owners: dict[Tensor, Tensor | None] = {}
+    for name, p in parameters:
+        if is_layer(p):
+            owners[p] = before = p
+        else:
+            owners[p] = first_in_module.get(_module(name), before) if name is not None else before
+    return owners
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]

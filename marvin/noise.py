@@ -1,0 +1,20 @@
+"""Which noise stream belongs to what: no two draws of a run share one."""
+
+from enum import IntEnum
+
+__all__ = ["Purpose", "stream"]
+
+
+class Purpose(IntEnum):
+    """What a draw is for."""
+
+    INITIAL = 0
+    WEIGHTS = 1
+    GRADIENTS = 2
+    PUSH_DOWN = 3
+    ACTIVATIONS = 4
+
+
+def stream(purpose: Purpose, step: int, index: int = 0) -> int:
+    """Return the stream of tensor ``index`` (below 2**20) at ``step`` (below 2**40)."""
+    return purpose << 60 | step << 20 | index
