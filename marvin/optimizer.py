@@ -160,6 +160,15 @@ class MSGD(Optimizer):
         layer: LayerState = self.state[owner]["layer"]
         return FixedPoint(layer.wl, layer.fl, self._layout.groups[owner]["symmetric"])
 
+    def has_format(self, parameter: Tensor) -> bool:
+        """Say whether ``parameter`` is one of this optimizer's, and quantised."""
+        return self._layout.owners.get(parameter) is not None
+
+    def activation_noise(self) -> tuple[int, int]:
+        """Return seed and stream for one more rounding of activations in training."""
+        self._progress.forwards += 1
+        return self._seed, stream(Purpose.ACTIVATIONS, self._progress.forwards)
+
     def layers(self) -> list[str]:
         """Return the names of the parameters that have a format of their own."""
         return [name for p, name in self._layout.names.items() if is_layer(p)]

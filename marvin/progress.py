@@ -20,8 +20,7 @@ class Progress:
         level: Where the adaptive strategy stands.
         losses: Of the last steps, oldest first, as many as the longest lookback.
         skipped: Steps left out because something was not finite.
-        forwards: Forward passes in training of modules with quantised activations; numbers their
-            noise.
+        forwards: Activations rounded in training so far; numbers their noise.
     """
 
     step: int = 0

@@ -1,0 +1,234 @@
+"""Quantised activations: layers round their inputs and outputs to their own format."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd
+from torch.utils.hooks import RemovableHandle
+
+from fixedpoint_kernels import FixedPoint, quantize, quantize_with_mask
+from fixedpoint_kernels.rounding import Rounding
+from marvin.optimizer import MSGD
+
+__all__ = ["QuantizedActivations", "fake_quantize", "quantize_activations"]
+
+StraightThrough = Literal["clip", "identity"]
+_FLOATS = torch.float32, torch.bfloat16, torch.float16
+# without parameters of their own, these take the format of the layer before them
+_FOLLOWERS = _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _AvgPoolNd, _AdaptiveAvgPoolNd
+
+
+class _Tally:
+    """Counts saturated values; a device adds to its own number, so that nothing waits for it."""
+
+    def __init__(self) -> None:
+        self.clipped: Tensor | int = 0
+        self.total = 0
+
+    def add(self, inside: Tensor | None, total: int) -> None:
+        if inside is not None:
+            self.clipped = self.clipped + (total - inside.sum())
+        self.total += total
+
+    def share(self) -> float:
+        return float(self.clipped) / self.total if self.total else 0.0
+
+
+class _FakeQuantize(torch.autograd.Function):
+    """Rounds forward; backward passes the gradient where the value was not clamped."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, fmt: FixedPoint, options: dict[str, Any], tally: _Tally | None
+    ) -> Tensor:
+        y, inside = quantize_with_mask(x, fmt, **options)
+        if _all(inside):
+            inside = None
+        ctx.save_for_backward(inside)
+        if tally is not None:
+            tally.add(inside, x.numel())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inside,) = ctx.saved_tensors
+        return (grads[0] if inside is None else grads[0] * inside), None, None, None
+
+
+class _RoundedIdentity(torch.autograd.Function):
+    """Rounds forward; backward passes the gradient everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: FixedPoint, options: dict[str, Any]) -> Tensor:
+        return quantize(x, fmt, **options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None
+
+
+def fake_quantize(
+    x: Tensor,
+    fmt: FixedPoint,
+    *,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
+    stream: int = 0,
+    ste: StraightThrough = "clip",
+) -> Tensor:
+    """Round as ``fixedpoint_kernels.quantize`` does, with a straight-through gradient.
+
+    Args:
+        x: Values, any shape, float32, bfloat16 or float16.
+        fmt: The format.
+        rounding: ``"stochastic"`` or ``"nearest"``.
+        seed: Of the noise.
+        stream: Of the noise.
+        ste: The gradient is that of the identity, and 0 where the value was clamped
+            (``"clip"``); or that of the identity everywhere (``"identity"``), which lets
+            saturated values run away.
+
+    Returns:
+        Shape and dtype of ``x``. The derivative of the gradient is not defined: differentiating
+        twice raises.
+
+    Raises:
+        ValueError: ``ste`` is unknown.
+    """
+    if ste not in get_args(StraightThrough):
+        raise ValueError(f"ste must be one of {get_args(StraightThrough)}, got {ste!r}")
+    options = {"rounding": rounding, "seed": seed, "stream": stream}
+    if ste == "identity":
+        return _RoundedIdentity.apply(x, fmt, options)  # pyright: ignore[reportReturnType]
+    return _FakeQuantize.apply(x, fmt, options, None)  # pyright: ignore[reportReturnType]
+
+
+class QuantizedActivations:
+    """A model's quantised activations; made by ``quantize_activations``."""
+
+    def __init__(self, optimizer: MSGD, ste: StraightThrough, eval_rounding: Rounding) -> None:
+        self._optimizer = optimizer
+        self._ste = ste
+        self._eval_rounding: Rounding = eval_rounding
+        self._tallies: dict[str, _Tally] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def remove(self) -> None:
+        """Undo: the model's activations are float again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def layers(self) -> list[str]:
+        """Return the names of the modules that round their activations."""
+        return list(self._tallies)
+
+    def saturation(self) -> dict[str, float]:
+        """Return the share of values each module clamped in training since the last call.
+
+        Inputs and outputs count together; ``ste="identity"`` does not count. Above a few per
+        cent, use more ``buffer_bits``.
+        """
+        shares = {name: tally.share() for name, tally in self._tallies.items()}
+        self._tallies = {name: _Tally() for name in self._tallies}
+        return shares
+
+    def attach(self, name: str, module: nn.Module, parameter: Tensor) -> None:
+        """Round the inputs and outputs of ``module`` to the format of ``parameter``."""
+        self._tallies[name] = _Tally()
+
+        def round_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return self._round_all(name, module, inputs, parameter)
+
+        def round_outputs(module: nn.Module, _inputs: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return self._round_all(name, module, output, parameter)
+            return self._round(name, module, output, parameter)
+
+        self._hooks.append(module.register_forward_pre_hook(round_inputs))
+        self._hooks.append(module.register_forward_hook(round_outputs))
+
+    def _round_all(
+        self, name: str, module: nn.Module, values: tuple[Any, ...], parameter: Tensor
+    ) -> tuple[Any, ...]:
+        return tuple(self._round(name, module, value, parameter) for value in values)
+
+    def _round(self, name: str, module: nn.Module, x: Any, parameter: Tensor) -> Any:
+        fmt = self._optimizer.format_of(parameter)
+        if fmt is None or not isinstance(x, Tensor) or x.dtype not in _FLOATS:
+            return x
+        if getattr(x, "_fixed_point", None) == (fmt, x._version):
+            return x  # the layer before has the same format: rounding again changes nothing
+        options: dict[str, Any] = {"rounding": self._eval_rounding}
+        if module.training:
+            seed, stream = self._optimizer.activation_noise()
+            options = {"rounding": "stochastic", "seed": seed, "stream": stream}
+        y = self._apply(name, x, fmt, options)
+        y._fixed_point = (fmt, y._version)  # pyright: ignore[reportAttributeAccessIssue]
+        return y
+
+    def _apply(self, name: str, x: Tensor, fmt: FixedPoint, options: dict[str, Any]) -> Any:
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return quantize(x.detach(), fmt, **options)
+        if self._ste == "identity":
+            return _RoundedIdentity.apply(x, fmt, options)
+        return _FakeQuantize.apply(x, fmt, options, self._tallies[name])
+
+
+def quantize_activations(
+    model: nn.Module,
+    optimizer: MSGD,
+    *,
+    ste: StraightThrough = "clip",
+    eval_rounding: Rounding = "nearest",
+) -> QuantizedActivations:
+    """Make layers round their inputs and outputs to their own, current format.
+
+    That holds for every module that owns a parameter of ``optimizer``, and for normalisation and
+    average pooling without one, which take the format of the module before them. In training
+    mode rounding is stochastic, with noise of the optimizer's seed and a count of forward passes
+    that its state keeps; in eval mode it is ``eval_rounding``. What a layer before has already
+    rounded to the same format is not rounded again.
+
+    Args:
+        model: Changed by forward hooks alone: weights, names and ``state_dict`` stay.
+        optimizer: Whose formats to use.
+        ste: Straight-through gradient: see ``fake_quantize``.
+        eval_rounding: ``"nearest"``, or ``"stochastic"`` (always the same noise).
+
+    Returns:
+        A handle: ``remove()`` undoes it, ``saturation()`` tells how much was clamped.
+
+    Raises:
+        ValueError: No module of ``model`` has a parameter of ``optimizer``.
+
+    Source:
+        MARViN, section 3.2; that inputs and outputs are rounded comes from its authors' code.
+        Differs: ``"clip"``, where theirs passes the gradient of saturated values too.
+    """
+    if ste not in get_args(StraightThrough) or eval_rounding not in get_args(Rounding):
+        raise ValueError(
+            f"ste must be one of {get_args(StraightThrough)} and eval_rounding one of "
+            f"{get_args(Rounding)}, got {ste!r} and {eval_rounding!r}"
+        )
+    handle = QuantizedActivations(optimizer, ste, eval_rounding)
+    last: Tensor | None = None
+    for name, module in model.named_modules():
+        own = (p for p in module.parameters(recurse=False) if optimizer.has_format(p))
+        parameter = next(own, last if isinstance(module, _FOLLOWERS) else None)
+        if parameter is not None:
+            handle.attach(name, module, parameter)
+            last = parameter
+    if last is None:
+        raise ValueError("no module of the model has a parameter with a format in this optimizer")
+    return handle
+
+
+def _all(inside: Tensor) -> bool:
+    """Say whether all are inside, where that is known without waiting for a device."""
+    return inside.is_cpu and (not inside.numel() or bool(inside.view(torch.uint8).min()))
