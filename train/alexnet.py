@@ -1,0 +1,47 @@
+"""``python -m train.alexnet``: train AlexNet in fixed point or in float32."""
+
+from collections import OrderedDict
+
+from torch import nn
+
+from train.config import Config
+
+__all__ = ["DEFAULTS", "MIN_SIDE", "alexnet"]
+
+MIN_SIDE = 32  # a stride of 4 and three poolings leave 1x1
+DEFAULTS = Config(model="alexnet", width=64, buffer_bits=4)
+
+
+def alexnet(classes: int = 10, channels: int = 3, width: int = 64) -> nn.Sequential:
+    """Return AlexNet for small images, without dropout; 2,471,104 weights for CIFAR-10.
+
+    Args:
+        classes: Number of classes.
+        channels: Colour channels of the images, 32x32.
+        width: Channels of the first convolution; the others have 3, 6, 4 and 4 times as many.
+    """
+    w = width
+    layers = {
+        "conv1": nn.Conv2d(channels, w, 11, stride=4, padding=5),
+        "relu1": nn.ReLU(),
+        "pool1": nn.MaxPool2d(2),
+        "conv2": nn.Conv2d(w, 3 * w, 5, padding=2),
+        "relu2": nn.ReLU(),
+        "pool2": nn.MaxPool2d(2),
+        "conv3": nn.Conv2d(3 * w, 6 * w, 3, padding=1),
+        "relu3": nn.ReLU(),
+        "conv4": nn.Conv2d(6 * w, 4 * w, 3, padding=1),
+        "relu4": nn.ReLU(),
+        "conv5": nn.Conv2d(4 * w, 4 * w, 3, padding=1),
+        "relu5": nn.ReLU(),
+        "pool5": nn.MaxPool2d(2),
+        "flatten": nn.Flatten(),
+        "fc": nn.Linear(4 * w, classes),
+    }
+    return nn.Sequential(OrderedDict(layers))
+
+
+if __name__ == "__main__":
+    from train.main import main
+
+    main(DEFAULTS, alexnet, MIN_SIDE)

@@ -1,0 +1,109 @@
+"""Batches: their order, augmentation and normalisation, each a function of seed and position.
+
+Nothing here has state, so a run continues in the middle of an epoch with the same bits.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from train.dataset import Dataset, Images
+
+__all__ = ["Augmentation", "augment", "augmentation", "batch", "epoch_order", "normalize"]
+__all__ += ["private_generator", "step_indices", "steps_per_epoch"]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What is done to training images.
+
+    Args:
+        padding: Zeros put around an image before a random crop to its old size.
+        flip: Mirror every second image, at random, from left to right.
+    """
+
+    padding: int
+    flip: bool
+
+
+def augmentation(dataset: Dataset) -> Augmentation:
+    """Return what suits a data set: small images move less, digits are not mirrored."""
+    return Augmentation(padding=4 if dataset.side > 8 else 1, flip=dataset.name != "digits")
+
+
+def private_generator(seed: int, *position: int | str) -> torch.Generator:
+    """Return a CPU generator for one place of a run, independent of every other place."""
+    words = ",".join(str(word) for word in (seed, *position))
+    digest = hashlib.sha256(words.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    """Return the order in which an epoch visits ``count`` images, shape ``(count,)``, int64."""
+    return torch.randperm(count, generator=private_generator(seed, "order", epoch))
+
+
+def steps_per_epoch(count: int, batch_size: int, accumulation_steps: int) -> int:
+    """Return the optimiser steps of an epoch.
+
+    Every step sees the same number of images: with normalised gradients a small last batch would
+    weigh as much as a whole one. The images left over, other ones in each epoch, wait for a later
+    epoch; fewer images than one step needs make one smaller step.
+    """
+    return max(1, count // (batch_size * accumulation_steps))
+
+
+def step_indices(
+    order: Tensor, step: int, batch_size: int, accumulation_steps: int
+) -> list[Tensor]:
+    """Return the image indices of each micro-batch of an optimiser step."""
+    size = batch_size * accumulation_steps
+    return list(order[step * size : (step + 1) * size].split(batch_size))
+
+
+def augment(images: Tensor, how: Augmentation, generator: torch.Generator) -> Tensor:
+    """Crop and mirror each image at random.
+
+    Args:
+        images: Pixels, shape ``(n, channels, side, side)``, on any device.
+        how: What to do.
+        generator: A CPU generator, so that every device sees the same images.
+
+    Returns:
+        Shape, dtype and device of ``images``.
+    """
+    n, _, side, _ = images.shape
+    shift = torch.randint(2 * how.padding + 1, (2, n, 1), generator=generator)
+    mirrored = torch.randint(2, (n, 1), generator=generator).bool() & how.flip
+    along = torch.arange(side)
+    rows = shift[0] + along  # (n, side)
+    columns = shift[1] + torch.where(mirrored, along.flip(0), along)  # (n, side)
+    padded = F.pad(images, (how.padding,) * 4).permute(0, 2, 3, 1)  # (n, rows, columns, channels)
+    image = torch.arange(n).view(n, 1, 1)
+    index = (image, rows.unsqueeze(2), columns.unsqueeze(1))
+    chosen = padded[tuple(i.to(images.device) for i in index)]  # (n, side, side, channels)
+    return chosen.permute(0, 3, 1, 2)
+
+
+def normalize(images: Tensor, dataset: Dataset) -> Tensor:
+    """Return float32 images of mean 0 and deviation 1 in each channel of the training part."""
+    mean = torch.tensor(dataset.mean, device=images.device).view(-1, 1, 1)
+    std = torch.tensor(dataset.std, device=images.device).view(-1, 1, 1)
+    return images.float().sub_(mean).div_(std).contiguous()
+
+
+def batch(
+    part: Images,
+    indices: Tensor,
+    dataset: Dataset,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return normalised images and labels, augmented when a generator is given."""
+    chosen = part[indices.to(part.labels.device)]
+    images = chosen.images
+    if generator is not None:
+        images = augment(images, augmentation(dataset), generator)
+    return normalize(images, dataset), chosen.labels

@@ -1,0 +1,218 @@
+"""What a run depends on: one frozen record, and the command line that fills it."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from train.data import NAMES
+
+__all__ = ["MSGD_KEYWORDS", "SGD_KEYWORDS", "Config", "from_dict", "parse", "run_folder", "to_dict"]
+
+
+def option(default: Any, meaning: str, *choices: str) -> Any:
+    """Return a field with its meaning, and its values where they are words."""
+    return field(default=default, metadata={"help": meaning, "choices": choices})
+
+
+def keyword(default: Any, meaning: str, *choices: str) -> Any:
+    """Return an ``option`` that is also an argument of ``marvin.MSGD``."""
+    metadata = {"help": meaning, "choices": choices, "msgd": True}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one run depends on; every field but ``model`` is a flag of the same name.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    model: str = field(default="resnet20")
+    width: int = option(16, "channels of the first stage; the paper's is the default")
+
+    dataset: str = option("auto", "what to learn; auto: the first that is present", *NAMES)
+    data_dir: str = option("data", "folder of data sets; cifar10 and cifar100 are downloaded to it")
+    validation_share: float = option(0.1, "share of training images that drive the schedule only")
+    limit: int = option(0, "use only so many training and test images, for trials; 0: all")
+
+    run: str = option("", "run folder; default: runs/MODEL-DATASET-OPTIMIZER-SEED")
+    resume: bool = option(False, "continue the run in the run folder where it was stopped")
+    checkpoint_steps: int = option(100, "optimiser steps between checkpoints; 0: epoch ends only")
+    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: cuda where there is one")
+    seed: int = keyword(0, "seed of weights, batches and rounding")
+
+    epochs: int = option(100, "passes over the training images")
+    batch_size: int = option(256, "images of a forward pass")
+    accumulation_steps: int = option(1, "forward passes whose mean gradient makes one step")
+    plateau_patience: int = option(10, "epochs without a lower validation loss before lr falls")
+    plateau_factor: float = option(0.1, "what lr is then multiplied by")
+    plateau_threshold: float = option(1e-6, "relative gain that counts as a lower loss")
+
+    optimizer: str = option("msgd", "msgd: fixed point; sgd: float32, to compare", "msgd", "sgd")
+    lr: float = keyword(0.1, "learning rate to begin with")
+    momentum: float = keyword(0.9, "share of the last update kept in the next")
+    weight_decay: float = keyword(1e-4, "L2 regularisation, added after normalisation")
+    l1: float = keyword(0.0, "L1 regularisation, part of the gradient that is normalised")
+    l1_params: str = keyword("weights", "what l1 applies to: weights or all", "weights", "all")
+    normalize_gradients: bool = keyword(True, "divide each parameter's gradient by its norm")
+    init_scale: float = option(0.5, "s of TNVS: weights have variance 0.66 * s / inputs")
+
+    # From here on, msgd only.
+    init_wl: int = keyword(8, "word length to begin with, in bits")
+    init_fl: int = keyword(4, "fractional length to begin with, in bits")
+    max_wl: int = keyword(32, "longest word")
+    min_fl: int = keyword(4, "shortest fractional length that is searched")
+    buffer_bits: int = keyword(8, "bits left of the point after a switch, sign included")
+    resolution: tuple[int, int] = keyword((50, 150), "fewest and most bins of a distribution")
+    lookback: tuple[int, int] = keyword((25, 100), "fewest and most steps between switches")
+    lookback_momentum: float = keyword(0.9, "weight of the new suggestion in the next lookback")
+    lookback_rounding: str = keyword("ceil", "how a lookback becomes whole", "ceil", "nearest")
+    strategy: str = keyword(
+        "adaptive", "which suggestion raises precision", "adaptive", "min", "mean", "max"
+    )
+    strategy_loss: str = keyword(
+        "last", "loss compared with the mean: last, or mean of the last few", "last", "short"
+    )
+    strategy_margin: float = keyword(0.0, "how far above the mean a loss must be to escalate")
+    kl_eps: float | str = keyword(0.01, "divergence a format may cost, in nats, or 'noise'")
+    kl_smoothing: float = keyword(0.5, "added to every bin before comparing")
+    kl_direction: str = keyword(
+        "pq", "pq: KL(quantised, float); qp: KL(float, quantised)", "pq", "qp"
+    )
+    kl_counts: str = keyword(
+        "expected", "counts of a candidate format: exact, or of one draw", "expected", "sampled"
+    )
+    pushdown_range: str = keyword(
+        "current", "formats searched: up to the current one, or all", "current", "full"
+    )
+    pushup: str = keyword("adapt", "formula of the suggestions", "adapt", "marvin")
+    quantize_gradients: bool = keyword(False, "round gradients to their layer's format")
+    one_dim: str = keyword(
+        "previous", "format of biases and norms: their layer's, or float32", "previous", "float"
+    )
+    master_init: str = keyword(
+        "float", "masters begin unrounded, or at the rounded weights", "float", "quantized"
+    )
+    symmetric: bool = keyword(False, "leave out the most negative code")
+    nonfinite: str = keyword("raise", "an infinite or NaN loss or gradient", "raise", "skip")
+    quantize_activations: bool = option(True, "layers round their inputs and outputs too")
+    ste: Literal["clip", "identity"] = option(
+        "clip", "gradient of a saturated activation: none, or as if it fitted", "clip", "identity"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("width", "epochs", "batch_size", "accumulation_steps"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("limit", "checkpoint_steps", "plateau_patience", "plateau_threshold"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("validation_share", 0 <= self.validation_share < 1, "0 to below 1")
+        self._require("plateau_factor", 0 < self.plateau_factor < 1, "between 0 and 1")
+        self._require("init_scale", self.init_scale > 0, "above 0")
+
+    def _require(self, name: str, is_met: bool, required: str) -> None:
+        if not is_met:
+            raise ValueError(f"{_flag(name)} must be {required}, got {getattr(self, name)}")
+
+
+SGD_KEYWORDS = ("lr", "momentum", "weight_decay")
+MSGD_KEYWORDS = tuple(f.name for f in dataclasses.fields(Config) if f.metadata.get("msgd"))
+
+
+def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:
+    """Read a configuration from command-line flags.
+
+    Args:
+        defaults: Values of the flags that are not given.
+        argv: Arguments; default: those of the process.
+
+    Returns:
+        The configuration. Bad values end the process with a message and status 2.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m train.{defaults.model}",
+        description=f"Train {defaults.model} in fixed point, or in float32 to compare.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    for f in dataclasses.fields(Config):
+        if f.name != "model":
+            parser.add_argument(_flag(f.name), **_argument(f, getattr(defaults, f.name)))
+    try:
+        config = dataclasses.replace(defaults, **vars(parser.parse_args(argv)))
+    except ValueError as error:
+        parser.error(str(error))
+    return config
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _argument(f: dataclasses.Field[Any], default: Any) -> dict[str, Any]:
+    """Return what argparse needs to know about one field."""
+    argument: dict[str, Any] = {"default": default, "help": f.metadata["help"]}
+    if isinstance(default, bool):
+        return argument | {"action": argparse.BooleanOptionalAction}
+    if isinstance(default, tuple):
+        return argument | {"nargs": 2, "type": int, "metavar": ("LOWER", "UPPER"), "action": _Pair}
+    if f.name == "kl_eps":
+        return argument | {"type": _float_or_noise, "metavar": "NATS|noise"}
+    if f.metadata["choices"]:
+        return argument | {"choices": f.metadata["choices"]}
+    if f.name == "run":
+        return argument | {"metavar": "DIR"}
+    return argument | {"type": type(default), "metavar": type(default).__name__.upper()}
+
+
+class _Pair(argparse.Action):
+    """Store two values as a tuple."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
+def _float_or_noise(text: str) -> float | str:
+    if text == "noise":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        message = f"must be a number or 'noise', got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return the configuration as JSON knows it: tuples are lists."""
+    items = dataclasses.asdict(config).items()
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """Return the configuration that ``to_dict`` made ``values`` of.
+
+    Raises:
+        ValueError: ``values`` has a name that no configuration has, or a value out of range.
+    """
+    known = {f.name for f in dataclasses.fields(Config)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(f"configuration must have known names only, got {', '.join(unknown)}")
+    pairs = values.items()
+    arguments: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in pairs}
+    return Config(**arguments)
+
+
+def run_folder(config: Config) -> Path:
+    """Return the run folder, named after the run where none was given."""
+    name = f"{config.model}-{config.dataset}-{config.optimizer}-seed{config.seed}"
+    return Path(config.run or f"runs/{name}")

@@ -1,0 +1,50 @@
+"""Errors a user can put right, and files that are either whole or not there."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+__all__ = ["UserError", "write_atomic"]
+
+
+class UserError(ValueError):
+    """Something the user can put right; the scripts show it without a traceback."""
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replace ``path`` by ``content`` at once.
+
+    Whoever reads ``path``, even after a kill or a power cut in the middle of the writing, finds
+    the old content or the new one, never a mixture.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files private
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(path.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` durable, where the system can."""
+    with contextlib.suppress(OSError):  # Windows opens no folders
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,269 @@
+"""Training and evaluation, readable from top to bottom."""
+
+import dataclasses
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import marvin
+from train.augment import batch, epoch_order, private_generator, step_indices, steps_per_epoch
+from train.config import Config
+from train.data import Parts
+from train.dataset import Dataset, Images
+from train.optimizers import prepare_gradients_
+from train.records import RunFolder
+from train.report import Report
+
+__all__ = ["METRICS", "Progress", "Score", "Training", "evaluate", "fit"]
+
+METRICS = (
+    "epoch",
+    "step",
+    "lr",
+    "train_loss",
+    "train_accuracy",
+    "validation_loss",
+    "validation_accuracy",
+    "mean_word_length",
+)
+
+
+@dataclass
+class Progress:
+    """Where a run stands, beside model, optimizer and schedule.
+
+    Args:
+        epoch: Whole epochs done.
+        step: Optimiser steps done in the epoch that is not whole yet.
+        total_steps: Optimiser steps done in all.
+        loss_sum: Sum of the losses of ``step`` steps, each times its images.
+        correct: Right answers in these steps.
+        seen: Images in these steps.
+        rows: Metrics of each whole epoch.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    total_steps: int = 0
+    loss_sum: float = 0.0
+    correct: int = 0
+    seen: int = 0
+    rows: list[dict[str, float | None]] = field(default_factory=list)
+
+    def add(self, loss: float, correct: int, images: int) -> None:
+        """Count one optimiser step."""
+        self.step += 1
+        self.total_steps += 1
+        self.loss_sum += loss * images
+        self.correct += correct
+        self.seen += images
+
+    def finish_epoch(self, row: dict[str, float | None]) -> None:
+        """Count one epoch, and begin the next one empty."""
+        self.rows.append(row)
+        self.epoch += 1
+        self.step = self.correct = self.seen = 0
+        self.loss_sum = 0.0
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model reaches on some images: mean loss, and share of right answers."""
+
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """All that takes part in a run."""
+
+    config: Config
+    dataset: Dataset
+    parts: Parts
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: ReduceLROnPlateau
+    folder: RunFolder
+    activations: marvin.QuantizedActivations | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    def state(self) -> dict[str, Any]:
+        """Return all that decides the future, as plain values and tensors."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "progress": dataclasses.asdict(self.progress),
+            "data": self.dataset.fingerprint(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state`` returned."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        for name, value in state["progress"].items():
+            setattr(self.progress, name, value)
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of an epoch."""
+        config = self.config
+        return steps_per_epoch(len(self.parts.train), config.batch_size, config.accumulation_steps)
+
+    @property
+    def mean_word_length(self) -> float | None:
+        """Bits, mean over the layers; None in float32."""
+        optimizer = self.optimizer
+        return optimizer.mean_word_length() if isinstance(optimizer, marvin.MSGD) else None
+
+
+def fit(training: Training, report: Report) -> None:
+    """Train from where ``training`` stands to the last epoch of its configuration."""
+    save_tables(training)
+    while training.progress.epoch < training.config.epochs:
+        begin = time.perf_counter()
+        images = train_epoch(training, report)
+        train_s = time.perf_counter() - begin
+        row = end_epoch(training)
+        report.epoch(row, training, images / train_s)
+        training.folder.save_checkpoint(training.state())
+        save_tables(training)
+        save_timing(training, images, train_s, time.perf_counter() - begin)
+
+
+def train_epoch(training: Training, report: Report) -> int:
+    """Train to the end of the current epoch; return the images this call saw."""
+    config, progress = training.config, training.progress
+    order = epoch_order(len(training.parts.train), config.seed, progress.epoch)
+    seen_before = progress.seen
+    training.model.train()
+    report.begin_epoch(progress, min(training.steps * step_size(config), len(order)))
+    while progress.step < training.steps:
+        indices = step_indices(order, progress.step, config.batch_size, config.accumulation_steps)
+        loss, correct = train_step(training, indices)
+        progress.add(loss, correct, sum(len(i) for i in indices))
+        report.step(training, loss)
+        if is_checkpoint_due(config, progress, training.steps):
+            report.flush()
+            training.folder.save_checkpoint(training.state())
+    return progress.seen - seen_before
+
+
+def step_size(config: Config) -> int:
+    """Return the images of an optimiser step."""
+    return config.batch_size * config.accumulation_steps
+
+
+def is_checkpoint_due(config: Config, progress: Progress, steps: int) -> bool:
+    """Return whether to save inside an epoch; the end of an epoch has a checkpoint of its own."""
+    every = config.checkpoint_steps
+    return every > 0 and progress.total_steps % every == 0 and progress.step < steps
+
+
+def train_step(training: Training, indices: list[Tensor]) -> tuple[float, int]:
+    """Do one optimiser step with the mean gradient over its micro-batches.
+
+    Returns:
+        Mean loss over the images, and number of right answers.
+    """
+    config, progress = training.config, training.progress
+    step_images = sum(len(i) for i in indices)
+    sums = torch.zeros(2, dtype=torch.float64, device=config.device)
+    training.optimizer.zero_grad()
+    for number, chosen in enumerate(indices):
+        generator = private_generator(config.seed, "batch", progress.epoch, progress.step, number)
+        images, labels = batch(training.parts.train, chosen, training.dataset, generator)
+        logits = training.model(images)
+        loss = F.cross_entropy(logits, labels) * (len(chosen) / step_images)
+        loss.backward()
+        correct = (logits.argmax(1) == labels).sum()
+        sums += torch.stack([loss.detach().double(), correct.double()])
+    loss, correct = sums.tolist()
+    update(training, loss)
+    return loss, int(correct)
+
+
+def update(training: Training, loss: float) -> None:
+    """Let the optimizer use the gradients.
+
+    Raises:
+        FloatingPointError: The loss is not finite.
+    """
+    if isinstance(training.optimizer, marvin.MSGD):
+        training.optimizer.step(loss=loss)
+        return
+    if not math.isfinite(loss):
+        step = training.progress.total_steps + 1
+        raise FloatingPointError(f"the loss must be finite, got {loss} in step {step}; lower --lr")
+    prepare_gradients_(training.config, training.model)
+    training.optimizer.step()
+
+
+def end_epoch(training: Training) -> dict[str, float | None]:
+    """Evaluate, let the schedule decide, and return the row of the epoch."""
+    config, progress, parts = training.config, training.progress, training.parts
+    lr = training.optimizer.param_groups[0]["lr"]
+    train = Score(progress.loss_sum / progress.seen, progress.correct / progress.seen)
+    held_out = None
+    if len(parts.validation):
+        held_out = evaluate(training.model, parts.validation, training.dataset, config.batch_size)
+    training.scheduler.step((held_out or train).loss)
+    values = (
+        progress.epoch + 1,
+        progress.total_steps,
+        lr,
+        train.loss,
+        train.accuracy,
+        held_out and held_out.loss,
+        held_out and held_out.accuracy,
+        training.mean_word_length,
+    )
+    row: dict[str, float | None] = dict(zip(METRICS, values, strict=True))
+    progress.finish_epoch(row)
+    return row
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, part: Images, dataset: Dataset, batch_size: int) -> Score:
+    """Return mean loss and accuracy in evaluation mode; the model's mode stays as it was."""
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=part.labels.device)
+    for indices in torch.arange(len(part)).split(batch_size):
+        images, labels = batch(part, indices, dataset)
+        logits = model(images)
+        correct = (logits.argmax(1) == labels).sum()
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        sums += torch.stack([losses.double().sum(), correct.double()])
+    model.train(was_training)
+    loss, correct = sums.tolist()
+    return Score(loss / len(part), correct / len(part))
+
+
+def save_tables(training: Training) -> None:
+    """Write the tables that the checkpoint also holds."""
+    training.folder.save_rows("metrics.csv", training.progress.rows, METRICS)
+    if isinstance(training.optimizer, marvin.MSGD):
+        columns = [f.name for f in dataclasses.fields(marvin.Switch)]
+        rows = (dataclasses.asdict(switch) for switch in training.optimizer.trace)
+        training.folder.save_rows("trace.csv", rows, columns)
+
+
+def save_timing(training: Training, images: int, train_s: float, epoch_s: float) -> None:
+    """Write how long an epoch took: of what this process did of it."""
+    row = {
+        "epoch": training.progress.epoch,
+        "images": images,
+        "train_s": round(train_s, 3),
+        "epoch_s": round(epoch_s, 3),
+        "images_per_s": round(images / train_s, 1),
+    }
+    training.folder.add_row("timing.csv", row)

@@ -1,0 +1,183 @@
+"""What the two scripts share: set up a run, train, report."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import marvin
+from train import plot
+from train.augment import private_generator
+from train.config import Config, parse, run_folder
+from train.data import Parts, enlarge, load, split
+from train.dataset import Dataset
+from train.files import UserError
+from train.loop import Training, evaluate, fit
+from train.optimizers import make_optimizer
+from train.records import RunFolder, environment
+from train.report import Report
+
+__all__ = ["main", "prepare", "run"]
+
+Build = Callable[[int, int, int], nn.Module]  # classes, channels, width
+
+
+def main(defaults: Config, build: Build, min_side: int, argv: Sequence[str] | None = None) -> None:
+    """Do what the command line asks; errors of the user end the process with one line."""
+    config = parse(defaults, argv)
+    own_process(config)
+    try:
+        summary = run(config, build, min_side)
+    except (UserError, FloatingPointError) as error:
+        sys.exit(f"python -m train.{config.model}: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; the same command with --resume continues from the last checkpoint")
+    print(summary)
+
+
+def own_process(config: Config) -> None:
+    """Set what is global to the process, which the script owns: the same bits every time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
+    torch.manual_seed(config.seed)
+    torch.use_deterministic_algorithms(True)
+    # A debugging aid, and slow. setattr: the module gets this attribute at run time only.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    torch.backends.cudnn.benchmark = False
+
+
+def run(config: Config, build: Build, min_side: int) -> str:
+    """Train as configured, from the start or from a checkpoint.
+
+    Args:
+        config: What to do.
+        build: Makes the model of classes, channels and width.
+        min_side: Smallest image the model takes; smaller ones are enlarged.
+
+    Returns:
+        A summary for people.
+
+    Raises:
+        UserError: Something in ``config`` or in the files it names must be put right.
+        FloatingPointError: The training diverged.
+    """
+    training = prepare(config, build, min_side)
+    begin_or_resume(training)
+    with Report(training) as report:
+        fit(training, report)
+    return finish(training)
+
+
+def prepare(config: Config, build: Build, min_side: int) -> Training:
+    """Load the data and make the model and the optimizer; nothing is written yet."""
+    device = choose_device(config.device)
+    dataset = enlarge(load(config.dataset, Path(config.data_dir)), min_side)
+    config = dataclasses.replace(config, dataset=dataset.name, device=str(device))
+    folder = run_folder(config)
+    config = dataclasses.replace(config, run=str(folder))
+    model = build(dataset.classes, dataset.channels, config.width)
+    marvin.tnvs_(model, config.init_scale, generator=private_generator(config.seed, "weights"))
+    parts = on_device(split(dataset, config.validation_share, config.limit), device)
+    learning = make_learning(config, model.to(device))
+    return Training(config, dataset, parts, model, folder=RunFolder(folder), **learning)
+
+
+def choose_device(name: str) -> torch.device:
+    """Return a device that is there.
+
+    Raises:
+        UserError: There is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device must be one that torch can use, got {name}: {reason}") from error
+
+
+def on_device(parts: Parts, device: torch.device) -> Parts:
+    """Return the same images where the model is: they are small enough to stay there."""
+    return Parts(parts.train.to(device), parts.validation.to(device), parts.test.to(device))
+
+
+def make_learning(config: Config, model: nn.Module) -> dict[str, Any]:
+    """Return optimizer, schedule and quantised activations; with MSGD, the model is quantised.
+
+    Raises:
+        UserError: A hyper-parameter is out of range.
+    """
+    try:
+        optimizer = make_optimizer(config, model)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    scheduler = ReduceLROnPlateau(
+        optimizer,
+        patience=config.plateau_patience,
+        factor=config.plateau_factor,
+        threshold=config.plateau_threshold,
+    )
+    activations = None
+    if isinstance(optimizer, marvin.MSGD) and config.quantize_activations:
+        activations = marvin.quantize_activations(model, optimizer, ste=config.ste)
+    return {"optimizer": optimizer, "scheduler": scheduler, "activations": activations}
+
+
+def begin_or_resume(training: Training) -> None:
+    """Claim the run folder, or load the checkpoint in it."""
+    folder, config = training.folder, training.config
+    folder.begin(config)
+    state = folder.load_checkpoint() if config.resume else None
+    if state is not None:
+        check_data(state, training.dataset)
+        training.load(state)
+    changes = folder.save_environment(environment(torch.device(config.device)))
+    if changes:
+        print(f"resuming elsewhere, the last bits may differ: {'; '.join(changes)}")
+    names = ("layer", "shape", "elements")
+    folder.save_rows("layers.csv", layer_rows(training), names)
+    print(f"{training.dataset.name}: {training.dataset.source}")
+    print(f"run folder {folder.path}", flush=True)
+
+
+def check_data(state: dict[str, Any], dataset: Dataset) -> None:
+    """Refuse to continue with other images than those the run began with."""
+    got = dataset.fingerprint()
+    if state["data"] != got:
+        raise UserError(f"the data must have fingerprint {state['data']} to resume, got {got}")
+
+
+def layer_rows(training: Training) -> list[dict[str, Any]]:
+    """Return name and size of each layer that has a format of its own, in parameter order."""
+    named = training.model.named_parameters()
+    weights = [(name, p) for name, p in named if p.ndim >= 2]
+    return [
+        {"layer": name, "shape": "x".join(map(str, p.shape)), "elements": p.numel()}
+        for name, p in weights
+    ]
+
+
+def finish(training: Training) -> str:
+    """Measure the test part, once, store the result and draw the word lengths."""
+    config, folder = training.config, training.folder
+    score = evaluate(training.model, training.parts.test, training.dataset, config.batch_size)
+    bits = training.mean_word_length
+    result = {
+        "epochs": training.progress.epoch,
+        "steps": training.progress.total_steps,
+        "test_images": len(training.parts.test),
+        "test_loss": score.loss,
+        "test_accuracy": score.accuracy,
+        "mean_word_length": bits,
+    }
+    folder.save_result(result)
+    lines = [f"test accuracy {score.accuracy:.2%} ({len(training.parts.test):,} images)"]
+    if bits is not None:
+        lines += [f"mean word length {bits:.1f} bits", f"figure {plot.save(folder.path)}"]
+    return "\n".join([*lines, f"run folder {folder.path}"])

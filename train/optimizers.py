@@ -1,0 +1,48 @@
+"""The two optimizers a run can have: fixed point, and float32 to compare it with."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+import marvin
+from train.config import MSGD_KEYWORDS, SGD_KEYWORDS, Config
+
+__all__ = ["add_l1_", "make_optimizer", "normalize_gradients_", "prepare_gradients_"]
+
+
+def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer ``config`` asks for; MSGD quantises ``model`` at once.
+
+    Raises:
+        ValueError: A hyper-parameter is out of range.
+    """
+    names = MSGD_KEYWORDS if config.optimizer == "msgd" else SGD_KEYWORDS
+    keywords = {name: getattr(config, name) for name in names}
+    kind = marvin.MSGD if config.optimizer == "msgd" else torch.optim.SGD
+    return kind(model.named_parameters(), **keywords)
+
+
+def prepare_gradients_(config: Config, model: nn.Module) -> None:
+    """Do to float32 gradients what MSGD does by itself, so that the comparison is fair."""
+    if config.l1:
+        add_l1_(model.parameters(), config.l1, config.l1_params == "all")
+    if config.normalize_gradients:
+        normalize_gradients_(model.parameters())
+
+
+@torch.no_grad()
+def add_l1_(parameters: Iterable[Tensor], l1: float, every: bool) -> None:
+    """Add the gradient of ``l1 * |p|`` to the gradients of weights, or of ``every`` parameter."""
+    for p in parameters:
+        if p.grad is not None and (every or p.ndim >= 2):
+            p.grad.add_(p.sign(), alpha=l1)
+
+
+@torch.no_grad()
+def normalize_gradients_(parameters: Iterable[Tensor]) -> None:
+    """Divide each parameter's gradient by its 2-norm; a gradient of zeros stays."""
+    for p in parameters:
+        if p.grad is not None:
+            norm = torch.linalg.vector_norm(p.grad)
+            p.grad.div_(torch.where(norm > 0, norm, torch.ones_like(norm)))

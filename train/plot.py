@@ -1,0 +1,186 @@
+"""``python -m train.plot RUN``: the word length of each layer over a run, as RUN/word_lengths.png."""
+
+import argparse
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from train.files import UserError, write_atomic
+from train.records import RunFolder, read_csv
+
+__all__ = ["History", "draw", "read", "save"]
+
+FILE = "word_lengths.png"
+MAX_BITS = 32
+BITS_COLOR, ACCURACY_COLOR = "#2b6c8f", "#c2571a"
+LABELS = {"resnet20": "ResNet20", "alexnet": "AlexNet", "cifar10": "CIFAR-10"}
+LABELS |= {"cifar100": "CIFAR-100", "fashion-mnist": "Fashion-MNIST"}
+
+
+@dataclass(frozen=True)
+class History:
+    """What the figure shows.
+
+    Args:
+        title: What was trained on what.
+        layers: Name and shape of each layer.
+        word_lengths: Bits of each layer in each optimiser step, shape ``(layers, steps)``.
+        epoch_steps: Optimiser steps done at the end of each epoch.
+        accuracy: Accuracy at the end of each epoch.
+        accuracy_of: Which images that accuracy is of.
+    """
+
+    title: str
+    layers: list[str]
+    word_lengths: np.ndarray
+    epoch_steps: list[int]
+    accuracy: list[float]
+    accuracy_of: str
+
+
+def read(path: Path) -> History:
+    """Read the figure's content from a run folder.
+
+    Raises:
+        UserError: ``path`` is no run folder of MSGD, or the run has no whole epoch yet.
+    """
+    config = RunFolder(path).read_config()
+    if config.optimizer != "msgd":
+        raise UserError(
+            f"{path} must be a run of msgd to have word lengths, got {config.optimizer}"
+        )
+    metrics = read_csv(path / "metrics.csv")
+    if not metrics:
+        raise UserError(f"{path} must have one whole epoch to draw, got none")
+    part = "validation" if metrics[-1]["validation_accuracy"] else "train"
+    layers = read_csv(path / "layers.csv")
+    steps = [int(row["step"]) for row in metrics]
+    names = [row["layer"] for row in layers]
+    return History(
+        title=" on ".join(LABELS.get(name, name) for name in (config.model, config.dataset)),
+        layers=[label(row) for row in layers],
+        word_lengths=word_lengths(names, read_csv(path / "trace.csv"), steps[-1], config.init_wl),
+        epoch_steps=steps,
+        accuracy=[float(row[f"{part}_accuracy"]) for row in metrics],
+        accuracy_of=part,
+    )
+
+
+def label(row: dict[str, str]) -> str:
+    """Return what stands beside a layer's row of the heat map."""
+    return f"{row['layer'].removesuffix('.weight')}  {row['shape']}"
+
+
+def word_lengths(
+    layers: list[str], trace: list[dict[str, str]], steps: int, init_wl: int
+) -> np.ndarray:
+    """Return the bits each layer computed with, shape ``(layers, steps)``.
+
+    A switch at the end of a step shows from the next step on.
+    """
+    bits = np.full((len(layers), steps), init_wl, dtype=np.uint8)
+    row = {layer: i for i, layer in enumerate(layers)}
+    for switch in trace:
+        bits[row[switch["layer"]], int(switch["step"]) :] = int(switch["wl"])
+    return bits
+
+
+def draw(history: History) -> Figure:
+    """Return the figure: a heat map, and below it mean word length and accuracy."""
+    heat_height = 0.9 + 0.21 * len(history.layers)
+    figure = Figure(figsize=(10, heat_height + 2.2), layout="constrained", dpi=150)
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 2, height_ratios=(heat_height, 1.7), width_ratios=(50, 1))
+    heat = figure.add_subplot(grid[0, 0])
+    curves = figure.add_subplot(grid[1, 0], sharex=heat)
+    image = _draw_heat_map(heat, history)
+    _draw_curves(curves, history)
+    bar = figure.colorbar(image, cax=figure.add_subplot(grid[0, 1]), ticks=range(0, 33, 4))
+    bar.set_label("word length, bits")
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    figure.suptitle(f"{history.title}: word length of each layer", fontsize=12)
+    return figure
+
+
+def _draw_heat_map(axes: Axes, history: History) -> AxesImage:
+    steps = history.word_lengths.shape[1]
+    image = axes.imshow(
+        history.word_lengths,
+        aspect="auto",
+        cmap="viridis",
+        vmin=0,
+        vmax=MAX_BITS,
+        extent=(0, steps, len(history.layers) - 0.5, -0.5),
+        interpolation="nearest",
+    )
+    axes.set_yticks(range(len(history.layers)), history.layers, fontsize=7, family="monospace")
+    axes.set_yticks(np.arange(0.5, len(history.layers) - 1), minor=True)
+    axes.grid(axis="y", which="minor", color="white", linewidth=0.6)
+    axes.tick_params(axis="both", which="both", length=0)
+    axes.tick_params(axis="x", labelbottom=False)
+    axes.spines[:].set_visible(False)
+    return image
+
+
+def _draw_curves(axes: Axes, history: History) -> None:
+    """Draw the mean over the layers on the left axis, accuracy on the right one."""
+    mean = history.word_lengths.mean(axis=0)
+    axes.stairs(mean, baseline=None, color=BITS_COLOR, linewidth=1.5)
+    axes.set_ylim(0, MAX_BITS)
+    axes.set_yticks(range(0, MAX_BITS + 1, 8))
+    axes.set_title("mean word length, bits", loc="left", color=BITS_COLOR, fontsize=10)
+    axes.set_xlabel("optimiser step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.grid(color="0.9", linewidth=0.6)
+    right = axes.twinx()
+    marker = "o" if len(history.epoch_steps) <= 40 else None
+    right.plot(
+        history.epoch_steps,
+        history.accuracy,
+        color=ACCURACY_COLOR,
+        marker=marker,
+        markersize=3,
+        clip_on=False,
+    )
+    right.set_ylim(0, 1)
+    right.yaxis.set_major_formatter(PercentFormatter(1))
+    title = f"{history.accuracy_of} accuracy"
+    right.set_title(title, loc="right", color=ACCURACY_COLOR, fontsize=10)
+    for side in (axes, right):
+        side.spines[:].set_visible(False)
+        side.tick_params(length=0)
+
+
+def save(path: Path) -> Path:
+    """Draw a run folder's figure into it; return the file.
+
+    Raises:
+        UserError: ``path`` is no run folder of MSGD, or the run has no whole epoch yet.
+    """
+    content = io.BytesIO()
+    draw(read(path)).savefig(content, format="png")
+    write_atomic(path / FILE, content.getvalue())
+    return path / FILE
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Draw the figure of the run folder named on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m train.plot", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run of msgd")
+    try:
+        print(save(parser.parse_args(argv).run))
+    except UserError as error:
+        sys.exit(f"python -m train.plot: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

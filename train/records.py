@@ -1,0 +1,192 @@
+"""The run folder: what a run was asked, where it ran, what came of it, and where it stands."""
+
+import csv
+import io
+import json
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.config import Config, from_dict, to_dict
+from train.files import UserError, write_atomic
+
+__all__ = ["RunFolder", "differences", "environment", "read_csv"]
+
+PACKAGES = ("marvin-fixedpoint", "torch", "numpy", "numba", "triton")
+FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of one run; each is replaced as a whole, never half written.
+
+    ``config.json``, ``environment.json`` and ``layers.csv`` are written at the start;
+    ``metrics.csv``, ``trace.csv`` and ``timing.csv`` at the end of each epoch; ``checkpoint.pt``
+    also between; ``result.json`` at the end. All but ``environment.json`` and ``timing.csv`` are
+    the same to the bit whether the run was interrupted or not.
+    """
+
+    path: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        """Everything needed to continue."""
+        return self.path / "checkpoint.pt"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of the TensorBoard files."""
+        return self.path / "tensorboard"
+
+    def begin(self, config: Config) -> Config:
+        """Make the folder, or check that it may be continued, and store the configuration.
+
+        Returns:
+            The configuration as it was stored.
+
+        Raises:
+            UserError: The folder holds a run and ``config.resume`` is off, or it holds none and
+                ``config.resume`` is on, or the run was asked something else.
+        """
+        stored = self.path / "config.json"
+        if stored.exists() and not config.resume:
+            raise UserError(f"{self.path} holds a run: add --resume, or choose another with --run")
+        if config.resume:
+            self._agree(config)
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(stored, _to_json(to_dict(config) | {"resume": False}))
+        return config
+
+    def read_config(self) -> Config:
+        """Return the configuration of the run in this folder.
+
+        Raises:
+            UserError: There is none, or it is damaged.
+        """
+        path = self.path / "config.json"
+        if not path.is_file():
+            raise UserError(f"{self.path} must be the folder of a run, found no config.json in it")
+        try:
+            return from_dict(json.loads(path.read_text()))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} must hold a run's configuration: {error}") from error
+
+    def _agree(self, config: Config) -> None:
+        old = self.read_config()
+        changed = differences(old, config)
+        if changed:
+            raise UserError(f"{self.path} can be resumed as it was begun only: {changed}")
+        if config.epochs < old.epochs:
+            raise UserError(f"--epochs must be {old.epochs} or more to resume, got {config.epochs}")
+
+    def save_environment(self, values: Mapping[str, Any]) -> list[str]:
+        """Store where the run began; later, return what has changed since then."""
+        path = self.path / "environment.json"
+        if not path.exists():
+            write_atomic(path, _to_json(values))
+            return []
+        old = json.loads(path.read_text())
+        now = json.loads(json.dumps(values))
+        names = [name for name in now if old.get(name) != now[name]]
+        return [f"{name} was {old.get(name)}, is {now[name]}" for name in names]
+
+    def save_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint at once."""
+        buffer = io.BytesIO()
+        torch.save(dict(state), buffer)
+        write_atomic(self.checkpoint, buffer.getvalue())
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """Return the checkpoint, or None where the run was stopped before its first one.
+
+        Raises:
+            UserError: The file is damaged.
+        """
+        if not self.checkpoint.exists():
+            return None
+        try:
+            return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises six kinds for six ways of damage
+            raise UserError(
+                f"{self.checkpoint} must hold a whole checkpoint, got a damaged file "
+                f"({str(error).splitlines()[0]}); delete {self.path} and run again"
+            ) from error
+
+    def save_rows(self, name: str, rows: Iterable[Row], columns: Sequence[str]) -> None:
+        """Replace a table such as ``metrics.csv`` at once."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomic(self.path / name, text.getvalue())
+
+    def add_row(self, name: str, row: Row) -> None:
+        """Add one row to a table."""
+        path = self.path / name
+        rows = read_csv(path) if path.exists() else []
+        self.save_rows(name, [*rows, row], list(row))
+
+    def save_result(self, values: Row) -> None:
+        """Store what came of the run."""
+        write_atomic(self.path / "result.json", _to_json(values))
+
+
+def differences(old: Config, new: Config) -> str:
+    """Return the flags in which two runs differ, ``""`` if in none that matters."""
+    before, after = to_dict(old), to_dict(new)
+    names = [n for n in before if n not in FREE_TO_CHANGE and before[n] != after[n]]
+    return ", ".join(f"{name} was {before[name]}, got {after[name]}" for name in names)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table, their values as text.
+
+    Raises:
+        UserError: There is no such file.
+    """
+    if not path.is_file():
+        raise UserError(f"looked for {path}: the run has not come to the end of its first epoch")
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what a run's last bits and its speed depend on."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+        "gpu": gpu,
+        "cuda": torch.version.cuda,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _to_json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2) + "\n"

@@ -1,0 +1,109 @@
+"""What a run shows while it goes: a progress bar, a line an epoch, TensorBoard."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import marvin
+import marvin.tensorboard
+
+if TYPE_CHECKING:
+    from train.loop import Progress, Training
+
+__all__ = ["Report"]
+
+Row = dict[str, float | None]
+
+
+class Report:
+    """The eyes of a run; nothing it does changes a bit of the result.
+
+    Args:
+        training: The run; TensorBoard files go to its folder, without the steps it will repeat.
+    """
+
+    def __init__(self, training: "Training"):
+        next_step = training.progress.total_steps + 1
+        folder = training.folder.tensorboard
+        self._writer = SummaryWriter(str(folder), purge_step=next_step, flush_secs=10)
+        self._bar: tqdm[Any] | None = None
+        self._switches = -1
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._writer.close()
+
+    def flush(self) -> None:
+        """Write what TensorBoard has so far: called before each checkpoint."""
+        self._writer.flush()
+
+    def begin_epoch(self, progress: "Progress", images: int) -> None:
+        """Open the bar of an epoch of ``images`` images."""
+        self._bar = tqdm(
+            total=images,
+            initial=progress.seen,
+            desc=f"epoch {progress.epoch + 1}",
+            unit=" images",
+            leave=False,
+            disable=None,  # no bar in a log file
+            dynamic_ncols=True,
+        )
+
+    def step(self, training: "Training", loss: float) -> None:
+        """Show one optimiser step."""
+        progress, bar = training.progress, self._bar
+        self._writer.add_scalar("loss/step", loss, progress.total_steps)
+        if isinstance(training.optimizer, marvin.MSGD):
+            self._formats(training.optimizer, progress.total_steps)
+        if bar is not None and not bar.disable:
+            shown = {
+                "loss": f"{progress.loss_sum / progress.seen:.3f}",
+                "accuracy": f"{progress.correct / progress.seen:.1%}",
+            }
+            if training.mean_word_length is not None:
+                shown["bits"] = f"{training.mean_word_length:.1f}"
+            bar.set_postfix(shown, refresh=False)
+            bar.update(progress.seen - bar.n)
+
+    def _formats(self, optimizer: "marvin.MSGD", step: int) -> None:
+        """Draw the curves of the layers, where one of them has moved."""
+        if len(optimizer.trace) != self._switches:
+            self._switches = len(optimizer.trace)
+            marvin.tensorboard.log_formats(self._writer, optimizer, step)
+
+    def epoch(self, row: Row, training: "Training", images_per_s: float) -> None:
+        """Show the metrics of a whole epoch."""
+        if self._bar is not None:
+            self._bar.close()
+        step = training.progress.total_steps
+        for part in ("train", "validation"):
+            for what in ("loss", "accuracy"):
+                self._scalar(f"{what}/{part}", row[f"{part}_{what}"], step)
+        self._scalar("lr", row["lr"], step)
+        if training.activations is not None:
+            for layer, share in training.activations.saturation().items():
+                self._scalar(f"saturation/{layer}", share, step)
+        self._scalar("images_per_s", images_per_s, step)
+        self.flush()
+        print(epoch_line(row, training.config.epochs, images_per_s), flush=True)
+
+    def _scalar(self, name: str, value: float | None, step: int) -> None:
+        if value is not None:
+            self._writer.add_scalar(name, value, step)
+
+
+def epoch_line(row: Row, epochs: int, images_per_s: float) -> str:
+    """Return the line printed at the end of an epoch."""
+    words = [f"epoch {row['epoch']}/{epochs}"]
+    for part in ("train", "validation"):
+        if row[f"{part}_loss"] is not None:
+            loss, accuracy = row[f"{part}_loss"], row[f"{part}_accuracy"]
+            words.append(f"{part} loss {loss:.4f} accuracy {accuracy:.2%}")
+    if row["mean_word_length"] is not None:
+        words.append(f"mean word length {row['mean_word_length']:.1f} bits")
+    return "  ".join([*words, f"lr {row['lr']:.3g}", f"{images_per_s:,.0f} images/s"])
