@@ -54,9 +54,11 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (inside,) = ctx.saved_tensors
-        return (grads[0] if inside is None else grads[0] * inside), None, None, None
+        return (grad if inside is None else grad * inside), None, None, None
 
 
 class _RoundedIdentity(torch.autograd.Function):
@@ -68,8 +70,10 @@ class _RoundedIdentity(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None, None
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return grad, None, None
 
 
 def fake_quantize(

@@ -5,9 +5,10 @@ Pure functions: a frozen record in, a frozen record out.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from fixedpoint_kernels import FixedPoint
 from marvin.push_up import Level, diversity
 
 __all__ = ["LayerState", "adapt_lookback", "adapt_resolution", "adapt_strategy", "observe"]
@@ -21,8 +22,7 @@ class LayerState:
     """The adaptive part of one layer.
 
     Args:
-        wl: Word length, bits.
-        fl: Fractional length, bits.
+        fmt: Its format.
         lookback: Gradients in a full window, optimizer steps.
         resolution: Bins of the histograms.
         count: Gradients in the window so far.
@@ -30,8 +30,7 @@ class LayerState:
         diversity: Of the window so far; NaN while it is empty.
     """
 
-    wl: int
-    fl: int
+    fmt: FixedPoint
     lookback: int
     resolution: int
     count: int = 0
@@ -69,14 +68,8 @@ def observe(
         momentum=settings["lookback_momentum"],
         rounding=settings["lookback_rounding"],
     )
-    return replace(
-        state,
-        count=state.count + 1,
-        norm_sum=norm_sum,
-        diversity=spread,
-        lookback=lookback,
-        resolution=adapt_resolution(state.resolution, lookback, bounds, settings["resolution"]),
-    )
+    resolution = adapt_resolution(state.resolution, lookback, bounds, settings["resolution"])
+    return LayerState(state.fmt, lookback, resolution, state.count + 1, norm_sum, spread)
 
 
 def adapt_lookback(

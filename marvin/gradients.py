@@ -1,7 +1,7 @@
 """One group's gradients in a step: regularised, rounded, normalised, and added to the windows."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class Gradients:
 def gather(
     group: dict[str, Any],
     state: Mapping[Tensor, dict[str, Any]],
-    formats: Mapping[Tensor, FixedPoint | None],
+    format_of: Callable[[Tensor], FixedPoint | None],
     noise: tuple[int, int],
 ) -> Gradients:
     """Collect a group's gradients; ``noise`` is the seed and first stream of their rounding.
@@ -55,7 +55,7 @@ def gather(
         return Gradients(group, [], [], [], [], [], [], None)
     penalty = _add_l1(group, params, grads) if group["l1"] else None
     if group["quantize_gradients"]:
-        grads = _rounded(grads, [formats[p] for p in params], noise)
+        grads = _rounded(grads, [format_of(p) for p in params], noise)
     norms = list(torch._foreach_norm(grads))
     if group["normalize_gradients"]:
         stacked = torch.stack(norms)

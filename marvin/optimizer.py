@@ -155,10 +155,7 @@ class MSGD(Optimizer):
     def format_of(self, parameter: Tensor) -> FixedPoint | None:
         """Return the format of one parameter; None if it stays float."""
         owner = self._layout.owners[parameter]
-        if owner is None:
-            return None
-        layer: LayerState = self.state[owner]["layer"]
-        return FixedPoint(layer.wl, layer.fl, self._layout.groups[owner]["symmetric"])
+        return None if owner is None else self.state[owner]["layer"].fmt
 
     def has_format(self, parameter: Tensor) -> bool:
         """Say whether ``parameter`` is one of this optimizer's, and quantised."""
@@ -175,7 +172,7 @@ class MSGD(Optimizer):
 
     def mean_word_length(self) -> float:
         """Return the mean word length over the layers, in bits; NaN without layers."""
-        lengths = [state["layer"].wl for state in self.state.values() if "layer" in state]
+        lengths = [state["layer"].fmt.wl for state in self.state.values() if "layer" in state]
         return sum(lengths) / len(lengths) if lengths else math.nan
 
     @property
@@ -250,11 +247,9 @@ class MSGD(Optimizer):
         for batch, norm, sum_norm in zip(batches, norms, sum_norms, strict=True):
             switched |= self._adapt(batch, norm, sum_norm)
             self._update(batch)
-        written = {p for batch in batches for p in batch.params}
-        self._write_back(
-            [p for p, o in self._layout.owners.items() if p in written or o in switched],
-            Purpose.WEIGHTS,
-        )
+        owners = self._layout.owners.items()
+        written = [p for p, owner in owners if p.grad is not None or owner in switched]
+        self._write_back(written, Purpose.WEIGHTS)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -286,7 +281,8 @@ class MSGD(Optimizer):
                 if isinstance(value, Tensor):
                     state[name] = value.detach().to(p.device, copy=True)
             if "layer" in state:
-                state["layer"] = LayerState(**state["layer"])
+                layer = state["layer"]
+                state["layer"] = LayerState(**{**layer, "fmt": FixedPoint(**layer["fmt"])})
         progress = dict(state_dict["marvin"])
         self.trace = [Switch(**row) for row in progress.pop("trace")]
         self._progress = Progress(**{**progress, "losses": list(progress["losses"])})
@@ -309,20 +305,18 @@ class MSGD(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(state["master"])
             if is_layer(p):
                 state["grad_sum"] = torch.zeros_like(state["master"])
-                state["layer"] = LayerState(
-                    group["init_wl"], group["init_fl"], group["lookback"][0], group["resolution"][0]
-                )
+                fmt = FixedPoint(group["init_wl"], group["init_fl"], group["symmetric"])
+                state["layer"] = LayerState(fmt, group["lookback"][0], group["resolution"][0])
         self._write_back(group["params"], Purpose.INITIAL)
         if group["master_init"] == "quantized":
             for p in group["params"]:
                 self.state[p]["master"].copy_(p)
 
     def _gather(self) -> list[Gradients]:
-        formats = {p: self.format_of(p) for p in self._layout.owners}
         gathered = []
         for i, group in enumerate(self.param_groups):
             noise = self._seed, stream(Purpose.GRADIENTS, self._progress.step, i << 12)
-            gathered.append(gather(group, self.state, formats, noise))
+            gathered.append(gather(group, self.state, self.format_of, noise))
         return [batch for batch in gathered if batch.params]
 
     def _leave_out(self, wrong: list[str]) -> None:
@@ -387,19 +381,20 @@ class MSGD(Optimizer):
 
     def _write_back(self, params: Sequence[Tensor], purpose: Purpose) -> None:
         """Round the masters of ``params`` into the model, all in one launch."""
-        formats = [self.format_of(p) for p in params]
-        masters = [self.state[p]["master"] for p in params]
-        fixed = [i for i, fmt in enumerate(formats) if fmt is not None]
+        fixed, formats = [], []
+        for p in params:
+            if fmt := self.format_of(p):
+                fixed.append(p)
+                formats.append(fmt)
+            else:
+                p.copy_(self.state[p]["master"])
         quantize_many(
-            [masters[i] for i in fixed],
-            [fmt for fmt in formats if fmt is not None],
+            [self.state[p]["master"] for p in fixed],
+            formats,
             seed=self._seed,
             stream=stream(purpose, self._progress.step),
-            out=[params[i].detach() for i in fixed],
+            out=fixed,
         )
-        for p, master, fmt in zip(params, masters, formats, strict=True):
-            if fmt is None:
-                p.copy_(master)
 
     @property
     def _seed(self) -> int:

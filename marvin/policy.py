@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fixedpoint_kernels import FixedPoint
 from marvin import push_down, push_up
 from marvin.adaptation import LayerState
 from marvin.push_up import Level
@@ -47,8 +46,8 @@ def switch_format(
     row = {
         "wl": wl,
         "fl": fl,
-        "wl_before": state.wl,
-        "fl_before": state.fl,
+        "wl_before": state.fmt.wl,
+        "fl_before": state.fmt.fl,
         "wl_min": lowest.wl,
         "fl_min": lowest.fl,
         "kl": lowest.kl,
@@ -61,7 +60,7 @@ def switch_format(
         "second": second,
         "bits": bits,
     }
-    return replace(state, wl=wl, fl=fl, count=0, norm_sum=0.0, diversity=math.nan), row
+    return LayerState(replace(state.fmt, wl=wl, fl=fl), state.lookback, state.resolution), row
 
 
 def _lowest(
@@ -70,8 +69,8 @@ def _lowest(
     """Run PushDown; weights that are all equal have no distribution and keep their format."""
     low, high = master.aminmax()
     if not low < high:
-        return push_down.Lowest(state.wl, state.fl, math.nan)
-    upper = FixedPoint(state.wl, state.fl, settings["symmetric"])
+        return push_down.Lowest(state.fmt.wl, state.fmt.fl, math.nan)
+    upper = state.fmt
     if settings["pushdown_range"] == "full":
         upper = replace(
             upper, wl=settings["max_wl"], fl=settings["max_wl"] - settings["buffer_bits"]

@@ -39,7 +39,7 @@ _RULES: tuple[_Rule, ...] = (
     ("resolution", lambda s: _is_range(s["resolution"], 2), "two bin counts, 2 <= lower <= upper"),
     ("lookback_momentum", lambda s: 0 < s["lookback_momentum"] <= 1, "above 0 and at most 1"),
     ("kl_smoothing", lambda s: s["kl_smoothing"] > 0, "above 0"),
-    ("kl_eps", lambda s: s["kl_eps"] == "noise" or s["kl_eps"] >= 0, 'a number >= 0 or "noise"'),
+    ("kl_eps", lambda s: s["kl_eps"] == "noise" or _is_number(s["kl_eps"]), '>= 0 or "noise"'),
 )
 
 
@@ -72,6 +72,10 @@ def check_dtypes(params: Iterable[torch.Tensor]) -> None:
     for p in params:
         if p.dtype not in _FLOATS:
             raise TypeError(f"MSGD needs float32, bfloat16 or float16 parameters, got {p.dtype}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value >= 0
 
 
 def _is_range(bounds: Any, least: int) -> bool:

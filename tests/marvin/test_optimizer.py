@@ -1,0 +1,440 @@
+"""The contract of an optimizer, over the settings of MSGD."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import marvin
+from fixedpoint_kernels import FixedPoint, quantize
+from marvin import MSGD
+
+SETTINGS = [
+    {},
+    {"quantize_gradients": True, "init_wl": 12, "init_fl": 8},
+    {"normalize_gradients": False, "lr": 0.05},
+    {"kl_counts": "sampled", "pushdown_range": "full"},
+    {"l1": 1e-3, "l1_params": "all", "strategy_loss": "short", "strategy_margin": 0.1},
+    {"one_dim": "float", "master_init": "quantized", "symmetric": True},
+    {"pushup": "marvin", "kl_direction": "qp", "lookback_rounding": "nearest", "kl_eps": "noise"},
+    {"strategy": "max", "buffer_bits": 8, "momentum": 0.0, "weight_decay": 0.0},
+]
+FAST = {"lr": 0.02, "lookback": (2, 5), "resolution": (10, 20)}
+
+
+def make_model(dtype=torch.float32):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    return marvin.tnvs_(model).to(dtype)
+
+
+def make_optimizer(model, **settings):
+    return MSGD(model.named_parameters(), **{**FAST, **settings})
+
+
+def batches(n, start=0):
+    for i in range(start, start + n):
+        g = torch.Generator().manual_seed(i)
+        x = torch.randn(32, 6, generator=g)
+        yield x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+
+
+def train(model, optimizer, steps, start=0):
+    dtype = next(model.parameters()).dtype
+    for x, y in batches(steps, start):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x.to(dtype)).float(), y)
+        loss.backward()
+        optimizer.step(loss=loss)
+    return loss.item()
+
+
+def assert_same_bits(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def save_and_load(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_resume_equals_never_stopping(settings, dtype):
+    model = make_model(dtype)
+    optimizer = make_optimizer(model, **settings)
+    activations = marvin.quantize_activations(model, optimizer)
+    train(model, optimizer, 9)
+    saved = save_and_load({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+    resumed = make_model(dtype)
+    resumed_optimizer = make_optimizer(resumed, seed=99)
+    marvin.quantize_activations(resumed, resumed_optimizer)
+    resumed.load_state_dict(saved["model"])
+    resumed_optimizer.load_state_dict(saved["optimizer"])
+    for p in optimizer.state:
+        assert all(
+            v.dtype is torch.float32 for v in optimizer.state[p].values() if torch.is_tensor(v)
+        )
+    train(model, optimizer, 9, start=9)
+    train(resumed, resumed_optimizer, 9, start=9)
+
+    assert_same_bits(dict(model.state_dict()), dict(resumed.state_dict()))
+    first, second = optimizer.state_dict(), resumed_optimizer.state_dict()
+    assert len(first["marvin"]["trace"]) >= 4
+    assert repr(first["marvin"]) == repr(second["marvin"])
+    assert repr(first["state"]) == repr(second["state"])
+    assert_same_bits(
+        [s["master"] for s in first["state"].values()],
+        [s["master"] for s in second["state"].values()],
+    )
+    activations.remove()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_weights_are_numbers_of_their_format(settings):
+    model = make_model()
+    optimizer = make_optimizer(model, **settings)
+    for _ in range(2):  # before the first step, and after some
+        for name, p in model.named_parameters():
+            fmt = optimizer.formats().get(name)
+            if fmt is None:
+                assert settings["one_dim"] == "float"
+                assert p.ndim < 2
+                assert_same_bits(p.detach(), optimizer.state[p]["master"])
+            else:
+                assert_same_bits(p.detach(), quantize(p.detach(), fmt, rounding="nearest"))
+        train(model, optimizer, 12)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_training_learns(settings):
+    model = make_model()
+    optimizer = make_optimizer(model, **{**settings, "lookback": (25, 100)})
+    assert train(model, optimizer, 150) < 0.75  # ln 3 = 1.1 at the start
+
+
+@pytest.mark.parametrize("wrap", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_go_on_alike(wrap):
+    model = make_model()
+    optimizer = make_optimizer(model)
+    train(model, optimizer, 8)
+    model_copy, optimizer_copy = wrap((model, optimizer))
+    train(model, optimizer, 8, start=8)
+    train(model_copy, optimizer_copy, 8, start=8)
+    assert_same_bits(dict(model.state_dict()), dict(model_copy.state_dict()))
+    assert optimizer.trace == optimizer_copy.trace
+
+
+def test_one_step_is_sgd_on_the_masters():
+    weight = nn.Parameter(torch.tensor([[0.3, -0.2]]))
+    optimizer = MSGD([weight], lr=0.5, momentum=0.9, weight_decay=0.1, strategy="min")
+    masters = torch.tensor([[0.3, -0.2]])
+    velocity = torch.zeros(1, 2)
+    for _ in range(3):
+        weight.grad = torch.tensor([[3.0, 4.0]])
+        optimizer.step()
+        velocity = 0.9 * velocity + torch.tensor([[0.6, 0.8]]) + 0.1 * masters
+        masters = masters - 0.5 * velocity
+        torch.testing.assert_close(optimizer.state[weight]["master"], masters)
+        assert (weight - masters).abs().max() < FixedPoint(8, 4).lsb
+    assert weight.grad.tolist() == [[3.0, 4.0]]
+
+
+def test_l1_pulls_towards_zero_and_counts_as_loss():
+    weight = nn.Parameter(torch.full((1, 2), 0.5))
+    bias = nn.Parameter(torch.full((2,), 0.5))
+    settings = {"normalize_gradients": False, "weight_decay": 0.0, "momentum": 0.0, "lr": 1.0}
+    optimizer = MSGD([weight, bias], l1=0.25, **settings)
+    for p in (weight, bias):
+        p.grad = torch.zeros_like(p)
+    optimizer.step(loss=1.0)
+    assert optimizer.state[weight]["master"].tolist() == [[0.25, 0.25]]
+    assert optimizer.state[bias]["master"].tolist() == [0.5, 0.5]
+    assert optimizer.state_dict()["marvin"]["losses"] == [1.25]
+
+
+def test_zero_gradients_move_nothing_and_count_in_the_window():
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = MSGD([weight], weight_decay=0.0, strategy="min")
+    weight.grad = torch.zeros(2, 2)
+    optimizer.step()
+    assert_same_bits(optimizer.state[weight]["master"], torch.ones(2, 2))
+    layer = optimizer.state[weight]["layer"]
+    assert (layer.count, layer.norm_sum) == (1, 0.0)
+
+
+def test_windows_hold_one_sum_whatever_the_lookback():
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = MSGD([weight], lookback=(50, 100), strategy="min")
+    total = torch.zeros(3, 2)
+    for i in range(5):
+        weight.grad = torch.randn(3, 2, generator=torch.Generator().manual_seed(i))
+        total += weight.grad / weight.grad.norm()
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[weight]["grad_sum"], total)
+    tensors = [v for v in optimizer.state[weight].values() if torch.is_tensor(v)]
+    assert sum(t.numel() for t in tensors) == 3 * weight.numel()  # master, momentum, window
+
+
+def test_trace_tells_each_switch():
+    model = make_model()
+    optimizer = make_optimizer(model, init_wl=9)
+    train(model, optimizer, 20)
+    first, *_ = optimizer.trace
+    assert (first.wl_before, first.fl_before) == (9, 4)
+    assert first.window >= first.lookback
+    last = {row.layer: FixedPoint(row.wl, row.fl) for row in optimizer.trace}
+    formats = optimizer.formats()
+    assert last == {name: formats[name] for name in optimizer.layers()}
+    assert optimizer.mean_word_length() == sum(f.wl for f in last.values()) / len(last)
+    assert formats["1.weight"] == formats["0.weight"]  # batch norm follows the layer before it
+    assert list(formats) == [name for name, _ in model.named_parameters()]
+
+
+def test_parameters_without_names_go_by_position():
+    assert list(MSGD(make_model().parameters()).formats()) == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_groups_have_their_own_settings_and_can_come_later():
+    model = make_model()
+    optimizer = MSGD(model[0].named_parameters(prefix="0"), **FAST, init_wl=10)
+    late = {"params": list(model[3].named_parameters(prefix="3")), "init_wl": 12, "lr": 0.5}
+    optimizer.add_param_group(late)
+    assert optimizer.formats()["0.bias"].wl == 10
+    assert optimizer.formats()["3.weight"].wl == 12
+    train(model, optimizer, 8)
+    assert {row.layer for row in optimizer.trace} == {"0.weight", "3.weight"}
+
+
+@pytest.mark.parametrize("plateau", [False, True])
+def test_schedulers_change_the_rate(plateau):
+    model = make_model()
+    optimizer = make_optimizer(model, lr=0.1)
+    if plateau:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    else:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    train(model, optimizer, 1)
+    for _ in range(2):
+        scheduler.step(*([1.0] if plateau else []))
+    assert optimizer.param_groups[0]["lr"] < 0.1
+    before = copy.deepcopy(optimizer.state[model[0].weight])
+    train(model, optimizer, 1)
+    step = optimizer.state[model[0].weight]["master"] - before["master"]
+    expected = (
+        -optimizer.param_groups[0]["lr"] * optimizer.state[model[0].weight]["momentum_buffer"]
+    )
+    torch.testing.assert_close(step, expected, rtol=0, atol=2**-22)  # of a difference near 1
+
+
+def test_a_tensor_rate():
+    model = make_model()
+    train(model, make_optimizer(model, lr=torch.tensor(0.02)), 3)
+
+
+def test_accumulated_gradients_and_clipping_are_one_step():
+    model = make_model()
+    optimizer = make_optimizer(model)
+    for x, y in batches(4):
+        (nn.functional.cross_entropy(model(x), y) / 4).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step(loss=1.0)
+    assert optimizer.state[model[0].weight]["layer"].count == 1
+
+
+def test_grad_scaler():
+    model = make_model()
+    optimizer = make_optimizer(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x, y = next(batches(1))
+    loss = nn.functional.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer, loss=loss)
+    scaler.update()
+    assert optimizer.state[model[0].weight]["layer"].count == 1
+    model[0].weight.grad.fill_(math.inf)
+    scaler.scale(torch.ones(1))
+    scaler.step(optimizer, loss=loss)
+    assert optimizer.state[model[0].weight]["layer"].count == 1
+
+
+def test_closure_loss_is_returned():
+    model = make_model()
+    optimizer = make_optimizer(model)
+    x, y = next(batches(1))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert loss.requires_grad
+    assert optimizer.state_dict()["marvin"]["losses"] == [loss.item()]
+
+
+def test_parameters_without_gradients_stay():
+    model = make_model()
+    optimizer = make_optimizer(model)
+    frozen = model[3].weight.detach().clone()
+    for x, _ in batches(8):
+        optimizer.zero_grad()
+        loss = model[:3](x).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    assert_same_bits(model[3].weight.detach(), frozen)
+    assert {row.layer for row in optimizer.trace} == {"0.weight"}
+    optimizer.zero_grad()
+    assert optimizer.step(loss=1.0) == 1.0  # nothing to do
+
+
+def test_tied_parameters_are_one_layer():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    optimizer = make_optimizer(model)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step(loss=1.0)
+    assert list(optimizer.formats()) == ["0.weight"]
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_nonfinite_raises_by_name_and_changes_nothing(what):
+    model = make_model()
+    optimizer = make_optimizer(model)
+    train(model, optimizer, 4)
+    before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    model[3].weight.grad[0, 0] = math.nan if what == "gradient" else 0.0
+    match = "gradient of 3.weight with norm nan" if what == "gradient" else "loss inf"
+    with pytest.raises(FloatingPointError, match=match):
+        optimizer.step(loss=math.inf if what == "loss" else 1.0)
+    assert repr(optimizer.state_dict()) == repr(before[0])
+    assert_same_bits(dict(model.state_dict()), dict(before[1]))
+
+
+def test_nonfinite_can_be_skipped():
+    model = make_model()
+    optimizer = make_optimizer(model, nonfinite="skip")
+    train(model, optimizer, 4)
+    master = optimizer.state[model[0].weight]["master"].clone()
+    model[3].weight.grad.fill_(math.inf)
+    optimizer.step(loss=1.0)
+    assert optimizer.skipped_steps == 1
+    assert_same_bits(optimizer.state[model[0].weight]["master"], master)
+
+
+def test_constant_weights_keep_their_lengths():
+    weight = nn.Parameter(torch.zeros(2, 2))
+    optimizer = MSGD([weight], lr=0.0, lookback=(1, 1), strategy="min")
+    weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    row = optimizer.trace[0]
+    assert math.isnan(row.kl)
+    assert (row.wl_min, row.fl_min) == (8, 4)
+
+
+def test_adopted_weights_become_masters():
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with torch.no_grad():
+        model[0].weight.fill_(0.3)
+    optimizer.adopt_weights()
+    master = optimizer.state[model[0].weight]["master"]
+    assert_same_bits(master, torch.full_like(master, 0.3))
+    fmt = optimizer.formats()["0.weight"]
+    assert_same_bits(
+        model[0].weight.detach(), quantize(model[0].weight.detach(), fmt, rounding="nearest")
+    )
+
+
+def test_the_strategy_follows_the_loss():
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = MSGD([weight], lookback=(2, 2))
+    levels = []
+    for loss in (1.0, 1.0, 1.0, 1.0, 0.5):
+        weight.grad = torch.ones(2, 2)
+        optimizer.step(loss=loss)
+        levels.append(optimizer.strategy)
+    assert levels == ["min", "min", "mean", "max", "min"]
+
+
+def test_a_missing_loss_warns_once():
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    optimizer = MSGD([weight])
+    with pytest.warns(UserWarning, match=r"needs step\(loss=loss\)"):
+        optimizer.step()
+    optimizer.step()
+
+
+def test_the_users_generator_is_left_alone():
+    model = make_model()
+    optimizer = make_optimizer(model)
+    marvin.quantize_activations(model, optimizer)
+    before = torch.get_rng_state()
+    train(model, optimizer, 6)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_seeds_differ():
+    weights = [nn.Parameter(torch.full((50, 50), 0.3)) for _ in range(2)]
+    for seed, weight in enumerate(weights):
+        MSGD([weight], seed=seed)
+    assert not torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1}, "lr must be 0 or more, got lr=-1"),
+        ({"lr": torch.ones(2)}, "lr must be one number, got a tensor of 2"),
+        ({"momentum": 1.0}, "momentum must be 0 or more and below 1"),
+        ({"init_wl": 40}, "init_wl must be 2 bits to max_wl, got init_wl=40"),
+        ({"buffer_bits": 0}, "buffer_bits must be 1 to max_wl - min_fl bits"),
+        ({"lookback": (30, 20)}, "lookback must be two step counts"),
+        ({"strategy": "up"}, "strategy must be one of .* got 'up'"),
+        ({"kl_smoothing": 0}, "kl_smoothing must be above 0"),
+        ({"kl_eps": "exact"}, "kl_eps must be"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MSGD([nn.Parameter(torch.ones(2, 2))], **settings)
+
+
+def test_bad_parameters_are_named():
+    with pytest.raises(TypeError, match=r"float16 parameters, got torch\.float64"):
+        MSGD([nn.Parameter(torch.ones(2, 2, dtype=torch.float64))])
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = MSGD([weight])
+    weight.grad = torch.ones(2, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="needs dense gradients, got a sparse one"):
+        optimizer.step(loss=1.0)
+
+
+def test_another_optimizers_state_is_refused():
+    weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="the state must be MSGD's own"):
+        MSGD([weight]).load_state_dict(torch.optim.SGD([weight]).state_dict())
+
+
+@pytest.mark.gpu
+def test_the_formats_are_the_same_on_both_devices():
+    runs = []
+    for device in ("cpu", "cuda"):
+        weight = nn.Parameter(
+            torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).to(device)
+        )
+        optimizer = MSGD([weight], lookback=(3, 5))
+        for i in range(20):
+            weight.grad = torch.randn(50, 40, generator=torch.Generator().manual_seed(i)).to(device)
+            optimizer.step(loss=1.0)
+        runs.append(optimizer.formats())
+    assert runs[0] == runs[1]
