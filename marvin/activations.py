@@ -1,5 +1,6 @@
 """Quantised activations: layers round their inputs and outputs to their own format."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels import FixedPoint, quantize, quantize_with_mask
 from fixedpoint_kernels.rounding import Rounding
+from marvin.layers import is_layer
 from marvin.optimizer import MSGD
 
 __all__ = ["QuantizedActivations", "fake_quantize", "quantize_activations"]
@@ -142,28 +144,29 @@ class QuantizedActivations:
         self._tallies = {name: _Tally() for name in self._tallies}
         return shares
 
-    def attach(self, name: str, module: nn.Module, parameter: Tensor) -> None:
-        """Round the inputs and outputs of ``module`` to the format of ``parameter``."""
+    def attach(self, name: str, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Round inputs and outputs of ``module`` to the first format that ``parameters`` have."""
         self._tallies[name] = _Tally()
 
         def round_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return self._round_all(name, module, inputs, parameter)
+            return self._round_all(name, module, inputs, parameters)
 
         def round_outputs(module: nn.Module, _inputs: Any, output: Any) -> Any:
             if isinstance(output, tuple):
-                return self._round_all(name, module, output, parameter)
-            return self._round(name, module, output, parameter)
+                return self._round_all(name, module, output, parameters)
+            return self._round(name, module, output, parameters)
 
         self._hooks.append(module.register_forward_pre_hook(round_inputs))
         self._hooks.append(module.register_forward_hook(round_outputs))
 
     def _round_all(
-        self, name: str, module: nn.Module, values: tuple[Any, ...], parameter: Tensor
+        self, name: str, module: nn.Module, values: tuple[Any, ...], parameters: Sequence[Tensor]
     ) -> tuple[Any, ...]:
-        return tuple(self._round(name, module, value, parameter) for value in values)
+        return tuple(self._round(name, module, value, parameters) for value in values)
 
-    def _round(self, name: str, module: nn.Module, x: Any, parameter: Tensor) -> Any:
-        fmt = self._optimizer.format_of(parameter)
+    def _round(self, name: str, module: nn.Module, x: Any, parameters: Sequence[Tensor]) -> Any:
+        formats = map(self._optimizer.format_of, parameters)
+        fmt = next((fmt for fmt in formats if fmt is not None), None)
         if fmt is None or not isinstance(x, Tensor) or x.dtype not in _FLOATS:
             return x
         if getattr(x, "_fixed_point", None) == (fmt, x._version):
@@ -221,15 +224,15 @@ def quantize_activations(
             f"{get_args(Rounding)}, got {ste!r} and {eval_rounding!r}"
         )
     handle = QuantizedActivations(optimizer, ste, eval_rounding)
-    last: Tensor | None = None
+    before: list[Tensor] = []
     for name, module in model.named_modules():
-        own = (p for p in module.parameters(recurse=False) if optimizer.has_format(p))
-        parameter = next(own, last if isinstance(module, _FOLLOWERS) else None)
-        if parameter is not None:
-            handle.attach(name, module, parameter)
-            last = parameter
-    if last is None:
-        raise ValueError("no module of the model has a parameter with a format in this optimizer")
+        own = [p for p in module.parameters(recurse=False) if p in optimizer]
+        candidates = own + before if isinstance(module, _FOLLOWERS) else own
+        if candidates:
+            handle.attach(name, module, candidates)
+        before = [p for p in own if is_layer(p)] or before
+    if not handle.layers():
+        raise ValueError("no module of the model has a parameter of this optimizer")
     return handle
 
 

@@ -157,9 +157,9 @@ class MSGD(Optimizer):
         owner = self._layout.owners[parameter]
         return None if owner is None else self.state[owner]["layer"].fmt
 
-    def has_format(self, parameter: Tensor) -> bool:
-        """Say whether ``parameter`` is one of this optimizer's, and quantised."""
-        return self._layout.owners.get(parameter) is not None
+    def __contains__(self, parameter: object) -> bool:
+        """Say whether ``parameter`` is one of this optimizer's."""
+        return parameter in self._layout.owners
 
     def activation_noise(self) -> tuple[int, int]:
         """Return seed and stream for one more rounding of activations in training."""
