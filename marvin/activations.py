@@ -32,7 +32,7 @@ class _Tally:
 
     def add(self, inside: Tensor | None, total: int) -> None:
         if inside is not None:
-            self.clipped = self.clipped + (total - inside.sum())
+            self.clipped = self.clipped + (total - inside.count_nonzero())
         self.total += total
 
     def share(self) -> float:

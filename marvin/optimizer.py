@@ -107,7 +107,7 @@ class MSGD(Optimizer):
     def __init__(  # noqa: PLR0913  every hyper-parameter is an argument, as in torch.optim
         self,
         params: ParamsT,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor = 0.05,
         *,
         momentum: float = 0.9,
         weight_decay: float = 1e-4,
