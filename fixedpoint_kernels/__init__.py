@@ -2,6 +2,7 @@
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram import histogram_candidates
+from fixedpoint_kernels.packing import pack, unpack
 from fixedpoint_kernels.rounding import (
     decode,
     encode,
@@ -15,7 +16,9 @@ __all__ = [
     "decode",
     "encode",
     "histogram_candidates",
+    "pack",
     "quantize",
     "quantize_many",
     "quantize_with_mask",
+    "unpack",
 ]

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from fixedpoint_kernels.packing import cpu as packing
 from fixedpoint_kernels.rounding import cpu as rounding
 
 FORK = """
@@ -20,7 +21,7 @@ sys.exit(child.exitcode)
 """
 
 
-@pytest.mark.parametrize("module", [rounding])
+@pytest.mark.parametrize("module", [packing, rounding])
 def test_serial_and_parallel_kernels_share_no_cache(module):
     kernels = [value for value in vars(module).values() if hasattr(value, "py_func")]
     cached = [kernel.py_func for kernel in kernels if kernel.stats.cache_path]
