@@ -9,7 +9,7 @@ from train.config import Config
 __all__ = ["DEFAULTS", "MIN_SIDE", "alexnet"]
 
 MIN_SIDE = 32  # a stride of 4 and three poolings leave 1x1
-DEFAULTS = Config(model="alexnet", width=64, buffer_bits=4)
+DEFAULTS = Config(model="alexnet", width=64, buffer_bits=4, lr=0.02)
 
 
 def alexnet(classes: int = 10, channels: int = 3, width: int = 64) -> nn.Sequential:

@@ -36,10 +36,10 @@ class Config:
 
     dataset: str = option("auto", "what to learn; auto: the first that is present", *NAMES)
     data_dir: str = option("data", "folder of data sets; cifar10 and cifar100 are downloaded to it")
-    validation_share: float = option(0.1, "share of training images that drive the schedule only")
+    validation_share: float = option(0.1, "share of training images held out to drive the schedule")
     limit: int = option(0, "use only so many training and test images, for trials; 0: all")
 
-    run: str = option("", "run folder; default: runs/MODEL-DATASET-OPTIMIZER-SEED")
+    run: str = option("", "run folder")
     resume: bool = option(False, "continue the run in the run folder where it was stopped")
     checkpoint_steps: int = option(100, "optimiser steps between checkpoints; 0: epoch ends only")
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: cuda where there is one")
@@ -53,7 +53,7 @@ class Config:
     plateau_threshold: float = option(1e-6, "relative gain that counts as a lower loss")
 
     optimizer: str = option("msgd", "msgd: fixed point; sgd: float32, to compare", "msgd", "sgd")
-    lr: float = keyword(0.1, "learning rate to begin with")
+    lr: float = keyword(0.05, "learning rate to begin with")
     momentum: float = keyword(0.9, "share of the last update kept in the next")
     weight_decay: float = keyword(1e-4, "L2 regularisation, added after normalisation")
     l1: float = keyword(0.0, "L1 regularisation, part of the gradient that is normalised")
@@ -135,7 +135,6 @@ def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:
     parser = argparse.ArgumentParser(
         prog=f"python -m train.{defaults.model}",
         description=f"Train {defaults.model} in fixed point, or in float32 to compare.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     for f in dataclasses.fields(Config):
@@ -154,7 +153,11 @@ def _flag(name: str) -> str:
 
 def _argument(f: dataclasses.Field[Any], default: Any) -> dict[str, Any]:
     """Return what argparse needs to know about one field."""
-    argument: dict[str, Any] = {"default": default, "help": f.metadata["help"]}
+    shown = "runs/MODEL-DATASET-OPTIMIZER-seedSEED" if f.name == "run" else _words(default)
+    argument: dict[str, Any] = {
+        "default": default,
+        "help": f"{f.metadata['help']} (default: {shown})",
+    }
     if isinstance(default, bool):
         return argument | {"action": argparse.BooleanOptionalAction}
     if isinstance(default, tuple):
@@ -166,6 +169,12 @@ def _argument(f: dataclasses.Field[Any], default: Any) -> dict[str, Any]:
     if f.name == "run":
         return argument | {"metavar": "DIR"}
     return argument | {"type": type(default), "metavar": type(default).__name__.upper()}
+
+
+def _words(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 class _Pair(argparse.Action):

@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["UserError", "write_atomic"]
+__all__ = ["UserError", "remove_leftovers", "write_atomic"]
 
 
 class UserError(ValueError):
@@ -19,7 +19,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     the old content or the new one, never a mixture.
     """
     data = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -32,6 +32,12 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             os.unlink(temporary)
         raise
     _sync_folder(path.parent)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what ``write_atomic`` had not finished in ``folder`` when its process was killed."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 def _umask() -> int:

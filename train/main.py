@@ -34,7 +34,7 @@ def main(defaults: Config, build: Build, min_side: int, argv: Sequence[str] | No
     own_process(config)
     try:
         summary = run(config, build, min_side)
-    except (UserError, FloatingPointError) as error:
+    except (UserError, FloatingPointError, OSError) as error:
         sys.exit(f"python -m train.{config.model}: error: {error}")
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command with --resume continues from the last checkpoint")

@@ -141,6 +141,7 @@ def _draw_curves(axes: Axes, history: History) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
     right = axes.twinx()
     marker = "o" if len(history.epoch_steps) <= 40 else None
     right.plot(

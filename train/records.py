@@ -5,6 +5,7 @@ import io
 import json
 import platform
 import sys
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 
 from train.config import Config, from_dict, to_dict
-from train.files import UserError, write_atomic
+from train.files import UserError, remove_leftovers, write_atomic
 
 __all__ = ["RunFolder", "differences", "environment", "read_csv"]
 
 PACKAGES = ("marvin-fixedpoint", "torch", "numpy", "numba", "triton")
 FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
+CHECKPOINT = ("model", "optimizer", "scheduler", "progress", "data")
 
 Row = Mapping[str, Any]
 
@@ -46,11 +48,8 @@ class RunFolder:
         """Folder of the TensorBoard files."""
         return self.path / "tensorboard"
 
-    def begin(self, config: Config) -> Config:
+    def begin(self, config: Config) -> None:
         """Make the folder, or check that it may be continued, and store the configuration.
-
-        Returns:
-            The configuration as it was stored.
 
         Raises:
             UserError: The folder holds a run and ``config.resume`` is off, or it holds none and
@@ -62,8 +61,9 @@ class RunFolder:
         if config.resume:
             self._agree(config)
         self.path.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.path)
+        (self.path / "result.json").unlink(missing_ok=True)  # it is of fewer epochs
         write_atomic(stored, _to_json(to_dict(config) | {"resume": False}))
-        return config
 
     def read_config(self) -> Config:
         """Return the configuration of the run in this folder.
@@ -113,11 +113,15 @@ class RunFolder:
         if not self.checkpoint.exists():
             return None
         try:
-            return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+            _check_sums(self.checkpoint)
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+            return {name: state[name] for name in CHECKPOINT}
         except Exception as error:  # torch raises six kinds for six ways of damage
+            first_line = str(error).partition("\n")[0]
+            reason = f"{type(error).__name__}: {first_line}"
             raise UserError(
-                f"{self.checkpoint} must hold a whole checkpoint, got a damaged file "
-                f"({str(error).splitlines()[0]}); delete {self.path} and run again"
+                f"{self.checkpoint} must hold a whole checkpoint, got a damaged file ({reason}); "
+                f"delete {self.path} and run again"
             ) from error
 
     def save_rows(self, name: str, rows: Iterable[Row], columns: Sequence[str]) -> None:
@@ -171,6 +175,14 @@ def environment(device: torch.device) -> dict[str, Any]:
         "gpu": gpu,
         "cuda": torch.version.cuda,
     }
+
+
+def _check_sums(path: Path) -> None:
+    """Compare each record of a checkpoint with its checksum, which ``torch.load`` does not."""
+    with zipfile.ZipFile(path) as records:
+        damaged = records.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
 
 
 def _version(package: str) -> str | None:

@@ -28,7 +28,9 @@ class Report:
         folder = training.folder.tensorboard
         self._writer = SummaryWriter(str(folder), purge_step=next_step, flush_secs=10)
         self._bar: tqdm[Any] | None = None
-        self._switches = -1
+        self._switches = -1  # that the curves show
+        if next_step > 1 and isinstance(training.optimizer, marvin.MSGD):
+            self._switches = len(training.optimizer.trace)
 
     def __enter__(self) -> "Report":
         return self

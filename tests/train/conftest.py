@@ -1,0 +1,47 @@
+"""What the tests of ``train`` share: a run small enough to take a second."""
+
+from pathlib import Path
+
+import pytest
+
+from train import main, resnet20
+from train.config import Config
+from train.loop import Training
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Config:
+    """A run of 3 epochs of 5 steps, in which every layer switches its format."""
+    return Config(
+        model="resnet20",
+        width=4,
+        dataset="digits",
+        limit=180,
+        run=str(tmp_path / "run"),
+        device="cpu",
+        epochs=3,
+        batch_size=32,
+        checkpoint_steps=2,
+        lookback=(3, 6),
+        lr=0.02,
+    )
+
+
+@pytest.fixture
+def prepare():
+    """Make the training of a configuration, nothing written yet."""
+
+    def make(config: Config) -> Training:
+        return main.prepare(config, resnet20.resnet20, resnet20.MIN_SIDE)
+
+    return make
+
+
+@pytest.fixture
+def run():
+    """Do a whole run; return its summary."""
+
+    def do(config: Config) -> str:
+        return main.run(config, resnet20.resnet20, resnet20.MIN_SIDE)
+
+    return do

@@ -1,0 +1,62 @@
+import pytest
+import torch
+
+from train import main as main_module
+from train.main import choose_device, main
+from train.resnet20 import DEFAULTS, MIN_SIDE, resnet20
+
+
+@pytest.fixture(autouse=True)
+def _not_our_process(monkeypatch):
+    """A script owns its process; a test does not."""
+    monkeypatch.setattr(main_module, "own_process", lambda config: None)
+
+
+def train(*words: str) -> None:
+    main(DEFAULTS, resnet20, MIN_SIDE, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lookback 50 20", "error: lookback must be"),
+        ("--device nowhere", "error: --device must be one that torch can use, got nowhere"),
+        ("--resume", "must be the folder of a run"),
+        ("--limit 1 --validation-share 0.9", "at least one training image must be left"),
+    ],
+)
+def test_errors_of_the_user_are_one_line_and_write_nothing(words, message, tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(SystemExit) as caught:
+        train("--dataset", "digits", "--width", "2", "--run", str(folder), *words.split())
+    assert message in str(caught.value.code)
+    assert "\n" not in str(caught.value.code)
+    assert not folder.exists()
+
+
+def test_a_run_prints_its_epochs_and_a_summary(tmp_path, capsys):
+    folder = tmp_path / "run"
+    words = "--dataset digits --width 2 --limit 100 --batch-size 50 --epochs 2"
+    train(*words.split(), "--run", str(folder))
+    out = capsys.readouterr().out
+    for word in ("CC BY 4.0", "epoch 1/2", "epoch 2/2", "validation loss", "test accuracy"):
+        assert word in out
+    assert out.count("mean word length") == 3
+    with pytest.raises(SystemExit) as caught:
+        train(*words.split(), "--run", str(folder))
+    assert "holds a run: add --resume" in str(caught.value.code)
+
+
+def test_auto_takes_the_gpu_where_there_is_one():
+    want = "cuda" if torch.cuda.is_available() else "cpu"
+    assert choose_device("auto").type == want
+
+
+def test_ctrl_c_says_how_to_continue(monkeypatch, tmp_path):
+    def interrupt(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_module, "run", interrupt)
+    with pytest.raises(SystemExit) as caught:
+        train("--run", str(tmp_path))
+    assert "--resume" in str(caught.value.code)

@@ -1,0 +1,61 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from train import plot
+from train.config import Config
+from train.files import UserError
+from train.records import RunFolder
+
+
+def test_a_switch_shows_from_the_next_step_on():
+    trace = [
+        {"step": "2", "layer": "b", "wl": "14"},
+        {"step": "3", "layer": "a", "wl": "20"},
+        {"step": "4", "layer": "b", "wl": "12"},
+        {"step": "5", "layer": "a", "wl": "32"},
+    ]
+    got = plot.word_lengths(["a", "b"], trace, steps=5, init_wl=8)
+    np.testing.assert_array_equal(got, [[8, 8, 8, 20, 20], [8, 8, 14, 14, 12]])
+
+
+def test_the_figure_is_drawn_from_the_run_folder(run, tiny, tmp_path, capsys):
+    run(tiny)
+    file = tmp_path / "run" / "word_lengths.png"
+    file.unlink()
+    plot.main([str(tmp_path / "run")])
+    assert capsys.readouterr().out.splitlines()[-1] == str(file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    history = plot.read(tmp_path / "run")
+    assert history.title == "ResNet20 on digits"
+    assert history.word_lengths.shape == (22, 15)
+    assert history.layers[0] == "conv  4x1x3x3"
+    assert history.epoch_steps == [5, 10, 15]
+    assert history.accuracy_of == "validation"
+    figure = plot.draw(history)
+    heat, curves, *_ = figure.axes
+    assert heat.images[0].get_clim() == (0, 32)
+    assert curves.get_ylim() == (0, 32)
+
+
+def test_without_validation_the_accuracy_is_that_of_training(run, tiny, tmp_path):
+    run(dataclasses.replace(tiny, validation_share=0.0, epochs=1))
+    assert plot.read(tmp_path / "run").accuracy_of == "train"
+
+
+def test_what_cannot_be_drawn_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        plot.main([str(tmp_path)])
+    assert "must be the folder of a run" in str(caught.value.code)
+    float_run = RunFolder(tmp_path / "float")
+    float_run.begin(Config(optimizer="sgd"))
+    with pytest.raises(UserError, match="must be a run of msgd to have word lengths, got sgd"):
+        plot.save(float_run.path)
+    begun = RunFolder(tmp_path / "begun")
+    begun.begin(Config())
+    with pytest.raises(UserError, match=r"looked for .*metrics.csv"):
+        plot.save(begun.path)
+    begun.save_rows("metrics.csv", [], ["epoch"])
+    with pytest.raises(UserError, match="must have one whole epoch to draw, got none"):
+        plot.save(begun.path)

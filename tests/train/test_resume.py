@@ -1,0 +1,174 @@
+"""A run stopped anywhere and resumed is the run that was never stopped, to the bit."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from train import loop
+from train.files import UserError
+from train.records import RunFolder
+
+TABLES = ("metrics.csv", "trace.csv", "layers.csv", "result.json")
+
+
+class Stop(Exception):
+    """Stands for the end of the process."""
+
+
+def stop_after(calls: int, function):
+    """Return ``function``, which raises ``Stop`` in place of the call after ``calls``."""
+    left = [calls]
+
+    def stopping(*args, **kwargs):
+        if left[0] == 0:
+            raise Stop
+        left[0] -= 1
+        return function(*args, **kwargs)
+
+    return stopping
+
+
+def assert_same_bits(got: object, want: object) -> None:
+    assert type(got) is type(want)
+    if isinstance(want, torch.Tensor):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(want, dict):
+        added_by_loading = {"differentiable"}  # a constant of torch's that loading writes down
+        assert set(got) - added_by_loading == set(want) - added_by_loading
+        for name in set(want) & set(got):
+            assert_same_bits(got[name], want[name])
+    elif isinstance(want, list | tuple):
+        assert len(got) == len(want)
+        for a, b in zip(got, want, strict=True):
+            assert_same_bits(a, b)
+    else:
+        assert repr(got) == repr(want)  # NaN too
+
+
+def assert_same_run(got: Path, want: Path) -> None:
+    assert_same_bits(RunFolder(got).load_checkpoint(), RunFolder(want).load_checkpoint())
+    for name in TABLES:
+        if (want / name).exists():
+            assert (got / name).read_bytes() == (want / name).read_bytes(), name
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return every TensorBoard curve that is a function of the seed."""
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    found = defaultdict(list)
+    for tag in events.Tags()["scalars"]:
+        if tag != "images_per_s" and not tag.startswith("saturation"):
+            found[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+    return dict(found)
+
+
+@pytest.mark.parametrize("optimizer", ["msgd", "sgd"])
+def test_stopped_in_any_step_and_resumed(run, tiny, tmp_path, monkeypatch, optimizer):
+    tiny = dataclasses.replace(tiny, optimizer=optimizer, batch_size=16, accumulation_steps=2)
+    run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
+    whole = curves(tmp_path / "whole")
+    for stops in ([1, 4, 9], [6], [14]):
+        folder = tmp_path / f"stopped{stops[0]}"
+        config = dataclasses.replace(tiny, run=str(folder))
+        for calls in stops:
+            with monkeypatch.context() as patch:
+                patch.setattr(loop, "train_step", stop_after(calls, loop.train_step))
+                with pytest.raises(Stop):
+                    run(config)
+            config = dataclasses.replace(config, resume=True)
+        run(config)
+        assert_same_run(folder, tmp_path / "whole")
+        assert curves(folder) == whole
+
+
+@pytest.mark.parametrize("function", ["save_tables", "save_timing", "end_epoch"])
+def test_stopped_between_two_files_and_resumed(run, tiny, tmp_path, monkeypatch, function):
+    run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
+    config = dataclasses.replace(tiny, run=str(tmp_path / "stopped"))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, function, stop_after(1, getattr(loop, function)))
+        with pytest.raises(Stop):
+            run(config)
+    run(dataclasses.replace(config, resume=True))
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+    assert curves(tmp_path / "stopped") == curves(tmp_path / "whole")
+
+
+def test_more_epochs_continue_a_finished_run(run, tiny, tmp_path):
+    run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
+    config = dataclasses.replace(tiny, run=str(tmp_path / "longer"), epochs=1)
+    run(config)
+    run(dataclasses.replace(config, epochs=3, resume=True))
+    assert_same_run(tmp_path / "longer", tmp_path / "whole")
+
+
+def test_a_finished_run_may_be_resumed_without_effect(run, tiny, tmp_path):
+    first = run(tiny)
+    files = {name: (tmp_path / "run" / name).read_bytes() for name in TABLES}
+    assert run(dataclasses.replace(tiny, resume=True)) == first
+    assert files == {name: (tmp_path / "run" / name).read_bytes() for name in TABLES}
+
+
+def test_other_data_is_refused(run, tiny, monkeypatch):
+    run(dataclasses.replace(tiny, epochs=1))
+    monkeypatch.setattr("train.dataset.Dataset.fingerprint", lambda self: "0" * 16)
+    with pytest.raises(UserError, match=r"must have fingerprint .* to resume, got 0000"):
+        run(dataclasses.replace(tiny, resume=True))
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    flags = "--dataset digits --width 4 --limit 180 --batch-size 8 --epochs 4 --lr 0.02"
+    flags += " --checkpoint-steps 3 --lookback 5 9 --device cpu"
+    script = [sys.executable, "-m", "train.resnet20", "--run", str(folder)]
+    return [*script, *flags.split(), *more]
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
+    """Start a run of 4 epochs of 20 steps with one thread."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(
+        command(folder, *more), cwd=root, env=environ, stdout=subprocess.DEVNULL
+    )
+
+
+def kill_after_checkpoints(process: subprocess.Popen[bytes], folder: Path, count: int) -> None:
+    """Send SIGKILL once the checkpoint has been replaced ``count`` times."""
+    path, seen, deadline = folder / "checkpoint.pt", set(), time.monotonic() + 120
+    if path.exists():
+        seen.add(path.stat().st_mtime_ns)
+        count += 1
+    while len(seen) < count:
+        assert process.poll() is None, "the run ended before it was killed"
+        assert time.monotonic() < deadline
+        if path.exists():
+            seen.add(path.stat().st_mtime_ns)
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_killed_inside_an_epoch_and_resumed(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole).wait() == 0
+    kill_after_checkpoints(start(killed), killed, 3)
+    state = RunFolder(killed).load_checkpoint()
+    assert 0 < state["progress"]["total_steps"] < 80
+    kill_after_checkpoints(start(killed, "--resume"), killed, 8)
+    assert RunFolder(killed).load_checkpoint()["progress"]["total_steps"] < 80
+    assert start(killed, "--resume").wait() == 0
+    assert_same_run(killed, whole)
+    assert (killed / "word_lengths.png").exists()
+    assert curves(killed) == curves(whole)
