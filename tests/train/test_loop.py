@@ -146,6 +146,17 @@ def test_evaluate_counts_right_answers(batch_size):
     assert model.training
 
 
+def test_metrics_are_means_over_the_images_of_an_epoch(prepare, tiny):
+    training = prepare(dataclasses.replace(tiny, validation_share=0.0))
+    training.progress.add(loss=1.0, correct=3, images=30)
+    training.progress.add(loss=4.0, correct=9, images=10)
+    row = loop.end_epoch(training)
+    assert (row["epoch"], row["step"]) == (1, 2)
+    assert row["train_loss"] == pytest.approx(70 / 40)
+    assert row["train_accuracy"] == 12 / 40
+    assert training.progress.seen == 0
+
+
 def test_the_validation_part_drives_the_schedule(prepare, tiny, monkeypatch):
     losses = iter([1.0, 0.5, 0.7, 0.8])
     monkeypatch.setattr(loop, "evaluate", lambda *_: loop.Score(next(losses), 0.5))
