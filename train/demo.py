@@ -13,9 +13,7 @@ from train.main import own_process, run
 
 __all__ = ["main"]
 
-DEMO = replace(
-    resnet20.DEFAULTS, dataset="digits", epochs=40, batch_size=64, plateau_patience=4, device="cpu"
-)
+DEMO = replace(resnet20.DEFAULTS, dataset="digits", epochs=40, batch_size=64, plateau_patience=4)
 
 
 def main() -> None:

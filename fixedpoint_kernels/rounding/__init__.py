@@ -14,6 +14,7 @@ from fixedpoint_kernels.rounding.reference import Rounding
 __all__ = ["Rounding", "decode", "encode", "quantize", "quantize_many", "quantize_with_mask"]
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
+_ROUNDINGS = get_args(Rounding)
 
 
 def quantize(
@@ -122,10 +123,13 @@ def quantize_many(
             "quantize_many needs one format and one output a tensor, "
             f"got {len(xs)} tensors, {len(fmts)} formats and {len(ys)} outputs"
         )
-    for x, y, fmt in zip(xs, ys, fmts, strict=True):
+    for x in xs:
         _check_values(x, "quantize_many")
+    for fmt in set(fmts):
         _check_mode(fmt, rounding)
-        _checked_out(y, x)
+    if out is not None:
+        for x, y in zip(xs, ys, strict=True):
+            _checked_out(y, x)
     key = Key.checked(seed, stream)
     if len({x.device for x in xs}) > 1:
         raise ValueError(
@@ -228,8 +232,8 @@ def _check_values(x: Tensor, name: str) -> None:
 def _check_mode(fmt: FixedPoint, rounding: Rounding) -> None:
     if not isinstance(fmt, FixedPoint):
         raise TypeError(f"the format must be a FixedPoint, got {type(fmt).__name__}")
-    if rounding not in get_args(Rounding):
-        raise ValueError(f"rounding must be one of {get_args(Rounding)}, got {rounding!r}")
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f"rounding must be one of {_ROUNDINGS}, got {rounding!r}")
 
 
 def _checked_out(out: Tensor, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ more than it gains on small tensors.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -134,21 +135,29 @@ def quantize_many(
     key: Key,
 ) -> None:
     """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous."""
-    sizes = np.array([x.numel() for x in xs], np.int64)
+    sizes, tasks = _tasks(tuple(x.numel() for x in xs))
     pointers = np.array([(x.data_ptr(), y.data_ptr()) for x, y in zip(xs, ys, strict=True)])
-    numbers = np.array([_number(fmt, False) for fmt in fmts], np.float32)
     kernel = _quantize_many_parallel if is_parallel(int(sizes.sum())) else _quantize_many_serial
     seed = tuple(map(np.uint32, key.words()[:2]))
-    kernel(pointers, sizes, numbers, _tasks(sizes), rounding == "stochastic", seed, key.stream)
+    numbers = _numbers(tuple(fmts))
+    kernel(pointers, sizes, numbers, tasks, rounding == "stochastic", seed, key.stream)
 
 
-def _tasks(sizes: np.ndarray) -> np.ndarray:
-    counts = (sizes + _TASK - 1) // _TASK
+@lru_cache(maxsize=16)  # the same parameters come step after step
+def _tasks(sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sizes, and tensor and first element of each piece of work."""
+    counts = (np.array(sizes, np.int64) + _TASK - 1) // _TASK
     tensor = np.repeat(np.arange(len(sizes)), counts)
     first = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([tensor, first * _TASK], axis=1)
+    return np.array(sizes, np.int64), np.stack([tensor, first * _TASK], axis=1)
 
 
+@lru_cache(maxsize=16)
+def _numbers(fmts: tuple[FixedPoint, ...]) -> np.ndarray:
+    return np.array([_number(fmt, False) for fmt in fmts], np.float32)
+
+
+@lru_cache(maxsize=256)
 def _number(fmt: FixedPoint, integer: bool) -> tuple[np.float32, ...]:
     """Return scale, lsb (1 for codes), and the smallest and largest code."""
     low, high = float_bounds(fmt)
