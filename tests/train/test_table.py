@@ -1,0 +1,30 @@
+import json
+
+import pytest
+
+from train.config import Config, to_dict
+from train.files import UserError
+from train.table import table
+
+
+def finished(folder, accuracy, bits, **config):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_dict(Config(dataset="digits", **config))))
+    result = {"test_accuracy": accuracy, "mean_word_length": bits}
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def test_seeds_are_taken_together(tmp_path):
+    runs = [finished(tmp_path / f"m{s}", 0.9 + s / 100, 16.0 + s, seed=s) for s in range(3)]
+    runs.append(finished(tmp_path / "s", 0.9, None, optimizer="sgd"))
+    rows = table(runs).splitlines()[2:]
+    assert rows[0] == "| resnet20 | digits | msgd | 100 | 0, 1, 2 | 91.00 ± 1.00 | 17.00 ± 1.00 |"
+    assert rows[1] == "| resnet20 | digits | sgd | 100 | 0 | 90.00 | 32 |"
+
+
+def test_an_unfinished_run_is_named(tmp_path):
+    run = finished(tmp_path / "m", 0.9, 16.0)
+    (run / "result.json").unlink()
+    with pytest.raises(UserError, match=r"must be a finished run, found no result\.json"):
+        table([run])

@@ -1,0 +1,83 @@
+"""``python -m train.table RUN ...``: finished runs as a Markdown table, seeds taken together."""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from train.config import Config
+from train.files import UserError
+from train.records import RunFolder
+
+__all__ = ["main", "table"]
+
+HEADER = (
+    "| model | data | optimizer | epochs | seeds | test accuracy, % | mean word length, bits |\n"
+    "|---|---|---|---|---|---|---|"
+)
+Finished = tuple[Config, dict[str, Any]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table of the run folders on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m train.table", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a finished run's folder")
+    try:
+        print(table(parser.parse_args(argv).runs))
+    except UserError as error:
+        sys.exit(f"python -m train.table: error: {error}")
+
+
+def table(paths: Iterable[Path]) -> str:
+    """Return one row for all runs that differ in nothing but their seed.
+
+    Means are over seeds, with the sample's standard deviation behind them where there are
+    several. The word length is that of the layers at the end of the run, unweighted.
+
+    Raises:
+        UserError: A folder is not that of a finished run.
+    """
+    groups: dict[Config, list[Finished]] = {}
+    for path in paths:
+        config, result = read(path)
+        same = replace(config, seed=0, run="", data_dir="", device="", checkpoint_steps=0)
+        groups.setdefault(same, []).append((config, result))
+    return "\n".join([HEADER, *(row(runs) for runs in groups.values())])
+
+
+def read(path: Path) -> Finished:
+    """Return configuration and result of a run.
+
+    Raises:
+        UserError: The run is not finished, or ``path`` is no run folder.
+    """
+    config = RunFolder(path).read_config()
+    result = path / "result.json"
+    if not result.is_file():
+        raise UserError(f"{path} must be a finished run, found no result.json in it")
+    return config, json.loads(result.read_text())
+
+
+def row(runs: Sequence[Finished]) -> str:
+    """Return the row of one or more seeds."""
+    config = runs[0][0]
+    results = [result for _, result in runs]
+    seeds = ", ".join(str(c.seed) for c, _ in runs)
+    accuracy = spread([100 * result["test_accuracy"] for result in results])
+    bits = "32" if config.optimizer == "sgd" else spread([r["mean_word_length"] for r in results])
+    cells = config.model, config.dataset, config.optimizer, config.epochs, seeds, accuracy, bits
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean, and the standard deviation where there are several values."""
+    mean = f"{statistics.mean(values):.2f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.2f}"
+
+
+if __name__ == "__main__":
+    main()
