@@ -60,13 +60,26 @@ def _unpack_kernel(
 
 def pack(codes: Tensor, packed: Tensor, bits: int) -> None:
     """See ``fixedpoint_kernels.packing.pack``; ``codes`` is flat and signed."""
-    n, size = codes.numel(), packed.numel()
-    _pack_kernel[(triton.cdiv(size, _BLOCK),)](codes, packed, n, size, BITS=bits, BLOCK=_BLOCK)
+    _pack_kernel[(triton.cdiv(packed.numel(), _BLOCK),)](
+        codes,
+        packed,
+        codes.numel(),
+        packed.numel(),
+        BITS=bits,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
 
 
 def unpack(packed: Tensor, codes: Tensor, bits: int, signed: bool) -> None:
     """See ``fixedpoint_kernels.packing.unpack``; ``codes`` is flat."""
-    n, size = codes.numel(), packed.numel()
-    _unpack_kernel[(triton.cdiv(n, _BLOCK),)](
-        packed, codes, n, size, BITS=bits, SIGNED=signed, BLOCK=_BLOCK
+    _unpack_kernel[(triton.cdiv(codes.numel(), _BLOCK),)](
+        packed,
+        codes,
+        codes.numel(),
+        packed.numel(),
+        BITS=bits,
+        SIGNED=signed,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
     )

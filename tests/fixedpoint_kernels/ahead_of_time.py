@@ -1,0 +1,176 @@
+"""Compile every Triton kernel for a GPU that need not be there; run by test_ahead_of_time.py.
+
+The launchers are called as a user's call would, on tensors of the CPU or, where they would not fit,
+of the meta device. The driver is a stand-in and a launch stops after compilation, so that Triton
+specialises on the real arguments: multiples of 16, ones, 64-bit sizes, alignment of pointers.
+"""
+
+import argparse
+import ast
+import contextlib
+import importlib
+import inspect
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import fixedpoint_kernels
+from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.histogram import gpu as histogram
+from fixedpoint_kernels.histogram.reference import Bins, Cells
+from fixedpoint_kernels.packing import _code_dtype
+from fixedpoint_kernels.packing import gpu as packing
+from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.rounding import gpu as rounding
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SIZES = 1027, 2**31 + 16
+EVERY_SIZE = 1, 1024, 1027, 2**31 + 16, 2**31 + 1
+FLOATS = torch.float32, torch.bfloat16, torch.float16
+CODES = torch.int8, torch.int16, torch.int32
+FMT, KEY = FixedPoint(8, 4), Key(1, 1)  # Triton takes an argument of 1 for a constant
+
+
+def empty(n, dtype=torch.float32):
+    return torch.empty(n, dtype=dtype, device="meta" if n >= 2**31 else "cpu")
+
+
+def round_every_way(sizes):
+    for n, mode in itertools.product(sizes, ("stochastic", "nearest")):
+        rounding.quantize(empty(n), empty(n), None, FMT, mode, KEY)
+        rounding.quantize(empty(1027), empty(1027), empty(1027, torch.bool), FMT, mode, KEY)
+    for x, y in itertools.product(FLOATS, FLOATS + CODES):
+        rounding.quantize(empty(1027, x), empty(1027, y), None, FMT, "stochastic", KEY)
+    unaligned = empty(1028)[1:]
+    rounding.quantize(unaligned, unaligned, None, FMT, "nearest", KEY)
+    for mode in ("stochastic", "nearest"):
+        xs = [empty(n) for n in (1, 1024, 5000)]
+        rounding.quantize_many(xs, xs, [FMT] * 3, mode, KEY)
+
+
+def count_every_way(sizes):
+    for n, mode in itertools.product(sizes, ("stochastic", "nearest")):
+        histogram.sampled(empty(n), [FMT], Bins(-1.0, 50.0, 100), mode, KEY)
+    for resolution in (1, 150):
+        bins = Bins(-1.0, 50.0, resolution)
+        histogram.sampled(empty(1027), [FMT] * 16, bins, "stochastic", KEY)
+        histogram.cells(empty(1027), bins, Cells(7, 1, 16))
+    for n in sizes:
+        histogram.cells(empty(n), Bins(-1.0, 50.0, 100), Cells(7, -200, 400))
+
+
+def pack_every_way(sizes):
+    for bits in (1, 2, 3, 8, 9, 16, 17, 25, 26, 32):
+        pack_and_unpack(1027, bits, True, _code_dtype(bits, True))
+    for bits in (8, 15, 32):
+        pack_and_unpack(1027, bits, False, _code_dtype(bits, True))
+    for n in sizes:
+        pack_and_unpack(n, 3, True, torch.int8)
+    for dtype in (torch.int16, torch.int32, torch.int64):
+        pack_and_unpack(1027, 7, True, dtype)
+
+
+def pack_and_unpack(n, bits, signed, dtype):
+    packed = empty((n * bits + 7) // 8, torch.uint8)
+    packing.pack(empty(n, dtype), packed, bits)
+    packing.unpack(packed, empty(n, _code_dtype(bits, signed)), bits, signed)
+
+
+class Driver:
+    """What Triton asks of a driver before it launches."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@contextlib.contextmanager
+def compiled_for(target, forced):
+    """Collect what launches compile, as ``{(kernel name, hash): compiled kernel}``."""
+    compiled, run = {}, JITFunction.run
+
+    def compile_only(self, *args, grid, warmup=False, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options, **forced)
+        compiled[self.fn.__name__, kernel.hash] = kernel
+
+    triton.runtime.driver.set_active(Driver(target))
+    JITFunction.run = compile_only
+    yield compiled
+    JITFunction.run = run
+
+
+def launched_kernels():
+    """Name the kernels that some ``gpu.py`` launches, in the form ``kernel[grid](...)``."""
+    root = Path(fixedpoint_kernels.__file__).parent
+    for path in sorted(root.rglob("gpu.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        module = importlib.import_module(".".join(parts))
+        for call in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):
+                kernel = getattr(module, ast.unparse(call.func.value), None)
+                if isinstance(kernel, JITFunction):
+                    yield kernel.fn.__name__
+
+
+def stack_bytes(kernels):
+    """Return the bytes of stack that each kernel uses: spilled registers are there."""
+    if "amdgcn" in kernels[0].asm:
+        found = [re.search(r"private_segment_fixed_size: (\d+)", k.asm["amdgcn"]) for k in kernels]
+        return [int(match[1]) for match in found]
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        sizes = []
+        for kernel in kernels:
+            Path(file.name).write_bytes(kernel.asm["cubin"])
+            command = [tool, "--dump-resource-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            sizes.append(int(re.search(r"STACK:(\d+)", usage)[1]))
+    return sizes
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--max-registers", type=int, help="provoke spilling")
+    arguments = parser.parse_args()
+    sizes = EVERY_SIZE if arguments.target == "sm_90" else SIZES
+    forced = {"maxnreg": arguments.max_registers} if arguments.max_registers else {}
+    with compiled_for(TARGETS[arguments.target], forced) as compiled:
+        if forced:
+            rounding.quantize(
+                empty(1027), empty(1027), empty(1027, torch.bool), FMT, "stochastic", KEY
+            )
+        else:
+            round_every_way(sizes)
+            count_every_way(sizes)
+            pack_every_way(sizes)
+    missing = set(launched_kernels()) - {name for name, _ in compiled}
+    stack = stack_bytes(list(compiled.values()))
+    spilled = {name for (name, _), size in zip(compiled, stack, strict=True) if size}
+    print(f"{arguments.target}: {len(compiled)} kernels, {missing=}, {spilled=}")
+    sys.exit(bool(missing or spilled))
+
+
+if __name__ == "__main__":
+    main()
