@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.philox import Key
@@ -66,6 +67,8 @@ def quantize(
     _check_mode(fmt, rounding)
     y = torch.empty_like(x) if out is None else _checked_out(out, x)
     _run(x, y, None, fmt, rounding, Key.checked(seed, stream))
+    if out is not None:
+        _mark_changed([out])
     return y
 
 
@@ -135,6 +138,8 @@ def quantize_many(
         raise ValueError(
             f"quantize_many needs one device, got {sorted({str(x.device) for x in xs})}"
         )
+    if out is not None:
+        _mark_changed(ys)
     if xs and _has_kernel(xs[0]) and all(map(_is_plain, (*xs, *ys))):
         _implementation(xs[0]).quantize_many(xs, ys, fmts, rounding, key)
         return ys
@@ -190,8 +195,7 @@ def _run(
     if inside is not None and not inside.is_contiguous():
         mask = torch.empty_like(inside, memory_format=torch.contiguous_format)
     if x.numel():
-        implementation = _implementation(x)
-        implementation.quantize(x.contiguous(), target, mask, fmt, rounding, key)
+        _implementation(x).quantize(x.contiguous(), target, mask, fmt, rounding, key)
     if target is not y:
         y.copy_(target)
     if inside is not None and mask is not None and mask is not inside:
@@ -234,6 +238,11 @@ def _check_mode(fmt: FixedPoint, rounding: Rounding) -> None:
         raise TypeError(f"the format must be a FixedPoint, got {type(fmt).__name__}")
     if rounding not in _ROUNDINGS:
         raise ValueError(f"rounding must be one of {_ROUNDINGS}, got {rounding!r}")
+
+
+def _mark_changed(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd of a write that it cannot see, as every in-place operation does."""
+    increment_version([t for t in tensors if not t.is_inference()])
 
 
 def _checked_out(out: Tensor, x: Tensor) -> Tensor:

@@ -211,6 +211,15 @@ def test_out_may_be_the_input():
     torch.testing.assert_close(x, expected, rtol=0, atol=0)
 
 
+def test_autograd_sees_that_out_changed():
+    weight = torch.ones(3, requires_grad=True)
+    loss = weight.square().sum()
+    with torch.no_grad():
+        quantize_many([weight * 2], [FORMATS[1]], out=[weight])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_the_users_generator_is_left_alone():
     before = torch.get_rng_state()
     quantize(torch.ones(8), FORMATS[1])
