@@ -71,9 +71,17 @@ class FixedPoint:
         return self.max_code * self.lsb
 
     def to_qtorch(self) -> Any:
-        """Return the same format as a ``qtorch.FixedPoint``; needs the extra ``[qtorch]``."""
+        """Return the same format as a ``qtorch.FixedPoint``; needs the extra ``[qtorch]``.
+
+        Raises:
+            ValueError: ``fl`` is not positive: QPyTorch has no such formats.
+        """
         import qtorch
 
+        if self.fl < 1:
+            raise ValueError(
+                f"a format of QPyTorch has a fractional length of 1 or more, got {self}"
+            )
         return qtorch.FixedPoint(self.wl, self.fl, clamp=True, symmetric=self.symmetric)
 
     @classmethod
