@@ -1,5 +1,6 @@
 """Names of parameters, and which layer's format each takes."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,11 @@ class Layout:
 
 
 def layout_of(param_groups: Sequence[dict[str, Any]]) -> Layout:
-    """Return the layout of an optimizer's parameter groups."""
+    """Return the layout of an optimizer's parameter groups.
+
+    Raises:
+        ValueError: Two parameters have one name.
+    """
     groups = {p: group for group in param_groups for p in group["params"]}
     given: list[str | None] = []
     for group in param_groups:
@@ -34,7 +39,9 @@ def layout_of(param_groups: Sequence[dict[str, Any]]) -> Layout:
     for p, group in groups.items():
         if not is_layer(p) and group["one_dim"] == "float":
             owners[p] = None
-    names = (str(i) if name is None else name for i, name in enumerate(given))
+    names = [str(i) if name is None else name for i, name in enumerate(given)]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"parameter names must be unique, got {sorted(twice)} more than once")
     return Layout(dict(zip(groups, names, strict=True)), groups, owners)
 
 

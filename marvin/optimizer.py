@@ -204,10 +204,10 @@ class MSGD(Optimizer):
         try:
             check_settings(group)
             check_dtypes(group["params"])
+            self._layout = layout_of(self.param_groups)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._layout = layout_of(self.param_groups)
         self._initialise(group)
 
     @torch.no_grad()
@@ -272,17 +272,19 @@ class MSGD(Optimizer):
         """
         if "marvin" not in state_dict:
             raise ValueError(f"the state must be MSGD's own, got one with {sorted(state_dict)}")
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        saved = [state_dict["state"].get(index, {}) for index in indices]
+        for (p, name), values in zip(self._layout.names.items(), saved, strict=False):
+            if (master := values.get("master")) is None or master.shape != p.shape:
+                got = "none" if master is None else tuple(master.shape)
+                raise ValueError(f"the state of {name} must have shape {tuple(p.shape)}, got {got}")
         super().load_state_dict(state_dict)
-        params = [p for group in self.param_groups for p in group["params"]]
-        saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, p in zip(saved_ids, params, strict=True):
-            state = self.state[p]
-            for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    state[name] = value.detach().to(p.device, copy=True)
-            if "layer" in state:
-                layer = state["layer"]
-                state["layer"] = LayerState(**{**layer, "fmt": FixedPoint(**layer["fmt"])})
+        for p, values in zip(self._layout.names, saved, strict=True):
+            tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
+            self.state[p] |= {k: v.detach().to(p.device, copy=True) for k, v in tensors.items()}
+            if "layer" in values:
+                layer = {**values["layer"], "fmt": FixedPoint(**values["layer"]["fmt"])}
+                self.state[p]["layer"] = LayerState(**layer)
         progress = dict(state_dict["marvin"])
         self.trace = [Switch(**row) for row in progress.pop("trace")]
         self._progress = Progress(**{**progress, "losses": list(progress["losses"])})

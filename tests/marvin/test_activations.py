@@ -98,7 +98,7 @@ def test_formats_are_the_current_ones():
     model(torch.randn(2, 2, 8, 8)).sum().backward()
     optimizer.step(loss=1.0)
     assert optimizer.formats()["5.weight"] != FixedPoint(6, 1)
-    output = model.eval()(torch.randn(2, 2, 8, 8))
+    output = model.eval()(torch.randn(50, 2, 8, 8) * 5)
     assert is_in(output, optimizer.formats()["5.weight"])
     assert not is_in(output, FixedPoint(6, 1))
 

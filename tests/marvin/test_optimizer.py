@@ -419,6 +419,22 @@ def test_bad_parameters_are_named():
         optimizer.step(loss=1.0)
 
 
+def test_names_must_be_unique():
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizer = MSGD(layers[0].named_parameters())
+    with pytest.raises(ValueError, match=r"must be unique, got \['bias', 'weight'\]"):
+        optimizer.add_param_group({"params": list(layers[1].named_parameters())})
+    assert list(optimizer.formats()) == ["weight", "bias"]
+
+
+def test_the_state_of_another_model_is_refused():
+    optimizer = MSGD([("w", nn.Parameter(torch.ones(2, 3)))])
+    other = MSGD([("w", nn.Parameter(torch.ones(3, 2)))])
+    with pytest.raises(ValueError, match=r"state of w must have shape \(2, 3\), got \(3, 2\)"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.state_dict()["state"][0]["master"].shape == (2, 3)
+
+
 def test_another_optimizers_state_is_refused():
     weight = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(ValueError, match="the state must be MSGD's own"):
