@@ -1,7 +1,11 @@
 """Philox-4x32-10 for Numba kernels."""
 
+from typing import Any
+
 import numpy as np
 from numba import njit
+
+from fixedpoint_kernels.vectors import F32, I32, Vector
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
@@ -30,3 +34,28 @@ def to_uniform(word):
     """Return the float32 in [0, 1) of a uint32 word."""
     # int32 converts faster than uint32
     return np.float32(np.int32(word >> np.uint32(8))) * np.float32(2.0**-24)
+
+
+def uniform(builder: Any, block: Any, seed: Any, stream: Any, blocks: int) -> Vector:
+    """Return the noise of ``4 * blocks`` elements as a float32 vector, inside a Numba intrinsic.
+
+    Args:
+        builder: Where code is being generated.
+        block: Element index >> 2 of the first, a multiple of ``blocks``; 64 bits, as the key is.
+        seed: The key's.
+        stream: The key's.
+        blocks: A power of two.
+    """
+    # of each 64-bit lane, what is above the low 32 bits is ignored
+    index, k0, c2 = (Vector.splat(builder, word, blocks) for word in (block, seed, stream))
+    c0, c1, c3, k1 = index + index.constant(range(blocks)), index >> 32, c2 >> 32, k0 >> 32
+    for _ in range(10):
+        p0, p1 = (c0 & 0xFFFFFFFF) * int(_M0), (c2 & 0xFFFFFFFF) * int(_M1)
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1, (p0 >> 32) ^ c3 ^ k1, p0
+        k0, k1 = k0 + int(_W0), k1 + int(_W1)
+    w0, w1, w2, w3 = (c.viewed(I32) for c in (c0, c1, c2, c3))
+    n = 2 * blocks  # each word of a block in the lower half of a pair
+    low = [word for i in range(0, n, 2) for word in (i, n + i)]
+    pairs = [word for i in range(0, n, 2) for word in (i, i + 1, n + i, n + i + 1)]
+    words = w0.shuffled(w1, low).shuffled(w2.shuffled(w3, low), pairs)
+    return (words >> 8).converted(F32) * 2.0**-24

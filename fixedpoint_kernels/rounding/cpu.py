@@ -1,4 +1,4 @@
-"""Fixed-point rounding in Numba: chunks of 1,024 elements, whose noise stays in the L1 cache.
+"""Fixed-point rounding in Numba: vectors of 128 elements, rounded as their noise is made.
 
 Each kernel is compiled twice from one definition, serial and parallel: a parallel region costs
 more than it gains on small tensors.
@@ -10,81 +10,103 @@ from functools import lru_cache
 import numpy as np
 import torch
 from numba import carray, njit, prange, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.philox import Key
-from fixedpoint_kernels.philox.cpu import philox, to_uniform
+from fixedpoint_kernels.philox.cpu import uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
 from fixedpoint_kernels.threads import compile_both, is_parallel
+from fixedpoint_kernels.vectors import I8, Vector
 
-_CHUNK = 1024
-_TASK = 4 * _CHUNK  # elements of one tensor that a thread takes at a time
-_HALF = np.uint64(32)
+_BLOCK = 128  # elements of one vector: four of the longest that processors have, as 64-bit lanes
+_TASK = 32 * _BLOCK  # elements of one tensor that a thread takes at a time
+
+
+@intrinsic
+def _round_block(_context, x, y, inside, at, first, number, key):
+    """Round ``_BLOCK`` elements from ``x[at]`` on to ``y``, as elements ``first`` on of a tensor.
+
+    x (m,) float32; y (m,) float32, or integer for codes; inside (m,) bool or None; number: see
+    ``_number``; key (seed, stream) int64, or None for nearest.
+    """
+    signature = types.void(x, y, inside, at, first, number, key)
+
+    def codegen(context, builder, signature, args):
+        def pointer(i):
+            array = context.make_array(signature.args[i])(context, builder, args[i])
+            return builder.gep(array.data, [args[3]])
+
+        def unpacked(i):
+            return cgutils.unpack_tuple(builder, args[i])
+
+        scale, lsb, low, high = (Vector.splat(builder, v, _BLOCK) for v in unpacked(5))
+        scaled = Vector.load(builder, pointer(0), _BLOCK) * scale
+        if key == types.none:
+            codes = scaled.rint() + 0.0  # -0.0 becomes 0.0
+        else:
+            block = builder.lshr(args[4], args[4].type(2))
+            below = scaled.floor()
+            up = uniform(builder, block, *unpacked(6), _BLOCK // 4) < scaled - below
+            codes = below + up.where(below.constant(1.0), below.constant(0.0))
+        under, over = codes < low, codes > high
+        bounded = over.where(high, under.where(low, codes))
+        if isinstance(y.dtype, types.Integer):
+            known = bounded.is_nan().where(bounded.constant(0.0), bounded)
+            known.converted(context.get_data_type(y.dtype)).store(pointer(1))
+        else:
+            (bounded * lsb).store(pointer(1))
+        if inside != types.none:
+            (~(under | over)).converted(I8).store(pointer(2))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@njit(inline="always")
+def _round_task(x, y, inside, start, number, key):
+    stop = min(start + _TASK, x.size)
+    whole = start + (stop - start) // _BLOCK * _BLOCK
+    for first in range(start, whole, _BLOCK):
+        _round_block(x, y, inside, first, first, number, key)
+    if whole < stop:
+        _round_rest(x[whole:stop], y[whole:stop], inside, whole, number, key)
 
 
 @njit
-def _noise(first, key):  # block of the first element, (k0, k1, s0, s1) uint32 -> (_CHUNK,) uint32
-    words = np.empty((_CHUNK // 4, 4), np.uint32)
-    for row in range(_CHUNK // 4):
-        block = np.uint64(first + row)
-        w = philox(np.uint32(block), np.uint32(block >> _HALF), key[2], key[3], key[0], key[1])
-        words[row, 0], words[row, 1], words[row, 2], words[row, 3] = w
-    return words.reshape(_CHUNK)
+def _round_rest(x, y, inside, first, number, key):
+    n = x.size
+    padded_x, padded_y = np.zeros(_BLOCK, np.float32), np.empty(_BLOCK, y.dtype)
+    padded_x[:n] = x
+    if inside is None:
+        _round_block(padded_x, padded_y, None, 0, first, number, key)
+    else:
+        padded_inside = np.empty(_BLOCK, np.bool_)
+        _round_block(padded_x, padded_y, padded_inside, 0, first, number, key)
+        inside[first : first + n] = padded_inside[:n]
+    y[:] = padded_y[:n]
 
 
-@njit(inline="always")
-def _round_chunk(x, y, inside, noise, number, modes):
-    # x (m,) float32; y (m,) float32 or integer; inside (m,) or (0,) bool; noise (_CHUNK,) uint32
-    scale, lsb, low, high = number
-    stochastic, integer, with_mask = (
-        modes  # fixed in a call: LLVM takes these tests out of the loop
-    )
-    for i in range(x.size):
-        k = x[i] * scale
-        if stochastic:
-            below = np.floor(k)
-            up = to_uniform(noise[i]) < k - below
-            code = below + (np.float32(1.0) if up else np.float32(0.0))
-        else:
-            code = np.rint(k) + np.float32(0.0)  # -0.0 becomes 0.0
-        if integer and code != code:
-            code = np.float32(0.0)
-        bounded = low if code < low else code
-        bounded = high if bounded > high else bounded
-        y[i] = bounded * lsb
-        if with_mask:
-            inside[i] = not (code < low or code > high)
-
-
-@njit(inline="always")
-def _round_task(x, y, inside, start, number, modes, key):
-    stop = min(start + _TASK, x.size)
-    for first in range(start, stop, _CHUNK):
-        end = min(first + _CHUNK, stop)
-        noise = _noise(first >> 2, key) if modes[0] else np.empty(0, np.uint32)
-        _round_chunk(x[first:end], y[first:end], inside[first:end], noise, number, modes)
-
-
-def _quantize(x, y, inside, number, modes, key):
+def _quantize(x, y, inside, number, key):
     for task in prange((x.size + _TASK - 1) // _TASK):
-        _round_task(x, y, inside, task * _TASK, number, modes, key)
+        _round_task(x, y, inside, task * _TASK, number, key)
 
 
-def _quantize_many(pointers, sizes, numbers, tasks, stochastic, seed, stream):
+def _quantize_many(pointers, sizes, numbers, tasks, key):
     # pointers (t, 2) int64: of x and y; sizes (t,) int64; numbers (t, 4) float32;
-    # tasks (k, 2) int64: tensor and first element
+    # tasks (k, 2) int64: tensor and first element; key (seed, stream) of the first, or None
     for task in prange(tasks.shape[0]):
         tensor, start = tasks[task, 0], tasks[task, 1]
         x = carray(_float32_pointer(pointers[tensor, 0]), sizes[tensor])
         y = carray(_float32_pointer(pointers[tensor, 1]), sizes[tensor])
         row = numbers[tensor]
         number = (row[0], row[1], row[2], row[3])
-        own = np.uint64(stream + tensor)
-        key = (seed[0], seed[1], np.uint32(own), np.uint32(own >> _HALF))
-        no_mask = np.empty(0, np.bool_)
-        _round_task(x, y, no_mask, start, number, (stochastic, False, False), key)
+        if key is None:
+            _round_task(x, y, None, start, number, None)
+        else:
+            _round_task(x, y, None, start, number, (key[0], key[1] + tensor))
 
 
 @intrinsic
@@ -113,15 +135,13 @@ def quantize(
     """
     integer = not y.dtype.is_floating_point
     result = y if integer or y.dtype is torch.float32 else torch.empty_like(y, dtype=torch.float32)
-    mask = np.empty(0, np.bool_) if inside is None else inside.view(-1).numpy()
     kernel = _quantize_parallel if is_parallel(x.numel()) else _quantize_serial
     kernel(
-        x.detach().view(-1).float().numpy(),
-        result.detach().view(-1).numpy(),
-        mask,
+        x.detach().float().numpy().reshape(-1),
+        result.detach().numpy().reshape(-1),
+        None if inside is None else inside.numpy().reshape(-1),
         _number(fmt, integer),
-        (rounding == "stochastic", integer, inside is not None),
-        tuple(map(np.uint32, key.words())),
+        tuple(key) if rounding == "stochastic" else None,
     )
     if result is not y:
         y.copy_(result)
@@ -138,9 +158,8 @@ def quantize_many(
     sizes, tasks = _tasks(tuple(x.numel() for x in xs))
     pointers = np.array([(x.data_ptr(), y.data_ptr()) for x, y in zip(xs, ys, strict=True)])
     kernel = _quantize_many_parallel if is_parallel(int(sizes.sum())) else _quantize_many_serial
-    seed = tuple(map(np.uint32, key.words()[:2]))
-    numbers = _numbers(tuple(fmts))
-    kernel(pointers, sizes, numbers, tasks, rounding == "stochastic", seed, key.stream)
+    own_key = tuple(key) if rounding == "stochastic" else None
+    kernel(pointers, sizes, _numbers(tuple(fmts)), tasks, own_key)
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
