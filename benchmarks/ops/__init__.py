@@ -1,0 +1,1 @@
+"""One module an operation: ``TESTS``, which must be green, and ``cases()``."""

@@ -1,0 +1,93 @@
+"""Measure an operation and print a Markdown table, ratios first.
+
+    python -m benchmarks.run --op quantize --json benchmarks/results/quantize.json
+
+An operation whose tests are red gets no number.
+"""
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks import machine
+from benchmarks.timing import Case, Timing, measure
+
+ROOT = Path(__file__).parent.parent
+OPS = sorted(path.stem for path in (ROOT / "benchmarks/ops").glob("[!_]*.py"))
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--op", choices=OPS, required=True)
+    parser.add_argument("--json", type=Path, help="also write machine, times and ratios here")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each row, about")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    op = importlib.import_module(f"benchmarks.ops.{arguments.op}")
+    _require_green(op.TESTS)
+    before = machine.describe()
+    rows = [(case, measure(case, arguments.seconds)) for case in op.cases()]
+    facts = {**before, "load average after": machine.describe()["load average"]}
+    print(_table(arguments.op, rows, facts))
+    if arguments.json:
+        record = {"op": arguments.op, "machine": facts, "rows": [_record(*row) for row in rows]}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _require_green(tests: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", tests]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{done.stdout}\nno numbers: {tests} is not green")
+
+
+def _table(op: str, rows: list[tuple[Case, Timing]], facts: dict[str, object]) -> str:
+    others = [name for name in rows[0][0].contestants if name != "ours"]
+    header = [op, *(f"ours / {name}" for name in others), "ours", *others, "runs"]
+    lines = [header, ["---", *("---:" for _ in header[1:])]]
+    for case, timing in rows:
+        ratios = _ratios(timing)
+        times = (timing.medians_s[name] / case.elements * 1e9 for name in ("ours", *others))
+        lines.append(
+            [
+                case.name,
+                *(_times_faster(ratios[name]) for name in others),
+                *(f"{ns:.3g}" for ns in times),
+                str(timing.runs),
+            ]
+        )
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    about = "; ".join(f"{name} {value}" for name, value in facts.items())
+    return f"{table}\n\nMedians of interleaved runs; times in ns an element. {about}."
+
+
+def _ratios(timing: Timing) -> dict[str, float]:
+    ours = timing.medians_s["ours"]
+    return {name: ours / other for name, other in timing.medians_s.items() if name != "ours"}
+
+
+def _times_faster(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio > 0.5 else f"1/{1 / ratio:.1f}"
+
+
+def _record(case: Case, timing: Timing) -> dict[str, object]:
+    return {
+        "case": case.name,
+        "elements": case.elements,
+        "ours over": _ratios(timing),
+        "runs": timing.runs,
+        "median_s": timing.medians_s,
+        "minimum_s": timing.minima_s,
+    }
+
+
+if __name__ == "__main__":
+    main()

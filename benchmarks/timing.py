@@ -1,0 +1,54 @@
+"""Interleaved timing: every contestant meets the same machine, busy or idle."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+WARM_UPS = 2
+MIN_RUNS, MAX_RUNS = 9, 2000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a table.
+
+    Args:
+        name: What is worked on.
+        elements: How many values one call takes.
+        contestants: Callables by name, ours under ``"ours"``.
+    """
+
+    name: str
+    elements: int
+    contestants: dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each contestant: medians and minima over ``runs`` calls."""
+
+    runs: int
+    medians_s: dict[str, float]
+    minima_s: dict[str, float]
+
+
+def measure(case: Case, budget_s: float) -> Timing:
+    """Call the contestants in turn, one call each, for about ``budget_s`` seconds."""
+    for call in case.contestants.values():
+        for _ in range(WARM_UPS):
+            call()
+    once = sum(_time(call) for call in case.contestants.values())
+    runs = min(MAX_RUNS, max(MIN_RUNS, int(budget_s / once)))
+    times: dict[str, list[float]] = {name: [] for name in case.contestants}
+    for _ in range(runs):
+        for name, call in case.contestants.items():
+            times[name].append(_time(call))
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    return Timing(runs, medians, {name: min(seconds) for name, seconds in times.items()})
+
+
+def _time(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
