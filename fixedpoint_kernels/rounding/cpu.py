@@ -155,20 +155,24 @@ def quantize_many(
     key: Key,
 ) -> None:
     """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous."""
-    sizes, tasks = _tasks(tuple(x.numel() for x in xs))
-    pointers = np.array([(x.data_ptr(), y.data_ptr()) for x, y in zip(xs, ys, strict=True)])
+    pointers, sizes, tasks = _tables(
+        tuple(map(Tensor.data_ptr, xs)),
+        tuple(map(Tensor.data_ptr, ys)),
+        tuple(map(Tensor.numel, xs)),
+    )
     kernel = _quantize_many_parallel if is_parallel(int(sizes.sum())) else _quantize_many_serial
     own_key = tuple(key) if rounding == "stochastic" else None
     kernel(pointers, sizes, _numbers(tuple(fmts)), tasks, own_key)
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
-def _tasks(sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sizes, and tensor and first element of each piece of work."""
+def _tables(xs: tuple[int, ...], ys: tuple[int, ...], sizes: tuple[int, ...]) -> list[np.ndarray]:
+    """Return addresses, sizes, and tensor and first element of each piece of work."""
     counts = (np.array(sizes, np.int64) + _TASK - 1) // _TASK
     tensor = np.repeat(np.arange(len(sizes)), counts)
     first = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.array(sizes, np.int64), np.stack([tensor, first * _TASK], axis=1)
+    tasks = np.stack([tensor, first * _TASK], axis=1)
+    return [np.array([xs, ys], np.int64).T.copy(), np.array(sizes, np.int64), tasks]
 
 
 @lru_cache(maxsize=16)
