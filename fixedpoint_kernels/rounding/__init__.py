@@ -258,7 +258,9 @@ def _check_mode(fmt: FixedPoint, rounding: Rounding) -> None:
 
 def _mark_changed(tensors: Sequence[Tensor]) -> None:
     """Tell autograd of a write that it cannot see, as every in-place operation does."""
-    increment_version([t for t in tensors if not t.is_inference()])
+    if any(map(Tensor.is_inference, tensors)):
+        tensors = [x for x in tensors if not x.is_inference()]
+    increment_version(tensors)
 
 
 def _checked_out(out: Tensor, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from numba import carray, njit, prange, types
+from numba import carray, get_num_threads, njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
@@ -155,14 +155,12 @@ def quantize_many(
     key: Key,
 ) -> None:
     """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous."""
-    pointers, sizes, tasks = _tables(
-        tuple(map(Tensor.data_ptr, xs)),
-        tuple(map(Tensor.data_ptr, ys)),
-        tuple(map(Tensor.numel, xs)),
-    )
-    kernel = _quantize_many_parallel if is_parallel(int(sizes.sum())) else _quantize_many_serial
+    sizes = tuple(map(Tensor.numel, xs))
+    addresses = tuple(map(Tensor.data_ptr, xs)), tuple(map(Tensor.data_ptr, ys))
+    kernel = _quantize_many_parallel if is_parallel(sum(sizes)) else _quantize_many_serial
     own_key = tuple(key) if rounding == "stochastic" else None
-    kernel(pointers, sizes, _numbers(tuple(fmts)), tasks, own_key)
+    pointers, counts, tasks = _tables(*addresses, sizes)
+    kernel(pointers, counts, _numbers(tuple(fmts)), tasks, own_key)
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
@@ -172,7 +170,15 @@ def _tables(xs: tuple[int, ...], ys: tuple[int, ...], sizes: tuple[int, ...]) ->
     tensor = np.repeat(np.arange(len(sizes)), counts)
     first = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
     tasks = np.stack([tensor, first * _TASK], axis=1)
-    return [np.array([xs, ys], np.int64).T.copy(), np.array(sizes, np.int64), tasks]
+    left = np.array(sizes, np.int64)[tensor] - tasks[:, 1]
+    return [np.array([xs, ys], np.int64).T.copy(), np.array(sizes, np.int64), tasks[_shared(left)]]
+
+
+def _shared(left: np.ndarray) -> np.ndarray:
+    """Order tasks so that each thread, which gets an equal stretch of them, has as much to do."""
+    by_size = np.argsort(-np.minimum(left, _TASK), kind="stable")
+    threads = get_num_threads()
+    return np.concatenate([by_size[thread::threads] for thread in range(threads)])
 
 
 @lru_cache(maxsize=16)
