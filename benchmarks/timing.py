@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-WARM_UPS = 2
 MIN_RUNS, MAX_RUNS = 9, 2000
 
 
@@ -34,21 +33,25 @@ class Timing:
 
 
 def measure(case: Case, budget_s: float) -> Timing:
-    """Call the contestants in turn, one call each, for about ``budget_s`` seconds."""
+    """Give the contestants turns for about ``budget_s`` seconds.
+
+    A turn is a call that is not timed, so that the one before leaves neither its data in the caches
+    nor its threads on the cores, and a call that is.
+    """
     for call in case.contestants.values():
-        for _ in range(WARM_UPS):
-            call()
-    once = sum(_time(call) for call in case.contestants.values())
-    runs = min(MAX_RUNS, max(MIN_RUNS, int(budget_s / once)))
+        call()
+    once = sum(_turn(call) for call in case.contestants.values())
+    runs = min(MAX_RUNS, max(MIN_RUNS, int(budget_s / (2 * once))))
     times: dict[str, list[float]] = {name: [] for name in case.contestants}
     for _ in range(runs):
         for name, call in case.contestants.items():
-            times[name].append(_time(call))
+            times[name].append(_turn(call))
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     return Timing(runs, medians, {name: min(seconds) for name, seconds in times.items()})
 
 
-def _time(call: Callable[[], object]) -> float:
+def _turn(call: Callable[[], object]) -> float:
+    call()
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
