@@ -1,5 +1,6 @@
 """Interleaved timing: every contestant meets the same machine, busy or idle."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -43,9 +44,10 @@ def measure(case: Case, budget_s: float) -> Timing:
     once = sum(_turn(call) for call in case.contestants.values())
     runs = min(MAX_RUNS, max(MIN_RUNS, int(budget_s / (2 * once))))
     times: dict[str, list[float]] = {name: [] for name in case.contestants}
+    order = random.Random(0)
     for _ in range(runs):
-        for name, call in case.contestants.items():
-            times[name].append(_turn(call))
+        for name in order.sample(list(times), len(times)):  # nobody always follows the slowest
+            times[name].append(_turn(case.contestants[name]))
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     return Timing(runs, medians, {name: min(seconds) for name, seconds in times.items()})
 
