@@ -1,5 +1,6 @@
 """Fixed-point rounding, bit packing and histograms for PyTorch, on CPU and GPU."""
 
+from fixedpoint_kernels import few_bit
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram import histogram_candidates
 from fixedpoint_kernels.packing import pack, unpack
@@ -15,6 +16,7 @@ __all__ = [
     "FixedPoint",
     "decode",
     "encode",
+    "few_bit",
     "histogram_candidates",
     "pack",
     "quantize",

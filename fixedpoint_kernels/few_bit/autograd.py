@@ -1,0 +1,101 @@
+"""The autograd function that keeps codes for backward in place of its input."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels.few_bit.integrals import Function
+from fixedpoint_kernels.few_bit.operators import decode, encode, registered
+
+
+def apply(function: Function, x: Tensor, table: str) -> Tensor:
+    """Return ``function(x)``, whose gradient is the table's.
+
+    Where no gradient is needed, nothing is encoded.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return function(x)
+    return _FewBit.apply(x, function, table, _memory_order(x))[0]  # pyright: ignore
+
+
+class _FewBit(torch.autograd.Function):
+    """See ``apply``. Planes are an output because only in- and outputs may be saved."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, function: Function, table: str, order: tuple[int, ...] | None
+    ) -> tuple[Tensor, Tensor]:
+        return function(x), encode(x if order is None else x.permute(order), table)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, _, ctx.table, ctx.order = inputs
+        ctx.dtype = x.dtype
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor | None, _planes: None
+    ) -> tuple[Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
+        (planes,) = ctx.saved_tensors
+        if ctx.order is None:
+            return _product(grad, planes, ctx.table, ctx.dtype), None, None, None
+        back = [ctx.order.index(i) for i in range(len(ctx.order))]
+        result = _product(grad.permute(ctx.order), planes, ctx.table, ctx.dtype)
+        return result.permute(back), None, None, None
+
+
+def _product(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
+    if not torch.is_grad_enabled():
+        return decode(grad, planes, table, dtype)
+    return _Product.apply(grad, planes, table, dtype)  # pyright: ignore[reportReturnType]
+
+
+class _Product(torch.autograd.Function):
+    """``decode``, differentiated where the derivative is really constant."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
+        return decode(grad, planes, table, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, planes, ctx.table, _ = inputs
+        ctx.dtype = grad.dtype
+        ctx.save_for_backward(planes)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        if not registered(ctx.table).is_exact:
+            raise RuntimeError(
+                "a few-bit activation has no second derivative: its derivative is piecewise "
+                "constant; use torch's own where gradients are differentiated again"
+            )
+        return _product(grad, *ctx.saved_tensors, ctx.table, ctx.dtype), None, None, None
+
+
+def _memory_order(x: Tensor) -> tuple[int, ...] | None:
+    """Return the order of dimensions in which ``x`` lies in memory without gaps, if not its own.
+
+    So ``channels_last`` is read as it lies, and its gradient is ``channels_last`` too.
+    """
+    if x.is_contiguous():
+        return None
+    order: list[int] = []
+    for i in range(x.dim()):  # sorted by insertion: Dynamo cannot sort sizes it does not know
+        at = len(order)
+        while at and x.stride(order[at - 1]) < x.stride(i):
+            at -= 1
+        order.insert(at, i)
+    return tuple(order) if x.permute(order).is_contiguous() else None

@@ -1,0 +1,299 @@
+"""Activations with few-bit gradients: values, gradients, what is saved, and where they work."""
+
+import copy
+import inspect
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fixedpoint_kernels import few_bit
+from fixedpoint_kernels.few_bit import functional, modules, named
+
+FUNCTIONS = [name for name in named.NAMES if hasattr(functional, name)]
+STEPWISE = sorted(named._STEPWISE)
+CONTINUOUS = sorted(named._CONTINUOUS)
+MODULES = {cls.__name__.lower(): cls for cls in modules.__dict__.values() if inspect.isclass(cls)}
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+NEEDED = {"threshold": (0.25, 20.0)}
+
+
+def torchs(name):
+    return getattr(F, name) if hasattr(F, name) else getattr(torch, name)
+
+
+def ours_and_theirs(name, **options):
+    arguments = NEEDED.get(name, ())
+    cls = MODULES[name.replace("_", "")]
+    return cls(*arguments, **options), getattr(nn, cls.__name__)(*arguments)
+
+
+def gradient(function, x, grad=None):
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = function(x)
+    y.backward(torch.ones_like(y) if grad is None else grad)
+    return y, x.grad
+
+
+def saved_bytes(function, x):
+    """Return bytes saved for backward of tensors other than ``x``, and how often ``x`` was."""
+    storages, inputs = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() == x.untyped_storage().data_ptr():
+            inputs.append(tensor)
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = function(x)
+    assert y.requires_grad
+    return sum(storages.values()), len(inputs)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_are_torchs(name, dtype):
+    ours, theirs = ours_and_theirs(name)
+    x = (4 * torch.randn(3, 500)).to(dtype)
+    for needs_gradient in (False, True):
+        y = ours(x.clone().requires_grad_(needs_gradient))
+        assert y.requires_grad == needs_gradient
+        torch.testing.assert_close(y.detach(), theirs(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8])
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_gradients_are_the_tables(name, bits):
+    x, grad = 4 * torch.randn(1500), torch.randn(1500)
+    ours, theirs = ours_and_theirs(name, bits=bits)
+    table = named.table_of(name, named.resolve(name)[1], bits, "uniform")
+    expected = grad * torch.from_numpy(table(x.numpy()))
+    found = gradient(ours, x, grad)[1]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    exact = gradient(theirs, x, grad)[1]
+    error = (found - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert error < {1: 0.6, 3: 0.12, 8: 0.005}[bits]  # of N(0, 4**2); halves with each bit
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", STEPWISE)
+def test_stepwise_gradients_are_torchs(name, dtype):
+    edges = torch.tensor([0.0, 0.25, 0.5, 1.0, 3.0, 6.0])
+    edges = torch.cat([edges, -edges]).to(dtype)
+    beside = [edges, torch.nextafter(edges, edges + 1), torch.nextafter(edges, edges - 1)]
+    x = torch.cat([*beside, (4 * torch.randn(1000)).to(dtype)])
+    if dtype is torch.float64:
+        x = x[x == x.float()]  # borders are float32
+    grad = torch.randn(len(x)).to(dtype)
+    ours, theirs = ours_and_theirs(name)
+    found, exact = (gradient(f, x, grad)[1] for f in (ours, theirs))
+    # LeakyReLU and Hardsigmoid multiply in another precision: half a unit of the dtype
+    tolerance = {"rtol": torch.finfo(torch.float32).eps, "atol": 0}
+    if dtype in (torch.bfloat16, torch.float16):
+        tolerance = {"rtol": torch.finfo(dtype).eps, "atol": 1e-7}
+    torch.testing.assert_close(found, exact, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (few_bit.LeakyReLU(0.3), nn.LeakyReLU(0.3)),
+        (few_bit.Hardtanh(-0.3, 0.7), nn.Hardtanh(-0.3, 0.7)),
+        (few_bit.Hardshrink(0.3), nn.Hardshrink(0.3)),
+        (few_bit.Softshrink(1.7), nn.Softshrink(1.7)),
+        (few_bit.Threshold(-2.3, 9.0), nn.Threshold(-2.3, 9.0)),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_parameters_of_stepwise_activations(ours, theirs):
+    x, grad = 4 * torch.randn(1500), torch.randn(1500)
+    for a, b in zip(gradient(ours, x, grad), gradient(theirs, x, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (few_bit.GELU("tanh", bits=6), nn.GELU("tanh")),
+        (few_bit.ELU(0.4, bits=6), nn.ELU(0.4)),
+        (few_bit.CELU(2.0, bits=6), nn.CELU(2.0)),
+        (few_bit.Softplus(2.0, 10.0, bits=6), nn.Softplus(2.0, 10.0)),
+        (few_bit.Activation(torch.sin, 6), torch.sin),
+    ],
+    ids=["gelu", "elu", "celu", "softplus", "any"],
+)
+def test_parameters_of_continuous_activations(ours, theirs):
+    x = 2 * torch.randn(1500)
+    (y, found), (value, exact) = gradient(ours, x), gradient(theirs, x)
+    assert torch.equal(y, value)
+    torch.testing.assert_close(found, exact, rtol=0, atol=0.06)  # 64 levels over a range of 2
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signatures_are_torchs(name):
+    for ours, theirs in (
+        (getattr(few_bit, name), torchs(name)),
+        (MODULES[name.replace("_", "")], getattr(nn, MODULES[name.replace("_", "")].__name__)),
+    ):
+        try:
+            expected = list(inspect.signature(theirs).parameters.values())
+        except ValueError:
+            continue  # built in: nothing to compare with
+        found = list(inspect.signature(ours).parameters.values())
+        expected = [p for p in expected if p.name not in ("args", "kwargs")]
+        expected = [p for p in expected if p.name not in ("min_value", "max_value")]  # deprecated
+        assert [p.name for p in found[: len(expected)]] == [p.name for p in expected]
+        assert [p.default for p in found[: len(expected)]] == [p.default for p in expected]
+        assert [p.name for p in found[len(expected) :]] == ["bits", "weight"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_what_is_saved(name, bits):
+    for n in (1, 1024, 5000):
+        x = torch.randn(n, requires_grad=True)
+        size, inputs = saved_bytes(ours_and_theirs(name, bits=bits)[0], x)
+        assert inputs == 0
+        assert 0 < size <= -(-n // 1024) * 128 * bits
+        if name in STEPWISE:
+            assert size == -(-n // 1024) * 128
+
+
+def test_nothing_is_saved_without_gradients():
+    x = torch.randn(100)
+    assert few_bit.gelu(x).grad_fn is None
+    with torch.no_grad():
+        assert few_bit.gelu(x.requires_grad_()).grad_fn is None
+
+
+def test_strides_and_empty_tensors():
+    x = torch.randn(2, 3, 5, 7)
+    grad = torch.randn(2, 3, 5, 7)
+    expected = gradient(few_bit.silu, x, grad)[1]
+    for strided in (x.to(memory_format=torch.channels_last), x.permute(3, 1, 0, 2)):
+        order = (
+            [strided.shape.index(s) for s in x.shape] if strided.shape != x.shape else [*range(4)]
+        )
+        given = strided.detach().requires_grad_()
+        few_bit.silu(given).permute(order).backward(grad)
+        assert torch.equal(given.grad.permute(order), expected)
+        assert given.grad.stride() == strided.stride()
+    wide = torch.randn(4, 10)
+    sliced = wide[:, ::2].detach().requires_grad_()
+    few_bit.gelu(sliced).sum().backward()  # a gradient of stride 0
+    assert torch.equal(sliced.grad, gradient(few_bit.gelu, wide[:, ::2].contiguous())[1])
+    expanded = torch.randn(3, 1).expand(3, 4).detach().requires_grad_()
+    few_bit.gelu(expanded).sum().backward()
+    empty = torch.empty(0, 3, requires_grad=True)
+    few_bit.gelu(empty).sum().backward()
+    assert empty.grad.shape == (0, 3)
+    scalar = torch.tensor(1.0, requires_grad=True)
+    few_bit.relu(scalar).backward()
+    assert scalar.grad == 1
+
+
+def test_nan_and_infinities():
+    x = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    y, grad = gradient(few_bit.gelu, x)
+    assert y[0].isnan()
+    table = named.table_of("gelu", ("none",), 3, "uniform")
+    assert grad.tolist() == table(x.numpy()).tolist()
+    assert grad[0] == table(np.float32(-20))  # documented: the code of the first piece
+
+
+def test_autocast():
+    layer, x = nn.Linear(6, 6), torch.randn(4, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = few_bit.gelu(layer(x))
+        assert y.dtype is torch.bfloat16
+        assert torch.equal(y, F.gelu(layer(x)))
+    y.sum().backward()
+    assert layer.weight.grad.dtype is torch.float32
+    assert layer.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    model = nn.Sequential(nn.Linear(5, 5), few_bit.GELU(), nn.Linear(5, 5), few_bit.ReLU())
+    x = torch.randn(7, 5, requires_grad=True)
+    model(x).sum().backward()
+    expected, x.grad = x.grad, None
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
+@pytest.mark.parametrize("name", ["gelu", "relu", "softplus", "hardtanh"])
+def test_compile_has_no_graph_breaks(name):
+    module, x = ours_and_theirs(name)[0], torch.randn(40, 50)
+    expected = gradient(module, x)
+    torch._dynamo.reset()
+    for function in (module, getattr(few_bit, name)):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        for a, b in zip(gradient(compiled, x), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    for a, b in zip(gradient(compiled, images), gradient(module, images), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_func_transforms():
+    x = torch.randn(4, 30)
+
+    def loss(x):
+        return few_bit.gelu(x).square().sum()
+
+    expected = gradient(lambda x: few_bit.gelu(x).square(), x)[1]
+    assert torch.equal(torch.func.grad(loss)(x), expected)
+    assert torch.equal(torch.func.vmap(torch.func.grad(loss))(x), expected)
+    assert torch.equal(torch.func.vmap(few_bit.gelu, in_dims=1, out_dims=1)(x), F.gelu(x))
+    value, slope = torch.func.jvp(few_bit.gelu, (x,), (torch.ones_like(x),))
+    assert torch.equal(value, F.gelu(x))
+    torch.testing.assert_close(slope, gradient(F.gelu, x)[1])  # forward mode keeps nothing: exact
+
+
+def test_second_derivatives():
+    x = torch.randn(20, requires_grad=True)
+    (grad,) = torch.autograd.grad(few_bit.gelu(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        grad.sum().backward()
+    (grad,) = torch.autograd.grad(few_bit.relu(x).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    assert torch.equal(second, 2.0 * (x > 0))
+
+
+def test_modules_are_torchs_and_survive_copies():
+    module = few_bit.GELU("tanh", bits=2, weight="normal")
+    assert isinstance(module, nn.GELU)
+    assert "approximate='tanh', bits=2, weight='normal'" in repr(module)
+    assert module.state_dict() == {}
+    x = torch.randn(100)
+    for original in (module, few_bit.Activation(torch.sin, 2)):
+        for again in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+            assert torch.equal(gradient(again, x)[1], gradient(original, x)[1])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: few_bit.GELU(bits=9), ValueError, "bits must be 1 to 8, got bits=9"),
+        (lambda: few_bit.ReLU(True), ValueError, "out of place, got inplace=True"),
+        (lambda: few_bit.silu(torch.ones(2), inplace=True), ValueError, "out of place"),
+        (lambda: few_bit.Activation(nn.PReLU()), ValueError, "no parameters.*got PReLU"),
+        (
+            lambda: few_bit.sigmoid(torch.ones(2, dtype=torch.complex64, requires_grad=True)),
+            TypeError,
+            r"floating tensor, got torch\.complex64",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

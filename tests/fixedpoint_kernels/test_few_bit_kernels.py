@@ -1,0 +1,142 @@
+"""Encoding and decoding: three executions, the same bits."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fixedpoint_kernels import few_bit
+from fixedpoint_kernels.few_bit import cpu, gpu, named, operators, reference
+from fixedpoint_kernels.few_bit.table import number
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3e38]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def table_of(name, bits):
+    return named.table_of(*named.resolve(name), bits, "uniform")
+
+
+def planes_of(x, table, implementation=reference):
+    tiles = (x.numel() + 1023) // 1024
+    planes = torch.empty(tiles * 32 * table.bits, dtype=torch.int32, device=x.device)
+    implementation.encode(x, planes, table)
+    return planes
+
+
+def assert_same(x, table, grad=None, dtype=torch.float32):
+    """Compare both kernels with the reference, on poisoned memory."""
+    grad = torch.randn(x.numel()) if grad is None else grad
+    planes = planes_of(x, table)
+    expected = torch.empty(x.numel(), dtype=dtype)
+    reference.decode(grad, planes, expected, table)
+    for implementation, device in ((cpu, "cpu"), (gpu, DEVICE)):
+        again = planes_of(x.to(device), table, implementation)
+        torch.testing.assert_close(again.cpu(), planes, rtol=0, atol=0)
+        product = torch.empty(x.numel(), dtype=dtype, device=device)
+        implementation.decode(grad.to(device), again, product, table)
+        torch.testing.assert_close(product.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    return expected
+
+
+def with_special(n):
+    x = 4 * torch.randn(n)
+    x[: len(SPECIAL)] = torch.tensor(SPECIAL)[:n]
+    return x
+
+
+@pytest.mark.parametrize("name", ["gelu", "tanh", "relu6", "selu"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_kernels_equal_the_reference(name, bits):
+    x, table = with_special(1027), table_of(name, bits)
+    product = assert_same(x, table, grad=torch.ones(1027))
+    assert np.array_equal(product.numpy(), table(x.numpy()))
+
+
+@pytest.mark.parametrize("n", [1, 5, 1023, 1024, 2048, 5000])
+def test_every_size(n):
+    assert_same(with_special(n), table_of("silu", 3))
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_kernels_equal_the_reference_everywhere(data):
+    finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    borders = sorted(set(data.draw(st.lists(finite, min_size=1, max_size=40))))
+    levels = data.draw(st.lists(finite, min_size=2, max_size=20))
+    ranks = data.draw(
+        st.lists(
+            st.integers(0, len(levels) - 1), min_size=len(borders) + 1, max_size=len(borders) + 1
+        )
+    )
+    table = number(np.array(borders), np.array(ranks), np.array(levels))
+    at_borders = st.sampled_from([*borders, *SPECIAL])
+    x = data.draw(st.lists(st.one_of(st.floats(width=32), at_borders), min_size=1, max_size=60))
+    product = assert_same(torch.tensor(x), table, grad=torch.ones(len(x)))
+    assert np.array_equal(product.numpy(), table(np.array(x, np.float32)))
+
+
+@pytest.mark.parametrize(("x", "out"), list(itertools.product(FLOATS, FLOATS)), ids=str)
+def test_every_dtype(x, out):
+    for bits in (3, 6):
+        values, grad = with_special(1030).to(x), torch.randn(1030).to(out)
+        assert_same(values, table_of("gelu", bits), grad=grad, dtype=x)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4, 6])
+def test_the_parallel_kernel_equals_the_reference(bits):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_same(with_special(60_001), table_of("gelu", bits))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_layout():
+    """Element 32 * row + column of a tile is bit ``row`` of the words of ``column``."""
+    x = torch.zeros(2048)
+    x[1024 + 32 * 5 + 7] = 1.0
+    planes = planes_of(x, table_of("relu", 1), cpu)
+    assert planes.nonzero().tolist() == [[32 + 7]]
+    assert planes[32 + 7] == 1 << 5
+
+
+def test_a_level_of_zero_gives_zero_like_torch():
+    table = table_of("relu", 1)
+    grad = torch.tensor([float("inf"), float("nan"), float("inf")])
+    product = assert_same(torch.tensor([-1.0, -1.0, 1.0]), table, grad=grad)
+    assert product.tolist() == [0.0, 0.0, float("inf")]
+
+
+def test_operators():
+    x = with_special(1500).view(3, 500)
+    key = operators.register(table_of("gelu", 3))
+    torch.library.opcheck(operators.encode, (x, key))
+    planes = operators.encode(x, key)
+    torch.library.opcheck(operators.decode, (torch.randn(3, 500), planes, key, torch.bfloat16))
+    transposed = operators.encode(x.t(), key)
+    assert torch.equal(transposed, operators.encode(x.t().contiguous(), key))
+    assert operators.encode(x[:0], key).shape == (0,)
+    with pytest.raises(TypeError, match=r"floating tensor, got torch\.int64"):
+        operators.encode(x.long(), key)
+
+
+def test_levels_of_neighbours_differ_in_one_bit():
+    table = few_bit.solve("gelu", 4)
+    codes = table.codes.astype(int)
+    assert {int(c).bit_count() for c in codes[1:] ^ codes[:-1]} == {1}
+
+
+@pytest.mark.gpu
+def test_same_bits_on_both_devices():
+    x, key = with_special(100_003), operators.register(table_of("gelu", 3))
+    planes = operators.encode(x.cuda(), key)
+    assert torch.equal(planes.cpu(), operators.encode(x, key))
+    grad = torch.randn(100_003)
+    product = operators.decode(grad.cuda(), planes, key, torch.float32)
+    assert torch.equal(product.cpu(), operators.decode(grad, planes.cpu(), key, torch.float32))
