@@ -82,7 +82,8 @@ class _Product(torch.autograd.Function):
                 "a few-bit activation has no second derivative: its derivative is piecewise "
                 "constant; use torch's own where gradients are differentiated again"
             )
-        return _product(grad, *ctx.saved_tensors, ctx.table, ctx.dtype), None, None, None
+        (planes,) = ctx.saved_tensors
+        return _product(grad, planes, ctx.table, ctx.dtype), None, None, None
 
 
 def _memory_order(x: Tensor) -> tuple[int, ...] | None:

@@ -8,7 +8,6 @@ normalisation. Parameters other than torch's defaults are solved for at the firs
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fixedpoint_kernels.few_bit.autograd import apply
@@ -270,10 +269,13 @@ def refuse_inplace(inplace: bool) -> None:
 
 
 def _run(name: str, x: Tensor, parameters: tuple[Any, ...], bits: int, weight: Weight) -> Tensor:
-    return apply(function_of(name, parameters), x, table_key(name, parameters, bits, weight))
+    return apply(function_of(name, parameters), x, table_key(name, bits, weight, *parameters))
 
 
-@torch.compiler.assume_constant_result
-def table_key(name: str, parameters: tuple[Any, ...], bits: int, weight: Weight) -> str:
+def table_key(name: str, bits: int, weight: Weight, *parameters: Any) -> str:
     """Return the key of an activation's table, which the operators know from then on."""
     return register(table_of(name, parameters, bits, weight))
+
+
+# what torch.compiler.assume_constant_result sets, without loading Dynamo and Triton at import
+table_key._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
