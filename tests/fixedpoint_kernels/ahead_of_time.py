@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -24,6 +25,10 @@ from triton.runtime.jit import JITFunction
 
 import fixedpoint_kernels
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.few_bit import gpu as few_bit
+from fixedpoint_kernels.few_bit.table import number
+from fixedpoint_kernels.few_bit import gpu as few_bit
+from fixedpoint_kernels.few_bit import named
 from fixedpoint_kernels.histogram import gpu as histogram
 from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.packing import _code_dtype
@@ -87,6 +92,41 @@ def pack_and_unpack(n, bits, signed, dtype):
     packed = empty((n * bits + 7) // 8, torch.uint8)
     packing.pack(empty(n, dtype), packed, bits)
     packing.unpack(packed, empty(n, _code_dtype(bits, signed)), bits, signed)
+
+
+def few_bits_every_way(sizes):
+    for bits in range(1, 9):
+        save_in_few_bits(5000, bits, torch.float32, torch.float32)
+    for dtype in (*FLOATS, torch.float64):
+        save_in_few_bits(5000, 3, dtype, dtype)
+    save_in_few_bits(5000, 3, torch.bfloat16, torch.float32)
+    save_in_few_bits(5000, 3, torch.float32, torch.bfloat16)
+    for n in sizes:
+        save_in_few_bits(n, 3, torch.float32, torch.float32)
+
+
+def save_in_few_bits(n, bits, dtype, out_dtype):
+    borders = np.arange(2**bits - 1, dtype=np.float32)
+    table = number(borders, np.arange(2**bits), np.arange(2**bits, dtype=np.float32))
+    planes = torch.empty(-(n // -1024) * bits * 32, dtype=torch.int32, device=empty(n).device)
+    few_bit.encode(empty(n, dtype), planes, table)
+    few_bit.decode(empty(n, dtype), planes, empty(n, out_dtype), table)
+
+
+def few_bit_every_way(sizes):
+    for bits in range(1, 9):
+        encode_and_decode(1027, bits, torch.float32)
+    for dtype in (*FLOATS, torch.float64):
+        encode_and_decode(1027, 3, dtype)
+    for n in sizes:
+        encode_and_decode(n, 3, torch.float32)
+
+
+def encode_and_decode(n, bits, dtype):
+    table = named.table_of("gelu", ("none",), bits, "uniform")
+    planes = empty((n + 1023) // 1024 * 32 * bits, torch.int32)
+    few_bit.encode(empty(n, dtype), planes, table)
+    few_bit.decode(empty(n, dtype), planes, empty(n, dtype), table)
 
 
 class Driver:
@@ -165,6 +205,8 @@ def main():
             round_every_way(sizes)
             count_every_way(sizes)
             pack_every_way(sizes)
+            few_bit_every_way(sizes)
+            few_bits_every_way(sizes)
     missing = set(launched_kernels()) - {name for name, _ in compiled}
     stack = stack_bytes(list(compiled.values()))
     spilled = {name for (name, _), size in zip(compiled, stack, strict=True) if size}
