@@ -19,8 +19,8 @@ def _code(x, borders_ptr, codes_ptr, STEPS: tl.constexpr):
     """Search for each ``x`` among ``2**STEPS - 1`` borders; NaN is above none."""
     at = tl.zeros_like(x).to(tl.int32)
     for step in tl.static_range(STEPS):
-        half: tl.constexpr = 1 << (STEPS - 1 - step)
-        at += tl.where(x > tl.load(borders_ptr + at + (half - 1)), half, 0)
+        border = tl.load(borders_ptr + at + ((1 << (STEPS - 1 - step)) - 1))
+        at += tl.where(x > border, 1 << (STEPS - 1 - step), 0)
     return tl.load(codes_ptr + at)
 
 
