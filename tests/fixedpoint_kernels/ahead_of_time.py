@@ -27,8 +27,6 @@ import fixedpoint_kernels
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels.few_bit import gpu as few_bit
 from fixedpoint_kernels.few_bit.table import number
-from fixedpoint_kernels.few_bit import gpu as few_bit
-from fixedpoint_kernels.few_bit import named
 from fixedpoint_kernels.histogram import gpu as histogram
 from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.packing import _code_dtype
@@ -113,22 +111,6 @@ def save_in_few_bits(n, bits, dtype, out_dtype):
     few_bit.decode(empty(n, dtype), planes, empty(n, out_dtype), table)
 
 
-def few_bit_every_way(sizes):
-    for bits in range(1, 9):
-        encode_and_decode(1027, bits, torch.float32)
-    for dtype in (*FLOATS, torch.float64):
-        encode_and_decode(1027, 3, dtype)
-    for n in sizes:
-        encode_and_decode(n, 3, torch.float32)
-
-
-def encode_and_decode(n, bits, dtype):
-    table = named.table_of("gelu", ("none",), bits, "uniform")
-    planes = empty((n + 1023) // 1024 * 32 * bits, torch.int32)
-    few_bit.encode(empty(n, dtype), planes, table)
-    few_bit.decode(empty(n, dtype), planes, empty(n, dtype), table)
-
-
 class Driver:
     """What Triton asks of a driver before it launches."""
 
@@ -205,7 +187,6 @@ def main():
             round_every_way(sizes)
             count_every_way(sizes)
             pack_every_way(sizes)
-            few_bit_every_way(sizes)
             few_bits_every_way(sizes)
     missing = set(launched_kernels()) - {name for name, _ in compiled}
     stack = stack_bytes(list(compiled.values()))
