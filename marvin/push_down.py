@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -136,11 +137,19 @@ def push_down(
         "until KL indicates a lower quantization would cause information loss". All candidates are
         looked at, where bisection assumes that the divergence falls with every bit.
     """
-    lengths = [replace(fmt, fl=fl) for fl in range(min(min_fl, fmt.fl), fmt.fl + 1)]
+    symmetric = fmt.symmetric
+    fls = range(min(min_fl, fmt.fl), fmt.fl + 1)
+    lengths = [_format(fmt.wl, fl, symmetric) for fl in fls]
     at_fl, _ = _first_lossless(divergence, lengths, kl_eps)
-    widths = [replace(at_fl, wl=wl) for wl in range(max(2, at_fl.fl + 1), fmt.wl + 1)]
+    wls = range(max(2, at_fl.fl + 1), fmt.wl + 1)
+    widths = [_format(wl, at_fl.fl, symmetric) for wl in wls]
     found, divergence_found = _first_lossless(divergence, widths, kl_eps)
     return Lowest(found.wl, found.fl, divergence_found)
+
+
+@cache  # there are fewer than 4,000
+def _format(wl: int, fl: int, symmetric: bool) -> FixedPoint:
+    return FixedPoint(wl, fl, symmetric)
 
 
 def _first_lossless(
