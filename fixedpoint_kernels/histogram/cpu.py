@@ -12,7 +12,7 @@ from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import philox, to_uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
-from fixedpoint_kernels.threads import is_parallel
+from fixedpoint_kernels.threads import compile_both, is_parallel
 
 _HALF = np.uint64(32)
 
@@ -99,10 +99,8 @@ def _grid_histograms(table, fl, first, formats, bins, result):
             result[f, _bin(np.float32(code) * lsb, low, inverse_width, resolution)] += weight
 
 
-_sampled_serial = njit(cache=True)(_sampled)
-_sampled_parallel = njit(parallel=True, cache=True)(_sampled)
-_cells_serial = njit(cache=True)(_cells)
-_cells_parallel = njit(parallel=True, cache=True)(_cells)
+_sampled_serial, _sampled_parallel = compile_both(_sampled)
+_cells_serial, _cells_parallel = compile_both(_cells)
 
 
 def sampled(
