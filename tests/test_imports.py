@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "fixedpoint_kernels": set(),
     "marvin": {"fixedpoint_kernels"},
-    "train": {"fixedpoint_kernels", "marvin"},
+    "perfmodel": set(),
+    "train": {"fixedpoint_kernels", "marvin", "perfmodel"},
 }
 
 

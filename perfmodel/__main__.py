@@ -1,0 +1,111 @@
+"""What a run or a model costs.
+
+python -m perfmodel RUN                          a run folder: tables, and RUN/performance.png
+python -m perfmodel model MODULE:NAME --input 3,32,32     a model, before it is trained
+python -m perfmodel tables                       the papers' figures beside ours
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from perfmodel.layers import Layer
+from perfmodel.run import read_run
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Do what the command line asks; what the user can put right ends with one line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = {"model": _model, "tables": _tables}.get(arguments[0] if arguments else "")
+    try:
+        if command:
+            command(arguments[1:])
+        else:
+            _run(arguments)
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        sys.stderr.close()
+        sys.exit(1)
+    except (ValueError, OSError) as error:
+        sys.exit(f"python -m perfmodel: error: {error}")
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"python -m perfmodel{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _run(arguments: Sequence[str]) -> None:
+    parser = _parser("", __doc__ or "")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, model, or tables")
+    parser.add_argument("--json", action="store_true", help="print JSON, draw nothing")
+    parser.add_argument("--model", help="module:function of the run's model, to check it by")
+    parser.add_argument("--input", type=_shape, help="shape of one sample, with --model")
+    given = parser.parse_args(arguments)
+    if (given.model is None) != (given.input is None):
+        parser.error("--model and --input go together")
+    run = read_run(given.run, _layers(given.model, given.input) if given.model else None)
+    if given.json:
+        from perfmodel.summary import as_dict
+
+        print(json.dumps(as_dict(run), indent=2))
+        return
+    from perfmodel.figure import save
+    from perfmodel.report import report
+
+    print(report(run))
+    print(f"\nfigure {save(run)}")
+
+
+def _layers(model: str, shape: tuple[int, ...]) -> list[Layer]:
+    from perfmodel.layers import layers
+    from perfmodel.model_report import load_model  # loads torch
+
+    return layers(load_model(model), shape)
+
+
+def _model(arguments: Sequence[str]) -> None:
+    parser = _parser(" model", "What a model costs and keeps, before it is trained; all modelled.")
+    parser.add_argument("model", help="module:function, or module:function(argument=value)")
+    parser.add_argument("--input", type=_shape, required=True, help="one sample, such as 3,32,32")
+    parser.add_argument("--dtype", default="", help="of the input, such as int64 for tokens")
+    parser.add_argument("--memory", type=float, default=16, metavar="GIB", help="of the device")
+    parser.add_argument("--copies", type=int, default=4, help="of the parameters in training")
+    parser.add_argument("--by-layer", action="store_true", help="list what each layer keeps")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
+    from perfmodel.model_report import Question, as_dict, facts, model_report  # loads torch
+
+    question = Question(given.model, given.input, given.dtype, given.memory * 2**30, given.copies)
+    found = facts(question)
+    if given.json:
+        print(json.dumps(as_dict(question, found), indent=2))
+    else:
+        print(model_report(question, found, by_layer=given.by_layer))
+
+
+def _tables(arguments: Sequence[str]) -> None:
+    _parser(" tables", "The papers' figures beside ours.").parse_args(arguments)
+    from perfmodel.tables import sections
+
+    for number, section in enumerate(sections()):
+        print("\n\n" * bool(number) + section, flush=True)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        message = f"must be whole numbers with commas between, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+if __name__ == "__main__":
+    main()

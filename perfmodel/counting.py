@@ -1,0 +1,200 @@
+"""Count the multiply-adds of a model while it runs on the meta device; loads torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from perfmodel.layers import Layer, Shape
+from perfmodel.operators import EMBEDDINGS, Product, is_free, name_of, product
+from perfmodel.skeleton import Stack, skeleton
+
+__all__ = ["count"]
+
+
+def count(
+    model: nn.Module, shapes: Sequence[Shape], dtype: torch.dtype | None
+) -> tuple[list[Layer], list[Layer]]:
+    """See ``perfmodel.layers``; unknown operations apart."""
+    copy = skeleton(model, on_meta)
+    for module in copy.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.training = False
+    dtype = dtype or next((p.dtype for p in copy.parameters()), torch.float32)
+    inputs = [torch.empty((1, *shape), dtype=dtype, device="meta") for shape in shapes]
+    stack = Stack(copy)
+    counter = _Counter(stack, dict(copy.named_parameters()))
+    needed = "run on shapes alone (the meta device)"
+    with stack.explain(needed), torch.enable_grad(), _InAttention(counter), counter:
+        copy(*inputs)
+    return counter.found(), counter.strange()
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape, strides and kind without values."""
+    meta = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch.device("meta")
+    )
+    if isinstance(tensor, nn.Parameter):  # with gradients no fused, uncountable path is taken
+        return nn.Parameter(meta, requires_grad=meta.is_floating_point())
+    return meta
+
+
+class _InAttention(TorchFunctionMode):
+    """Tells the counter when an attention is running."""
+
+    def __init__(self, counter: "_Counter"):
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._counter.in_attention = func is F.scaled_dot_product_attention
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._counter.in_attention = False
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The weight a tensor was made of, and of nothing else."""
+
+    name: str
+    elements: int
+
+
+class _Counter(TorchDispatchMode):
+    """Sees every operation.
+
+    Args:
+        stack: Which module is running.
+        parameters: The copy's, by name.
+    """
+
+    def __init__(self, stack: Stack, parameters: Mapping[str, Tensor]):
+        super().__init__()
+        self.in_attention = False
+        self._stack = stack
+        self._parameters = parameters
+        self._rows: dict[tuple[str, str, str], Layer] = {}
+        self._unknown: dict[tuple[str, str], Layer] = {}
+        self._used: set[str] = set()
+        self._sources: dict[int, _Source] = {}
+        self._alive: list[Tensor] = []  # an address is not given twice while its owner lives
+        for name, p in parameters.items():
+            self._remember(p, _Source(name, p.numel()))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        self._used.update(s.name for s in map(self._source, tensors) if s)
+        found = product(func, args, output)
+        if found:
+            self._add(found, output)
+        elif name_of(func) in EMBEDDINGS:
+            self._embedding(args[0], args[1], output)
+        elif not is_free(func):
+            self._add_unknown(func, tensors, output)
+        self._inherit(tensors, output)
+        return output
+
+    def found(self) -> list[Layer]:
+        """Return what multiplies, then the weights that multiply nothing."""
+        seen = {row.weight for row in self._rows.values()}
+        return [*self._rows.values(), *self._rest(seen)]
+
+    def strange(self) -> list[Layer]:
+        """Return the operations that are not known; ``weight`` holds their names."""
+        return list(self._unknown.values())
+
+    def _rest(self, seen: set[str]) -> Iterator[Layer]:
+        for name, p in self._parameters.items():
+            if name not in seen and p.ndim >= 2:
+                kind = "elementwise" if name in self._used else "unused"
+                shape = tuple(p.shape)
+                yield self._with_weight(Layer(_module(name), kind, 0, 0, shape, shape), name)
+
+    def _add(self, found: Product, output: Any) -> None:
+        left, right = self._source(found.left), self._source(found.right)
+        source = right or left
+        kind = found.kind
+        if kind == "matmul":
+            is_attention = self.in_attention or self._stack.kind == "MultiheadAttention"
+            kind = "linear" if source else "attention" if is_attention else "matmul"
+        activation = found.left if right or not left else found.right
+        self._record(kind, found.madds, activation, output, source)
+
+    def _embedding(self, weight: Tensor, indices: Tensor, output: Any) -> None:
+        self._record("embedding", 0, indices, output, self._source(weight))
+
+    def _record(
+        self, kind: str, madds: int, x: Tensor, output: Any, source: _Source | None
+    ) -> None:
+        weight = source.name if source else ""
+        key = (self._stack.name, kind, weight)
+        if key in self._rows:
+            row = self._rows[key]
+            self._rows[key] = replace(row, madds=row.madds + madds)
+            return
+        row = Layer(key[0], kind, madds, 0, _sample(x, kind), _sample(_first(output), kind))
+        self._rows[key] = self._with_weight(row, weight)
+
+    def _with_weight(self, row: Layer, weight: str) -> Layer:
+        """Return the row with sizes of its weight and of the bias that goes with it."""
+        if not weight:
+            return row
+        elements = self._parameters[weight].numel()
+        head, dot, last = weight.rpartition(".")
+        bias = self._parameters.get(head + dot + last.replace("weight", "bias"))
+        has_bias = bias is not None and "weight" in last
+        parameters = elements + (bias.numel() if bias is not None and has_bias else 0)
+        return replace(row, weight=weight, elements=elements, parameters=parameters)
+
+    def _add_unknown(self, func: Any, tensors: list[Tensor], output: Any) -> None:
+        first = _first(output)
+        into = _sample(tensors[0], "") if tensors else ()
+        key = (self._stack.name, str(func))
+        row = Layer(key[0], "unknown", 0, 0, into, _sample(first, ""), weight=str(func))
+        self._unknown.setdefault(key, row)
+
+    def _source(self, tensor: Tensor) -> _Source | None:
+        return self._sources.get(tensor.untyped_storage()._cdata)
+
+    def _remember(self, tensor: Tensor, source: _Source) -> None:
+        self._alive.append(tensor)
+        self._sources[tensor.untyped_storage()._cdata] = source
+
+    def _inherit(self, tensors: list[Tensor], output: Any) -> None:
+        """A tensor made of weights alone (cast, normalised, re-parametrised) counts as weight."""
+        sources = [self._source(t) for t in tensors]
+        if not sources or None in sources:
+            return
+        largest = max((s for s in sources if s), key=lambda s: s.elements)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and self._source(tensor) is None:
+                self._remember(tensor, largest)
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _first(output: Any) -> Tensor | None:
+    return next((t for t in tree_leaves(output) if isinstance(t, Tensor)), None)
+
+
+def _sample(tensor: Tensor | None, kind: str) -> Shape:
+    """Return the shape without a leading batch of one; matrices may have lost it before."""
+    if tensor is None:
+        return ()
+    shape = tuple(tensor.shape)
+    has_batch = len(shape) > 1 and shape[0] == 1
+    return shape[1:] if has_batch or kind.startswith("conv") else shape

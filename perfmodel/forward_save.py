@@ -1,0 +1,78 @@
+"""Bytes that the forward-save options keep instead of whole tensors: plain numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Division", "conv_block_ratio", "few_bit_bytes", "linear_block_ratio"]
+
+TILE = 1024  # elements of a tile of bit planes: 128 bytes a bit
+
+
+def few_bit_bytes(elements: int, bits: int) -> int:
+    """Return the bytes of a few-bit code: whole tiles of bit planes.
+
+    Args:
+        elements: Of the activation's input.
+        bits: Of a code, 1 to 8.
+
+    Source:
+        Few-bit backward, section 2. Differs: tiles are rounded up.
+    """
+    return math.ceil(elements / TILE) * (TILE // 8) * bits
+
+
+@dataclass(frozen=True)
+class Division:
+    """How DIVISION compresses an activation map.
+
+    Args:
+        block: Edge of the blocks whose means are kept in bfloat16.
+        bits: Of a quantised residual.
+        is_cut: Whether blocks are cut at the edge; False: left out, as in the released code.
+    """
+
+    block: int = 8
+    bits: int = 2
+    is_cut: bool = True
+
+    def size_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of one compressed map.
+
+        Args:
+            shape: ``(batch, channels, spatial...)``, with one (min, step) pair a plane; or
+                ``(batch..., features)`` of a linear layer, with one pair a row.
+
+        Source:
+            DIVISION, equation 55. Differs: whole bytes a map.
+        """
+        planes, sides = _planes(shape)
+        elements = planes * math.prod(sides)
+        if math.prod(sides) == 1:
+            return 2 * elements
+        means = planes * math.prod(self._blocks(side) for side in sides)
+        return 2 * means + math.ceil(elements * self.bits / 8) + 4 * planes
+
+    def _blocks(self, side: int) -> int:
+        block = min(self.block, side)
+        return math.ceil(side / block) if self.is_cut else side // block
+
+
+def _planes(shape: Sequence[int]) -> tuple[int, Sequence[int]]:
+    if len(shape) < 4:
+        return math.prod(shape[:-1]), shape[-1:]
+    return shape[0] * shape[1], shape[2:]
+
+
+def conv_block_ratio(side: int, block: int = 8, bits: int = 2) -> float:
+    """Return how much DIVISION compresses convolution, batch norm and ReLU: equation 54.
+
+    As in the paper, a plain ReLU is charged one byte an element.
+    """
+    lowest = 4 / min(block, side) ** 2
+    return 9 / (lowest + bits / 4 + 8 / side**2 + 1 / 8)
+
+
+def linear_block_ratio(features: int, block: int = 8, bits: int = 2) -> float:
+    """Return how much DIVISION compresses a linear layer and ReLU: equation 56."""
+    return 5 / (2 / min(block, features) + bits / 8 + 4 / features + 1 / 8)

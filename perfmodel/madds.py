@@ -1,0 +1,80 @@
+"""Multiply-adds from shapes: plain numbers, nothing to install.
+
+Shapes include the batch. One multiplication with its addition counts 1; biases, normalisation,
+activation functions and pooling count 0.
+"""
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["attention", "bilinear", "convolution", "matmul", "transposed_convolution"]
+
+Shape = Sequence[int]
+
+
+def convolution(weight: Shape, output: Shape) -> int:
+    """Return the multiply-adds of a convolution of any number of dimensions.
+
+    Args:
+        weight: ``(outputs, inputs / groups, kernel...)``.
+        output: ``(batch, outputs, spatial...)``.
+
+    Returns:
+        Every output element takes one product per weight of its filter. Products with padding
+        count too, as they do in hardware.
+    """
+    return math.prod(output) * math.prod(weight[1:])
+
+
+def transposed_convolution(weight: Shape, input_shape: Shape) -> int:
+    """Return the multiply-adds of a transposed convolution.
+
+    Args:
+        weight: ``(inputs, outputs / groups, kernel...)``.
+        input_shape: ``(batch, inputs, spatial...)``.
+
+    Returns:
+        Every input element is multiplied with each weight of its channel; what padding then cuts
+        off counts too.
+    """
+    return math.prod(input_shape) * math.prod(weight[1:])
+
+
+def matmul(left: Shape, right: Shape) -> int:
+    """Return the multiply-adds of ``left @ right``: vectors, matrices, or batches of matrices.
+
+    Raises:
+        ValueError: The inner dimensions differ.
+    """
+    inner = right[-2] if len(right) > 1 else right[0]
+    if left[-1] != inner:
+        raise ValueError(f"inner dimensions must agree, got {tuple(left)} and {tuple(right)}")
+    columns = right[-1] if len(right) > 1 else 1
+    batch = max(math.prod(left[:-2]), math.prod(right[:-2]))
+    rows = left[-2] if len(left) > 1 else 1
+    return batch * rows * inner * columns
+
+
+def attention(query: Shape, key: Shape, value: Shape) -> int:
+    """Return the multiply-adds of scaled dot-product attention.
+
+    Args:
+        query: ``(batch..., heads, queries, features)``.
+        key: ``(batch..., heads, keys, features)``; fewer heads are shared.
+        value: ``(batch..., heads, keys, value features)``.
+
+    Returns:
+        Scores and their product with the values; a causal mask skips nothing.
+    """
+    scores = math.prod(query[:-1]) * key[-2]
+    return scores * (query[-1] + value[-1])
+
+
+def bilinear(left: Shape, weight: Shape) -> int:
+    """Return the multiply-adds of ``x1 W x2`` for each row and output, as ``nn.Bilinear`` does.
+
+    Args:
+        left: ``(rows, ..., inputs)``.
+        weight: ``(outputs, inputs, other inputs)``.
+    """
+    return math.prod(left) // left[-1] * math.prod(weight)

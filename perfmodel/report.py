@@ -1,0 +1,68 @@
+"""The printed report of a run."""
+
+from perfmodel.run import Run
+from perfmodel.summary import LayerRow, layer_rows, totals, what_ifs
+from perfmodel.text import binary, metric, table
+
+__all__ = ["one_line", "report"]
+
+HEADER = ("layer", "kind", "MAdds", "bits min", "mean", "last", "cost", "size")
+
+
+def report(run: Run) -> str:
+    """Return the tables of a run: layers, totals with their definitions, what might have been."""
+    trace = run.trace
+    lines = [
+        f"{run.title}: {trace.steps:,} steps of {run.batch_size} x {run.accumulation_steps} samples",
+        "All modelled (multiply-adds weighted by word length) unless it says measured.",
+        "",
+        _layers(layer_rows(run)),
+        "",
+        _totals(run),
+        "",
+        "For comparison",
+        _what_ifs(run),
+    ]
+    if run.images_per_s is not None:
+        lines += ["", f"training, measured on {run.machine}: {run.images_per_s:,.0f} images/s"]
+    return "\n".join(lines)
+
+
+def one_line(run: Run) -> str:
+    """Return SU, MEM and SZ in one line."""
+    values = {t.name: t.value for t in totals(run)}
+    named = "  ".join(f"{name} {values[name]:.2f}" for name in ("SU", "MEM", "SZ"))
+    return f"{named} (modelled)"
+
+
+def _layers(rows: list[LayerRow]) -> str:
+    lines = [
+        (
+            row.layer.removesuffix(".weight"),
+            row.kind,
+            metric(row.madds),
+            str(row.wl_min),
+            f"{row.wl_mean:.1f}",
+            str(row.wl_last),
+            f"{row.cost_share:.1%}",
+            binary(row.size_bytes),
+        )
+        for row in rows
+    ]
+    madds, size = sum(r.madds for r in rows), sum(r.size_bytes for r in rows)
+    lines.append(("total", "", metric(madds), "", "", "", "100.0%", binary(size)))
+    return table(HEADER, lines)
+
+
+def _totals(run: Run) -> str:
+    found = totals(run)
+    width = max(len(t.name) for t in found)
+    return "\n".join(f"{t.name:{width}}  {t.value:6.3f}  {t.meaning}" for t in found)
+
+
+def _what_ifs(run: Run) -> str:
+    rows = [
+        (f"  {w.name}", f"{w.speedup:.3f}", f"{w.memory:.3f}", f"{w.size:.3f}")
+        for w in what_ifs(run)
+    ]
+    return table(("", "SU", "MEM", "SZ"), rows)

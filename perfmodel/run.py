@@ -1,0 +1,207 @@
+"""Read a run folder of ``train``; no torch, nothing is written."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perfmodel.layers import Layer
+from perfmodel.trace import Trace
+
+__all__ = ["Run", "RunError", "compare", "read_run"]
+
+MSGD_ONLY = ("init_wl", "lookback", "resolution")
+
+
+class RunError(ValueError):
+    """A run folder that cannot be used; says which file, and why."""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """The columns of ``trace.csv`` that costs depend on."""
+
+    step: int
+    layer: str
+    wl: int
+    lookback: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What costs depend on.
+
+    Args:
+        path: The folder.
+        title: What was trained on what, by which optimiser.
+        layers: Of the model.
+        trace: Word lengths; 32 bits throughout where the run was in float32.
+        batch_size: Samples of a forward pass.
+        accumulation_steps: Forward passes of an optimiser step.
+        images_per_s: Measured in training, the median epoch; None where there is no record.
+        machine: Where that was measured.
+    """
+
+    path: Path
+    title: str
+    layers: list[Layer]
+    trace: Trace
+    batch_size: int
+    accumulation_steps: int
+    images_per_s: float | None
+    machine: str
+
+    @property
+    def samples(self) -> int:
+        """Samples of an optimiser step."""
+        return self.batch_size * self.accumulation_steps
+
+
+def read_run(path: Path, model: Sequence[Layer] | None = None) -> Run:
+    """Read a run folder.
+
+    Args:
+        path: With ``config.json``, ``layers.csv``, ``metrics.csv`` and, of MSGD, ``trace.csv``.
+        model: Layers of the model, where ``layers.csv`` has no multiply-adds.
+
+    Raises:
+        RunError: A file is missing or damaged, or the run and ``model`` differ.
+    """
+    config = _config(path / "config.json")
+    rows = _rows(path / "layers.csv", ("layer", "elements"))
+    layers = list(model) if model is not None else _layers(path / "layers.csv", rows)
+    names = {row["layer"] for row in rows}
+    if model is not None:
+        compare(rows, model, path / "layers.csv")
+    trace = _trace(path, config, names)
+    return Run(
+        path,
+        f"{config['model']} on {config['dataset']}, {config['optimizer']}",
+        layers,
+        trace,
+        config["batch_size"],
+        config["accumulation_steps"],
+        *_measured(path),
+    )
+
+
+def compare(rows: Sequence[Mapping[str, str]], model: Sequence[Layer], path: Path) -> None:
+    """Check that a run's layers are those of a model.
+
+    Raises:
+        RunError: They are not; names the layers that differ.
+    """
+    ran = {row["layer"]: int(row["elements"]) for row in rows}
+    has = {row.weight: row.elements for row in model if row.weight}
+    groups = {
+        "only in the run": sorted(set(ran) - set(has)),
+        "only in the model": sorted(set(has) - set(ran)),
+        "of another size": sorted(n for n in set(ran) & set(has) if ran[n] != has[n]),
+    }
+    wrong = "; ".join(f"{what}: {', '.join(names)}" for what, names in groups.items() if names)
+    if wrong:
+        raise RunError(f"{path} must have the layers of the model, got {wrong}")
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+        needed = ["model", "dataset", "optimizer", "batch_size", "accumulation_steps"]
+        needed += MSGD_ONLY if values["optimizer"] == "msgd" else ()
+        missing = [name for name in needed if name not in values]
+    except FileNotFoundError as error:
+        raise RunError(f"{path.parent} must be a run folder, found no {path.name} in it") from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{path} must hold a run's configuration: {error}") from error
+    if missing:
+        raise RunError(f"{path} must have {', '.join(needed)}, missing {', '.join(missing)}")
+    return values
+
+
+def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """Return the rows of a table whose ``columns`` are all filled."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            rows, names = list(reader), reader.fieldnames or ()
+    except FileNotFoundError as error:
+        raise RunError(f"{path} must be there, found none") from error
+    except (OSError, ValueError, csv.Error) as error:
+        raise RunError(f"{path} must be a table: {error}") from error
+    if not set(columns) <= set(names):
+        got = ", ".join(names) or "an empty file"
+        raise RunError(f"{path} must have columns {', '.join(columns)}, got {got}")
+    for number, row in enumerate(rows, start=2):
+        if any(not row[name] for name in columns):
+            raise RunError(f"{path} must be whole, line {number} is cut off")
+    return rows
+
+
+def _whole(path: Path, row: Mapping[str, str], column: str) -> int:
+    try:
+        return int(row[column])
+    except ValueError as error:
+        raise RunError(f"{path}: {column} must be a whole number, got {row[column]!r}") from error
+
+
+def _layers(path: Path, rows: Sequence[Mapping[str, str]]) -> list[Layer]:
+    if rows and "madds" not in rows[0]:
+        raise RunError(
+            f"{path} must have a column madds, got {', '.join(rows[0])}: name the model with "
+            "--model module:function --input shape"
+        )
+    found = []
+    for row in rows:
+        madds, elements = _whole(path, row, "madds"), _whole(path, row, "elements")
+        name, shape = row["layer"], row.get("shape", "")
+        module = name.removesuffix(".weight")
+        found.append(Layer(module, shape, madds, elements, (), (), name, elements))
+    return found
+
+
+def _trace(path: Path, config: Mapping[str, Any], names: set[str]) -> Trace:
+    steps = _steps(path / "metrics.csv")
+    if config["optimizer"] != "msgd":
+        return Trace((), steps, 32, kept={"*": 32})
+    table = path / "trace.csv"
+    columns = ("step", "layer", "wl", "lookback")
+    switches = [_switch(table, row) for row in _rows(table, columns)]
+    strange = sorted({s.layer for s in switches} - names)
+    if strange:
+        raise RunError(f"{table} must have the layers of layers.csv, got {', '.join(strange)}")
+    bounds = tuple(config["lookback"]), tuple(config["resolution"])
+    try:
+        return Trace(switches, steps, config["init_wl"], *bounds)
+    except ValueError as error:
+        raise RunError(f"{table}: {error}") from error
+
+
+def _switch(path: Path, row: Mapping[str, str]) -> Switch:
+    step, wl, lookback = (_whole(path, row, name) for name in ("step", "wl", "lookback"))
+    if not 2 <= wl <= 32 or lookback < 1:
+        raise RunError(
+            f"{path}: wl must be 2 to 32 and lookback at least 1, got wl={wl} and "
+            f"lookback={lookback} in step {step}"
+        )
+    return Switch(step, row["layer"], wl, lookback)
+
+
+def _steps(path: Path) -> int:
+    rows = _rows(path, ("step",))
+    if not rows:
+        raise RunError(f"{path} must have one whole epoch, got none")
+    return _whole(path, rows[-1], "step")
+
+
+def _measured(path: Path) -> tuple[float | None, str]:
+    """Return the images a second and the machine, where the run recorded them."""
+    try:
+        rows = _rows(path / "timing.csv", ("images_per_s",))
+        place = json.loads((path / "environment.json").read_text())
+        speeds = sorted(float(row["images_per_s"]) for row in rows)
+        cpu = f"{place['cpu']}, threads: {place['threads']}"
+        return speeds[len(speeds) // 2], place["gpu"] or cpu
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None, ""

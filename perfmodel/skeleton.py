@@ -1,0 +1,137 @@
+"""A copy of a model that shares nothing the copy may change; loads torch."""
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Stack", "names_of", "skeleton"]
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+Convert = Callable[[Tensor], Tensor]
+
+
+def skeleton(model: nn.Module, convert: Convert, *, keep_hooks: bool = False) -> nn.Module:
+    """Return a copy of ``model`` with every tensor replaced.
+
+    Args:
+        model: Left as it is.
+        convert: Makes the tensor of the copy from the model's; called once a tensor, so tied
+            weights stay tied.
+        keep_hooks: Whether the copy calls the model's hooks. Torch's own (weight and spectral
+            normalisation) are always called.
+
+    Returns:
+        The copy. Attributes that are neither tensors nor modules are shared.
+    """
+    tensors: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in tensors:
+            tensors[id(tensor)] = convert(tensor)
+        return tensors[id(tensor)]
+
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    return _copy(model, {}, once, keep_hooks)
+
+
+def _copy(
+    module: nn.Module,
+    copies: dict[int, nn.Module],
+    convert: Callable[[Any], Any],
+    keep_hooks: bool,
+) -> nn.Module:
+    """Copy ``module`` and all below it; a module met before is the same copy."""
+    if id(module) in copies:
+        return copies[id(module)]
+    copy = copies[id(module)] = module.__new__(type(module))
+    state = {name: _attribute(value, module, copy) for name, value in vars(module).items()}
+    copy.__dict__ = {n: convert(v) if isinstance(v, Tensor) else v for n, v in state.items()}
+    for name in HOOKS:
+        hooks = getattr(module, name)
+        kept = ((key, hook) for key, hook in hooks.items() if keep_hooks or _is_torchs(hook))
+        setattr(copy, name, type(hooks)(kept))
+    copy._parameters = {name: convert(p) for name, p in module._parameters.items()}
+    copy._buffers = {name: convert(b) for name, b in module._buffers.items()}
+    copy._modules = {
+        name: child and _copy(child, copies, convert, keep_hooks)
+        for name, child in module._modules.items()
+    }
+    return copy
+
+
+def _attribute(value: Any, module: nn.Module, copy: nn.Module) -> Any:
+    """Return an attribute for the copy: a ``forward`` put on the module moves with it."""
+    if isinstance(value, types.MethodType) and value.__self__ is module:
+        return types.MethodType(value.__func__, copy)
+    return value
+
+
+def _is_torchs(hook: Any) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.")
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Return the first name of each module, by identity."""
+    return {id(module): name for name, module in model.named_modules()}
+
+
+class Stack:
+    """Which module is running.
+
+    Args:
+        model: A copy of our own: it gets hooks.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._names = names_of(model)
+        self.running: list[nn.Module] = []
+        self.failed: str | None = None
+        for module in model.modules():
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave)
+
+    @property
+    def name(self) -> str:
+        """Name of the innermost module that is running."""
+        return self._names[id(self.running[-1])] if self.running else ""
+
+    @property
+    def kind(self) -> str:
+        """Class of the innermost module that is running."""
+        return type(self.running[-1]).__name__ if self.running else ""
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self.running.append(module)
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        while self.running and self.running.pop() is not module:
+            pass
+
+    @contextmanager
+    def explain(self, requirement: str) -> Iterator[None]:
+        """Turn an error of the model into one that names the module.
+
+        Raises:
+            ValueError: The model failed.
+        """
+        try:
+            yield
+        except Exception as error:  # whatever a model may raise
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"the model must {requirement}, got {type(error).__name__} "
+                f"in {self.name or 'the model itself'}: {reason}"
+            ) from error

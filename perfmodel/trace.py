@@ -1,0 +1,172 @@
+"""Word lengths over a run: what happened, what would have, and fixed schedules."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
+
+__all__ = ["MUPPET_ALEXNET", "MUPPET_RESNET20", "Schedule", "Segment", "SwitchLike", "Trace"]
+
+
+class SwitchLike(Protocol):
+    """What a trace needs to know of a change of format, such as ``marvin.Switch``."""
+
+    @property
+    def step(self) -> int:
+        """Optimiser step at the end of which the layer changed, from 1."""
+        ...
+
+    @property
+    def layer(self) -> str:
+        """Name of the weight."""
+        ...
+
+    @property
+    def wl(self) -> int:
+        """Word length from the next step on, bits."""
+        ...
+
+    @property
+    def lookback(self) -> int:
+        """Lookback at the switch, steps."""
+        ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps in which one layer kept one word length.
+
+    Args:
+        wl: Bits.
+        steps: How many steps.
+        lookback: The paper's ``lb`` in each of them: steps over which the search for the next
+            format is spread; infinite where none is made.
+    """
+
+    wl: int
+    steps: int
+    lookback: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The word length of each layer in each step of a run.
+
+    A switch at the end of step t changes the weights that step t + 1 computes with, so steps 1 to
+    t count with the old word length. Until its first switch a layer has ``init_wl`` bits.
+
+    The steps that end in a switch have the lookback recorded there: the search of that switch is
+    charged evenly to the window it closes. Steps after a layer's last switch have the lookback of
+    that switch; without any, the lower bound.
+
+    Args:
+        switches: In any order of layers, each layer's in order of steps.
+        steps: Optimiser steps of the run.
+        init_wl: Word length to begin with, bits.
+        lookback: Bounds of the lookback, steps.
+        resolution: Bounds of the resolution, bins.
+        kept: Layers that keep one word length and search for none: their switches are ignored.
+            ``"*"`` stands for every layer without a name of its own here.
+
+    Raises:
+        ValueError: A switch is not within the run, or its layer's steps are not in order.
+    """
+
+    switches: Sequence[SwitchLike]
+    steps: int
+    init_wl: int = 8
+    lookback: tuple[int, int] = (25, 100)
+    resolution: tuple[int, int] = (50, 150)
+    kept: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        last: dict[str, int] = {}
+        for switch in self.switches:
+            if not last.get(switch.layer, 0) < switch.step <= self.steps:
+                raise ValueError(
+                    f"switches of {switch.layer} must be in order and within {self.steps} steps, "
+                    f"got step {switch.step} after {last.get(switch.layer, 0)}"
+                )
+            last[switch.layer] = switch.step
+
+    @cached_property
+    def by_layer(self) -> dict[str, list[SwitchLike]]:
+        """The switches of each layer that has any."""
+        found: dict[str, list[SwitchLike]] = {}
+        for switch in self.switches:
+            found.setdefault(switch.layer, []).append(switch)
+        return found
+
+    def segments(self, layer: str) -> list[Segment]:
+        """Return the layer's word lengths in order; their steps add up to those of the run."""
+        wl = self._kept(layer)
+        if wl is not None:
+            return [Segment(wl, self.steps, math.inf)]
+        segments, wl, since, lookback = [], self.init_wl, 0, self.lookback[0]
+        for switch in self.by_layer.get(layer, ()):
+            segments.append(Segment(wl, switch.step - since, switch.lookback))
+            wl, since, lookback = switch.wl, switch.step, switch.lookback
+        return [*segments, Segment(wl, self.steps - since, lookback)]
+
+    def mean(self, layer: str) -> float:
+        """Return the mean word length over the steps, bits; the last one where there are none."""
+        if not self.steps:
+            return float(self.final(layer))
+        return sum(s.wl * s.steps for s in self.segments(layer)) / self.steps
+
+    def final(self, layer: str) -> int:
+        """Return the word length after the last step, bits."""
+        return self.segments(layer)[-1].wl
+
+    def lowest(self, layer: str) -> int:
+        """Return the shortest word of any step, bits."""
+        return min((s.wl for s in self.segments(layer) if s.steps), default=self.final(layer))
+
+    def word_lengths(self, layer: str) -> list[int]:
+        """Return the bits of each step."""
+        return [wl for s in self.segments(layer) for wl in [s.wl] * s.steps]
+
+    def keeping(self, wl: int, layers: Iterable[str] = ("*",)) -> "Trace":
+        """Return the run as it would have been, had ``layers`` kept ``wl`` bits from the start.
+
+        Args:
+            wl: Bits.
+            layers: Names of weights; default: all of them.
+        """
+        return replace(self, kept={**self.kept, **dict.fromkeys(layers, wl)})
+
+    def _kept(self, layer: str) -> int | None:
+        return self.kept.get(layer, self.kept.get("*"))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One word length for the whole network at a time, without a search; a baseline.
+
+    Args:
+        levels: ``(bits, epochs)`` in order.
+        steps_per_epoch: Optimiser steps.
+        batch_size: Samples of a forward pass.
+        accumulation_steps: Forward passes of a step.
+    """
+
+    levels: tuple[tuple[int, int], ...]
+    steps_per_epoch: int = 1
+    batch_size: int = 1
+    accumulation_steps: int = 1
+
+    @property
+    def epochs(self) -> int:
+        """Epochs in all."""
+        return sum(epochs for _, epochs in self.levels)
+
+    @property
+    def memory_ratio(self) -> float:
+        """MEM: mean word length over the epochs, of 32 bits."""
+        return sum(wl * epochs for wl, epochs in self.levels) / self.epochs / 32
+
+
+# Epochs that MuPPET spent on each level on CIFAR-10, batch 128: MARVIN, tables 2 and 4.
+MUPPET_ALEXNET = Schedule(((8, 16), (12, 10), (14, 14), (16, 14), (32, 45)), batch_size=128)
+MUPPET_RESNET20 = Schedule(((8, 22), (12, 22), (14, 10), (16, 15), (32, 45)), batch_size=128)

@@ -1,0 +1,261 @@
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import perfmodel
+from perfmodel.layers import total_madds
+from perfmodel.zoo import MODELS
+from train.alexnet import alexnet
+from train.resnet20 import resnet20
+
+SMALL = [name for name in MODELS if not name.endswith(("101", "152", "161", "169", "201", "B7"))]
+
+
+def zoo(name):
+    entry = MODELS[name]
+    with torch.device("meta"):
+        return entry, entry.build(entry.activation)
+
+
+def count(model, *shape, **options):
+    return perfmodel.layers(model, shape, **options)
+
+
+class Call(nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_counts_are_those_of_torch(name):
+    entry, model = zoo(name)
+    dtype = torch.int64 if entry.is_tokens else torch.float32
+    found = count(model, *entry.input_shape, dtype=dtype)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model.eval()(torch.empty((1, *entry.input_shape), dtype=dtype, device="meta"))
+    assert 2 * total_madds(found) == counter.get_total_flops()
+    assert total_madds(found) > 10**8
+
+
+@pytest.mark.parametrize(
+    ("name", "madds", "parameters"),
+    [  # as published with the architectures
+        ("ResNet-18", 1.81e9, 11_689_512),
+        ("ResNet-50", 4.09e9, 25_557_032),
+        ("VGG-16", 15.47e9, 138_357_544),
+        ("MobileNetV2", 0.30e9, 3_504_872),
+        ("DenseNet-121", 2.83e9, 7_978_856),
+        ("EfficientNet-B0", 0.386e9, 5_288_548),
+    ],
+)
+def test_the_zoo_has_the_published_sizes(name, madds, parameters):
+    entry, model = zoo(name)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert total_madds(count(model, *entry.input_shape)) == pytest.approx(madds, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("build", "madds", "elements"),
+    [(alexnet, 14_957_056, 2_471_104), (resnet20, 40_813_184, 270_896)],
+)
+def test_the_models_of_the_paper(build, madds, elements):
+    found = count(build(), 3, 32, 32)
+    assert total_madds(found) == madds
+    assert sum(row.elements for row in found) == elements
+    named = [name for name, p in build().named_parameters() if p.ndim >= 2]
+    assert sorted(row.weight for row in found) == sorted(named)
+
+
+def test_resnet50_counts_in_under_a_second():
+    _, model = zoo("ResNet-50")
+    count(nn.Conv2d(3, 4, 3), 3, 8, 8)  # torch loads its meta functions once a process
+    begin = time.perf_counter()
+    count(model, 3, 224, 224)
+    assert time.perf_counter() - begin < 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "kind", "madds", "output"),
+    [
+        (nn.Linear(3, 4), (3,), "linear", 12, (4,)),
+        (nn.Linear(3, 4, bias=False), (5, 3), "linear", 60, (5, 4)),
+        (nn.Conv1d(4, 6, 3, groups=2), (4, 10), "conv1d", 6 * 8 * 2 * 3, (6, 8)),
+        (nn.Conv2d(4, 4, 3, groups=4), (4, 6, 6), "conv2d", 4 * 16 * 9, (4, 4, 4)),
+        (nn.Conv3d(2, 3, 2, stride=2), (2, 4, 4, 4), "conv3d", 3 * 8 * 2 * 8, (3, 2, 2, 2)),
+        (nn.ConvTranspose1d(4, 6, 2, groups=2), (4, 5), "conv_transpose1d", 4 * 5 * 6, (6, 6)),
+        (nn.ConvTranspose2d(4, 3, 2), (4, 5, 5), "conv_transpose2d", 4 * 25 * 12, (3, 6, 6)),
+        (nn.ConvTranspose3d(2, 3, 2), (2, 2, 2, 2), "conv_transpose3d", 2 * 8 * 24, (3, 3, 3, 3)),
+    ],
+)
+def test_layers(layer, shape, kind, madds, output):
+    (row,) = count(nn.Sequential(layer), *shape)
+    parameters = sum(p.numel() for p in layer.parameters())
+    got = row.name, row.kind, row.madds, row.parameters, row.input_shape, row.output_shape
+    assert got == ("0", kind, madds, parameters, shape, output)
+    assert (row.weight, row.elements) == ("0.weight", layer.weight.numel())
+
+
+def test_embedding_is_listed_as_zero():
+    (row,) = count(nn.Embedding(10, 4), 7, dtype=torch.int64)
+    assert (row.kind, row.madds, row.parameters) == ("embedding", 0, 40)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_multihead_attention(need_weights, mode):
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    getattr(attention, mode)()
+    model = Wrapped(attention, need_weights)
+    found = count(model, 5, 8)
+    assert {row.kind: row.madds for row in found if row.kind == "attention"} == {
+        "attention": 2 * 5 * 5 * 8
+    }
+    assert [row.madds for row in found if row.kind == "linear"] == [5 * 8 * 24, 5 * 8 * 8]
+
+
+class Wrapped(nn.Module):
+    def __init__(self, attention, need_weights):
+        super().__init__()
+        self.attention, self.need_weights = attention, need_weights
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=self.need_weights)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "madds", "kind"),
+    [
+        (lambda x: x @ x.mT, 5 * 5 * 8, "matmul"),
+        (lambda x: torch.bmm(x, x.mT), 5 * 5 * 8, "matmul"),
+        (lambda x: torch.einsum("bik,bjk->bij", x, x), 5 * 5 * 8, "matmul"),
+        (lambda x: F.linear(x, x[0]), 5 * 5 * 8, "matmul"),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), 2 * 5 * 5 * 8, "attention"),
+        (lambda x: F.conv1d(x, x), 5 * 8, "conv1d"),
+        (lambda x: torch.baddbmm(x @ x.mT, x, x.mT), 2 * 5 * 5 * 8, "matmul"),
+    ],
+)
+def test_functional_products(function, madds, kind):
+    found = count(Call(function), 5, 8)
+    assert total_madds(found) == madds
+    assert {row.kind for row in found} == {kind}
+    assert {row.weight for row in found} == {""}
+
+
+def test_a_recurrent_layer_counts_every_step():
+    found = count(nn.LSTM(3, 4, batch_first=True), 7, 3)
+    assert {row.weight: row.madds for row in found} == {
+        "weight_ih_l0": 7 * 3 * 16,
+        "weight_hh_l0": 7 * 4 * 16,
+    }
+
+
+def test_tied_weights_have_one_name_and_count_twice():
+    linear = nn.Linear(4, 4)
+    found = count(nn.Sequential(linear, nn.ReLU(), nn.Sequential(linear)), 4)
+    assert [(r.weight, r.madds) for r in found] == [("0.weight", 32)]
+
+
+def test_weights_that_are_computed_keep_their_name():
+    model = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
+    found = count(model, 3, 8, 8)
+    assert [r.weight for r in found if r.madds] == ["parametrizations.weight.original1"]
+    with torch.autocast("cpu", torch.bfloat16):
+        (row,) = count(nn.Linear(3, 4), 3)
+    assert (row.kind, row.weight) == ("linear", "weight")
+
+
+def test_weights_that_multiply_nothing_are_listed():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.added = nn.Parameter(torch.zeros(1, 4))
+            self.idle = nn.Linear(2, 3)
+
+        def forward(self, x):
+            return x + self.added
+
+    found = count(Odd(), 4)
+    assert [(r.weight, r.kind, r.madds) for r in found] == [
+        ("added", "elementwise", 0),
+        ("idle.weight", "unused", 0),
+    ]
+
+
+def test_unknown_operations_are_listed_and_never_zero_in_silence():
+    model = nn.Sequential(nn.Linear(8, 8), Call(lambda x: torch.cdist(x, x)))
+    with pytest.raises(perfmodel.UnknownLayerError, match=r"got 1: aten\._cdist_forward") as caught:
+        count(model, 5, 8)
+    assert len(caught.value.found) == 1
+    found = count(model, 5, 8, unknown="list")
+    assert [row.kind for row in found] == ["linear", "unknown"]
+
+
+def test_a_kernel_of_somebody_else_is_unknown():
+    @torch.library.custom_op("perfmodel_tests::square", mutates_args=())
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    square.register_fake(lambda x: torch.empty_like(x))
+    with pytest.raises(perfmodel.UnknownLayerError, match="perfmodel_tests"):
+        count(Call(lambda x: square(x[0])), 5, 5)
+
+
+def test_a_model_that_needs_values_names_its_module():
+    model = nn.Sequential(nn.Linear(4, 4), Call(lambda x: x[x > 0]))
+    with pytest.raises(ValueError, match=r"shapes alone \(the meta device\), got .* in 1: "):
+        count(model, 4)
+
+
+@pytest.mark.parametrize("shape", [(0,), (-1, 3), (2.5,)])
+def test_bad_shapes(shape):
+    with pytest.raises(ValueError, match="sizes of at least 1, got"):
+        count(nn.Linear(3, 3), *shape)
+
+
+def test_several_inputs():
+    found = perfmodel.layers(Call(lambda a, b: a @ b), ((2, 3), (3, 4)))
+    assert total_madds(found) == 24
+
+
+def test_the_model_is_left_alone():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout())
+    called = []
+    model[0].register_forward_hook(lambda *_: called.append(1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = [set(vars(m)) for m in model.modules()]
+    state = torch.get_rng_state()
+    count(model, 3, 8, 8)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [set(vars(m)) for m in model.modules()] == attributes
+    assert not called
+    assert len(model[1]._forward_hooks) == 0
+    assert all(m.training for m in model.modules())
+
+
+def test_size_costs_no_memory():
+    with torch.device("meta"):
+        huge = nn.Sequential(*(nn.Linear(2**17, 2**17, bias=False) for _ in range(100)))
+    assert total_madds(count(huge, 2**17)) == 100 * 2**34
+
+
+def test_import_loads_no_torch():
+    code = (
+        "import sys, perfmodel, perfmodel.cost, perfmodel.memory, perfmodel.report, perfmodel.run"
+    )
+    code += "; print(*{'torch', 'matplotlib'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert found.stdout.split() == []
