@@ -1,6 +1,7 @@
 """Read a run folder of ``train``; no torch, nothing is written."""
 
 import csv
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,9 +124,9 @@ def _config(path: Path) -> dict[str, Any]:
 def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     """Return the rows of a table whose ``columns`` are all filled."""
     try:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            rows, names = list(reader), reader.fieldnames or ()
+        text = path.read_text()
+        reader = csv.DictReader(io.StringIO(text))
+        rows, names = list(reader), reader.fieldnames or ()
     except FileNotFoundError as error:
         raise RunError(f"{path} must be there, found none") from error
     except (OSError, ValueError, csv.Error) as error:
@@ -134,7 +135,7 @@ def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
         got = ", ".join(names) or "an empty file"
         raise RunError(f"{path} must have columns {', '.join(columns)}, got {got}")
     for number, row in enumerate(rows, start=2):
-        if any(not row[name] for name in columns):
+        if any(not row[name] for name in columns) or (number > len(rows) and text[-1] != "\n"):
             raise RunError(f"{path} must be whole, line {number} is cut off")
     return rows
 

@@ -1,0 +1,181 @@
+import json
+import shutil
+import sys
+
+import pytest
+
+from perfmodel.__main__ import main
+from perfmodel.figure import step_costs
+from perfmodel.layers import Layer
+from perfmodel.report import one_line, report
+from perfmodel.run import RunError, read_run
+from perfmodel.summary import as_dict, layer_rows, totals
+
+
+def test_what_is_read(folder):
+    run = read_run(folder)
+    assert (run.title, run.trace.steps, run.samples) == ("net on digits, msgd", 100, 128)
+    assert [(r.weight, r.madds, r.elements) for r in run.layers] == [
+        ("a.weight", 1000, 10),
+        ("b.weight", 3000, 90),
+    ]
+    assert run.trace.word_lengths("b.weight") == [8] * 50 + [16] * 50
+    assert (run.images_per_s, run.machine) == (100.0, "A processor, threads: 1")
+
+
+def test_the_rows_add_up(folder):
+    run = read_run(folder)
+    rows = layer_rows(run)
+    values = {t.name: t.value for t in totals(run)}
+    assert sum(r.cost_share for r in rows) == pytest.approx(1)
+    cost = sum(r.forward + r.backward + r.search for r in rows)
+    assert 1 / cost == pytest.approx(values["SU"])
+    assert sum(r.forward + r.backward for r in rows) == pytest.approx(1 / values["SU, no search"])
+    costs, base = step_costs(run)
+    assert base * len(costs) / costs.sum() == pytest.approx(values["SU"])
+    assert [r.size_bytes for r in rows] == [25, 180]
+    assert values["MEM with masters"] == 1 + values["MEM, weighted"]
+
+
+def test_report_says_what_is_modelled_and_what_is_measured(folder):
+    text = report(read_run(folder))
+    assert "All modelled" in text
+    assert "training, measured on A processor, threads: 1: 100 images/s" in text
+    assert "MuPPET" in text
+    assert "every layer kept at 8 bits" in text
+    assert one_line(read_run(folder)).endswith("(modelled)")
+
+
+def test_a_run_in_float32(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"optimizer": "sgd"}))
+    (folder / "trace.csv").unlink()
+    values = {t.name: t.value for t in totals(read_run(folder))}
+    assert values["SU"] == values["MEM"] == values["SZ"] == 1
+
+
+def test_without_timing(folder):
+    (folder / "timing.csv").unlink()
+    assert "measured on" not in report(read_run(folder))
+
+
+@pytest.mark.parametrize("name", ["config.json", "layers.csv", "trace.csv", "metrics.csv"])
+@pytest.mark.parametrize("damage", ["gone", "empty", "binary", "cut"])
+def test_damage_names_the_file(folder, name, damage):
+    path = folder / name
+    content = path.read_bytes()
+    damaged = {"empty": b"", "binary": b"\xff\x00\xfe", "cut": content.rstrip()[:-1]}
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(damaged[damage])
+    with pytest.raises(RunError, match=name):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("config.json", '"batch_size": 64, ', "", "missing batch_size"),
+        ("trace.csv", "30,a.weight", "x,a.weight", "step must be a whole number, got 'x'"),
+        ("trace.csv", "30,a.weight", "300,a.weight", "within 100 steps, got step 300"),
+        ("trace.csv", "a.weight,12", "a.weight,99", "wl must be 2 to 32 .* got wl=99"),
+        ("trace.csv", "30,a.weight", "30,c.weight", "the layers of layers.csv, got c.weight"),
+        ("layers.csv", "madds", "flops", "must have a column madds, .* --model"),
+        ("metrics.csv", "1,50\r\n2,100\r\n", "", "one whole epoch, got none"),
+    ],
+)
+def test_wrong_content_says_what(folder, name, old, new, message):
+    path = folder / name
+    text = path.read_bytes().decode()
+    assert old in text
+    path.write_bytes(text.replace(old, new).encode())
+    with pytest.raises(RunError, match=message) as caught:
+        read_run(folder)
+    assert name in str(caught.value)
+
+
+def test_a_model_that_differs_names_the_layers(folder, two_layers):
+    other = Layer("c", "linear", 5, 5, (), (), "c.weight", 5)
+    bigger = Layer("a", "linear", 1000, 11, (), (), "a.weight", 11)
+    with pytest.raises(
+        RunError, match=r"only in the run: b.weight; only in the model: c.weight; of"
+    ):
+        read_run(folder, [bigger, other])
+    assert read_run(folder, two_layers).layers == two_layers
+
+
+def test_command(folder, capsys):
+    main([str(folder)])
+    text = capsys.readouterr().out
+    assert str(folder / "performance.png") in text
+    assert (folder / "performance.png").read_bytes().startswith(b"\x89PNG")
+    assert report(read_run(folder)) in text
+
+
+def test_command_json(folder, capsys):
+    main([str(folder), "--json"])
+    values = json.loads(capsys.readouterr().out)
+    assert values == as_dict(read_run(folder))
+    assert [row["layer"] for row in values["modelled"]["layers"]] == ["a.weight", "b.weight"]
+    assert not (folder / "performance.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere must be a run folder, found no config.json in it"),
+        (["model", "nothing", "--input", "3"], "must be module:function, got 'nothing'"),
+        (["model", "torch.nn:Nope", "--input", "3"], "must be a model or make one: .*Nope"),
+        (["model", "torch.nn:Linear(3)", "--input", "3"], r"name or name\(argument=value\), got"),
+        (["model", "os:getcwd", "--input", "3"], "must make a torch module, got str"),
+        (["model", "torch.nn:ReLU", "--input", "3", "--dtype", "no"], "one of torch's, got 'no'"),
+    ],
+)
+def test_what_the_user_can_put_right_is_one_line(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        main(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["run", "--model", "a:b"], ["model", "a:b", "--input", "x"]]
+)
+def test_usage(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: python -m perfmodel" in capsys.readouterr().err
+
+
+def test_command_model(capsys):
+    main(["model", "train.resnet20:resnet20(width=8)", "--input", "3,32,32", "--by-layer"])
+    text = capsys.readouterr().out
+    assert "blocks.3.shortcut.0" in text
+    assert "All modelled" in text
+    assert "DIVISION, B = 8, Q = 2" in text
+    main(["model", "train.resnet20:resnet20", "--input", "3,32,32", "--json"])
+    values = json.loads(capsys.readouterr().out)["modelled"]
+    assert values["madds"] == 40_813_184
+    kept = values["kept_by_batch_of_2"]
+    assert sum(row["size_bytes"] for row in kept["by_layer"]) == kept["total_bytes"]
+
+
+def test_command_model_lists_what_it_cannot_count(tmp_path, monkeypatch, capsys):
+    code = (
+        "import torch\n"
+        "class Distances(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return torch.cdist(x, x)\n"
+    )
+    (tmp_path / "distances_net.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    main(["model", "distances_net:Distances", "--input", "4,4"])
+    assert "NOT COUNTED, unknown operations: model: aten._cdist_forward" in capsys.readouterr().out
+    sys.modules.pop("distances_net")
+
+
+def test_a_run_needs_no_torch(folder):
+    import subprocess
+
+    code = f"import sys; from perfmodel.__main__ import main; main([{str(folder)!r}, '--json'])"
+    code += "; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    shutil.rmtree(folder)
