@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from perfmodel.run import read_run
+from perfmodel.summary import totals
 from train import resnet20
 from train.config import Config
 from train.files import UserError
@@ -13,6 +15,7 @@ from train.main import own_process, run
 
 __all__ = ["main"]
 
+RUNS = Path("runs")
 DEMO = replace(resnet20.DEFAULTS, dataset="digits", epochs=40, batch_size=64, plateau_patience=4)
 
 
@@ -20,14 +23,14 @@ def main() -> None:
     """Train both, or finish what an earlier call began, and print the comparison."""
     results = {}
     for optimizer, meaning in (("sgd", "float32"), ("msgd", "fixed point")):
-        folder = Path("runs") / f"demo-{optimizer}"
+        folder = RUNS / f"demo-{optimizer}"
         config = replace(DEMO, optimizer=optimizer, run=str(folder))
         print(f"ResNet20 on handwritten digits, {meaning}", flush=True)
         try:
             results[optimizer] = train(replace(config, resume=folder.exists()))
         except UserError as error:
             sys.exit(f"python -m train.demo: error: {error}")
-    print(comparison(results))
+    print(comparison(results, modelled()))
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -37,18 +40,32 @@ def train(config: Config) -> dict[str, Any]:
     return json.loads((Path(config.run) / "result.json").read_text())
 
 
-def comparison(results: dict[str, dict[str, Any]]) -> str:
+def modelled() -> dict[str, float]:
+    """Return SU, MEM and SZ of the run in fixed point."""
+    return {t.name: t.value for t in totals(read_run(RUNS / "demo-msgd"))}
+
+
+def comparison(results: dict[str, dict[str, Any]], model: dict[str, float]) -> str:
     """Return what a reader wants to see of both runs."""
     sgd, msgd = results["sgd"], results["msgd"]
+    rows = [
+        ("speedup SU, modelled", "SU"),
+        ("  without the search", "SU, no search"),
+        ("  of inference", "SU, inference"),
+        ("word lengths MEM", "MEM"),
+        ("model size SZ", "SZ"),
+    ]
     return "\n".join(
         [
             "",
             f"{'':24}{'float32 SGD':>14}{'MSGD':>14}",
             f"{'test accuracy':24}{sgd['test_accuracy']:>14.2%}{msgd['test_accuracy']:>14.2%}",
             f"{'mean word length, bits':24}{32:>14}{msgd['mean_word_length']:>14.1f}",
+            *(f"{label:24}{1:>14}{model[name]:>14.2f}" for label, name in rows),
             f"({msgd['test_images']} test images, {msgd['epochs']} epochs, one seed)",
             "",
             "word lengths  runs/demo-msgd/word_lengths.png",
+            "by layer      .venv/bin/python -m perfmodel runs/demo-msgd",
             "TensorBoard   .venv/bin/tensorboard --logdir runs",
         ]
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import marvin
+import perfmodel
 from train.augment import batch, epoch_order, private_generator, step_indices, steps_per_epoch
 from train.config import Config
 from train.data import Parts
@@ -82,7 +83,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Training:
-    """All that takes part in a run."""
+    """All that takes part in a run; ``layers`` are what the model multiplies."""
 
     config: Config
     dataset: Dataset
@@ -92,6 +93,7 @@ class Training:
     scheduler: ReduceLROnPlateau
     folder: RunFolder
     activations: marvin.QuantizedActivations | None = None
+    layers: list[perfmodel.Layer] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
 
     def state(self) -> dict[str, Any]:

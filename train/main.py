@@ -12,6 +12,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import marvin
+import perfmodel
+from perfmodel.cost import weights_of
+from perfmodel.report import one_line
+from perfmodel.run import read_run
 from train import plot
 from train.augment import private_generator
 from train.config import Config, parse, run_folder
@@ -84,6 +88,8 @@ def prepare(config: Config, build: Build, min_side: int) -> Training:
     marvin.tnvs_(model, config.init_scale, generator=private_generator(config.seed, "weights"))
     parts = on_device(split(dataset, config.validation_share, config.limit), device)
     learning = make_learning(config, model.to(device))
+    shape = dataset.channels, dataset.side, dataset.side
+    learning["layers"] = perfmodel.layers(model, shape, unknown="list")
     return Training(config, dataset, parts, model, folder=RunFolder(folder), **learning)
 
 
@@ -140,7 +146,7 @@ def begin_or_resume(training: Training) -> None:
     changes = folder.save_environment(environment(torch.device(config.device)))
     if changes:
         print(f"resuming elsewhere, the last bits may differ: {'; '.join(changes)}")
-    names = ("layer", "shape", "elements")
+    names = ("layer", "shape", "elements", "madds")
     folder.save_rows("layers.csv", layer_rows(training), names)
     print(f"{training.dataset.name}: {training.dataset.source}")
     print(f"run folder {folder.path}", flush=True)
@@ -154,12 +160,18 @@ def check_data(state: dict[str, Any], dataset: Dataset) -> None:
 
 
 def layer_rows(training: Training) -> list[dict[str, Any]]:
-    """Return name and size of each layer that has a format of its own, in parameter order."""
+    """Return name, shape and multiply-adds of each layer that has a format, in parameter order."""
     named = training.model.named_parameters()
-    weights = [(name, p) for name, p in named if p.ndim >= 2]
+    madds = {w.name: w.madds for w in weights_of(training.layers)}
     return [
-        {"layer": name, "shape": "x".join(map(str, p.shape)), "elements": p.numel()}
-        for name, p in weights
+        {
+            "layer": name,
+            "shape": "x".join(map(str, p.shape)),
+            "elements": p.numel(),
+            "madds": madds[name],
+        }
+        for name, p in named
+        if p.ndim >= 2
     ]
 
 
@@ -179,5 +191,6 @@ def finish(training: Training) -> str:
     folder.save_result(result)
     lines = [f"test accuracy {score.accuracy:.2%} ({len(training.parts.test):,} images)"]
     if bits is not None:
-        lines += [f"mean word length {bits:.1f} bits", f"figure {plot.save(folder.path)}"]
+        lines += [f"mean word length {bits:.1f} bits", one_line(read_run(folder.path))]
+        lines.append(f"figure {plot.save(folder.path)}")
     return "\n".join([*lines, f"run folder {folder.path}"])

@@ -7,6 +7,8 @@ from tqdm import tqdm
 
 import marvin
 import marvin.tensorboard
+from perfmodel.meter import Meter
+from perfmodel.trace import Trace
 
 if TYPE_CHECKING:
     from train.loop import Progress, Training
@@ -28,6 +30,7 @@ class Report:
         folder = training.folder.tensorboard
         self._writer = SummaryWriter(str(folder), purge_step=next_step, flush_secs=10)
         self._bar: tqdm[Any] | None = None
+        self._meter = _meter(training)
         self._switches = -1  # that the curves show
         if next_step > 1 and isinstance(training.optimizer, marvin.MSGD):
             self._switches = len(training.optimizer.trace)
@@ -60,8 +63,11 @@ class Report:
         """Show one optimiser step."""
         progress, bar = training.progress, self._bar
         self._writer.add_scalar("loss/step", loss, progress.total_steps)
+        speedup = None
         if isinstance(training.optimizer, marvin.MSGD):
             self._formats(training.optimizer, progress.total_steps)
+            speedup = self._meter.speedup(training.optimizer.trace, progress.total_steps)
+            self._writer.add_scalar("speedup/so_far_modelled", speedup, progress.total_steps)
         if bar is not None and not bar.disable:
             shown = {
                 "loss": f"{progress.loss_sum / progress.seen:.3f}",
@@ -69,6 +75,8 @@ class Report:
             }
             if training.mean_word_length is not None:
                 shown["bits"] = f"{training.mean_word_length:.1f}"
+            if speedup is not None:
+                shown["SU modelled"] = f"{speedup:.2f}"
             bar.set_postfix(shown, refresh=False)
             bar.update(progress.seen - bar.n)
 
@@ -97,6 +105,13 @@ class Report:
     def _scalar(self, name: str, value: float | None, step: int) -> None:
         if value is not None:
             self._writer.add_scalar(name, value, step)
+
+
+def _meter(training: "Training") -> Meter:
+    """Return what adds up the modelled cost of the run."""
+    config = training.config
+    start = Trace((), 0, config.init_wl, config.lookback, config.resolution)
+    return Meter(training.layers, config.batch_size * config.accumulation_steps, start)
 
 
 def epoch_line(row: Row, epochs: int, images_per_s: float) -> str:
