@@ -69,7 +69,8 @@ def layers(
     A copy without values runs once on the meta device, so a model of any size takes no memory and
     the model itself is not touched: its hooks are not called, its statistics and random numbers
     do not move. It runs in the mode it is in, batch normalisation apart, which one sample alone
-    may leave without statistics.
+    may leave without statistics. The first call of a process waits for torch to load what its
+    meta device needs, about a second; ResNet-50 then takes a tenth of one.
 
     Args:
         model: Any module, on any device.

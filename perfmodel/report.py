@@ -6,7 +6,7 @@ from perfmodel.text import binary, metric, table
 
 __all__ = ["one_line", "report"]
 
-HEADER = ("layer", "kind", "MAdds", "bits min", "mean", "last", "cost", "size")
+HEADER = ("layer", "kind or shape", "MAdds", "bits min", "mean", "last", "cost", "size")
 
 
 def report(run: Run) -> str:
