@@ -107,7 +107,7 @@ class _Saves:
     def pack(self, tensor: Tensor) -> Tensor:
         """Note one tensor that autograd saves."""
         address = _address(tensor)
-        if True:
+        if address not in self._own:
             self._alive.append(tensor)
             _, savers = self._found.setdefault(address, (tensor, {}))
             savers[self._saver()] = None

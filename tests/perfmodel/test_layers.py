@@ -225,6 +225,12 @@ def test_bad_shapes(shape):
         count(nn.Linear(3, 3), *shape)
 
 
+def test_batch_norm_over_one_pixel():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    assert total_madds(count(model, 3, 3, 3)) == 4 * 27
+    assert model[1].training
+
+
 def test_several_inputs():
     found = perfmodel.layers(Call(lambda a, b: a @ b), ((2, 3), (3, 4)))
     assert total_madds(found) == 24
