@@ -10,7 +10,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/python -m train.demo
 
 test: $(VENV)/installed-dev
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff format --check .
