@@ -48,6 +48,8 @@ class Division:
         """
         planes, sides = _planes(shape)
         elements = planes * math.prod(sides)
+        if elements == 0:
+            return 0
         if math.prod(sides) == 1:
             return 2 * elements
         means = planes * math.prod(self._blocks(side) for side in sides)
@@ -59,9 +61,9 @@ class Division:
 
 
 def _planes(shape: Sequence[int]) -> tuple[int, Sequence[int]]:
-    if len(shape) < 4:
-        return math.prod(shape[:-1]), shape[-1:]
-    return shape[0] * shape[1], shape[2:]
+    sides = min(len(shape), max(1, min(len(shape) - 2, 3)))
+    leading = len(shape) - sides
+    return math.prod(shape[:leading]), shape[leading:]
 
 
 def conv_block_ratio(side: int, block: int = 8, bits: int = 2) -> float:

@@ -1,0 +1,96 @@
+"""``compress`` and ``decompress`` as operators of PyTorch, which ``torch.compile`` keeps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels.division import reference
+from fixedpoint_kernels.division.layout import Layout
+from fixedpoint_kernels.philox import Key
+
+
+@torch.library.custom_op("fixedpoint_kernels::division_compress", mutates_args=())
+def compress(
+    x: Tensor, block: int | None, bits: int, seed: int, stream: int, spatial: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``fixedpoint_kernels.division.compress``; return means, codes and ranges."""
+    layout, key = Layout.checked(x, block, bits, spatial), Key.checked(seed, stream)
+    means, codes, ranges = _empty_parts(x, layout)
+    if layout.planes and layout.elements == 1 and layout.block is not None:
+        means.copy_(x.detach().reshape(means.shape))
+    elif layout.planes:
+        _implementation(x).compress(x.contiguous(), means, codes, ranges, layout, key)
+    return means, codes, ranges
+
+
+@torch.library.custom_op("fixedpoint_kernels::division_decompress", mutates_args=())
+def decompress(  # noqa: PLR0913  an operator takes plain values
+    means: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    block: int | None,
+    bits: int,
+    spatial: int,
+    is_channels_last: bool = False,
+) -> Tensor:
+    """See ``fixedpoint_kernels.division.decompress``; the last six are those of ``Layout``."""
+    layout = Layout(tuple(shape), dtype, block, bits, spatial, is_channels_last)
+    _check_parts((means, codes, ranges), layout)
+    out = torch.empty(layout.shape, dtype=dtype, device=means.device)
+    if layout.planes and layout.elements == 1 and layout.block is not None:
+        out.copy_(means.view(out.shape))
+    elif layout.planes:
+        parts = means.contiguous(), codes.contiguous(), ranges.contiguous()
+        _implementation(means).decompress(*parts, out, layout)
+    return out.contiguous(memory_format=layout.memory_format)
+
+
+@compress.register_fake
+def _(
+    x: Tensor, block: int | None, bits: int, seed: int, stream: int, spatial: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_parts(x, Layout.checked(x, block, bits, spatial))
+
+
+@decompress.register_fake
+def _(  # noqa: PLR0913
+    means: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    block: int | None,
+    bits: int,
+    spatial: int,
+    is_channels_last: bool = False,
+) -> Tensor:
+    layout = Layout(tuple(shape), dtype, block, bits, spatial, is_channels_last)
+    out = means.new_empty(layout.shape, dtype=dtype)
+    return out.contiguous(memory_format=layout.memory_format)
+
+
+def _empty_parts(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(layout.means_shape, dtype=torch.bfloat16),
+        x.new_empty(layout.codes_shape, dtype=torch.uint8),
+        x.new_empty(layout.ranges_shape, dtype=torch.bfloat16),
+    )
+
+
+def _check_parts(parts: tuple[Tensor, ...], layout: Layout) -> None:
+    wanted = layout.means_shape, layout.codes_shape, layout.ranges_shape
+    came = tuple(tuple(part.shape) for part in parts)
+    dtypes = tuple(part.dtype for part in parts)
+    if came != wanted or dtypes != (torch.bfloat16, torch.uint8, torch.bfloat16):
+        raise ValueError(
+            f"a map of shape {layout.shape} is kept as bfloat16, uint8 and bfloat16 tensors of "
+            f"shapes {wanted}, got {dtypes} of shapes {came}"
+        )
+
+
+def _implementation(x: Tensor) -> Any:
+    return reference
