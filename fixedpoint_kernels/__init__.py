@@ -1,6 +1,6 @@
 """Fixed-point rounding, bit packing and histograms for PyTorch, on CPU and GPU."""
 
-from fixedpoint_kernels import few_bit
+from fixedpoint_kernels import few_bit, forward_save
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram import histogram_candidates
 from fixedpoint_kernels.packing import pack, unpack
@@ -17,6 +17,7 @@ __all__ = [
     "decode",
     "encode",
     "few_bit",
+    "forward_save",
     "histogram_candidates",
     "pack",
     "quantize",

@@ -1,0 +1,97 @@
+"""What a conversion did, by name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Call", "Kept", "Replaced", "Report"]
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A module that now keeps less.
+
+    Args:
+        layer: Its first name, ``""`` for the model itself.
+        module: Its class.
+        keeps: What it keeps in place of a tensor.
+        note: What else is different, ``""`` if nothing.
+    """
+
+    layer: str
+    module: str
+    keeps: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A module that stays as it was.
+
+    Args:
+        layer: Its first name, ``""`` for the model itself.
+        module: Its class.
+        reason: Why.
+    """
+
+    layer: str
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function that a module calls, which a conversion cannot replace.
+
+    Args:
+        layer: The module that calls it, ``""`` for the model itself.
+        function: Its name.
+    """
+
+    layer: str
+    function: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``convert`` did.
+
+    Args:
+        replaced: Modules that keep less, in the model's order; a module with two names once.
+        kept: Modules that stay as they were, and why.
+        calls: Activation functions called in a ``forward``; None where no sample input was given.
+        saves_nothing: Layers replaced whose tensors another operation keeps anyway; None where no
+            sample input was given.
+    """
+
+    replaced: tuple[Replaced, ...]
+    kept: tuple[Kept, ...]
+    calls: tuple[Call, ...] | None = None
+    saves_nothing: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        parts = [
+            _part("replaced", [_replaced(r) for r in self.replaced]),
+            _part("not replaced", [(k.layer, k.module, k.reason) for k in self.kept]),
+        ]
+        if self.calls is None:
+            parts.append("functions called in a forward are not looked for without sample_input\n")
+        else:
+            calls = [(c.layer, c.function, "a call is not a module") for c in self.calls]
+            parts.append(_part("called and not replaced", calls))
+        if self.saves_nothing:
+            names = ", ".join(name or "the model" for name in self.saves_nothing)
+            parts.append(f"save nothing, for another operation keeps the same tensor: {names}\n")
+        return "".join(parts).rstrip("\n")
+
+
+def _replaced(row: Replaced) -> tuple[str, str, str]:
+    return row.layer, row.module, "; ".join(filter(None, [row.keeps, row.note]))
+
+
+def _part(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
+    if not rows:
+        return f"{title}: nothing\n"
+    named = [(layer or "(model)", kind, text) for layer, kind, text in rows]
+    wide = [max(len(row[i]) for row in named) for i in (0, 1)]
+    lines = [f"  {a:<{wide[0]}}  {b:<{wide[1]}}  {text}\n" for a, b, text in named]
+    return f"{title}: {len(rows)}\n{''.join(lines)}"
