@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -15,11 +16,33 @@ def is_parallel(elements: int) -> bool:
 
     A forked child (a ``DataLoader`` worker) must not: GNU OpenMP kills it there.
     """
-    return (
+    parallel = (
         elements >= _PARALLEL_FROM
         and torch.get_num_threads() > 1
         and multiprocessing.parent_process() is None
     )
+    if parallel:
+        _start()
+    return parallel
+
+
+def thread_count() -> int:
+    """Return how many threads a parallel kernel has."""
+    from numba import get_num_threads  # takes half a second to import
+
+    _start()
+    return get_num_threads()
+
+
+@cache
+def _start() -> None:
+    """Start Numba's threads. Theirs may be torch's OpenMP, whose number of threads they set."""
+    from numba import get_num_threads
+
+    own = torch.get_num_threads()
+    get_num_threads()  # starts them
+    if torch.get_num_threads() != own:
+        torch.set_num_threads(own)
 
 
 def compile_both(kernel: FunctionType) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import get_num_threads, njit, prange
+from numba import njit, prange
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
@@ -12,7 +12,7 @@ from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import philox, to_uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
-from fixedpoint_kernels.threads import compile_both, is_parallel
+from fixedpoint_kernels.threads import compile_both, is_parallel, thread_count
 
 _HALF = np.uint64(32)
 
@@ -108,7 +108,7 @@ def sampled(
 ) -> Tensor:
     """See ``reference.sampled``."""
     parallel = is_parallel(x.numel())
-    parts = np.zeros((get_num_threads() if parallel else 1, len(fmts) + 1, bins.resolution), int)
+    parts = np.zeros((thread_count() if parallel else 1, len(fmts) + 1, bins.resolution), int)
     rows = [(fmt.scale, fmt.lsb, *float_bounds(fmt)) for fmt in fmts]
     numbers = np.array(rows, np.float32).reshape(-1, 4)
     kernel = _sampled_parallel if parallel else _sampled_serial
@@ -121,7 +121,7 @@ def cells(x: Tensor, bins: Bins, grid: Cells) -> tuple[Tensor, Tensor]:
     """See ``reference.cells``."""
     # a second table costs more than a second thread gains while the values are fewer than cells
     parallel = is_parallel(x.numel()) and x.numel() > 4 * grid.size
-    parts = get_num_threads() if parallel else 1
+    parts = thread_count() if parallel else 1
     own = np.zeros((parts, bins.resolution), np.int64)
     table = np.zeros((parts, grid.size, 2), np.int64)
     kernel = _cells_parallel if parallel else _cells_serial

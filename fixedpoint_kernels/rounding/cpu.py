@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from numba import carray, get_num_threads, njit, prange, types
+from numba import carray, njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
@@ -18,7 +18,7 @@ from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
-from fixedpoint_kernels.threads import compile_both, is_parallel
+from fixedpoint_kernels.threads import compile_both, is_parallel, thread_count
 from fixedpoint_kernels.vectors import I8, Vector
 
 _BLOCK = 128  # elements of one vector: four of the longest that processors have, as 64-bit lanes
@@ -177,7 +177,7 @@ def _tables(xs: tuple[int, ...], ys: tuple[int, ...], sizes: tuple[int, ...]) ->
 def _shared(left: np.ndarray) -> np.ndarray:
     """Order tasks so that each thread, which gets an equal stretch of them, has as much to do."""
     by_size = np.argsort(-np.minimum(left, _TASK), kind="stable")
-    threads = get_num_threads()
+    threads = thread_count()
     return np.concatenate([by_size[thread::threads] for thread in range(threads)])
 
 

@@ -22,6 +22,17 @@ child.join(60)
 sys.exit(child.exitcode)
 """
 
+NUMBERS = """
+import torch
+from fixedpoint_kernels import FixedPoint, quantize, quantize_many
+
+for threads in 1, 3:
+    torch.set_num_threads(threads)
+    quantize(torch.ones(60_000), FixedPoint(8, 4))
+    quantize_many([torch.ones(60_000)], [FixedPoint(8, 4)])
+    assert torch.get_num_threads() == threads, torch.get_num_threads()
+"""
+
 
 @pytest.mark.parametrize("module", [few_bit, histogram, packing, rounding])
 def test_serial_and_parallel_kernels_share_no_cache(module):
@@ -31,9 +42,11 @@ def test_serial_and_parallel_kernels_share_no_cache(module):
     assert len(places) == len(cached) >= 4
 
 
-def test_a_forked_child_runs_the_serial_kernel():
+@pytest.mark.parametrize("script", [FORK, NUMBERS])
+def test_in_a_new_process(script):
+    """A forked child runs the serial kernel; torch's number of threads is left alone."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK], env=environment, timeout=120, check=False
+        [sys.executable, "-W", "ignore", "-c", script], env=environment, timeout=120, check=False
     )
     assert done.returncode == 0
