@@ -13,7 +13,7 @@ from train.config import Config
 from train.files import UserError
 from train.records import RunFolder
 
-__all__ = ["main", "table"]
+__all__ = ["main", "spread", "table"]
 
 HEADER = (
     "| model | data | optimizer | epochs | seeds | test accuracy, % | mean word length, bits |\n"
@@ -73,10 +73,10 @@ def row(runs: Sequence[Finished]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], digits: int = 2) -> str:
     """Return the mean, and the standard deviation where there are several values."""
-    mean = f"{statistics.mean(values):.2f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.2f}"
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 if __name__ == "__main__":
