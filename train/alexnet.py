@@ -12,28 +12,34 @@ MIN_SIDE = 32  # a stride of 4 and three poolings leave 1x1
 DEFAULTS = Config(model="alexnet", width=64, buffer_bits=4, lr=0.02)
 
 
-def alexnet(classes: int = 10, channels: int = 3, width: int = 64) -> nn.Sequential:
+def alexnet(
+    classes: int = 10,
+    channels: int = 3,
+    width: int = 64,
+    activation: type[nn.Module] = nn.ReLU,
+) -> nn.Sequential:
     """Return AlexNet for small images, without dropout; 2,471,104 weights for CIFAR-10.
 
     Args:
         classes: Number of classes.
         channels: Colour channels of the images, 32x32.
         width: Channels of the first convolution; the others have 3, 6, 4 and 4 times as many.
+        activation: Makes the activation functions.
     """
     w = width
     layers = {
         "conv1": nn.Conv2d(channels, w, 11, stride=4, padding=5),
-        "relu1": nn.ReLU(),
+        "relu1": activation(),
         "pool1": nn.MaxPool2d(2),
         "conv2": nn.Conv2d(w, 3 * w, 5, padding=2),
-        "relu2": nn.ReLU(),
+        "relu2": activation(),
         "pool2": nn.MaxPool2d(2),
         "conv3": nn.Conv2d(3 * w, 6 * w, 3, padding=1),
-        "relu3": nn.ReLU(),
+        "relu3": activation(),
         "conv4": nn.Conv2d(6 * w, 4 * w, 3, padding=1),
-        "relu4": nn.ReLU(),
+        "relu4": activation(),
         "conv5": nn.Conv2d(4 * w, 4 * w, 3, padding=1),
-        "relu5": nn.ReLU(),
+        "relu5": activation(),
         "pool5": nn.MaxPool2d(2),
         "flatten": nn.Flatten(),
         "fc": nn.Linear(4 * w, classes),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from train.activations import ACTIVATIONS
 from train.data import NAMES
 
 __all__ = ["MSGD_KEYWORDS", "SGD_KEYWORDS", "Config", "from_dict", "parse", "run_folder", "to_dict"]
@@ -33,6 +34,11 @@ class Config:
 
     model: str = field(default="resnet20")
     width: int = option(16, "channels of the first stage; the paper's is the default")
+    activation: str = option("relu", "activation function of every layer", *ACTIVATIONS)
+    forward_save: str = option(
+        "none", "what is kept for backward in place of whole tensors", "none", "few-bit"
+    )
+    bits: int = option(3, "few-bit: bits an element that activations keep")
 
     dataset: str = option("auto", "what to learn; auto: the first that is present", *NAMES)
     data_dir: str = option("data", "folder of data sets; cifar10 and cifar100 are downloaded to it")
@@ -112,6 +118,7 @@ class Config:
         self._require("validation_share", 0 <= self.validation_share < 1, "0 to below 1")
         self._require("plateau_factor", 0 < self.plateau_factor < 1, "between 0 and 1")
         self._require("init_scale", self.init_scale > 0, "above 0")
+        self._require("bits", 1 <= self.bits <= 8, "1 to 8")
 
     def _require(self, name: str, is_met: bool, required: str) -> None:
         if not is_met:

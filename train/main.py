@@ -13,10 +13,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import marvin
 import perfmodel
+from fixedpoint_kernels import forward_save
 from perfmodel.cost import weights_of
 from perfmodel.report import one_line
 from perfmodel.run import read_run
 from train import plot
+from train.activations import ACTIVATIONS
 from train.augment import private_generator
 from train.config import Config, parse, run_folder
 from train.data import Parts, enlarge, load, split
@@ -29,7 +31,7 @@ from train.report import Report
 
 __all__ = ["main", "prepare", "run"]
 
-Build = Callable[[int, int, int], nn.Module]  # classes, channels, width
+Build = Callable[[int, int, int, type[nn.Module]], nn.Module]  # the last makes activations
 
 
 def main(defaults: Config, build: Build, min_side: int, argv: Sequence[str] | None = None) -> None:
@@ -60,7 +62,7 @@ def run(config: Config, build: Build, min_side: int) -> str:
 
     Args:
         config: What to do.
-        build: Makes the model of classes, channels and width.
+        build: Makes the model of classes, channels, width and the class of its activations.
         min_side: Smallest image the model takes; smaller ones are enlarged.
 
     Returns:
@@ -84,13 +86,21 @@ def prepare(config: Config, build: Build, min_side: int) -> Training:
     config = dataclasses.replace(config, dataset=dataset.name, device=str(device))
     folder = run_folder(config)
     config = dataclasses.replace(config, run=str(folder))
-    model = build(dataset.classes, dataset.channels, config.width)
+    activation = ACTIVATIONS[config.activation]
+    model = build(dataset.classes, dataset.channels, config.width, activation)
     marvin.tnvs_(model, config.init_scale, generator=private_generator(config.seed, "weights"))
     parts = on_device(split(dataset, config.validation_share, config.limit), device)
     learning = make_learning(config, model.to(device))
     shape = dataset.channels, dataset.side, dataset.side
     learning["layers"] = perfmodel.layers(model, shape, unknown="list")
+    keep_less(config, model)
     return Training(config, dataset, parts, model, folder=RunFolder(folder), **learning)
+
+
+def keep_less(config: Config, model: nn.Module) -> None:
+    """Convert ``model`` as ``--forward-save`` asks."""
+    if config.forward_save == "few-bit":
+        forward_save.convert(model, few_bit=config.bits)
 
 
 def choose_device(name: str) -> torch.device:

@@ -18,18 +18,19 @@ class Block(nn.Module):
     Args:
         inputs: Channels coming in.
         outputs: Channels going out; where they differ, the first convolution halves the image.
+        activation: Makes the activation functions.
     """
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, activation: type[nn.Module] = nn.ReLU):
         super().__init__()
         stride = 1 if inputs == outputs else 2
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(outputs)
-        self.relu1 = nn.ReLU()
+        self.relu1 = activation()
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Identity() if inputs == outputs else _projection(inputs, outputs)
-        self.relu2 = nn.ReLU()
+        self.relu2 = activation()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``relu(f(x) + shortcut(x))``."""
@@ -50,16 +51,23 @@ class ResNet20(nn.Module):
         classes: Number of classes.
         channels: Colour channels of the images, at least 8x8.
         width: Channels of the first of three stages; each next one doubles them.
+        activation: Makes the activation functions.
     """
 
-    def __init__(self, classes: int = 10, channels: int = 3, width: int = 16):
+    def __init__(
+        self,
+        classes: int = 10,
+        channels: int = 3,
+        width: int = 16,
+        activation: type[nn.Module] = nn.ReLU,
+    ):
         super().__init__()
         self.conv = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU()
+        self.relu = activation()
         widths = [width] * 4 + [2 * width] * 3 + [4 * width] * 3
         pairs = itertools.pairwise(widths)
-        self.blocks = nn.Sequential(*(Block(before, after) for before, after in pairs))
+        self.blocks = nn.Sequential(*(Block(*pair, activation) for pair in pairs))
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(4 * width, classes)
 
@@ -69,9 +77,14 @@ class ResNet20(nn.Module):
         return self.fc(self.pool(x).flatten(1))
 
 
-def resnet20(classes: int = 10, channels: int = 3, width: int = 16) -> ResNet20:
+def resnet20(
+    classes: int = 10,
+    channels: int = 3,
+    width: int = 16,
+    activation: type[nn.Module] = nn.ReLU,
+) -> ResNet20:
     """Return ResNet20; see ``ResNet20``. 270,896 weights for CIFAR-10."""
-    return ResNet20(classes, channels, width)
+    return ResNet20(classes, channels, width, activation)
 
 
 if __name__ == "__main__":

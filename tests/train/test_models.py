@@ -42,3 +42,10 @@ def test_functions_are_modules_so_that_hooks_see_them():
         kinds = {type(m) for m in model.modules()}
         assert nn.ReLU in kinds
         assert kinds & {nn.AdaptiveAvgPool2d, nn.MaxPool2d}
+
+
+@pytest.mark.parametrize("build", [resnet20.resnet20, alexnet.alexnet])
+def test_every_activation_is_the_one_asked_for(build):
+    kinds = [type(m) for m in build(10, 3, 2, nn.SiLU).modules()]
+    assert nn.ReLU not in kinds
+    assert kinds.count(nn.SiLU) == (19 if build is resnet20.resnet20 else 5)

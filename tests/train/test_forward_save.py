@@ -1,0 +1,64 @@
+"""The flags that choose activations and what is kept for backward."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from fixedpoint_kernels import few_bit
+from train.activations import ACTIVATIONS
+from train.config import parse
+from train.main import prepare
+from train.resnet20 import DEFAULTS, MIN_SIDE, resnet20
+
+
+def prepared(config, **changes):
+    return prepare(dataclasses.replace(config, **changes), resnet20, MIN_SIDE)
+
+
+def test_flags():
+    got = parse(DEFAULTS, ["--forward-save", "few-bit", "--bits", "2", "--activation", "gelu"])
+    assert (got.forward_save, got.bits, got.activation) == ("few-bit", 2, "gelu")
+    assert DEFAULTS.forward_save == "none"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--bits 9", "--bits must be 1 to 8, got 9"),
+        ("--activation step", "invalid choice: 'step'"),
+        ("--forward-save all", "invalid choice: 'all'"),
+    ],
+)
+def test_bad_values_end_with_a_message(words, message, capsys):
+    with pytest.raises(SystemExit):
+        parse(DEFAULTS, words.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_has_a_few_bit_one(tiny, name):
+    training = prepared(tiny, activation=name, forward_save="few-bit", bits=2)
+    kinds = {type(m).__name__ for m in training.model.modules() if hasattr(m, "weight")}
+    assert ACTIVATIONS[name].__name__ in kinds
+    kind = getattr(few_bit, ACTIVATIONS[name].__name__)
+    assert sum(isinstance(m, kind) for m in training.model.modules()) == 19
+
+
+def test_nothing_is_converted_unless_asked(tiny):
+    kinds = {type(m) for m in prepared(tiny).model.modules()}
+    assert nn.ReLU in kinds
+    assert few_bit.ReLU not in kinds
+
+
+def test_an_exact_code_changes_no_bit_of_a_run(run, tiny, tmp_path):
+    """ReLU's code of 1 bit is exact, so the run is the one without it."""
+    run(dataclasses.replace(tiny, run=str(tmp_path / "exact")))
+    run(dataclasses.replace(tiny, run=str(tmp_path / "few"), forward_save="few-bit"))
+    exact, few = (
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        for name in ("exact", "few")
+    )
+    for name, value in exact["model"].items():
+        torch.testing.assert_close(few["model"][name], value, rtol=0, atol=0)
