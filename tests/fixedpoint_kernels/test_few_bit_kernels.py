@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import few_bit
-from fixedpoint_kernels.few_bit import cpu, gpu, named, operators, reference
+from fixedpoint_kernels.few_bit import cpu, gpu, lookup, named, operators, reference
 from fixedpoint_kernels.few_bit.table import number
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,13 +28,16 @@ def planes_of(x, table, implementation=reference):
     return planes
 
 
-def assert_same(x, table, grad=None, dtype=torch.float32):
+EXECUTIONS = (cpu, "cpu"), (gpu, DEVICE)
+
+
+def assert_same(x, table, grad=None, dtype=torch.float32, executions=EXECUTIONS):
     """Compare both kernels with the reference, on poisoned memory."""
     grad = torch.randn(x.numel()) if grad is None else grad
     planes = planes_of(x, table)
     expected = torch.empty(x.numel(), dtype=dtype)
     reference.decode(grad, planes, expected, table)
-    for implementation, device in ((cpu, "cpu"), (gpu, DEVICE)):
+    for implementation, device in executions:
         again = planes_of(x.to(device), table, implementation)
         torch.testing.assert_close(again.cpu(), planes, rtol=0, atol=0)
         product = torch.empty(x.numel(), dtype=dtype, device=device)
@@ -80,6 +83,37 @@ def test_kernels_equal_the_reference_everywhere(data):
     assert np.array_equal(product.numpy(), table(np.array(x, np.float32)))
 
 
+@pytest.mark.parametrize(
+    ("borders", "is_indexed"),
+    [
+        (np.linspace(-9, 9, 32), True),  # one more than registers hold
+        (np.cumsum(np.random.default_rng(0).uniform(0.1, 1, 511)) - 100, True),
+        (np.geomspace(1e-40, 3e38, 200), False),  # most of them in one part of the axis
+        (np.linspace(-3e38, 3e38, 40), False),  # the difference is not a float32
+        (np.arange(1, 60) * 1e-45, False),  # nor is its reciprocal
+        (np.linspace(1, 1 + 63 * 2**-23, 64), True),
+    ],
+    ids=["least", "most", "far", "wide", "narrow", "neighbours"],
+)
+def test_many_borders(borders, is_indexed):
+    borders = borders.astype(np.float32)
+    ranks = np.arange(len(borders) + 1) % 200
+    table = number(borders, ranks, np.linspace(-1, 1, 200))
+    assert (lookup.index_of(table) is not None) == is_indexed
+    beside = [np.nextafter(borders, np.float32(to)) for to in (-np.inf, np.inf)]
+    x = np.concatenate([borders, *beside, np.array(SPECIAL, np.float32)])
+    product = assert_same(torch.from_numpy(x), table, grad=torch.ones(len(x)))
+    assert np.array_equal(product.numpy(), table(x))
+
+
+@pytest.mark.parametrize("weight", named.SHIPPED_WEIGHTS)
+@pytest.mark.parametrize("name", named.SHIPPED)
+def test_no_shipped_table_needs_a_search(name, weight):
+    for bits in range(5, 9):
+        table = named.table_of(*named.resolve(name), bits, weight)
+        assert len(table.borders) <= 31 or lookup.index_of(table) is not None
+
+
 @pytest.mark.parametrize(("x", "out"), list(itertools.product(FLOATS, FLOATS)), ids=str)
 def test_every_dtype(x, out):
     for bits in (3, 6):
@@ -92,7 +126,7 @@ def test_the_parallel_kernel_equals_the_reference(bits):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert_same(with_special(60_001), table_of("gelu", bits))
+        assert_same(with_special(60_001), table_of("gelu", bits), executions=EXECUTIONS[:1])
     finally:
         torch.set_num_threads(threads)
 
