@@ -1,0 +1,194 @@
+"""Kill, starve and damage training runs, and check that nothing is lost.
+
+    python -m benchmarks.soak --kills 50 --damages 300
+
+A run is killed (SIGKILL) at random instants, half of the time while a checkpoint is being
+written, and resumed each time; it must end as a run that was never stopped, bit for bit. Then a
+run that may write no more (as on a full disk), and damaged checkpoints: each must be refused with
+one line that names the file, or be whole. Ends with status 1 at the first that is not.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.files import UserError
+from train.records import RunFolder
+
+ROOT = Path(__file__).parent.parent
+FLAGS = """--dataset digits --width 4 --limit 120 --batch-size 8 --epochs 3 --lr 0.02
+--checkpoint-steps 2 --lookback 5 9 --device cpu"""
+ADDED_BY_LOADING = {"differentiable"}  # a constant of torch's in every parameter group
+SAME = "metrics.csv", "trace.csv", "layers.csv", "result.json"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--damages", type=int, default=300, help="of a checkpoint, three kinds")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    chance = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        begin = time.monotonic()
+        if start(folder / "whole").wait():
+            sys.exit("the run that is not stopped failed")
+        whole_s = time.monotonic() - begin
+        counts = kill(folder, whole_s, arguments.kills, chance)
+        counts |= starve(folder)
+        counts |= damage(folder / "whole", arguments.damages, chance)
+    print(json.dumps({"seed": arguments.seed, **counts}, indent=2))
+
+
+def start(run: Path, *more: str, limit_bytes: int | None = None) -> subprocess.Popen[str]:
+    """Start a small run, which resumes where there is one."""
+    resume = ["--resume"] if (run / "config.json").exists() else []
+    command = [sys.executable, "-m", "train.resnet20", "--run", str(run), *FLAGS.split()]
+
+    def limit() -> None:
+        if limit_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
+
+    return subprocess.Popen(
+        [*command, *resume, *more],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit,
+    )
+
+
+def kill(folder: Path, whole_s: float, kills: int, chance: random.Random) -> dict[str, int]:
+    """Kill and resume until there were so many kills and the last run has ended."""
+    counts = Counter[str]()
+    while counts["kills"] < kills:
+        run = folder / f"killed{counts['runs that were killed and ended equal']}"
+        ended = False
+        while not ended:
+            process = start(run)
+            in_write = chance.random() < 0.5
+            if counts["kills"] < kills:
+                wait(process, run, in_write, chance.uniform(0, whole_s))
+                process.kill()
+            _, errors = process.communicate()
+            ended = process.returncode == 0
+            if not ended:
+                if process.returncode != -signal.SIGKILL:
+                    sys.exit(f"a resumed run failed: {errors}")
+                counts["kills"] += 1
+                counts["kills with a file half written"] += bool(half_written(run))
+        check_same(run, folder / "whole")
+        counts["runs that were killed and ended equal"] += 1
+    return dict(counts)
+
+
+def wait(process: subprocess.Popen[str], run: Path, in_write: bool, seconds: float) -> None:
+    """Wait a while, and then for a file that is half written if ``in_write``."""
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.001)
+    while in_write and process.poll() is None and not half_written(run):
+        pass
+
+
+def half_written(run: Path) -> list[Path]:
+    """Return the temporary files that a kill left, or that are being written."""
+    return list(run.glob(".*.tmp"))
+
+
+def check_same(run: Path, whole: Path) -> None:
+    """End the process unless two runs have the same bits."""
+    for name in SAME:
+        if (run / name).read_bytes() != (whole / name).read_bytes():
+            sys.exit(f"{name} differs from that of the run that was never stopped")
+    mine, theirs = RunFolder(run).load_checkpoint(), RunFolder(whole).load_checkpoint()
+    if not is_same(mine, theirs):
+        sys.exit("the last checkpoint differs from that of the run that was never stopped")
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Say whether two states are equal, tensors bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        keys = a.keys() - ADDED_BY_LOADING
+        return keys == b.keys() - ADDED_BY_LOADING and all(is_same(a[key], b[key]) for key in keys)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    return repr(a) == repr(b)  # NaN too
+
+
+def starve(folder: Path) -> dict[str, int]:
+    """Forbid files above sizes below a checkpoint's, then resume without the limit."""
+    full = (folder / "whole/checkpoint.pt").stat().st_size
+    limits = full // 2, full - 1, 1000
+    for i, limit_bytes in enumerate(limits):
+        run = folder / f"starved{i}"
+        process = start(run, limit_bytes=limit_bytes)
+        _, errors = process.communicate()
+        if process.returncode != 1 or "File too large" not in errors:
+            sys.exit(f"a run that may not write must say so, got {process.returncode}: {errors}")
+        if half_written(run):
+            sys.exit("a run that may not write left a file half written")
+        if start(run).wait():
+            sys.exit("a run that could not write did not go on")
+        check_same(run, folder / "whole")
+    return {"disks full": len(limits)}
+
+
+def damage(whole: Path, damages: int, chance: random.Random) -> dict[str, int]:
+    """Load checkpoints that are cut, have a bit flipped, or are something else."""
+    content = (whole / "checkpoint.pt").read_bytes()
+    state = RunFolder(whole).load_checkpoint()
+    kinds: list[Callable[[], bytes]] = [
+        lambda: content[: chance.randrange(len(content))],
+        lambda: flipped(content, chance.randrange(8 * len(content))),
+        lambda: chance.randbytes(chance.randrange(1000)),
+    ]
+    counts = Counter[str]({"damaged checkpoints": damages})
+    run = RunFolder(whole.parent / "damaged")
+    shutil.copytree(whole, run.path)
+    for i in range(damages):
+        run.checkpoint.write_bytes(kinds[i % len(kinds)]())
+        try:
+            loaded = run.load_checkpoint()
+        except UserError as error:
+            if str(run.checkpoint) not in str(error):
+                sys.exit(f"the message must name the file, got {error}")
+            counts["of these refused by name"] += 1
+            continue
+        if not is_same(loaded, state):
+            sys.exit("a damaged checkpoint was loaded as if it were whole")
+        counts["of these whole, the bit being of no value's"] += 1
+    return dict(counts)
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    """Return ``content`` with one bit flipped."""
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+if __name__ == "__main__":
+    main()
