@@ -1,0 +1,204 @@
+import json
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fixedpoint_kernels import FixedPoint, quantize
+from marvin.export import ExportError, packed, safetensors
+
+
+def state(wl=7, fl=5, dtype=torch.float32):
+    fmt = FixedPoint(wl, fl)
+    weight = torch.randn(3, 5, 2)
+    return {
+        "conv.weight": quantize(weight, fmt, rounding="nearest").to(dtype),
+        "conv.bias": torch.randn(3),
+        "bn.num_batches_tracked": torch.tensor(7),
+        "empty": torch.zeros(0, 4),
+    }, {"conv.weight": fmt}
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wl", range(2, 33))
+def test_round_trip_loses_nothing(wl, tmp_path):
+    values, formats = state(wl, wl - 2)
+    file = tmp_path / "sub" / "net.safetensors"
+    size = packed.save(packed.pack_state(values, formats, {"in": FixedPoint(8, 4)}), file)
+    assert file.stat().st_size == size
+    loaded = packed.load(file)
+    assert_same(loaded.state_dict(), values)
+    assert loaded.formats == formats
+    assert loaded.activations == {"in": FixedPoint(8, 4)}
+    assert [p.name for p in file.parent.iterdir()] == [file.name]
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), st.integers(-31, 31))
+def test_codes_of_32_bits_survive(numbers, fl):
+    fmt = FixedPoint(32, fl)
+    codes = torch.tensor(numbers, dtype=torch.int32)
+    dtypes = {"w": torch.float32}
+    content = packed.to_bytes(packed.Packed({"w": codes}, {"w": fmt}, dtypes, {}, {}))
+    assert torch.equal(packed.from_bytes(content).codes["w"], codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes_come_back(dtype):
+    values, formats = state(6, 4, dtype)
+    loaded = packed.from_bytes(packed.to_bytes(packed.pack_state(values, formats)))
+    assert_same(loaded.state_dict(), values)
+
+
+def test_the_library_reads_the_file(tmp_path):
+    library = pytest.importorskip("safetensors.torch")
+    values, formats = state()
+    packed.save(packed.pack_state(values, formats), tmp_path / "net")
+    theirs = library.load_file(tmp_path / "net")
+    assert_same({"conv.bias": theirs["conv.bias"]}, {"conv.bias": values["conv.bias"]})
+    assert theirs["conv.weight"].shape == ((30 * 7 + 7) // 8,)
+    tensors, metadata = safetensors.read(library.save(values, {"a": "b"}))
+    assert_same(tensors, values)
+    assert metadata == {"a": "b"}
+
+
+def test_sizes():
+    values, formats = state()
+    rows = {row.name: row for row in packed.sizes(packed.pack_state(values, formats))}
+    assert (rows["conv.weight"].packed_bytes, rows["conv.weight"].float_bytes) == (27, 120)
+    assert (rows["conv.bias"].packed_bytes, rows["conv.bias"].fmt) == (12, None)
+
+
+def test_values_between_the_numbers_are_refused():
+    values, formats = state()
+    values["conv.weight"][0, 0, 0] = 0.001
+    with pytest.raises(ExportError, match=r"conv.weight must hold numbers of <7, 5>, got 1 of 30"):
+        packed.pack_state(values, formats)
+    values["conv.weight"][0, 0, 0] = torch.nan
+    with pytest.raises(ExportError, match="got 1 of 30"):
+        packed.pack_state(values, formats)
+    with pytest.raises(ExportError, match="in the state, got other"):
+        packed.pack_state(values, {"other": FixedPoint(8, 4)})
+    with pytest.raises(ExportError, match="must be a floating tensor"):
+        packed.pack_state(values, {"bn.num_batches_tracked": FixedPoint(8, 4)})
+
+
+def content():
+    torch.manual_seed(0)
+    return packed.to_bytes(packed.pack_state(*state()))
+
+
+def test_every_flipped_bit_is_noticed():
+    whole = content()
+    original = packed.from_bytes(whole)
+    harmless = 0
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            got = packed.from_bytes(bytes(damaged))
+        except ExportError:
+            continue
+        harmless += 1  # blanks of the header, of which JSON has several kinds
+        assert_same(got.state_dict(), original.state_dict())
+        assert got.formats == original.formats
+    assert harmless <= 50
+
+
+def test_every_truncation_and_any_garbage_is_noticed():
+    whole, chance = content(), random.Random(0)
+    for length in range(len(whole)):
+        with pytest.raises(ExportError):
+            packed.from_bytes(whole[:length])
+    with pytest.raises(ExportError):
+        packed.from_bytes(whole + b"\0")
+    for _ in range(2000):
+        damaged = bytearray(whole)
+        for _ in range(chance.randrange(1, 20)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        if bytes(damaged) != whole:
+            with pytest.raises(ExportError):
+                packed.from_bytes(bytes(damaged))
+
+
+def changed(change):
+    """Return a file whose header is another one, with a matching checksum where there can be."""
+    tensors, metadata = safetensors.read(content())
+    fields = json.loads(metadata["marvin"])
+    change(fields, tensors)
+    fields["sha256"] = packed._digest(tensors, fields)
+    return safetensors.write(tensors, {"marvin": json.dumps(fields)})
+
+
+def weight(**values):
+    return lambda fields, _: fields["fixed_point"]["conv.weight"].update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f, _: f.update(version=2), "version must be 1, got 2"),
+        (lambda f, _: f.update(more=2), "metadata must have"),
+        (lambda f, _: f.update(activations=[]), "activations must be a table"),
+        (lambda f, _: f["activations"].update(x=[8, 4]), "x must have a format"),
+        (lambda f, _: f["fixed_point"].update(other={}), "other must have"),
+        (weight(wl=33), "word length must be 2 to 32 bits, got wl=33"),
+        (weight(wl=True), "got wl=True"),
+        (weight(fl=40), "fractional length must be -31 to 31"),
+        (weight(fl="4"), "fl='4'"),
+        (weight(symmetric=1), "symmetric=1"),
+        (weight(shape=[3, 5, 3]), "must take 40 bytes, got shape"),
+        (weight(shape=[-3, -10]), "must have a shape of whole sizes"),
+        (weight(shape=[2**40, 2**40]), "must take"),
+        (weight(dtype="int8"), "must be one of"),
+        (lambda _, t: t["conv.weight"].fill_(255), "must end with zero bits"),
+        (lambda _, t: t.pop("conv.weight"), "conv.weight must be there as bytes, got None"),
+        (lambda _, t: t.update({"conv.weight": torch.ones(27)}), "as bytes, got torch.float32"),
+    ],
+)
+def test_each_wrong_field_is_named(change, message):
+    with pytest.raises(ExportError, match=message):
+        packed.from_bytes(changed(change))
+
+
+def test_a_symmetric_format_has_no_smallest_code():
+    def change(fields, tensors):
+        fields["fixed_point"]["conv.weight"].update(symmetric=True, shape=[1])
+        tensors["conv.weight"] = torch.tensor([64], dtype=torch.uint8)
+
+    with pytest.raises(ExportError, match="must have codes from -63, got -64"):
+        packed.from_bytes(changed(change))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[" * 100_000, "header must be JSON"),
+        (b"[]", "header must be a table"),
+        (b'{"a":1}', "a must have data_offsets, dtype, shape, got 1"),
+        (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":2}', "must be unique"),
+        (b'{"a":{"dtype":"OBJ","shape":[0],"data_offsets":[0,0]}}', "got 'OBJ'"),
+        (b'{"a":{"dtype":["U8"],"shape":[0],"data_offsets":[0,0]}}', r"got \['U8'\]"),
+        (b'{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,0]}}', "whole sizes"),
+        (b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}', "must begin at byte 0 of 0"),
+        (b'{"a":{"dtype":"U8","shape":[1e9],"data_offsets":[0,9]}}', "whole sizes"),
+        (b'{"__metadata__":{"marvin":1}}', "table of texts"),
+        (b'{"__metadata__":{}}', "must have 'marvin'"),
+        (b'{"__metadata__":{"marvin":"[' + b"[" * 99_999 + b'"}}', "must be JSON"),
+    ],
+)
+def test_hostile_headers(text, message):
+    with pytest.raises(ExportError, match=message):
+        packed.from_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "net").write_bytes(b"pickle")
+    with pytest.raises(ExportError, match=r"net must be a packed network: .* got 6"):
+        packed.load(tmp_path / "net")
