@@ -49,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         begin = time.monotonic()
-        if start(folder / "whole").wait():
-            sys.exit("the run that is not stopped failed")
+        code, errors = finish(start(folder / "whole"))
+        if code:
+            sys.exit(f"the run that is not stopped failed: {errors}")
         whole_s = time.monotonic() - begin
         counts = kill(folder, whole_s, arguments.kills, chance)
         counts |= starve(folder)
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(json.dumps({"seed": arguments.seed, **counts}, indent=2))
 
 
-def start(run: Path, *more: str, limit_bytes: int | None = None) -> subprocess.Popen[str]:
+def start(run: Path, limit_bytes: int | None = None) -> subprocess.Popen[str]:
     """Start a small run, which resumes where there is one."""
     resume = ["--resume"] if (run / "config.json").exists() else []
     command = [sys.executable, "-m", "train.resnet20", "--run", str(run), *FLAGS.split()]
@@ -68,7 +69,7 @@ def start(run: Path, *more: str, limit_bytes: int | None = None) -> subprocess.P
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
 
     return subprocess.Popen(
-        [*command, *resume, *more],
+        [*command, *resume],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
@@ -76,6 +77,12 @@ def start(run: Path, *more: str, limit_bytes: int | None = None) -> subprocess.P
         text=True,
         preexec_fn=limit,
     )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return the status of a run at its end, and what it wrote to standard error."""
+    _, errors = process.communicate()
+    return process.returncode, errors
 
 
 def kill(folder: Path, whole_s: float, kills: int, chance: random.Random) -> dict[str, int]:
@@ -90,10 +97,10 @@ def kill(folder: Path, whole_s: float, kills: int, chance: random.Random) -> dic
             if counts["kills"] < kills:
                 wait(process, run, in_write, chance.uniform(0, whole_s))
                 process.kill()
-            _, errors = process.communicate()
-            ended = process.returncode == 0
+            code, errors = finish(process)
+            ended = code == 0
             if not ended:
-                if process.returncode != -signal.SIGKILL:
+                if code != -signal.SIGKILL:
                     sys.exit(f"a resumed run failed: {errors}")
                 counts["kills"] += 1
                 counts["kills with a file half written"] += bool(half_written(run))
@@ -144,14 +151,14 @@ def starve(folder: Path) -> dict[str, int]:
     limits = full // 2, full - 1, 1000
     for i, limit_bytes in enumerate(limits):
         run = folder / f"starved{i}"
-        process = start(run, limit_bytes=limit_bytes)
-        _, errors = process.communicate()
-        if process.returncode != 1 or "File too large" not in errors:
-            sys.exit(f"a run that may not write must say so, got {process.returncode}: {errors}")
+        code, errors = finish(start(run, limit_bytes=limit_bytes))
+        if code != 1 or "File too large" not in errors:
+            sys.exit(f"a run that may not write must say so, got {code}: {errors}")
         if half_written(run):
             sys.exit("a run that may not write left a file half written")
-        if start(run).wait():
-            sys.exit("a run that could not write did not go on")
+        code, errors = finish(start(run))
+        if code:
+            sys.exit(f"a run that could not write did not go on: {errors}")
         check_same(run, folder / "whole")
     return {"disks full": len(limits)}
 

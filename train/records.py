@@ -21,6 +21,7 @@ __all__ = ["RunFolder", "differences", "environment", "read_csv"]
 
 PACKAGES = ("marvin-fixedpoint", "torch", "numpy", "numba", "triton")
 FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
+VERSION = 1  # of checkpoints; those without one are of version 0, and otherwise the same
 CHECKPOINT = ("model", "optimizer", "scheduler", "progress", "data")
 
 Row = Mapping[str, Any]
@@ -101,21 +102,21 @@ class RunFolder:
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Replace the checkpoint at once."""
         buffer = io.BytesIO()
-        torch.save(dict(state), buffer)
+        torch.save({"version": VERSION, **state}, buffer)
         write_atomic(self.checkpoint, buffer.getvalue())
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Return the checkpoint, or None where the run was stopped before its first one.
 
         Raises:
-            UserError: The file is damaged.
+            UserError: The file is damaged, or of a later version.
         """
         if not self.checkpoint.exists():
             return None
         try:
             _check_sums(self.checkpoint)
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            return {name: state[name] for name in CHECKPOINT}
+            version, state = state.get("version", 0), {name: state[name] for name in CHECKPOINT}
         except Exception as error:  # torch raises six kinds for six ways of damage
             first_line = str(error).partition("\n")[0]
             reason = f"{type(error).__name__}: {first_line}"
@@ -123,6 +124,12 @@ class RunFolder:
                 f"{self.checkpoint} must hold a whole checkpoint, got a damaged file ({reason}); "
                 f"delete {self.path} and run again"
             ) from error
+        if version > VERSION:
+            raise UserError(
+                f"{self.checkpoint} must have version {VERSION} or less, got {version}: "
+                "a later version of this package wrote it"
+            )
+        return state
 
     def save_rows(self, name: str, rows: Iterable[Row], columns: Sequence[str]) -> None:
         """Replace a table such as ``metrics.csv`` at once."""

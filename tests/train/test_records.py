@@ -130,6 +130,14 @@ def test_a_checkpoint_of_something_else_is_refused(begun):
         begun.load_checkpoint()
 
 
+def test_a_checkpoint_without_a_version_loads_and_a_later_one_is_refused(begun):
+    torch.save(STATE, begun.checkpoint)
+    assert begun.load_checkpoint().keys() == STATE.keys()
+    torch.save({**STATE, "version": 2}, begun.checkpoint)
+    with pytest.raises(UserError, match="must have version 1 or less, got 2"):
+        begun.load_checkpoint()
+
+
 def test_tables_keep_every_bit_of_a_number(begun):
     rows = [{"a": 0.1 + 0.2, "b": None}, {"a": 1 / 3, "b": 2}]
     begun.save_rows("t.csv", rows, ["a", "b"])
