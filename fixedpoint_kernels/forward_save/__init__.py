@@ -1,11 +1,26 @@
 """Make a model keep less for backward, in one line that can be undone.
 
 from fixedpoint_kernels import forward_save
-print(forward_save.convert(model, few_bit=3))  # activations keep 3 bits an element
+print(forward_save.convert(model, few_bit=3, division={"block": 8, "bits": 2}))
+forward_save.state(model)   # what the noise of division needs in a checkpoint
 forward_save.revert(model)
 """
 
 from fixedpoint_kernels.forward_save.conversion import convert, revert
+from fixedpoint_kernels.forward_save.noise import load_state, state
 from fixedpoint_kernels.forward_save.report import Call, Kept, Replaced, Report
+from fixedpoint_kernels.forward_save.settings import METHODS, Division, FewBit
 
-__all__ = ["Call", "Kept", "Replaced", "Report", "convert", "revert"]
+__all__ = [
+    "METHODS",
+    "Call",
+    "Division",
+    "FewBit",
+    "Kept",
+    "Replaced",
+    "Report",
+    "convert",
+    "load_state",
+    "revert",
+    "state",
+]

@@ -1,42 +1,57 @@
 """Convert a model and take it back."""
 
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from fixedpoint_kernels.forward_save import activations, sample, swap
+from fixedpoint_kernels.forward_save.choices import Choice, choose
+from fixedpoint_kernels.forward_save.noise import new_noise
 from fixedpoint_kernels.forward_save.report import Call, Kept, Replaced, Report
-from fixedpoint_kernels.forward_save.settings import FewBit, few_bit_settings
+from fixedpoint_kernels.forward_save.settings import (
+    Division,
+    FewBit,
+    division_settings,
+    few_bit_settings,
+)
 
 __all__ = ["convert", "revert"]
 
-
-class _Choice(NamedTuple):
-    """What becomes of a module: classes put before its own, and attributes; or why nothing does."""
-
-    bases: tuple[type, ...] = ()
-    attributes: dict[str, Any] | None = None
-    keeps: str = ""
-    note: str = ""
-    reason: str = ""
+Choices = dict[str, tuple[nn.Module, Choice]]
+Settings = tuple[FewBit | None, Division | None]
 
 
-def convert(model: nn.Module, *, few_bit: Any = None, sample_input: Any = None) -> Report:
+def convert(
+    model: nn.Module,
+    *,
+    few_bit: Any = None,
+    division: Any = None,
+    sample_input: Any = None,
+    seed: int = 0,
+) -> Report:
     """Make the modules of a model keep less for backward, in place.
 
     A converted module is the same object with a subclass of its class: weights, hooks, names,
     dtype, mode, ties and keys of ``state_dict`` stay, and values of the forward pass are torch's.
 
+    ``division`` makes convolution, linear and normalisation layers keep their input as block means
+    and residuals of a few bits while they train; a tensor that two layers keep is packed once. Step
+    functions and dropout then keep 1 bit, max pooling 8 bits an output, average pooling nothing:
+    their gradients are exact. In eval mode and without gradients torch's own layers run.
+
     Args:
         model: Any module; not converted before.
         few_bit: Activations keep so many bits an element, 1 to 8, or
             ``{"bits": 3, "weight": "normal"}``; see ``fixedpoint_kernels.few_bit``.
+        division: ``{"block": 8, "bits": 2}``, or True for that; see
+            ``fixedpoint_kernels.division``. ``"method"`` may name another way, to compare.
         sample_input: What to call the model with, a tensor or a tuple; it runs once, in the mode
             it is in. Then the report also names functions called in a ``forward``, and layers
             whose replacement saves nothing.
+        seed: Of the noise of ``division``, which nothing else uses; in a distributed run, give
+            each process its own. ``state`` tells how much of it is used.
 
     Returns:
         What was replaced, what was not and why; print it.
@@ -45,19 +60,14 @@ def convert(model: nn.Module, *, few_bit: Any = None, sample_input: Any = None) 
         ValueError: Nothing is asked for, there is nothing to convert, or the model was converted
             before; a setting is out of range.
     """
-    settings = few_bit_settings(few_bit)
-    if settings is None:
-        raise ValueError("convert needs few_bit, got none")
-    _refuse_converted(model)
-    choices = _choices(model, settings)
-    chosen = {name: choice for name, (_, choice) in choices.items() if choice.bases}
-    if not chosen:
-        kinds = sorted({type(m).__name__ for m in model.modules()})
-        raise ValueError(f"the model must have a layer to convert, got {', '.join(kinds)}")
+    settings = few_bit_settings(few_bit), division_settings(division)
+    if settings == (None, None):
+        raise ValueError("convert needs few_bit or division, got neither")
+    refuse_converted(model)
+    choices = choices_of(model, lambda _: settings)
     seen = None if sample_input is None else sample.observe(model, sample_input)
-    report = _report(choices, seen)
-    for name, choice in chosen.items():
-        swap.swap_(choices[name][0], choice.bases, choice.attributes or {})
+    report = _report(choices, seen, is_all=settings[1] is not None)
+    apply(choices, seed)
     return report
 
 
@@ -80,7 +90,8 @@ def revert(model: nn.Module) -> None:
         swap.restore_(module)
 
 
-def _refuse_converted(model: nn.Module) -> None:
+def refuse_converted(model: nn.Module) -> None:
+    """Raise if a module is converted."""
     for name, module in model.named_modules():
         if swap.is_converted(module):
             raise ValueError(
@@ -89,62 +100,56 @@ def _refuse_converted(model: nn.Module) -> None:
             )
 
 
-def _choices(model: nn.Module, settings: FewBit) -> dict[str, tuple[nn.Module, _Choice]]:
-    """Return what becomes of each module that is an activation, by name."""
-    choices: dict[str, tuple[nn.Module, _Choice]] = {}
+def choices_of(model: nn.Module, settings: Callable[[str], Settings]) -> Choices:
+    """Return what becomes of each module, by name.
+
+    Raises:
+        ValueError: Nothing becomes of any.
+    """
+    found: Choices = {}
+    hidden: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        choice = _few_bit(module, settings)
+        if name.startswith(hidden) and hidden:
+            continue
+        if isinstance(module, nn.MultiheadAttention):
+            hidden = (*hidden, name + "." if name else "")  # it never calls its modules
+        choice = choose(module, *settings(name))
         if choice is not None:
-            choices[name] = module, choice
-    return choices
+            found[name] = module, choice
+    if not any(choice.bases for _, choice in found.values()):
+        kinds = sorted({type(m).__name__ for m in model.modules()})
+        raise ValueError(f"the model must have a layer to convert, got {', '.join(kinds)}")
+    return found
 
 
-def _few_bit(module: nn.Module, settings: FewBit) -> _Choice | None:
-    if not activations.is_activation(module):
-        return None
-    kind = activations.few_bit_of(module)
-    reason = unfit(module) or ("" if kind else activations.why_not(module))
-    if reason:
-        return _Choice(reason=reason)
-    bits = 1 if kind in activations.STEPWISE else settings.bits
-    bases: tuple[type, ...] = (activations.FEW_BIT[kind],)
-    note = ""
-    if getattr(module, "inplace", False):
-        bases, note = (activations.InPlace, *bases), "works in place by a copy"
-    attributes = {"bits": bits, "weight": settings.weight}
-    return _Choice(bases, attributes, _bits(bits), note)
+def apply(choices: Choices, seed: int) -> None:
+    """Give modules their classes; those with maps share one noise."""
+    noise = new_noise(seed)
+    for name, (module, choice) in choices.items():
+        if choice.bases:
+            attributes = dict(choice.attributes or {})
+            if "_division" in attributes:
+                attributes |= {"_noise": noise, "_layer": name}
+            swap.swap_(module, choice.bases, attributes)
 
 
-def _bits(bits: int) -> str:
-    return f"{bits} bit{'s' if bits > 1 else ''} an element"
-
-
-def unfit(module: nn.Module) -> str:
-    """Say why a module of any kind cannot get another class, ``""`` if it can."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is compiled by TorchScript"
-    if "forward" in vars(module):
-        return "its forward was put on the object"
-    if any(map(is_lazy, module.parameters(recurse=False))):
-        return "it has no shape yet: run the model once first"
-    return ""
-
-
-def _report(choices: dict[str, tuple[nn.Module, _Choice]], seen: sample.Seen | None) -> Report:
+def _report(choices: Choices, seen: sample.Seen | None, is_all: bool) -> Report:
+    """Return the report; ``is_all``: every function that keeps a tensor is named."""
     named = [(name, type(module).__name__, choice) for name, (module, choice) in choices.items()]
     replaced = tuple(Replaced(n, kind, c.keeps, c.note) for n, kind, c in named if c.bases)
     kept = tuple(Kept(n, kind, c.reason) for n, kind, c in named if not c.bases)
     if seen is None:
         return Report(replaced, kept)
     names = {row.layer for row in replaced}
-    calls = [Call(*call) for call in seen.calls if call[1] in activations.CALLS]
-    ran = {layer for layer, _ in seen.calls}
-    idle = [n for n in names if n in ran and not seen.alone(n, names)]
+    calls = {call: None for call in seen.calls if call[1] in activations.CALLS}
+    if is_all:
+        calls |= dict.fromkeys(saver for savers in seen.savers.values() for saver in savers)
+    own = tuple(Call(*call) for call in calls if call[0] not in choices)
+    idle = tuple(row.layer for row in replaced if seen.is_idle(row.layer, names))
     if idle:
         warnings.warn(
             f"these layers save nothing, for another operation keeps the same tensor: "
-            f"{', '.join(sorted(idle))}",
+            f"{', '.join(idle)}",
             stacklevel=3,
         )
-    own = tuple(c for c in calls if c.layer not in choices)
-    return Report(replaced, kept, own, tuple(n for n in choices if n in idle))
+    return Report(replaced, kept, own, idle)

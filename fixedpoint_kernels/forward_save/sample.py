@@ -35,12 +35,12 @@ class Seen:
     """
 
     calls: dict[tuple[str, str], None] = field(default_factory=dict)
-    savers: dict[int, set[tuple[str, str]]] = field(default_factory=dict)
+    savers: dict[int, dict[tuple[str, str], None]] = field(default_factory=dict)
 
-    def alone(self, layer: str, gone: set[str]) -> bool:
-        """Whether a layer keeps a tensor that no layer outside of ``gone`` keeps."""
-        mine = [s for s in self.savers.values() if any(name == layer for name, _ in s)]
-        return any(all(name in gone for name, _ in savers) for savers in mine)
+    def is_idle(self, layer: str, gone: set[str]) -> bool:
+        """Whether all that a layer keeps is also kept by a layer outside of ``gone``."""
+        mine = [savers for savers in self.savers.values() if layer in {n for n, _ in savers}]
+        return bool(mine) and all(any(n not in gone for n, _ in savers) for savers in mine)
 
 
 def arguments(inputs: Inputs) -> tuple[Any, ...]:
@@ -120,5 +120,5 @@ class _Watch(TorchFunctionMode):
         address = tensor.untyped_storage().data_ptr()
         if address and address not in self._own:
             self._alive.append(tensor)
-            self.seen.savers.setdefault(address, set()).add((self._stack[-1], self._op))
+            self.seen.savers.setdefault(address, {})[self._stack[-1], self._op] = None
         return tensor

@@ -7,7 +7,16 @@ from typing import Any
 from fixedpoint_kernels.few_bit.integrals import Weight
 from fixedpoint_kernels.few_bit.solver import checked_bits
 
-__all__ = ["FewBit", "few_bit_settings"]
+__all__ = ["METHODS", "Division", "FewBit", "division_settings", "few_bit_settings"]
+
+METHODS = {
+    "division": "block means and residuals: DIVISION",
+    "low": "block means alone",
+    "high": "residuals alone",
+    "fixed": "values, one range a plane",
+    "per_group": "values, one range for each 256 of them, as ActNN",
+}
+BITS = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,58 @@ class FewBit:
 
     def __post_init__(self) -> None:
         checked_bits(self.bits)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How maps are kept that are not exact.
+
+    Args:
+        block: Edge of the blocks whose means are kept in bfloat16; unused by ``"fixed"`` and
+            ``"per_group"``.
+        bits: Of a residual, or of a value: 1, 2, 4 or 8; unused by ``"low"``.
+        method: One of ``METHODS``; all but the first are for comparison.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    block: int = 8
+    bits: int = 2
+    method: str = "division"
+
+    def __post_init__(self) -> None:
+        if type(self.block) is not int or self.block < 1:
+            raise ValueError(f"block must be a whole number of at least 1, got {self.block!r}")
+        if type(self.bits) is not int or self.bits not in BITS:
+            raise ValueError(f"bits of division must be one of {BITS}, got {self.bits!r}")
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+
+    def __str__(self) -> str:
+        return {
+            "division": f"means of blocks of {self.block}, residuals of {bit_count(self.bits)}",
+            "low": f"means of blocks of {self.block} alone",
+            "high": f"residuals of {bit_count(self.bits)} alone, of blocks of {self.block}",
+            "fixed": f"values of {bit_count(self.bits)}, one range a plane",
+            "per_group": f"values of {bit_count(self.bits)}, one range for 256",
+        }[self.method]
+
+
+def bit_count(bits: int) -> str:
+    """Return a number of bits in words."""
+    return f"{bits} bit{'s' if bits > 1 else ''}"
+
+
+def division_settings(value: Any) -> Division | None:
+    """Return the settings that ``division=`` stands for: None, True, or a mapping."""
+    if value is None or isinstance(value, Division):
+        return value
+    if value is True:
+        return Division()
+    if isinstance(value, Mapping):
+        return Division(**known(value, Division, "division"))
+    raise TypeError(f"division must be a mapping such as {{'block': 8, 'bits': 2}}, got {value!r}")
 
 
 def few_bit_settings(value: Any) -> FewBit | None:

@@ -1,0 +1,155 @@
+"""What becomes of a module: the classes that go before its own, or why nothing does."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fixedpoint_kernels.forward_save import activations, exact, layers, norms
+from fixedpoint_kernels.forward_save.settings import Division, FewBit, bit_count
+
+__all__ = ["Choice", "choose", "is_map_kept", "is_smooth"]
+
+DIVIDED = {
+    nn.Conv1d: layers.Convolution,
+    nn.Conv2d: layers.Convolution,
+    nn.Conv3d: layers.Convolution,
+    nn.ConvTranspose1d: layers.TransposedConvolution,
+    nn.ConvTranspose2d: layers.TransposedConvolution,
+    nn.ConvTranspose3d: layers.TransposedConvolution,
+    nn.Linear: layers.Linear,
+    nn.BatchNorm1d: norms.BatchNorm,
+    nn.BatchNorm2d: norms.BatchNorm,
+    nn.BatchNorm3d: norms.BatchNorm,
+    nn.LayerNorm: norms.LayerNorm,
+    nn.GroupNorm: norms.GroupNorm,
+    nn.RMSNorm: norms.RMSNorm,
+}
+EXACT = {
+    nn.Dropout: (exact.Dropout, "1 bit an element"),
+    nn.MaxPool1d: (exact.MaxPool, "8 bits an output"),
+    nn.MaxPool2d: (exact.MaxPool, "8 bits an output"),
+    nn.MaxPool3d: (exact.MaxPool, "8 bits an output"),
+    nn.AvgPool1d: (exact.AvgPool, "no tensor"),
+    nn.AvgPool2d: (exact.AvgPool, "no tensor"),
+    nn.AvgPool3d: (exact.AvgPool, "no tensor"),
+    nn.AdaptiveAvgPool1d: (exact.AdaptiveAvgPool, "no tensor"),
+    nn.AdaptiveAvgPool2d: (exact.AdaptiveAvgPool, "no tensor"),
+    nn.AdaptiveAvgPool3d: (exact.AdaptiveAvgPool, "no tensor"),
+}
+OWN = "it has a forward of its own"
+SILENT = (  # keep no tensor
+    nn.Flatten,
+    nn.Identity,
+    nn.ModuleDict,
+    nn.ModuleList,
+    nn.Sequential,
+    nn.Unflatten,
+)
+
+
+class Choice(NamedTuple):
+    """What becomes of a module.
+
+    Args:
+        bases: Classes to put before its own; none: it stays as it is.
+        attributes: To set on it.
+        keeps: What it then keeps.
+        note: What else is different.
+        reason: Why it stays as it is.
+    """
+
+    bases: tuple[type, ...] = ()
+    attributes: dict[str, Any] | None = None
+    keeps: str = ""
+    note: str = ""
+    reason: str = ""
+
+
+def choose(module: nn.Module, few_bit: FewBit | None, division: Division | None) -> Choice | None:
+    """Return what becomes of one module; None: it is no matter of a report."""
+    if activations.is_activation(module):
+        return _activation(module, few_bit, division)
+    return None if division is None else _layer(module, division)
+
+
+def is_map_kept(module: nn.Module) -> bool:
+    """Whether DIVISION has a choice of how many bits the module's map keeps."""
+    return _kind(module, DIVIDED) is not None
+
+
+def is_smooth(module: nn.Module) -> bool:
+    """Whether few-bit codes are an approximation of the module's derivative."""
+    kind = activations.few_bit_of(module)
+    return kind is not None and kind not in activations.STEPWISE
+
+
+def _activation(
+    module: nn.Module, few_bit: FewBit | None, division: Division | None
+) -> Choice | None:
+    kind = activations.few_bit_of(module)
+    reason = _unfit(module) or ("" if kind else activations.why_not(module))
+    if reason:
+        return Choice(reason=reason)
+    is_exact = kind in activations.STEPWISE
+    if few_bit is None and not (is_exact and division):
+        return Choice(reason="few_bit is not asked for") if division else None
+    settings = few_bit or FewBit(1)
+    bits = 1 if is_exact else settings.bits
+    bases: tuple[type, ...] = (activations.FEW_BIT[kind],)
+    note = ""
+    if getattr(module, "inplace", False):
+        bases, note = (activations.InPlace, *bases), "works in place by a copy"
+    attributes = {"bits": bits, "weight": settings.weight}
+    return Choice(bases, attributes, f"{bit_count(bits)} an element", note)
+
+
+def _layer(module: nn.Module, division: Division) -> Choice | None:
+    reason = _unfit(module) or _unsuited(module)
+    divided, small = _kind(module, DIVIDED), _kind(module, EXACT)
+    if reason and (divided or small):
+        return Choice(reason=reason)
+    if divided:
+        return Choice((divided,), {"_division": division}, str(division))
+    if small:
+        note = "works in place by a copy" if getattr(module, "inplace", False) else ""
+        return Choice((small[0],), {}, small[1], note)
+    if next(module.children(), None) is not None or isinstance(module, SILENT):
+        return None
+    kinds = (*DIVIDED, *EXACT)
+    return Choice(reason=OWN if isinstance(module, kinds) else "there is no small form of it")
+
+
+def _kind(module: nn.Module, known: dict[Any, Any]) -> Any:
+    """Return the entry of torch's class whose forward the module has."""
+    kind = next((k for k in type(module).__mro__ if k in known), None)
+    if kind is None:
+        return None
+    names = [name for name in ("forward", "_conv_forward") if hasattr(kind, name)]
+    is_torchs = all(getattr(type(module), n) is getattr(kind, n) for n in names)
+    return known[kind] if is_torchs else None
+
+
+def _unsuited(module: Any) -> str:
+    """Say why a pooling has no small form."""
+    if getattr(module, "return_indices", False):
+        return "its indices are asked for"
+    if isinstance(module, nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d):
+        size = exact.window_size(module)
+        return f"its window has {size} places, more than 8 bits" if size > exact.WINDOW else ""
+    size = getattr(module, "output_size", None)
+    if size is not None and set(size if isinstance(size, tuple) else (size,)) == {1}:
+        return "it keeps no tensor"
+    return ""
+
+
+def _unfit(module: nn.Module) -> str:
+    """Say why a module of any kind cannot get another class, ``""`` if it can."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is compiled by TorchScript"
+    if "forward" in vars(module):
+        return "its forward was put on the object"
+    if any(map(is_lazy, module.parameters(recurse=False))):
+        return "it has no shape yet: run the model once first"
+    return ""

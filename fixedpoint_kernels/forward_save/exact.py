@@ -1,0 +1,238 @@
+"""Dropout and pooling that keep a mask, a small index, or only shapes; their gradients are exact."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from fixedpoint_kernels.few_bit import operators
+from fixedpoint_kernels.few_bit.functional import table_key
+
+__all__ = ["AdaptiveAvgPool", "AvgPool", "Dropout", "MaxPool"]
+
+aten = torch.ops.aten
+WINDOW = 256  # places that an index of 8 bits can tell apart
+
+
+def _keeps(module: nn.Module, input: Tensor) -> bool:
+    return module.training and torch.is_grad_enabled() and input.requires_grad
+
+
+class Dropout(nn.Module):
+    """Goes before ``nn.Dropout``: keeps 1 bit an element, with torch's own random numbers."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """Return torch's own."""
+        if not _keeps(self, input) or not 0 < self.p < 1:
+            return super().forward(input)
+        out = _Dropout.apply(input, self.p)
+        return input.copy_(out) if self.inplace else out  # pyright: ignore
+
+
+class MaxPool(nn.Module):
+    """Goes before ``nn.MaxPool1d`` to ``3d``: keeps 8 bits an output."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """Return torch's own."""
+        if not _keeps(self, input):
+            return super().forward(input)
+        return _MaxPool.apply(input, _window(self, input))  # pyright: ignore
+
+
+class AvgPool(nn.Module):
+    """Goes before ``nn.AvgPool1d`` to ``3d``: keeps no tensor."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """Return torch's own."""
+        if not _keeps(self, input):
+            return super().forward(input)
+        spatial = _spatial(self)
+        window = [_numbers(n, spatial) for n in (self.kernel_size, self.stride, self.padding)]
+        divisor = getattr(self, "divisor_override", None)
+        return _AvgPool.apply(  # pyright: ignore
+            input, *window, self.ceil_mode, self.count_include_pad, divisor
+        )
+
+
+class AdaptiveAvgPool(nn.Module):
+    """Goes before ``nn.AdaptiveAvgPool1d`` to ``3d``: keeps no tensor."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """Return torch's own."""
+        if not _keeps(self, input):
+            return super().forward(input)
+        return _AdaptiveAvgPool.apply(input, self.output_size, _spatial(self))  # pyright: ignore
+
+
+def window_size(module: Any) -> int:
+    """Return how many places a max pooling's window has."""
+    size = 1
+    for side in _numbers(module.kernel_size, _spatial(module)):
+        size *= side
+    return size
+
+
+def _spatial(module: nn.Module) -> int:
+    """Return the dimensions that torch's class pools over, the last digit but one of its name."""
+    kinds = (nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d)
+    if isinstance(module, kinds):
+        return 1
+    return 2 if isinstance(module, (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)) else 3
+
+
+def _numbers(value: Any, spatial: int) -> tuple[int, ...]:
+    return (value,) * spatial if isinstance(value, int) else tuple(value)
+
+
+def _window(pool: Any, x: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Return kernel, stride, padding, dilation and whether a last part window counts."""
+    spatial = _spatial(pool)
+    names = "kernel_size", "stride", "padding", "dilation"
+    return *(_numbers(getattr(pool, n), spatial) for n in names), (int(pool.ceil_mode),)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        noise = F.dropout(torch.ones_like(x), p)  # 0 or 1 / (1 - p), as torch draws them
+        ctx.scale, ctx.table = 1 / (1 - p), table_key("relu", 1, "uniform")
+        ctx.order = _order(x)
+        ctx.save_for_backward(operators.encode(noise.permute(ctx.order), ctx.table))
+        return x * noise
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        (planes,) = ctx.saved_tensors
+        ordered = grad.permute(ctx.order)
+        kept = operators.decode(ordered, planes, ctx.table, grad.dtype)
+        scale = torch.ones((), dtype=grad.dtype, device=grad.device) * ctx.scale
+        back = [ctx.order.index(i) for i in range(grad.dim())]
+        return (kept * scale).permute(back), None
+
+
+def _order(x: Tensor) -> tuple[int, ...]:
+    """Return dimensions by falling stride, so that a mask is read as it lies in memory."""
+    order: list[int] = []
+    for i in range(x.dim()):
+        at = len(order)
+        while at and x.stride(order[at - 1]) < x.stride(i):
+            at -= 1
+        order.insert(at, i)
+    return tuple(order)
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: tuple[tuple[int, ...], ...]) -> Tensor:
+        *sizes, (ceil_mode,) = window
+        spatial = len(sizes[0])
+        pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[spatial - 1]
+        out, index = pool(x, *sizes, ceil_mode=bool(ceil_mode), return_indices=True)
+        ctx.sides, ctx.leading, ctx.window = x.shape[-spatial:], x.shape[:-spatial], sizes
+        ctx.is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        ctx.save_for_backward(_places(index, ctx.sides, sizes).to(torch.uint8))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        (places,) = ctx.saved_tensors
+        spatial = len(ctx.sides)
+        index = _indices(places.long(), ctx.sides, ctx.window)
+        total = 1
+        for side in ctx.sides:
+            total *= side
+        dx = grad.new_zeros((*ctx.leading, total))
+        dx.scatter_add_(-1, index.flatten(-spatial), grad.flatten(-spatial))
+        dx = dx.unflatten(-1, tuple(ctx.sides))
+        return (dx.contiguous(memory_format=torch.channels_last) if ctx.is_last else dx), None
+
+
+def _starts(count: int, side: int, window: Any, dimension: int, like: Tensor) -> Tensor:
+    """Return where each output's window begins, outside the map included."""
+    _, stride, padding, _ = (sizes[dimension] for sizes in window)
+    starts = torch.arange(count, device=like.device) * stride - padding
+    dimensions = len(window[0])
+    return starts.view([-1 if i == dimension else 1 for i in range(dimensions)])
+
+
+def _places(index: Tensor, sides: Any, window: Any) -> Tensor:
+    """Return, for indices into a plane, which place of its window each is."""
+    kernel, _, _, dilation = window
+    place, scale = torch.zeros_like(index), 1
+    for i in reversed(range(len(sides))):
+        first = _starts(index.shape[i - len(sides)], sides[i], window, i, index)
+        place = place + (index % sides[i] - first) // dilation[i] * scale
+        index, scale = index // sides[i], scale * kernel[i]
+    return place
+
+
+def _indices(place: Tensor, sides: Any, window: Any) -> Tensor:
+    """Undo ``_places``."""
+    kernel, _, _, dilation = window
+    index, scale = torch.zeros_like(place), 1
+    for i in reversed(range(len(sides))):
+        first = _starts(place.shape[i - len(sides)], sides[i], window, i, place)
+        index = index + (first + place % kernel[i] * dilation[i]) * scale
+        place, scale = place // kernel[i], scale * sides[i]
+    return index
+
+
+class _AvgPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *numbers: Any) -> Tensor:
+        kernel, stride, padding, ceil_mode, counts_padding, divisor = numbers
+        spatial = len(kernel)
+        ctx.like, ctx.numbers = _Like(x), numbers
+        if spatial == 1:
+            return F.avg_pool1d(x, kernel, stride, padding, ceil_mode, counts_padding)
+        pool = F.avg_pool2d if spatial == 2 else F.avg_pool3d
+        return pool(x, kernel, stride, padding, ceil_mode, counts_padding, divisor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        kernel, stride, padding, *rest = ctx.numbers
+        x, numbers = ctx.like.make(grad), (kernel, stride, padding)
+        if len(kernel) == 1:
+            flat = [(1, *kernel), (1, *stride), (0, *padding)]
+            dx = aten.avg_pool2d_backward(grad.unsqueeze(-2), x.unsqueeze(-2), *flat, *rest)
+            return dx.squeeze(-2), *(None,) * 6
+        backward = aten.avg_pool2d_backward if len(kernel) == 2 else aten.avg_pool3d_backward
+        return backward(grad, x, *numbers, *rest), *(None,) * 6
+
+
+class _AdaptiveAvgPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: Any, spatial: int) -> Tensor:
+        ctx.like, ctx.spatial = _Like(x), spatial
+        kinds = F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d
+        return kinds[spatial - 1](x, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        x = ctx.like.make(grad)
+        if ctx.spatial == 1:
+            dx = aten._adaptive_avg_pool2d_backward(grad.unsqueeze(-2), x.unsqueeze(-2)).squeeze(-2)
+        elif ctx.spatial == 2:
+            dx = aten._adaptive_avg_pool2d_backward(grad, x)
+        else:
+            dx = aten._adaptive_avg_pool3d_backward(grad, x)
+        return dx, None, None
+
+
+class _Like:
+    """Shape and order in memory of a tensor whose values nobody needs."""
+
+    def __init__(self, x: Tensor):
+        self.shape = tuple(x.shape)
+        self.is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+
+    def make(self, grad: Tensor) -> Tensor:
+        """Return a tensor that looks the same, of the type of ``grad``."""
+        made = grad.new_empty(self.shape)
+        return made.contiguous(memory_format=torch.channels_last) if self.is_last else made

@@ -1,0 +1,173 @@
+"""Convolution and linear layers that keep their input in few bits."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from fixedpoint_kernels.forward_save import maps
+from fixedpoint_kernels.forward_save.settings import Division
+
+__all__ = ["Convolution", "Divided", "Linear", "TransposedConvolution"]
+
+
+class Divided(nn.Module):
+    """What layers share that keep their input in few bits while they train."""
+
+    _division: Division
+    _noise: Tensor
+    _layer: str
+
+    def _keeps(self, input: Tensor) -> bool:
+        """Whether something will be kept for backward; otherwise torch's own layer runs."""
+        if not (self.training and torch.is_grad_enabled()):
+            return False
+        parameters = self._parameters.values()
+        return input.requires_grad or any(p is not None and p.requires_grad for p in parameters)
+
+    def _pack(self, x: Tensor, spatial: int) -> maps.Packed:
+        try:
+            return maps.pack(x, spatial, self._division, self._noise)
+        except TypeError as error:
+            raise TypeError(f"layer {self._layer!r}: {error}") from error
+
+    def extra_repr(self) -> str:
+        """Return torch's own, and how the input is kept."""
+        return ", ".join(filter(None, [super().extra_repr(), f"keeps={self._division}"]))
+
+
+class _Geometry(NamedTuple):
+    """The numbers of a convolution, in the order of ``aten::convolution``."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+
+class Convolution(Divided):
+    """Goes before ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self._keeps(input):
+            return super()._conv_forward(input, weight, bias)  # pyright: ignore
+        x, padding = _padded(self, input)
+        zeros = (0,) * len(padding)
+        geometry = _Geometry(self.stride, padding, self.dilation, False, zeros, self.groups)  # pyright: ignore
+        return _convolve(self, x, weight, bias, geometry)
+
+
+class TransposedConvolution(Divided):
+    """Goes before ``nn.ConvTranspose1d``, ``nn.ConvTranspose2d`` or ``nn.ConvTranspose3d``."""
+
+    def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Return torch's own."""
+        if not self._keeps(input):
+            return super().forward(input, output_size)
+        spatial = len(self.kernel_size)
+        extra = self._output_padding(
+            *(input, output_size, self.stride, self.padding, self.kernel_size, spatial),
+            self.dilation,
+        )
+        numbers = self.stride, self.padding, self.dilation, True, tuple(extra), self.groups
+        return _convolve(self, input, self.weight, self.bias, _Geometry(*numbers))
+
+
+class Linear(Divided):
+    """Goes before ``nn.Linear``."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """Return torch's own."""
+        if not self._keeps(input):
+            return super().forward(input)
+        x, weight, bias = cast(input, self.weight, self.bias)
+        kept = self._pack(x, 1) if weight.requires_grad else maps.NOTHING
+        return _Linear.apply(x, weight, bias, *kept)  # pyright: ignore
+
+
+def cast(x: Tensor, *others: Tensor | None) -> list[Any]:
+    """Return tensors in the type that autocast would give them; the casts are differentiable."""
+    dtype = maps.autocast_dtype(x)
+    if dtype is None:
+        return [x, *others]
+    return [t if t is None else t.to(dtype) for t in (x, *others)]
+
+
+def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Pad what a convolution's own padding cannot, as torch does; return what is left to pad."""
+    around = module._reversed_padding_repeated_twice
+    if module.padding_mode != "zeros":
+        return F.pad(x, around, mode=module.padding_mode), (0,) * len(module.kernel_size)
+    if not isinstance(module.padding, str):
+        return x, tuple(module.padding)
+    left, right = around[-2::-2], around[-1::-2]
+    extra = [r - l for l, r in zip(left, right, strict=True)]
+    if any(extra):  # one more at the end
+        x = F.pad(x, [n for e in reversed(extra) for n in (0, e)])
+    return x, tuple(left)
+
+
+def _convolve(
+    module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry
+) -> Tensor:
+    spatial = len(geometry.stride)
+    is_batch = x.dim() > spatial + 1
+    x, weight, bias = cast(x, weight, bias)
+    kept = module._pack(x, spatial) if weight.requires_grad else maps.NOTHING
+    return _Convolution.apply(x, weight, bias, *kept, geometry, is_batch)  # pyright: ignore
+
+
+class _Convolution(torch.autograd.Function):
+    """``aten::convolution``, which keeps what ``pack`` returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
+        *parts, ctx.form, ctx.geometry, ctx.is_batch = rest
+        ctx.save_for_backward(weight, *parts)
+        ctx.shape, ctx.bias_sizes = x.shape, None if bias is None else list(bias.shape)
+        out = torch.convolution(x if ctx.is_batch else x[None], weight, bias, *ctx.geometry)
+        return out if ctx.is_batch else out[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        weight, *parts = ctx.saved_tensors
+        x = grad.new_empty(ctx.shape) if ctx.form is None else maps.unpack(parts, ctx.form)
+        if not ctx.is_batch:
+            x, grad = x[None], grad[None]
+        needed = list(ctx.needs_input_grad[:3])
+        dx, dw, db = torch.ops.aten.convolution_backward(
+            grad, x, weight, ctx.bias_sizes, *ctx.geometry, needed
+        )
+        if dx is not None and not ctx.is_batch:
+            dx = dx[0]
+        return dx, dw, db, *(None,) * 6
+
+
+class _Linear(torch.autograd.Function):
+    """``linear``, which keeps what ``pack`` returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, *kept: Any) -> Tensor:
+        *parts, ctx.form = kept
+        ctx.save_for_backward(weight, *parts)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        weight, *parts = ctx.saved_tensors
+        dx = dw = db = None
+        rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[0]:
+            dx = grad @ weight
+        if ctx.needs_input_grad[1]:
+            x = maps.unpack(parts, ctx.form)
+            dw = rows.t() @ x.reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[2]:
+            db = rows.sum(0)
+        return dx, dw, db, *(None,) * 4

@@ -1,0 +1,153 @@
+"""Activation maps in few bits: pack a tensor once, whoever asks, and unpack it in backward.
+
+Noise of a conversion is one int64 tensor, its seed and a count of maps packed so far. It is not a
+buffer, so it is in no ``state_dict``; copies of a model share it among their layers, not with the
+model; and an operator may write to it, which a compiled graph keeps in order.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fixedpoint_kernels.division import operators
+from fixedpoint_kernels.division.layout import Layout
+from fixedpoint_kernels.forward_save.settings import Division
+
+__all__ = ["NOTHING", "Form", "Packed", "autocast_dtype", "pack", "unpack"]
+
+MEMORY = "_forward_save_maps"
+GROUP = 256
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class Form(NamedTuple):
+    """Plain numbers that tell what the packed tensors are.
+
+    Args:
+        shape: Of the tensor, as the layer reads it.
+        packed_shape: As it was packed.
+        dtype: Of the tensor.
+        block: Edge of blocks; None: no means.
+        bits: Of a residual; 0: none.
+        spatial: Trailing dimensions of a plane.
+        is_channels_last: Whether the tensor lies so in memory.
+    """
+
+    shape: tuple[int, ...]
+    packed_shape: tuple[int, ...]
+    dtype: torch.dtype
+    block: int | None
+    bits: int
+    spatial: int
+    is_channels_last: bool
+
+
+class Packed(NamedTuple):
+    """A map: three tensors to save for backward, and what they are."""
+
+    means: Tensor | None
+    codes: Tensor | None
+    ranges: Tensor | None
+    form: Form | None
+
+
+NOTHING = Packed(None, None, None, None)
+
+
+@torch.library.custom_op("fixedpoint_kernels::forward_save_compress", mutates_args={"noise"})
+def compress(
+    x: Tensor, noise: Tensor, block: int | None, bits: int, spatial: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compress with the next stream of ``noise``, int64 ``(seed, count)``, and count it."""
+    seed, stream = noise.tolist()
+    noise[1] += 1
+    return operators.compress(x, block, bits, seed, stream, spatial)
+
+
+@compress.register_fake
+def _(
+    x: Tensor, noise: Tensor, block: int | None, bits: int, spatial: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    layout = Layout.checked(x, block, bits, spatial)
+    return (
+        x.new_empty(layout.means_shape, dtype=torch.bfloat16),
+        x.new_empty(layout.codes_shape, dtype=torch.uint8),
+        x.new_empty(layout.ranges_shape, dtype=torch.bfloat16),
+    )
+
+
+def pack(x: Tensor, spatial: int, settings: Division, noise: Tensor) -> Packed:
+    """Return ``x`` in few bits; a tensor that was packed the same way is not packed again.
+
+    What was packed is remembered on the tensor itself, until it is written to. Tensors that need
+    no gradient, such as a batch of images, are the user's: nothing is put on them.
+
+    Args:
+        x: A floating tensor.
+        spatial: How many trailing dimensions make up a plane.
+        settings: How to compress.
+        noise: Of the conversion.
+
+    Raises:
+        TypeError: ``x`` is not floating.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"a map that is kept in few bits must be floating, got {x.dtype}")
+    if not x.requires_grad:
+        return _packed(x, spatial, settings, noise)
+    key = (spatial, settings, id(noise), x._version)
+    known: dict[Any, Packed] = getattr(x, MEMORY, {})
+    if key not in known:
+        known = {key: _packed(x.detach(), spatial, settings, noise)}
+        setattr(x, MEMORY, known)
+    return known[key]
+
+
+def _packed(x: Tensor, spatial: int, settings: Division, noise: Tensor) -> Packed:
+    shape, dtype, method = tuple(x.shape), x.dtype, settings.method
+    is_last = is_channels_last(x)
+    if method == "per_group":
+        x, spatial = _grouped(x), 1
+    block = settings.block if method in ("division", "low", "high") else None
+    bits = 0 if method == "low" else settings.bits
+    means, codes, ranges = compress(x, noise, block, bits, spatial)
+    if method == "high" and codes.numel():
+        means, block = means.new_empty((means.shape[0], 0)), None
+    form = Form(shape, tuple(x.shape), dtype, block, bits, spatial, is_last)
+    return Packed(means, codes, ranges, form)
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """Return the elements in rows of 256, zeros at the end."""
+    return F.pad(x.reshape(-1), (0, -x.numel() % GROUP)).view(-1, GROUP)
+
+
+def unpack(parts: Sequence[Tensor], form: Form) -> Tensor:
+    """Return the map, as far as its bits go, in the shape and order in memory of the tensor."""
+    is_whole = form.shape == form.packed_shape
+    is_last = form.is_channels_last and is_whole
+    x = operators.decompress(*parts, *form[1:-1], is_last)
+    if is_whole:
+        return x
+    count = 1
+    for size in form.shape:
+        count *= size
+    return x.view(-1)[:count].view(form.shape)
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether channels vary fastest in memory, and ``x`` is not also in the usual order."""
+    if x.dim() not in FORMATS or x.is_contiguous():
+        return False
+    return x.is_contiguous(memory_format=FORMATS[x.dim()])
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return what autocast would make of ``x``; None where it leaves it alone."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point():
+        return None
+    return None if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)

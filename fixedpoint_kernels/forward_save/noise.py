@@ -1,0 +1,48 @@
+"""The noise of a conversion: a seed, and a count of the maps packed so far."""
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fixedpoint_kernels.philox import Key
+
+__all__ = ["load_state", "new_noise", "state"]
+
+
+def new_noise(seed: int) -> Tensor:
+    """Return int64 ``(seed, 0)``.
+
+    Raises:
+        ValueError: ``seed`` is outside 0 to 2**63 - 1.
+    """
+    return torch.tensor(Key.checked(seed, 0), dtype=torch.int64)
+
+
+def state(model: nn.Module) -> dict[str, int]:
+    """Return what decides the noise to come: ``seed`` and ``count``; empty where there is none."""
+    found = _noise(model)
+    if found is None:
+        return {}
+    seed, count = found.tolist()
+    return {"seed": seed, "count": count}
+
+
+def load_state(model: nn.Module, state: Mapping[str, int]) -> None:
+    """Continue the noise from what ``state`` returned.
+
+    Raises:
+        ValueError: ``state`` is of another kind of conversion.
+    """
+    found = _noise(model)
+    wanted = set() if found is None else {"seed", "count"}
+    if set(state) != wanted:
+        raise ValueError(f"the state must have {sorted(wanted)}, got {sorted(state)}")
+    if found is not None:
+        key = Key.checked(operator.index(state["seed"]), operator.index(state["count"]))
+        found.copy_(torch.tensor(key))
+
+
+def _noise(model: nn.Module) -> Tensor | None:
+    return next((vars(m)["_noise"] for m in model.modules() if "_noise" in vars(m)), None)
