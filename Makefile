@@ -1,10 +1,11 @@
 # make demo: train ResNet20 on the embedded digits, in fixed point and in float32
 # make test: all tests            make lint: format, lint and types
+# make docs: the site, in build/site    make bench: all CPU benchmarks
 VENV ?= .venv
 PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip install --quiet -c constraints.txt
 
-.PHONY: demo test lint
+.PHONY: bench demo docs lint test
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m train.demo
@@ -17,11 +18,19 @@ lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright
 
+bench: $(VENV)/installed-dev
+	for op in $$(ls benchmarks/ops | sed -n 's/\.py$$//p'); do \
+	  $(VENV)/bin/python -m benchmarks.run --op $$op --json benchmarks/results/$$op.json || exit 1; \
+	done
+
+docs: $(VENV)/installed-dev
+	$(VENV)/bin/mkdocs build
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) -e ".[dev,qtorch]"
+	$(PIP) -e ".[dev,docs,qtorch]"
 	touch $@

@@ -88,7 +88,7 @@ def layers(
         UnknownLayerError: An operation is not known, and ``unknown="raise"``.
         ValueError: The model cannot run on shapes alone; says which module failed.
 
-    Example:
+    Examples:
         >>> [r.madds for r in perfmodel.layers(torch.nn.Linear(3, 2), (3,))]
         [6]
     """
