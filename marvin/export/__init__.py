@@ -6,5 +6,21 @@ compares with its simulation in float32, and ``onnx``, ``qonnx`` and ``hls4ml`` 
 """
 
 from marvin.export.errors import ExportError
+from marvin.export.network import Network
+from marvin.export.observe import Formats, calibrate
+from marvin.export.trace import describe
+from marvin.export.verify import compare, verify
+from marvin.export.weights import formats_of_weights, masters_of, nearest_weights
 
-__all__ = ["ExportError"]
+__all__ = [
+    "ExportError",
+    "Formats",
+    "Network",
+    "calibrate",
+    "compare",
+    "describe",
+    "formats_of_weights",
+    "masters_of",
+    "nearest_weights",
+    "verify",
+]

@@ -1,0 +1,215 @@
+"""What all exporters share: a network as exact operations on integers, and roundings.
+
+A value is an array of integer codes with a point: ``value = code * 2**-fl``. ``Round`` and
+``AveragePool`` round to a format, nearest, ties to even, and saturate; every other operation is
+exact, so its codes are as wide as they must be. Records hold what is fixed; ``values`` says for
+each what its codes can be.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fixedpoint_kernels import FixedPoint
+
+__all__ = [
+    "Add",
+    "Affine",
+    "AveragePool",
+    "Conv",
+    "Flatten",
+    "Input",
+    "Linear",
+    "MaxPool",
+    "Network",
+    "Operation",
+    "Relu",
+    "Round",
+    "Value",
+    "Weighted",
+]
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One operation; its value has its name.
+
+    Args:
+        name: Of the module, or of the call; unique.
+        inputs: Names of the values it takes.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Input(Operation):
+    """The float32 values that come in; only ``Round`` takes them.
+
+    Args:
+        shape: Of one sample.
+    """
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Round(Operation):
+    """Round to ``fmt``."""
+
+    fmt: FixedPoint
+
+
+@dataclass(frozen=True, eq=False)
+class Weighted(Operation):
+    """Multiplies by weights and sums.
+
+    Args:
+        weight: Codes, int64; shape ``(out, in / groups, height, width)`` or ``(out, in)``.
+        weight_fmt: Of ``weight``.
+        bias: Codes, int64, shape ``(out,)``, or None.
+        bias_fmt: Of ``bias``; unused where there is none.
+    """
+
+    weight: Tensor
+    weight_fmt: FixedPoint
+    bias: Tensor | None
+    bias_fmt: FixedPoint
+
+
+@dataclass(frozen=True, eq=False)
+class Conv(Weighted):
+    """A convolution of images, with zeros around them."""
+
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    groups: int
+
+
+@dataclass(frozen=True, eq=False)
+class Linear(Weighted):
+    """A linear layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Affine(Operation):
+    """``scale * x + offset`` in each channel: batch normalisation when it is used.
+
+    Args:
+        scale: Codes, int64, shape ``(channels,)``.
+        scale_fmt: Of ``scale``.
+        offset: Codes, int64, shape ``(channels,)``.
+        offset_fmt: Of ``offset``.
+    """
+
+    scale: Tensor
+    scale_fmt: FixedPoint
+    offset: Tensor
+    offset_fmt: FixedPoint
+
+
+@dataclass(frozen=True, eq=False)
+class Add(Operation):
+    """The sum of two values, at the finer of their points."""
+
+
+@dataclass(frozen=True, eq=False)
+class Relu(Operation):
+    """The larger of the value and 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaxPool(Operation):
+    """The largest value in each window; what lies around the image is never the largest."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+
+
+@dataclass(frozen=True, eq=False)
+class AveragePool(Operation):
+    """The mean of each window, zeros around the image included, rounded once to ``fmt``."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    fmt: FixedPoint
+
+
+@dataclass(frozen=True, eq=False)
+class Flatten(Operation):
+    """All dimensions of a sample as one."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What an operation's codes can be, whatever the input.
+
+    Args:
+        shape: Of one sample.
+        fl: Where the point is: a code is worth ``2**-fl``.
+        low: Smallest code.
+        high: Largest code.
+        magnitude: Bound of every code and of every partial sum that leads to it, in any order.
+        terms: Products summed for one code; 1 where nothing is summed.
+    """
+
+    shape: tuple[int, ...]
+    fl: int
+    low: int
+    high: int
+    magnitude: int
+    terms: int = 1
+
+    @property
+    def bits(self) -> int:
+        """Length of a two's complement word that holds every code."""
+        return 1 + max(self.high.bit_length(), (~self.low).bit_length() if self.low < 0 else 0)
+
+    def is_exact(self, significand_bits: int) -> bool:
+        """Say whether floats with so many significant bits compute these codes without error."""
+        return self.magnitude <= 2**significand_bits
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A network that can be exported.
+
+    Args:
+        operations: In an order in which they can be computed; the first is the input, the last
+            gives the output.
+        values: Of each operation but the input.
+        origin: Where the formats of activations come from: ``"trained"`` or ``"calibrated"``.
+    """
+
+    operations: tuple[Operation, ...]
+    values: Mapping[str, Value]
+    origin: str
+
+    @property
+    def input(self) -> Input:
+        """What comes in."""
+        first = self.operations[0]
+        assert isinstance(first, Input)
+        return first
+
+    @property
+    def output(self) -> str:
+        """The name of what comes out."""
+        return self.operations[-1].name
+
+    def formats(self) -> dict[str, FixedPoint]:
+        """Return the format of each rounding, by its name."""
+        kinds = (Round, AveragePool)
+        return {op.name: op.fmt for op in self.operations if isinstance(op, kinds)}
+
+    def weight_formats(self) -> dict[str, FixedPoint]:
+        """Return the format of each layer's weights, by the layer's name."""
+        return {op.name: op.weight_fmt for op in self.operations if isinstance(op, Weighted)}

@@ -1,0 +1,152 @@
+"""From a model to a network: traced by torch.fx, each call translated or refused by name."""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export import build
+from marvin.export.build import Builder
+from marvin.export.errors import ExportError
+from marvin.export.network import Add, Flatten, Network, Relu
+from marvin.export.observe import Formats, evaluating, observe
+
+__all__ = ["describe"]
+
+_ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
+_RELUS = torch.relu, F.relu, "relu", "relu_"
+_FLATTENS = torch.flatten, "flatten"
+
+
+def describe(
+    model: nn.Module,
+    sample: Tensor,
+    weights: Mapping[str, FixedPoint],
+    activations: Mapping[str, Formats] | None = None,
+    *,
+    scale_wl: int = 16,
+) -> Network:
+    """Return a model as exact operations and roundings, which can be exported.
+
+    Supported are straight-line models of ``Conv2d``, ``Linear``, ``BatchNorm1d`` and
+    ``BatchNorm2d``, ``ReLU``, ``MaxPool2d``, ``AvgPool2d``, ``AdaptiveAvgPool2d`` (windows of one
+    size), ``Flatten``, ``Identity``, ``Dropout``, sums of two values, and the functions of the
+    same meaning. Anything else is refused by name.
+
+    Batch normalisation becomes an affine map in fixed point of its own: the scale
+    ``weight / sqrt(running_var + eps)`` and the offset ``bias - running_mean * scale``, computed
+    in float64, are rounded to nearest: the scale to ``scale_wl`` bits, the offset to the point of
+    ``x * scale``. Biases without a format are rounded to the point of ``x * weight``.
+
+    Args:
+        model: Its values of ``weights`` are numbers of their formats; with
+            ``marvin.quantize_activations`` on it, unless ``activations`` are given.
+        sample: One batch of what the model takes, float32.
+        weights: Formats of parameters by name, such as ``optimizer.formats()``.
+        activations: Formats from ``calibrate``; default: those the model rounds to.
+        scale_wl: Word length of batch normalisation's scale, bits.
+
+    Raises:
+        ExportError: Something in the model cannot be exported; says what, and why.
+    """
+    origin = "trained" if activations is None else "calibrated"
+    if activations is None:
+        activations = observe(model, sample)
+        if not activations:
+            raise ExportError(
+                "the model rounds no activations: put marvin.quantize_activations on it, or give "
+                "formats from marvin.export.calibrate"
+            )
+    tracer = fx.Tracer()
+    with evaluating(model):
+        try:
+            graph = tracer.trace(model)
+        except Exception as error:  # whatever the model's own code raises on a tracer's proxies
+            first_line = str(error).partition("\n")[0]
+            raise ExportError(f"the model must be traceable by torch.fx: {first_line}") from error
+    _check_rounded(graph, activations)
+    builder = Builder(model, weights, activations, scale_wl)
+    for node in graph.nodes:
+        _TRANSLATE[node.op](builder, node, sample)
+    return builder.network(origin)
+
+
+def _check_rounded(graph: fx.Graph, activations: Mapping[str, Formats]) -> None:
+    """Refuse modules that round something and have calls inside that are traced one by one."""
+    called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+    outputs = {name for name, formats in activations.items() if name not in called}
+    inner = sorted(name for name in outputs if not any(c.startswith(f"{name}.") for c in called))
+    if "" not in outputs and inner:
+        raise ExportError(f"{inner[0]} rounds activations and is not called as one layer")
+
+
+def _placeholder(builder: Builder, node: fx.Node, sample: Tensor) -> None:
+    if builder.operations:
+        raise ExportError(f"a network must have one input, got another: {node.name}")
+    builder.begin(node.name, tuple(sample.shape[1:]))
+    builder.names[node.name] = node.name
+
+
+def _module(builder: Builder, node: fx.Node, _sample: Tensor) -> None:
+    name = str(node.target)
+    module = builder.model.get_submodule(name)
+    handler = next((h for kind, h in build.MODULES.items() if isinstance(module, kind)), None)
+    if handler is None:
+        raise ExportError(f"{name}: {type(module).__name__} cannot be exported")
+    source = _source(builder, node, name)
+    builder.names[node.name] = handler(builder, builder.unused(name), name, module, source)
+
+
+def _function(builder: Builder, node: fx.Node, _sample: Tensor) -> None:
+    target = node.target
+    values = [x for x in node.args if isinstance(x, fx.Node)]
+    rest = [x for x in node.args if not isinstance(x, fx.Node)]
+    name = builder.unused(node.name)
+    if target in _ADDS and len(values) == 2 and not rest and not node.kwargs:
+        left, right = (builder.rounded(builder.names[v.name], name) for v in values)
+        builder.names[node.name] = builder.add(Add(name, (left, right)))
+    elif target in _RELUS and len(values) == 1 and set(node.kwargs) <= {"inplace"}:
+        builder.names[node.name] = builder.add(Relu(name, (_source(builder, node, name),)))
+    elif target in _FLATTENS and _flattens_all(rest, node.kwargs):
+        builder.names[node.name] = builder.add(Flatten(name, (_source(builder, node, name),)))
+    else:
+        text = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        arguments = ", ".join(map(str, node.args))
+        raise ExportError(f"{node.name}: {text}({arguments}) cannot be exported")
+
+
+def _flattens_all(rest: list[Any], kwargs: Mapping[str, Any]) -> bool:
+    arguments = dict(zip(("start_dim", "end_dim"), rest, strict=False)) | dict(kwargs)
+    return arguments.pop("start_dim", 0) == 1 and arguments.pop("end_dim", -1) == -1
+
+
+def _source(builder: Builder, node: fx.Node, name: str) -> str:
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or source.name not in builder.names:
+        raise ExportError(f"{name} must be called with a value of the network, got {source}")
+    return builder.names[source.name]
+
+
+def _output(builder: Builder, node: fx.Node, _sample: Tensor) -> None:
+    result = node.args[0]
+    if not isinstance(result, fx.Node):
+        raise ExportError(f"a network must have one output, got {result}")
+    builder.end(builder.names[result.name])
+
+
+def _attribute(_builder: Builder, node: fx.Node, _sample: Tensor) -> None:
+    raise ExportError(f"{node.target}: a tensor used outside a layer cannot be exported")
+
+
+_TRANSLATE = {
+    "placeholder": _placeholder,
+    "call_module": _module,
+    "call_function": _function,
+    "call_method": _function,
+    "get_attr": _attribute,
+    "output": _output,
+}

@@ -1,0 +1,254 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import marvin
+from fixedpoint_kernels import FixedPoint
+from marvin.export import (
+    ExportError,
+    calibrate,
+    compare,
+    describe,
+    formats_of_weights,
+    masters_of,
+    nearest_weights,
+    verify,
+)
+from marvin.export.network import Affine, AveragePool, Conv, Round
+from marvin.export.observe import fitting, observe
+from marvin.export.simulate import simulate
+from train.alexnet import alexnet
+from train.resnet20 import resnet20
+
+
+def outputs(model, x):
+    with torch.no_grad():
+        return model(x)
+
+
+@pytest.mark.parametrize(("wl", "fl"), [(8, 5), (6, 3), (4, 2), (16, 12), (24, 20), (32, 26)])
+def test_without_batch_norm_the_simulation_is_the_trained_model(plain, wl, fl):
+    model, network, x = plain(wl, fl)
+    found = simulate(network, x)
+    torch.testing.assert_close(found[network.output], outputs(model, x), rtol=0, atol=0)
+
+
+def test_every_layer_is_the_models_own(plain):
+    model, network, x = plain()
+    rows = compare(network, model, x)
+    assert [row.name for row in rows] == ["0", "1", "2", "3", "4", "5", "6", "7", "8"]
+    assert [row.different for row in rows] == [0] * 9
+    assert max(row.elements for row in rows) == 5 * 8 * 4 * 4
+
+
+def test_batch_norm_in_fixed_point_moves_few_values_by_one_step(digits):
+    model, network, x = digits()
+    rows = {row.name: row for row in compare(network, model, x)}
+    assert rows["0"].different == 0  # before the first batch normalisation
+    assert rows["1"].largest <= 1
+    assert rows["1"].different < 0.02 * rows["1"].elements
+    (affine, _) = (op for op in network.operations if isinstance(op, Affine))
+    scale = model[1].weight.double() / (model[1].running_var.double() + 1e-5).sqrt()
+    torch.testing.assert_close(
+        affine.scale.double() * affine.scale_fmt.lsb,
+        scale.detach(),
+        rtol=0,
+        atol=affine.scale_fmt.lsb / 2,
+    )
+    assert affine.scale_fmt.wl == 16
+
+
+def test_trainers_networks():
+    torch.manual_seed(0)
+    for model, shape in ((resnet20(10, 1, 4), (1, 8, 8)), (alexnet(10, 3, 4), (3, 32, 32))):
+        optimizer = marvin.MSGD(model.named_parameters(), init_wl=8, init_fl=5)
+        marvin.quantize_activations(model, optimizer)
+        model.eval()
+        x = torch.randn(2, *shape)
+        network = describe(model, x, optimizer.formats())
+        assert set(network.weight_formats()) | {"bn"} >= {
+            name.removesuffix(".weight") for name in optimizer.layers()
+        }
+        rows = verify(network, x)
+        assert all(row.is_exact and not row.different for row in rows)
+        assert all(row.is_bounded in (None, True) for row in rows)
+
+
+def test_the_model_stays_as_it_is(digits):
+    model, _, x = digits()
+    model.train()
+    model[4].eval()
+    before = copy.deepcopy(model.state_dict())
+    describe(model, x, {name: FixedPoint(8, 5) for name, _ in model.named_parameters()})
+    assert model.training
+    assert not model[4].training
+    assert len(model[0]._forward_hooks) == 1
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+def test_functions_and_methods_are_those_of_modules(make):
+    class OneToThree(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1 = nn.Conv2d(1, 3, 3, padding=1)
+            self.conv = nn.Conv2d(3, 3, 1)
+            self.relu = nn.ReLU(inplace=True)
+            self.fc = nn.Linear(3 * 64, 4)
+            self.drop = nn.Dropout()
+
+        def forward(self, x):
+            x = self.relu(self.conv1(x))
+            y = torch.add(F.relu(x), self.conv(x))
+            y += self.relu(self.conv(x))  # the same layer twice
+            return self.fc(self.drop(torch.flatten(y.relu(), 1)))
+
+    model, network, x = make(OneToThree, (1, 8, 8))
+    found = simulate(network, x)[network.output]
+    torch.testing.assert_close(found, outputs(model, x), rtol=0, atol=0)
+    assert sum(isinstance(op, Conv) for op in network.operations) == 3
+
+
+def test_formats_differ_between_layers(plain):
+    model, _, x = plain()
+    optimizer = marvin.MSGD(
+        [{"params": [(n, p)], "init_wl": 6 + i, "init_fl": 4}
+         for i, (n, p) in enumerate(model.named_parameters())]
+    )  # fmt: skip
+    for module in model.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    marvin.quantize_activations(model, optimizer)
+    network = describe(model, x, optimizer.formats())
+    found = simulate(network, x)[network.output]
+    torch.testing.assert_close(found, outputs(model, x), rtol=0, atol=0)
+    assert len(set(network.formats().values())) >= 3
+
+
+def test_calibration_gives_formats_that_do_not_saturate():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 4)).eval()
+    x = torch.randn(20, 1, 8, 8)
+    formats = calibrate(model, [x[:10], (x[10:], torch.zeros(10))], wl=8)
+    assert formats["0"].input == fitting((float(x.min()), float(x.max())), 8)
+    weights = formats_of_weights(model)
+    rounded = nearest_weights(model, weights)
+    network = describe(rounded, x, weights, formats)
+    assert network.origin == "calibrated"
+    got = simulate(network, x)[network.output]
+    # a step of weights, of inputs and of outputs each, of 108 products
+    torch.testing.assert_close(got, outputs(model, x), rtol=0.05, atol=0.1)
+    names = [op.name for op in network.operations if isinstance(op, Round)]
+    assert names == ["0.in", "0.out", "3.out"]  # 3 takes what 0 has rounded to 8 bits
+    with pytest.raises(ExportError, match="at least one batch"):
+        calibrate(model, [])
+    with pytest.raises(ExportError, match="must be finite"):
+        calibrate(model, [x * torch.inf])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "fl"), [(0, 0, 31), (-1, 0.9, 7), (-1, 1, 6), (0, 127.4, 0), (-4e4, 0, -9)]
+)
+def test_the_finest_format_that_fits(low, high, fl):
+    assert fitting((low, high), 8) == FixedPoint(8, fl)
+
+
+def test_masters_are_rounded_to_nearest():
+    torch.manual_seed(0)
+    model = nn.Linear(200, 3)
+    floats = model.weight.detach().clone()
+    optimizer = marvin.MSGD(model.named_parameters())
+    exported = nearest_weights(model, optimizer.formats(), masters_of(model, optimizer))
+    assert not torch.equal(exported.weight, model.weight)  # of which one is a stochastic draw
+    assert (exported.weight - floats).abs().max() <= optimizer.formats()["weight"].lsb / 2
+
+
+def test_nothing_is_observed_without_quantised_activations():
+    model = nn.Sequential(nn.Conv2d(1, 1, 1))
+    assert observe(model, torch.ones(1, 1, 2, 2)) == {}
+    with pytest.raises(ExportError, match="the model rounds no activations"):
+        describe(model, torch.ones(1, 1, 2, 2), {})
+
+
+class Call(nn.Module):
+    """Calls one function on the output of a layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 1)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, self.conv(x))
+
+
+def tied(layer):
+    return lambda: nn.Sequential(nn.Conv2d(1, 2, 1), layer)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (tied(nn.Sigmoid()), "1: Sigmoid cannot be exported"),
+        (tied(nn.ConvTranspose2d(2, 2, 2)), "1: ConvTranspose2d cannot"),
+        (tied(nn.MaxPool2d(2, ceil_mode=True)), "1: max pooling must have no ceil_mode"),
+        (tied(nn.AvgPool2d(2, ceil_mode=True)), "1: average pooling must divide"),
+        (tied(nn.AvgPool2d(2, padding=1, count_include_pad=False)), "count_include_pad"),
+        (tied(nn.AdaptiveAvgPool2d(3)), r"windows must be of one size, got \(4, 4\) to \(3, 3\)"),
+        (tied(nn.Conv2d(2, 2, 3, padding="same")), "padding must be zeros"),
+        (tied(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")), "got circular"),
+        (tied(nn.Linear(4, 3)), "1: a linear layer must take vectors"),
+        (tied(nn.Flatten(2)), "1: must flatten a whole sample"),
+        (tied(nn.BatchNorm2d(2, track_running_stats=False)), "must have running statistics"),
+        (lambda: Call(lambda m, y: y * m.scale), "scale: a tensor used outside a layer"),
+        (lambda: Call(lambda m, y: y * 2), r"mul: mul\(conv, 2\) cannot be exported"),
+        (lambda: Call(lambda m, y: y + 1), r"add: add\(conv, 1\) cannot be exported"),
+        (lambda: Call(lambda m, y: torch.cat([y, y])), "cat: cat"),
+        (lambda: Call(lambda m, y: (y, y)), "one output"),
+        (lambda: Call(lambda m, y: y if y.sum() > 0 else -y), "must be traceable"),
+        (lambda: nn.Sequential(nn.ReLU(), nn.Conv2d(1, 1, 1)), "0 takes the network's input"),
+    ],
+)
+def test_what_cannot_be_exported_is_named(build, message, make):
+    with pytest.raises(ExportError, match=message):
+        make(build, (1, 4, 4))
+
+
+def test_layers_in_floats_are_named(digits):
+    model, _, x = digits()
+    formats = {name: FixedPoint(8, 5) for name, _ in model.named_parameters()}
+    del formats["4.conv.weight"]
+    with pytest.raises(ExportError, match=r"4\.conv\.weight has no format"):
+        describe(model, x, formats)
+    with pytest.raises(ExportError, match=r"0\.weight must hold numbers of <8, 3>"):
+        describe(model, x, formats | {"0.weight": FixedPoint(8, 3)})
+
+
+def test_float_biases_take_the_point_of_the_products(plain):
+    model, _, x = plain()
+    formats = {n: FixedPoint(8, 5) for n, _ in model.named_parameters() if n.endswith("weight")}
+    network = describe(model, x, formats)
+    conv = network.operations[2]
+    assert isinstance(conv, Conv)
+    assert conv.bias_fmt == FixedPoint(32, 10)
+    torch.testing.assert_close(
+        conv.bias.double() * 2.0**-10, model[0].bias.detach().double(), rtol=0, atol=2.0**-11
+    )
+
+
+def test_average_pooling_over_any_window():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 1), nn.AvgPool2d(3, 2, padding=1)).eval()
+    optimizer = marvin.MSGD(model.named_parameters(), init_wl=8, init_fl=4)
+    marvin.quantize_activations(model, optimizer)
+    x = torch.randn(9, 1, 9, 9) * 3
+    network = describe(model, x, optimizer.formats())
+    assert isinstance(network.operations[-1], AveragePool)
+    assert sum(row.different for row in verify(network, x)) == 0
+    torch.testing.assert_close(
+        simulate(network, x)[network.output], outputs(model, x), rtol=0, atol=0
+    )
