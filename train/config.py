@@ -24,6 +24,9 @@ def keyword(default: Any, meaning: str, *choices: str) -> Any:
     return field(default=default, metadata=metadata)
 
 
+FORWARD_SAVE = "none", "few-bit", "division", "few-bit+division"
+
+
 @dataclass(frozen=True)
 class Config:
     """What one run depends on; every field but ``model`` is a flag of the same name.
@@ -36,9 +39,13 @@ class Config:
     width: int = option(16, "channels of the first stage; the paper's is the default")
     activation: str = option("relu", "activation function of every layer", *ACTIVATIONS)
     forward_save: str = option(
-        "none", "what is kept for backward in place of whole tensors", "none", "few-bit"
+        "none",
+        "what is kept for backward: few-bit codes of activation functions, DIVISION of maps, both",
+        *FORWARD_SAVE,
     )
-    bits: int = option(3, "few-bit: bits an element that activations keep")
+    bits: int = option(3, "few-bit: bits of a code, 1 to 8")
+    block: int = option(8, "division: edge of the blocks whose means are kept")
+    division_bits: int = option(2, "division: bits of a residual: 1, 2, 4 or 8")
 
     dataset: str = option("auto", "what to learn; auto: the first that is present", *NAMES)
     data_dir: str = option("data", "folder of data sets; cifar10 and cifar100 are downloaded to it")
@@ -119,6 +126,8 @@ class Config:
         self._require("plateau_factor", 0 < self.plateau_factor < 1, "between 0 and 1")
         self._require("init_scale", self.init_scale > 0, "above 0")
         self._require("bits", 1 <= self.bits <= 8, "1 to 8")
+        self._require("block", self.block >= 1, "at least 1")
+        self._require("division_bits", self.division_bits in (1, 2, 4, 8), "1, 2, 4 or 8")
 
     def _require(self, name: str, is_met: bool, required: str) -> None:
         if not is_met:

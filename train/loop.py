@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import marvin
 import perfmodel
+from fixedpoint_kernels import forward_save
 from train.augment import batch, epoch_order, private_generator, step_indices, steps_per_epoch
 from train.config import Config
 from train.data import Parts
@@ -98,12 +99,14 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Return all that decides the future, as plain values and tensors."""
+        noise = forward_save.state(self.model)
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "progress": dataclasses.asdict(self.progress),
             "data": self.dataset.fingerprint(),
+            **({"forward_save": noise} if noise else {}),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -111,6 +114,7 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        forward_save.load_state(self.model, state.get("forward_save", {}))
         for name, value in state["progress"].items():
             setattr(self.progress, name, value)
 

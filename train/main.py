@@ -99,8 +99,16 @@ def prepare(config: Config, build: Build, min_side: int) -> Training:
 
 def keep_less(config: Config, model: nn.Module) -> None:
     """Convert ``model`` as ``--forward-save`` asks."""
-    if config.forward_save == "few-bit":
-        forward_save.convert(model, few_bit=config.bits)
+    ways = config.forward_save.split("+")
+    few_bit = config.bits if "few-bit" in ways else None
+    division = {"block": config.block, "bits": config.division_bits}
+    if ways != ["none"]:
+        forward_save.convert(
+            model,
+            few_bit=few_bit,
+            division=division if "division" in ways else None,
+            seed=config.seed,
+        )
 
 
 def choose_device(name: str) -> torch.device:

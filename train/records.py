@@ -23,6 +23,7 @@ PACKAGES = ("marvin-fixedpoint", "torch", "numpy", "numba", "triton")
 FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
 VERSION = 1  # of checkpoints; those without one are of version 0, and otherwise the same
 CHECKPOINT = ("model", "optimizer", "scheduler", "progress", "data")
+OPTIONAL = ("forward_save",)
 
 Row = Mapping[str, Any]
 
@@ -115,8 +116,9 @@ class RunFolder:
             return None
         try:
             _check_sums(self.checkpoint)
-            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            version, state = state.get("version", 0), {name: state[name] for name in CHECKPOINT}
+            saved = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+            version, state = saved.get("version", 0), {name: saved[name] for name in CHECKPOINT}
+            state |= {name: saved[name] for name in OPTIONAL if name in saved}
         except Exception as error:  # torch raises six kinds for six ways of damage
             first_line = str(error).partition("\n")[0]
             reason = f"{type(error).__name__}: {first_line}"

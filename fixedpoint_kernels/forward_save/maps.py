@@ -96,8 +96,8 @@ def pack(x: Tensor, spatial: int, settings: Division, noise: Tensor) -> Packed:
     """
     if not x.is_floating_point():
         raise TypeError(f"a map that is kept in few bits must be floating, got {x.dtype}")
-    if not x.requires_grad:
-        return _packed(x, spatial, settings, noise)
+    if not x.requires_grad or torch.compiler.is_compiling():  # a graph knows no versions
+        return _packed(x.detach(), spatial, settings, noise)
     key = (spatial, settings, id(noise), x._version)
     known: dict[Any, Packed] = getattr(x, MEMORY, {})
     if key not in known:

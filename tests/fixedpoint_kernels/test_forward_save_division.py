@@ -1,0 +1,378 @@
+"""Whole models whose maps are kept in few bits."""
+
+import copy
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from fixedpoint_kernels import forward_save
+
+
+class Block(nn.Module):
+    """A residual block and a head; the block's input feeds two convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.act = nn.ReLU(inplace=True)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.shortcut = nn.Conv2d(8, 8, 1)
+        self.pool = nn.MaxPool2d(2)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(8 * 16, 5)
+
+    def features(self, x):
+        x = self.act(self.first(x))
+        return self.act(self.norm(self.conv(x)) + self.shortcut(x))
+
+    def forward(self, x):
+        return self.head(self.drop(self.pool(self.features(x))).flatten(1))
+
+
+def build(**settings):
+    torch.manual_seed(2)
+    model = Block()
+    if settings:
+        forward_save.convert(model, **settings)
+    return model
+
+
+def images(n=4):
+    return torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(5))
+
+
+def step(model, x, rng=7):
+    torch.manual_seed(rng)
+    y = model(x)
+    y.square().sum().backward()
+    return y.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def error(got, want):
+    a, b = (torch.cat([g.flatten() for g in gs]) for gs in (got, want))
+    return float((a - b).norm() / b.norm())
+
+
+def exact_bits(got, want):
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def kept_dtypes(model, x):
+    """Return how many elements of each type are kept, parameters apart."""
+    own = {p.data_ptr() for p in model.parameters()}
+    found = {}
+
+    def note(t):
+        if t.data_ptr() not in own:
+            found[t.data_ptr()] = t
+        return t
+
+    with saved_tensors_hooks(note, lambda t: t):
+        y = model(x)
+    counts = Counter()
+    for t in found.values():
+        counts[t.dtype] += t.numel()
+    del y
+    return counts
+
+
+DIVISION = {"block": 4, "bits": 2}
+
+
+def test_values_are_torchs_and_gradients_near():
+    x = images()
+    value, want = step(build(), x)
+    errors = []
+    for bits in (2, 4, 8):
+        got_value, got = step(build(division={"block": 4, "bits": bits}), x)
+        exact_bits(got_value, value)
+        errors.append(error(got, want))
+    assert errors[0] > 4 * errors[1] > 16 * errors[2] > 0  # each bit halves the step
+
+
+def test_a_tensor_that_two_layers_keep_is_packed_once():
+    model = build(division=DIVISION)
+    counts = kept_dtypes(model, images())
+    n = 4 * 8 * 64
+    maps = 4 * 3 * 64, n, n, 4 * 8 * 16  # image, both convolutions' input, norm's input, head's
+    index = 4 * 8 * 16
+    assert counts[torch.uint8] == sum(maps) // 4 + index
+    assert counts[torch.float32] == 2 * 8  # the statistics of the norm
+    assert counts[torch.int32] == -(2 * n // 1024) * -32 + 32  # two masks, and dropout's
+    assert forward_save.state(model) == {"seed": 0, "count": 4}
+
+
+def test_a_tensor_written_to_is_packed_again():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            y = self.a(x)
+            z = self.b(y)
+            y.mul_(-3)
+            return z + self.c(y)
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(6, 8)
+    forward_save.convert(model, division={"bits": 8})
+    model(x).sum().backward()
+    got = [model.b.weight.grad, model.c.weight.grad]
+    y = model.a(x).detach()
+    want = [y.sum(0).expand(8, 8), -3 * y.sum(0).expand(8, 8)]
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.05)  # 255 steps of the range
+
+
+def test_random_numbers_of_the_user_are_untouched():
+    states = []
+    for model in (build(), build(division=DIVISION, seed=3)):
+        step(model, images())
+        states.append(torch.get_rng_state())
+    exact_bits(*states)
+
+
+def test_noise_is_of_seed_and_count():
+    x = images()
+    first, second = (step(build(division=DIVISION, seed=1), x)[1] for _ in range(2))
+    exact_bits(first, second)
+    assert error(step(build(division=DIVISION, seed=2), x)[1], first) > 0.01
+    model = build(division=DIVISION, seed=1)
+    step(model, x)
+    model.zero_grad()
+    assert error(step(model, x)[1], first) > 0.01
+
+
+def test_state_continues_the_noise():
+    x = images()
+    model = build(division=DIVISION, seed=1)
+    step(model, x)
+    state, twin = forward_save.state(model), build(division=DIVISION, seed=9)
+    twin.load_state_dict(model.state_dict())
+    forward_save.load_state(twin, state)
+    for m in (model, twin):
+        m.zero_grad()
+    exact_bits(step(twin, x), step(model, x))
+    assert forward_save.state(build(few_bit=3)) == {}
+    with pytest.raises(ValueError, match=r"must have \['count', 'seed'\], got \[\]"):
+        forward_save.load_state(twin, {})
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_has_the_same_noise_to_come_and_its_own_count(again):
+    model, x = build(division=DIVISION, seed=4), images()
+    twin = again(model)
+    exact_bits(step(twin, x), step(model, x))
+    assert forward_save.state(twin) == forward_save.state(model)
+    step(twin, x)
+    assert forward_save.state(twin)["count"] == 2 * forward_save.state(model)["count"]
+    forward_save.revert(twin)
+    assert [type(m) for m in twin.modules()] == [type(m) for m in build().modules()]
+
+
+def test_reverting_leaves_no_trace():
+    model = build()
+    before = [{n: id(v) for n, v in vars(m).items()} for m in model.modules()]
+    keys = list(model.state_dict())
+    forward_save.convert(model, division=DIVISION, few_bit=3)
+    assert list(model.state_dict()) == keys
+    forward_save.revert(model)
+    assert [{n: id(v) for n, v in vars(m).items()} for m in model.modules()] == before
+    exact_bits(step(model, images()), step(build(), images()))
+
+
+def test_gradients_accumulate():
+    model, x = build(division=DIVISION), images()
+    _, first = step(model, x)
+    _, both = step(model, x)
+    model.zero_grad()
+    forward_save.load_state(model, {"seed": 0, "count": 4})
+    _, second = step(model, x)
+    torch.testing.assert_close(both, [a + b for a, b in zip(first, second, strict=True)])
+
+
+def test_two_forwards_before_backward():
+    model, x = build(division=DIVISION), images(8)
+    model.drop.p = 0.0
+    model.norm.eval()
+    (model(x[:4]).square().sum() + model(x[4:]).square().sum()).backward()
+    got = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    forward_save.load_state(model, {"seed": 0, "count": 0})
+    for part in x.split(4):
+        model(part).square().sum().backward()
+    torch.testing.assert_close(got, [p.grad for p in model.parameters()], rtol=1e-5, atol=1e-4)
+
+
+def test_weights_tied_between_layers():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    forward_save.convert(model, division=DIVISION)
+    assert model[2].weight is model[0].weight
+    model(torch.randn(3, 8)).sum().backward()
+    assert model[0].weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant):
+    class Checkpointed(Block):
+        def features(self, x):
+            return checkpoint(super().features, x, use_reentrant=use_reentrant)
+
+    x = images().requires_grad_()  # a reentrant checkpoint asks for it
+    torch.manual_seed(2)
+    model = Checkpointed()
+    plain = build()
+    plain.norm.eval()
+    model.norm.eval()  # a second forward pass would move the statistics
+    value, want = step(plain, x)
+    forward_save.convert(model, division={"block": 4, "bits": 8})
+    got_value, got = step(model, x)
+    exact_bits(got_value, value)
+    assert error(got, want) < 0.01  # 8 bits
+    assert kept_dtypes(model, x)[torch.int32] == 32 + 0 * use_reentrant  # dropout's mask alone
+
+
+def test_save_on_cpu_sees_what_is_kept():
+    model, x = build(division=DIVISION), images()
+    torch.manual_seed(7)
+    with save_on_cpu():
+        y = model(x)
+    y.square().sum().backward()
+    exact_bits([p.grad for p in model.parameters()], step(build(division=DIVISION), x)[1])
+
+
+def test_differentiating_twice_is_refused():
+    model, x = build(division=DIVISION), images()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), model.head.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_autocast():
+    x = images()
+    with torch.autocast("cpu"):
+        value, want = step(build(), x)
+        got_value, got = step(build(division={"block": 4, "bits": 8}), x)
+    exact_bits(got_value, value)
+    assert {g.dtype for g in got} == {torch.float32}
+    assert error(got, want) < 0.02  # 8 bits of a map, 8 bits of bfloat16
+
+
+def test_channels_last():
+    x = images().to(memory_format=torch.channels_last)
+    plain, model = build(), build(division={"block": 4, "bits": 8})
+    for m in (plain, model):
+        m.to(memory_format=torch.channels_last)
+    (value, want), (got_value, got) = step(plain, x), step(model, x)
+    exact_bits(got_value, value)
+    assert error(got, want) < 0.01
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_without_graph_breaks(backend):
+    torch._dynamo.reset()
+    model, x = build(division=DIVISION), images()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    value, want = step(build(), x)
+    for count in (1, 2):
+        model.zero_grad()
+        got_value, got = step(compiled, x)
+        torch.testing.assert_close(got_value, value)  # a backend may fuse
+        assert 0 < error(got, want) < 1
+        assert forward_save.state(model)["count"] == 5 * count  # two layers keep their own
+
+
+def _train(rank, folder):
+    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    forward_save.convert(model, division=DIVISION, seed=rank)
+    model = DistributedDataParallel(model)
+    for _ in range(2):
+        model(torch.randn(4, 8)).square().sum().backward()
+    torch.save([p.grad for p in model.parameters()], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow  # two processes import torch
+def test_data_parallel(tmp_path):
+    mp.spawn(_train, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    exact_bits(first, second)
+    assert all(g.abs().sum() > 0 for g in first)
+
+
+def test_the_report_names_all_that_still_keeps_a_tensor():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.smooth, self.pool = (
+                nn.Linear(8, 8),
+                nn.GELU(),
+                nn.AdaptiveAvgPool1d(1),
+            )
+            self.attention = nn.MultiheadAttention(8, 2)
+            self.table = nn.PReLU()
+            self.picks = nn.MaxPool1d(2, return_indices=True)
+            self.wide = nn.MaxPool2d(17)
+
+        def forward(self, x):
+            y = self.smooth(self.linear(x))
+            return (y @ y.transpose(-1, -2)).softmax(-1)
+
+    report = forward_save.convert(Odd(), division=DIVISION, sample_input=torch.randn(2, 3, 8))
+    assert [r.layer for r in report.replaced] == ["linear"]
+    assert {k.layer: k.reason for k in report.kept} == {
+        "smooth": "few_bit is not asked for",
+        "pool": "it keeps no tensor",
+        "attention": "it calls functions of its own",
+        "table": "its slope learns",
+        "picks": "its indices are asked for",
+        "wide": "its window has 289 places, more than 8 bits",
+    }
+    assert {(c.layer, c.function) for c in report.calls} == {("", "matmul"), ("", "softmax")}
+    assert "(model)  softmax  a call is not a module" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 3}, r"bits of division must be one of \(1, 2, 4, 8\), got 3"),
+        ({"block": 0}, "block must be a whole number of at least 1, got 0"),
+        ({"method": "jpeg"}, "method must be one of division, low, high, .*, got 'jpeg'"),
+        ({"edge": 4}, "division takes block, bits, method, got edge"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        build(division=settings)
+    with pytest.raises(ValueError, match="seed and stream must be 0"):
+        build(division=True, seed=-1)
+
+
+def test_a_map_of_complex_numbers_names_the_layer():
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.cfloat))
+    forward_save.convert(model, division=DIVISION)
+    with pytest.raises(TypeError, match=r"layer '0': .* must be floating, got torch.complex64"):
+        model(torch.randn(2, 4, dtype=torch.cfloat))
+
+
+@pytest.mark.parametrize("method", forward_save.METHODS)
+def test_other_methods_run_through_the_same_layers(method):
+    x = images()
+    value, want = step(build(), x)
+    got_value, got = step(build(division={"bits": 4, "block": 4, "method": method}), x)
+    exact_bits(got_value, value)
+    limits = {"low": 1.0, "high": 3.0}
+    assert 0 < error(got, want) < limits.get(method, 0.3)
