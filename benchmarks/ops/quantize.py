@@ -5,15 +5,12 @@ to, and make a new one. Plain torch is the usual ``floor(x + u)``, clamped.
 """
 
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks import resnet20
+from benchmarks import qpytorch, resnet20
 from benchmarks.timing import Case
 from fixedpoint_kernels import FixedPoint, quantize, quantize_many
 
@@ -63,14 +60,8 @@ def _plain_torch(x: Tensor) -> Tensor:
 
 
 def _qtorch() -> Callable[[Tensor], Tensor] | None:
-    """Return QPyTorch's rounding, which is compiled when first imported, or None."""
-    if not (shutil.which("ninja") and shutil.which("g++")):
+    """Return QPyTorch's rounding, or None."""
+    quant = qpytorch.load()
+    if quant is None:
         return None
-    folder = Path("build/torch_extensions").absolute()  # away from locks of other builds
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
-    try:
-        from qtorch.quant import fixed_point_quantize
-    except ImportError:
-        return None
-    return lambda x: fixed_point_quantize(x, FMT.wl, FMT.fl, rounding="stochastic")
+    return lambda x: quant.fixed_point_quantize(x, FMT.wl, FMT.fl, rounding="stochastic")
