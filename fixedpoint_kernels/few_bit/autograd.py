@@ -5,18 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fixedpoint_kernels.few_bit.fused import Fused, is_fused
 from fixedpoint_kernels.few_bit.integrals import Function
-from fixedpoint_kernels.few_bit.operators import decode, encode, registered
+from fixedpoint_kernels.few_bit.operators import decode, encode, registered, value_and_encode
 
 
-def apply(function: Function, x: Tensor, table: str) -> Tensor:
+def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None) -> Tensor:
     """Return ``function(x)``, whose gradient is the table's.
 
-    Where no gradient is needed, nothing is encoded.
+    Where no gradient is needed, nothing is encoded. With ``fused``, a GPU computes value and code
+    in one pass.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return function(x)
-    return _FewBit.apply(x, function, table, _memory_order(x))[0]  # pyright: ignore
+    if not is_fused(x, fused):
+        fused = None
+    return _FewBit.apply(x, function, table, _memory_order(x), fused)[0]  # pyright: ignore
 
 
 class _FewBit(torch.autograd.Function):
@@ -26,13 +30,21 @@ class _FewBit(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, function: Function, table: str, order: tuple[int, ...] | None
+        x: Tensor,
+        function: Function,
+        table: str,
+        order: tuple[int, ...] | None,
+        fused: Fused | None,
     ) -> tuple[Tensor, Tensor]:
-        return function(x), encode(x if order is None else x.permute(order), table)
+        laid = x if order is None else x.permute(order)
+        if fused is None:
+            return function(x), encode(laid, table)
+        y, planes = value_and_encode(laid, table, fused)
+        return _back(y, order), planes
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, _, ctx.table, ctx.order = inputs
+        x, _, ctx.table, ctx.order, _ = inputs
         ctx.dtype = x.dtype
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
@@ -41,15 +53,20 @@ class _FewBit(torch.autograd.Function):
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor | None, _planes: None
-    ) -> tuple[Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None, None]:
         if grad is None:
-            return None, None, None, None
+            return None, None, None, None, None
         (planes,) = ctx.saved_tensors
-        if ctx.order is None:
-            return _product(grad, planes, ctx.table, ctx.dtype), None, None, None
-        back = [ctx.order.index(i) for i in range(len(ctx.order))]
-        result = _product(grad.permute(ctx.order), planes, ctx.table, ctx.dtype)
-        return result.permute(back), None, None, None
+        laid = grad if ctx.order is None else grad.permute(ctx.order)
+        product = _product(laid, planes, ctx.table, ctx.dtype)
+        return _back(product, ctx.order), None, None, None, None
+
+
+def _back(laid: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Undo ``permute(order)``."""
+    if order is None:
+        return laid
+    return laid.permute([order.index(i) for i in range(len(order))])
 
 
 def _product(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,7 @@
 """Activations with the signatures of ``torch.nn.functional``, and ``bits`` and ``weight``.
 
-Each returns torch's own values, bit for bit, and keeps ``bits`` bits an element for backward. The
+Each returns torch's own values, bit for bit, and keeps ``bits`` bits an element for backward. On a
+GPU, where value and code come from one pass, values may be 2 units in the last place off. The
 stepwise ones (ReLU and the like) need 1 bit, whatever ``bits`` says, and their gradients are exact.
 ``weight`` is where the table is accurate: ``"uniform"`` on [-10, 10], or ``"normal"``, best after
 normalisation. Parameters other than torch's defaults are solved for at the first call.
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fixedpoint_kernels.few_bit.autograd import apply
+from fixedpoint_kernels.few_bit.fused import fused_of
 from fixedpoint_kernels.few_bit.integrals import Weight
 from fixedpoint_kernels.few_bit.named import function_of, table_of
 from fixedpoint_kernels.few_bit.operators import register
@@ -269,7 +271,8 @@ def refuse_inplace(inplace: bool) -> None:
 
 
 def _run(name: str, x: Tensor, parameters: tuple[Any, ...], bits: int, weight: Weight) -> Tensor:
-    return apply(function_of(name, parameters), x, table_key(name, bits, weight, *parameters))
+    key = table_key(name, bits, weight, *parameters)
+    return apply(function_of(name, parameters), x, key, fused_of(name, parameters))
 
 
 def table_key(name: str, bits: int, weight: Weight, *parameters: Any) -> str:

@@ -1,0 +1,166 @@
+"""Value and code from one pass of the GPU's kernel, here in Triton's interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fixedpoint_kernels import few_bit
+from fixedpoint_kernels.few_bit import autograd, fused, gpu, named, operators, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FUSED = [n for n in named.NAMES if fused.fused_of(*named.resolve(n))]
+PARAMETERS = [
+    ("celu", (2.0,)),
+    ("elu", (0.3,)),
+    ("hardshrink", (0.3,)),
+    ("hardtanh", (-0.3, 0.7)),
+    ("leaky_relu", (0.3,)),
+    ("softshrink", (1.7,)),
+    ("threshold", (-2.3, 9.0)),
+]
+CASES = [*dict.fromkeys(named.resolve(name) for name in FUSED), *PARAMETERS]
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3e38, -3e38]
+ORDER = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+
+
+def inputs(dtype):
+    """Return values of every magnitude, of both signs, and those around each step."""
+    size = torch.logspace(-30, 2, 1000)
+    steps = torch.tensor([0.3, 0.5, 0.7, 1.0, 1.7, 2.3, 3.0, 6.0])
+    steps = torch.cat([steps, torch.nextafter(steps, steps + 1), torch.nextafter(steps, -steps)])
+    x = torch.cat([size, torch.linspace(0, 100, 1000), steps])
+    return torch.cat([x, -x, torch.tensor(SPECIAL)]).to(dtype)
+
+
+def value_and_planes(x, function, table):
+    y = torch.empty_like(x)
+    planes = torch.empty(
+        -(x.numel() // -1024) * 32 * table.bits, dtype=torch.int32, device=x.device
+    )
+    gpu.value_and_encode(x, y, planes, table, function)
+    return y, planes
+
+
+def steps_between(a, b):
+    """Return how many numbers of their dtype lie between two tensors, element by element."""
+    order = ORDER[a.dtype]
+    a, b = (t.cpu().view(order).long() for t in (a, b))
+    a, b = (torch.where(t < 0, torch.iinfo(order).min - t, t) for t in (a, b))
+    return (a - b).abs()
+
+
+def check(name, parameters, dtype):
+    table = named.table_of(name, parameters, 3, "uniform")
+    x = inputs(dtype).to(DEVICE)
+    if name == "gelu":
+        x = x[x.abs() < 1000]  # torch's own, on a CPU, makes infinity of 3e38
+    y, planes = value_and_planes(x, fused.fused_of(name, parameters), table)
+    codes = torch.empty_like(planes)
+    reference.encode(x, codes, table)
+    assert torch.equal(planes, codes)
+    expected = named.function_of(name, parameters)(x)
+    assert torch.equal(y.isnan(), expected.isnan())
+    is_near = (steps_between(y, expected) <= 2) | (y.cpu() == expected.cpu()) | y.isnan().cpu()
+    if name == "gelu":  # 1 + erf loses digits below 0, in torch's own too: 2 units of x / 2
+        error = (y.double() - F.gelu(x.double())).abs()
+        is_near = (error <= torch.finfo(dtype).eps * x.double().abs() / 2).cpu() | is_near
+    assert is_near.all(), x.cpu()[~is_near]
+
+
+@pytest.mark.parametrize(("name", "parameters"), CASES)
+def test_value_and_code(name, parameters):
+    check(name, parameters, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gelu", "hardsigmoid", "elu", "relu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(name, dtype):
+    check(*named.resolve(name), dtype)
+
+
+def test_two_units_are_seen():
+    x = inputs(torch.float32)
+    y = F.silu(x)[:1000]
+    for n in (1, 2, 3):
+        y = torch.nextafter(y, y + 1)
+        assert (steps_between(y, F.silu(x)[:1000]) == n).all()
+
+
+def test_which_are_left_to_torch():
+    left = {name for name in named.NAMES if name not in FUSED}
+    assert left == {"gelu_tanh", "logsigmoid", "mish", "softplus", "tanh", "tanhshrink"}
+    x = torch.ones(2)
+    assert not fused.is_fused(x, fused.fused_of("silu", ()))  # values on a CPU are torch's
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Take the way of a CUDA tensor, with the interpreter where there is none."""
+    monkeypatch.setattr(autograd, "is_fused", lambda x, function: function is not None)
+    monkeypatch.setattr(operators, "_implementation", lambda x: gpu)
+
+
+def gradient(function, x, grad):
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = function(x)
+    y.backward(grad)
+    return y.detach(), x.grad
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_the_way_of_a_gpu():
+    x, grad = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 5, 7)
+    table = named.table_of("silu", (), 3, "uniform")
+    slope = torch.from_numpy(table(x.numpy()))
+    for form in (torch.contiguous_format, torch.channels_last):
+        y, found = gradient(few_bit.silu, x.to(memory_format=form), grad)
+        torch.testing.assert_close(y, F.silu(x), rtol=3e-7, atol=0)  # 2 units
+        assert torch.equal(found, grad * slope)
+        assert y.is_contiguous(memory_format=form)
+        assert found.is_contiguous(memory_format=form)
+    y, found = gradient(
+        few_bit.silu, x.permute(1, 0, 2, 3)[:, :, ::2], grad[:, :, ::2].transpose(0, 1)
+    )
+    assert torch.equal(found, (grad * slope)[:, :, ::2].transpose(0, 1))
+    few_bit.gelu(torch.empty(0, 3, requires_grad=True)).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert few_bit.gelu(torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)).dtype is (
+            torch.bfloat16
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_the_way_of_a_gpu_compiles_and_maps():
+    x, grad = torch.randn(2, 50), torch.randn(2, 50)
+    module = few_bit.SiLU(bits=1)
+    expected = gradient(module, x, grad)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for a, b in zip(gradient(compiled, x, grad), expected, strict=True):
+        assert torch.equal(a, b)
+
+    def loss(x, grad):
+        return (module(x) * grad).sum()
+
+    assert torch.equal(torch.func.vmap(torch.func.grad(loss))(x, grad), expected[1])
+
+
+def test_the_operator():
+    operator = torch.ops.fixedpoint_kernels.few_bit_value_and_encode.default
+    key = operators.register(named.table_of("silu", (), 1, "uniform"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operators, "_implementation", lambda x: gpu)
+        torch.library.opcheck(operator, (torch.randn(3, 40), key, "silu", 0.0, 0.0, 0.0))
+        y, planes = operator(torch.empty(0, 2), key, "silu", 0.0, 0.0, 0.0)
+    assert (y.shape, planes.shape) == ((0, 2), (0,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FUSED)
+def test_a_gpu_runs_it(name):
+    x = inputs(torch.float32).nan_to_num().cuda()
+    function = named.function_of(*named.resolve(name))
+    y, slope = gradient(getattr(few_bit, named.resolve(name)[0]), x, torch.ones_like(x))
+    torch.testing.assert_close(y, function(x), rtol=3e-7, atol=3e-7 if name == "gelu" else 1e-37)
+    assert slope.isfinite().all()
