@@ -27,6 +27,17 @@ def _few_bit(bits: int) -> tuple[str, ...]:
     return "--forward-save", "few-bit", "--bits", str(bits)
 
 
+def _division(bits: int, method: str = "division") -> tuple[str, ...]:
+    return (
+        "--forward-save",
+        "division",
+        "--division-bits",
+        str(bits),
+        "--division-method",
+        method,
+    )
+
+
 EXPERIMENTS = {
     "marvin": Experiment(
         "does training in fixed point reach the accuracy of float32?",
@@ -40,6 +51,19 @@ EXPERIMENTS = {
         {
             "exact": (),
             **{f"{bits} bits" if bits > 1 else "1 bit": _few_bit(bits) for bits in (1, 2, 3, 4)},
+        },
+    ),
+    "division": Experiment(
+        "what does it cost to keep activation maps at dual precision, and what the alternatives?",
+        ("--optimizer", "sgd"),
+        {
+            "exact": (),
+            "DIVISION, 8 bits": _division(8),
+            "DIVISION, 2 bits": _division(2),
+            "low frequencies alone": _division(2, "low"),
+            "high frequencies alone, 2 bits": _division(2, "high"),
+            "2 bits, a range a plane": _division(2, "fixed"),
+            "2 bits, a range for 256 (ActNN)": _division(2, "per_group"),
         },
     ),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fixedpoint_kernels.forward_save import METHODS
 from train.activations import ACTIVATIONS
 from train.data import NAMES
 
@@ -46,6 +47,9 @@ class Config:
     bits: int = option(3, "few-bit: bits of a code, 1 to 8")
     block: int = option(8, "division: edge of the blocks whose means are kept")
     division_bits: int = option(2, "division: bits of a residual: 1, 2, 4 or 8")
+    division_method: str = option(
+        "division", "division, or one of the methods it is compared with", *METHODS
+    )
 
     dataset: str = option("auto", "what to learn; auto: the first that is present", *NAMES)
     data_dir: str = option("data", "folder of data sets; cifar10 and cifar100 are downloaded to it")

@@ -101,7 +101,11 @@ def keep_less(config: Config, model: nn.Module) -> None:
     """Convert ``model`` as ``--forward-save`` asks."""
     ways = config.forward_save.split("+")
     few_bit = config.bits if "few-bit" in ways else None
-    division = {"block": config.block, "bits": config.division_bits}
+    division = {
+        "block": config.block,
+        "bits": config.division_bits,
+        "method": config.division_method,
+    }
     if ways != ["none"]:
         forward_save.convert(
             model,
