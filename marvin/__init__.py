@@ -2,13 +2,22 @@
 
 from marvin import tensorboard
 from marvin.activations import QuantizedActivations, fake_quantize, quantize_activations
+from marvin.base import QuantizingOptimizer
 from marvin.init import tnvs_
+from marvin.marvin_policy import MarvinPolicy
 from marvin.optimizer import MSGD
+from marvin.policy import FixedPolicy, Policy
+from marvin.quantized import Quantized
 from marvin.trace import Switch
 
 __all__ = [
     "MSGD",
+    "FixedPolicy",
+    "MarvinPolicy",
+    "Policy",
+    "Quantized",
     "QuantizedActivations",
+    "QuantizingOptimizer",
     "Switch",
     "fake_quantize",
     "quantize_activations",

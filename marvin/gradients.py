@@ -1,4 +1,4 @@
-"""One group's gradients in a step: regularised, rounded, normalised, and added to the windows."""
+"""One group's gradients in a step: regularised, rounded, normalised, and measured."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint, quantize_many
+from marvin.policy import Measured, Policy
 
 __all__ = ["Gradients", "gather", "nonfinite", "read"]
 
@@ -20,11 +21,10 @@ class Gradients:
     Args:
         group: The parameter group.
         params: Parameters that have a gradient.
-        values: Their gradients, float32, to be changed in place; normalised where asked for.
+        values: Their gradients, float32; new tensors where they were normalised.
         norms: 2-norms before normalisation, 0-d.
         layers: Places of the layers in the lists above.
-        sums: The layers' windows with this gradient in them.
-        sum_norms: Their 2-norms, 0-d.
+        measured: What the policy computed from the layers' gradients.
         penalty: The L1 penalty, 0-d; None without one.
     """
 
@@ -33,14 +33,14 @@ class Gradients:
     values: list[Tensor]
     norms: list[Tensor]
     layers: list[int]
-    sums: list[Tensor]
-    sum_norms: list[Tensor]
+    measured: Measured
     penalty: Tensor | None
 
 
 def gather(
     group: dict[str, Any],
     state: Mapping[Tensor, dict[str, Any]],
+    policy: Policy,
     format_of: Callable[[Tensor], FixedPoint | None],
     noise: tuple[int, int],
 ) -> Gradients:
@@ -52,7 +52,7 @@ def gather(
     params = [p for p in group["params"] if p.grad is not None]
     grads = [_dense(p) for p in params]
     if not params:
-        return Gradients(group, [], [], [], [], [], [], None)
+        return Gradients(group, [], [], [], [], Measured(), None)
     penalty = _add_l1(group, params, grads) if group["l1"] else None
     if group["quantize_gradients"]:
         grads = _rounded(grads, [format_of(p) for p in params], noise)
@@ -60,30 +60,26 @@ def gather(
     if group["normalize_gradients"]:
         stacked = torch.stack(norms)
         grads = list(torch._foreach_div(grads, torch.where(stacked > 0, stacked, 1.0).unbind()))
-    else:
-        grads = [grad.clone() for grad in grads]
     layers = [i for i, p in enumerate(params) if "layer" in state[p]]
-    windows = [state[params[i]]["grad_sum"] for i in layers]
-    sums = list(torch._foreach_add(windows, [grads[i] for i in layers])) if layers else []
-    sum_norms = list(torch._foreach_norm(sums)) if layers else []
-    return Gradients(group, params, grads, norms, layers, sums, sum_norms, penalty)
+    measured = policy.measure([state[params[i]] for i in layers], [grads[i] for i in layers])
+    return Gradients(group, params, grads, norms, layers, measured, penalty)
 
 
 def read(
     batches: Sequence[Gradients], loss: float | Tensor | None
 ) -> tuple[float | None, list[list[float]], list[list[float]]]:
-    """Bring loss (with its penalties), norms and window norms to the host, in one transfer."""
+    """Bring loss (with its penalties), norms and the policy's numbers to the host in one go."""
     device = batches[0].norms[0].device
-    scalars = [t for batch in batches for t in (*batch.norms, *batch.sum_norms)]
+    scalars = [t for batch in batches for t in (*batch.norms, *batch.measured.numbers)]
     extra = [batch.penalty for batch in batches if batch.penalty is not None]
     if loss is not None:
         extra.append(torch.as_tensor(loss, dtype=torch.float32).detach().reshape(()))
     values = iter(torch.stack([t.to(device) for t in (*scalars, *extra)]).tolist())
-    norms, sum_norms = [], []
+    norms, numbers = [], []
     for batch in batches:
         norms.append([next(values) for _ in batch.norms])
-        sum_norms.append([next(values) for _ in batch.sum_norms])
-    return (None if loss is None else sum(values)), norms, sum_norms
+        numbers.append([next(values) for _ in batch.measured.numbers])
+    return (None if loss is None else sum(values)), norms, numbers
 
 
 def nonfinite(
@@ -104,7 +100,7 @@ def nonfinite(
 def _dense(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if grad is None or grad.layout is not torch.strided:
-        raise RuntimeError("MSGD needs dense gradients, got a sparse one")
+        raise RuntimeError("the optimizer needs dense gradients, got a sparse one")
     return grad.float()
 
 

@@ -18,11 +18,13 @@ class Layout:
         names: Its name, or its position.
         groups: Its parameter group.
         owners: The layer whose format it takes; None if it stays float.
+        layers: Position and weight of each layer.
     """
 
     names: dict[Tensor, str]
     groups: dict[Tensor, dict[str, Any]]
     owners: dict[Tensor, Tensor | None]
+    layers: list[tuple[int, Tensor]]
 
 
 def layout_of(param_groups: Sequence[dict[str, Any]]) -> Layout:
@@ -42,7 +44,8 @@ def layout_of(param_groups: Sequence[dict[str, Any]]) -> Layout:
     names = [str(i) if name is None else name for i, name in enumerate(given)]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"parameter names must be unique, got {sorted(twice)} more than once")
-    return Layout(dict(zip(groups, names, strict=True)), groups, owners)
+    layers = [(i, p) for i, p in enumerate(groups) if is_layer(p)]
+    return Layout(dict(zip(groups, names, strict=True)), groups, owners, layers)
 
 
 def is_layer(parameter: Tensor) -> bool:

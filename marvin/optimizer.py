@@ -1,32 +1,25 @@
-"""The optimizer: state and order of events; the arithmetic lives in the modules it calls."""
+"""MSGD: SGD with momentum on the masters of fixed-point weights, with the paper's policy."""
 
-import math
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from fixedpoint_kernels import FixedPoint, quantize_many
 from marvin import push_down, push_up
-from marvin.adaptation import LayerState, LookbackRounding, observe
-from marvin.gradients import Gradients, gather, nonfinite, read
-from marvin.layers import is_layer, layout_of
-from marvin.noise import Purpose, stream
-from marvin.policy import switch_format
-from marvin.progress import Progress
+from marvin.adaptation import LookbackRounding
+from marvin.base import QuantizingOptimizer
+from marvin.gradients import Gradients
+from marvin.marvin_policy import MarvinPolicy
 from marvin.push_up import Level
-from marvin.settings import check_dtypes, check_settings
-from marvin.trace import Switch
+from marvin.settings import SGD, check_settings
 
 __all__ = ["MSGD"]
 
 
-class MSGD(Optimizer):
+class MSGD(QuantizingOptimizer):
     """Stochastic gradient descent on fixed-point weights, with a format for every layer.
 
     A *layer* is a parameter with two or more dimensions. The parameters of the model hold
@@ -140,264 +133,38 @@ class MSGD(Optimizer):
         seed: int = 0,
     ) -> None:
         defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        self.trace: list[Switch] = []
-        self._progress = Progress()
-        super().__init__(params, defaults)
-
-    def formats(self) -> dict[str, FixedPoint]:
-        """Return the format of every quantised parameter, in parameter order.
-
-        Keys are names, or positions (``"0"``, ``"1"``, ...) where the parameters have none.
-        """
-        found = ((name, self.format_of(p)) for p, name in self._layout.names.items())
-        return {name: fmt for name, fmt in found if fmt is not None}
-
-    def format_of(self, parameter: Tensor) -> FixedPoint | None:
-        """Return the format of one parameter; None if it stays float."""
-        owner = self._layout.owners[parameter]
-        return None if owner is None else self.state[owner]["layer"].fmt
-
-    def __contains__(self, parameter: object) -> bool:
-        """Say whether ``parameter`` is one of this optimizer's."""
-        return parameter in self._layout.owners
-
-    def activation_noise(self) -> tuple[int, int]:
-        """Return seed and stream for one more rounding of activations in training."""
-        self._progress.forwards += 1
-        return self._seed, stream(Purpose.ACTIVATIONS, self._progress.forwards)
-
-    def layers(self) -> list[str]:
-        """Return the names of the parameters that have a format of their own."""
-        return [name for p, name in self._layout.names.items() if is_layer(p)]
-
-    def mean_word_length(self) -> float:
-        """Return the mean word length over the layers, in bits; NaN without layers."""
-        lengths = [state["layer"].fmt.wl for state in self.state.values() if "layer" in state]
-        return sum(lengths) / len(lengths) if lengths else math.nan
+        names = {f.name for f in fields(MarvinPolicy)}
+        policy = MarvinPolicy(**{k: v for k, v in defaults.items() if k in names})
+        super().__init__(params, defaults, policy)
 
     @property
     def strategy(self) -> Level:
         """The level at which the adaptive strategy stands."""
-        return self._progress.level
+        assert isinstance(self.policy, MarvinPolicy)
+        return self.policy.level
 
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps ``nonfinite="skip"`` has left out."""
-        return self._progress.skipped
+    def _check(self, group: dict[str, Any]) -> None:
+        check_settings(group, SGD)
+        super()._check(group)
 
-    @torch.no_grad()
-    def adopt_weights(self) -> None:
-        """Take the model's weights as the new masters, and quantise the model again.
-
-        Call this after changing the model's weights behind the optimizer's back. Formats,
-        momentum and windows stay.
-        """
-        params = list(self._layout.names)
-        for p in params:
-            self.state[p]["master"].copy_(p)
-        self._write_back(params, Purpose.INITIAL)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, and quantise them; see ``torch.optim.Optimizer.add_param_group``."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            check_settings(group)
-            check_dtypes(group["params"])
-            self._layout = layout_of(self.param_groups)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-        self._initialise(group)
-
-    @torch.no_grad()
-    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        closure: Callable[[], float | Tensor] | None = None,
-        *,
-        loss: float | Tensor | None = None,
-    ) -> float | Tensor | None:
-        """Do one update.
-
-        Args:
-            closure: Evaluates the model, backpropagates and returns the loss.
-            loss: The loss of this step, where there is no closure: with gradient accumulation,
-                the mean over the micro-batches.
-
-        Returns:
-            The loss, as it came.
-
-        Raises:
-            FloatingPointError: The loss or a gradient is not finite.
-            RuntimeError: A gradient is sparse.
-        """
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        batches = self._gather()
-        if not batches:
-            return loss
-        total, norms, sum_norms = read(batches, loss)
-        if wrong := nonfinite(batches, total, norms, self._layout.names):
-            self._leave_out(wrong)
-            return loss
-        self._progress.step += 1
-        self._adapt_strategy(total)
-        switched = set()
-        for batch, norm, sum_norm in zip(batches, norms, sum_norms, strict=True):
-            switched |= self._adapt(batch, norm, sum_norm)
-            self._update(batch)
-        owners = self._layout.owners.items()
-        written = [p for p, owner in owners if p.grad is not None or owner in switched]
-        self._write_back(written, Purpose.WEIGHTS)
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that decides the future, and the trace, as plain values."""
-        packed = super().state_dict()
-        packed["state"] = {
-            index: {**state, "layer": asdict(state["layer"])} if "layer" in state else state
-            for index, state in packed["state"].items()
-        }
-        packed["marvin"] = {**asdict(self._progress), "trace": [asdict(row) for row in self.trace]}
-        return packed
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load, keeping each tensor's own dtype (torch casts them to the parameter's).
-
-        The model's quantised weights are not touched: load them with the model's own state.
-
-        Raises:
-            ValueError: ``state_dict`` is not MSGD's, or its parameters differ.
-        """
-        if "marvin" not in state_dict:
-            raise ValueError(f"the state must be MSGD's own, got one with {sorted(state_dict)}")
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        saved = [state_dict["state"].get(index, {}) for index in indices]
-        for (p, name), values in zip(self._layout.names.items(), saved, strict=False):
-            if (master := values.get("master")) is None or master.shape != p.shape:
-                got = "none" if master is None else tuple(master.shape)
-                raise ValueError(f"the state of {name} must have shape {tuple(p.shape)}, got {got}")
-        super().load_state_dict(state_dict)
-        for p, values in zip(self._layout.names, saved, strict=True):
-            tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
-            self.state[p] |= {k: v.detach().to(p.device, copy=True) for k, v in tensors.items()}
-            if "layer" in values:
-                layer = {**values["layer"], "fmt": FixedPoint(**values["layer"]["fmt"])}
-                self.state[p]["layer"] = LayerState(**layer)
-        progress = dict(state_dict["marvin"])
-        self.trace = [Switch(**row) for row in progress.pop("trace")]
-        self._progress = Progress(**{**progress, "losses": list(progress["losses"])})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "trace": self.trace, "_progress": self._progress}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for name, value in self.defaults.items():  # options that an older state lacks
-                group.setdefault(name, value)
-        self._layout = layout_of(self.param_groups)
-
-    @torch.no_grad()
     def _initialise(self, group: dict[str, Any]) -> None:
+        super()._initialise(group)
         for p in group["params"]:
-            state = self.state[p]
-            state["master"] = p.detach().to(torch.float32, copy=True)
-            state["momentum_buffer"] = torch.zeros_like(state["master"])
-            if is_layer(p):
-                state["grad_sum"] = torch.zeros_like(state["master"])
-                fmt = FixedPoint(group["init_wl"], group["init_fl"], group["symmetric"])
-                state["layer"] = LayerState(fmt, group["lookback"][0], group["resolution"][0])
-        self._write_back(group["params"], Purpose.INITIAL)
-        if group["master_init"] == "quantized":
-            for p in group["params"]:
-                self.state[p]["master"].copy_(p)
+            self.state[p]["momentum_buffer"] = torch.zeros_like(self.state[p]["master"])
 
-    def _gather(self) -> list[Gradients]:
-        gathered = []
-        for i, group in enumerate(self.param_groups):
-            noise = self._seed, stream(Purpose.GRADIENTS, self._progress.step, i << 12)
-            gathered.append(gather(group, self.state, self.format_of, noise))
-        return [batch for batch in gathered if batch.params]
-
-    def _leave_out(self, wrong: list[str]) -> None:
-        if self.param_groups[0]["nonfinite"] == "raise":
-            raise FloatingPointError(
-                f"loss and gradients must be finite, got {', '.join(wrong)} after "
-                f"{self._progress.step} steps; nothing was changed"
-            )
-        self._progress.skipped += 1
-
-    def _adapt_strategy(self, loss: float | None) -> None:
-        settings = self.param_groups[0]
-        if loss is None:
-            if self._progress.step == 1 and settings["strategy"] == "adaptive":
-                message = "the adaptive strategy needs step(loss=loss); it stays at 'min'"
-                warnings.warn(message, stacklevel=4)
-            return
-        lookbacks = [state["layer"].lookback for state in self.state.values() if "layer" in state]
-        self._progress.add_loss(loss, lookbacks, settings)
-
-    def _adapt(
-        self, batch: Gradients, norms: Sequence[float], sum_norms: Sequence[float]
-    ) -> set[Tensor]:
-        """Take the gradients into the windows; return the layers whose window was full."""
-        group, switched = batch.group, set()
-        for i, window, sum_norm in zip(batch.layers, batch.sums, sum_norms, strict=True):
-            p, norm = batch.params[i], norms[i]
-            if group["normalize_gradients"]:
-                norm = float(norm > 0)
-            layer = observe(self.state[p]["layer"], norm, sum_norm, group)
-            if layer.is_due:
-                layer = self._switch(p, layer)
-                window.zero_()
-                switched.add(p)
-            self.state[p]["layer"], self.state[p]["grad_sum"] = layer, window
-        return switched
-
-    def _switch(self, p: Tensor, layer: LayerState) -> LayerState:
-        group, step = self._layout.groups[p], self._progress.step
-        name = self._layout.names[p]
-        level = self._progress.level if group["strategy"] == "adaptive" else group["strategy"]
-        noise = (
-            self._seed,
-            stream(Purpose.PUSH_DOWN, step, list(self._layout.names.values()).index(name)),
-        )
-        layer, row = switch_format(layer, self.state[p]["master"], group, level, noise)
-        self.trace.append(Switch(step=step, layer=name, **row))
-        return layer
-
-    def _update(self, batch: Gradients) -> None:
-        """Do one step of SGD on the masters; uses up the gradients."""
-        group, steps = batch.group, batch.values
-        masters = [self.state[p]["master"] for p in batch.params]
-        if group["weight_decay"]:
-            torch._foreach_add_(steps, masters, alpha=group["weight_decay"])
-        if group["momentum"]:
-            buffers = [self.state[p]["momentum_buffer"] for p in batch.params]
-            torch._foreach_mul_(buffers, group["momentum"])
-            torch._foreach_add_(buffers, steps)
-            steps = buffers
-        torch._foreach_add_(masters, steps, alpha=-float(group["lr"]))
-
-    def _write_back(self, params: Sequence[Tensor], purpose: Purpose) -> None:
-        """Round the masters of ``params`` into the model, all in one launch."""
-        fixed, formats = [], []
-        for p in params:
-            if fmt := self.format_of(p):
-                fixed.append(p)
-                formats.append(fmt)
-            else:
-                p.copy_(self.state[p]["master"])
-        quantize_many(
-            [self.state[p]["master"] for p in fixed],
-            formats,
-            seed=self._seed,
-            stream=stream(purpose, self._progress.step),
-            out=fixed,
-        )
-
-    @property
-    def _seed(self) -> int:
-        return self.param_groups[0]["seed"]
+    def _update(self, batches: Sequence[Gradients]) -> None:
+        """Do one step of SGD on the masters."""
+        for batch in batches:
+            group, steps = batch.group, batch.values
+            masters = [self.state[p]["master"] for p in batch.params]
+            if group["weight_decay"]:
+                if group["normalize_gradients"]:  # then they are ours to change
+                    torch._foreach_add_(steps, masters, alpha=group["weight_decay"])
+                else:
+                    steps = torch._foreach_add(steps, masters, alpha=group["weight_decay"])
+            if group["momentum"]:
+                buffers = [self.state[p]["momentum_buffer"] for p in batch.params]
+                torch._foreach_mul_(buffers, group["momentum"])
+                torch._foreach_add_(buffers, steps)
+                steps = buffers
+            torch._foreach_add_(masters, steps, alpha=-float(group["lr"]))

@@ -1,89 +1,242 @@
-"""How a layer whose window is full gets its new format: PushDown, then PushUp."""
+"""What an optimizer asks to know each layer's format; and the policy that never changes one."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
-from marvin import push_down, push_up
-from marvin.adaptation import LayerState
-from marvin.push_up import Level
+from fixedpoint_kernels import FixedPoint
+from marvin.trace import Switch
 
-__all__ = ["switch_format"]
+__all__ = [
+    "ActivationFormats",
+    "FixedPolicy",
+    "Kept",
+    "Layer",
+    "Measured",
+    "Policy",
+    "Record",
+    "Step",
+    "layer_tensors",
+    "word_length",
+]
+
+Format = FixedPoint
 
 
-def switch_format(
-    state: LayerState,
-    master: Tensor,
-    settings: Mapping[str, Any],
-    level: Level,
-    noise: tuple[int, int],
-) -> tuple[LayerState, dict[str, Any]]:
-    """Choose a layer's format and empty its window.
+class Record(Protocol):
+    """What a policy remembers of one layer: a frozen dataclass of plain values."""
+
+    @property
+    def fmt(self) -> Format | None:
+        """Format of the weight; None for float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The record of a policy that remembers nothing but the format."""
+
+    fmt: Format | None
+
+
+@dataclass(frozen=True)
+class ActivationFormats:
+    """Formats in which a layer sees activations; None leaves them as they are.
 
     Args:
-        state: The layer with its full window.
-        master: Its float32 weights.
-        settings: MSGD's hyper-parameters.
-        level: The strategy of this step.
-        noise: Seed and stream, for sampled counts.
-
-    Returns:
-        The layer after the switch, and the fields of ``Switch`` but for step and layer.
+        inputs: Of what comes in.
+        outputs: Of what goes out.
+        gradients: Of the gradient that comes back to the outputs.
     """
-    lowest = _lowest(state, master, settings, noise)
-    first, second = push_up.suggestions(state.diversity, lowest.fl, settings["pushup"])
-    bits = push_up.choose(first, second, level)
-    wl, fl = push_up.push_up(
-        lowest.wl,
-        lowest.fl,
-        bits,
-        buffer_bits=settings["buffer_bits"],
-        max_wl=settings["max_wl"],
-    )
-    row = {
-        "wl": wl,
-        "fl": fl,
-        "wl_before": state.fmt.wl,
-        "fl_before": state.fmt.fl,
-        "wl_min": lowest.wl,
-        "fl_min": lowest.fl,
-        "kl": lowest.kl,
-        "diversity": state.diversity,
-        "window": state.count,
-        "lookback": state.lookback,
-        "resolution": state.resolution,
-        "strategy": level,
-        "first": first,
-        "second": second,
-        "bits": bits,
-    }
-    return LayerState(replace(state.fmt, wl=wl, fl=fl), state.lookback, state.resolution), row
+
+    inputs: Format | None = None
+    outputs: Format | None = None
+    gradients: Format | None = None
 
 
-def _lowest(
-    state: LayerState, master: Tensor, settings: Mapping[str, Any], noise: tuple[int, int]
-) -> push_down.Lowest:
-    """Run PushDown; weights that are all equal have no distribution and keep their format."""
-    low, high = master.aminmax()
-    if not low < high:
-        return push_down.Lowest(state.fmt.wl, state.fmt.fl, math.nan)
-    upper = state.fmt
-    if settings["pushdown_range"] == "full":
-        upper = replace(
-            upper, wl=settings["max_wl"], fl=settings["max_wl"] - settings["buffer_bits"]
-        )
-    options = {"smoothing": settings["kl_smoothing"], "direction": settings["kl_direction"]}
-    if settings["kl_counts"] == "expected":
-        divergence = push_down.expected_divergence(master, state.resolution, **options)
-    else:
-        seed, stream = noise
-        divergence = push_down.sampled_divergence(
-            master, state.resolution, seed=seed, stream=stream, **options
-        )
-    kl_eps = settings["kl_eps"]
-    if kl_eps == "noise":
-        kl_eps = (state.resolution - 1) / (2 * master.numel())
-    return push_down.push_down(divergence, upper, kl_eps=kl_eps, min_fl=settings["min_fl"])
+@dataclass(frozen=True)
+class Measured:
+    """What a policy computed from the gradients of a step, before it is known to be finite.
+
+    Args:
+        tensors: New values of the policy's own tensors, by name, one a layer each.
+        numbers: What ``Policy.on_step`` wants on the host, 0-d, one a layer; may be empty.
+    """
+
+    tensors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    numbers: Sequence[Tensor] = ()
+
+
+@dataclass(slots=True)
+class Layer:
+    """A layer as a policy sees it.
+
+    Args:
+        index: Position among the optimizer's parameters; numbers the layer's noise.
+        name: Of its weight.
+        settings: Hyper-parameters of its parameter group.
+        state: The optimizer's state of the weight: ``"master"``, the policy's own tensors, and
+            the record under ``"layer"``, which the policy replaces.
+        norm: 2-norm of this step's gradient before it was normalised; None without a gradient.
+        number: The policy's own of ``Measured.numbers``.
+    """
+
+    index: int
+    name: str
+    settings: Mapping[str, Any]
+    state: dict[str, Any]
+    norm: float | None = None
+    number: float | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is common to all layers in a step.
+
+    Args:
+        number: Steps done, this one included.
+        seed: Of the optimizer's noise.
+        settings: Hyper-parameters of the first group.
+        loss: As the user gave it, with the L1 penalty; None where there was none.
+    """
+
+    number: int
+    seed: int
+    settings: Mapping[str, Any]
+    loss: float | None = None
+
+
+class Policy(ABC):
+    """Decides in which formats a model computes, and when they change.
+
+    A policy is asked in this order. ``settings`` are its hyper-parameters: each parameter group
+    has them and may change them. ``start`` gives a layer its first record. In each step
+    ``measure`` computes on the device what the gradients tell, without changing anything; once
+    the step is known to be finite, ``on_step`` takes the numbers, in one transfer with all
+    others, and replaces records. ``on_epoch_end`` does the same where the user marks the end of
+    an epoch. Records and tensors are in the optimizer's state, one set a layer; what is common
+    to all layers is the policy's own and comes out of ``state_dict``. A policy object serves one
+    optimizer.
+
+    Weights take ``record.fmt``; ``activation_formats`` may give activations others.
+    """
+
+    tensors: ClassVar[tuple[str, ...]] = ()
+    """Names of float32 tensors of the weight's shape in each layer's state, at first 0."""
+
+    quantizes_gradients: ClassVar[bool] = False
+    """Whether gradients are rounded to their layer's format where the user does not say."""
+
+    quantizes_norms: ClassVar[bool] = True
+    """Whether normalisation layers round their activations."""
+
+    owns_lr: ClassVar[bool] = False
+    """Whether the policy schedules the learning rate, by ``lr_scale``, and ends the training."""
+
+    lr_scale: float = 1.0
+    """What the policy has multiplied the learning rates by so far."""
+
+    should_stop: bool = False
+    """Whether the training is over as far as the policy is concerned."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return hyper-parameters that a parameter group may change."""
+        return {}
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Refuse hyper-parameters that are out of range.
+
+        Raises:
+            ValueError: With the name, what is required and what came.
+        """
+        self.start(settings)
+
+    @abstractmethod
+    def start(self, settings: Mapping[str, Any]) -> Record:
+        """Return the record of a layer that has seen no step."""
+
+    def activation_formats(self, record: Any) -> ActivationFormats:
+        """Return the formats of a layer's activations; by default, the weight's in and out."""
+        return ActivationFormats(record.fmt, record.fmt)
+
+    def measure(self, states: Sequence[Mapping[str, Any]], grads: Sequence[Tensor]) -> Measured:
+        """Look at the gradients of a group's layers, float32 and normalised where asked for.
+
+        Args:
+            states: Of the layers that have a gradient; not to be changed.
+            grads: Their gradients; not to be changed, nor kept without a copy.
+        """
+        return Measured()
+
+    def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
+        """Replace records after a step's gradients; return what switched.
+
+        Args:
+            layers: All layers, those without a gradient too, in parameter order.
+            step: What is common to them.
+        """
+        return []
+
+    def on_epoch_end(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
+        """Replace records at the end of an epoch; return what switched."""
+        return []
+
+    def load_record(self, values: Mapping[str, Any]) -> Record:
+        """Return the record that ``dataclasses.asdict`` made ``values`` of."""
+        return Kept(load_format(values["fmt"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is common to all layers and decides the future, as plain values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  there may be none
+        """Continue from what ``state_dict`` returned."""
+
+
+@dataclass(eq=False)
+class FixedPolicy(Policy):
+    """One fixed-point format for all weights and activations, from the start to the end.
+
+    Args:
+        wl: Word length, bits, sign included.
+        fl: Fractional length, bits.
+        symmetric: Leave out the format's smallest code.
+
+    Raises:
+        ValueError: There is no such format.
+    """
+
+    wl: int = 8
+    fl: int = 4
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        self.check(self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """See ``Policy``."""
+        return dataclasses.asdict(self)
+
+    def start(self, settings: Mapping[str, Any]) -> Kept:
+        """See ``Policy``."""
+        return Kept(FixedPoint(settings["wl"], settings["fl"], settings["symmetric"]))
+
+
+def word_length(fmt: Format | None) -> int:
+    """Return the bits of a number of ``fmt``; 32 for float32."""
+    return 32 if fmt is None else fmt.wl
+
+
+def load_format(values: Mapping[str, Any] | None) -> Format | None:
+    """Return the format that ``dataclasses.asdict`` made ``values`` of."""
+    return None if values is None else FixedPoint(**values)
+
+
+def layer_tensors(names: Iterable[str], master: Tensor) -> dict[str, Tensor]:
+    """Return a policy's tensors of a layer that has seen no step."""
+    return {name: torch.zeros_like(master) for name in names}

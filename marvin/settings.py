@@ -1,69 +1,104 @@
-"""The hyper-parameters of MSGD: which values are allowed."""
+"""Hyper-parameters: which values are allowed."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-__all__ = ["check_dtypes", "check_settings"]
+__all__ = ["MARVIN", "OPTIONS", "SGD", "Checks", "check_dtypes", "check_settings"]
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "l1_params": ("weights", "all"),
-    "lookback_rounding": ("ceil", "nearest"),
-    "strategy": ("adaptive", "min", "mean", "max"),
-    "strategy_loss": ("last", "short"),
-    "kl_direction": ("pq", "qp"),
-    "kl_counts": ("expected", "sampled"),
-    "pushdown_range": ("current", "full"),
-    "pushup": ("adapt", "marvin"),
-    "one_dim": ("previous", "float"),
-    "master_init": ("float", "quantized"),
-    "nonfinite": ("raise", "skip"),
-}
-_AT_LEAST_0 = "lr", "weight_decay", "l1", "strategy_margin", "seed"
 _Rule = tuple[str, Callable[[Mapping[str, Any]], bool], str]
-_RULES: tuple[_Rule, ...] = (
-    ("momentum", lambda s: 0 <= s["momentum"] < 1, "0 or more and below 1"),
-    ("max_wl", lambda s: 3 <= s["max_wl"] <= 32, "3 to 32 bits"),
-    ("init_wl", lambda s: 2 <= s["init_wl"] <= s["max_wl"], "2 bits to max_wl"),
-    ("init_fl", lambda s: 0 <= s["init_fl"] < s["init_wl"], "0 or more and below init_wl"),
-    ("min_fl", lambda s: 0 <= s["min_fl"] < s["max_wl"], "0 or more and below max_wl"),
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What some hyper-parameters must be.
+
+    Args:
+        at_least_0: Names of numbers that are 0 or more.
+        choices: Names, and the words allowed.
+        rules: Name, test of all settings, and the requirement in words.
+    """
+
+    at_least_0: tuple[str, ...] = ()
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rules: tuple[_Rule, ...] = ()
+
+
+OPTIONS = Checks(
+    ("l1", "seed"),
+    {
+        "l1_params": ("weights", "all"),
+        "one_dim": ("previous", "float"),
+        "master_init": ("float", "quantized"),
+        "nonfinite": ("raise", "skip"),
+    },
+)
+SGD = Checks(
+    ("lr", "weight_decay"),
+    rules=(("momentum", lambda s: 0 <= s["momentum"] < 1, "0 or more and below 1"),),
+)
+MARVIN = Checks(
+    ("strategy_margin",),
+    {
+        "lookback_rounding": ("ceil", "nearest"),
+        "strategy": ("adaptive", "min", "mean", "max"),
+        "strategy_loss": ("last", "short"),
+        "kl_direction": ("pq", "qp"),
+        "kl_counts": ("expected", "sampled"),
+        "pushdown_range": ("current", "full"),
+        "pushup": ("adapt", "marvin"),
+    },
     (
-        "buffer_bits",
-        lambda s: 1 <= s["buffer_bits"] <= s["max_wl"] - s["min_fl"],
-        "1 to max_wl - min_fl bits",
+        ("max_wl", lambda s: 3 <= s["max_wl"] <= 32, "3 to 32 bits"),
+        ("init_wl", lambda s: 2 <= s["init_wl"] <= s["max_wl"], "2 bits to max_wl"),
+        ("init_fl", lambda s: 0 <= s["init_fl"] < s["init_wl"], "0 or more and below init_wl"),
+        ("min_fl", lambda s: 0 <= s["min_fl"] < s["max_wl"], "0 or more and below max_wl"),
+        (
+            "buffer_bits",
+            lambda s: 1 <= s["buffer_bits"] <= s["max_wl"] - s["min_fl"],
+            "1 to max_wl - min_fl bits",
+        ),
+        (
+            "lookback",
+            lambda s: _is_range(s["lookback"], 1),
+            "two step counts, 1 <= lower <= upper",
+        ),
+        (
+            "resolution",
+            lambda s: _is_range(s["resolution"], 2),
+            "two bin counts, 2 <= lower <= upper",
+        ),
+        ("lookback_momentum", lambda s: 0 < s["lookback_momentum"] <= 1, "above 0 and at most 1"),
+        ("kl_smoothing", lambda s: s["kl_smoothing"] > 0, "above 0"),
+        ("kl_eps", lambda s: s["kl_eps"] == "noise" or _is_number(s["kl_eps"]), '>= 0 or "noise"'),
     ),
-    ("lookback", lambda s: _is_range(s["lookback"], 1), "two step counts, 1 <= lower <= upper"),
-    ("resolution", lambda s: _is_range(s["resolution"], 2), "two bin counts, 2 <= lower <= upper"),
-    ("lookback_momentum", lambda s: 0 < s["lookback_momentum"] <= 1, "above 0 and at most 1"),
-    ("kl_smoothing", lambda s: s["kl_smoothing"] > 0, "above 0"),
-    ("kl_eps", lambda s: s["kl_eps"] == "noise" or _is_number(s["kl_eps"]), '>= 0 or "noise"'),
 )
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse what MSGD cannot work with.
+def check_settings(settings: Mapping[str, Any], checks: Checks) -> None:
+    """Refuse settings that are out of range.
 
     Raises:
         ValueError: With the name, what is required and what came.
     """
-    for name in _AT_LEAST_0:
+    for name in checks.at_least_0:
         value = settings[name]
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise ValueError(f"{name} must be one number, got a tensor of {value.numel()}")
         if not value >= 0:
             raise ValueError(f"{name} must be 0 or more, got {name}={value}")
-    for name, choices in _CHOICES.items():
+    for name, choices in checks.choices.items():
         if settings[name] not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {settings[name]!r}")
-    for name, holds, requirement in _RULES:
+    for name, holds, requirement in checks.rules:
         if not holds(settings):
             raise ValueError(f"{name} must be {requirement}, got {name}={settings[name]!r}")
 
 
-def check_dtypes(params: Iterable[torch.Tensor]) -> None:
+def check_dtypes(params: Iterable[torch.Tensor], who: str) -> None:
     """Refuse parameters that cannot be quantised.
 
     Raises:
@@ -71,7 +106,7 @@ def check_dtypes(params: Iterable[torch.Tensor]) -> None:
     """
     for p in params:
         if p.dtype not in _FLOATS:
-            raise TypeError(f"MSGD needs float32, bfloat16 or float16 parameters, got {p.dtype}")
+            raise TypeError(f"{who} needs float32, bfloat16 or float16 parameters, got {p.dtype}")
 
 
 def _is_number(value: Any) -> bool:

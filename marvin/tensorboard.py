@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from marvin.optimizer import MSGD
+from fixedpoint_kernels import FixedPoint
+from marvin.base import QuantizingOptimizer
+from marvin.policy import word_length
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["log_formats"]
 
 
-def log_formats(writer: "SummaryWriter", optimizer: MSGD, step: int) -> None:
+def log_formats(writer: "SummaryWriter", optimizer: QuantizingOptimizer, step: int) -> None:
     """Write each layer's word and fractional length, and the mean word length, in bits.
 
     Args:
@@ -20,6 +22,8 @@ def log_formats(writer: "SummaryWriter", optimizer: MSGD, step: int) -> None:
     """
     formats = optimizer.formats()
     for layer in optimizer.layers():
-        writer.add_scalar(f"word_length/{layer}", formats[layer].wl, step)
-        writer.add_scalar(f"fractional_length/{layer}", formats[layer].fl, step)
+        fmt = formats.get(layer)
+        writer.add_scalar(f"word_length/{layer}", word_length(fmt), step)
+        if isinstance(fmt, FixedPoint):
+            writer.add_scalar(f"fractional_length/{layer}", fmt.fl, step)
     writer.add_scalar("mean_word_length", optimizer.mean_word_length(), step)

@@ -1,0 +1,197 @@
+"""The paper's policy: windows of gradients, PushDown and PushUp, and the strategy."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels import FixedPoint
+from marvin import push_down, push_up
+from marvin.adaptation import LayerState, LookbackRounding, adapt_strategy, observe
+from marvin.noise import Purpose, stream
+from marvin.policy import Layer, Measured, Policy, Step
+from marvin.push_up import Level
+from marvin.settings import MARVIN, check_settings
+from marvin.trace import Switch
+
+__all__ = ["MarvinPolicy"]
+
+
+@dataclass(eq=False)
+class MarvinPolicy(Policy):
+    """Each layer's format from its weights' distribution and its gradients' diversity.
+
+    A layer's window collects gradients; their diversity adapts the window's length (lookback) and
+    the histograms' resolution. Where the window is full, PushDown finds the smallest format that
+    keeps the distribution of the master, PushUp raises it by what the diversity and the strategy
+    ask for, and the window starts anew. See ``marvin.MSGD`` for the arguments.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Source:
+        MARViN, Algorithms 1 to 4.
+    """
+
+    init_wl: int = 8
+    init_fl: int = 4
+    max_wl: int = 32
+    min_fl: int = 4
+    buffer_bits: int = 4
+    resolution: tuple[int, int] = (50, 150)
+    lookback: tuple[int, int] = (25, 100)
+    lookback_momentum: float = 0.9
+    lookback_rounding: LookbackRounding = "ceil"
+    strategy: Literal["adaptive"] | Level = "adaptive"
+    strategy_loss: Literal["last", "short"] = "last"
+    strategy_margin: float = 0.0
+    kl_eps: float | Literal["noise"] = 0.01
+    kl_smoothing: float = 0.5
+    kl_direction: push_down.Direction = "pq"
+    kl_counts: Literal["expected", "sampled"] = "expected"
+    pushdown_range: Literal["current", "full"] = "current"
+    pushup: push_up.PushUp = "adapt"
+    symmetric: bool = False
+
+    tensors = ("grad_sum",)
+
+    def __post_init__(self) -> None:
+        self.check(self.settings())
+        self.level: Level = "min"
+        """Where the adaptive strategy stands."""
+        self._losses: list[float] = []  # oldest first, as many as the longest lookback
+
+    def settings(self) -> dict[str, Any]:
+        """See ``Policy``."""
+        return dataclasses.asdict(self)
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """See ``Policy``."""
+        check_settings(settings, MARVIN)
+
+    def start(self, settings: Mapping[str, Any]) -> LayerState:
+        """See ``Policy``."""
+        fmt = FixedPoint(settings["init_wl"], settings["init_fl"], settings["symmetric"])
+        return LayerState(fmt, settings["lookback"][0], settings["resolution"][0])
+
+    def measure(self, states: Sequence[Mapping[str, Any]], grads: Sequence[Tensor]) -> Measured:
+        """Add the gradients to their windows, and take the norms of the sums."""
+        if not states:
+            return Measured()
+        sums = torch._foreach_add([state["grad_sum"] for state in states], list(grads))
+        return Measured({"grad_sum": sums}, torch._foreach_norm(sums))
+
+    def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
+        """Adapt the strategy, then each layer; full windows switch."""
+        self._adapt_strategy(layers, step)
+        rows = []
+        for layer in layers:
+            if layer.norm is None or layer.number is None:
+                continue
+            norm = layer.norm
+            if layer.settings["normalize_gradients"]:
+                norm = float(norm > 0)
+            record = observe(layer.state["layer"], norm, layer.number, layer.settings)
+            if record.is_due:
+                record, row = self._switch(layer, record, step)
+                layer.state["grad_sum"].zero_()
+                rows.append(row)
+            layer.state["layer"] = record
+        return rows
+
+    def load_record(self, values: Mapping[str, Any]) -> LayerState:
+        """See ``Policy``."""
+        return LayerState(**{**values, "fmt": FixedPoint(**values["fmt"])})
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Policy``."""
+        return {"level": self.level, "losses": list(self._losses)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``Policy``."""
+        self.level, self._losses = state["level"], list(state["losses"])
+
+    def _adapt_strategy(self, layers: Sequence[Layer], step: Step) -> None:
+        """Compare the loss with the mean over the last steps, as many as the mean lookback.
+
+        Source:
+            MARViN, section 3.6.
+        """
+        settings, loss = step.settings, step.loss
+        if loss is None:
+            if step.number == 1 and settings["strategy"] == "adaptive":
+                message = "the adaptive strategy needs step(loss=loss); it stays at 'min'"
+                warnings.warn(message, stacklevel=6)
+            return
+        current = loss
+        if settings["strategy_loss"] == "short":
+            recent = [*self._losses, loss][-settings["lookback"][0] :]
+            current = math.fsum(recent) / len(recent)
+        lookbacks = [layer.state["layer"].lookback for layer in layers]
+        window = max(sum(lookbacks) // max(len(lookbacks), 1), 1)
+        margin = settings["strategy_margin"]
+        self.level = adapt_strategy(self.level, self._losses, current, window, margin=margin)
+        self._losses = [*self._losses, loss][-max(settings["lookback"][1], window) :]
+
+    def _switch(self, layer: Layer, record: LayerState, step: Step) -> tuple[LayerState, Switch]:
+        """Choose a layer's format, and empty its window."""
+        settings = layer.settings
+        level = self.level if settings["strategy"] == "adaptive" else settings["strategy"]
+        key = step.seed, stream(Purpose.PUSH_DOWN, step.number, layer.index)
+        lowest = _lowest(record, layer.state["master"], settings, key)
+        first, second = push_up.suggestions(record.diversity, lowest.fl, settings["pushup"])
+        bits = push_up.choose(first, second, level)
+        limits = {name: settings[name] for name in ("buffer_bits", "max_wl")}
+        wl, fl = push_up.push_up(lowest.wl, lowest.fl, bits, **limits)
+        row = Switch(
+            step=step.number,
+            layer=layer.name,
+            wl=wl,
+            fl=fl,
+            wl_before=record.fmt.wl,
+            fl_before=record.fmt.fl,
+            wl_min=lowest.wl,
+            fl_min=lowest.fl,
+            kl=lowest.kl,
+            diversity=record.diversity,
+            window=record.count,
+            lookback=record.lookback,
+            resolution=record.resolution,
+            strategy=level,
+            first=first,
+            second=second,
+            bits=bits,
+        )
+        fmt = replace(record.fmt, wl=wl, fl=fl)
+        return LayerState(fmt, record.lookback, record.resolution), row
+
+
+def _lowest(
+    record: LayerState, master: Tensor, settings: Mapping[str, Any], key: tuple[int, int]
+) -> push_down.Lowest:
+    """Run PushDown; weights that are all equal have no distribution and keep their format."""
+    low, high = master.aminmax()
+    if not low < high:
+        return push_down.Lowest(record.fmt.wl, record.fmt.fl, math.nan)
+    upper = record.fmt
+    if settings["pushdown_range"] == "full":
+        upper = replace(
+            upper, wl=settings["max_wl"], fl=settings["max_wl"] - settings["buffer_bits"]
+        )
+    options = {"smoothing": settings["kl_smoothing"], "direction": settings["kl_direction"]}
+    if settings["kl_counts"] == "expected":
+        divergence = push_down.expected_divergence(master, record.resolution, **options)
+    else:
+        seed, stream = key
+        divergence = push_down.sampled_divergence(
+            master, record.resolution, seed=seed, stream=stream, **options
+        )
+    kl_eps = settings["kl_eps"]
+    if kl_eps == "noise":
+        kl_eps = (record.resolution - 1) / (2 * master.numel())
+    return push_down.push_down(divergence, upper, kl_eps=kl_eps, min_fl=settings["min_fl"])

@@ -1,0 +1,374 @@
+"""Quantized: the contract of an optimizer, over the optimizers it may wrap."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import marvin
+from fixedpoint_kernels import FixedPoint, quantize
+from marvin import MSGD, FixedPolicy, MarvinPolicy, Quantized
+
+FAST = {"lookback": (2, 5), "resolution": (10, 20)}
+
+
+class Muonlike(torch.optim.Optimizer):
+    """Momentum made orthogonal by Newton-Schulz; touches ``p.grad`` and ``p.data`` alone."""
+
+    def __init__(self, params, lr=0.02, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+        for group in self.param_groups:  # as published ones do: state before the first step
+            for p in group["params"]:
+                self.state[p]["is_matrix"] = p.ndim >= 2
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                buffer = state.setdefault("buffer", torch.zeros_like(p.data))
+                buffer.mul_(group["momentum"]).add_(p.grad)
+                update = orthogonal(buffer) if state["is_matrix"] else buffer
+                p.data.add_(update, alpha=-group["lr"])
+
+
+def orthogonal(matrix):
+    x = matrix / (matrix.norm() + 1e-7)
+    for _ in range(3):
+        x = 1.5 * x - 0.5 * x @ x.T @ x
+    return x
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=5e-3),
+    "AdamW foreach amsgrad": lambda p: torch.optim.AdamW(p, lr=5e-3, foreach=True, amsgrad=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
+    "Muonlike": Muonlike,
+}
+POLICIES = {
+    "marvin": lambda: MarvinPolicy(**FAST),
+    "fixed": lambda: FixedPolicy(10, 6),
+}
+
+
+def make_model(dtype=torch.float32):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+    return marvin.tnvs_(model, 2.0).to(dtype)
+
+
+def make(kind="AdamW", policy="marvin", dtype=torch.float32, **options):
+    model = make_model(dtype)
+    wrapped = OPTIMIZERS[kind](list(model.named_parameters()))
+    return model, Quantized(wrapped, POLICIES[policy](), **options)
+
+
+def batches(n, start=0):
+    for i in range(start, start + n):
+        g = torch.Generator().manual_seed(i)
+        x = torch.randn(32, 6, generator=g)
+        yield x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+
+
+def train(model, optimizer, steps, start=0, scheduler=None):
+    dtype = next(model.parameters()).dtype
+    for x, y in batches(steps, start):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x.to(dtype)).float(), y)
+        loss.backward()
+        optimizer.step(loss=loss)
+        if scheduler is not None:
+            scheduler.step()
+    return loss.item()
+
+
+def assert_same_bits(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_same_run(first, second):
+    (model, optimizer), (model2, optimizer2) = first, second
+    assert_same_bits(dict(model.state_dict()), dict(model2.state_dict()))
+    one, two = optimizer.state_dict(), optimizer2.state_dict()
+    assert repr(one["marvin"]) == repr(two["marvin"])
+    assert repr(one["state"]) == repr(two["state"])
+    for key in ("state", "optimizer"):
+        states = [s[key] if key == "state" else s[key]["state"] for s in (one, two)]
+        tensors = [
+            [v for values in s.values() for v in values.values() if torch.is_tensor(v)]
+            for s in states
+        ]
+        assert_same_bits(*tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_resume_equals_never_stopping(kind, policy, dtype):
+    model, optimizer = make(kind, policy, dtype, quantize_gradients=policy == "fixed")
+    marvin.quantize_activations(model, optimizer)
+    train(model, optimizer, 7)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+
+    resumed, resumed_optimizer = make(kind, policy, dtype, seed=99)
+    marvin.quantize_activations(resumed, resumed_optimizer)
+    resumed.load_state_dict(saved["model"])
+    resumed_optimizer.load_state_dict(saved["optimizer"])
+    train(model, optimizer, 7, start=7)
+    train(resumed, resumed_optimizer, 7, start=7)
+    assert_same_run((model, optimizer), (resumed, resumed_optimizer))
+    assert (len(optimizer.trace) >= 4) == (policy == "marvin")
+    for state in optimizer.optimizer.state.values():
+        assert all(v.dtype is torch.float32 for v in state.values() if torch.is_tensor(v))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_sgd_wrapped_is_msgd(normalize):
+    options = {"normalize_gradients": normalize, "seed": 5}
+    model, model2 = make_model(), make_model()
+    msgd = MSGD(model.named_parameters(), lr=0.03, l1=1e-4, **options, **FAST)
+    sgd = torch.optim.SGD(model2.named_parameters(), lr=0.03, momentum=0.9, weight_decay=1e-4)
+    wrapped = Quantized(sgd, MarvinPolicy(**FAST), l1=1e-4, **options)
+    for m, o in ((model, msgd), (model2, wrapped)):
+        marvin.quantize_activations(m, o)
+        train(m, o, 20)
+    assert_same_bits(dict(model.state_dict()), dict(model2.state_dict()))
+    assert msgd.formats() == wrapped.formats()
+    assert msgd.trace == wrapped.trace
+    assert len(msgd.trace) > 4
+    masters = [[o.state[p]["master"] for p in o.state] for o in (msgd, wrapped)]
+    assert_same_bits(*masters)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_masters_move_as_the_wrapped_optimizer_moves_weights(kind):
+    """The same gradients give the same float32 weights, quantised or not."""
+    model, optimizer = make(kind, "fixed")
+    plain = make_model()
+    expected = OPTIMIZERS[kind](list(plain.named_parameters()))
+    for i in range(4):
+        g = torch.Generator().manual_seed(i)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=g)
+            q.grad = p.grad.clone()
+        optimizer.step()
+        expected.step()
+    masters = [optimizer.state[p]["master"] for p in model.parameters()]
+    assert_same_bits(masters, [q.detach() for q in plain.parameters()])
+    for p, master in zip(model.parameters(), masters, strict=True):
+        assert_same_bits(p.detach(), quantize(p.detach(), FixedPoint(10, 6), rounding="nearest"))
+        assert (p - master).abs().max() < FixedPoint(10, 6).lsb
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_learns(kind):
+    model, optimizer = make(kind, "marvin")
+    assert train(model, optimizer, 150) < 0.75  # ln 3 = 1.1 at the start
+
+
+@pytest.mark.parametrize("wrap", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_go_on_alike(wrap):
+    first = make()
+    train(*first, 6)
+    second = wrap(first)
+    train(*first, 6, start=6)
+    train(*second, 6, start=6)
+    assert_same_run(first, second)
+
+
+@pytest.mark.parametrize("on_wrapped", [True, False])
+def test_schedulers_on_either_optimizer(on_wrapped):
+    model, optimizer = make("SGD", "fixed")
+    target = optimizer.optimizer if on_wrapped else optimizer
+    scheduler = torch.optim.lr_scheduler.StepLR(target, 1, gamma=0.5)
+    train(model, optimizer, 3, scheduler=scheduler)
+    assert optimizer.param_groups[0]["lr"] == 0.05 / 8
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.05 / 8
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 1, scheduler=scheduler)
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.05 / 16
+
+
+def test_one_cycle_changes_momentum_too():
+    model, optimizer = make("AdamW")
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    train(model, optimizer, 3, scheduler=scheduler)
+    assert optimizer.optimizer.param_groups[0]["betas"][0] != 0.9
+
+
+def test_groups_have_their_own_settings_and_can_come_later():
+    model = make_model()
+    adamw = torch.optim.AdamW([{"params": list(model[0].named_parameters(prefix="0")), "wl": 12}])
+    optimizer = Quantized(adamw, FixedPolicy(8, 4))
+    late = {"params": list(model[3].named_parameters(prefix="3")), "lr": 0.5, "fl": 6}
+    optimizer.add_param_group(late)
+    formats = optimizer.formats()
+    assert (formats["0.weight"], formats["3.bias"]) == (FixedPoint(12, 4), FixedPoint(8, 6))
+    assert [group["lr"] for group in adamw.param_groups] == [1e-3, 0.5]
+    with pytest.raises(ValueError, match="word length must be 2 to 32"):
+        optimizer.add_param_group({"params": [("x", nn.Parameter(torch.ones(2, 2)))], "wl": 99})
+    assert len(optimizer.param_groups) == len(adamw.param_groups) == 2
+    train(model, optimizer, 3)
+    assert len(adamw.state) == 4
+
+
+def test_hooks_fire_once_each():
+    model, optimizer = make()
+    fired = []
+    optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
+    optimizer.register_step_post_hook(lambda *_: fired.append("after"))
+    optimizer.optimizer.register_step_post_hook(lambda *_: fired.append("wrapped"))
+    train(model, optimizer, 1)
+    assert fired == ["before", "wrapped", "after"]
+
+
+def test_closure_grad_scaler_and_clipping():
+    model, optimizer = make()
+    x, y = next(batches(1))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert norm < 100
+    scaler.step(optimizer, loss=loss)
+    scaler.update()
+    assert optimizer.state_dict()["marvin"]["step"] == 2
+    scaler.scale(loss.detach())
+    model[0].weight.grad.fill_(math.inf)
+    scaler.step(optimizer, loss=loss)
+    assert optimizer.state_dict()["marvin"]["step"] == 2
+
+
+def test_the_users_gradients_stay():
+    model, optimizer = make("SGD", normalize_gradients=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step(loss=1.0)
+    assert all((p.grad == 1).all() for p in model.parameters())
+
+
+def test_nonfinite_changes_nothing():
+    model, optimizer = make()
+    train(model, optimizer, 3)
+    before = copy.deepcopy((model, optimizer))
+    model[3].weight.grad[0, 0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"gradient of 3\.weight with norm nan"):
+        optimizer.step(loss=1.0)
+    assert_same_run((model, optimizer), before)
+
+
+def test_a_wrapped_optimizer_may_have_stepped_before():
+    model = make_model()
+    adamw = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    adamw.step()
+    moments = adamw.state[model[0].weight]["exp_avg"]
+    optimizer = Quantized(adamw, FixedPolicy())
+    assert adamw.state[optimizer.state[model[0].weight]["master"]]["exp_avg"] is moments
+    optimizer.step(loss=1.0)
+    assert all(s["step"] == 2 for s in adamw.state.values())
+
+
+def test_what_cannot_be_wrapped_is_refused():
+    weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="needs no closure, got LBFGS"):
+        Quantized(torch.optim.LBFGS([weight]), FixedPolicy())
+    with pytest.raises(TypeError, match="needs a float optimizer, got MSGD"):
+        Quantized(MSGD([weight]), FixedPolicy())
+    with pytest.raises(ValueError, match="buffer_bits must be 1 to"):
+        MarvinPolicy(buffer_bits=0)
+    sgd = torch.optim.SGD([weight])
+    sgd.defaults["seed"] = 3
+    with pytest.raises(ValueError, match="SGD must have no hyper-parameter"):
+        Quantized(sgd, FixedPolicy())
+
+
+def test_states_of_another_kind_are_refused():
+    _, optimizer = make("SGD", "marvin")
+    _, fixed = make("SGD", "fixed")
+    with pytest.raises(ValueError, match="must be of FixedPolicy, got MarvinPolicy"):
+        fixed.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="must be Quantized's own, got one with"):
+        optimizer.load_state_dict(torch.optim.SGD(make_model().parameters()).state_dict())
+    msgd = MSGD(make_model().named_parameters())
+    with pytest.raises(ValueError, match="Quantized's own, got one of MSGD"):
+        optimizer.load_state_dict(msgd.state_dict())
+
+
+class Block(nn.Module):
+    """A pre-norm GPT block: causal attention and an MLP."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x):
+        n, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, -1).unbind(2)
+        y = nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
+        x = x + self.out(y.transpose(1, 2).reshape(n, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Two blocks over tokens of an alphabet of 8."""
+
+    def __init__(self, width=32, length=12):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(8, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(Block(width, 4), Block(width, 4))
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, tokens):
+        places = torch.arange(tokens.shape[1])
+        return self.head(self.blocks(self.tokens(tokens) + self.places(places)))
+
+
+def test_a_small_gpt_learns_to_copy():
+    torch.manual_seed(0)
+    model = GPT()
+    adamw = torch.optim.AdamW(model.named_parameters(), lr=3e-3)
+    optimizer = Quantized(adamw, MarvinPolicy(buffer_bits=6, strategy="min"))
+    marvin.quantize_activations(model, optimizer)
+    losses = []
+    for i in range(120):
+        tokens = torch.randint(0, 8, (16, 6), generator=torch.Generator().manual_seed(i))
+        text = torch.cat([tokens, tokens], 1)  # the second half repeats the first
+        optimizer.zero_grad()
+        logits = model(text[:, :-1])[:, 5:]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 6:].flatten())
+        loss.backward()
+        optimizer.step(loss=loss)
+        losses.append(loss.item())
+    assert losses[0] > 1.8  # ln 8 = 2.08
+    assert losses[-1] < 1.0
+    assert {row.layer for row in optimizer.trace} == set(optimizer.layers())
