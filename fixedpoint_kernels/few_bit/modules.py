@@ -4,6 +4,9 @@ Each is a subclass of its namesake in ``torch.nn``, with the same arguments, and
 function of the same name does (``fixedpoint_kernels.few_bit.functional``).
 """
 
+from collections.abc import Callable
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from fixedpoint_kernels.few_bit import functional
@@ -14,6 +17,8 @@ from fixedpoint_kernels.few_bit.solver import checked_bits, solve_function
 
 
 class _FewBit(nn.Module):
+    _function: ClassVar[Callable[..., Tensor]]
+    _arguments: ClassVar[tuple[str, ...]] = ()  # attributes of torch's that the function takes
     bits: int
     weight: Weight
 
@@ -21,126 +26,103 @@ class _FewBit(nn.Module):
         functional.refuse_inplace(inplace)
         self.bits, self.weight = checked_bits(bits), weight
 
+    def forward(self, input: Tensor) -> Tensor:
+        """Return what the function of the same name returns."""
+        given = {name: getattr(self, name) for name in self._arguments}
+        return self._function(input, **given, bits=self.bits, weight=self.weight)
+
     def extra_repr(self) -> str:
         """Return torch's own, and bits and weight."""
         given = super().extra_repr()
         return ", ".join(filter(None, [given, f"bits={self.bits}, weight={self.weight!r}"]))
 
 
-class CELU(_FewBit, nn.CELU):
+class _Plain(_FewBit):
+    def __init__(self, *, bits: int = 3, weight: Weight = "uniform") -> None:
+        super().__init__()
+        self._set(bits, weight)
+
+
+class _InPlace(_FewBit):
+    def __init__(self, inplace: bool = False, *, bits: int = 3, weight: Weight = "uniform") -> None:
+        super().__init__()
+        self._set(bits, weight, inplace)
+
+
+class _InPlaceStepwise(_FewBit):
+    def __init__(self, inplace: bool = False, *, bits: int = 1, weight: Weight = "uniform") -> None:
+        super().__init__()
+        self._set(bits, weight, inplace)
+
+
+class _Alpha(_FewBit):
+    _arguments = ("alpha",)
+
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        inplace: bool = False,
+        *,
+        bits: int = 3,
+        weight: Weight = "uniform",
+    ) -> None:
+        super().__init__(alpha)
+        self._set(bits, weight, inplace)
+
+
+class CELU(_Alpha, nn.CELU):
     """``torch.nn.CELU`` with a few-bit gradient."""
 
-    def __init__(
-        self,
-        alpha: float = 1.0,
-        inplace: bool = False,
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.CELU.__init__(self, alpha)
-        self._set(bits, weight, inplace)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.celu``."""
-        return functional.celu(input, self.alpha, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.celu)
 
 
-class ELU(_FewBit, nn.ELU):
+class ELU(_Alpha, nn.ELU):
     """``torch.nn.ELU`` with a few-bit gradient."""
 
-    def __init__(
-        self,
-        alpha: float = 1.0,
-        inplace: bool = False,
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.ELU.__init__(self, alpha)
-        self._set(bits, weight, inplace)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.elu``."""
-        return functional.elu(input, self.alpha, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.elu)
 
 
 class GELU(_FewBit, nn.GELU):
     """``torch.nn.GELU`` with a few-bit gradient."""
 
+    _function = staticmethod(functional.gelu)
+    _arguments = ("approximate",)
+
     def __init__(
-        self,
-        approximate: str = "none",
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
+        self, approximate: str = "none", *, bits: int = 3, weight: Weight = "uniform"
     ) -> None:
         nn.GELU.__init__(self, approximate)
         self._set(bits, weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.gelu``."""
-        return functional.gelu(
-            input, approximate=self.approximate, bits=self.bits, weight=self.weight
-        )
 
 
 class Hardshrink(_FewBit, nn.Hardshrink):
     """``torch.nn.Hardshrink`` with an exact gradient from 1 bit."""
 
-    def __init__(
-        self,
-        lambd: float = 0.5,
-        *,
-        bits: int = 1,
-        weight: Weight = "uniform",
-    ) -> None:
+    _function = staticmethod(functional.hardshrink)
+    _arguments = ("lambd",)
+
+    def __init__(self, lambd: float = 0.5, *, bits: int = 1, weight: Weight = "uniform") -> None:
         nn.Hardshrink.__init__(self, lambd)
         self._set(bits, weight)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.hardshrink``."""
-        return functional.hardshrink(input, self.lambd, bits=self.bits, weight=self.weight)
 
-
-class Hardsigmoid(_FewBit, nn.Hardsigmoid):
+class Hardsigmoid(_InPlaceStepwise, nn.Hardsigmoid):
     """``torch.nn.Hardsigmoid`` with an exact gradient from 1 bit."""
 
-    def __init__(
-        self,
-        inplace: bool = False,
-        *,
-        bits: int = 1,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.Hardsigmoid.__init__(self)
-        self._set(bits, weight, inplace)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.hardsigmoid``."""
-        return functional.hardsigmoid(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.hardsigmoid)
 
 
-class Hardswish(_FewBit, nn.Hardswish):
+class Hardswish(_InPlace, nn.Hardswish):
     """``torch.nn.Hardswish`` with a few-bit gradient."""
 
-    def __init__(
-        self,
-        inplace: bool = False,
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.Hardswish.__init__(self)
-        self._set(bits, weight, inplace)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.hardswish``."""
-        return functional.hardswish(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.hardswish)
 
 
 class Hardtanh(_FewBit, nn.Hardtanh):
     """``torch.nn.Hardtanh`` with an exact gradient from 1 bit."""
+
+    _function = staticmethod(functional.hardtanh)
+    _arguments = ("min_val", "max_val")
 
     def __init__(
         self,
@@ -154,15 +136,12 @@ class Hardtanh(_FewBit, nn.Hardtanh):
         nn.Hardtanh.__init__(self, min_val, max_val)
         self._set(bits, weight, inplace)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.hardtanh``."""
-        return functional.hardtanh(
-            input, self.min_val, self.max_val, bits=self.bits, weight=self.weight
-        )
-
 
 class LeakyReLU(_FewBit, nn.LeakyReLU):
     """``torch.nn.LeakyReLU`` with an exact gradient from 1 bit."""
+
+    _function = staticmethod(functional.leaky_relu)
+    _arguments = ("negative_slope",)
 
     def __init__(
         self,
@@ -175,137 +154,54 @@ class LeakyReLU(_FewBit, nn.LeakyReLU):
         nn.LeakyReLU.__init__(self, negative_slope)
         self._set(bits, weight, inplace)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.leaky_relu``."""
-        return functional.leaky_relu(input, self.negative_slope, bits=self.bits, weight=self.weight)
 
-
-class LogSigmoid(_FewBit, nn.LogSigmoid):
+class LogSigmoid(_Plain, nn.LogSigmoid):
     """``torch.nn.LogSigmoid`` with a few-bit gradient."""
 
-    def __init__(
-        self,
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.LogSigmoid.__init__(self)
-        self._set(bits, weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.logsigmoid``."""
-        return functional.logsigmoid(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.logsigmoid)
 
 
-class Mish(_FewBit, nn.Mish):
+class Mish(_InPlace, nn.Mish):
     """``torch.nn.Mish`` with a few-bit gradient."""
 
-    def __init__(
-        self,
-        inplace: bool = False,
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.Mish.__init__(self)
-        self._set(bits, weight, inplace)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.mish``."""
-        return functional.mish(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.mish)
 
 
-class ReLU(_FewBit, nn.ReLU):
+class ReLU(_InPlaceStepwise, nn.ReLU):
     """``torch.nn.ReLU`` with an exact gradient from 1 bit."""
 
-    def __init__(
-        self,
-        inplace: bool = False,
-        *,
-        bits: int = 1,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.ReLU.__init__(self)
-        self._set(bits, weight, inplace)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.relu``."""
-        return functional.relu(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.relu)
 
 
-class ReLU6(_FewBit, nn.ReLU6):
+class ReLU6(_InPlaceStepwise, nn.ReLU6):
     """``torch.nn.ReLU6`` with an exact gradient from 1 bit."""
 
-    def __init__(
-        self,
-        inplace: bool = False,
-        *,
-        bits: int = 1,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.ReLU6.__init__(self)
-        self._set(bits, weight, inplace)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.relu6``."""
-        return functional.relu6(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.relu6)
 
 
-class SELU(_FewBit, nn.SELU):
+class SELU(_InPlace, nn.SELU):
     """``torch.nn.SELU`` with a few-bit gradient."""
 
-    def __init__(
-        self,
-        inplace: bool = False,
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.SELU.__init__(self)
-        self._set(bits, weight, inplace)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.selu``."""
-        return functional.selu(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.selu)
 
 
-class Sigmoid(_FewBit, nn.Sigmoid):
+class Sigmoid(_Plain, nn.Sigmoid):
     """``torch.nn.Sigmoid`` with a few-bit gradient."""
 
-    def __init__(
-        self,
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.Sigmoid.__init__(self)
-        self._set(bits, weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.sigmoid``."""
-        return functional.sigmoid(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.sigmoid)
 
 
-class SiLU(_FewBit, nn.SiLU):
+class SiLU(_InPlace, nn.SiLU):
     """``torch.nn.SiLU`` with a few-bit gradient."""
 
-    def __init__(
-        self,
-        inplace: bool = False,
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.SiLU.__init__(self)
-        self._set(bits, weight, inplace)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.silu``."""
-        return functional.silu(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.silu)
 
 
 class Softplus(_FewBit, nn.Softplus):
     """``torch.nn.Softplus`` with a few-bit gradient."""
+
+    _function = staticmethod(functional.softplus)
+    _arguments = ("beta", "threshold")
 
     def __init__(
         self,
@@ -318,84 +214,41 @@ class Softplus(_FewBit, nn.Softplus):
         nn.Softplus.__init__(self, beta, threshold)
         self._set(bits, weight)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.softplus``."""
-        return functional.softplus(
-            input, self.beta, self.threshold, bits=self.bits, weight=self.weight
-        )
-
 
 class Softshrink(_FewBit, nn.Softshrink):
     """``torch.nn.Softshrink`` with an exact gradient from 1 bit."""
 
-    def __init__(
-        self,
-        lambd: float = 0.5,
-        *,
-        bits: int = 1,
-        weight: Weight = "uniform",
-    ) -> None:
+    _function = staticmethod(functional.softshrink)
+    _arguments = ("lambd",)
+
+    def __init__(self, lambd: float = 0.5, *, bits: int = 1, weight: Weight = "uniform") -> None:
         nn.Softshrink.__init__(self, lambd)
         self._set(bits, weight)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.softshrink``."""
-        return functional.softshrink(input, self.lambd, bits=self.bits, weight=self.weight)
 
-
-class Softsign(_FewBit, nn.Softsign):
+class Softsign(_Plain, nn.Softsign):
     """``torch.nn.Softsign`` with a few-bit gradient."""
 
-    def __init__(
-        self,
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.Softsign.__init__(self)
-        self._set(bits, weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.softsign``."""
-        return functional.softsign(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.softsign)
 
 
-class Tanh(_FewBit, nn.Tanh):
+class Tanh(_Plain, nn.Tanh):
     """``torch.nn.Tanh`` with a few-bit gradient."""
 
-    def __init__(
-        self,
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.Tanh.__init__(self)
-        self._set(bits, weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.tanh``."""
-        return functional.tanh(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.tanh)
 
 
-class Tanhshrink(_FewBit, nn.Tanhshrink):
+class Tanhshrink(_Plain, nn.Tanhshrink):
     """``torch.nn.Tanhshrink`` with a few-bit gradient."""
 
-    def __init__(
-        self,
-        *,
-        bits: int = 3,
-        weight: Weight = "uniform",
-    ) -> None:
-        nn.Tanhshrink.__init__(self)
-        self._set(bits, weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.tanhshrink``."""
-        return functional.tanhshrink(input, bits=self.bits, weight=self.weight)
+    _function = staticmethod(functional.tanhshrink)
 
 
 class Threshold(_FewBit, nn.Threshold):
     """``torch.nn.Threshold`` with an exact gradient from 1 bit."""
+
+    _function = staticmethod(functional.threshold)
+    _arguments = ("threshold", "value")
 
     def __init__(
         self,
@@ -408,12 +261,6 @@ class Threshold(_FewBit, nn.Threshold):
     ) -> None:
         nn.Threshold.__init__(self, threshold, value)
         self._set(bits, weight, inplace)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``functional.threshold``."""
-        return functional.threshold(
-            input, self.threshold, self.value, bits=self.bits, weight=self.weight
-        )
 
 
 class Activation(nn.Module):
