@@ -104,6 +104,26 @@ class Layout:
         )
 
     @cached_property
+    def geometry(
+        self,
+    ) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int], int]:
+        """Sides, edges, blocks and slots for a kernel: without means, a plane is one row."""
+        if self.block is None:
+            row = 1, 1, self.elements
+            return row, row, (1, 1, 1), 1
+        return self.sides, self.edges, self.blocks, self.slots
+
+    @cached_property
+    def planes_of_whole_bytes(self) -> int:
+        """Return how many planes have codes that end at a whole byte: 1, 2, 4 or 8."""
+        return 8 // math.gcd(8, self.elements * self.bits)
+
+    @cached_property
+    def inverse_levels(self) -> float:
+        """1 over the largest code."""
+        return 1 / max(1, 2**self.bits - 1)
+
+    @cached_property
     def has_codes(self) -> bool:
         """Whether residuals are kept; one pixel that is its own mean has none."""
         return self.bits > 0 and not (self.elements == 1 and self.block is not None)

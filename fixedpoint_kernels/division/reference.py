@@ -1,9 +1,9 @@
 """DIVISION in plain PyTorch: the definition that the kernels are tested against.
 
-Everything is float32. A block's sum has ``slots`` partial sums: that of slot ``s`` adds, in
-row-major order, the block's elements in columns ``s``, ``s + slots``, ...; then neighbouring slots
-are added, and neighbouring pairs of them, until one number is left. So it does not depend on how a
-kernel shares the work.
+Everything is float32, and a block's sum has one order, so that it does not depend on how a kernel
+shares the work. First each of the block's columns is added up, in row-major order; then, into slot
+``s`` of ``slots``, the sums of columns ``s``, ``s + slots``, ...; then neighbouring slots, and
+neighbouring pairs of slots, until one number is left.
 """
 
 import torch
@@ -66,10 +66,12 @@ def _block_means(planes: Tensor, layout: Layout) -> Tensor:
     )
     padded = torch.nn.functional.pad(padded, (0, whole - width)).unflatten(-1, (-1, layout.slots))
     sums = padded.new_zeros((len(padded), *layout.blocks, layout.slots))
-    for z in range(depth):
-        for y in range(height):
-            for group in range(whole // layout.slots):
-                sums = sums + padded[:, :, z, :, y, :, group]
+    for group in range(whole // layout.slots):
+        columns = torch.zeros_like(sums)
+        for z in range(depth):
+            for y in range(height):
+                columns = columns + padded[:, :, z, :, y, :, group]
+        sums = sums + columns
     while sums.shape[-1] > 1:
         sums = sums[..., 0::2] + sums[..., 1::2]
     return (sums.squeeze(-1) * _inverse_counts(layout, sums)).view(layout.means_shape)

@@ -25,6 +25,8 @@ from triton.runtime.jit import JITFunction
 
 import fixedpoint_kernels
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.division import Layout
+from fixedpoint_kernels.division import gpu as division
 from fixedpoint_kernels.few_bit import gpu as few_bit
 from fixedpoint_kernels.few_bit.fused import fused_of
 from fixedpoint_kernels.few_bit.named import NAMES, resolve
@@ -127,6 +129,30 @@ def table_and_planes(n, bits):
     return table, torch.empty(-(n // -1024) * bits * 32, dtype=torch.int32, device=empty(n).device)
 
 
+def divide_every_way(sizes):
+    for bits in (0, 1, 2, 4, 8):
+        divide((3, 8, 32, 32), 8, bits, 2)
+    for shape in [(2, 3, 7, 7), (2, 3, 112, 112)]:
+        divide(shape, 8, 2, 2)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        divide((3, 8, 14, 14), 4, 2, 2, dtype)
+    divide((2, 3, 9, 10, 11), 8, 2, 3)
+    divide((64, 1000), None, 2, 1)
+    divide((64, 1000), 300, 2, 1)
+    for n in sizes:
+        divide((3, n // 3 + 1), 8, 2, 1)
+
+
+def divide(shape, block, bits, spatial, dtype=torch.float32):
+    layout = Layout(shape, dtype, block, bits, spatial)
+    x = empty(torch.Size(shape).numel(), dtype)
+    means = torch.empty(layout.means_shape, dtype=torch.bfloat16, device=x.device)
+    codes = torch.empty(layout.codes_shape, dtype=torch.uint8, device=x.device)
+    ranges = torch.empty(layout.ranges_shape, dtype=torch.bfloat16, device=x.device)
+    division.compress(x, means, codes, ranges, layout, KEY)
+    division.decompress(means, codes, ranges, x, layout)
+
+
 class Driver:
     """What Triton asks of a driver before it launches."""
 
@@ -204,6 +230,7 @@ def main():
             count_every_way(sizes)
             pack_every_way(sizes)
             few_bits_every_way(sizes)
+            divide_every_way(sizes)
     missing = set(launched_kernels()) - {name for name, _ in compiled}
     stack = stack_bytes(list(compiled.values()))
     spilled = {name for (name, _), size in zip(compiled, stack, strict=True) if size}

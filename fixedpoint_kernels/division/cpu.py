@@ -1,0 +1,306 @@
+"""DIVISION in Numba: a thread takes some planes, and reads each from memory once.
+
+Residuals wait in a buffer of the thread's, which a plane of usual size leaves in the cache. They
+are coded in pieces of 128 elements counted through the map, whatever the planes: that is how noise
+and bytes are counted. Each kernel is compiled twice from one definition, serial and parallel.
+"""
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from fixedpoint_kernels.division.layout import Layout
+from fixedpoint_kernels.division.vectors import (
+    BLOCK,
+    LANES,
+    add_rows,
+    bits_of,
+    code_block,
+    float_of,
+    mean_of_columns,
+    restore_rows,
+    subtract_rows,
+)
+from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.threads import compile_both, is_parallel
+
+_TASK = 4096  # elements of small planes that a thread takes at a time
+_SMALLEST_STEP = np.float32(2.0**-126)
+_NAN_BITS = np.uint16(0x7FC0)
+_INFINITY = np.float32(np.inf)
+
+
+@njit(inline="always")
+def _mean_of(sums, column, count, slots, inverse):
+    """Return the bits of a block's mean, from the sums of its columns; see ``reference``."""
+    slot = np.zeros(slots, np.float32)
+    for i in range(count):
+        slot[i % slots] += sums[column + i]
+    left = slots // 2
+    while left > 0:
+        for i in range(left):
+            slot[i] = slot[2 * i] + slot[2 * i + 1]
+        left //= 2
+    return _bfloat16(slot[0] * inverse)
+
+
+@njit(inline="always")
+def _bfloat16(x):
+    if x != x:
+        return _NAN_BITS
+    bits = bits_of(x)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16)
+
+
+@njit(inline="always")
+def _value(bits):
+    return float_of(np.uint32(bits) << np.uint32(16))
+
+
+@njit(inline="always")
+def _rounded_down(x):
+    bits = bits_of(x)
+    carry = np.uint32(0xFFFF) if x < 0 else np.uint32(0)
+    return float_of((bits + carry) & np.uint32(0xFFFF0000))
+
+
+@njit(inline="always")
+def _range(low, high, levels, inverse_levels):
+    """Return smallest residual and step, or two NaN; see ``reference``."""
+    low = _rounded_down(low + np.float32(0.0))
+    width = high - low
+    step = np.float32(0.0)
+    if width != 0:
+        step = max(-_rounded_down(-(width * inverse_levels)), _SMALLEST_STEP)
+    if not (np.isfinite(low) and np.isfinite(levels * step)):
+        low = step = np.float32(np.nan)
+    return low, step
+
+
+@njit
+def _block_row(sums, plane_means, sizes, slots, inverses, spread, bits):
+    """Write the means of a row of blocks from the sums of their columns, and spread them.
+
+    sums, spread, bits (width to a multiple of 16,) float32, float32, uint16; plane_means (blocks
+    of the row,) uint16; sizes: width and edge; inverses: of a whole block and of the last.
+    """
+    width, edge = sizes
+    count = plane_means.size
+    if slots <= LANES and (slots == edge or count == 1):
+        mean_of_columns(sums, width, slots, (count - 1) * edge, inverses, spread, bits)
+        for block in range(count):
+            plane_means[block] = bits[block * edge]
+    else:
+        for block in range(count):
+            start, stop = block * edge, min(block * edge + edge, width)
+            inverse = inverses[0] if block < count - 1 else inverses[1]
+            mean = _mean_of(sums, start, stop - start, slots, inverse)
+            plane_means[block] = mean
+            spread[start:stop] = _value(mean)
+
+
+@njit
+def _compress_task(x, means, codes, ranges, geometry, numbers, bits, key, first, last):
+    depth, height, width, edge_z, edge_y, edge_x, nz, ny, nx, slots = geometry
+    levels, inverse_levels = numbers[:2]
+    elements = depth * height * width
+    start, stop = first * elements, last * elements
+    base = start - start % BLOCK
+    residual = np.empty(stop - base + BLOCK, np.float32)
+    columns = -(-width // LANES) * LANES
+    sums, spread = np.empty(columns, np.float32), np.empty(columns, np.float32)
+    mean_bits = np.empty(columns, np.uint16)
+    found = np.empty((3, LANES), np.float32)
+    for plane in range(first, last):
+        values, at = _readable(x, plane * elements, elements, LANES)
+        found[0], found[1], found[2] = _INFINITY, -_INFINITY, np.float32(0.0)
+        for band in range(nz * ny):
+            z, y = band // ny * edge_z, band % ny * edge_y
+            layers, rows = min(edge_z, depth - z), min(edge_y, height - y)
+            if means is not None:
+                sums[:] = 0
+                for layer in range(z, z + layers):
+                    add_rows(values, at + (layer * height + y) * width, rows, width, sums)
+                inverse = numbers[3 if z + edge_z >= depth else 2]
+                inverse *= numbers[5 if y + edge_y >= height else 4]
+                along = inverse * numbers[6], inverse * numbers[7]
+                row = means[plane, band * nx : band * nx + nx]
+                _block_row(sums, row, (width, edge_x), slots, along, spread, mean_bits)
+            if codes is not None:
+                for layer in range(z, z + layers):
+                    offset = (layer * height + y) * width
+                    to = plane * elements - base + offset
+                    end = to + (height - y) * width if depth > 1 else residual.size
+                    _subtract(
+                        values, at + offset, rows, width, means, spread, residual, to, end, found
+                    )
+        if codes is not None:
+            to = plane * elements - base
+            _to_positions(
+                residual[to : to + elements], found, levels, inverse_levels, ranges[plane]
+            )
+    if codes is not None:
+        residual[: start - base] = 0
+        residual[stop - base :] = 0
+        _code(residual, start, stop, bits, key, codes)
+
+
+@njit(inline="always")
+def _subtract(values, at, rows, width, means, spread, residual, to, end, found):
+    if means is None:
+        subtract_rows(values, at, rows, width, None, residual, to, end, found)
+    else:
+        subtract_rows(values, at, rows, width, spread, residual, to, end, found)
+
+
+@njit
+def _readable(x, at, count, beyond):
+    """Return an array, and where in it are ``x[at : at + count]`` and ``beyond`` elements more."""
+    if at + count + beyond <= x.size:
+        return x, at
+    there = min(count, x.size - at)
+    copy = np.empty(count + beyond, x.dtype)
+    copy[:there] = x[at : at + there]
+    return copy, 0
+
+
+@njit
+def _to_positions(residual, found, levels, inverse_levels, plane_range):
+    """Keep the range of a plane, and turn its residuals to steps above the smallest."""
+    low, high, wrong = found[0, 0], found[1, 0], np.float32(0.0)
+    for lane in range(LANES):
+        low, high = min(low, found[0, lane]), max(high, found[1, lane])
+        wrong += found[2, lane]
+    low, step = _range(np.float32(np.nan) if wrong != 0 else low, high, levels, inverse_levels)
+    plane_range[0], plane_range[1] = _bfloat16(low), _bfloat16(step)
+    if step > 0:
+        inverse = np.float32(1.0) / step
+        for i in range(residual.size):
+            residual[i] = (residual[i] - low) * inverse
+    else:
+        residual[:] = 0  # constant, or NaN
+
+
+@njit
+def _code(positions, start, stop, bits, key, codes):
+    """Code elements ``start`` to ``stop`` of the map; ``positions`` start at a whole block."""
+    base = start - start % BLOCK
+    rest = np.empty(BLOCK, np.uint8)
+    for block in range(base, stop, BLOCK):
+        byte = block * len(bits) // 8
+        is_whole = start <= block and block + BLOCK <= stop
+        target, at = (codes, byte) if is_whole else (rest, 0)
+        code_block(positions, block - base, block, bits, key, target, at)
+        if not is_whole:
+            first = max(start, block) * len(bits) // 8
+            last = (min(stop, block + BLOCK) * len(bits) + 7) // 8
+            codes[first:last] = rest[first - byte : last - byte]
+
+
+@njit
+def _restore_task(means, codes, ranges, out, geometry, bits, first, last):
+    depth, height, width, edge_z, edge_y, edge_x, nz, ny, nx, _ = geometry
+    elements = depth * height * width
+    spread = np.empty(-(-width // LANES) * LANES, np.float32)
+    low = step = np.float32(0.0)
+    for plane in range(first, last):
+        bit = plane * elements * len(bits)
+        packed, byte = _readable(codes, bit // 8, (elements * len(bits) + 14) // 8, LANES)
+        bit = 8 * byte + bit % 8
+        if len(bits):
+            low, step = _value(ranges[plane, 0]), _value(ranges[plane, 1])
+        for band in range(nz * ny):
+            z, y = band // ny * edge_z, band % ny * edge_y
+            rows = min(edge_y, height - y)
+            if means is not None:
+                for block in range(nx):
+                    spread[block * edge_x : block * edge_x + edge_x] = _value(
+                        means[plane, band * nx + block]
+                    )
+            for layer in range(z, min(z + edge_z, depth)):
+                offset = (layer * height + y) * width
+                to = plane * elements + offset
+                stop = to + (height - y) * width if depth > 1 else last * elements
+                at = bit + offset * len(bits)
+                if means is None:
+                    restore_rows(packed, at, rows, width, bits, None, (low, step), out, to, stop)
+                else:
+                    restore_rows(packed, at, rows, width, bits, spread, (low, step), out, to, stop)
+
+
+def _compress(x, means, codes, ranges, geometry, numbers, bits, key, planes, task):
+    # x (n,) float32, or uint16: bfloat16; means (planes, blocks) uint16, or None; codes (bytes,)
+    # uint8, or None; ranges (planes, 2) uint16; geometry: sides, edges, blocks, slots; numbers:
+    # 2**bits - 1 and its inverse, then of each side 1 over a whole block's edge and over the last
+    # one's; bits, any tuple of that length; key (seed, stream); planes; a task's
+    for i in prange((planes + task - 1) // task):
+        last = min(planes, (i + 1) * task)
+        _compress_task(x, means, codes, ranges, geometry, numbers, bits, key, i * task, last)
+
+
+def _decompress(means, codes, ranges, out, geometry, bits, planes, task):
+    # the same; out (n,) float32, or uint16: bfloat16
+    for i in prange((planes + task - 1) // task):
+        last = min(planes, (i + 1) * task)
+        _restore_task(means, codes, ranges, out, geometry, bits, i * task, last)
+
+
+_compress_serial, _compress_parallel = compile_both(_compress)
+_decompress_serial, _decompress_parallel = compile_both(_decompress)
+
+
+def compress(
+    x: Tensor, means: Tensor, codes: Tensor, ranges: Tensor, layout: Layout, key: Key
+) -> None:
+    """See ``fixedpoint_kernels.division.compress``; ``x`` is contiguous and has elements."""
+    kernel = _compress_parallel if is_parallel(x.numel()) else _compress_serial
+    x = x.detach() if x.dtype is torch.bfloat16 else x.detach().float()
+    numbers = 2.0**layout.bits - 1, layout.inverse_levels, *sum(layout.inverses, ())
+    kernel(
+        _array(x.view(-1)),
+        None if layout.block is None else _array(means),
+        codes.numpy() if layout.has_codes else None,
+        _array(ranges),
+        _flat(layout),
+        tuple(map(np.float32, numbers)),
+        (0,) * layout.bits,
+        tuple(key),
+        layout.planes,
+        _planes_of_task(layout),
+    )
+
+
+def decompress(means: Tensor, codes: Tensor, ranges: Tensor, out: Tensor, layout: Layout) -> None:
+    """See ``fixedpoint_kernels.division.decompress``; ``out`` is contiguous and has elements."""
+    kernel = _decompress_parallel if is_parallel(out.numel()) else _decompress_serial
+    is_direct = out.dtype in (torch.float32, torch.bfloat16)
+    result = out if is_direct else torch.empty_like(out, dtype=torch.float32)
+    kernel(
+        None if layout.block is None else _array(means),
+        codes.numpy(),
+        _array(ranges),
+        _array(result.view(-1)),
+        _flat(layout),
+        (0,) * layout.bits,
+        layout.planes,
+        _planes_of_task(layout),
+    )
+    if not is_direct:
+        out.copy_(result)
+
+
+def _array(x: Tensor) -> np.ndarray:
+    return x.view(torch.uint16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
+
+
+def _flat(layout: Layout) -> tuple[int, ...]:
+    """Return the geometry as the plain tuple that parallel kernels take."""
+    sides, edges, blocks, slots = layout.geometry
+    return *sides, *edges, *blocks, slots
+
+
+def _planes_of_task(layout: Layout) -> int:
+    """Return how many planes a thread takes: they end at a whole byte."""
+    least = layout.planes_of_whole_bytes
+    return least * max(1, _TASK // (least * layout.elements))
