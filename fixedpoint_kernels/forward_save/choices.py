@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from fixedpoint_kernels.forward_save import activations, exact, layers, norms
 from fixedpoint_kernels.forward_save.settings import Division, FewBit, bit_count
 
-__all__ = ["Choice", "choose", "is_map_kept", "is_smooth"]
+__all__ = ["Choice", "choose"]
 
 DIVIDED = {
     nn.Conv1d: layers.Convolution,
@@ -72,17 +72,6 @@ def choose(module: nn.Module, few_bit: FewBit | None, division: Division | None)
     if activations.is_activation(module):
         return _activation(module, few_bit, division)
     return None if division is None else _layer(module, division)
-
-
-def is_map_kept(module: nn.Module) -> bool:
-    """Whether DIVISION has a choice of how many bits the module's map keeps."""
-    return _kind(module, DIVIDED) is not None
-
-
-def is_smooth(module: nn.Module) -> bool:
-    """Whether few-bit codes are an approximation of the module's derivative."""
-    kind = activations.few_bit_of(module)
-    return kind is not None and kind not in activations.STEPWISE
 
 
 def _activation(

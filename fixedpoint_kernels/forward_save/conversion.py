@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,6 +17,9 @@ from fixedpoint_kernels.forward_save.settings import (
     few_bit_settings,
 )
 
+if TYPE_CHECKING:
+    from fixedpoint_kernels.forward_save.plan import Plan
+
 __all__ = ["convert", "revert"]
 
 Choices = dict[str, tuple[nn.Module, Choice]]
@@ -28,6 +31,7 @@ def convert(
     *,
     few_bit: Any = None,
     division: Any = None,
+    plan: "Plan | None" = None,
     sample_input: Any = None,
     seed: int = 0,
 ) -> Report:
@@ -47,6 +51,7 @@ def convert(
             ``{"bits": 3, "weight": "normal"}``; see ``fixedpoint_kernels.few_bit``.
         division: ``{"block": 8, "bits": 2}``, or True for that; see
             ``fixedpoint_kernels.division``. ``"method"`` may name another way, to compare.
+        plan: What ``forward_save.plan`` chose for each layer, in place of the two above.
         sample_input: What to call the model with, a tensor or a tuple; it runs once, in the mode
             it is in. Then the report also names functions called in a ``forward``, and layers
             whose replacement saves nothing.
@@ -58,15 +63,15 @@ def convert(
 
     Raises:
         ValueError: Nothing is asked for, there is nothing to convert, or the model was converted
-            before; a setting is out of range.
+            before; a setting is out of range; the plan is of another model.
     """
     settings = few_bit_settings(few_bit), division_settings(division)
-    if settings == (None, None):
-        raise ValueError("convert needs few_bit or division, got neither")
+    if (settings == (None, None)) == (plan is None):
+        raise ValueError("convert needs few_bit and division, one of them, or a plan alone")
     refuse_converted(model)
-    choices = choices_of(model, lambda _: settings)
+    choices = choices_of(model, _settings_of(model, plan) if plan else lambda _: settings)
     seen = None if sample_input is None else sample.observe(model, sample_input)
-    report = _report(choices, seen, is_all=settings[1] is not None)
+    report = _report(choices, seen, is_all=division is not None or plan is not None)
     apply(choices, seed)
     return report
 
@@ -88,6 +93,24 @@ def revert(model: nn.Module) -> None:
             )
     for module in converted.values():
         swap.restore_(module)
+
+
+def _settings_of(model: nn.Module, plan: "Plan") -> Callable[[str], Settings]:
+    """Return a plan's settings by name.
+
+    Raises:
+        ValueError: ``plan`` has a layer that the model has not, or of another class.
+    """
+    modules = dict(model.named_modules())
+    for row in plan.layers:
+        came = type(modules[row.layer]).__name__ if row.layer in modules else "no such layer"
+        if came != row.module:
+            raise ValueError(
+                f"the plan is of another model: layer {row.layer!r} must be {row.module}, "
+                f"got {came}"
+            )
+    planned = {row.layer: row.settings for row in plan.layers}
+    return lambda name: planned.get(name, (None, None))
 
 
 def refuse_converted(model: nn.Module) -> None:

@@ -27,9 +27,13 @@ class Divided(nn.Module):
         parameters = self._parameters.values()
         return input.requires_grad or any(p is not None and p.requires_grad for p in parameters)
 
-    def _pack(self, x: Tensor, spatial: int) -> maps.Packed:
+    def spatial(self, x: Tensor) -> int:
+        """Return how many trailing dimensions of ``x`` make up a plane: features alone."""
+        return 1
+
+    def _pack(self, x: Tensor) -> maps.Packed:
         try:
-            return maps.pack(x, spatial, self._division, self._noise)
+            return maps.pack(x, self.spatial(x), self._division, self._noise)
         except TypeError as error:
             raise TypeError(f"layer {self._layer!r}: {error}") from error
 
@@ -52,6 +56,10 @@ class _Geometry(NamedTuple):
 class Convolution(Divided):
     """Goes before ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``."""
 
+    def spatial(self: Any, x: Tensor) -> int:
+        """Return the dimensions of the kernel."""
+        return len(self.kernel_size)
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self._keeps(input):
             return super()._conv_forward(input, weight, bias)  # pyright: ignore
@@ -64,14 +72,17 @@ class Convolution(Divided):
 class TransposedConvolution(Divided):
     """Goes before ``nn.ConvTranspose1d``, ``nn.ConvTranspose2d`` or ``nn.ConvTranspose3d``."""
 
+    def spatial(self: Any, x: Tensor) -> int:
+        """Return the dimensions of the kernel."""
+        return len(self.kernel_size)
+
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Return torch's own."""
         if not self._keeps(input):
             return super().forward(input, output_size)
-        spatial = len(self.kernel_size)
         extra = self._output_padding(
-            *(input, output_size, self.stride, self.padding, self.kernel_size, spatial),
-            self.dilation,
+            *(input, output_size, self.stride, self.padding, self.kernel_size),
+            *(len(self.kernel_size), self.dilation),
         )
         numbers = self.stride, self.padding, self.dilation, True, tuple(extra), self.groups
         return _convolve(self, input, self.weight, self.bias, _Geometry(*numbers))
@@ -85,7 +96,7 @@ class Linear(Divided):
         if not self._keeps(input):
             return super().forward(input)
         x, weight, bias = cast(input, self.weight, self.bias)
-        kept = self._pack(x, 1) if weight.requires_grad else maps.NOTHING
+        kept = self._pack(x) if weight.requires_grad else maps.NOTHING
         return _Linear.apply(x, weight, bias, *kept)  # pyright: ignore
 
 
@@ -114,10 +125,9 @@ def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def _convolve(
     module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry
 ) -> Tensor:
-    spatial = len(geometry.stride)
-    is_batch = x.dim() > spatial + 1
+    is_batch = x.dim() > len(geometry.stride) + 1
     x, weight, bias = cast(x, weight, bias)
-    kept = module._pack(x, spatial) if weight.requires_grad else maps.NOTHING
+    kept = module._pack(x) if weight.requires_grad else maps.NOTHING
     return _Convolution.apply(x, weight, bias, *kept, geometry, is_batch)  # pyright: ignore
 
 

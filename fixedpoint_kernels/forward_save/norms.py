@@ -18,12 +18,16 @@ aten = torch.ops.aten
 class BatchNorm(Divided):
     """Goes before ``nn.BatchNorm1d``, ``nn.BatchNorm2d`` or ``nn.BatchNorm3d``."""
 
+    def spatial(self, x: Tensor) -> int:
+        """Return all dimensions but batch and channels; features where there are none."""
+        return max(1, x.dim() - 2)
+
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return torch's own, and move the running statistics as torch does."""
         if not self._keeps(input) or _is_one_value_a_channel(input):
             return super().forward(input)
         self._check_input_dim(input)
-        kept = self._pack(input, max(1, input.dim() - 2))
+        kept = self._pack(input)
         running = self.running_mean, self.running_var
         numbers = _momentum(self), self.eps
         return _BatchNorm.apply(input, self.weight, self.bias, *kept, running, numbers)  # pyright: ignore
@@ -36,7 +40,7 @@ class LayerNorm(Divided):
         """Return torch's own."""
         if not self._keeps(input):
             return super().forward(input)
-        kept = self._pack(input, 1)
+        kept = self._pack(input)
         shape = self.normalized_shape
         return _LayerNorm.apply(input, self.weight, self.bias, *kept, shape, self.eps)  # pyright: ignore
 
@@ -44,11 +48,15 @@ class LayerNorm(Divided):
 class GroupNorm(Divided):
     """Goes before ``nn.GroupNorm``."""
 
+    def spatial(self, x: Tensor) -> int:
+        """Return all dimensions but batch and channels; features where there are none."""
+        return max(1, x.dim() - 2)
+
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return torch's own."""
         if not self._keeps(input) or not input.numel():
             return super().forward(input)
-        kept = self._pack(input, max(1, input.dim() - 2))
+        kept = self._pack(input)
         numbers = self.num_groups, self.eps
         return _GroupNorm.apply(input, self.weight, self.bias, *kept, *numbers)  # pyright: ignore
 
@@ -60,7 +68,7 @@ class RMSNorm(Divided):
         """Return torch's own."""
         if not self._keeps(x):
             return super().forward(x)
-        kept = self._pack(x, 1)
+        kept = self._pack(x)
         return _RMSNorm.apply(x, self.weight, *kept, self.normalized_shape, self.eps)  # pyright: ignore
 
 

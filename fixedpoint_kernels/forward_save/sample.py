@@ -1,6 +1,6 @@
 """Run a model once on a sample, and see who calls what and who keeps which tensor."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Inputs", "Seen", "arguments", "forward", "observe"]
+__all__ = ["Inputs", "Seen", "observe", "visit"]
 
 HOOKS = (
     "_forward_hooks",
@@ -31,11 +31,14 @@ class Seen:
 
     Args:
         calls: Module and function of each call from Python, without repetition.
-        savers: For each storage kept for backward, the modules and functions that keep it.
+        savers: For each storage kept for backward, the modules and functions that keep it;
+            parameters and buffers are left out.
+        sizes: Bytes of each.
     """
 
     calls: dict[tuple[str, str], None] = field(default_factory=dict)
     savers: dict[int, dict[tuple[str, str], None]] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
 
     def is_idle(self, layer: str, gone: set[str]) -> bool:
         """Whether all that a layer keeps is also kept by a layer outside of ``gone``."""
@@ -43,30 +46,43 @@ class Seen:
         return bool(mine) and all(any(n not in gone for n, _ in savers) for savers in mine)
 
 
-def arguments(inputs: Inputs) -> tuple[Any, ...]:
+def _arguments(inputs: Inputs) -> tuple[Any, ...]:
     """Return a sample as positional arguments."""
     return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
 
 
-def forward(model: nn.Module, inputs: Inputs) -> Any:
-    """Call ``model``, leaving its buffers and the random numbers as they were."""
-    devices = {t.device for t in model.parameters() if t.is_cuda}
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-    with torch.random.fork_rng(devices=list(devices)):
-        return torch.func.functional_call(model, buffers, arguments(inputs))
-
-
 def observe(model: nn.Module, inputs: Inputs) -> Seen:
     """Run a forward pass in the mode the model is in; the user's hooks are not called."""
-    stack = [""]
-    watch = _Watch(stack, {t.untyped_storage().data_ptr() for t in model.parameters()})
+    stack, buffers = [""], _copies(model)
+    watch = _Watch(stack, [*model.parameters(), *buffers.values()])
     hooks = saved_tensors_hooks(watch.keep, lambda tensor: tensor)
     with without_hooks(model):
         _follow(model, stack)
         with torch.enable_grad(), watch, hooks:
-            output = forward(model, inputs)
+            output = _forward(model, buffers, inputs)
     del output  # it alone keeps the graph
     return watch.seen
+
+
+def visit(
+    model: nn.Module, inputs: Inputs, see: Callable[[str, nn.Module, tuple[Any, ...]], None]
+) -> None:
+    """Run a forward pass without gradients, and call ``see`` before each module."""
+    with without_hooks(model), torch.no_grad():
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(partial(see, name))
+        _forward(model, _copies(model), inputs)
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: b.detach().clone() for name, b in model.named_buffers()}
+
+
+def _forward(model: nn.Module, buffers: dict[str, Tensor], inputs: Inputs) -> Any:
+    """Call ``model`` on ``buffers``, leaving the random numbers as they were."""
+    devices = {t.device for t in model.parameters() if t.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        return torch.func.functional_call(model, buffers, _arguments(inputs))
 
 
 @contextmanager
@@ -101,10 +117,11 @@ def _leave(stack: list[str], _module: nn.Module, _inputs: Any, _output: Any) -> 
 class _Watch(TorchFunctionMode):
     """Notes calls, and the tensors that autograd saves."""
 
-    def __init__(self, stack: list[str], own: set[int]):
+    def __init__(self, stack: list[str], own: list[Tensor]):
         super().__init__()
         self.seen = Seen()
-        self._stack, self._own, self._op = stack, own, ""
+        self._stack, self._op = stack, ""
+        self._own = {t.untyped_storage().data_ptr() for t in own}
         self._alive: list[Tensor] = []  # an address is not given twice while its owner lives
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,5 +137,6 @@ class _Watch(TorchFunctionMode):
         address = tensor.untyped_storage().data_ptr()
         if address and address not in self._own:
             self._alive.append(tensor)
+            self.seen.sizes[address] = tensor.untyped_storage().nbytes()
             self.seen.savers.setdefault(address, {})[self._stack[-1], self._op] = None
         return tensor

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["Converted", "is_converted", "restore_", "swap_"]
+__all__ = ["Converted", "Undo", "is_converted", "is_restorable", "restore_", "swap_", "undo_of"]
 
 UNDO = "_forward_save_undo"
 
@@ -63,7 +63,7 @@ def restore_(module: nn.Module) -> None:
     Raises:
         ValueError: The class has changed since, for instance by a parametrisation.
     """
-    undo: Undo = vars(module)[UNDO]
+    undo = undo_of(module)
     if type(module) is not _converted(undo.bases, undo.original):
         raise ValueError(f"the class must be as convert left it, got {type(module).__name__}")
     for name, value in undo.attributes.items():
@@ -75,6 +75,11 @@ def restore_(module: nn.Module) -> None:
     module.__class__ = undo.original
 
 
+def undo_of(module: nn.Module) -> Undo:
+    """Return what ``swap_`` wrote down."""
+    return vars(module)[UNDO]
+
+
 def is_converted(module: nn.Module) -> bool:
     """Whether ``swap_`` was done to ``module``."""
     return UNDO in vars(module)
@@ -82,7 +87,7 @@ def is_converted(module: nn.Module) -> bool:
 
 def is_restorable(module: nn.Module) -> bool:
     """Whether ``restore_`` can undo it."""
-    undo: Undo = vars(module)[UNDO]
+    undo = undo_of(module)
     return type(module) is _converted(undo.bases, undo.original)
 
 

@@ -237,7 +237,9 @@ def test_the_report_reads_well():
 
 def test_errors_change_nothing():
     model = network()
-    with pytest.raises(ValueError, match="convert needs few_bit"):
+    with pytest.raises(
+        ValueError, match="convert needs few_bit and division, one of them, or a plan"
+    ):
         forward_save.convert(model)
     with pytest.raises(ValueError, match="bits must be 1 to 8, got"):
         forward_save.convert(model, few_bit=9)

@@ -1,0 +1,151 @@
+"""Bits for each layer, within a budget."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from fixedpoint_kernels import few_bit, forward_save
+from fixedpoint_kernels.forward_save import sample
+
+
+class Model(nn.Module):
+    """A perceptron whose hidden vector a product keeps too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.first = nn.Linear(64, 64)
+        self.smooth = nn.GELU()
+        self.step = nn.ReLU()
+        self.second, self.third = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.noisy = nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = self.step(self.smooth(self.first(self.norm(x))))
+        return (self.noisy(self.second(x)) * self.third(x)).sum(1)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(1)
+    return Model()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(128, 64)
+
+
+N = 128 * 64
+WHOLE = 4 * N
+ALWAYS = 2 * WHOLE + 2 * 4 * 128  # both factors of the product, and the statistics of the norm
+
+
+def kept(model, x):
+    return sum(sample.observe(model, x).sizes.values())
+
+
+def test_without_need_nothing_changes(model, x):
+    plan = forward_save.plan(model, x, budget_bytes=10**9)
+    # x; first's input; GELU's; what ReLU, second and third keep; dropout's noise
+    assert plan.exact_bytes == plan.predicted_bytes == ALWAYS + 5 * WHOLE == kept(model, x)
+    assert plan.error == 0
+    assert {row.keeps for row in plan.layers} == {"whole tensors"}
+    with pytest.raises(ValueError, match="must have a layer to convert"):
+        forward_save.convert(model, plan=plan)
+
+
+def test_exact_savings_come_first(model, x):
+    plan = forward_save.plan(model, x, budget_bytes=ALWAYS + 5 * WHOLE - 1)
+    assert plan.error == 0
+    rows = {row.layer: row.keeps for row in plan.layers}
+    assert rows.pop("noisy") == "1 bit an element"
+    assert set(rows.values()) == {"whole tensors"}
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.41])
+def test_predicted_bytes_are_kept(model, x, share):
+    budget = int(share * kept(model, x))
+    plan = forward_save.plan(model, x, budget_bytes=budget)
+    assert plan.predicted_bytes <= budget
+    forward_save.convert(model, plan=plan)
+    assert kept(model, x) == plan.predicted_bytes
+
+
+def test_less_bytes_more_error(model, x):
+    budgets = [int(share * kept(model, x)) for share in (0.9, 0.7, 0.5, 0.41)]
+    errors = [forward_save.plan(model, x, budget_bytes=b).error for b in budgets]
+    assert errors == sorted(errors)
+    assert errors[0] < errors[-1]
+
+
+def test_layers_that_keep_one_tensor_change_together(model, x):
+    plan = forward_save.plan(model, x, budget_bytes=int(0.45 * kept(model, x)))
+    settings = {row.layer: row.settings for row in plan.layers}
+    assert settings["step"] == settings["second"] == settings["third"] != (None, None)
+
+
+def test_estimates_fall_with_bits(model, x):
+    smallest = forward_save.plan(model, x, budget_bytes=10**9).smallest_bytes
+    plan = forward_save.plan(model, x, budget_bytes=smallest)
+    assert plan.predicted_bytes == smallest
+    errors = {row.layer: row.error for row in plan.layers}
+    assert errors["step"] == errors["noisy"] == 0
+    assert min(errors["smooth"], errors["norm"], errors["first"]) > 0.01
+    y = model.first(model.norm(x)).detach().requires_grad_()
+    few, exact = (
+        torch.autograd.grad(z.sum(), y)[0] for z in (few_bit.gelu(y, bits=1), nn.functional.gelu(y))
+    )
+    want = (few - exact).square().sum() / exact.square().sum()
+    assert errors["smooth"] == pytest.approx(float(want), rel=1e-5)  # float32 sums here
+
+
+def test_a_budget_too_small_says_how_much_is_needed(model, x):
+    smallest = forward_save.plan(model, x, budget_bytes=10**9).smallest_bytes
+    with pytest.raises(ValueError, match=f"must be at least {smallest:,}, .* got {smallest - 1:,}"):
+        forward_save.plan(model, x, budget_bytes=smallest - 1)
+
+
+def test_the_model_is_left_as_it_was(model, x):
+    model.norm.register_forward_hook(lambda *_: pytest.fail("a hook was called"))
+    before = [{n: id(v) for n, v in vars(m).items()} for m in model.modules()]
+    state, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    forward_save.plan(model, x, budget_bytes=int(0.5 * 9 * WHOLE))
+    assert [{n: id(v) for n, v in vars(m).items()} for m in model.modules()] == before
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    torch.testing.assert_close(torch.get_rng_state(), noise, rtol=0, atol=0)
+
+
+def test_a_plan_for_another_model_names_the_layer(model, x):
+    plan = forward_save.plan(model, x, budget_bytes=int(0.5 * kept(model, x)))
+    with pytest.raises(ValueError, match="layer 'norm' must be LayerNorm, got no such layer"):
+        forward_save.convert(nn.Sequential(nn.GELU()), plan=plan)
+    model.third = nn.Bilinear(1, 1, 1)
+    with pytest.raises(ValueError, match="layer 'third' must be Linear, got Bilinear"):
+        forward_save.convert(model, plan=plan)
+
+
+def test_what_a_plan_needs(model, x):
+    with pytest.raises(ValueError, match="in training mode, got eval"):
+        forward_save.plan(model.eval(), x, budget_bytes=1)
+    model.train()
+    with pytest.raises(ValueError, match="block must be"):
+        forward_save.plan(model, x, budget_bytes=1, block=0)
+    plan = forward_save.plan(model, x, budget_bytes=int(0.5 * kept(model, x)))
+    with pytest.raises(ValueError, match="or a plan alone"):
+        forward_save.convert(model, plan=plan, few_bit=3)
+    forward_save.convert(model, few_bit=3)
+    with pytest.raises(ValueError, match="got layer 'smooth' converted"):
+        forward_save.plan(model, x, budget_bytes=10**9)
+
+
+def test_it_prints(model, x):
+    plan = forward_save.plan(model, x, budget_bytes=int(0.5 * kept(model, x)))
+    lines = str(plan).splitlines()
+    assert lines[0].startswith(f"{plan.predicted_bytes:,} bytes of {plan.exact_bytes:,}")
+    assert [line.split()[0] for line in lines[1:]] == [row.layer for row in plan.layers]
+    assert "GELU" in lines[3]
+    assert str(dataclasses.replace(plan, layers=plan.layers[:1]))
