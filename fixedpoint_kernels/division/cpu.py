@@ -109,7 +109,7 @@ def _compress_task(x, means, codes, ranges, geometry, numbers, bits, key, first,
     base = start - start % BLOCK
     residual = np.empty(stop - base + BLOCK, np.float32)
     columns = -(-width // LANES) * LANES
-    sums, spread = np.empty(columns, np.float32), np.empty(columns, np.float32)
+    sums, spread = np.empty(columns, np.float32), np.zeros(columns, np.float32)
     mean_bits = np.empty(columns, np.uint16)
     found = np.empty((3, LANES), np.float32)
     for plane in range(first, last):
@@ -118,7 +118,7 @@ def _compress_task(x, means, codes, ranges, geometry, numbers, bits, key, first,
         for band in range(nz * ny):
             z, y = band // ny * edge_z, band % ny * edge_y
             layers, rows = min(edge_z, depth - z), min(edge_y, height - y)
-            if means is not None:
+            if means.size:
                 sums[:] = 0
                 for layer in range(z, z + layers):
                     add_rows(values, at + (layer * height + y) * width, rows, width, sums)
@@ -132,9 +132,8 @@ def _compress_task(x, means, codes, ranges, geometry, numbers, bits, key, first,
                     offset = (layer * height + y) * width
                     to = plane * elements - base + offset
                     end = to + (height - y) * width if depth > 1 else residual.size
-                    _subtract(
-                        values, at + offset, rows, width, means, spread, residual, to, end, found
-                    )
+                    at_row = at + offset
+                    subtract_rows(values, at_row, rows, width, spread, residual, to, end, found)
         if codes is not None:
             to = plane * elements - base
             _to_positions(
@@ -144,14 +143,6 @@ def _compress_task(x, means, codes, ranges, geometry, numbers, bits, key, first,
         residual[: start - base] = 0
         residual[stop - base :] = 0
         _code(residual, start, stop, bits, key, codes)
-
-
-@njit(inline="always")
-def _subtract(values, at, rows, width, means, spread, residual, to, end, found):
-    if means is None:
-        subtract_rows(values, at, rows, width, None, residual, to, end, found)
-    else:
-        subtract_rows(values, at, rows, width, spread, residual, to, end, found)
 
 
 @njit
@@ -202,7 +193,7 @@ def _code(positions, start, stop, bits, key, codes):
 def _restore_task(means, codes, ranges, out, geometry, bits, first, last):
     depth, height, width, edge_z, edge_y, edge_x, nz, ny, nx, _ = geometry
     elements = depth * height * width
-    spread = np.empty(-(-width // LANES) * LANES, np.float32)
+    spread = np.zeros(-(-width // LANES) * LANES, np.float32)
     low = step = np.float32(0.0)
     for plane in range(first, last):
         bit = plane * elements * len(bits)
@@ -213,24 +204,29 @@ def _restore_task(means, codes, ranges, out, geometry, bits, first, last):
         for band in range(nz * ny):
             z, y = band // ny * edge_z, band % ny * edge_y
             rows = min(edge_y, height - y)
-            if means is not None:
-                for block in range(nx):
-                    spread[block * edge_x : block * edge_x + edge_x] = _value(
-                        means[plane, band * nx + block]
-                    )
+            if means.size:
+                _spread_row(means[plane, band * nx : band * nx + nx], edge_x, spread)
             for layer in range(z, min(z + edge_z, depth)):
                 offset = (layer * height + y) * width
                 to = plane * elements + offset
                 stop = to + (height - y) * width if depth > 1 else last * elements
                 at = bit + offset * len(bits)
-                if means is None:
-                    restore_rows(packed, at, rows, width, bits, None, (low, step), out, to, stop)
-                else:
-                    restore_rows(packed, at, rows, width, bits, spread, (low, step), out, to, stop)
+                restore_rows(packed, at, rows, width, bits, spread, (low, step), out, to, stop)
+
+
+@njit
+def _spread_row(row, edge, spread):
+    if edge == 8:  # as usual: one store a block
+        for block in range(row.size):
+            for column in range(8):
+                spread[8 * block + column] = _value(row[block])
+    else:
+        for block in range(row.size):
+            spread[block * edge : block * edge + edge] = _value(row[block])
 
 
 def _compress(x, means, codes, ranges, geometry, numbers, bits, key, planes, task):
-    # x (n,) float32, or uint16: bfloat16; means (planes, blocks) uint16, or None; codes (bytes,)
+    # x (n,) float32, or uint16: bfloat16; means (planes, blocks or 0) uint16; codes (bytes,)
     # uint8, or None; ranges (planes, 2) uint16; geometry: sides, edges, blocks, slots; numbers:
     # 2**bits - 1 and its inverse, then of each side 1 over a whole block's edge and over the last
     # one's; bits, any tuple of that length; key (seed, stream); planes; a task's
@@ -259,7 +255,7 @@ def compress(
     numbers = 2.0**layout.bits - 1, layout.inverse_levels, *sum(layout.inverses, ())
     kernel(
         _array(x.view(-1)),
-        None if layout.block is None else _array(means),
+        _array(means),
         codes.numpy() if layout.has_codes else None,
         _array(ranges),
         _flat(layout),
@@ -277,7 +273,7 @@ def decompress(means: Tensor, codes: Tensor, ranges: Tensor, out: Tensor, layout
     is_direct = out.dtype in (torch.float32, torch.bfloat16)
     result = out if is_direct else torch.empty_like(out, dtype=torch.float32)
     kernel(
-        None if layout.block is None else _array(means),
+        _array(means),
         codes.numpy(),
         _array(ranges),
         _array(result.view(-1)),

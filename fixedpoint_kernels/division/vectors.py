@@ -155,17 +155,19 @@ def _is_below(x, y):
 def subtract_rows(_context, x, at, rows, width, means, out, start, stop, found):  # noqa: PLR0913  kernels take buffers and sizes
     """Write ``rows`` rows of ``x``, less the means, to ``out``, and widen what was found.
 
-    x (n,) float32 or uint16, from ``x[at]`` on; means (width to a multiple of 16,) float32, or
-    None; out: ``out[start]`` on, float32; nothing is written from ``stop`` on; found (3, 16)
+    x (n,) float32 or uint16, from ``x[at]`` on; means (width to a multiple of 16,) float32;
+    out: ``out[start]`` on, float32; nothing is written from ``stop`` on; found (3, 16)
     float32: the smallest, the largest, and 0 or NaN.
     """
     integer = types.int64
     signature = types.void(x, integer, integer, integer, means, out, integer, integer, found)
 
     def codegen(context, builder, signature, args):
-        source, target, state = (_data(context, builder, signature, args, i) for i in (0, 5, 8))
+        indices = 0, 4, 5, 8
+        source, spread, target, state = (
+            _data(context, builder, signature, args, i) for i in indices
+        )
         _, at, rows, width, _, _, start, stop, _ = args
-        spread = None if means == types.none else _data(context, builder, signature, args, 4)
         places = [builder.gep(state, [_index(LANES * i)]) for i in range(3)]
         stats = [Vector.load(builder, place, LANES) for place in places]
         slots = [cgutils.alloca_once(builder, stat.value.type) for stat in stats]
@@ -175,8 +177,7 @@ def subtract_rows(_context, x, at, rows, width, means, out, start, stop, found):
         def one(offset, column, end):
             where = builder.add(offset, column)
             values = _loaded(builder, builder.gep(source, [builder.add(at, where)]))
-            if spread is not None:
-                values = values - Vector.load(builder, builder.gep(spread, [column]), LANES)
+            values = values - Vector.load(builder, builder.gep(spread, [column]), LANES)
             to = builder.add(start, where)
             if end is None:
                 values.store(builder.gep(target, [to]))
@@ -253,7 +254,7 @@ def restore_rows(_context, codes, bit, rows, width, bits, means, numbers, out, a
     """Write ``rows`` rows of a plane: smallest residual + code * step + mean.
 
     codes: from bit ``bit`` on, uint8, with 16 bytes more; bits: a tuple of as many elements, empty
-    for no codes; means (width to a multiple of 16,) float32, or None; numbers: smallest residual
+    for no codes; means (width to a multiple of 16,) float32; numbers: smallest residual
     and step, float32; out: ``out[at]`` on, float32 or uint16; nothing is written from ``stop`` on.
     """
     integer = types.int64
@@ -262,9 +263,8 @@ def restore_rows(_context, codes, bit, rows, width, bits, means, numbers, out, a
     )
 
     def codegen(context, builder, signature, args):
-        source, target = (_data(context, builder, signature, args, i) for i in (0, 7))
+        source, spread, target = (_data(context, builder, signature, args, i) for i in (0, 5, 7))
         _, bit, rows, width, _, _, numbers, _, at, stop = args
-        spread = None if means == types.none else _data(context, builder, signature, args, 5)
         low, step = (_splat(builder, v) for v in cgutils.unpack_tuple(builder, numbers))
 
         def one(offset, column):
@@ -273,9 +273,8 @@ def restore_rows(_context, codes, bit, rows, width, bits, means, numbers, out, a
             if len(bits):
                 place = builder.add(bit, builder.mul(where, _index(len(bits))))
                 values = low + _codes_at(builder, source, place, len(bits)).converted(F32) * step
-            if spread is not None:
-                mean = Vector.load(builder, builder.gep(spread, [column]), LANES)
-                values = values + mean if len(bits) else mean
+            mean = Vector.load(builder, builder.gep(spread, [column]), LANES)
+            values = values + mean if len(bits) else mean
             if target.type.pointee != F32:
                 values = _truncated(_bfloat16_bits(values), I16)
             _store_until(builder, values, target, builder.add(at, where), stop)

@@ -79,11 +79,11 @@ def test_special_values(special):
     assert_same(x, block=None)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_everywhere(data):
     sides = data.draw(st.lists(st.integers(1, 19), min_size=1, max_size=4))
-    if math.prod(sides) > 2000:
+    if math.prod(sides) > 700:
         sides = sides[:2]
     spatial = data.draw(st.integers(1, min(3, len(sides))))
     width = data.draw(st.sampled_from([32, 16]))
@@ -99,13 +99,12 @@ def test_everywhere(data):
     assert_same(x.view(sides), block=block, bits=bits, spatial=spatial, key=key)
 
 
-@pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("shape", [(64, 17, 7, 7), (3, 5, 61, 67), (8, 1, 96, 96)], ids=str)
-def test_the_parallel_kernel_equals_the_reference(bits, shape):
+def test_the_parallel_kernel_equals_the_reference(shape):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert_same(torch.randn(shape), bits=bits, executions=(cpu,))
+        assert_same(torch.randn(shape), executions=(cpu,))
     finally:
         torch.set_num_threads(threads)
 
