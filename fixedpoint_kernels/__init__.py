@@ -1,7 +1,8 @@
 """Fixed-point rounding, bit packing and histograms for PyTorch, on CPU and GPU."""
 
 from fixedpoint_kernels import few_bit, forward_save
-from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.block import quantize_block
+from fixedpoint_kernels.formats import BlockFloat, FixedPoint
 from fixedpoint_kernels.histogram import histogram_candidates
 from fixedpoint_kernels.packing import pack, unpack
 from fixedpoint_kernels.rounding import (
@@ -13,6 +14,7 @@ from fixedpoint_kernels.rounding import (
 )
 
 __all__ = [
+    "BlockFloat",
     "FixedPoint",
     "decode",
     "encode",
@@ -21,6 +23,7 @@ __all__ = [
     "histogram_candidates",
     "pack",
     "quantize",
+    "quantize_block",
     "quantize_many",
     "quantize_with_mask",
     "unpack",

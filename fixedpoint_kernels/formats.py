@@ -1,44 +1,56 @@
 """Number formats, as plain values: nothing here imports torch."""
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FixedPoint"]
+__all__ = ["BlockFloat", "FixedPoint"]
 
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """A signed two's complement fixed-point format ``<wl, fl>``.
+    """A fixed-point format ``<wl, fl>``: two's complement, or unsigned.
 
     A number of the format is an integer code times ``lsb``; codes run from ``min_code`` to
     ``max_code``. Values outside saturate wherever this package rounds.
 
     Args:
-        wl: Word length in bits, sign included, 2 to 32.
+        wl: Word length in bits, sign included, 2 to 32; unsigned 1 to 31, so that int32 holds
+            every code.
         fl: Fractional length in bits, -31 to 31; negative for steps coarser than 1. It may
             exceed ``wl``: then all numbers are small.
         symmetric: Leave out the most negative code, so that the range is symmetric about 0.
+        signed: Without it there is no sign bit, and the smallest number is 0.
 
     Raises:
         TypeError: ``wl`` or ``fl`` is not an integer.
-        ValueError: ``wl`` or ``fl`` is out of range.
+        ValueError: ``wl`` or ``fl`` is out of range; the format is unsigned and symmetric.
     """
 
     wl: int
     fl: int
     symmetric: bool = False
+    signed: bool = True
 
     def __post_init__(self) -> None:
-        for name, low, high in (("wl", 2, 32), ("fl", -31, 31)):
+        is_unsigned = not self.signed
+        for name, low, high in (("wl", 2 - is_unsigned, 32 - is_unsigned), ("fl", -31, 31)):
             value = _as_int(name, getattr(self, name))
             if not low <= value <= high:
                 word = "word length" if name == "wl" else "fractional length"
-                raise ValueError(f"{word} must be {low} to {high} bits, got {name}={value}")
+                kind = " where unsigned" if is_unsigned and name == "wl" else ""
+                raise ValueError(f"{word} must be {low} to {high} bits{kind}, got {name}={value}")
             object.__setattr__(self, name, value)
+        if is_unsigned and self.symmetric:
+            raise ValueError("a symmetric format must be signed, got signed=False")
+
+    def __repr__(self) -> str:  # of a signed format as it was before there were others
+        sign = "" if self.signed else ", signed=False"
+        return f"FixedPoint(wl={self.wl}, fl={self.fl}, symmetric={self.symmetric}{sign})"
 
     def __str__(self) -> str:
-        return f"<{self.wl}, {self.fl}>"
+        return f"<{self.wl}, {self.fl}>" if self.signed else f"unsigned <{self.wl}, {self.fl}>"
 
     @property
     def lsb(self) -> float:
@@ -51,14 +63,19 @@ class FixedPoint:
         return 2.0**self.fl
 
     @property
+    def il(self) -> int:
+        """Bits left of the point, without the sign; negative where all numbers are small."""
+        return self.wl - self.signed - self.fl
+
+    @property
     def min_code(self) -> int:
         """The smallest integer code."""
-        return self.symmetric - 2 ** (self.wl - 1)
+        return self.symmetric - 2 ** (self.wl - 1) if self.signed else 0
 
     @property
     def max_code(self) -> int:
         """The largest integer code."""
-        return 2 ** (self.wl - 1) - 1
+        return 2 ** (self.wl - self.signed) - 1
 
     @property
     def min(self) -> float:
@@ -74,13 +91,13 @@ class FixedPoint:
         """Return the same format as a ``qtorch.FixedPoint``; needs the extra ``[qtorch]``.
 
         Raises:
-            ValueError: ``fl`` is not positive: QPyTorch has no such formats.
+            ValueError: ``fl`` is not positive, or the format unsigned: QPyTorch has no such.
         """
         import qtorch
 
-        if self.fl < 1:
+        if self.fl < 1 or not self.signed:
             raise ValueError(
-                f"a format of QPyTorch has a fractional length of 1 or more, got {self}"
+                f"a format of QPyTorch is signed, with a fractional length of 1 or more, got {self}"
             )
         return qtorch.FixedPoint(self.wl, self.fl, clamp=True, symmetric=self.symmetric)
 
@@ -96,6 +113,57 @@ class FixedPoint:
                 "a fixed-point format must saturate, got a qtorch one with clamp=False"
             )
         return cls(number.wl, number.fl, bool(number.symmetric))
+
+
+@dataclass(frozen=True)
+class BlockFloat:
+    """Block floating point: codes of ``wl`` bits, and one power of two for a whole tensor.
+
+    The tensor's largest and smallest value decide the power: ``fl`` is the largest fractional
+    length at which both round to a code.
+
+    Args:
+        wl: Word length in bits, sign included, 2 to 24.
+
+    Raises:
+        TypeError: ``wl`` is not an integer.
+        ValueError: ``wl`` is out of range.
+    """
+
+    wl: int
+
+    def __post_init__(self) -> None:
+        value = _as_int("wl", self.wl)
+        if not 2 <= value <= 24:
+            raise ValueError(f"word length must be 2 to 24 bits, got wl={value}")
+        object.__setattr__(self, "wl", value)
+
+    def __str__(self) -> str:
+        return f"block <{self.wl}>"
+
+    @property
+    def min_code(self) -> int:
+        """The smallest integer code."""
+        return -(2 ** (self.wl - 1))
+
+    @property
+    def max_code(self) -> int:
+        """The largest integer code."""
+        return 2 ** (self.wl - 1) - 1
+
+    def fl(self, low: float, high: float) -> int:
+        """Return the fractional length for values from ``low`` to ``high``; 0 where all are 0.
+
+        Source:
+            MuPPET (Rajagopal et al., 2020), equation 1:
+            ``floor(log2(min((max_code + 1/2) / high, (min_code - 1/2) / low)))``, of each ratio
+            where ``high`` is above and ``low`` below 0.
+        """
+        ratios = [(self.max_code + 0.5) / high] if high > 0 else []
+        ratios += [(self.min_code - 0.5) / low] if low < 0 else []
+        if not ratios or not 0 < min(ratios) < math.inf:
+            return 0
+        return math.frexp(min(ratios))[1] - 1
 
 
 def _as_int(name: str, value: Any) -> int:

@@ -5,6 +5,7 @@ from marvin.activations import QuantizedActivations, fake_quantize, quantize_act
 from marvin.base import QuantizingOptimizer
 from marvin.init import tnvs_
 from marvin.marvin_policy import MarvinPolicy
+from marvin.muppet import MuppetPolicy
 from marvin.optimizer import MSGD
 from marvin.policy import FixedPolicy, Policy
 from marvin.quantized import Quantized
@@ -14,6 +15,7 @@ __all__ = [
     "MSGD",
     "FixedPolicy",
     "MarvinPolicy",
+    "MuppetPolicy",
     "Policy",
     "Quantized",
     "QuantizedActivations",

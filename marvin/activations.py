@@ -10,17 +10,21 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd
 from torch.utils.hooks import RemovableHandle
 
-from fixedpoint_kernels import FixedPoint, quantize, quantize_with_mask
+from fixedpoint_kernels import BlockFloat, FixedPoint, quantize, quantize_block, quantize_with_mask
 from fixedpoint_kernels.rounding import Rounding
 from marvin.base import QuantizingOptimizer
 from marvin.layers import is_layer
+from marvin.policy import ActivationFormats
+from marvin.rounding import Format, round_one
 
 __all__ = ["QuantizedActivations", "fake_quantize", "quantize_activations"]
 
 StraightThrough = Literal["clip", "identity"]
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 # without parameters of their own, these take the format of the layer before them
-_FOLLOWERS = _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _AvgPoolNd, _AdaptiveAvgPoolNd
+_NORMS = _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
+_FOLLOWERS = *_NORMS, _AvgPoolNd, _AdaptiveAvgPoolNd
+_Back = tuple[Format, dict[str, Any]] | None  # how to round the gradient that comes back
 
 
 class _Tally:
@@ -44,12 +48,18 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, fmt: FixedPoint, options: dict[str, Any], tally: _Tally | None
+        ctx: Any,
+        x: Tensor,
+        fmt: FixedPoint,
+        options: dict[str, Any],
+        tally: _Tally | None,
+        back: _Back,
     ) -> Tensor:
         y, inside = quantize_with_mask(x, fmt, **options)
         if _all(inside):
             inside = None
         ctx.save_for_backward(inside)
+        ctx.back = back
         if tally is not None:
             tally.add(inside, x.numel())
         return y
@@ -60,24 +70,26 @@ class _FakeQuantize(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         (inside,) = ctx.saved_tensors
+        grad = _returned(grad, ctx.back)
         if inside is not None:
             grad = torch.where(inside, grad, grad.new_zeros(()))  # a tenth of the product's time
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 class _RoundedIdentity(torch.autograd.Function):
     """Rounds forward; backward passes the gradient everywhere."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fmt: FixedPoint, options: dict[str, Any]) -> Tensor:
-        return quantize(x, fmt, **options)
+    def forward(ctx: Any, x: Tensor, fmt: Format, options: dict[str, Any], back: _Back) -> Tensor:
+        ctx.back = back
+        return round_one(x, fmt, **options)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        return grad, None, None
+        return _returned(grad, ctx.back), None, None, None
 
 
 def fake_quantize(
@@ -112,8 +124,8 @@ def fake_quantize(
         raise ValueError(f"ste must be one of {get_args(StraightThrough)}, got {ste!r}")
     options = {"rounding": rounding, "seed": seed, "stream": stream}
     if ste == "identity":
-        return _RoundedIdentity.apply(x, fmt, options)  # pyright: ignore[reportReturnType]
-    return _FakeQuantize.apply(x, fmt, options, None)  # pyright: ignore[reportReturnType]
+        return _RoundedIdentity.apply(x, fmt, options, None)  # pyright: ignore[reportReturnType]
+    return _FakeQuantize.apply(x, fmt, options, None, None)  # pyright: ignore[reportReturnType]
 
 
 class QuantizedActivations:
@@ -149,46 +161,69 @@ class QuantizedActivations:
         return shares
 
     def attach(self, name: str, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-        """Round inputs and outputs of ``module`` to the first format that ``parameters`` have."""
+        """Round inputs and outputs of ``module`` as the first of ``parameters`` with a format."""
         self._tallies[name] = _Tally()
 
         def round_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return self._round_all(name, module, inputs, parameters)
+            fmt = self._formats(parameters).inputs
+            return tuple(self._round(name, module, x, fmt) for x in inputs)
 
         def round_outputs(module: nn.Module, _inputs: Any, output: Any) -> Any:
+            formats = self._formats(parameters)
+            rules = formats.outputs, formats.gradients
             if isinstance(output, tuple):
-                return self._round_all(name, module, output, parameters)
-            return self._round(name, module, output, parameters)
+                return tuple(self._round(name, module, x, *rules) for x in output)
+            return self._round(name, module, output, *rules)
 
         self._hooks.append(module.register_forward_pre_hook(round_inputs))
         self._hooks.append(module.register_forward_hook(round_outputs))
 
-    def _round_all(
-        self, name: str, module: nn.Module, values: tuple[Any, ...], parameters: Sequence[Tensor]
-    ) -> tuple[Any, ...]:
-        return tuple(self._round(name, module, value, parameters) for value in values)
+    def attach_input(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Round what comes into the model, each sample for itself."""
 
-    def _round(self, name: str, module: nn.Module, x: Any, parameters: Sequence[Tensor]) -> Any:
-        formats = map(self._optimizer.format_of, parameters)
-        fmt = next((fmt for fmt in formats if fmt is not None), None)
+        def round_samples(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            fmt = self._formats(parameters).outputs
+            return tuple(self._round_samples(module, x, fmt) for x in inputs)
+
+        self._hooks.append(model.register_forward_pre_hook(round_samples))
+
+    def _formats(self, parameters: Sequence[Tensor]) -> ActivationFormats:
+        found = map(self._optimizer.activation_formats, parameters)
+        return next((formats for formats in found if formats is not None), ActivationFormats())
+
+    def _round(
+        self, name: str, module: nn.Module, x: Any, fmt: Format | None, back: Format | None = None
+    ) -> Any:
         if fmt is None or not isinstance(x, Tensor) or x.dtype not in _FLOATS:
             return x
         if getattr(x, "_fixed_point", None) == (fmt, x._version):
             return x  # the layer before has the same format: rounding again changes nothing
-        options: dict[str, Any] = {"rounding": self._eval_rounding}
-        if module.training:
-            seed, stream = self._optimizer.activation_noise()
-            options = {"rounding": "stochastic", "seed": seed, "stream": stream}
-        y = self._apply(name, x, fmt, options)
+        rule = None if back is None else (back, self._options(module))
+        y = self._apply(name, x, fmt, self._options(module), rule)
         y._fixed_point = (fmt, y._version)  # pyright: ignore[reportAttributeAccessIssue]
         return y
 
-    def _apply(self, name: str, x: Tensor, fmt: FixedPoint, options: dict[str, Any]) -> Any:
+    def _round_samples(self, module: nn.Module, x: Any, fmt: Format | None) -> Any:
+        if not isinstance(x, Tensor) or x.dtype not in _FLOATS or not isinstance(fmt, BlockFloat):
+            return x
+        return quantize_block(x.detach(), fmt, per_sample=True, **self._options(module))
+
+    def _options(self, module: nn.Module) -> dict[str, Any]:
+        if not module.training:
+            return {"rounding": self._eval_rounding}
+        seed, stream = self._optimizer.activation_noise()
+        return {"rounding": "stochastic", "seed": seed, "stream": stream}
+
+    def _apply(
+        self, name: str, x: Tensor, fmt: Format, options: dict[str, Any], back: _Back
+    ) -> Any:
         if not (x.requires_grad and torch.is_grad_enabled()):
+            if isinstance(fmt, BlockFloat):
+                return quantize_block(x.detach(), fmt, **options)
             return quantize(x.detach(), fmt, **options)
-        if self._ste == "identity":
-            return _RoundedIdentity.apply(x, fmt, options)
-        return _FakeQuantize.apply(x, fmt, options, self._tallies[name])
+        if self._ste == "identity" or isinstance(fmt, BlockFloat):
+            return _RoundedIdentity.apply(x, fmt, options, back)
+        return _FakeQuantize.apply(x, fmt, options, self._tallies[name], back)
 
 
 def quantize_activations(
@@ -229,10 +264,13 @@ def quantize_activations(
         )
     handle = QuantizedActivations(optimizer, ste, eval_rounding)
     before: list[Tensor] = []
+    policy = optimizer.policy
+    if policy.quantizes_input:
+        handle.attach_input(model, [p for p in model.parameters() if p in optimizer])
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p in optimizer]
         candidates = own + before if isinstance(module, _FOLLOWERS) else own
-        if candidates:
+        if candidates and (policy.quantizes_norms or not isinstance(module, _NORMS)):
             handle.attach(name, module, candidates)
         before = [p for p in own if is_layer(p)] or before
     if not handle.layers():
@@ -243,3 +281,11 @@ def quantize_activations(
 def _all(inside: Tensor) -> bool:
     """Say whether all are inside, where that is known without waiting for a device."""
     return inside.is_cpu and (not inside.numel() or bool(inside.view(torch.uint8).min()))
+
+
+def _returned(grad: Tensor, back: _Back) -> Tensor:
+    """Round a gradient on its way back, where the policy wants it."""
+    if back is None:
+        return grad
+    fmt, options = back
+    return round_one(grad, fmt, **options)

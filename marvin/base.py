@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from fixedpoint_kernels import FixedPoint, quantize_many
 from marvin.gradients import Gradients, gather, nonfinite, read
 from marvin.layers import is_layer, layout_of
 from marvin.noise import Purpose, stream
 from marvin.policy import ActivationFormats, Layer, Policy, Step, layer_tensors, word_length
+from marvin.rounding import Format, round_many
 from marvin.settings import OPTIONS, check_dtypes, check_settings
 from marvin.trace import Switch
 
@@ -59,7 +59,7 @@ class QuantizingOptimizer(Optimizer):
         check_settings(group, OPTIONS)
         check_dtypes(group["params"], type(self).__name__)
 
-    def formats(self) -> dict[str, FixedPoint]:
+    def formats(self) -> dict[str, Format]:
         """Return the format of every quantised parameter, in parameter order.
 
         Keys are names, or positions (``"0"``, ``"1"``, ...) where the parameters have none.
@@ -67,7 +67,7 @@ class QuantizingOptimizer(Optimizer):
         found = ((name, self.format_of(p)) for p, name in self._layout.names.items())
         return {name: fmt for name, fmt in found if fmt is not None}
 
-    def format_of(self, parameter: Tensor) -> FixedPoint | None:
+    def format_of(self, parameter: Tensor) -> Format | None:
         """Return the format of one parameter; None if it stays float."""
         owner = self._layout.owners[parameter]
         return None if owner is None else self.state[owner]["layer"].fmt
@@ -301,7 +301,7 @@ class QuantizingOptimizer(Optimizer):
                 formats.append(fmt)
             else:
                 p.copy_(self.state[p]["master"])
-        quantize_many(
+        round_many(
             [self.state[p]["master"] for p in fixed],
             formats,
             seed=self._seed,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels import FixedPoint, quantize_many
 from marvin.policy import Measured, Policy
+from marvin.rounding import Format, round_many
 
 __all__ = ["Gradients", "gather", "nonfinite", "read"]
 
@@ -41,7 +41,7 @@ def gather(
     group: dict[str, Any],
     state: Mapping[Tensor, dict[str, Any]],
     policy: Policy,
-    format_of: Callable[[Tensor], FixedPoint | None],
+    format_of: Callable[[Tensor], Format | None],
     noise: tuple[int, int],
 ) -> Gradients:
     """Collect a group's gradients; ``noise`` is the seed and first stream of their rounding.
@@ -115,12 +115,12 @@ def _add_l1(group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) ->
 
 
 def _rounded(
-    grads: list[Tensor], formats: Sequence[FixedPoint | None], noise: tuple[int, int]
+    grads: list[Tensor], formats: Sequence[Format | None], noise: tuple[int, int]
 ) -> list[Tensor]:
     places = [i for i, fmt in enumerate(formats) if fmt is not None]
     kept = [fmt for fmt in formats if fmt is not None]
     seed, stream = noise
-    rounded = quantize_many([grads[i] for i in places], kept, seed=seed, stream=stream)
+    rounded = round_many([grads[i] for i in places], kept, seed=seed, stream=stream)
     result = list(grads)
     for i, grad in zip(places, rounded, strict=True):
         result[i] = grad

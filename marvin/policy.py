@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels import BlockFloat, FixedPoint
+from marvin.rounding import Format
 from marvin.trace import Switch
 
 __all__ = [
@@ -24,8 +25,6 @@ __all__ = [
     "layer_tensors",
     "word_length",
 ]
-
-Format = FixedPoint
 
 
 class Record(Protocol):
@@ -135,14 +134,22 @@ class Policy(ABC):
     quantizes_norms: ClassVar[bool] = True
     """Whether normalisation layers round their activations."""
 
+    quantizes_input: ClassVar[bool] = False
+    """Whether the model's input is rounded, each sample for itself, to the first layer's outputs'
+    format."""
+
     owns_lr: ClassVar[bool] = False
     """Whether the policy schedules the learning rate, by ``lr_scale``, and ends the training."""
 
-    lr_scale: float = 1.0
-    """What the policy has multiplied the learning rates by so far."""
+    @property
+    def lr_scale(self) -> float:
+        """What the policy has multiplied the learning rates by so far."""
+        return 1.0
 
-    should_stop: bool = False
-    """Whether the training is over as far as the policy is concerned."""
+    @property
+    def should_stop(self) -> bool:
+        """Whether the training is over as far as the policy is concerned."""
+        return False
 
     def settings(self) -> dict[str, Any]:
         """Return hyper-parameters that a parameter group may change."""
@@ -234,7 +241,9 @@ def word_length(fmt: Format | None) -> int:
 
 def load_format(values: Mapping[str, Any] | None) -> Format | None:
     """Return the format that ``dataclasses.asdict`` made ``values`` of."""
-    return None if values is None else FixedPoint(**values)
+    if values is None:
+        return None
+    return FixedPoint(**values) if "fl" in values else BlockFloat(**values)
 
 
 def layer_tensors(names: Iterable[str], master: Tensor) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """What happened at each switch."""
 
+import math
 from dataclasses import dataclass
 
 from marvin.push_up import Level
@@ -10,6 +11,8 @@ __all__ = ["Switch"]
 @dataclass(frozen=True)
 class Switch:
     """One layer's change of format, with everything that led to it.
+
+    What a policy has no use for keeps its default.
 
     Args:
         step: Optimizer step, from 1.
@@ -35,17 +38,17 @@ class Switch:
     step: int
     layer: str
     wl: int
-    fl: int
-    wl_before: int
-    fl_before: int
-    wl_min: int
-    fl_min: int
-    kl: float
-    diversity: float
-    window: int
-    lookback: int
-    resolution: int
-    strategy: Level
-    first: int
-    second: int
-    bits: int
+    fl: int = 0
+    wl_before: int = 0
+    fl_before: int = 0
+    wl_min: int = 0
+    fl_min: int = 0
+    kl: float = math.nan
+    diversity: float = math.nan
+    window: int = 0
+    lookback: int = 0
+    resolution: int = 0
+    strategy: Level = "min"
+    first: int = 0
+    second: int = 0
+    bits: int = 0

@@ -1,0 +1,47 @@
+"""Rounding to any format that a policy may choose."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fixedpoint_kernels import BlockFloat, FixedPoint, quantize, quantize_block, quantize_many
+from fixedpoint_kernels.rounding import Rounding
+
+__all__ = ["Format", "round_many", "round_one"]
+
+Format = FixedPoint | BlockFloat
+
+
+def round_one(
+    x: Tensor, fmt: Format, *, rounding: Rounding = "stochastic", seed: int = 0, stream: int = 0
+) -> Tensor:
+    """Round ``x`` to ``fmt``; see ``quantize`` and ``quantize_block``."""
+    if isinstance(fmt, BlockFloat):
+        return quantize_block(x, fmt, rounding=rounding, seed=seed, stream=stream)
+    return quantize(x, fmt, rounding=rounding, seed=seed, stream=stream)
+
+
+def round_many(
+    xs: Sequence[Tensor],
+    fmts: Sequence[Format],
+    *,
+    seed: int,
+    stream: int,
+    out: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Round tensors stochastically, tensor ``j`` with noise of ``stream + j``.
+
+    One launch where all formats are fixed-point; see ``quantize_many``.
+    """
+    fixed = [fmt for fmt in fmts if isinstance(fmt, FixedPoint)]
+    if len(fixed) == len(fmts):
+        return quantize_many(xs, fixed, seed=seed, stream=stream, out=out)
+    rounded = [
+        round_one(x, fmt, seed=seed, stream=stream + j)
+        for j, (x, fmt) in enumerate(zip(xs, fmts, strict=True))
+    ]
+    if out is None:
+        return rounded
+    for y, value in zip(out, rounded, strict=True):
+        y.copy_(value)
+    return list(out)

@@ -1,0 +1,169 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import marvin
+from fixedpoint_kernels import BlockFloat, quantize_block
+from marvin import MuppetPolicy, Quantized
+from marvin.muppet import epoch_diversity, threshold
+
+
+def make(model=None, lr=0.1, **settings):
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    sgd = torch.optim.SGD(model.named_parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+    return model, Quantized(sgd, MuppetPolicy(**settings))
+
+
+def epoch(optimizer, gradients):
+    """End an epoch whose last gradient of each parameter is ``gradients(p)``."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = gradients(p)
+    optimizer.step(loss=1.0)
+    optimizer.end_epoch()
+
+
+def level_after(optimizer, kinds):
+    """Return the word length after epochs of gradients that are the same, or differ."""
+    levels = []
+    for i, kind in enumerate(kinds):
+        g = torch.Generator().manual_seed(i if kind == "differ" else 0)
+        epoch(optimizer, lambda p, g=g: torch.randn(p.shape, generator=g))
+        levels.append(optimizer.policy.word_length)
+    return levels
+
+
+def test_golden_diversities():
+    g = torch.randn(4, 5)
+    orthonormal = torch.eye(9)[:3]
+    assert epoch_diversity([torch.stack([g, g, g])]) == pytest.approx(1 / 3)
+    assert epoch_diversity([orthonormal]) == 1
+    assert epoch_diversity([torch.stack([g, g, g]), orthonormal]) == pytest.approx(2 / 3)
+    assert epoch_diversity([torch.stack([g, -g])]) == math.inf
+    assert epoch_diversity([torch.zeros(3, 2), orthonormal]) == 1
+    assert math.isnan(epoch_diversity([torch.zeros(3, 2)]))
+
+
+def test_golden_thresholds():
+    values = [threshold(j) for j in (0, 10, 30)]
+    assert values == pytest.approx([2.5, 1.5518, 1.0747], abs=1e-4)
+
+
+def test_the_level_rises_where_gradients_stop_to_differ():
+    _, optimizer = make(levels=(8, 12, 32))
+    # after three different gradients the diversity is about 1; of three equal ones it is 1/3
+    kinds = ["differ"] * 3 + ["same"] * 4
+    assert level_after(optimizer, kinds) == [8, 8, 8, 8, 8, 8, 12]  # 2 violations: epochs 6, 7
+    row = optimizer.trace[0]
+    assert (row.wl_before, row.wl, row.layer) == (8, 12, "0.weight")
+    assert row.diversity == pytest.approx(1 / 3, rel=0.1)  # of gradients rounded to 8 bits
+    assert optimizer.formats()["0.bias"] == BlockFloat(12)
+
+
+def test_the_level_stays_while_gradients_differ():
+    _, optimizer = make()
+    assert set(level_after(optimizer, ["differ"] * 12)) == {8}
+
+
+def test_blocks_compare_every_third_epoch():
+    _, optimizer = make(levels=(8, 12, 32), window_kind="block")
+    kinds = ["differ"] * 3 + ["same"] * 6
+    assert level_after(optimizer, kinds)[-2:] == [8, 12]
+
+
+def test_float32_lowers_the_rate_and_stops():
+    model, optimizer = make(lr=1.0, levels=(8, 32), patience=1, epochs_per_lr=2, lr_decays=2)
+    assert level_after(optimizer, ["differ"] * 3 + ["same"] * 3)[-1] == 32
+    assert optimizer.formats() == {}
+    assert optimizer.mean_word_length() == 32
+    rates, stops = [], []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        stops.append(optimizer.policy.should_stop)
+        epoch(optimizer, torch.ones_like)
+    assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    assert not any(stops)
+    assert optimizer.policy.should_stop
+    for p in model.parameters():
+        torch.testing.assert_close(p.detach(), optimizer.state[p]["master"], rtol=0, atol=0)
+
+
+def test_weights_biases_and_gradients_are_in_the_format():
+    model, optimizer = make(lr=1.0)
+    seen = {}
+
+    def remember(wrapped, *_):
+        for p, s in optimizer.state.items():
+            seen[p] = s["master"].grad.clone()
+
+    optimizer.optimizer.register_step_pre_hook(remember)
+    epoch(optimizer, torch.randn_like)
+    for p in model.parameters():
+        for values in (p.detach(), seen[p]):
+            rounded = quantize_block(values, BlockFloat(8), rounding="nearest")
+            torch.testing.assert_close(values, rounded, rtol=0, atol=0)
+        assert not torch.equal(seen[p], p.grad)
+
+
+def test_activations_and_their_gradients():
+    model, optimizer = make()
+    handle = marvin.quantize_activations(model, optimizer)
+    assert handle.layers() == ["0", "3"]  # no batch norm
+    seen, fmt = {}, BlockFloat(8)
+    model[0].register_forward_hook(lambda _m, x, y: seen.update(x=x[0], y=y))
+    model[3].register_full_backward_hook(lambda _m, _gx, gy: seen.update(gy=gy[0]))
+    x = torch.randn(16, 6) * torch.logspace(-3, 3, 16).unsqueeze(1)
+    model(x).square().mean().backward()
+    for row in seen["x"]:
+        assert torch.equal(row, quantize_block(row, fmt, rounding="nearest"))
+    assert torch.equal(seen["y"], quantize_block(seen["y"].detach(), fmt, rounding="nearest"))
+    assert not torch.equal(seen["x"], x)
+    handle.remove()
+    seen.clear()
+    model(x)
+    assert torch.equal(seen["x"], x)
+
+
+def test_gradients_are_rounded_on_their_way_back():
+    model, optimizer = make(nn.Sequential(nn.Linear(6, 3)))
+    marvin.quantize_activations(model, optimizer)
+    x = torch.eye(6)
+    coming = torch.randn(6, 3)
+    model(x).backward(coming)
+    bias = model[0].bias.grad
+    rounded = quantize_block(coming, BlockFloat(8), seed=0, stream=(4 << 60) | (2 << 20))
+    torch.testing.assert_close(bias, rounded.sum(0))
+    torch.testing.assert_close(model[0].weight.grad, rounded.T)
+    assert not torch.equal(rounded, coming)
+
+
+def test_resume_equals_never_stopping():
+    model, optimizer = make(levels=(8, 12, 14, 32), patience=1, epochs_per_lr=2)
+    level_after(optimizer, ["differ"] * 3 + ["same"] * 2)
+    model2, optimizer2 = make(levels=(8, 12, 14, 32), patience=1, epochs_per_lr=2)
+    model2.load_state_dict(model.state_dict())
+    optimizer2.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    kinds = ["same"] * 2 + ["differ"] * 3 + ["same"] * 8
+    assert level_after(optimizer, kinds) == level_after(optimizer2, kinds)
+    assert optimizer.policy.word_length > 12
+    assert repr(optimizer.state_dict()) == repr(optimizer2.state_dict())
+    torch.testing.assert_close(dict(model.state_dict()), dict(model2.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"levels": (12, 8)}, "levels must be rising word lengths"),
+        ({"levels": (8, 40)}, "word length must be 2 to 24 bits, got wl=40"),
+        ({"window": 0}, "window must be 1 or more, got window=0"),
+        ({"window_kind": "sliding"}, "window_kind must be rolling or block, got 'sliding'"),
+        ({"threshold_epoch": "x"}, "threshold_epoch must be absolute or since_switch"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MuppetPolicy(**settings)
