@@ -44,8 +44,8 @@ def quantize(
 
     Args:
         x: Values, any shape and strides, float32, bfloat16 or float16.
-        fmt: The target format. Above 25 bits, saturation stops at the largest code that float32
-            holds.
+        fmt: The target format. Above 24 bits beside the sign, saturation stops at the largest
+            code that float32 holds.
         rounding: ``"stochastic"`` or ``"nearest"``.
         seed: Of the noise, 0 to 2**63 - 1; unused by ``"nearest"``.
         stream: Which of the seed's independent streams, 0 to 2**63 - 1.
@@ -164,12 +164,12 @@ def encode(
 
     Returns:
         Codes, shape of ``x``, in the smallest of int8, int16 and int32 that holds ``fmt.wl``
-        bits; ``decode`` gives the values. NaN becomes code 0.
+        bits; unsigned ones in that of uint8, int16 and int32, as ``unpack`` gives them.
+        ``decode`` gives the values. NaN becomes code 0.
     """
     _check_values(x, "encode")
     _check_mode(fmt, rounding)
-    dtype = torch.int8 if fmt.wl <= 8 else torch.int16 if fmt.wl <= 16 else torch.int32
-    codes = torch.empty_like(x, dtype=dtype)
+    codes = torch.empty_like(x, dtype=_code_dtype(fmt))
     _run(x, codes, None, fmt, rounding, Key.checked(seed, stream))
     return codes
 
@@ -188,6 +188,12 @@ def decode(codes: Tensor, fmt: FixedPoint, *, dtype: torch.dtype = torch.float32
     if codes.dtype.is_floating_point or codes.dtype is torch.bool or codes.is_complex():
         raise TypeError(f"decode needs integer codes, got {codes.dtype}")
     return codes.to(dtype) * fmt.lsb
+
+
+def _code_dtype(fmt: FixedPoint) -> torch.dtype:
+    if fmt.wl <= 8:
+        return torch.int8 if fmt.signed else torch.uint8
+    return torch.int16 if fmt.max_code < 2**15 else torch.int32
 
 
 def _run(

@@ -23,6 +23,11 @@ from fixedpoint_kernels.vectors import I8, Vector
 
 _BLOCK = 128  # elements of one vector: four of the longest that processors have, as 64-bit lanes
 _TASK = 32 * _BLOCK  # elements of one tensor that a thread takes at a time
+# no kernel writes these: it writes the other, and torch converts
+_BESIDE = {
+    torch.uint8: torch.int16,
+    **dict.fromkeys((torch.bfloat16, torch.float16), torch.float32),
+}
 
 
 @intrinsic
@@ -134,7 +139,7 @@ def quantize(
     ``x``, ``y`` and ``inside`` are contiguous, of one shape.
     """
     integer = not y.dtype.is_floating_point
-    result = y if integer or y.dtype is torch.float32 else torch.empty_like(y, dtype=torch.float32)
+    result = torch.empty_like(y, dtype=_BESIDE[y.dtype]) if y.dtype in _BESIDE else y
     kernel = _quantize_parallel if is_parallel(x.numel()) else _quantize_serial
     kernel(
         x.detach().float().numpy().reshape(-1),

@@ -41,6 +41,6 @@ def unbounded_codes(x: Tensor, fmt: FixedPoint, rounding: Rounding, key: Key) ->
 
 def float_bounds(fmt: FixedPoint) -> tuple[float, float]:
     """Return the smallest and largest code of ``fmt`` that float32 holds."""
-    excess = max(0, fmt.wl - 25)  # float32 holds every integer up to 2**24
+    excess = max(0, fmt.wl - fmt.signed - 24)  # float32 holds every integer up to 2**24
     high = float(fmt.max_code >> excess << excess)
     return (-high if fmt.symmetric else float(fmt.min_code)), high

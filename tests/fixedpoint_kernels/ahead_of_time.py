@@ -47,7 +47,7 @@ TARGETS = {
 SIZES = 1027, 2**31 + 16
 EVERY_SIZE = 1, 1024, 1027, 2**31 + 16, 2**31 + 1
 FLOATS = torch.float32, torch.bfloat16, torch.float16
-CODES = torch.int8, torch.int16, torch.int32
+CODES = torch.int8, torch.uint8, torch.int16, torch.int32
 FMT, KEY = FixedPoint(8, 4), Key(1, 1)  # Triton takes an argument of 1 for a constant
 
 

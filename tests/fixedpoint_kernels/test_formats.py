@@ -22,8 +22,32 @@ def test_symmetric_drops_the_smallest_code():
     assert FixedPoint(8, 4, symmetric=True).min_code == -127
 
 
+def test_unsigned_formats_have_no_sign_bit():
+    fmt = FixedPoint(4, 3, signed=False)
+    assert (fmt.min_code, fmt.max_code, fmt.min, fmt.max) == (0, 15, 0, 1.875)
+    assert (fmt.il, FixedPoint(4, 3).il) == (1, 0)
+    assert str(fmt) == "unsigned <4, 3>"
+    assert FixedPoint(1, 0, signed=False).max == 1
+    assert FixedPoint(31, 0, signed=False).max_code == 2**31 - 1
+
+
+def test_integer_lengths_may_be_negative():
+    fmt = FixedPoint(6, 9, signed=False)  # 0 to almost 1/8
+    assert (fmt.il, fmt.max) == (-3, 63 / 512)
+
+
+def test_old_saved_formats_load_and_look_as_before():
+    old = {"wl": 8, "fl": 4, "symmetric": True}
+    fmt = FixedPoint(**old)
+    assert dataclasses.asdict(fmt) == {**old, "signed": True}
+    assert repr(fmt) == "FixedPoint(wl=8, fl=4, symmetric=True)"
+    fmt = FixedPoint(8, 4, signed=False)
+    assert FixedPoint(**dataclasses.asdict(fmt)) == fmt == eval(repr(fmt))
+
+
 def test_formats_are_values():
     assert len({FixedPoint(8, 4), FixedPoint(np.int64(8), 4), FixedPoint(8, 5)}) == 2
+    assert FixedPoint(8, 4) != FixedPoint(8, 4, signed=False)
     with pytest.raises(dataclasses.FrozenInstanceError):
         FixedPoint(8, 4).wl = 9  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -39,6 +63,18 @@ def test_formats_are_values():
 def test_out_of_range_is_refused(wl, fl, message):
     with pytest.raises(ValueError, match=message):
         FixedPoint(wl, fl)
+
+
+@pytest.mark.parametrize("wl", [0, 32])
+def test_out_of_range_is_refused_where_unsigned(wl):
+    message = f"word length must be 1 to 31 bits where unsigned, got wl={wl}"
+    with pytest.raises(ValueError, match=message):
+        FixedPoint(wl, 0, signed=False)
+
+
+def test_an_unsigned_format_is_not_symmetric():
+    with pytest.raises(ValueError, match="a symmetric format must be signed, got signed=False"):
+        FixedPoint(8, 0, symmetric=True, signed=False)
 
 
 def test_a_float_is_no_word_length():

@@ -9,17 +9,24 @@ from fixedpoint_kernels import (
     FixedPoint,
     decode,
     encode,
+    pack,
     quantize,
     quantize_many,
     quantize_with_mask,
+    unpack,
 )
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import cpu, gpu, reference
 
 FORMATS = [FixedPoint(2, 0), FixedPoint(8, 4), FixedPoint(8, -1), FixedPoint(16, 12)]
 FORMATS += [FixedPoint(32, 31), FixedPoint(8, 4, symmetric=True)]
+UNSIGNED = [FixedPoint(1, 0, signed=False), FixedPoint(6, 9, signed=False)]
+UNSIGNED += [FixedPoint(8, -1, signed=False), FixedPoint(31, 12, signed=False)]
 SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-40, 3e38, -3e38, 0.5, -0.5, 1.5]
-formats = st.builds(FixedPoint, st.integers(2, 32), st.integers(-31, 31), st.booleans())
+fls = st.integers(-31, 31)
+formats = st.builds(FixedPoint, st.integers(2, 32), fls, st.booleans()) | st.builds(
+    FixedPoint, st.integers(1, 31), fls, signed=st.just(False)
+)
 keys = st.builds(Key, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
 
 
@@ -43,7 +50,7 @@ def values(shape, device="cpu"):
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS + UNSIGNED, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (1023,), (3, 7, 5), (2, 2049)], ids=str)
 def test_kernels_equal_the_reference(shape, fmt, rounding, device):
     assert_same(cpu, values(shape), fmt, rounding, Key(7, 2**40 + 3))
@@ -56,6 +63,15 @@ def test_kernels_equal_the_reference_in_other_types(dtype, device):
     x = values((1025,)).to(dtype if dtype.is_floating_point else torch.float32)
     assert_same(cpu, x, fmt, "stochastic", Key(1, 0), dtype=dtype)
     assert_same(gpu, x.to(device), fmt, "stochastic", Key(1, 0), dtype=dtype)
+
+
+@pytest.mark.parametrize("fmt", [*UNSIGNED, FixedPoint(15, 7, signed=False)], ids=str)
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_kernels_give_the_reference_s_unsigned_codes(fmt, rounding, device):
+    x = torch.cat([values((1025,)), torch.rand(300) * 1.1 * fmt.max])
+    dtype = encode(x[:1], fmt).dtype
+    assert_same(cpu, x, fmt, rounding, Key(1, 0), dtype=dtype)
+    assert_same(gpu, x.to(device), fmt, rounding, Key(1, 0), dtype=dtype)
 
 
 def test_the_parallel_kernel_equals_the_serial_one():
@@ -81,7 +97,7 @@ def test_kernels_equal_the_reference_everywhere(fmt, key, rounding, x):
 def test_many_equals_one_by_one(implementation, rounding, device):
     where = "cpu" if implementation is cpu else device
     xs = [values((n,), where) for n in (1, 5000, 1024, 3)]
-    fmts, ys = FORMATS[:4], [torch.empty_like(x) for x in xs]
+    fmts, ys = [*FORMATS[1:3], *UNSIGNED[:2]], [torch.empty_like(x) for x in xs]
     implementation.quantize_many(xs, ys, fmts, rounding, Key(5, 2**33))
     for j, (x, y, fmt) in enumerate(zip(xs, ys, fmts, strict=True)):
         expected, _ = run(reference, x, fmt, rounding, Key(5, 2**33 + j))
@@ -155,11 +171,23 @@ def test_error_is_below_one_step_or_saturated(fmt, x, seed):
         assert abs(y - x) <= fmt.lsb * (1 if abs(x) < fmt.lsb else 1 - 2**-24)
 
 
+@pytest.mark.parametrize(
+    ("x", "expected"), [(-0.0, 0), (-0.3, 0), (-9.0, 0), (0.4, 0.5), (0.625, 0.5), (7.9, 3.75)]
+)
+def test_golden_unsigned_values(x, expected):
+    y = quantize(torch.tensor([x]), FixedPoint(4, 2, signed=False), rounding="nearest")
+    assert y.item() == expected
+    assert math.copysign(1, y.item()) == 1
+
+
 @given(fmt=formats, x=st.floats(width=32, allow_nan=False))
 def test_codes_decode_to_the_rounded_value(fmt, x):
     x = torch.tensor([x])
     codes = encode(x, fmt, seed=4)
-    assert codes.dtype == {1: torch.int8, 2: torch.int16}.get(-(-fmt.wl // 8), torch.int32)
+    dtypes = {1: torch.int8 if fmt.signed else torch.uint8, 2: torch.int16}
+    spare = not fmt.signed and fmt.wl > 8  # int16 and int32 have a sign bit
+    assert codes.dtype == dtypes.get(-(-(fmt.wl + spare) // 8), torch.int32)
+    assert unpack(pack(codes, fmt.wl), fmt.wl, 1, signed=fmt.signed).tolist() == codes.tolist()
     assert fmt.min_code <= codes.item() <= fmt.max_code
     torch.testing.assert_close(decode(codes, fmt), quantize(x, fmt, seed=4), rtol=0, atol=0)
 
@@ -174,6 +202,8 @@ def test_saturation_keeps_inside_the_widest_format():
     fmt = FixedPoint(32, 0)
     x = torch.tensor([math.inf, -math.inf, 2.0**31])
     assert encode(x, fmt).tolist() == [2**31 - 128, -(2**31), 2**31 - 128]
+    fmt = FixedPoint(31, 0, signed=False)
+    assert encode(x, fmt).tolist() == [2**31 - 128, 0, 2**31 - 128]
 
 
 def test_mask_says_what_was_clamped():
