@@ -31,8 +31,10 @@ class Report:
         self._writer = SummaryWriter(str(folder), purge_step=next_step, flush_secs=10)
         self._bar: tqdm[Any] | None = None
         self._meter = _meter(training)
+        if isinstance(training.optimizer, marvin.MSGD):
+            marvin.tensorboard.log_layout(self._writer)
         self._switches = -1  # that the curves show
-        if next_step > 1 and isinstance(training.optimizer, marvin.MSGD):
+        if next_step > 1 and isinstance(training.optimizer, marvin.QuantizingOptimizer):
             self._switches = len(training.optimizer.trace)
 
     def __enter__(self) -> "Report":
@@ -64,8 +66,9 @@ class Report:
         progress, bar = training.progress, self._bar
         self._writer.add_scalar("loss/step", loss, progress.total_steps)
         speedup = None
-        if isinstance(training.optimizer, marvin.MSGD):
+        if isinstance(training.optimizer, marvin.QuantizingOptimizer):
             self._formats(training.optimizer, progress.total_steps)
+        if isinstance(training.optimizer, marvin.MSGD):
             speedup = self._meter.speedup(training.optimizer.trace, progress.total_steps)
             self._writer.add_scalar("speedup/so_far_modelled", speedup, progress.total_steps)
         if bar is not None and not bar.disable:
@@ -80,7 +83,7 @@ class Report:
             bar.set_postfix(shown, refresh=False)
             bar.update(progress.seen - bar.n)
 
-    def _formats(self, optimizer: "marvin.MSGD", step: int) -> None:
+    def _formats(self, optimizer: marvin.QuantizingOptimizer, step: int) -> None:
         """Draw the curves of the layers, where one of them has moved."""
         if len(optimizer.trace) != self._switches:
             self._switches = len(optimizer.trace)
