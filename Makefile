@@ -10,7 +10,7 @@ PIP = $(VENV)/bin/python -m pip install --quiet -c constraints.txt
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m train.demo
 
-test: $(VENV)/installed-dev
+test: $(VENV)/installed-dev $(VENV)-qonnx/installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto
 
 lint: $(VENV)/installed-dev
@@ -32,5 +32,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) -e ".[dev,docs,qtorch]"
+	$(PIP) -e ".[dev,docs,hls4ml,onnx,qtorch]"
+	touch $@
+
+# qonnx needs an older onnx; its tests run it in this environment, which has no torch
+$(VENV)-qonnx/installed:
+	$(PYTHON) -m venv $(VENV)-qonnx
+	$(VENV)-qonnx/bin/python -m pip install --quiet qonnx==1.0.0 onnx==1.22.0 onnxruntime==1.31.1
 	touch $@

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.bounds import first_value, value_of
-from marvin.export.errors import ExportError
+from marvin.export.errors import ExportError, signed_fixed_point
 from marvin.export.network import (
     Affine,
     AveragePool,
@@ -100,6 +100,7 @@ class Builder:
 
     def round(self, name: str, source: str, fmt: FixedPoint) -> str:
         """Round a value, unless that would change nothing; return the name of the result."""
+        signed_fixed_point(name, fmt)
         value = self.values.get(source)
         if value is not None and value.fl <= fmt.fl:
             shift = fmt.fl - value.fl
@@ -134,7 +135,7 @@ def _weight(builder: Builder, module: str, x: Tensor) -> tuple[Tensor, FixedPoin
     name = f"{module}.weight"
     if name not in builder.weights:
         raise ExportError(f"{name} has no format: its layer stayed in floats")
-    fmt = builder.weights[name]
+    fmt = signed_fixed_point(name, builder.weights[name])
     return codes_of(name, x, fmt).to(torch.int64), fmt
 
 
@@ -146,7 +147,7 @@ def _bias(
     if x is None:
         return None, FixedPoint(32, 0)
     if name in builder.weights:
-        fmt = builder.weights[name]
+        fmt = signed_fixed_point(name, builder.weights[name])
         return codes_of(name, x, fmt).to(torch.int64), fmt
     return nearest(x.double(), 32, product_fl)
 
@@ -252,6 +253,7 @@ def _average(builder: Builder, name: str, module: str, source: str, window: Any)
     formats = builder.activations.get(module)
     if formats is None or formats.output is None:
         raise ExportError(f"{module}: average pooling must have a format for its output")
+    signed_fixed_point(name, formats.output)
     kernel, stride, padding = window
     op = AveragePool(
         name, (source,), _pair(kernel), _pair(stride or kernel), padding, formats.output

@@ -1,7 +1,22 @@
 """What can go wrong in an export, as the user is told."""
 
-__all__ = ["ExportError"]
+from typing import Any
+
+from fixedpoint_kernels import FixedPoint
+
+__all__ = ["ExportError", "signed_fixed_point"]
 
 
 class ExportError(ValueError):
     """A network or a file that cannot be exported or read; says what, and why."""
+
+
+def signed_fixed_point(name: str, fmt: Any) -> FixedPoint:
+    """Return ``fmt``, if it is a format that every target has.
+
+    Raises:
+        ExportError: It is unsigned, or of block floating point, whose point moves with the data.
+    """
+    if not isinstance(fmt, FixedPoint) or not fmt.signed:
+        raise ExportError(f"{name} must have a signed fixed-point format, got {fmt}")
+    return fmt

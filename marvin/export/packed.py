@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint, decode, encode, pack, unpack
 from marvin.export import safetensors
-from marvin.export.errors import ExportError
+from marvin.export.errors import ExportError, signed_fixed_point
 from marvin.export.files import write_atomic
 
 __all__ = ["Packed", "Size", "from_bytes", "load", "pack_state", "save", "sizes", "to_bytes"]
@@ -79,6 +79,8 @@ def pack_state(
     """
     if unknown := sorted(set(formats) - set(state)):
         raise ExportError(f"formats must be of tensors in the state, got {', '.join(unknown)}")
+    for name, fmt in (dict(formats) | dict(activations or {})).items():
+        signed_fixed_point(name, fmt)
     codes = {name: codes_of(name, state[name], fmt) for name, fmt in formats.items()}
     others = {name: x.detach().cpu().clone() for name, x in state.items() if name not in formats}
     dtypes = {name: state[name].dtype for name in formats}

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import marvin
-from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels import BlockFloat, FixedPoint
 from marvin.export import (
     ExportError,
     calibrate,
@@ -18,7 +18,8 @@ from marvin.export import (
     verify,
 )
 from marvin.export.network import Affine, AveragePool, Conv, Round
-from marvin.export.observe import fitting, observe
+from marvin.export.observe import Formats, fitting, observe
+from marvin.export.packed import pack_state
 from marvin.export.simulate import simulate
 from train.alexnet import alexnet
 from train.resnet20 import resnet20
@@ -252,3 +253,15 @@ def test_average_pooling_over_any_window():
     torch.testing.assert_close(
         simulate(network, x)[network.output], outputs(model, x), rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("fmt", [BlockFloat(8), FixedPoint(8, 4, signed=False)], ids=str)
+def test_formats_that_no_target_has_are_named(plain, fmt):
+    model, _, x = plain()
+    formats = dict.fromkeys(dict(model.named_parameters()), fmt)
+    with pytest.raises(ExportError, match=r"0\.weight must have a signed fixed-point format, got"):
+        describe(model, x, formats)
+    with pytest.raises(ExportError, match=r"0\.in must have a signed fixed-point format, got"):
+        describe(model, x, formats, {"0": Formats(fmt, fmt)})
+    with pytest.raises(ExportError, match=r"0\.weight must have a signed"):
+        pack_state(model.state_dict(), formats)

@@ -1,0 +1,114 @@
+"""Export a training run.
+
+python -m marvin.export RUN --to packed|onnx|qonnx|hls4ml [--verify] [--out DIR]
+
+Prints format, bytes and verdict of each layer and writes RUN/export/TARGET, as a whole or not at
+all. With --verify the files are run, and must compute what the integer reference computes.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from marvin.export.files import new_folder
+from marvin.export.report import layer_rows, proof_lines, table, weight_line
+from marvin.export.run import Deployed, Options, Run, deploy, open_run
+from marvin.export.targets import TARGETS, Order, Written
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Do what the command line asks; what the user can put right ends with one line."""
+    given = _parser().parse_args(argv)
+    try:
+        _export(given)
+    except (ValueError, OSError) as error:
+        message = " ".join(str(error).split())
+        sys.exit(f"python -m marvin.export: error: {message}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m marvin.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder of train")
+    parser.add_argument("--to", choices=sorted(TARGETS), required=True, help="what to write")
+    parser.add_argument("--verify", action="store_true", help="run what was written, and compare")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export/TARGET")
+    parser.add_argument(
+        "--weights",
+        choices=("nearest", "last"),
+        default="nearest",
+        help="masters rounded to nearest, or the last stochastic draw (default: nearest)",
+    )
+    parser.add_argument(
+        "--wl", type=int, default=8, help="bits of formats that training left open (default: 8)"
+    )
+    parser.add_argument(
+        "--scale-wl", type=int, default=16, help="bits of batch norm's scale (default: 16)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=0, help="test images to verify on (default: all; hls4ml: 8)"
+    )
+    parser.add_argument("--backend", choices=("Vitis", "Vivado"), default="Vitis", help="of hls4ml")
+    parser.add_argument(
+        "--python", default=sys.executable, help="interpreter with qonnx, to verify qonnx"
+    )
+    parser.add_argument("--data-dir", help="folder of data sets, where it has moved")
+    return parser
+
+
+def _export(given: argparse.Namespace) -> None:
+    run = open_run(given.run, given.data_dir)
+    deployed = deploy(run, Options(given.wl, given.scale_wl, given.weights))
+    rows = layer_rows(deployed, run.test[:64])
+    lines = [
+        f"{run.path}: {run.title}; formats of activations: {deployed.network.origin}",
+        table(rows),
+        weight_line(deployed),
+        *proof_lines(run, deployed, rows),
+    ]
+    print("\n".join(lines), flush=True)
+    out = given.out or run.path / "export" / given.to
+    written = _write(given, run, deployed, (out, rows))
+    print(f"{out}: {written.what}, {written.size_bytes:,} bytes")
+    print(f"verified: {written.proof}" if written.proof else "not verified: add --verify")
+    if written.outputs is not None:
+        count = len(written.outputs)
+        right = int((written.outputs.argmax(1) == run.labels[:count]).sum())
+        print(f"test accuracy of what was written: {right / count:.2%} ({count} images)")
+
+
+def _write(
+    given: argparse.Namespace, run: Run, deployed: Deployed, place: tuple[Path, Any]
+) -> Written:
+    out, rows = place
+    if out.exists() and not (out.is_dir() and (out / "export.json").is_file()):
+        raise ValueError(f"{out} must be an earlier export or not there: choose another --out")
+    count = given.samples or (8 if given.to == "hls4ml" else len(run.test))
+    samples = run.test[:count] if given.verify else None
+    with new_folder(out) as folder:
+        written = TARGETS[given.to](Order(deployed, folder, samples, given.backend, given.python))
+        facts = {
+            "run": str(run.path),
+            "target": given.to,
+            "torch": torch.__version__,
+            "activations": deployed.network.origin,
+            "proof": written.proof,
+            "layers": rows,
+        }
+        (folder / "export.json").write_text(json.dumps(facts, indent=2) + "\n")
+    return written
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What an export tells the user: layer by layer, then in one line each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marvin.export import integer
+from marvin.export.network import Network
+from marvin.export.packed import Size, sizes
+from marvin.export.run import Deployed, Run
+from marvin.export.verify import Row, compare, verify
+
+__all__ = ["layer_rows", "proof_lines", "table", "weight_line"]
+
+_SHOWN = "conv", "linear", "affine", "averagepool"
+
+
+def layer_rows(deployed: Deployed, sample: Tensor) -> list[dict[str, Any]]:
+    """Return format, bytes and verdict of each layer.
+
+    ``float32`` says what the simulation of training makes of the layer: ``exact`` whatever comes
+    in, equal on the sample, or how often it differs.
+    """
+    stored = {size.name: size for size in sizes(deployed.packed())}
+    rows = verify(deployed.network, sample)
+    return [_layer(row, deployed.network, stored) for row in rows if row.kind in _SHOWN]
+
+
+def _layer(row: Row, network: Network, stored: dict[str, Size]) -> dict[str, Any]:
+    own = [stored[n] for n in (f"{row.name}.weight", f"{row.name}.bias") if n in stored]
+    outputs = network.formats()
+    output = outputs.get(f"{row.name}.out", outputs.get(row.name))
+    return {
+        "layer": row.name,
+        "kind": row.kind,
+        "weights": str(row.fmt) if row.kind != "averagepool" else "",
+        "output": str(output or ""),
+        "K": row.terms,
+        "sum_bits": row.bits,
+        "bytes": sum(size.packed_bytes for size in own),
+        "float_bytes": sum(size.float_bytes for size in own),
+        "float32": row.verdict,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows as text, one line each, under a header."""
+    names = list(rows[0])
+    cells = [names, *([str(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def weight_line(deployed: Deployed) -> str:
+    """Return the bytes of all weights, packed and in floats."""
+    rows = sizes(deployed.packed())
+    ours, floats = sum(r.packed_bytes for r in rows), sum(r.float_bytes for r in rows)
+    return f"weights {ours:,} bytes, in floats {floats:,}: {ours / floats:.1%}"
+
+
+@torch.no_grad()
+def proof_lines(run: Run, deployed: Deployed, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what is known of the network beside the trained model, on the test images."""
+    exact = sum(row["float32"] == "exact" for row in rows)
+    trained = run.model(run.test)
+    logits = integer.run(deployed.network, run.test)
+    gaps = compare(deployed.network, deployed.model, run.test[:64])
+    moved = [gap for gap in gaps if gap.different]
+    first = f"from {moved[0].name} on" if moved else "nowhere"
+    return [
+        f"float32 simulation is exact in {exact} of {len(rows)} layers",
+        f"modules that differ from the trained ones: {len(moved)} of {len(gaps)}, {first}",
+        f"test accuracy: trained {run.accuracy(trained):.2%}, "
+        f"exported {run.accuracy(logits):.2%} ({len(run.labels)} images)",
+    ]

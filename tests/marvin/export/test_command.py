@@ -1,0 +1,162 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from marvin.export import packed
+from marvin.export.__main__ import main
+from marvin.export.run import Options, deploy, open_run
+from train import main as trainer
+from train import resnet20
+from train.config import Config
+
+ROOT = Path(__file__).parents[3]
+TINY = Config(
+    model="resnet20",
+    width=4,
+    dataset="digits",
+    limit=120,
+    device="cpu",
+    epochs=1,
+    batch_size=40,
+    lookback=(2, 4),
+)
+
+
+def train(folder, **settings):
+    config = replace(TINY, run=str(folder), **settings)
+    trainer.run(config, resnet20.resnet20, resnet20.MIN_SIDE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the folder of a run in fixed point of 8 bits."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    return train(folder, init_wl=8, max_wl=8, buffer_bits=4, min_fl=3)
+
+
+def export(run, *words):
+    main([str(run), *words])
+
+
+@pytest.mark.parametrize("target", ["packed", "onnx"])
+def test_a_run_is_exported_and_verified(run, target, capsys, tmp_path):
+    pytest.importorskip("onnxruntime")
+    out = tmp_path / "out"
+    export(run, "--to", target, "--verify", "--out", str(out))
+    text = capsys.readouterr().out
+    assert "formats of activations: trained" in text
+    assert "verified: " in text
+    assert text.count("exact") >= 44
+    facts = json.loads((out / "export.json").read_text())
+    assert len(facts["layers"]) == 44
+    assert {row["float32"] for row in facts["layers"]} == {"exact"}
+    if target == "onnx":
+        assert "network.onnx (int8)" in text
+        shown = [line for line in text.splitlines() if line.startswith("test accuracy")]
+        exported = shown[0].split("exported ")[1].split(" ")[0]
+        assert shown[1].startswith(f"test accuracy of what was written: {exported} ")
+    export(run, "--to", target, "--out", str(out))  # again
+    assert "not verified" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_packed_weights_are_the_masters_rounded_to_nearest(run, tmp_path, capsys):
+    export(run, "--to", "packed", "--out", str(tmp_path / "out"))
+    loaded = packed.load(tmp_path / "out" / "network.safetensors")
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    master, fmt = state["optimizer"]["state"][0]["master"], loaded.formats["conv.weight"]
+    want = torch.round(master * fmt.scale).clamp(fmt.min_code, fmt.max_code)
+    torch.testing.assert_close(loaded.codes["conv.weight"].float(), want, rtol=0, atol=0)
+    assert loaded.activations["conv.out"] == fmt
+    export(run, "--to", "packed", "--weights", "last", "--out", str(tmp_path / "last"))
+    last = packed.load(tmp_path / "last" / "network.safetensors").state_dict()
+    for name, value in state["model"].items():
+        torch.testing.assert_close(last[name], value, rtol=0, atol=0)
+
+
+def test_a_float_run_is_calibrated(tmp_path, capsys):
+    folder = train(tmp_path / "run", optimizer="sgd")
+    export(folder, "--to", "packed", "--verify", "--wl", "6")
+    text = capsys.readouterr().out
+    assert "formats of activations: calibrated" in text
+    assert (folder / "export/packed/network.safetensors").is_file()
+    network = deploy(open_run(folder), Options(wl=6)).network
+    assert {fmt.wl for fmt in network.formats().values()} == {6}
+
+
+def test_a_run_in_fixed_point_without_activations_is_calibrated(tmp_path):
+    folder = train(tmp_path / "run", quantize_activations=False)
+    deployed = deploy(open_run(folder), Options(wl=9))
+    assert deployed.network.origin == "calibrated"
+    assert {fmt.wl for fmt in deployed.network.formats().values()} == {9}
+    weights = deployed.network.weight_formats()
+    assert weights["conv"] == deployed.formats["conv.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: (p / "checkpoint.pt").unlink(), "must be a run with a checkpoint"),
+        (lambda p: (p / "checkpoint.pt").write_bytes(b"x"), "must hold a whole checkpoint"),
+        (lambda p: (p / "config.json").unlink(), "must be the folder of a run"),
+        (lambda p: (p / "config.json").write_text("{}}"), "must hold a run's configuration"),
+    ],
+)
+def test_damaged_runs_end_with_one_line_and_write_nothing(run, change, message, tmp_path):
+    for name in ("config.json", "checkpoint.pt"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    change(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        export(tmp_path, "--to", "packed")
+    assert message in str(caught.value.code)
+    assert "\n" not in str(caught.value.code)
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_network_that_cannot_be_exported_writes_nothing(tmp_path):
+    folder = train(tmp_path / "run", activation="gelu")
+    with pytest.raises(SystemExit) as caught:
+        export(folder, "--to", "packed")
+    assert "relu: GELU cannot be exported" in str(caught.value.code)
+    assert not (folder / "export").exists()
+
+
+def test_a_failed_proof_leaves_the_old_export(run, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    export(run, "--to", "packed", "--out", str(out))
+    before = sorted(path.name for path in out.iterdir())
+    real = packed.load
+
+    def damaged(path):
+        loaded = real(path)
+        loaded.codes["conv.weight"][0] += 1
+        return loaded
+
+    monkeypatch.setattr(packed, "load", damaged)
+    with pytest.raises(SystemExit) as caught:
+        export(run, "--to", "packed", "--verify", "--out", str(out))
+    assert "the packed weights differ from the model's" in str(caught.value.code)
+    assert sorted(path.name for path in out.iterdir()) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_other_folders_are_not_replaced(run, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(SystemExit, match="must be an earlier export or not there"):
+        export(run, "--to", "packed", "--out", str(tmp_path))
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_importing_the_command_loads_no_trainer_and_no_extra():
+    code = (
+        "import sys, marvin, marvin.export.__main__; "
+        "print(*{'train', 'onnx', 'onnxruntime', 'qonnx', 'hls4ml'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
+    assert found.stdout.split() == []

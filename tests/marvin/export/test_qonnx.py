@@ -1,0 +1,63 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from marvin.export import ExportError, integer, qonnx
+
+onnx = pytest.importorskip("onnx")
+
+ROOT = Path(__file__).parents[3]
+# qonnx needs onnx below 1.23, so it has an environment of its own; `make test` creates it
+PYTHON = Path(os.environ.get("QONNX_PYTHON", ROOT / ".venv-qonnx/bin/python"))
+needs_qonnx = pytest.mark.skipif(
+    not PYTHON.exists(), reason=f"needs qonnx in an environment of its own, {PYTHON}: make test"
+)
+
+
+@needs_qonnx
+@pytest.mark.parametrize(("wl", "fl"), [(8, 5), (5, 3)])
+def test_the_executor_gives_the_integers(digits, plain, wl, fl, tmp_path):
+    for make in (digits, plain):
+        _, network, x = make(wl, fl)
+        assert qonnx.is_exact(network)
+        file = tmp_path / "net.onnx"
+        assert qonnx.save(network, file) == file.stat().st_size
+        got = qonnx.execute(file, 3 * x[:2], str(PYTHON))
+        torch.testing.assert_close(got.double(), integer.run(network, 3 * x[:2]), rtol=0, atol=0)
+
+
+@needs_qonnx
+def test_a_failure_of_the_executor_is_told(tmp_path):
+    (tmp_path / "net.onnx").write_bytes(b"no model")
+    with pytest.raises(ExportError, match="qonnx could not execute"):
+        qonnx.execute(tmp_path / "net.onnx", torch.zeros(1, 1), str(PYTHON))
+
+
+def test_nodes_have_the_true_word_lengths(digits):
+    _, network, _ = digits(6, 4)
+    model = qonnx.to_model(network)
+    values = {c.name: onnx.numpy_helper.to_array(c) for c in model.graph.initializer}
+    quants = [node for node in model.graph.node if node.op_type == "Quant"]
+    assert len(quants) == len(network.formats()) + 5  # three weights, two biases
+    for node in quants:
+        assert node.domain == "qonnx.custom_op.general"
+        assert [float(values[name]) for name in node.input[1:]] == [2**-4, 0, 6]
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1
+    assert model.ir_version == 10
+
+
+def test_what_float32_does_not_hold(plain):
+    assert not qonnx.is_exact(plain(16, 12)[1])
+    with pytest.raises(
+        ExportError, match=r"0\.in: QONNX is float32 and holds 24 bits, got <32, 26"
+    ):
+        qonnx.to_model(plain(32, 26)[1])
+
+
+def test_without_qonnx_one_line_says_what_to_install(plain, tmp_path):
+    _, network, x = plain()
+    qonnx.save(network, tmp_path / "net.onnx")
+    with pytest.raises(ExportError, match=r'pip install "marvin-fixedpoint\[qonnx\]"'):
+        qonnx.execute(tmp_path / "net.onnx", x)
