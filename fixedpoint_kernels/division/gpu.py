@@ -542,6 +542,11 @@ def decompress(means: Tensor, codes: Tensor, ranges: Tensor, out: Tensor, layout
 def _planes_of_program(layout: Layout) -> int:
     """Return how many planes are counted together, a power of two: they end at a whole byte."""
     planes = layout.planes_of_whole_bytes
+    if planes * layout.elements * max(1, layout.bits) >= 2**31:
+        raise ValueError(
+            "on a GPU, planes whose codes end at a byte together must have fewer than 2**31 bits, "
+            f"got {planes} of {layout.elements} elements of {layout.bits} bits"
+        )
     while planes < _MOST_PLANES and 2 * planes * layout.elements <= _LANES:
         planes *= 2
     return planes

@@ -124,9 +124,14 @@ class Layout:
         return 1 / max(1, 2**self.bits - 1)
 
     @cached_property
+    def is_one_pixel(self) -> bool:
+        """Whether each plane is one element, its own mean, and nothing else is kept."""
+        return self.elements == 1 and self.block is not None
+
+    @cached_property
     def has_codes(self) -> bool:
-        """Whether residuals are kept; one pixel that is its own mean has none."""
-        return self.bits > 0 and not (self.elements == 1 and self.block is not None)
+        """Whether residuals are kept."""
+        return self.bits > 0 and not self.is_one_pixel
 
     @cached_property
     def means_shape(self) -> tuple[int, int]:

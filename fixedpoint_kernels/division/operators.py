@@ -11,21 +11,14 @@ from fixedpoint_kernels.division.layout import Layout
 from fixedpoint_kernels.philox import Key
 
 
-@torch.library.custom_op("fixedpoint_kernels::division_compress", mutates_args=())
 def compress(
     x: Tensor, block: int | None, bits: int, seed: int, stream: int, spatial: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``fixedpoint_kernels.division.compress``; return means, codes and ranges."""
-    layout, key = Layout.checked(x, block, bits, spatial), Key.checked(seed, stream)
-    means, codes, ranges = _empty_parts(x, layout)
-    if layout.planes and layout.elements == 1 and layout.block is not None:
-        means.copy_(x.detach().reshape(means.shape))
-    elif layout.planes:
-        _implementation(x).compress(x.contiguous(), means, codes, ranges, layout, key)
-    return means, codes, ranges
+    operator = torch.ops.fixedpoint_kernels.division_compress.default
+    return operator(x, block, bits, seed, stream, spatial)
 
 
-@torch.library.custom_op("fixedpoint_kernels::division_decompress", mutates_args=())
 def decompress(  # noqa: PLR0913  an operator takes plain values
     means: Tensor,
     codes: Tensor,
@@ -38,10 +31,34 @@ def decompress(  # noqa: PLR0913  an operator takes plain values
     is_channels_last: bool = False,
 ) -> Tensor:
     """See ``fixedpoint_kernels.division.decompress``; the last six are those of ``Layout``."""
-    layout = Layout(tuple(shape), dtype, block, bits, spatial, is_channels_last)
+    operator = torch.ops.fixedpoint_kernels.division_decompress.default
+    parts = means, codes, ranges
+    return operator(*parts, shape, dtype, block, bits, spatial, is_channels_last)
+
+
+def _compress(
+    x: Tensor, block: int | None, bits: int, seed: int, stream: int, spatial: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    layout, key = Layout.checked(x, block, bits, spatial), Key.checked(seed, stream)
+    means, codes, ranges = _empty_parts(x, layout)
+    if layout.is_one_pixel:
+        means.copy_(x.detach().reshape(means.shape))
+    elif layout.planes:
+        _implementation(x).compress(x.contiguous(), means, codes, ranges, layout, key)
+    return means, codes, ranges
+
+
+def _fake_compress(
+    x: Tensor, block: int | None, bits: int, seed: int, stream: int, spatial: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_parts(x, Layout.checked(x, block, bits, spatial))
+
+
+def _decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> Tensor:
+    layout = Layout(tuple(numbers[0]), *numbers[1:])
     _check_parts((means, codes, ranges), layout)
-    out = torch.empty(layout.shape, dtype=dtype, device=means.device)
-    if layout.planes and layout.elements == 1 and layout.block is not None:
+    out = means.new_empty(layout.shape, dtype=layout.dtype)
+    if layout.is_one_pixel:
         out.copy_(means.view(out.shape))
     elif layout.planes:
         parts = means.contiguous(), codes.contiguous(), ranges.contiguous()
@@ -49,28 +66,33 @@ def decompress(  # noqa: PLR0913  an operator takes plain values
     return out.contiguous(memory_format=layout.memory_format)
 
 
-@compress.register_fake
-def _(
-    x: Tensor, block: int | None, bits: int, seed: int, stream: int, spatial: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_parts(x, Layout.checked(x, block, bits, spatial))
-
-
-@decompress.register_fake
-def _(  # noqa: PLR0913
-    means: Tensor,
-    codes: Tensor,
-    ranges: Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    block: int | None,
-    bits: int,
-    spatial: int,
-    is_channels_last: bool = False,
-) -> Tensor:
-    layout = Layout(tuple(shape), dtype, block, bits, spatial, is_channels_last)
-    out = means.new_empty(layout.shape, dtype=dtype)
+def _fake_decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> Tensor:
+    layout = Layout(tuple(numbers[0]), *numbers[1:])
+    out = means.new_empty(layout.shape, dtype=layout.dtype)
     return out.contiguous(memory_format=layout.memory_format)
+
+
+def _define(schema: str, run: Any, fake: Any) -> None:
+    """Register an operator without the checks of ``custom_op``, which take 10 us a call."""
+    name = "fixedpoint_kernels::" + schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=_library)
+
+
+_library = torch.library.Library("fixedpoint_kernels", "FRAGMENT")
+_define(
+    "division_compress(Tensor x, int? block, int bits, SymInt seed, SymInt stream, int spatial)"
+    " -> (Tensor, Tensor, Tensor)",
+    _compress,
+    _fake_compress,
+)
+_define(
+    "division_decompress(Tensor means, Tensor codes, Tensor ranges, SymInt[] shape,"
+    " ScalarType dtype, int? block, int bits, int spatial, bool is_channels_last) -> Tensor",
+    _decompress,
+    _fake_decompress,
+)
 
 
 def _empty_parts(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:

@@ -140,7 +140,7 @@ def divide_every_way(sizes):
     divide((64, 1000), None, 2, 1)
     divide((64, 1000), 300, 2, 1)
     for n in sizes:
-        divide((3, n // 3 + 1), 8, 2, 1)
+        divide((n // 3 + 1, 3), 8, 2, 1)
 
 
 def divide(shape, block, bits, spatial, dtype=torch.float32):

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fixedpoint_kernels import division
 from fixedpoint_kernels.division import operators
@@ -70,6 +72,42 @@ def test_equation_56(features, ratio):
     kept = division.compress(torch.randn(32, features), block=16).size_bytes + 32 * features / 8
     assert 5 * 32 * features / kept == pytest.approx(ratio, rel=5e-4)
     assert linear_block_ratio(features, 16) == pytest.approx(ratio, rel=5e-4)
+
+
+@pytest.mark.parametrize(("sides", "block"), [((14, 9), 8), ((7, 7), 8), ((30, 21), 12)], ids=str)
+def test_means_are_of_the_elements_a_block_has(sides, block):
+    x = torch.randn(2, 3, *sides)
+    means = division.compress(x, block=block).means
+    pooled = torch.nn.functional.avg_pool2d(
+        x.double(), [min(block, side) for side in sides], ceil_mode=True, count_include_pad=False
+    )
+    # half a unit in the last of 8 places, and sums of float32
+    torch.testing.assert_close(
+        means.double(), pooled.view(means.shape), rtol=2.0**-8, atol=1e-6, check_dtype=False
+    )
+
+
+@given(data=st.data())
+def test_error_is_below_a_step(data):
+    """Whatever the values: at most a step, and roundings of float32 to the plane's largest."""
+    sides = data.draw(st.tuples(st.integers(1, 12), st.integers(2, 12)))
+    finite = st.floats(-(2.0**60), 2.0**60, width=32)
+    few = data.draw(st.lists(finite, min_size=1, max_size=sides[0] * sides[1]))
+    x = torch.tensor(few).repeat(sides[0] * sides[1])[: sides[0] * sides[1]].view(1, 1, *sides)
+    block = data.draw(st.one_of(st.integers(1, 13), st.none()))
+    compressed = division.compress(x, block=block, bits=data.draw(st.sampled_from(BITS)))
+    error = (division.decompress(compressed).double() - x.double()).abs().max()
+    assert error <= compressed.ranges[0, 1].double() + 2.0**-20 * x.abs().max().double()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_both_ends_of_the_range_are_kept(bits):
+    """Of 1,000 planes none has values outside: the smallest is rounded down, the step up."""
+    x = torch.randn(1000, 64)
+    low, step = division.compress(x, block=None, bits=bits).ranges.double().unbind(1)
+    values = x.double()
+    assert (low <= values.amin(1)).all()
+    assert (low + (2**bits - 1) * step >= values.amax(1) * (1 - 2.0**-22)).all()
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -212,15 +250,17 @@ def test_unbiased(bits):
 
 
 def test_operators():
+    compress = torch.ops.fixedpoint_kernels.division_compress.default
+    decompress = torch.ops.fixedpoint_kernels.division_decompress.default
     for x in (torch.randn(2, 3, 9, 5), torch.randn(3, 4, 1, 1), torch.randn(0, 3, 4, 4)):
-        torch.library.opcheck(operators.compress, (x, 8, 2, 1, 0, 2))
+        torch.library.opcheck(compress, (x, 8, 2, 1, 0, 2))
         parts = operators.compress(x, 8, 2, 1, 0, 2)
         numbers = list(x.shape), torch.bfloat16, 8, 2, 2, False
-        torch.library.opcheck(operators.decompress, (*parts, *numbers))
-    last = x.new_ones(2, 3, 9, 5).to(memory_format=torch.channels_last)
+        torch.library.opcheck(decompress, (*parts, *numbers))
+    last = torch.ones(2, 3, 9, 5).to(memory_format=torch.channels_last)
     parts = operators.compress(last, None, 4, 1, 0, 2)
     numbers = list(last.shape), torch.float32, None, 4, 2, True
-    torch.library.opcheck(operators.decompress, (*parts, *numbers))
+    torch.library.opcheck(decompress, (*parts, *numbers))
 
 
 def test_compile_keeps_the_operators():
