@@ -9,9 +9,7 @@ from marvin.policy import word_length
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["log_formats", "log_layout"]
-
-CHARTS = {"word lengths, bits": "word_length", "fractional lengths, bits": "fractional_length"}
+__all__ = ["log_formats"]
 
 
 def log_formats(writer: "SummaryWriter", optimizer: QuantizingOptimizer, step: int) -> None:
@@ -29,13 +27,3 @@ def log_formats(writer: "SummaryWriter", optimizer: QuantizingOptimizer, step: i
         if isinstance(fmt, FixedPoint):
             writer.add_scalar(f"fractional_length/{layer}", fmt.fl, step)
     writer.add_scalar("mean_word_length", optimizer.mean_word_length(), step)
-
-
-def log_layout(writer: "SummaryWriter") -> None:
-    """Put the curves of all layers into one chart each, on the page *Custom scalars*.
-
-    Args:
-        writer: A TensorBoard writer; once is enough.
-    """
-    charts = {title: ["Multiline", [f"{tag}/.*"]] for title, tag in CHARTS.items()}
-    writer.add_custom_scalars({"Formats": charts})

@@ -31,8 +31,6 @@ class Report:
         self._writer = SummaryWriter(str(folder), purge_step=next_step, flush_secs=10)
         self._bar: tqdm[Any] | None = None
         self._meter = _meter(training)
-        if isinstance(training.optimizer, marvin.MSGD):
-            marvin.tensorboard.log_layout(self._writer)
         self._switches = -1  # that the curves show
         if next_step > 1 and isinstance(training.optimizer, marvin.QuantizingOptimizer):
             self._switches = len(training.optimizer.trace)
