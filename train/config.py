@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,16 @@ from fixedpoint_kernels.forward_save import METHODS
 from train.activations import ACTIVATIONS
 from train.data import NAMES
 
-__all__ = ["MSGD_KEYWORDS", "SGD_KEYWORDS", "Config", "from_dict", "parse", "run_folder", "to_dict"]
+__all__ = [
+    "MSGD_KEYWORDS",
+    "QUANTIZED_KEYWORDS",
+    "SGD_KEYWORDS",
+    "Config",
+    "from_dict",
+    "parse",
+    "run_folder",
+    "to_dict",
+]
 
 
 def option(default: Any, meaning: str, *choices: str) -> Any:
@@ -70,6 +80,11 @@ class Config:
     plateau_threshold: float = option(1e-6, "relative gain that counts as a lower loss")
 
     optimizer: str = option("msgd", "msgd: fixed point; sgd: float32, to compare", "msgd", "sgd")
+    policy: str = option(
+        "marvin",
+        "what chooses formats: marvin; muppet (made for --no-normalize-gradients); fixed:WL,FL; "
+        "or none, which is --optimizer sgd",
+    )
     lr: float = keyword(0.05, "learning rate to begin with")
     momentum: float = keyword(0.9, "share of the last update kept in the next")
     weight_decay: float = keyword(1e-4, "L2 regularisation, added after normalisation")
@@ -129,9 +144,18 @@ class Config:
         self._require("validation_share", 0 <= self.validation_share < 1, "0 to below 1")
         self._require("plateau_factor", 0 < self.plateau_factor < 1, "between 0 and 1")
         self._require("init_scale", self.init_scale > 0, "above 0")
+        known = re.fullmatch(r"marvin|muppet|none|fixed:\d+,-?\d+", self.policy)
+        self._require("policy", known is not None, "marvin, muppet, none or fixed:WL,FL")
+        if self.policy == "none":
+            object.__setattr__(self, "optimizer", "sgd")
         self._require("bits", 1 <= self.bits <= 8, "1 to 8")
         self._require("block", self.block >= 1, "at least 1")
         self._require("division_bits", self.division_bits in (1, 2, 4, 8), "1, 2, 4 or 8")
+
+    @property
+    def method(self) -> str:
+        """What tells runs apart in tables: the policy where it is not MSGD's own."""
+        return self.optimizer if self.optimizer == "sgd" or self.policy == "marvin" else self.policy
 
     def _require(self, name: str, is_met: bool, required: str) -> None:
         if not is_met:
@@ -139,6 +163,15 @@ class Config:
 
 
 SGD_KEYWORDS = ("lr", "momentum", "weight_decay")
+QUANTIZED_KEYWORDS = (
+    "l1",
+    "l1_params",
+    "normalize_gradients",
+    "one_dim",
+    "master_init",
+    "nonfinite",
+    "seed",
+)
 MSGD_KEYWORDS = tuple(f.name for f in dataclasses.fields(Config) if f.metadata.get("msgd"))
 
 
@@ -243,5 +276,6 @@ def from_dict(values: Mapping[str, Any]) -> Config:
 
 def run_folder(config: Config) -> Path:
     """Return the run folder, named after the run where none was given."""
-    name = f"{config.model}-{config.dataset}-{config.optimizer}-seed{config.seed}"
+    method = config.method.replace(":", "-").replace(",", "-")
+    name = f"{config.model}-{config.dataset}-{method}-seed{config.seed}"
     return Path(config.run or f"runs/{name}")

@@ -128,13 +128,27 @@ class Training:
     def mean_word_length(self) -> float | None:
         """Bits, mean over the layers; None in float32."""
         optimizer = self.optimizer
-        return optimizer.mean_word_length() if isinstance(optimizer, marvin.MSGD) else None
+        is_fixed = isinstance(optimizer, marvin.QuantizingOptimizer)
+        return optimizer.mean_word_length() if is_fixed else None
+
+    @property
+    def policy(self) -> marvin.Policy | None:
+        """What decides formats; None in float32."""
+        optimizer = self.optimizer
+        return optimizer.policy if isinstance(optimizer, marvin.QuantizingOptimizer) else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all epochs are done, or the policy has had enough."""
+        policy = self.policy
+        done = self.progress.epoch >= self.config.epochs
+        return done or (policy is not None and policy.should_stop)
 
 
 def fit(training: Training, report: Report) -> None:
-    """Train from where ``training`` stands to the last epoch of its configuration."""
+    """Train from where ``training`` stands to the last epoch, or the policy's."""
     save_tables(training)
-    while training.progress.epoch < training.config.epochs:
+    while not training.is_over:
         begin = time.perf_counter()
         images = train_epoch(training, report)
         train_s = time.perf_counter() - begin
@@ -203,7 +217,7 @@ def update(training: Training, loss: float) -> None:
     Raises:
         FloatingPointError: The loss is not finite.
     """
-    if isinstance(training.optimizer, marvin.MSGD):
+    if isinstance(training.optimizer, marvin.QuantizingOptimizer):
         training.optimizer.step(loss=loss)
         return
     if not math.isfinite(loss):
@@ -221,7 +235,8 @@ def end_epoch(training: Training) -> dict[str, float | None]:
     held_out = None
     if len(parts.validation):
         held_out = evaluate(training.model, parts.validation, training.dataset, config.batch_size)
-    training.scheduler.step((held_out or train).loss)
+    if training.policy is None or not training.policy.owns_lr:
+        training.scheduler.step((held_out or train).loss)
     values = (
         progress.epoch + 1,
         progress.total_steps,
@@ -233,6 +248,8 @@ def end_epoch(training: Training) -> dict[str, float | None]:
         training.mean_word_length,
     )
     row: dict[str, float | None] = dict(zip(METRICS, values, strict=True))
+    if isinstance(training.optimizer, marvin.QuantizingOptimizer):
+        training.optimizer.end_epoch()
     progress.finish_epoch(row)
     return row
 
@@ -257,7 +274,7 @@ def evaluate(model: nn.Module, part: Images, dataset: Dataset, batch_size: int) 
 def save_tables(training: Training) -> None:
     """Write the tables that the checkpoint also holds."""
     training.folder.save_rows("metrics.csv", training.progress.rows, METRICS)
-    if isinstance(training.optimizer, marvin.MSGD):
+    if isinstance(training.optimizer, marvin.QuantizingOptimizer):
         columns = [f.name for f in dataclasses.fields(marvin.Switch)]
         rows = (dataclasses.asdict(switch) for switch in training.optimizer.trace)
         training.folder.save_rows("trace.csv", rows, columns)

@@ -136,7 +136,7 @@ def on_device(parts: Parts, device: torch.device) -> Parts:
 
 
 def make_learning(config: Config, model: nn.Module) -> dict[str, Any]:
-    """Return optimizer, schedule and quantised activations; with MSGD, the model is quantised.
+    """Return optimizer, schedule and quantised activations; in fixed point, quantise the model.
 
     Raises:
         UserError: A hyper-parameter is out of range.
@@ -152,7 +152,7 @@ def make_learning(config: Config, model: nn.Module) -> dict[str, Any]:
         threshold=config.plateau_threshold,
     )
     activations = None
-    if isinstance(optimizer, marvin.MSGD) and config.quantize_activations:
+    if isinstance(optimizer, marvin.QuantizingOptimizer) and config.quantize_activations:
         activations = marvin.quantize_activations(model, optimizer, ste=config.ste)
     return {"optimizer": optimizer, "scheduler": scheduler, "activations": activations}
 
@@ -213,6 +213,7 @@ def finish(training: Training) -> str:
     folder.save_result(result)
     lines = [f"test accuracy {score.accuracy:.2%} ({len(training.parts.test):,} images)"]
     if bits is not None:
-        lines += [f"mean word length {bits:.1f} bits", one_line(read_run(folder.path))]
-        lines.append(f"figure {plot.save(folder.path)}")
+        lines.append(f"mean word length {bits:.1f} bits")
+    if config.method == "msgd":  # the cost model and the figure are of MSGD's windows
+        lines += [one_line(read_run(folder.path)), f"figure {plot.save(folder.path)}"]
     return "\n".join([*lines, f"run folder {folder.path}"])

@@ -1,26 +1,42 @@
-"""The two optimizers a run can have: fixed point, and float32 to compare it with."""
+"""The optimizers a run can have: fixed point, and float32 to compare it with."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import marvin
-from train.config import MSGD_KEYWORDS, SGD_KEYWORDS, Config
+from train.config import MSGD_KEYWORDS, QUANTIZED_KEYWORDS, SGD_KEYWORDS, Config
 
 __all__ = ["add_l1_", "make_optimizer", "normalize_gradients_", "prepare_gradients_"]
 
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer ``config`` asks for; MSGD quantises ``model`` at once.
+    """Return the optimizer ``config`` asks for; a fixed-point one quantises ``model`` at once.
 
     Raises:
         ValueError: A hyper-parameter is out of range.
     """
-    names = MSGD_KEYWORDS if config.optimizer == "msgd" else SGD_KEYWORDS
-    keywords = {name: getattr(config, name) for name in names}
-    kind = marvin.MSGD if config.optimizer == "msgd" else torch.optim.SGD
-    return kind(model.named_parameters(), **keywords)
+    if config.method == "msgd":
+        return marvin.MSGD(model.named_parameters(), **_keywords(config, MSGD_KEYWORDS))
+    sgd = torch.optim.SGD(model.named_parameters(), **_keywords(config, SGD_KEYWORDS))
+    if config.optimizer == "sgd":
+        return sgd
+    keywords = _keywords(config, QUANTIZED_KEYWORDS)
+    own = config.quantize_gradients or None  # None: as the policy wants
+    return marvin.Quantized(sgd, _policy(config), quantize_gradients=own, **keywords)
+
+
+def _policy(config: Config) -> marvin.Policy:
+    if config.policy == "muppet":
+        return marvin.MuppetPolicy()
+    wl, fl = map(int, config.policy.removeprefix("fixed:").split(","))
+    return marvin.FixedPolicy(wl, fl, config.symmetric)
+
+
+def _keywords(config: Config, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in names}
 
 
 def prepare_gradients_(config: Config, model: nn.Module) -> None:

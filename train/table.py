@@ -69,7 +69,7 @@ def row(runs: Sequence[Finished]) -> str:
     seeds = ", ".join(str(c.seed) for c, _ in runs)
     accuracy = spread([100 * result["test_accuracy"] for result in results])
     bits = "32" if config.optimizer == "sgd" else spread([r["mean_word_length"] for r in results])
-    cells = config.model, config.dataset, config.optimizer, config.epochs, seeds, accuracy, bits
+    cells = config.model, config.dataset, config.method, config.epochs, seeds, accuracy, bits
     return f"| {' | '.join(map(str, cells))} |"
 
 

@@ -1,0 +1,89 @@
+"""``--policy``: the same harness with other policies."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import marvin
+from fixedpoint_kernels import BlockFloat, FixedPoint
+from train import loop
+from train.config import Config, parse, run_folder
+from train.records import RunFolder, read_csv
+from train.resnet20 import DEFAULTS
+
+
+class Stop(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "fmt"),
+    [
+        ("marvin", marvin.MarvinPolicy, FixedPoint(8, 4)),
+        ("muppet", marvin.MuppetPolicy, BlockFloat(8)),
+        ("fixed:10,6", marvin.FixedPolicy, FixedPoint(10, 6)),
+    ],
+)
+def test_policies_make_their_optimizer(prepare, tiny, policy, kind, fmt):
+    training = prepare(dataclasses.replace(tiny, policy=policy))
+    assert isinstance(training.policy, kind)
+    assert training.optimizer.formats()["conv.weight"] == fmt
+    assert training.activations is not None
+
+
+def test_no_policy_is_float32(prepare, tiny):
+    config = parse(DEFAULTS, ["--policy", "none"])
+    assert config.optimizer == config.method == "sgd"
+    training = prepare(dataclasses.replace(tiny, policy="none"))
+    assert isinstance(training.optimizer, torch.optim.SGD)
+    assert training.policy is None
+
+
+def test_names_of_runs_tell_the_policy():
+    config = Config(dataset="digits", policy="fixed:8,-2", seed=3)
+    assert str(run_folder(config)) == "runs/resnet20-digits-fixed-8--2-seed3"
+    with pytest.raises(ValueError, match=r"--policy must be marvin, .* got fixed:8"):
+        Config(policy="fixed:8")
+
+
+@pytest.mark.parametrize("policy", ["muppet", "fixed:12,8"])
+def test_a_run_is_resumed_to_the_bit(run, tiny, tmp_path, monkeypatch, policy):
+    tiny = dataclasses.replace(tiny, policy=policy, normalize_gradients=False)
+    summary = run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
+    assert "mean word length" in summary
+    config = dataclasses.replace(tiny, run=str(tmp_path / "stopped"))
+    calls = []
+
+    def stopping(*args):
+        calls.append(1)
+        if len(calls) == 8:
+            raise Stop
+        return loop_step(*args)
+
+    loop_step = loop.train_step
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", stopping)
+        with pytest.raises(Stop):
+            run(config)
+    run(dataclasses.replace(config, resume=True))
+    whole, stopped = (RunFolder(tmp_path / n).load_checkpoint() for n in ("whole", "stopped"))
+    torch.testing.assert_close(stopped["model"], whole["model"], rtol=0, atol=0)
+    assert repr(stopped["optimizer"]["marvin"]) == repr(whole["optimizer"]["marvin"])
+    assert read_csv(tmp_path / "whole" / "metrics.csv") == read_csv(
+        tmp_path / "stopped" / "metrics.csv"
+    )
+
+
+def test_muppet_owns_the_rate_and_the_end(run, tiny, tmp_path, monkeypatch):
+    short = marvin.MuppetPolicy(levels=(8, 32), window=1, patience=1, epochs_per_lr=1, lr_decays=1)
+    # a diversity of one epoch is always 1: no violation, so say when
+    monkeypatch.setattr(
+        "marvin.muppet.epoch_diversity", lambda _: 1.0 / (1 + short._state["epoch"])
+    )
+    monkeypatch.setattr("marvin.muppet.threshold", lambda _: 1.0)
+    monkeypatch.setattr("train.optimizers._policy", lambda _: short)
+    run(dataclasses.replace(tiny, policy="muppet", epochs=9, plateau_patience=0))
+    rows = read_csv(tmp_path / "run" / "metrics.csv")
+    assert [float(r["mean_word_length"]) for r in rows] == [8, 8, 32, 32]
+    assert [float(r["lr"]) for r in rows] == pytest.approx([0.02, 0.02, 0.02, 0.002])
