@@ -82,8 +82,8 @@ def _(
 def pack(x: Tensor, spatial: int, settings: Division, noise: Tensor) -> Packed:
     """Return ``x`` in few bits; a tensor that was packed the same way is not packed again.
 
-    What was packed is remembered on the tensor itself, until it is written to. Tensors that need
-    no gradient, such as a batch of images, are the user's: nothing is put on them.
+    What was packed is remembered on the tensor itself, until it is written to. Leaves, such as a
+    batch of images, are the user's and stay: nothing is put on them.
 
     Args:
         x: A floating tensor.
@@ -96,7 +96,7 @@ def pack(x: Tensor, spatial: int, settings: Division, noise: Tensor) -> Packed:
     """
     if not x.is_floating_point():
         raise TypeError(f"a map that is kept in few bits must be floating, got {x.dtype}")
-    if not x.requires_grad or torch.compiler.is_compiling():  # a graph knows no versions
+    if x.is_leaf or torch.compiler.is_compiling():  # a graph knows no versions
         return _packed(x.detach(), spatial, settings, noise)
     key = (spatial, settings, id(noise), x._version)
     known: dict[Any, Packed] = getattr(x, MEMORY, {})
@@ -148,6 +148,8 @@ def is_channels_last(x: Tensor) -> bool:
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return what autocast would make of ``x``; None where it leaves it alone."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or not x.is_floating_point():
+    if not x.is_floating_point() or x.dtype == torch.float64:
         return None
-    return None if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return None
+    return torch.get_autocast_dtype(kind)

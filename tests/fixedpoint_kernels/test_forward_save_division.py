@@ -133,6 +133,15 @@ def test_a_tensor_written_to_is_packed_again():
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.05)  # 255 steps of the range
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_nothing_stays_on_a_tensor_of_the_user(requires_grad):
+    model, x = build(division=DIVISION), images().requires_grad_(requires_grad)
+    _, first = step(model, x)
+    assert not vars(x)
+    model.zero_grad()
+    assert error(step(model, x)[1], first) > 0.01  # its noise is new
+
+
 def test_random_numbers_of_the_user_are_untouched():
     states = []
     for model in (build(), build(division=DIVISION, seed=3)):
