@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fixedpoint_kernels.few_bit.integrals import Function, Weight
-from fixedpoint_kernels.few_bit.solver import checked_bits, solve_function
+from fixedpoint_kernels.few_bit.solver import checked_bits, solve_by_value, solve_function
 from fixedpoint_kernels.few_bit.table import Table, number
 
 FILE = Path(__file__).with_name("tables.npz")
 SHIPPED_WEIGHTS = "uniform", "normal"
+BITS = range(1, 9)
 
 # Function and default parameters, in the order of torch's signatures.
 _CONTINUOUS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -136,17 +137,19 @@ def _shipped() -> dict[tuple[Any, ...], Table]:
 
 
 def _order() -> list[tuple[str, str, int]]:
-    return [(n, w, b) for n in SHIPPED for w in SHIPPED_WEIGHTS for b in range(1, 9)]
+    return [(n, w, b) for n in SHIPPED for w in SHIPPED_WEIGHTS for b in BITS]
 
 
-def solve_shipped(name: str, weight: Any, bits: int) -> Table:
-    """Solve for a table that ships."""
-    return solve_function(function_of(*resolve(name)), bits, weight=weight)
+def solve_shipped(name: str, weight: Any) -> list[Table]:
+    """Solve for the tables of a function that ship, of 1 to 8 bits."""
+    return solve_by_value(function_of(*resolve(name)), BITS, weight)
 
 
 def write_shipped() -> None:
     """Solve for all tables that ship, and write the file."""
-    tables = [solve_shipped(*key) for key in _order()]
+    tables = [
+        t for name in SHIPPED for weight in SHIPPED_WEIGHTS for t in solve_shipped(name, weight)
+    ]
     np.savez_compressed(
         FILE,
         borders=np.concatenate([t.borders for t in tables]),

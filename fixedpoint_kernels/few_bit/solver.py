@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import numpy as np
@@ -39,6 +40,13 @@ def solve_function(
     _check_weight(integrals)
     start = _by_value if codes == "value" else _by_interval
     return _finish(*_optimum(integrals, start(integrals, count)))
+
+
+def solve_by_value(function: Function, bits: Iterable[int], weight: Weight) -> list[Table]:
+    """Return the default table for each number of bits; f' is integrated once for all."""
+    integrals = Integrals(function, weight, (-10.0, 10.0), 8000)
+    _check_weight(integrals)
+    return [_finish(*_optimum(integrals, _by_value(integrals, 1 << count))) for count in bits]
 
 
 def checked_bits(bits: int) -> int:
