@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from fixedpoint_kernels.few_bit import operators
 from fixedpoint_kernels.few_bit.functional import table_key
+from fixedpoint_kernels.forward_save import maps
 
 __all__ = ["AdaptiveAvgPool", "AvgPool", "Dropout", "MaxPool"]
 
@@ -38,7 +39,12 @@ class MaxPool(nn.Module):
         """Return torch's own."""
         if not _keeps(self, input):
             return super().forward(input)
-        return _MaxPool.apply(input, _window(self, input))  # pyright: ignore
+        names = "kernel_size", "stride", "padding", "dilation"
+        window = [_numbers(getattr(self, name), _spatial(self)) for name in names]
+        if _spatial(self) == 1:  # views stay outside of the Function
+            flat = [(i, *n) for i, n in zip((1, 1, 0, 1), window, strict=True)]
+            return _MaxPool.apply(input.unsqueeze(-2), flat, self.ceil_mode).squeeze(-2)  # pyright: ignore
+        return _MaxPool.apply(input, window, self.ceil_mode)  # pyright: ignore
 
 
 class AvgPool(nn.Module):
@@ -51,9 +57,11 @@ class AvgPool(nn.Module):
         spatial = _spatial(self)
         window = [_numbers(n, spatial) for n in (self.kernel_size, self.stride, self.padding)]
         divisor = getattr(self, "divisor_override", None)
-        return _AvgPool.apply(  # pyright: ignore
-            input, *window, self.ceil_mode, self.count_include_pad, divisor
-        )
+        rest = self.ceil_mode, self.count_include_pad, divisor
+        if spatial == 1:
+            flat = [(i, *n) for i, n in zip((1, 1, 0), window, strict=True)]
+            return _AvgPool.apply(input.unsqueeze(-2), *flat, *rest).squeeze(-2)  # pyright: ignore
+        return _AvgPool.apply(input, *window, *rest)  # pyright: ignore
 
 
 class AdaptiveAvgPool(nn.Module):
@@ -63,7 +71,11 @@ class AdaptiveAvgPool(nn.Module):
         """Return torch's own."""
         if not _keeps(self, input):
             return super().forward(input)
-        return _AdaptiveAvgPool.apply(input, self.output_size, _spatial(self))  # pyright: ignore
+        size = self.output_size
+        if _spatial(self) == 1:
+            flat = 1, *_numbers(size, 1)
+            return _AdaptiveAvgPool.apply(input.unsqueeze(-2), flat, 2).squeeze(-2)  # pyright: ignore
+        return _AdaptiveAvgPool.apply(input, size, _spatial(self))  # pyright: ignore
 
 
 def window_size(module: Any) -> int:
@@ -84,13 +96,6 @@ def _spatial(module: nn.Module) -> int:
 
 def _numbers(value: Any, spatial: int) -> tuple[int, ...]:
     return (value,) * spatial if isinstance(value, int) else tuple(value)
-
-
-def _window(pool: Any, x: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Return kernel, stride, padding, dilation and whether a last part window counts."""
-    spatial = _spatial(pool)
-    names = "kernel_size", "stride", "padding", "dilation"
-    return *(_numbers(getattr(pool, n), spatial) for n in names), (int(pool.ceil_mode),)
 
 
 class _Dropout(torch.autograd.Function):
@@ -126,14 +131,13 @@ def _order(x: Tensor) -> tuple[int, ...]:
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, window: tuple[tuple[int, ...], ...]) -> Tensor:
-        *sizes, (ceil_mode,) = window
-        spatial = len(sizes[0])
-        pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[spatial - 1]
-        out, index = pool(x, *sizes, ceil_mode=bool(ceil_mode), return_indices=True)
-        ctx.sides, ctx.leading, ctx.window = x.shape[-spatial:], x.shape[:-spatial], sizes
-        ctx.is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-        ctx.save_for_backward(_places(index, ctx.sides, sizes).to(torch.uint8))
+    def forward(ctx: Any, x: Tensor, window: Any, ceil_mode: bool) -> Tensor:
+        spatial = len(window[0])
+        pool = F.max_pool2d if spatial == 2 else F.max_pool3d
+        out, index = pool(x, *window, ceil_mode=ceil_mode, return_indices=True)
+        ctx.sides, ctx.leading, ctx.window = x.shape[-spatial:], x.shape[:-spatial], window
+        ctx.order = maps.order_of(x)
+        ctx.save_for_backward(_places(index, ctx.sides, window).to(torch.uint8))
         return out
 
     @staticmethod
@@ -148,7 +152,7 @@ class _MaxPool(torch.autograd.Function):
         dx = grad.new_zeros((*ctx.leading, total))
         dx.scatter_add_(-1, index.flatten(-spatial), grad.flatten(-spatial))
         dx = dx.unflatten(-1, tuple(ctx.sides))
-        return (dx.contiguous(memory_format=torch.channels_last) if ctx.is_last else dx), None
+        return dx.contiguous(memory_format=ctx.order), None, None
 
 
 def _starts(count: int, side: int, window: Any, dimension: int, like: Tensor) -> Tensor:
@@ -184,55 +188,30 @@ def _indices(place: Tensor, sides: Any, window: Any) -> Tensor:
 class _AvgPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *numbers: Any) -> Tensor:
-        kernel, stride, padding, ceil_mode, counts_padding, divisor = numbers
-        spatial = len(kernel)
-        ctx.like, ctx.numbers = _Like(x), numbers
-        if spatial == 1:
-            return F.avg_pool1d(x, kernel, stride, padding, ceil_mode, counts_padding)
-        pool = F.avg_pool2d if spatial == 2 else F.avg_pool3d
-        return pool(x, kernel, stride, padding, ceil_mode, counts_padding, divisor)
+        ctx.shape, ctx.order, ctx.numbers = x.shape, maps.order_of(x), numbers
+        return (F.avg_pool2d if len(numbers[0]) == 2 else F.avg_pool3d)(x, *numbers)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        kernel, stride, padding, *rest = ctx.numbers
-        x, numbers = ctx.like.make(grad), (kernel, stride, padding)
-        if len(kernel) == 1:
-            flat = [(1, *kernel), (1, *stride), (0, *padding)]
-            dx = aten.avg_pool2d_backward(grad.unsqueeze(-2), x.unsqueeze(-2), *flat, *rest)
-            return dx.squeeze(-2), *(None,) * 6
-        backward = aten.avg_pool2d_backward if len(kernel) == 2 else aten.avg_pool3d_backward
-        return backward(grad, x, *numbers, *rest), *(None,) * 6
+        is_2d = len(ctx.numbers[0]) == 2
+        backward = aten.avg_pool2d_backward if is_2d else aten.avg_pool3d_backward
+        return backward(grad, _like(ctx, grad), *ctx.numbers), *(None,) * 6
 
 
 class _AdaptiveAvgPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: Any, spatial: int) -> Tensor:
-        ctx.like, ctx.spatial = _Like(x), spatial
-        kinds = F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d
-        return kinds[spatial - 1](x, size)
+        ctx.shape, ctx.order, ctx.spatial = x.shape, maps.order_of(x), spatial
+        return (F.adaptive_avg_pool2d if spatial == 2 else F.adaptive_avg_pool3d)(x, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        x = ctx.like.make(grad)
-        if ctx.spatial == 1:
-            dx = aten._adaptive_avg_pool2d_backward(grad.unsqueeze(-2), x.unsqueeze(-2)).squeeze(-2)
-        elif ctx.spatial == 2:
-            dx = aten._adaptive_avg_pool2d_backward(grad, x)
-        else:
-            dx = aten._adaptive_avg_pool3d_backward(grad, x)
-        return dx, None, None
+        names = aten._adaptive_avg_pool2d_backward, aten._adaptive_avg_pool3d_backward
+        return names[ctx.spatial - 2](grad, _like(ctx, grad)), None, None
 
 
-class _Like:
-    """Shape and order in memory of a tensor whose values nobody needs."""
-
-    def __init__(self, x: Tensor):
-        self.shape = tuple(x.shape)
-        self.is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-
-    def make(self, grad: Tensor) -> Tensor:
-        """Return a tensor that looks the same, of the type of ``grad``."""
-        made = grad.new_empty(self.shape)
-        return made.contiguous(memory_format=torch.channels_last) if self.is_last else made
+def _like(ctx: Any, grad: Tensor) -> Tensor:
+    """Return a tensor of the input's shape, whose values nobody reads."""
+    return grad.new_empty(ctx.shape).contiguous(memory_format=ctx.order)

@@ -95,6 +95,8 @@ class Linear(Divided):
         """Return torch's own."""
         if not self._keeps(input):
             return super().forward(input)
+        if input.dim() == 1:  # views stay outside of the Function
+            return self.forward(input[None])[0]
         x, weight, bias = cast(input, self.weight, self.bias)
         kept = self._pack(x) if weight.requires_grad else maps.NOTHING
         return _Linear.apply(x, weight, bias, *kept)  # pyright: ignore
@@ -125,37 +127,33 @@ def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def _convolve(
     module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry
 ) -> Tensor:
-    is_batch = x.dim() > len(geometry.stride) + 1
+    if x.dim() == len(geometry.stride) + 1:  # one sample; views stay outside of the Function
+        return _convolve(module, x[None], weight, bias, geometry)[0]
     x, weight, bias = cast(x, weight, bias)
     kept = module._pack(x) if weight.requires_grad else maps.NOTHING
-    return _Convolution.apply(x, weight, bias, *kept, geometry, is_batch)  # pyright: ignore
+    return _Convolution.apply(x, weight, bias, *kept, geometry)  # pyright: ignore
 
 
 class _Convolution(torch.autograd.Function):
     """``aten::convolution``, which keeps what ``pack`` returned."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
-        *parts, ctx.form, ctx.geometry, ctx.is_batch = rest
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
+        *parts, ctx.form, ctx.geometry = rest
         ctx.save_for_backward(weight, *parts)
         ctx.shape, ctx.bias_sizes = x.shape, None if bias is None else list(bias.shape)
-        out = torch.convolution(x if ctx.is_batch else x[None], weight, bias, *ctx.geometry)
-        return out if ctx.is_batch else out[0]
+        return torch.convolution(x, weight, bias, *ctx.geometry)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         weight, *parts = ctx.saved_tensors
         x = grad.new_empty(ctx.shape) if ctx.form is None else maps.unpack(parts, ctx.form)
-        if not ctx.is_batch:
-            x, grad = x[None], grad[None]
         needed = list(ctx.needs_input_grad[:3])
-        dx, dw, db = torch.ops.aten.convolution_backward(
+        gradients = torch.ops.aten.convolution_backward(
             grad, x, weight, ctx.bias_sizes, *ctx.geometry, needed
         )
-        if dx is not None and not ctx.is_batch:
-            dx = dx[0]
-        return dx, dw, db, *(None,) * 6
+        return *gradients, *(None,) * 5
 
 
 class _Linear(torch.autograd.Function):

@@ -57,8 +57,7 @@ class Packed(NamedTuple):
 NOTHING = Packed(None, None, None, None)
 
 
-@torch.library.custom_op("fixedpoint_kernels::forward_save_compress", mutates_args={"noise"})
-def compress(
+def _compress(
     x: Tensor, noise: Tensor, block: int | None, bits: int, spatial: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compress with the next stream of ``noise``, int64 ``(seed, count)``, and count it."""
@@ -67,8 +66,7 @@ def compress(
     return operators.compress(x, block, bits, seed, stream, spatial)
 
 
-@compress.register_fake
-def _(
+def _fake(
     x: Tensor, noise: Tensor, block: int | None, bits: int, spatial: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = Layout.checked(x, block, bits, spatial)
@@ -77,6 +75,17 @@ def _(
         x.new_empty(layout.codes_shape, dtype=torch.uint8),
         x.new_empty(layout.ranges_shape, dtype=torch.bfloat16),
     )
+
+
+# not custom_op, whose checks take longer than a small layer
+_library = torch.library.Library("fixedpoint_kernels", "FRAGMENT")
+_library.define(
+    "forward_save_compress(Tensor x, Tensor(a!) noise, int? block, int bits, int spatial)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.impl("forward_save_compress", _compress, "CompositeExplicitAutograd")
+torch.library.register_fake("fixedpoint_kernels::forward_save_compress", _fake, lib=_library)
+compress = torch.ops.fixedpoint_kernels.forward_save_compress.default
 
 
 def pack(x: Tensor, spatial: int, settings: Division, noise: Tensor) -> Packed:
@@ -129,7 +138,9 @@ def unpack(parts: Sequence[Tensor], form: Form) -> Tensor:
     """Return the map, as far as its bits go, in the shape and order in memory of the tensor."""
     is_whole = form.shape == form.packed_shape
     is_last = form.is_channels_last and is_whole
-    x = operators.decompress(*parts, *form[1:-1], is_last)
+    means, codes, ranges = parts
+    numbers = form.packed_shape, form.dtype, form.block, form.bits, form.spatial, is_last
+    x = operators.decompress(means, codes, ranges, *numbers)
     if is_whole:
         return x
     count = 1
@@ -143,6 +154,11 @@ def is_channels_last(x: Tensor) -> bool:
     if x.dim() not in FORMATS or x.is_contiguous():
         return False
     return x.is_contiguous(memory_format=FORMATS[x.dim()])
+
+
+def order_of(x: Tensor) -> torch.memory_format:
+    """Return the order of dimensions in memory: channels last, or the usual one."""
+    return FORMATS[x.dim()] if is_channels_last(x) else torch.contiguous_format
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -1,5 +1,6 @@
 """Normalisation layers that keep their input in few bits, and its statistics exactly."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ class LayerNorm(Divided):
         """Return torch's own."""
         if not self._keeps(input):
             return super().forward(input)
-        kept = self._pack(input)
         shape = self.normalized_shape
+        input = _cast(input, lambda: F.layer_norm(input.new_zeros(shape), shape))
+        kept = self._pack(input)
         return _LayerNorm.apply(input, self.weight, self.bias, *kept, shape, self.eps)  # pyright: ignore
 
 
@@ -56,6 +58,8 @@ class GroupNorm(Divided):
         """Return torch's own."""
         if not self._keeps(input) or not input.numel():
             return super().forward(input)
+        one = 1, self.num_channels, 2
+        input = _cast(input, lambda: F.group_norm(input.new_zeros(one), self.num_groups))
         kept = self._pack(input)
         numbers = self.num_groups, self.eps
         return _GroupNorm.apply(input, self.weight, self.bias, *kept, *numbers)  # pyright: ignore
@@ -68,8 +72,16 @@ class RMSNorm(Divided):
         """Return torch's own."""
         if not self._keeps(x):
             return super().forward(x)
-        kept = self._pack(x)
-        return _RMSNorm.apply(x, self.weight, *kept, self.normalized_shape, self.eps)  # pyright: ignore
+        shape = self.normalized_shape
+        x = _cast(x, lambda: F.rms_norm(x.new_zeros(shape), shape))
+        return _RMSNorm.apply(x, self.weight, *self._pack(x), shape, self.eps)  # pyright: ignore
+
+
+def _cast(x: Tensor, probe: Callable[[], Tensor]) -> Tensor:
+    """Return ``x`` as autocast would hand it to a layer, which ``probe`` calls on little."""
+    if maps.autocast_dtype(x) is None:
+        return x
+    return x.to(probe().dtype)
 
 
 def _is_one_value_a_channel(x: Tensor) -> bool:
@@ -134,8 +146,8 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Tensor:
         *parts, ctx.form, ctx.groups, eps = rest
-        is_last = x.is_cpu and maps.is_channels_last(x)  # as torch's own; other devices copy
-        ctx.order = maps.FORMATS[x.dim()] if is_last else torch.contiguous_format
+        # as torch's own, which knows channels last on CPU alone
+        ctx.order = maps.order_of(x) if x.is_cpu else torch.contiguous_format
         x = x.contiguous(memory_format=ctx.order)
         ctx.sizes = x.shape[0], x.shape[1], x[0, 0].numel()
         out, *statistics = torch.native_group_norm(x, weight, bias, *ctx.sizes, ctx.groups, eps)

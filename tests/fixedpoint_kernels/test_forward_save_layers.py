@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import remove_parametrizations
 
 from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.forward_save import maps
@@ -180,3 +182,37 @@ def test_in_place_dropout(whole):
     forward_save.convert(twin, division=True)
     x = torch.randn(3, 4)
     exact_bits(run(twin, x), run(layer, x))
+
+
+@pytest.mark.parametrize(("build", "shape"), CONVOLUTIONS + OTHERS + RMS + SMALL)
+def test_the_output_may_be_written_to(whole, build, shape):
+    layer, x = build(), torch.randn(shape)
+    twin = converted(layer)
+    values, gradients = [], []
+    for m in (layer, twin):
+        y = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        values.append(m(y * 1).mul_(2).add_(1))
+        gradients.append(torch.autograd.grad(values[-1].square().sum(), y)[0])
+    exact_bits(values[1], values[0])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)  # RMSNorm's sums
+
+
+@pytest.mark.parametrize(("build", "shape"), CONVOLUTIONS[:1] + OTHERS[:1] + SMALL[4:5])
+def test_no_samples(build, shape):
+    layer, x = build(), torch.randn((0, *shape[1:]))
+    twin = converted(layer)
+    for m in (layer, twin):
+        m(x.clone().requires_grad_()).sum().backward()
+    exact_bits([p.grad for p in twin.parameters()], [p.grad for p in layer.parameters()])
+
+
+@pytest.mark.parametrize("wrap", [spectral_norm, weight_norm])
+def test_a_parametrised_weight(whole, wrap):
+    layer, x = wrap(nn.Linear(6, 4)), torch.randn(5, 6)
+    twin = converted(layer)
+    exact_bits(run(twin, x), run(layer, x))
+    forward_save.revert(twin)
+    assert type(twin).__bases__ == (nn.Linear,)
+    remove_parametrizations(twin, "weight")
+    assert type(twin) is nn.Linear
