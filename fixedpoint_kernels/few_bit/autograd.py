@@ -1,5 +1,6 @@
 """The autograd function that keeps codes for backward in place of its input."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -23,12 +24,19 @@ def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None)
     return _FewBit.apply(x, function, table, _memory_order(x), fused)[0]  # pyright: ignore
 
 
+def _with_signature(function: Any) -> Any:
+    """Keep a function's signature, which ``apply`` otherwise makes anew at each call."""
+    function.__signature__ = inspect.signature(function)
+    return function
+
+
 class _FewBit(torch.autograd.Function):
     """See ``apply``. Planes are an output because only in- and outputs may be saved."""
 
     generate_vmap_rule = True
 
     @staticmethod
+    @_with_signature
     def forward(
         x: Tensor,
         function: Function,
@@ -81,6 +89,7 @@ class _Product(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @_with_signature
     def forward(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
         return decode(grad, planes, table, dtype)
 
