@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fixedpoint_kernels import few_bit
 from fixedpoint_kernels.few_bit import named
+from fixedpoint_kernels.few_bit.refine import _solved
 from fixedpoint_kernels.few_bit.table import number
 
 # Few-Bit Backward, table 1 of arXiv v2: 1 to 4 bits, interval codes, parity where f' is even
@@ -140,6 +141,12 @@ def test_the_grid_hardly_matters(name, bits):
     assert losses[0] == pytest.approx(losses[1], abs=1e-8)
     losses = [few_bit.solve(name, bits, codes="interval", grid=g).loss for g in (GRID, 8000)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+
+
+def test_a_singular_system_has_a_step():
+    singular, right = np.ones((2, 2)), np.array([1.0, 3.0])
+    assert _solved(singular, right) == pytest.approx([1.0, 1.0])  # least squares, the shortest
+    assert _solved(2 * np.eye(2), right) == pytest.approx([0.5, 1.5])
 
 
 @settings(max_examples=15)
