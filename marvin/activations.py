@@ -175,8 +175,10 @@ class QuantizedActivations:
                 return tuple(self._round(name, module, x, *rules) for x in output)
             return self._round(name, module, output, *rules)
 
-        self._hooks.append(module.register_forward_pre_hook(round_inputs))
-        self._hooks.append(module.register_forward_hook(round_outputs))
+        # torch.compile cannot look into the kernels: it compiles what is between them
+        before, after = torch.compiler.disable(round_inputs), torch.compiler.disable(round_outputs)
+        self._hooks.append(module.register_forward_pre_hook(before))
+        self._hooks.append(module.register_forward_hook(after))
 
     def attach_input(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Round what comes into the model, each sample for itself."""
@@ -185,7 +187,7 @@ class QuantizedActivations:
             fmt = self._formats(parameters).outputs
             return tuple(self._round_samples(module, x, fmt) for x in inputs)
 
-        self._hooks.append(model.register_forward_pre_hook(round_samples))
+        self._hooks.append(model.register_forward_pre_hook(torch.compiler.disable(round_samples)))
 
     def _formats(self, parameters: Sequence[Tensor]) -> ActivationFormats:
         found = map(self._optimizer.activation_formats, parameters)

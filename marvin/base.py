@@ -144,8 +144,13 @@ class QuantizingOptimizer(Optimizer):
 
         Raises:
             FloatingPointError: The loss or a gradient is not finite.
-            RuntimeError: A gradient is sparse.
+            RuntimeError: A gradient is sparse, or a CUDA graph is being captured.
         """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "step() decides on the host and must be outside of CUDA graphs: "
+                "capture forward and backward alone"
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

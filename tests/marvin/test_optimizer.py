@@ -129,7 +129,7 @@ def test_copies_go_on_alike(wrap):
     train(model, optimizer, 8, start=8)
     train(model_copy, optimizer_copy, 8, start=8)
     assert_same_bits(dict(model.state_dict()), dict(model_copy.state_dict()))
-    assert optimizer.trace == optimizer_copy.trace
+    assert repr(optimizer.trace) == repr(optimizer_copy.trace)  # with NaN in it
 
 
 def test_one_step_is_sgd_on_the_masters():
