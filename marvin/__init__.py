@@ -4,6 +4,7 @@ from marvin import tensorboard
 from marvin.activations import QuantizedActivations, fake_quantize, quantize_activations
 from marvin.base import QuantizingOptimizer
 from marvin.init import tnvs_
+from marvin.loss_budget import LossBudgetPolicy, StaticPolicy
 from marvin.marvin_policy import MarvinPolicy
 from marvin.muppet import MuppetPolicy
 from marvin.optimizer import MSGD
@@ -14,12 +15,14 @@ from marvin.trace import Switch
 __all__ = [
     "MSGD",
     "FixedPolicy",
+    "LossBudgetPolicy",
     "MarvinPolicy",
     "MuppetPolicy",
     "Policy",
     "Quantized",
     "QuantizedActivations",
     "QuantizingOptimizer",
+    "StaticPolicy",
     "Switch",
     "fake_quantize",
     "quantize_activations",

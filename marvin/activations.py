@@ -23,7 +23,8 @@ StraightThrough = Literal["clip", "identity"]
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 # without parameters of their own, these take the format of the layer before them
 _NORMS = _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
-_FOLLOWERS = *_NORMS, _AvgPoolNd, _AdaptiveAvgPoolNd
+_POOLS = _AvgPoolNd, _AdaptiveAvgPoolNd
+_FOLLOWERS = *_NORMS, *_POOLS
 _Back = tuple[Format, dict[str, Any]] | None  # how to round the gradient that comes back
 
 
@@ -135,6 +136,7 @@ class QuantizedActivations:
         self, optimizer: QuantizingOptimizer, ste: StraightThrough, eval_rounding: Rounding
     ) -> None:
         self._optimizer = optimizer
+        self._observations = optimizer.policy.observations
         self._ste = ste
         self._eval_rounding: Rounding = eval_rounding
         self._tallies: dict[str, _Tally] = {}
@@ -166,7 +168,14 @@ class QuantizedActivations:
 
         def round_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             fmt = self._formats(parameters).inputs
-            return tuple(self._round(name, module, x, fmt) for x in inputs)
+            rounded = tuple(self._round(name, module, x, fmt) for x in inputs)
+            if self._observations is None or not (module.training and torch.is_grad_enabled()):
+                return rounded
+            if name == next(iter(self._tallies)):
+                self._observations.count(inputs)
+            layer = self._optimizer.observed(parameters)
+            pairs = zip(inputs, rounded, strict=True)
+            return rounded if layer is None else tuple(self._watch(layer, fmt, *p) for p in pairs)
 
         def round_outputs(module: nn.Module, _inputs: Any, output: Any) -> Any:
             formats = self._formats(parameters)
@@ -205,6 +214,17 @@ class QuantizedActivations:
         y._fixed_point = (fmt, y._version)  # pyright: ignore[reportAttributeAccessIssue]
         return y
 
+    def _watch(self, layer: int, fmt: Format | None, x: Any, y: Any) -> Any:
+        """Show the policy what a layer sees, and return it with a hook on its gradient."""
+        if not isinstance(x, Tensor) or x.dtype not in _FLOATS or not x.numel():
+            return y
+        inside = None
+        if isinstance(fmt, FixedPoint):
+            rounding: Rounding = self._optimizer.policy.activation_rounding
+            _, inside = quantize_with_mask(x.detach(), fmt, rounding=rounding)
+        assert self._observations is not None
+        return self._observations.watch(layer, x, y, inside)
+
     def _round_samples(self, module: nn.Module, x: Any, fmt: Format | None) -> Any:
         if not isinstance(x, Tensor) or x.dtype not in _FLOATS or not isinstance(fmt, BlockFloat):
             return x
@@ -213,6 +233,8 @@ class QuantizedActivations:
     def _options(self, module: nn.Module) -> dict[str, Any]:
         if not module.training:
             return {"rounding": self._eval_rounding}
+        if self._optimizer.policy.activation_rounding == "nearest":
+            return {"rounding": "nearest"}
         seed, stream = self._optimizer.activation_noise()
         return {"rounding": "stochastic", "seed": seed, "stream": stream}
 
@@ -240,7 +262,7 @@ def quantize_activations(
     That holds for every module that owns a parameter of ``optimizer``, and for normalisation and
     average pooling without one, which take the format of the module before them. In training
     mode rounding is stochastic, with noise of the optimizer's seed and a count of forward passes
-    that its state keeps; in eval mode it is ``eval_rounding``. What a layer before has already
+    that its state keeps, or as the policy has it; in eval mode it is ``eval_rounding``. What a layer before has already
     rounded to the same format is not rounded again.
 
     Args:
@@ -272,7 +294,9 @@ def quantize_activations(
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p in optimizer]
         candidates = own + before if isinstance(module, _FOLLOWERS) else own
-        if candidates and (policy.quantizes_norms or not isinstance(module, _NORMS)):
+        is_left = isinstance(module, _NORMS) and not policy.quantizes_norms
+        is_left |= isinstance(module, _POOLS) and not policy.quantizes_pools
+        if candidates and not is_left:
             handle.attach(name, module, candidates)
         before = [p for p in own if is_layer(p)] or before
     if not handle.layers():

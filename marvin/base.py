@@ -1,7 +1,7 @@
 """What fixed-point optimizers share: masters, formats, trace, noise, and the state of it all."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -81,6 +81,20 @@ class QuantizingOptimizer(Optimizer):
         """Say whether ``parameter`` is one of this optimizer's."""
         return parameter in self._layout.owners
 
+    def observed(self, parameters: Iterable[Tensor]) -> int | None:
+        """Return the layer as which a module's inputs are to be observed in the coming step.
+
+        Args:
+            parameters: Of the module: its first layer counts.
+
+        Returns:
+            Position among the optimizer's parameters; None where nobody asks.
+        """
+        if not self.policy.observes(self._counts.step + 1, self.param_groups[0]):
+            return None
+        own = {id(p) for p in parameters}
+        return next((index for index, p in self._layout.layers if id(p) in own), None)
+
     def activation_noise(self) -> tuple[int, int]:
         """Return seed and stream for one more rounding of activations in training."""
         self._counts.forwards += 1
@@ -94,6 +108,15 @@ class QuantizingOptimizer(Optimizer):
         """Return the mean word length over the layers, in bits; NaN without layers."""
         states = (self.state[p]["layer"] for _, p in self._layout.layers)
         lengths = [word_length(record.fmt) for record in states]
+        return sum(lengths) / len(lengths) if lengths else float("nan")
+
+    def mean_input_word_length(self) -> float:
+        """Return the mean word length of the inputs of layers that round them, in bits; or NaN."""
+        formats = [
+            self.policy.activation_formats(self.state[p]["layer"]).inputs
+            for _, p in self._layout.layers
+        ]
+        lengths = [word_length(fmt) for fmt in formats if fmt is not None]
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
     @property
@@ -267,6 +290,7 @@ class QuantizingOptimizer(Optimizer):
         return [batch for batch in gathered if batch.params]
 
     def _leave_out(self, wrong: list[str]) -> None:
+        self.policy.on_skip()
         if self.param_groups[0]["nonfinite"] == "raise":
             raise FloatingPointError(
                 f"loss and gradients must be finite, got {', '.join(wrong)} after "
@@ -309,6 +333,7 @@ class QuantizingOptimizer(Optimizer):
         round_many(
             [self.state[p]["master"] for p in fixed],
             formats,
+            rounding=self.policy.weight_rounding,
             seed=self._seed,
             stream=stream(purpose, self._counts.step),
             out=fixed,

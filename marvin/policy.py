@@ -4,12 +4,14 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
+from fixedpoint_kernels.rounding import Rounding
+from marvin.observations import Observations
 from marvin.rounding import Format
 from marvin.trace import Switch
 
@@ -134,12 +136,29 @@ class Policy(ABC):
     quantizes_norms: ClassVar[bool] = True
     """Whether normalisation layers round their activations."""
 
+    quantizes_pools: ClassVar[bool] = True
+    """Whether average pooling rounds its activations, to the formats of the layer before it."""
+
+    weight_rounding: ClassVar[Rounding] = "stochastic"
+    """How masters are rounded into the model."""
+
+    activation_rounding: ClassVar[Rounding] = "stochastic"
+    """How activations are rounded in training."""
+
+    one_dim: ClassVar[Literal["previous", "float"]] = "previous"
+    """Format of parameters with fewer than two dimensions where the user does not say."""
+
     quantizes_input: ClassVar[bool] = False
     """Whether the model's input is rounded, each sample for itself, to the first layer's outputs'
     format."""
 
     owns_lr: ClassVar[bool] = False
     """Whether the policy schedules the learning rate, by ``lr_scale``, and ends the training."""
+
+    @property
+    def observations(self) -> Observations | None:
+        """Where to put what layers' inputs are like in the steps that ``observes`` names."""
+        return None
 
     @property
     def lr_scale(self) -> float:
@@ -188,6 +207,18 @@ class Policy(ABC):
             step: What is common to them.
         """
         return []
+
+    def observes(self, step: int, settings: Mapping[str, Any]) -> bool:
+        """Say whether ``observations`` should hold step ``step``, counted from 1.
+
+        Args:
+            step: Of the optimizer.
+            settings: Hyper-parameters of the first group.
+        """
+        return False
+
+    def on_skip(self) -> None:  # noqa: B027  most have nothing to forget
+        """Forget what was observed for a step that was not finite and is left out."""
 
     def on_epoch_end(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
         """Replace records at the end of an epoch; return what switched."""

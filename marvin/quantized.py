@@ -39,7 +39,7 @@ class Quantized(QuantizingOptimizer):
         normalize_gradients: Divide each parameter's gradient by its 2-norm, as MSGD does.
         quantize_gradients: Round gradients stochastically to their layer's format first; None:
             as the policy wants it.
-        one_dim: As of ``marvin.MSGD``.
+        one_dim: As of ``marvin.MSGD``; None: as the policy wants it.
         master_init: As of ``marvin.MSGD``.
         nonfinite: As of ``marvin.MSGD``.
         seed: Of the rounding noise.
@@ -70,7 +70,7 @@ class Quantized(QuantizingOptimizer):
         l1_params: Literal["weights", "all"] = "weights",
         normalize_gradients: bool = False,
         quantize_gradients: bool | None = None,
-        one_dim: Literal["previous", "float"] = "previous",
+        one_dim: Literal["previous", "float"] | None = None,
         master_init: Literal["float", "quantized"] = "float",
         nonfinite: Literal["raise", "skip"] = "raise",
         seed: int = 0,
@@ -82,7 +82,7 @@ class Quantized(QuantizingOptimizer):
             "l1_params": l1_params,
             "normalize_gradients": normalize_gradients,
             "quantize_gradients": quantize_gradients,
-            "one_dim": one_dim,
+            "one_dim": policy.one_dim if one_dim is None else one_dim,
             "master_init": master_init,
             "nonfinite": nonfinite,
             "seed": seed,

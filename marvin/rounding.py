@@ -25,19 +25,20 @@ def round_many(
     xs: Sequence[Tensor],
     fmts: Sequence[Format],
     *,
+    rounding: Rounding = "stochastic",
     seed: int,
     stream: int,
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Round tensors stochastically, tensor ``j`` with noise of ``stream + j``.
+    """Round tensors, tensor ``j`` with noise of ``stream + j``.
 
     One launch where all formats are fixed-point; see ``quantize_many``.
     """
     fixed = [fmt for fmt in fmts if isinstance(fmt, FixedPoint)]
     if len(fixed) == len(fmts):
-        return quantize_many(xs, fixed, seed=seed, stream=stream, out=out)
+        return quantize_many(xs, fixed, rounding=rounding, seed=seed, stream=stream, out=out)
     rounded = [
-        round_one(x, fmt, seed=seed, stream=stream + j)
+        round_one(x, fmt, rounding=rounding, seed=seed, stream=stream + j)
         for j, (x, fmt) in enumerate(zip(xs, fmts, strict=True))
     ]
     if out is None:

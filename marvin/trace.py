@@ -33,6 +33,13 @@ class Switch:
         first: PushUp's first suggestion, bits.
         second: PushUp's second suggestion, bits.
         bits: What the strategy made of them.
+        input_wl: Word length chosen for the layer's inputs, bits; 0 where it is the weight's.
+        input_fl: Fractional length chosen for them, bits.
+        input_signed: Whether that format has a sign.
+        saturated: Share of inputs that were clamped.
+        weight_gradient: Squared norm of a sample's gradient to the weight.
+        input_gradient: Squared norm of a sample's gradient to the inputs.
+        note: What kept a format from changing.
     """
 
     step: int
@@ -52,3 +59,10 @@ class Switch:
     first: int = 0
     second: int = 0
     bits: int = 0
+    input_wl: int = 0
+    input_fl: int = 0
+    input_signed: bool = True
+    saturated: float = math.nan
+    weight_gradient: float = math.nan
+    input_gradient: float = math.nan
+    note: str = ""

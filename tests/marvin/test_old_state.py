@@ -51,5 +51,6 @@ def test_the_bits_are_those_of_the_version_that_saved_it(stored):
     assert {name: p.tolist() for name, p in params.items()} == later["weights"]
     assert [optimizer.state[p]["master"].tolist() for p in params.values()] == later["masters"]
     trace = optimizer.state_dict()["marvin"]["trace"]
-    assert repr(trace) == repr(later["trace"])
+    rows = [{k: row[k] for k in old} for row, old in zip(trace, later["trace"], strict=True)]
+    assert repr(rows) == repr(later["trace"])  # the columns there were
     assert len(trace) == 8

@@ -1,0 +1,142 @@
+"""Policies for integer hardware: word lengths from a loss budget, or given; ranges from data."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from marvin.policy import Layer, Step
+from marvin.range_policy import LayerBudget, RangePolicy, Seen, is_word_length
+from marvin.ranges import Limits, budget_fl, start_fl
+from marvin.settings import Checks
+from marvin.trace import Switch
+
+__all__ = ["LossBudgetPolicy", "StaticPolicy"]
+
+
+@dataclass(eq=False)
+class LossBudgetPolicy(RangePolicy):
+    """Words as short as a share of the loss allows: 4 to 8 bits for weights and activations.
+
+    Rounding a tensor to steps of ``h`` adds noise of power ``h**2 / 12``. It costs about
+    ``G / 2 * h**2 / 12`` of loss, where ``G`` is the squared norm of a sample's gradient to the
+    tensor. A network of ``n`` layers rounds ``2 * n`` tensors, weights and inputs; each gets an
+    equal part of ``kappa`` times the mean loss of the window:
+
+        h = sqrt(24 * kappa * loss / (2 * n) / G),  fl = ceil(-log2(h))
+
+    and the word is cut to ``min_wl`` and ``max_wl``. See ``docs/loss_budget.md``.
+
+    Args:
+        kappa: Share of the loss that all rounding together may cost.
+        window: Steps between switches.
+        sat_tol: Share of a layer's inputs that may saturate.
+        min_wl: Shortest word, bits.
+        max_wl: Longest word, bits.
+        ends_wl: Word length of the first and the last layer, in parameter order; None: as of the
+            others.
+        batch_size: Samples of a step. None: the first dimension of what the first layer sees,
+            summed over a step's forward passes; needs ``marvin.quantize_activations``.
+
+    Raises:
+        ValueError: An argument is out of range; in ``step``, loss or batch size is not known.
+    """
+
+    kappa: float = 0.01
+    window: int = 25
+    sat_tol: float = 1e-3
+    min_wl: int = 4
+    max_wl: int = 8
+    ends_wl: int | None = None
+    batch_size: int | None = None
+
+    checks = Checks(
+        rules=(
+            ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0"),
+            ("max_wl", lambda s: is_word_length(s["max_wl"]), "2 to 16 bits"),
+            ("min_wl", lambda s: 2 <= s["min_wl"] <= s["max_wl"], "2 bits to max_wl"),
+            (
+                "batch_size",
+                lambda s: s["batch_size"] is None or s["batch_size"] >= 1,
+                "1 or more",
+            ),
+        )
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """See ``Policy``."""
+        return dataclasses.asdict(self)
+
+    def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
+        """See ``RangePolicy``."""
+        both = Limits(settings["min_wl"], settings["max_wl"])
+        return both, both
+
+    def fractional_length(
+        self, settings: Mapping[str, Any], seen: Seen, share: float
+    ) -> int | None:
+        """See ``RangePolicy``; at the start, noise has at most 1 % of the signal's power."""
+        if seen.before is None:
+            return start_fl(seen.range.power)
+        return budget_fl(settings["kappa"] * share, seen.gradient or 0.0)
+
+    def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
+        """Add to the window; at its end, change formats."""
+        samples = step.settings["batch_size"] or self.observations.samples
+        if step.loss is None or not samples:
+            raise ValueError(
+                "LossBudgetPolicy needs step(loss=loss), and batch_size or quantize_activations "
+                f"to know the batch, got loss={step.loss} and {samples} samples"
+            )
+        self._loss_sum, self._losses = self._loss_sum + step.loss, self._losses + 1
+        for layer in layers:
+            if layer.norm is not None:
+                record: LayerBudget = layer.state["layer"]
+                total = record.weight_sum + samples * layer.norm**2
+                layer.state["layer"] = replace(record, weight_sum=total, count=record.count + 1)
+        return super().on_step(layers, step)
+
+
+@dataclass(eq=False)
+class StaticPolicy(RangePolicy):
+    """Words of given lengths, whose ranges follow the data: what other policies must beat.
+
+    Args:
+        weights: Word length of weights, bits.
+        activations: Word length of layers' inputs, bits.
+        window: Steps between switches.
+        sat_tol: Share of a layer's inputs that may saturate.
+        ends_wl: As of ``LossBudgetPolicy``.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    weights: int = 6
+    activations: int = 6
+    window: int = 25
+    sat_tol: float = 1e-3
+    ends_wl: int | None = None
+
+    checks = Checks(
+        rules=(
+            ("weights", lambda s: is_word_length(s["weights"]), "2 to 16 bits"),
+            ("activations", lambda s: is_word_length(s["activations"]), "2 to 16 bits"),
+        )
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """See ``Policy``."""
+        return dataclasses.asdict(self)
+
+    def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
+        """See ``RangePolicy``."""
+        weights, activations = settings["weights"], settings["activations"]
+        return Limits(weights, weights), Limits(activations, activations)
+
+    def fractional_length(
+        self, settings: Mapping[str, Any], seen: Seen, share: float
+    ) -> int | None:
+        """See ``RangePolicy``; the limits leave no choice."""
+        return 0

@@ -1,0 +1,161 @@
+"""What the passes of a step tell of the layers' inputs, and masters of their weights."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marvin.ranges import MAGNITUDES, Range, need
+
+__all__ = ["Inputs", "Observations", "magnitudes", "weight_ranges"]
+
+
+@dataclass
+class _Sums:
+    """One entry a pass, on the device.
+
+    Args:
+        counts: Magnitudes, shape ``(MAGNITUDES,)``.
+        forward: Smallest value, sum of squares, and values clamped, shape ``(3,)``.
+        gradients: Squared norms, 0-d.
+    """
+
+    counts: list[Tensor] = field(default_factory=list)
+    forward: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a step told of one layer's inputs.
+
+    Args:
+        counts: How many values have which magnitude, see ``marvin.ranges.MAGNITUDES``.
+        lowest: Smallest value.
+        power: Mean square.
+        saturated: Share of values that were clamped.
+        gradient: Squared 2-norm of the loss's gradient, where the input is not 0 and was not
+            clamped; None where no gradient came.
+    """
+
+    counts: list[int]
+    lowest: float
+    power: float
+    saturated: float
+    gradient: float | None
+
+    def range(self, tolerance: float) -> Range:
+        """Return the range that leaves out at most a share of ``tolerance``."""
+        return Range(self.lowest < 0, need(self.counts, tolerance), self.power, self.saturated)
+
+
+class Observations:
+    """Collects what layers see between two steps of the optimizer.
+
+    Everything adds up over forward passes, so that micro-batches tell what their batch would.
+    Nothing waits for the device before ``read``.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        """How many samples went forward."""
+        self._layers: dict[int, _Sums] = {}
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.samples = 0
+        self._layers = {}
+
+    def count(self, inputs: Sequence[Any]) -> None:
+        """Count the samples of one forward pass: the first dimension of a module's first input."""
+        if inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim:
+            self.samples += len(inputs[0])
+
+    def watch(self, layer: int, x: Tensor, y: Tensor, inside: Tensor | None) -> Tensor:
+        """Measure a layer's input now, and its gradient when that comes back.
+
+        Args:
+            layer: Position of the layer.
+            x: The input before rounding, floating, not empty.
+            y: What the layer will see.
+            inside: Which values were not clamped; None: all.
+
+        Returns:
+            ``y``, as a tensor that no other module uses and that gets a gradient.
+        """
+        values = x.detach().float()
+        sums = self._layers.setdefault(layer, _Sums())
+        sums.counts.append(magnitudes(values))
+        counted, clamped = values != 0, values.new_zeros(())
+        if inside is not None:
+            counted &= inside
+            clamped = clamped + (x.numel() - inside.count_nonzero())
+        sums.forward.append(torch.stack([values.amin(), values.square().sum(), clamped]))
+        y = y.view_as(y) if y.requires_grad else y.detach().requires_grad_()
+
+        def measure(grad: Tensor) -> None:
+            sums.gradients.append((grad.float() * counted).square().sum())
+
+        y.register_hook(measure)
+        return y
+
+    def read(self) -> dict[int, Inputs]:
+        """Return what was seen, by position; here the host waits for the device."""
+        if not self._layers:
+            return {}
+        counts = torch.stack([torch.stack(sums.counts).sum(0) for sums in self._layers.values()])
+        scalars = torch.stack([_scalars(sums) for sums in self._layers.values()])
+        found = {}
+        rows = zip(self._layers.items(), counts.tolist(), scalars.tolist(), strict=True)
+        for (layer, sums), table, (lowest, squares, clamped, gradient) in rows:
+            total = sum(table)
+            known = gradient if sums.gradients else None
+            found[layer] = Inputs(table, lowest, squares / total, clamped / total, known)
+        return found
+
+
+def magnitudes(x: Tensor) -> Tensor:
+    """Count the values of each magnitude.
+
+    Args:
+        x: float32, any shape.
+
+    Returns:
+        int64, shape ``(MAGNITUDES,)``; see there.
+    """
+    bits = x.contiguous().view(torch.int32) & 0x7FFFFFFF  # without the sign
+    # the biased exponent, one more where the mantissa is not 0; NaN overflows to 256
+    places = ((bits + 0x7FFFFF) >> 23) & 0x1FF
+    return torch.bincount(places.flatten(), minlength=MAGNITUDES)
+
+
+def weight_ranges(masters: Sequence[Tensor]) -> list[Range]:
+    """Return the ranges of weights, which are signed and leave out nothing.
+
+    Args:
+        masters: float32, not empty.
+    """
+    largest = torch._foreach_norm(list(masters), math.inf)
+    norms = torch._foreach_norm(list(masters))
+    rows = torch.stack([torch.stack(largest), torch.stack(norms)]).tolist()
+    return [
+        Range(True, _length_of(top), norm * norm / master.numel())
+        for top, norm, master in zip(*rows, masters, strict=True)
+    ]
+
+
+def _scalars(sums: _Sums) -> Tensor:
+    forward = torch.stack(sums.forward)
+    gradient = torch.stack(sums.gradients).sum() if sums.gradients else forward.new_zeros(())
+    return torch.cat([forward[:, :1].amin(0), forward[:, 1:].sum(0), gradient.view(1)])
+
+
+def _length_of(largest: float) -> int | None:
+    """Return ``ceil(log2(largest))``; None where there is none."""
+    if not 0 < largest < math.inf:
+        return None
+    mantissa, exponent = math.frexp(largest)
+    return exponent - (mantissa == 0.5)

@@ -1,0 +1,239 @@
+"""What policies share that measure the ranges of weights and activations."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fixedpoint_kernels import FixedPoint
+from marvin.observations import Inputs, Observations, weight_ranges
+from marvin.policy import ActivationFormats, Layer, Policy, Step, load_format
+from marvin.ranges import Limits, Range, integer_length
+from marvin.rounding import Format
+from marvin.settings import Checks, check_settings
+from marvin.trace import Switch
+
+__all__ = ["LayerBudget", "RangePolicy", "Seen", "is_word_length"]
+
+_EARLY = 1, 2, 5, 12  # formats change at the end of these steps too: weights move fast then
+
+
+@dataclass(frozen=True)
+class LayerBudget:
+    """What is remembered of one layer.
+
+    Args:
+        fmt: Format of the weight; None before the first step.
+        inputs: Format of the layer's inputs; None before the first step.
+        weight_sum: Sum over the window of samples times squared norm of the weight's gradient.
+        count: Gradients in the window.
+        input_gradient: Running mean of the squared norm of a sample's gradient to the inputs.
+    """
+
+    fmt: Format | None = None
+    inputs: Format | None = None
+    weight_sum: float = 0.0
+    count: int = 0
+    input_gradient: float | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of one tensor at a switch.
+
+    Args:
+        before: Its format until now.
+        range: Where its values are.
+        gradient: Squared norm of a sample's gradient to it; None where none came.
+        limits: Shortest and longest word.
+    """
+
+    before: Format | None
+    range: Range
+    gradient: float | None
+    limits: Limits
+
+
+class RangePolicy(Policy):
+    """What ``LossBudgetPolicy`` and ``StaticPolicy`` share: they measure ranges, and differ in fractional lengths.
+
+    The first step is in float32. At its end, at that of steps 2, 5 and 12, and of every
+    ``window``-th step all layers switch. Weights and inputs of layers are rounded to nearest,
+    outputs are left to the layer that takes them; biases and normalisation stay float32.
+    """
+
+    quantizes_norms = False
+    quantizes_pools = False
+    weight_rounding = "nearest"
+    activation_rounding = "nearest"
+    one_dim = "float"
+    checks = Checks(
+        rules=(
+            ("window", lambda s: s["window"] >= 1, "1 step or more"),
+            ("sat_tol", lambda s: 0 <= s["sat_tol"] < 1, "0 or more and below 1"),
+            (
+                "ends_wl",
+                lambda s: s["ends_wl"] is None or is_word_length(s["ends_wl"]),
+                "2 to 16 bits",
+            ),
+        )
+    )
+
+    def __post_init__(self) -> None:
+        self.check(self.settings())
+        self._observations = Observations()
+        self._loss_sum, self._losses = 0.0, 0
+
+    @property
+    def observations(self) -> Observations:
+        """See ``Policy``."""
+        return self._observations
+
+    @abstractmethod
+    def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
+        """Return shortest and longest words of a layer's weights and of its inputs."""
+
+    @abstractmethod
+    def fractional_length(
+        self, settings: Mapping[str, Any], seen: Seen, share: float
+    ) -> int | None:
+        """Return the fractional length that a tensor should have; None to keep the format.
+
+        Args:
+            settings: Of the layer's group.
+            seen: What is known of the tensor.
+            share: Mean loss of the window, divided by the number of tensors.
+        """
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """See ``Policy``."""
+        check_settings(settings, RangePolicy.checks)
+        check_settings(settings, self.checks)
+
+    def start(self, settings: Mapping[str, Any]) -> LayerBudget:
+        """See ``Policy``."""
+        return LayerBudget()
+
+    def activation_formats(self, record: LayerBudget) -> ActivationFormats:
+        """See ``Policy``."""
+        return ActivationFormats(inputs=record.inputs)
+
+    def observes(self, step: int, settings: Mapping[str, Any]) -> bool:
+        """See ``Policy``."""
+        return step in _EARLY or step % settings["window"] == 0
+
+    def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
+        """Change formats at the end of a window."""
+        rows = self._switch(layers, step) if self.observes(step.number, step.settings) else []
+        self.observations.clear()
+        return rows
+
+    def on_skip(self) -> None:
+        """See ``Policy``."""
+        self.observations.clear()
+
+    def load_record(self, values: Mapping[str, Any]) -> LayerBudget:
+        """See ``Policy``."""
+        formats = {name: load_format(values[name]) for name in ("fmt", "inputs")}
+        return LayerBudget(**{**values, **formats})
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Policy``."""
+        return {"loss_sum": self._loss_sum, "losses": self._losses}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``Policy``."""
+        self._loss_sum, self._losses = state["loss_sum"], state["losses"]
+        self.observations.clear()
+
+    def _switch(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
+        """Give each layer its formats, and begin a window."""
+        weights = weight_ranges([layer.state["master"] for layer in layers])
+        inputs = self.observations.read()
+        samples = step.settings.get("batch_size") or self.observations.samples
+        loss = self._loss_sum / self._losses if self._losses else 0.0
+        rows = []
+        for place, (layer, measured) in enumerate(zip(layers, weights, strict=True)):
+            limits = self.limits(layer.settings)
+            if place in (0, len(layers) - 1) and (wl := layer.settings["ends_wl"]) is not None:
+                limits = Limits(wl, wl), Limits(wl, wl)
+            of_weight, of_inputs = _seen(layer, measured, inputs.get(layer.index), limits, samples)
+            share = loss / (2 * len(layers))
+            rows.append(self._switch_layer(layer, (of_weight, of_inputs), share, step.number))
+        self._loss_sum, self._losses = 0.0, 0
+        return rows
+
+    def _switch_layer(
+        self, layer: Layer, seen: tuple[Seen, Seen | None], share: float, step: int
+    ) -> Switch:
+        record: LayerBudget = layer.state["layer"]
+        of_weight, of_inputs = seen
+        fmt, note = self._next(layer.settings, of_weight, share, follows=False)
+        notes, inputs, mean = [f"weight: {note}"] if note else [], record.inputs, None
+        if of_inputs is not None:
+            inputs, note = self._next(layer.settings, of_inputs, share, follows=True)
+            notes += [f"inputs: {note}"] if note else []
+            mean = of_inputs.gradient
+        if mean is None or not math.isfinite(mean):
+            mean = record.input_gradient
+        layer.state["layer"] = LayerBudget(fmt, inputs, input_gradient=mean)
+        before = record.fmt
+        return Switch(
+            step=step,
+            layer=layer.name,
+            wl=32 if fmt is None else fmt.wl,
+            fl=fmt.fl if isinstance(fmt, FixedPoint) else 0,
+            wl_before=32 if before is None else before.wl,
+            fl_before=before.fl if isinstance(before, FixedPoint) else 0,
+            window=record.count,
+            input_wl=32 if inputs is None else inputs.wl,
+            input_fl=inputs.fl if isinstance(inputs, FixedPoint) else 0,
+            input_signed=inputs.signed if isinstance(inputs, FixedPoint) else True,
+            saturated=0.0 if of_inputs is None else of_inputs.range.saturated,
+            weight_gradient=math.nan if of_weight.gradient is None else of_weight.gradient,
+            input_gradient=math.nan if mean is None else mean,
+            note="; ".join(notes),
+        )
+
+    def _next(
+        self, settings: Mapping[str, Any], seen: Seen, share: float, *, follows: bool
+    ) -> tuple[Format | None, str]:
+        """Return a tensor's next format, and why it is the one before where it had to stay.
+
+        ``follows``: the integer length comes from the one before, too.
+        """
+        measured = seen.range
+        if (il := measured.need) is None:
+            return seen.before, "all 0, or not finite"
+        if follows and isinstance(seen.before, FixedPoint):
+            il = integer_length(seen.before.il, measured, settings["sat_tol"])
+        if (fl := self.fractional_length(settings, seen, share)) is None:
+            return seen.before, "loss or gradient 0, or not finite"
+        return seen.limits.format(measured.signed, il, fl), ""
+
+
+def _seen(
+    layer: Layer,
+    weight: Range,
+    inputs: Inputs | None,
+    limits: tuple[Limits, Limits],
+    samples: int,
+) -> tuple[Seen, Seen | None]:
+    """Return what is known of a layer's weight, and of its inputs where they were watched."""
+    record: LayerBudget = layer.state["layer"]
+    gradient = record.weight_sum / record.count if record.count else None
+    of_weight = Seen(record.fmt, weight, gradient, limits[0])
+    if inputs is None:
+        return of_weight, None
+    gradient = record.input_gradient
+    if inputs.gradient is not None:
+        new = samples * inputs.gradient
+        gradient = new if gradient is None else (gradient + new) / 2
+    measured = inputs.range(layer.settings["sat_tol"])
+    return of_weight, Seen(record.inputs, measured, gradient, limits[1])
+
+
+def is_word_length(value: Any) -> bool:
+    """Say whether ``value`` is one of the word lengths that these policies choose from."""
+    return isinstance(value, int) and 2 <= value <= 16
