@@ -5,6 +5,8 @@ are coded in pieces of 128 elements counted through the map, whatever the planes
 and bytes are counted. Each kernel is compiled twice from one definition, serial and parallel.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from numba import njit, prange
@@ -252,18 +254,18 @@ def compress(
     """See ``fixedpoint_kernels.division.compress``; ``x`` is contiguous and has elements."""
     kernel = _compress_parallel if is_parallel(x.numel()) else _compress_serial
     x = x.detach() if x.dtype is torch.bfloat16 else x.detach().float()
-    numbers = 2.0**layout.bits - 1, layout.inverse_levels, *sum(layout.inverses, ())
+    geometry, numbers, bits, task = _arguments(layout)
     kernel(
         _array(x.view(-1)),
         _array(means),
         codes.numpy() if layout.has_codes else None,
         _array(ranges),
-        _flat(layout),
-        tuple(map(np.float32, numbers)),
-        (0,) * layout.bits,
+        geometry,
+        numbers,
+        bits,
         tuple(key),
         layout.planes,
-        _planes_of_task(layout),
+        task,
     )
 
 
@@ -272,15 +274,16 @@ def decompress(means: Tensor, codes: Tensor, ranges: Tensor, out: Tensor, layout
     kernel = _decompress_parallel if is_parallel(out.numel()) else _decompress_serial
     is_direct = out.dtype in (torch.float32, torch.bfloat16)
     result = out if is_direct else torch.empty_like(out, dtype=torch.float32)
+    geometry, _, bits, task = _arguments(layout)
     kernel(
         _array(means),
         codes.numpy(),
         _array(ranges),
         _array(result.view(-1)),
-        _flat(layout),
-        (0,) * layout.bits,
+        geometry,
+        bits,
         layout.planes,
-        _planes_of_task(layout),
+        task,
     )
     if not is_direct:
         out.copy_(result)
@@ -290,13 +293,12 @@ def _array(x: Tensor) -> np.ndarray:
     return x.view(torch.uint16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
 
 
-def _flat(layout: Layout) -> tuple[int, ...]:
-    """Return the geometry as the plain tuple that parallel kernels take."""
+@lru_cache(maxsize=256)
+def _arguments(layout: Layout) -> tuple:
+    """Return geometry, numbers and bits for the kernels, and the planes of a task."""
     sides, edges, blocks, slots = layout.geometry
-    return *sides, *edges, *blocks, slots
-
-
-def _planes_of_task(layout: Layout) -> int:
-    """Return how many planes a thread takes: they end at a whole byte."""
+    numbers = 2.0**layout.bits - 1, layout.inverse_levels, *sum(layout.inverses, ())
     least = layout.planes_of_whole_bytes
-    return least * max(1, _TASK // (least * layout.elements))
+    task = least * max(1, _TASK // (least * layout.elements))
+    flat = *sides, *edges, *blocks, slots  # parallel kernels take no tuple of tuples
+    return flat, tuple(map(np.float32, numbers)), (0,) * layout.bits, task

@@ -16,7 +16,7 @@ from fixedpoint_kernels.philox.gpu import uniform
 from fixedpoint_kernels.rounding.gpu import _to_bfloat16
 
 _LANES = 1024
-_MOST_PLANES = 256  # that a program takes; they have fewer than _LANES elements in all
+_MOST_PLANES = 64  # that a program takes; they have fewer than _LANES elements in all
 
 
 @triton.jit
@@ -35,43 +35,37 @@ def _rounded_down(x):
 
 
 @triton.jit
-def _row(x_ptr, z, y, x, depth, height, width, mask):
-    inside = mask & (z < depth) & (y < height)
-    return _float32(tl.load(x_ptr + (z * height + y) * width + x, mask=inside, other=0.0))
+def _row(x_ptr, z, y, x, sides, mask):
+    inside = mask & (z < sides[0]) & (y < sides[1])
+    return _float32(tl.load(x_ptr + (z * sides[1] + y) * sides[2] + x, mask=inside, other=0.0))
 
 
 @triton.jit
 def _block_sums(
-    x_ptr,  # (blocks, slots) pointers to the block's plane
-    z,  # (blocks, 1) where the block starts
-    y,
-    x,
-    mask,  # (blocks, slots)
-    depth,
-    height,
-    width,
-    EDGE_Z: tl.constexpr,
-    EDGE_Y: tl.constexpr,
-    EDGE_X: tl.constexpr,
+    x_ptr,  # (blocks, 1) pointers to the block's plane
+    corner,  # z, y, x of the block's first element, (blocks, 1) each
+    mask,  # (blocks, 1)
+    sides,
+    EDGES: tl.constexpr,
     BLOCKS: tl.constexpr,
     SLOTS: tl.constexpr,
     LOG_SLOTS: tl.constexpr,
 ):
     """Return the sums of blocks, shape ``(blocks,)``, in the order of ``reference``."""
+    ROWS: tl.constexpr = EDGES[0] * EDGES[1]
+    z, y, x = corner
     slot = tl.arange(0, SLOTS)[None, :]
     total = tl.zeros([BLOCKS, SLOTS], tl.float32)
-    for group in range(0, EDGE_X, SLOTS):
+    for group in range(0, EDGES[2], SLOTS):
         column = x + group + slot
-        inside = mask & (group + slot < EDGE_X) & (column < width)
+        inside = mask & (group + slot < EDGES[2]) & (column < sides[2])
         sums = tl.zeros([BLOCKS, SLOTS], tl.float32)
-        if EDGE_Z * EDGE_Y <= 16:
-            for r in tl.static_range(EDGE_Z * EDGE_Y):
-                row = y + r % EDGE_Y
-                sums += _row(x_ptr, z + r // EDGE_Y, row, column, depth, height, width, inside)
+        if ROWS <= 16:
+            for row in tl.static_range(ROWS):
+                sums += _row(x_ptr, z + row // EDGES[1], y + row % EDGES[1], column, sides, inside)
         else:
-            for r in range(EDGE_Z * EDGE_Y):
-                row = y + r % EDGE_Y
-                sums += _row(x_ptr, z + r // EDGE_Y, row, column, depth, height, width, inside)
+            for row in range(ROWS):
+                sums += _row(x_ptr, z + row // EDGES[1], y + row % EDGES[1], column, sides, inside)
         total += sums
     for step in tl.static_range(LOG_SLOTS):
         even, odd = tl.split(tl.reshape(total, [BLOCKS, SLOTS >> (step + 1), 2]))
@@ -80,49 +74,23 @@ def _block_sums(
 
 
 @triton.jit
-def _block_of(
-    element, height, width, ny, nx, EDGE_Z: tl.constexpr, EDGE_Y: tl.constexpr, EDGE_X: tl.constexpr
-):
-    """Return which of its plane's blocks an element is in."""
-    z, y, x = element // (height * width), element // width % height, element % width
-    return (z // EDGE_Z * ny + y // EDGE_Y) * nx + x // EDGE_X
+def _mean_of(means_ptr, plane, element, mask, sides, blocks, EDGES: tl.constexpr):
+    """Read the mean of the block that an element of a plane is in."""
+    z = element // (sides[1] * sides[2]) // EDGES[0]
+    y = element // sides[2] % sides[1] // EDGES[1]
+    block = (z * blocks[1] + y) * blocks[2] + element % sides[2] // EDGES[2]
+    count = blocks[0] * blocks[1] * blocks[2]
+    return _float32(tl.load(means_ptr + plane * count + block, mask=mask, other=0.0))
 
 
 @triton.jit
-def _residual(
-    x_ptr,
-    means_ptr,
-    plane,
-    element,  # of the plane
-    mask,
-    depth,
-    height,
-    width,
-    nz,
-    ny,
-    nx,
-    HAS_MEANS: tl.constexpr,
-    EDGE_Z: tl.constexpr,
-    EDGE_Y: tl.constexpr,
-    EDGE_X: tl.constexpr,
-):
-    x = tl.load(x_ptr + plane * (depth * height * width) + element, mask=mask, other=0.0)
-    residual = _float32(x)
-    if HAS_MEANS:
-        block = _block_of(element, height, width, ny, nx, EDGE_Z, EDGE_Y, EDGE_X)
-        mean = tl.load(means_ptr + plane * (nz * ny * nx) + block, mask=mask, other=0.0)
-        residual -= _float32(mean)
-    return residual
-
-
-@triton.jit
-def _range_of(low, high, is_wrong, inverse_levels, BITS: tl.constexpr):
+def _range_of(low, high, is_wrong, inverse_levels, LEVELS: tl.constexpr):
     """Return smallest residual and step, or two NaN; see ``reference``."""
     smallest = _rounded_down(low + 0.0)  # -0.0 becomes 0.0
     extent = high - smallest
     step = -_rounded_down(-(extent * inverse_levels))
     step = tl.where(extent == 0.0, 0.0, tl.maximum(step, 1.1754943508222875e-38))
-    largest = step * (2**BITS - 1)
+    largest = step * LEVELS
     is_wrong |= (smallest - smallest != 0.0) | (largest - largest != 0.0)
     nan = float("nan")
     return tl.where(is_wrong, nan, smallest), tl.where(is_wrong, nan, step)
@@ -133,49 +101,28 @@ def _keep_means(
     x_ptr,
     means_ptr,
     count,
-    depth,
-    height,
-    width,
-    nz,
-    ny,
-    nx,
-    inner_z,
-    inner_y,
-    inner_x,
-    last_z,
-    last_y,
-    last_x,
-    EDGE_Z: tl.constexpr,
-    EDGE_Y: tl.constexpr,
-    EDGE_X: tl.constexpr,
+    sides,
+    blocks,
+    inverses,  # 1 over a whole block's edges, then over the last one's
+    EDGES: tl.constexpr,
     BLOCKS: tl.constexpr,
     SLOTS: tl.constexpr,
     LOG_SLOTS: tl.constexpr,
 ):
-    elements, blocks = depth * height * width, nz * ny * nx
+    elements, in_plane = sides[0] * sides[1] * sides[2], blocks[0] * blocks[1] * blocks[2]
     start = 0
-    while start < count * blocks:
+    while start < count * in_plane:
         block = start + tl.arange(0, BLOCKS)
-        z, y, x = block % blocks // (ny * nx), block // nx % ny, block % nx
-        sums = _block_sums(
-            x_ptr + (block // blocks * elements)[:, None],
-            (z * EDGE_Z)[:, None],
-            (y * EDGE_Y)[:, None],
-            (x * EDGE_X)[:, None],
-            (block < count * blocks)[:, None],
-            depth,
-            height,
-            width,
-            EDGE_Z,
-            EDGE_Y,
-            EDGE_X,
-            BLOCKS,
-            SLOTS,
-            LOG_SLOTS,
-        )
-        inverse = tl.where(z < nz - 1, inner_z, last_z) * tl.where(y < ny - 1, inner_y, last_y)
-        mean = sums * (inverse * tl.where(x < nx - 1, inner_x, last_x))
-        tl.store(means_ptr + block, _to_bfloat16(mean), mask=block < count * blocks)
+        mask = block < count * in_plane
+        z, y, x = block % in_plane // (blocks[1] * blocks[2]), block // blocks[2], block % blocks[2]
+        y = y % blocks[1]
+        corner = (z * EDGES[0])[:, None], (y * EDGES[1])[:, None], (x * EDGES[2])[:, None]
+        planes = x_ptr + (block // in_plane * elements)[:, None]
+        sums = _block_sums(planes, corner, mask[:, None], sides, EDGES, BLOCKS, SLOTS, LOG_SLOTS)
+        inverse = tl.where(z < blocks[0] - 1, inverses[0], inverses[3])
+        inverse *= tl.where(y < blocks[1] - 1, inverses[1], inverses[4])
+        mean = sums * (inverse * tl.where(x < blocks[2] - 1, inverses[2], inverses[5]))
+        tl.store(means_ptr + block, _to_bfloat16(mean), mask=mask)
         start += BLOCKS
 
 
@@ -185,22 +132,16 @@ def _keep_ranges(
     means_ptr,
     ranges_ptr,
     count,
-    depth,
-    height,
-    width,
-    nz,
-    ny,
-    nx,
+    sides,
+    blocks,
     inverse_levels,
     HAS_MEANS: tl.constexpr,
-    BITS: tl.constexpr,
-    EDGE_Z: tl.constexpr,
-    EDGE_Y: tl.constexpr,
-    EDGE_X: tl.constexpr,
+    LEVELS: tl.constexpr,
+    EDGES: tl.constexpr,
     PLANES: tl.constexpr,
     LANES: tl.constexpr,  # of a plane
 ):
-    elements = depth * height * width
+    elements = sides[0] * sides[1] * sides[2]
     plane = tl.arange(0, PLANES)[:, None]
     low = tl.full([PLANES, LANES], float("inf"), tl.float32)
     high = tl.full([PLANES, LANES], float("-inf"), tl.float32)
@@ -209,31 +150,16 @@ def _keep_ranges(
     while start < elements:
         element = start + tl.arange(0, LANES)[None, :]
         mask = (plane < count) & (element < elements)
-        residual = _residual(
-            x_ptr,
-            means_ptr,
-            plane,
-            element,
-            mask,
-            depth,
-            height,
-            width,
-            nz,
-            ny,
-            nx,
-            HAS_MEANS,
-            EDGE_Z,
-            EDGE_Y,
-            EDGE_X,
-        )
+        residual = _float32(tl.load(x_ptr + plane * elements + element, mask=mask, other=0.0))
+        if HAS_MEANS:
+            residual -= _mean_of(means_ptr, plane, element, mask, sides, blocks, EDGES)
         low = tl.where(mask & (residual < low), residual, low)
         high = tl.where(mask & (residual > high), residual, high)
         wrong += residual - residual  # 0, or NaN
         start += LANES
+    low, high = tl.min(low, axis=1), tl.max(high, axis=1)
     is_wrong = tl.max((wrong != 0.0).to(tl.int32), axis=1) > 0
-    smallest, step = _range_of(
-        tl.min(low, axis=1), tl.max(high, axis=1), is_wrong, inverse_levels, BITS
-    )
+    smallest, step = _range_of(low, high, is_wrong, inverse_levels, LEVELS)
     row = tl.arange(0, PLANES)
     tl.store(ranges_ptr + 2 * row, _to_bfloat16(smallest), mask=row < count)
     tl.store(ranges_ptr + 2 * row + 1, _to_bfloat16(step), mask=row < count)
@@ -247,59 +173,33 @@ def _keep_codes(
     ranges_ptr,
     first_element,
     count,
-    depth,
-    height,
-    width,
-    nz,
-    ny,
-    nx,
-    seed,
-    stream,
+    sides,
+    blocks,
+    key,
     HAS_MEANS: tl.constexpr,
     BITS: tl.constexpr,
-    EDGE_Z: tl.constexpr,
-    EDGE_Y: tl.constexpr,
-    EDGE_X: tl.constexpr,
-    PLANES: tl.constexpr,
+    LEVELS: tl.constexpr,
+    EDGES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    LEVELS: tl.constexpr = 2**BITS - 1
-    elements = depth * height * width
+    elements = sides[0] * sides[1] * sides[2]
     end = count * elements
     # counted from the program's first element: noise is made for four, from a multiple of four
     start = -(first_element & 3).to(tl.int32)
     while start < end:
         element = start + tl.arange(0, LANES)
         mask = (element >= 0) & (element < end)
-        plane = element // elements
-        residual = _residual(
-            x_ptr,
-            means_ptr,
-            plane,
-            element % elements,
-            mask,
-            depth,
-            height,
-            width,
-            nz,
-            ny,
-            nx,
-            HAS_MEANS,
-            EDGE_Z,
-            EDGE_Y,
-            EDGE_X,
-        )
-        if PLANES == 1:
-            smallest = _float32(tl.load(ranges_ptr))
-            step = _float32(tl.load(ranges_ptr + 1))
-        else:
-            smallest = _float32(tl.load(ranges_ptr + 2 * plane, mask=mask, other=0.0))
-            step = _float32(tl.load(ranges_ptr + 2 * plane + 1, mask=mask, other=0.0))
+        plane, inside = element // elements, element % elements
+        residual = _float32(tl.load(x_ptr + element, mask=mask, other=0.0))
+        if HAS_MEANS:
+            residual -= _mean_of(means_ptr, plane, inside, mask, sides, blocks, EDGES)
+        smallest = _float32(tl.load(ranges_ptr + 2 * plane, mask=mask, other=0.0))
+        step = _float32(tl.load(ranges_ptr + 2 * plane + 1, mask=mask, other=0.0))
         inverse = tl.where(step > 0.0, tl.div_rn(1.0, tl.where(step > 0.0, step, 1.0)), 0.0)
         position = (residual - smallest) * inverse
         below = tl.floor(position)
         quad = (first_element + start >> 2) + tl.arange(0, LANES // 4)
-        noise = uniform(quad, seed.to(tl.int64), stream.to(tl.int64), LANES // 4)
+        noise = uniform(quad, key[0].to(tl.int64), key[1].to(tl.int64), LANES // 4)
         code = below + (noise < position - below).to(tl.float32)
         code = tl.where(code > LEVELS, LEVELS, code)
         code = tl.where(mask & (code == code), code, 0.0).to(tl.int32)
@@ -338,44 +238,25 @@ def _compress_kernel(
     stream: tl.int64,
     HAS_MEANS: tl.constexpr,
     BITS: tl.constexpr,
-    EDGE_Z: tl.constexpr,
-    EDGE_Y: tl.constexpr,
-    EDGE_X: tl.constexpr,
+    EDGES: tl.constexpr,
     PLANES: tl.constexpr,  # of a program
     BLOCKS: tl.constexpr,  # whose means are taken together
     SLOTS: tl.constexpr,
     LOG_SLOTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    LEVELS: tl.constexpr = 2**BITS - 1
+    sides, blocks = (depth, height, width), (nz, ny, nx)
     first = tl.program_id(0).to(tl.int64) * PLANES
     count = tl.minimum(planes - first, PLANES).to(tl.int32)
-    first_element = first * (depth * height * width)
-    x_ptr += first_element
+    at = first * (depth * height * width)
+    x_ptr += at
     means_ptr += first * (nz * ny * nx)
     ranges_ptr += 2 * first
     if HAS_MEANS:
+        inverses = (inner_z, inner_y, inner_x, last_z, last_y, last_x)
         _keep_means(
-            x_ptr,
-            means_ptr,
-            count,
-            depth,
-            height,
-            width,
-            nz,
-            ny,
-            nx,
-            inner_z,
-            inner_y,
-            inner_x,
-            last_z,
-            last_y,
-            last_x,
-            EDGE_Z,
-            EDGE_Y,
-            EDGE_X,
-            BLOCKS,
-            SLOTS,
-            LOG_SLOTS,
+            x_ptr, means_ptr, count, sides, blocks, inverses, EDGES, BLOCKS, SLOTS, LOG_SLOTS
         )
         tl.debug_barrier()  # the means are read by other threads than wrote them
     if BITS > 0:
@@ -384,18 +265,12 @@ def _compress_kernel(
             means_ptr,
             ranges_ptr,
             count,
-            depth,
-            height,
-            width,
-            nz,
-            ny,
-            nx,
+            sides,
+            blocks,
             inverse_levels,
             HAS_MEANS,
-            BITS,
-            EDGE_Z,
-            EDGE_Y,
-            EDGE_X,
+            LEVELS,
+            EDGES,
             PLANES,
             LANES // PLANES,
         )
@@ -405,66 +280,57 @@ def _compress_kernel(
             means_ptr,
             codes_ptr,
             ranges_ptr,
-            first_element,
+            at,
             count,
-            depth,
-            height,
-            width,
-            nz,
-            ny,
-            nx,
-            seed,
-            stream,
+            sides,
+            blocks,
+            (seed, stream),
             HAS_MEANS,
             BITS,
-            EDGE_Z,
-            EDGE_Y,
-            EDGE_X,
-            PLANES,
+            LEVELS,
+            EDGES,
             LANES,
         )
 
 
-@triton.jit(
-    do_not_specialize=["planes", "height", "width", "elements", "ny", "nx", "blocks", "tiles"]
-)
+@triton.jit(do_not_specialize=["planes", "depth", "height", "width", "nz", "ny", "nx", "tiles"])
 def _decompress_kernel(
-    means_ptr,  # (planes, blocks) bfloat16
+    means_ptr,  # (planes, nz * ny * nx) bfloat16
     codes_ptr,  # (bytes,) uint8
     ranges_ptr,  # (planes, 2) bfloat16
     out_ptr,  # (planes * elements,) floating
     planes,
+    depth,
     height,
     width,
-    elements,  # of a plane
+    nz,
     ny,
     nx,
-    blocks,  # of a plane
     tiles,  # of the planes that are counted together
     HAS_MEANS: tl.constexpr,
     BITS: tl.constexpr,
-    EDGE_Z: tl.constexpr,
-    EDGE_Y: tl.constexpr,
-    EDGE_X: tl.constexpr,
+    EDGES: tl.constexpr,
     PLANES: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    elements = depth * height * width
     first = (tl.program_id(0) // tiles).to(tl.int64) * PLANES
     element = tl.program_id(0) % tiles * LANES + tl.arange(0, LANES)
     mask = element < tl.minimum(planes - first, PLANES) * elements
     plane, inside = element // elements, element % elements
+    means_ptr += first * (nz * ny * nx)
+    ranges_ptr += 2 * first
     value = tl.zeros([LANES], tl.float32)
     if BITS > 0:
         bit = element * BITS  # the first plane's codes start at a whole byte
         byte = tl.load(codes_ptr + first * elements * BITS // 8 + (bit >> 3), mask=mask, other=0)
         code = (byte.to(tl.int32) >> (bit & 7)) & ((1 << BITS) - 1)
-        low = _float32(tl.load(ranges_ptr + 2 * (first + plane), mask=mask, other=0.0))
-        step = _float32(tl.load(ranges_ptr + 2 * (first + plane) + 1, mask=mask, other=0.0))
+        low = _float32(tl.load(ranges_ptr + 2 * plane, mask=mask, other=0.0))
+        step = _float32(tl.load(ranges_ptr + 2 * plane + 1, mask=mask, other=0.0))
         value = low + code.to(tl.float32) * step
     if HAS_MEANS:
-        at = _block_of(inside, height, width, ny, nx, EDGE_Z, EDGE_Y, EDGE_X)
-        mean = tl.load(means_ptr + (first + plane) * blocks + at, mask=mask, other=0.0)
-        value += _float32(mean)
+        sides, blocks = (depth, height, width), (nz, ny, nx)
+        value += _mean_of(means_ptr, plane, inside, mask, sides, blocks, EDGES)
     if out_ptr.dtype.element_ty == tl.bfloat16:
         value = _to_bfloat16(value)
     target = out_ptr + first * elements + element
@@ -477,7 +343,7 @@ def compress(
     """See ``fixedpoint_kernels.division.compress``; ``x`` is contiguous and has elements."""
     sides, edges, blocks, slots = layout.geometry
     planes = _planes_of_program(layout)
-    (inner_z, last_z), (inner_y, last_y), (inner_x, last_x) = layout.inverses
+    inner, last = zip(*layout.inverses, strict=True)
     together = triton.next_power_of_2(min(planes * math.prod(blocks), _LANES // slots))
     _compress_kernel[(triton.cdiv(layout.planes, planes),)](
         x.detach(),
@@ -487,20 +353,14 @@ def compress(
         layout.planes,
         *sides,
         *blocks,
-        inner_z,
-        inner_y,
-        inner_x,
-        last_z,
-        last_y,
-        last_x,
+        *inner,
+        *last,
         layout.inverse_levels,
         key.seed,
         key.stream,
         HAS_MEANS=layout.block is not None,
         BITS=layout.bits if layout.has_codes else 0,
-        EDGE_Z=edges[0],
-        EDGE_Y=edges[1],
-        EDGE_X=edges[2],
+        EDGES=edges,
         PLANES=planes,
         BLOCKS=together,
         SLOTS=slots,
@@ -521,18 +381,12 @@ def decompress(means: Tensor, codes: Tensor, ranges: Tensor, out: Tensor, layout
         ranges,
         out,
         layout.planes,
-        sides[1],
-        sides[2],
-        layout.elements,
-        blocks[1],
-        blocks[2],
-        math.prod(blocks),
+        *sides,
+        *blocks,
         tiles,
         HAS_MEANS=layout.block is not None,
         BITS=layout.bits if layout.has_codes else 0,
-        EDGE_Z=edges[0],
-        EDGE_Y=edges[1],
-        EDGE_X=edges[2],
+        EDGES=edges,
         PLANES=planes,
         LANES=_LANES,
         enable_fp_fusion=False,

@@ -1,6 +1,7 @@
 """``compress`` and ``decompress`` as operators of PyTorch, which ``torch.compile`` keeps."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,13 +40,19 @@ def decompress(  # noqa: PLR0913  an operator takes plain values
 def _compress(
     x: Tensor, block: int | None, bits: int, seed: int, stream: int, spatial: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layout, key = Layout.checked(x, block, bits, spatial), Key.checked(seed, stream)
+    layout, key = _known(Layout.checked(x, block, bits, spatial)), Key.checked(seed, stream)
     means, codes, ranges = _empty_parts(x, layout)
     if layout.is_one_pixel:
         means.copy_(x.detach().reshape(means.shape))
     elif layout.planes:
         _implementation(x).compress(x.contiguous(), means, codes, ranges, layout, key)
     return means, codes, ranges
+
+
+@lru_cache(maxsize=256)
+def _known(layout: Layout) -> Layout:
+    """Return a layout that has its sizes worked out already: the same maps come step after step."""
+    return layout
 
 
 def _fake_compress(
@@ -55,7 +62,7 @@ def _fake_compress(
 
 
 def _decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> Tensor:
-    layout = Layout(tuple(numbers[0]), *numbers[1:])
+    layout = _known(Layout(tuple(numbers[0]), *numbers[1:]))
     _check_parts((means, codes, ranges), layout)
     out = means.new_empty(layout.shape, dtype=layout.dtype)
     if layout.is_one_pixel:

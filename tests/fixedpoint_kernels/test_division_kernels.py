@@ -122,6 +122,12 @@ def test_layout_of_the_codes():
     assert kept.codes.tolist() == [0 | 3 << 2 | 1 << 4 | 2 << 6, 0 | 3 << 2]
 
 
+def test_planes_too_large_for_a_gpu_are_refused():
+    layout = Layout((3, 2**30), torch.float32, 8, 2, 1)
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*31 bits, got 1 of 1073741824 elements"):
+        gpu.compress(torch.empty(0), *[torch.empty(0)] * 3, layout, KEY)
+
+
 @pytest.mark.gpu
 def test_same_bits_on_both_devices():
     for shape in [(8, 16, 56, 56), (16, 32, 7, 7), (64, 1000)]:
