@@ -26,14 +26,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--op", choices=OPS, required=True)
     parser.add_argument("--json", type=Path, help="also write machine, times and ratios here")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each row, about")
+    parser.add_argument(
+        "--seconds", type=float, help="for each row, about (default: 4, or the op's)"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     op = importlib.import_module(f"benchmarks.ops.{arguments.op}")
+    seconds = arguments.seconds or getattr(op, "SECONDS", 4.0)
     _require_green(op.TESTS)
     before = machine.describe()
-    rows = [(case, measure(case, arguments.seconds)) for case in op.cases()]
+    rows = [(case, measure(case, seconds)) for case in op.cases()]
     facts = {**before, "load average after": machine.describe()["load average"]}
     print(_table(arguments.op, rows, facts))
     if arguments.json:

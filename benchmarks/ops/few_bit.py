@@ -15,6 +15,7 @@ from fixedpoint_kernels import few_bit
 from fixedpoint_kernels.few_bit import named
 
 TESTS = "tests/fixedpoint_kernels/test_few_bit_kernels.py::test_kernels_equal_the_reference"
+SECONDS = 2.0  # a row: there are many
 N = 1_000_000
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONTINUOUS = [name for name in named.SHIPPED if hasattr(few_bit, name)]
