@@ -103,6 +103,17 @@ def _qonnx(order: Order) -> Written:
     return Written(size, path.name, got, proof)
 
 
+def _hls4ml(order: Order) -> Written:
+    from marvin.export import hls4ml
+
+    project = hls4ml.write(order.deployed.network, order.folder, order.backend)
+    size = sum(file.stat().st_size for file in order.folder.rglob("*") if file.is_file())
+    what = f"{order.backend} project"
+    if order.samples is None:
+        return Written(size, what)
+    return _proved(order, size, what, project.predict(order.samples), "the C++ emulation")
+
+
 def _proved(order: Order, size: int, what: str, got: Tensor, who: str) -> Written:
     samples = order.samples
     assert samples is not None
@@ -116,4 +127,4 @@ def _proved(order: Order, size: int, what: str, got: Tensor, who: str) -> Writte
     return Written(size, what, got, proof)
 
 
-TARGETS: dict[str, Any] = {"packed": _packed, "onnx": _onnx, "qonnx": _qonnx}
+TARGETS: dict[str, Any] = {"packed": _packed, "onnx": _onnx, "qonnx": _qonnx, "hls4ml": _hls4ml}

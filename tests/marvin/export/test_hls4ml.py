@@ -1,0 +1,108 @@
+import re
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import marvin
+from marvin.export import ExportError, describe, hls4ml, integer
+from train.resnet20 import resnet20
+
+pytest.importorskip("hls4ml")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def images() -> nn.Module:
+    """Flattens images of several pixels, rounds twice, and adds what is rounded differently."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 0)),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, padding=1),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+        nn.BatchNorm1d(5),
+    )
+
+
+def assert_exact(network, x, backend, folder):
+    project = hls4ml.write(network, folder, backend)
+    script = folder / "build_lib.sh"
+    script.write_text(script.read_text().replace("-O3", "-O0"))  # four times as fast to compile
+    got = project.predict(x)
+    torch.testing.assert_close(got, integer.run(network, x), rtol=0, atol=0)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("wl", "fl", "backend"), [(8, 5, "Vitis"), (16, 12, "Vivado")])
+def test_emulation_equals_the_integers_on_digits(digits, wl, fl, backend, tmp_path):
+    _, network, x = digits(wl, fl)
+    assert_exact(network, 2 * x, backend, tmp_path)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_emulation_equals_the_integers_on_other_layers(make, tmp_path):
+    _, network, x = make(images, (2, 9, 8), 7, 4)
+    assert_exact(network, 2 * x, "Vitis", tmp_path)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["Vitis", "Vivado"])
+def test_emulation_equals_the_integers_on_a_small_resnet(backend, tmp_path):
+    torch.manual_seed(0)
+    model = resnet20(10, 1, 2)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.3)
+            module.running_var.uniform_(0.3, 2)
+    optimizer = marvin.MSGD(model.named_parameters(), init_wl=9, init_fl=5)
+    marvin.quantize_activations(model.eval(), optimizer)
+    x = torch.randn(3, 1, 8, 8)
+    assert_exact(describe(model, x, optimizer.formats()), x, backend, tmp_path)
+
+
+def test_every_type_is_written_out(digits, tmp_path):
+    _, network, _ = digits(8, 5)
+    hls4ml.write(network, tmp_path)
+    text = (tmp_path / "firmware/defines.h").read_text()
+    types = {name: fmt for fmt, name in re.findall(r"typedef ap_fixed<(.*)> (\w+);", text)}
+    assert types["input_t"] == types["result_t"] == "8,3,AP_RND_CONV,AP_SAT,0"
+    value = network.values["4.conv"]
+    bits = value.magnitude.bit_length() + 1
+    assert types["layer_4_conv_accum_t"] == f"{bits},{bits - 10}"
+    assert types["layer_4_conv_weight_t"] == "8,3"
+    assert hls4ml.FORGOTTEN not in {f"ap_fixed<{fmt}>" for fmt in types.values()}
+    layers = (tmp_path / "firmware/network.cpp").read_text()
+    assert layers.count("nnet::normalize<") == 2  # batch normalisation of its own
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Conv2d(4, 4, 1, groups=2), r"1: hls4ml has convolutions of one group .* groups=2"),
+        (nn.Conv2d(4, 4, 3, dilation=2), r"dilation=\(2, 2\)"),
+        (nn.MaxPool2d(2, dilation=2), "pooling of dilation 1"),
+        (nn.AvgPool2d(3), "hls4ml truncates a mean of 9 values"),
+    ],
+)
+def test_what_has_no_exact_counterpart_is_named(make, layer, message, tmp_path):
+    build = lambda: nn.Sequential(nn.Conv2d(1, 4, 1), layer)  # noqa: E731
+    _, network, _ = make(build, (1, 6, 6))
+    with pytest.raises(ExportError, match=message):
+        hls4ml.write(network, tmp_path / "project")
+    with pytest.raises(ExportError, match="the backend must be Vitis or Vivado, got 'Quartus'"):
+        hls4ml.write(network, tmp_path / "project", "Quartus")
+    assert not (tmp_path / "project").exists()
+
+
+def test_without_the_package_one_line_says_what_to_install(digits, monkeypatch, tmp_path):
+    _, network, _ = digits()
+    monkeypatch.setitem(__import__("sys").modules, "hls4ml", None)
+    with pytest.raises(ExportError, match=r'pip install "marvin-fixedpoint\[hls4ml\]"'):
+        hls4ml.write(network, tmp_path)
