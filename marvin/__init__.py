@@ -10,6 +10,7 @@ from marvin.muppet import MuppetPolicy
 from marvin.optimizer import MSGD
 from marvin.policy import FixedPolicy, Policy
 from marvin.quantized import Quantized
+from marvin.stored import StoredCodes, store_codes
 from marvin.trace import Switch
 
 __all__ = [
@@ -23,9 +24,11 @@ __all__ = [
     "QuantizedActivations",
     "QuantizingOptimizer",
     "StaticPolicy",
+    "StoredCodes",
     "Switch",
     "fake_quantize",
     "quantize_activations",
+    "store_codes",
     "tensorboard",
     "tnvs_",
 ]

@@ -1,0 +1,162 @@
+"""Weights as integer codes while nothing computes with them: memory for time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fixedpoint_kernels import FixedPoint, decode, encode
+from marvin.base import QuantizingOptimizer
+from marvin.layers import is_layer
+
+__all__ = ["StoredCodes", "store_codes"]
+
+_Marker = tuple[Tensor, int, tuple[int, ...], tuple[int, ...], int]
+
+
+class StoredCodes:
+    """A model whose weights are kept as codes; made by ``store_codes``."""
+
+    def __init__(self, optimizer: QuantizingOptimizer) -> None:
+        self._optimizer = optimizer
+        self._codes: dict[Tensor, tuple[Tensor, FixedPoint]] = {}
+        self._weights: dict[Tensor, None] = {}  # in order
+        self._generation = 0  # of the codes: a step makes new ones
+        self._hooks: list[RemovableHandle] = []
+
+    def size_bytes(self) -> int:
+        """Return the bytes of the codes, of all weights that have some."""
+        return sum(codes.nbytes for codes, _ in self._codes.values())
+
+    def float_bytes(self) -> int:
+        """Return the bytes that the same weights take in their own dtype."""
+        return sum(p.numel() * p.element_size() for p in self._codes)
+
+    def restore(self) -> None:
+        """Put the weights' values back for now; the next forward or step stores codes again."""
+        for p in self._codes:
+            self._fill(p)
+
+    def remove(self) -> None:
+        """Undo: the weights have their values again, and keep them."""
+        self.restore()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._codes.clear()
+
+    @torch.no_grad()
+    def store(self, *_: Any) -> None:
+        """Encode the weights as they are now, and let go of their values."""
+        self.restore()
+        self._codes.clear()
+        self._generation += 1
+        for p in self._weights:
+            fmt = self._optimizer.format_of(p)
+            if isinstance(fmt, FixedPoint):
+                self._codes[p] = encode(p, fmt, rounding="nearest"), fmt
+                self._empty(p)
+
+    def attach(self, module: nn.Module, weights: Sequence[Tensor]) -> None:
+        """Decode ``weights`` for each forward of ``module``, and again for backward."""
+        contexts: list[Any] = []
+
+        def before(*_: Any) -> None:
+            for p in weights:
+                if p in self._codes:
+                    self._fill(p)
+            context = torch.autograd.graph.saved_tensors_hooks(
+                lambda x: self._pack(x, weights), self._unpack
+            )
+            context.__enter__()
+            contexts.append(context)
+
+        def after(*_: Any) -> None:
+            contexts.pop().__exit__(None, None, None)
+            for p in weights:
+                if p in self._codes:
+                    self._empty(p)
+
+        self._weights |= dict.fromkeys(weights)
+        self._hooks.append(module.register_forward_pre_hook(before))
+        self._hooks.append(module.register_forward_hook(after, always_call=True))
+
+    def attach_everywhere_else(self, model: nn.Module) -> None:
+        """Have values where a step, ``state_dict`` and ``load_state_dict`` look for them."""
+        restore = self.restore
+        self._hooks += [
+            self._optimizer.register_step_pre_hook(lambda *_: restore()),
+            self._optimizer.register_step_post_hook(self.store),
+            model.register_state_dict_pre_hook(lambda *_: restore()),
+            model.register_load_state_dict_pre_hook(lambda *_: restore()),
+            model.register_load_state_dict_post_hook(self.store),
+        ]
+
+    def _fill(self, p: Tensor) -> None:
+        if p.untyped_storage().nbytes() < p.numel() * p.element_size():
+            p.data = self._decoded(p)
+
+    def _empty(self, p: Tensor) -> None:
+        # autograd wants the shape; whoever reads it otherwise gets NaN, not something plausible
+        p.data = p.data.new_full((), torch.nan).expand(p.shape)
+
+    def _decoded(self, p: Tensor) -> Tensor:
+        codes, fmt = self._codes[p]
+        return decode(codes, fmt).to(p.dtype)
+
+    def _pack(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor | _Marker:
+        """Keep a weight, or a view of one, for backward as a note of which it is."""
+        address = x.untyped_storage().data_ptr()
+        for p in weights:
+            if p in self._codes and p.untyped_storage().data_ptr() == address:
+                return p, self._generation, tuple(x.shape), x.stride(), x.storage_offset()
+        return x
+
+    def _unpack(self, kept: Tensor | _Marker) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        p, generation, shape, stride, offset = kept
+        if generation != self._generation:
+            raise RuntimeError("backward must come before the step that changes the weights")
+        return self._decoded(p).as_strided(shape, stride, offset)
+
+
+def store_codes(model: nn.Module, optimizer: QuantizingOptimizer) -> StoredCodes:
+    """Keep the model's weights as int8, int16 or int32 codes while nothing computes with them.
+
+    Each module decodes its weights for its own forward, and again, one by one, for backward; a
+    step, ``state_dict`` and ``load_state_dict`` have all of them decoded. Results do not change
+    by a bit. It takes time, and saves what the values take less the codes: of the 20 bytes that
+    MSGD keeps for each float32 weight (weight, gradient, master, momentum, window) 3 with words
+    of up to 8 bits, 2 with up to 16, none above. Where the model only evaluates, 3 of 4.
+
+    Weights in block floating point or float32, and parameters with fewer than two dimensions,
+    stay as they are. ``torch.compile`` and copies of the model need ``remove()`` or
+    ``restore()`` first.
+
+    Args:
+        model: Changed by hooks; ``remove()`` undoes it.
+        optimizer: Whose formats the weights have.
+
+    Returns:
+        A handle: ``size_bytes()``, ``float_bytes()``, ``restore()``, ``remove()``.
+
+    Raises:
+        ValueError: No module of ``model`` has a layer of ``optimizer``.
+    """
+    stored = StoredCodes(optimizer)
+    found = False
+    for module in model.modules():
+        # attention reads the weight of its output layer without calling it
+        recurse = isinstance(module, nn.MultiheadAttention)
+        own = [p for p in module.parameters(recurse=recurse) if p in optimizer and is_layer(p)]
+        if own:
+            stored.attach(module, own)
+            found = True
+    if not found:
+        raise ValueError("no module of the model has a layer of this optimizer")
+    stored.attach_everywhere_else(model)
+    stored.store()
+    return stored

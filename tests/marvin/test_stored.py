@@ -1,0 +1,150 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import marvin
+from marvin import MSGD, FixedPolicy, MuppetPolicy, Quantized, store_codes
+
+
+class Net(nn.Module):
+    """Convolution, embedding, attention, a tied pair, batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.tokens = nn.Embedding(5, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.one, self.two = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.two.weight = self.one.weight
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, tokens):
+        x = self.norm(self.conv(x)).relu().mean((2, 3)).repeat(1, 2).unsqueeze(1)
+        y = torch.cat([x, self.tokens(tokens)], 1)
+        y = y + self.attention(y, y, y)[0]
+        return self.head(self.two(self.one(y).relu()).mean(1))
+
+
+def has_values(p):
+    return p.untyped_storage().nbytes() >= p.numel() * p.element_size()
+
+
+def inputs(i):
+    g = torch.Generator().manual_seed(i)
+    return torch.randn(6, 1, 7, 7, generator=g), torch.randint(0, 5, (6, 4), generator=g)
+
+
+def train(model, optimizer, steps):
+    for i in steps:
+        optimizer.zero_grad()
+        loss = model(*inputs(i)).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+
+
+def make(policy=None):
+    model = Net()
+    if policy is None:
+        return model, MSGD(model.named_parameters(), lookback=(2, 4), resolution=(9, 12))
+    return model, Quantized(torch.optim.AdamW(model.named_parameters()), policy)
+
+
+@pytest.mark.parametrize("policy", [None, FixedPolicy(8, 5)])
+@pytest.mark.filterwarnings("error")
+def test_training_and_evaluation_do_not_change_by_a_bit(policy):
+    model, optimizer = make(copy.copy(policy))
+    stored_model, stored_optimizer = make(copy.copy(policy))
+    stored = store_codes(stored_model, stored_optimizer)
+    train(model, optimizer, range(10))
+    train(stored_model, stored_optimizer, range(10))
+    assert not has_values(stored_model.head.weight)
+    with torch.no_grad():
+        x = inputs(99)
+        torch.testing.assert_close(stored_model.eval()(*x), model.eval()(*x), rtol=0, atol=0)
+    assert not has_values(stored_model.head.weight)
+    torch.testing.assert_close(
+        dict(stored_model.state_dict()), dict(model.state_dict()), rtol=0, atol=0
+    )
+    stored.remove()
+    train(model, optimizer, range(10, 14))
+    train(stored_model, stored_optimizer, range(10, 14))
+    torch.testing.assert_close(
+        dict(stored_model.state_dict()), dict(model.state_dict()), rtol=0, atol=0
+    )
+
+
+def test_bytes_are_those_of_the_codes():
+    model, optimizer = make(FixedPolicy(8, 5))
+    stored = store_codes(model, optimizer)
+    elements = 4 * 9 + 5 * 8 + 24 * 8 + 8 * 8 + 8 * 8 + 8 * 3
+    assert (stored.size_bytes(), stored.float_bytes()) == (elements, 4 * elements)
+    assert not any(has_values(p) for p in model.parameters() if p.ndim >= 2)
+
+
+def test_only_one_layer_is_decoded_at_a_time():
+    model, optimizer = make(FixedPolicy(8, 5))
+    stored = store_codes(model, optimizer)
+    full = []
+
+    def count(*_):
+        full.append(sum(has_values(p) for p in model.parameters() if p.ndim >= 2))
+
+    for module in (model.conv, model.tokens, model.one, model.head):
+        module.register_forward_hook(count, prepend=True)
+    decoded = []
+    decode = stored._decoded
+    stored._decoded = lambda p: decoded.append(p) or decode(p)
+    loss = model(*inputs(0)).sum()
+    assert full == [1] * 4
+    forward = len(decoded)
+    loss.backward()
+    assert len(decoded) >= forward + 5  # backward kept none: conv, attention's two, linear layers
+    assert not has_values(model.one.weight)
+    assert model.one.weight.grad.shape == (8, 8)
+
+
+def test_checkpoints_have_values_and_loading_stores_them():
+    model, optimizer = make(FixedPolicy(8, 5))
+    expected = copy.deepcopy(model.state_dict())
+    stored = store_codes(model, optimizer)
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
+    changed = {k: torch.zeros_like(v) for k, v in expected.items()}
+    model.load_state_dict(changed)
+    assert not has_values(model.head.weight)
+    assert all((codes == 0).all() for codes, _ in stored._codes.values())
+
+
+def test_backward_after_the_step_is_refused():
+    model, optimizer = make(FixedPolicy(8, 5))
+    store_codes(model, optimizer)
+    loss = model(*inputs(0)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="must come before the step"):
+        loss.backward()
+
+
+def test_what_has_no_codes_stays():
+    model, optimizer = make(MuppetPolicy())
+    stored = store_codes(model, optimizer)
+    assert stored.size_bytes() == 0
+    train(model, optimizer, range(2))
+    assert has_values(model.head.weight)
+    with pytest.raises(ValueError, match="no module of the model has a layer"):
+        store_codes(nn.Linear(2, 2), optimizer)
+
+
+def test_activations_may_be_quantised_too():
+    models = []
+    for is_stored in (False, True):
+        model, optimizer = make(FixedPolicy(10, 6))
+        marvin.quantize_activations(model, optimizer)
+        if is_stored:
+            store_codes(model, optimizer)
+        train(model, optimizer, range(3))
+        models.append(dict(model.state_dict()))
+    torch.testing.assert_close(models[0], models[1], rtol=0, atol=0)
