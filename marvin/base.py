@@ -110,13 +110,20 @@ class QuantizingOptimizer(Optimizer):
         lengths = [word_length(record.fmt) for record in states]
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
+    def input_formats(self) -> dict[str, Format]:
+        """Return the format of each layer's inputs, by the layer's name; without it they are float.
+
+        It holds where ``marvin.quantize_activations`` rounds them.
+        """
+        found = (
+            (name, self.policy.activation_formats(self.state[p]["layer"]).inputs)
+            for p, name in ((p, self._layout.names[p]) for _, p in self._layout.layers)
+        )
+        return {name: fmt for name, fmt in found if fmt is not None}
+
     def mean_input_word_length(self) -> float:
-        """Return the mean word length of the inputs of layers that round them, in bits; or NaN."""
-        formats = [
-            self.policy.activation_formats(self.state[p]["layer"]).inputs
-            for _, p in self._layout.layers
-        ]
-        lengths = [word_length(fmt) for fmt in formats if fmt is not None]
+        """Return the mean word length over ``input_formats``, in bits; NaN where it is empty."""
+        lengths = [word_length(fmt) for fmt in self.input_formats().values()]
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
     @property

@@ -10,7 +10,7 @@ __all__ = ["MAGNITUDES", "Limits", "Range", "budget_fl", "integer_length", "need
 
 MAGNITUDES = 257
 """Length of a table of counts: place ``k`` has the values with ``ceil(log2(|x|)) = k - 127``, the
-first one 0 too; the last two are infinity (or above 2**127) and NaN."""
+first two 0 and numbers below ``2**-126``; the last two are infinity (or above 2**127) and NaN."""
 
 _LONGEST_FL = 31
 _START_NOISE = 0.01  # of the signal's power

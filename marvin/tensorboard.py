@@ -15,6 +15,8 @@ __all__ = ["log_formats"]
 def log_formats(writer: "SummaryWriter", optimizer: QuantizingOptimizer, step: int) -> None:
     """Write each layer's word and fractional length, and the mean word length, in bits.
 
+    Word lengths of layers' inputs come beside them where they have formats of their own.
+
     Args:
         writer: A TensorBoard writer.
         optimizer: Whose layers to write.
@@ -27,3 +29,9 @@ def log_formats(writer: "SummaryWriter", optimizer: QuantizingOptimizer, step: i
         if isinstance(fmt, FixedPoint):
             writer.add_scalar(f"fractional_length/{layer}", fmt.fl, step)
     writer.add_scalar("mean_word_length", optimizer.mean_word_length(), step)
+    inputs = optimizer.input_formats()
+    if all(formats.get(layer) == fmt for layer, fmt in inputs.items()):
+        return  # these are the weights' own
+    for layer, fmt in inputs.items():
+        writer.add_scalar(f"input_word_length/{layer}", word_length(fmt), step)
+    writer.add_scalar("mean_input_word_length", optimizer.mean_input_word_length(), step)

@@ -1,0 +1,337 @@
+"""LossBudgetPolicy and StaticPolicy, as the optimizer drives them."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import marvin
+from fixedpoint_kernels import FixedPoint, quantize
+from marvin import LossBudgetPolicy, Quantized, StaticPolicy
+from marvin.ranges import budget_fl
+
+POLICIES = {
+    "budget": lambda: LossBudgetPolicy(window=4),
+    "static": lambda: StaticPolicy(5, 6, window=4),
+}
+
+
+def make(policy=None, seed=0, groups=False, **options):
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.ReLU(),
+        nn.Linear(8, 4),
+    )
+    params = list(model.named_parameters())
+    if groups:
+        params = [{"params": params[:4]}, {"params": params[4:], "min_wl": 7, "max_wl": 7}]
+    sgd = torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    optimizer = Quantized(sgd, policy or LossBudgetPolicy(window=4), **options)
+    return model, optimizer, marvin.quantize_activations(model, optimizer)
+
+
+def batch(step, n=16):
+    g = torch.Generator().manual_seed(step)
+    labels = torch.randint(4, (n,), generator=g)
+    images = torch.randn(n, 1, 8, 8, generator=g)
+    images[torch.arange(n), 0, labels, labels] += 3
+    return images, labels
+
+
+def train(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        images, labels = batch(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step(loss=loss)
+    return loss.item()
+
+
+def is_in(x, fmt):
+    return torch.equal(quantize(x.detach(), fmt, rounding="nearest"), x.detach())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_first_step_is_float_and_then_all_is_rounded(policy):
+    model, optimizer, _ = make(POLICIES[policy]())
+    assert optimizer.formats() == optimizer.input_formats() == {}
+    assert optimizer.mean_word_length() == 32
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        module._forward_pre_hooks.clear()
+    torch.testing.assert_close(model(batch(0)[0]), plain(batch(0)[0]), rtol=0, atol=0)
+    train(model, optimizer, 1)
+    assert list(optimizer.formats()) == ["0.weight", "5.weight", "7.weight"]
+    for p in model.parameters():
+        fmt = optimizer.format_of(p)
+        assert fmt is None if p.ndim < 2 else is_in(p, fmt)
+    inputs = optimizer.input_formats()
+    assert [fmt.signed for fmt in inputs.values()] == [True, False, False]  # images, after ReLU
+    seen = {}
+    for name, module in model.named_children():
+        module.register_forward_hook(lambda _m, x, y, name=name: seen.update({name: (x[0], y)}))
+    train(model, optimizer, 1, start=1)
+    for name in "057":
+        assert is_in(seen[name][0], inputs[f"{name}.weight"])
+    assert seen["3"][0] is seen["2"][1]  # pooling is left alone
+
+
+def test_the_rule_by_hand():
+    model, optimizer, _ = make(LossBudgetPolicy(kappa=1e-4, window=4, min_wl=2, max_wl=16))
+    layers, outputs, inputs = (0, 5, 7), {}, {}
+    for i, module in enumerate(model):
+        module.register_forward_hook(lambda _m, _x, y, i=i: outputs.update({i: y}))
+        module.register_forward_pre_hook(lambda _m, x, i=i: inputs.update({i: x[0]}))
+    train(model, optimizer, 2)  # both end a window; steps 3 and 4 are the next
+    saved = [s["layer"] for s in optimizer.state_dict()["state"].values() if "layer" in s]
+    losses, norms = [], []
+    for step in (2, 3):
+        optimizer.zero_grad()
+        images, labels = batch(step)
+        loss = F.cross_entropy(model(images), labels)
+        for i in layers:
+            if inputs[i].requires_grad:
+                inputs[i].retain_grad()
+        loss.backward()
+        losses.append(loss.item())
+        norms.append([model[i].weight.grad.norm().item() ** 2 for i in layers])
+        optimizer.step(loss=loss)
+    share = 1e-4 * sum(losses) / 2 / 6
+    for k, (i, row) in enumerate(zip(layers, optimizer.trace[-3:], strict=True)):
+        assert (row.step, row.layer, row.window, row.note) == (4, f"{i}.weight", 2, "")
+        gradient = 16 * (norms[0][k] + norms[1][k]) / 2
+        assert row.weight_gradient == pytest.approx(gradient, rel=1e-5)  # float32 norms
+        assert row.fl == budget_fl(share, gradient)
+        raw = outputs[i - 1] if i else images
+        new = 16 * (inputs[i].grad * (raw != 0)).square().sum().item()
+        gradient = (saved[k]["input_gradient"] + new) / 2
+        assert row.input_gradient == pytest.approx(gradient, rel=1e-2)  # some were clamped
+        assert row.input_fl == budget_fl(share, row.input_gradient)
+
+
+def test_gradients_to_inputs_by_hand():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2))
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = Quantized(sgd, LossBudgetPolicy())
+    marvin.quantize_activations(model, optimizer)
+    x, w = torch.tensor([[1.0, 0.0, 2.0], [0.5, 1.0, -1.0]]), model[0].weight.detach().clone()
+    loss = model(x).sum() / 2
+    loss.backward()
+    assert x.grad is None
+    optimizer.step(loss=loss)
+    columns = w.sum(0).square()  # the gradient of a sample to each of its inputs, squared
+    by_sample = [columns[0] + columns[2], columns.sum()]  # not where an input is 0
+    expected = sum(by_sample).item() / 2
+    assert optimizer.trace[0].input_gradient == pytest.approx(expected, rel=1e-5)  # float32
+    mean_gradient = 2 * (x.sum(0) / 2).square().sum() * 2  # two samples, two outputs
+    assert optimizer.trace[0].weight_gradient == pytest.approx(mean_gradient.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("stop", [3, 4, 6])
+def test_resume_equals_never_stopping(policy, stop):
+    model, optimizer, _ = make(POLICIES[policy]())
+    train(model, optimizer, stop)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    model2, optimizer2, _ = make(POLICIES[policy](), seed=1)
+    train(model2, optimizer2, 2)  # something to forget
+    model2.load_state_dict(saved["model"])
+    optimizer2.load_state_dict(saved["optimizer"])
+    train(model, optimizer, 10, stop)
+    train(model2, optimizer2, 10, stop)
+    torch.testing.assert_close(model.state_dict(), model2.state_dict(), rtol=0, atol=0)
+    one, two = optimizer.state_dict(), optimizer2.state_dict()
+    assert repr(one["marvin"]) == repr(two["marvin"])
+    assert [s.get("layer") for s in one["state"].values()] == [
+        s.get("layer") for s in two["state"].values()
+    ]
+
+
+def test_evaluating_between_steps_changes_nothing():
+    runs = []
+    for evaluates in (False, True):
+        model, optimizer, _ = make()
+        for step in range(6):
+            if evaluates:
+                model.eval()
+                model(torch.randn(3, 1, 8, 8) * 99)
+                model.train()
+                with torch.no_grad():
+                    model[5](torch.randn(3, 64) * 99)
+            train(model, optimizer, 1, step)
+        runs.append((model.state_dict(), repr(optimizer.state_dict()["marvin"])))
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=0, atol=0)
+    assert runs[0][1] == runs[1][1]
+
+
+def test_gradient_accumulation_decides_the_same():
+    traces = []
+    for parts in (1, 4):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        optimizer = Quantized(
+            torch.optim.SGD(model.named_parameters(), lr=0.05), LossBudgetPolicy()
+        )
+        marvin.quantize_activations(model, optimizer)
+        for step in range(13):
+            g = torch.Generator().manual_seed(step)
+            x, y = torch.randn(16, 6, generator=g), torch.randint(4, (16,), generator=g)
+            optimizer.zero_grad()
+            total = 0.0
+            for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                loss = F.cross_entropy(model(xs), ys) / parts
+                loss.backward()
+                total += loss.item()
+            optimizer.step(loss=total)
+        traces.append([(r.wl, r.fl, r.input_wl, r.input_fl) for r in optimizer.trace])
+    assert traces[0] == traces[1]
+
+
+def test_an_unfinite_step_leaves_nothing_behind():
+    model, optimizer, _ = make(nonfinite="skip")
+    train(model, optimizer, 3)
+    other, optimizer2, _ = make(nonfinite="skip")
+    train(other, optimizer2, 3)
+    state = copy.deepcopy(model.state_dict())
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(batch(77)[0] * 1e20), batch(77)[1]) * math.inf
+    loss.backward()
+    optimizer.step(loss=loss)
+    assert optimizer.skipped_steps == 1
+    model.load_state_dict(state)  # batch norm's statistics saw it
+    train(model, optimizer, 3, 3)
+    train(other, optimizer2, 3, 3)
+    assert repr(optimizer.trace) == repr(optimizer2.trace)
+
+
+def test_zero_statistics_keep_the_format_and_are_reported():
+    model, optimizer, _ = make()
+    train(model, optimizer, 3)
+    formats, inputs = optimizer.formats(), optimizer.input_formats()
+    optimizer.zero_grad()
+    images, labels = batch(3)
+    loss = F.cross_entropy(model(images), labels)
+    (loss * 0).backward()
+    for p in model.parameters():  # the window's earlier gradient is forgotten too
+        if "layer" in optimizer.state[p]:
+            record = optimizer.state[p]["layer"]
+            values = {"weight_sum": 0.0, "input_gradient": 0.0}
+            optimizer.state[p]["layer"] = type(record)(**{**vars(record), **values})
+    optimizer.step(loss=loss)
+    assert optimizer.trace[-1].step == 4
+    assert (optimizer.formats(), optimizer.input_formats()) == (formats, inputs)
+    for row in optimizer.trace[-3:]:
+        assert row.note.count("loss or gradient 0, or not finite") == 2
+
+
+def test_a_dead_layer_stays_float_until_it_lives():
+    model, optimizer, _ = make(StaticPolicy(window=4))
+    with torch.no_grad():
+        model[7].weight.zero_()
+    optimizer.adopt_weights()
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, 1)
+    assert "7.weight" not in optimizer.formats()
+    row = optimizer.trace[2]
+    assert (row.wl, row.note) == (32, "weight: all 0, or not finite")
+    optimizer.param_groups[0]["lr"] = 0.1
+    train(model, optimizer, 4, 1)
+    assert optimizer.formats()["7.weight"].wl == 6
+
+
+def test_static_words_follow_the_range():
+    model, optimizer, _ = make(StaticPolicy(5, 7, window=4, sat_tol=0.0))
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, 2)
+    for name, fmt in optimizer.formats().items():
+        largest = optimizer.state[model.get_parameter(name)]["master"].abs().max().item()
+        assert fmt.wl == 5
+        assert 2.0 ** (fmt.il - 1) < largest <= 2.0**fmt.il
+    assert {fmt.wl for fmt in optimizer.input_formats().values()} == {7}
+    fmt = optimizer.input_formats()["0.weight"]
+    with torch.no_grad():
+        images, labels = batch(2)
+    loss = F.cross_entropy(model(images * 64), labels)
+    loss.backward()
+    optimizer.step(loss=loss)
+    loss = F.cross_entropy(model(images * 64), labels)
+    loss.backward()
+    optimizer.step(loss=loss)  # the fourth: a switch
+    assert optimizer.input_formats()["0.weight"].il == fmt.il + 6
+    assert optimizer.trace[-3].saturated > 0.5
+    train(model, optimizer, 1, 5)  # small again: one bit less
+    assert optimizer.input_formats()["0.weight"].il == fmt.il + 5
+
+
+def test_ends_and_groups_have_words_of_their_own():
+    model, optimizer, _ = make(LossBudgetPolicy(window=4, max_wl=5, ends_wl=8))
+    train(model, optimizer, 4)
+    for formats in (optimizer.formats(), optimizer.input_formats()):
+        assert [formats[f"{i}.weight"].wl == 8 for i in (0, 5, 7)] == [True, False, True]
+    model, optimizer, _ = make(LossBudgetPolicy(window=4, max_wl=5), groups=True)
+    train(model, optimizer, 4)
+    for formats in (optimizer.formats(), optimizer.input_formats()):
+        assert [formats[f"{i}.weight"].wl == 7 for i in (0, 5, 7)] == [False, True, True]
+
+
+def test_a_smaller_budget_gives_longer_words():
+    lengths = []
+    for kappa in (1e-4, 1e-2, 1.0):
+        model, optimizer, _ = make(LossBudgetPolicy(kappa, 4, min_wl=2, max_wl=16))
+        train(model, optimizer, 12)
+        lengths.append(optimizer.mean_word_length() + optimizer.mean_input_word_length())
+    assert lengths[0] > lengths[1] > lengths[2]
+
+
+def test_without_activations_the_batch_size_must_be_given():
+    model = nn.Sequential(nn.Linear(3, 2))
+    for batch_size in (None, 4):
+        sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        optimizer = Quantized(sgd, LossBudgetPolicy(batch_size=batch_size))
+        loss = model(torch.ones(4, 3)).square().sum()
+        loss.backward()
+        if batch_size is None:
+            with pytest.raises(
+                ValueError, match=r"batch_size or quantize_activations .* 0 samples"
+            ):
+                optimizer.step(loss=loss)
+            continue
+        with pytest.raises(ValueError, match=r"needs step\(loss=loss\).* got loss=None"):
+            optimizer.step()
+        optimizer.step(loss=loss)
+        assert isinstance(optimizer.formats()["0.weight"], FixedPoint)
+        assert optimizer.input_formats() == {}
+
+
+@pytest.mark.parametrize(
+    ("make_policy", "message"),
+    [
+        (lambda: LossBudgetPolicy(kappa=0), "kappa must be above 0, got kappa=0"),
+        (lambda: LossBudgetPolicy(window=0), "window must be 1 step or more"),
+        (lambda: LossBudgetPolicy(sat_tol=1), "sat_tol must be 0 or more and below 1"),
+        (lambda: LossBudgetPolicy(min_wl=9), "min_wl must be 2 bits to max_wl, got min_wl=9"),
+        (lambda: LossBudgetPolicy(max_wl=17), "max_wl must be 2 to 16 bits"),
+        (lambda: LossBudgetPolicy(ends_wl=1), "ends_wl must be 2 to 16 bits"),
+        (lambda: LossBudgetPolicy(batch_size=0), "batch_size must be 1 or more"),
+        (lambda: StaticPolicy(weights=1), "weights must be 2 to 16 bits"),
+        (lambda: StaticPolicy(activations=6.0), "activations must be 2 to 16 bits"),
+    ],
+)
+def test_bad_arguments_are_named(make_policy, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy()

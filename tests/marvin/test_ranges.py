@@ -1,0 +1,179 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fixedpoint_kernels import FixedPoint, quantize
+from marvin.observations import Observations, magnitudes, weight_ranges
+from marvin.ranges import (
+    MAGNITUDES,
+    Limits,
+    Range,
+    budget_fl,
+    integer_length,
+    need,
+    start_fl,
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "tolerance", "expected"),
+    [
+        ([0.5], 0, -1),
+        ([0.500001], 0, 0),
+        ([-3.0, 1.0], 0, 2),
+        ([4.0, -4.0], 0, 2),
+        ([2.0**-9], 0, -9),
+        ([1.0] * 99 + [100.0], 0.01, 0),
+        ([1.0] * 98 + [100.0] * 2, 0.01, 7),
+        ([0.0] * 9 + [3.0], 0, 2),
+        ([0.0] * 9 + [3.0], 0.1, None),  # the quantile is 0
+        ([0.0], 0, None),
+        ([1.0, math.inf], 0.9, None),
+        ([1.0, math.nan], 0.9, None),
+        ([3e38], 0, None),
+    ],
+)
+def test_need_is_the_power_of_two_above_the_quantile(values, tolerance, expected):
+    assert need(magnitudes(torch.tensor(values)).tolist(), tolerance) == expected
+
+
+floats = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
+
+
+@given(st.lists(floats, min_size=1, max_size=9))
+def test_magnitudes_are_rounded_up_logarithms(values):
+    counts = magnitudes(torch.tensor(values))
+    expected = torch.zeros(MAGNITUDES, dtype=torch.int64)
+    for value in values:
+        mantissa, exponent = math.frexp(abs(value))
+        expected[max(exponent - (mantissa == 0.5) + 127, 0) if value else 0] += 1
+    assert counts.tolist() == expected.tolist()
+
+
+def test_magnitudes_take_any_strides():
+    x = torch.randn(3, 4, 5)
+    assert magnitudes(x.transpose(0, 2)).tolist() == magnitudes(x).tolist()
+
+
+@pytest.mark.parametrize(
+    ("before", "needed", "saturated", "after"),
+    [
+        (2, 5, 0.0, 5),  # up at once
+        (2, 2, 0.0021, 3),  # more than twice the tolerance
+        (2, 1, 0.0021, 3),
+        (2, 2, 0.0020, 2),
+        (2, -3, 0.0, 1),  # down by one
+    ],
+)
+def test_integer_length_follows_the_data(before, needed, saturated, after):
+    assert integer_length(before, Range(True, needed, 1.0, saturated), 1e-3) == after
+
+
+def test_the_budget_by_hand():
+    # 4 layers, kappa .01, loss 2: a tensor may cost .01 * 2 / 8 = .0025; h = sqrt(24 * .0025 / G)
+    assert budget_fl(0.0025, 0.06) == 0  # h = 1
+    assert budget_fl(0.0025, 0.0601) == 1  # just below 1
+    assert budget_fl(0.0025, 0.06 * 4**5) == 5  # h = 1/32
+    assert budget_fl(0.0025, 0.06 / 4**3) == -3  # h = 8
+
+
+@given(st.floats(1e-9, 1e3), st.floats(1e-9, 1e9))
+def test_the_budget_is_kept_and_not_by_a_bit_too_much(budget, gradient):
+    fl = budget_fl(budget, gradient)
+    assert fl is not None
+
+    def cost(fl):
+        return gradient / 2 * 4.0**-fl / 12
+
+    assert cost(fl) <= budget * (1 + 1e-9)  # logarithms round
+    assert cost(fl - 1) > budget * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
+def test_without_a_budget_or_a_gradient_there_is_no_answer(bad):
+    assert budget_fl(bad, 1.0) is None
+    assert budget_fl(1.0, bad) is None
+
+
+def test_at_the_start_noise_has_a_hundredth_of_the_signal():
+    assert start_fl(1.0) == 2  # 1/16 / 12 = .0052, while 1/4 / 12 = .0208
+    x = torch.randn(100_000)
+    fl = start_fl(x.square().mean().item())
+    noise = [
+        (quantize(x, FixedPoint(16, fl - less), rounding="nearest") - x).square().mean().item()
+        for less in (0, 1)
+    ]
+    assert noise[0] < 0.01 < noise[1]
+
+
+@pytest.mark.parametrize(
+    ("signed", "il", "fl", "expected"),
+    [
+        (True, 1, 3, FixedPoint(5, 3)),
+        (True, 1, 9, FixedPoint(8, 6)),  # too long: coarser
+        (True, 1, -9, FixedPoint(4, 2)),  # too short: finer
+        (False, 1, 3, FixedPoint(4, 3, signed=False)),
+        (False, -3, 9, FixedPoint(6, 9, signed=False)),
+        (True, 9, -4, FixedPoint(6, -4)),
+        (True, -60, 70, FixedPoint(8, 30)),  # as small as there is
+        (False, 90, 0, FixedPoint(8, -26, signed=False)),
+    ],
+)
+def test_words_are_cut_to_their_limits(signed, il, fl, expected):
+    assert Limits(4, 8).format(signed, il, fl) == expected
+
+
+@given(st.booleans(), st.integers(-140, 140), st.integers(-99, 99), st.integers(2, 16))
+def test_there_is_a_format_for_everything(signed, il, fl, min_wl):
+    fmt = Limits(min_wl, 16).format(signed, il, fl)
+    assert min_wl <= fmt.wl <= 16
+    assert fmt.signed == signed
+
+
+def test_ranges_of_weights():
+    masters = [torch.tensor([[0.1, -0.6]]), torch.zeros(2, 2), torch.tensor([[math.inf, 1.0]])]
+    found = weight_ranges(masters)
+    assert [r.need for r in found] == [0, None, None]
+    assert all(r.signed for r in found)
+    assert found[0].power == pytest.approx((0.01 + 0.36) / 2, rel=1e-6)  # float32
+
+
+def watched(xs, weights, fmt):
+    """Observe a product layer by layer, a micro-batch at a time."""
+    seen = Observations()
+    for x in xs:
+        seen.count((x,))
+        y = quantize(x, fmt, rounding="nearest")
+        inside = (x >= fmt.min) & (x <= fmt.max)
+        (seen.watch(7, x, y, inside) @ weights).sum().div(4).backward()
+    return seen
+
+
+def test_observations_by_hand():
+    x = torch.tensor([[0.0, 1.0, -9.0], [2.0, 0.0, 3.0]])
+    weights = torch.tensor([[1.0], [2.0], [4.0]])
+    seen = watched([x], weights, FixedPoint(4, 1))
+    assert seen.samples == 2
+    found = seen.read()[7]
+    assert found.lowest == -9
+    assert found.power == pytest.approx((1 + 81 + 4 + 9) / 6, rel=1e-6)  # float32
+    assert found.saturated == pytest.approx(1 / 6, rel=1e-6)
+    # the gradient is weights / 4; not where x is 0, nor where -9 was clamped
+    assert found.gradient == (2**2 + 1**2 + 4**2) / 16
+    assert found.range(1 / 6) == Range(True, 2, found.power, found.saturated)
+    seen.clear()
+    assert (seen.read(), seen.samples) == ({}, 0)
+
+
+def test_micro_batches_tell_what_their_batch_would():
+    torch.manual_seed(0)
+    x, weights, fmt = torch.randn(8, 5), torch.randn(5, 3), FixedPoint(3, 1)
+    whole, parts = (watched(xs, weights, fmt) for xs in ([x], x.split(3)))
+    assert whole.samples == parts.samples
+    one, two = whole.read()[7], parts.read()[7]
+    assert (one.counts, one.lowest) == (two.counts, two.lowest)
+    pairs = [(r.power, r.saturated, r.gradient) for r in (one, two)]
+    assert pairs[0] == pytest.approx(pairs[1], rel=1e-5)  # sums of float32 in another order
