@@ -149,3 +149,22 @@ def test_it_prints(model, x):
     assert [line.split()[0] for line in lines[1:]] == [row.layer for row in plan.layers]
     assert "GELU" in lines[3]
     assert str(dataclasses.replace(plan, layers=plan.layers[:1]))
+
+
+def test_a_layer_called_twice_ties_what_shares_its_inputs(x):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.both = nn.Linear(64, 64)
+
+        def forward(self, x):
+            y, z = x + 1, x - 1
+            return self.a(y) + self.both(y) + self.b(z) + self.both(z)
+
+    torch.manual_seed(0)
+    model = Twice()
+    plan = forward_save.plan(model, x, budget_bytes=kept(model, x) - 1)
+    assert len({row.settings for row in plan.layers}) == 1  # one alone would save nothing
+    forward_save.convert(model, plan=plan)
+    assert kept(model, x) == plan.predicted_bytes
