@@ -7,6 +7,7 @@ from torch import nn
 from fixedpoint_kernels import forward_save
 from perfmodel.forward_save import Division
 from perfmodel.memory import division, few_bit, saved_bytes
+from perfmodel.zoo import MODELS
 from perfmodel.zoo.resnet import ResNet, Shape
 from perfmodel.zoo.transformer import Size, ViT
 
@@ -82,3 +83,16 @@ def test_a_plan_keeps_what_it_predicts():
     assert plan.exact_bytes == exact
     forward_save.convert(model, plan=plan)
     assert measured(model, x) == plan.predicted_bytes <= exact // 4
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "factor"), [("ResNet-18/CIFAR", 128, 10.75), ("ResNet-50", 64, 11.66)]
+)
+def test_the_papers_networks_keep_a_tenth(name, batch, factor):
+    """On shapes alone: no tensor of this size is made."""
+    entry = MODELS[name]
+    with torch.device("meta"):
+        model, x = entry.build(entry.activation), torch.empty(batch, *entry.input_shape)
+    exact = saved_bytes(model, x).total_bytes
+    forward_save.convert(model, division=True)
+    assert exact / saved_bytes(model, x).total_bytes == pytest.approx(factor, abs=0.01)
