@@ -83,7 +83,16 @@ class Config:
     policy: str = option(
         "marvin",
         "what chooses formats: marvin; muppet (made for --no-normalize-gradients); fixed:WL,FL; "
-        "or none, which is --optimizer sgd",
+        "loss-budget or static, for integer hardware; or none, which is --optimizer sgd",
+    )
+    kappa: float = option(0.01, "loss-budget: share of the loss that rounding may cost")
+    policy_bits: tuple[int, int] = option(
+        (0, 0),
+        "loss-budget: shortest and longest word, 0 0 for 4 8; static: bits of weights and of "
+        "layers' inputs, 0 0 for 6 6",
+    )
+    ends_bits: int = option(
+        0, "loss-budget, static: bits of the first and the last layer; 0: as the others"
     )
     lr: float = keyword(0.05, "learning rate to begin with")
     momentum: float = keyword(0.9, "share of the last update kept in the next")
@@ -144,8 +153,9 @@ class Config:
         self._require("validation_share", 0 <= self.validation_share < 1, "0 to below 1")
         self._require("plateau_factor", 0 < self.plateau_factor < 1, "between 0 and 1")
         self._require("init_scale", self.init_scale > 0, "above 0")
-        known = re.fullmatch(r"marvin|muppet|none|fixed:\d+,-?\d+", self.policy)
-        self._require("policy", known is not None, "marvin, muppet, none or fixed:WL,FL")
+        known = re.fullmatch(r"marvin|muppet|loss-budget|static|none|fixed:\d+,-?\d+", self.policy)
+        kinds = "marvin, muppet, loss-budget, static, none or fixed:WL,FL"
+        self._require("policy", known is not None, kinds)
         if self.policy == "none":
             object.__setattr__(self, "optimizer", "sgd")
         self._require("bits", 1 <= self.bits <= 8, "1 to 8")
@@ -156,6 +166,11 @@ class Config:
     def method(self) -> str:
         """What tells runs apart in tables: the policy where it is not MSGD's own."""
         return self.optimizer if self.optimizer == "sgd" or self.policy == "marvin" else self.policy
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the policy is one of those for integer hardware, which measure ranges."""
+        return self.optimizer != "sgd" and self.policy in ("loss-budget", "static")
 
     def _require(self, name: str, is_met: bool, required: str) -> None:
         if not is_met:

@@ -24,6 +24,7 @@ from train.config import Config, parse, run_folder
 from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
 from train.files import UserError
+from train.lengths import mean_word_lengths
 from train.loop import Training, evaluate, fit
 from train.optimizers import make_optimizer
 from train.records import RunFolder, environment
@@ -201,7 +202,7 @@ def finish(training: Training) -> str:
     """Measure the test part, once, store the result and draw the word lengths."""
     config, folder = training.config, training.folder
     score = evaluate(training.model, training.parts.test, training.dataset, config.batch_size)
-    bits = training.mean_word_length
+    bits, lengths = training.mean_word_length, mean_word_lengths(training)
     result = {
         "epochs": training.progress.epoch,
         "steps": training.progress.total_steps,
@@ -209,11 +210,14 @@ def finish(training: Training) -> str:
         "test_loss": score.loss,
         "test_accuracy": score.accuracy,
         "mean_word_length": bits,
+        **lengths,
     }
     folder.save_result(result)
     lines = [f"test accuracy {score.accuracy:.2%} ({len(training.parts.test):,} images)"]
     if bits is not None:
         lines.append(f"mean word length {bits:.1f} bits")
+    if config.is_range and "mean_input_word_length" in lengths:
+        lines.append(f"that of layers' inputs {lengths['mean_input_word_length']:.1f} bits")
     if config.method == "msgd":  # the cost model and the figure are of MSGD's windows
         lines += [one_line(read_run(folder.path)), f"figure {plot.save(folder.path)}"]
     return "\n".join([*lines, f"run folder {folder.path}"])

@@ -25,14 +25,29 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return sgd
     keywords = _keywords(config, QUANTIZED_KEYWORDS)
     own = config.quantize_gradients or None  # None: as the policy wants
-    return marvin.Quantized(sgd, _policy(config), quantize_gradients=own, **keywords)
+    policy = _policy(config)
+    if config.is_range:
+        keywords["one_dim"] = policy.one_dim
+    return marvin.Quantized(sgd, policy, quantize_gradients=own, **keywords)
 
 
 def _policy(config: Config) -> marvin.Policy:
     if config.policy == "muppet":
         return marvin.MuppetPolicy()
+    if config.is_range:
+        return _range_policy(config)
     wl, fl = map(int, config.policy.removeprefix("fixed:").split(","))
     return marvin.FixedPolicy(wl, fl, config.symmetric)
+
+
+def _range_policy(config: Config) -> marvin.Policy:
+    ends_wl, (first, second) = config.ends_bits or None, config.policy_bits
+    if config.policy == "static":
+        return marvin.StaticPolicy(first or 6, second or 6, ends_wl=ends_wl)
+    step_size = config.batch_size * config.accumulation_steps
+    batch_size = None if config.quantize_activations else step_size
+    lengths = {"min_wl": first or 4, "max_wl": second or 8, "ends_wl": ends_wl}
+    return marvin.LossBudgetPolicy(config.kappa, batch_size=batch_size, **lengths)
 
 
 def _keywords(config: Config, names: Iterable[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """``--policy``: the same harness with other policies."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -32,6 +33,33 @@ def test_policies_make_their_optimizer(prepare, tiny, policy, kind, fmt):
     assert training.activations is not None
 
 
+def test_policies_for_integer_hardware_take_their_flags(prepare, tiny):
+    flags = ["--policy", "loss-budget", "--kappa", "0.03", "--policy-bits", "3", "7"]
+    config = parse(tiny, [*flags, "--ends-bits", "8", "--no-quantize-activations"])
+    expected = marvin.LossBudgetPolicy(0.03, min_wl=3, max_wl=7, ends_wl=8, batch_size=32)
+    assert prepare(config).policy.settings() == expected.settings()
+    policy = prepare(parse(tiny, ["--policy", "static", "--policy-bits", "4", "5"])).policy
+    assert policy.settings() == marvin.StaticPolicy(4, 5).settings()
+    training = prepare(parse(tiny, ["--policy", "static"]))
+    assert training.policy.settings() == marvin.StaticPolicy().settings()
+    assert training.optimizer.param_groups[0]["one_dim"] == "float"
+
+
+def test_mean_word_lengths_are_in_the_result(run, tiny, tmp_path):
+    summary = run(dataclasses.replace(tiny, policy="loss-budget", ends_bits=8))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert f"layers' inputs {result['mean_input_word_length']:.1f} bits" in summary
+    rows = read_csv(tmp_path / "run" / "trace.csv")
+    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    for name, column in (("mean_word_length", "wl"), ("mean_input_word_length", "input_wl")):
+        bits = [int(row[column]) for row in last]
+        assert result[name] == pytest.approx(sum(bits) / len(bits))
+        assert max(bits) == bits[0] == bits[-1] == 8
+        assert min(bits) < result[f"{name}_by_size"] < 8
+    # the first and the last layer have 8 bits and few weights: by size they count for less
+    assert result["mean_word_length_by_size"] < result["mean_word_length"]
+
+
 def test_no_policy_is_float32(prepare, tiny):
     config = parse(DEFAULTS, ["--policy", "none"])
     assert config.optimizer == config.method == "sgd"
@@ -47,7 +75,7 @@ def test_names_of_runs_tell_the_policy():
         Config(policy="fixed:8")
 
 
-@pytest.mark.parametrize("policy", ["muppet", "fixed:12,8"])
+@pytest.mark.parametrize("policy", ["muppet", "fixed:12,8", "loss-budget", "static"])
 def test_a_run_is_resumed_to_the_bit(run, tiny, tmp_path, monkeypatch, policy):
     tiny = dataclasses.replace(tiny, policy=policy, normalize_gradients=False)
     summary = run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
