@@ -21,7 +21,11 @@ def new_noise(seed: int) -> Tensor:
 
 
 def state(model: nn.Module) -> dict[str, int]:
-    """Return what decides the noise to come: ``seed`` and ``count``; empty where there is none."""
+    """Return what decides the noise to come: ``seed`` and ``count``; empty where there is none.
+
+    Raises:
+        ValueError: Parts of ``model`` were converted one by one.
+    """
     found = _noise(model)
     if found is None:
         return {}
@@ -33,7 +37,8 @@ def load_state(model: nn.Module, state: Mapping[str, int]) -> None:
     """Continue the noise from what ``state`` returned.
 
     Raises:
-        ValueError: ``state`` is of another kind of conversion.
+        ValueError: ``state`` is of another kind of conversion, or parts of ``model`` were converted
+            one by one.
     """
     found = _noise(model)
     wanted = set() if found is None else {"seed", "count"}
@@ -45,4 +50,13 @@ def load_state(model: nn.Module, state: Mapping[str, int]) -> None:
 
 
 def _noise(model: nn.Module) -> Tensor | None:
-    return next((vars(m)["_noise"] for m in model.modules() if "_noise" in vars(m)), None)
+    """Return the one noise that the layers of ``model`` share, if any has one."""
+    found = {name: vars(m)["_noise"] for name, m in model.named_modules() if "_noise" in vars(m)}
+    first = next(iter(found), None)
+    for name, noise in found.items():
+        if noise is not found[first]:
+            raise ValueError(
+                f"the model must be of one conversion, got layers {first!r} and {name!r} of two: "
+                "take the state of each converted part"
+            )
+    return None if first is None else found[first]

@@ -176,6 +176,21 @@ def test_state_continues_the_noise():
         forward_save.load_state(twin, {})
 
 
+def test_parts_converted_one_by_one_have_a_state_each():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for i, part in enumerate(model):
+        forward_save.convert(part, division=DIVISION, seed=i)
+    model(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match="one conversion, got layers '0' and '1' of two"):
+        forward_save.state(model)
+    assert [forward_save.state(part) for part in model] == [
+        {"seed": 0, "count": 1},
+        {"seed": 1, "count": 1},
+    ]
+    forward_save.revert(model)
+    assert type(model[1]) is nn.Linear
+
+
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_has_the_same_noise_to_come_and_its_own_count(again):
     model, x = build(division=DIVISION, seed=4), images()
