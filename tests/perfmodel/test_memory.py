@@ -203,6 +203,8 @@ def test_division_at_the_edge():
     assert Division().size_bytes((1, 1, 14, 14)) == 4 * 2 + 14 * 14 // 4 + 4
     assert Division(is_cut=False).size_bytes((1, 1, 14, 14)) == 2 + 49 + 4
     assert Division().size_bytes((2, 5, 1, 1)) == 2 * 5 * 2
+    assert Division().size_bytes((2, 5, 0, 3)) == 0
+    assert Division().size_bytes((2, 3, 4, 9, 5)) == 6 * (2 * 2 + 45 + 4)
     assert Division(16, 2).size_bytes((3, 64)) == 3 * (4 * 2 + 16 + 4)
     assert Division().size_bytes((2, 7, 16)) == 14 * (2 * 2 + 4 + 4)
 
