@@ -14,6 +14,7 @@ from marvin.gradients import Gradients, gather, nonfinite, read
 from marvin.layers import is_layer, layout_of
 from marvin.noise import Purpose, stream
 from marvin.policy import ActivationFormats, Layer, Policy, Step, layer_tensors, word_length
+from marvin.ranks import mean_over_ranks, rank
 from marvin.rounding import Format, round_many
 from marvin.settings import OPTIONS, check_dtypes, check_settings
 from marvin.trace import Switch
@@ -96,9 +97,9 @@ class QuantizingOptimizer(Optimizer):
         return next((index for index, p in self._layout.layers if id(p) in own), None)
 
     def activation_noise(self) -> tuple[int, int]:
-        """Return seed and stream for one more rounding of activations in training."""
+        """Return seed and stream for one more rounding of activations, this process's own."""
         self._counts.forwards += 1
-        return self._seed, stream(Purpose.ACTIVATIONS, self._counts.forwards)
+        return self._seed, stream(Purpose.ACTIVATIONS, self._counts.forwards, rank())
 
     def layers(self) -> list[str]:
         """Return the names of the parameters that have a format of their own."""
@@ -167,7 +168,8 @@ class QuantizingOptimizer(Optimizer):
         Args:
             closure: Evaluates the model, backpropagates and returns the loss.
             loss: The loss of this step, where there is no closure: with gradient accumulation,
-                the mean over the micro-batches.
+                the mean over the micro-batches. Of several processes (DistributedDataParallel)
+                each gives its own; all decide by the mean.
 
         Returns:
             The loss, as it came.
@@ -187,7 +189,8 @@ class QuantizingOptimizer(Optimizer):
         batches = self._gather()
         if not batches:
             return loss
-        total, norms, numbers = read(batches, loss)
+        mean = mean_over_ranks(loss, batches[0].norms[0].device)
+        total, norms, numbers = read(batches, mean)
         if wrong := nonfinite(batches, total, norms, self._layout.names):
             self._leave_out(wrong)
             return loss

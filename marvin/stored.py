@@ -111,7 +111,7 @@ class StoredCodes:
         address = x.untyped_storage().data_ptr()
         for p in weights:
             if p in self._codes and p.untyped_storage().data_ptr() == address:
-                return p, self._generation, tuple(x.shape), x.stride(), x.storage_offset()
+                return p, self._generation, tuple(x.shape), x.stride(), int(x.storage_offset())
         return x
 
     def _unpack(self, kept: Tensor | _Marker) -> Tensor:

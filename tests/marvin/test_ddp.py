@@ -1,0 +1,63 @@
+"""DistributedDataParallel: every process takes the same decisions and writes the same bits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from marvin.ranks import mean_over_ranks, rank
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "marvin" / "data" / "ddp.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+import ddp  # noqa: E402  pyright: ignore[reportMissingImports]  it is a script
+
+
+def run(world, folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(world), str(SCRIPT), str(folder)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_are_the_same_to_the_bit_and_one_process_too(world, tmp_path):
+    run(world, tmp_path)
+    for kind in ("msgd", "adamw"):
+        ranks = [torch.load(tmp_path / f"{kind}{i}.pt") for i in range(world)]
+        first = ranks[0]
+        assert first["world"] == world
+        assert len({tuple(r["losses"]) for r in ranks}) == world  # each saw its own samples
+        for other in ranks[1:]:
+            torch.testing.assert_close(other["model"], first["model"], rtol=0, atol=0)
+            assert repr(other["optimizer"]) == repr(first["optimizer"])
+        means = [sum(step) / world for step in zip(*(r["losses"] for r in ranks), strict=True)]
+        kept = first["optimizer"]["marvin"]["losses"]
+        assert kept == pytest.approx(means[-len(kept) :], rel=1e-6)
+        assert_one_process_gives_the_same(kind, first, means)
+
+
+def assert_one_process_gives_the_same(kind, expected, losses):
+    model = ddp.make_model()
+    optimizer = ddp.make_optimizer(model, kind)
+    for grads, loss in zip(expected["grads"], losses, strict=True):
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p.grad = grad
+        optimizer.step(loss=loss)
+    torch.testing.assert_close(dict(model.state_dict()), expected["model"], rtol=0, atol=0)
+    trace = optimizer.state_dict()["marvin"]["trace"]
+    assert repr(trace) == repr(expected["optimizer"]["marvin"]["trace"])
+    assert len(trace) >= 4
+
+
+def test_without_other_processes_the_loss_stays():
+    loss = torch.tensor(3.0)
+    assert mean_over_ranks(loss, torch.device("cpu")) is loss
+    assert mean_over_ranks(None, torch.device("cpu")) is None
+    assert rank() == 0
