@@ -57,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
         "--scale-wl", type=int, default=16, help="bits of batch norm's scale (default: 16)"
     )
     parser.add_argument(
-        "--samples", type=int, default=0, help="test images to verify on (default: all; hls4ml: 8)"
+        "--samples",
+        type=int,
+        default=0,
+        help="test images to verify on (default: all; of the slow qonnx and hls4ml, 8)",
     )
     parser.add_argument("--backend", choices=("Vitis", "Vivado"), default="Vitis", help="of hls4ml")
     parser.add_argument(
@@ -81,7 +84,8 @@ def _export(given: argparse.Namespace) -> None:
     out = given.out or run.path / "export" / given.to
     written = _write(given, run, deployed, (out, rows))
     print(f"{out}: {written.what}, {written.size_bytes:,} bytes")
-    print(f"verified: {written.proof}" if written.proof else "not verified: add --verify")
+    verdict = "verified" if written.is_equal else "not equal"
+    print(f"{verdict}: {written.proof}" if written.proof else "not verified: add --verify")
     if written.outputs is not None:
         count = len(written.outputs)
         right = int((written.outputs.argmax(1) == run.labels[:count]).sum())
@@ -94,7 +98,7 @@ def _write(
     out, rows = place
     if out.exists() and not (out.is_dir() and (out / "export.json").is_file()):
         raise ValueError(f"{out} must be an earlier export or not there: choose another --out")
-    count = given.samples or (8 if given.to == "hls4ml" else len(run.test))
+    count = given.samples or (8 if given.to in ("qonnx", "hls4ml") else len(run.test))
     samples = run.test[:count] if given.verify else None
     with new_folder(out) as folder:
         written = TARGETS[given.to](Order(deployed, folder, samples, given.backend, given.python))

@@ -24,6 +24,8 @@ from marvin.export.errors import ExportError
 from marvin.export.files import write_atomic
 from marvin.export.graph import Floats, container, require_exact, window
 from marvin.export.network import (
+    Affine,
+    Conv,
     Flatten,
     MaxPool,
     Network,
@@ -171,6 +173,17 @@ class Bytes(Shorts):
             codes = self._clip(op.name, codes, op.fmt, low=op.fmt.min_code)
         self._codes[op.name] = codes, op.fmt
         return ""
+
+    def affine(self, op: Affine) -> str:
+        """Add a batch normalisation: an integer convolution of each channel if its scale fits."""
+        shape = self.network.values[op.name].shape
+        if op.scale_fmt.wl > 8 or len(shape) != 3:
+            return super().affine(op)
+        channels = len(op.scale)
+        weight = op.scale.reshape(channels, 1, 1, 1)
+        same = (1, 1), (0, 0), (1, 1), channels
+        layer = Conv(op.name, op.inputs, weight, op.scale_fmt, op.offset, op.offset_fmt, *same)
+        return self.conv(layer)
 
     def weight(self, op: Weighted) -> str:
         """Store 8-bit codes as uint8 around 128, shorter ones as int8."""

@@ -26,12 +26,14 @@ class Written:
         what: In words.
         outputs: What the file computes of the samples it was proved on, None where not proved.
         proof: In words; ``""`` where there is none.
+        is_equal: Whether it computes what the integers do; False only where no float32 could.
     """
 
     size_bytes: int
     what: str
     outputs: Tensor | None = None
     proof: str = ""
+    is_equal: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def _qonnx(order: Order) -> Written:
         f"qonnx's executor is float32, which is not exact here: {int((gap > 0).sum())} of "
         f"{gap.numel()} outputs differ from the integers, by {gap.max():g} steps at most"
     )
-    return Written(size, path.name, got, proof)
+    return Written(size, path.name, got, proof, is_equal=False)
 
 
 def _hls4ml(order: Order) -> Written:

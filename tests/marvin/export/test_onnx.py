@@ -61,6 +61,14 @@ def test_integer_containers_of_short_words(plain):
     assert weights["0.weight"] == onnx.TensorProto.UINT8  # portable, see the module
 
 
+def test_short_scales_of_batch_norm_make_integer_convolutions(digits):
+    _, network, x = digits(8, 5, scale_wl=8)
+    model = assert_exact(network, 2 * x)
+    kinds = [node.op_type for node in model.graph.node]
+    assert "Mul" not in kinds
+    assert kinds.count("Conv") == 4
+
+
 def test_every_scale_is_a_power_of_two_and_versions_are_readable(digits):
     _, network, _ = digits()
     model = exporter.to_model(network)
