@@ -19,6 +19,7 @@ from fixedpoint_kernels.division.vectors import (
     add_rows,
     bits_of,
     code_block,
+    ends_of,
     float_of,
     mean_of_columns,
     restore_rows,
@@ -161,10 +162,7 @@ def _readable(x, at, count, beyond):
 @njit
 def _to_positions(residual, found, levels, inverse_levels, plane_range):
     """Keep the range of a plane, and turn its residuals to steps above the smallest."""
-    low, high, wrong = found[0, 0], found[1, 0], np.float32(0.0)
-    for lane in range(LANES):
-        low, high = min(low, found[0, lane]), max(high, found[1, lane])
-        wrong += found[2, lane]
+    low, high, wrong = ends_of(found)
     low, step = _range(np.float32(np.nan) if wrong != 0 else low, high, levels, inverse_levels)
     plane_range[0], plane_range[1] = _bfloat16(low), _bfloat16(step)
     if step > 0:

@@ -216,6 +216,28 @@ def subtract_rows(_context, x, at, rows, width, means, out, start, stop, found):
 
 
 @intrinsic
+def ends_of(_context, found):
+    """Return the smallest, the largest, and 0 or NaN, of what ``subtract_rows`` found."""
+
+    def codegen(context, builder, signature, args):
+        state = _data(context, builder, signature, args, 0)
+        low, high, wrong = (
+            Vector.load(builder, builder.gep(state, [_index(LANES * i)]), LANES) for i in range(3)
+        )
+        for step in (1, 2, 4, 8):
+            order = [lane ^ step for lane in range(LANES)]
+            other = low.shuffled(low, order)
+            low = (other < low).where(other, low)
+            other = high.shuffled(high, order)
+            high = (other > high).where(other, high)
+            wrong = wrong + wrong.shuffled(wrong, order)
+        first = [builder.extract_element(v.value, _index(0)) for v in (low, high, wrong)]
+        return context.make_tuple(builder, signature.return_type, first)
+
+    return types.UniTuple(types.float32, 3)(found), codegen
+
+
+@intrinsic
 def code_block(_context, positions, at, first, bits, key, codes, byte):  # noqa: PLR0913  kernels take buffers and sizes
     """Round ``BLOCK`` positions stochastically, as elements ``first`` on of the map, and pack them.
 
