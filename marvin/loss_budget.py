@@ -36,7 +36,7 @@ class LossBudgetPolicy(RangePolicy):
         max_wl: Longest word, bits.
         ends_wl: Word length of the first and the last layer, in parameter order; None: as of the
             others.
-        batch_size: Samples of a step. None: the first dimension of what the first layer sees,
+        batch_size: Samples of a step, in each process. None: the first dimension of what the first layer sees,
             summed over a step's forward passes; needs ``marvin.quantize_activations``.
 
     Raises:
@@ -68,6 +68,10 @@ class LossBudgetPolicy(RangePolicy):
         """See ``Policy``."""
         return dataclasses.asdict(self)
 
+    def samples(self, settings: Mapping[str, Any]) -> int:
+        """See ``RangePolicy``."""
+        return settings["batch_size"] or self.observations.samples
+
     def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
         """See ``RangePolicy``."""
         both = Limits(settings["min_wl"], settings["max_wl"])
@@ -83,7 +87,7 @@ class LossBudgetPolicy(RangePolicy):
 
     def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
         """Add to the window; at its end, change formats."""
-        samples = step.settings["batch_size"] or self.observations.samples
+        samples = self.samples(step.settings)
         if step.loss is None or not samples:
             raise ValueError(
                 "LossBudgetPolicy needs step(loss=loss), and batch_size or quantize_activations "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from marvin.ranges import MAGNITUDES, Range, need
+from marvin.ranks import min_over_ranks, sum_over_ranks
 
 __all__ = ["Inputs", "Observations", "magnitudes", "weight_ranges"]
 
@@ -37,8 +38,8 @@ class Inputs:
         lowest: Smallest value.
         power: Mean square.
         saturated: Share of values that were clamped.
-        gradient: Squared 2-norm of the loss's gradient, where the input is not 0 and was not
-            clamped; None where no gradient came.
+        gradient: Squared 2-norm of a sample's gradient, where the input is not 0 and was not
+            clamped, mean over the samples; None where no gradient came.
     """
 
     counts: list[int]
@@ -55,8 +56,9 @@ class Inputs:
 class Observations:
     """Collects what layers see between two steps of the optimizer.
 
-    Everything adds up over forward passes, so that micro-batches tell what their batch would.
-    Nothing waits for the device before ``read``.
+    Everything adds up over forward passes and processes, so that micro-batches and processes tell
+    what their batch would. The host waits for the device in ``read``; on a GPU, also to count
+    magnitudes.
     """
 
     def __init__(self) -> None:
@@ -102,18 +104,29 @@ class Observations:
         y.register_hook(measure)
         return y
 
-    def read(self) -> dict[int, Inputs]:
-        """Return what was seen, by position; here the host waits for the device."""
+    def read(self, samples: int) -> dict[int, Inputs]:
+        """Return what was seen, by position.
+
+        Args:
+            samples: How many went forward in this process; the loss was their mean.
+        """
         if not self._layers:
             return {}
         counts = torch.stack([torch.stack(sums.counts).sum(0) for sums in self._layers.values()])
-        scalars = torch.stack([_scalars(sums) for sums in self._layers.values()])
+        lowest, added = torch.stack([_scalars(sums) for sums in self._layers.values()]).split(
+            [1, 3], dim=1
+        )
+        added = torch.cat([added, torch.full_like(lowest, samples)], dim=1)
+        added[:, 2] *= float(samples) ** 2  # of the samples' own losses, not of their mean
+        scalars = torch.cat([min_over_ranks(lowest), sum_over_ranks(added)], dim=1)
         found = {}
-        rows = zip(self._layers.items(), counts.tolist(), scalars.tolist(), strict=True)
-        for (layer, sums), table, (lowest, squares, clamped, gradient) in rows:
+        rows = zip(
+            self._layers.items(), sum_over_ranks(counts).tolist(), scalars.tolist(), strict=True
+        )
+        for (layer, sums), table, (low, squares, clamped, gradient, every) in rows:
             total = sum(table)
-            known = gradient if sums.gradients else None
-            found[layer] = Inputs(table, lowest, squares / total, clamped / total, known)
+            known = gradient / every if sums.gradients and every else None
+            found[layer] = Inputs(table, low, squares / total, clamped / total, known)
         return found
 
 

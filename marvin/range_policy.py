@@ -10,6 +10,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.observations import Inputs, Observations, weight_ranges
 from marvin.policy import ActivationFormats, Layer, Policy, Step, load_format
 from marvin.ranges import Limits, Range, integer_length
+from marvin.ranks import sums_over_ranks
 from marvin.rounding import Format
 from marvin.settings import Checks, check_settings
 from marvin.trace import Switch
@@ -90,6 +91,14 @@ class RangePolicy(Policy):
         """See ``Policy``."""
         return self._observations
 
+    def samples(self, settings: Mapping[str, Any]) -> int:
+        """Return how many samples of the present step this process saw.
+
+        Args:
+            settings: Hyper-parameters of the first group.
+        """
+        return self._observations.samples
+
     @abstractmethod
     def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
         """Return shortest and longest words of a layer's weights and of its inputs."""
@@ -149,16 +158,17 @@ class RangePolicy(Policy):
 
     def _switch(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
         """Give each layer its formats, and begin a window."""
-        weights = weight_ranges([layer.state["master"] for layer in layers])
-        inputs = self.observations.read()
-        samples = step.settings.get("batch_size") or self.observations.samples
+        masters = [layer.state["master"] for layer in layers]
+        inputs = self.observations.read(self.samples(step.settings))
+        weights = zip(weight_ranges(masters), _gradients(layers), strict=True)
         loss = self._loss_sum / self._losses if self._losses else 0.0
         rows = []
-        for place, (layer, measured) in enumerate(zip(layers, weights, strict=True)):
+        for place, (layer, (measured, gradient)) in enumerate(zip(layers, weights, strict=True)):
             limits = self.limits(layer.settings)
             if place in (0, len(layers) - 1) and (wl := layer.settings["ends_wl"]) is not None:
                 limits = Limits(wl, wl), Limits(wl, wl)
-            of_weight, of_inputs = _seen(layer, measured, inputs.get(layer.index), limits, samples)
+            of_weight = Seen(layer.state["layer"].fmt, measured, gradient, limits[0])
+            of_inputs = _seen_inputs(layer, inputs.get(layer.index), limits[1])
             share = loss / (2 * len(layers))
             rows.append(self._switch_layer(layer, (of_weight, of_inputs), share, step.number))
         self._loss_sum, self._losses = 0.0, 0
@@ -213,25 +223,23 @@ class RangePolicy(Policy):
         return seen.limits.format(measured.signed, il, fl), ""
 
 
-def _seen(
-    layer: Layer,
-    weight: Range,
-    inputs: Inputs | None,
-    limits: tuple[Limits, Limits],
-    samples: int,
-) -> tuple[Seen, Seen | None]:
-    """Return what is known of a layer's weight, and of its inputs where they were watched."""
-    record: LayerBudget = layer.state["layer"]
-    gradient = record.weight_sum / record.count if record.count else None
-    of_weight = Seen(record.fmt, weight, gradient, limits[0])
+def _gradients(layers: Sequence[Layer]) -> list[float | None]:
+    """Return squared norms of a sample's gradient to the weights, means over the window."""
+    records: list[LayerBudget] = [layer.state["layer"] for layer in layers]
+    device = layers[0].state["master"].device if layers else None
+    sums = sums_over_ranks([record.weight_sum for record in records], device)
+    return [total / r.count if r.count else None for total, r in zip(sums, records, strict=True)]
+
+
+def _seen_inputs(layer: Layer, inputs: Inputs | None, limits: Limits) -> Seen | None:
+    """Return what is known of a layer's inputs; None where they were not observed."""
     if inputs is None:
-        return of_weight, None
-    gradient = record.input_gradient
-    if inputs.gradient is not None:
-        new = samples * inputs.gradient
+        return None
+    record: LayerBudget = layer.state["layer"]
+    gradient, new = record.input_gradient, inputs.gradient
+    if new is not None:
         gradient = new if gradient is None else (gradient + new) / 2
-    measured = inputs.range(layer.settings["sat_tol"])
-    return of_weight, Seen(record.inputs, measured, gradient, limits[1])
+    return Seen(record.inputs, inputs.range(layer.settings["sat_tol"]), gradient, limits)
 
 
 def is_word_length(value: Any) -> bool:

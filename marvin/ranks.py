@@ -1,10 +1,13 @@
 """Training on several processes: what they must agree on."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["mean_over_ranks", "rank"]
+__all__ = ["mean_over_ranks", "min_over_ranks", "rank", "sum_over_ranks", "sums_over_ranks"]
 
 
 def rank() -> int:
@@ -24,6 +27,29 @@ def mean_over_ranks(loss: float | Tensor | None, device: torch.device) -> float 
     total = torch.as_tensor(loss, dtype=torch.float32).detach().to(device, copy=True)
     dist.all_reduce(total)
     return total / dist.get_world_size()
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """Return the sum over the default group's processes, the same bits on each."""
+    return _reduced(x, dist.ReduceOp.SUM) if _is_distributed() else x
+
+
+def min_over_ranks(x: Tensor) -> Tensor:
+    """Return the smallest values over the default group's processes."""
+    return _reduced(x, dist.ReduceOp.MIN) if _is_distributed() else x
+
+
+def sums_over_ranks(values: Sequence[float], device: torch.device | None) -> list[float]:
+    """Return the sums of numbers on the host; ``device``: where the group communicates."""
+    if not _is_distributed():
+        return list(values)
+    return sum_over_ranks(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
+
+
+def _reduced(x: Tensor, operation: Any) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, operation)
+    return total
 
 
 def _is_distributed() -> bool:

@@ -157,15 +157,16 @@ def test_observations_by_hand():
     weights = torch.tensor([[1.0], [2.0], [4.0]])
     seen = watched([x], weights, FixedPoint(4, 1))
     assert seen.samples == 2
-    found = seen.read()[7]
+    found = seen.read(2)[7]
     assert found.lowest == -9
     assert found.power == pytest.approx((1 + 81 + 4 + 9) / 6, rel=1e-6)  # float32
     assert found.saturated == pytest.approx(1 / 6, rel=1e-6)
-    # the gradient is weights / 4; not where x is 0, nor where -9 was clamped
-    assert found.gradient == (2**2 + 1**2 + 4**2) / 16
+    # the gradient is weights / 4; not where x is 0, nor where -9 was clamped; if that is of a
+    # mean over 2 samples, each has twice that gradient
+    assert found.gradient == (2**2 + 1**2 + 4**2) / 16 * 4 / 2
     assert found.range(1 / 6) == Range(True, 2, found.power, found.saturated)
     seen.clear()
-    assert (seen.read(), seen.samples) == ({}, 0)
+    assert (seen.read(0), seen.samples) == ({}, 0)
 
 
 def test_micro_batches_tell_what_their_batch_would():
@@ -173,7 +174,7 @@ def test_micro_batches_tell_what_their_batch_would():
     x, weights, fmt = torch.randn(8, 5), torch.randn(5, 3), FixedPoint(3, 1)
     whole, parts = (watched(xs, weights, fmt) for xs in ([x], x.split(3)))
     assert whole.samples == parts.samples
-    one, two = whole.read()[7], parts.read()[7]
+    one, two = whole.read(8)[7], parts.read(8)[7]
     assert (one.counts, one.lowest) == (two.counts, two.lowest)
     pairs = [(r.power, r.saturated, r.gradient) for r in (one, two)]
     assert pairs[0] == pytest.approx(pairs[1], rel=1e-5)  # sums of float32 in another order
