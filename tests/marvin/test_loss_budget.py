@@ -152,6 +152,7 @@ def test_resume_equals_never_stopping(policy, stop):
     train(model2, optimizer2, 2)  # something to forget
     model2.load_state_dict(saved["model"])
     optimizer2.load_state_dict(saved["optimizer"])
+    assert repr(optimizer2.state_dict()["marvin"]) == repr(saved["optimizer"]["marvin"])
     train(model, optimizer, 10, stop)
     train(model2, optimizer2, 10, stop)
     torch.testing.assert_close(model.state_dict(), model2.state_dict(), rtol=0, atol=0)
