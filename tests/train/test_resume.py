@@ -8,6 +8,7 @@ import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -62,9 +63,17 @@ def assert_same_run(got: Path, want: Path) -> None:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return every TensorBoard curve that is a function of the seed."""
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
-    events.Reload()
+    """Return every TensorBoard curve that is a function of the seed.
+
+    Files are read in the order of their names, which end in a number without leading zeros: within
+    one second of one process 10 comes before 9. Hence links whose names are in order.
+    """
+    files = sorted((folder / "tensorboard").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    with TemporaryDirectory() as ordered:
+        for number, file in enumerate(files):
+            (Path(ordered) / f"{number:04}.tfevents").symlink_to(file)
+        events = EventAccumulator(ordered, size_guidance={"scalars": 0})
+        events.Reload()
     found = defaultdict(list)
     for tag in events.Tags()["scalars"]:
         if tag != "images_per_s" and not tag.startswith("saturation"):
