@@ -1,6 +1,6 @@
 """Fixed-point rounding, bit packing and histograms for PyTorch, on CPU and GPU."""
 
-from fixedpoint_kernels import few_bit, forward_save
+from fixedpoint_kernels import division, few_bit, forward_save
 from fixedpoint_kernels.block import quantize_block
 from fixedpoint_kernels.formats import BlockFloat, FixedPoint
 from fixedpoint_kernels.histogram import histogram_candidates
@@ -17,6 +17,7 @@ __all__ = [
     "BlockFloat",
     "FixedPoint",
     "decode",
+    "division",
     "encode",
     "few_bit",
     "forward_save",
