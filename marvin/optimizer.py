@@ -82,7 +82,7 @@ class MSGD(QuantizingOptimizer):
         ValueError: An argument is out of range.
         FloatingPointError: In ``step``, before anything has changed: see ``nonfinite``.
 
-    Example:
+    Examples:
         >>> optimizer = marvin.MSGD(model.named_parameters(), lr=0.1)
         >>> for x, y in batches:
         ...     optimizer.zero_grad()

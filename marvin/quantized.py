@@ -51,7 +51,7 @@ class Quantized(QuantizingOptimizer):
             hyper-parameter of the same name as one of these.
         FloatingPointError: In ``step``, before anything has changed: see ``nonfinite``.
 
-    Example:
+    Examples:
         >>> adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
         >>> optimizer = marvin.Quantized(adamw, marvin.MarvinPolicy(buffer_bits=6))
         >>> optimizer.step(loss=loss)
