@@ -42,6 +42,8 @@ _NAME = "network"
 FORGOTTEN = "ap_fixed<2,1>"  # of a type that is not written out: too short for anything
 # these would compute batch normalisation as part of the layer before it, which rounds differently
 _NO_FUSION = ["fuse_batch_normalization", "fuse_consecutive_batch_normalization"]
+# whose result is cast to its type; a reshaping casts nothing, and a pooling may round already
+_CASTING = Conv, Linear, Affine, Add, Relu
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ class _Writer:
             if op.name not in self.names:
                 rounded = users.get(op.name, [])
                 is_fused = len(rounded) == 1 and isinstance(rounded[0], Round)
+                is_fused &= isinstance(op, _CASTING)
                 self._operation(op, rounded[0] if is_fused else None)
 
     def _input(self, users: list[Operation]) -> None:
