@@ -193,7 +193,7 @@ def _command(argv: Sequence[str]) -> str:
     kept = ["python -m benchmarks.reproduce"]
     words = iter(argv)
     for word in words:
-        if word in ("--minutes", "--results", "--folder"):
+        if word in ("--minutes", "--results", "--folder", "--data-name"):
             next(words)
         else:
             kept.append(shlex.quote(word))
