@@ -1,6 +1,6 @@
 """Quantised activations: layers round their inputs and outputs to their own format."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -185,7 +185,8 @@ class QuantizedActivations:
             return self._round(name, module, output, *rules)
 
         # torch.compile cannot look into the kernels: it compiles what is between them
-        before, after = torch.compiler.disable(round_inputs), torch.compiler.disable(round_outputs)
+        before: Any = torch.compiler.disable(round_inputs)
+        after: Any = torch.compiler.disable(round_outputs)
         self._hooks.append(module.register_forward_pre_hook(before))
         self._hooks.append(module.register_forward_hook(after))
 
@@ -196,7 +197,8 @@ class QuantizedActivations:
             fmt = self._formats(parameters).outputs
             return tuple(self._round_samples(module, x, fmt) for x in inputs)
 
-        self._hooks.append(model.register_forward_pre_hook(torch.compiler.disable(round_samples)))
+        before: Any = torch.compiler.disable(round_samples)
+        self._hooks.append(model.register_forward_pre_hook(before))
 
     def _formats(self, parameters: Sequence[Tensor]) -> ActivationFormats:
         found = map(self._optimizer.activation_formats, parameters)
@@ -248,6 +250,12 @@ class QuantizedActivations:
         if self._ste == "identity" or isinstance(fmt, BlockFloat):
             return _RoundedIdentity.apply(x, fmt, options, back)
         return _FakeQuantize.apply(x, fmt, options, self._tallies[name], back)
+
+
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a hook out of torch.compile, which cannot look into the kernels."""
+    disabled: Any = torch.compiler.disable(hook)
+    return disabled
 
 
 def quantize_activations(
