@@ -184,11 +184,8 @@ class QuantizedActivations:
                 return tuple(self._round(name, module, x, *rules) for x in output)
             return self._round(name, module, output, *rules)
 
-        # torch.compile cannot look into the kernels: it compiles what is between them
-        before: Any = torch.compiler.disable(round_inputs)
-        after: Any = torch.compiler.disable(round_outputs)
-        self._hooks.append(module.register_forward_pre_hook(before))
-        self._hooks.append(module.register_forward_hook(after))
+        self._hooks.append(module.register_forward_pre_hook(_uncompiled(round_inputs)))
+        self._hooks.append(module.register_forward_hook(_uncompiled(round_outputs)))
 
     def attach_input(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Round what comes into the model, each sample for itself."""
@@ -197,8 +194,7 @@ class QuantizedActivations:
             fmt = self._formats(parameters).outputs
             return tuple(self._round_samples(module, x, fmt) for x in inputs)
 
-        before: Any = torch.compiler.disable(round_samples)
-        self._hooks.append(model.register_forward_pre_hook(before))
+        self._hooks.append(model.register_forward_pre_hook(_uncompiled(round_samples)))
 
     def _formats(self, parameters: Sequence[Tensor]) -> ActivationFormats:
         found = map(self._optimizer.activation_formats, parameters)
