@@ -23,13 +23,15 @@ __all__ = [
     "saved_bytes",
 ]
 
-ONE_STEP = {"relu", "relu_", "leaky_relu", "leaky_relu_", "threshold"}
-TWO_STEPS = {"relu6", "hardtanh", "hardtanh_", "hardsigmoid", "hardshrink", "softshrink"}
+STEPWISE_NAMES = """
+relu relu_ leaky_relu leaky_relu_ threshold relu6 hardtanh hardtanh_ hardsigmoid hardshrink softshrink
+"""
+STEPWISE = {*STEPWISE_NAMES.split()}  # their derivative has two values
 SMOOTH_NAMES = """
 gelu silu mish selu elu celu sigmoid logsigmoid softplus softsign tanh tanhshrink hardswish prelu
 sigmoid_ tanh_ silu_ elu_
 """
-ACTIVATIONS = {*SMOOTH_NAMES.split(), *ONE_STEP, *TWO_STEPS}
+ACTIVATIONS = {*SMOOTH_NAMES.split(), *STEPWISE}
 PARTS = {  # of an operation's name; the first that fits
     "attention": "attention",
     "conv": "convolution",
@@ -193,8 +195,8 @@ def kind_of(op: str) -> str:
 def few_bit(bits: int) -> Option:
     """Return the option that keeps a code of ``bits`` bits of every activation function's input.
 
-    Functions of one step need 1 bit, those of two steps at most 2. What another operation keeps
-    as well, such as the output of ReLU that goes into a convolution, stays.
+    Stepwise functions need 1 bit. What another operation keeps as well, such as the output of ReLU
+    that goes into a convolution, stays.
     """
 
     def size(kept: Kept) -> int:
@@ -206,9 +208,7 @@ def few_bit(bits: int) -> Option:
 
 
 def _code(kept: Kept, saver: Saver, bits: int) -> int:
-    if saver.op in ONE_STEP:
-        bits = 1
-    return few_bit_bytes(kept.elements, min(bits, 2) if saver.op in TWO_STEPS else bits)
+    return few_bit_bytes(kept.elements, 1 if saver.op in STEPWISE else bits)
 
 
 def division(settings: Division = Division()) -> Option:  # noqa: B008  frozen
@@ -234,7 +234,7 @@ def divided(kept: Kept, saver: Saver, settings: Division) -> tuple[str, int] | N
     is_map = math.prod(kept.shape) == kept.elements and len(kept.shape) > 1
     if saver.kind in COMPRESSED and is_map:
         return "map", settings.size_bytes(kept.shape)
-    if saver.op in ONE_STEP or saver.op in TWO_STEPS or saver.kind == "dropout":
+    if saver.op in STEPWISE or saver.kind == "dropout":
         return "mask", math.ceil(kept.elements / 8)
     if saver.kind == "pooling":
         is_index = kept.itemsize == 8

@@ -182,7 +182,7 @@ def test_few_bit_saves_what_the_activation_alone_keeps():
     assert few_bit(3)(alone) == code == 384
     assert few_bit(3)(shared) == shared.size_bytes + few_bit_bytes(384, 1)
     assert few_bit(3)(kept("conv2d")) == 1536
-    assert few_bit(4)(kept("relu6")) == few_bit_bytes(384, 2)
+    assert few_bit(4)(kept("relu6")) == few_bit_bytes(384, 1)
     assert few_bit_bytes(1025, 2) == 2 * 128 * 2
 
 
