@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from train.files import UserError
+from train.errors import UserError
 from train.records import RunFolder
 
 ROOT = Path(__file__).parent.parent

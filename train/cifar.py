@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from marvin.files import write_atomic
 from train.dataset import Dataset, Images, make_dataset
-from train.files import UserError, write_atomic
+from train.errors import UserError
 
 __all__ = ["LAYOUTS", "Layout", "is_present", "load"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from train import cifar, fashion_mnist
 from train.dataset import Dataset, Images, make_dataset
-from train.files import UserError
+from train.errors import UserError
 
 __all__ = ["NAMES", "Parts", "choose", "enlarge", "load", "split"]
 

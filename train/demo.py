@@ -10,7 +10,7 @@ from perfmodel.run import read_run
 from perfmodel.summary import totals
 from train import resnet20
 from train.config import Config
-from train.files import UserError
+from train.errors import UserError
 from train.main import own_process, run
 
 __all__ = ["main"]

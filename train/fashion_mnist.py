@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from train.dataset import Dataset, Images, make_dataset
-from train.files import UserError
+from train.errors import UserError
 
 __all__ = ["FILES", "find", "load"]
 

@@ -23,7 +23,7 @@ from train.augment import private_generator
 from train.config import Config, parse, run_folder
 from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
-from train.files import UserError
+from train.errors import UserError
 from train.lengths import mean_word_lengths
 from train.loop import Training, evaluate, fit
 from train.optimizers import make_optimizer

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from train.files import UserError, write_atomic
+from marvin.files import write_atomic
+from train.errors import UserError
 from train.records import RunFolder, read_csv
 
 __all__ = ["History", "draw", "read", "save"]

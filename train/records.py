@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from marvin.files import remove_leftovers, write_atomic
 from train.config import Config, from_dict, to_dict
-from train.files import UserError, remove_leftovers, write_atomic
+from train.errors import UserError
 
 __all__ = ["RunFolder", "differences", "environment", "read_csv"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config
-from train.files import UserError
+from train.errors import UserError
 from train.records import RunFolder
 
 __all__ = ["main", "spread", "table"]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from marvin.export.files import new_folder
 from marvin.export.report import layer_rows, proof_lines, table, weight_line
 from marvin.export.run import Deployed, Options, Run, deploy, open_run
 from marvin.export.targets import TARGETS, Order, Written
+from marvin.files import new_folder
 
 __all__ = ["main"]
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
-from marvin.export.files import write_atomic
 from marvin.export.graph import Floats, container, require_exact, window
 from marvin.export.network import (
     Affine,
@@ -34,6 +33,7 @@ from marvin.export.network import (
     Weighted,
 )
 from marvin.export.wide import Doubles
+from marvin.files import write_atomic
 
 __all__ = ["Spelling", "save", "spelling_of", "to_model"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fixedpoint_kernels import FixedPoint, decode, encode, pack, unpack
 from marvin.export import safetensors
 from marvin.export.errors import ExportError, signed_fixed_point
-from marvin.export.files import write_atomic
+from marvin.files import write_atomic
 
 __all__ = ["Packed", "Size", "from_bytes", "load", "pack_state", "save", "sizes", "to_bytes"]
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
-from marvin.export.files import write_atomic
 from marvin.export.graph import Floats, require_exact
 from marvin.export.network import Network, Round, Weighted
+from marvin.files import write_atomic
 
 __all__ = ["execute", "is_exact", "save", "to_model"]
 

@@ -15,7 +15,7 @@ import torch
 from train import cifar, data, fashion_mnist
 from train.cifar import LAYOUTS
 from train.dataset import Images, make_dataset
-from train.files import UserError
+from train.errors import UserError
 
 RNG = np.random.default_rng(0)
 

@@ -5,7 +5,7 @@ import pytest
 
 from train import plot
 from train.config import Config
-from train.files import UserError
+from train.errors import UserError
 from train.records import RunFolder
 
 

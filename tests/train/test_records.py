@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
+from marvin.files import remove_leftovers, write_atomic
 from train.config import Config
-from train.files import UserError, remove_leftovers, write_atomic
+from train.errors import UserError
 from train.records import RunFolder, differences, environment, read_csv
 
 STATE = {

@@ -15,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from train import loop
-from train.files import UserError
+from train.errors import UserError
 from train.records import RunFolder
 
 TABLES = ("metrics.csv", "trace.csv", "layers.csv", "result.json")

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from train.config import Config, to_dict
-from train.files import UserError
+from train.errors import UserError
 from train.table import table
 
 
