@@ -89,7 +89,7 @@ def kill(folder: Path, whole_s: float, kills: int, chance: random.Random) -> dic
     """Kill and resume until there were so many kills and the last run has ended."""
     counts = Counter[str]()
     while counts["kills"] < kills:
-        run = folder / f"killed{counts['runs that were killed and ended equal']}"
+        run = folder / f"killed{counts['runs that ended equal']}"
         ended = False
         while not ended:
             process = start(run)
@@ -105,7 +105,7 @@ def kill(folder: Path, whole_s: float, kills: int, chance: random.Random) -> dic
                 counts["kills"] += 1
                 counts["kills with a file half written"] += bool(half_written(run))
         check_same(run, folder / "whole")
-        counts["runs that were killed and ended equal"] += 1
+        counts["runs that ended equal"] += 1
     return dict(counts)
 
 
