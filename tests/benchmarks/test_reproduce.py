@@ -1,5 +1,7 @@
 import json
-from pathlib import Path
+import signal
+import subprocess
+from typing import ClassVar
 
 import pytest
 
@@ -60,29 +62,37 @@ def test_a_section_replaces_its_own_only():
     )
 
 
-def test_time_over_interrupts_and_the_next_call_goes_on(tmp_path):
-    script = tmp_path / "train"
-    script.mkdir()
-    (script / "__init__.py").touch()
-    (script / "sleeper.py").write_text(
-        "import sys, time, pathlib\n"
-        "run = pathlib.Path(sys.argv[sys.argv.index('--run') + 1])\n"
-        "run.mkdir(exist_ok=True)\n"
-        "(run / 'config.json').touch()\n"
-        "if '--resume' in sys.argv:\n"
-        '    (run / "result.json").write_text(\'{"epochs": 1}\')\n'
-        "    sys.exit()\n"
-        "try:\n"
-        "    time.sleep(60)\n"
-        "except KeyboardInterrupt:\n"
-        "    (run / 'interrupted').touch()\n"
-    )
-    run = reproduce.Run("a", 0, tmp_path / "run", ())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        reproduce.go_on([run], "sleeper", 1, 0.05)
-        assert Path("run/interrupted").exists()
-        assert run.result(1) is None
-        reproduce.go_on([run], "sleeper", 1, None)
-    assert run.result(1) == {"epochs": 1}
-    assert run.result(2) is None
+class Slow:
+    """A training script that only ends when it is interrupted."""
+
+    started: ClassVar[list[list[str]]] = []
+
+    def __init__(self, command):
+        self.started.append(command)
+        self.signals = []
+
+    def wait(self, timeout=None):
+        if not self.signals:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("train", timeout)
+        assert self.signals == [signal.SIGINT]
+        return 1
+
+    def send_signal(self, number):
+        self.signals.append(number)
+
+
+def test_time_over_interrupts_and_the_next_call_goes_on(tmp_path, monkeypatch):
+    runs = [reproduce.Run(name, 0, tmp_path / name, ("--width", "4")) for name in "abc"]
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    (tmp_path / "a/result.json").write_text('{"epochs": 1}')
+    monkeypatch.setattr(reproduce.subprocess, "Popen", Slow)
+    reproduce.go_on(runs, "resnet20", 1, 5.0)
+    (command,) = Slow.started  # "a" is finished, "b" goes on, and "c" waits for the next call
+    assert command[1:] == [
+        *("-m", "train.resnet20", "--run", str(tmp_path / "b"), "--width", "4", "--resume")
+    ]
+    assert runs[0].result(1) == {"epochs": 1}
+    assert runs[0].result(2) is None
