@@ -107,9 +107,7 @@ class QuantizingOptimizer(Optimizer):
 
     def mean_word_length(self) -> float:
         """Return the mean word length over the layers, in bits; NaN without layers."""
-        states = (self.state[p]["layer"] for _, p in self._layout.layers)
-        lengths = [word_length(record.fmt) for record in states]
-        return sum(lengths) / len(lengths) if lengths else float("nan")
+        return _mean_length(self.state[p]["layer"].fmt for _, p in self._layout.layers)
 
     def input_formats(self) -> dict[str, Format]:
         """Return the format of each layer's inputs, by the layer's name; without it they are float.
@@ -117,15 +115,14 @@ class QuantizingOptimizer(Optimizer):
         It holds where ``marvin.quantize_activations`` rounds them.
         """
         found = (
-            (name, self.policy.activation_formats(self.state[p]["layer"]).inputs)
-            for p, name in ((p, self._layout.names[p]) for _, p in self._layout.layers)
+            (self._layout.names[p], self.policy.activation_formats(self.state[p]["layer"]).inputs)
+            for _, p in self._layout.layers
         )
         return {name: fmt for name, fmt in found if fmt is not None}
 
     def mean_input_word_length(self) -> float:
         """Return the mean word length over ``input_formats``, in bits; NaN where it is empty."""
-        lengths = [word_length(fmt) for fmt in self.input_formats().values()]
-        return sum(lengths) / len(lengths) if lengths else float("nan")
+        return _mean_length(self.input_formats().values())
 
     @property
     def skipped_steps(self) -> int:
@@ -369,3 +366,9 @@ def _hand_over(
     for name, tensors in batch.measured.tensors.items():
         for layer, tensor in zip(own, tensors, strict=True):
             layer.state[name] = tensor
+
+
+def _mean_length(formats: Iterable[Format | None]) -> float:
+    """Return the mean word length, in bits; NaN where there are no formats."""
+    lengths = [word_length(fmt) for fmt in formats]
+    return sum(lengths) / len(lengths) if lengths else float("nan")
