@@ -78,11 +78,21 @@ class Vector:
 
     def floor(self) -> "Vector":
         """Round down to whole numbers."""
-        return self._intrinsic("floor")
+        return self._intrinsic(f"floor.v{self.lanes}f32", self)
 
     def rint(self) -> "Vector":
         """Round to the nearest whole number, ties to even."""
-        return self._intrinsic("rint")
+        return self._intrinsic(f"rint.v{self.lanes}f32", self)
+
+    def pushed(self, other: "Vector") -> "Vector":
+        """Move all bits one place down, and the lowest of ``other`` to the free place; int32."""
+        one = self.constant(1)
+        return self._intrinsic(f"fshr.v{self.lanes}i32", other, self, one)
+
+    def permuted(self, other: "Vector", index: "Vector") -> "Vector":
+        """Pick lanes by their number modulo 32: this vector's 16, then ``other``'s; AVX-512 only."""
+        kind = "ps" if self.element == F32 else "d"
+        return self._intrinsic(f"x86.avx512.vpermi2var.{kind}.512", self, index, other)
 
     def __add__(self, other: Any) -> "Vector":
         return self._apply(self.builder.add, self.builder.fadd, other)
@@ -105,7 +115,7 @@ class Vector:
     def __invert__(self) -> "Vector":
         return Vector(self.builder, self.builder.not_(self.value))
 
-    def __rshift__(self, other: int) -> "Vector":
+    def __rshift__(self, other: Any) -> "Vector":
         return self._bitwise(self.builder.lshr, other)
 
     def __lt__(self, other: Any) -> "Vector":
@@ -126,14 +136,16 @@ class Vector:
     def _bitwise(self, operation: Callable, other: Any) -> "Vector":
         return self._apply(operation, operation, other)
 
-    def _compare(self, sign: str, other: "Vector") -> "Vector":
-        return Vector(self.builder, self.builder.fcmp_ordered(sign, self.value, other.value))
+    def _compare(self, sign: str, other: Any) -> "Vector":
+        right = other if isinstance(other, Vector) else self.constant(other)
+        is_float = self.element == F32
+        compare = self.builder.fcmp_ordered if is_float else self.builder.icmp_unsigned
+        return Vector(self.builder, compare(sign, self.value, right.value))
 
-    def _intrinsic(self, name: str) -> "Vector":
-        signature = ir.FunctionType(self.value.type, [self.value.type])
-        whole_name = f"llvm.{name}.v{self.lanes}f32"
-        function = cgutils.get_or_insert_function(self.builder.module, signature, whole_name)
-        return Vector(self.builder, self.builder.call(function, [self.value]))
+    def _intrinsic(self, name: str, *arguments: "Vector") -> "Vector":
+        signature = ir.FunctionType(self.value.type, [x.value.type for x in arguments])
+        function = cgutils.get_or_insert_function(self.builder.module, signature, f"llvm.{name}")
+        return Vector(self.builder, self.builder.call(function, [x.value for x in arguments]))
 
 
 def _size_bytes(element: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
@@ -23,6 +23,7 @@ from fixedpoint_kernels.few_bit.lookup import (
     indexed,
     joined,
     looked_up,
+    permuted,
     position,
     search,
     splats,
@@ -44,53 +45,62 @@ def _row_bit(builder, row):
     return Vector.splat(builder, one, LANES)
 
 
+def _element(builder, tile, row, column):
+    offset = builder.mul(row, ir.Constant(row.type, _COLUMNS))
+    return builder.gep(tile, [builder.add(offset, ir.Constant(row.type, column))])
+
+
 def _data(context, builder, signature, args, i):
     return context.make_array(signature.args[i])(context, builder, args[i]).data
 
 
-def _found(context, builder, x, pieces, given):
-    """Return, in each lane, bits to be compared with the ``members`` of each bit of the code."""
-    if not isinstance(pieces[0], types.Array):
-        number = position(x, splats(builder, given))
-        return Vector(builder, builder.shl(number.constant(1).value, number.value))
-    parts = list(cgutils.unpack_tuple(builder, given))
-    for i, kind in enumerate(pieces):
+def _code_bits(context, builder, x, kinds, given):
+    """Return a vector for each bit of the codes; the lowest bit of each lane is it."""
+    parts = []
+    for kind, part in zip(kinds[0], cgutils.unpack_tuple(builder, given[0]), strict=True):
         if isinstance(kind, types.Array):
-            parts[i] = context.make_array(kind)(context, builder, parts[i]).data
-    if isinstance(pieces[1], types.Array):
-        return search(x, *parts)
-    return indexed(x, parts[0], *(Vector.splat(builder, part, LANES) for part in parts[1:]))
+            parts.append(context.make_array(kind)(context, builder, part).data)
+        else:
+            parts.append(Vector.splat(builder, part, LANES))
+    sets = splats(builder, given[1])
+    if not isinstance(kinds[0][0], types.Array):
+        number = position(x, parts)
+        return [members_of_bit >> number for members_of_bit in sets]
+    if len(parts) == 3:
+        code = search(x, *parts)
+    elif len(parts) == 4:
+        code = indexed(x, *parts)
+    else:
+        registers = [Vector.load(builder, part, LANES) for part in parts[:-3]]
+        code = permuted(x, registers, *parts[-3:])
+    return [code >> bit for bit in range(len(sets))]
 
 
 @intrinsic
-def _encode_columns(_context, x, at, pieces, members, words, word):
-    """Write the words of ``LANES`` columns whose first elements start at ``x[at]``.
+def _encode_tile(_context, x, at, pieces, members, words):
+    """Write the words of the tile that starts at ``x[at]``.
 
-    x (n,) float32; pieces and members: see ``encoding_of``; words: ``words[word]`` on, bit planes
-    ``_COLUMNS`` apart.
+    x (n,) float32; pieces and members: see ``encoding_of``; words (bits * _COLUMNS,) uint32.
     """
-    signature = types.void(x, at, pieces, members, words, word)
+    signature = types.void(x, at, pieces, members, words)
 
     def codegen(context, builder, signature, args):
-        arguments = context, builder, signature, args
-        source = builder.gep(_data(*arguments, 0), [args[1]])
-        target = builder.gep(_data(*arguments, 4), [args[5]])
-        sets = splats(builder, args[3])
+        source = builder.gep(_data(context, builder, signature, args, 0), [args[1]])
+        target = _data(context, builder, signature, args, 4)
         zero = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
-        planes = [cgutils.alloca_once_value(builder, zero) for _ in sets]
+        columns = range(0, _COLUMNS, LANES)
+        planes = [cgutils.alloca_once(builder, zero.type) for _ in [*columns] * len(members)]
         for plane in planes:
             builder.store(zero, plane)
         with cgutils.for_range(builder, ir.Constant(args[1].type, _ROWS)) as loop:
-            offset = builder.mul(loop.index, ir.Constant(loop.index.type, _COLUMNS))
-            values = Vector.load(builder, builder.gep(source, [offset]), LANES)
-            found = _found(context, builder, values, pieces, args[2])
-            bit = _row_bit(builder, loop.index)
-            for plane, members_of_bit in zip(planes, sets, strict=True):
-                word = Vector(builder, builder.load(plane))
-                marked = _nonzero(found & members_of_bit).where(word | bit, word)
-                builder.store(marked.value, plane)
+            for h, column in enumerate(columns):
+                values = Vector.load(builder, _element(builder, source, loop.index, column), LANES)
+                bits = _code_bits(context, builder, values, (pieces, members), args[2:4])
+                for plane, bit in zip(planes[h::2], bits, strict=True):
+                    word = Vector(builder, builder.load(plane))
+                    builder.store(word.pushed(bit).value, plane)
         for i, plane in enumerate(planes):
-            at_plane = builder.gep(target, [ir.Constant(I32, _COLUMNS * i)])
+            at_plane = builder.gep(target, [ir.Constant(I32, LANES * i)])
             Vector(builder, builder.load(plane)).store(at_plane)
         return context.get_dummy_value()
 
@@ -98,48 +108,37 @@ def _encode_columns(_context, x, at, pieces, members, words, word):
 
 
 @intrinsic
-def _decode_columns(_context, grad, at, words, word, bits, levels, out):
-    """Multiply ``LANES`` columns of ``grad`` by their levels.
+def _decode_tile(_context, grad, at, words, bits, levels, out):
+    """Multiply the tile of ``grad`` that starts at ``grad[at]`` by its levels.
 
-    grad and out (n,) float32; words as ``_encode_columns`` writes them; bits, any tuple of that
+    grad and out (n,) float32; words as ``_encode_tile`` writes them; bits, any tuple of that
     length; levels, 2**bits float32: a tuple, or an array.
     """
-    signature = types.void(grad, at, words, word, bits, levels, out)
+    signature = types.void(grad, at, words, bits, levels, out)
 
     def codegen(context, builder, signature, args):
         arguments = context, builder, signature, args
         source = builder.gep(_data(*arguments, 0), [args[1]])
-        packed = builder.gep(_data(*arguments, 2), [args[3]])
-        target = builder.gep(_data(*arguments, 6), [args[1]])
-        places = [ir.Constant(I32, _COLUMNS * i) for i in range(len(bits))]
-        planes = [Vector.load(builder, builder.gep(packed, [i]), LANES) for i in places]
-        with cgutils.for_range(builder, ir.Constant(args[1].type, _ROWS)) as loop:
-            offset = builder.mul(loop.index, ir.Constant(loop.index.type, _COLUMNS))
-            values = Vector.load(builder, builder.gep(source, [offset]), LANES)
-            row = _row_bit(builder, loop.index)
-            conditions = [_nonzero(plane & row) for plane in planes]
-            if isinstance(levels, types.BaseTuple):
-                level = choose(conditions[::-1], splats(builder, args[5]))
-            else:
-                level = looked_up(_data(*arguments, 5), joined(conditions))
-            zero = level.constant(0.0)
-            is_zero = Vector(builder, builder.fcmp_ordered("==", level.value, zero.value))
-            is_zero.where(zero, values * level).store(builder.gep(target, [offset]))
+        packed = _data(*arguments, 2)
+        target = builder.gep(_data(*arguments, 5), [args[1]])
+        for column in range(0, _COLUMNS, LANES):
+            places = [ir.Constant(I32, _COLUMNS * i + column) for i in range(len(bits))]
+            planes = [Vector.load(builder, builder.gep(packed, [i]), LANES) for i in places]
+            with cgutils.for_range(builder, ir.Constant(args[1].type, _ROWS)) as loop:
+                values = Vector.load(builder, _element(builder, source, loop.index, column), LANES)
+                row = _row_bit(builder, loop.index)
+                conditions = [_nonzero(plane & row) for plane in planes]
+                if isinstance(levels, types.BaseTuple):
+                    level = choose(conditions[::-1], splats(builder, args[4]))
+                else:
+                    level = looked_up(_data(*arguments, 4), joined(conditions))
+                zero = level.constant(0.0)
+                is_zero = Vector(builder, builder.fcmp_ordered("==", level.value, zero.value))
+                product = is_zero.where(zero, values * level)
+                product.store(_element(builder, target, loop.index, column))
         return context.get_dummy_value()
 
     return signature, codegen
-
-
-@njit(inline="always")
-def _encode_tile(x, start, pieces, members, words):
-    for column in range(0, _COLUMNS, LANES):
-        _encode_columns(x, start + column, pieces, members, words, column)
-
-
-@njit(inline="always")
-def _decode_tile(grad, start, words, bits, levels, out):
-    for column in range(0, _COLUMNS, LANES):
-        _decode_columns(grad, start + column, words, column, bits, levels, out)
 
 
 def _encode(x, pieces, members, words):

@@ -1,9 +1,10 @@
 """From a value to its code, on LLVM vectors: what ``cpu.py`` builds its kernels from.
 
-There are three ways. Up to 31 borders: a tree of selections in registers, where nothing is looked
-up in memory. More: the axis is cut into equal parts of at most one border each, and one entry of
-memory, found by a product, holds that border and the codes beside it. A table whose borders lie
-too close together for that: a binary search.
+There are three ways. The axis is cut into equal parts of at most one border each, and one entry,
+found by a product, holds that border and the codes beside it; up to 64 entries are in registers of
+AVX-512, more of them in memory. Up to 31 borders, where entries would be in memory: a tree of
+selections in registers. A table whose borders lie too close together for any of this: a binary
+search.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,16 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 
 from fixedpoint_kernels.few_bit.table import Table, steps_of
 from fixedpoint_kernels.vectors import F32, I32, Vector
 
 LANES = 16
-_MOST_BORDERS = 31  # in registers
-_PARTS = 256, 512, 1024, 2048, 4096, 8192  # of 8 bytes each; the shipped tables need no more
+_MOST_BORDERS = 31  # of a tree
+_FEW_BORDERS = 3  # for which a tree is faster than entries in registers
+_MOST_ENTRIES = 64  # in registers
+_PARTS = 32, 64, 256, 512, 1024, 2048, 4096, 8192  # the shipped tables need no more
 
 
 def splats(builder: Any, values: Any) -> list[Vector]:
@@ -54,18 +58,42 @@ def position(x: Vector, borders: list[Vector]) -> Vector:
     return joined(conditions[::-1])
 
 
-def indexed(x: Vector, entries: Any, low: Vector, scale: Vector, last: Vector) -> Vector:
-    """Return the code of each lane of ``x``, from the arguments that ``index_of`` returns.
+def indexed(x: Vector, entries: Any, *axis: Vector) -> Vector:
+    """Return the code of each lane of ``x``, from the arguments that ``index_of`` returns."""
+    return _beside(x, *_borders_and_codes(looked_up(entries, _part(x, *axis))))
+
+
+def permuted(x: Vector, registers: Sequence[Vector], *axis: Vector) -> Vector:
+    """Do as ``indexed`` does, from 2 or 4 vectors of 16 entries."""
+    part = _part(x, *axis)
+    tables = zip(*map(_borders_and_codes, registers), strict=True)
+    return _beside(x, *(_entry(table, part) for table in tables))
+
+
+def _part(x: Vector, low: Vector, scale: Vector, last: Vector) -> Vector:
+    """Return the number of the part of the axis where each lane of ``x`` is.
 
     No operation here ever turns a larger number into a smaller one, so borders of other parts need
     no comparison. NaN becomes ``low``, and is above no border.
     """
     part = ((x > low).where(x, low) - low) * scale
-    part = (part < last).where(part, last)
-    found = looked_up(entries, part.converted(I32)).viewed(I32)
-    border = found.shuffled(found, range(0, 2 * LANES, 2)).viewed(F32)
-    codes = found.shuffled(found, range(1, 2 * LANES, 2))
+    return (part < last).where(part, last).converted(I32)
+
+
+def _borders_and_codes(entries: Vector) -> tuple[Vector, Vector]:
+    entries = entries.viewed(I32)
+    border = entries.shuffled(entries, range(0, 2 * LANES, 2)).viewed(F32)
+    return border, entries.shuffled(entries, range(1, 2 * LANES, 2))
+
+
+def _beside(x: Vector, border: Vector, codes: Vector) -> Vector:
     return (x > border).where(codes >> 16, codes)
+
+
+def _entry(table: Sequence[Vector], index: Vector) -> Vector:
+    if len(table) == 2:
+        return table[0].permuted(table[1], index)
+    return (index > 31).where(_entry(table[2:], index), _entry(table[:2], index))
 
 
 def index_of(table: Table) -> tuple[Any, ...] | None:
@@ -100,11 +128,11 @@ def _entries(table: Table, at: np.ndarray, parts: int) -> np.ndarray:
     return words.view(np.uint64).ravel()
 
 
-def search(x: Vector, borders: Any, codes: Any, steps: Any) -> Vector:
+def search(x: Vector, borders: Any, codes: Any, steps: Vector) -> Vector:
     """Return the code of each lane of ``x``, from ``2**steps - 1`` borders in memory."""
     builder, index = x.builder, Vector.splat(x.builder, ir.Constant(I32, 0), LANES)
     at = cgutils.alloca_once_value(builder, index.value)
-    steps = builder.trunc(steps, I32)
+    steps = builder.trunc(builder.extract_element(steps.value, ir.Constant(I32, 0)), I32)
     with cgutils.for_range(builder, steps) as loop:
         shift = builder.sub(builder.sub(steps, loop.index), ir.Constant(I32, 1))
         half = Vector.splat(builder, builder.shl(ir.Constant(I32, 1), shift), LANES)
@@ -128,19 +156,29 @@ def encoding_of(table: Table) -> tuple[Any, Any]:
     """Return where the codes are found, and for each bit of the codes a number.
 
     Returns:
-        A tuple of float32 borders, 2**k - 1 of them, infinite ones at the end, and for each bit the
-        set of pieces, as a uint32, whose codes have it. Or with more borders than registers hold:
-        what ``index_of`` returns, or an array of borders, their codes (2**k,) int32 and k; and for
-        each bit its place, as a uint32.
+        Of a tree, a tuple of float32 borders, 2**k - 1 of them, infinite ones at the end, and for
+        each bit the set of pieces, as a uint32, whose codes have it. Else what ``index_of``
+        returns, with entries in registers as arrays of 16; or an array of borders, their codes
+        (2**k,) int32 and k; and any numbers for the bits.
     """
+    index = index_of(table) if len(table.borders) > _FEW_BORDERS else None
+    if index and len(index[0]) <= _MOST_ENTRIES and has_permutation():
+        registers = index[0].reshape(-1, LANES)
+        return (*registers, *index[1:]), (0,) * table.bits
     steps = steps_of(table)
     borders = np.full((1 << steps) - 1, np.inf, np.float32)
     borders[: len(table.borders)] = table.borders
     codes = np.zeros(1 << steps, np.int32)
     codes[: len(table.codes)] = table.codes
     if len(borders) > _MOST_BORDERS:
-        places = tuple(np.uint32(1 << bit) for bit in range(table.bits))
-        return index_of(table) or (borders, codes, steps), places
+        return index or (borders, codes, steps), (0,) * table.bits
     pieces = np.uint32(1) << np.arange(len(codes), dtype=np.uint32)
     is_set = [(codes >> bit & 1).astype(np.uint32) for bit in range(table.bits)]
     return tuple(borders), tuple(np.uint32((pieces * bits).sum()) for bits in is_set)
+
+
+def has_permutation() -> bool:
+    """Say whether Numba compiles for a processor that can do ``Vector.permuted``."""
+    context: Any = cpu_target.target_context
+    *_, features = context.codegen().magic_tuple()
+    return "+avx512f" in features.split(",")

@@ -106,6 +106,21 @@ def test_many_borders(borders, is_indexed):
     assert np.array_equal(product.numpy(), table(x))
 
 
+@pytest.mark.parametrize("has_permutation", [True, False])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("gelu", 3), ("gelu", 4), ("sigmoid", 4), ("softsign", 4)]
+)
+def test_up_to_31_borders_with_and_without_permutations(monkeypatch, name, bits, has_permutation):
+    if has_permutation and not lookup.has_permutation():
+        pytest.skip("needs AVX-512")
+    monkeypatch.setattr(lookup, "has_permutation", lambda: has_permutation)
+    monkeypatch.setattr(cpu, "_encoding", lookup.encoding_of)  # without what is remembered
+    table = table_of(name, bits)
+    beside = [np.nextafter(table.borders, np.float32(to)) for to in (-np.inf, np.inf)]
+    x = np.concatenate([table.borders, *beside, np.array(SPECIAL, np.float32)])
+    assert_same(torch.from_numpy(x), table, executions=EXECUTIONS[:1])
+
+
 @pytest.mark.parametrize("weight", named.SHIPPED_WEIGHTS)
 @pytest.mark.parametrize("name", named.SHIPPED)
 def test_no_shipped_table_needs_a_search(name, weight):
