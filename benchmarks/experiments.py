@@ -15,12 +15,14 @@ class Experiment:
         variants: The flags of each, by the name it has in the table; the first is what the
             others are compared with.
         has_word_lengths: Whether the table shows word lengths and modelled costs.
+        note: What a reader of the table must know.
     """
 
     question: str
     common: tuple[str, ...]
     variants: dict[str, tuple[str, ...]]
     has_word_lengths: bool = False
+    note: str = ""
 
 
 def _few_bit(bits: int) -> tuple[str, ...]:
@@ -38,7 +40,50 @@ def _division(bits: int, method: str = "division") -> tuple[str, ...]:
     )
 
 
+PLAIN = "--no-normalize-gradients"
+HELD_OUT = (
+    "The last tenth of the training images is held out: it drives the learning rate and is what "
+    "hyper-parameters such as kappa are chosen by. The test images are looked at once, at the end "
+    "of each run. Bits are means over the layers when a run ends, in parentheses weighted by "
+    "number of elements; MuPPET rounds layers' outputs in place of inputs. Clamped is the share of "
+    "activations in the last epoch."
+)
+
+
+def _static(bits: int) -> tuple[str, ...]:
+    return "--policy", "static", "--policy-bits", str(bits), str(bits)
+
+
+def _loss_budget(kappa: str) -> tuple[str, ...]:
+    return "--policy", "loss-budget", "--kappa", kappa
+
+
+POLICIES = {
+    "float32": ("--policy", "none"),  # gradients normalised, as MSGD's are
+    "float32, plain": ("--policy", "none", PLAIN),
+    "MARViN": ("--policy", "marvin"),
+    "MuPPET": ("--policy", "muppet", PLAIN),  # made for plain gradients
+    "fixed:8,4": ("--policy", "fixed:8,4"),
+    **{f"static {bits}": _static(bits) for bits in (8, 6, 5, 4)},
+    **{f"loss budget {kappa}": _loss_budget(kappa) for kappa in ("0.003", "0.01", "0.03")},
+}
+
+
 EXPERIMENTS = {
+    "policies": Experiment(
+        "which policy reaches the accuracy of float32 at how many bits?",
+        (),
+        POLICIES,
+        has_word_lengths=True,
+        note=HELD_OUT,
+    ),
+    "muppet": Experiment(
+        "how do MARViN, MuPPET and fixed word lengths compare?",
+        (),
+        {name: POLICIES[name] for name in ("float32", "MARViN", "MuPPET", "fixed:8,4")},
+        has_word_lengths=True,
+        note=HELD_OUT,
+    ),
     "marvin": Experiment(
         "does training in fixed point reach the accuracy of float32?",
         (),

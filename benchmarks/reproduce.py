@@ -2,6 +2,7 @@
 
     python -m benchmarks.reproduce marvin --dataset cifar10 --model resnet20 --epochs 100
     python -m benchmarks.reproduce few-bit --dataset fashion-mnist --minutes 5 --limit 10000
+    python -m benchmarks.reproduce policies --dataset fashion-mnist --only float32,static-6
 
 Each run is a training script of its own, in a run folder; what is finished is not run again, what
 was stopped goes on where it stopped. Flags that this command does not know go to the training
@@ -10,56 +11,42 @@ script. Where runs are missing, the table says so.
 
 import argparse
 import json
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
 
-from benchmarks.experiments import EXPERIMENTS, Experiment
-from perfmodel.run import read_run
-from perfmodel.summary import totals
-from train.table import spread
+from benchmarks import figure
+from benchmarks.comparison import Run, finished_runs, mean_bits, slug, table
+from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
+from train.plot import LABELS
 
-ROOT = Path(__file__).parent.parent
-MODELLED = "SU", "MEM", "SZ"
 SHOWN = "cpu", "gpu", "threads", "python", "torch", "numba"  # of a run's environment
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run: its variant, its seed, its folder and the flags that make it."""
-
-    variant: str
-    seed: int
-    folder: Path
-    flags: tuple[str, ...]
-
-    def result(self, epochs: int) -> dict[str, Any] | None:
-        """Return what came of the run; None if it has not come to the end of ``epochs``."""
-        path = self.folder / "result.json"
-        result = json.loads(path.read_text()) if path.exists() else None
-        return result if result and result["epochs"] >= epochs else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments, passed_on = _parser().parse_known_args(argv)
+    parser = _parser()
+    arguments, passed_on = parser.parse_known_args(argv)
     experiment = EXPERIMENTS[arguments.experiment]
+    unknown = set(arguments.only) - set(map(slug, experiment.variants))
+    if unknown:
+        names = ", ".join(map(slug, experiment.variants))
+        parser.error(f"--only must be of {names}, got {', '.join(sorted(unknown))}")
     name = f"{arguments.experiment}-{arguments.dataset}-{arguments.model}"
     folder = arguments.folder or Path("runs") / name
     runs = plan(experiment, arguments, folder, passed_on)
-    go_on(runs, arguments.model, arguments.epochs, arguments.minutes)
+    chosen = [run for run in runs if not arguments.only or slug(run.variant) in arguments.only]
+    go_on(chosen, arguments.model, arguments.epochs, arguments.minutes)
     section = write_section(experiment, runs, arguments, _command(argv))
     print(section)
     if arguments.results:
+        section += _picture(experiment, runs, arguments, name)
         text = arguments.results.read_text() if arguments.results.exists() else ""
         arguments.results.write_text(put(text, name, section))
 
@@ -76,6 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="resnet20", choices=["resnet20", "alexnet"])
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME,...",
+        help="run these variants alone; the table has all of them",
+    )
+    parser.add_argument(
+        "--plain-lr", type=float, help="--lr of the variants whose gradients are not normalised"
+    )
     parser.add_argument("--minutes", type=float, help="stop after so long; the next call goes on")
     parser.add_argument("--folder", type=Path, help="of the run folders (default: under runs/)")
     parser.add_argument("--results", type=Path, help="also put the section into this Markdown file")
@@ -87,13 +84,17 @@ def plan(
     experiment: Experiment, arguments: argparse.Namespace, folder: Path, passed_on: Sequence[str]
 ) -> list[Run]:
     """Return all runs, seed by seed, so that a piece of the work is a fair comparison."""
+    plain_lr = () if arguments.plain_lr is None else ("--lr", str(arguments.plain_lr))
     shared = "--dataset", arguments.dataset, "--epochs", str(arguments.epochs)
     return [
         Run(
             variant,
             seed,
-            folder / f"{re.sub('[^a-z0-9]+', '-', variant.lower())}-seed{seed}",
-            (*shared, "--seed", str(seed), *experiment.common, *flags, *passed_on),
+            folder / f"{slug(variant)}-seed{seed}",
+            (
+                *(*shared, "--seed", str(seed), *experiment.common, *flags, *passed_on),
+                *(plain_lr if PLAIN in flags else ()),
+            ),
         )
         for seed in arguments.seeds
         for variant, flags in experiment.variants.items()
@@ -136,40 +137,30 @@ def write_section(
         "",
         f"    {command}",
         "",
-        f"{date.today()}. {_machine(runs)}",
+        f"{date.today()}. {_machine(runs)} {experiment.note}".rstrip(),
         "",
-        *_table(experiment, runs, arguments.epochs),
+        *table(experiment, runs, arguments.epochs),
     ]
     return "\n".join(lines)
 
 
-def _table(experiment: Experiment, runs: Sequence[Run], epochs: int) -> list[str]:
-    modelled = ["mean word length, bits", *MODELLED] if experiment.has_word_lengths else []
-    header = ["", "seeds", "test accuracy, %", "test loss", *modelled]
-    lines = [header, ["---"] * len(header)]
-    for variant in experiment.variants:
-        found = [(run, run.result(epochs)) for run in runs if run.variant == variant]
-        finished = [(run, result) for run, result in found if result]
-        if not finished:
-            lines.append([variant, "none finished", *[""] * (len(header) - 2)])
-            continue
-        seeds = ", ".join(str(run.seed) for run, _ in finished)
-        accuracy = spread([100 * result["test_accuracy"] for _, result in finished])
-        loss = spread([result["test_loss"] for _, result in finished], digits=3)
-        cells = [variant, seeds, accuracy, loss]
-        if modelled:
-            rows = [_modelled(run, result) for run, result in finished]
-            cells += [spread(column) for column in zip(*rows, strict=True)]
-        lines.append(cells)
-    return [f"| {' | '.join(cells)} |" for cells in lines]
-
-
-def _modelled(run: Run, result: dict[str, Any]) -> list[float]:
-    """Return word length, SU, MEM and SZ at the end of a run; those of float32 are known."""
-    if result["mean_word_length"] is None:
-        return [32, 1, 1, 1]
-    values = {total.name: total.value for total in totals(read_run(run.folder))}
-    return [result["mean_word_length"], *(values[name] for name in MODELLED)]
+def _picture(
+    experiment: Experiment, runs: Sequence[Run], arguments: argparse.Namespace, name: str
+) -> str:
+    """Draw accuracy against bits beside the results, and return what shows it there."""
+    points = []
+    for variant in experiment.variants if experiment.has_word_lengths else ():
+        results = [result for _, result in finished_runs(runs, variant, arguments.epochs)]
+        accuracy = [100 * result["test_accuracy"] for result in results]
+        if results:
+            points.append(figure.Point(variant, [mean_bits(r) for r in results], accuracy))
+    if len(points) < 2:
+        return ""
+    data = arguments.data_name or LABELS.get(arguments.dataset, arguments.dataset)
+    title = f"{LABELS[arguments.model]} on {data}, {arguments.epochs} epochs"
+    path = arguments.results.parent / f"images/{name}.png"
+    figure.save(points, title, path)
+    return f"\n\n![{title}: accuracy against bits](images/{path.name})"
 
 
 def _machine(runs: Sequence[Run]) -> str:
@@ -193,7 +184,7 @@ def _command(argv: Sequence[str]) -> str:
     kept = ["python -m benchmarks.reproduce"]
     words = iter(argv)
     for word in words:
-        if word in ("--minutes", "--results", "--folder", "--data-name"):
+        if word in ("--minutes", "--results", "--folder", "--data-name", "--only"):
             next(words)
         else:
             kept.append(shlex.quote(word))

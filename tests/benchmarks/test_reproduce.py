@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks import reproduce
-from benchmarks.experiments import EXPERIMENTS
+from benchmarks import comparison, figure, reproduce
+from benchmarks.experiments import EXPERIMENTS, POLICIES
+from train import resnet20
 from train.config import Config, parse
 
 SMALL = [
@@ -53,6 +54,61 @@ def test_in_pieces_and_written_once(tmp_path, capfd):
     assert results.read_text() == text
 
 
+@pytest.mark.slow
+def test_policies_in_parts(tmp_path, capfd):
+    results = tmp_path / "docs/results.md"
+    results.parent.mkdir()
+    command = ["policies", *SMALL, "--folder", str(tmp_path / "runs"), "--results", str(results)]
+    only = "muppet,loss-budget-0-01"
+    reproduce.main([*command, "--plain-lr", "0.1", "--only", only])
+    rows = {line.split(" | ")[0]: line for line in results.read_text().splitlines()}
+    assert sum("none finished" in row for row in rows.values()) == len(POLICIES) - 2
+    assert "8.00 (8.00) | 8.00 (8.00) |" in rows["| MuPPET"]
+    result = json.loads((tmp_path / "runs/loss-budget-0-01-seed0/result.json").read_text())
+    bits = f"{result['mean_word_length']:.2f} ({result['mean_word_length_by_size']:.2f})"
+    assert bits in rows["| loss budget 0.01"]
+    clamped = comparison.clamped(tmp_path / "runs/loss-budget-0-01-seed0")
+    assert clamped is not None
+    assert rows["| loss budget 0.01"].endswith(f" {100 * clamped:.2f} |")
+    picture = results.parent / "images/policies-digits-resnet20.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"](images/{picture.name})" in results.read_text()
+    rates = {
+        path.parent.name: json.loads(path.read_text())["lr"]
+        for path in tmp_path.glob("runs/*/config.json")
+    }
+    default = resnet20.DEFAULTS.lr
+    assert rates == {"muppet-seed0": 0.1, "loss-budget-0-01-seed0": default}
+
+
+def test_only_known_variants(capsys):
+    with pytest.raises(SystemExit):
+        reproduce.main(["muppet", "--only", "float32,marvin,magic"])
+    assert "fixed-8-4, got magic" in capsys.readouterr().err
+
+
+def test_a_policy_may_end_a_run_early(tmp_path):
+    run = comparison.Run("MuPPET", 0, tmp_path, ())
+    (tmp_path / "config.json").write_text('{"epochs": 9}')
+    assert run.result(9) is None
+    (tmp_path / "result.json").write_text('{"epochs": 5}')
+    assert run.result(9) == {"epochs": 5}
+    assert run.result(10) is None  # it was asked for 9
+
+
+def test_the_picture_has_every_variant():
+    points = [
+        figure.Point("float32", [32.0, 32.0], [90.0, 91.0]),
+        figure.Point("static 8", [8.0], [90.1]),
+        figure.Point("static 4", [4.0], [89.0]),
+        figure.Point("fixed:8,4", [8.0], [10.0]),
+    ]
+    (axes,) = figure.draw(points, "title").axes
+    texts = [text.get_text() for text in axes.texts]
+    assert texts == ["float32", "static 8", "static 4", "fixed:8,4: 10.0 %"]
+    assert axes.get_ylim()[0] > 80
+
+
 def test_a_section_replaces_its_own_only():
     text = reproduce.put("# A\n", "x", "1")
     text = reproduce.put(text, "y", "2")
@@ -83,10 +139,10 @@ class Slow:
 
 
 def test_time_over_interrupts_and_the_next_call_goes_on(tmp_path, monkeypatch):
-    runs = [reproduce.Run(name, 0, tmp_path / name, ("--width", "4")) for name in "abc"]
+    runs = [comparison.Run(name, 0, tmp_path / name, ("--width", "4")) for name in "abc"]
     for name in "ab":
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").touch()
+        (tmp_path / name / "config.json").write_text('{"epochs": 1}')
     (tmp_path / "a/result.json").write_text('{"epochs": 1}')
     monkeypatch.setattr(reproduce.subprocess, "Popen", Slow)
     reproduce.go_on(runs, "resnet20", 1, 5.0)

@@ -1,0 +1,154 @@
+"""The table and the picture of an experiment, from the folders of its runs."""
+
+import csv
+import json
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+from benchmarks.experiments import Experiment
+from perfmodel.run import RunError, read_run
+from perfmodel.summary import totals
+from train.table import spread
+
+__all__ = ["Run", "clamped", "lengths", "slug", "table"]
+
+MODELLED = "SU", "SZ", "MEM"
+WEIGHTS, INPUTS = "mean_word_length", "mean_input_word_length"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: its variant, its seed, its folder and the flags that make it."""
+
+    variant: str
+    seed: int
+    folder: Path
+    flags: tuple[str, ...]
+
+    def result(self, epochs: int) -> dict[str, Any] | None:
+        """Return what came of the run; None if it has not come to the end of ``epochs``.
+
+        A policy may end a run before that: then the run was asked for ``epochs``, and is over.
+        """
+        path = self.folder / "result.json"
+        if not path.exists() or self.config()["epochs"] < epochs:
+            return None
+        result = json.loads(path.read_text())
+        if self._rounds_outputs():
+            result[INPUTS] = result[WEIGHTS]
+            result[f"{INPUTS}_by_size"] = result[f"{WEIGHTS}_by_size"]
+        return result
+
+    def _rounds_outputs(self) -> bool:
+        """Say whether it is MuPPET, which rounds what leaves a layer to its one word length."""
+        config = self.config()
+        return config.get("policy") == "muppet" and config["quantize_activations"]
+
+    def config(self) -> dict[str, Any]:
+        """Return what the run was asked."""
+        return json.loads((self.folder / "config.json").read_text())
+
+
+def slug(text: str) -> str:
+    """Return ``text`` as part of a file's name."""
+    return re.sub("[^a-z0-9]+", "-", text.lower())
+
+
+def table(experiment: Experiment, runs: Sequence[Run], epochs: int) -> list[str]:
+    """Return the lines of the Markdown table: a row for each variant, its seeds taken together."""
+    header = ["", "seeds", "test accuracy, %", "test loss"]
+    if experiment.has_word_lengths:
+        header += ["validation accuracy, %", "weights, bits", "inputs, bits", *MODELLED]
+        header += ["clamped, %"]
+    lines = [header, ["---"] * len(header)]
+    for variant in experiment.variants:
+        finished = finished_runs(runs, variant, epochs)
+        if not finished:
+            lines.append([variant, "none finished", *[""] * (len(header) - 2)])
+            continue
+        seeds = ", ".join(str(run.seed) for run, _ in finished)
+        accuracy = spread([100 * result["test_accuracy"] for _, result in finished])
+        loss = spread([result["test_loss"] for _, result in finished], digits=3)
+        lines.append([variant, seeds, accuracy, loss])
+        if experiment.has_word_lengths:
+            lines[-1] += _word_lengths(finished)
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def finished_runs(
+    runs: Sequence[Run], variant: str, epochs: int
+) -> list[tuple[Run, dict[str, Any]]]:
+    """Return the finished runs of a variant and what came of them."""
+    found = [(run, run.result(epochs)) for run in runs if run.variant == variant]
+    return [(run, result) for run, result in found if result]
+
+
+def _word_lengths(finished: Sequence[tuple[Run, dict[str, Any]]]) -> list[str]:
+    results = [result for _, result in finished]
+    folders = [run.folder for run, _ in finished]
+    rows = [_modelled(run, result) for run, result in finished]
+    return [
+        _spread([held_out_accuracy(folder) for folder in folders], 100),
+        _bits(results, WEIGHTS),
+        _bits(results, INPUTS),
+        *(_spread(column) for column in zip(*rows, strict=True)),
+        _spread([clamped(folder) for folder in folders], 100),
+    ]
+
+
+def _spread(values: Sequence[float | None], scale: float = 1) -> str:
+    known = [scale * value for value in values if value is not None]
+    return spread(known) if len(known) == len(values) else ""
+
+
+def _bits(results: Sequence[dict[str, Any]], name: str) -> str:
+    pairs = [lengths(result, name) for result in results]
+    plain, by_size = (spread(column) for column in zip(*pairs, strict=True))
+    return f"{plain} ({by_size})"
+
+
+def lengths(result: dict[str, Any], name: str) -> tuple[float, float]:
+    """Return a mean word length and the same weighted by size; what is not rounded has 32 bits."""
+    return (result.get(name) or 32.0), (result.get(f"{name}_by_size") or 32.0)
+
+
+def mean_bits(result: dict[str, Any]) -> float:
+    """Return the mean word length of weights and inputs, layers unweighted."""
+    return statistics.mean(lengths(result, name)[0] for name in (WEIGHTS, INPUTS))
+
+
+def held_out_accuracy(folder: Path) -> float | None:
+    """Return the accuracy on validation images after the last epoch; None without such images."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        last = list(csv.DictReader(file))[-1]["validation_accuracy"]
+    return float(last) if last else None
+
+
+def clamped(folder: Path) -> float | None:
+    """Return the share of activations clamped in the last epoch, mean over the modules.
+
+    None where none is rounded. It is recorded in the run's TensorBoard files alone.
+    """
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={SCALARS: 1}).Reload()
+    tags = [tag for tag in events.Tags()[SCALARS] if tag.startswith("saturation/")]
+    return statistics.mean(events.Scalars(tag)[-1].value for tag in tags) if tags else None
+
+
+def _modelled(run: Run, result: dict[str, Any]) -> list[float | None]:
+    """Return SU, SZ and MEM of a run, None where they have no model; those of float32 are known."""
+    if result[WEIGHTS] is None:
+        return [1.0] * len(MODELLED)
+    try:
+        found = totals(read_run(run.folder))
+    except RunError as error:
+        print(f"not modelled: {error}", file=sys.stderr)
+        return [None] * len(MODELLED)
+    values = {total.name: total.value for total in found}
+    return [values[name] for name in MODELLED]
