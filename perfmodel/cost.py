@@ -7,7 +7,8 @@ Source:
     MARViN, section 4.1.2, equations 6 to 8. Differs, because as printed they contradict the
     paper's own tables: the search for formats costs once an optimiser step (printed: once a
     sample); SZ and MEM are ours over theirs, below 1 (printed: the inverse); MEM is the mean word
-    length over 32 (printed: with 32 added to both).
+    length over 32 (printed: with 32 added to both). Where inputs have word lengths of their own, a
+    product costs what its longer factor does.
 """
 
 import math
@@ -103,7 +104,7 @@ def layer_cost(
     if not weight.name:
         return trace.steps * samples * weight.madds * 2.0 * FLOAT_BITS, 0.0
     for s in trace.segments(weight.name):
-        passes += s.steps * samples * weight.madds * (s.wl + FLOAT_BITS)
+        passes += s.steps * samples * weight.madds * (s.product_wl + FLOAT_BITS)
         search += s.steps * FLOAT_BITS * once / s.lookback
     return passes, search
 
@@ -216,7 +217,9 @@ def memory_ratio(trace: Trace, layers: Iterable[Layer], *, weighted: bool = Fals
 def inference_speedup(trace: Trace, layers: Iterable[Layer]) -> float:
     """Return how much cheaper the trained model's forward pass is than in float32, modelled."""
     found = weights_of(layers)
-    bits = sum(w.madds * (trace.final(w.name) if w.name else FLOAT_BITS) for w in found)
+    bits = sum(
+        w.madds * (trace.segments(w.name)[-1].product_wl if w.name else FLOAT_BITS) for w in found
+    )
     return FLOAT_BITS * sum(w.madds for w in found) / bits if bits else 1.0
 
 

@@ -32,7 +32,7 @@ def step_costs(run: Run) -> tuple[np.ndarray, float]:
         search += pushup_ops(w.elements, run.trace.lookback[1])
         begin = 0
         for s in run.trace.segments(w.name):
-            cost = madds * (s.wl + FLOAT_BITS) + FLOAT_BITS * search / s.lookback
+            cost = madds * (s.product_wl + FLOAT_BITS) + FLOAT_BITS * search / s.lookback
             costs[begin : begin + s.steps] += cost
             begin += s.steps
     return costs, base

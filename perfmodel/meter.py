@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from perfmodel.cost import FLOAT_BITS, Overhead, Weight, pushdown_ops, pushup_ops, weights_of
 from perfmodel.layers import Layer
-from perfmodel.trace import SwitchLike, Trace
+from perfmodel.trace import Segment, SwitchLike, Trace
 
 __all__ = ["Meter"]
 
@@ -61,15 +61,18 @@ class _Row:
         self._search = pushdown_ops(weight.elements, start.resolution[1], overhead)
         self._search += pushup_ops(weight.elements, start.lookback[1], overhead)
         self._closed, self._since = 0.0, 0
-        self._wl, self._lookback = start.init_wl, start.lookback[0]
+        self._start, self._last = start, start.segments(weight.name)[-1]
 
     def switch(self, switch: SwitchLike) -> None:
-        self._closed += self._steps_cost(switch.step - self._since, switch.lookback)
-        self._since, self._wl, self._lookback = switch.step, switch.wl, switch.lookback
+        lookback = self._start.spread(switch.lookback)
+        self._closed += self._steps_cost(switch.step - self._since, lookback)
+        self._since = switch.step
+        self._last = Segment(switch.wl, 0, lookback, self._start.input_bits(switch))
 
     def cost(self, steps: int) -> float:
-        return self._closed + self._steps_cost(steps - self._since, self._lookback)
+        return self._closed + self._steps_cost(steps - self._since, self._last.lookback)
 
-    def _steps_cost(self, steps: int, lookback: int) -> float:
-        once = self._madds * (self._wl + FLOAT_BITS) + FLOAT_BITS * self._search / lookback
+    def _steps_cost(self, steps: int, lookback: float) -> float:
+        once = self._madds * (self._last.product_wl + FLOAT_BITS)
+        once += FLOAT_BITS * self._search / lookback
         return steps * once

@@ -6,7 +6,8 @@ from perfmodel.text import binary, metric, table
 
 __all__ = ["one_line", "report"]
 
-HEADER = ("layer", "kind or shape", "MAdds", "bits min", "mean", "last", "cost", "size")
+HEADER = "layer", "kind or shape", "MAdds", "bits min", "mean", "last"
+INPUTS = "inputs mean", "last"
 
 
 def report(run: Run) -> str:
@@ -16,7 +17,7 @@ def report(run: Run) -> str:
         f"{run.title}: {trace.steps:,} steps of {run.batch_size} x {run.accumulation_steps} samples",
         "All modelled (multiply-adds weighted by word length) unless it says measured.",
         "",
-        _layers(layer_rows(run)),
+        _layers(layer_rows(run), trace.has_inputs),
         "",
         _totals(run),
         "",
@@ -35,7 +36,7 @@ def one_line(run: Run) -> str:
     return f"{named} (modelled)"
 
 
-def _layers(rows: list[LayerRow]) -> str:
+def _layers(rows: list[LayerRow], has_inputs: bool) -> str:
     lines = [
         (
             row.layer.removesuffix(".weight"),
@@ -44,14 +45,17 @@ def _layers(rows: list[LayerRow]) -> str:
             str(row.wl_min),
             f"{row.wl_mean:.1f}",
             str(row.wl_last),
+            *((f"{row.input_wl_mean:.1f}", str(row.input_wl_last)) if has_inputs else ()),
             f"{row.cost_share:.1%}",
             binary(row.size_bytes),
         )
         for row in rows
     ]
     madds, size = sum(r.madds for r in rows), sum(r.size_bytes for r in rows)
-    lines.append(("total", "", metric(madds), "", "", "", "100.0%", binary(size)))
-    return table(HEADER, lines)
+    inputs = INPUTS if has_inputs else ()
+    blank = "", "", "", *("" for _ in inputs)
+    lines.append(("total", "", metric(madds), *blank, "100.0%", binary(size)))
+    return table((*HEADER, *inputs, "cost", "size"), lines)
 
 
 def _totals(run: Run) -> str:

@@ -4,16 +4,16 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from perfmodel.layers import Layer
 from perfmodel.trace import Trace
 
-__all__ = ["Run", "RunError", "compare", "read_run"]
+__all__ = ["Run", "RunError", "compare", "read_run", "start_of"]
 
-MSGD_ONLY = ("init_wl", "lookback", "resolution")
+MARVIN_ONLY = "init_wl", "lookback", "resolution"
 
 
 class RunError(ValueError):
@@ -28,6 +28,7 @@ class Switch:
     layer: str
     wl: int
     lookback: int
+    input_wl: int
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,39 @@ def read_run(path: Path, model: Sequence[Layer] | None = None) -> Run:
     trace = _trace(path, config, names)
     return Run(
         path,
-        f"{config['model']} on {config['dataset']}, {config['optimizer']}",
+        f"{config['model']} on {config['dataset']}, {_method(config)}",
         layers,
         trace,
         config["batch_size"],
         config["accumulation_steps"],
         *_measured(path),
     )
+
+
+def start_of(config: Mapping[str, Any]) -> Trace:
+    """Return the trace of a run before its first step.
+
+    Args:
+        config: Of the run: ``optimizer``, ``policy`` (without one: MARViN's) and its settings.
+    """
+    name, _, arguments = _method(config).partition(":")
+    if name == "msgd":
+        bounds = tuple(config["lookback"]), tuple(config["resolution"])
+        return Trace((), 0, config["init_wl"], *bounds)
+    if name == "fixed":
+        return Trace((), 0, int(arguments.split(",")[0]), searches=False)
+    if name == "muppet":
+        return Trace((), 0, 8, searches=False)
+    rounds_inputs = config.get("quantize_activations", True)
+    return Trace((), 0, 32, searches=False, rounds_inputs=rounds_inputs)  # a step in float32
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    """Return what chose the formats: a policy; ``"msgd"``, which is MARViN's; or ``"sgd"``, none."""
+    policy = config.get("policy", "marvin")
+    if config["optimizer"] != "msgd" or policy == "none":
+        return "sgd"
+    return "msgd" if policy == "marvin" else policy
 
 
 def compare(rows: Sequence[Mapping[str, str]], model: Sequence[Layer], path: Path) -> None:
@@ -110,7 +137,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
         needed = ["model", "dataset", "optimizer", "batch_size", "accumulation_steps"]
-        needed += MSGD_ONLY if values["optimizer"] == "msgd" else ()
+        needed += MARVIN_ONLY if _method(values) == "msgd" else ()
         missing = [name for name in needed if name not in values]
     except FileNotFoundError as error:
         raise RunError(f"{path.parent} must be a run folder, found no {path.name} in it") from error
@@ -164,29 +191,31 @@ def _layers(path: Path, rows: Sequence[Mapping[str, str]]) -> list[Layer]:
 
 def _trace(path: Path, config: Mapping[str, Any], names: set[str]) -> Trace:
     steps = _steps(path / "metrics.csv")
-    if config["optimizer"] != "msgd":
+    if _method(config) == "sgd":
         return Trace((), steps, 32, kept={"*": 32})
-    table = path / "trace.csv"
-    columns = ("step", "layer", "wl", "lookback")
-    switches = [_switch(table, row) for row in _rows(table, columns)]
+    start, table = start_of(config), path / "trace.csv"
+    switches = [
+        _switch(table, row, start.searches)
+        for row in _rows(table, ("step", "layer", "wl", "lookback"))
+    ]
     strange = sorted({s.layer for s in switches} - names)
     if strange:
         raise RunError(f"{table} must have the layers of layers.csv, got {', '.join(strange)}")
-    bounds = tuple(config["lookback"]), tuple(config["resolution"])
     try:
-        return Trace(switches, steps, config["init_wl"], *bounds)
+        return replace(start, switches=switches, steps=steps)
     except ValueError as error:
         raise RunError(f"{table}: {error}") from error
 
 
-def _switch(path: Path, row: Mapping[str, str]) -> Switch:
+def _switch(path: Path, row: Mapping[str, str], searches: bool) -> Switch:
     step, wl, lookback = (_whole(path, row, name) for name in ("step", "wl", "lookback"))
-    if not 2 <= wl <= 32 or lookback < 1:
+    if not 2 <= wl <= 32 or lookback < searches:
         raise RunError(
             f"{path}: wl must be 2 to 32 and lookback at least 1, got wl={wl} and "
             f"lookback={lookback} in step {step}"
         )
-    return Switch(step, row["layer"], wl, lookback)
+    input_wl = _whole(path, row, "input_wl") if "input_wl" in row else 0
+    return Switch(step, row["layer"], wl, lookback, input_wl)
 
 
 def _steps(path: Path) -> int:

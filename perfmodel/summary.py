@@ -31,6 +31,8 @@ class LayerRow:
         wl_min: Shortest word of any step, bits.
         wl_mean: Mean over the steps, bits.
         wl_last: After the last step, bits.
+        input_wl_mean: Of the layer's inputs: mean over the steps, bits.
+        input_wl_last: The same after the last step.
         cost_share: Of the run's cost, its search for formats included.
         size_bytes: Of its weight after the last step, packed.
         forward: Cost of its forward passes, over the cost of the whole run in float32.
@@ -45,6 +47,8 @@ class LayerRow:
     wl_min: int
     wl_mean: float
     wl_last: int
+    input_wl_mean: float
+    input_wl_last: int
     cost_share: float
     size_bytes: int
     forward: float
@@ -90,6 +94,8 @@ def layer_rows(run: Run) -> list[LayerRow]:
                 wl_min=trace.lowest(w.name),
                 wl_mean=trace.mean(w.name),
                 wl_last=trace.final(w.name),
+                input_wl_mean=trace.input_mean(w.name),
+                input_wl_last=trace.segments(w.name)[-1].input_wl,
                 cost_share=(passes + search) / whole,
                 size_bytes=(w.elements * trace.final(w.name) + 7) // 8,
                 forward=(passes - backward) / base,
@@ -105,7 +111,7 @@ def totals(run: Run) -> list[Total]:
     trace, layers = run.trace, run.layers
     arguments = (trace, layers, run.batch_size, run.accumulation_steps)
     memory = memory_ratio(trace, layers, weighted=True)
-    return [
+    found = [
         Total("SU", speedup(*arguments), "cost of the same steps in float32 over cost, eq. 8"),
         Total(
             "SU, linear search",
@@ -127,6 +133,17 @@ def totals(run: Run) -> list[Total]:
             size_ratio(trace, layers, weighted=True),
             "size of the trained weights over float32",
         ),
+    ]
+    return [*found, *_input_totals(run)] if trace.has_inputs else found
+
+
+def _input_totals(run: Run) -> list[Total]:
+    rows = [row for row in layer_rows(run) if row.elements]
+    mean = sum(row.input_wl_mean for row in rows) / len(rows) / 32
+    last = sum(row.input_wl_last for row in rows) / len(rows) / 32
+    return [
+        Total("MEM, inputs", mean, "mean word length of layers' inputs over steps and layers / 32"),
+        Total("SZ, inputs", last, "their last word length, mean over layers / 32"),
     ]
 
 

@@ -32,6 +32,11 @@ class SwitchLike(Protocol):
         """Lookback at the switch, steps."""
         ...
 
+    @property
+    def input_wl(self) -> int:
+        """Word length of the layer's inputs from the next step on, bits; 0: the weight's."""
+        ...
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -42,11 +47,18 @@ class Segment:
         steps: How many steps.
         lookback: The paper's ``lb`` in each of them: steps over which the search for the next
             format is spread; infinite where none is made.
+        input_wl: Bits of the layer's inputs.
     """
 
     wl: int
     steps: int
     lookback: float
+    input_wl: int
+
+    @property
+    def product_wl(self) -> int:
+        """Bits that a product costs: those of the longer factor."""
+        return max(self.wl, self.input_wl)
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,8 @@ class Trace:
         resolution: Bounds of the resolution, bins.
         kept: Layers that keep one word length and search for none: their switches are ignored.
             ``"*"`` stands for every layer without a name of its own here.
+        searches: Whether formats are searched for, by PushDown and PushUp; else nothing is charged.
+        rounds_inputs: Whether layers round their inputs; if not, they count as the weights do.
 
     Raises:
         ValueError: A switch is not within the run, or its layer's steps are not in order.
@@ -79,6 +93,8 @@ class Trace:
     lookback: tuple[int, int] = (25, 100)
     resolution: tuple[int, int] = (50, 150)
     kept: Mapping[str, int] = field(default_factory=dict)
+    searches: bool = True
+    rounds_inputs: bool = True
 
     def __post_init__(self) -> None:
         last: dict[str, int] = {}
@@ -102,18 +118,43 @@ class Trace:
         """Return the layer's word lengths in order; their steps add up to those of the run."""
         wl = self._kept(layer)
         if wl is not None:
-            return [Segment(wl, self.steps, math.inf)]
-        segments, wl, since, lookback = [], self.init_wl, 0, self.lookback[0]
+            return [Segment(wl, self.steps, math.inf, wl)]
+        wl, since, lookback, input_wl = self.init_wl, 0, self.lookback[0], self.init_wl
+        segments = []
         for switch in self.by_layer.get(layer, ()):
-            segments.append(Segment(wl, switch.step - since, switch.lookback))
+            steps = switch.step - since
+            segments.append(Segment(wl, steps, self.spread(switch.lookback), input_wl))
             wl, since, lookback = switch.wl, switch.step, switch.lookback
-        return [*segments, Segment(wl, self.steps - since, lookback)]
+            input_wl = self.input_bits(switch)
+        return [*segments, Segment(wl, self.steps - since, self.spread(lookback), input_wl)]
+
+    def spread(self, lookback: int) -> float:
+        """Return the steps over which a search is spread: ``lookback``, infinite without one."""
+        return lookback if self.searches else math.inf
+
+    def input_bits(self, switch: SwitchLike) -> int:
+        """Return the word length that the layer's inputs count with after a switch, bits."""
+        return switch.input_wl if self.rounds_inputs and switch.input_wl else switch.wl
+
+    @cached_property
+    def has_inputs(self) -> bool:
+        """Whether inputs have word lengths of their own."""
+        own = any(switch.input_wl for switch in self.switches)
+        return self.rounds_inputs and own and not self.kept
 
     def mean(self, layer: str) -> float:
         """Return the mean word length over the steps, bits; the last one where there are none."""
+        return self._mean(layer, "wl")
+
+    def input_mean(self, layer: str) -> float:
+        """Return ``mean`` of the layer's inputs."""
+        return self._mean(layer, "input_wl")
+
+    def _mean(self, layer: str, of: str) -> float:
+        segments = self.segments(layer)
         if not self.steps:
-            return float(self.final(layer))
-        return sum(s.wl * s.steps for s in self.segments(layer)) / self.steps
+            return float(getattr(segments[-1], of))
+        return sum(getattr(s, of) * s.steps for s in segments) / self.steps
 
     def final(self, layer: str) -> int:
         """Return the word length after the last step, bits."""

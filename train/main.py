@@ -218,6 +218,6 @@ def finish(training: Training) -> str:
         lines.append(f"mean word length {bits:.1f} bits")
     if config.is_range and "mean_input_word_length" in lengths:
         lines.append(f"that of layers' inputs {lengths['mean_input_word_length']:.1f} bits")
-    if config.method == "msgd":  # the cost model and the figure are of MSGD's windows
+    if bits is not None:
         lines += [one_line(read_run(folder.path)), f"figure {plot.save(folder.path)}"]
     return "\n".join([*lines, f"run folder {folder.path}"])

@@ -14,6 +14,8 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from marvin.files import write_atomic
+from perfmodel.run import start_of
+from train.config import to_dict
 from train.errors import UserError
 from train.records import RunFolder, read_csv
 
@@ -58,6 +60,7 @@ def read(path: Path) -> History:
         raise UserError(
             f"{path} must be a run of msgd to have word lengths, got {config.optimizer}"
         )
+    start = start_of(to_dict(config))
     metrics = read_csv(path / "metrics.csv")
     if not metrics:
         raise UserError(f"{path} must have one whole epoch to draw, got none")
@@ -68,7 +71,7 @@ def read(path: Path) -> History:
     return History(
         title=" on ".join(LABELS.get(name, name) for name in (config.model, config.dataset)),
         layers=[label(row) for row in layers],
-        word_lengths=word_lengths(names, read_csv(path / "trace.csv"), steps[-1], config.init_wl),
+        word_lengths=word_lengths(names, read_csv(path / "trace.csv"), steps[-1], start.init_wl),
         epoch_steps=steps,
         accuracy=[float(row[f"{part}_accuracy"]) for row in metrics],
         accuracy_of=part,

@@ -8,7 +8,8 @@ from tqdm import tqdm
 import marvin
 import marvin.tensorboard
 from perfmodel.meter import Meter
-from perfmodel.trace import Trace
+from perfmodel.run import start_of
+from train.config import to_dict
 
 if TYPE_CHECKING:
     from train.loop import Progress, Training
@@ -66,7 +67,6 @@ class Report:
         speedup = None
         if isinstance(training.optimizer, marvin.QuantizingOptimizer):
             self._formats(training.optimizer, progress.total_steps)
-        if isinstance(training.optimizer, marvin.MSGD):
             speedup = self._meter.speedup(training.optimizer.trace, progress.total_steps)
             self._writer.add_scalar("speedup/so_far_modelled", speedup, progress.total_steps)
         if bar is not None and not bar.disable:
@@ -111,8 +111,8 @@ class Report:
 def _meter(training: "Training") -> Meter:
     """Return what adds up the modelled cost of the run."""
     config = training.config
-    start = Trace((), 0, config.init_wl, config.lookback, config.resolution)
-    return Meter(training.layers, config.batch_size * config.accumulation_steps, start)
+    samples = config.batch_size * config.accumulation_steps
+    return Meter(training.layers, samples, start_of(to_dict(config)))
 
 
 def epoch_line(row: Row, epochs: int, images_per_s: float) -> str:

@@ -17,6 +17,7 @@ class Change:
     layer: str
     wl: int
     lookback: int = 25
+    input_wl: int = 0
 
 
 def layer(weight, madds, elements):

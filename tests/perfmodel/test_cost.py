@@ -37,6 +37,7 @@ class Change:
     layer: str
     wl: int
     lookback: int = 25
+    input_wl: int = 0
 
 
 def layer(weight, madds, elements):
@@ -102,15 +103,28 @@ def test_a_baseline_has_its_own_steps_and_batches(two_layers):
 def test_word_lengths_change_after_the_step_of_the_switch(changes):
     trace = Trace(changes, STEPS)
     assert trace.segments("a.weight") == [
-        Segment(8, 30, 30),
-        Segment(12, 20, 20),
-        Segment(20, 50, 20),
+        Segment(8, 30, 30, 8),
+        Segment(12, 20, 20, 12),
+        Segment(20, 50, 20, 20),
     ]
     assert trace.word_lengths("b.weight") == [8] * 50 + [16] * 50
-    assert trace.segments("never") == [Segment(8, 100, 25)]
+    assert trace.segments("never") == [Segment(8, 100, 25, 8)]
     assert (trace.lowest("a.weight"), trace.final("a.weight")) == (8, 20)
     last = Trace([Change(100, "a", 30)], 100)
     assert (last.mean("a"), last.final("a")) == (8, 30)
+
+
+def test_a_product_costs_what_its_longer_factor_does(two_layers):
+    rows = [Change(1, "a.weight", 4, 0, 6), Change(1, "b.weight", 6, 0, 5)]
+    trace = Trace(rows, STEPS, 32, searches=False)
+    assert trace.segments("a.weight") == [Segment(32, 1, math.inf, 32), Segment(4, 99, math.inf, 6)]
+    cost = 4000 * (1 * 64 + 99 * (6 + 32))
+    assert speedup(trace, two_layers, 1) == pytest.approx(4000 * 64 * STEPS / cost)
+    assert inference_speedup(trace, two_layers) == 32 / 6
+    assert trace.input_mean("b.weight") == (32 + 99 * 5) / 100
+    assert size_ratio(trace, two_layers) == (4 + 6) / 64
+    assert trace.has_inputs
+    assert not trace.keeping(8).has_inputs
 
 
 def test_memory_and_size(two_layers, changes):
@@ -130,7 +144,7 @@ def test_had_every_layer_kept_8_bits(two_layers, changes):
     assert memory_ratio(trace, two_layers) == size_ratio(trace, two_layers) == 0.25
     half = Trace(changes, STEPS).keeping(8, ["a.weight"])
     assert (half.final("a.weight"), half.final("b.weight")) == (8, 16)
-    assert half.segments("a.weight") == [Segment(8, 100, math.inf)]
+    assert half.segments("a.weight") == [Segment(8, 100, math.inf, 8)]
 
 
 def test_products_of_activations_stay_in_32_bits(two_layers):
@@ -184,21 +198,26 @@ events = st.tuples(
     st.sampled_from(["a.weight", "b.weight"]),
     st.integers(2, 32),
     st.integers(1, 99),
+    st.sampled_from([0, 2, 8, 32]),
 )
 
 
-@given(st.lists(events, max_size=12, unique_by=lambda e: e[:2]), st.sampled_from(["paper", "none"]))
-def test_the_meter_shows_what_speedup_returns(found, overhead):
+@given(
+    st.lists(events, max_size=12, unique_by=lambda e: e[:2]),
+    st.sampled_from(["paper", "none"]),
+    st.booleans(),
+)
+def test_the_meter_shows_what_speedup_returns(found, overhead, searches):
     layers_ = [
         layer("a.weight", 1000, 10),
         layer("b.weight", 3000, 90),
         Layer("", "matmul", 7, 0, (), ()),
     ]
     switches = [Change(*event) for event in sorted(found)]
-    meter = Meter(layers_, 6, Trace((), 0), overhead)
+    meter = Meter(layers_, 6, Trace((), 0, searches=searches), overhead)
     for step in range(1, 31):
         so_far = [s for s in switches if s.step <= step]
-        wanted = speedup(Trace(so_far, step), layers_, 3, 2, overhead)
+        wanted = speedup(Trace(so_far, step, searches=searches), layers_, 3, 2, overhead)
         assert meter.speedup(so_far, step) == pytest.approx(wanted, rel=1e-12)
 
 

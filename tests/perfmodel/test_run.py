@@ -54,6 +54,36 @@ def test_a_run_in_float32(folder):
     assert values["SU"] == values["MEM"] == values["SZ"] == 1
 
 
+@pytest.mark.parametrize(
+    ("policy", "first", "has_inputs"),
+    [
+        ("loss-budget", 32, True),
+        ("static", 32, True),
+        ("muppet", 8, False),
+        ("fixed:6,4", 6, False),
+    ],
+)
+def test_a_run_of_another_policy(folder, policy, first, has_inputs):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"policy": policy}))
+    rows = [] if "fixed" in policy else [(1, "a.weight", 4, 0, 7 * has_inputs)]
+    lines = [
+        ",".join(map(str, row)) for row in [("step", "layer", "wl", "lookback", "input_wl"), *rows]
+    ]
+    (folder / "trace.csv").write_text("\n".join([*lines, ""]))
+    run = read_run(folder)
+    assert run.title.endswith(policy)
+    assert run.trace.word_lengths("b.weight") == [first] * 100
+    values = {t.name: t.value for t in totals(run)}
+    assert values["SU"] == values["SU, no search"]
+    assert ("SZ, inputs" in values) == ("inputs mean" in report(run)) == has_inputs
+    if has_inputs:
+        assert values["SZ, inputs"] == (7 + 32) / 64
+        floats = config | {"policy": policy, "quantize_activations": False}
+        (folder / "config.json").write_text(json.dumps(floats))
+        assert not read_run(folder).trace.has_inputs
+
+
 def test_without_timing(folder):
     (folder / "timing.csv").unlink()
     assert "measured on" not in report(read_run(folder))
