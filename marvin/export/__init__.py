@@ -8,6 +8,7 @@ compares with its simulation in float32, and ``onnx``, ``qonnx`` and ``hls4ml`` 
 from marvin.export.errors import ExportError
 from marvin.export.network import Network
 from marvin.export.observe import Formats, calibrate
+from marvin.export.sums import round_sums
 from marvin.export.trace import describe
 from marvin.export.verify import compare, verify
 from marvin.export.weights import formats_of_weights, masters_of, nearest_weights
@@ -22,5 +23,6 @@ __all__ = [
     "formats_of_weights",
     "masters_of",
     "nearest_weights",
+    "round_sums",
     "verify",
 ]

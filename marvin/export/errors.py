@@ -4,19 +4,19 @@ from typing import Any
 
 from fixedpoint_kernels import FixedPoint
 
-__all__ = ["ExportError", "signed_fixed_point"]
+__all__ = ["ExportError", "fixed_point"]
 
 
 class ExportError(ValueError):
     """A network or a file that cannot be exported or read; says what, and why."""
 
 
-def signed_fixed_point(name: str, fmt: Any) -> FixedPoint:
+def fixed_point(name: str, fmt: Any) -> FixedPoint:
     """Return ``fmt``, if it is a format that every target has.
 
     Raises:
-        ExportError: It is unsigned, or of block floating point, whose point moves with the data.
+        ExportError: It is of block floating point, whose point moves with the data.
     """
-    if not isinstance(fmt, FixedPoint) or not fmt.signed:
-        raise ExportError(f"{name} must have a signed fixed-point format, got {fmt}")
+    if not isinstance(fmt, FixedPoint):
+        raise ExportError(f"{name} must have a fixed-point format, got {fmt}")
     return fmt

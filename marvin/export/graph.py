@@ -12,6 +12,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export.arithmetic import Codes
 from marvin.export.errors import ExportError
 from marvin.export.extras import require
+from marvin.export.fold import absorbed
 from marvin.export.network import (
     Add,
     Affine,
@@ -27,8 +28,11 @@ from marvin.export.network import (
     Round,
     Weighted,
 )
+from marvin.export.norm import numbers
 
-__all__ = ["Floats", "Graph", "container"]
+__all__ = ["Floats", "Graph", "container", "require_exact", "window"]
+
+_FLOAT32_BITS = 24
 
 OPSET, IR_VERSION = 21, 10  # ONNX Runtime reads no IR above 13, onnx 1.23 writes 14
 
@@ -39,24 +43,31 @@ class Graph:
     def __init__(self) -> None:
         self.onnx = require("onnx", "onnx")
         self.nodes: list[Any] = []
+        self._names: dict[str, int] = {}  # how often each was asked for
         self._constants: dict[str, Any] = {}
         self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
-    def constant(self, hint: str, array: Codes) -> str:
-        """Return the name of a constant; equal ones are stored once."""
+    def constant(self, hint: str, array: Codes, *, is_shared: bool = True) -> str:
+        """Return the name of a constant; equal ones that are shared are stored once."""
         array = np.ascontiguousarray(array) if array.ndim else array
         key = str(array.dtype), array.shape, array.tobytes()
-        if key not in self._known:
-            name = hint if hint not in self._constants else f"{hint}#{len(self._constants)}"
-            self._constants[name] = self.onnx.numpy_helper.from_array(array, name)
-            self._known[key] = name
-        return self._known[key]
+        if is_shared and key in self._known:
+            return self._known[key]
+        name = self._new(hint)
+        self._constants[name] = self.onnx.numpy_helper.from_array(array, name)
+        return self._known.setdefault(key, name) if is_shared else name
 
-    def node(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
+    def node(self, kind: str, inputs: list[str], hint: str, **attributes: Any) -> str:
         """Add a node with one output; return the output's name."""
+        output = self._new(hint)
         node = self.onnx.helper.make_node(kind, inputs, [output], name=output, **attributes)
         self.nodes.append(node)
         return output
+
+    def _new(self, hint: str) -> str:
+        """Return a name that nothing has, ``hint`` if possible."""
+        count = self._names[hint] = self._names.get(hint, 0) + 1
+        return hint if count == 1 else self._new(f"{hint}#{count}")
 
     def model(
         self,
@@ -66,14 +77,21 @@ class Graph:
         domains: dict[str, int] | None = None,
         batch: int | str = "batch",
     ) -> Any:
-        """Return the checked model; samples come in as float32, ``output`` goes out."""
+        """Return the checked model; samples come in as float32, ``output`` goes out.
+
+        What ``output`` does not need is left out.
+        """
         helper, types = self.onnx.helper, self.onnx.TensorProto
         shapes = [batch, *network.input.shape], [batch, *network.values[network.output].shape]
         source = helper.make_tensor_value_info(network.input.name, types.FLOAT, shapes[0])
         result = helper.make_tensor_value_info(output, dtype, shapes[1])
-        used = {name for node in self.nodes for name in node.input}
+        nodes, used = [], {output}
+        for node in reversed(self.nodes):
+            if node.output[0] in used:
+                nodes.append(node)
+                used.update(node.input)
         constants = [c for name, c in self._constants.items() if name in used]
-        graph = helper.make_graph(self.nodes, "marvin", [source], [result], constants)
+        graph = helper.make_graph(nodes[::-1], "marvin", [source], [result], constants)
         opsets = [helper.make_opsetid("", OPSET)]
         opsets += [helper.make_opsetid(name, version) for name, version in (domains or {}).items()]
         model = helper.make_model(graph, opset_imports=opsets, producer_name="marvin-fixedpoint")
@@ -133,31 +151,39 @@ class Floats:
 
     def conv(self, op: Conv) -> str:
         """Add a convolution."""
-        inputs = [self.float(op.inputs[0]), self.weight(op), *self.bias(op)]
-        pads = [*op.padding, *op.padding]
-        attributes = {"strides": op.stride, "pads": pads, "dilations": op.dilation}
-        kernel = list(op.weight.shape[2:])
-        return self.graph.node(
-            "Conv", inputs, op.name, group=op.groups, kernel_shape=kernel, **attributes
-        )
+        return self.multiplied(op, self._inputs(op), op.name)
 
     def linear(self, op: Linear) -> str:
         """Add a linear layer."""
-        inputs = [self.float(op.inputs[0]), self.weight(op), *self.bias(op)]
-        return self.graph.node("Gemm", inputs, op.name, transB=1)
+        return self.multiplied(op, self._inputs(op), op.name)
+
+    def _inputs(self, op: Weighted) -> list[str]:
+        return [self.float(op.inputs[0]), self.weight(op), *self.bias(op)]
+
+    def multiplied(self, op: Weighted, inputs: list[str], name: str) -> str:
+        """Add sums of products.
+
+        Args:
+            op: Whose.
+            inputs: Names of what comes in, of the weights and of the bias, if there is one.
+            name: Of the result.
+        """
+        if not isinstance(op, Conv):
+            return self.graph.node("Gemm", inputs, name, transB=1)
+        attributes = {"strides": op.stride, "dilations": op.dilation, "group": op.groups}
+        pads, kernel = [*op.padding, *op.padding], list(op.weight.shape[2:])
+        return self.graph.node("Conv", inputs, name, pads=pads, kernel_shape=kernel, **attributes)
 
     def affine(self, op: Affine) -> str:
-        """Add a batch normalisation in fixed point."""
+        """Add a batch normalisation in fixed point, as ``(x + b) * scale + c``."""
         dims = len(self.network.values[op.name].shape)
-        shape = -1, *[1] * (dims - 1)
-        scale = op.scale.numpy().reshape(shape) * op.scale_fmt.lsb
-        offset = op.offset.numpy().reshape(shape) * op.offset_fmt.lsb
-        product = self.graph.node(
-            "Mul",
-            [self.float(op.inputs[0]), self.number(f"{op.name}.scale", scale)],
-            f"{op.name}.product",
-        )
-        return self.graph.node("Add", [product, self.number(f"{op.name}.offset", offset)], op.name)
+        value = self.float(op.inputs[0])
+        kinds = ("Add", "shift"), ("Mul", "scale"), ("Add", "offset")
+        for (kind, what), x in zip(kinds, numbers(op), strict=True):
+            if kind == "Mul" or x.any():
+                constant = self.number(f"{op.name}.{what}", x.reshape(-1, *[1] * (dims - 1)))
+                value = self.graph.node(kind, [value, constant], f"{op.name}.{what}ed")
+        return value
 
     def max_pool(self, op: MaxPool) -> str:
         """Add max pooling."""
@@ -214,8 +240,10 @@ def window(op: MaxPool | AveragePool) -> dict[str, Any]:
 
 
 def container(fmt: FixedPoint) -> Any:
-    """Return the smallest NumPy integer that holds a format's codes."""
-    return next(t for t in (np.int8, np.int16, np.int32) if fmt.wl <= 8 * np.dtype(t).itemsize)
+    """Return the smallest NumPy integer that holds a format's codes, of its own signedness."""
+    signed, unsigned = (np.int8, np.int16, np.int32), (np.uint8, np.uint16, np.uint32)
+    kinds = signed if fmt.signed else unsigned
+    return next(t for t in kinds if fmt.wl <= 8 * np.dtype(t).itemsize)
 
 
 def require_exact(network: Network, significand_bits: int, what: str) -> None:
@@ -224,8 +252,10 @@ def require_exact(network: Network, significand_bits: int, what: str) -> None:
     Raises:
         ExportError: Names the first operation, and its bits.
     """
+    is_float32 = significand_bits == _FLOAT32_BITS
+    allowed = absorbed(network) if is_float32 else ()
     for name, value in network.values.items():
-        if not value.is_exact(significand_bits):
+        if name not in allowed and not value.is_exact(significand_bits):
             bits = value.magnitude.bit_length()
             raise ExportError(f"{name}: sums take {bits} bits, {what} {significand_bits} at most")
 

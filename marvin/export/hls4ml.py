@@ -142,10 +142,7 @@ class _Writer:
 
     def write(self) -> None:
         """Add all operations."""
-        users: dict[str, list[Operation]] = {}
-        for op in self.network.operations:
-            for name in op.inputs:
-                users.setdefault(name, []).append(op)
+        users = self.network.users
         self._input(users[self.network.input.name])
         for op in self.network.operations[1:]:
             if op.name not in self.names:
@@ -354,11 +351,15 @@ def _channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _rounding(fmt: FixedPoint) -> str:
     saturation = "AP_SAT_SYM" if fmt.symmetric else "AP_SAT"
-    return f"ap_fixed<{fmt.wl},{fmt.wl - fmt.fl},AP_RND_CONV,{saturation}>"
+    return f"{_kind(fmt)}<{fmt.wl},{fmt.wl - fmt.fl},AP_RND_CONV,{saturation}>"
 
 
 def _plain(fmt: FixedPoint) -> str:
-    return _type(fmt.wl, fmt.fl)
+    return f"{_kind(fmt)}<{fmt.wl},{fmt.wl - fmt.fl}>"
+
+
+def _kind(fmt: FixedPoint) -> str:
+    return "ap_fixed" if fmt.signed else "ap_ufixed"
 
 
 def _exact(value: Value) -> str:

@@ -8,6 +8,7 @@ each what its codes can be.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -204,6 +205,23 @@ class Network:
     def output(self) -> str:
         """The name of what comes out."""
         return self.operations[-1].name
+
+    @cached_property
+    def users(self) -> dict[str, list[Operation]]:
+        """The operations that take a value, by its name; no key where none does."""
+        found: dict[str, list[Operation]] = {}
+        for op in self.operations:
+            for name in op.inputs:
+                found.setdefault(name, []).append(op)
+        return found
+
+    @cached_property
+    def _by_name(self) -> dict[str, Operation]:
+        return {op.name: op for op in self.operations}
+
+    def operation(self, name: str) -> Operation:
+        """Return the operation that gives a value."""
+        return self._by_name[name]
 
     def formats(self) -> dict[str, FixedPoint]:
         """Return the format of each rounding, by its name."""

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
 
-__all__ = ["ROUNDED", "Formats", "calibrate", "evaluating", "fitting", "observe"]
+__all__ = ["POOLS", "ROUNDED", "Formats", "calibrate", "evaluating", "fitting", "observe"]
 
 # what marvin.quantize_activations rounds, as far as it can be exported
-ROUNDED = nn.Conv2d, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d
+POOLS = nn.AvgPool2d, nn.AdaptiveAvgPool2d
+ROUNDED = nn.Conv2d, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, *POOLS
 
 _LONGEST_FL = 31
 
@@ -87,11 +88,11 @@ def calibrate(model: nn.Module, loader: Iterable[Any], wl: int = 8) -> dict[str,
     }
 
 
-def fitting(bounds: tuple[float, float], wl: int) -> FixedPoint:
+def fitting(bounds: tuple[float, float], wl: int, signed: bool = True) -> FixedPoint:
     """Return the finest format of ``wl`` bits that holds both bounds without saturating."""
     low, high = bounds
     for fl in range(_LONGEST_FL, -_LONGEST_FL - 1, -1):
-        fmt = FixedPoint(wl, fl)
+        fmt = FixedPoint(wl, fl, signed=signed)
         codes = (round(bound * fmt.scale) for bound in (low, high))
         if all(fmt.min_code <= code <= fmt.max_code for code in codes):
             return fmt

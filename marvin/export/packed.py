@@ -13,15 +13,15 @@ from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint, decode, encode, pack, unpack
 from marvin.export import safetensors
-from marvin.export.errors import ExportError, signed_fixed_point
+from marvin.export.errors import ExportError, fixed_point
 from marvin.files import write_atomic
 
 __all__ = ["Packed", "Size", "from_bytes", "load", "pack_state", "save", "sizes", "to_bytes"]
 
-VERSION = 1
+VERSION = 2
 _KEY = "marvin"
 _FIELDS = {"version", "sha256", "fixed_point", "activations"}
-_FORMAT_FIELDS = {"wl", "fl", "symmetric", "shape", "dtype"}
+_FORMAT_FIELDS = {"wl", "fl", "symmetric", "signed", "shape", "dtype"}
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -80,7 +80,7 @@ def pack_state(
     if unknown := sorted(set(formats) - set(state)):
         raise ExportError(f"formats must be of tensors in the state, got {', '.join(unknown)}")
     for name, fmt in (dict(formats) | dict(activations or {})).items():
-        signed_fixed_point(name, fmt)
+        fixed_point(name, fmt)
     codes = {name: codes_of(name, state[name], fmt) for name, fmt in formats.items()}
     others = {name: x.detach().cpu().clone() for name, x in state.items() if name not in formats}
     dtypes = {name: state[name].dtype for name in formats}
@@ -146,7 +146,8 @@ def to_bytes(packed: Packed) -> bytes:
         "version": VERSION,
         "fixed_point": {name: _describe(packed, name) for name in packed.codes},
         "activations": {
-            name: [fmt.wl, fmt.fl, fmt.symmetric] for name, fmt in packed.activations.items()
+            name: [fmt.wl, fmt.fl, fmt.symmetric, fmt.signed]
+            for name, fmt in packed.activations.items()
         },
     }
     fields["sha256"] = _digest(tensors, fields)
@@ -177,6 +178,7 @@ def _describe(packed: Packed, name: str) -> dict[str, Any]:
         "wl": fmt.wl,
         "fl": fmt.fl,
         "symmetric": fmt.symmetric,
+        "signed": fmt.signed,
         "shape": list(packed.codes[name].shape),
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -208,16 +210,19 @@ def _described(name: str, entry: Any) -> tuple[FixedPoint, tuple[int, ...], torc
         raise ExportError(f"{name} must have a shape of whole sizes, got {shape!r:.80}")
     if not isinstance(dtype, str) or dtype not in _FLOATS:
         raise ExportError(f"{name} must be one of {sorted(_FLOATS)}, got {dtype!r:.80}")
-    fmt = _format(name, [entry["wl"], entry["fl"], entry["symmetric"]])
+    fmt = _format(name, [entry[field] for field in ("wl", "fl", "symmetric", "signed")])
     return fmt, tuple(shape), _FLOATS[dtype]
 
 
 def _format(name: str, values: Any) -> FixedPoint:
     try:
-        wl, fl, symmetric = values
-        if type(wl) is not int or type(fl) is not int or type(symmetric) is not bool:
-            raise TypeError(f"got wl={wl!r:.20}, fl={fl!r:.20}, symmetric={symmetric!r:.20}")
-        return FixedPoint(wl, fl, symmetric)
+        wl, fl, symmetric, signed = values
+        if not {type(wl), type(fl)} == {int} or not {type(symmetric), type(signed)} == {bool}:
+            raise TypeError(
+                f"got wl={wl!r:.20}, fl={fl!r:.20}, symmetric={symmetric!r:.20}, "
+                f"signed={signed!r:.20}"
+            )
+        return FixedPoint(wl, fl, symmetric, signed)
     except (TypeError, ValueError) as error:
         raise ExportError(f"{name} must have a format: {error}") from error
 
@@ -228,7 +233,7 @@ def _unpacked(name: str, x: Tensor | None, fmt: FixedPoint, shape: tuple[int, ..
     size = (math.prod(shape) * fmt.wl + 7) // 8
     if x.shape != (size,):
         raise ExportError(f"{name} must take {size} bytes, got shape {tuple(x.shape)}")
-    codes = unpack(x, fmt.wl, shape)
+    codes = unpack(x, fmt.wl, shape, signed=fmt.signed)
     if not torch.equal(pack(codes, fmt.wl), x):
         raise ExportError(f"{name} must end with zero bits")
     if codes.numel() and int(codes.min()) < fmt.min_code:

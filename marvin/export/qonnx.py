@@ -122,7 +122,7 @@ class _Quants(Floats):
             [source, *numbers],
             f"{name}.value",
             domain=_DOMAIN,
-            signed=1,
+            signed=int(fmt.signed),
             narrow=int(fmt.symmetric),
             rounding_mode="ROUND",
         )

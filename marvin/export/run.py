@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
-from marvin.export.errors import ExportError, signed_fixed_point
+from marvin.base import QuantizingOptimizer
+from marvin.export.errors import ExportError, fixed_point
 from marvin.export.network import Network
 from marvin.export.observe import Formats, calibrate
 from marvin.export.packed import Packed, pack_state
 from marvin.export.trace import describe
 from marvin.export.weights import formats_of_weights, masters_of, nearest_weights
-from marvin.optimizer import MSGD
 
 __all__ = ["Deployed", "Options", "Run", "deploy", "open_run"]
 
@@ -36,7 +36,7 @@ class Run:
         path: The folder.
         title: What was trained on what, by which optimiser.
         model: At the end of training; rounds activations if it did in training.
-        optimizer: Has formats and masters, if it is MSGD.
+        optimizer: Has formats and masters, if it is one of fixed point.
         has_activations: Whether the model rounds activations.
         train: Training images, normalised, shape ``(n, channels, side, side)``.
         test: Test images, likewise.
@@ -140,9 +140,9 @@ def deploy(run: Run, options: Options) -> Deployed:
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
     """
-    if isinstance(run.optimizer, MSGD):
+    if isinstance(run.optimizer, QuantizingOptimizer):
         found = run.optimizer.formats().items()
-        formats = {name: signed_fixed_point(name, fmt) for name, fmt in found}
+        formats = {name: fixed_point(name, fmt) for name, fmt in found}
         masters = masters_of(run.model, run.optimizer) if options.weights == "nearest" else None
     else:
         formats, masters = formats_of_weights(run.model, options.wl), None

@@ -23,6 +23,7 @@ from marvin.export.network import (
     Round,
     Weighted,
 )
+from marvin.export.norm import numbers
 
 __all__ = ["apply", "simulate"]
 
@@ -77,8 +78,8 @@ def _weights(op: Weighted, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _affine(op: Affine, x: Tensor) -> Tensor:
     shape = -1, *[1] * (x.ndim - 2)
-    scale = _like(op.scale, op.scale_fmt, x).view(shape)
-    return x * scale + _like(op.offset, op.offset_fmt, x).view(shape)
+    before, scale, after = (n.to(x).view(shape) for n in numbers(op))
+    return (x + before) * scale + after
 
 
 def _max_pool(op: MaxPool, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """From a model to a network: traced by torch.fx, each call translated or refused by name."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,17 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import FixedPoint
-from marvin.export import build
 from marvin.export.build import Builder
 from marvin.export.errors import ExportError
+from marvin.export.layers import MODULES
 from marvin.export.network import Add, Flatten, Network, Relu
-from marvin.export.observe import Formats, evaluating, observe
+from marvin.export.observe import POOLS, Formats, evaluating, observe
+from marvin.export.scales import short_scales
 
 __all__ = ["describe"]
 
 _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
 _RELUS = torch.relu, F.relu, "relu", "relu_"
 _FLATTENS = torch.flatten, "flatten"
+_SHAPES = nn.Flatten, nn.Identity, nn.Dropout  # values go through them unchanged
 
 
 def describe(
@@ -69,10 +72,11 @@ def describe(
             first_line = str(error).partition("\n")[0]
             raise ExportError(f"the model must be traceable by torch.fx: {first_line}") from error
     _check_rounded(graph, activations)
+    activations = _with_pools(graph, model, activations)
     builder = Builder(model, weights, activations, scale_wl)
     for node in graph.nodes:
         _TRANSLATE[node.op](builder, node, sample)
-    return builder.network(origin)
+    return short_scales(builder.network(origin))
 
 
 def _check_rounded(graph: fx.Graph, activations: Mapping[str, Formats]) -> None:
@@ -82,6 +86,36 @@ def _check_rounded(graph: fx.Graph, activations: Mapping[str, Formats]) -> None:
     inner = sorted(name for name in outputs if not any(c.startswith(f"{name}.") for c in called))
     if "" not in outputs and inner:
         raise ExportError(f"{inner[0]} rounds activations and is not called as one layer")
+
+
+def _with_pools(
+    graph: fx.Graph, model: nn.Module, activations: Mapping[str, Formats]
+) -> dict[str, Formats]:
+    """Return formats in which an average that is not rounded has the format of what takes it."""
+    found = dict(activations)
+    for node in graph.nodes:
+        name = str(node.target)
+        if node.op == "call_module" and isinstance(model.get_submodule(name), POOLS):
+            own = found.get(name, Formats(None, None))
+            taken = set(_formats_of_users(node, model, activations))
+            if own.output is None and len(taken) == 1:
+                found[name] = replace(own, output=taken.pop())
+    return found
+
+
+def _formats_of_users(
+    node: fx.Node, model: nn.Module, activations: Mapping[str, Formats]
+) -> Iterator[FixedPoint | None]:
+    """Yield what those round to that take a value, whatever its shape."""
+    for user in node.users:
+        name = str(user.target)
+        if (
+            user.op == "call_module" and isinstance(model.get_submodule(name), _SHAPES)
+        ) or user.target in _FLATTENS:
+            yield from _formats_of_users(user, model, activations)
+        else:
+            is_layer = user.op == "call_module" and name in activations
+            yield activations[name].input if is_layer else None
 
 
 def _placeholder(builder: Builder, node: fx.Node, sample: Tensor) -> None:
@@ -94,7 +128,7 @@ def _placeholder(builder: Builder, node: fx.Node, sample: Tensor) -> None:
 def _module(builder: Builder, node: fx.Node, _sample: Tensor) -> None:
     name = str(node.target)
     module = builder.model.get_submodule(name)
-    handler = next((h for kind, h in build.MODULES.items() if isinstance(module, kind)), None)
+    handler = next((h for kind, h in MODULES.items() if isinstance(module, kind)), None)
     if handler is None:
         raise ExportError(f"{name}: {type(module).__name__} cannot be exported")
     source = _source(builder, node, name)

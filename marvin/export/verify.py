@@ -1,6 +1,6 @@
 """The proof: the integer reference beside the simulation, layer by layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export import integer
+from marvin.export.fold import absorbed
 from marvin.export.network import Affine, AveragePool, Network, Operation, Round, Value, Weighted
 from marvin.export.observe import evaluating
 from marvin.export.simulate import simulate
@@ -31,7 +32,8 @@ class Row:
         bits: Length of a word that holds every code.
         is_bounded: ``K * 2**(WL_w + WL_a - 2) <= 2**24``: float32 computes this layer without
             error whatever the weights and the activations; None where there are no products.
-        is_exact: Float32 computes it without error with these weights, whatever the activations.
+        is_exact: Float32 computes it without error with these weights, whatever the activations;
+            or, of a batch normalisation, the rounding that follows.
         different: Codes of the sample in which the float32 simulation of the whole network
             up to here differs from the integer reference.
         elements: Codes of the sample.
@@ -85,10 +87,13 @@ def verify(network: Network, sample: Tensor) -> list[Row]:
     codes = integer.run_all(network, sample)
     simulated = simulate(network, sample)
     rows = []
+    rounded = absorbed(network)
     for op in network.operations[1:]:
-        want = _numbers(codes[op.name], network.values[op.name].fl)
-        got = simulated[op.name].double().numpy()
-        rows.append(_row(network, op, int((want != got).sum()), want.size))
+        name = rounded.get(op.name, op.name)
+        want = _numbers(codes[name], network.values[name].fl)
+        got = simulated[name].double().numpy()
+        row = _row(network, op, int((want != got).sum()), want.size)
+        rows.append(replace(row, is_exact=True) if op.name in rounded else row)
     return rows
 
 
@@ -122,7 +127,7 @@ def compare(network: Network, model: nn.Module, sample: Tensor) -> list[Differen
 
 
 def _keep(seen: dict[str, Tensor], name: str, _module: nn.Module, _inputs: Any, y: Any) -> None:
-    seen[name] = y.detach().double()
+    seen.setdefault(name, y.detach().double())  # of several calls, the first has the name
 
 
 def _numbers(codes: Any, fl: int) -> Any:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint, quantize
+from marvin.base import QuantizingOptimizer
 from marvin.export.observe import fitting
-from marvin.optimizer import MSGD
 
 __all__ = ["formats_of_weights", "masters_of", "nearest_weights"]
 
 
-def masters_of(model: nn.Module, optimizer: MSGD) -> dict[str, Tensor]:
+def masters_of(model: nn.Module, optimizer: QuantizingOptimizer) -> dict[str, Tensor]:
     """Return the float32 masters of a model's quantised parameters, by name."""
     named = ((name, p) for name, p in model.named_parameters() if p in optimizer)
     return {

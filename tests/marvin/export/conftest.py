@@ -97,3 +97,78 @@ def digits(make):
 def plain(make):
     """Return the network without batch normalisation: model, network, sample."""
     return lambda wl=8, fl=5: make(plain_net, (2, 8, 8), wl, fl)
+
+
+class Branches(nn.Module):
+    """What folding meets: strides, channels one by one, short-cuts, pooling, dead channels."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.conv = nn.Conv2d(2, width, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(width)
+        self.pool1 = nn.MaxPool2d(3, 2, padding=1)
+        self.depthwise = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.pointwise = nn.Conv2d(width, width, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.down = nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(width)
+        self.shortcut = nn.Conv2d(width, width, 1, stride=2, bias=False)
+        self.bn4 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU()
+        self.pool = nn.AvgPool2d(2)
+        self.fc = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool1(self.relu(self.bn(self.conv(x))))
+        y = self.relu(self.bn1(self.depthwise(x)))
+        x = self.relu(self.bn2(self.pointwise(y)) + x)
+        x = self.relu(self.bn3(self.down(x)) + self.bn4(self.shortcut(x)))
+        return self.fc(self.pool(x).flatten(1))
+
+
+@pytest.fixture
+def ranged() -> Callable[..., tuple[nn.Module, Network, Tensor]]:
+    """Return a model whose layers' inputs have formats of their own: model, network, sample.
+
+    Unsigned where nothing is below 0; outputs and sums are not rounded. Every batch normalisation
+    has a scale below 0 and one of 0.
+    """
+
+    def do(
+        build: Callable[[], nn.Module] = Branches,
+        bits: tuple[int, int] = (6, 6),
+        shape: tuple[int, ...] = (2, 8, 8),
+        **options: Any,
+    ) -> tuple[nn.Module, Network, Tensor]:
+        torch.manual_seed(0)
+        model, x = build(), torch.randn(16, *shape)
+        settle(model)
+        sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
+        optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(*bits), one_dim="float")
+        marvin.quantize_activations(model, optimizer)
+        for _ in range(2):  # the first is in floats
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step(loss=loss)
+        formats: Any = optimizer.formats()
+        return model, describe(model.eval(), x, formats, **options), x
+
+    return do
+
+
+def settle(model: nn.Module) -> None:
+    """Give batch normalisation statistics and scales, two of them odd."""
+    generator = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.momentum = 0.0  # statistics stay as they are
+            module.running_mean.normal_(0, 0.2, generator=generator)
+            module.running_var.uniform_(0.05, 2, generator=generator)
+            module.weight.data.uniform_(0.2, 1.5, generator=generator)
+            module.bias.data.normal_(0, 0.3, generator=generator)
+            module.weight.data[0] *= -1
+            module.weight.data[1] = 0

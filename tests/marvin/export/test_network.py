@@ -1,4 +1,5 @@
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -57,9 +58,11 @@ def test_batch_norm_in_fixed_point_moves_few_values_by_one_step(digits):
         affine.scale.double() * affine.scale_fmt.lsb,
         scale.detach(),
         rtol=0,
-        atol=affine.scale_fmt.lsb / 2,
+        atol=affine.scale_fmt.lsb * 0.57,  # rounded to 16 bits, then to at most 13
     )
-    assert affine.scale_fmt.wl == 16
+    assert 8 <= affine.scale_fmt.wl <= 13
+    _, wide, _ = digits(16, 12)
+    assert {op.scale_fmt.wl for op in wide.operations if isinstance(op, Affine)} == {16}
 
 
 def test_trainers_networks():
@@ -255,13 +258,53 @@ def test_average_pooling_over_any_window():
     )
 
 
-@pytest.mark.parametrize("fmt", [BlockFloat(8), FixedPoint(8, 4, signed=False)], ids=str)
-def test_formats_that_no_target_has_are_named(plain, fmt):
+def test_formats_that_no_target_has_are_named(plain):
     model, _, x = plain()
+    fmt: Any = BlockFloat(8)
     formats = dict.fromkeys(dict(model.named_parameters()), fmt)
-    with pytest.raises(ExportError, match=r"0\.weight must have a signed fixed-point format, got"):
+    with pytest.raises(ExportError, match=r"0\.weight must have a fixed-point format, got block"):
         describe(model, x, formats)
-    with pytest.raises(ExportError, match=r"0\.in must have a signed fixed-point format, got"):
+    with pytest.raises(ExportError, match=r"0\.in must have a fixed-point format, got block"):
         describe(model, x, formats, {"0": Formats(fmt, fmt)})
-    with pytest.raises(ExportError, match=r"0\.weight must have a signed"):
+    with pytest.raises(ExportError, match=r"0\.weight must have a fixed-point"):
         pack_state(model.state_dict(), formats)
+
+
+def test_formats_of_a_range_policy_are_the_models_own(ranged):
+    model, network, x = ranged(bits=(5, 7))
+    formats = network.formats()
+    assert formats["conv.in"].signed
+    assert not formats["pointwise.in"].signed
+    assert formats["pool"] == model_format(model, "fc", x)  # rounded once, as fc takes it
+    before = {name: fmt for name, fmt in formats.items() if name.endswith(".in")}
+    assert {fmt.wl for fmt in before.values()} == {7}
+    rows = {row.name: row for row in compare(network, model, x)}
+    assert rows["conv"].different == 0  # before the first batch normalisation
+
+
+def model_format(model, name, x):
+    return observe(model, x)[name].input
+
+
+def test_an_average_between_two_formats_is_refused():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.pool = nn.Conv2d(1, 2, 1), nn.AvgPool2d(2)
+            self.left, self.right = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+
+        def forward(self, x):
+            x = self.pool(self.conv(x))
+            return self.left(x) + self.right(x)
+
+    def formats(**fls):
+        return {name: Formats(FixedPoint(8, fl), None) for name, fl in fls.items()}
+
+    model, x = Twice(), torch.randn(3, 1, 4, 4)
+    weights = {name: FixedPoint(8, 5) for name, p in model.named_parameters() if p.ndim > 1}
+    model = nearest_weights(model, weights)
+    network = describe(model, x, weights, formats(conv=4, left=5, right=5))
+    assert network.formats()["pool"] == FixedPoint(8, 5)
+    for given in (formats(conv=4, left=5, right=6), formats(conv=4, left=5)):
+        with pytest.raises(ExportError, match="or that of one layer which takes it"):
+            describe(model, x, weights, given)

@@ -1,15 +1,24 @@
+from collections import Counter
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import marvin
-from marvin.export import ExportError, describe, integer
+from fixedpoint_kernels import FixedPoint
+from marvin.export import ExportError, Formats, describe, integer, round_sums
 from marvin.export import onnx as exporter
+from marvin.export.bounds import first_value, value_of
+from marvin.export.network import Add, Conv, Input, Network, Relu, Round
 from train.resnet20 import resnet20
 
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")
+
+CPU = Path("/proc/cpuinfo")
+HAS_VNNI = CPU.exists() and "vnni" in CPU.read_text()
 
 
 def run(model, x, name=None):
@@ -22,11 +31,20 @@ def run(model, x, name=None):
     return torch.from_numpy(got)
 
 
-def assert_exact(network, x, spelling=None):
-    model = exporter.to_model(network, spelling)
+def assert_exact(network, x, spelling=None, **options):
+    model = exporter.to_model(network, spelling, **options)
     want = integer.run(network, x)
     torch.testing.assert_close(run(model, x).double(), want, rtol=0, atol=0)
     return model
+
+
+def kernels(model, file):
+    """Return how often ONNX Runtime runs each kind of kernel."""
+    options = runtime.SessionOptions()
+    options.optimized_model_filepath = str(file)
+    options.log_severity_level = 3  # that the file is for this processor
+    runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return Counter(node.op_type for node in onnx.load(file).graph.node)
 
 
 @pytest.mark.parametrize(
@@ -54,19 +72,111 @@ def test_integer_containers_of_short_words(plain):
     kinds = {onnx.TensorProto.DataType.Name(c.data_type) for c in model.graph.initializer}
     assert {"INT8", "UINT8", "INT32", "FLOAT"} == kinds  # weights, activations, biases, scales
     clips = [node for node in model.graph.node if node.op_type == "Clip"]
-    assert all(node.input[0].endswith(".codes") for node in clips)  # on integers
+    assert all(node.input[0].endswith(".codes") for node in clips)  # on integers, each once
     assert "Relu" not in {node.op_type for node in model.graph.node}
-    _, network, x = plain(8, 5)
-    weights = {c.name: c.data_type for c in exporter.to_model(network).graph.initializer}
-    assert weights["0.weight"] == onnx.TensorProto.UINT8  # portable, see the module
 
 
-def test_short_scales_of_batch_norm_make_integer_convolutions(digits):
-    _, network, x = digits(8, 5, scale_wl=8)
-    model = assert_exact(network, 2 * x)
-    kinds = [node.op_type for node in model.graph.node]
-    assert "Mul" not in kinds
-    assert kinds.count("Conv") == 4
+@pytest.mark.parametrize("bits", [(4, 4), (6, 6), (5, 8), (8, 5), (8, 8)])
+@pytest.mark.parametrize("scale", [0.3, 1, 20])
+def test_batch_norm_and_sums_are_integer_kernels(ranged, bits, scale, tmp_path):
+    """Strides, short-cuts, depthwise, pooling; scales of all signs; unsigned inputs."""
+    _, network, x = ranged(bits=bits)
+    network = round_sums(network, x)
+    for options in ({}, {"vnni": True}) if HAS_VNNI else ({},):
+        model = assert_exact(network, scale * x, "int8", **options)
+    found = kernels(model, tmp_path / "optimized.onnx")
+    assert found["QLinearConv"] in (5, 6)  # one may be rounded in two ways
+    assert found["QLinearAdd"] >= 1
+    assert not {"Conv", "FusedConv", "Mul", "Gemm"} & set(found)
+
+
+def test_exact_sums_are_not_written_as_short_ones(ranged):
+    _, network, x = ranged()
+    with pytest.raises(ExportError, match=r"sums take \d+ bits, int8 is exact up to 24 at most"):
+        exporter.to_model(network, "int8")
+    assert exporter.spelling_of(network) == "float64"
+    assert_exact(network, x)
+
+
+@pytest.mark.parametrize("spelling", ["int8", "int16", "float64"])
+def test_unsigned_words_in_each_spelling(ranged, spelling):
+    _, network, x = ranged(bits=(6, 8))
+    network = round_sums(network, x)
+    assert not all(fmt.signed for fmt in network.formats().values())
+    assert_exact(network, 2 * x, spelling)
+
+
+@pytest.mark.parametrize("fmt", [FixedPoint(8, 5, signed=False), FixedPoint(5, 2, signed=False)])
+def test_an_unsigned_input_and_unsigned_weights(plain, fmt):
+    model, _, x = plain(7, 4)
+    formats = {
+        name: FixedPoint(7, 4, signed=bool(p.min() < 0)) for name, p in model.named_parameters()
+    }
+    model[0].weight.data.abs_()
+    formats["0.weight"] = FixedPoint(8, 4, signed=False)
+    rounds = {name: Formats(fmt, None) for name in ("0", "2", "4", "6", "8")}
+    network = describe(model, x, formats, rounds)
+    for spelling in ("int8", "int16", "float64"):
+        assert_exact(network, 3 * x, spelling)
+
+
+@pytest.mark.parametrize(
+    ("largest", "act", "kind"),
+    [(64, 8, "INT8"), (65, 8, "UINT8"), (128, 8, "UINT8"), (127, 7, "INT8"), (128, 7, "INT8")],
+)
+def test_weights_are_int8_where_two_products_fit_in_16_bits(largest, act, kind):
+    """Inputs are unsigned, of ``act`` bits; without VNNI, kernels add two products in int16."""
+    model = nn.Sequential(nn.Conv2d(32, 8, 3))
+    model[0].weight.data = torch.randint(-largest, min(largest, 127) + 1, (8, 32, 3, 3)).float()
+    model[0].weight.data[0] = -largest
+    x = torch.randint(0, 256, (4, 32, 6, 6)).float()
+    rounds = {"0": Formats(FixedPoint(act, 0, signed=False), FixedPoint(8, -14))}
+    network = describe(model, x, {"0.weight": FixedPoint(8, 0)}, rounds)
+    onnx_model = assert_exact(network, x)
+    stored = {c.name: c.data_type for c in onnx_model.graph.initializer}
+    assert stored["0.weight"] == onnx.TensorProto.DataType.Value(kind)
+    fast = exporter.to_model(network, vnni=True)
+    stored = {c.name: c.data_type for c in fast.graph.initializer}
+    assert stored["0.weight"] == onnx.TensorProto.INT8
+    if HAS_VNNI:
+        assert_exact(network, x, vnni=True)
+
+
+@pytest.mark.parametrize(("left", "right"), [((8, 5), (8, 4)), ((6, 1), (8, 9)), ((8, -2), (3, 2))])
+@pytest.mark.parametrize("out", [(8, 4), (5, 0)])
+def test_sums_of_all_codes(left, right, out, tmp_path):
+    """Every pair of codes: ties, saturation, steps far apart."""
+    a, b = FixedPoint(*left, signed=False), FixedPoint(*right)
+    operations = (
+        Input("x", (), (2, 1, 1)),
+        *(Round(name, ("x",), fmt) for name, fmt in (("a", a), ("b", b))),
+        *(_pick(name, place) for place, name in enumerate("ab")),
+        Round("a8", ("pick_a",), a),
+        Round("b8", ("pick_b",), b),
+        Add("sum", ("a8", "b8")),
+        Round("signed", ("sum",), FixedPoint(*out)),
+        Relu("relu", ("sum",)),
+        Round("unsigned", ("relu",), FixedPoint(*out, signed=False)),
+        Add("both", ("signed", "unsigned")),
+    )
+    values = {}
+    for op in operations[1:]:
+        is_first = op.inputs == ("x",)
+        found = [values[name] for name in op.inputs if name in values]
+        values[op.name] = first_value(op, (2, 1, 1)) if is_first else value_of(op, found)
+    network = Network(operations, values, "trained")
+    pairs = torch.cartesian_prod(
+        *(torch.arange(fmt.min_code, fmt.max_code + 1) * fmt.lsb for fmt in (a, b))
+    )
+    model = assert_exact(network, pairs.float().reshape(-1, 2, 1, 1), "int8")
+    assert kernels(model, tmp_path / "optimized.onnx")["QLinearAdd"] >= 2
+
+
+def _pick(name, place):
+    weight = torch.zeros(1, 2, 1, 1, dtype=torch.int64)
+    weight[0, place] = 1
+    fmt, same = FixedPoint(4, 0), ((1, 1), (0, 0), (1, 1), 1)
+    return Conv(f"pick_{name}", (name,), weight, fmt, None, fmt, *same)
 
 
 def test_every_scale_is_a_power_of_two_and_versions_are_readable(digits):

@@ -143,7 +143,7 @@ def weight(**values):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f, _: f.update(version=2), "version must be 1, got 2"),
+        (lambda f, _: f.update(version=1), "version must be 2, got 1"),
         (lambda f, _: f.update(more=2), "metadata must have"),
         (lambda f, _: f.update(activations=[]), "activations must be a table"),
         (lambda f, _: f["activations"].update(x=[8, 4]), "x must have a format"),
@@ -153,6 +153,8 @@ def weight(**values):
         (weight(fl=40), "fractional length must be -31 to 31"),
         (weight(fl="4"), "fl='4'"),
         (weight(symmetric=1), "symmetric=1"),
+        (weight(signed=0), "signed=0"),
+        (weight(symmetric=True, signed=False), "a symmetric format must be signed"),
         (weight(shape=[3, 5, 3]), "must take 40 bytes, got shape"),
         (weight(shape=[-3, -10]), "must have a shape of whole sizes"),
         (weight(shape=[2**40, 2**40]), "must take"),

@@ -1,0 +1,211 @@
+"""A layer, its batch normalisation and a rounding as one step, which integer kernels compute.
+
+Such a kernel sums products and a bias in int32, and makes of the sum ``t`` the code
+``rint(float32(t) * float32(scale))``, saturated. With a scale of ``s * 2**-r``, ``s`` an odd
+integer of at most 24 bits, that is the exact code where either
+
+- ``m + r <= 24``, ``m`` the bits of the largest code. A product in the range is a multiple of
+  ``2**-r`` below ``2**m``, and its ``t`` is below ``2**(m + r)``, so float32 has both. A larger
+  product saturates, rounded or not, because rounding keeps the order. Or
+- ``|t * s| <= 2**24``: every product is exact.
+
+Whoever sums in float32 and rounds ``(x + b) * scale`` has the same guarantee, while
+``|x + b| <= 2**24``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.arithmetic import Codes, round_codes
+from marvin.export.network import (
+    Affine,
+    Conv,
+    Flatten,
+    MaxPool,
+    Network,
+    Operation,
+    Relu,
+    Round,
+    Value,
+    Weighted,
+)
+from marvin.export.norm import shift_of
+
+__all__ = ["SIGNIFICAND", "Folded", "absorbed", "fold", "roundings"]
+
+SIGNIFICAND = 24  # of a float32
+_INT32 = 2**30  # half of int32: sums of bytes around 128 are up to twice as large on the way
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """Sums of products, and what they are worth.
+
+    Args:
+        layer: Whose sums they are.
+        weight: Codes, int64, each -128 to 127, or each 0 to 255.
+        bias: Codes at the point of the products, shape ``(out,)``, or None.
+        scales: What a weight's code is worth in each channel, float64, shape ``(out,)``, or ``()``
+            where it is the same in all. Negative where codes could not be negated.
+    """
+
+    layer: Weighted
+    weight: Codes
+    bias: Codes | None
+    scales: Any
+
+
+def fold(network: Network, op: Operation, fmt: FixedPoint | None) -> Folded | None:
+    """Return ``op`` as sums and scales; None where integer kernels would not compute it exactly.
+
+    Args:
+        network: Of ``op``.
+        op: A layer, or a batch normalisation of a layer or of images.
+        fmt: What it is rounded to; None where it is not, as only a layer can be.
+    """
+    if isinstance(op, Weighted):
+        return _plain(network, op, fmt)
+    if not isinstance(op, Affine) or fmt is None:
+        return None
+    x = network.values[op.inputs[0]]
+    before = network.operation(op.inputs[0])
+    layer = before if isinstance(before, Weighted) else _ones(op, x)
+    shift = shift_of(op, x.fl)
+    if layer is None or shift is None:
+        return None
+    b, point = shift
+    sums = _sums(network, layer, point, b)
+    if sums is None:
+        return None
+    total = _total(network.values[layer.inputs[0]], sums)
+    if not _rounds_exactly(op.scale, total, point + op.scale_fmt.fl, fmt):
+        return None
+    return _scaled(op, sums, fmt, network.values[layer.inputs[0]].fl)
+
+
+def _plain(network: Network, op: Weighted, fmt: FixedPoint | None) -> Folded | None:
+    """Return a layer's sums alone."""
+    point = network.values[op.name].fl
+    sums = _sums(network, op, point)
+    if sums is None:
+        return None
+    total = _total(network.values[op.inputs[0]], sums)
+    is_exact = fmt is not None and _rounds_exactly(torch.ones(1).long(), total, point, fmt)
+    return sums if is_exact or total <= 2**SIGNIFICAND else None
+
+
+def absorbed(network: Network) -> dict[str, str]:
+    """Return values that float32 does not have, though it has whatever is made of them.
+
+    They are batch normalisations computed as ``(x + b) * scale`` and then rounded, by the rule
+    above, with what keeps the order in between: ReLU and max pooling.
+
+    Returns:
+        The name of one rounding of each.
+    """
+    found: dict[str, str] = {}
+    for op in network.operations:
+        if isinstance(op, Affine) and not network.values[op.name].is_exact(SIGNIFICAND):
+            between, rounds = roundings(network, op.name)
+            x = network.values[op.inputs[0]]
+            if rounds and all(_is_rounded_exactly(op, x, r.fmt) for r in rounds):
+                found |= dict.fromkeys(between, rounds[0].name)
+    return found
+
+
+def roundings(network: Network, name: str) -> tuple[list[str], list[Round]]:
+    """Return names from a value to its roundings, and these; none where anything else takes it."""
+    between, rounds = [name], []
+    for current in between:  # which grows
+        users = network.users.get(current, [])
+        rounds += [op for op in users if isinstance(op, Round)]
+        others = [op for op in users if not isinstance(op, Round)]
+        if not users or not all(isinstance(op, Relu | MaxPool | Flatten) for op in others):
+            return [], []
+        between += [op.name for op in others]
+    return between, rounds
+
+
+def _is_rounded_exactly(op: Affine, x: Value, fmt: FixedPoint) -> bool:
+    """Say whether float32 gives the codes of ``op``, computed as ``(x + b) * scale`` and rounded.
+
+    Args:
+        op: The operation.
+        x: What it takes.
+        fmt: What it is rounded to.
+    """
+    shift = shift_of(op, x.fl)
+    constants = op.offset[op.scale == 0]
+    if shift is None or not x.is_exact(SIGNIFICAND) or _largest(constants) > 2**SIGNIFICAND:
+        return False
+    b, point = shift
+    total = (max(abs(x.low), abs(x.high)) << point - x.fl) + _largest(b)
+    is_float = total <= 2**SIGNIFICAND
+    return is_float and _rounds_exactly(op.scale, total, point + op.scale_fmt.fl, fmt)
+
+
+def _rounds_exactly(scale: Tensor, total: int, fl: int, fmt: FixedPoint) -> bool:
+    """Say whether sums up to ``total`` times ``scale``, at point ``fl``, are rounded exactly."""
+    for s in set(scale.abs().tolist()) - {0}:
+        twos = (s & -s).bit_length() - 1
+        odd, r = s >> twos, fl - twos - fmt.fl
+        if odd > 2**SIGNIFICAND:
+            return False
+        if fmt.max_code.bit_length() + r > SIGNIFICAND and total * odd > 2**SIGNIFICAND:
+            return False
+    return True
+
+
+def _sums(network: Network, op: Weighted, point: int, b: Tensor | None = None) -> Folded | None:
+    """Return a layer's sums plus ``b`` at a point; None where bytes and int32 do not hold them."""
+    x = network.values[op.inputs[0]]
+    left = point - x.fl - op.weight_fmt.fl
+    if not 0 <= left <= 8:
+        return None
+    bias = b
+    if op.bias is not None:
+        bias = (op.bias << point - op.bias_fmt.fl) + (0 if b is None else b)
+    codes = None if bias is None else bias.numpy()
+    sums = Folded(op, op.weight.numpy() << left, codes, np.float64(2.0 ** (x.fl - point)))
+    low, high = int(sums.weight.min()), int(sums.weight.max())
+    is_byte = (low >= -128 and high <= 127) or (low >= 0 and high <= 255)
+    return sums if is_byte and _total(x, sums) <= _INT32 else None
+
+
+def _total(x: Value, sums: Folded) -> int:
+    """Return a bound of every sum, whatever comes in."""
+    products = np.abs(sums.weight).reshape(len(sums.weight), -1).sum(1) * max(-x.low, x.high, 0)
+    return int((products if sums.bias is None else products + np.abs(sums.bias)).max())
+
+
+def _scaled(op: Affine, sums: Folded, fmt: FixedPoint, fl: int) -> Folded:
+    """Return sums with the scales of ``op``; where those are 0, the code itself is the bias."""
+    assert sums.bias is not None
+    scale = op.scale.numpy()
+    rows = len(scale), *[1] * (sums.weight.ndim - 1)
+    can_negate = (sums.weight.reshape(len(scale), -1).min(1) > -128) & (sums.weight.max() <= 127)
+    sign = np.where((scale < 0) & can_negate, -1, 1)
+    is_zero = scale == 0
+    constants = round_codes(op.offset.numpy(), op.offset_fmt.fl, fmt)
+    weight = np.where(is_zero, 0, sign).reshape(rows) * sums.weight
+    bias = np.where(is_zero, constants, sign * sums.bias)
+    scales = np.where(is_zero, 2.0 ** (fl - fmt.fl), sign * scale * op.scale_fmt.lsb * sums.scales)
+    return Folded(sums.layer, weight, bias, scales)
+
+
+def _ones(op: Affine, x: Value) -> Conv | None:
+    """Return a convolution that gives each channel of images back."""
+    if len(x.shape) != 3:
+        return None
+    one = torch.ones(x.shape[0], 1, 1, 1, dtype=torch.int64)
+    fmt, same = FixedPoint(8, 0), ((1, 1), (0, 0), (1, 1), x.shape[0])
+    return Conv(op.name, op.inputs, one, fmt, None, fmt, *same)
+
+
+def _largest(codes: Tensor) -> int:
+    return int(codes.abs().max()) if codes.numel() else 0

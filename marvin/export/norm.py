@@ -1,0 +1,94 @@
+"""Batch normalisation in fixed point: a scale, and an offset that is a multiple of it."""
+
+import torch
+from torch import Tensor, nn
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.errors import ExportError
+from marvin.export.network import Affine, Value
+from marvin.export.observe import fitting
+
+__all__ = ["FixedNorm", "fixed_norm", "nearest", "numbers", "shift_of"]
+
+FixedNorm = tuple[Tensor, FixedPoint, Tensor, FixedPoint]  # of Affine: scale, offset
+_OFFSET_WL = 32
+
+
+def nearest(x: Tensor, wl: int, longest_fl: int = 31) -> tuple[Tensor, FixedPoint]:
+    """Return codes of ``x``, float64, in the finest format that holds it, and the format."""
+    x = x.detach().cpu()
+    fmt = fitting((float(x.min()), float(x.max())), wl)
+    fmt = FixedPoint(wl, max(-31, min(fmt.fl, longest_fl)))
+    return torch.round(x * fmt.scale).to(torch.int64), fmt
+
+
+def fixed_norm(
+    module: str, m: nn.BatchNorm1d | nn.BatchNorm2d, x: Value, spare: int, scale_wl: int
+) -> FixedNorm:
+    """Return batch normalisation as ``scale * (x + b)``, with ``b`` an integer of its own point.
+
+    So a layer before it can take ``b`` as its bias, and the scale is all that is left to do. In
+    channels whose scale is rounded to 0, the offset is rounded to nearest.
+
+    Args:
+        module: Its name.
+        m: With running statistics.
+        x: What it takes.
+        spare: Bits by which ``b`` is finer than ``x``, where 32 bits hold the offset.
+        scale_wl: Word length of the scale, bits.
+
+    Returns:
+        Codes and format of the scale, then of the offset ``scale * b``.
+
+    Raises:
+        ExportError: There are no running statistics.
+    """
+    if m.running_mean is None or m.running_var is None:
+        raise ExportError(f"{module}: batch normalisation must have running statistics")
+    scale = (m.running_var.double() + m.eps).rsqrt()
+    if m.weight is not None:
+        scale = scale * m.weight.detach().double()
+    offset = -m.running_mean.double() * scale
+    if m.bias is not None:
+        offset = offset + m.bias.detach().double()
+    codes, fmt = nearest(scale, scale_wl)
+    product = x.fl + fmt.fl
+    offset_codes, offset_fmt = nearest(offset, _OFFSET_WL, product + spare)
+    if offset_fmt.fl >= product:
+        steps = torch.where(codes == 0, 1, codes)
+        multiples = torch.round(offset.cpu() * offset_fmt.scale / steps).to(torch.int64) * steps
+        if offset_fmt.min_code <= multiples.min() and multiples.max() <= offset_fmt.max_code:
+            offset_codes = multiples
+    return codes, fmt, offset_codes, offset_fmt
+
+
+def shift_of(op: Affine, fl: int) -> tuple[Tensor, int] | None:
+    """Return ``b`` and its point, if ``op`` is ``scale * (x + b)``; 0 where the scale is 0.
+
+    Args:
+        op: The operation.
+        fl: Point of ``x``.
+
+    Returns:
+        Codes, int64, shape ``(channels,)``, at a point of ``fl`` or more; None where an offset is
+        no multiple of its scale.
+    """
+    point = op.offset_fmt.fl - op.scale_fmt.fl
+    if point < fl:
+        return None
+    steps = torch.where(op.scale == 0, 1, op.scale)
+    if (op.offset % steps).any():
+        return None
+    return torch.where(op.scale == 0, 0, op.offset // steps), point
+
+
+def numbers(op: Affine) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``b``, ``scale`` and ``c`` such that ``op`` is ``(x + b) * scale + c``, float64.
+
+    ``c`` is 0 wherever the offset is a multiple of the scale: then ``x + b`` is as short as can be.
+    """
+    shift = shift_of(op, -31)
+    b, point = (torch.zeros_like(op.scale), 0) if shift is None else shift
+    rest = torch.where((op.scale == 0) | (shift is None), op.offset, 0)
+    scale = op.scale.double() * op.scale_fmt.lsb
+    return b.double() * 2.0**-point, scale, rest.double() * op.offset_fmt.lsb

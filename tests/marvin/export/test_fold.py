@@ -1,0 +1,180 @@
+"""Layers, batch normalisation and roundings as one integer kernel."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export import integer, round_sums, verify
+from marvin.export.arithmetic import round_fraction
+from marvin.export.bounds import first_value, value_of
+from marvin.export.fold import absorbed, fold
+from marvin.export.network import Affine, Conv, Input, Network, Round
+from marvin.export.norm import shift_of
+from marvin.export.scales import short_scales
+
+SIGNED, UNSIGNED = FixedPoint(8, 0), FixedPoint(8, 0, signed=False)
+
+
+def chain(scale, offset, *, weight=127, x=UNSIGNED, out=SIGNED, terms=1):
+    """Return a 1x1 convolution, a batch normalisation and a rounding: codes with their formats."""
+    (scales, scale_fl), (offsets, offset_fl) = scale, offset
+    codes = torch.full((len(scales), terms, 1, 1), weight)
+    same = (1, 1), (0, 0), (1, 1), 1
+    bias = None, FixedPoint(32, 0)
+    operations = (
+        Input("x", (), (terms, 1, 1)),
+        Round("in", ("x",), x),
+        Conv("conv", ("in",), codes, FixedPoint(8, 0), *bias, *same),
+        Affine(
+            "bn",
+            ("conv",),
+            torch.tensor(scales),
+            FixedPoint(32, scale_fl),
+            torch.tensor(offsets),
+            FixedPoint(32, offset_fl),
+        ),
+        Round("out", ("bn",), out),
+    )
+    values = {"in": first_value(operations[1], (terms, 1, 1))}
+    for op in operations[2:]:
+        values[op.name] = value_of(op, [values[name] for name in op.inputs])
+    return Network(operations, values, "trained")
+
+
+def kernel(folded, x, zero_fl, fmt):
+    """Return what an integer kernel makes of codes, one channel at a time, in float32."""
+    out = []
+    for channel, scale in enumerate(np.broadcast_to(folded.scales, len(folded.weight))):
+        total = (folded.weight[channel].reshape(-1) * x).sum(-1) + folded.bias[channel]
+        factor = np.float32(scale * 2.0 ** (fmt.fl - zero_fl))
+        codes = np.rint(np.float32(total) * factor)
+        out.append(np.clip(codes, fmt.min_code, fmt.max_code))
+    return np.stack(out)
+
+
+def by_fractions(network, x):
+    """Return the codes in exact arithmetic."""
+    bn, fmt = network.operation("bn"), network.operation("out").fmt
+    rows = []
+    for s, o in zip(bn.scale.tolist(), bn.offset.tolist(), strict=True):
+        scale, offset = Fraction(s, 2**bn.scale_fmt.fl), Fraction(o, 2**bn.offset_fmt.fl)
+        weight = int(network.operation("conv").weight[0, 0])
+        rows.append([round_fraction(weight * int(v) * scale + offset, fmt) for v in x])
+    return np.array(rows)
+
+
+# of a signed 8-bit code, 7 bits: r may be 17
+@pytest.mark.parametrize(("point", "is_exact"), [(16, True), (17, True), (18, False)])
+def test_the_limit_of_the_rule(point, is_exact):
+    """Scales whose products with sums have more bits than a float32, and all their ties."""
+    scale = 2**15 + 1
+    b = 2**14 - 5
+    network = chain(([scale], point), ([scale * b], point), weight=1)
+    folded = fold(network, network.operation("bn"), SIGNED)
+    assert (folded is not None) is is_exact
+    assert (network.operation("bn").name in absorbed(network)) is is_exact
+    if folded:
+        x = np.arange(256)[:, None]
+        got = kernel(folded, x, 0, SIGNED)
+        assert got.astype(int).tolist() == by_fractions(network, x[:, 0]).tolist()
+
+
+def test_beyond_the_limit_float32_is_wrong():
+    """The reason for the rule: just above a tie, float32 has the tie itself."""
+    r = 25  # t * s / 2**r is k + 1/2 + 2**-r, k even
+    factors = ((t, (2**24 + 1) * pow(t, -1, 2**r) % 2**r) for t in range(3, 128, 2))
+    total, s = next((t, s) for t, s in factors if s < 2**24 and (t * s >> r) % 2 == 0)
+    exact = Fraction(total * s, 2**r)
+    got = np.rint(np.float32(total) * np.float32(s * 2.0**-r))
+    assert round(exact) == got + 1
+    network = chain(([s], r), ([s * (total - 1)], r), weight=1)
+    assert fold(network, network.operation("bn"), SIGNED) is None
+
+
+def test_sums_beyond_float32_saturate():
+    """Sums of up to 2**27: those that float32 rounds are far outside the codes."""
+    terms, fmt = 4096, FixedPoint(8, 0, signed=False)
+    network = chain(([3], 16), ([0], 16), terms=terms, out=fmt)
+    assert network.values["conv"].magnitude > 2**26
+    folded = fold(network, network.operation("bn"), fmt)
+    assert folded is not None
+    chance = np.random.default_rng(0)
+    x = chance.integers(0, 256, (400, terms))
+    x[np.arange(terms) > np.arange(400)[:, None]] = 0
+    got = kernel(folded, x, 0, fmt)[0]
+    want = [round_fraction(Fraction(127 * 3 * int(v), 2**16), fmt) for v in x.sum(1)]
+    assert got.astype(int).tolist() == want
+    assert 255 in want
+    assert len(set(want)) > 100
+
+
+def test_signs_go_to_the_weights_where_they_can():
+    scales, offsets = [-5, 7, 0, -3], [-5 * 11, 7 * -2, 77, 0]
+    for weight, flipped in ((-127, True), (-128, False)):
+        network = chain((scales, 9), (offsets, 9), weight=weight, x=SIGNED)
+        folded = fold(network, network.operation("bn"), SIGNED)
+        assert folded is not None
+        assert (folded.scales[[0, 3]] > 0).all() == flipped
+        assert (folded.weight[2] == 0).all()
+        x = np.arange(-128, 128)[:, None]
+        got = kernel(folded, x, 0, SIGNED)
+        assert got.astype(int).tolist() == by_fractions(network, x[:, 0]).tolist()
+
+
+def test_offsets_that_are_no_multiples_are_not_folded():
+    network = chain(([5], 9), ([7], 9))
+    assert shift_of(network.operation("bn"), 0) is None
+    assert fold(network, network.operation("bn"), SIGNED) is None
+    coarse = replace(network.operation("bn"), offset_fmt=FixedPoint(32, 8))
+    assert shift_of(coarse, 0) is None
+
+
+def test_scales_become_as_short_as_they_must():
+    network = chain(([40_001, -30_003, 9], 20), ([40_001 * 50, 30_003 * 9, 9 * 89], 20))
+    bn = network.operation("bn")
+    assert fold(network, bn, SIGNED) is None
+    short = short_scales(network)
+    new = short.operation("bn")
+    assert fold(short, new, SIGNED) is not None
+    assert new.scale_fmt == FixedPoint(29, 17)
+    assert new.scale.tolist() == [5000, -3750, 1]
+    assert shift_of(new, 0)[0].tolist() == [50, -9, 100]
+    assert short.values["bn"].fl == 17
+    wide = chain(([40_001], 20), ([0], 20), out=FixedPoint(9, 0))
+    assert short_scales(wide).operation("bn") is wide.operation("bn")
+
+
+@pytest.mark.parametrize("bits", [(4, 4), (6, 6), (8, 8)])
+def test_float32_has_what_is_made_of_batch_normalisations(ranged, bits):
+    _, network, x = ranged(bits=bits)
+    network = round_sums(network, x)
+    names = {op.name for op in network.operations if isinstance(op, Affine)}
+    assert names <= {row.name for row in verify(network, 2 * x) if row.verdict == "exact"}
+
+
+def test_offsets_are_near_those_of_training(ranged):
+    model, network, _ = ranged(bits=(8, 8))
+    for op in network.operations:
+        if isinstance(op, Affine):
+            norm = model.get_submodule(op.name)
+            assert isinstance(norm, nn.BatchNorm2d)
+            rate = norm.weight / (norm.running_var + norm.eps).sqrt()
+            want = norm.bias - norm.running_mean * rate
+            found = op.offset.double() * op.offset_fmt.lsb
+            step = rate.abs().double() * 2.0 ** -network.values[op.inputs[0]].fl
+            rounded = (op.scale_fmt.lsb / rate.abs().clamp(min=1e-9)).double() * want.abs()
+            gap = (found - want.double()).abs()
+            assert (gap <= step + rounded + op.offset_fmt.lsb).all()
+            assert shift_of(op, network.values[op.inputs[0]].fl) is not None
+
+
+def test_the_reference_computes_what_fractions_do():
+    network = chain(([40_001, -30_003, 0], 20), ([40_001 * 50, 30_003 * 9, 9 * 89], 20))
+    x = torch.arange(256.0).reshape(-1, 1, 1, 1)
+    got = integer.run_all(network, x)["out"][:, :, 0, 0].T
+    assert got.tolist() == by_fractions(network, np.arange(256)).tolist()

@@ -1,0 +1,79 @@
+import pytest
+import torch
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export import ExportError, compare, integer, round_sums
+from marvin.export.network import Add, Round
+from marvin.export.simulate import simulate
+from marvin.export.sums import sum_formats
+
+
+def terms(network):
+    return [name for op in network.operations if isinstance(op, Add) for name in op.inputs]
+
+
+def test_terms_get_words_that_hold_the_sample(ranged):
+    _, network, x = ranged()
+    rounded = round_sums(network, x)
+    assert len(terms(rounded)) == 4
+    formats = sum_formats(rounded)
+    assert set(formats) == set(terms(rounded))
+    assert {fmt.wl for fmt in formats.values()} == {8}
+    signed = {name: fmt.signed for name, fmt in formats.items()}
+    assert signed == {
+        "add.term1": True,
+        "add.term2": False,
+        "add_1.term1": True,
+        "add_1.term2": True,
+    }
+    exact = simulate(rounded, x, dtype=torch.float64)
+    for name, fmt in formats.items():
+        (source,) = rounded.operation(name).inputs
+        assert exact[source].min() > fmt.min - fmt.lsb / 2
+        assert exact[source].max() < fmt.max + fmt.lsb / 2
+        finer = FixedPoint(8, fmt.fl + 1, signed=fmt.signed)
+        out = (exact[source].min() < finer.min) | (exact[source].max() > finer.max)
+        assert out  # the finest that holds it
+    assert set(network.formats()) == set(rounded.formats()) - set(formats)
+    assert {n: rounded.formats()[n] for n in network.formats()} == network.formats()
+
+
+def test_longer_terms_are_nearer_to_exact_sums(ranged):
+    _, network, x = ranged()
+    want = integer.run(network, x)
+    gaps = [
+        (integer.run(round_sums(network, x, wl), x) - want).abs().mean() for wl in (3, 5, 8, 16)
+    ]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[-1] < gaps[0] / 10
+
+
+def test_terms_that_are_short_already_stay(digits):
+    _, network, x = digits(6, 4)
+    before = terms(network)
+    rounded = round_sums(network, x)
+    assert terms(rounded) == before
+    assert not sum_formats(rounded)
+    assert [op.name for op in rounded.operations] == [op.name for op in network.operations]
+    assert terms(round_sums(network, x, 4)) == ["add.term1", "add.term2"]
+
+
+def test_the_reference_and_the_report_have_the_roundings(ranged):
+    model, network, x = ranged()
+    rounded = round_sums(network, x)
+    codes = integer.run_all(rounded, x)
+    for op in rounded.operations:
+        if isinstance(op, Round) and op.name in terms(rounded):
+            assert codes[op.name].min() >= op.fmt.min_code
+            assert len(set(codes[op.name].reshape(-1).tolist())) > 20
+    assert [row.name for row in compare(rounded, model, x)] == [
+        row.name for row in compare(network, model, x)
+    ]
+
+
+def test_what_is_not_finite_is_named(ranged):
+    _, network, x = ranged()
+    rounded = round_sums(network, x * 1e30)  # saturates
+    assert len(terms(rounded)) == 4
+    with pytest.raises(ExportError, match="must be finite to be calibrated"):
+        round_sums(network, x * torch.nan)
