@@ -270,9 +270,15 @@ class QuantizingOptimizer(Optimizer):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        own = dict(state.get("defaults", self.__dict__.get("defaults", {})))
         super().__setstate__(state)
+        self.defaults = (
+            own  # torch adds "differentiable", which would then be in loaded states only
+        )
         for group in self.param_groups:
-            for name, value in self.defaults.items():  # options that an older state lacks
+            if "differentiable" not in own:  # nor in those that such a state was loaded from
+                group.pop("differentiable", None)
+            for name, value in own.items():  # options that an older state lacks
                 group.setdefault(name, value)
         self._layout = layout_of(self.param_groups)
 

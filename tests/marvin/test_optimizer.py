@@ -427,6 +427,17 @@ def test_names_must_be_unique():
     assert list(optimizer.formats()) == ["weight", "bias"]
 
 
+def test_loading_twice_adds_nothing_to_a_state():
+    optimizer = make_optimizer(make_model())
+    state = optimizer.state_dict()
+    for _ in range(2):
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.state_dict()["param_groups"] == state["param_groups"]
+    with_key = {**state["param_groups"][0], "differentiable": False}  # earlier versions added it
+    optimizer.load_state_dict({**state, "param_groups": [with_key]})
+    assert optimizer.state_dict()["param_groups"] == state["param_groups"]
+
+
 def test_the_state_of_another_model_is_refused():
     optimizer = MSGD([("w", nn.Parameter(torch.ones(2, 3)))])
     other = MSGD([("w", nn.Parameter(torch.ones(3, 2)))])
