@@ -17,7 +17,7 @@ import torch
 
 from marvin.export.report import layer_rows, proof_lines, table, weight_line
 from marvin.export.run import Deployed, Options, Run, deploy, open_run
-from marvin.export.targets import TARGETS, Order, Written
+from marvin.export.targets import TARGETS, Order, Ways, Written
 from marvin.files import new_folder
 
 __all__ = ["main"]
@@ -57,6 +57,16 @@ def _parser() -> argparse.ArgumentParser:
         "--scale-wl", type=int, default=16, help="bits of batch norm's scale (default: 16)"
     )
     parser.add_argument(
+        "--sums-wl",
+        type=int,
+        help="bits of what is added, calibrated; ONNX needs 8 to be fast (default: exact sums)",
+    )
+    parser.add_argument(
+        "--vnni",
+        action="store_true",
+        help="of onnx: 8-bit weights as int8, fast on processors with VNNI, wrong without",
+    )
+    parser.add_argument(
         "--samples",
         type=int,
         default=0,
@@ -72,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _export(given: argparse.Namespace) -> None:
     run = open_run(given.run, given.data_dir)
-    deployed = deploy(run, Options(given.wl, given.scale_wl, given.weights))
+    options = Options(given.wl, given.scale_wl, given.weights, given.sums_wl)
+    deployed = deploy(run, options)
     rows = layer_rows(deployed, run.test[:64])
     lines = [
         f"{run.path}: {run.title}; formats of activations: {deployed.network.origin}",
@@ -101,12 +112,14 @@ def _write(
     count = given.samples or (8 if given.to in ("qonnx", "hls4ml") else len(run.test))
     samples = run.test[:count] if given.verify else None
     with new_folder(out) as folder:
-        written = TARGETS[given.to](Order(deployed, folder, samples, given.backend, given.python))
+        ways = Ways(given.backend, given.python, given.vnni)
+        written = TARGETS[given.to](Order(deployed, folder, samples, ways))
         facts = {
             "run": str(run.path),
             "target": given.to,
             "torch": torch.__version__,
             "activations": deployed.network.origin,
+            "what": written.what,
             "proof": written.proof,
             "layers": rows,
         }

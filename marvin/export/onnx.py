@@ -23,7 +23,7 @@ from marvin.export.network import Network
 from marvin.export.wide import Doubles
 from marvin.files import write_atomic
 
-__all__ = ["Spelling", "save", "spelling_of", "to_model"]
+__all__ = ["Spelling", "obstacle", "save", "spelling_of", "to_model"]
 
 Spelling = Literal["int8", "int16", "float64"]
 
@@ -82,6 +82,17 @@ def spelling_of(network: Network) -> Spelling:
         else:
             return spelling
     raise reasons[-1]
+
+
+def obstacle(network: Network) -> str:
+    """Return what keeps words of 8 bits from being integers in ONNX Runtime; ``""`` if nothing."""
+    formats = network.formats() | network.weight_formats()
+    if all(fmt.wl <= 8 for fmt in formats.values()):
+        try:
+            _written(network, "int8")
+        except ExportError as error:
+            return str(error)
+    return ""
 
 
 def _written(network: Network, spelling: Spelling, vnni: bool = False) -> tuple[Floats, str]:

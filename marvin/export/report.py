@@ -10,6 +10,7 @@ from marvin.export import integer
 from marvin.export.network import Network
 from marvin.export.packed import Size, sizes
 from marvin.export.run import Deployed, Run
+from marvin.export.sums import sum_formats
 from marvin.export.verify import Row, compare, verify
 
 __all__ = ["layer_rows", "proof_lines", "table", "weight_line"]
@@ -67,12 +68,25 @@ def proof_lines(run: Run, deployed: Deployed, rows: Sequence[dict[str, Any]]) ->
     exact = sum(row["float32"] == "exact" for row in rows)
     trained = run.model(run.test)
     logits = integer.run(deployed.network, run.test)
+    before = ""
+    if deployed.exact is not deployed.network:
+        accuracy = run.accuracy(integer.run(deployed.exact, run.test))
+        before = f"with exact sums {accuracy:.2%}, "
     gaps = compare(deployed.network, deployed.model, run.test[:64])
     moved = [gap for gap in gaps if gap.different]
     first = f"from {moved[0].name} on" if moved else "nowhere"
     return [
         f"float32 simulation is exact in {exact} of {len(rows)} layers",
         f"modules that differ from the trained ones: {len(moved)} of {len(gaps)}, {first}",
-        f"test accuracy: trained {run.accuracy(trained):.2%}, "
+        *_sum_lines(deployed.network),
+        f"test accuracy: trained {run.accuracy(trained):.2%}, {before}"
         f"exported {run.accuracy(logits):.2%} ({len(run.labels)} images)",
     ]
+
+
+def _sum_lines(network: Network) -> list[str]:
+    formats = sum_formats(network)
+    if not formats:
+        return []
+    named = ", ".join(f"{name} {fmt}" for name, fmt in formats.items())
+    return [f"terms of sums, calibrated: {named}"]

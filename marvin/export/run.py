@@ -20,6 +20,7 @@ from marvin.export.errors import ExportError, fixed_point
 from marvin.export.network import Network
 from marvin.export.observe import Formats, calibrate
 from marvin.export.packed import Packed, pack_state
+from marvin.export.sums import round_sums
 from marvin.export.trace import describe
 from marvin.export.weights import formats_of_weights, masters_of, nearest_weights
 
@@ -66,11 +67,13 @@ class Options:
         scale_wl: Word length of batch normalisation's scale, bits.
         weights: ``"nearest"``: masters rounded to nearest; ``"last"``: the model's own weights,
             the last stochastic draw.
+        sums_wl: Word length of the terms of sums, bits; None: as exact as they come.
     """
 
     wl: int = 8
     scale_wl: int = 16
     weights: str = "nearest"
+    sums_wl: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,13 @@ class Deployed:
         model: A copy of the run's, with the weights that are exported.
         formats: Of its parameters.
         network: Its operations.
+        exact: ``network`` with exact sums; the same where sums are not rounded.
     """
 
     model: nn.Module
     formats: Mapping[str, FixedPoint]
     network: Network
+    exact: Network
 
     def packed(self) -> Packed:
         """Return weights as integers, and formats of activations beside them."""
@@ -135,7 +140,8 @@ def deploy(run: Run, options: Options) -> Deployed:
     """Return the network of a run.
 
     Formats are those of training. Where there are none, weights and activations get formats of
-    ``options.wl`` bits that hold the weights, and the activations of training images.
+    ``options.wl`` bits that hold the weights, and the activations of training images. So do terms
+    of sums, of ``options.sums_wl`` bits.
 
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
@@ -151,5 +157,7 @@ def deploy(run: Run, options: Options) -> Deployed:
     if not run.has_activations:
         activations = calibrate(model, [run.train], options.wl)
     sample = run.train[:2]
-    network = describe(model, sample, formats, activations, scale_wl=options.scale_wl)
-    return Deployed(model, formats, network)
+    exact = describe(model, sample, formats, activations, scale_wl=options.scale_wl)
+    wl = options.sums_wl
+    network = exact if wl is None else round_sums(exact, run.train, wl)
+    return Deployed(model, formats, network, exact)

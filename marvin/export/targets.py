@@ -37,6 +37,21 @@ class Written:
 
 
 @dataclass(frozen=True)
+class Ways:
+    """What is particular to one target.
+
+    Args:
+        backend: Of hls4ml.
+        python: Interpreter of an environment with qonnx.
+        vnni: Of ONNX: the processor has VNNI.
+    """
+
+    backend: str = "Vitis"
+    python: str = sys.executable
+    vnni: bool = False
+
+
+@dataclass(frozen=True)
 class Order:
     """What to write.
 
@@ -44,15 +59,13 @@ class Order:
         deployed: The network.
         folder: To write to.
         samples: To prove it on, None for no proof.
-        backend: Of hls4ml.
-        python: Interpreter of an environment with qonnx.
+        ways: What is particular to the target.
     """
 
     deployed: Deployed
     folder: Path
     samples: Tensor | None
-    backend: str = "Vitis"
-    python: str = sys.executable
+    ways: Ways
 
 
 Target = Callable[[Order], Written]
@@ -76,8 +89,10 @@ def _onnx(order: Order) -> Written:
 
     network, path = order.deployed.network, order.folder / "network.onnx"
     spelling = onnx.spelling_of(network)
-    size = onnx.save(network, path, spelling)
+    size = onnx.save(network, path, spelling, vnni=order.ways.vnni)
     what = f"{path.name} ({spelling})"
+    if obstacle := onnx.obstacle(network):
+        what += f"; not int8: {obstacle}; try --sums-wl 8"
     if order.samples is None:
         return Written(size, what)
     runtime = require("onnxruntime", "onnx")
@@ -93,7 +108,7 @@ def _qonnx(order: Order) -> Written:
     size = qonnx.save(network, path)
     if order.samples is None:
         return Written(size, path.name)
-    got = qonnx.execute(path, order.samples, order.python)
+    got = qonnx.execute(path, order.samples, order.ways.python)
     if qonnx.is_exact(network):
         return _proved(order, size, path.name, got, "qonnx's executor")
     want = integer.run(network, order.samples)
@@ -108,9 +123,9 @@ def _qonnx(order: Order) -> Written:
 def _hls4ml(order: Order) -> Written:
     from marvin.export import hls4ml
 
-    project = hls4ml.write(order.deployed.network, order.folder, order.backend)
+    project = hls4ml.write(order.deployed.network, order.folder, order.ways.backend)
     size = sum(file.stat().st_size for file in order.folder.rglob("*") if file.is_file())
-    what = f"{order.backend} project"
+    what = f"{order.ways.backend} project"
     if order.samples is None:
         return Written(size, what)
     return _proved(order, size, what, project.predict(order.samples), "the C++ emulation")
