@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = "torch", "numba", "llvmlite", "numpy", "qtorch"
+PACKAGES = "torch", "triton", "numba", "llvmlite", "numpy", "qtorch"
 
 
 def describe() -> dict[str, object]:

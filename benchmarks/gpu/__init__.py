@@ -1,0 +1,1 @@
+"""Correctness and speed on one GPU: ``python -m benchmarks.gpu``."""
