@@ -261,7 +261,7 @@ def compress(
         geometry,
         numbers,
         bits,
-        tuple(key),
+        (key.seed, key.stream),
         layout.planes,
         task,
     )

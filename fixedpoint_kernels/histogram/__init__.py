@@ -15,7 +15,8 @@ from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import Rounding
 
-__all__ = ["Grid", "bins_of", "grid_histogram", "histogram_candidates"]
+__all__ = ["Bins", "Grid", "bins_between", "bins_of", "grid_histogram", "histogram_candidates"]
+__all__ += ["sampled_histogram"]
 
 _MAX_CELLS = 2**24
 
@@ -63,8 +64,7 @@ def histogram_candidates(
         )
     bins = bins_of(x, resolution)
     if rounding != "expected":
-        key = Key.checked(seed, stream)
-        return _implementation(x).sampled(x.reshape(-1), fmts, bins, rounding, key)
+        return sampled_histogram(x, fmts, bins, Key.checked(seed, stream), rounding)
     own, grid = grid_histogram(x, bins, max((fmt.fl for fmt in fmts), default=0))
     return torch.from_numpy(np.concatenate([own[None], grid.histograms(fmts)]))
 
@@ -80,6 +80,15 @@ def bins_of(x: Tensor, resolution: int) -> Bins:
     if resolution < 1:
         raise ValueError(f"a histogram needs at least 1 bin, got resolution={resolution}")
     low, high = torch.stack(x.detach().aminmax()).float().tolist() if x.numel() else (0.0, 0.0)
+    return bins_between(low, high, resolution)
+
+
+def bins_between(low: float, high: float, resolution: int) -> Bins:
+    """Return ``resolution`` equal bins from ``low`` to ``high``, which are float32 numbers.
+
+    Raises:
+        ValueError: There is no such range.
+    """
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(
             f"a histogram needs two different finite values, got a range {low} to {high}"
@@ -88,8 +97,27 @@ def bins_of(x: Tensor, resolution: int) -> Bins:
     return Bins(low, float(np.float32(resolution) / width), resolution)
 
 
+def sampled_histogram(
+    x: Tensor, fmts: Sequence[FixedPoint], bins: Bins, key: Key, rounding: Rounding = "stochastic"
+) -> Tensor:
+    """Count ``x``, and ``x`` rounded once to each of ``fmts``, over ``bins``.
+
+    ``x`` may be a part of a larger tensor, which begins at element ``key.offset`` of it: the
+    counts of all parts add up to those of the whole.
+
+    Returns:
+        As ``histogram_candidates``.
+    """
+    if not x.numel():
+        shape = 1 + len(fmts), bins.resolution
+        return torch.zeros(shape, dtype=torch.int64, device=x.device)
+    return _implementation(x).sampled(x.reshape(-1), fmts, bins, rounding, key)
+
+
 def grid_histogram(x: Tensor, bins: Bins, fl: int) -> tuple[np.ndarray, Grid]:
     """Count ``x`` in bins and in the cells of fractional length ``fl``, in one pass.
+
+    ``x`` may be a part of the tensor whose range ``bins`` cover: the counts of all parts add up.
 
     Returns:
         The histogram of ``x``, shape ``(resolution,)``, float64, and the grid that gives the
@@ -105,7 +133,8 @@ def grid_histogram(x: Tensor, bins: Bins, fl: int) -> tuple[np.ndarray, Grid]:
         raise ValueError(
             f"expected counts need at most {_MAX_CELLS} steps in the range, got {size}"
         )
-    own, table = _implementation(x).cells(x.reshape(-1), bins, Cells(fl, first, size))
+    code = _implementation(x) if x.numel() else reference
+    own, table = code.cells(x.reshape(-1), bins, Cells(fl, first, size))
     return own.cpu().numpy().astype(np.float64), Grid(fl, first, table.cpu().numpy(), bins)
 
 

@@ -23,20 +23,22 @@ def _bin(value, low, inverse_width, resolution):
     return int(min(max(place, np.float32(0.0)), np.float32(resolution - 1)))
 
 
-def _sampled(x, numbers, bins, stochastic, key, parts):
-    # x (n,) float32; numbers (k, 4) float32; key (4,) uint32; parts (threads, k + 1, r) int64
+def _sampled(x, offset, numbers, bins, stochastic, key, parts):
+    # x (n,) float32; offset int64: of x[0] in the noise; numbers (k, 4) float32; key (4,) uint32;
+    # parts (threads, k + 1, r) int64
     low, inverse_width, resolution = bins
     share = -(-x.size // parts.shape[0])
-    share += -share % 4  # each part starts a noise block
     for part in prange(parts.shape[0]):
         counts = parts[part]
         noise = np.empty(4, np.uint32)
-        for i in range(part * share, min((part + 1) * share, x.size)):
-            if stochastic and i % 4 == 0:
-                c = np.uint64(i >> 2)
+        begin = part * share
+        for i in range(begin, min(begin + share, x.size)):
+            place = i + offset
+            if stochastic and (place % 4 == 0 or i == begin):
+                c = np.uint64(place >> 2)
                 w = philox(np.uint32(c), np.uint32(c >> _HALF), key[2], key[3], key[0], key[1])
                 noise[0], noise[1], noise[2], noise[3] = w
-            u = to_uniform(noise[i % 4])  # not used by nearest
+            u = to_uniform(noise[place % 4])  # not used by nearest
             counts[0, _bin(x[i], low, inverse_width, resolution)] += 1
             for f in range(numbers.shape[0]):
                 scaled = x[i] * numbers[f, 0]
@@ -113,7 +115,7 @@ def sampled(
     numbers = np.array(rows, np.float32).reshape(-1, 4)
     kernel = _sampled_parallel if parallel else _sampled_serial
     words = np.array(key.words(), np.uint32)
-    kernel(_values(x), numbers, _bins(bins), rounding == "stochastic", words, parts)
+    kernel(_values(x), key.offset, numbers, _bins(bins), rounding == "stochastic", words, parts)
     return torch.from_numpy(parts.sum(0))
 
 

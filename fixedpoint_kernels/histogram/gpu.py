@@ -32,7 +32,7 @@ def _count(counts_ptr, bins, mask, resolution, BINS: tl.constexpr):
     tl.atomic_add(counts_ptr + columns, counts, mask=(columns < resolution) & (counts > 0))
 
 
-@triton.jit(do_not_specialize=["resolution", "formats", "seed", "stream"])
+@triton.jit(do_not_specialize=["resolution", "formats", "seed", "stream", "block"])
 def _sampled_kernel(
     x_ptr,  # (n,) float32
     n,
@@ -44,15 +44,20 @@ def _sampled_kernel(
     resolution: tl.int32,
     seed: tl.int64,
     stream: tl.int64,
+    block: tl.int64,  # of the noise in which element 0 is
+    LEAD: tl.constexpr,  # its lane there
     STOCHASTIC: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    mask = first + tl.arange(0, BLOCK) < n
-    x = tl.load(x_ptr + first + tl.arange(0, BLOCK), mask=mask, other=0.0)
+    offsets = first + tl.arange(0, BLOCK) - LEAD
+    mask = offsets < n
+    if LEAD > 0:
+        mask = mask & (offsets >= 0)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     resolution = tl.full((), 0, tl.int32) + resolution
-    noise = noise_of(first, seed, stream, STOCHASTIC, BLOCK)
+    noise = noise_of(block.to(tl.int64) + (first >> 2), seed, stream, STOCHASTIC, BLOCK)
     _count(counts_ptr, _bin(x, low, inverse_width, resolution), mask, resolution, BINS)
     row = 0
     while row < formats:
@@ -102,7 +107,7 @@ def sampled(
     numbers = torch.tensor(rows, dtype=torch.float32, device=x.device)
     shape = len(fmts) + 1, bins.resolution
     counts = torch.zeros(shape, dtype=torch.int64, device=x.device)
-    _sampled_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+    _sampled_kernel[(triton.cdiv(x.numel() + key.lead, _BLOCK),)](
         _values(x),
         x.numel(),
         numbers,
@@ -113,6 +118,8 @@ def sampled(
         bins.resolution,
         key.seed,
         key.stream,
+        key.offset >> 2,
+        LEAD=key.lead,
         STOCHASTIC=rounding == "stochastic",
         BINS=triton.next_power_of_2(bins.resolution + 1),
         BLOCK=_BLOCK,

@@ -13,23 +13,31 @@ _ROUNDS = 10
 
 
 class Key(NamedTuple):
-    """What a noise stream is a function of, beside the element index."""
+    """Which noise a tensor gets: the stream of a seed, from element ``offset`` on."""
 
     seed: int
     stream: int
+    offset: int = 0
 
     @classmethod
-    def checked(cls, seed: int, stream: int) -> "Key":
+    def checked(cls, seed: int, stream: int, offset: int = 0) -> "Key":
         """Return a key.
 
         Raises:
-            TypeError: ``seed`` or ``stream`` is not an integer.
+            TypeError: One of them is not an integer.
             ValueError: One of them is outside 0 to 2**63 - 1.
         """
-        key = cls(operator.index(seed), operator.index(stream))
-        if min(key) < 0 or max(key) >= 2**63:
+        key = cls(operator.index(seed), operator.index(stream), operator.index(offset))
+        if min(key[:2]) < 0 or max(key[:2]) >= 2**63:
             raise ValueError(f"seed and stream must be 0 to 2**63 - 1, got {seed=}, {stream=}")
+        if not 0 <= key.offset < 2**63:
+            raise ValueError(f"offset must be 0 to 2**63 - 1, got {offset=}")
         return key
+
+    @property
+    def lead(self) -> int:
+        """Lanes of the first noise block that belong to elements before ``offset``."""
+        return self.offset & 3
 
     def words(self) -> tuple[int, int, int, int]:
         """Return seed and stream as 32-bit words, low halves first."""
@@ -37,13 +45,15 @@ class Key(NamedTuple):
 
 
 def uniform(n: int, key: Key, device: torch.device | str = "cpu") -> Tensor:
-    """Draw ``n`` float32 values in [0, 1), shape ``(n,)``; value ``i`` depends on ``i`` alone."""
+    """Draw ``n`` float32 values in [0, 1), shape ``(n,)``, those from ``key.offset`` on."""
     return (words(n, key, device) >> 8).to(torch.float32) * 2.0**-24
 
 
 def words(n: int, key: Key, device: torch.device | str = "cpu") -> Tensor:
     """Draw ``n`` 32-bit words, shape ``(n,)``, int64; see ``fixedpoint_kernels.philox``."""
-    block = torch.arange((n + 3) // 4, dtype=torch.int64, device=device)
+    first = key.offset >> 2
+    last = (key.offset + n + 3) >> 2
+    block = torch.arange(first, last, dtype=torch.int64, device=device)
     c0, c1 = block & _MASK, block >> 32
     k0, k1, s0, s1 = key.words()
     c2, c3 = torch.full_like(block, s0), torch.full_like(block, s1)
@@ -52,7 +62,7 @@ def words(n: int, key: Key, device: torch.device | str = "cpu") -> Tensor:
         hi1, lo1 = _multiply(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
         k0, k1 = k0 + _WEYL[0] & _MASK, k1 + _WEYL[1] & _MASK
-    return torch.stack([c0, c1, c2, c3], dim=1).flatten()[:n]
+    return torch.stack([c0, c1, c2, c3], dim=1).flatten()[key.lead :][:n]
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:

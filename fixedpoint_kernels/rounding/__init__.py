@@ -22,13 +22,14 @@ _FLOATS = torch.float32, torch.bfloat16, torch.float16
 _ROUNDINGS = get_args(Rounding)
 
 
-def quantize(
+def quantize(  # noqa: PLR0913  noise has three coordinates
     x: Tensor,
     fmt: FixedPoint,
     *,
     rounding: Rounding = "stochastic",
     seed: int = 0,
     stream: int = 0,
+    offset: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Round ``x`` to numbers of ``fmt``.
@@ -39,8 +40,9 @@ def quantize(
     saturate; NaN stays NaN and infinities saturate. A result is never -0.0.
 
     The noise of element ``i``, counted in row-major order whatever the strides, is a function of
-    ``(seed, stream, i)`` alone (``fixedpoint_kernels.philox``): every device gives the same bits,
-    and no generator of the user's is touched.
+    ``(seed, stream, offset + i)`` alone (``fixedpoint_kernels.philox``): every device gives the
+    same bits, and no generator of the user's is touched. Where a tensor is spread over devices,
+    each gives its part's first position as ``offset``, and has the bits of the whole tensor.
 
     Args:
         x: Values, any shape and strides, float32, bfloat16 or float16.
@@ -49,6 +51,7 @@ def quantize(
         rounding: ``"stochastic"`` or ``"nearest"``.
         seed: Of the noise, 0 to 2**63 - 1; unused by ``"nearest"``.
         stream: Which of the seed's independent streams, 0 to 2**63 - 1.
+        offset: Position of the first element in the stream, 0 to 2**63 - 1.
         out: Where to write, shape and device of ``x``, any of the dtypes above; may be ``x``.
 
     Returns:
@@ -58,7 +61,7 @@ def quantize(
 
     Raises:
         TypeError: ``x`` is not floating, or ``fmt`` is not a ``FixedPoint``.
-        ValueError: ``rounding``, ``seed``, ``stream`` or ``out`` is not as above.
+        ValueError: ``rounding``, ``seed``, ``stream``, ``offset`` or ``out`` is not as above.
         RuntimeError: ``x`` requires a gradient: rounding has none (``marvin.fake_quantize`` is
             the straight-through estimator).
 
@@ -70,7 +73,7 @@ def quantize(
     _check_values(x, "quantize")
     _check_mode(fmt, rounding)
     y = torch.empty_like(x) if out is None else _checked_out(out, x)
-    _run(x, y, None, fmt, rounding, Key.checked(seed, stream))
+    _run(x, y, None, fmt, rounding, Key.checked(seed, stream, offset))
     if out is not None:
         _mark_changed([out])
     return y
@@ -97,18 +100,20 @@ def quantize_with_mask(
     return y, inside
 
 
-def quantize_many(
+def quantize_many(  # noqa: PLR0913  noise has three coordinates
     xs: Sequence[Tensor],
     fmts: Sequence[FixedPoint],
     *,
     rounding: Rounding = "stochastic",
     seed: int = 0,
     stream: int = 0,
+    offsets: Sequence[int] | None = None,
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Round many tensors, each to a format of its own, in one launch.
 
-    Tensor ``j`` gets the bits of ``quantize(xs[j], fmts[j], seed=seed, stream=stream + j)``.
+    Tensor ``j`` gets the bits of
+    ``quantize(xs[j], fmts[j], seed=seed, stream=stream + j, offset=offsets[j])``.
 
     Args:
         xs: Values, on one device; one launch where all are float32 and contiguous, as is ``out``.
@@ -116,6 +121,7 @@ def quantize_many(
         rounding: ``"stochastic"`` or ``"nearest"``.
         seed: Of the noise.
         stream: Of the first tensor.
+        offsets: Of each tensor; None: all 0.
         out: Where to write, one tensor each; may be ``xs``.
 
     Returns:
@@ -125,12 +131,13 @@ def quantize_many(
         ValueError: Lengths or devices differ, or as ``quantize``.
     """
     ys = [torch.empty_like(x) for x in xs] if out is None else list(out)
-    if not len(xs) == len(fmts) == len(ys):
+    positions = [0] * len(xs) if offsets is None else list(offsets)
+    if not len(xs) == len(fmts) == len(ys) == len(positions):
         raise ValueError(
-            "quantize_many needs one format and one output a tensor, "
-            f"got {len(xs)} tensors, {len(fmts)} formats and {len(ys)} outputs"
+            "quantize_many needs one format, one output and one offset a tensor, got "
+            f"{len(xs)} tensors, {len(fmts)} formats, {len(ys)} outputs, {len(positions)} offsets"
         )
-    key = Key.checked(seed, stream)
+    keys = _keys(seed, stream, positions)
     for fmt in fmts:
         _check_mode(fmt, rounding)
     is_one_launch = _are_plain(xs, ys)
@@ -145,10 +152,10 @@ def quantize_many(
     if out is not None:
         _mark_changed(ys)
     if is_one_launch:
-        _implementation(xs[0]).quantize_many(xs, ys, fmts, rounding, key)
+        _implementation(xs[0]).quantize_many(xs, ys, fmts, rounding, keys)
         return ys
-    for j, (x, y, fmt) in enumerate(zip(xs, ys, fmts, strict=True)):
-        _run(x, y, None, fmt, rounding, Key(key.seed, key.stream + j))
+    for x, y, fmt, key in zip(xs, ys, fmts, keys, strict=True):
+        _run(x, y, None, fmt, rounding, key)
     return ys
 
 
@@ -188,6 +195,12 @@ def decode(codes: Tensor, fmt: FixedPoint, *, dtype: torch.dtype = torch.float32
     if codes.dtype.is_floating_point or codes.dtype is torch.bool or codes.is_complex():
         raise TypeError(f"decode needs integer codes, got {codes.dtype}")
     return codes.to(dtype) * fmt.lsb
+
+
+def _keys(seed: int, stream: int, offsets: Sequence[int]) -> list[Key]:
+    """Return one key a tensor, of streams that follow each other."""
+    first = Key.checked(seed, stream, min(offsets, default=0))
+    return [Key(first.seed, first.stream + j, offset) for j, offset in enumerate(offsets)]
 
 
 def _code_dtype(fmt: FixedPoint) -> torch.dtype:

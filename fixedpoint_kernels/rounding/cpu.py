@@ -6,6 +6,7 @@ more than it gains on small tensors.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from fixedpoint_kernels.vectors import I8, Vector
 
 _BLOCK = 128  # elements of one vector: four of the longest that processors have, as 64-bit lanes
 _TASK = 32 * _BLOCK  # elements of one tensor that a thread takes at a time
+_OFFSET = attrgetter("offset")
 # no kernel writes these: it writes the other, and torch converts
 _BESIDE = {
     torch.uint8: torch.int16,
@@ -71,47 +73,56 @@ def _round_block(_context, x, y, inside, at, first, number, key):
 
 
 @njit(inline="always")
-def _round_task(x, y, inside, start, number, key):
-    stop = min(start + _TASK, x.size)
-    whole = start + (stop - start) // _BLOCK * _BLOCK
-    for first in range(start, whole, _BLOCK):
-        _round_block(x, y, inside, first, first, number, key)
+def _round_task(x, y, inside, start, offset, number, key):
+    # from element ``start`` on, which is not above 0 where the tensor begins inside a vector
+    begin, stop = max(start, 0), min(start + _TASK, x.size)
+    head = min(max(start + _BLOCK, 0), stop) if start < 0 else begin
+    if begin < head:
+        _round_rest(x[begin:head], y[begin:head], inside, begin, offset, number, key)
+    whole = head + (stop - head) // _BLOCK * _BLOCK
+    for at in range(head, whole, _BLOCK):
+        _round_block(x, y, inside, at, at + offset, number, key)
     if whole < stop:
-        _round_rest(x[whole:stop], y[whole:stop], inside, whole, number, key)
+        _round_rest(x[whole:stop], y[whole:stop], inside, whole, offset, number, key)
 
 
 @njit
-def _round_rest(x, y, inside, first, number, key):
-    n = x.size
+def _round_rest(x, y, inside, at, offset, number, key):
+    # x and y are less than a vector, from element ``at`` of their tensor on
+    n, lead = x.size, (at + offset) % _BLOCK
     padded_x, padded_y = np.zeros(_BLOCK, np.float32), np.empty(_BLOCK, y.dtype)
-    padded_x[:n] = x
+    padded_x[lead : lead + n] = x
+    first = at + offset - lead
     if inside is None:
         _round_block(padded_x, padded_y, None, 0, first, number, key)
     else:
         padded_inside = np.empty(_BLOCK, np.bool_)
         _round_block(padded_x, padded_y, padded_inside, 0, first, number, key)
-        inside[first : first + n] = padded_inside[:n]
-    y[:] = padded_y[:n]
+        inside[at : at + n] = padded_inside[lead : lead + n]
+    y[:] = padded_y[lead : lead + n]
 
 
-def _quantize(x, y, inside, number, key):
-    for task in prange((x.size + _TASK - 1) // _TASK):
-        _round_task(x, y, inside, task * _TASK, number, key)
+def _quantize(x, y, inside, offset, number, key):
+    lead = offset % _BLOCK
+    for task in prange((x.size + lead + _TASK - 1) // _TASK):
+        _round_task(x, y, inside, task * _TASK - lead, offset, number, key)
 
 
 def _quantize_many(pointers, sizes, numbers, tasks, key):
-    # pointers (t, 2) int64: of x and y; sizes (t,) int64; numbers (t, 4) float32;
-    # tasks (k, 2) int64: tensor and first element; key (seed, stream) of the first, or None
+    # pointers (t, 2) int64: of x and y; sizes (t, 2) int64: elements, and those before them;
+    # numbers (t, 4) float32; tasks (k, 2) int64: tensor and first element;
+    # key (seed, stream) of the first, or None
     for task in prange(tasks.shape[0]):
         tensor, start = tasks[task, 0], tasks[task, 1]
-        x = carray(_float32_pointer(pointers[tensor, 0]), sizes[tensor])
-        y = carray(_float32_pointer(pointers[tensor, 1]), sizes[tensor])
+        x = carray(_float32_pointer(pointers[tensor, 0]), sizes[tensor, 0])
+        y = carray(_float32_pointer(pointers[tensor, 1]), sizes[tensor, 0])
         row = numbers[tensor]
         number = (row[0], row[1], row[2], row[3])
         if key is None:
-            _round_task(x, y, None, start, number, None)
+            _round_task(x, y, None, start, sizes[tensor, 1], number, None)
         else:
-            _round_task(x, y, None, start, number, (key[0], key[1] + tensor))
+            own = key[0], key[1] + tensor
+            _round_task(x, y, None, start, sizes[tensor, 1], number, own)
 
 
 @intrinsic
@@ -145,8 +156,9 @@ def quantize(
         x.detach().float().numpy().reshape(-1),
         result.detach().numpy().reshape(-1),
         None if inside is None else inside.numpy().reshape(-1),
+        key.offset,
         _number(fmt, integer),
-        tuple(key) if rounding == "stochastic" else None,
+        (key.seed, key.stream) if rounding == "stochastic" else None,
     )
     if result is not y:
         y.copy_(result)
@@ -157,26 +169,34 @@ def quantize_many(
     ys: Sequence[Tensor],
     fmts: Sequence[FixedPoint],
     rounding: Rounding,
-    key: Key,
+    keys: Sequence[Key],
 ) -> None:
-    """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous."""
+    """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous.
+
+    ``keys`` are of one seed, and of one stream after the other.
+    """
     sizes = tuple(map(Tensor.numel, xs))
     addresses = tuple(map(Tensor.data_ptr, xs)), tuple(map(Tensor.data_ptr, ys))
     kernel = _quantize_many_parallel if is_parallel(sum(sizes)) else _quantize_many_serial
-    own_key = tuple(key) if rounding == "stochastic" else None
-    pointers, counts, tasks = _tables(*addresses, sizes)
+    own_key = (keys[0].seed, keys[0].stream) if rounding == "stochastic" else None
+    pointers, counts, tasks = _tables(*addresses, sizes, tuple(map(_OFFSET, keys)))
     kernel(pointers, counts, _numbers(tuple(fmts)), tasks, own_key)
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
-def _tables(xs: tuple[int, ...], ys: tuple[int, ...], sizes: tuple[int, ...]) -> list[np.ndarray]:
+def _tables(
+    xs: tuple[int, ...], ys: tuple[int, ...], sizes: tuple[int, ...], offsets: tuple[int, ...]
+) -> list[np.ndarray]:
     """Return addresses, sizes, and tensor and first element of each piece of work."""
-    counts = (np.array(sizes, np.int64) + _TASK - 1) // _TASK
+    elements, before = np.array([sizes, offsets], np.int64)
+    lead = before % _BLOCK
+    counts = np.where(elements > 0, (elements + lead + _TASK - 1) // _TASK, 0)
     tensor = np.repeat(np.arange(len(sizes)), counts)
     first = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
-    tasks = np.stack([tensor, first * _TASK], axis=1)
-    left = np.array(sizes, np.int64)[tensor] - tasks[:, 1]
-    return [np.array([xs, ys], np.int64).T.copy(), np.array(sizes, np.int64), tasks[_shared(left)]]
+    tasks = np.stack([tensor, first * _TASK - lead[tensor]], axis=1)
+    left = elements[tensor] - tasks[:, 1]
+    addresses = np.array([xs, ys], np.int64).T.copy()
+    return [addresses, np.stack([elements, before], axis=1), tasks[_shared(left)]]
 
 
 def _shared(left: np.ndarray) -> np.ndarray:

@@ -17,11 +17,11 @@ _BLOCK = 1024
 
 
 @triton.jit
-def noise_of(first, seed, stream, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the noise of elements ``first`` to ``first + BLOCK``, or 0 where none is needed."""
+def noise_of(block, seed, stream, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the noise of ``BLOCK`` elements from ``4 * block`` on, or 0 where none is needed."""
     noise = 0.0
     if STOCHASTIC:
-        blocks = (first >> 2) + tl.arange(0, BLOCK // 4)
+        blocks = block + tl.arange(0, BLOCK // 4)
         noise = uniform(blocks, seed.to(tl.int64), stream.to(tl.int64), BLOCK // 4)
     return noise
 
@@ -55,7 +55,7 @@ def _to_bfloat16(y):
     return tl.where(y == y, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["seed", "stream"])
+@triton.jit(do_not_specialize=["seed", "stream", "block"])
 def _quantize_kernel(
     x_ptr,  # (n,) float32, bfloat16 or float16
     y_ptr,  # (n,) the same, or int8, int16, int32 for codes
@@ -67,15 +67,19 @@ def _quantize_kernel(
     high,
     seed: tl.int64,
     stream: tl.int64,
+    block: tl.int64,  # of the noise in which element 0 is
+    LEAD: tl.constexpr,  # its lane there
     STOCHASTIC: tl.constexpr,
     WITH_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    offsets = first + tl.arange(0, BLOCK)
+    offsets = first + tl.arange(0, BLOCK) - LEAD
     mask = offsets < n
+    if LEAD > 0:
+        mask = mask & (offsets >= 0)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    noise = noise_of(first, seed, stream, STOCHASTIC, BLOCK)
+    noise = noise_of(block.to(tl.int64) + (first >> 2), seed, stream, STOCHASTIC, BLOCK)
     codes = codes_of(x, noise, scale, STOCHASTIC)
     if WITH_MASK:
         inside = (codes < low) | (codes > high)
@@ -93,14 +97,15 @@ def _quantize_many_kernel(
     pointers_ptr,  # (t, 2) int64: addresses of x and y, float32
     sizes_ptr,  # (t,) int64
     numbers_ptr,  # (t, 4) float32: scale, lsb, smallest and largest code
-    tasks_ptr,  # (programs, 2) int64: tensor and first element of each program
+    tasks_ptr,  # (programs, 3) int64: tensor, first element and noise block of each program
     seed: tl.int64,
     stream: tl.int64,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tensor = tl.load(tasks_ptr + 2 * tl.program_id(0))
-    first = tl.load(tasks_ptr + 2 * tl.program_id(0) + 1)
+    tensor = tl.load(tasks_ptr + 3 * tl.program_id(0))
+    first = tl.load(tasks_ptr + 3 * tl.program_id(0) + 1)
+    block = tl.load(tasks_ptr + 3 * tl.program_id(0) + 2)
     x_ptr = tl.load(pointers_ptr + 2 * tensor).to(tl.pointer_type(tl.float32))
     y_ptr = tl.load(pointers_ptr + 2 * tensor + 1).to(tl.pointer_type(tl.float32))
     scale = tl.load(numbers_ptr + 4 * tensor)
@@ -108,9 +113,9 @@ def _quantize_many_kernel(
     low = tl.load(numbers_ptr + 4 * tensor + 2)
     high = tl.load(numbers_ptr + 4 * tensor + 3)
     offsets = first + tl.arange(0, BLOCK)
-    mask = offsets < tl.load(sizes_ptr + tensor)
+    mask = (offsets >= 0) & (offsets < tl.load(sizes_ptr + tensor))
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
-    noise = noise_of(first, seed, stream + tensor, STOCHASTIC, BLOCK)
+    noise = noise_of(block, seed, stream + tensor, STOCHASTIC, BLOCK)
     codes = codes_of(x, noise, scale, STOCHASTIC)
     tl.store(y_ptr + offsets, saturate(codes, low, high) * lsb, mask=mask)
 
@@ -126,7 +131,7 @@ def quantize(
     """See ``fixedpoint_kernels.rounding.quantize``; integer ``y`` takes codes."""
     low, high = float_bounds(fmt)
     lsb = fmt.lsb if y.dtype.is_floating_point else 1.0
-    _quantize_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+    _quantize_kernel[(triton.cdiv(x.numel() + key.lead, _BLOCK),)](
         x.detach(),
         y.detach(),
         y.detach() if inside is None else inside,
@@ -137,6 +142,8 @@ def quantize(
         high,
         key.seed,
         key.stream,
+        key.offset >> 2,
+        LEAD=key.lead,
         STOCHASTIC=rounding == "stochastic",
         WITH_MASK=inside is not None,
         BLOCK=_BLOCK,
@@ -149,18 +156,24 @@ def quantize_many(
     ys: Sequence[Tensor],
     fmts: Sequence[FixedPoint],
     rounding: Rounding,
-    key: Key,
+    keys: Sequence[Key],
 ) -> None:
-    """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous."""
-    table = tuple((x.data_ptr(), y.data_ptr(), x.numel()) for x, y in zip(xs, ys, strict=True))
+    """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous.
+
+    ``keys`` are of one seed, and of one stream after the other.
+    """
+    table = tuple(
+        (x.data_ptr(), y.data_ptr(), x.numel(), key.offset)
+        for x, y, key in zip(xs, ys, keys, strict=True)
+    )
     pointers, sizes, tasks = _tables(table, xs[0].device)
     _quantize_many_kernel[(len(tasks),)](
         pointers,
         sizes,
         _numbers(tuple(fmts), xs[0].device),
         tasks,
-        key.seed,
-        key.stream,
+        keys[0].seed,
+        keys[0].stream,
         STOCHASTIC=rounding == "stochastic",
         BLOCK=_BLOCK,
         enable_fp_fusion=False,
@@ -171,13 +184,14 @@ def quantize_many(
     maxsize=16
 )  # the same parameters and formats come step after step: no copy to the device
 def _tables(
-    key: tuple[tuple[int, int, int], ...], device: torch.device
+    rows: tuple[tuple[int, int, int, int], ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    table = torch.tensor(key, dtype=torch.int64)
-    programs = -(table[:, 2] // -_BLOCK)
-    tensor = torch.repeat_interleave(torch.arange(len(key)), programs)
-    first = torch.arange(len(tensor)) - (programs.cumsum(0) - programs)[tensor]
-    tasks = torch.stack([tensor, first * _BLOCK], dim=1)
+    table = torch.tensor(rows, dtype=torch.int64)
+    lead, block = table[:, 3] & 3, table[:, 3] >> 2
+    programs = torch.where(table[:, 2] > 0, -((table[:, 2] + lead) // -_BLOCK), 0)
+    tensor = torch.repeat_interleave(torch.arange(len(rows)), programs)
+    first = (torch.arange(len(tensor)) - (programs.cumsum(0) - programs)[tensor]) * _BLOCK
+    tasks = torch.stack([tensor, first - lead[tensor], block[tensor] + first // 4], dim=1)
     pointers, sizes = table[:, :2].contiguous(), table[:, 2].contiguous()
     return pointers.to(device), sizes.to(device), tasks.to(device)
 

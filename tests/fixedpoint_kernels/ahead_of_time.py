@@ -65,7 +65,11 @@ def round_every_way(sizes):
     rounding.quantize(unaligned, unaligned, None, FMT, "nearest", KEY)
     for mode in ("stochastic", "nearest"):
         xs = [empty(n) for n in (1, 1024, 5000)]
-        rounding.quantize_many(xs, xs, [FMT] * 3, mode, KEY)
+        rounding.quantize_many(xs, xs, [FMT] * 3, mode, [Key(1, 1 + j) for j in range(3)])
+    for offset in (1, 2, 7, 2**34):
+        key = Key(1, 1, offset)
+        rounding.quantize(empty(1027), empty(1027), None, FMT, "stochastic", key)
+        histogram.sampled(empty(1027), [FMT], Bins(-1.0, 50.0, 100), "stochastic", key)
 
 
 def count_every_way(sizes):
@@ -222,9 +226,7 @@ def main():
     forced = {"maxnreg": arguments.max_registers} if arguments.max_registers else {}
     with compiled_for(TARGETS[arguments.target], forced) as compiled:
         if forced:
-            rounding.quantize(
-                empty(1027), empty(1027), empty(1027, torch.bool), FMT, "stochastic", KEY
-            )
+            divide((3, 8, 32, 32), 8, 2, 2)
         else:
             round_every_way(sizes)
             count_every_way(sizes)

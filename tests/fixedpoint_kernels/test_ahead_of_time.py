@@ -31,4 +31,4 @@ def test_every_kernel_compiles_without_stack(target, pytestconfig):
 def test_spilled_registers_and_kernels_without_a_case_are_seen(pytestconfig):
     done = compile_all("sm_90", "--max-registers=16", cache=pytestconfig.cache.mkdir("triton"))
     assert done.returncode == 1
-    assert re.search(r"missing=.*'_pack_kernel'.*spilled={'_quantize_kernel'}", done.stdout), done
+    assert re.search(r"missing=.*'_pack_kernel'.*spilled=.*'_compress_kernel'", done.stdout), done

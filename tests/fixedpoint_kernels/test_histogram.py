@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, histogram_candidates, quantize
-from fixedpoint_kernels.histogram import bins_of, cpu, gpu, grid_histogram, reference
+from fixedpoint_kernels.histogram import (
+    bins_of,
+    cpu,
+    gpu,
+    grid_histogram,
+    reference,
+    sampled_histogram,
+)
 from fixedpoint_kernels.histogram.reference import Cells
 from fixedpoint_kernels.philox import Key
 
@@ -54,6 +61,25 @@ def test_kernels_equal_the_reference_everywhere(x, fl, resolution):
     first = math.floor(x.min().item() * 2.0**fl)
     size = math.floor(x.max().item() * 2.0**fl) - first + 1
     assert_same_cells(x, resolution, Cells(fl, first, size), device)
+
+
+def test_counts_of_parts_add_up(device):
+    x = torch.randn(60_011)
+    bins, key = bins_of(x, 60), Key(3, 2**35, 6)
+    whole = reference.sampled(x, FORMATS[:2], bins, "stochastic", key)
+    for implementation, where in ((reference, "cpu"), (cpu, "cpu"), (gpu, device)):
+        total = torch.zeros_like(whole)
+        for part, first in zip(x.split([3, 50_002, 10_006]), (6, 9, 50_011), strict=True):
+            own = Key(3, 2**35, first)
+            total += implementation.sampled(
+                part.to(where), FORMATS[:2], bins, "stochastic", own
+            ).cpu()
+        torch.testing.assert_close(total, whole, rtol=0, atol=0)
+    own, grid = grid_histogram(x, bins, 5)
+    parts = [grid_histogram(part, bins, 5) for part in (x[:7], x[7:], x[:0])]
+    assert (sum(part for part, _ in parts) == own).all()
+    assert (sum(part.table for _, part in parts) == grid.table).all()
+    assert not sampled_histogram(x[:0], FORMATS, bins, key).any()
 
 
 def test_parallel_cells_equal_the_reference(device):

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -98,9 +99,10 @@ def test_many_equals_one_by_one(implementation, rounding, device):
     where = "cpu" if implementation is cpu else device
     xs = [values((n,), where) for n in (1, 5000, 1024, 3)]
     fmts, ys = [*FORMATS[1:3], *UNSIGNED[:2]], [torch.empty_like(x) for x in xs]
-    implementation.quantize_many(xs, ys, fmts, rounding, Key(5, 2**33))
-    for j, (x, y, fmt) in enumerate(zip(xs, ys, fmts, strict=True)):
-        expected, _ = run(reference, x, fmt, rounding, Key(5, 2**33 + j))
+    keys = [Key(5, 2**33 + j, offset) for j, offset in enumerate((0, 4097, 2**33 + 2, 131))]
+    implementation.quantize_many(xs, ys, fmts, rounding, keys)
+    for x, y, fmt, key in zip(xs, ys, fmts, keys, strict=True):
+        expected, _ = run(reference, x, fmt, rounding, key)
         torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -113,8 +115,40 @@ def test_many_takes_mixed_tensors_and_empty_lists():
     assert quantize_many([], []) == []
 
 
+@pytest.mark.parametrize("implementation", [reference, cpu, gpu], ids=["torch", "cpu", "gpu"])
+def test_parts_of_a_tensor_are_rounded_as_the_whole(implementation, device):
+    x = values((9500,), "cpu" if implementation is not gpu else device)
+    whole, mask = run(reference, x, FORMATS[1], "stochastic", Key(7, 3, 2**34 - 9))
+    for begin, end in [(0, 1), (1, 5), (5, 133), (133, 9216), (9216, 9500)]:
+        key = Key(7, 3, 2**34 - 9 + begin)
+        part, inside = run(implementation, x[begin:end].clone(), FORMATS[1], "stochastic", key)
+        torch.testing.assert_close(part, whole[begin:end], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(inside, mask[begin:end], rtol=0, atol=0)
+
+
+@settings(max_examples=30)
+@given(cuts=st.lists(st.integers(0, 700), min_size=1, max_size=4), first=st.integers(0, 2**62))
+def test_many_parts_are_rounded_as_the_whole(cuts, first):
+    x, borders = torch.linspace(-9, 9, 700), sorted({0, 700, *cuts})
+    whole = quantize(x, FORMATS[1], seed=1, offset=first)
+    for begin, end in itertools.pairwise(borders):
+        part = x[begin:end].clone()
+        (many,) = quantize_many([part], [FORMATS[1]], seed=1, offsets=[first + begin])
+        one = quantize(part, FORMATS[1], seed=1, offset=first + begin)
+        torch.testing.assert_close((many, one), (whole[begin:end],) * 2, rtol=0, atol=0)
+
+
+def test_other_offsets_are_other_noise():
+    x = torch.full((4096,), 0.3)
+    assert not torch.equal(quantize(x, FORMATS[1]), quantize(x, FORMATS[1], offset=4096))
+    with pytest.raises(ValueError, match="offset=-1"):
+        quantize(x, FORMATS[1], offset=-1)
+    with pytest.raises(ValueError, match="2 offsets"):
+        quantize_many([x], [FORMATS[1]], offsets=[0, 0])
+
+
 def test_many_refuses_other_lengths():
-    with pytest.raises(ValueError, match="1 tensors, 2 formats and 1 outputs"):
+    with pytest.raises(ValueError, match="1 tensors, 2 formats, 1 outputs"):
         quantize_many([torch.ones(1)], FORMATS[:2])
 
 
