@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from marvin.ranges import MAGNITUDES, Range, need
+from marvin.shards import Shard, spread, whole_norms
 from marvin.ranks import min_over_ranks, sum_over_ranks
 
 __all__ = ["Inputs", "Observations", "magnitudes", "weight_ranges"]
@@ -99,7 +100,8 @@ class Observations:
         y = y.view_as(y) if y.requires_grad else y.detach().requires_grad_()
 
         def measure(grad: Tensor) -> None:
-            sums.gradients.append((grad.float() * counted).square().sum())
+            counting = torch.where(counted, grad.float(), 0.0)
+            sums.gradients.append(counting.square_().sum())
 
         y.register_hook(measure)
         return y
@@ -141,22 +143,24 @@ def magnitudes(x: Tensor) -> Tensor:
     """
     bits = x.contiguous().view(torch.int32) & 0x7FFFFFFF  # without the sign
     # the biased exponent, one more where the mantissa is not 0; NaN overflows to 256
-    places = ((bits + 0x7FFFFF) >> 23) & 0x1FF
+    places = bits.add_(0x7FFFFF).bitwise_right_shift_(23).bitwise_and_(0x1FF)
     return torch.bincount(places.flatten(), minlength=MAGNITUDES)
 
 
-def weight_ranges(masters: Sequence[Tensor]) -> list[Range]:
+def weight_ranges(masters: Sequence[Tensor], shards: Sequence[Shard]) -> list[Range]:
     """Return the ranges of weights, which are signed and leave out nothing.
 
     Args:
-        masters: float32, not empty.
+        masters: What this process holds of each, float32; the whole is not empty.
+        shards: Where that is.
     """
-    largest = torch._foreach_norm(list(masters), math.inf)
-    norms = torch._foreach_norm(list(masters))
-    rows = torch.stack([torch.stack(largest), torch.stack(norms)]).tolist()
+    if not masters:
+        return []
+    parts = torch.stack(torch._foreach_norm(list(masters), 2, torch.float64))
+    (norms,) = whole_norms([parts], [shards])
     return [
-        Range(True, _length_of(top), norm * norm / master.numel())
-        for top, norm, master in zip(*rows, masters, strict=True)
+        Range(True, _length_of(max(-one.low, one.high)), norm * norm / one.shard.numel)
+        for one, norm in zip(spread(masters, shards), norms.tolist(), strict=True)
     ]
 
 
