@@ -65,11 +65,16 @@ def _perceptron() -> nn.Sequential:
     )
 
 
+def _resnet() -> Any:
+    return MODELS["ResNet-18/CIFAR"].build(nn.ReLU)
+
+
 def _inputs() -> dict[str, tuple[nn.Sequential, Tensor]]:
     """Return models and a batch each; gradients of the batch are what checkpointing asks for."""
     torch.manual_seed(0)
     models: dict[str, tuple[Any, Tensor]] = {
-        "ResNet-18/CIFAR": (MODELS["ResNet-18/CIFAR"].build(nn.ReLU), torch.randn(4, 3, 32, 32)),
+        "ResNet-18/CIFAR, batch 4": (_resnet(), torch.randn(4, 3, 32, 32)),
+        "ResNet-18/CIFAR, batch 32": (_resnet(), torch.randn(32, 3, 32, 32)),
         "MLP 128-64-64-6": (_perceptron(), torch.randn(1024, 128)),
         "two transformer blocks": (ViT(Size(2, 128, 4, 63), 8).blocks, torch.randn(8, 64, 128)),
     }
