@@ -135,8 +135,10 @@ class Bytes(Shorts):
         """Return the codes of a value rounded to ``fmt``, and ``low`` where they are below."""
         key = source, fmt, low
         if key not in self._rounded:
-            op = self.network.operation(source)
-            if isinstance(op, Relu):
+            op, found = self.network.operation(source), self._bytes.get(source)
+            if found and found[1] == fmt:
+                codes = self._clipped(found[0], fmt, low)
+            elif isinstance(op, Relu):
                 codes = self._round(op.inputs[0], fmt, max(0, low))
             elif isinstance(op, MaxPool | Flatten):
                 codes = self._ordered(op, self._round(op.inputs[0], fmt, low), fmt)
@@ -149,6 +151,8 @@ class Bytes(Shorts):
         """Return a value as floats, written so that with the rounding it is one integer kernel."""
         if isinstance(op, Add) and all(map(self._as_bytes, op.inputs)):
             return self._sum(op)
+        if found := self._as_bytes(op.name):
+            return self._again(op.name, found[1])
         folded = fold(self.network, op, fmt)
         if folded and self._takes_bytes(folded):
             return self._layer(op.name, folded)
@@ -167,35 +171,47 @@ class Bytes(Shorts):
         terms = [self.float(name) for name in op.inputs]
         return self.graph.node("Add", terms if count % 2 else terms[::-1], op.name)
 
+    def _again(self, name: str, fmt: FixedPoint) -> str:
+        """Add rounded values plus 0, for another rounding: a sum alone is an integer kernel."""
+        zero = self.graph.constant("zero", np.full(1, _zero(fmt), np.uint8))
+        nothing = self._dequantized(zero, fmt, "nothing")
+        return self.graph.node("Add", [self.float(name), nothing], f"{name}.again")
+
     def _layer(self, name: str, folded: Folded) -> str:
         """Add the sums of a layer as floats, once for each rounding."""
-        op, x = folded.layer, self.network.values[folded.layer.inputs[0]]
+        op, fl = folded.layer, self.network.values[folded.layer.inputs[0]].fl
         found = self._as_bytes(op.inputs[0])
         assert found is not None
-        weight, zero = self._stored(folded.weight, found[1])
-        own = self.graph.constant(f"{name}.weight", weight, is_shared=False)
+        codes, zero = _stored(folded.weight, found[1], self._vnni)
+        source = self.float(op.inputs[0])
+        if isinstance(op, Conv) and op.groups == 1 and codes.dtype == np.int8:
+            source, codes = self._widened(source, found, codes)
         axis = {"axis": 0} if folded.scales.ndim else {}
-        zeros = self.graph.constant("zero", np.full(folded.scales.shape, zero, weight.dtype))
-        scales = self.number(f"{name}.scale", folded.scales)
-        inputs = [own, scales, zeros]
-        weights = self.graph.node("DequantizeLinear", inputs, f"{name}.weight.float", **axis)
-        inputs = [self.float(op.inputs[0]), weights]
+        weight = self.graph.constant(f"{name}.weight", codes, is_shared=False)
+        zeros = self.graph.constant("zero", np.full(folded.scales.shape, zero, codes.dtype))
+        parts = [(weight, f"{name}.weight", folded.scales, [zeros])]
         if folded.bias is not None:
             bias = self.graph.constant(f"{name}.bias", folded.bias.astype(np.int32))
-            steps = self.number(f"{name}.step", folded.scales * 2.0**-x.fl)
-            inputs.append(
-                self.graph.node("DequantizeLinear", [bias, steps], f"{name}.bias.float", **axis)
-            )
+            parts.append((bias, f"{name}.bias", folded.scales * 2.0**-fl, []))
+        inputs = [source]
+        for stored, what, scales, rest in parts:
+            given = [stored, self.number(f"{what}.scale", scales), *rest]
+            inputs.append(self.graph.node("DequantizeLinear", given, f"{what}.float", **axis))
         return self.multiplied(op, inputs, name)
 
-    def _stored(self, codes: Any, fmt: FixedPoint) -> tuple[Any, int]:
-        """Return weights as bytes, and their zero point, for inputs of a format."""
-        if codes.max() > 127:
-            return codes.astype(np.uint8), 0
-        largest = 2 * (fmt.max_code + _zero(fmt)) * int(np.abs(codes).max())
-        if self._vnni or largest <= _INT16_MAX:
-            return codes.astype(np.int8), 0
-        return (codes + 128).astype(np.uint8), 128
+    def _widened(self, source: str, found: tuple[str, FixedPoint], codes: Any) -> tuple[str, Any]:
+        """Return what a convolution takes, and weights, with channels of 0 up to a multiple of 4.
+
+        The runtime has no fast kernel for other numbers of them.
+        """
+        missing = -codes.shape[1] % 4
+        if not missing:
+            return source, codes
+        pads = self.graph.constant("pads", np.array([0, 0, 0, 0, 0, missing, 0, 0]))
+        zero = self._scale_and_zero(found[1])[1]
+        wide = self.graph.node("Pad", [found[0], pads, zero], f"{found[0]}.wide")
+        weight = np.pad(codes, [(0, 0), (0, missing), (0, 0), (0, 0)])
+        return self._dequantized(wide, found[1], f"{wide}.float"), weight
 
     def _quantized(self, source: str, fmt: FixedPoint, low: int) -> str:
         codes = self.graph.node(
@@ -224,3 +240,13 @@ class Bytes(Shorts):
 
 def _zero(fmt: FixedPoint) -> int:
     return 128 if fmt.signed else 0
+
+
+def _stored(codes: Any, fmt: FixedPoint, vnni: bool) -> tuple[Any, int]:
+    """Return weights as bytes, and their zero point, for inputs of a format."""
+    if codes.max() > 127:
+        return codes.astype(np.uint8), 0
+    largest = 2 * (fmt.max_code + _zero(fmt)) * int(np.abs(codes).max())
+    if vnni or largest <= _INT16_MAX:
+        return codes.astype(np.int8), 0
+    return (codes + 128).astype(np.uint8), 128

@@ -66,6 +66,25 @@ def test_a_run_is_exported_and_verified(run, target, capsys, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_run_for_integer_hardware(tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    folder = train(tmp_path / "run", policy="static", policy_bits=(6, 7))
+    out = tmp_path / "out"
+    export(folder, "--to", "onnx", "--out", str(out))
+    text = capsys.readouterr().out
+    assert "network.onnx (float64); not int8: " in text
+    assert "try --sums-wl 8" in text
+    assert "terms of sums" not in text
+    export(folder, "--to", "onnx", "--sums-wl", "8", "--vnni", "--verify", "--out", str(out))
+    text = capsys.readouterr().out
+    assert "terms of sums, calibrated: relu.term unsigned <8, " in text
+    assert "%, with exact sums " in text
+    assert "network.onnx (int8), " in text
+    assert "verified: " in text
+    facts = json.loads((out / "export.json").read_text())
+    assert {row["float32"] for row in facts["layers"]} == {"exact"}
+
+
 def test_packed_weights_are_the_masters_rounded_to_nearest(run, tmp_path, capsys):
     export(run, "--to", "packed", "--out", str(tmp_path / "out"))
     loaded = packed.load(tmp_path / "out" / "network.safetensors")

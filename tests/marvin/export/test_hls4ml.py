@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import marvin
-from marvin.export import ExportError, describe, hls4ml, integer
+from marvin.export import ExportError, describe, hls4ml, integer, round_sums
 from train.resnet20 import resnet20
 
 pytest.importorskip("hls4ml")
@@ -69,6 +69,15 @@ def test_emulation_equals_the_integers_on_a_small_resnet(backend, tmp_path):
     marvin.quantize_activations(model.eval(), optimizer)
     x = torch.randn(3, 1, 8, 8)
     assert_exact(describe(model, x, optimizer.formats()), x, backend, tmp_path)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_emulation_equals_the_integers_with_unsigned_words(ranged, tmp_path):
+    _, network, x = ranged(lambda: resnet20(10, 2, 2), (5, 6))
+    network = round_sums(network, x)
+    assert not network.formats()["blocks.1.conv1.in"].signed
+    assert_exact(network, 2 * x[:3], "Vitis", tmp_path)
 
 
 def test_every_type_is_written_out(digits, tmp_path):

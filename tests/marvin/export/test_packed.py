@@ -40,6 +40,19 @@ def test_round_trip_loses_nothing(wl, tmp_path):
     assert [p.name for p in file.parent.iterdir()] == [file.name]
 
 
+@pytest.mark.parametrize("wl", [1, 5, 8, 16, 31])
+def test_unsigned_words_come_back(wl):
+    fmt = FixedPoint(wl, 3, signed=False)
+    codes = torch.tensor([0, 1, fmt.max_code // 2, fmt.max_code])
+    content = packed.to_bytes(
+        packed.Packed({"w": codes}, {"w": fmt}, {"w": torch.float32}, {}, {"in": fmt})
+    )
+    loaded = packed.from_bytes(content)
+    assert loaded.codes["w"].tolist() == codes.tolist()
+    assert loaded.formats == {"w": fmt}
+    assert loaded.activations == {"in": fmt}
+
+
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), st.integers(-31, 31))
 def test_codes_of_32_bits_survive(numbers, fl):
     fmt = FixedPoint(32, fl)

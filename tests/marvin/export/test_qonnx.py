@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from marvin.export import ExportError, integer, qonnx
+from marvin.export import ExportError, integer, qonnx, round_sums
 
 onnx = pytest.importorskip("onnx")
 
@@ -29,6 +29,18 @@ def test_the_executor_gives_the_integers(digits, plain, wl, fl, tmp_path):
 
 
 @needs_qonnx
+@pytest.mark.parametrize("bits", [(6, 6), (8, 8)])
+def test_unsigned_words_and_rounded_sums(ranged, bits, tmp_path):
+    _, network, x = ranged(bits=bits)
+    assert not qonnx.is_exact(network)  # sums of batch normalisations are long
+    network = round_sums(network, x)
+    assert qonnx.is_exact(network)
+    qonnx.save(network, tmp_path / "net.onnx")
+    got = qonnx.execute(tmp_path / "net.onnx", 2 * x[:2], str(PYTHON))
+    torch.testing.assert_close(got.double(), integer.run(network, 2 * x[:2]), rtol=0, atol=0)
+
+
+@needs_qonnx
 def test_a_failure_of_the_executor_is_told(tmp_path):
     (tmp_path / "net.onnx").write_bytes(b"no model")
     with pytest.raises(ExportError, match="qonnx could not execute"):
@@ -46,6 +58,17 @@ def test_nodes_have_the_true_word_lengths(digits):
         assert [float(values[name]) for name in node.input[1:]] == [2**-4, 0, 6]
     assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1
     assert model.ir_version == 10
+
+
+def test_unsigned_words_have_no_sign(ranged):
+    _, network, _ = ranged()
+    quants = {n.output[0]: n for n in qonnx.to_model(network).graph.node if n.op_type == "Quant"}
+    for name, fmt in network.formats().items():
+        if f"{name}.value" in quants:
+            signed = {a.name: a.i for a in quants[f"{name}.value"].attribute}["signed"]
+            assert signed == fmt.signed
+    assert not network.formats()["pointwise.in"].signed
+    assert "pointwise.in.value" in quants
 
 
 def test_what_float32_does_not_hold(plain):

@@ -20,12 +20,7 @@ def test_terms_get_words_that_hold_the_sample(ranged):
     assert set(formats) == set(terms(rounded))
     assert {fmt.wl for fmt in formats.values()} == {8}
     signed = {name: fmt.signed for name, fmt in formats.items()}
-    assert signed == {
-        "add.term1": True,
-        "add.term2": False,
-        "add_1.term1": True,
-        "add_1.term2": True,
-    }
+    assert signed == {"bn2.term": True, "pool1.term": False, "bn3.term": True, "bn4.term": True}
     exact = simulate(rounded, x, dtype=torch.float64)
     for name, fmt in formats.items():
         (source,) = rounded.operation(name).inputs
@@ -55,7 +50,17 @@ def test_terms_that_are_short_already_stay(digits):
     assert terms(rounded) == before
     assert not sum_formats(rounded)
     assert [op.name for op in rounded.operations] == [op.name for op in network.operations]
-    assert terms(round_sums(network, x, 4)) == ["add.term1", "add.term2"]
+    assert terms(round_sums(network, x, 4)) == ["4.bn.out.term", "3.term"]
+
+
+def test_a_term_is_stored_once(ranged):
+    """What is rounded besides, to as few bits, takes the term; longer words do not lose bits."""
+    _, network, x = ranged(bits=(6, 6))
+    assert network.operation("depthwise.in").inputs == ("pool1",)
+    for wl, source in ((8, "pool1.term"), (6, "pool1.term"), (5, "pool1")):
+        rounded = round_sums(network, x, wl)
+        assert rounded.operation("depthwise.in").inputs == (source,)
+        assert rounded.operation("add_1").inputs == ("bn3.term", "bn4.term")
 
 
 def test_the_reference_and_the_report_have_the_roundings(ranged):
