@@ -3,6 +3,7 @@
 from marvin import tensorboard
 from marvin.activations import QuantizedActivations, fake_quantize, quantize_activations
 from marvin.base import QuantizingOptimizer
+from marvin.checkpoint import load_sharded, save_sharded
 from marvin.init import tnvs_
 from marvin.loss_budget import LossBudgetPolicy, StaticPolicy
 from marvin.marvin_policy import MarvinPolicy
@@ -27,7 +28,9 @@ __all__ = [
     "StoredCodes",
     "Switch",
     "fake_quantize",
+    "load_sharded",
     "quantize_activations",
+    "save_sharded",
     "store_codes",
     "tensorboard",
     "tnvs_",

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from marvin.gradients import Gradients, gather, nonfinite, read
+from marvin.gradients import Gradients, complete, gather, nonfinite, read
 from marvin.layers import is_layer, layout_of
 from marvin.noise import Purpose, stream
 from marvin.policy import ActivationFormats, Layer, Policy, Step, layer_tensors, word_length
 from marvin.ranks import mean_over_ranks, rank
 from marvin.rounding import Format, round_many
 from marvin.settings import OPTIONS, check_dtypes, check_settings
+from marvin.shards import Shard, is_sharded, local
 from marvin.trace import Switch
 
 __all__ = ["QuantizingOptimizer"]
@@ -59,6 +60,11 @@ class QuantizingOptimizer(Optimizer):
         self.policy.check(group)
         check_settings(group, OPTIONS)
         check_dtypes(group["params"], type(self).__name__)
+        if not self.policy.takes_shards and any(map(is_sharded, group["params"])):
+            raise ValueError(
+                f"{type(self.policy).__name__} needs whole parameters, got sharded ones: train on "
+                "several processes with DistributedDataParallel"
+            )
 
     def formats(self) -> dict[str, Format]:
         """Return the format of every quantised parameter, in parameter order.
@@ -138,7 +144,7 @@ class QuantizingOptimizer(Optimizer):
         """
         params = list(self._layout.names)
         for p in params:
-            self.state[p]["master"].copy_(p)
+            self.state[p]["master"].copy_(local(p))
         self._write_back(params, Purpose.INITIAL)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -186,7 +192,8 @@ class QuantizingOptimizer(Optimizer):
         batches = self._gather()
         if not batches:
             return loss
-        mean = mean_over_ranks(loss, batches[0].norms[0].device)
+        complete(batches, self.state, self.policy)
+        mean = mean_over_ranks(loss, batches[0].norms.device)
         total, norms, numbers = read(batches, mean)
         if wrong := nonfinite(batches, total, norms, self._layout.names):
             self._leave_out(wrong)
@@ -217,9 +224,9 @@ class QuantizingOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that decides the future, and the trace, as plain values."""
         packed = super().state_dict()
+        shards = list(self._layout.shards.values())
         packed["state"] = {
-            index: {**state, "layer": asdict(state["layer"])} if "layer" in state else state
-            for index, state in packed["state"].items()
+            index: _packed(state, shards[index]) for index, state in packed["state"].items()
         }
         packed["marvin"] = {
             **asdict(self._counts),
@@ -232,16 +239,21 @@ class QuantizingOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load, keeping each tensor's own dtype (torch casts them to the parameter's).
 
-        The model's quantised weights are not touched: load them with the model's own state.
+            The model's quantised weights are not touched: load them with the model's own state.
 
         Raises:
-            ValueError: ``state_dict`` is not of this kind or policy, or its parameters differ.
+                ValueError: ``state_dict`` is not of this kind or policy, or its parameters differ.
+
+        Note:
+            Where processes share parameters, tensors of a state are spread as these are; a state of
+            whole tensors, as one process has it, loads too.
         """
         saved = self._saved_states(state_dict)
         super().load_state_dict(state_dict)
         for p, values in zip(self._layout.names, saved, strict=True):
             tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
-            self.state[p] |= {k: v.detach().to(p.device, copy=True) for k, v in tensors.items()}
+            held = {name: self._layout.shards[p].held(v.detach()) for name, v in tensors.items()}
+            self.state[p] |= {name: v.to(p.device, copy=True) for name, v in held.items()}
             if "layer" in values:
                 self.state[p]["layer"] = self.policy.load_record(values["layer"])
         common = state_dict["marvin"]
@@ -272,11 +284,9 @@ class QuantizingOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state.get("defaults", self.__dict__.get("defaults", {})))
         super().__setstate__(state)
-        self.defaults = (
-            own  # torch adds "differentiable", which would then be in loaded states only
-        )
+        self.defaults = own  # torch adds "differentiable": then only loaded states would have it
         for group in self.param_groups:
-            if "differentiable" not in own:  # nor in those that such a state was loaded from
+            if "differentiable" not in own:  # which earlier versions saved
                 group.pop("differentiable", None)
             for name, value in own.items():  # options that an older state lacks
                 group.setdefault(name, value)
@@ -286,21 +296,21 @@ class QuantizingOptimizer(Optimizer):
     def _initialise(self, group: dict[str, Any]) -> None:
         for p in group["params"]:
             state = self.state[p]
-            state["master"] = p.detach().to(torch.float32, copy=True)
+            state["master"] = local(p.detach()).to(torch.float32, copy=True)
             if is_layer(p):
                 state |= layer_tensors(self.policy.tensors, state["master"])
                 state["layer"] = self.policy.start(group)
         self._write_back(group["params"], Purpose.INITIAL)
         if group["master_init"] == "quantized":
             for p in group["params"]:
-                self.state[p]["master"].copy_(p)
+                self.state[p]["master"].copy_(local(p))
 
     def _gather(self) -> list[Gradients]:
         gathered = []
         for i, group in enumerate(self.param_groups):
             noise = self._seed, stream(Purpose.GRADIENTS, self._counts.step, i << 12)
-            gathered.append(gather(group, self.state, self.policy, self.format_of, noise))
-        return [batch for batch in gathered if batch.params]
+            gathered.append(gather(group, self._layout.shards, self.format_of, noise))
+        return [batch for batch in gathered if batch is not None]
 
     def _leave_out(self, wrong: list[str]) -> None:
         self.policy.on_skip()
@@ -314,7 +324,7 @@ class QuantizingOptimizer(Optimizer):
     def _layers(self) -> dict[Tensor, Layer]:
         layout = self._layout
         return {
-            p: Layer(index, layout.names[p], layout.groups[p], self.state[p])
+            p: Layer(index, layout.names[p], layout.groups[p], self.state[p], layout.shards[p])
             for index, p in layout.layers
         }
 
@@ -342,14 +352,15 @@ class QuantizingOptimizer(Optimizer):
                 fixed.append(p)
                 formats.append(fmt)
             else:
-                p.copy_(self.state[p]["master"])
+                local(p).copy_(self.state[p]["master"])
         round_many(
             [self.state[p]["master"] for p in fixed],
             formats,
             rounding=self.policy.weight_rounding,
             seed=self._seed,
             stream=stream(purpose, self._counts.step),
-            out=fixed,
+            offsets=[self._layout.shards[p].offset for p in fixed],
+            out=[local(p) for p in fixed],
         )
 
     @property
@@ -368,10 +379,16 @@ def _hand_over(
     for place, layer in zip(batch.layers, own, strict=True):
         layer.norm = norms[place]
     for layer, number in zip(own, numbers, strict=bool(numbers)):
-        layer.number = number
+        layer.measured = number
     for name, tensors in batch.measured.tensors.items():
         for layer, tensor in zip(own, tensors, strict=True):
             layer.state[name] = tensor
+
+
+def _packed(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
+    """Return one parameter's state as plain values, and tensors as spread as the parameter."""
+    outer = {name: shard.outer(v) for name, v in state.items() if isinstance(v, Tensor)}
+    return {**state, **outer, **({"layer": asdict(state["layer"])} if "layer" in state else {})}
 
 
 def _mean_length(formats: Iterable[Format | None]) -> float:

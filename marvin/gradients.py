@@ -1,8 +1,8 @@
-"""One group's gradients in a step: regularised, rounded, normalised, and measured."""
+"""Gradients in a step: regularised, rounded, normalised, and measured."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,75 +10,110 @@ from torch import Tensor
 
 from marvin.policy import Measured, Policy
 from marvin.rounding import Format, round_many
+from marvin.shards import Shard, local, sum_vectors, whole_norms
 
-__all__ = ["Gradients", "gather", "nonfinite", "read"]
+__all__ = ["Gradients", "complete", "gather", "nonfinite", "read"]
 
 
 @dataclass
 class Gradients:
-    """Lists of one length, and those of the layers among them; nothing has reached the state yet.
+    """One group's. Lists of one length; nothing has reached the state yet.
 
     Args:
         group: The parameter group.
         params: Parameters that have a gradient.
-        values: Their gradients, float32; new tensors where they were normalised.
-        norms: 2-norms before normalisation, 0-d.
+        values: What this process holds of their gradients, float32; normalised by ``complete``.
+        shards: Where in the whole gradients that is.
+        norms: 2-norms before normalisation, shape ``(n,)``: float64, of what this process holds;
+            after ``complete`` float32, of the whole.
+        penalties: L1 penalties, shape ``(n,)``, float64, of what this process holds; None without.
         layers: Places of the layers in the lists above.
         measured: What the policy computed from the layers' gradients.
-        penalty: The L1 penalty, 0-d; None without one.
+        numbers: Its norms, of the whole layers, float32, shape ``(layers,)`` or ``(0,)``.
     """
 
     group: dict[str, Any]
     params: list[Tensor]
     values: list[Tensor]
-    norms: list[Tensor]
-    layers: list[int]
-    measured: Measured
-    penalty: Tensor | None
+    shards: list[Shard]
+    norms: Tensor
+    penalties: Tensor | None
+    layers: list[int] = field(default_factory=list)
+    measured: Measured = field(default_factory=Measured)
+    numbers: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 def gather(
     group: dict[str, Any],
-    state: Mapping[Tensor, dict[str, Any]],
-    policy: Policy,
+    shards: Mapping[Tensor, Shard],
     format_of: Callable[[Tensor], Format | None],
     noise: tuple[int, int],
-) -> Gradients:
+) -> Gradients | None:
     """Collect a group's gradients; ``noise`` is the seed and first stream of their rounding.
+
+    Returns:
+        None where there are none.
 
     Raises:
         RuntimeError: A gradient is sparse.
     """
     params = [p for p in group["params"] if p.grad is not None]
-    grads = [_dense(p) for p in params]
     if not params:
-        return Gradients(group, [], [], [], [], Measured(), None)
-    penalty = _add_l1(group, params, grads) if group["l1"] else None
+        return None
+    grads, places = [_dense(p) for p in params], [shards[p] for p in params]
+    penalties = _add_l1(group, params, grads) if group["l1"] else None
     if group["quantize_gradients"]:
-        grads = _rounded(grads, [format_of(p) for p in params], noise)
-    norms = list(torch._foreach_norm(grads))
-    if group["normalize_gradients"]:
-        stacked = torch.stack(norms)
-        grads = list(torch._foreach_div(grads, torch.where(stacked > 0, stacked, 1.0).unbind()))
-    layers = [i for i, p in enumerate(params) if "layer" in state[p]]
-    measured = policy.measure([state[params[i]] for i in layers], [grads[i] for i in layers])
-    return Gradients(group, params, grads, norms, layers, measured, penalty)
+        grads = _rounded(grads, places, [format_of(p) for p in params], noise)
+    norms = torch.stack(torch._foreach_norm(grads, 2, torch.float64))
+    return Gradients(group, params, grads, places, norms, penalties)
+
+
+def complete(
+    batches: Sequence[Gradients], state: Mapping[Tensor, dict[str, Any]], policy: Policy
+) -> None:
+    """Normalise the gradients, and let the policy measure them.
+
+    Where processes share parameters, that takes three collectives at most, whatever the number
+    of layers: norms, penalties, and the policy's norms of what was normalised.
+    """
+    norms = whole_norms([b.norms for b in batches], [b.shards for b in batches])
+    with_l1 = [b for b in batches if b.penalties is not None]
+    penalties = sum_vectors(
+        [b.penalties for b in with_l1 if b.penalties is not None], [b.shards for b in with_l1]
+    )
+    for batch, penalty in zip(with_l1, penalties, strict=True):
+        batch.penalties = penalty
+    for batch, norm in zip(batches, norms, strict=True):
+        batch.norms = norm
+        if batch.group["normalize_gradients"]:
+            divisors = torch.where(norm > 0, norm, 1.0).unbind()
+            batch.values = list(torch._foreach_div(batch.values, divisors))
+        batch.layers = [i for i, p in enumerate(batch.params) if "layer" in state[p]]
+        states = [state[batch.params[i]] for i in batch.layers]
+        batch.measured = policy.measure(states, [batch.values[i] for i in batch.layers])
+    measured = [b for b in batches if b.measured.norms]
+    numbers = whole_norms(
+        [torch.stack(list(b.measured.norms)) for b in measured],
+        [[b.shards[i] for i in b.layers] for b in measured],
+    )
+    for batch, vector in zip(measured, numbers, strict=True):
+        batch.numbers = vector
 
 
 def read(
     batches: Sequence[Gradients], loss: float | Tensor | None
 ) -> tuple[float | None, list[list[float]], list[list[float]]]:
     """Bring loss (with its penalties), norms and the policy's numbers to the host in one go."""
-    device = batches[0].norms[0].device
-    scalars = [t for batch in batches for t in (*batch.norms, *batch.measured.numbers)]
-    extra = [batch.penalty for batch in batches if batch.penalty is not None]
+    device = batches[0].norms.device
+    vectors = [t for batch in batches for t in (batch.norms, batch.numbers)]
+    vectors += [b.penalties.sum().float().view(1) for b in batches if b.penalties is not None]
     if loss is not None:
-        extra.append(torch.as_tensor(loss, dtype=torch.float32).detach().reshape(()))
-    values = iter(torch.stack([t.to(device) for t in (*scalars, *extra)]).tolist())
+        vectors.append(torch.as_tensor(loss, dtype=torch.float32).detach().reshape(1))
+    values = iter(torch.cat([t.to(device) for t in vectors]).tolist())
     norms, numbers = [], []
     for batch in batches:
-        norms.append([next(values) for _ in batch.norms])
-        numbers.append([next(values) for _ in batch.measured.numbers])
+        norms.append([next(values) for _ in batch.params])
+        numbers.append([next(values) for _ in range(len(batch.numbers))])
     return (None if loss is None else sum(values)), norms, numbers
 
 
@@ -101,26 +136,32 @@ def _dense(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if grad is None or grad.layout is not torch.strided:
         raise RuntimeError("the optimizer needs dense gradients, got a sparse one")
-    return grad.float()
+    return local(grad).float()
 
 
 def _add_l1(group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Tensor:
-    """Add the penalty's gradient, out of place, and return the penalty."""
-    places = [i for i, p in enumerate(params) if group["l1_params"] == "all" or p.ndim >= 2]
-    penalty = torch.zeros((), device=params[0].device)
-    for i in places:
-        grads[i] = grads[i].add(params[i].sign(), alpha=group["l1"])
-        penalty = penalty + params[i].float().abs().sum()
-    return penalty * group["l1"]
+    """Add the penalty's gradient, out of place, and return the penalties."""
+    penalties = [grads[0].new_zeros((), dtype=torch.float64)] * len(params)
+    for i, p in enumerate(params):
+        if group["l1_params"] == "all" or p.ndim >= 2:
+            weight = local(p)
+            grads[i] = grads[i].add(weight.sign(), alpha=group["l1"])
+            penalties[i] = weight.abs().sum(dtype=torch.float64) * group["l1"]
+    return torch.stack(penalties)
 
 
 def _rounded(
-    grads: list[Tensor], formats: Sequence[Format | None], noise: tuple[int, int]
+    grads: list[Tensor],
+    shards: list[Shard],
+    formats: Sequence[Format | None],
+    noise: tuple[int, int],
 ) -> list[Tensor]:
     places = [i for i, fmt in enumerate(formats) if fmt is not None]
     kept = [fmt for fmt in formats if fmt is not None]
     seed, stream = noise
-    rounded = round_many([grads[i] for i in places], kept, seed=seed, stream=stream)
+    offsets = [shards[i].offset for i in places]
+    chosen = [grads[i] for i in places]
+    rounded = round_many(chosen, kept, seed=seed, stream=stream, offsets=offsets)
     result = list(grads)
     for i, grad in zip(places, rounded, strict=True):
         result[i] = grad

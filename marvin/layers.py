@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from marvin.shards import Shard, shard_of
+
 __all__ = ["Layout", "is_layer", "layout_of", "owners_of"]
 
 
@@ -19,19 +21,21 @@ class Layout:
         groups: Its parameter group.
         owners: The layer whose format it takes; None if it stays float.
         layers: Position and weight of each layer.
+        shards: What of it this process holds.
     """
 
     names: dict[Tensor, str]
     groups: dict[Tensor, dict[str, Any]]
     owners: dict[Tensor, Tensor | None]
     layers: list[tuple[int, Tensor]]
+    shards: dict[Tensor, Shard]
 
 
 def layout_of(param_groups: Sequence[dict[str, Any]]) -> Layout:
     """Return the layout of an optimizer's parameter groups.
 
     Raises:
-        ValueError: Two parameters have one name.
+        ValueError: Two parameters have one name, or one is sharded in a way that is not known.
     """
     groups = {p: group for group in param_groups for p in group["params"]}
     given: list[str | None] = []
@@ -45,7 +49,8 @@ def layout_of(param_groups: Sequence[dict[str, Any]]) -> Layout:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"parameter names must be unique, got {sorted(twice)} more than once")
     layers = [(i, p) for i, p in enumerate(groups) if is_layer(p)]
-    return Layout(dict(zip(groups, names, strict=True)), groups, owners, layers)
+    shards = {p: shard_of(p) for p in groups}
+    return Layout(dict(zip(groups, names, strict=True)), groups, owners, layers, shards)
 
 
 def is_layer(parameter: Tensor) -> bool:

@@ -17,6 +17,7 @@ from marvin.noise import Purpose, stream
 from marvin.policy import Layer, Measured, Policy, Step
 from marvin.push_up import Level
 from marvin.settings import MARVIN, check_settings
+from marvin.shards import Spread, spread
 from marvin.trace import Switch
 
 __all__ = ["MarvinPolicy"]
@@ -84,25 +85,24 @@ class MarvinPolicy(Policy):
         if not states:
             return Measured()
         sums = torch._foreach_add([state["grad_sum"] for state in states], list(grads))
-        return Measured({"grad_sum": sums}, torch._foreach_norm(sums))
+        return Measured({"grad_sum": sums}, torch._foreach_norm(sums, 2, torch.float64))
 
     def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
         """Adapt the strategy, then each layer; full windows switch."""
         self._adapt_strategy(layers, step)
-        rows = []
+        due = []
         for layer in layers:
-            if layer.norm is None or layer.number is None:
+            if layer.norm is None or layer.measured is None:
                 continue
             norm = layer.norm
             if layer.settings["normalize_gradients"]:
                 norm = float(norm > 0)
-            record = observe(layer.state["layer"], norm, layer.number, layer.settings)
-            if record.is_due:
-                record, row = self._switch(layer, record, step)
-                layer.state["grad_sum"].zero_()
-                rows.append(row)
+            record = observe(layer.state["layer"], norm, layer.measured, layer.settings)
             layer.state["layer"] = record
-        return rows
+            if record.is_due:
+                due.append(layer)
+        masters = spread([layer.state["master"] for layer in due], [layer.shard for layer in due])
+        return [self._switch(*pair, step) for pair in zip(due, masters, strict=True)]
 
     def load_record(self, values: Mapping[str, Any]) -> LayerState:
         """See ``Policy``."""
@@ -138,12 +138,12 @@ class MarvinPolicy(Policy):
         self.level = adapt_strategy(self.level, self._losses, current, window, margin=margin)
         self._losses = [*self._losses, loss][-max(settings["lookback"][1], window) :]
 
-    def _switch(self, layer: Layer, record: LayerState, step: Step) -> tuple[LayerState, Switch]:
+    def _switch(self, layer: Layer, master: Spread, step: Step) -> Switch:
         """Choose a layer's format, and empty its window."""
-        settings = layer.settings
+        settings, record = layer.settings, layer.state["layer"]
         level = self.level if settings["strategy"] == "adaptive" else settings["strategy"]
         key = step.seed, stream(Purpose.PUSH_DOWN, step.number, layer.index)
-        lowest = _lowest(record, layer.state["master"], settings, key)
+        lowest = _lowest(record, master, settings, key)
         first, second = push_up.suggestions(record.diversity, lowest.fl, settings["pushup"])
         bits = push_up.choose(first, second, level)
         limits = {name: settings[name] for name in ("buffer_bits", "max_wl")}
@@ -168,15 +168,16 @@ class MarvinPolicy(Policy):
             bits=bits,
         )
         fmt = replace(record.fmt, wl=wl, fl=fl)
-        return LayerState(fmt, record.lookback, record.resolution), row
+        layer.state["layer"] = LayerState(fmt, record.lookback, record.resolution)
+        layer.state["grad_sum"].zero_()
+        return row
 
 
 def _lowest(
-    record: LayerState, master: Tensor, settings: Mapping[str, Any], key: tuple[int, int]
+    record: LayerState, master: Spread, settings: Mapping[str, Any], key: tuple[int, int]
 ) -> push_down.Lowest:
     """Run PushDown; weights that are all equal have no distribution and keep their format."""
-    low, high = master.aminmax()
-    if not low < high:
+    if not master.low < master.high:
         return push_down.Lowest(record.fmt.wl, record.fmt.fl, math.nan)
     upper = record.fmt
     if settings["pushdown_range"] == "full":
@@ -193,5 +194,5 @@ def _lowest(
         )
     kl_eps = settings["kl_eps"]
     if kl_eps == "noise":
-        kl_eps = (record.resolution - 1) / (2 * master.numel())
+        kl_eps = (record.resolution - 1) / (2 * master.shard.numel)
     return push_down.push_down(divergence, upper, kl_eps=kl_eps, min_fl=settings["min_fl"])

@@ -69,6 +69,7 @@ class MuppetPolicy(Policy):
     quantizes_gradients = True
     quantizes_norms = False
     quantizes_input = True
+    takes_shards = False  # a tensor's largest value gives its scale
     owns_lr = True
 
     def __post_init__(self) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from marvin.ranges import MAGNITUDES, Range, need
-from marvin.shards import Shard, spread, whole_norms
 from marvin.ranks import min_over_ranks, sum_over_ranks
+from marvin.shards import Shard, spread, whole_norms
 
 __all__ = ["Inputs", "Observations", "magnitudes", "weight_ranges"]
 

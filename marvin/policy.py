@@ -13,6 +13,7 @@ from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels.rounding import Rounding
 from marvin.observations import Observations
 from marvin.rounding import Format
+from marvin.shards import Shard
 from marvin.trace import Switch
 
 __all__ = [
@@ -66,11 +67,12 @@ class Measured:
 
     Args:
         tensors: New values of the policy's own tensors, by name, one a layer each.
-        numbers: What ``Policy.on_step`` wants on the host, 0-d, one a layer; may be empty.
+        norms: 2-norms that ``Policy.on_step`` wants on the host, float64, 0-d, one a layer; may
+            be empty. Where processes share a layer, each gives that of its part.
     """
 
     tensors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    numbers: Sequence[Tensor] = ()
+    norms: Sequence[Tensor] = ()
 
 
 @dataclass(slots=True)
@@ -83,16 +85,18 @@ class Layer:
         settings: Hyper-parameters of its parameter group.
         state: The optimizer's state of the weight: ``"master"``, the policy's own tensors, and
             the record under ``"layer"``, which the policy replaces.
+        shard: What of it this process holds: ``state`` has tensors of that.
         norm: 2-norm of this step's gradient before it was normalised; None without a gradient.
-        number: The policy's own of ``Measured.numbers``.
+        measured: The policy's own of ``Measured.norms``, of the whole layer.
     """
 
     index: int
     name: str
     settings: Mapping[str, Any]
     state: dict[str, Any]
+    shard: Shard
     norm: float | None = None
-    number: float | None = None
+    measured: float | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,9 @@ class Policy(ABC):
     quantizes_input: ClassVar[bool] = False
     """Whether the model's input is rounded, each sample for itself, to the first layer's outputs'
     format."""
+
+    takes_shards: ClassVar[bool] = True
+    """Whether processes may share a layer, each with a part of its tensors."""
 
     owns_lr: ClassVar[bool] = False
     """Whether the policy schedules the learning rate, by ``lr_scale``, and ends the training."""

@@ -2,15 +2,25 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from fixedpoint_kernels import FixedPoint, histogram_candidates
-from fixedpoint_kernels.histogram import bins_of, grid_histogram
+from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.histogram import (
+    Bins,
+    Grid,
+    bins_between,
+    bins_of,
+    grid_histogram,
+    sampled_histogram,
+)
+from fixedpoint_kernels.philox import Key
+from marvin.shards import Shard, Spread
 
 __all__ = [
     "Direction",
@@ -66,9 +76,11 @@ def kl(
 
 
 def expected_divergence(
-    values: Tensor, resolution: int, *, smoothing: float = 0.5, direction: Direction = "pq"
+    values: Tensor | Spread, resolution: int, *, smoothing: float = 0.5, direction: Direction = "pq"
 ) -> Divergence:
     """Return the divergence of any formats from expected counts; reads ``values`` once.
+
+    ``values`` of which several processes hold parts count as one tensor.
 
     Formats finer than the grid that was counted (steps below 1/64 of a bin, and finer for large
     tensors) get an infinite divergence, which means "not looked at".
@@ -76,10 +88,10 @@ def expected_divergence(
     Raises:
         ValueError: ``values`` is constant, empty or not finite.
     """
-    bins = bins_of(values, resolution)
-    cells = min(max(_CELLS_PER_BIN * resolution, values.numel() // 4), _MAX_CELLS)
+    own_values, shard, bins = _binned(values, resolution)
+    cells = min(max(_CELLS_PER_BIN * resolution, shard.numel // 4), _MAX_CELLS)
     finest = min(math.floor(math.log2(cells * bins.inverse_width / resolution)), 31)
-    own, grid = grid_histogram(values, bins, finest)
+    own, grid = _summed(*grid_histogram(own_values, bins, finest), shard, own_values.device)
 
     def divergence(fmts: Sequence[FixedPoint]) -> np.ndarray:
         known = np.array([fmt.fl <= finest for fmt in fmts])
@@ -92,7 +104,7 @@ def expected_divergence(
 
 
 def sampled_divergence(
-    values: Tensor,
+    values: Tensor | Spread,
     resolution: int,
     *,
     smoothing: float = 0.5,
@@ -104,9 +116,11 @@ def sampled_divergence(
 
     Each call reads ``values`` once, whatever the number of formats.
     """
+    own_values, shard, bins = _binned(values, resolution)
+    key = Key.checked(seed, stream, shard.offset)
 
     def divergence(fmts: Sequence[FixedPoint]) -> np.ndarray:
-        counts = histogram_candidates(values, fmts, resolution, seed=seed, stream=stream)
+        counts = shard.sum(sampled_histogram(own_values, fmts, bins, key))
         own, *rounded = counts.cpu().numpy().astype(np.float64)
         rows = np.reshape(rounded, (len(fmts), resolution))
         return kl(rows, own, smoothing=smoothing, direction=direction)
@@ -145,6 +159,25 @@ def push_down(
     widths = [_format(wl, at_fl.fl, symmetric) for wl in wls]
     found, divergence_found = _first_lossless(divergence, widths, kl_eps)
     return Lowest(found.wl, found.fl, divergence_found)
+
+
+def _binned(values: Tensor | Spread, resolution: int) -> tuple[Tensor, Shard, Bins]:
+    """Return what this process holds, where that is, and bins over the whole range."""
+    if isinstance(values, Tensor):
+        return values, Shard(values.shape), bins_of(values, resolution)
+    return values.values, values.shard, bins_between(values.low, values.high, resolution)
+
+
+def _summed(
+    own: np.ndarray, grid: Grid, shard: Shard, device: torch.device
+) -> tuple[np.ndarray, Grid]:
+    """Add up what the processes counted, in one collective."""
+    if shard.group is None:
+        return own, grid
+    counts = np.concatenate([own.astype(np.int64), grid.table.ravel()])
+    total = shard.sum(torch.from_numpy(counts).to(device)).cpu().numpy()
+    own_total, table = np.split(total, [len(own)])
+    return own_total.astype(np.float64), replace(grid, table=table.reshape(grid.table.shape))
 
 
 @cache  # there are fewer than 4,000

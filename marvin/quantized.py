@@ -2,10 +2,11 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from marvin.base import QuantizingOptimizer
@@ -90,8 +91,9 @@ class Quantized(QuantizingOptimizer):
         }
         _check_wrapped(optimizer, options)
         self.optimizer = optimizer
+        self._masters: dict[Tensor, Tensor] = {}  # as the wrapped optimizer sees them
         super().__init__(optimizer.param_groups, {**optimizer.defaults, **options}, policy)
-        own = ((self.state[p]["master"] if p in self else p, s) for p, s in optimizer.state.items())
+        own = ((self._masters.get(p, p), s) for p, s in optimizer.state.items())
         optimizer.state = defaultdict(dict, own)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -106,6 +108,14 @@ class Quantized(QuantizingOptimizer):
                 self.optimizer.param_groups.pop()
             raise
 
+    def _initialise(self, group: dict[str, Any]) -> None:
+        super()._initialise(group)
+        self._show_masters(group["params"])
+
+    def _show_masters(self, params: Iterable[Tensor]) -> None:
+        shards = self._layout.shards
+        self._masters |= {p: shards[p].outer(self.state[p]["master"]) for p in params}
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything that decides the future; ``"optimizer"`` is the wrapped one's state."""
         packed = super().state_dict()
@@ -119,18 +129,27 @@ class Quantized(QuantizingOptimizer):
         if "optimizer" not in state_dict:
             raise ValueError("the state must be Quantized's own, got one of MSGD")
         super().load_state_dict(state_dict)
+        self._show_masters(self._layout.names)
         with self._on_masters():
-            self.optimizer.load_state_dict(state_dict["optimizer"])
+            self.optimizer.load_state_dict(self._spread(state_dict["optimizer"]))
         self.__setstate__({"param_groups": list(self.optimizer.param_groups)})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "optimizer": self.optimizer}
+        return {
+            **super().__getstate__(),
+            "optimizer": self.optimizer,
+            "_masters": self._masters,
+        }
 
     def _update(self, batches: Sequence[Gradients]) -> None:
         """Do one step of the wrapped optimizer on the masters."""
         with self._on_masters():
-            masters = [self.state[p]["master"] for batch in batches for p in batch.params]
-            grads = [grad for batch in batches for grad in batch.values]
+            masters = [self._masters[p] for batch in batches for p in batch.params]
+            grads = [
+                shard.outer(grad)
+                for batch in batches
+                for shard, grad in zip(batch.shards, batch.values, strict=True)
+            ]
             for master, grad in zip(masters, grads, strict=True):
                 master.grad = grad
             try:
@@ -139,12 +158,25 @@ class Quantized(QuantizingOptimizer):
                 for master in masters:
                     master.grad = None
 
+    def _spread(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, its tensors as spread as the parameters are."""
+        states = dict(state_dict["state"])
+        for index, shard in enumerate(self._layout.shards.values()):
+            if index in states:
+                states[index] = {
+                    name: shard.outer(shard.held(value))
+                    if isinstance(value, Tensor) and value.shape == shard.shape
+                    else value
+                    for name, value in states[index].items()
+                }
+        return {**state_dict, "state": states}
+
     @contextmanager
     def _on_masters(self) -> Iterator[None]:
         """Let the wrapped optimizer's groups hold the masters in the parameters' place."""
         params = [group["params"] for group in self.param_groups]
         for group, own in zip(self.optimizer.param_groups, params, strict=True):
-            group["params"] = [self.state[p]["master"] for p in own]
+            group["params"] = [self._masters[p] for p in own]
         try:
             yield
         finally:

@@ -159,8 +159,9 @@ class RangePolicy(Policy):
     def _switch(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
         """Give each layer its formats, and begin a window."""
         masters = [layer.state["master"] for layer in layers]
+        shards = [layer.shard for layer in layers]
         inputs = self.observations.read(self.samples(step.settings))
-        weights = zip(weight_ranges(masters), _gradients(layers), strict=True)
+        weights = zip(weight_ranges(masters, shards), _gradients(layers), strict=True)
         loss = self._loss_sum / self._losses if self._losses else 0.0
         rows = []
         for place, (layer, (measured, gradient)) in enumerate(zip(layers, weights, strict=True)):

@@ -21,22 +21,26 @@ def round_one(
     return quantize(x, fmt, rounding=rounding, seed=seed, stream=stream)
 
 
-def round_many(
+def round_many(  # noqa: PLR0913  noise has three coordinates
     xs: Sequence[Tensor],
     fmts: Sequence[Format],
     *,
     rounding: Rounding = "stochastic",
     seed: int,
     stream: int,
+    offsets: Sequence[int] | None = None,
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Round tensors, tensor ``j`` with noise of ``stream + j``.
+    """Round tensors, tensor ``j`` with noise of ``stream + j`` from ``offsets[j]`` on.
 
     One launch where all formats are fixed-point; see ``quantize_many``.
     """
     fixed = [fmt for fmt in fmts if isinstance(fmt, FixedPoint)]
     if len(fixed) == len(fmts):
-        return quantize_many(xs, fixed, rounding=rounding, seed=seed, stream=stream, out=out)
+        noise = {"seed": seed, "stream": stream, "offsets": offsets}
+        return quantize_many(xs, fixed, rounding=rounding, out=out, **noise)
+    if any(offsets or ()):
+        raise ValueError("block floating point needs whole tensors, got parts of some")
     rounded = [
         round_one(x, fmt, rounding=rounding, seed=seed, stream=stream + j)
         for j, (x, fmt) in enumerate(zip(xs, fmts, strict=True))

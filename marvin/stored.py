@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from fixedpoint_kernels import FixedPoint, decode, encode
 from marvin.base import QuantizingOptimizer
 from marvin.layers import is_layer
+from marvin.shards import is_sharded
 
 __all__ = ["StoredCodes", "store_codes"]
 
@@ -144,8 +145,10 @@ def store_codes(model: nn.Module, optimizer: QuantizingOptimizer) -> StoredCodes
         A handle: ``size_bytes()``, ``float_bytes()``, ``restore()``, ``remove()``.
 
     Raises:
-        ValueError: No module of ``model`` has a layer of ``optimizer``.
+        ValueError: No module of ``model`` has a layer of ``optimizer``, or processes share one.
     """
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError("store_codes needs whole parameters, got sharded ones")
     stored = StoredCodes(optimizer)
     found = False
     for module in model.modules():

@@ -16,6 +16,7 @@ from marvin.ranges import (
     need,
     start_fl,
 )
+from marvin.shards import shard_of
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_there_is_a_format_for_everything(signed, il, fl, min_wl):
 
 def test_ranges_of_weights():
     masters = [torch.tensor([[0.1, -0.6]]), torch.zeros(2, 2), torch.tensor([[math.inf, 1.0]])]
-    found = weight_ranges(masters)
+    found = weight_ranges(masters, [shard_of(m) for m in masters])
     assert [r.need for r in found] == [0, None, None]
     assert all(r.signed for r in found)
     assert found[0].power == pytest.approx((0.01 + 0.36) / 2, rel=1e-6)  # float32

@@ -1,0 +1,138 @@
+"""Checkpoints of models whose parameters several processes share, for any number of processes."""
+
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from marvin.base import QuantizingOptimizer
+from marvin.shards import Shard, shard_of
+
+__all__ = ["load_sharded", "save_sharded"]
+
+_STATE_OF = re.compile(r"(?:^|/)state/(\d+)/")
+
+
+def save_sharded(
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: QuantizingOptimizer,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Save with ``torch.distributed.checkpoint``: each process writes what it holds.
+
+    All processes call this. ``load_sharded`` reads it with another number of processes, or
+    without ``fully_shard``, too. Where the folder has a file ``.metadata``, it is whole.
+
+    Args:
+        folder: A new one: files of an older checkpoint would be overwritten one by one.
+        model: Parameters whole or sharded. Buffers that differ between processes (running
+            statistics) become those of one of them.
+        optimizer: Of this model.
+        extra: More to keep: numbers, text, None, tensors, and dictionaries, lists and tuples of
+            these, the same in all processes.
+
+    Raises:
+        TypeError: ``extra`` or the optimizer's state has something else in it.
+    """
+    from torch.distributed import checkpoint as dcp  # slow to import, and not on every system
+
+    tensors: dict[str, Tensor] = {}
+    state = {"optimizer": optimizer.state_dict(), "extra": dict(extra or {})}
+    text = json.dumps({name: _plain(value, name, tensors) for name, value in state.items()})
+    plain = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    with _alone_is_fine():
+        dcp.save(
+            {"model": model.state_dict(), "tensors": tensors, "plain": plain},
+            checkpoint_id=str(folder),
+        )
+
+
+def load_sharded(
+    folder: Path | str, model: nn.Module, optimizer: QuantizingOptimizer
+) -> dict[str, Any]:
+    """Load what ``save_sharded`` saved; all processes call this.
+
+    Args:
+        folder: Of the checkpoint.
+        model: Gets the weights; its parameters may be sharded otherwise than those saved.
+        optimizer: Of this model; gets the state.
+
+    Returns:
+        ``extra``.
+
+    Raises:
+        ValueError: The folder holds no whole checkpoint of this kind, or one of another model.
+    """
+    from torch.distributed import checkpoint as dcp  # slow to import, and not on every system
+
+    reader = dcp.FileSystemReader(str(folder))
+    try:
+        known = reader.read_metadata().state_dict_metadata
+        size = known["plain"].size  # pyright: ignore[reportAttributeAccessIssue]
+    except (OSError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder} must hold a whole checkpoint of save_sharded") from error
+    plain = torch.empty(size, dtype=torch.uint8)
+    with _alone_is_fine():
+        dcp.load({"plain": plain}, storage_reader=reader)
+    trees = json.loads(plain.numpy().tobytes())
+    names = [name for name in known if name.startswith("tensors.")]
+    shards = [shard_of(p) for group in optimizer.param_groups for p in group["params"]]
+    tensors = {n.removeprefix("tensors."): _target(n, known[n], shards) for n in names}
+    with _alone_is_fine():
+        dcp.load({"model": model.state_dict(), "tensors": tensors}, storage_reader=reader)
+    optimizer.load_state_dict(_restored(trees["optimizer"], tensors))
+    return _restored(trees["extra"], tensors)
+
+
+def _target(name: str, saved: Any, shards: Sequence[Shard]) -> Tensor:
+    """Return an empty tensor, spread as the parameter is to whose state it belongs."""
+    found = _STATE_OF.search(name)
+    index = int(found[1]) if found else len(shards)
+    if index < len(shards) and shards[index].shape == saved.size:
+        return shards[index].empty(saved.properties.dtype)
+    return torch.empty(saved.size, dtype=saved.properties.dtype)
+
+
+def _plain(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Return ``value`` as JSON has it, and put its tensors into ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        return {"items": [[k, _plain(v, f"{path}/{k}", tensors)] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = type(value).__name__
+        return {kind: [_plain(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a checkpoint takes plain values and tensors, got {type(value)} in {path}")
+
+
+def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return what ``_plain`` was given."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "items":
+        return {key: _restored(v, tensors) for key, v in inner}
+    found = [_restored(v, tensors) for v in inner]
+    return tuple(found) if kind == "tuple" else found
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """Do not warn where there is one process."""
+    with warnings.catch_warnings():
+        if not (dist.is_available() and dist.is_initialized()):
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+        yield

@@ -1,0 +1,219 @@
+"""Parameters of which each process holds a part (FSDP2); nothing else here knows DTensor.
+
+The optimizer and its policies compute with plain tensors: what this process holds, beside a
+``Shard`` that says where that lies in the whole. What goes out to states and to wrapped
+optimizers is a DTensor again.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Shard", "Spread", "is_sharded", "local", "shard_of", "spread", "sum_vectors"]
+__all__ += ["whole_norms"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where what this process holds of a tensor lies in the whole tensor.
+
+    Args:
+        shape: Of the whole.
+        offset: Position of the first element held, in row-major order.
+        template: The DTensor whose layout this is; None for plain tensors.
+        group: The processes that hold the other parts; None where all is here.
+    """
+
+    shape: torch.Size
+    offset: int = 0
+    template: Any = None
+    group: Any = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return self.shape.numel()
+
+    def outer(self, held: Tensor) -> Tensor:
+        """Return the whole tensor of which this process holds ``held``: the same memory."""
+        like = self.template
+        if like is None:
+            return held
+        return type(like).from_local(
+            held,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+    def held(self, whole: Tensor) -> Tensor:
+        """Return the part of ``whole``, plain or spread in any way, that this process holds."""
+        like = self.template
+        if is_sharded(whole):
+            whole = _redistributed(whole, like)
+            return local(whole)
+        if self.group is None:
+            return whole
+        rows = local(like).shape[0]
+        first = self.offset // (self.numel // self.shape[0])
+        return whole[first : first + rows].contiguous()
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor, as spread as this one."""
+        if self.template is None:
+            return torch.empty(self.shape, dtype=dtype)
+        return self.outer(torch.empty_like(local(self.template), dtype=dtype))
+
+    def sum(self, counts: Tensor) -> Tensor:
+        """Return the sum of what the processes counted, each in its part."""
+        return counts if self.group is None else _reduced(counts, self.group, dist.ReduceOp.SUM)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Values of a tensor, of which other processes may hold parts, and the range of all.
+
+    Args:
+        values: What this process holds.
+        shard: Where that is.
+        low: Smallest value of the whole tensor.
+        high: Largest value.
+    """
+
+    values: Tensor
+    shard: Shard
+    low: float
+    high: float
+
+
+def local(x: Tensor) -> Tensor:
+    """Return what this process holds of ``x``: the same memory, a plain tensor."""
+    if not is_sharded(x):
+        return x
+    spread_tensor: Any = x
+    with torch.no_grad():
+        return spread_tensor.to_local()
+
+
+def shard_of(parameter: Tensor) -> Shard:
+    """Return where this process's part of a parameter is.
+
+    Raises:
+        ValueError: It is split other than by rows over one dimension of the device mesh.
+    """
+    if not is_sharded(parameter):
+        return Shard(parameter.shape)
+    template: Any = parameter.detach()
+    split = [i for i, p in enumerate(template.placements) if not p.is_replicate()]
+    if not split:
+        return Shard(parameter.shape, template=template)
+    rows = parameter.shape[0] if parameter.ndim else 0
+    mesh, held = template.device_mesh, local(template)
+    if len(split) == 1 and template.placements[split[0]].is_shard(0):
+        chunk = -(rows // -mesh.size(split[0]))
+        first = min(mesh.get_local_rank(split[0]) * chunk, rows)
+        if held.shape[0] == min(chunk, rows - first):
+            offset = first * (parameter.numel() // max(rows, 1))
+            return Shard(parameter.shape, offset, template, mesh.get_group(split[0]))
+    raise ValueError(
+        "sharded parameters must be split by rows over one dimension of the device mesh, as "
+        f"fully_shard does it, got {template.placements}"
+    )
+
+
+def spread(tensors: Sequence[Tensor], shards: Sequence[Shard]) -> list[Spread]:
+    """Find the ranges of tensors, with one transfer to the host, and one collective a group.
+
+    Args:
+        tensors: What this process holds.
+        shards: Where that is.
+    """
+    if not tensors:
+        return []
+    rows = [_range(x) for x in tensors]
+    vector = torch.stack([row.to(rows[0].device) for row in rows])  # lowest, and minus highest
+    for group, places in _groups(shards):
+        vector[places] = _reduced(vector[places], group, dist.ReduceOp.MIN)
+    found = zip(tensors, shards, vector.tolist(), strict=True)
+    return [Spread(x, shard, low, -high) for x, shard, (low, high) in found]
+
+
+def sum_vectors(vectors: Sequence[Tensor], shards: Sequence[Sequence[Shard]]) -> list[Tensor]:
+    """Add numbers up over the parts of the tensors that they come from: one collective a group.
+
+    Args:
+        vectors: One number for each tensor of this process, of one dtype and device.
+        shards: Of these tensors.
+
+    Returns:
+        Vectors of the same lengths; numbers of whole tensors as they came.
+    """
+    flat = [shard for row in shards for shard in row]
+    if all(shard.group is None for shard in flat):
+        return list(vectors)
+    numbers = torch.cat(list(vectors))
+    for group, places in _groups(flat):
+        numbers[places] = _reduced(numbers[places], group, dist.ReduceOp.SUM)
+    return list(numbers.split([len(vector) for vector in vectors]))
+
+
+def whole_norms(norms: Sequence[Tensor], shards: Sequence[Sequence[Shard]]) -> list[Tensor]:
+    """Return 2-norms of whole tensors from those of the parts.
+
+    They are added up in float64 and rounded to float32, which hides in which order.
+
+    Args:
+        norms: Vectors, float64.
+        shards: Of each number's tensor.
+
+    Returns:
+        Vectors of the same lengths, float32.
+    """
+    if all(shard.group is None for row in shards for shard in row):
+        return [vector.float() for vector in norms]
+    squares = sum_vectors([vector.square() for vector in norms], shards)
+    return [vector.sqrt().float() for vector in squares]
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Say whether ``x`` is a DTensor, of which this process may hold a part."""
+    module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def _redistributed(x: Any, like: Any) -> Tensor:
+    if like is None:
+        return x.full_tensor()
+    if x.device_mesh == like.device_mesh and x.placements == like.placements:
+        return x
+    return x.redistribute(like.device_mesh, like.placements)
+
+
+def _range(x: Tensor) -> Tensor:
+    if not x.numel():
+        return torch.full((2,), math.inf, device=x.device)
+    low, high = x.detach().aminmax()
+    return torch.stack([low, -high])
+
+
+def _groups(shards: Sequence[Shard]) -> list[tuple[Any, list[int]]]:
+    """Return each group of processes, and which of the shards are of it."""
+    found: dict[Any, list[int]] = {}
+    for place, shard in enumerate(shards):
+        if shard.group is not None:
+            found.setdefault(shard.group, []).append(place)
+    return list(found.items())
+
+
+def _reduced(x: Tensor, group: Any, operation: Any) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, operation, group=group)
+    return total

@@ -1,0 +1,72 @@
+"""FSDP2: parameters that processes share get the formats and bits of whole ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import marvin
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "marvin" / "data" / "fsdp.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+import fsdp  # noqa: E402  pyright: ignore[reportMissingImports]  it is a script
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="needs torch.distributed"
+)
+
+
+def run(world, folder, what):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(world), str(SCRIPT), str(folder), what]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / f"{what}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two processes compare sharded with whole parameters; how often layers switched."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    return folder, run(2, folder, "compare")
+
+
+def test_sharded_parameters_are_as_whole_ones(trained):
+    _, switches = trained
+    assert {kind for kind, count in switches.items() if count >= 6} == {
+        *("msgd", "adamw", "options", "budget")
+    }
+
+
+@pytest.mark.parametrize("kind", fsdp.SAVED)
+def test_one_process_goes_on_from_a_sharded_checkpoint(trained, kind):
+    fsdp.resume(trained[0], kind, spread=False)
+
+
+def test_three_processes_go_on_from_a_sharded_checkpoint(trained):
+    assert run(3, trained[0], "resume")["msgd"] >= 6
+
+
+def test_one_process_saves_and_loads_too(tmp_path):
+    model = fsdp.make_model()
+    optimizer = fsdp.msgd(model)
+    marvin.save_sharded(tmp_path / "one", model, optimizer)
+    other = fsdp.make_model()
+    assert marvin.load_sharded(tmp_path / "one", other, fsdp.msgd(other, seed=5)) == {}
+    torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path):
+    model = fsdp.make_model()
+    optimizer = fsdp.msgd(model)
+    with pytest.raises(ValueError, match="must hold a whole checkpoint of save_sharded"):
+        marvin.load_sharded(tmp_path, model, optimizer)
+    with pytest.raises(TypeError, match=r"<class 'set'> in extra/a"):
+        marvin.save_sharded(tmp_path / "bad", model, optimizer, {"a": {1}})
