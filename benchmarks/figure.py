@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
 from marvin.files import write_atomic
@@ -16,7 +17,8 @@ __all__ = ["Point", "draw", "save"]
 
 COLORS = {"static": "#7a7a7a", "loss budget": "#c2571a", "float32": "#111111"}
 OTHERS = "#2b6c8f"
-LABELS = {"static": (5, -11), "float32, plain": (5, -11), "fixed": (-34, 5)}  # beside its point
+PLACES = {"static": (4, -12), "float32, plain": (4, -12), "fixed": (4, -12)}  # of labels, points
+NUMBERS = {"static": "static, bits", "loss budget": "loss budget, kappa"}  # what their labels are
 HEIGHT = 10  # %: what is further below the best is named, not drawn
 TICKS = 2, 3, 4, 5, 6, 8, 12, 16, 24, 32
 
@@ -57,6 +59,8 @@ def draw(points: list[Point], title: str) -> Figure:
         level = statistics.mean(points[0].accuracy)
         axes.axhline(level, color=COLORS["float32"], linewidth=0.8, linestyle="--", zorder=1)
     _draw_axes(axes)
+    if any(family in NUMBERS for family in families):
+        axes.legend(loc="best", frameon=False, fontsize=8)
     below = [p for p in points if statistics.mean(p.accuracy) < lowest]
     text = [f"{p.name}: {statistics.mean(p.accuracy):.1f} %" for p in below]
     axes.text(0.99, 0.02, "\n".join(text), transform=axes.transAxes, ha="right", fontsize=8)
@@ -69,15 +73,20 @@ def _draw_family(axes: Axes, members: list[Point], color: str) -> None:
     accuracy = [statistics.mean(point.accuracy) for point in members]
     bars = [statistics.stdev(p.accuracy) if len(p.accuracy) > 1 else 0.0 for p in members]
     line = "-" if members[0].family != "float32" else ""
-    axes.errorbar(bits, accuracy, bars, color=color, marker="o", markersize=4, linestyle=line)
+    family = members[0].family
+    label = NUMBERS.get(family)
+    axes.errorbar(
+        bits, accuracy, bars, color=color, marker="o", markersize=4, linestyle=line, label=label
+    )
     for x, y, point in zip(bits, accuracy, members, strict=True):
         axes.annotate(
-            point.name,
+            point.name.removeprefix(family).strip() if label else point.name,
             (x, y),
-            xytext=next((xy for name, xy in LABELS.items() if point.name.startswith(name)), (5, 5)),
+            xytext=next((xy for name, xy in PLACES.items() if point.name.startswith(name)), (4, 4)),
             textcoords="offset points",
             fontsize=8,
             color=color,
+            path_effects=[withStroke(linewidth=2, foreground="white")],
         )
 
 

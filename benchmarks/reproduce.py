@@ -184,7 +184,7 @@ def _command(argv: Sequence[str]) -> str:
     kept = ["python -m benchmarks.reproduce"]
     words = iter(argv)
     for word in words:
-        if word in ("--minutes", "--results", "--folder", "--data-name", "--only"):
+        if word in ("--minutes", "--results", "--folder", "--data-name", "--data-dir", "--only"):
             next(words)
         else:
             kept.append(shlex.quote(word))

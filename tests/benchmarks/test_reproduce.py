@@ -105,7 +105,8 @@ def test_the_picture_has_every_variant():
     ]
     (axes,) = figure.draw(points, "title").axes
     texts = [text.get_text() for text in axes.texts]
-    assert texts == ["float32", "static 8", "static 4", "fixed:8,4: 10.0 %"]
+    assert texts == ["float32", "8", "4", "fixed:8,4: 10.0 %"]
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["static, bits"]
     assert axes.get_ylim()[0] > 80
 
 
