@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd
 from torch.utils.hooks import RemovableHandle
 
-from fixedpoint_kernels import BlockFloat, FixedPoint, quantize, quantize_block, quantize_with_mask
+from fixedpoint_kernels import BlockFloat, FixedPoint, quantize_block, quantize_with_mask
 from fixedpoint_kernels.rounding import Rounding
 from marvin.base import QuantizingOptimizer
 from marvin.layers import is_layer
@@ -240,10 +240,8 @@ class QuantizedActivations:
         self, name: str, x: Tensor, fmt: Format, options: dict[str, Any], back: _Back
     ) -> Any:
         if not (x.requires_grad and torch.is_grad_enabled()):
-            if isinstance(fmt, BlockFloat):
-                return quantize_block(x.detach(), fmt, **options)
-            return quantize(x.detach(), fmt, **options)
-        if self._ste == "identity" or isinstance(fmt, BlockFloat):
+            return round_one(x.detach(), fmt, **options)
+        if self._ste == "identity" or not isinstance(fmt, FixedPoint):
             return _RoundedIdentity.apply(x, fmt, options, back)
         return _FakeQuantize.apply(x, fmt, options, self._tallies[name], back)
 

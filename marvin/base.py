@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from marvin.channels import ChannelFormat
 from marvin.gradients import Gradients, complete, gather, nonfinite, read
 from marvin.layers import is_layer, layout_of
 from marvin.noise import Purpose, stream
@@ -77,7 +78,9 @@ class QuantizingOptimizer(Optimizer):
     def format_of(self, parameter: Tensor) -> Format | None:
         """Return the format of one parameter; None if it stays float."""
         owner = self._layout.owners[parameter]
-        return None if owner is None else self.state[owner]["layer"].fmt
+        fmt = None if owner is None else self.state[owner]["layer"].fmt
+        is_other = owner is not parameter  # whose channels may be others
+        return fmt.fmt if is_other and isinstance(fmt, ChannelFormat) else fmt
 
     def activation_formats(self, parameter: Tensor) -> ActivationFormats | None:
         """Return the formats of activations beside a parameter; None if it stays float."""

@@ -36,6 +36,8 @@ class LossBudgetPolicy(RangePolicy):
         max_wl: Longest word, bits.
         ends_wl: Word length of the first and the last layer, in parameter order; None: as of the
             others.
+        per_channel: Weights have a fractional length for each entry of their first dimension: channels
+            use the integer bits that they do not need as fractional ones.
         batch_size: Samples of a step, in each process. None: the first dimension of what the first layer sees,
             summed over a step's forward passes; needs ``marvin.quantize_activations``.
 
@@ -49,6 +51,7 @@ class LossBudgetPolicy(RangePolicy):
     min_wl: int = 4
     max_wl: int = 8
     ends_wl: int | None = None
+    per_channel: bool = False
     batch_size: int | None = None
 
     checks = Checks(
@@ -82,8 +85,9 @@ class LossBudgetPolicy(RangePolicy):
     ) -> int | None:
         """See ``RangePolicy``; at the start, noise has at most 1 % of the signal's power."""
         if seen.before is None:
-            return start_fl(seen.range.power)
-        return budget_fl(settings["kappa"] * share, seen.gradient or 0.0)
+            return start_fl(seen.range.power / seen.range.noise_share)
+        gradient = (seen.gradient or 0.0) * seen.range.noise_share
+        return budget_fl(settings["kappa"] * share, gradient)
 
     def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
         """Add to the window; at its end, change formats."""
@@ -112,6 +116,7 @@ class StaticPolicy(RangePolicy):
         window: Steps between switches.
         sat_tol: Share of a layer's inputs that may saturate.
         ends_wl: As of ``LossBudgetPolicy``.
+        per_channel: As of ``LossBudgetPolicy``.
 
     Raises:
         ValueError: An argument is out of range.
@@ -122,6 +127,7 @@ class StaticPolicy(RangePolicy):
     window: int = 25
     sat_tol: float = 1e-3
     ends_wl: int | None = None
+    per_channel: bool = False
 
     checks = Checks(
         rules=(

@@ -147,21 +147,46 @@ def magnitudes(x: Tensor) -> Tensor:
     return torch.bincount(places.flatten(), minlength=MAGNITUDES)
 
 
-def weight_ranges(masters: Sequence[Tensor], shards: Sequence[Shard]) -> list[Range]:
+def weight_ranges(
+    masters: Sequence[Tensor], shards: Sequence[Shard], per_channel: Sequence[bool]
+) -> list[Range]:
     """Return the ranges of weights, which are signed and leave out nothing.
 
     Args:
         masters: What this process holds of each, float32; the whole is not empty.
         shards: Where that is.
+        per_channel: Whether those of the first dimension's entries are wanted too.
     """
     if not masters:
         return []
     parts = torch.stack(torch._foreach_norm(list(masters), 2, torch.float64))
     (norms,) = whole_norms([parts], [shards])
+    channels = _channels(masters, shards, per_channel)
     return [
-        Range(True, _length_of(max(-one.low, one.high)), norm * norm / one.shard.numel)
-        for one, norm in zip(spread(masters, shards), norms.tolist(), strict=True)
+        Range(
+            True,
+            _length_of(max(-one.low, one.high)),
+            norm * norm / one.shard.numel,
+            channels=tuple(map(_length_of, largest)),
+        )
+        for one, norm, largest in zip(
+            spread(masters, shards), norms.tolist(), channels, strict=True
+        )
     ]
+
+
+def _channels(
+    masters: Sequence[Tensor], shards: Sequence[Shard], per_channel: Sequence[bool]
+) -> list[list[float]]:
+    """Return the largest magnitude of each channel, for those that want it."""
+    found: list[list[float]] = [[] for _ in masters]
+    chosen = [i for i, wanted in enumerate(per_channel) if wanted]
+    if chosen:
+        rows = [shards[i].rows(masters[i].flatten(1).abs().amax(1)) for i in chosen]
+        values = iter(torch.cat(rows).tolist())
+        for i, row in zip(chosen, rows, strict=True):
+            found[i] = [next(values) for _ in row]
+    return found
 
 
 def _scalars(sums: _Sums) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels.rounding import Rounding
+from marvin.channels import ChannelFormat
 from marvin.observations import Observations
 from marvin.rounding import Format
 from marvin.shards import Shard
@@ -281,6 +282,8 @@ def load_format(values: Mapping[str, Any] | None) -> Format | None:
     """Return the format that ``dataclasses.asdict`` made ``values`` of."""
     if values is None:
         return None
+    if "shifts" in values:
+        return ChannelFormat(FixedPoint(**values["fmt"]), tuple(values["shifts"]))
     return FixedPoint(**values) if "fl" in values else BlockFloat(**values)
 
 

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from fixedpoint_kernels import FixedPoint
+from marvin.channels import ChannelFormat, channel_format
 from marvin.observations import Inputs, Observations, weight_ranges
 from marvin.policy import ActivationFormats, Layer, Policy, Step, load_format
 from marvin.ranges import Limits, Range, integer_length
 from marvin.ranks import sums_over_ranks
-from marvin.rounding import Format
 from marvin.settings import Checks, check_settings
 from marvin.trace import Switch
 
 __all__ = ["LayerBudget", "RangePolicy", "Seen", "is_word_length"]
 
+Points = FixedPoint | ChannelFormat
 _EARLY = 1, 2, 5, 12  # formats change at the end of these steps too: weights move fast then
 
 
@@ -32,8 +33,8 @@ class LayerBudget:
         input_gradient: Running mean of the squared norm of a sample's gradient to the inputs.
     """
 
-    fmt: Format | None = None
-    inputs: Format | None = None
+    fmt: Points | None = None
+    inputs: Points | None = None
     weight_sum: float = 0.0
     count: int = 0
     input_gradient: float | None = None
@@ -50,7 +51,7 @@ class Seen:
         limits: Shortest and longest word.
     """
 
-    before: Format | None
+    before: Points | None
     range: Range
     gradient: float | None
     limits: Limits
@@ -161,7 +162,9 @@ class RangePolicy(Policy):
         masters = [layer.state["master"] for layer in layers]
         shards = [layer.shard for layer in layers]
         inputs = self.observations.read(self.samples(step.settings))
-        weights = zip(weight_ranges(masters, shards), _gradients(layers), strict=True)
+        wanted = [layer.settings["per_channel"] for layer in layers]
+        ranges = weight_ranges(masters, shards, wanted)
+        weights = zip(ranges, _gradients(layers), strict=True)
         loss = self._loss_sum / self._losses if self._losses else 0.0
         rows = []
         for place, (layer, (measured, gradient)) in enumerate(zip(layers, weights, strict=True)):
@@ -194,9 +197,9 @@ class RangePolicy(Policy):
             step=step,
             layer=layer.name,
             wl=32 if fmt is None else fmt.wl,
-            fl=fmt.fl if isinstance(fmt, FixedPoint) else 0,
+            fl=0 if fmt is None else fmt.fl,
             wl_before=32 if before is None else before.wl,
-            fl_before=before.fl if isinstance(before, FixedPoint) else 0,
+            fl_before=0 if before is None else before.fl,
             window=record.count,
             input_wl=32 if inputs is None else inputs.wl,
             input_fl=inputs.fl if isinstance(inputs, FixedPoint) else 0,
@@ -209,7 +212,7 @@ class RangePolicy(Policy):
 
     def _next(
         self, settings: Mapping[str, Any], seen: Seen, share: float, *, follows: bool
-    ) -> tuple[Format | None, str]:
+    ) -> tuple[Points | None, str]:
         """Return a tensor's next format, and why it is the one before where it had to stay.
 
         ``follows``: the integer length comes from the one before, too.
@@ -221,7 +224,8 @@ class RangePolicy(Policy):
             il = integer_length(seen.before.il, measured, settings["sat_tol"])
         if (fl := self.fractional_length(settings, seen, share)) is None:
             return seen.before, "loss or gradient 0, or not finite"
-        return seen.limits.format(measured.signed, il, fl), ""
+        fmt = seen.limits.format(measured.signed, il, fl)
+        return (channel_format(fmt, measured.channels) if measured.channels else fmt), ""
 
 
 def _gradients(layers: Sequence[Layer]) -> list[float | None]:

@@ -26,12 +26,20 @@ class Range:
             tolerance lets saturate; None where all are 0 or some are not finite.
         power: Mean square.
         saturated: Share of values that the format before clamped.
+        channels: ``need`` of each channel, where they have points of their own.
     """
 
     signed: bool
     need: int | None
     power: float
     saturated: float = 0.0
+    channels: tuple[int | None, ...] = ()
+
+    @property
+    def noise_share(self) -> float:
+        """Power of rounding noise, over what it would be without points of the channels' own."""
+        spare = [0 if n is None or self.need is None else self.need - n for n in self.channels]
+        return sum(4.0**-bits for bits in spare) / len(spare) if spare else 1.0
 
 
 @dataclass(frozen=True)

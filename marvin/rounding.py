@@ -6,16 +6,20 @@ from torch import Tensor
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, quantize, quantize_block, quantize_many
 from fixedpoint_kernels.rounding import Rounding
+from marvin.channels import ChannelFormat, scale_of
 
 __all__ = ["Format", "round_many", "round_one"]
 
-Format = FixedPoint | BlockFloat
+Format = FixedPoint | BlockFloat | ChannelFormat
 
 
 def round_one(
     x: Tensor, fmt: Format, *, rounding: Rounding = "stochastic", seed: int = 0, stream: int = 0
 ) -> Tensor:
     """Round ``x`` to ``fmt``; see ``quantize`` and ``quantize_block``."""
+    if isinstance(fmt, ChannelFormat):
+        scale = scale_of(fmt, x)
+        return round_one(x * scale, fmt.fmt, rounding=rounding, seed=seed, stream=stream) / scale
     if isinstance(fmt, BlockFloat):
         return quantize_block(x, fmt, rounding=rounding, seed=seed, stream=stream)
     return quantize(x, fmt, rounding=rounding, seed=seed, stream=stream)
@@ -35,6 +39,16 @@ def round_many(  # noqa: PLR0913  noise has three coordinates
 
     One launch where all formats are fixed-point; see ``quantize_many``.
     """
+    if any(isinstance(fmt, ChannelFormat) for fmt in fmts):
+        scales = _scales(xs, fmts, offsets or [0] * len(xs))
+        scaled = [x if scale is None else x * scale for x, scale in zip(xs, scales, strict=True)]
+        plain = [fmt.fmt if isinstance(fmt, ChannelFormat) else fmt for fmt in fmts]
+        noise = {"seed": seed, "stream": stream, "offsets": offsets}
+        rounded = round_many(scaled, plain, rounding=rounding, out=out, **noise)
+        for y, scale in zip(rounded, scales, strict=True):
+            if scale is not None:
+                y.div_(scale)
+        return rounded
     fixed = [fmt for fmt in fmts if isinstance(fmt, FixedPoint)]
     if len(fixed) == len(fmts):
         noise = {"seed": seed, "stream": stream, "offsets": offsets}
@@ -50,3 +64,12 @@ def round_many(  # noqa: PLR0913  noise has three coordinates
     for y, value in zip(out, rounded, strict=True):
         y.copy_(value)
     return list(out)
+
+
+def _scales(
+    xs: Sequence[Tensor], fmts: Sequence[Format], offsets: Sequence[int]
+) -> list[Tensor | None]:
+    return [
+        scale_of(fmt, x, offset) if isinstance(fmt, ChannelFormat) else None
+        for x, fmt, offset in zip(xs, fmts, offsets, strict=True)
+    ]

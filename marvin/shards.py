@@ -72,6 +72,15 @@ class Shard:
             return torch.empty(self.shape, dtype=dtype)
         return self.outer(torch.empty_like(local(self.template), dtype=dtype))
 
+    def rows(self, values: Tensor) -> Tensor:
+        """Return one number of each row of the whole tensor, from those of the rows held."""
+        if self.group is None:
+            return values
+        whole = values.new_zeros(self.shape[0])
+        first = self.offset // (self.numel // self.shape[0])
+        whole[first : first + len(values)] = values
+        return self.sum(whole)
+
     def sum(self, counts: Tensor) -> Tensor:
         """Return the sum of what the processes counted, each in its part."""
         return counts if self.group is None else _reduced(counts, self.group, dist.ReduceOp.SUM)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from fixedpoint_kernels import FixedPoint
 from marvin.base import QuantizingOptimizer
+from marvin.channels import ChannelFormat
 from marvin.policy import word_length
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def log_formats(writer: "SummaryWriter", optimizer: QuantizingOptimizer, step: i
     for layer in optimizer.layers():
         fmt = formats.get(layer)
         writer.add_scalar(f"word_length/{layer}", word_length(fmt), step)
-        if isinstance(fmt, FixedPoint):
+        if isinstance(fmt, FixedPoint | ChannelFormat):
             writer.add_scalar(f"fractional_length/{layer}", fmt.fl, step)
     writer.add_scalar("mean_word_length", optimizer.mean_word_length(), step)
     inputs = optimizer.input_formats()

@@ -136,8 +136,10 @@ def test_there_is_a_format_for_everything(signed, il, fl, min_wl):
 
 def test_ranges_of_weights():
     masters = [torch.tensor([[0.1, -0.6]]), torch.zeros(2, 2), torch.tensor([[math.inf, 1.0]])]
-    found = weight_ranges(masters, [shard_of(m) for m in masters])
+    found = weight_ranges(masters, [shard_of(m) for m in masters], [True, True, False])
     assert [r.need for r in found] == [0, None, None]
+    assert [r.channels for r in found] == [(0,), (None, None), ()]
+    assert Range(True, 3, 1.0, channels=(3, 2, None)).noise_share == (1 + 1 / 4 + 1) / 3
     assert all(r.signed for r in found)
     assert found[0].power == pytest.approx((0.01 + 0.36) / 2, rel=1e-6)  # float32
 

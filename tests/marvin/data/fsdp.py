@@ -50,6 +50,11 @@ def budget(model):
     return marvin.Quantized(sgd, marvin.LossBudgetPolicy(window=4, max_wl=12))
 
 
+def channels(model):
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
+    return marvin.Quantized(sgd, marvin.StaticPolicy(window=4, per_channel=True))
+
+
 def fixed(model):
     wrapped = torch.optim.RMSprop(model.named_parameters(), lr=1e-3)
     return marvin.Quantized(wrapped, marvin.FixedPolicy(8, 6), quantize_gradients=True)
@@ -63,6 +68,7 @@ OPTIMIZERS = {
     "msgd": msgd,
     "adamw": adamw,
     "budget": budget,
+    "channels": channels,
     "fixed": fixed,
     "whole": whole,
     "options": lambda model: msgd(
