@@ -9,7 +9,6 @@ weights as uint8; ``vnni``: as int8, see ``docs/deploy.md``. Weights of 6 bits a
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import onnx
 import onnxruntime
 import torch
 from torch import nn
@@ -17,9 +16,7 @@ from torch import nn
 import marvin
 from benchmarks.timing import Case
 from marvin.export import Network, describe, integer, round_sums
-from marvin.export.graph import Floats
-from marvin.export.network import Round, Weighted
-from marvin.export.onnx import to_model
+from marvin.export.onnx import original, to_model
 from train.alexnet import alexnet
 from train.resnet20 import resnet20
 
@@ -28,28 +25,17 @@ BATCHES = 1, 64
 SPELLINGS = (6, False), (8, False), (8, True)
 
 
-class _Unrounded(Floats):
-    """The same operations without rounding, weights in float32."""
-
-    def rounded(self, op: Round) -> str:
-        return self.float(op.inputs[0])
-
-    def weight(self, op: Weighted) -> str:
-        values = op.weight.numpy() * op.weight_fmt.lsb
-        return self.number(f"{op.name}.weight", values)
-
-
 def cases() -> Iterator[Case]:
     """Yield a case a model, a spelling and a batch."""
     for build in (resnet20, alexnet):
         for bits, vnni in SPELLINGS:
             network = _network(build, bits)
-            ours, original = to_model(network, "int8", vnni=vnni), _original(network)
+            ours = to_model(network, "int8", vnni=vnni)
             _require_equal(network, ours)
             spelling = "" if bits < 8 else ", vnni" if vnni else ", portable"
             for batch in BATCHES:
                 x = torch.randn(batch, *network.input.shape).numpy()
-                contestants = {"ours": _runner(ours, x), "float32": _runner(original, x)}
+                contestants = {"ours": _runner(ours, x), "float32": _runner(original(network), x)}
                 name = f"{build.__name__}, {bits} bits{spelling}, batch {batch}"
                 yield Case(name, batch, contestants)
 
@@ -59,21 +45,14 @@ def _network(build: Callable[[], nn.Module], bits: int) -> Network:
     model, x = build(), torch.randn(16, 3, 32, 32)
     marvin.tnvs_(model)
     sgd = torch.optim.SGD(model.named_parameters(), lr=1e-3)
-    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(bits, bits), one_dim="float")
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(bits, bits))
     marvin.quantize_activations(model, optimizer)
     for _ in range(2):  # formats come at the end of the first step
         loss = model(x).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step(loss=loss)
-    formats: Any = optimizer.formats()
-    return round_sums(describe(model.eval(), x, formats), x)
-
-
-def _original(network: Network) -> Any:
-    writer = _Unrounded(network)
-    output = writer.write()
-    return writer.graph.model(network, output, onnx.TensorProto.FLOAT)
+    return round_sums(describe(model.eval(), x, optimizer.formats()), x)
 
 
 def _require_equal(network: Network, model: Any) -> None:

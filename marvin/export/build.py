@@ -10,6 +10,7 @@ from marvin.export.bounds import first_value, value_of
 from marvin.export.errors import ExportError, fixed_point
 from marvin.export.network import Input, Network, Operation, Round, Value
 from marvin.export.observe import Formats
+from marvin.rounding import Format
 
 __all__ = ["Builder"]
 
@@ -29,7 +30,7 @@ class Builder:
     """
 
     model: nn.Module
-    weights: Mapping[str, FixedPoint]
+    weights: Mapping[str, Format]
     activations: Mapping[str, Formats]
     scale_wl: int
     names: dict[str, str] = field(default_factory=dict)

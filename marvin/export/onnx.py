@@ -19,11 +19,11 @@ from marvin.export.errors import ExportError
 from marvin.export.graph import Floats, require_exact
 from marvin.export.int8 import Bytes
 from marvin.export.int16 import Shorts
-from marvin.export.network import Network
+from marvin.export.network import Network, Round, Weighted
 from marvin.export.wide import Doubles
 from marvin.files import write_atomic
 
-__all__ = ["Spelling", "obstacle", "save", "spelling_of", "to_model"]
+__all__ = ["Spelling", "obstacle", "original", "save", "spelling_of", "to_model"]
 
 Spelling = Literal["int8", "int16", "float64"]
 
@@ -82,6 +82,26 @@ def spelling_of(network: Network) -> Spelling:
         else:
             return spelling
     raise reasons[-1]
+
+
+def original(network: Network) -> Any:
+    """Return the network in float32, without any rounding: to measure the others beside it.
+
+    As exporters of float32 models write it; ONNX Runtime folds its batch normalisation.
+
+    Raises:
+        ExportError: The package ``onnx`` is not installed.
+    """
+    writer = _Unrounded(network)
+    return writer.graph.model(network, writer.write(), writer.graph.onnx.TensorProto.FLOAT)
+
+
+class _Unrounded(Floats):
+    def rounded(self, op: Round) -> str:
+        return self.float(op.inputs[0])
+
+    def weight(self, op: Weighted) -> str:
+        return self.number(f"{op.name}.weight", op.weight.numpy() * op.weight_fmt.lsb)
 
 
 def obstacle(network: Network) -> str:

@@ -16,6 +16,7 @@ from marvin.export.layers import MODULES
 from marvin.export.network import Add, Flatten, Network, Relu
 from marvin.export.observe import POOLS, Formats, evaluating, observe
 from marvin.export.scales import short_scales
+from marvin.rounding import Format
 
 __all__ = ["describe"]
 
@@ -28,7 +29,7 @@ _SHAPES = nn.Flatten, nn.Identity, nn.Dropout  # values go through them unchange
 def describe(
     model: nn.Module,
     sample: Tensor,
-    weights: Mapping[str, FixedPoint],
+    weights: Mapping[str, Format],
     activations: Mapping[str, Formats] | None = None,
     *,
     scale_wl: int = 16,
