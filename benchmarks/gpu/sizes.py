@@ -10,10 +10,11 @@ class Sizes:
     """What fits a GPU, or a test.
 
     Args:
-        checked: Elements on which kernels are compared with the reference.
+        checked: Elements on which kernels are compared with the reference: Triton compiles for 1,
+            and for what 16 divides, on its own.
         elements: Elements of what kernels are timed on: far more than caches hold.
         turns: How often each contestant is timed; figures are medians.
-        calls: Calls of a kernel in a turn.
+        calls: Calls of a kernel in a turn, at most.
         steps: Training steps in a turn, with the searches for formats that fall in them.
         batch: Images of a training step.
         width: Channels of ResNet20's first stage; AlexNet has four times as many.
@@ -30,4 +31,4 @@ class Sizes:
     tokens: tuple[int, int]
 
 
-FULL = Sizes((1, 1027, 300_007), 2**26, 7, 10, 25, 128, 16, (256, 512))
+FULL = Sizes((1, 1027, 2**18), 2**26, 7, 10, 25, 128, 16, (256, 512))
