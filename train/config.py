@@ -91,6 +91,9 @@ class Config:
         "loss-budget: shortest and longest word, 0 0 for 4 8; static: bits of weights and of "
         "layers' inputs, 0 0 for 6 6",
     )
+    per_channel: bool = option(
+        False, "loss-budget, static: weights have a fractional length for each channel"
+    )
     ends_bits: int = option(
         0, "loss-budget, static: bits of the first and the last layer; 0: as the others"
     )
@@ -207,7 +210,10 @@ def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:
     )
     for f in dataclasses.fields(Config):
         if f.name != "model":
-            parser.add_argument(_flag(f.name), **_argument(f, getattr(defaults, f.name)))
+            flags = [_flag(f.name)]
+            if f.name == "run":  # torchrun takes --run for an abbreviation of its own --run-path
+                flags.append("--run-folder")
+            parser.add_argument(*flags, **_argument(f, getattr(defaults, f.name)))
     try:
         config = dataclasses.replace(defaults, **vars(parser.parse_args(argv)))
     except ValueError as error:

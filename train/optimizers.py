@@ -43,11 +43,19 @@ def _policy(config: Config) -> marvin.Policy:
 def _range_policy(config: Config) -> marvin.Policy:
     ends_wl, (first, second) = config.ends_bits or None, config.policy_bits
     if config.policy == "static":
-        return marvin.StaticPolicy(first or 6, second or 6, ends_wl=ends_wl)
+        return marvin.StaticPolicy(
+            first or 6, second or 6, ends_wl=ends_wl, per_channel=config.per_channel
+        )
     step_size = config.batch_size * config.accumulation_steps
     batch_size = None if config.quantize_activations else step_size
-    lengths = {"min_wl": first or 4, "max_wl": second or 8, "ends_wl": ends_wl}
-    return marvin.LossBudgetPolicy(config.kappa, batch_size=batch_size, **lengths)
+    return marvin.LossBudgetPolicy(
+        config.kappa,
+        min_wl=first or 4,
+        max_wl=second or 8,
+        ends_wl=ends_wl,
+        per_channel=config.per_channel,
+        batch_size=batch_size,
+    )
 
 
 def _keywords(config: Config, names: Iterable[str]) -> dict[str, Any]:

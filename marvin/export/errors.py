@@ -3,6 +3,7 @@
 from typing import Any
 
 from fixedpoint_kernels import FixedPoint
+from marvin.channels import ChannelFormat
 
 __all__ = ["ExportError", "fixed_point"]
 
@@ -14,9 +15,17 @@ class ExportError(ValueError):
 def fixed_point(name: str, fmt: Any) -> FixedPoint:
     """Return ``fmt``, if it is a format that every target has.
 
+    Of a weight whose channels have points of their own, it is the shortest that has all their values.
+
     Raises:
-        ExportError: It is of block floating point, whose point moves with the data.
+        ExportError: It is of block floating point, whose point moves with the data, or of channels
+            that have no format of 32 bits in common.
     """
+    if isinstance(fmt, ChannelFormat):
+        try:
+            return fmt.whole()
+        except ValueError as error:
+            raise ExportError(f"{name}: {error}") from error
     if not isinstance(fmt, FixedPoint):
         raise ExportError(f"{name} must have a fixed-point format, got {fmt}")
     return fmt

@@ -79,12 +79,13 @@ def pack_state(
     """
     if unknown := sorted(set(formats) - set(state)):
         raise ExportError(f"formats must be of tensors in the state, got {', '.join(unknown)}")
-    for name, fmt in (dict(formats) | dict(activations or {})).items():
+    formats = {name: fixed_point(name, fmt) for name, fmt in formats.items()}
+    for name, fmt in dict(activations or {}).items():
         fixed_point(name, fmt)
     codes = {name: codes_of(name, state[name], fmt) for name, fmt in formats.items()}
     others = {name: x.detach().cpu().clone() for name, x in state.items() if name not in formats}
     dtypes = {name: state[name].dtype for name in formats}
-    return Packed(codes, dict(formats), dtypes, others, dict(activations or {}))
+    return Packed(codes, formats, dtypes, others, dict(activations or {}))
 
 
 def codes_of(name: str, x: Tensor, fmt: FixedPoint) -> Tensor:

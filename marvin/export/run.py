@@ -147,12 +147,12 @@ def deploy(run: Run, options: Options) -> Deployed:
         ExportError: Something in the model cannot be exported; says what, and why.
     """
     if isinstance(run.optimizer, QuantizingOptimizer):
-        found = run.optimizer.formats().items()
-        formats = {name: fixed_point(name, fmt) for name, fmt in found}
+        found = run.optimizer.formats()
         masters = masters_of(run.model, run.optimizer) if options.weights == "nearest" else None
     else:
-        formats, masters = formats_of_weights(run.model, options.wl), None
-    model = nearest_weights(run.model, formats, masters)
+        found, masters = formats_of_weights(run.model, options.wl), None
+    formats = {name: fixed_point(name, fmt) for name, fmt in found.items()}
+    model = nearest_weights(run.model, found, masters)
     activations: dict[str, Formats] | None = None
     if not run.has_activations:
         activations = calibrate(model, [run.train], options.wl)

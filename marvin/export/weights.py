@@ -6,9 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels import FixedPoint, quantize
+from fixedpoint_kernels import FixedPoint
 from marvin.base import QuantizingOptimizer
 from marvin.export.observe import fitting
+from marvin.rounding import Format, round_one
 
 __all__ = ["formats_of_weights", "masters_of", "nearest_weights"]
 
@@ -25,7 +26,7 @@ def masters_of(model: nn.Module, optimizer: QuantizingOptimizer) -> dict[str, Te
 
 @torch.no_grad()
 def nearest_weights(
-    model: nn.Module, formats: Mapping[str, FixedPoint], masters: Mapping[str, Tensor] | None = None
+    model: nn.Module, formats: Mapping[str, Format], masters: Mapping[str, Tensor] | None = None
 ) -> nn.Module:
     """Return a copy of a model whose weights are rounded to nearest.
 
@@ -42,7 +43,7 @@ def nearest_weights(
     for name, p in copied.named_parameters():
         if name in formats:
             x = p.detach() if masters is None else masters[name]
-            p.copy_(quantize(x, formats[name], rounding="nearest"))
+            p.copy_(round_one(x, formats[name], rounding="nearest"))
     return copied
 
 

@@ -85,6 +85,24 @@ def test_a_run_for_integer_hardware(tmp_path, capsys):
     assert {row["float32"] for row in facts["layers"]} == {"exact"}
 
 
+def test_points_of_channels_are_exported_in_a_format_that_all_share(tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    folder = train(tmp_path / "run", policy="static", policy_bits=(5, 6), per_channel=True)
+    export(folder, "--to", "onnx", "--verify", "--out", str(tmp_path / "onnx"))
+    assert "verified: " in capsys.readouterr().out
+    export(folder, "--to", "packed", "--out", str(tmp_path / "out"))
+    loaded = packed.load(tmp_path / "out" / "network.safetensors")
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)["optimizer"]["state"]
+    formats = [values["layer"]["fmt"] for values in state.values() if "layer" in values]
+    codes = [loaded.codes[name] for name in loaded.formats]
+    assert len(codes) == len(formats)
+    for name, weight, fmt in zip(loaded.formats, codes, formats, strict=True):
+        most = max(fmt["shifts"])
+        assert loaded.formats[name].wl == 5 + most
+        for row, shift in zip(weight, fmt["shifts"], strict=True):
+            assert (row % 2 ** (most - shift) == 0).all()  # a number of the channel's own format
+
+
 def test_packed_weights_are_the_masters_rounded_to_nearest(run, tmp_path, capsys):
     export(run, "--to", "packed", "--out", str(tmp_path / "out"))
     loaded = packed.load(tmp_path / "out" / "network.safetensors")
