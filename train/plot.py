@@ -39,6 +39,7 @@ class History:
         epoch_steps: Optimiser steps done at the end of each epoch.
         accuracy: Accuracy at the end of each epoch.
         accuracy_of: Which images that accuracy is of.
+        input_lengths: Bits of each layer's inputs, where they have formats of their own.
     """
 
     title: str
@@ -47,6 +48,7 @@ class History:
     epoch_steps: list[int]
     accuracy: list[float]
     accuracy_of: str
+    input_lengths: np.ndarray | None = None
 
 
 def read(path: Path) -> History:
@@ -67,14 +69,16 @@ def read(path: Path) -> History:
     part = "validation" if metrics[-1]["validation_accuracy"] else "train"
     layers = read_csv(path / "layers.csv")
     steps = [int(row["step"]) for row in metrics]
-    names = [row["layer"] for row in layers]
+    names, trace = [row["layer"] for row in layers], read_csv(path / "trace.csv")
+    own = [row | {"wl": row["input_wl"]} for row in trace if row.get("input_wl", "0") != "0"]
     return History(
         title=" on ".join(LABELS.get(name, name) for name in (config.model, config.dataset)),
         layers=[label(row) for row in layers],
-        word_lengths=word_lengths(names, read_csv(path / "trace.csv"), steps[-1], start.init_wl),
+        word_lengths=word_lengths(names, trace, steps[-1], start.init_wl),
         epoch_steps=steps,
         accuracy=[float(row[f"{part}_accuracy"]) for row in metrics],
         accuracy_of=part,
+        input_lengths=word_lengths(names, own, steps[-1], start.init_wl) if own else None,
     )
 
 
@@ -98,35 +102,55 @@ def word_lengths(
 
 
 def draw(history: History) -> Figure:
-    """Return the figure: a heat map, and below it mean word length and accuracy."""
+    """Return the figure: a heat map, and below it mean word length and accuracy.
+
+    Where layers' inputs have formats of their own, the same of them stands beside it. The scale
+    ends at the longest word after the first step, 8, 16 or 32 bits.
+    """
+    columns = {"word length of each layer": history.word_lengths}
+    if history.input_lengths is not None:
+        columns = {"word length of weights": history.word_lengths}
+        columns["of layers' inputs"] = history.input_lengths
+    longest = max(int(lengths[:, 1:].max(initial=0)) for lengths in columns.values())
+    limit = next(bits for bits in (8, 16, MAX_BITS) if bits >= longest)
     heat_height = 0.9 + 0.21 * len(history.layers)
-    figure = Figure(figsize=(10, heat_height + 2.2), layout="constrained", dpi=150)
+    size = 10 + 5 * (len(columns) - 1), heat_height + 2.2
+    figure = Figure(figsize=size, layout="constrained", dpi=150)
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 2, height_ratios=(heat_height, 1.7), width_ratios=(50, 1))
-    heat = figure.add_subplot(grid[0, 0])
-    curves = figure.add_subplot(grid[1, 0], sharex=heat)
-    image = _draw_heat_map(heat, history)
-    _draw_curves(curves, history)
-    bar = figure.colorbar(image, cax=figure.add_subplot(grid[0, 1]), ticks=range(0, 33, 4))
+    ratios = {
+        "height_ratios": (heat_height, 1.7),
+        "width_ratios": (*(50 for _ in columns), 1),
+    }
+    grid = figure.add_gridspec(2, len(columns) + 1, **ratios)
+    images = []
+    for number, lengths in enumerate(columns.values()):
+        heat = figure.add_subplot(grid[0, number])
+        curves = figure.add_subplot(grid[1, number], sharex=heat)
+        labels = history.layers if number == 0 else []
+        images.append(_draw_heat_map(heat, lengths, labels, limit))
+        _draw_curves(curves, lengths, history, limit)
+    ticks = range(0, limit + 1, limit // 8)
+    bar = figure.colorbar(images[0], cax=figure.add_subplot(grid[0, len(columns)]), ticks=ticks)
     bar.set_label("word length, bits")
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
-    figure.suptitle(f"{history.title}: word length of each layer", fontsize=12)
+    figure.suptitle(f"{history.title}: {', '.join(columns)}", fontsize=12)
     return figure
 
 
-def _draw_heat_map(axes: Axes, history: History) -> AxesImage:
-    steps = history.word_lengths.shape[1]
+def _draw_heat_map(axes: Axes, lengths: np.ndarray, labels: list[str], limit: int) -> AxesImage:
+    """Draw the bits of each layer in each step; without ``labels``, as a neighbour of one."""
+    layers, steps = lengths.shape
     image = axes.imshow(
-        history.word_lengths,
+        lengths,
         aspect="auto",
         cmap="viridis",
         vmin=0,
-        vmax=MAX_BITS,
-        extent=(0, steps, len(history.layers) - 0.5, -0.5),
+        vmax=limit,
+        extent=(0, steps, layers - 0.5, -0.5),
         interpolation="nearest",
     )
-    axes.set_yticks(range(len(history.layers)), history.layers, fontsize=7, family="monospace")
-    axes.set_yticks(np.arange(0.5, len(history.layers) - 1), minor=True)
+    axes.set_yticks(range(len(labels)), labels, fontsize=7, family="monospace")
+    axes.set_yticks(np.arange(0.5, layers - 1), minor=True)
     axes.grid(axis="y", which="minor", color="white", linewidth=0.6)
     axes.tick_params(axis="both", which="both", length=0)
     axes.tick_params(axis="x", labelbottom=False)
@@ -134,12 +158,11 @@ def _draw_heat_map(axes: Axes, history: History) -> AxesImage:
     return image
 
 
-def _draw_curves(axes: Axes, history: History) -> None:
+def _draw_curves(axes: Axes, lengths: np.ndarray, history: History, limit: int) -> None:
     """Draw the mean over the layers on the left axis, accuracy on the right one."""
-    mean = history.word_lengths.mean(axis=0)
-    axes.stairs(mean, baseline=None, color=BITS_COLOR, linewidth=1.5)
-    axes.set_ylim(0, MAX_BITS)
-    axes.set_yticks(range(0, MAX_BITS + 1, 8))
+    axes.stairs(lengths.mean(axis=0), baseline=None, color=BITS_COLOR, linewidth=1.5)
+    axes.set_ylim(0, limit)
+    axes.set_yticks(range(0, limit + 1, limit // 4))
     axes.set_title("mean word length, bits", loc="left", color=BITS_COLOR, fontsize=10)
     axes.set_xlabel("optimiser step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))

@@ -39,6 +39,18 @@ def test_the_figure_is_drawn_from_the_run_folder(run, tiny, tmp_path, capsys):
     assert curves.get_ylim() == (0, 32)
 
 
+def test_formats_of_inputs_have_a_map_of_their_own(run, tiny, tmp_path):
+    run(dataclasses.replace(tiny, policy="static", policy_bits=(6, 5), epochs=1))
+    history = plot.read(tmp_path / "run")
+    assert history.input_lengths is not None
+    # the first step is in float32
+    np.testing.assert_array_equal(history.word_lengths, [[32, 6, 6, 6, 6]] * 22)
+    np.testing.assert_array_equal(history.input_lengths, [[32, 5, 5, 5, 5]] * 22)
+    weights, _, _, inputs, *_ = plot.draw(history).axes
+    assert weights.images[0].get_clim() == inputs.images[0].get_clim() == (0, 8)
+    np.testing.assert_array_equal(inputs.images[0].get_array(), history.input_lengths)
+
+
 def test_without_validation_the_accuracy_is_that_of_training(run, tiny, tmp_path):
     run(dataclasses.replace(tiny, validation_share=0.0, epochs=1))
     assert plot.read(tmp_path / "run").accuracy_of == "train"
