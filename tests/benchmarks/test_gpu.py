@@ -1,9 +1,12 @@
 """The GPU kit on a CPU: every section at a tiny size, kernels in Triton's interpreter."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
+import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from benchmarks.gpu.kernels import JOBS
 from benchmarks.gpu.sizes import Sizes
 
 TINY = Sizes((70,), 2048, 1, 1, 1, 8, 4, (9, 32))
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # the second need not be there
 SLOW = {"celu", "elu", "hardswish", "swish", "relu6", "leaky_relu", "hardtanh", "hardshrink"}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -202,6 +205,70 @@ def test_the_clock_gives_each_the_same_turns():
     assert clock.host_waits(lambda: None, CPU) is None
     assert clock.launches(lambda: None, CPU) is None
     assert clock.peak_bytes(lambda: None, CPU) is None
+
+
+class Event:
+    """A CUDA event of a device that takes 2 s a call."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Event.now
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at - self.at)  # ms
+
+
+def test_the_clock_of_a_device(monkeypatch):
+    def call():
+        Event.now += 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert clock.compare({"a": call}, CUDA, turns=3, calls=4) == {"a": 2.0}
+
+
+def test_waits_are_counted_and_the_mode_is_put_back(monkeypatch):
+    modes = []
+
+    def call():
+        warnings.warn("something else", stacklevel=1)
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    assert clock.host_waits(call, CUDA) == 3
+    with pytest.raises(RuntimeError, match="out of memory"):
+        clock.host_waits(lambda: _fail(CUDA, TINY), CUDA)
+    assert modes == ["warn", "default"] * 2
+
+
+def test_launches_are_those_of_both_interfaces(monkeypatch):
+    names = {"cudaLaunchKernel": 5, "cuLaunchKernelEx": 2, "cudaMemcpyAsync": 9, "aten::add": 7}
+
+    class Profiler(contextlib.nullcontext):
+        def __init__(self, activities):
+            super().__init__(self)
+
+        def key_averages(self):
+            return [types.SimpleNamespace(key=k, count=n) for k, n in names.items()]
+
+    monkeypatch.setattr(clock, "profile", Profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert clock.launches(lambda: None, CUDA) == 7
+    names.clear()
+    assert clock.launches(lambda: None, CUDA) is None  # where the profiler may not look
+
+
+def test_the_peak_is_above_what_was_there(monkeypatch):
+    for name, value in {"memory_allocated": 100, "max_memory_allocated": 250}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    assert clock.peak_bytes(lambda: None, CUDA) == 150
 
 
 @pytest.mark.gpu
