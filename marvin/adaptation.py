@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from fixedpoint_kernels import FixedPoint
 from marvin.push_up import Level, diversity
+from marvin.record import PlainRecord
 
 __all__ = ["LayerState", "adapt_lookback", "adapt_resolution", "adapt_strategy", "observe"]
 
@@ -18,7 +19,7 @@ _TOLERANCE = 1e-9  # 0.33 * 100 + 0.67 * 100 is not exactly 100
 
 
 @dataclass(frozen=True)
-class LayerState:
+class LayerState(PlainRecord):
     """The adaptive part of one layer.
 
     Args:

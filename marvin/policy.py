@@ -13,6 +13,7 @@ from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels.rounding import Rounding
 from marvin.channels import ChannelFormat
 from marvin.observations import Observations
+from marvin.record import PlainRecord
 from marvin.rounding import Format
 from marvin.shards import Shard
 from marvin.trace import Switch
@@ -41,7 +42,7 @@ class Record(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
+class Kept(PlainRecord):
     """The record of a policy that remembers nothing but the format."""
 
     fmt: Format | None

@@ -12,6 +12,7 @@ from marvin.observations import Inputs, Observations, weight_ranges
 from marvin.policy import ActivationFormats, Layer, Policy, Step, load_format
 from marvin.ranges import Limits, Range, integer_length
 from marvin.ranks import sums_over_ranks
+from marvin.record import PlainRecord
 from marvin.settings import Checks, check_settings
 from marvin.trace import Switch
 
@@ -22,7 +23,7 @@ _EARLY = 1, 2, 5, 12  # formats change at the end of these steps too: weights mo
 
 
 @dataclass(frozen=True)
-class LayerBudget:
+class LayerBudget(PlainRecord):
     """What is remembered of one layer.
 
     Args:
