@@ -64,20 +64,29 @@ def step_indices(
     return list(order[step * size : (step + 1) * size].split(batch_size))
 
 
-def augment(images: Tensor, how: Augmentation, generator: torch.Generator) -> Tensor:
+def augment(
+    images: Tensor,
+    how: Augmentation,
+    generator: torch.Generator,
+    share: slice = slice(None),
+    of: int | None = None,
+) -> Tensor:
     """Crop and mirror each image at random.
 
     Args:
         images: Pixels, shape ``(n, channels, side, side)``, on any device.
         how: What to do.
         generator: A CPU generator, so that every device sees the same images.
+        share: Which images of a batch these are: they change as they would in the whole batch.
+        of: Images of that batch; None: these are all.
 
     Returns:
         Shape, dtype and device of ``images``.
     """
     n, _, side, _ = images.shape
-    shift = torch.randint(2 * how.padding + 1, (2, n, 1), generator=generator)
-    mirrored = torch.randint(2, (n, 1), generator=generator).bool() & how.flip
+    every = n if of is None else of
+    shift = torch.randint(2 * how.padding + 1, (2, every, 1), generator=generator)[:, share]
+    mirrored = torch.randint(2, (every, 1), generator=generator)[share].bool() & how.flip
     along = torch.arange(side)
     rows = shift[0] + along  # (n, side)
     columns = shift[1] + torch.where(mirrored, along.flip(0), along)  # (n, side)
@@ -100,10 +109,11 @@ def batch(
     indices: Tensor,
     dataset: Dataset,
     generator: torch.Generator | None = None,
+    share: slice = slice(None),
 ) -> tuple[Tensor, Tensor]:
-    """Return normalised images and labels, augmented when a generator is given."""
-    chosen = part[indices.to(part.labels.device)]
+    """Return normalised images and labels of a share, augmented when a generator is given."""
+    chosen = part[indices[share].to(part.labels.device)]
     images = chosen.images
     if generator is not None:
-        images = augment(images, augmentation(dataset), generator)
+        images = augment(images, augmentation(dataset), generator, share, len(indices))
     return normalize(images, dataset), chosen.labels

@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import marvin
 import perfmodel
 from fixedpoint_kernels import forward_save
+from marvin.ranks import sum_over_ranks
+from train import distributed
 from train.augment import batch, epoch_order, private_generator, step_indices, steps_per_epoch
 from train.config import Config
 from train.data import Parts
@@ -84,12 +86,17 @@ class Score:
 
 @dataclass(frozen=True)
 class Training:
-    """All that takes part in a run; ``layers`` are what the model multiplies."""
+    """All that takes part in a run.
+
+    ``layers`` are what the model multiplies; ``parallel`` is the model, for training steps, with
+    gradients over all processes.
+    """
 
     config: Config
     dataset: Dataset
     parts: Parts
     model: nn.Module
+    parallel: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: ReduceLROnPlateau
     folder: RunFolder
@@ -189,24 +196,27 @@ def is_checkpoint_due(config: Config, progress: Progress, steps: int) -> bool:
 
 
 def train_step(training: Training, indices: list[Tensor]) -> tuple[float, int]:
-    """Do one optimiser step with the mean gradient over its micro-batches.
+    """Do one optimiser step with the mean gradient over its micro-batches, and all processes.
 
     Returns:
         Mean loss over the images, and number of right answers.
     """
     config, progress = training.config, training.progress
-    step_images = sum(len(i) for i in indices)
+    step_images = sum(len(i) for i in indices) / distributed.world()
     sums = torch.zeros(2, dtype=torch.float64, device=config.device)
     training.optimizer.zero_grad()
     for number, chosen in enumerate(indices):
         generator = private_generator(config.seed, "batch", progress.epoch, progress.step, number)
-        images, labels = batch(training.parts.train, chosen, training.dataset, generator)
-        logits = training.model(images)
-        loss = F.cross_entropy(logits, labels) * (len(chosen) / step_images)
-        loss.backward()
+        own = distributed.share(len(chosen))
+        images, labels = batch(training.parts.train, chosen, training.dataset, generator, own)
+        with distributed.no_sync(training.parallel, is_last=number + 1 == len(indices)):
+            logits = training.parallel(images)
+            loss = F.cross_entropy(logits, labels) * (len(labels) / step_images)
+            loss.backward()
         correct = (logits.argmax(1) == labels).sum()
         sums += torch.stack([loss.detach().double(), correct.double()])
-    loss, correct = sums.tolist()
+    loss, correct = sum_over_ranks(sums).tolist()
+    loss /= distributed.world()
     update(training, loss)
     return loss, int(correct)
 
@@ -256,18 +266,23 @@ def end_epoch(training: Training) -> dict[str, float | None]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, part: Images, dataset: Dataset, batch_size: int) -> Score:
-    """Return mean loss and accuracy in evaluation mode; the model's mode stays as it was."""
+    """Return mean loss and accuracy in evaluation mode; the model's mode stays as it was.
+
+    Of several processes each takes some of the batches; all return the same.
+    """
+    distributed.sync_buffers(model)
     was_training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=part.labels.device)
-    for indices in torch.arange(len(part)).split(batch_size):
+    batches = torch.arange(len(part)).split(batch_size)
+    for indices in batches[distributed.rank() :: distributed.world()]:
         images, labels = batch(part, indices, dataset)
         logits = model(images)
         correct = (logits.argmax(1) == labels).sum()
         losses = F.cross_entropy(logits, labels, reduction="none")
         sums += torch.stack([losses.double().sum(), correct.double()])
     model.train(was_training)
-    loss, correct = sums.tolist()
+    loss, correct = sum_over_ranks(sums).tolist()
     return Score(loss / len(part), correct / len(part))
 
 

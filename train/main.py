@@ -17,7 +17,7 @@ from fixedpoint_kernels import forward_save
 from perfmodel.cost import weights_of
 from perfmodel.report import one_line
 from perfmodel.run import read_run
-from train import plot
+from train import distributed, plot
 from train.activations import ACTIVATIONS
 from train.augment import private_generator
 from train.config import Config, parse, run_folder
@@ -27,8 +27,8 @@ from train.errors import UserError
 from train.lengths import mean_word_lengths
 from train.loop import Training, evaluate, fit
 from train.optimizers import make_optimizer
-from train.records import RunFolder, environment
-from train.report import Report
+from train.records import Onlooker, RunFolder, environment
+from train.report import Report, Silence
 
 __all__ = ["main", "prepare", "run"]
 
@@ -40,12 +40,17 @@ def main(defaults: Config, build: Build, min_side: int, argv: Sequence[str] | No
     config = parse(defaults, argv)
     own_process(config)
     try:
-        summary = run(config, build, min_side)
+        with distributed.process_group(distributed.own_device(config.device)):
+            summary = run(config, build, min_side)
+    except distributed.PeerLost as error:
+        sys.exit(f"python -m train.{config.model}: {error}")
     except (UserError, FloatingPointError, OSError) as error:
-        sys.exit(f"python -m train.{config.model}: error: {error}")
+        message = f"python -m train.{config.model}: error: {error}"
+        sys.exit(message if distributed.is_first() else 1)  # all have the same
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command with --resume continues from the last checkpoint")
-    print(summary)
+    if distributed.is_first():
+        print(summary)
 
 
 def own_process(config: Config) -> None:
@@ -75,15 +80,16 @@ def run(config: Config, build: Build, min_side: int) -> str:
     """
     training = prepare(config, build, min_side)
     begin_or_resume(training)
-    with Report(training) as report:
+    with Report(training) if distributed.is_first() else Silence() as report:
         fit(training, report)
     return finish(training)
 
 
 def prepare(config: Config, build: Build, min_side: int) -> Training:
     """Load the data and make the model and the optimizer; nothing is written yet."""
-    device = choose_device(config.device)
-    dataset = enlarge(load(config.dataset, Path(config.data_dir)), min_side)
+    device = choose_device(distributed.own_device(config.device))
+    with distributed.first_alone():
+        dataset = enlarge(load(config.dataset, Path(config.data_dir)), min_side)
     config = dataclasses.replace(config, dataset=dataset.name, device=str(device))
     folder = run_folder(config)
     config = dataclasses.replace(config, run=str(folder))
@@ -95,7 +101,21 @@ def prepare(config: Config, build: Build, min_side: int) -> Training:
     shape = dataset.channels, dataset.side, dataset.side
     learning["layers"] = perfmodel.layers(model, shape, unknown="list")
     keep_less(config, model)
-    return Training(config, dataset, parts, model, folder=RunFolder(folder), **learning)
+    check_shares(config, len(parts.train))
+    own_folder = RunFolder(folder) if distributed.is_first() else Onlooker(folder)
+    parallel = distributed.parallel(model)
+    return Training(config, dataset, parts, model, parallel, folder=own_folder, **learning)
+
+
+def check_shares(config: Config, images: int) -> None:
+    """Refuse batches in which a process would have no image."""
+    step = min(images, config.batch_size * config.accumulation_steps)
+    smallest = step % config.batch_size or config.batch_size
+    if smallest < distributed.world():
+        raise UserError(
+            f"every batch must have an image for each of {distributed.world()} processes, "
+            f"got one of {smallest}"
+        )
 
 
 def keep_less(config: Config, model: nn.Module) -> None:
@@ -161,7 +181,8 @@ def make_learning(config: Config, model: nn.Module) -> dict[str, Any]:
 def begin_or_resume(training: Training) -> None:
     """Claim the run folder, or load the checkpoint in it."""
     folder, config = training.folder, training.config
-    folder.begin(config)
+    with distributed.first_alone():
+        folder.begin(config)
     state = folder.load_checkpoint() if config.resume else None
     if state is not None:
         check_data(state, training.dataset)
@@ -171,8 +192,9 @@ def begin_or_resume(training: Training) -> None:
         print(f"resuming elsewhere, the last bits may differ: {'; '.join(changes)}")
     names = ("layer", "shape", "elements", "madds")
     folder.save_rows("layers.csv", layer_rows(training), names)
-    print(f"{training.dataset.name}: {training.dataset.source}")
-    print(f"run folder {folder.path}", flush=True)
+    if distributed.is_first():
+        print(f"{training.dataset.name}: {training.dataset.source}")
+        print(f"run folder {folder.path}", flush=True)
 
 
 def check_data(state: dict[str, Any], dataset: Dataset) -> None:
@@ -213,6 +235,8 @@ def finish(training: Training) -> str:
         **lengths,
     }
     folder.save_result(result)
+    if not distributed.is_first():
+        return ""
     lines = [f"test accuracy {score.accuracy:.2%} ({len(training.parts.test):,} images)"]
     if bits is not None:
         lines.append(f"mean word length {bits:.1f} bits")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import marvin
+from train import distributed
 from train.config import MSGD_KEYWORDS, QUANTIZED_KEYWORDS, SGD_KEYWORDS, Config
 
 __all__ = ["add_l1_", "make_optimizer", "normalize_gradients_", "prepare_gradients_"]
@@ -46,8 +47,8 @@ def _range_policy(config: Config) -> marvin.Policy:
         return marvin.StaticPolicy(
             first or 6, second or 6, ends_wl=ends_wl, per_channel=config.per_channel
         )
-    step_size = config.batch_size * config.accumulation_steps
-    batch_size = None if config.quantize_activations else step_size
+    own = len(range(config.batch_size)[distributed.share(config.batch_size)])
+    batch_size = None if config.quantize_activations else own * config.accumulation_steps
     return marvin.LossBudgetPolicy(
         config.kappa,
         min_wl=first or 4,

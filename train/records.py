@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from marvin.files import remove_leftovers, write_atomic
+from train import distributed
 from train.config import Config, from_dict, to_dict
 from train.errors import UserError
 
-__all__ = ["RunFolder", "differences", "environment", "read_csv"]
+__all__ = ["Onlooker", "RunFolder", "differences", "environment", "read_csv"]
 
 PACKAGES = ("marvin-fixedpoint", "torch", "numpy", "numba", "triton")
 FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
@@ -98,7 +99,7 @@ class RunFolder:
             return []
         old = json.loads(path.read_text())
         now = json.loads(json.dumps(values))
-        names = [name for name in now if old.get(name) != now[name]]
+        names = [name for name in now if name in old and old[name] != now[name]]
         return [f"{name} was {old.get(name)}, is {now[name]}" for name in names]
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
@@ -153,6 +154,29 @@ class RunFolder:
         write_atomic(self.path / "result.json", _to_json(values))
 
 
+class Onlooker(RunFolder):
+    """The folder of a run to those of several processes that only read it."""
+
+    def begin(self, config: Config) -> None:
+        """Leave this to the first process."""
+
+    def save_environment(self, values: Mapping[str, Any]) -> list[str]:
+        """Leave this to the first process."""
+        return []
+
+    def save_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Leave this to the first process."""
+
+    def save_rows(self, name: str, rows: Iterable[Row], columns: Sequence[str]) -> None:
+        """Leave this to the first process."""
+
+    def add_row(self, name: str, row: Row) -> None:
+        """Leave this to the first process."""
+
+    def save_result(self, values: Row) -> None:
+        """Leave this to the first process."""
+
+
 def differences(old: Config, new: Config) -> str:
     """Return the flags in which two runs differ, ``""`` if in none that matters."""
     before, after = to_dict(old), to_dict(new)
@@ -181,6 +205,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
+        "processes": distributed.world(),
         "device": str(device),
         "gpu": gpu,
         "cuda": torch.version.cuda,

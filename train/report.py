@@ -14,7 +14,7 @@ from train.config import to_dict
 if TYPE_CHECKING:
     from train.loop import Progress, Training
 
-__all__ = ["Report"]
+__all__ = ["Report", "Silence"]
 
 Row = dict[str, float | None]
 
@@ -106,6 +106,28 @@ class Report:
     def _scalar(self, name: str, value: float | None, step: int) -> None:
         if value is not None:
             self._writer.add_scalar(name, value, step)
+
+
+class Silence(Report):
+    """What the other processes show."""
+
+    def __init__(self) -> None:  # pyright: ignore[reportMissingSuperCall]
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def flush(self) -> None:
+        """Show nothing."""
+
+    def begin_epoch(self, progress: "Progress", images: int) -> None:
+        """Show nothing."""
+
+    def step(self, training: "Training", loss: float) -> None:
+        """Show nothing."""
+
+    def epoch(self, row: Row, training: "Training", images_per_s: float) -> None:
+        """Show nothing."""
 
 
 def _meter(training: "Training") -> Meter:

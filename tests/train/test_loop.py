@@ -17,7 +17,7 @@ from train.records import read_csv
 def plain_batches(monkeypatch):
     """No augmentation: it differs between micro-batches by design."""
     monkeypatch.setattr(
-        loop, "batch", lambda part, indices, dataset, generator: _batch(part, indices, dataset)
+        loop, "batch", lambda part, chosen, dataset, *_: _batch(part, chosen, dataset)
     )
 
 
