@@ -9,8 +9,8 @@ integer of at most 24 bits, that is the exact code where either
   product saturates, rounded or not, because rounding keeps the order. Or
 - ``|t * s| <= 2**24``: every product is exact.
 
-Whoever sums in float32 and rounds ``(x + b) * scale`` has the same guarantee, while
-``|x + b| <= 2**24``.
+Whoever rounds ``(x + b) * scale`` in float32 has the same guarantee, while ``x`` and ``b`` are
+numbers of float32.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from marvin.export.network import (
 )
 from marvin.export.norm import shift_of
 
-__all__ = ["SIGNIFICAND", "Folded", "absorbed", "fold", "roundings"]
+__all__ = ["Folded", "absorbed", "fold", "roundings", "rounds_exactly", "total_of"]
 
 SIGNIFICAND = 24  # of a float32
 _INT32 = 2**30  # half of int32: sums of bytes around 128 are up to twice as large on the way
@@ -78,12 +78,10 @@ def fold(network: Network, op: Operation, fmt: FixedPoint | None) -> Folded | No
     shift = shift_of(op, x.fl)
     if layer is None or shift is None:
         return None
-    b, point = shift
-    sums = _sums(network, layer, point, b)
+    sums = _sums(network, layer, *shift)
     if sums is None:
         return None
-    total = _total(network.values[layer.inputs[0]], sums)
-    if not _rounds_exactly(op.scale, total, point + op.scale_fmt.fl, fmt):
+    if not _all_rounded_exactly(op, x, fmt):
         return None
     return _scaled(op, sums, fmt, network.values[layer.inputs[0]].fl)
 
@@ -91,11 +89,11 @@ def fold(network: Network, op: Operation, fmt: FixedPoint | None) -> Folded | No
 def _plain(network: Network, op: Weighted, fmt: FixedPoint | None) -> Folded | None:
     """Return a layer's sums alone."""
     point = network.values[op.name].fl
-    sums = _sums(network, op, point)
+    sums = _sums(network, op, None, point)
     if sums is None:
         return None
-    total = _total(network.values[op.inputs[0]], sums)
-    is_exact = fmt is not None and _rounds_exactly(torch.ones(1).long(), total, point, fmt)
+    total = total_of(network.values[op.name], 0, point)
+    is_exact = fmt is not None and rounds_exactly(1, total, point, fmt)
     return sums if is_exact or total <= 2**SIGNIFICAND else None
 
 
@@ -140,28 +138,39 @@ def _is_rounded_exactly(op: Affine, x: Value, fmt: FixedPoint) -> bool:
         fmt: What it is rounded to.
     """
     shift = shift_of(op, x.fl)
-    constants = op.offset[op.scale == 0]
-    if shift is None or not x.is_exact(SIGNIFICAND) or _largest(constants) > 2**SIGNIFICAND:
+    if shift is None or not x.is_exact(SIGNIFICAND):
         return False
+    constants = torch.cat([op.offset[op.scale == 0], shift[0]])
+    return torch.equal(constants.float().long(), constants) and _all_rounded_exactly(op, x, fmt)
+
+
+def _all_rounded_exactly(op: Affine, x: Value, fmt: FixedPoint) -> bool:
+    """Say whether the rule holds in every channel."""
+    shift = shift_of(op, x.fl)
+    assert shift is not None
     b, point = shift
-    total = (max(abs(x.low), abs(x.high)) << point - x.fl) + _largest(b)
-    is_float = total <= 2**SIGNIFICAND
-    return is_float and _rounds_exactly(op.scale, total, point + op.scale_fmt.fl, fmt)
+    return all(
+        rounds_exactly(scale, total_of(x, shift, point), point + op.scale_fmt.fl, fmt)
+        for scale, shift in zip(op.scale.tolist(), b.tolist(), strict=True)
+    )
 
 
-def _rounds_exactly(scale: Tensor, total: int, fl: int, fmt: FixedPoint) -> bool:
+def total_of(x: Value, b: int, point: int) -> int:
+    """Return a bound of ``x + b``, in steps of ``2**-point``."""
+    return (max(abs(x.low), abs(x.high)) << point - x.fl) + abs(b)
+
+
+def rounds_exactly(scale: int, total: int, fl: int, fmt: FixedPoint) -> bool:
     """Say whether sums up to ``total`` times ``scale``, at point ``fl``, are rounded exactly."""
-    for s in set(scale.abs().tolist()) - {0}:
-        twos = (s & -s).bit_length() - 1
-        odd, r = s >> twos, fl - twos - fmt.fl
-        if odd > 2**SIGNIFICAND:
-            return False
-        if fmt.max_code.bit_length() + r > SIGNIFICAND and total * odd > 2**SIGNIFICAND:
-            return False
-    return True
+    if scale == 0:
+        return True
+    twos = (scale & -scale).bit_length() - 1
+    odd, r = abs(scale) >> twos, fl - twos - fmt.fl
+    is_in_range = fmt.max_code.bit_length() + r <= SIGNIFICAND
+    return odd <= 2**SIGNIFICAND and (is_in_range or total * odd <= 2**SIGNIFICAND)
 
 
-def _sums(network: Network, op: Weighted, point: int, b: Tensor | None = None) -> Folded | None:
+def _sums(network: Network, op: Weighted, b: Tensor | None, point: int) -> Folded | None:
     """Return a layer's sums plus ``b`` at a point; None where bytes and int32 do not hold them."""
     x = network.values[op.inputs[0]]
     left = point - x.fl - op.weight_fmt.fl
@@ -174,13 +183,9 @@ def _sums(network: Network, op: Weighted, point: int, b: Tensor | None = None) -
     sums = Folded(op, op.weight.numpy() << left, codes, np.float64(2.0 ** (x.fl - point)))
     low, high = int(sums.weight.min()), int(sums.weight.max())
     is_byte = (low >= -128 and high <= 127) or (low >= 0 and high <= 255)
-    return sums if is_byte and _total(x, sums) <= _INT32 else None
-
-
-def _total(x: Value, sums: Folded) -> int:
-    """Return a bound of every sum, whatever comes in."""
     products = np.abs(sums.weight).reshape(len(sums.weight), -1).sum(1) * max(-x.low, x.high, 0)
-    return int((products if sums.bias is None else products + np.abs(sums.bias)).max())
+    total = products if codes is None else products + np.abs(codes)
+    return sums if is_byte and total.max() <= _INT32 else None
 
 
 def _scaled(op: Affine, sums: Folded, fmt: FixedPoint, fl: int) -> Folded:
@@ -205,7 +210,3 @@ def _ones(op: Affine, x: Value) -> Conv | None:
     one = torch.ones(x.shape[0], 1, 1, 1, dtype=torch.int64)
     fmt, same = FixedPoint(8, 0), ((1, 1), (0, 0), (1, 1), x.shape[0])
     return Conv(op.name, op.inputs, one, fmt, None, fmt, *same)
-
-
-def _largest(codes: Tensor) -> int:
-    return int(codes.abs().max()) if codes.numel() else 0

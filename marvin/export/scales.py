@@ -4,26 +4,31 @@ from dataclasses import replace
 
 import torch
 
-from fixedpoint_kernels import FixedPoint
 from marvin.export.bounds import value_of
-from marvin.export.fold import SIGNIFICAND, roundings
-from marvin.export.network import Affine, Network
+from marvin.export.fold import roundings, rounds_exactly, total_of
+from marvin.export.network import Affine, Network, Round, Value
 from marvin.export.norm import shift_of
 
 __all__ = ["short_scales"]
 
 _BYTE = 8
+_SIGNIFICAND = 24  # of a float32
 
 
 def short_scales(network: Network) -> Network:
     """Return a network whose scales are short enough, where that is all that integer kernels lack.
 
-    A scale before a rounding to at most 8 bits loses the last bits that the rule of ``fold`` does
-    not allow: rounded to nearest, and the offset again a multiple of it. Others stay.
+    Before a rounding to at most 8 bits, the scale of each channel loses as many of its last bits as
+    the rule of ``fold`` asks for: it is rounded to nearest, and its offset is made a multiple of it
+    again. Others stay.
     """
     values, operations = dict(network.values), []
     for op in network.operations:
-        new = _shortened(network, op) if isinstance(op, Affine) else op
+        new = op
+        if isinstance(op, Affine):
+            rounds = roundings(network, op.name)[1]
+            if rounds and all(r.fmt.wl <= _BYTE for r in rounds):
+                new = _shortened(op, values[op.inputs[0]], rounds)
         operations.append(new)
         is_first = new.inputs in ((), (network.input.name,))  # what comes in has no value
         if not is_first:
@@ -31,25 +36,29 @@ def short_scales(network: Network) -> Network:
     return replace(network, operations=tuple(operations), values=values)
 
 
-def _shortened(network: Network, op: Affine) -> Affine:
-    _, rounds = roundings(network, op.name)
-    x = network.values[op.inputs[0]]
+def _shortened(op: Affine, x: Value, rounds: list[Round]) -> Affine:
     shift = shift_of(op, x.fl)
-    if shift is None or not rounds or any(r.fmt.wl > _BYTE for r in rounds):
+    if shift is None:
         return op
-    extra = max(
-        r.fmt.max_code.bit_length() + shift[1] + op.scale_fmt.fl - r.fmt.fl - SIGNIFICAND
-        for r in rounds
-    )
-    extra = min(extra, network.values[op.name].magnitude.bit_length() - SIGNIFICAND)
-    wl = op.scale_fmt.wl - extra
-    if extra <= 0 or wl < 2:
-        return op
-    scale_fmt = FixedPoint(wl, op.scale_fmt.fl - extra)
-    scale = (
-        torch.round(op.scale.double() * 2.0**-extra).to(torch.int64).clamp(max=scale_fmt.max_code)
-    )
-    offset_fmt = FixedPoint(op.offset_fmt.wl, op.offset_fmt.fl - extra)
-    steps = torch.where(scale == 0, 1, scale)
-    offset = torch.round(op.offset.double() * 2.0**-extra / steps).to(torch.int64) * steps
-    return replace(op, scale=scale, scale_fmt=scale_fmt, offset=offset, offset_fmt=offset_fmt)
+    fl = shift[1] + op.scale_fmt.fl
+
+    def is_exact(scale: int, b: int) -> bool:
+        total = total_of(x, b, shift[1])
+        return all(rounds_exactly(scale, total, fl, r.fmt) for r in rounds)
+
+    pairs = []
+    for scale, offset in zip(op.scale.tolist(), op.offset.tolist(), strict=True):
+        for lost in range(op.scale_fmt.wl + 1):  # with none left, the scale is 0
+            short = min(round(scale / 2**lost), op.scale_fmt.max_code >> lost) << lost
+            b = round(offset / short) if short else 0
+            if is_exact(short, b):
+                pairs.append((short, short * b if short else _significant(offset)))
+                break
+    scale, offset = torch.tensor(pairs).T
+    return replace(op, scale=scale.contiguous(), offset=offset.contiguous())
+
+
+def _significant(code: int) -> int:
+    """Return a code rounded to what float32 has."""
+    lost = max(0, code.bit_length() - _SIGNIFICAND)
+    return round(code / 2**lost) << lost
