@@ -6,9 +6,11 @@ import hypothesis
 import pytest
 import torch
 
-# No deadline: a kernel's first call compiles it. The same examples every time.
-hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("project")
+# No deadline: a kernel's first call compiles it. "ci" tries the same inputs every time; "long",
+# chosen by HYPOTHESIS_PROFILE=long, tries others each time, and more of them.
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:

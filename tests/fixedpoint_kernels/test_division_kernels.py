@@ -79,7 +79,7 @@ def test_special_values(special):
     assert_same(x, block=None)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30 * settings().max_examples // 100)
 @given(data=st.data())
 def test_everywhere(data):
     sides = data.draw(st.lists(st.integers(1, 19), min_size=1, max_size=4))

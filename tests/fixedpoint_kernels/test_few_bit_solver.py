@@ -149,7 +149,7 @@ def test_a_singular_system_has_a_step():
     assert _solved(2 * np.eye(2), right) == pytest.approx([0.5, 1.5])
 
 
-@settings(max_examples=15)
+@settings(max_examples=15 * settings().max_examples // 100)
 @given(
     slopes=st.lists(st.integers(-5, 5), min_size=2, max_size=5),
     cuts=st.lists(st.integers(-9, 9), min_size=4, max_size=4, unique=True),

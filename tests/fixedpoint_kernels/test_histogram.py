@@ -44,7 +44,7 @@ def test_kernels_equal_the_reference(n, resolution, rounding, device):
     assert_same_counts(torch.randn(n) / 4, fmts, resolution, rounding, Key(3, 2**35), device)
 
 
-@settings(max_examples=25)
+@settings(max_examples=25 * settings().max_examples // 100)
 @given(
     x=st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=9).filter(
         lambda x: min(x) < max(x)

@@ -38,7 +38,7 @@ def test_kernels_equal_the_reference(bits, signed):
     assert_same(codes_of(1027, bits, signed=signed), bits, signed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 * settings().max_examples // 100)
 @given(data=st.data(), bits=st.integers(1, 32), signed=st.booleans())
 def test_kernels_equal_the_reference_everywhere(data, bits, signed):
     low = -(2 ** (bits - 1)) if signed else 0

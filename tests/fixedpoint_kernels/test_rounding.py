@@ -80,7 +80,7 @@ def test_the_parallel_kernel_equals_the_serial_one():
     assert_same(cpu, x, FORMATS[1], "stochastic", Key(3, 0))
 
 
-@settings(max_examples=40)
+@settings(max_examples=40 * settings().max_examples // 100)
 @given(
     fmt=formats,
     key=keys,
@@ -126,7 +126,7 @@ def test_parts_of_a_tensor_are_rounded_as_the_whole(implementation, device):
         torch.testing.assert_close(inside, mask[begin:end], rtol=0, atol=0)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30 * settings().max_examples // 100)
 @given(cuts=st.lists(st.integers(0, 700), min_size=1, max_size=4), first=st.integers(0, 2**62))
 def test_many_parts_are_rounded_as_the_whole(cuts, first):
     x, borders = torch.linspace(-9, 9, 700), sorted({0, 700, *cuts})
