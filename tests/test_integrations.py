@@ -1,0 +1,28 @@
+"""The examples of docs/integrations.md that need a package run where it is installed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
+BLOCKS = re.findall(r"~~~python\n(.*?)~~~", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore")  # those packages' own
+@pytest.mark.parametrize("package", ["accelerate", "lightning"])
+def test_the_example_trains(package, tmp_path, monkeypatch, capsys):
+    pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    (code,) = (block for block in BLOCKS if re.search(rf"^(import|from) {package}\b", block, re.M))
+    names = {"__name__": "__main__"}
+    exec(compile(code, PAGE.name, "exec"), names)
+    out = capsys.readouterr().out
+    assert "FixedPoint(wl=" in out
+    optimizer = names["trainer"].optimizers[0] if package == "lightning" else names["own"]
+    assert len(optimizer.trace) >= 4  # 2 layers: the loss came through, and formats changed
+    assert len(optimizer.state_dict()["marvin"]["losses"]) >= 20
+
+
+def test_each_example_is_of_a_package():
+    assert len(BLOCKS) == 2
