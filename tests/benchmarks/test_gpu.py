@@ -72,15 +72,17 @@ def test_a_wrong_bit_is_seen(name, output):
 
 
 def test_what_is_not_written_is_seen():
+    """Even where memory happens to hold the right numbers, of an earlier call say."""
     job = job_of("quantize, nearest, to int16")
+    gpu = correctness.implementation(job, "gpu")
 
     def make(n, device):
         work = job.make(n, device)
-        gpu = correctness.implementation(job, "gpu")
+        work.run(gpu, work.inputs, work.outputs)
         return work._replace(run=lambda code, x, y: y if code is gpu else work.run(code, x, y))
 
     (row,) = correctness.rows(DEVICE, TINY, [dataclasses.replace(job, make=make)])
-    assert "not" in row["wrong"]
+    assert "differ" in row["wrong"]
 
 
 def test_differences():
