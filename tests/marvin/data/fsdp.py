@@ -199,6 +199,25 @@ def refusals():
         marvin.MSGD([nn.Parameter(columns)], lr=0.1)
 
 
+def collectives_do_not_grow_with_the_layers():
+    """Loss, norms, the policy's norms; where windows end, ranges and a histogram a layer."""
+    model = shard(make_model())
+    optimizer, counts, switched = msgd(model), [], []
+    all_reduce = dist.all_reduce
+    try:
+        for step in range(6):
+            backward(model, step)
+            dist.all_reduce = lambda *args, **more: counts.append(step) or all_reduce(*args, **more)  # noqa: B023
+            optimizer.step(loss=1.0)
+            dist.all_reduce = all_reduce
+            switched.append(sum(row.step == step + 1 for row in optimizer.trace))
+    finally:
+        dist.all_reduce = all_reduce
+    found = [counts.count(step) for step in range(6)]
+    assert found == [3 + (n > 0) + n for n in switched], (found, switched)
+    assert 0 < sum(n > 0 for n in switched) < 6
+
+
 def a_whole_state_loads():
     """A state of one process goes to sharded parameters."""
     twin, model = make_model(), shard(make_model())
@@ -222,6 +241,7 @@ def main(folder, what):
     else:
         counts = {kind: compare(folder, kind) for kind in OPTIMIZERS}
         refusals()
+        collectives_do_not_grow_with_the_layers()
         a_whole_state_loads()
     if dist.get_rank() == 0:
         (folder / f"{what}.json").write_text(json.dumps(counts))
