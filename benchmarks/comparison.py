@@ -17,7 +17,7 @@ from perfmodel.run import RunError, read_run
 from perfmodel.summary import totals
 from train.table import spread
 
-__all__ = ["Run", "clamped", "lengths", "slug", "table"]
+__all__ = ["Finished", "Run", "clamped", "epochs_of", "lengths", "slug", "table"]
 
 MODELLED = "SU", "SZ", "MEM"
 WEIGHTS, INPUTS = "mean_word_length", "mean_input_word_length"
@@ -56,6 +56,9 @@ class Run:
         return json.loads((self.folder / "config.json").read_text())
 
 
+Finished = list[tuple[Run, dict[str, Any]]]  # runs, and what came of them
+
+
 def slug(text: str) -> str:
     """Return ``text`` as part of a file's name."""
     return re.sub("[^a-z0-9]+", "-", text.lower())
@@ -82,15 +85,13 @@ def table(experiment: Experiment, runs: Sequence[Run], epochs: int) -> list[str]
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
-def finished_runs(
-    runs: Sequence[Run], variant: str, epochs: int
-) -> list[tuple[Run, dict[str, Any]]]:
+def finished_runs(runs: Sequence[Run], variant: str, epochs: int) -> Finished:
     """Return the finished runs of a variant and what came of them."""
     found = [(run, run.result(epochs)) for run in runs if run.variant == variant]
     return [(run, result) for run, result in found if result]
 
 
-def _word_lengths(finished: Sequence[tuple[Run, dict[str, Any]]]) -> list[str]:
+def _word_lengths(finished: Finished) -> list[str]:
     results = [result for _, result in finished]
     folders = [run.folder for run, _ in finished]
     rows = [_modelled(run, result) for run, result in finished]
@@ -126,9 +127,14 @@ def mean_bits(result: dict[str, Any]) -> float:
 
 def held_out_accuracy(folder: Path) -> float | None:
     """Return the accuracy on validation images after the last epoch; None without such images."""
+    found = epochs_of(folder, "validation_accuracy")
+    return found[-1] if found else None
+
+
+def epochs_of(folder: Path, column: str) -> list[float]:
+    """Return what a run measured after each epoch; nothing where it did not measure it."""
     with (folder / "metrics.csv").open(newline="") as file:
-        last = list(csv.DictReader(file))[-1]["validation_accuracy"]
-    return float(last) if last else None
+        return [float(row[column]) for row in csv.DictReader(file) if row[column]]
 
 
 def clamped(folder: Path) -> float | None:

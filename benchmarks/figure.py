@@ -1,4 +1,4 @@
-"""The picture of an experiment: test accuracy against mean word length."""
+"""Pictures of experiments: test accuracy against mean word length, and loss over the epochs."""
 
 import io
 import statistics
@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 from marvin.files import write_atomic
 
-__all__ = ["Point", "draw", "save"]
+__all__ = ["Curve", "Point", "draw", "draw_curves", "save"]
 
 COLORS = {"static": "#7a7a7a", "loss budget": "#c2571a", "float32": "#111111"}
 OTHERS = "#2b6c8f"
@@ -41,6 +41,42 @@ class Point:
     def family(self) -> str:
         """What has one colour and, where it has several points, one line."""
         return next((family for family in COLORS if self.name.startswith(family)), self.name)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One variant.
+
+    Args:
+        name: In the table.
+        train: Training loss after each epoch, of each seed.
+        validation: Loss on the images held out, the same way.
+    """
+
+    name: str
+    train: list[list[float]]
+    validation: list[list[float]]
+
+
+def draw_curves(curves: list[Curve], title: str) -> Figure:
+    """Return the figure: means over seeds, the first curve in black."""
+    figure = Figure(figsize=(9, 4), layout="constrained", dpi=150)
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for axes, part in ((left, "train"), (right, "validation")):
+        for number, curve in enumerate(curves):
+            seeds = getattr(curve, part)
+            means = [statistics.mean(values) for values in zip(*seeds, strict=True)]
+            color = "black" if number == 0 else f"C{number - 1}"
+            epochs = range(1, len(means) + 1)
+            axes.plot(epochs, means, color=color, label=curve.name, marker="o", markersize=3)
+        axes.set_title(f"{part} loss", loc="left", fontsize=10)
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _plain(axes)
+    left.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    return figure
 
 
 def draw(points: list[Point], title: str) -> Figure:
@@ -98,15 +134,19 @@ def _draw_axes(axes: Axes) -> None:
     axes.margins(x=0.12)
     axes.set_xlabel("mean word length of weights and layers' inputs, bits")
     axes.set_ylabel("test accuracy, %")
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
 
 
-def save(points: list[Point], title: str, path: Path) -> None:
-    """Draw into a file, whole or not at all."""
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture into a file, whole or not at all."""
     content = io.BytesIO()
-    draw(points, title).savefig(content, format="png")
+    figure.savefig(content, format="png")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, content.getvalue())

@@ -21,7 +21,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks import figure
-from benchmarks.comparison import Run, finished_runs, mean_bits, slug, table
+from benchmarks.comparison import Finished, Run, epochs_of, finished_runs, mean_bits, slug, table
 from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
 from train.plot import LABELS
 
@@ -147,20 +147,39 @@ def write_section(
 def _picture(
     experiment: Experiment, runs: Sequence[Run], arguments: argparse.Namespace, name: str
 ) -> str:
-    """Draw accuracy against bits beside the results, and return what shows it there."""
-    points = []
-    for variant in experiment.variants if experiment.has_word_lengths else ():
-        results = [result for _, result in finished_runs(runs, variant, arguments.epochs)]
-        accuracy = [100 * result["test_accuracy"] for result in results]
-        if results:
-            points.append(figure.Point(variant, [mean_bits(r) for r in results], accuracy))
-    if len(points) < 2:
+    """Draw the finished runs beside the results, and return what shows the picture there."""
+    finished = {
+        variant: found
+        for variant in experiment.variants
+        if (found := finished_runs(runs, variant, arguments.epochs))
+    }
+    if len(finished) < 2:
         return ""
     data = arguments.data_name or LABELS.get(arguments.dataset, arguments.dataset)
     title = f"{LABELS[arguments.model]} on {data}, {arguments.epochs} epochs"
     path = arguments.results.parent / f"images/{name}.png"
-    figure.save(points, title, path)
-    return f"\n\n![{title}: accuracy against bits](images/{path.name})"
+    if experiment.has_word_lengths:
+        drawn = figure.draw([_point(*row) for row in finished.items()], title)
+        shows = "accuracy against bits"
+    else:
+        drawn = figure.draw_curves([curve(*row) for row in finished.items()], title)
+        shows = "loss of each epoch"
+    figure.save(drawn, path)
+    return f"\n\n![{title}: {shows}](images/{path.name})"
+
+
+def _point(variant: str, finished: Finished) -> figure.Point:
+    accuracy = [100 * result["test_accuracy"] for _, result in finished]
+    return figure.Point(variant, [mean_bits(result) for _, result in finished], accuracy)
+
+
+def curve(variant: str, finished: Finished) -> figure.Curve:
+    """Return the losses of a variant's runs."""
+    losses = [
+        [epochs_of(run.folder, f"{part}_loss") for run, _ in finished]
+        for part in ("train", "validation")
+    ]
+    return figure.Curve(variant, *losses)
 
 
 def _machine(runs: Sequence[Run]) -> str:

@@ -153,3 +153,17 @@ def test_time_over_interrupts_and_the_next_call_goes_on(tmp_path, monkeypatch):
     ]
     assert runs[0].result(1) == {"epochs": 1}
     assert runs[0].result(2) is None
+
+
+def test_the_picture_of_a_comparison_without_word_lengths_has_losses(tmp_path):
+    folder = tmp_path / "exact-seed0"
+    folder.mkdir()
+    (folder / "metrics.csv").write_text("train_loss,validation_loss\n2.0,2.5\n1.0,\n")
+    run = comparison.Run("exact", 0, folder, ())
+    curve = reproduce.curve("exact", [(run, {})])
+    assert curve == figure.Curve("exact", [[2.0, 1.0]], [[2.5]])
+    other = figure.Curve("2 bits", [[3.0, 2.0], [1.0, 0.0]], [[2.0, 2.0], [1.0, 3.0]])
+    train, validation = figure.draw_curves([curve, other], "title").axes
+    assert [list(line.get_ydata()) for line in train.lines] == [[2.0, 1.0], [2.0, 1.0]]
+    assert [list(line.get_ydata()) for line in validation.lines] == [[2.5], [1.5, 2.5]]
+    assert [t.get_text() for t in train.get_legend().get_texts()] == ["exact", "2 bits"]
