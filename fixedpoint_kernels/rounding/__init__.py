@@ -51,7 +51,7 @@ def quantize(  # noqa: PLR0913  noise has three coordinates
         rounding: ``"stochastic"`` or ``"nearest"``.
         seed: Of the noise, 0 to 2**63 - 1; unused by ``"nearest"``.
         stream: Which of the seed's independent streams, 0 to 2**63 - 1.
-        offset: Position of the first element in the stream, 0 to 2**63 - 1.
+        offset: Position of the first element in the stream, 0 to 2**62 - 1.
         out: Where to write, shape and device of ``x``, any of the dtypes above; may be ``x``.
 
     Returns:
