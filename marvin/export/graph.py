@@ -47,15 +47,14 @@ class Graph:
         self._constants: dict[str, Any] = {}
         self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
-    def constant(self, hint: str, array: Codes, *, is_shared: bool = True) -> str:
-        """Return the name of a constant; equal ones that are shared are stored once."""
+    def constant(self, hint: str, array: Codes) -> str:
+        """Return the name of a constant; equal ones are stored once."""
         array = np.ascontiguousarray(array) if array.ndim else array
         key = str(array.dtype), array.shape, array.tobytes()
-        if is_shared and key in self._known:
-            return self._known[key]
-        name = self._new(hint)
-        self._constants[name] = self.onnx.numpy_helper.from_array(array, name)
-        return self._known.setdefault(key, name) if is_shared else name
+        if key not in self._known:
+            name = self._known[key] = self._new(hint)
+            self._constants[name] = self.onnx.numpy_helper.from_array(array, name)
+        return self._known[key]
 
     def node(self, kind: str, inputs: list[str], hint: str, **attributes: Any) -> str:
         """Add a node with one output; return the output's name."""

@@ -52,7 +52,6 @@ class Bytes(Shorts):
         self._bytes: dict[str, tuple[str, FixedPoint]] = {}  # of values
         self._rounded: dict[tuple[str, FixedPoint, int], str] = {}
         self._unclipped: dict[str, str] = {}
-        self._sums: dict[str, int] = {}  # how often each was written
 
     def write(self) -> str:
         """Add all that the output needs; return its name."""
@@ -162,14 +161,9 @@ class Bytes(Shorts):
         return self._as_bytes(folded.layer.inputs[0]) is not None
 
     def _sum(self, op: Add) -> str:
-        """Add a sum, once for each rounding: the runtime fuses one alone.
-
-        It would make one of two equal sums, so the second has its terms in the other order.
-        """
+        """Add a sum, once for each rounding: with one alone it is an integer kernel."""
         self._check_exact(op.name)
-        count = self._sums[op.name] = self._sums.get(op.name, 0) + 1
-        terms = [self.float(name) for name in op.inputs]
-        return self.graph.node("Add", terms if count % 2 else terms[::-1], op.name)
+        return self.graph.node("Add", [self.float(name) for name in op.inputs], op.name)
 
     def _again(self, name: str, fmt: FixedPoint) -> str:
         """Add rounded values plus 0, for another rounding: a sum alone is an integer kernel."""
@@ -187,7 +181,7 @@ class Bytes(Shorts):
         if isinstance(op, Conv) and op.groups == 1 and codes.dtype == np.int8:
             source, codes = self._widened(source, found, codes)
         axis = {"axis": 0} if folded.scales.ndim else {}
-        weight = self.graph.constant(f"{name}.weight", codes, is_shared=False)
+        weight = self.graph.constant(f"{name}.weight", codes)
         zeros = self.graph.constant("zero", np.full(folded.scales.shape, zero, codes.dtype))
         parts = [(weight, f"{name}.weight", folded.scales, [zeros])]
         if folded.bias is not None:
