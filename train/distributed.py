@@ -14,16 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "PeerLost",
-    "first_alone",
-    "is_first",
-    "no_sync",
-    "own_device",
-    "parallel",
-    "process_group",
-]
-__all__ += ["rank", "share", "sync_buffers", "world"]
+__all__ = ["PeerLost", "first_alone", "is_first", "no_sync", "own_device", "parallel"]
+__all__ += ["process_group", "rank", "share", "sync_buffers", "world"]
 
 
 class PeerLost(Exception):
