@@ -45,8 +45,8 @@ def main(defaults: Config, build: Build, min_side: int, argv: Sequence[str] | No
     except distributed.PeerLost as error:
         sys.exit(f"python -m train.{config.model}: {error}")
     except (UserError, FloatingPointError, OSError) as error:
-        message = f"python -m train.{config.model}: error: {error}"
-        sys.exit(message if distributed.is_first() else 1)  # all have the same
+        who = "" if distributed.is_first() else f"process {distributed.rank()}: "
+        sys.exit(f"python -m train.{config.model}: {who}error: {error}")
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command with --resume continues from the last checkpoint")
     if distributed.is_first():
