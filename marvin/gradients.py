@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marvin.policy import Measured, Policy
 from marvin.rounding import Format, round_many
-from marvin.shards import Shard, local, sum_vectors, whole_norms
+from marvin.shards import Shard, local, sum_vectors, whole_norms, widest
 
 __all__ = ["Gradients", "complete", "gather", "nonfinite", "read"]
 
@@ -24,9 +24,9 @@ class Gradients:
         params: Parameters that have a gradient.
         values: What this process holds of their gradients, float32; normalised by ``complete``.
         shards: Where in the whole gradients that is.
-        norms: 2-norms before normalisation, shape ``(n,)``: float64, of what this process holds;
+        norms: 2-norms before normalisation, shape ``(n,)``: ``widest``, of what this process holds;
             after ``complete`` float32, of the whole.
-        penalties: L1 penalties, shape ``(n,)``, float64, of what this process holds; None without.
+        penalties: L1 penalties, shape ``(n,)``, ``widest``, of what this process holds; None without.
         layers: Places of the layers in the lists above.
         measured: What the policy computed from the layers' gradients.
         numbers: Its norms, of the whole layers, float32, shape ``(layers,)`` or ``(0,)``.
@@ -64,7 +64,7 @@ def gather(
     penalties = _add_l1(group, params, grads) if group["l1"] else None
     if group["quantize_gradients"]:
         grads = _rounded(grads, places, [format_of(p) for p in params], noise)
-    norms = torch.stack(torch._foreach_norm(grads, 2, torch.float64))
+    norms = torch.stack(torch._foreach_norm(grads, 2, widest(grads[0].device)))
     return Gradients(group, params, grads, places, norms, penalties)
 
 
@@ -141,12 +141,13 @@ def _dense(parameter: Tensor) -> Tensor:
 
 def _add_l1(group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Tensor:
     """Add the penalty's gradient, out of place, and return the penalties."""
-    penalties = [grads[0].new_zeros((), dtype=torch.float64)] * len(params)
+    wide = widest(grads[0].device)
+    penalties = [grads[0].new_zeros((), dtype=wide)] * len(params)
     for i, p in enumerate(params):
         if group["l1_params"] == "all" or p.ndim >= 2:
             weight = local(p)
             grads[i] = grads[i].add(weight.sign(), alpha=group["l1"])
-            penalties[i] = weight.abs().sum(dtype=torch.float64) * group["l1"]
+            penalties[i] = weight.abs().sum(dtype=wide) * group["l1"]
     return torch.stack(penalties)
 
 

@@ -17,7 +17,7 @@ from marvin.noise import Purpose, stream
 from marvin.policy import Layer, Measured, Policy, Step
 from marvin.push_up import Level
 from marvin.settings import MARVIN, check_settings
-from marvin.shards import Spread, spread
+from marvin.shards import Spread, spread, widest
 from marvin.trace import Switch
 
 __all__ = ["MarvinPolicy"]
@@ -85,7 +85,7 @@ class MarvinPolicy(Policy):
         if not states:
             return Measured()
         sums = torch._foreach_add([state["grad_sum"] for state in states], list(grads))
-        return Measured({"grad_sum": sums}, torch._foreach_norm(sums, 2, torch.float64))
+        return Measured({"grad_sum": sums}, torch._foreach_norm(sums, 2, widest(sums[0].device)))
 
     def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
         """Adapt the strategy, then each layer; full windows switch."""

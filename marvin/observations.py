@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marvin.ranges import MAGNITUDES, Range, need
 from marvin.ranks import min_over_ranks, sum_over_ranks
-from marvin.shards import Shard, spread, whole_norms
+from marvin.shards import Shard, spread, whole_norms, widest
 
 __all__ = ["Inputs", "Observations", "magnitudes", "weight_ranges"]
 
@@ -159,7 +159,7 @@ def weight_ranges(
     """
     if not masters:
         return []
-    parts = torch.stack(torch._foreach_norm(list(masters), 2, torch.float64))
+    parts = torch.stack(torch._foreach_norm(list(masters), 2, widest(masters[0].device)))
     (norms,) = whole_norms([parts], [shards])
     channels = _channels(masters, shards, per_channel)
     return [

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["Shard", "Spread", "is_sharded", "local", "shard_of", "spread", "sum_vectors"]
-__all__ += ["whole_norms"]
+__all__ += ["whole_norms", "widest"]
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,18 @@ def sum_vectors(vectors: Sequence[Tensor], shards: Sequence[Sequence[Shard]]) ->
     return list(numbers.split([len(vector) for vector in vectors]))
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """Return the dtype in which to add up: float64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def whole_norms(norms: Sequence[Tensor], shards: Sequence[Sequence[Shard]]) -> list[Tensor]:
     """Return 2-norms of whole tensors from those of the parts.
 
     They are added up in float64 and rounded to float32, which hides in which order.
 
     Args:
-        norms: Vectors, float64.
+        norms: Vectors, ``widest``.
         shards: Of each number's tensor.
 
     Returns:
