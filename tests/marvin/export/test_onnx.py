@@ -125,6 +125,22 @@ def test_a_layer_with_two_roundings_is_written_twice(tmp_path):
     assert not {"Conv", "FusedConv"} & set(found)
 
 
+@pytest.mark.parametrize("wl", [6, 8])
+def test_vectors_are_normalised_in_integers_too(ranged, wl, tmp_path):
+    def build():
+        norm = nn.BatchNorm1d(12)
+        model = nn.Sequential(nn.Linear(20, 12), norm, nn.ReLU(), nn.Linear(12, 5))
+        norm.running_var.uniform_(0.1, 2)
+        norm.weight.data = torch.linspace(-1, 1.2, 12)
+        norm.weight.data[3] = 0
+        return model
+
+    _, network, x = ranged(build, (wl, wl), (20,))
+    found = kernels(assert_exact(network, 3 * x, "int8"), tmp_path / "optimized.onnx")
+    assert found["QGemm"] == 2
+    assert not {"Gemm", "Mul"} & set(found)
+
+
 def test_exact_sums_are_not_written_as_short_ones(ranged):
     _, network, x = ranged()
     with pytest.raises(ExportError, match=r"sums take \d+ bits, int8 is exact up to 24 at most"):
