@@ -38,12 +38,16 @@ OPSET, IR_VERSION = 21, 10  # ONNX Runtime reads no IR above 13, onnx 1.23 write
 
 
 class Graph:
-    """Nodes and constants of an ONNX model."""
+    """Nodes and constants of an ONNX model.
 
-    def __init__(self) -> None:
+    Args:
+        source: Name of what comes in.
+    """
+
+    def __init__(self, source: str) -> None:
         self.onnx = require("onnx", "onnx")
         self.nodes: list[Any] = []
-        self._names: dict[str, int] = {}  # how often each was asked for
+        self._names = {source: 1}  # how often each was asked for
         self._constants: dict[str, Any] = {}
         self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
@@ -109,7 +113,7 @@ class Floats:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.graph = Graph()
+        self.graph = Graph(network.input.name)
         self.names = {network.input.name: network.input.name}  # floats, by value
 
     def write(self) -> str:

@@ -230,6 +230,20 @@ def _pick(name, place):
     return Conv(f"pick_{name}", (name,), weight, fmt, None, fmt, *same)
 
 
+def test_an_input_may_have_any_name(make):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 1)
+
+        def forward(self, scale):
+            return self.conv(scale)
+
+    _, network, x = make(Net, (1, 4, 4), 6, 3)
+    for spelling in ("int8", "int16", "float64"):
+        assert assert_exact(network, x, spelling).graph.input[0].name == "scale"
+
+
 def test_every_scale_is_a_power_of_two_and_versions_are_readable(digits):
     _, network, _ = digits()
     model = exporter.to_model(network)
