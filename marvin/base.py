@@ -242,14 +242,12 @@ class QuantizingOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load, keeping each tensor's own dtype (torch casts them to the parameter's).
 
-            The model's quantised weights are not touched: load them with the model's own state.
+        The model's quantised weights are not touched: load them with the model's own state. Where
+        processes share parameters, tensors of a state are spread as these are; a state of whole
+        tensors, as one process has it, loads too.
 
         Raises:
-                ValueError: ``state_dict`` is not of this kind or policy, or its parameters differ.
-
-        Note:
-            Where processes share parameters, tensors of a state are spread as these are; a state of
-            whole tensors, as one process has it, loads too.
+            ValueError: ``state_dict`` is not of this kind or policy, or its parameters differ.
         """
         saved = self._saved_states(state_dict)
         super().load_state_dict(state_dict)
