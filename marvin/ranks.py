@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["mean_over_ranks", "min_over_ranks", "rank", "sum_over_ranks", "sums_over_ranks"]
+__all__ = [
+    "mean_over_ranks",
+    "min_over_ranks",
+    "rank",
+    "reduced",
+    "sum_over_ranks",
+    "sums_over_ranks",
+]
 
 
 def rank() -> int:
@@ -31,12 +38,12 @@ def mean_over_ranks(loss: float | Tensor | None, device: torch.device) -> float 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     """Return the sum over the default group's processes, the same bits on each."""
-    return _reduced(x, dist.ReduceOp.SUM) if _is_distributed() else x
+    return reduced(x, dist.ReduceOp.SUM) if _is_distributed() else x
 
 
 def min_over_ranks(x: Tensor) -> Tensor:
     """Return the smallest values over the default group's processes."""
-    return _reduced(x, dist.ReduceOp.MIN) if _is_distributed() else x
+    return reduced(x, dist.ReduceOp.MIN) if _is_distributed() else x
 
 
 def sums_over_ranks(values: Sequence[float], device: torch.device | None) -> list[float]:
@@ -46,9 +53,16 @@ def sums_over_ranks(values: Sequence[float], device: torch.device | None) -> lis
     return sum_over_ranks(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
 
 
-def _reduced(x: Tensor, operation: Any) -> Tensor:
+def reduced(x: Tensor, operation: Any, group: Any = None) -> Tensor:
+    """Return what ``operation`` makes of a group's tensors, the same bits on each process.
+
+    Args:
+        x: Of this process; stays as it is.
+        operation: One of ``torch.distributed.ReduceOp``.
+        group: The processes; None: the default group's.
+    """
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, operation)
+    dist.all_reduce(total, operation, group=group)
     return total
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from marvin.ranks import reduced
+
 __all__ = ["Shard", "Spread", "is_sharded", "local", "shard_of", "spread", "sum_vectors"]
 __all__ += ["whole_norms", "widest"]
 
@@ -83,7 +85,7 @@ class Shard:
 
     def sum(self, counts: Tensor) -> Tensor:
         """Return the sum of what the processes counted, each in its part."""
-        return counts if self.group is None else _reduced(counts, self.group, dist.ReduceOp.SUM)
+        return counts if self.group is None else reduced(counts, dist.ReduceOp.SUM, self.group)
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def spread(tensors: Sequence[Tensor], shards: Sequence[Shard]) -> list[Spread]:
     rows = [_range(x) for x in tensors]
     vector = torch.stack([row.to(rows[0].device) for row in rows])  # lowest, and minus highest
     for group, places in _groups(shards):
-        vector[places] = _reduced(vector[places], group, dist.ReduceOp.MIN)
+        vector[places] = reduced(vector[places], dist.ReduceOp.MIN, group)
     found = zip(tensors, shards, vector.tolist(), strict=True)
     return [Spread(x, shard, low, -high) for x, shard, (low, high) in found]
 
@@ -170,7 +172,7 @@ def sum_vectors(vectors: Sequence[Tensor], shards: Sequence[Sequence[Shard]]) ->
         return list(vectors)
     numbers = torch.cat(list(vectors))
     for group, places in _groups(flat):
-        numbers[places] = _reduced(numbers[places], group, dist.ReduceOp.SUM)
+        numbers[places] = reduced(numbers[places], dist.ReduceOp.SUM, group)
     return list(numbers.split([len(vector) for vector in vectors]))
 
 
@@ -225,9 +227,3 @@ def _groups(shards: Sequence[Shard]) -> list[tuple[Any, list[int]]]:
         if shard.group is not None:
             found.setdefault(shard.group, []).append(place)
     return list(found.items())
-
-
-def _reduced(x: Tensor, group: Any, operation: Any) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, operation, group=group)
-    return total

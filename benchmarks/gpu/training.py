@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import marvin
 from benchmarks.gpu.clock import compare, host_waits, launches, peak_bytes, repeated
 from benchmarks.gpu.sizes import Sizes
+from benchmarks.steps import Step, training_step
 from fixedpoint_kernels import FixedPoint
 from train.alexnet import alexnet
 from train.resnet20 import resnet20
@@ -18,7 +18,6 @@ __all__ = ["models", "rows"]
 
 FMT = FixedPoint(16, 10)
 ROUNDED = nn.Conv2d, nn.BatchNorm2d, nn.AdaptiveAvgPool2d, nn.Linear
-Step = Callable[[], object]
 
 
 def models(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, nn.Module]]:
@@ -69,18 +68,18 @@ def _megabytes(size: int | None) -> float | None:
 
 def _float32(model: nn.Module, x: Tensor, y: Tensor) -> Step:
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-    return _step(model, x, y, sgd.zero_grad, lambda loss: sgd.step())
+    return training_step(model, x, y, sgd.zero_grad, lambda loss: sgd.step())
 
 
 def _weights(model: nn.Module, x: Tensor, y: Tensor) -> Step:
     optimizer = marvin.MSGD(model.named_parameters(), lr=0.01, buffer_bits=8)
-    return _step(model, x, y, optimizer.zero_grad, lambda loss: optimizer.step(loss=loss))
+    return training_step(model, x, y, optimizer.zero_grad, lambda loss: optimizer.step(loss=loss))
 
 
 def _weights_and_activations(model: nn.Module, x: Tensor, y: Tensor) -> Step:
     optimizer = marvin.MSGD(model.named_parameters(), lr=0.01, buffer_bits=8)
     marvin.quantize_activations(model, optimizer)
-    return _step(model, x, y, optimizer.zero_grad, lambda loss: optimizer.step(loss=loss))
+    return training_step(model, x, y, optimizer.zero_grad, lambda loss: optimizer.step(loss=loss))
 
 
 def _call_by_call(model: nn.Module, x: Tensor, y: Tensor) -> Step:
@@ -101,19 +100,7 @@ def _call_by_call(model: nn.Module, x: Tensor, y: Tensor) -> Step:
         for master, p in zip(masters, weights, strict=True):
             p.copy_(_round(master))
 
-    return _step(model, x, y, model.zero_grad, update)
-
-
-def _step(
-    model: nn.Module, x: Tensor, y: Tensor, zero_grad: Step, update: Callable[[Tensor], object]
-) -> Step:
-    def step() -> None:
-        zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        update(loss.detach())
-
-    return step
+    return training_step(model, x, y, model.zero_grad, update)
 
 
 def _round(x: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import marvin
+from benchmarks.steps import training_step
 from benchmarks.timing import Case
 from train.resnet20 import resnet20
 
@@ -30,19 +30,14 @@ def _case(name: str, settings: dict[str, Any]) -> Case:
         theirs.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4, foreach=True
     )
     x, y = torch.randn(BATCH, 3, 32, 32), torch.randint(10, (BATCH,))
-
-    def training_step() -> None:
-        sgd.zero_grad()
-        F.cross_entropy(theirs(x), y).backward()
-        sgd.step()
-
-    training_step()  # SGD now has gradients
+    whole = training_step(theirs, x, y, sgd.zero_grad, lambda _: sgd.step())
+    whole()  # SGD now has gradients
     for p in ours.parameters():
         p.grad = torch.randn_like(p)
     contestants = {
         "ours": lambda: msgd.step(loss=1.0),
         "SGD(foreach=True)": sgd.step,
-        "training step": training_step,
+        "training step": whole,
     }
     return Case(name, sum(p.numel() for p in ours.parameters()), contestants)
 

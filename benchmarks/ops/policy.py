@@ -8,10 +8,10 @@ one image.
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import marvin
+from benchmarks.steps import Step, training_step
 from benchmarks.timing import Case
 from train.resnet20 import resnet20
 
@@ -33,19 +33,14 @@ def cases() -> Iterator[Case]:
         yield Case(f"ResNet20, {name}", BATCH, contestants)
 
 
-def _step(policy: marvin.Policy, x: Tensor, y: Tensor) -> Callable[[], object]:
+def _step(policy: marvin.Policy, x: Tensor, y: Tensor) -> Step:
     model = resnet20(channels=1)
     marvin.tnvs_(model)
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9)
     optimizer = marvin.Quantized(sgd, policy)
     marvin.quantize_activations(model, optimizer)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step(loss=loss)
-
+    zero_grad, update = optimizer.zero_grad, lambda loss: optimizer.step(loss=loss)
+    step = training_step(model, x, y, zero_grad, update)
     for _ in range(12):  # after which formats switch at the ends of windows alone
         step()
     return step

@@ -5,15 +5,14 @@ quantised activations as well. QPyTorch rounds weights after each step, from flo
 activations at the same places, to one format. One element is one image.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import marvin
 from benchmarks import qpytorch
+from benchmarks.steps import Step, training_step
 from benchmarks.timing import Case
 from train.resnet20 import resnet20
 
@@ -32,28 +31,22 @@ def cases() -> Iterator[Case]:
         yield Case(f"ResNet20, {name}", BATCH, contestants)
 
 
-def _ours(x: torch.Tensor, y: torch.Tensor, activations: bool) -> Callable[[], object]:
+def _ours(x: torch.Tensor, y: torch.Tensor, activations: bool) -> Step:
     model = resnet20(channels=1)
     marvin.tnvs_(model)
     optimizer = marvin.MSGD(model.named_parameters(), buffer_bits=8)
     if activations:
         marvin.quantize_activations(model, optimizer)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step(loss=loss)
-
-    return step
+    return training_step(model, x, y, optimizer.zero_grad, lambda loss: optimizer.step(loss=loss))
 
 
-def _float32(x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
+def _float32(x: torch.Tensor, y: torch.Tensor) -> Step:
     model = resnet20(channels=1)
-    return _plain_step(model, _sgd(model), x, y)
+    sgd = _sgd(model)
+    return training_step(model, x, y, sgd.zero_grad, lambda _: sgd.step())
 
 
-def _qpytorch(x: torch.Tensor, y: torch.Tensor, activations: bool) -> Callable[[], object] | None:
+def _qpytorch(x: torch.Tensor, y: torch.Tensor, activations: bool) -> Step | None:
     quant = qpytorch.load()
     if quant is None:
         return None
@@ -70,19 +63,8 @@ def _qpytorch(x: torch.Tensor, y: torch.Tensor, activations: bool) -> Callable[[
                 module.register_forward_pre_hook(lambda _m, x: (rounded(x[0]),))
     weights = quant.quantizer(forward_number=fmt, forward_rounding="stochastic")
     optimizer = OptimLP(_sgd(model), weight_quant=weights, acc_quant=lambda master: master)
-    return _plain_step(model, optimizer, x, y)
+    return training_step(model, x, y, optimizer.zero_grad, lambda _: optimizer.step())
 
 
 def _sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-
-
-def _plain_step(
-    model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor
-) -> Callable[[], object]:
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
