@@ -1,6 +1,5 @@
 """The autograd function that keeps codes for backward in place of its input."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -8,7 +7,13 @@ from torch import Tensor
 
 from fixedpoint_kernels.few_bit.fused import Fused, is_fused
 from fixedpoint_kernels.few_bit.integrals import Function
-from fixedpoint_kernels.few_bit.operators import decode, encode, registered, value_and_encode
+from fixedpoint_kernels.few_bit.operators import (
+    decode,
+    encode,
+    is_plain,
+    registered,
+    value_and_encode,
+)
 
 
 def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None) -> Tensor:
@@ -21,30 +26,18 @@ def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None)
         return function(x)
     if not is_fused(x, fused):
         fused = None
-    return _run(_FewBit, x, function, table, _memory_order(x), fused)[0]
+    arguments = x, function, table, _memory_order(x), fused
+    if is_plain(x):
+        return _FewBit.apply(*arguments)  # pyright: ignore[reportReturnType]
+    return _Transformable.apply(*arguments)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
-def _run(function: Any, *arguments: Any) -> Any:
-    """Apply an autograd function; leave out what only torch.func needs, a tenth of GELU's time."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return function.apply(*arguments)
-    base: Any = super(torch.autograd.Function, function)
-    return base.apply(*arguments)
-
-
-def _with_signature(function: Any) -> Any:
-    """Keep a function's signature, which ``apply`` otherwise makes anew at each call."""
-    function.__signature__ = inspect.signature(function)
-    return function
-
-
-class _FewBit(torch.autograd.Function):
-    """See ``apply``. Planes are an output because only in- and outputs may be saved."""
+class _Transformable(torch.autograd.Function):
+    """See ``apply``; planes are an output because torch.func saves only in- and outputs."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    @_with_signature
     def forward(
         x: Tensor,
         function: Function,
@@ -68,7 +61,7 @@ class _FewBit(torch.autograd.Function):
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor | None, _planes: None
+        ctx: Any, grad: Tensor | None, _planes: None = None
     ) -> tuple[Tensor | None, None, None, None, None]:
         if grad is None:
             return None, None, None, None, None
@@ -76,6 +69,20 @@ class _FewBit(torch.autograd.Function):
         laid = grad if ctx.order is None else grad.permute(ctx.order)
         product = _product(laid, planes, ctx.table, ctx.dtype)
         return _back(product, ctx.order), None, None, None, None
+
+
+class _FewBit(_Transformable):
+    """The same with one output, without what torch.func and the compiler need."""
+
+    setup_context = torch.autograd.Function.setup_context
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *arguments: Any
+    ) -> Tensor:
+        output = _Transformable.forward(*arguments)
+        _Transformable.setup_context(ctx, arguments, output)
+        return output[0]
 
 
 def _back(laid: Tensor, order: tuple[int, ...] | None) -> Tensor:
@@ -97,7 +104,6 @@ class _Product(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    @_with_signature
     def forward(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
         return decode(grad, planes, table, dtype)
 

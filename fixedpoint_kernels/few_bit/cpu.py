@@ -80,7 +80,7 @@ def _code_bits(context, builder, x, kinds, given):
 def _encode_tile(_context, x, at, pieces, members, words):
     """Write the words of the tile that starts at ``x[at]``.
 
-    x (n,) float32; pieces and members: see ``encoding_of``; words (bits * _COLUMNS,) uint32.
+    x (n,) float32; pieces and members: see ``encoding_of``; words (bits * _COLUMNS,) int32.
     """
     signature = types.void(x, at, pieces, members, words)
 
@@ -142,27 +142,29 @@ def _decode_tile(_context, grad, at, words, bits, levels, out):
 
 
 def _encode(x, pieces, members, words):
-    # x (n,) float32; words (tiles, bits * _COLUMNS) uint32; the others: see encoding_of
-    for tile in prange(words.shape[0]):
-        start = tile * _TILE
+    # x (n,) float32; words (tiles * bits * _COLUMNS,) int32; the others: see encoding_of
+    width = len(members) * _COLUMNS
+    for tile in prange(words.size // width):
+        start, own = tile * _TILE, words[tile * width : (tile + 1) * width]
         if start + _TILE <= x.size:
-            _encode_tile(x, start, pieces, members, words[tile])
+            _encode_tile(x, start, pieces, members, own)
         else:
             padded = np.full(_TILE, -np.inf, np.float32)
             padded[: x.size - start] = x[start:]
-            _encode_tile(padded, 0, pieces, members, words[tile])
+            _encode_tile(padded, 0, pieces, members, own)
 
 
 def _decode(grad, words, bits, levels, out):
-    # grad and out (n,) float32; words as above; the others: see _decode_columns
-    for tile in prange(words.shape[0]):
-        start = tile * _TILE
+    # grad and out (n,) float32; words as above; the others: see _decode_tile
+    width = len(bits) * _COLUMNS
+    for tile in prange(words.size // width):
+        start, own = tile * _TILE, words[tile * width : (tile + 1) * width]
         if start + _TILE <= grad.size:
-            _decode_tile(grad, start, words[tile], bits, levels, out)
+            _decode_tile(grad, start, own, bits, levels, out)
         else:
             padded, result = np.zeros(_TILE, np.float32), np.empty(_TILE, np.float32)
             padded[: grad.size - start] = grad[start:]
-            _decode_tile(padded, 0, words[tile], bits, levels, result)
+            _decode_tile(padded, 0, own, bits, levels, result)
             out[start:] = result[: grad.size - start]
 
 
@@ -183,8 +185,7 @@ def _decoding(table: Table) -> tuple[Any, Any]:
 def encode(x: Tensor, planes: Tensor, table: Table) -> None:
     """See ``fixedpoint_kernels.few_bit.operators.encode``; ``x`` is contiguous."""
     kernel = _encode_parallel if is_parallel(x.numel()) else _encode_serial
-    words = planes.numpy().view(np.uint32).reshape(-1, table.bits * _COLUMNS)
-    kernel(x.detach().view(-1).float().numpy(), *_encoding(table), words)
+    kernel(_flat(x), *_encoding(table), planes.numpy())
 
 
 def decode(grad: Tensor, planes: Tensor, out: Tensor, table: Table) -> None:
@@ -194,9 +195,10 @@ def decode(grad: Tensor, planes: Tensor, out: Tensor, table: Table) -> None:
         return
     result = out if out.dtype is torch.float32 else torch.empty_like(out, dtype=torch.float32)
     kernel = _decode_parallel if is_parallel(grad.numel()) else _decode_serial
-    words = planes.numpy().view(np.uint32).reshape(-1, table.bits * _COLUMNS)
-    kernel(
-        grad.detach().view(-1).float().numpy(), words, *_decoding(table), result.view(-1).numpy()
-    )
+    kernel(_flat(grad), planes.numpy(), *_decoding(table), _flat(result))
     if result is not out:
         out.copy_(result)
+
+
+def _flat(x: Tensor) -> np.ndarray:
+    return x.detach().float().numpy().reshape(-1)
