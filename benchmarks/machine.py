@@ -1,5 +1,6 @@
 """What a number depends on, beside the code."""
 
+import ctypes
 import datetime
 import importlib.metadata
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's mallopt
 PACKAGES = "torch", "triton", "numba", "llvmlite", "numpy", "qtorch"
 
 
@@ -26,6 +28,19 @@ def describe() -> dict[str, object]:
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
     }
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc's malloc not to give freed memory back; return whether it does so.
+
+    Where the heap's end happens to lie decides else whether each call of an operator gets 4 MB of
+    pages that fault, which takes longer than an activation. jemalloc and tcmalloc keep memory too.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_MMAP_THRESHOLD, 2**25))
 
 
 def _processor() -> str:

@@ -35,7 +35,8 @@ def main() -> None:
     op = importlib.import_module(f"benchmarks.ops.{arguments.op}")
     seconds = arguments.seconds or getattr(op, "SECONDS", 4.0)
     _require_green(op.TESTS)
-    before = machine.describe()
+    kept = "kept" if machine.keep_freed_memory() else "as malloc likes"
+    before = {**machine.describe(), "freed memory": kept}
     rows = [(case, measure(case, seconds)) for case in op.cases()]
     facts = {**before, "load average after": machine.describe()["load average"]}
     print(_table(arguments.op, rows, facts))

@@ -53,11 +53,9 @@ class _Transformable(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, _, ctx.table, ctx.order, _ = inputs
-        ctx.dtype = x.dtype
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1])
+        _keep(ctx, inputs, output)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -81,8 +79,14 @@ class _FewBit(_Transformable):
         ctx: Any, *arguments: Any
     ) -> Tensor:
         output = _Transformable.forward(*arguments)
-        _Transformable.setup_context(ctx, arguments, output)
+        _keep(ctx, arguments, output)
         return output[0]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, _, ctx.table, ctx.order, _ = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(output[1])
 
 
 def _back(laid: Tensor, order: tuple[int, ...] | None) -> Tensor:

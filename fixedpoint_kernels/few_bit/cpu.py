@@ -1,7 +1,9 @@
 """Few-bit codes in Numba, a tile of 1,024 elements at a time, on LLVM vectors of 16 columns.
 
 How a code is found is in ``lookup.py``. Each kernel is compiled twice from one definition, serial
-and parallel: a parallel region costs more than it gains on small tensors.
+and parallel: a parallel region costs more than it gains on small tensors. Kernels take addresses:
+making arrays of tensors takes a hundredth of GELU's time at 1e6 elements, as every call into torch
+does that finds its code no longer in the caches.
 """
 
 from functools import lru_cache
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import prange, types
+from numba import carray, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
@@ -141,10 +143,22 @@ def _decode_tile(_context, grad, at, words, bits, levels, out):
     return signature, codegen
 
 
-def _encode(x, pieces, members, words):
+@intrinsic
+def _pointer(_context, address):
+    """Return an integer as a pointer."""
+
+    def codegen(_context, builder, _signature, args):
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(address), codegen
+
+
+def _encode(address, n, pieces, members, address_of_words):
     # x (n,) float32; words (tiles * bits * _COLUMNS,) int32; the others: see encoding_of
-    width = len(members) * _COLUMNS
-    for tile in prange(words.size // width):
+    width, tiles = len(members) * _COLUMNS, (n + _TILE - 1) // _TILE
+    x = carray(_pointer(address), n, np.float32)
+    words = carray(_pointer(address_of_words), tiles * width, np.int32)
+    for tile in prange(tiles):
         start, own = tile * _TILE, words[tile * width : (tile + 1) * width]
         if start + _TILE <= x.size:
             _encode_tile(x, start, pieces, members, own)
@@ -154,10 +168,13 @@ def _encode(x, pieces, members, words):
             _encode_tile(padded, 0, pieces, members, own)
 
 
-def _decode(grad, words, bits, levels, out):
+def _decode(address, n, address_of_words, bits, levels, address_of_out):
     # grad and out (n,) float32; words as above; the others: see _decode_tile
-    width = len(bits) * _COLUMNS
-    for tile in prange(words.size // width):
+    width, tiles = len(bits) * _COLUMNS, (n + _TILE - 1) // _TILE
+    grad = carray(_pointer(address), n, np.float32)
+    out = carray(_pointer(address_of_out), n, np.float32)
+    words = carray(_pointer(address_of_words), tiles * width, np.int32)
+    for tile in prange(tiles):
         start, own = tile * _TILE, words[tile * width : (tile + 1) * width]
         if start + _TILE <= grad.size:
             _decode_tile(grad, start, own, bits, levels, out)
@@ -184,8 +201,9 @@ def _decoding(table: Table) -> tuple[Any, Any]:
 
 def encode(x: Tensor, planes: Tensor, table: Table) -> None:
     """See ``fixedpoint_kernels.few_bit.operators.encode``; ``x`` is contiguous."""
-    kernel = _encode_parallel if is_parallel(x.numel()) else _encode_serial
-    kernel(_flat(x), *_encoding(table), planes.numpy())
+    x, n = x.float(), x.numel()
+    kernel = _encode_parallel if is_parallel(n) else _encode_serial
+    kernel(x.data_ptr(), n, *_encoding(table), planes.data_ptr())
 
 
 def decode(grad: Tensor, planes: Tensor, out: Tensor, table: Table) -> None:
@@ -193,12 +211,9 @@ def decode(grad: Tensor, planes: Tensor, out: Tensor, table: Table) -> None:
     if torch.float64 in (grad.dtype, out.dtype):
         reference.decode(grad, planes, out, table)
         return
+    grad, n = grad.float(), grad.numel()
     result = out if out.dtype is torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    kernel = _decode_parallel if is_parallel(grad.numel()) else _decode_serial
-    kernel(_flat(grad), planes.numpy(), *_decoding(table), _flat(result))
+    kernel = _decode_parallel if is_parallel(n) else _decode_serial
+    kernel(grad.data_ptr(), n, planes.data_ptr(), *_decoding(table), result.data_ptr())
     if result is not out:
         out.copy_(result)
-
-
-def _flat(x: Tensor) -> np.ndarray:
-    return x.detach().float().numpy().reshape(-1)
