@@ -35,9 +35,8 @@ class _Tally:
         self.clipped: Tensor | int = 0
         self.total = 0
 
-    def add(self, inside: Tensor | None, total: int) -> None:
-        if inside is not None:
-            self.clipped = self.clipped + (total - inside.count_nonzero())
+    def add(self, clipped: Tensor | int, total: int) -> None:
+        self.clipped = self.clipped + clipped
         self.total += total
 
     def share(self) -> float:
@@ -62,7 +61,8 @@ class _FakeQuantize(torch.autograd.Function):
         ctx.save_for_backward(inside)
         ctx.back = back
         if tally is not None:
-            tally.add(inside, x.numel())
+            clipped = 0 if inside is None else x.numel() - inside.count_nonzero()
+            tally.add(clipped, x.numel())
         return y
 
     @staticmethod
@@ -168,14 +168,13 @@ class QuantizedActivations:
 
         def round_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             fmt = self._formats(parameters).inputs
-            rounded = tuple(self._round(name, module, x, fmt) for x in inputs)
-            if self._observations is None or not (module.training and torch.is_grad_enabled()):
-                return rounded
-            if name == next(iter(self._tallies)):
-                self._observations.count(inputs)
-            layer = self._optimizer.observed(parameters)
-            pairs = zip(inputs, rounded, strict=True)
-            return rounded if layer is None else tuple(self._watch(layer, fmt, *p) for p in pairs)
+            if self._observations is not None and module.training and torch.is_grad_enabled():
+                if name == next(iter(self._tallies)):
+                    self._observations.count(inputs)
+                layer = self._optimizer.observed(parameters)
+                if layer is not None:
+                    return tuple(self._observe(name, layer, x, fmt) for x in inputs)
+            return tuple(self._round(name, module, x, fmt) for x in inputs)
 
         def round_outputs(module: nn.Module, _inputs: Any, output: Any) -> Any:
             formats = self._formats(parameters)
@@ -212,16 +211,17 @@ class QuantizedActivations:
         y._fixed_point = (fmt, y._version)  # pyright: ignore[reportAttributeAccessIssue]
         return y
 
-    def _watch(self, layer: int, fmt: Format | None, x: Any, y: Any) -> Any:
-        """Show the policy what a layer sees, and return it with a hook on its gradient."""
+    def _observe(self, name: str, layer: int, x: Any, fmt: Format | None) -> Any:
+        """Round what a layer sees, and show it and its gradient to the policy."""
         if not isinstance(x, Tensor) or x.dtype not in _FLOATS or not x.numel():
-            return y
-        inside = None
-        if isinstance(fmt, FixedPoint):
-            rounding: Rounding = self._optimizer.policy.activation_rounding
-            _, inside = quantize_with_mask(x.detach(), fmt, rounding=rounding)
+            return x
         assert self._observations is not None
-        return self._observations.watch(layer, x, y, inside)
+        assert fmt is None or isinstance(fmt, FixedPoint)
+        clip = self._ste == "clip"
+        y, clamped = self._observations.round(layer, x, fmt, clip=clip)
+        if clip and fmt is not None and x.requires_grad:
+            self._tallies[name].add(clamped, x.numel())
+        return y
 
     def _round_samples(self, module: nn.Module, x: Any, fmt: Format | None) -> Any:
         if not isinstance(x, Tensor) or x.dtype not in _FLOATS or not isinstance(fmt, BlockFloat):

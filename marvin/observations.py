@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from marvin.ranges import MAGNITUDES, Range, need
+from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.survey import mask_and_survey, round_and_survey
+from marvin.ranges import Range, need
 from marvin.ranks import min_over_ranks, sum_over_ranks
 from marvin.shards import Shard, spread, whole_norms, widest
 
-__all__ = ["Inputs", "Observations", "magnitudes", "weight_ranges"]
+__all__ = ["Inputs", "Observations", "weight_ranges"]
 
 
 @dataclass
@@ -30,12 +33,38 @@ class _Sums:
     gradients: list[Tensor] = field(default_factory=list)
 
 
+class _Surveyed(torch.autograd.Function):
+    """Rounds forward; measures forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, fmt: FixedPoint | None, clip: bool, has_gradient: bool, sums: _Sums
+    ) -> Tensor:
+        y, marks, counts, scalars = round_and_survey(x.detach(), fmt)
+        sums.counts.append(counts)
+        sums.forward.append(scalars)
+        ctx.save_for_backward(marks)
+        ctx.clips, ctx.has_gradient, ctx.sums = fmt is not None and clip, has_gradient, sums
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (marks,) = ctx.saved_tensors
+        clip = ctx.clips and ctx.has_gradient
+        masked, squares = mask_and_survey(grad, marks, clip=clip)
+        ctx.sums.gradients.append(squares)
+        return masked if ctx.has_gradient else None, None, None, None, None
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What a step told of one layer's inputs.
 
     Args:
-        counts: How many values have which magnitude, see ``marvin.ranges.MAGNITUDES``.
+        counts: How many values have which magnitude, see ``fixedpoint_kernels.survey``.
         lowest: Smallest value.
         power: Mean square.
         saturated: Share of values that were clamped.
@@ -77,34 +106,26 @@ class Observations:
         if inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim:
             self.samples += len(inputs[0])
 
-    def watch(self, layer: int, x: Tensor, y: Tensor, inside: Tensor | None) -> Tensor:
-        """Measure a layer's input now, and its gradient when that comes back.
+    def round(
+        self, layer: int, x: Tensor, fmt: FixedPoint | None, *, clip: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Round a layer's input to nearest, measure it, and its gradient when that comes back.
 
         Args:
             layer: Position of the layer.
-            x: The input before rounding, floating, not empty.
-            y: What the layer will see.
-            inside: Which values were not clamped; None: all.
+            x: The input, float32, bfloat16 or float16, not empty.
+            fmt: The format; None: not rounded.
+            clip: Whether the gradient is 0 where the value was clamped.
 
         Returns:
-            ``y``, as a tensor that no other module uses and that gets a gradient.
+            What the layer will see, a tensor that no other module uses; and how many values were
+            clamped, 0-d.
         """
-        values = x.detach().float()
         sums = self._layers.setdefault(layer, _Sums())
-        sums.counts.append(magnitudes(values))
-        counted, clamped = values != 0, values.new_zeros(())
-        if inside is not None:
-            counted &= inside
-            clamped = clamped + (x.numel() - inside.count_nonzero())
-        sums.forward.append(torch.stack([values.amin(), values.square().sum(), clamped]))
-        y = y.view_as(y) if y.requires_grad else y.detach().requires_grad_()
-
-        def measure(grad: Tensor) -> None:
-            counting = torch.where(counted, grad.float(), 0.0)
-            sums.gradients.append(counting.square_().sum())
-
-        y.register_hook(measure)
-        return y
+        y = _Surveyed.apply(
+            x if x.requires_grad else x.detach().requires_grad_(), fmt, clip, x.requires_grad, sums
+        )
+        return y, sums.forward[-1][2]  # pyright: ignore[reportReturnType]
 
     def read(self, samples: int) -> dict[int, Inputs]:
         """Return what was seen, by position.
@@ -130,21 +151,6 @@ class Observations:
             known = gradient / every if sums.gradients and every else None
             found[layer] = Inputs(table, low, squares / total, clamped / total, known)
         return found
-
-
-def magnitudes(x: Tensor) -> Tensor:
-    """Count the values of each magnitude.
-
-    Args:
-        x: float32, any shape.
-
-    Returns:
-        int64, shape ``(MAGNITUDES,)``; see there.
-    """
-    bits = x.contiguous().view(torch.int32) & 0x7FFFFFFF  # without the sign
-    # the biased exponent, one more where the mantissa is not 0; NaN overflows to 256
-    places = bits.add_(0x7FFFFF).bitwise_right_shift_(23).bitwise_and_(0x1FF)
-    return torch.bincount(places.flatten(), minlength=MAGNITUDES)
 
 
 def weight_ranges(

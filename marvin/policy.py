@@ -166,7 +166,10 @@ class Policy(ABC):
 
     @property
     def observations(self) -> Observations | None:
-        """Where to put what layers' inputs are like in the steps that ``observes`` names."""
+        """Where to put what layers' inputs are like in the steps that ``observes`` names.
+
+        The inputs are rounded to nearest then, so ``activation_rounding`` must be that.
+        """
         return None
 
     @property

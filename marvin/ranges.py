@@ -6,11 +6,7 @@ from dataclasses import dataclass
 
 from fixedpoint_kernels import FixedPoint
 
-__all__ = ["MAGNITUDES", "Limits", "Range", "budget_fl", "integer_length", "need", "start_fl"]
-
-MAGNITUDES = 257
-"""Length of a table of counts: place ``k`` has the values with ``ceil(log2(|x|)) = k - 127``, the
-first two 0 and numbers below ``2**-126``; the last two are infinity (or above 2**127) and NaN."""
+__all__ = ["Limits", "Range", "budget_fl", "integer_length", "need", "start_fl"]
 
 _LONGEST_FL = 31
 _START_NOISE = 0.01  # of the signal's power
@@ -64,7 +60,7 @@ def need(counts: Sequence[int], tolerance: float) -> int | None:
     """Return the integer length of the ``1 - tolerance`` quantile of magnitudes.
 
     Args:
-        counts: How many values have which magnitude, see ``MAGNITUDES``.
+        counts: How many values have which magnitude, see ``fixedpoint_kernels.survey``.
         tolerance: Share of values that may be larger.
 
     Returns:

@@ -6,16 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, quantize
-from marvin.observations import Observations, magnitudes, weight_ranges
-from marvin.ranges import (
-    MAGNITUDES,
-    Limits,
-    Range,
-    budget_fl,
-    integer_length,
-    need,
-    start_fl,
-)
+from fixedpoint_kernels.survey import round_and_survey
+from marvin.observations import Observations, weight_ranges
+from marvin.ranges import Limits, Range, budget_fl, integer_length, need, start_fl
 from marvin.shards import shard_of
 
 
@@ -38,25 +31,8 @@ from marvin.shards import shard_of
     ],
 )
 def test_need_is_the_power_of_two_above_the_quantile(values, tolerance, expected):
-    assert need(magnitudes(torch.tensor(values)).tolist(), tolerance) == expected
-
-
-floats = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
-
-
-@given(st.lists(floats, min_size=1, max_size=9))
-def test_magnitudes_are_rounded_up_logarithms(values):
-    counts = magnitudes(torch.tensor(values))
-    expected = torch.zeros(MAGNITUDES, dtype=torch.int64)
-    for value in values:
-        mantissa, exponent = math.frexp(abs(value))
-        expected[max(exponent - (mantissa == 0.5) + 127, 0) if value else 0] += 1
-    assert counts.tolist() == expected.tolist()
-
-
-def test_magnitudes_take_any_strides():
-    x = torch.randn(3, 4, 5)
-    assert magnitudes(x.transpose(0, 2)).tolist() == magnitudes(x).tolist()
+    counts = round_and_survey(torch.tensor(values), None)[2]
+    assert need(counts.tolist(), tolerance) == expected
 
 
 @pytest.mark.parametrize(
@@ -149,9 +125,8 @@ def watched(xs, weights, fmt):
     seen = Observations()
     for x in xs:
         seen.count((x,))
-        y = quantize(x, fmt, rounding="nearest")
-        inside = (x >= fmt.min) & (x <= fmt.max)
-        (seen.watch(7, x, y, inside) @ weights).sum().div(4).backward()
+        y, _ = seen.round(7, x, fmt, clip=True)
+        (y @ weights).sum().div(4).backward()
     return seen
 
 

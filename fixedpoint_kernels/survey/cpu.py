@@ -1,0 +1,221 @@
+"""Surveys in Numba: a task of elements at a time, rounded on vectors and counted from the cache.
+
+Sums are of tasks, then of all tasks in order: they do not depend on the number of threads.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.rounding.reference import float_bounds
+from fixedpoint_kernels.survey.reference import MAGNITUDES
+from fixedpoint_kernels.threads import compile_both, is_parallel
+from fixedpoint_kernels.vectors import I8, Vector
+
+_LANES = 64
+_TASK = 256 * _LANES  # elements: 64 kB
+_TABLES = 4  # of counts: like values follow each other, and would wait for each other's count
+
+
+@intrinsic
+def _survey_vectors(_context, x, y, marks, at, vectors, number, sums):
+    """Round and mark ``vectors`` times ``_LANES`` elements from ``at`` on.
+
+    x and y (n,) float32, y or number None; marks (n,) uint8; number: see ``_number``; sums
+    (3, _LANES) float32: smallest value, squares and values clamped, are added to.
+    """
+    signature = types.void(x, y, marks, at, vectors, number, sums)
+
+    def codegen(context, builder, signature, args):
+        rows = _rows(context, builder, signature.args[6], args[6], 3)
+        with cgutils.for_range(builder, args[4]) as loop:
+            place = builder.add(args[3], builder.mul(loop.index, args[3].type(_LANES)))
+
+            def pointer(i):
+                array = context.make_array(signature.args[i])(context, builder, args[i])
+                return builder.gep(array.data, [place])
+
+            values = Vector.load(builder, pointer(0), _LANES)
+            zero = values.constant(0.0)
+            outside = values.is_nan() & values.is_nan().constant(0)
+            if y != types.none:
+                parts = cgutils.unpack_tuple(builder, args[5])
+                scale, lsb, low, high = (Vector.splat(builder, part, _LANES) for part in parts)
+                codes = (values * scale).rint() + 0.0  # -0.0 becomes 0.0
+                under, over = codes < low, codes > high
+                outside = under | over
+                (over.where(high, under.where(low, codes)) * lsb).store(pointer(1))
+            inside = (~outside).converted(I8)
+            nonzero = ((values < zero) | (values > zero) | values.is_nan()).converted(I8)
+            counted = inside & nonzero
+            (inside + counted + counted).store(pointer(2))
+            lowest, squares, clamped = (Vector(builder, builder.load(row)) for row in rows)
+            builder.store((values < lowest).where(values, lowest).value, rows[0])
+            builder.store((squares + values * values).value, rows[1])
+            builder.store((clamped + outside.where(zero.constant(1.0), zero)).value, rows[2])
+        _write_back(context, builder, signature.args[6], args[6], rows)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def _mask_vectors(_context, grad, marks, out, at, vectors, sums):
+    """Mask ``vectors`` times ``_LANES`` elements of a gradient from ``at`` on.
+
+    grad and out (n,) float32, out or None; marks (n,) uint8; sums (1, _LANES) float32: squares are
+    added to.
+    """
+    signature = types.void(grad, marks, out, at, vectors, sums)
+
+    def codegen(context, builder, signature, args):
+        rows = _rows(context, builder, signature.args[5], args[5], 1)
+        with cgutils.for_range(builder, args[4]) as loop:
+            place = builder.add(args[3], builder.mul(loop.index, args[3].type(_LANES)))
+
+            def pointer(i):
+                array = context.make_array(signature.args[i])(context, builder, args[i])
+                return builder.gep(array.data, [place])
+
+            values, kinds = (Vector.load(builder, pointer(i), _LANES) for i in (0, 1))
+            zero = values.constant(0.0)
+            counted = (kinds > 1).where(values, zero)
+            squares = Vector(builder, builder.load(rows[0]))
+            builder.store((squares + counted * counted).value, rows[0])
+            if out != types.none:
+                ((kinds & 1) > 0).where(values, zero).store(pointer(2))
+        _write_back(context, builder, signature.args[5], args[5], rows)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _rows(context, builder, kind, array, count):
+    """Return stack slots with the rows of a small array, which stay in registers."""
+    data = context.make_array(kind)(context, builder, array).data
+    places = [builder.gep(data, [ir.Constant(ir.IntType(64), _LANES * i)]) for i in range(count)]
+    rows = [Vector.load(builder, place, _LANES) for place in places]
+    return [cgutils.alloca_once_value(builder, row.value) for row in rows]
+
+
+def _write_back(context, builder, kind, array, rows):
+    data = context.make_array(kind)(context, builder, array).data
+    for i, row in enumerate(rows):
+        place = builder.gep(data, [ir.Constant(ir.IntType(64), _LANES * i)])
+        Vector(builder, builder.load(row)).store(place)
+
+
+@njit(inline="always")
+def _survey_task(x, y, marks, number, begin, stop, sums):
+    vectors = (stop - begin) // _LANES
+    _survey_vectors(x, y, marks, begin, vectors, number, sums)
+    rest = begin + vectors * _LANES
+    n = stop - rest
+    if n > 0:
+        padded = np.full(_LANES, x[rest], np.float32)
+        kinds = np.empty(_LANES, np.uint8)
+        own = np.zeros((3, _LANES), np.float32)
+        own[0] = np.inf
+        padded[:n] = x[rest:stop]
+        if y is None:
+            _survey_vectors(padded, None, kinds, 0, 1, number, own)
+        else:
+            rounded = np.empty(_LANES, np.float32)
+            _survey_vectors(padded, rounded, kinds, 0, 1, number, own)
+            y[rest:stop] = rounded[:n]
+        marks[rest:stop] = kinds[:n]
+        sums[0, :n] = np.minimum(sums[0, :n], own[0, :n])
+        sums[1:, :n] += own[1:, :n]
+
+
+@njit
+def _count(x, counts):
+    # x float32; counts (MAGNITUDES,) int64
+    bits = x.view(np.uint32)
+    tables = np.zeros((_TABLES, MAGNITUDES), np.int32)
+    for i in range(bits.size):
+        # the biased exponent, one more where the mantissa is not 0; NaN gives 256
+        place = ((bits[i] & np.uint32(0x7FFFFFFF)) + np.uint32(0x7FFFFF)) >> np.uint32(23)
+        tables[i % _TABLES, place] += 1
+    counts += tables.sum(0)
+
+
+def _survey(x, y, marks, number, counts, sums):
+    # counts (tasks, MAGNITUDES) int64, 0; sums (tasks, 3) float64; the others: see _survey_vectors
+    for task in prange(counts.shape[0]):
+        begin, stop = task * _TASK, min(task * _TASK + _TASK, x.size)
+        lanes = np.zeros((3, _LANES), np.float32)
+        lanes[0] = np.inf
+        _survey_task(x, y, marks, number, begin, stop, lanes)
+        _count(x[begin:stop], counts[task])
+        sums[task, 0] = lanes[0].min()
+        sums[task, 1] = lanes[1].astype(np.float64).sum()
+        sums[task, 2] = lanes[2].astype(np.float64).sum()
+
+
+def _mask(grad, marks, out, sums):
+    # sums (tasks,) float64; the others: see _mask_vectors
+    for task in prange(sums.size):
+        begin, stop = task * _TASK, min(task * _TASK + _TASK, grad.size)
+        lanes = np.zeros((1, _LANES), np.float32)
+        vectors = (stop - begin) // _LANES
+        _mask_vectors(grad, marks, out, begin, vectors, lanes)
+        total = lanes[0].astype(np.float64).sum()
+        for i in range(begin + vectors * _LANES, stop):
+            if marks[i] > 1:
+                total += np.float64(grad[i] * grad[i])
+            if out is not None:
+                out[i] = grad[i] if marks[i] & 1 else np.float32(0.0)
+        sums[task] = total
+
+
+_survey_serial, _survey_parallel = compile_both(_survey)
+_mask_serial, _mask_parallel = compile_both(_mask)
+
+
+def survey(
+    x: Tensor, y: Tensor | None, marks: Tensor, fmt: FixedPoint | None
+) -> tuple[Tensor, Tensor]:
+    """See ``fixedpoint_kernels.survey.reference.survey``."""
+    tasks = (x.numel() + _TASK - 1) // _TASK
+    counts, sums = np.zeros((tasks, MAGNITUDES), np.int64), np.empty((tasks, 3))
+    rounded = None if y is None else _as_float32(y)
+    kernel = _survey_parallel if is_parallel(x.numel()) else _survey_serial
+    kernel(_flat(x.float()), _flat(rounded), _flat(marks), _number(fmt), counts, sums)
+    if y is not None and rounded is not None and rounded is not y:
+        y.copy_(rounded)
+    total = np.array([sums[:, 0].min(), sums[:, 1].sum(), sums[:, 2].sum()])
+    return torch.from_numpy(counts.sum(0)), torch.from_numpy(total)
+
+
+def survey_gradient(grad: Tensor, marks: Tensor, out: Tensor | None) -> Tensor:
+    """See ``fixedpoint_kernels.survey.reference.survey_gradient``."""
+    sums = np.empty((grad.numel() + _TASK - 1) // _TASK)
+    masked = None if out is None else _as_float32(out)
+    kernel = _mask_parallel if is_parallel(grad.numel()) else _mask_serial
+    kernel(_flat(grad.detach().float()), _flat(marks), _flat(masked), sums)
+    if out is not None and masked is not None and masked is not out:
+        out.copy_(masked)
+    return torch.tensor(sums.sum())
+
+
+def _as_float32(out: Tensor) -> Tensor:
+    return out if out.dtype is torch.float32 else torch.empty_like(out, dtype=torch.float32)
+
+
+def _flat(x: Tensor | None) -> Any:
+    return None if x is None else x.numpy().reshape(-1)
+
+
+def _number(fmt: FixedPoint | None) -> tuple[np.float32, ...] | None:
+    """Return scale, lsb, and the smallest and largest code."""
+    if fmt is None:
+        return None
+    return tuple(map(np.float32, (fmt.scale, fmt.lsb, *float_bounds(fmt))))

@@ -1,0 +1,122 @@
+"""Surveys in Triton: each program rounds, marks and counts one block."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.rounding.gpu import _to_bfloat16, codes_of, saturate
+from fixedpoint_kernels.rounding.reference import float_bounds
+from fixedpoint_kernels.survey.reference import MAGNITUDES
+
+_BLOCK = 4096
+_BINS = 512  # above MAGNITUDES; the last one takes what is no element
+
+
+@triton.jit
+def _survey_kernel(
+    x_ptr,  # (n,) float32, bfloat16 or float16
+    y_ptr,  # (n,) the same; x_ptr where ROUNDS is false
+    marks_ptr,  # (n,) uint8
+    n,
+    scale,
+    lsb,
+    low,
+    high,
+    counts_ptr,  # (MAGNITUDES,) int64
+    sums_ptr,  # (programs, 3) float32: smallest value, squares, values clamped
+    ROUNDS: tl.constexpr,
+    MAGNITUDES: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    outside = x != x
+    outside = outside & (outside == 0)  # nowhere
+    if ROUNDS:
+        codes = codes_of(x, 0.0, scale, False)
+        outside = (codes < low) | (codes > high)
+        y = saturate(codes, low, high) * lsb
+        if y_ptr.dtype.element_ty == tl.bfloat16:
+            y = _to_bfloat16(y)
+        tl.store(y_ptr + offsets, y, mask=mask)
+    inside = (outside == 0).to(tl.uint8)
+    counted = inside * (x != 0.0).to(tl.uint8)
+    tl.store(marks_ptr + offsets, inside + 2 * counted, mask=mask)
+    sums = sums_ptr + 3 * tl.program_id(0)
+    tl.store(sums, tl.min(tl.where(mask, x, float("inf"))))
+    tl.store(sums + 1, tl.sum(x * x))  # 0 where there is no element
+    tl.store(sums + 2, tl.sum((outside & mask).to(tl.float32)))
+    # the biased exponent, one more where the mantissa is not 0; NaN gives 256
+    places = ((x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) + 0x7FFFFF) >> 23
+    places = tl.where(mask, places, BINS - 1).to(tl.int32)
+    found = tl.histogram(places, BINS).to(tl.int64)
+    columns = tl.arange(0, BINS)
+    tl.atomic_add(counts_ptr + columns, found, mask=(columns < MAGNITUDES) & (found > 0))
+
+
+@triton.jit
+def _mask_kernel(
+    grad_ptr,  # (n,) float32, bfloat16 or float16
+    marks_ptr,  # (n,) uint8
+    out_ptr,  # (n,) as grad; grad_ptr where WRITES is false
+    n,
+    sums_ptr,  # (programs,) float32
+    WRITES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0)
+    marks = tl.load(marks_ptr + offsets, mask=mask, other=0)
+    if WRITES:
+        masked = tl.where((marks & 1) == 1, grad, tl.zeros_like(grad))
+        tl.store(out_ptr + offsets, masked, mask=mask)
+    counted = tl.where(marks > 1, grad.to(tl.float32), 0.0)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(counted * counted))
+
+
+def survey(
+    x: Tensor, y: Tensor | None, marks: Tensor, fmt: FixedPoint | None
+) -> tuple[Tensor, Tensor]:
+    """See ``fixedpoint_kernels.survey.reference.survey``."""
+    numbers = (1.0,) * 4 if fmt is None else (fmt.scale, fmt.lsb, *float_bounds(fmt))
+    programs = triton.cdiv(x.numel(), _BLOCK)
+    counts = torch.zeros(MAGNITUDES, dtype=torch.int64, device=x.device)
+    sums = torch.empty(programs, 3, device=x.device)
+    _survey_kernel[(programs,)](
+        x.detach(),
+        x.detach() if y is None else y,
+        marks,
+        x.numel(),
+        *numbers,
+        counts,
+        sums,
+        ROUNDS=y is not None,
+        MAGNITUDES=MAGNITUDES,
+        BINS=_BINS,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+    wide = sums.double()
+    return counts, torch.cat([wide[:, :1].amin(0), wide[:, 1:].sum(0)])
+
+
+def survey_gradient(grad: Tensor, marks: Tensor, out: Tensor | None) -> Tensor:
+    """See ``fixedpoint_kernels.survey.reference.survey_gradient``."""
+    programs = triton.cdiv(grad.numel(), _BLOCK)
+    sums = torch.empty(programs, device=grad.device)
+    _mask_kernel[(programs,)](
+        grad.detach(),
+        marks,
+        grad.detach() if out is None else out,
+        grad.numel(),
+        sums,
+        WRITES=out is not None,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+    return sums.double().sum()

@@ -1,0 +1,143 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fixedpoint_kernels import FixedPoint, quantize_with_mask
+from fixedpoint_kernels.survey import (
+    MAGNITUDES,
+    cpu,
+    gpu,
+    mask_and_survey,
+    reference,
+    round_and_survey,
+)
+
+FORMATS = None, FixedPoint(6, 3), FixedPoint(4, 2, signed=False), FixedPoint(3, -4)
+FLOATS = torch.float32, torch.bfloat16, torch.float16
+
+
+def surveyed(implementation, x, fmt, device="cpu"):
+    x = x.to(device)
+    y = None if fmt is None else torch.empty_like(x)
+    marks = torch.empty_like(x, dtype=torch.uint8)
+    found = implementation.survey(x, y, marks, fmt)
+    return [None if part is None else part.cpu() for part in (y, marks, *found)]
+
+
+def assert_same_survey(x, fmt, device):
+    expected = surveyed(reference, x, fmt)
+    for actual in (surveyed(cpu, x, fmt), surveyed(gpu, x, fmt, device)):
+        *exact, sums = zip(actual, expected, strict=True)
+        for pair in exact:
+            torch.testing.assert_close(*pair, rtol=0, atol=0, equal_nan=True)
+        if not x.isnan().any():
+            # squares are added up as float32 before they are as float64
+            torch.testing.assert_close(*sums, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("n", [1, 63, 64, 1000, 16_385, 60_001])
+def test_kernels_equal_the_reference(n, fmt, dtype, device):
+    x = 5 * torch.randn(n)
+    x[::3] = -0.0
+    assert_same_survey(x.to(dtype), fmt, device)
+
+
+@settings(max_examples=50 * settings().max_examples // 100)
+@given(
+    x=st.lists(st.floats(width=32), min_size=1, max_size=9),
+    fmt=st.sampled_from(FORMATS),
+)
+def test_kernels_equal_the_reference_everywhere(x, fmt):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert_same_survey(torch.tensor(x), fmt, device)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("n", [1, 65, 16_385, 60_001])
+def test_gradients_are_masked_as_by_the_reference(n, writes, dtype, device):
+    grad = torch.randn(n).to(dtype)
+    grad[::5] = math.inf
+    marks = torch.tensor([0, 1, 3], dtype=torch.uint8)[torch.randint(3, (n,))]
+    marks[::5] = 0
+    outs = [torch.empty_like(grad) if writes else None for _ in range(2)]
+    expected = reference.survey_gradient(grad, marks, outs[0])
+    squares = cpu.survey_gradient(grad, marks, outs[1])
+    torch.testing.assert_close(squares, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=0)
+    out = torch.empty_like(grad, device=device) if writes else None
+    squares = gpu.survey_gradient(grad.to(device), marks.to(device), out).cpu()
+    torch.testing.assert_close(squares, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(None if out is None else out.cpu(), outs[0], rtol=0, atol=0)
+
+
+def test_values_and_clamped_ones_are_those_of_quantize_with_mask():
+    x, fmt = torch.randn(2, 8, 5, 5).contiguous(memory_format=torch.channels_last), FixedPoint(4, 3)
+    y, marks, _, sums = round_and_survey(x, fmt)
+    expected, inside = quantize_with_mask(x, fmt, rounding="nearest")
+    assert torch.equal(y, expected)
+    assert torch.equal(marks % 2 == 1, inside)
+    assert sums[2] == (~inside).sum() > 0
+
+
+def test_without_a_format_nothing_is_rounded_or_clamped():
+    x = torch.tensor([0.0, -3.0, 1e30])
+    y, marks, _, sums = round_and_survey(x, None)
+    assert y is x
+    assert marks.tolist() == [1, 3, 3]
+    assert sums[2] == 0
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=9))
+def test_magnitudes_are_the_logarithms_rounded_up(values):
+    counts = round_and_survey(torch.tensor(values), None)[2]
+    expected = torch.zeros(MAGNITUDES, dtype=torch.int64)
+    for value in values:
+        if math.isinf(value):
+            expected[255] += 1
+            continue
+        mantissa, exponent = math.frexp(abs(value))
+        place = exponent - (mantissa == 0.5) + 127 if abs(value) >= 2.0**-126 else int(value != 0)
+        expected[place] += 1
+    assert counts.tolist() == expected.tolist()
+
+
+def test_what_is_not_a_number_is_counted_last():
+    assert round_and_survey(torch.tensor([math.nan, 1.0]), None)[2][-1] == 1
+
+
+def test_sums_do_not_depend_on_the_number_of_threads(monkeypatch):
+    x, fmt = torch.randn(300_000), FixedPoint(6, 3)
+    grad, marks = torch.randn(300_000), round_and_survey(x, fmt)[1]
+    results = []
+    for parallel in (False, True):
+        monkeypatch.setattr(cpu, "is_parallel", lambda n, parallel=parallel: parallel)
+        sums = round_and_survey(x, fmt)[3]
+        results.append([*sums.tolist(), mask_and_survey(grad, marks, clip=True)[1].item()])
+    assert results[0] == results[1]
+
+
+def test_a_gradient_is_returned_as_it_is_without_clipping():
+    marks = torch.tensor([0, 1, 3], dtype=torch.uint8)
+    grad = torch.tensor([2.0, 3.0, 4.0])
+    masked, squares = mask_and_survey(grad, marks, clip=False)
+    assert masked is grad
+    assert squares == 16
+    masked, squares = mask_and_survey(grad, marks, clip=True)
+    assert masked.tolist() == [0, 3, 4]
+    assert squares == 16
+
+
+def test_gradients_of_other_strides_meet_their_own_marks():
+    x = torch.tensor([[1.0, 9.0], [0.0, 2.0]])
+    marks = round_and_survey(x.t(), FixedPoint(4, 1))[1]
+    masked, squares = mask_and_survey(
+        torch.tensor([[1.0, 10.0], [100.0, 1000.0]]).t(), marks, clip=True
+    )
+    assert masked.tolist() == [[1, 100], [0, 1000]]
+    assert squares == 1 + 1000**2
