@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--dataset", default="auto", help="as of the training scripts")
-    parser.add_argument("--model", default="resnet20", choices=["resnet20", "alexnet"])
+    parser.add_argument("--model", default="resnet20", choices=["resnet20", "alexnet", "vit"])
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(

@@ -47,7 +47,9 @@ class Config:
     """
 
     model: str = field(default="resnet20")
-    width: int = option(16, "channels of the first stage; the paper's is the default")
+    width: int = option(
+        16, "channels of the first stage (vit: numbers of a token); the paper's is the default"
+    )
     activation: str = option("relu", "activation function of every layer", *ACTIVATIONS)
     forward_save: str = option(
         "none",

@@ -1,4 +1,4 @@
-"""What the two scripts share: set up a run, train, report."""
+"""What the scripts share: set up a run, train, report."""
 
 import dataclasses
 import os

@@ -24,8 +24,8 @@ __all__ = ["History", "draw", "read", "save"]
 FILE = "word_lengths.png"
 MAX_BITS = 32
 BITS_COLOR, ACCURACY_COLOR = "#2b6c8f", "#c2571a"
-LABELS = {"resnet20": "ResNet20", "alexnet": "AlexNet", "cifar10": "CIFAR-10"}
-LABELS |= {"cifar100": "CIFAR-100", "fashion-mnist": "Fashion-MNIST"}
+LABELS = {"resnet20": "ResNet20", "alexnet": "AlexNet", "vit": "ViT"}
+LABELS |= {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "fashion-mnist": "Fashion-MNIST"}
 
 
 @dataclass(frozen=True)
