@@ -61,6 +61,11 @@ def _histograms() -> Iterator[Job]:
     yield Job("counts in cells", "histogram", "_cells_kernel", work.cells)
 
 
+def _surveys() -> Iterator[Job]:
+    yield Job("round and survey", "survey", "_survey_kernel", work.survey)
+    yield Job("mask and survey a gradient", "survey", "_mask_kernel", work.survey_gradient)
+
+
 def _packing() -> Iterator[Job]:
     sizes = {1: torch.int8, 3: torch.int8, 8: torch.int8, 12: torch.int16, 25: torch.int32}
     for bits, dtype in sizes.items():
@@ -101,4 +106,4 @@ def _division() -> Iterator[Job]:
         yield Job(f"decompress, {name}", "division", "_decompress_kernel", make)
 
 
-JOBS = *_rounding(), *_histograms(), *_packing(), *_few_bit(), *_division()
+JOBS = *_rounding(), *_histograms(), *_surveys(), *_packing(), *_few_bit(), *_division()

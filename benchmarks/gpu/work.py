@@ -31,6 +31,8 @@ __all__ = [
     "pack",
     "rounding",
     "sampled",
+    "survey",
+    "survey_gradient",
     "unpack",
     "value_and_codes",
     "value_and_encode",
@@ -107,6 +109,28 @@ def sampled(n: int, device: torch.device) -> Work:
 def cells(n: int, device: torch.device) -> Work:
     x = torch.nan_to_num(_values(n, device)).clamp(-3.9, 3.9)
     return Work([x], [], lambda code, xs, _: list(code.cells(xs[0], BINS, CELLS)))
+
+
+def survey(n: int, device: torch.device) -> Work:
+    """Return work whose sum of squares is left out: its order is not the reference's."""
+
+    def run(code: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+        counts, sums = code.survey(inputs[0], *outputs, FMT)
+        return [*outputs, counts, sums[2]]
+
+    marks = torch.empty(n, dtype=torch.uint8, device=device)
+    return Work([_values(n, device)], [torch.empty(n, device=device), marks], run)
+
+
+def survey_gradient(n: int, device: torch.device) -> Work:
+    """Return work whose squared norm is left out."""
+
+    def run(code: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+        code.survey_gradient(*inputs, outputs[0])
+        return outputs
+
+    marks = _integers((n,), device, torch.uint8) & 3
+    return Work([_values(n, device), marks], [torch.empty(n, device=device)], run)
 
 
 def pack(bits: int, dtype: torch.dtype) -> Make:
