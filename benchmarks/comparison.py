@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import statistics
 import sys
@@ -17,7 +18,7 @@ from perfmodel.run import RunError, read_run
 from perfmodel.summary import totals
 from train.table import spread
 
-__all__ = ["Finished", "Run", "clamped", "epochs_of", "lengths", "slug", "table"]
+__all__ = ["Finished", "Run", "clamped", "epochs_of", "lengths", "slug", "spread_of_seeds", "table"]
 
 MODELLED = "SU", "SZ", "MEM"
 WEIGHTS, INPUTS = "mean_word_length", "mean_input_word_length"
@@ -83,6 +84,28 @@ def table(experiment: Experiment, runs: Sequence[Run], epochs: int) -> list[str]
         if experiment.has_word_lengths:
             lines[-1] += _word_lengths(finished)
     return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def spread_of_seeds(experiment: Experiment, runs: Sequence[Run], epochs: int) -> str:
+    """Return what differences of test accuracy mean, in one sentence; empty without two seeds.
+
+    All rows are taken to spread alike over seeds, since two or three seeds tell little of one row.
+    """
+    rows = [
+        [100 * result["test_accuracy"] for _, result in finished_runs(runs, variant, epochs)]
+        for variant in experiment.variants
+    ]
+    freedom = sum(len(row) - 1 for row in rows if row)
+    if not freedom:
+        return ""
+    squares = sum(statistics.pvariance(row) * len(row) for row in rows if row)
+    deviation = math.sqrt(squares / freedom)
+    seeds = max(map(len, rows))
+    return (
+        f"Pooled over the rows, accuracy has a standard deviation of {deviation:.2f} points over seeds: "
+        f"the difference of two rows of {seeds} seeds has a standard error of "
+        f"{deviation * math.sqrt(2 / seeds):.2f}, that of two single runs {deviation * math.sqrt(2):.2f}."
+    )
 
 
 def finished_runs(runs: Sequence[Run], variant: str, epochs: int) -> Finished:

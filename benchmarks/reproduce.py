@@ -21,7 +21,16 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks import figure
-from benchmarks.comparison import Finished, Run, epochs_of, finished_runs, mean_bits, slug, table
+from benchmarks.comparison import (
+    Finished,
+    Run,
+    epochs_of,
+    finished_runs,
+    mean_bits,
+    slug,
+    spread_of_seeds,
+    table,
+)
 from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
 from train.plot import LABELS
 
@@ -141,6 +150,8 @@ def write_section(
         "",
         *table(experiment, runs, arguments.epochs),
     ]
+    if spread := spread_of_seeds(experiment, runs, arguments.epochs):
+        lines += ["", spread]
     return "\n".join(lines)
 
 

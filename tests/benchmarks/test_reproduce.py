@@ -96,6 +96,24 @@ def test_a_policy_may_end_a_run_early(tmp_path):
     assert run.result(10) is None  # it was asked for 9
 
 
+def test_seeds_of_all_rows_tell_what_a_difference_means(tmp_path):
+    experiment = EXPERIMENTS["marvin"]
+    runs = []
+    for variant, accuracies in (("float32", (0.90, 0.92)), ("MARViN", (0.85, 0.86, 0.90))):
+        for seed, accuracy in enumerate(accuracies):
+            folder = tmp_path / f"{variant}-{seed}"
+            folder.mkdir()
+            (folder / "config.json").write_text('{"epochs": 1}')
+            (folder / "result.json").write_text(json.dumps({"test_accuracy": accuracy}))
+            runs.append(comparison.Run(variant, seed, folder, ()))
+    # squares 1 + 1 and 4 + 1 + 9 points, 3 degrees of freedom: a deviation of sqrt(16 / 3)
+    assert comparison.spread_of_seeds(experiment, runs, 1) == (
+        "Pooled over the rows, accuracy has a standard deviation of 2.31 points over seeds: the "
+        "difference of two rows of 3 seeds has a standard error of 1.89, that of two single runs 3.27."
+    )
+    assert comparison.spread_of_seeds(experiment, [runs[0], runs[2]], 1) == ""
+
+
 def test_the_picture_has_every_variant():
     points = [
         figure.Point("float32", [32.0, 32.0], [90.0, 91.0]),
