@@ -11,7 +11,7 @@ from torch import Tensor
 from fixedpoint_kernels import FixedPoint
 from marvin.export.network import Conv, Linear, Weighted
 
-__all__ = ["Codes", "align", "round_codes", "round_fraction", "weigh", "widest"]
+__all__ = ["Codes", "align", "round_codes", "round_fraction", "twos_of", "weigh", "widest"]
 
 Codes = np.ndarray[Any, Any]  # int64, or Python integers in an array of objects
 
@@ -23,6 +23,11 @@ _LIMB_BITS = 16
 def widest(codes: Codes) -> int:
     """Return the largest magnitude of some codes, 0 of none."""
     return max(int(codes.max()), -int(codes.min())) if codes.size else 0
+
+
+def twos_of(code: int, most: int) -> int:
+    """Return how often 2 divides a code, at most ``most``."""
+    return min(most, (code & -code).bit_length() - 1) if code else most
 
 
 def align(codes: Codes, shift: int) -> Codes:

@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import torch
 
 from fixedpoint_kernels import FixedPoint
-from marvin.export.arithmetic import round_fraction
+from marvin.export.arithmetic import round_fraction, twos_of
 from marvin.export.network import (
     Add,
     Affine,
     AveragePool,
+    Channel,
     Conv,
     Flatten,
     Linear,
@@ -26,6 +28,8 @@ from marvin.export.network import (
 from marvin.export.simulate import apply
 
 __all__ = ["first_value", "value_of"]
+
+_ALL = 64  # what divides 0
 
 
 def value_of(op: Operation, inputs: Sequence[Value]) -> Value:
@@ -58,7 +62,8 @@ def _average_pool(op: AveragePool, shape: tuple[int, ...], x: Value) -> Value:
     low, high = _with_padding(x) if any(op.padding) else (x.low, x.high)
     window = math.prod(op.kernel)
     value = _round(op, shape, Value(x.shape, x.fl, low, high, 0))
-    total = window * max(abs(low), abs(high))
+    channels = x.channels or (Channel(low, high, 0),)
+    total = window * max(max(abs(c.low), abs(c.high)) >> c.twos for c in channels)
     if window & (window - 1):
         total *= 2  # the mean is rounded to a float before it is rounded to a format
     return Value(shape, value.fl, value.low, value.high, max(total, value.magnitude), window)
@@ -77,27 +82,52 @@ def _weighted(op: Weighted, shape: tuple[int, ...], x: Value) -> Value:
     fl = product if op.bias is None else max(product, bias_fl)
     biases = [0] * len(weight) if op.bias is None else op.bias.tolist()
     left, right = fl - product, max(0, fl - bias_fl)
-    lows, highs, magnitudes = [], [], []
-    for p, n, b in zip(positive, negative, biases, strict=True):
+    channels = []
+    for p, n, b, twos in zip(positive, negative, biases, op.twos, strict=True):
         bias = b << right
-        lows.append((p * low + n * high << left) + bias)
-        highs.append((p * high + n * low << left) + bias)
-        magnitudes.append(((p - n) * max(-low, high) << left) + abs(bias))
-    return Value(shape, fl, min(lows), max(highs), max(magnitudes), weight.shape[1])
+        channels.append(
+            Channel(
+                (p * low + n * high << left) + bias,
+                (p * high + n * low << left) + bias,
+                ((p - n) * max(-low, high) << left) + abs(bias),
+                twos_of(bias, twos + left),
+            )
+        )
+    return _of_channels(shape, fl, channels, weight.shape[1], op.channels is not None)
+
+
+def _of_channels(
+    shape: tuple[int, ...], fl: int, channels: Sequence[Channel], terms: int, is_kept: bool
+) -> Value:
+    return Value(
+        shape,
+        fl,
+        min(c.low for c in channels),
+        max(c.high for c in channels),
+        max(c.magnitude for c in channels),
+        terms,
+        tuple(channels) if is_kept else (),
+    )
 
 
 def _affine(op: Affine, shape: tuple[int, ...], x: Value) -> Value:
     product, offset_fl = x.fl + op.scale_fmt.fl, op.offset_fmt.fl
     fl = max(product, offset_fl)
-    largest = max(abs(x.low), abs(x.high))
-    lows, highs, magnitudes = [], [], []
-    for s, o in zip(op.scale.tolist(), op.offset.tolist(), strict=True):
+    channels = []
+    for i, (s, o) in enumerate(zip(op.scale.tolist(), op.offset.tolist(), strict=True)):
+        before = x.channel(i)
         offset, scale = o << fl - offset_fl, s << fl - product
-        ends = sorted((scale * x.low, scale * x.high))
-        lows.append(ends[0] + offset)
-        highs.append(ends[1] + offset)
-        magnitudes.append(abs(scale) * largest + abs(offset))
-    return Value(shape, fl, min(lows), max(highs), max(magnitudes))
+        ends = sorted((scale * before.low, scale * before.high))
+        largest = max(abs(before.low), abs(before.high))
+        channels.append(
+            Channel(
+                ends[0] + offset,
+                ends[1] + offset,
+                abs(scale) * largest + abs(offset),
+                twos_of(offset, before.twos + twos_of(scale, _ALL)),
+            )
+        )
+    return _of_channels(shape, fl, channels, 1, bool(x.channels))
 
 
 def _add(_op: Add, shape: tuple[int, ...], x: Value, y: Value) -> Value:
@@ -110,11 +140,14 @@ def _add(_op: Add, shape: tuple[int, ...], x: Value, y: Value) -> Value:
 
 def _relu(_op: Relu, shape: tuple[int, ...], x: Value) -> Value:
     low, high = max(x.low, 0), max(x.high, 0)
-    return Value(shape, x.fl, low, high, max(-x.low, x.high, 0))
+    channels = tuple(replace(c, low=max(c.low, 0), high=max(c.high, 0)) for c in x.channels)
+    return Value(shape, x.fl, low, high, max(-x.low, x.high, 0), channels=channels)
 
 
 def _same(_op: Operation, shape: tuple[int, ...], x: Value) -> Value:
-    return Value(shape, x.fl, x.low, x.high, max(abs(x.low), abs(x.high)))
+    each = shape[0] // max(1, len(x.channels))  # of a flattened image, its pixels
+    channels = tuple(c for c in x.channels for _ in range(each))
+    return Value(shape, x.fl, x.low, x.high, max(abs(x.low), abs(x.high)), channels=channels)
 
 
 _VALUES: dict[type, Callable[..., Any]] = {

@@ -9,6 +9,9 @@ integer of at most 24 bits, that is the exact code where either
   product saturates, rounded or not, because rounding keeps the order. Or
 - ``|t * s| <= 2**24``: every product is exact.
 
+In channels with points of their own, ``t`` is a multiple of ``2**k``, with a ``k`` for each. It goes
+from the weights and the bias into the scale: so weights are bytes again, and ``r`` is ``k`` less.
+
 Whoever rounds ``(x + b) * scale`` in float32 has the same guarantee, while ``x`` and ``b`` are
 numbers of float32.
 """
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
-from marvin.export.arithmetic import Codes, round_codes
+from marvin.export.arithmetic import Codes, align, round_codes, twos_of
 from marvin.export.network import (
     Affine,
     Conv,
@@ -88,13 +91,16 @@ def fold(network: Network, op: Operation, fmt: FixedPoint | None) -> Folded | No
 
 def _plain(network: Network, op: Weighted, fmt: FixedPoint | None) -> Folded | None:
     """Return a layer's sums alone."""
-    point = network.values[op.name].fl
-    sums = _sums(network, op, None, point)
+    value = network.values[op.name]
+    sums = _sums(network, op, None, value.fl)
     if sums is None:
         return None
-    total = total_of(network.values[op.name], 0, point)
-    is_exact = fmt is not None and rounds_exactly(1, total, point, fmt)
-    return sums if is_exact or total <= 2**SIGNIFICAND else None
+    for channel in range(len(op.weight)):
+        total, twos = total_of(value, channel, 0, value.fl)
+        is_exact = fmt is not None and rounds_exactly(1 << twos, total, value.fl, fmt)
+        if total > 2**SIGNIFICAND and not is_exact:
+            return None
+    return sums
 
 
 def absorbed(network: Network) -> dict[str, str]:
@@ -148,16 +154,24 @@ def _all_rounded_exactly(op: Affine, x: Value, fmt: FixedPoint) -> bool:
     """Say whether the rule holds in every channel."""
     shift = shift_of(op, x.fl)
     assert shift is not None
-    b, point = shift
-    return all(
-        rounds_exactly(scale, total_of(x, shift, point), point + op.scale_fmt.fl, fmt)
-        for scale, shift in zip(op.scale.tolist(), b.tolist(), strict=True)
-    )
+    codes, point = shift
+    for channel, (scale, b) in enumerate(zip(op.scale.tolist(), codes.tolist(), strict=True)):
+        total, twos = total_of(x, channel, b, point)
+        if not rounds_exactly(scale << twos, total, point + op.scale_fmt.fl, fmt):
+            return False
+    return True
 
 
-def total_of(x: Value, b: int, point: int) -> int:
-    """Return a bound of ``x + b``, in steps of ``2**-point``."""
-    return (max(abs(x.low), abs(x.high)) << point - x.fl) + abs(b)
+def total_of(x: Value, channel: int, b: int, point: int) -> tuple[int, int]:
+    """Return a bound of ``x + b`` in a channel, and its steps: ``2**(twos - point)``.
+
+    Returns:
+        The bound, and ``twos``.
+    """
+    found = x.channel(channel)
+    total = (max(abs(found.low), abs(found.high)) << point - x.fl) + abs(b)
+    twos = twos_of(b, found.twos)
+    return total >> twos, twos
 
 
 def rounds_exactly(scale: int, total: int, fl: int, fmt: FixedPoint) -> bool:
@@ -176,16 +190,31 @@ def _sums(network: Network, op: Weighted, b: Tensor | None, point: int) -> Folde
     left = point - x.fl - op.weight_fmt.fl
     if not 0 <= left <= 8:
         return None
-    bias = b
+    bias = None if b is None else b.numpy()
     if op.bias is not None:
-        bias = (op.bias << point - op.bias_fmt.fl) + (0 if b is None else b)
-    codes = None if bias is None else bias.numpy()
-    sums = Folded(op, op.weight.numpy() << left, codes, np.float64(2.0 ** (x.fl - point)))
-    low, high = int(sums.weight.min()), int(sums.weight.max())
+        own = align(op.bias.numpy(), point - op.bias_fmt.fl)
+        bias = own if bias is None else own + bias
+    twos = _twos(op, bias, left)
+    weight = op.weight.numpy() << left >> twos.reshape(-1, *[1] * (op.weight.ndim - 1))
+    low, high = int(weight.min()), int(weight.max())
     is_byte = (low >= -128 and high <= 127) or (low >= 0 and high <= 255)
-    products = np.abs(sums.weight).reshape(len(sums.weight), -1).sum(1) * max(-x.low, x.high, 0)
-    total = products if codes is None else products + np.abs(codes)
-    return sums if is_byte and total.max() <= _INT32 else None
+    total = np.abs(weight).reshape(len(weight), -1).sum(1) * max(-x.low, x.high, 0)
+    if bias is not None:
+        bias = bias >> twos
+        total = total + np.abs(bias)
+    if not is_byte or total.max() > _INT32:
+        return None
+    scales = 2.0 ** (x.fl - point + twos)
+    return Folded(op, weight, bias, scales if op.channels else scales[0])
+
+
+def _twos(op: Weighted, bias: Codes | None, left: int) -> Codes:
+    """Return how often 2 divides all that is summed in each channel, int64, shape ``(out,)``."""
+    if op.channels is None:
+        return np.zeros(len(op.weight), np.int64)
+    biases = [0] * len(op.weight) if bias is None else bias.tolist()
+    pairs = zip(op.twos, biases, strict=True)
+    return np.array([twos_of(b, twos + left) for twos, b in pairs], np.int64)
 
 
 def _scaled(op: Affine, sums: Folded, fmt: FixedPoint, fl: int) -> Folded:

@@ -259,7 +259,7 @@ def require_exact(network: Network, significand_bits: int, what: str) -> None:
     allowed = absorbed(network) if is_float32 else ()
     for name, value in network.values.items():
         if name not in allowed and not value.is_exact(significand_bits):
-            bits = value.magnitude.bit_length()
+            bits = value.significand.bit_length()
             raise ExportError(f"{name}: sums take {bits} bits, {what} {significand_bits} at most")
 
 

@@ -12,21 +12,27 @@ class Shorts(Floats):
     """Values in containers of 16 bits, arithmetic in float32."""
 
     def rounded(self, op: Round) -> str:
-        """Add quantise, dequantise, and a clip where the word is shorter than its container."""
+        """Add quantise, dequantise and clip.
+
+        Words of 16 bits are clipped too: else ONNX Runtime takes the layer behind them for one of
+        integers, and rounds its bias.
+        """
         source, fmt, graph = self.float(op.inputs[0]), op.fmt, self.graph
         # of 8-bit containers, ONNX Runtime 1.31 makes invalid graphs around max pooling
         kind = np.int16 if fmt.signed else np.uint16
         scale, zero = self.number("scale", fmt.lsb), graph.constant("zero", np.array(0, kind))
         codes = graph.node("QuantizeLinear", [source, scale, zero], f"{op.name}.codes")
         value = graph.node("DequantizeLinear", [codes, scale, zero], f"{op.name}.float")
-        if fmt.wl == 16 and not fmt.symmetric:
-            return value
         bounds = [self.number("bound", bound) for bound in (fmt.min, fmt.max)]
         return graph.node("Clip", [value, *bounds], f"{op.name}.clipped")
 
     def weight(self, op: Weighted) -> str:
         """Store codes, and dequantise them."""
-        kind = container(op.weight_fmt)
-        codes = self.graph.constant(f"{op.name}.weight", op.weight.numpy().astype(kind))
-        scale = self.number("scale", op.weight_fmt.lsb)
-        return self.graph.node("DequantizeLinear", [codes, scale], f"{op.name}.weight.float")
+        codes, scale, axis = op.weight.numpy(), op.weight_fmt.lsb, {}
+        if op.channels:
+            twos = np.array(op.twos)
+            codes = codes >> twos.reshape(-1, *[1] * (codes.ndim - 1))
+            scale, axis = scale * 2.0**twos, {"axis": 0}
+        stored = self.graph.constant(f"{op.name}.weight", codes.astype(container(op.word)))
+        given = [stored, self.number("scale", scale)]
+        return self.graph.node("DequantizeLinear", given, f"{op.name}.weight.float", **axis)

@@ -73,16 +73,26 @@ class Bytes(Shorts):
 
     def rounded_mean(self, op: AveragePool, mean: str) -> str:
         """Round what average pooling gives; the value becomes floats when it is asked for."""
+        self._check_exact(op.name)
         self._bytes[op.name] = self._quantized(mean, op.fmt, op.fmt.min_code), op.fmt
         return ""
 
     def conv(self, op: Conv) -> str:
         """Add a convolution whose result stays floats."""
-        return self._unrounded(op) or super().conv(op)
+        return self._unrounded(op) or super().conv(self._allowed(op))
 
     def linear(self, op: Linear) -> str:
         """Add a linear layer whose result stays floats."""
-        return self._unrounded(op) or super().linear(op)
+        return self._unrounded(op) or super().linear(self._allowed(op))
+
+    def _allowed(self, op: Any) -> Any:
+        """Return a layer that can be computed in floats.
+
+        ONNX Runtime rounds biases behind bytes to the point of the products, and says nothing.
+        """
+        if op.bias is not None and self._as_bytes(op.inputs[0]):
+            raise ExportError(f"{op.name}: bytes do not hold its weights at the point of its bias")
+        return op
 
     def _unrounded(self, op: Weighted) -> str:
         folded = fold(self.network, op, None)
@@ -92,7 +102,7 @@ class Bytes(Shorts):
         value = self.network.values[name]
         if not value.is_exact(_SIGNIFICAND):
             raise ExportError(
-                f"{name}: sums take {value.magnitude.bit_length()} bits, int8 is exact up to "
+                f"{name}: sums take {value.significand.bit_length()} bits, int8 is exact up to "
                 f"{_SIGNIFICAND} at most"
             )
 

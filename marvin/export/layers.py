@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
+from marvin.channels import ChannelFormat
 from marvin.export.build import Builder
 from marvin.export.errors import ExportError, fixed_point
 from marvin.export.network import (
@@ -26,25 +27,62 @@ from marvin.export.packed import codes_of
 __all__ = ["MODULES"]
 
 
-def _weight(builder: Builder, module: str, x: Tensor) -> tuple[Tensor, FixedPoint]:
+def _numbers(
+    builder: Builder, module: str, m: nn.Conv2d | nn.Linear, source: str
+) -> dict[str, Any]:
+    """Return the fields of ``Weighted``."""
     name = f"{module}.weight"
     if name not in builder.weights:
         raise ExportError(f"{name} has no format: its layer stayed in floats")
-    fmt = fixed_point(name, builder.weights[name])
-    return codes_of(name, x, fmt).to(torch.int64), fmt
+    given = builder.weights[name]
+    fmt = fixed_point(name, given)
+    weight = codes_of(name, m.weight, fmt).to(torch.int64)
+    zeros = torch.zeros(len(weight), dtype=torch.int64)
+    channels = given if isinstance(given, ChannelFormat) else None
+    if channels is not None:
+        zeros = _zeros(name, weight, channels)
+    product_fl = builder.values[source].fl + fmt.fl
+    bias, bias_fmt = _bias(builder, module, m.bias, product_fl, zeros)
+    return {
+        "weight": weight,
+        "weight_fmt": fmt,
+        "bias": bias,
+        "bias_fmt": bias_fmt,
+        "channels": channels,
+    }
+
+
+def _zeros(name: str, weight: Tensor, channels: ChannelFormat) -> Tensor:
+    """Return the zero bits at the end of each channel's codes, shape ``(out,)``."""
+    if len(channels.shifts) != len(weight):
+        raise ExportError(
+            f"{name} must have a point for each of {len(weight)} channels, got "
+            f"{len(channels.shifts)}"
+        )
+    zeros = max(channels.shifts) - torch.tensor(channels.shifts)
+    rest = weight.reshape(len(weight), -1) % (1 << zeros)[:, None]
+    if wrong := int((rest != 0).any(1).sum()):
+        raise ExportError(
+            f"{name} must hold numbers of each channel's format, got {wrong} of {len(weight)} "
+            "channels that do not"
+        )
+    return zeros
 
 
 def _bias(
-    builder: Builder, module: str, x: Tensor | None, product_fl: int
+    builder: Builder, module: str, x: Tensor | None, product_fl: int, zeros: Tensor
 ) -> tuple[Tensor | None, FixedPoint]:
-    """Return a bias with its own format, or rounded to the point of the products."""
+    """Return a bias with its own format, or rounded to the point of each channel's products."""
     name = f"{module}.bias"
     if x is None:
         return None, FixedPoint(32, 0)
     if name in builder.weights:
         fmt = fixed_point(name, builder.weights[name])
         return codes_of(name, x, fmt).to(torch.int64), fmt
-    return nearest(x.double(), 32, product_fl)
+    fmt = nearest(x.double(), 32, product_fl)[1]
+    steps = 1 << (zeros - (product_fl - fmt.fl)).clamp(min=0)
+    multiples = torch.round(x.detach().cpu().double() * fmt.scale / steps).to(torch.int64)
+    return multiples.clamp(max=fmt.max_code // steps) * steps, fmt
 
 
 def _conv(builder: Builder, name: str, module: str, m: nn.Conv2d, source: str) -> str:
@@ -54,19 +92,14 @@ def _conv(builder: Builder, name: str, module: str, m: nn.Conv2d, source: str) -
             f"and padding={m.padding!r}"
         )
     source = builder.round_input(name, module, source)
-    weight, weight_fmt = _weight(builder, module, m.weight)
-    bias, bias_fmt = _bias(builder, module, m.bias, builder.values[source].fl + weight_fmt.fl)
     op = Conv(
         name,
         (source,),
-        weight,
-        weight_fmt,
-        bias,
-        bias_fmt,
-        _pair(m.stride),
-        _pair(m.padding),
-        _pair(m.dilation),
-        m.groups,
+        **_numbers(builder, module, m, source),
+        stride=_pair(m.stride),
+        padding=_pair(m.padding),
+        dilation=_pair(m.dilation),
+        groups=m.groups,
     )
     return builder.round_output(name, module, builder.add(op))
 
@@ -75,9 +108,7 @@ def _linear(builder: Builder, name: str, module: str, m: nn.Linear, source: str)
     source = builder.round_input(name, module, source)
     if len(builder.values[source].shape) != 1:
         raise ExportError(f"{module}: a linear layer must take vectors: flatten images before it")
-    weight, weight_fmt = _weight(builder, module, m.weight)
-    bias, bias_fmt = _bias(builder, module, m.bias, builder.values[source].fl + weight_fmt.fl)
-    op = Linear(name, (source,), weight, weight_fmt, bias, bias_fmt)
+    op = Linear(name, (source,), **_numbers(builder, module, m, source))
     return builder.round_output(name, module, builder.add(op))
 
 
@@ -91,7 +122,7 @@ def _norm(
     source = builder.round_input(name, module, source)
     x, before = builder.values[source], builder.operation(source)
     # as fine as integers of 8 bits hold: see marvin.export.fold
-    spare = 7 - before.weight_fmt.wl if isinstance(before, Weighted) else min(6, 14 - x.bits)
+    spare = 7 - before.word.wl if isinstance(before, Weighted) else min(6, 14 - x.bits)
     numbers = fixed_norm(module, m, x, max(0, spare), builder.scale_wl)
     return builder.round_output(name, module, builder.add(Affine(name, (source,), *numbers)))
 

@@ -7,17 +7,19 @@ each what its codes can be.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
+from marvin.channels import ChannelFormat
 
 __all__ = [
     "Add",
     "Affine",
     "AveragePool",
+    "Channel",
     "Conv",
     "Flatten",
     "Input",
@@ -74,12 +76,28 @@ class Weighted(Operation):
         weight_fmt: Of ``weight``.
         bias: Codes, int64, shape ``(out,)``, or None.
         bias_fmt: Of ``bias``; unused where there is none.
+        channels: Of weights whose channels have points of their own, these; ``weight_fmt`` is the
+            shortest format that all share. None where there is one point.
     """
 
     weight: Tensor
     weight_fmt: FixedPoint
     bias: Tensor | None
     bias_fmt: FixedPoint
+    channels: ChannelFormat | None = field(default=None, kw_only=True)
+
+    @property
+    def word(self) -> FixedPoint:
+        """Format of the weights, of channels with points of their own that of the coarsest."""
+        return self.channels.fmt if self.channels else self.weight_fmt
+
+    @property
+    def twos(self) -> tuple[int, ...]:
+        """For each channel, ``k`` such that its weights are multiples of ``2**k``."""
+        if self.channels is None:
+            return (0,) * len(self.weight)
+        finest = max(self.channels.shifts)
+        return tuple(finest - shift for shift in self.channels.shifts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +168,23 @@ class Flatten(Operation):
 
 
 @dataclass(frozen=True)
+class Channel:
+    """What the codes of one channel can be: see ``Value``.
+
+    Args:
+        low: Smallest code.
+        high: Largest code.
+        magnitude: Bound of every code and of every partial sum.
+        twos: All of these are multiples of ``2**twos``.
+    """
+
+    low: int
+    high: int
+    magnitude: int
+    twos: int = 0
+
+
+@dataclass(frozen=True)
 class Value:
     """What an operation's codes can be, whatever the input.
 
@@ -160,6 +195,8 @@ class Value:
         high: Largest code.
         magnitude: Bound of every code and of every partial sum that leads to it, in any order.
         terms: Products summed for one code; 1 where nothing is summed.
+        channels: Of the first dimension, where weights' channels have points of their own; else
+            nothing is known of them.
     """
 
     shape: tuple[int, ...]
@@ -168,15 +205,27 @@ class Value:
     high: int
     magnitude: int
     terms: int = 1
+    channels: tuple[Channel, ...] = ()
 
     @property
     def bits(self) -> int:
         """Length of a two's complement word that holds every code."""
         return 1 + max(self.high.bit_length(), (~self.low).bit_length() if self.low < 0 else 0)
 
+    @property
+    def significand(self) -> int:
+        """Bound of every code and partial sum, without zeros at the end that a channel shares."""
+        return max((c.magnitude >> c.twos for c in self.channels), default=self.magnitude)
+
+    def channel(self, index: int) -> Channel:
+        """Return what the codes of one channel can be."""
+        if self.channels:
+            return self.channels[index]
+        return Channel(self.low, self.high, self.magnitude)
+
     def is_exact(self, significand_bits: int) -> bool:
         """Say whether floats with so many significant bits compute these codes without error."""
-        return self.magnitude <= 2**significand_bits
+        return self.significand <= 2**significand_bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,3 +280,8 @@ class Network:
     def weight_formats(self) -> dict[str, FixedPoint]:
         """Return the format of each layer's weights, by the layer's name."""
         return {op.name: op.weight_fmt for op in self.operations if isinstance(op, Weighted)}
+
+    def words(self) -> dict[str, FixedPoint]:
+        """Return the format of each rounding, and the ``word`` of each layer's weights."""
+        layers = (op for op in self.operations if isinstance(op, Weighted))
+        return self.formats() | {op.name: op.word for op in layers}

@@ -8,10 +8,11 @@ from marvin.export.errors import ExportError
 from marvin.export.network import Affine, Value
 from marvin.export.observe import fitting
 
-__all__ = ["FixedNorm", "fixed_norm", "nearest", "numbers", "shift_of"]
+__all__ = ["FixedNorm", "fixed_norm", "nearest", "numbers", "shift_of", "zeros_of"]
 
 FixedNorm = tuple[Tensor, FixedPoint, Tensor, FixedPoint]  # of Affine: scale, offset
 _OFFSET_WL = 32
+_INT64_BITS = 62
 
 
 def nearest(x: Tensor, wl: int, longest_fl: int = 31) -> tuple[Tensor, FixedPoint]:
@@ -34,7 +35,8 @@ def fixed_norm(
         module: Its name.
         m: With running statistics.
         x: What it takes.
-        spare: Bits by which ``b`` is finer than ``x``, where 32 bits hold the offset.
+        spare: Bits by which ``b`` is finer than ``x``, where 32 bits hold the offset. Where
+            channels of ``x`` have points of their own, than that of each: see ``zeros_of``.
         scale_wl: Word length of the scale, bits.
 
     Returns:
@@ -54,12 +56,30 @@ def fixed_norm(
     codes, fmt = nearest(scale, scale_wl)
     product = x.fl + fmt.fl
     offset_codes, offset_fmt = nearest(offset, _OFFSET_WL, product + spare)
-    if offset_fmt.fl >= product:
-        steps = torch.where(codes == 0, 1, codes)
+    finer = offset_fmt.fl - product
+    if finer >= 0 or x.channels:
+        steps = torch.where(codes == 0, 1, codes << zeros_of(x, finer, len(codes)))
         multiples = torch.round(offset.cpu() * offset_fmt.scale / steps).to(torch.int64) * steps
         if offset_fmt.min_code <= multiples.min() and multiples.max() <= offset_fmt.max_code:
             offset_codes = multiples
     return codes, fmt, offset_codes, offset_fmt
+
+
+def zeros_of(x: Value, finer: int, channels: int) -> Tensor:
+    """Return how many zeros ``b`` must end with, so that sums have no more bits than they must.
+
+    Sums of a channel are multiples of some power of two, and stay so with such a ``b``.
+
+    Args:
+        x: What batch normalisation takes.
+        finer: Bits by which ``b`` is finer than codes of ``x``; below 0 where it is coarser.
+        channels: Of ``x``.
+
+    Returns:
+        int64, shape ``(channels,)``.
+    """
+    zeros = [max(0, x.channel(i).twos + min(0, finer)) for i in range(channels)]
+    return torch.tensor(zeros, dtype=torch.int64)
 
 
 def shift_of(op: Affine, fl: int) -> tuple[Tensor, int] | None:
@@ -71,15 +91,17 @@ def shift_of(op: Affine, fl: int) -> tuple[Tensor, int] | None:
 
     Returns:
         Codes, int64, shape ``(channels,)``, at a point of ``fl`` or more; None where an offset is
-        no multiple of its scale.
+        no multiple of its scale, or int64 does not hold ``b``.
     """
     point = op.offset_fmt.fl - op.scale_fmt.fl
-    if point < fl:
-        return None
     steps = torch.where(op.scale == 0, 1, op.scale)
     if (op.offset % steps).any():
         return None
-    return torch.where(op.scale == 0, 0, op.offset // steps), point
+    b = torch.where(op.scale == 0, 0, op.offset // steps)
+    left = max(0, fl - point)
+    if int(b.abs().max()).bit_length() + left > _INT64_BITS:
+        return None
+    return b << left, point + left
 
 
 def numbers(op: Affine) -> tuple[Tensor, Tensor, Tensor]:

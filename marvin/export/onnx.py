@@ -106,8 +106,7 @@ class _Unrounded(Floats):
 
 def obstacle(network: Network) -> str:
     """Return what keeps words of 8 bits from being integers in ONNX Runtime; ``""`` if nothing."""
-    formats = network.formats() | network.weight_formats()
-    if all(fmt.wl <= 8 for fmt in formats.values()):
+    if all(fmt.wl <= 8 for fmt in network.words().values()):
         try:
             _written(network, "int8")
         except ExportError as error:
@@ -118,7 +117,7 @@ def obstacle(network: Network) -> str:
 def _written(network: Network, spelling: Spelling, vnni: bool = False) -> tuple[Floats, str]:
     """Return what has written a network, and the name of its output."""
     longest = {"int8": 8, "int16": 16, "float64": 32}[spelling]
-    for name, fmt in (network.formats() | network.weight_formats()).items():
+    for name, fmt in network.words().items():
         if fmt.wl > longest:
             raise ExportError(f"{name}: {spelling} holds words of {longest} bits, got {fmt}")
     if spelling == "int8":

@@ -65,7 +65,7 @@ def to_model(network: Network) -> Any:
     Raises:
         ExportError: A format is wider than float32 holds, or ``onnx`` is not installed.
     """
-    for name, fmt in (network.formats() | network.weight_formats()).items():
+    for name, fmt in network.words().items():
         if fmt.wl > _FLOAT32_BITS:
             raise ExportError(f"{name}: QONNX is float32 and holds {_FLOAT32_BITS} bits, got {fmt}")
     writer = _Quants(network)
@@ -107,7 +107,9 @@ class _Quants(Floats):
     def weight(self, op: Weighted) -> str:
         values = op.weight.numpy() * op.weight_fmt.lsb
         stored = self.number(f"{op.name}.weight", values)
-        return self._quant(f"{op.name}.weight.quant", stored, op.weight_fmt)
+        steps = op.weight_fmt.lsb * 2.0 ** np.array(op.twos)
+        lsb = steps.reshape(-1, *[1] * (values.ndim - 1)) if op.channels else None
+        return self._quant(f"{op.name}.weight.quant", stored, op.word, lsb)
 
     def bias(self, op: Weighted) -> list[str]:
         names = super().bias(op)
@@ -115,8 +117,9 @@ class _Quants(Floats):
             return names
         return [self._quant(f"{op.name}.bias.quant", names[0], op.bias_fmt)]
 
-    def _quant(self, name: str, source: str, fmt: FixedPoint) -> str:
-        numbers = [self.number(hint, value) for hint, value in _numbers(fmt)]
+    def _quant(self, name: str, source: str, fmt: FixedPoint, lsb: Any = None) -> str:
+        """Add a rounding to a format, or to its words in steps of ``lsb``."""
+        numbers = [self.number(hint, value) for hint, value in _numbers(fmt, lsb)]
         return self.graph.node(
             "Quant",
             [source, *numbers],
@@ -128,5 +131,6 @@ class _Quants(Floats):
         )
 
 
-def _numbers(fmt: FixedPoint) -> list[tuple[str, float]]:
-    return [("scale", fmt.lsb), ("zero_point", 0.0), ("bits", float(fmt.wl))]
+def _numbers(fmt: FixedPoint, lsb: Any) -> list[tuple[str, Any]]:
+    scale = fmt.lsb if lsb is None else lsb
+    return [("scale", scale), ("zero_point", 0.0), ("bits", float(fmt.wl))]

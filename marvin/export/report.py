@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from marvin.export import integer
-from marvin.export.network import Network
+from marvin.export.network import Network, Operation, Weighted
 from marvin.export.packed import Size, sizes
 from marvin.export.run import Deployed, Run
 from marvin.export.sums import sum_formats
@@ -36,7 +36,7 @@ def _layer(row: Row, network: Network, stored: dict[str, Size]) -> dict[str, Any
     return {
         "layer": row.name,
         "kind": row.kind,
-        "weights": str(row.fmt) if row.kind != "averagepool" else "",
+        "weights": _weights(row, network.operation(row.name)),
         "output": str(output or ""),
         "K": row.terms,
         "sum_bits": row.bits,
@@ -44,6 +44,14 @@ def _layer(row: Row, network: Network, stored: dict[str, Size]) -> dict[str, Any
         "float_bytes": sum(size.float_bytes for size in own),
         "float32": row.verdict,
     }
+
+
+def _weights(row: Row, op: Operation) -> str:
+    """Return the format of weights or of a scale; of points by channel, from the coarsest on."""
+    if isinstance(op, Weighted) and op.channels:
+        fmt = op.channels
+        return f"<{fmt.wl}, {fmt.fl + min(fmt.shifts)} to {fmt.fl + max(fmt.shifts)}>"
+    return str(row.fmt) if row.kind != "averagepool" else ""
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -157,7 +157,7 @@ def deploy(run: Run, options: Options) -> Deployed:
     if not run.has_activations:
         activations = calibrate(model, [run.train], options.wl)
     sample = run.train[:2]
-    exact = describe(model, sample, formats, activations, scale_wl=options.scale_wl)
+    exact = describe(model, sample, found, activations, scale_wl=options.scale_wl)
     wl = options.sums_wl
     network = exact if wl is None else round_sums(exact, run.train, wl)
     return Deployed(model, formats, network, exact)

@@ -7,7 +7,7 @@ import torch
 from marvin.export.bounds import value_of
 from marvin.export.fold import roundings, rounds_exactly, total_of
 from marvin.export.network import Affine, Network, Round, Value
-from marvin.export.norm import shift_of
+from marvin.export.norm import shift_of, zeros_of
 
 __all__ = ["short_scales"]
 
@@ -40,18 +40,20 @@ def _shortened(op: Affine, x: Value, rounds: list[Round]) -> Affine:
     shift = shift_of(op, x.fl)
     if shift is None:
         return op
-    fl = shift[1] + op.scale_fmt.fl
+    finer = op.offset_fmt.fl - op.scale_fmt.fl - x.fl
+    zeros = zeros_of(x, finer, len(op.scale)).tolist()
 
-    def is_exact(scale: int, b: int) -> bool:
-        total = total_of(x, b, shift[1])
-        return all(rounds_exactly(scale, total, fl, r.fmt) for r in rounds)
+    def is_exact(channel: int, scale: int, b: int) -> bool:
+        total, twos = total_of(x, channel, b << max(0, -finer), shift[1])
+        fl = shift[1] + op.scale_fmt.fl
+        return all(rounds_exactly(scale << twos, total, fl, r.fmt) for r in rounds)
 
     pairs = []
-    for scale, offset in zip(op.scale.tolist(), op.offset.tolist(), strict=True):
+    for i, (scale, offset) in enumerate(zip(op.scale.tolist(), op.offset.tolist(), strict=True)):
         for lost in range(op.scale_fmt.wl + 1):  # with none left, the scale is 0
             short = min(round(scale / 2**lost), op.scale_fmt.max_code >> lost) << lost
-            b = round(offset / short) if short else 0
-            if is_exact(short, b):
+            b = round(offset / (short << zeros[i])) << zeros[i] if short else 0
+            if is_exact(i, short, b):
                 pairs.append((short, short * b if short else _significant(offset)))
                 break
     scale, offset = torch.tensor(pairs).T

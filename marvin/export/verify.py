@@ -140,7 +140,7 @@ def _row(network: Network, op: Operation, different: int, elements: int) -> Row:
     fmt, is_bounded = None, None
     if isinstance(op, Weighted):
         fmt = op.weight_fmt
-        is_bounded = _is_bounded(network.values[op.inputs[0]], fmt, value.terms)
+        is_bounded = _is_bounded(network.values[op.inputs[0]], op.word, value.terms)
     elif isinstance(op, Affine):
         fmt = op.scale_fmt
     elif isinstance(op, Round | AveragePool):

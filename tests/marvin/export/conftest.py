@@ -144,31 +144,72 @@ def ranged() -> Callable[..., tuple[nn.Module, Network, Tensor]]:
         torch.manual_seed(0)
         model, x = build(), torch.randn(16, *shape)
         settle(model)
-        sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
-        optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(*bits), one_dim="float")
-        marvin.quantize_activations(model, optimizer)
-        for _ in range(2):  # the first is in floats
-            loss = model(x).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step(loss=loss)
-        formats: Any = optimizer.formats()
+        formats = trained(model, x, marvin.StaticPolicy(*bits))
         return model, describe(model.eval(), x, formats, **options), x
 
     return do
 
 
-def settle(model: nn.Module) -> None:
-    """Give batch normalisation statistics and scales, two of them odd."""
+@pytest.fixture
+def channelled() -> Callable[..., tuple[nn.Module, Any, Tensor]]:
+    """Return a model whose weights have points by channel: model, formats of weights, sample.
+
+    Channels differ in size by up to ``2**spread``, their biases and statistics with them; one is
+    0 in every layer.
+    """
+
+    def do(
+        build: Callable[[], nn.Module] = Branches,
+        bits: tuple[int, int] = (6, 6),
+        shape: tuple[int, ...] = (2, 8, 8),
+        *,
+        spread: int = 8,
+        seed: int = 0,
+    ) -> tuple[nn.Module, Any, Tensor]:
+        torch.manual_seed(seed)
+        model, x = build(), torch.randn(16, *shape)
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                sizes = 2.0 ** -torch.randint(0, spread + 1, (len(module.weight),)).float()
+                sizes[:3] = torch.tensor([1, 2.0**-spread, 0])
+                module.weight.data *= sizes.reshape(-1, *[1] * (module.weight.ndim - 1))
+                if module.bias is not None:
+                    module.bias.data *= sizes
+        settle(model, x)
+        formats = trained(model, x, marvin.StaticPolicy(*bits, per_channel=True))
+        return model.eval(), formats, x
+
+    return do
+
+
+def trained(model: nn.Module, x: Tensor, policy: marvin.StaticPolicy) -> Any:
+    """Put a model into fixed point by a policy, activations too; return the weights' formats."""
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
+    optimizer = marvin.Quantized(sgd, policy, one_dim="float")
+    marvin.quantize_activations(model, optimizer)
+    for _ in range(2):  # the first is in floats
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step(loss=loss)
+    return optimizer.formats()
+
+
+def settle(model: nn.Module, x: Tensor | None = None) -> None:
+    """Give batch normalisation statistics, of ``x`` if it is given, and scales, two of them odd."""
     generator = torch.Generator().manual_seed(1)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            assert module.running_mean is not None
-            assert module.running_var is not None
-            module.momentum = 0.0  # statistics stay as they are
-            module.running_mean.normal_(0, 0.2, generator=generator)
-            module.running_var.uniform_(0.05, 2, generator=generator)
-            module.weight.data.uniform_(0.2, 1.5, generator=generator)
-            module.bias.data.normal_(0, 0.3, generator=generator)
-            module.weight.data[0] *= -1
-            module.weight.data[1] = 0
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    for norm in norms:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        norm.momentum = None if x is not None else 0.0  # of 0, statistics stay as they are
+        norm.running_mean.normal_(0, 0.2, generator=generator)
+        norm.running_var.uniform_(0.05, 2, generator=generator)
+        norm.weight.data.uniform_(0.2, 1.5, generator=generator)
+        norm.bias.data.normal_(0, 0.3, generator=generator)
+        norm.weight.data[0] *= -1
+        norm.weight.data[1] = 0
+    if x is not None:
+        model(x)
+    for norm in norms:
+        norm.momentum = 0.0

@@ -85,15 +85,27 @@ def test_a_run_for_integer_hardware(tmp_path, capsys):
     assert {row["float32"] for row in facts["layers"]} == {"exact"}
 
 
-def test_points_of_channels_are_exported_in_a_format_that_all_share(tmp_path, capsys):
+def test_points_of_channels_are_integer_kernels(tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     folder = train(tmp_path / "run", policy="static", policy_bits=(5, 6), per_channel=True)
-    export(folder, "--to", "onnx", "--verify", "--out", str(tmp_path / "onnx"))
-    assert "verified: " in capsys.readouterr().out
-    export(folder, "--to", "packed", "--out", str(tmp_path / "out"))
+    for words, spelling in (((), "float64"), (("--sums-wl", "8"), "int8")):
+        export(folder, "--to", "onnx", "--verify", *words, "--out", str(tmp_path / "onnx"))
+        text = capsys.readouterr().out
+        assert "verified: " in text
+        assert f"network.onnx ({spelling})" in text
+    formats = formats_of(folder)
+    rows = json.loads((tmp_path / "onnx" / "export.json").read_text())["layers"]
+    assert {row["float32"] for row in rows} == {"exact"}
+    shown = [row["weights"] for row in rows if row["kind"] in ("conv", "linear")]
+    ends = [(fmt["fmt"]["fl"], fmt["shifts"]) for fmt in formats]
+    assert shown == [f"<5, {fl + min(more)} to {fl + max(more)}>" for fl, more in ends]
+
+
+def test_points_of_channels_are_packed_in_a_format_that_all_share(tmp_path):
+    folder = train(tmp_path / "run", policy="static", policy_bits=(5, 6), per_channel=True)
+    export(folder, "--to", "packed", "--verify", "--out", str(tmp_path / "out"))
     loaded = packed.load(tmp_path / "out" / "network.safetensors")
-    state = torch.load(folder / "checkpoint.pt", weights_only=True)["optimizer"]["state"]
-    formats = [values["layer"]["fmt"] for values in state.values() if "layer" in values]
+    formats = formats_of(folder)
     codes = [loaded.codes[name] for name in loaded.formats]
     assert len(codes) == len(formats)
     for name, weight, fmt in zip(loaded.formats, codes, formats, strict=True):
@@ -101,6 +113,11 @@ def test_points_of_channels_are_exported_in_a_format_that_all_share(tmp_path, ca
         assert loaded.formats[name].wl == 5 + most
         for row, shift in zip(weight, fmt["shifts"], strict=True):
             assert (row % 2 ** (most - shift) == 0).all()  # a number of the channel's own format
+
+
+def formats_of(folder):
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)["optimizer"]["state"]
+    return [values["layer"]["fmt"] for values in state.values() if "layer" in values]
 
 
 def test_packed_weights_are_the_masters_rounded_to_nearest(run, tmp_path, capsys):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fixedpoint_kernels import FixedPoint
+from marvin.channels import ChannelFormat
 from marvin.export import integer, round_sums, verify
 from marvin.export.arithmetic import round_fraction
 from marvin.export.bounds import first_value, value_of
@@ -20,7 +21,7 @@ from marvin.export.scales import short_scales
 SIGNED, UNSIGNED = FixedPoint(8, 0), FixedPoint(8, 0, signed=False)
 
 
-def chain(scale, offset, *, weight=127, x=UNSIGNED, out=SIGNED, terms=1):
+def chain(scale, offset, *, weight=127, x=UNSIGNED, out=SIGNED, terms=1, channels=None):
     """Return a 1x1 convolution, a batch normalisation and a rounding: codes with their formats."""
     (scales, scale_fl), (offsets, offset_fl) = scale, offset
     codes = torch.full((len(scales), terms, 1, 1), weight)
@@ -29,7 +30,7 @@ def chain(scale, offset, *, weight=127, x=UNSIGNED, out=SIGNED, terms=1):
     operations = (
         Input("x", (), (terms, 1, 1)),
         Round("in", ("x",), x),
-        Conv("conv", ("in",), codes, FixedPoint(8, 0), *bias, *same),
+        Conv("conv", ("in",), codes, FixedPoint(8, 0), *bias, *same, channels=channels),
         Affine(
             "bn",
             ("conv",),
@@ -82,6 +83,29 @@ def test_the_limit_of_the_rule(point, is_exact):
         x = np.arange(256)[:, None]
         got = kernel(folded, x, 0, SIGNED)
         assert got.astype(int).tolist() == by_fractions(network, x[:, 0]).tolist()
+
+
+@pytest.mark.parametrize(("point", "is_exact"), [(22, True), (23, False)])
+def test_zeros_that_a_channel_shares_do_not_count(point, is_exact):
+    """Five of them, in weights and offset: the limit of the rule is five further."""
+    channels = ChannelFormat(FixedPoint(3, -5), (0, 5))
+    scale, b = 2**15 + 1, 2**5 * (2**9 - 5)
+    network = chain(
+        ([scale, 0], point), ([scale * b, 0], point), weight=2**5, channels=channels, out=SIGNED
+    )
+    folded = fold(network, network.operation("bn"), SIGNED)
+    assert (folded is not None) is is_exact
+    assert (network.operation("bn").name in absorbed(network)) is is_exact
+    lost = short_scales(network).operation("bn").scale[0] != scale
+    assert lost is not is_exact
+    if folded:
+        assert folded.weight[0].tolist() == [[[1]]]
+        assert folded.bias.tolist() == [2**9 - 5, 0]
+        x = np.arange(256)[:, None]
+        got = kernel(folded, x, 0, SIGNED)
+        assert got.astype(int).tolist() == by_fractions(network, x[:, 0]).tolist()
+    odd = chain(([scale], point), ([scale * (b + 1)], point), weight=2**5)
+    assert fold(odd, odd.operation("bn"), SIGNED) is None  # the rule, without points by channel
 
 
 def test_beyond_the_limit_float32_is_wrong():

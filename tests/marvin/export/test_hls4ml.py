@@ -80,6 +80,19 @@ def test_emulation_equals_the_integers_with_unsigned_words(ranged, tmp_path):
     assert_exact(network, 2 * x[:3], "Vitis", tmp_path)
 
 
+@needs_compiler
+@pytest.mark.slow
+def test_emulation_equals_the_integers_with_points_by_channel(channelled, tmp_path):
+    def build():
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(4),
+            nn.Flatten(), nn.Linear(16, 5),
+        )  # fmt: skip
+
+    model, formats, x = channelled(build, spread=6)
+    assert_exact(describe(model, x, formats), 2 * x[:4], "Vitis", tmp_path)
+
+
 def test_every_type_is_written_out(digits, tmp_path):
     _, network, _ = digits(8, 5)
     hls4ml.write(network, tmp_path)

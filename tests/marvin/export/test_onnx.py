@@ -193,6 +193,49 @@ def test_weights_are_int8_where_two_products_fit_in_16_bits(largest, act, kind):
         assert_exact(network, x, vnni=True)
 
 
+def test_an_average_of_long_sums_is_no_byte():
+    """64 sums of 20 bits: float32 has each, and not their total."""
+    model = nn.Sequential(nn.Conv2d(32, 1, 1, bias=False), nn.AvgPool2d(8))
+    model[0].weight.data.fill_(127)
+    rounds = {
+        "0": Formats(FixedPoint(8, 0, signed=False), None),
+        "1": Formats(None, FixedPoint(8, -12)),
+    }
+    x = torch.randint(0, 256, (2, 32, 8, 8)).float()
+    network = describe(model, x, {"0.weight": FixedPoint(8, 0)}, rounds)
+    assert exporter.obstacle(network) == "1: sums take 26 bits, int8 is exact up to 24 at most"
+    assert_exact(network, x)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 5), nn.Conv2d(6, 5, 1)])
+@pytest.mark.parametrize(
+    ("weight", "act", "spelling"), [((8, 6), 6, "int8"), ((8, 6), 8, "int8"), ((4, 2), 16, "int16")]
+)
+def test_biases_finer_than_products(layer, weight, act, spelling):
+    """ONNX Runtime rounds them behind what it takes for a layer of integers."""
+    torch.manual_seed(0)
+    fmt = FixedPoint(*weight)
+    kind = type(layer)
+    model = nn.Sequential(layer, kind(5, 2, *layer.weight.shape[2:], bias=False))
+    for fl in (3 + fmt.fl, 3 + fmt.fl + 3):
+        formats = {"0.weight": fmt, "1.weight": fmt, "0.bias": FixedPoint(10, fl)}
+        torch.manual_seed(1)
+        nn.init.uniform_(layer.weight, 1.1 * fmt.min, 1.1 * fmt.max)
+        nn.init.uniform_(layer.bias, 2.0**-fl, 40 * 2.0**-fl)
+        given = nearest_weights(model, formats)
+        x = torch.randn(200, 6, *layer.weight.shape[2:])
+        rounds = {"0": Formats(FixedPoint(act, 3), None), "1": Formats(FixedPoint(8, 5), None)}
+        network = describe(given, x, formats, rounds)
+        if spelling == "int16":
+            assert_exact(network, x, spelling)
+        else:
+            is_fine = fl == 3 + fmt.fl
+            assert exporter.spelling_of(network) == ("int8" if is_fine else "int16")
+            reason = "0: bytes do not hold its weights at the point of its bias"
+            assert exporter.obstacle(network) == ("" if is_fine else reason)
+        assert_exact(network, x)
+
+
 @pytest.mark.parametrize(("left", "right"), [((8, 5), (8, 4)), ((6, 1), (8, 9)), ((8, -2), (3, 2))])
 @pytest.mark.parametrize("out", [(8, 4), (5, 0)])
 def test_sums_of_all_codes(left, right, out, tmp_path):

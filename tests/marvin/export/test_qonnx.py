@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from marvin.export import ExportError, integer, qonnx, round_sums
+from marvin.export import ExportError, describe, integer, qonnx, round_sums
 
 onnx = pytest.importorskip("onnx")
 
@@ -41,6 +41,16 @@ def test_unsigned_words_and_rounded_sums(ranged, bits, tmp_path):
 
 
 @needs_qonnx
+def test_points_by_channel(channelled, tmp_path):
+    model, formats, x = channelled(bits=(5, 6), spread=9)
+    network = round_sums(describe(model, x, formats), x)
+    assert qonnx.is_exact(network)
+    qonnx.save(network, tmp_path / "net.onnx")
+    got = qonnx.execute(tmp_path / "net.onnx", 2 * x[:2], str(PYTHON))
+    torch.testing.assert_close(got.double(), integer.run(network, 2 * x[:2]), rtol=0, atol=0)
+
+
+@needs_qonnx
 def test_a_failure_of_the_executor_is_told(tmp_path):
     (tmp_path / "net.onnx").write_bytes(b"no model")
     with pytest.raises(ExportError, match="qonnx could not execute"):
@@ -58,6 +68,21 @@ def test_nodes_have_the_true_word_lengths(digits):
         assert [float(values[name]) for name in node.input[1:]] == [2**-4, 0, 6]
     assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1
     assert model.ir_version == 10
+
+
+def test_points_by_channel_are_scales(channelled):
+    model, formats, x = channelled(bits=(5, 6), spread=9)
+    written = qonnx.to_model(describe(model, x, formats))
+    values = {c.name: onnx.numpy_helper.to_array(c) for c in written.graph.initializer}
+    quants = {node.output[0]: node for node in written.graph.node}
+    for name, fmt in formats.items():
+        weight, scale, _, bits = (values[n] for n in quants[f"{name}.quant.value"].input)
+        assert bits == 5
+        assert scale.shape == (len(weight), *[1] * (weight.ndim - 1))
+        assert scale.reshape(-1).tolist() == [fmt.channel(i).lsb for i in range(len(weight))]
+        codes = weight / scale
+        assert (codes == codes.round()).all()
+        assert -16 <= codes.min() < codes.max() <= 15
 
 
 def test_unsigned_words_have_no_sign(ranged):
