@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.division import reference
 from fixedpoint_kernels.division.layout import Layout
+from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.philox import Key
 
 
@@ -45,7 +45,7 @@ def _compress(
     if layout.is_one_pixel:
         means.copy_(x.detach().reshape(means.shape))
     elif layout.planes:
-        _implementation(x).compress(x.contiguous(), means, codes, ranges, layout, key)
+        execution("division", x).compress(x.contiguous(), means, codes, ranges, layout, key)
     return means, codes, ranges
 
 
@@ -69,7 +69,7 @@ def _decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> 
         out.copy_(means.view(out.shape))
     elif layout.planes:
         parts = means.contiguous(), codes.contiguous(), ranges.contiguous()
-        _implementation(means).decompress(*parts, out, layout)
+        execution("division", means).decompress(*parts, out, layout)
     return out.contiguous(memory_format=layout.memory_format)
 
 
@@ -119,15 +119,3 @@ def _check_parts(parts: tuple[Tensor, ...], layout: Layout) -> None:
             f"a map of shape {layout.shape} is kept as bfloat16, uint8 and bfloat16 tensors of "
             f"shapes {wanted}, got {dtypes} of shapes {came}"
         )
-
-
-def _implementation(x: Tensor) -> Any:
-    if x.is_cuda:
-        from fixedpoint_kernels.division import gpu  # triton is not on every system
-
-        return gpu
-    if x.is_cpu:
-        from fixedpoint_kernels.division import cpu  # numba takes half a second to import
-
-        return cpu
-    return reference

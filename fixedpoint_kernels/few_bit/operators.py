@@ -1,12 +1,12 @@
 """``encode`` and ``decode`` as operators of PyTorch, which ``torch.compile`` keeps in its graphs."""
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.few_bit import reference
+from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.few_bit.fused import Fused
 from fixedpoint_kernels.few_bit.table import Table
 
@@ -101,23 +101,21 @@ def _encode(x: Tensor, table: str) -> Tensor:
         raise TypeError(f"few-bit activations need a floating tensor, got {x.dtype}")
     planes = _empty_planes(x, table)
     if x.numel():
-        _implementation(x.device.type).encode(x.contiguous(), planes, _tables[table])
+        execution("few_bit", x).encode(x.contiguous(), planes, _tables[table])
     return planes
 
 
 def _value_and_encode(x: Tensor, table: str, *fused: Any) -> tuple[Tensor, Tensor]:
     y, planes = _empty_pair(x, table)
     if x.numel():
-        _implementation(x.device.type).value_and_encode(
-            x.contiguous(), y, planes, _tables[table], fused
-        )
+        execution("few_bit", x).value_and_encode(x.contiguous(), y, planes, _tables[table], fused)
     return y, planes
 
 
 def _decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
     out = _empty_product(grad, dtype)
     if grad.numel():
-        _implementation(grad.device.type).decode(grad.contiguous(), planes, out, _tables[table])
+        execution("few_bit", grad).decode(grad.contiguous(), planes, out, _tables[table])
     return out
 
 
@@ -175,16 +173,3 @@ _define(
     _decode,
     _fake_decode,
 )
-
-
-@cache
-def _implementation(device: str) -> Any:
-    if device == "cuda":
-        from fixedpoint_kernels.few_bit import gpu  # triton is not on every system
-
-        return gpu
-    if device == "cpu":
-        from fixedpoint_kernels.few_bit import cpu  # numba takes half a second to import
-
-        return cpu
-    return reference

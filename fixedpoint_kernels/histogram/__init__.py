@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram import reference
 from fixedpoint_kernels.histogram.grid import Grid
@@ -111,7 +112,7 @@ def sampled_histogram(
     if not x.numel():
         shape = 1 + len(fmts), bins.resolution
         return torch.zeros(shape, dtype=torch.int64, device=x.device)
-    return _implementation(x).sampled(x.reshape(-1), fmts, bins, rounding, key)
+    return execution("histogram", x).sampled(x.reshape(-1), fmts, bins, rounding, key)
 
 
 def grid_histogram(x: Tensor, bins: Bins, fl: int) -> tuple[np.ndarray, Grid]:
@@ -133,18 +134,6 @@ def grid_histogram(x: Tensor, bins: Bins, fl: int) -> tuple[np.ndarray, Grid]:
         raise ValueError(
             f"expected counts need at most {_MAX_CELLS} steps in the range, got {size}"
         )
-    code = _implementation(x) if x.numel() else reference
+    code = execution("histogram", x) if x.numel() else reference
     own, table = code.cells(x.reshape(-1), bins, Cells(fl, first, size))
     return own.cpu().numpy().astype(np.float64), Grid(fl, first, table.cpu().numpy(), bins)
-
-
-def _implementation(x: Tensor) -> Any:
-    if x.is_cuda:
-        from fixedpoint_kernels.histogram import gpu  # triton is not on every system
-
-        return gpu
-    if x.is_cpu:
-        from fixedpoint_kernels.histogram import cpu  # numba takes half a second to import
-
-        return cpu
-    return reference

@@ -8,12 +8,11 @@ are zero.
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.packing import reference
+from fixedpoint_kernels.executions import execution
 
 __all__ = ["pack", "unpack"]
 
@@ -46,7 +45,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     flat = _as_signed(codes.contiguous().view(-1))
     packed = torch.empty(_byte_count(codes.numel(), bits), dtype=torch.uint8, device=codes.device)
     if codes.numel():
-        _implementation(codes).pack(flat, packed, bits)
+        execution("packing", codes).pack(flat, packed, bits)
     return packed
 
 
@@ -80,20 +79,8 @@ def unpack(packed: Tensor, bits: int, shape: int | Sequence[int], *, signed: boo
         )
     codes = torch.empty(shape, dtype=_code_dtype(bits, signed), device=packed.device)
     if codes.numel():
-        _implementation(packed).unpack(packed.contiguous(), codes.view(-1), bits, signed)
+        execution("packing", packed).unpack(packed.contiguous(), codes.view(-1), bits, signed)
     return codes
-
-
-def _implementation(x: Tensor) -> Any:
-    if x.is_cuda:
-        from fixedpoint_kernels.packing import gpu  # triton is not on every system
-
-        return gpu
-    if x.is_cpu:
-        from fixedpoint_kernels.packing import cpu  # numba takes half a second to import
-
-        return cpu
-    return reference
 
 
 def _byte_count(count: int, bits: int) -> int:

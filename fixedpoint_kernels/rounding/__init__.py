@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.philox import Key
-from fixedpoint_kernels.rounding import reference
 from fixedpoint_kernels.rounding.reference import Rounding
 
 __all__ = ["Rounding", "decode", "encode", "quantize", "quantize_many", "quantize_with_mask"]
@@ -152,7 +152,7 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
     if out is not None:
         _mark_changed(ys)
     if is_one_launch:
-        _implementation(xs[0]).quantize_many(xs, ys, fmts, rounding, keys)
+        execution("rounding", xs[0]).quantize_many(xs, ys, fmts, rounding, keys)
         return ys
     for x, y, fmt, key in zip(xs, ys, fmts, keys, strict=True):
         _run(x, y, None, fmt, rounding, key)
@@ -218,23 +218,11 @@ def _run(
     if inside is not None and not inside.is_contiguous():
         mask = torch.empty_like(inside, memory_format=torch.contiguous_format)
     if x.numel():
-        _implementation(x).quantize(x.contiguous(), target, mask, fmt, rounding, key)
+        execution("rounding", x).quantize(x.contiguous(), target, mask, fmt, rounding, key)
     if target is not y:
         y.copy_(target)
     if inside is not None and mask is not None and mask is not inside:
         inside.copy_(mask)
-
-
-def _implementation(x: Tensor) -> Any:
-    if x.is_cuda:
-        from fixedpoint_kernels.rounding import gpu  # triton is not on every system
-
-        return gpu
-    if x.is_cpu:
-        from fixedpoint_kernels.rounding import cpu  # numba takes half a second to import
-
-        return cpu
-    return reference
 
 
 def _are_plain(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:

@@ -3,13 +3,11 @@
 Values are rounded to nearest. Backward, one pass gives the straight-through gradient and its norm.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.survey import reference
 from fixedpoint_kernels.survey.reference import MAGNITUDES
 
 __all__ = ["MAGNITUDES", "mask_and_survey", "round_and_survey"]
@@ -32,7 +30,7 @@ def round_and_survey(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor,
     """
     marks = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     y = None if fmt is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    counts, sums = _implementation(x).survey(x.detach().contiguous(), y, marks, fmt)
+    counts, sums = execution("survey", x).survey(x.detach().contiguous(), y, marks, fmt)
     return (x if y is None else y), marks, counts, sums
 
 
@@ -49,17 +47,5 @@ def mask_and_survey(grad: Tensor, marks: Tensor, *, clip: bool) -> tuple[Tensor,
         was neither 0 nor clamped.
     """
     out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device) if clip else None
-    squares = _implementation(grad).survey_gradient(grad.contiguous(), marks, out)
+    squares = execution("survey", grad).survey_gradient(grad.contiguous(), marks, out)
     return (grad if out is None else out), squares
-
-
-def _implementation(x: Tensor) -> Any:
-    if x.is_cuda:
-        from fixedpoint_kernels.survey import gpu  # triton is not on every system
-
-        return gpu
-    if x.is_cpu:
-        from fixedpoint_kernels.survey import cpu  # numba takes half a second to import
-
-        return cpu
-    return reference
