@@ -3,11 +3,11 @@
 Sums are of tasks, then of all tasks in order: they do not depend on the number of threads.
 """
 
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -24,6 +24,37 @@ _TASK = 256 * _LANES  # elements: 64 kB
 _TABLES = 4  # of counts: like values follow each other, and would wait for each other's count
 
 
+@contextmanager
+def _each_vector(call, at, sums, count):
+    """Loop over vectors of the arrays that an intrinsic was given.
+
+    Args:
+        call: What ``codegen`` was given.
+        at: Number of the argument that says where the first vector begins; how many there are is in
+            the next one.
+        sums: Number of the argument with sums, ``(count, _LANES)`` float32.
+        count: How many rows that has.
+
+    Yields:
+        What gives the address of the present vector in an argument; and slots of the rows, which
+        stay in registers.
+    """
+    context, builder, signature, args = call
+    index = args[at].type
+
+    def data(i):
+        return context.make_array(signature.args[i])(context, builder, args[i]).data
+
+    places = [builder.gep(data(sums), [index(_LANES * row)]) for row in range(count)]
+    loaded = [Vector.load(builder, place, _LANES).value for place in places]
+    rows = [cgutils.alloca_once_value(builder, row) for row in loaded]
+    with cgutils.for_range(builder, args[at + 1]) as loop:
+        place = builder.add(args[at], builder.mul(loop.index, index(_LANES)))
+        yield lambda i: builder.gep(data(i), [place]), rows
+    for row, place in zip(rows, places, strict=True):
+        Vector(builder, builder.load(row)).store(place)
+
+
 @intrinsic
 def _survey_vectors(_context, x, y, marks, at, vectors, number, sums):
     """Round and mark ``vectors`` times ``_LANES`` elements from ``at`` on.
@@ -33,15 +64,9 @@ def _survey_vectors(_context, x, y, marks, at, vectors, number, sums):
     """
     signature = types.void(x, y, marks, at, vectors, number, sums)
 
-    def codegen(context, builder, signature, args):
-        rows = _rows(context, builder, signature.args[6], args[6], 3)
-        with cgutils.for_range(builder, args[4]) as loop:
-            place = builder.add(args[3], builder.mul(loop.index, args[3].type(_LANES)))
-
-            def pointer(i):
-                array = context.make_array(signature.args[i])(context, builder, args[i])
-                return builder.gep(array.data, [place])
-
+    def codegen(*call):
+        _, builder, _, args = call
+        with _each_vector(call, 3, 6, 3) as (pointer, rows):
             values = Vector.load(builder, pointer(0), _LANES)
             zero = values.constant(0.0)
             outside = values.is_nan() & values.is_nan().constant(0)
@@ -60,8 +85,7 @@ def _survey_vectors(_context, x, y, marks, at, vectors, number, sums):
             builder.store((values < lowest).where(values, lowest).value, rows[0])
             builder.store((squares + values * values).value, rows[1])
             builder.store((clamped + outside.where(zero.constant(1.0), zero)).value, rows[2])
-        _write_back(context, builder, signature.args[6], args[6], rows)
-        return context.get_dummy_value()
+        return call[0].get_dummy_value()
 
     return signature, codegen
 
@@ -75,15 +99,9 @@ def _mask_vectors(_context, grad, marks, out, at, vectors, sums):
     """
     signature = types.void(grad, marks, out, at, vectors, sums)
 
-    def codegen(context, builder, signature, args):
-        rows = _rows(context, builder, signature.args[5], args[5], 1)
-        with cgutils.for_range(builder, args[4]) as loop:
-            place = builder.add(args[3], builder.mul(loop.index, args[3].type(_LANES)))
-
-            def pointer(i):
-                array = context.make_array(signature.args[i])(context, builder, args[i])
-                return builder.gep(array.data, [place])
-
+    def codegen(*call):
+        builder = call[1]
+        with _each_vector(call, 3, 5, 1) as (pointer, rows):
             values, kinds = (Vector.load(builder, pointer(i), _LANES) for i in (0, 1))
             zero = values.constant(0.0)
             counted = (kinds > 1).where(values, zero)
@@ -91,25 +109,9 @@ def _mask_vectors(_context, grad, marks, out, at, vectors, sums):
             builder.store((squares + counted * counted).value, rows[0])
             if out != types.none:
                 ((kinds & 1) > 0).where(values, zero).store(pointer(2))
-        _write_back(context, builder, signature.args[5], args[5], rows)
-        return context.get_dummy_value()
+        return call[0].get_dummy_value()
 
     return signature, codegen
-
-
-def _rows(context, builder, kind, array, count):
-    """Return stack slots with the rows of a small array, which stay in registers."""
-    data = context.make_array(kind)(context, builder, array).data
-    places = [builder.gep(data, [ir.Constant(ir.IntType(64), _LANES * i)]) for i in range(count)]
-    rows = [Vector.load(builder, place, _LANES) for place in places]
-    return [cgutils.alloca_once_value(builder, row.value) for row in rows]
-
-
-def _write_back(context, builder, kind, array, rows):
-    data = context.make_array(kind)(context, builder, array).data
-    for i, row in enumerate(rows):
-        place = builder.gep(data, [ir.Constant(ir.IntType(64), _LANES * i)])
-        Vector(builder, builder.load(row)).store(place)
 
 
 @njit(inline="always")
