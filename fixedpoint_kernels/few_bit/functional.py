@@ -7,13 +7,15 @@ stepwise ones (ReLU and the like) need 1 bit, whatever ``bits`` says, and their 
 normalisation. Parameters other than torch's defaults are solved for at the first call.
 """
 
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fixedpoint_kernels.few_bit.autograd import apply
-from fixedpoint_kernels.few_bit.fused import fused_of
-from fixedpoint_kernels.few_bit.integrals import Weight
+from fixedpoint_kernels.few_bit.fused import Fused, fused_of
+from fixedpoint_kernels.few_bit.integrals import Function, Weight
 from fixedpoint_kernels.few_bit.named import function_of, table_of
 from fixedpoint_kernels.few_bit.operators import register
 
@@ -271,8 +273,20 @@ def refuse_inplace(inplace: bool) -> None:
 
 
 def _run(name: str, x: Tensor, parameters: tuple[Any, ...], bits: int, weight: Weight) -> Tensor:
+    find = _found if torch.compiler.is_compiling() else _remembered
+    function, key, fused = find(name, parameters, bits, weight)
+    return apply(function, x, key, fused)
+
+
+def _found(
+    name: str, parameters: tuple[Any, ...], bits: int, weight: Weight
+) -> tuple[Function, str, Fused | None]:
+    """Return what ``apply`` wants."""
     key = table_key(name, bits, weight, *parameters)
-    return apply(function_of(name, parameters), x, key, fused_of(name, parameters))
+    return function_of(name, parameters), key, fused_of(name, parameters)
+
+
+_remembered = lru_cache(maxsize=256)(_found)
 
 
 def table_key(name: str, bits: int, weight: Weight, *parameters: Any) -> str:
