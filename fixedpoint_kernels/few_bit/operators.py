@@ -59,6 +59,8 @@ def value_and_encode(x: Tensor, table: str, fused: Fused) -> tuple[Tensor, Tenso
         GELU's are at most 2 units of ``x / 2`` from exact, since ``1 + erf`` loses digits, in
         torch's too. And what ``encode`` returns.
     """
+    if is_plain(x):
+        return _value_and_encode(x, table, *fused)
     return torch.ops.fixedpoint_kernels.few_bit_value_and_encode.default(x, table, *fused)
 
 
