@@ -19,9 +19,8 @@ from marvin.export.network import (
     MaxPool,
     Pair,
     Relu,
-    Weighted,
 )
-from marvin.export.norm import fixed_norm, nearest
+from marvin.export.norm import fixed_norm, nearest, spare_of
 from marvin.export.packed import codes_of
 
 __all__ = ["MODULES"]
@@ -120,10 +119,9 @@ def _norm(
     source: str,
 ) -> str:
     source = builder.round_input(name, module, source)
-    x, before = builder.values[source], builder.operation(source)
-    # as fine as integers of 8 bits hold: see marvin.export.fold
-    spare = 7 - before.word.wl if isinstance(before, Weighted) else min(6, 14 - x.bits)
-    numbers = fixed_norm(module, m, x, max(0, spare), builder.scale_wl)
+    x = builder.values[source]
+    spare = spare_of(builder.operation(source), x)
+    numbers = fixed_norm(module, m, x, spare, builder.scale_wl)
     return builder.round_output(name, module, builder.add(Affine(name, (source,), *numbers)))
 
 

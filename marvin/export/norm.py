@@ -5,10 +5,10 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
-from marvin.export.network import Affine, Value
+from marvin.export.network import Affine, Operation, Value, Weighted
 from marvin.export.observe import fitting
 
-__all__ = ["FixedNorm", "fixed_norm", "nearest", "numbers", "shift_of", "zeros_of"]
+__all__ = ["FixedNorm", "fixed_norm", "nearest", "numbers", "shift_of", "spare_of", "zeros_of"]
 
 FixedNorm = tuple[Tensor, FixedPoint, Tensor, FixedPoint]  # of Affine: scale, offset
 _OFFSET_WL = 32
@@ -36,7 +36,7 @@ def fixed_norm(
         m: With running statistics.
         x: What it takes.
         spare: Bits by which ``b`` is finer than ``x``, where 32 bits hold the offset. Where
-            channels of ``x`` have points of their own, than that of each: see ``zeros_of``.
+            channels of ``x`` have points of their own, than each.
         scale_wl: Word length of the scale, bits.
 
     Returns:
@@ -58,28 +58,39 @@ def fixed_norm(
     offset_codes, offset_fmt = nearest(offset, _OFFSET_WL, product + spare)
     finer = offset_fmt.fl - product
     if finer >= 0 or x.channels:
-        steps = torch.where(codes == 0, 1, codes << zeros_of(x, finer, len(codes)))
+        steps = torch.where(codes == 0, 1, codes << zeros_of(x, spare, finer, len(codes)))
         multiples = torch.round(offset.cpu() * offset_fmt.scale / steps).to(torch.int64) * steps
         if offset_fmt.min_code <= multiples.min() and multiples.max() <= offset_fmt.max_code:
             offset_codes = multiples
     return codes, fmt, offset_codes, offset_fmt
 
 
-def zeros_of(x: Value, finer: int, channels: int) -> Tensor:
-    """Return how many zeros ``b`` must end with, so that sums have no more bits than they must.
+def spare_of(before: Operation, x: Value) -> int:
+    """Return by how many bits ``b`` is finer than ``x``: as fine as bytes hold weights then.
 
-    Sums of a channel are multiples of some power of two, and stay so with such a ``b``.
+    Args:
+        before: What batch normalisation comes after.
+        x: Its value.
+    """
+    return max(0, 7 - before.word.wl if isinstance(before, Weighted) else min(6, 14 - x.bits))
+
+
+def zeros_of(x: Value, spare: int, finer: int, channels: int) -> Tensor:
+    """Return how many zeros ``b`` must end with, to be ``spare`` bits finer than its channel.
 
     Args:
         x: What batch normalisation takes.
-        finer: Bits by which ``b`` is finer than codes of ``x``; below 0 where it is coarser.
+        spare: From ``spare_of``.
+        finer: Bits by which the point of ``b`` is finer than that of ``x``, or below 0.
         channels: Of ``x``.
 
     Returns:
-        int64, shape ``(channels,)``.
+        int64, shape ``(channels,)``; 0 where channels have one point.
     """
-    zeros = [max(0, x.channel(i).twos + min(0, finer)) for i in range(channels)]
-    return torch.tensor(zeros, dtype=torch.int64)
+    zeros = torch.zeros(channels, dtype=torch.int64)
+    for i, channel in enumerate(x.channels):
+        zeros[i] = max(0, channel.twos - spare + finer)
+    return zeros
 
 
 def shift_of(op: Affine, fl: int) -> tuple[Tensor, int] | None:

@@ -7,7 +7,7 @@ import torch
 from marvin.export.bounds import value_of
 from marvin.export.fold import roundings, rounds_exactly, total_of
 from marvin.export.network import Affine, Network, Round, Value
-from marvin.export.norm import shift_of, zeros_of
+from marvin.export.norm import shift_of, spare_of, zeros_of
 
 __all__ = ["short_scales"]
 
@@ -28,7 +28,8 @@ def short_scales(network: Network) -> Network:
         if isinstance(op, Affine):
             rounds = roundings(network, op.name)[1]
             if rounds and all(r.fmt.wl <= _BYTE for r in rounds):
-                new = _shortened(op, values[op.inputs[0]], rounds)
+                x = values[op.inputs[0]]
+                new = _shortened(op, x, spare_of(network.operation(op.inputs[0]), x), rounds)
         operations.append(new)
         is_first = new.inputs in ((), (network.input.name,))  # what comes in has no value
         if not is_first:
@@ -36,12 +37,12 @@ def short_scales(network: Network) -> Network:
     return replace(network, operations=tuple(operations), values=values)
 
 
-def _shortened(op: Affine, x: Value, rounds: list[Round]) -> Affine:
+def _shortened(op: Affine, x: Value, spare: int, rounds: list[Round]) -> Affine:
     shift = shift_of(op, x.fl)
     if shift is None:
         return op
     finer = op.offset_fmt.fl - op.scale_fmt.fl - x.fl
-    zeros = zeros_of(x, finer, len(op.scale)).tolist()
+    zeros = zeros_of(x, spare, finer, len(op.scale)).tolist()
 
     def is_exact(channel: int, scale: int, b: int) -> bool:
         total, twos = total_of(x, channel, b << max(0, -finer), shift[1])

@@ -104,8 +104,29 @@ def test_zeros_that_a_channel_shares_do_not_count(point, is_exact):
         x = np.arange(256)[:, None]
         got = kernel(folded, x, 0, SIGNED)
         assert got.astype(int).tolist() == by_fractions(network, x[:, 0]).tolist()
-    odd = chain(([scale], point), ([scale * (b + 1)], point), weight=2**5)
-    assert fold(odd, odd.operation("bn"), SIGNED) is None  # the rule, without points by channel
+    for given in (None, channels):  # without points by channel, and with another offset
+        scales, offsets = ([scale, 0], point), ([scale * (b + (given is not None)), 0], point)
+        other = chain(scales, offsets, weight=2**5, channels=given)
+        assert fold(other, other.operation("bn"), SIGNED) is None
+
+
+@pytest.mark.parametrize(("fl", "is_exact"), [(17, True), (18, False)])
+def test_the_limit_of_a_layer_alone(fl, is_exact):
+    """Sums of 27 bits at their channel's own point."""
+    channels = ChannelFormat(FixedPoint(8, fl), (0, 5))
+    network = chain(([1, 1], 0), ([0, 0], 0), terms=4096)
+    conv = network.operation("conv")
+    weight = torch.zeros_like(conv.weight)
+    weight[0], weight[1, :9] = 127 * 2**5, 3
+    conv = replace(conv, weight=weight, weight_fmt=channels.whole(), channels=channels)
+    values = {"in": network.values["in"], "conv": value_of(conv, [network.values["in"]])}
+    short = Network((*network.operations[:2], conv), values, "trained")
+    assert values["conv"].channels[0].magnitude >> 5 > 2**26
+    assert (fold(short, conv, SIGNED) is not None) is is_exact
+    assert fold(short, conv, None) is None
+    few = replace(conv, weight=torch.where(torch.arange(4096)[:, None, None] < 500, weight, 0))
+    values["conv"] = value_of(few, [network.values["in"]])
+    assert fold(Network((*network.operations[:2], few), values, "trained"), few, None) is not None
 
 
 def test_beyond_the_limit_float32_is_wrong():
