@@ -224,7 +224,10 @@ def test_biases_finer_than_products(layer, weight, act, spelling):
         nn.init.uniform_(layer.bias, 2.0**-fl, 40 * 2.0**-fl)
         given = nearest_weights(model, formats)
         x = torch.randn(200, 6, *layer.weight.shape[2:])
-        rounds = {"0": Formats(FixedPoint(act, 3), None), "1": Formats(FixedPoint(8, 5), None)}
+        rounds = {
+            "0": Formats(FixedPoint(act, 3), None),
+            "1": Formats(FixedPoint(max(8, act), 8), None),
+        }
         network = describe(given, x, formats, rounds)
         if spelling == "int16":
             assert_exact(network, x, spelling)
