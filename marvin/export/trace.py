@@ -44,7 +44,8 @@ def describe(
     Batch normalisation becomes an affine map in fixed point of its own: the scale
     ``weight / sqrt(running_var + eps)`` and the offset ``bias - running_mean * scale``, computed
     in float64, are rounded to nearest: the scale to ``scale_wl`` bits, the offset to the point of
-    ``x * scale``. Biases without a format are rounded to the point of ``x * weight``.
+    ``x * scale``. Biases without a format are rounded to the point of ``x * weight``, that of their
+    channel where weights have points by channel.
 
     Args:
         model: Its values of ``weights`` are numbers of their formats; with
