@@ -66,7 +66,6 @@ POLICIES = {
     "fixed:8,4": ("--policy", "fixed:8,4"),
     **{f"static {bits}": _static(bits) for bits in (8, 6, 5, 4)},
     **{f"loss budget {kappa}": _loss_budget(kappa) for kappa in ("0.003", "0.01", "0.03")},
-    "loss budget 0.01, from 4 bits": (*_loss_budget("0.01"), "--policy-bits", "4", "8"),
 }
 
 

@@ -17,7 +17,7 @@ __all__ = ["LossBudgetPolicy", "StaticPolicy"]
 
 @dataclass(eq=False)
 class LossBudgetPolicy(RangePolicy):
-    """Words as short as a share of the loss allows: 5 to 8 bits for weights and activations.
+    """Words as short as a share of the loss allows: 4 to 8 bits for weights and activations.
 
     Rounding a tensor to steps of ``h`` adds noise of power ``h**2 / 12``. It costs about
     ``G / 2 * h**2 / 12`` of loss, where ``G`` is the squared norm of a sample's gradient to the
@@ -48,7 +48,7 @@ class LossBudgetPolicy(RangePolicy):
     kappa: float = 0.01
     window: int = 25
     sat_tol: float = 1e-3
-    min_wl: int = 5
+    min_wl: int = 4
     max_wl: int = 8
     ends_wl: int | None = None
     per_channel: bool = False

@@ -90,7 +90,7 @@ class Config:
     kappa: float = option(0.01, "loss-budget: share of the loss that rounding may cost")
     policy_bits: tuple[int, int] = option(
         (0, 0),
-        "loss-budget: shortest and longest word, 0 0 for 5 8; static: bits of weights and of "
+        "loss-budget: shortest and longest word, 0 0 for 4 8; static: bits of weights and of "
         "layers' inputs, 0 0 for 6 6",
     )
     per_channel: bool = option(

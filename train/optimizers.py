@@ -51,8 +51,8 @@ def _range_policy(config: Config) -> marvin.Policy:
     batch_size = None if config.quantize_activations else own * config.accumulation_steps
     return marvin.LossBudgetPolicy(
         config.kappa,
-        min_wl=first or marvin.LossBudgetPolicy.min_wl,
-        max_wl=second or marvin.LossBudgetPolicy.max_wl,
+        min_wl=first or 4,
+        max_wl=second or 8,
         ends_wl=ends_wl,
         per_channel=config.per_channel,
         batch_size=batch_size,
