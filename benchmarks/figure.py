@@ -96,7 +96,8 @@ def draw(points: list[Point], title: str) -> Figure:
         axes.axhline(level, color=COLORS["float32"], linewidth=0.8, linestyle="--", zorder=1)
     _draw_axes(axes)
     if any(family in NUMBERS for family in families):
-        axes.legend(loc="best", frameon=False, fontsize=8)
+        # between the short words and float32; "best" would not see the bars
+        axes.legend(loc="upper center", frameon=False, fontsize=8)
     below = [p for p in points if statistics.mean(p.accuracy) < lowest]
     text = [f"{p.name}: {statistics.mean(p.accuracy):.1f} %" for p in below]
     axes.text(0.99, 0.02, "\n".join(text), transform=axes.transAxes, ha="right", fontsize=8)
