@@ -14,6 +14,7 @@ from fixedpoint_kernels.few_bit.operators import (
     registered,
     value_and_encode,
 )
+from fixedpoint_kernels.strides import memory_order
 
 
 def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None) -> Tensor:
@@ -26,7 +27,7 @@ def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None)
         return function(x)
     if not is_fused(x, fused):
         fused = None
-    arguments = x, function, table, _memory_order(x), fused
+    arguments = x, function, table, memory_order(x), fused
     if is_plain(x):
         return _FewBit.apply(*arguments)  # pyright: ignore[reportReturnType]
     return _Transformable.apply(*arguments)[0]  # pyright: ignore[reportOptionalSubscript]
@@ -128,19 +129,3 @@ class _Product(torch.autograd.Function):
             )
         (planes,) = ctx.saved_tensors
         return _product(grad, planes, ctx.table, ctx.dtype), None, None, None
-
-
-def _memory_order(x: Tensor) -> tuple[int, ...] | None:
-    """Return the order of dimensions in which ``x`` lies in memory without gaps, if not its own.
-
-    So ``channels_last`` is read as it lies, and its gradient is ``channels_last`` too.
-    """
-    if x.is_contiguous():
-        return None
-    order: list[int] = []
-    for i in range(x.dim()):  # sorted by insertion: Dynamo cannot sort sizes it does not know
-        at = len(order)
-        while at and x.stride(order[at - 1]) < x.stride(i):
-            at -= 1
-        order.insert(at, i)
-    return tuple(order) if x.permute(order).is_contiguous() else None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.strides import memory_order
 from fixedpoint_kernels.survey.reference import MAGNITUDES
 
 __all__ = ["MAGNITUDES", "mask_and_survey", "round_and_survey"]
@@ -21,16 +22,21 @@ def round_and_survey(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor,
         fmt: The target format; None: not rounded.
 
     Returns:
-        Values, as ``quantize`` gives them; without a format, ``x`` itself.
+        Values, as ``quantize`` gives them, in the strides of ``x`` where it has no gaps; without a
+        format, ``x`` itself.
         Marks, uint8, shape of ``x``, for ``mask_and_survey``: odd where the rounded value was
         inside the range, above 1 where ``x`` is not 0, too.
         Counts, int64, shape ``(MAGNITUDES,)``: how many values have which magnitude.
         Sums, shape ``(3,)``, float64 (float32 on MPS): the smallest value, the sum of squares, and
         how many were clamped. The first two are undefined where values are NaN.
     """
-    marks = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    y = None if fmt is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    counts, sums = execution("survey", x).survey(x.detach().contiguous(), y, marks, fmt)
+    order = memory_order(x)
+    values = x.detach() if order or x.is_contiguous() else x.detach().contiguous()
+    y = None if fmt is None else torch.empty_like(values)
+    marks = torch.empty_like(values, dtype=torch.uint8)
+    counts, sums = execution("survey", x).survey(
+        _laid(values, order), None if y is None else _laid(y, order), _laid(marks, order), fmt
+    )
     return (x if y is None else y), marks, counts, sums
 
 
@@ -43,9 +49,18 @@ def mask_and_survey(grad: Tensor, marks: Tensor, *, clip: bool) -> tuple[Tensor,
         clip: Whether the gradient is 0 where the value was clamped; else ``grad`` is returned.
 
     Returns:
-        The gradient; and, 0-d, float64 (float32 on MPS), the sum of its squares where the value
+        The gradient, in its own strides where they are those of ``marks``; and, 0-d, float64 (float32 on MPS), the sum of its squares where the value
         was neither 0 nor clamped.
     """
-    out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device) if clip else None
-    squares = execution("survey", grad).survey_gradient(grad.contiguous(), marks, out)
+    order = memory_order(marks) if grad.stride() == marks.stride() else None
+    if order is None:
+        grad, marks = grad.contiguous(), marks.contiguous()
+    out = torch.empty_like(grad) if clip else None
+    squares = execution("survey", grad).survey_gradient(
+        _laid(grad, order), _laid(marks, order), None if out is None else _laid(out, order)
+    )
     return (grad if out is None else out), squares
+
+
+def _laid(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    return x if order is None else x.permute(order)

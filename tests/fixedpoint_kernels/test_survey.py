@@ -76,13 +76,29 @@ def test_gradients_are_masked_as_by_the_reference(n, writes, dtype, device):
     torch.testing.assert_close(None if out is None else out.cpu(), outs[0], rtol=0, atol=0)
 
 
-def test_values_and_clamped_ones_are_those_of_quantize_with_mask():
-    x, fmt = torch.randn(2, 8, 5, 5).contiguous(memory_format=torch.channels_last), FixedPoint(4, 3)
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(2, 8, 5, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn(64, 1, 4, 4).as_strided((64, 1, 4, 4), (16, 1, 4, 1)),
+        torch.randn(6, 4).t(),
+        torch.randn(6, 8)[:, ::2],
+    ],
+    ids=["channels_last", "one channel, last", "transposed", "gaps"],
+)
+def test_values_strides_and_clamped_ones_are_those_of_quantize_with_mask(x):
+    fmt = FixedPoint(4, 3)
     y, marks, _, sums = round_and_survey(x, fmt)
     expected, inside = quantize_with_mask(x, fmt, rounding="nearest")
     assert torch.equal(y, expected)
+    assert y.stride() == expected.stride()
     assert torch.equal(marks % 2 == 1, inside)
     assert sums[2] == (~inside).sum() > 0
+    grad = torch.empty_like(y).copy_(torch.randn(y.shape))
+    masked, squares = mask_and_survey(grad, marks, clip=True)
+    assert torch.equal(masked, torch.where(inside, grad, 0))
+    assert masked.stride() == grad.stride()
+    torch.testing.assert_close(squares, masked.double().square().sum(), rtol=1e-6, atol=0)
 
 
 def test_without_a_format_nothing_is_rounded_or_clamped():
