@@ -69,7 +69,7 @@ def _survey_vectors(_context, x, y, marks, at, vectors, number, sums):
         with _each_vector(call, 3, 6, 3) as (pointer, rows):
             values = Vector.load(builder, pointer(0), _LANES)
             zero = values.constant(0.0)
-            outside = values.is_nan() & values.is_nan().constant(0)
+            outside = values.is_nan().constant(0)  # nowhere
             if y != types.none:
                 parts = cgutils.unpack_tuple(builder, args[5])
                 scale, lsb, low, high = (Vector.splat(builder, part, _LANES) for part in parts)

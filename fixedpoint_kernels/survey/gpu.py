@@ -34,8 +34,7 @@ def _survey_kernel(
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    outside = x != x
-    outside = outside & (outside == 0)  # nowhere
+    outside = tl.zeros((BLOCK,), tl.int1)
     if ROUNDS:
         codes = codes_of(x, 0.0, scale, False)
         outside = (codes < low) | (codes > high)
