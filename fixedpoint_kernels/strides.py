@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-__all__ = ["memory_order"]
+__all__ = ["laid", "memory_order"]
 
 
 def memory_order(x: Tensor) -> tuple[int, ...] | None:
@@ -19,3 +19,8 @@ def memory_order(x: Tensor) -> tuple[int, ...] | None:
             at -= 1
         order.insert(at, i)
     return tuple(order) if x.permute(order).is_contiguous() else None
+
+
+def laid(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Return ``x`` with its dimensions in an order that ``memory_order`` returned."""
+    return x if order is None else x.permute(order)

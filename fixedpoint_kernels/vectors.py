@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
+from numba.extending import intrinsic
 
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -146,6 +148,16 @@ class Vector:
         signature = ir.FunctionType(self.value.type, [x.value.type for x in arguments])
         function = cgutils.get_or_insert_function(self.builder.module, signature, f"llvm.{name}")
         return Vector(self.builder, self.builder.call(function, [x.value for x in arguments]))
+
+
+@intrinsic
+def pointer_to(_context, address):
+    """Return an integer as a pointer, for ``numba.carray`` with a dtype."""
+
+    def codegen(_context, builder, _signature, args):
+        return builder.inttoptr(args[0], I8.as_pointer())
+
+    return types.voidptr(address), codegen
 
 
 def _size_bytes(element: Any) -> int:

@@ -14,7 +14,7 @@ from fixedpoint_kernels.few_bit.operators import (
     registered,
     value_and_encode,
 )
-from fixedpoint_kernels.strides import memory_order
+from fixedpoint_kernels.strides import laid, memory_order
 
 
 def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None) -> Tensor:
@@ -46,10 +46,9 @@ class _Transformable(torch.autograd.Function):
         order: tuple[int, ...] | None,
         fused: Fused | None,
     ) -> tuple[Tensor, Tensor]:
-        laid = x if order is None else x.permute(order)
         if fused is None:
-            return function(x), encode(laid, table)
-        y, planes = value_and_encode(laid, table, fused)
+            return function(x), encode(laid(x, order), table)
+        y, planes = value_and_encode(laid(x, order), table, fused)
         return _back(y, order), planes
 
     @staticmethod
@@ -65,8 +64,7 @@ class _Transformable(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         (planes,) = ctx.saved_tensors
-        laid = grad if ctx.order is None else grad.permute(ctx.order)
-        product = _product(laid, planes, ctx.table, ctx.dtype)
+        product = _product(laid(grad, ctx.order), planes, ctx.table, ctx.dtype)
         return _back(product, ctx.order), None, None, None, None
 
 
@@ -90,11 +88,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(output[1])
 
 
-def _back(laid: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """Undo ``permute(order)``."""
+def _back(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Undo ``laid``."""
     if order is None:
-        return laid
-    return laid.permute([order.index(i) for i in range(len(order))])
+        return y
+    return y.permute([order.index(i) for i in range(len(order))])
 
 
 def _product(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:

@@ -32,7 +32,7 @@ from fixedpoint_kernels.few_bit.lookup import (
 )
 from fixedpoint_kernels.few_bit.table import Table
 from fixedpoint_kernels.threads import compile_both, is_parallel
-from fixedpoint_kernels.vectors import I32, Vector
+from fixedpoint_kernels.vectors import I32, Vector, pointer_to
 
 _TILE, _ROWS, _COLUMNS = 1024, 32, 32
 _MOST_LEVELS = 16  # in registers; more come from memory
@@ -143,21 +143,11 @@ def _decode_tile(_context, grad, at, words, bits, levels, out):
     return signature, codegen
 
 
-@intrinsic
-def _pointer(_context, address):
-    """Return an integer as a pointer."""
-
-    def codegen(_context, builder, _signature, args):
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(address), codegen
-
-
 def _encode(address, n, pieces, members, address_of_words):
     # x (n,) float32; words (tiles * bits * _COLUMNS,) int32; the others: see encoding_of
     width, tiles = len(members) * _COLUMNS, (n + _TILE - 1) // _TILE
-    x = carray(_pointer(address), n, np.float32)
-    words = carray(_pointer(address_of_words), tiles * width, np.int32)
+    x = carray(pointer_to(address), n, np.float32)
+    words = carray(pointer_to(address_of_words), tiles * width, np.int32)
     for tile in prange(tiles):
         start, own = tile * _TILE, words[tile * width : (tile + 1) * width]
         if start + _TILE <= x.size:
@@ -171,9 +161,9 @@ def _encode(address, n, pieces, members, address_of_words):
 def _decode(address, n, address_of_words, bits, levels, address_of_out):
     # grad and out (n,) float32; words as above; the others: see _decode_tile
     width, tiles = len(bits) * _COLUMNS, (n + _TILE - 1) // _TILE
-    grad = carray(_pointer(address), n, np.float32)
-    out = carray(_pointer(address_of_out), n, np.float32)
-    words = carray(_pointer(address_of_words), tiles * width, np.int32)
+    grad = carray(pointer_to(address), n, np.float32)
+    out = carray(pointer_to(address_of_out), n, np.float32)
+    words = carray(pointer_to(address_of_words), tiles * width, np.int32)
     for tile in prange(tiles):
         start, own = tile * _TILE, words[tile * width : (tile + 1) * width]
         if start + _TILE <= grad.size:

@@ -20,7 +20,7 @@ from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
 from fixedpoint_kernels.threads import compile_both, is_parallel, thread_count
-from fixedpoint_kernels.vectors import I8, Vector
+from fixedpoint_kernels.vectors import I8, Vector, pointer_to
 
 _BLOCK = 128  # elements of one vector: four of the longest that processors have, as 64-bit lanes
 _TASK = 32 * _BLOCK  # elements of one tensor that a thread takes at a time
@@ -114,8 +114,8 @@ def _quantize_many(pointers, sizes, numbers, tasks, key):
     # key (seed, stream) of the first, or None
     for task in prange(tasks.shape[0]):
         tensor, start = tasks[task, 0], tasks[task, 1]
-        x = carray(_float32_pointer(pointers[tensor, 0]), sizes[tensor, 0])
-        y = carray(_float32_pointer(pointers[tensor, 1]), sizes[tensor, 0])
+        x = carray(pointer_to(pointers[tensor, 0]), sizes[tensor, 0], np.float32)
+        y = carray(pointer_to(pointers[tensor, 1]), sizes[tensor, 0], np.float32)
         row = numbers[tensor]
         number = (row[0], row[1], row[2], row[3])
         if key is None:
@@ -123,14 +123,6 @@ def _quantize_many(pointers, sizes, numbers, tasks, key):
         else:
             own = key[0], key[1] + tensor
             _round_task(x, y, None, start, sizes[tensor, 1], number, own)
-
-
-@intrinsic
-def _float32_pointer(_context, address):
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.float32)(address), codegen
 
 
 _quantize_serial, _quantize_parallel = compile_both(_quantize)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.strides import memory_order
+from fixedpoint_kernels.strides import laid, memory_order
 from fixedpoint_kernels.survey.reference import MAGNITUDES
 
 __all__ = ["MAGNITUDES", "mask_and_survey", "round_and_survey"]
@@ -35,7 +35,7 @@ def round_and_survey(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor,
     y = None if fmt is None else torch.empty_like(values)
     marks = torch.empty_like(values, dtype=torch.uint8)
     counts, sums = execution("survey", x).survey(
-        _laid(values, order), None if y is None else _laid(y, order), _laid(marks, order), fmt
+        laid(values, order), None if y is None else laid(y, order), laid(marks, order), fmt
     )
     return (x if y is None else y), marks, counts, sums
 
@@ -49,18 +49,14 @@ def mask_and_survey(grad: Tensor, marks: Tensor, *, clip: bool) -> tuple[Tensor,
         clip: Whether the gradient is 0 where the value was clamped; else ``grad`` is returned.
 
     Returns:
-        The gradient, in its own strides where they are those of ``marks``; and, 0-d, float64 (float32 on MPS), the sum of its squares where the value
-        was neither 0 nor clamped.
+        The gradient, in its own strides where they are those of ``marks``; and, 0-d, float64
+        (float32 on MPS), the sum of its squares where the value was neither 0 nor clamped.
     """
     order = memory_order(marks) if grad.stride() == marks.stride() else None
     if order is None:
         grad, marks = grad.contiguous(), marks.contiguous()
     out = torch.empty_like(grad) if clip else None
     squares = execution("survey", grad).survey_gradient(
-        _laid(grad, order), _laid(marks, order), None if out is None else _laid(out, order)
+        laid(grad, order), laid(marks, order), None if out is None else laid(out, order)
     )
     return (grad if out is None else out), squares
-
-
-def _laid(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    return x if order is None else x.permute(order)
