@@ -67,11 +67,13 @@ def slug(text: str) -> str:
 
 def table(experiment: Experiment, runs: Sequence[Run], epochs: int) -> list[str]:
     """Return the lines of the Markdown table: a row for each variant, its seeds taken together."""
-    header = ["", "seeds", "test accuracy, %", "test loss"]
+    first = next(iter(experiment.variants))
+    header = ["", "seeds", "test accuracy, %", f"points above {first}", "test loss"]
     if experiment.has_word_lengths:
         header += ["validation accuracy, %", "weights, bits", "inputs, bits", *MODELLED]
         header += ["clamped, %"]
     lines = [header, ["---"] * len(header)]
+    gains = _gains(experiment, runs, epochs)
     for variant in experiment.variants:
         finished = finished_runs(runs, variant, epochs)
         if not finished:
@@ -80,32 +82,48 @@ def table(experiment: Experiment, runs: Sequence[Run], epochs: int) -> list[str]
         seeds = ", ".join(str(run.seed) for run, _ in finished)
         accuracy = spread([100 * result["test_accuracy"] for _, result in finished])
         loss = spread([result["test_loss"] for _, result in finished], digits=3)
-        lines.append([variant, seeds, accuracy, loss])
+        gain = spread(gains[variant]) if gains.get(variant) else ""
+        lines.append([variant, seeds, accuracy, gain, loss])
         if experiment.has_word_lengths:
             lines[-1] += _word_lengths(finished)
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def spread_of_seeds(experiment: Experiment, runs: Sequence[Run], epochs: int) -> str:
-    """Return what differences of test accuracy mean, in one sentence; empty without two seeds.
+    """Return how sure differences to the first row are, in one sentence; empty without two seeds.
 
-    All rows are taken to spread alike over seeds, since two or three seeds tell little of one row.
+    The rows' differences are taken to spread alike over seeds, since a few seeds tell little of
+    one row.
     """
-    rows = [
-        [100 * result["test_accuracy"] for _, result in finished_runs(runs, variant, epochs)]
-        for variant in experiment.variants
-    ]
-    freedom = sum(len(row) - 1 for row in rows if row)
+    rows = [row for row in _gains(experiment, runs, epochs).values() if row]
+    freedom = sum(len(row) - 1 for row in rows)
     if not freedom:
         return ""
-    squares = sum(statistics.pvariance(row) * len(row) for row in rows if row)
+    squares = sum(statistics.pvariance(row) * len(row) for row in rows)
     deviation = math.sqrt(squares / freedom)
-    seeds = max(map(len, rows))
+    errors = [
+        f"{deviation / math.sqrt(seeds):.2f} for {seeds} seeds"
+        for seeds in sorted({*map(len, rows)})
+    ]
     return (
-        f"Pooled over the rows, accuracy has a standard deviation of {deviation:.2f} points over seeds: "
-        f"the difference of two rows of {seeds} seeds has a standard error of "
-        f"{deviation * math.sqrt(2 / seeds):.2f}, that of two single runs {deviation * math.sqrt(2):.2f}."
+        "Points above the first row are means over the seeds that both rows have. Pooled over the rows, those of "
+        f"single seeds have a standard deviation of {deviation:.2f}: means have a standard error of "
+        f"{', '.join(errors)}."
     )
+
+
+def _gains(experiment: Experiment, runs: Sequence[Run], epochs: int) -> dict[str, list[float]]:
+    """Return how far each variant but the first is above it, in points, seed by seed."""
+    first, *others = experiment.variants
+    base = {run.seed: result for run, result in finished_runs(runs, first, epochs)}
+    return {
+        variant: [
+            100 * (result["test_accuracy"] - base[run.seed]["test_accuracy"])
+            for run, result in finished_runs(runs, variant, epochs)
+            if run.seed in base
+        ]
+        for variant in others
+    }
 
 
 def finished_runs(runs: Sequence[Run], variant: str, epochs: int) -> Finished:

@@ -45,8 +45,9 @@ HELD_OUT = (
     "The last tenth of the training images is held out: it drives the learning rate and is what "
     "hyper-parameters such as kappa are chosen by. The test images are looked at once, at the end "
     "of each run. Bits are means over the layers when a run ends, in parentheses weighted by "
-    "number of elements; MuPPET rounds layers' outputs in place of inputs. Clamped is the share of "
-    "activations in the last epoch."
+    "number of elements; MuPPET rounds layers' outputs in place of inputs. Budget alone is the "
+    "loss budget 0.01 without a limit of noise. Clamped is the share of activations in the last "
+    "epoch."
 )
 
 
@@ -66,6 +67,7 @@ POLICIES = {
     "fixed:8,4": ("--policy", "fixed:8,4"),
     **{f"static {bits}": _static(bits) for bits in (8, 6, 5, 4)},
     **{f"loss budget {kappa}": _loss_budget(kappa) for kappa in ("0.003", "0.01", "0.03")},
+    "budget alone": (*_loss_budget("0.01"), "--max-noise", "1000"),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from marvin.policy import Layer, Step
 from marvin.range_policy import LayerBudget, RangePolicy, Seen, is_word_length
-from marvin.ranges import Limits, budget_fl, start_fl
+from marvin.ranges import Limits, budget_noise
 from marvin.settings import Checks
 from marvin.trace import Switch
 
@@ -24,12 +24,15 @@ class LossBudgetPolicy(RangePolicy):
     tensor. A network of ``n`` layers rounds ``2 * n`` tensors, weights and inputs; each gets an
     equal part of ``kappa`` times the mean loss of the window:
 
-        h = sqrt(24 * kappa * loss / (2 * n) / G),  fl = ceil(-log2(h))
+        h**2 / 12 = 2 * kappa * loss / (2 * n) / G
 
-    and the word is cut to ``min_wl`` and ``max_wl``. See ``docs/loss_budget.md``.
+    The format is the shortest whose noise is no larger, from ``min_wl`` to ``max_wl``. A tensor
+    with small gradients would get words in which the layer cannot learn, and so keep them; hence
+    noise must also be weak beside the signal. See ``docs/loss_budget.md``.
 
     Args:
         kappa: Share of the loss that all rounding together may cost.
+        max_noise: Power of the noise in a tensor, at most, over the tensor's own.
         window: Steps between switches.
         sat_tol: Share of a layer's inputs that may saturate.
         min_wl: Shortest word, bits.
@@ -46,6 +49,7 @@ class LossBudgetPolicy(RangePolicy):
     """
 
     kappa: float = 0.01
+    max_noise: float = 0.005
     window: int = 25
     sat_tol: float = 1e-3
     min_wl: int = 4
@@ -57,6 +61,7 @@ class LossBudgetPolicy(RangePolicy):
     checks = Checks(
         rules=(
             ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0"),
+            ("max_noise", lambda s: 0 < s["max_noise"] < math.inf, "above 0"),
             ("max_wl", lambda s: is_word_length(s["max_wl"]), "2 to 16 bits"),
             ("min_wl", lambda s: 2 <= s["min_wl"] <= s["max_wl"], "2 bits to max_wl"),
             (
@@ -80,14 +85,13 @@ class LossBudgetPolicy(RangePolicy):
         both = Limits(settings["min_wl"], settings["max_wl"])
         return both, both
 
-    def fractional_length(
-        self, settings: Mapping[str, Any], seen: Seen, share: float
-    ) -> int | None:
-        """See ``RangePolicy``; at the start, noise has at most 1 % of the signal's power."""
+    def noise(self, settings: Mapping[str, Any], seen: Seen, share: float) -> float | None:
+        """See ``RangePolicy``; after the first step there is no window, so the signal alone decides."""
+        most = settings["max_noise"] * seen.range.power
         if seen.before is None:
-            return start_fl(seen.range.power / seen.range.noise_share)
-        gradient = (seen.gradient or 0.0) * seen.range.noise_share
-        return budget_fl(settings["kappa"] * share, gradient)
+            return most
+        noise = budget_noise(settings["kappa"] * share, seen.gradient or 0.0)
+        return None if noise is None else min(noise, most)
 
     def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
         """Add to the window; at its end, change formats."""
@@ -145,8 +149,6 @@ class StaticPolicy(RangePolicy):
         weights, activations = settings["weights"], settings["activations"]
         return Limits(weights, weights), Limits(activations, activations)
 
-    def fractional_length(
-        self, settings: Mapping[str, Any], seen: Seen, share: float
-    ) -> int | None:
+    def noise(self, settings: Mapping[str, Any], seen: Seen, share: float) -> float | None:
         """See ``RangePolicy``; the limits leave no choice."""
-        return 0
+        return 0.0

@@ -17,6 +17,8 @@ from marvin.shards import Shard, spread, whole_norms, widest
 
 __all__ = ["Inputs", "Observations", "weight_ranges"]
 
+_FEWER = 1, 2  # integer bits that a weight may have less than its largest value needs
+
 
 @dataclass
 class _Sums:
@@ -156,27 +158,37 @@ class Observations:
 def weight_ranges(
     masters: Sequence[Tensor], shards: Sequence[Shard], per_channel: Sequence[bool]
 ) -> list[Range]:
-    """Return the ranges of weights, which are signed and leave out nothing.
+    """Return the ranges of weights, which are signed and need leave out nothing.
 
     Args:
         masters: What this process holds of each, float32; the whole is not empty.
         shards: Where that is.
-        per_channel: Whether those of the first dimension's entries are wanted too.
+        per_channel: Whether those of the first dimension's entries are wanted too: then nothing
+            is clipped.
     """
     if not masters:
         return []
-    parts = torch.stack(torch._foreach_norm(list(masters), 2, widest(masters[0].device)))
-    (norms,) = whole_norms([parts], [shards])
-    channels = _channels(masters, shards, per_channel)
+    ranges = spread(masters, shards)
+    needs = [_length_of(max(-one.low, one.high)) for one in ranges]
+    limits = [[2.0 ** ((n or 0) - bits) for n in needs] for bits in _FEWER]
+    wide = widest(masters[0].device)
+    sizes = torch._foreach_abs(list(masters))
+    parts = [torch.stack(torch._foreach_norm(sizes, 2, wide))]
+    for limit in limits:
+        over = torch._foreach_sub(sizes, limit)
+        torch._foreach_clamp_min_(over, 0.0)
+        parts.append(torch.stack(torch._foreach_norm(over, 2, wide)))
+    norms = torch.stack(whole_norms(parts, [shards] * len(parts))).T.tolist()
     return [
         Range(
             True,
-            _length_of(max(-one.low, one.high)),
-            norm * norm / one.shard.numel,
+            needed,
+            norm * norm / shard.numel,
             channels=tuple(map(_length_of, largest)),
+            clipping=() if largest else tuple(over * over / shard.numel for over in clipped),
         )
-        for one, norm, largest in zip(
-            spread(masters, shards), norms.tolist(), channels, strict=True
+        for needed, shard, (norm, *clipped), largest in zip(
+            needs, shards, norms, _channels(masters, shards, per_channel), strict=True
         )
     ]
 

@@ -59,9 +59,9 @@ class Seen:
 
 
 class RangePolicy(Policy):
-    """What ``LossBudgetPolicy`` and ``StaticPolicy`` share: they measure ranges, and differ in fractional lengths.
+    """What ``LossBudgetPolicy`` and ``StaticPolicy`` share: measured ranges.
 
-    The first step is in float32. At its end, at that of steps 2, 5 and 12, and of every
+    They differ in the noise that they allow. The first step is in float32. At its end, at that of steps 2, 5 and 12, and of every
     ``window``-th step all layers switch. Weights and inputs of layers are rounded to nearest,
     outputs are left to the layer that takes them; biases and normalisation stay float32.
     """
@@ -106,10 +106,8 @@ class RangePolicy(Policy):
         """Return shortest and longest words of a layer's weights and of its inputs."""
 
     @abstractmethod
-    def fractional_length(
-        self, settings: Mapping[str, Any], seen: Seen, share: float
-    ) -> int | None:
-        """Return the fractional length that a tensor should have; None to keep the format.
+    def noise(self, settings: Mapping[str, Any], seen: Seen, share: float) -> float | None:
+        """Return how much noise, mean square, a tensor's format may make; None to keep the format.
 
         Args:
             settings: Of the layer's group.
@@ -223,9 +221,10 @@ class RangePolicy(Policy):
             return seen.before, "all 0, or not finite"
         if follows and isinstance(seen.before, FixedPoint):
             il = integer_length(seen.before.il, measured, settings["sat_tol"])
-        if (fl := self.fractional_length(settings, seen, share)) is None:
+        if (noise := self.noise(settings, seen, share)) is None:
             return seen.before, "loss or gradient 0, or not finite"
-        fmt = seen.limits.format(measured.signed, il, fl)
+        noise /= measured.noise_share
+        fmt = seen.limits.format(measured.signed, il, noise, measured.clipping)
         return (channel_format(fmt, measured.channels) if measured.channels else fmt), ""
 
 

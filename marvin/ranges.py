@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from fixedpoint_kernels import FixedPoint
 
-__all__ = ["Limits", "Range", "budget_fl", "integer_length", "need", "start_fl"]
+__all__ = ["Limits", "Range", "budget_noise", "integer_length", "need"]
 
 _LONGEST_FL = 31
-_START_NOISE = 0.01  # of the signal's power
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,8 @@ class Range:
         power: Mean square.
         saturated: Share of values that the format before clamped.
         channels: ``need`` of each channel, where they have points of their own.
+        clipping: Mean square of what clipping takes away with 1, 2, ... integer bits fewer than
+            ``need``, as far as that may be.
     """
 
     signed: bool
@@ -30,6 +31,7 @@ class Range:
     power: float
     saturated: float = 0.0
     channels: tuple[int | None, ...] = ()
+    clipping: tuple[float, ...] = ()
 
     @property
     def noise_share(self) -> float:
@@ -45,15 +47,34 @@ class Limits:
     min_wl: int
     max_wl: int
 
-    def format(self, signed: bool, il: int, fl: int) -> FixedPoint:
-        """Return the format of ``il`` integer bits whose ``fl`` is the nearest to the one given.
+    def format(
+        self, signed: bool, il: int, noise: float, clipping: Sequence[float] = ()
+    ) -> FixedPoint:
+        """Return the shortest format whose noise is allowed, or the longest there is.
 
-        An integer length for which ``FixedPoint`` has no fractional length at every word length
-        is moved to the nearest for which it has.
+        Steps of ``h`` make noise of power ``h**2 / 12``. Of the integer lengths that may be, each
+        word has the one with the least noise.
+
+        Args:
+            signed: Whether there is a sign.
+            il: Integer length, moved to the nearest for which ``FixedPoint`` has a fractional
+                length at every word length.
+            noise: Largest noise, mean square.
+            clipping: Noise that 1, 2, ... integer bits fewer add.
         """
         il = min(max(il, self.max_wl - _LONGEST_FL), self.min_wl - 1 + _LONGEST_FL)
-        wl = min(max(signed + il + fl, self.min_wl), self.max_wl)
-        return FixedPoint(wl, wl - signed - il, signed=signed)
+        lengths = [(il, 0.0), *((il - i, power) for i, power in enumerate(clipping, 1))]
+        allowed = [(n, power) for n, power in lengths if n >= self.max_wl - _LONGEST_FL]
+
+        def with_least_noise(wl: int) -> tuple[float, int]:
+            fls = [(wl - signed - n, power) for n, power in allowed]
+            return min((power + 4.0**-fl / 12, fl) for fl, power in fls)
+
+        for wl in range(self.min_wl, self.max_wl):
+            power, fl = with_least_noise(wl)
+            if power <= noise:
+                return FixedPoint(wl, fl, signed=signed)
+        return FixedPoint(self.max_wl, with_least_noise(self.max_wl)[1], signed=signed)
 
 
 def need(counts: Sequence[int], tolerance: float) -> int | None:
@@ -91,23 +112,18 @@ def integer_length(before: int, seen: Range, tolerance: float) -> int:
     return before - 1 if seen.need < before else before
 
 
-def budget_fl(budget: float, gradient: float) -> int | None:
-    """Return the smallest fractional length whose rounding noise costs at most ``budget``.
+def budget_noise(budget: float, gradient: float) -> float | None:
+    """Return the power of rounding noise that costs ``budget``, about.
 
-    Noise of power ``h**2 / 12`` in each element costs about ``gradient / 2 * h**2 / 12`` of loss.
+    Noise of power ``p`` in each element of a tensor costs about ``gradient / 2 * p`` of loss.
 
     Args:
         budget: Loss that this tensor's rounding may cost.
         gradient: Squared 2-norm of the loss's gradient to the tensor, mean over the samples.
 
     Returns:
-        ``ceil(-log2(h))``; None where one of the two is not positive and finite.
+        None where one of the two is not positive and finite.
     """
     if not (0 < budget < math.inf and 0 < gradient < math.inf):
         return None
-    return math.ceil((math.log2(gradient) - math.log2(24 * budget)) / 2)
-
-
-def start_fl(power: float) -> int:
-    """Return the smallest fractional length whose noise has at most 1 % of the signal's power."""
-    return math.ceil(-math.log2(12 * _START_NOISE * power) / 2)
+    return 2 * budget / gradient

@@ -88,6 +88,9 @@ class Config:
         "loss-budget or static, for integer hardware; or none, which is --optimizer sgd",
     )
     kappa: float = option(0.01, "loss-budget: share of the loss that rounding may cost")
+    max_noise: float = option(
+        0.005, "loss-budget: power of rounding noise in a tensor, at most, over the tensor's own"
+    )
     policy_bits: tuple[int, int] = option(
         (0, 0),
         "loss-budget: shortest and longest word, 0 0 for 4 8; static: bits of weights and of "

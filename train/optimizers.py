@@ -51,6 +51,7 @@ def _range_policy(config: Config) -> marvin.Policy:
     batch_size = None if config.quantize_activations else own * config.accumulation_steps
     return marvin.LossBudgetPolicy(
         config.kappa,
+        config.max_noise,
         min_wl=first or 4,
         max_wl=second or 8,
         ends_wl=ends_wl,

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import signal
 import subprocess
@@ -99,19 +100,27 @@ def test_a_policy_may_end_a_run_early(tmp_path):
 def test_seeds_of_all_rows_tell_what_a_difference_means(tmp_path):
     experiment = EXPERIMENTS["marvin"]
     runs = []
-    for variant, accuracies in (("float32", (0.90, 0.92)), ("MARViN", (0.85, 0.86, 0.90))):
+    for variant, accuracies in (("float32", (0.9, 0.92, 0.91)), ("MARViN", (0.85, 0.86, 0.9, 0.1))):
         for seed, accuracy in enumerate(accuracies):
             folder = tmp_path / f"{variant}-{seed}"
             folder.mkdir()
             (folder / "config.json").write_text('{"epochs": 1}')
-            (folder / "result.json").write_text(json.dumps({"test_accuracy": accuracy}))
+            (folder / "result.json").write_text(
+                json.dumps({"test_accuracy": accuracy, "test_loss": 1.0})
+            )
             runs.append(comparison.Run(variant, seed, folder, ()))
-    # squares 1 + 1 and 4 + 1 + 9 points, 3 degrees of freedom: a deviation of sqrt(16 / 3)
+    # -5, -6 and -1 points: squares 1 + 4 + 9, 2 degrees of freedom, a deviation of sqrt(7)
     assert comparison.spread_of_seeds(experiment, runs, 1) == (
-        "Pooled over the rows, accuracy has a standard deviation of 2.31 points over seeds: the "
-        "difference of two rows of 3 seeds has a standard error of 1.89, that of two single runs 3.27."
+        "Points above the first row are means over the seeds that both rows have. Pooled over the "
+        "rows, those of single seeds have a standard deviation of 2.65: means have a standard error "
+        "of 1.53 for 3 seeds."
     )
-    assert comparison.spread_of_seeds(experiment, [runs[0], runs[2]], 1) == ""
+    plain = dataclasses.replace(experiment, has_word_lengths=False)
+    header, _, first, second = comparison.table(plain, runs, 1)
+    assert header == "|  | seeds | test accuracy, % | points above float32 | test loss |"
+    assert first.startswith("| float32 | 0, 1, 2 | 91.00 ± 1.00 |  | 1.000")
+    assert second.startswith("| MARViN | 0, 1, 2, 3 | 67.75 ± 38.56 | -4.00 ± 2.65 | 1.000")
+    assert comparison.spread_of_seeds(experiment, [runs[0], runs[3]], 1) == ""
 
 
 def test_the_picture_has_every_variant():

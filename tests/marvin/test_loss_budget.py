@@ -12,7 +12,9 @@ from torch.nn import functional as F
 import marvin
 from fixedpoint_kernels import FixedPoint, quantize
 from marvin import LossBudgetPolicy, Quantized, StaticPolicy
-from marvin.ranges import budget_fl
+from marvin.observations import weight_ranges
+from marvin.ranges import Limits
+from marvin.shards import Shard
 
 POLICIES = {
     "budget": lambda: LossBudgetPolicy(window=4),
@@ -92,7 +94,7 @@ def test_the_first_step_is_float_and_then_all_is_rounded(policy):
 
 
 def test_the_rule_by_hand():
-    model, optimizer, _ = make(LossBudgetPolicy(kappa=1e-4, window=4, min_wl=2, max_wl=16))
+    model, optimizer, _ = make(LossBudgetPolicy(1e-4, 0.01, window=4, min_wl=2, max_wl=16))
     layers, outputs, inputs = (0, 5, 7), {}, {}
     for i, module in enumerate(model):
         module.register_forward_hook(lambda _m, _x, y, i=i: outputs.update({i: y}))
@@ -112,16 +114,39 @@ def test_the_rule_by_hand():
         norms.append([model[i].weight.grad.norm().item() ** 2 for i in layers])
         optimizer.step(loss=loss)
     share = 1e-4 * sum(losses) / 2 / 6
+    masters = [optimizer.state[model[i].weight]["master"] for i in layers]
+    ranges = weight_ranges(masters, [Shard(m.shape) for m in masters], [False] * 3)
     for k, (i, row) in enumerate(zip(layers, optimizer.trace[-3:], strict=True)):
         assert (row.step, row.layer, row.window, row.note) == (4, f"{i}.weight", 2, "")
         gradient = 16 * (norms[0][k] + norms[1][k]) / 2
         assert row.weight_gradient == pytest.approx(gradient, rel=1e-5)  # float32 norms
-        assert row.fl == budget_fl(share, gradient)
+        weight = ranges[k]
+        noise = min(2 * share / gradient, 0.01 * weight.power)
+        fmt = Limits(2, 16).format(True, weight.need, noise, weight.clipping)
+        assert optimizer.formats()[row.layer] == fmt
         raw = outputs[i - 1] if i else images
         new = 16 * (inputs[i].grad * (raw != 0)).square().sum().item()
         gradient = (saved[k]["input_gradient"] + new) / 2
         assert row.input_gradient == pytest.approx(gradient, rel=1e-2)  # some were clamped
-        assert row.input_fl == budget_fl(share, row.input_gradient)
+        noise = min(2 * share / row.input_gradient, 0.01 * raw.square().mean().item())
+        assert row.input_fl == math.ceil(-math.log2(12 * noise) / 2)
+
+
+def test_noise_is_limited_whatever_the_budget():
+    model, optimizer, _ = make(LossBudgetPolicy(1e3, 0.01, window=4, min_wl=2, max_wl=16))
+    inputs = {}
+    for i in (0, 5, 7):  # before the policy's own hook, so that it sees what was not rounded
+        model[i].register_forward_pre_hook(
+            lambda _m, x, i=i: inputs.update({f"{i}.weight": x[0]}), prepend=True
+        )
+    train(model, optimizer, 8)
+    lengths = optimizer.formats(), optimizer.input_formats()
+    for name, p in model.named_parameters():
+        if p.ndim > 1:
+            signals = optimizer.state[p]["master"], inputs[name]
+            for fmt, x in zip((formats[name] for formats in lengths), signals, strict=True):
+                noise = 4.0**-fmt.fl / 12 / x.square().mean().item()
+                assert 0.01 / 4 < noise <= 0.01
 
 
 def test_gradients_to_inputs_by_hand():
@@ -324,7 +349,7 @@ def test_ends_and_groups_have_words_of_their_own():
 def test_a_smaller_budget_gives_longer_words():
     lengths = []
     for kappa in (1e-4, 1e-2, 1.0):
-        model, optimizer, _ = make(LossBudgetPolicy(kappa, 4, min_wl=2, max_wl=16))
+        model, optimizer, _ = make(LossBudgetPolicy(kappa, 1e3, window=4, min_wl=2, max_wl=16))
         train(model, optimizer, 12)
         lengths.append(optimizer.mean_word_length() + optimizer.mean_input_word_length())
     assert lengths[0] > lengths[1] > lengths[2]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from fixedpoint_kernels import FixedPoint, quantize
 from fixedpoint_kernels.survey import round_and_survey
 from marvin.observations import Observations, weight_ranges
-from marvin.ranges import Limits, Range, budget_fl, integer_length, need, start_fl
-from marvin.shards import shard_of
+from marvin.ranges import Limits, Range, budget_noise, integer_length, need
+from marvin.shards import Shard, shard_of
 
 
 @pytest.mark.parametrize(
@@ -50,44 +50,33 @@ def test_integer_length_follows_the_data(before, needed, saturated, after):
 
 
 def test_the_budget_by_hand():
-    # 4 layers, kappa .01, loss 2: a tensor may cost .01 * 2 / 8 = .0025; h = sqrt(24 * .0025 / G)
-    assert budget_fl(0.0025, 0.06) == 0  # h = 1
-    assert budget_fl(0.0025, 0.0601) == 1  # just below 1
-    assert budget_fl(0.0025, 0.06 * 4**5) == 5  # h = 1/32
-    assert budget_fl(0.0025, 0.06 / 4**3) == -3  # h = 8
-
-
-@given(st.floats(1e-9, 1e3), st.floats(1e-9, 1e9))
-def test_the_budget_is_kept_and_not_by_a_bit_too_much(budget, gradient):
-    fl = budget_fl(budget, gradient)
-    assert fl is not None
-
-    def cost(fl):
-        return gradient / 2 * 4.0**-fl / 12
-
-    assert cost(fl) <= budget * (1 + 1e-9)  # logarithms round
-    assert cost(fl - 1) > budget * (1 - 1e-9)
+    # 4 layers, kappa .01, loss 2: a tensor may cost .01 * 2 / 8 = .0025; noise = 2 * .0025 / G
+    assert budget_noise(0.0025, 0.06) == pytest.approx(1 / 12)  # steps of 1
+    assert budget_noise(0.0025, 0.06 * 4**5) == pytest.approx(1 / 4**5 / 12)  # of 1/32
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
 def test_without_a_budget_or_a_gradient_there_is_no_answer(bad):
-    assert budget_fl(bad, 1.0) is None
-    assert budget_fl(1.0, bad) is None
+    assert budget_noise(bad, 1.0) is None
+    assert budget_noise(1.0, bad) is None
 
 
-def test_at_the_start_noise_has_a_hundredth_of_the_signal():
-    assert start_fl(1.0) == 2  # 1/16 / 12 = .0052, while 1/4 / 12 = .0208
-    x = torch.randn(100_000)
-    fl = start_fl(x.square().mean().item())
-    noise = [
-        (quantize(x, FixedPoint(16, fl - less), rounding="nearest") - x).square().mean().item()
-        for less in (0, 1)
-    ]
-    assert noise[0] < 0.01 < noise[1]
+def rounded(x, fmt):
+    return (quantize(x, fmt, rounding="nearest") - x).square().mean().item()
+
+
+@given(st.floats(1e-6, 1e-3), st.booleans())
+def test_noise_is_allowed_and_the_word_is_the_shortest(noise, signed):
+    x = 0.9 * torch.rand(10_000, generator=torch.Generator().manual_seed(0))  # nothing clamped
+    fmt = Limits(2, 16).format(signed, 0, noise)
+    assert fmt.il == 0
+    shorter = FixedPoint(fmt.wl - 1, fmt.fl - 1, signed=signed)
+    assert rounded(x, fmt) < 1.1 * noise  # of 10,000 values, so about the power of their law
+    assert rounded(x, shorter) > 0.9 * noise
 
 
 @pytest.mark.parametrize(
-    ("signed", "il", "fl", "expected"),
+    ("signed", "il", "steps", "expected"),
     [
         (True, 1, 3, FixedPoint(5, 3)),
         (True, 1, 9, FixedPoint(8, 6)),  # too long: coarser
@@ -99,13 +88,33 @@ def test_at_the_start_noise_has_a_hundredth_of_the_signal():
         (False, 90, 0, FixedPoint(8, -26, signed=False)),
     ],
 )
-def test_words_are_cut_to_their_limits(signed, il, fl, expected):
-    assert Limits(4, 8).format(signed, il, fl) == expected
+def test_words_are_cut_to_their_limits(signed, il, steps, expected):
+    assert Limits(4, 8).format(signed, il, 4.0**-steps / 12) == expected
 
 
-@given(st.booleans(), st.integers(-140, 140), st.integers(-99, 99), st.integers(2, 16))
-def test_there_is_a_format_for_everything(signed, il, fl, min_wl):
-    fmt = Limits(min_wl, 16).format(signed, il, fl)
+@pytest.mark.parametrize(
+    ("noise", "clipping", "expected"),
+    [
+        (1 / 12, (), FixedPoint(5, 0)),
+        (1 / 12, (1.0, 2.0), FixedPoint(5, 0)),  # clipping costs more than is allowed
+        (1 / 12, (0.0, 9.0), FixedPoint(4, 0)),  # a bit less, and nothing lost
+        (1 / 12, (0.0, 0.0), FixedPoint(4, 1)),  # min_wl: the bit is used as a fractional one
+        (0.0, (1e-6, 1e-3), FixedPoint(8, 4)),  # the longest word, with the least noise of all
+    ],
+)
+def test_integer_bits_are_given_up_where_that_makes_less_noise(noise, clipping, expected):
+    assert Limits(4, 8).format(True, 4, noise, clipping) == expected
+
+
+@given(
+    st.booleans(),
+    st.integers(-140, 140),
+    st.floats(0, 1e9),
+    st.integers(2, 16),
+    st.lists(st.floats(0, 1e9), max_size=2),
+)
+def test_there_is_a_format_for_everything(signed, il, noise, min_wl, clipping):
+    fmt = Limits(min_wl, 16).format(signed, il, noise, clipping)
     assert min_wl <= fmt.wl <= 16
     assert fmt.signed == signed
 
@@ -118,6 +127,15 @@ def test_ranges_of_weights():
     assert Range(True, 3, 1.0, channels=(3, 2, None)).noise_share == (1 + 1 / 4 + 1) / 3
     assert all(r.signed for r in found)
     assert found[0].power == pytest.approx((0.01 + 0.36) / 2, rel=1e-6)  # float32
+    assert [r.clipping for r in found[:2]] == [(), ()]  # channels have points of their own
+
+
+def test_what_clipping_weights_takes_away():
+    (found,) = weight_ranges(
+        [torch.tensor([[3.0, -1.5], [0.5, -5.0]])], [Shard(torch.Size((2, 2)))], [False]
+    )
+    assert found.need == 3
+    assert found.clipping == pytest.approx((1 / 4, (1 + 9) / 4), rel=1e-6)  # float32
 
 
 def watched(xs, weights, fmt):
