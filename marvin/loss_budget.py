@@ -49,7 +49,7 @@ class LossBudgetPolicy(RangePolicy):
     """
 
     kappa: float = 0.01
-    max_noise: float = 0.005
+    max_noise: float = 0.01
     window: int = 25
     sat_tol: float = 1e-3
     min_wl: int = 4

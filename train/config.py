@@ -89,7 +89,7 @@ class Config:
     )
     kappa: float = option(0.01, "loss-budget: share of the loss that rounding may cost")
     max_noise: float = option(
-        0.005, "loss-budget: power of rounding noise in a tensor, at most, over the tensor's own"
+        0.01, "loss-budget: power of rounding noise in a tensor, at most, over the tensor's own"
     )
     policy_bits: tuple[int, int] = option(
         (0, 0),
