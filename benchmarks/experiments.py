@@ -67,7 +67,7 @@ POLICIES = {
     "fixed:8,4": ("--policy", "fixed:8,4"),
     **{f"static {bits}": _static(bits) for bits in (8, 6, 5, 4)},
     **{f"loss budget {kappa}": _loss_budget(kappa) for kappa in ("0.003", "0.01", "0.03")},
-    "budget alone": (*_loss_budget("0.01"), "--max-noise", "1000"),
+    "budget alone": (*_loss_budget("0.01"), "--max-noise", "1000", "1000"),
 }
 
 

@@ -32,7 +32,8 @@ class LossBudgetPolicy(RangePolicy):
 
     Args:
         kappa: Share of the loss that all rounding together may cost.
-        max_noise: Power of the noise in a tensor, at most, over the tensor's own.
+        max_noise: Power of the noise in a weight, and in a layer's inputs, at most, over the
+            tensor's own.
         window: Steps between switches.
         sat_tol: Share of a layer's inputs that may saturate.
         min_wl: Shortest word, bits.
@@ -49,7 +50,7 @@ class LossBudgetPolicy(RangePolicy):
     """
 
     kappa: float = 0.01
-    max_noise: float = 0.01
+    max_noise: tuple[float, float] = (0.01, 0.0025)
     window: int = 25
     sat_tol: float = 1e-3
     min_wl: int = 4
@@ -61,7 +62,7 @@ class LossBudgetPolicy(RangePolicy):
     checks = Checks(
         rules=(
             ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0"),
-            ("max_noise", lambda s: 0 < s["max_noise"] < math.inf, "above 0"),
+            ("max_noise", lambda s: min(s["max_noise"]) > 0, "two numbers above 0"),
             ("max_wl", lambda s: is_word_length(s["max_wl"]), "2 to 16 bits"),
             ("min_wl", lambda s: 2 <= s["min_wl"] <= s["max_wl"], "2 bits to max_wl"),
             (
@@ -82,16 +83,15 @@ class LossBudgetPolicy(RangePolicy):
 
     def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
         """See ``RangePolicy``."""
-        both = Limits(settings["min_wl"], settings["max_wl"])
-        return both, both
+        lengths = settings["min_wl"], settings["max_wl"]
+        weights, inputs = settings["max_noise"]
+        return Limits(*lengths, weights), Limits(*lengths, inputs)
 
     def noise(self, settings: Mapping[str, Any], seen: Seen, share: float) -> float | None:
-        """See ``RangePolicy``; after the first step there is no window, so the signal alone decides."""
-        most = settings["max_noise"] * seen.range.power
+        """See ``RangePolicy``; after the first step there is no window, and no budget."""
         if seen.before is None:
-            return most
-        noise = budget_noise(settings["kappa"] * share, seen.gradient or 0.0)
-        return None if noise is None else min(noise, most)
+            return math.inf
+        return budget_noise(settings["kappa"] * share, seen.gradient or 0.0)
 
     def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
         """Add to the window; at its end, change formats."""

@@ -49,7 +49,7 @@ class Seen:
         before: Its format until now.
         range: Where its values are.
         gradient: Squared norm of a sample's gradient to it; None where none came.
-        limits: Shortest and longest word.
+        limits: What its format must keep to.
     """
 
     before: Points | None
@@ -103,11 +103,11 @@ class RangePolicy(Policy):
 
     @abstractmethod
     def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
-        """Return shortest and longest words of a layer's weights and of its inputs."""
+        """Return what the formats of a layer's weights and of its inputs must keep to."""
 
     @abstractmethod
     def noise(self, settings: Mapping[str, Any], seen: Seen, share: float) -> float | None:
-        """Return how much noise, mean square, a tensor's format may make; None to keep the format.
+        """Return the noise, mean square, that is allowed beside the limits; None to keep the format.
 
         Args:
             settings: Of the layer's group.
@@ -223,7 +223,7 @@ class RangePolicy(Policy):
             il = integer_length(seen.before.il, measured, settings["sat_tol"])
         if (noise := self.noise(settings, seen, share)) is None:
             return seen.before, "loss or gradient 0, or not finite"
-        noise /= measured.noise_share
+        noise = min(noise, seen.limits.max_noise * measured.power) / measured.noise_share
         fmt = seen.limits.format(measured.signed, il, noise, measured.clipping)
         return (channel_format(fmt, measured.channels) if measured.channels else fmt), ""
 

@@ -42,10 +42,17 @@ class Range:
 
 @dataclass(frozen=True)
 class Limits:
-    """Shortest and longest word, in bits, sign included where there is one."""
+    """What a tensor's format must keep to.
+
+    Args:
+        min_wl: Shortest word, bits, sign included where there is one.
+        max_wl: Longest word, bits.
+        max_noise: Largest power of noise, over the tensor's own; the longest word may exceed it.
+    """
 
     min_wl: int
     max_wl: int
+    max_noise: float = math.inf
 
     def format(
         self, signed: bool, il: int, noise: float, clipping: Sequence[float] = ()

@@ -88,8 +88,9 @@ class Config:
         "loss-budget or static, for integer hardware; or none, which is --optimizer sgd",
     )
     kappa: float = option(0.01, "loss-budget: share of the loss that rounding may cost")
-    max_noise: float = option(
-        0.01, "loss-budget: power of rounding noise in a tensor, at most, over the tensor's own"
+    max_noise: tuple[float, float] = option(
+        (0.01, 0.0025),
+        "loss-budget: power of noise in weights and in layers' inputs, at most, over the tensor's own",
     )
     policy_bits: tuple[int, int] = option(
         (0, 0),
@@ -240,7 +241,9 @@ def _argument(f: dataclasses.Field[Any], default: Any) -> dict[str, Any]:
     if isinstance(default, bool):
         return argument | {"action": argparse.BooleanOptionalAction}
     if isinstance(default, tuple):
-        return argument | {"nargs": 2, "type": int, "metavar": ("LOWER", "UPPER"), "action": _Pair}
+        metavar = ("WEIGHTS", "INPUTS") if f.name == "max_noise" else ("LOWER", "UPPER")
+        kind = type(default[0])
+        return argument | {"nargs": 2, "type": kind, "metavar": metavar, "action": _Pair}
     if f.name == "kl_eps":
         return argument | {"type": _float_or_noise, "metavar": "NATS|noise"}
     if f.metadata["choices"]:
