@@ -62,7 +62,7 @@ class LossBudgetPolicy(RangePolicy):
     checks = Checks(
         rules=(
             ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0"),
-            ("max_noise", lambda s: min(s["max_noise"]) > 0, "two numbers above 0"),
+            ("max_noise", lambda s: _is_pair(s["max_noise"]), "two numbers above 0"),
             ("max_wl", lambda s: is_word_length(s["max_wl"]), "2 to 16 bits"),
             ("min_wl", lambda s: 2 <= s["min_wl"] <= s["max_wl"], "2 bits to max_wl"),
             (
@@ -152,3 +152,7 @@ class StaticPolicy(RangePolicy):
     def noise(self, settings: Mapping[str, Any], seen: Seen, share: float) -> float | None:
         """See ``RangePolicy``; the limits leave no choice."""
         return 0.0
+
+
+def _is_pair(values: Any) -> bool:
+    return isinstance(values, (tuple, list)) and len(values) == 2 and all(v > 0 for v in values)

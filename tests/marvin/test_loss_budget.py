@@ -381,6 +381,8 @@ def test_without_activations_the_batch_size_must_be_given():
     ("make_policy", "message"),
     [
         (lambda: LossBudgetPolicy(kappa=0), "kappa must be above 0, got kappa=0"),
+        (lambda: LossBudgetPolicy(max_noise=0.01), "max_noise must be two numbers above 0"),
+        (lambda: LossBudgetPolicy(max_noise=(0.01, 0)), "max_noise must be two numbers above 0"),
         (lambda: LossBudgetPolicy(window=0), "window must be 1 step or more"),
         (lambda: LossBudgetPolicy(sat_tol=1), "sat_tol must be 0 or more and below 1"),
         (lambda: LossBudgetPolicy(min_wl=9), "min_wl must be 2 bits to max_wl, got min_wl=9"),
