@@ -50,7 +50,7 @@ class LossBudgetPolicy(RangePolicy):
     """
 
     kappa: float = 0.01
-    max_noise: tuple[float, float] = (0.01, 0.0025)
+    max_noise: tuple[float, float] = (0.01, 0.001)
     window: int = 25
     sat_tol: float = 1e-3
     min_wl: int = 4

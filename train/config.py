@@ -89,7 +89,7 @@ class Config:
     )
     kappa: float = option(0.01, "loss-budget: share of the loss that rounding may cost")
     max_noise: tuple[float, float] = option(
-        (0.01, 0.0025),
+        (0.01, 0.001),
         "loss-budget: power of noise in weights and in layers' inputs, at most, over the tensor's own",
     )
     policy_bits: tuple[int, int] = option(
