@@ -100,7 +100,7 @@ def draw(points: list[Point], title: str) -> Figure:
         axes.legend(loc="upper center", frameon=False, fontsize=8)
     below = [p for p in points if statistics.mean(p.accuracy) < lowest]
     text = [f"{p.name}: {statistics.mean(p.accuracy):.1f} %" for p in below]
-    axes.text(0.99, 0.02, "\n".join(text), transform=axes.transAxes, ha="right", fontsize=8)
+    axes.text(0.5, 0.02, "\n".join(text), transform=axes.transAxes, ha="center", fontsize=8)
     axes.set_title(title, fontsize=11)
     return figure
 
