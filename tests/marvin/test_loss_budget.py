@@ -132,14 +132,15 @@ def test_the_rule_by_hand():
         assert row.input_fl == math.ceil(-math.log2(12 * noise) / 2)
 
 
-def test_noise_is_limited_whatever_the_budget():
+@pytest.mark.parametrize("steps", [1, 8])  # after the first there is no budget yet
+def test_noise_is_limited_whatever_the_budget(steps):
     model, optimizer, _ = make(LossBudgetPolicy(1e3, (0.01, 0.002), window=4, min_wl=2, max_wl=16))
     inputs = {}
     for i in (0, 5, 7):  # before the policy's own hook, so that it sees what was not rounded
         model[i].register_forward_pre_hook(
             lambda _m, x, i=i: inputs.update({f"{i}.weight": x[0]}), prepend=True
         )
-    train(model, optimizer, 8)
+    train(model, optimizer, steps)
     lengths = optimizer.formats(), optimizer.input_formats()
     for name, p in model.named_parameters():
         if p.ndim > 1:

@@ -55,6 +55,20 @@ def test_the_budget_by_hand():
     assert budget_noise(0.0025, 0.06 * 4**5) == pytest.approx(1 / 4**5 / 12)  # of 1/32
 
 
+@given(st.floats(1e-9, 1e3), st.floats(1e-9, 1e9))
+def test_the_budget_is_kept_and_not_by_a_bit_too_much(budget, gradient):
+    noise = budget_noise(budget, gradient)
+    assert noise is not None
+    il = round(8 + math.log2(12 * noise) / 2)  # a word of about 9 bits, which no limit cuts
+    fl = Limits(2, 16).format(True, il, noise).fl
+
+    def cost(fl):
+        return gradient / 2 * 4.0**-fl / 12
+
+    assert cost(fl) <= budget * (1 + 1e-9)  # products round
+    assert cost(fl - 1) > budget * (1 - 1e-9)
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
 def test_without_a_budget_or_a_gradient_there_is_no_answer(bad):
     assert budget_noise(bad, 1.0) is None
