@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def slug(text: str) -> str:
     return re.sub("[^a-z0-9]+", "-", text.lower())
 
 
-def table(experiment: Experiment, runs: Sequence[Run], epochs: int) -> list[str]:
+def table(experiment: Experiment, finished: Mapping[str, Finished]) -> list[str]:
     """Return the lines of the Markdown table: a row for each variant, its seeds taken together."""
     first = next(iter(experiment.variants))
     header = ["", "seeds", "test accuracy, %", f"points above {first}", "test loss"]
@@ -73,29 +73,28 @@ def table(experiment: Experiment, runs: Sequence[Run], epochs: int) -> list[str]
         header += ["validation accuracy, %", "weights, bits", "inputs, bits", *MODELLED]
         header += ["clamped, %"]
     lines = [header, ["---"] * len(header)]
-    gains = _gains(experiment, runs, epochs)
-    for variant in experiment.variants:
-        finished = finished_runs(runs, variant, epochs)
-        if not finished:
+    gains = _gains(finished)
+    for variant, found in finished.items():
+        if not found:
             lines.append([variant, "none finished", *[""] * (len(header) - 2)])
             continue
-        seeds = ", ".join(str(run.seed) for run, _ in finished)
-        accuracy = spread([100 * result["test_accuracy"] for _, result in finished])
-        loss = spread([result["test_loss"] for _, result in finished], digits=3)
+        seeds = ", ".join(str(run.seed) for run, _ in found)
+        accuracy = spread([100 * result["test_accuracy"] for _, result in found])
+        loss = spread([result["test_loss"] for _, result in found], digits=3)
         gain = spread(gains[variant]) if gains.get(variant) else ""
         lines.append([variant, seeds, accuracy, gain, loss])
         if experiment.has_word_lengths:
-            lines[-1] += _word_lengths(finished)
+            lines[-1] += _word_lengths(found)
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
-def spread_of_seeds(experiment: Experiment, runs: Sequence[Run], epochs: int) -> str:
+def spread_of_seeds(finished: Mapping[str, Finished]) -> str:
     """Return how sure differences to the first row are, in one sentence; empty without two seeds.
 
     The rows' differences are taken to spread alike over seeds, since a few seeds tell little of
     one row.
     """
-    rows = [row for row in _gains(experiment, runs, epochs).values() if row]
+    rows = [row for row in _gains(finished).values() if row]
     freedom = sum(len(row) - 1 for row in rows)
     if not freedom:
         return ""
@@ -112,24 +111,27 @@ def spread_of_seeds(experiment: Experiment, runs: Sequence[Run], epochs: int) ->
     )
 
 
-def _gains(experiment: Experiment, runs: Sequence[Run], epochs: int) -> dict[str, list[float]]:
+def _gains(finished: Mapping[str, Finished]) -> dict[str, list[float]]:
     """Return how far each variant but the first is above it, in points, seed by seed."""
-    first, *others = experiment.variants
-    base = {run.seed: result for run, result in finished_runs(runs, first, epochs)}
+    first, *others = finished
+    base = {run.seed: result for run, result in finished[first]}
     return {
         variant: [
             100 * (result["test_accuracy"] - base[run.seed]["test_accuracy"])
-            for run, result in finished_runs(runs, variant, epochs)
+            for run, result in finished[variant]
             if run.seed in base
         ]
         for variant in others
     }
 
 
-def finished_runs(runs: Sequence[Run], variant: str, epochs: int) -> Finished:
-    """Return the finished runs of a variant and what came of them."""
-    found = [(run, run.result(epochs)) for run in runs if run.variant == variant]
-    return [(run, result) for run, result in found if result]
+def finished_runs(experiment: Experiment, runs: Sequence[Run], epochs: int) -> dict[str, Finished]:
+    """Return the finished runs of each variant, in its order, and what came of them."""
+    found = [(run, run.result(epochs)) for run in runs]
+    return {
+        variant: [(run, result) for run, result in found if result and run.variant == variant]
+        for variant in experiment.variants
+    }
 
 
 def _word_lengths(finished: Finished) -> list[str]:

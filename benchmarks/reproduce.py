@@ -139,6 +139,7 @@ def write_section(
 ) -> str:
     """Return the Markdown of an experiment: question, command, machine, table."""
     data = arguments.data_name or arguments.dataset
+    finished = finished_runs(experiment, runs, arguments.epochs)
     lines = [
         f"### {arguments.experiment}: {arguments.model} on {data}, {arguments.epochs} epochs",
         "",
@@ -148,9 +149,9 @@ def write_section(
         "",
         f"{date.today()}. {_machine(runs)} {experiment.note}".rstrip(),
         "",
-        *table(experiment, runs, arguments.epochs),
+        *table(experiment, finished),
     ]
-    if spread := spread_of_seeds(experiment, runs, arguments.epochs):
+    if spread := spread_of_seeds(finished):
         lines += ["", spread]
     return "\n".join(lines)
 
@@ -161,8 +162,8 @@ def _picture(
     """Draw the finished runs beside the results, and return what shows the picture there."""
     finished = {
         variant: found
-        for variant in experiment.variants
-        if (found := finished_runs(runs, variant, arguments.epochs))
+        for variant, found in finished_runs(experiment, runs, arguments.epochs).items()
+        if found
     }
     if len(finished) < 2:
         return ""

@@ -110,17 +110,19 @@ def test_seeds_of_all_rows_tell_what_a_difference_means(tmp_path):
             )
             runs.append(comparison.Run(variant, seed, folder, ()))
     # -5, -6 and -1 points: squares 1 + 4 + 9, 2 degrees of freedom, a deviation of sqrt(7)
-    assert comparison.spread_of_seeds(experiment, runs, 1) == (
+    finished = comparison.finished_runs(experiment, runs, 1)
+    assert comparison.spread_of_seeds(finished) == (
         "Points above the first row are means over the seeds that both rows have. Pooled over the "
         "rows, those of single seeds have a standard deviation of 2.65: means have a standard error "
         "of 1.53 for 3 seeds."
     )
     plain = dataclasses.replace(experiment, has_word_lengths=False)
-    header, _, first, second = comparison.table(plain, runs, 1)
+    header, _, first, second = comparison.table(plain, finished)
     assert header == "|  | seeds | test accuracy, % | points above float32 | test loss |"
     assert first.startswith("| float32 | 0, 1, 2 | 91.00 ± 1.00 |  | 1.000")
     assert second.startswith("| MARViN | 0, 1, 2, 3 | 67.75 ± 38.56 | -4.00 ± 2.65 | 1.000")
-    assert comparison.spread_of_seeds(experiment, [runs[0], runs[3]], 1) == ""
+    singles = comparison.finished_runs(experiment, [runs[0], runs[3]], 1)
+    assert comparison.spread_of_seeds(singles) == ""
 
 
 def test_the_picture_has_every_variant():
