@@ -66,7 +66,10 @@ def slug(text: str) -> str:
 
 
 def table(experiment: Experiment, finished: Mapping[str, Finished]) -> list[str]:
-    """Return the lines of the Markdown table: a row for each variant, its seeds taken together."""
+    """Return the lines of the Markdown table: a row for each variant, its seeds taken together.
+
+    Variants of which no run is finished have no row; ``not_finished`` names them.
+    """
     first = next(iter(experiment.variants))
     header = ["", "seeds", "test accuracy, %", f"points above {first}", "test loss"]
     if experiment.has_word_lengths:
@@ -76,7 +79,6 @@ def table(experiment: Experiment, finished: Mapping[str, Finished]) -> list[str]
     gains = _gains(finished)
     for variant, found in finished.items():
         if not found:
-            lines.append([variant, "none finished", *[""] * (len(header) - 2)])
             continue
         seeds = ", ".join(str(run.seed) for run, _ in found)
         accuracy = spread([100 * result["test_accuracy"] for _, result in found])
@@ -86,6 +88,12 @@ def table(experiment: Experiment, finished: Mapping[str, Finished]) -> list[str]
         if experiment.has_word_lengths:
             lines[-1] += _word_lengths(found)
     return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def not_finished(finished: Mapping[str, Finished]) -> str:
+    """Name the variants of which no run is finished, in one sentence; empty where there are none."""
+    missing = [variant for variant, found in finished.items() if not found]
+    return f"No run finished: {'; '.join(missing)}." if missing else ""
 
 
 def spread_of_seeds(finished: Mapping[str, Finished]) -> str:

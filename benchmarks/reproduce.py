@@ -27,6 +27,7 @@ from benchmarks.comparison import (
     epochs_of,
     finished_runs,
     mean_bits,
+    not_finished,
     slug,
     spread_of_seeds,
     table,
@@ -34,6 +35,7 @@ from benchmarks.comparison import (
 from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
 from train.plot import LABELS
 
+NOT_SHOWN = "--minutes", "--results", "--folder", "--name", "--data-name", "--data-dir", "--only"
 SHOWN = "cpu", "gpu", "threads", "python", "torch", "numba"  # of a run's environment
 
 
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         names = ", ".join(map(slug, experiment.variants))
         parser.error(f"--only must be of {names}, got {', '.join(sorted(unknown))}")
-    name = f"{arguments.experiment}-{arguments.dataset}-{arguments.model}"
+    name = arguments.name or f"{arguments.experiment}-{arguments.dataset}-{arguments.model}"
     folder = arguments.folder or Path("runs") / name
     runs = plan(experiment, arguments, folder, passed_on)
     chosen = [run for run in runs if not arguments.only or slug(run.variant) in arguments.only]
@@ -83,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         "--plain-lr", type=float, help="--lr of the variants whose gradients are not normalised"
     )
     parser.add_argument("--minutes", type=float, help="stop after so long; the next call goes on")
-    parser.add_argument("--folder", type=Path, help="of the run folders (default: under runs/)")
+    parser.add_argument("--name", help="of the section (default: experiment, dataset and model)")
+    parser.add_argument("--folder", type=Path, help="of the run folders (default: runs/NAME)")
     parser.add_argument("--results", type=Path, help="also put the section into this Markdown file")
     parser.add_argument("--data-name", help="what to call the data, e.g. 'CIFAR-10 (JPEG q75)'")
     return parser
@@ -151,8 +154,8 @@ def write_section(
         "",
         *table(experiment, finished),
     ]
-    if spread := spread_of_seeds(finished):
-        lines += ["", spread]
+    for sentence in (not_finished(finished), spread_of_seeds(finished)):
+        lines += ["", sentence] if sentence else []
     return "\n".join(lines)
 
 
@@ -215,7 +218,7 @@ def _command(argv: Sequence[str]) -> str:
     kept = ["python -m benchmarks.reproduce"]
     words = iter(argv)
     for word in words:
-        if word in ("--minutes", "--results", "--folder", "--data-name", "--data-dir", "--only"):
+        if word in NOT_SHOWN:
             next(words)
         else:
             kept.append(shlex.quote(word))

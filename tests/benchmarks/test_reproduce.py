@@ -40,11 +40,11 @@ def test_in_pieces_and_written_once(tmp_path, capfd):
     results.write_text("# Results\n")
     command = ["marvin", *SMALL, "--folder", str(tmp_path / "runs"), "--results", str(results)]
     reproduce.main([*command, "--minutes", "0"])
-    assert results.read_text().count("none finished") == 2
+    assert "\nNo run finished: float32; MARViN.\n" in results.read_text()
     reproduce.main(command)
     text = results.read_text()
     assert text.startswith("# Results\n\n<!-- marvin-digits-resnet20: begin -->\n### marvin")
-    assert "none finished" not in text
+    assert "No run finished" not in text
     result = json.loads((tmp_path / "runs/marvin-seed0/result.json").read_text())
     assert f"| MARViN | 0 | {100 * result['test_accuracy']:.2f} |" in text
     first_line = "    python -m benchmarks.reproduce marvin " + " ".join(SMALL)
@@ -60,10 +60,12 @@ def test_policies_in_parts(tmp_path, capfd):
     results = tmp_path / "docs/results.md"
     results.parent.mkdir()
     command = ["policies", *SMALL, "--folder", str(tmp_path / "runs"), "--results", str(results)]
+    command += ["--name", "policies-small"]
     only = "muppet,loss-budget-0-01"
     reproduce.main([*command, "--plain-lr", "0.1", "--only", only])
     rows = {line.split(" | ")[0]: line for line in results.read_text().splitlines()}
-    assert sum("none finished" in row for row in rows.values()) == len(POLICIES) - 2
+    assert [name for name in POLICIES if f"| {name}" in rows] == ["MuPPET", "loss budget 0.01"]
+    assert "\nNo run finished: float32; float32, plain; MARViN; fixed:8,4; " in results.read_text()
     assert "8.00 (8.00) | 8.00 (8.00) |" in rows["| MuPPET"]
     result = json.loads((tmp_path / "runs/loss-budget-0-01-seed0/result.json").read_text())
     bits = f"{result['mean_word_length']:.2f} ({result['mean_word_length_by_size']:.2f})"
@@ -71,7 +73,7 @@ def test_policies_in_parts(tmp_path, capfd):
     clamped = comparison.clamped(tmp_path / "runs/loss-budget-0-01-seed0")
     assert clamped is not None
     assert rows["| loss budget 0.01"].endswith(f" {100 * clamped:.2f} |")
-    picture = results.parent / "images/policies-digits-resnet20.png"
+    picture = results.parent / "images/policies-small.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"](images/{picture.name})" in results.read_text()
     rates = {
