@@ -6,7 +6,7 @@
 
 Each run is a training script of its own, in a run folder; what is finished is not run again, what
 was stopped goes on where it stopped. Flags that this command does not know go to the training
-script. Where runs are missing, the table says so.
+script. Where runs are missing, the section says so.
 """
 
 import argparse
