@@ -109,7 +109,7 @@ def spread_of_seeds(finished: Mapping[str, Finished]) -> str:
     squares = sum(statistics.pvariance(row) * len(row) for row in rows)
     deviation = math.sqrt(squares / freedom)
     errors = [
-        f"{deviation / math.sqrt(seeds):.2f} for {seeds} seeds"
+        f"{deviation / math.sqrt(seeds):.2f} for {seeds} seed{'s' if seeds > 1 else ''}"
         for seeds in sorted({*map(len, rows)})
     ]
     return (

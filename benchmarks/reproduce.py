@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from benchmarks.comparison import (
 from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
 from train.plot import LABELS
 
-NOT_SHOWN = "--minutes", "--results", "--folder", "--name", "--data-name", "--data-dir", "--only"
+NOT_SHOWN = "--minutes", "--results", "--folder", "--data-name", "--data-dir", "--only"
 SHOWN = "cpu", "gpu", "threads", "python", "torch", "numba"  # of a run's environment
 
 
@@ -54,10 +54,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = plan(experiment, arguments, folder, passed_on)
     chosen = [run for run in runs if not arguments.only or slug(run.variant) in arguments.only]
     go_on(chosen, arguments.model, arguments.epochs, arguments.minutes)
-    section = write_section(experiment, runs, arguments, _command(argv))
+    finished = finished_runs(experiment, runs, arguments.epochs)
+    section = write_section(experiment, finished, arguments, _command(argv), _machine(runs))
     print(section)
     if arguments.results:
-        section += _picture(experiment, runs, arguments, name)
+        section += _picture(experiment, finished, arguments, name)
         text = arguments.results.read_text() if arguments.results.exists() else ""
         arguments.results.write_text(put(text, name, section))
 
@@ -138,11 +139,14 @@ def go_on(runs: Sequence[Run], model: str, epochs: int, minutes: float | None) -
 
 
 def write_section(
-    experiment: Experiment, runs: Sequence[Run], arguments: argparse.Namespace, command: str
+    experiment: Experiment,
+    finished: Mapping[str, Finished],
+    arguments: argparse.Namespace,
+    command: str,
+    machine: str,
 ) -> str:
     """Return the Markdown of an experiment: question, command, machine, table."""
     data = arguments.data_name or arguments.dataset
-    finished = finished_runs(experiment, runs, arguments.epochs)
     lines = [
         f"### {arguments.experiment}: {arguments.model} on {data}, {arguments.epochs} epochs",
         "",
@@ -150,7 +154,7 @@ def write_section(
         "",
         f"    {command}",
         "",
-        f"{date.today()}. {_machine(runs)} {experiment.note}".rstrip(),
+        f"{date.today()}. {machine} {experiment.note}".rstrip(),
         "",
         *table(experiment, finished),
     ]
@@ -160,24 +164,23 @@ def write_section(
 
 
 def _picture(
-    experiment: Experiment, runs: Sequence[Run], arguments: argparse.Namespace, name: str
+    experiment: Experiment,
+    finished: Mapping[str, Finished],
+    arguments: argparse.Namespace,
+    name: str,
 ) -> str:
     """Draw the finished runs beside the results, and return what shows the picture there."""
-    finished = {
-        variant: found
-        for variant, found in finished_runs(experiment, runs, arguments.epochs).items()
-        if found
-    }
-    if len(finished) < 2:
+    rows = [(variant, found) for variant, found in finished.items() if found]
+    if len(rows) < 2:
         return ""
     data = arguments.data_name or LABELS.get(arguments.dataset, arguments.dataset)
     title = f"{LABELS[arguments.model]} on {data}, {arguments.epochs} epochs"
     path = arguments.results.parent / f"images/{name}.png"
     if experiment.has_word_lengths:
-        drawn = figure.draw([_point(*row) for row in finished.items()], title)
+        drawn = figure.draw([_point(*row) for row in rows], title)
         shows = "accuracy against bits"
     else:
-        drawn = figure.draw_curves([curve(*row) for row in finished.items()], title)
+        drawn = figure.draw_curves([curve(*row) for row in rows], title)
         shows = "loss of each epoch"
     figure.save(drawn, path)
     return f"\n\n![{title}: {shows}](images/{path.name})"
