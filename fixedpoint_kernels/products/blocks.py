@@ -1,0 +1,122 @@
+"""Blocks of a correlation on a CPU: what a thread copies, with a border, and works on at once."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation
+
+_BLOCK_BYTES = 2**17  # of codes with their border: they and what is made of them fit in a cache
+_ROWS = 64  # that a tile reads at most, whether there are so many or not
+
+
+class Blocks(NamedTuple):
+    """Where the codes of a block lie, and its jobs.
+
+    A block holds whole images one below the other, or rows of one image. Its codes lie in
+    ``stride[0]`` planes: rows that are so far apart in the image are neighbours in their plane.
+    Position ``q`` of a block is column ``q % columns`` of row ``q // columns``; one step of ``q``
+    is ``stride[1]`` pixels, anywhere. Positions beyond the last output of a row are computed, and
+    dropped. Between rows, and between images, one border serves both neighbours.
+    """
+
+    # row step, border above, border left, pixels and rows from one to the next, bytes of a plane,
+    # rows more than outputs have, channels, height and width of an image
+    geometry: tuple[int, ...]
+    jobs: np.ndarray  # (jobs, 4) int64: first image, images, first row of outputs, rows
+    columns: int  # positions a row
+    slot_rows: int  # rows from one image of a block to the next
+    places: np.ndarray  # (taps,) int64: position of each tap's pixel, relative to the first
+    planes: np.ndarray  # (taps,) int64: which plane it is in
+    most_positions: int
+    buffer_bytes: int
+
+
+@lru_cache(maxsize=256)
+def blocks(
+    correlation: Correlation,
+    images: int,
+    size: tuple[int, int],
+    channels: int,
+    least_jobs: int,
+    positions: int = LONGEST_SUM,
+) -> Blocks:
+    """Return the blocks of a correlation over ``images`` images of ``size``.
+
+    Args:
+        correlation: What is computed.
+        images: How many.
+        size: Of an input.
+        channels: Bytes of a pixel.
+        least_jobs: How many jobs to make if there are so many images.
+        positions: Most outputs of a block.
+    """
+    (down, across), (height, width) = correlation.stride, correlation.count
+    top, left = -min(correlation.rows), -min(correlation.columns)
+    tall, wide = max(correlation.rows) + top, max(correlation.columns) + left
+    pixels = _shared(width, across, left, size[1], wide)
+    pixels = -(pixels // -across) * across
+    extra = tall // down
+    slot = _shared(height, 1, top, size[0], tall) if down == 1 else height + extra
+    row_bytes = pixels * channels
+    most_rows = max(1, positions // width)
+    rows = min(height, most_rows)
+    if slot * row_bytes * down > 2 * _BLOCK_BYTES:
+        rows = min(rows, max(_BLOCK_BYTES // (row_bytes * down), 4 * extra, 1))
+    slots = 1
+    if rows == height:
+        slots = min(_BLOCK_BYTES // (slot * row_bytes * down), images // least_jobs)
+        slots = max(1, min(slots, positions // (height * width)))
+    plane_rows = (slots - 1) * slot + rows + extra + 1
+    plane_bytes = -((plane_rows * row_bytes + 128) // -64) * 64
+    geometry = [down, top, left, pixels, slot, plane_bytes, extra, channels, *size]
+    taps = list(zip(correlation.rows, correlation.columns, strict=True))
+    return Blocks(
+        geometry=tuple(geometry),
+        jobs=_jobs(images, slots, height, rows),
+        columns=pixels // across,
+        slot_rows=slot,
+        places=np.array([(r + top) // down * pixels + c + left for r, c in taps], np.int64),
+        planes=np.array([(r + top) % down for r, _ in taps], np.int64),
+        most_positions=((slots - 1) * slot + rows) * (pixels // across),
+        buffer_bytes=down * plane_bytes + _ROWS * across * channels + 128,
+    )
+
+
+def _shared(count: int, step: int, border: int, size: int, reach: int) -> int:
+    """Return pixels from one row to the next, where what follows a row is the next one's border."""
+    need = (count - 1) * step + reach + 1
+    return max(count * step, min(border + size, need), need - max(border, 0), border)
+
+
+def _jobs(images: int, slots: int, height: int, rows: int) -> np.ndarray:
+    firsts = range(0, images, slots)
+    bands = range(0, height, rows)
+    jobs = [(i, min(slots, images - i), j, min(rows, height - j)) for i in firsts for j in bands]
+    return np.array(jobs, np.int64).reshape(-1, 4)
+
+
+class Runs(NamedTuple):
+    """Taps that lie one after the other in memory, read as one."""
+
+    table: np.ndarray  # (runs, 2) int64: byte offset, and steps of ``grain`` bytes
+    offsets: np.ndarray  # (taps,) int64: of each tap in the bytes of a column of weights
+    depth: int  # bytes of such a column
+
+
+def runs(blocks: Blocks, grain: int) -> Runs:
+    """Return the runs of a block's taps, each filled up to a multiple of ``grain`` bytes."""
+    channels = blocks.geometry[7]
+    starts = (blocks.planes * blocks.geometry[5] + blocks.places * channels).tolist()
+    table: list[list[int]] = []
+    offsets, depth, end = [], 0, None
+    for start in starts:
+        if start != end:
+            depth = -(depth // -grain) * grain
+            table.append([start, 0])
+        offsets.append(depth)
+        table[-1][1] += channels
+        depth, end = depth + channels, start + channels
+    steps = [[start, -(length // -grain)] for start, length in table]
+    return Runs(np.array(steps, np.int64), np.array(offsets), -(depth // -grain) * grain)

@@ -1,0 +1,199 @@
+"""Which instructions products on a CPU use, and why.
+
+``FIXEDPOINT_KERNELS_PRODUCTS`` in the environment, or ``force``, names a path; a path that this
+processor cannot take is refused by name.
+"""
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+from fixedpoint_kernels.products.shapes import LONGEST_SUM
+
+VARIABLE = "FIXEDPOINT_KERNELS_PRODUCTS"
+_INSTRUCTIONS = {  # LLVM's names of what each path needs, and one function that it must lower
+    "amx": (
+        ("amx-int8", "amx-tile", "avx512f", "avx512bw"),
+        "declare void @llvm.x86.tdpbusd(i8, i8, i8)\n"
+        "define void @f() {{ call void @llvm.x86.tdpbusd(i8 0, i8 1, i8 2) ret void }}",
+    ),
+    "avx512_vnni": (("avx512f", "avx512bw", "avx512vnni"), 512),
+    "avx_vnni": (("avx2", "avxvnni"), 256),
+}
+OWN = tuple(_INSTRUCTIONS)
+PATHS = (*OWN, "stock", "float")
+_forced: str | None = None
+
+
+class Path(NamedTuple):
+    """How a product is computed, and why not by what comes before it in ``PATHS``."""
+
+    name: str
+    reason: str
+
+
+def path(groups: int = 1, depth: int = 1) -> Path:
+    """Say which path a product on a CPU takes, and why.
+
+    Args:
+        groups: Of the convolution.
+        depth: Products in a sum: input channels of a group times elements of a kernel.
+
+    Returns:
+        Its name, one of ``"amx"``, ``"avx512_vnni"``, ``"avx_vnni"`` (Numba), ``"stock"``
+        (PyTorch's own int8 product) and ``"float"`` (float32 products of codes, added up where
+        float32 is exact), and the reason in words.
+
+    Raises:
+        ValueError: The forced path is none, or this processor cannot take it.
+    """
+    return chosen(groups, depth, None)
+
+
+@contextmanager
+def force(name: str | None) -> Iterator[None]:
+    """Take one path for all products on CPUs while the context is open; None: the best.
+
+    Raises:
+        ValueError: There is no such path, or this processor cannot take it.
+    """
+    global _forced
+    if name is not None:
+        _check(name)
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def chosen(groups: int, depth: int, name: str | None) -> Path:
+    """See ``path``; ``name`` forces one."""
+    name = name or _forced or os.environ.get(VARIABLE) or None
+    if name is not None:
+        _check(name)
+        best = Path(name, "it is forced")
+    else:
+        best = _best()
+    if best.name not in OWN:
+        return best
+    if groups > 1:
+        return Path(_portable(), "own kernels have no groups")
+    if depth > LONGEST_SUM:
+        raise AssertionError("longer sums are split before a path is chosen")
+    return best
+
+
+@cache
+def unavailable() -> dict[str, str]:
+    """Return the paths that this process cannot take, each with the reason."""
+    reasons = {name: _why_not(name) for name in OWN}
+    if not _multiplies_exactly():
+        reasons["stock"] = "PyTorch's int8 product is exact on processors with VNNI alone"
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+@cache
+def _best() -> Path:
+    missing = unavailable()
+    name = next(name for name in PATHS if name not in missing)
+    before = PATHS[: PATHS.index(name)]
+    reasons = "; ".join(f"no {other}: {missing[other]}" for other in before)
+    return Path(name, reasons or "the processor has it")
+
+
+def _portable() -> str:
+    return "float" if "stock" in unavailable() else "stock"
+
+
+def _check(name: str) -> None:
+    if name not in PATHS:
+        raise ValueError(f"the path of products must be one of {PATHS}, got {name!r}")
+    if name in unavailable():
+        raise ValueError(f"path {name!r} is not possible here: {unavailable()[name]}")
+
+
+@cache
+def _host_features() -> frozenset[str]:
+    """Return LLVM's names of what this processor has; none where it is no x86."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    from llvmlite import binding  # takes a while to import
+
+    return frozenset(name for name, has in binding.get_host_cpu_features().items() if has)
+
+
+def _multiplies_exactly() -> bool:
+    """Say whether ``torch._int_mm`` is exact: without VNNI it may add pairs in 16 bits."""
+    return bool(_host_features() & {"avx512vnni", "avxvnni", "amx-int8"})
+
+
+def _why_not(name: str) -> str:
+    """Return why this process cannot take one of our own paths, or nothing."""
+    needed, function = _INSTRUCTIONS[name]
+    missing = [feature for feature in needed if feature not in _host_features()]
+    if missing:
+        return f"the processor lacks {', '.join(missing)}"
+    from numba import config
+
+    if config.DISABLE_JIT:  # type: ignore[attr-defined]
+        return "NUMBA_DISABLE_JIT is set"
+    # a name of the user's for the processor: LLVM aborts the process where it cannot lower
+    if config.CPU_NAME or config.CPU_FEATURES is not None or not config.ENABLE_AVX:  # type: ignore[attr-defined]
+        if not _lowers(function if isinstance(function, str) else _dot(function)):
+            return f"LLVM is told of another processor ({_told()})"
+    return "" if name != "amx" or _may_use_tiles() else "the system grants no tiles"
+
+
+def _told() -> str:
+    names = "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX"
+    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+
+
+def _dot(bits: int) -> str:
+    """Return LLVM's text of a function of one ``vpdpbusd``."""
+    words = f"<{bits // 32} x i32>"
+    numbers = f"{words} %a, {words} %a, {words} %a"
+    name = f"@llvm.x86.avx512.vpdpbusd.{bits}"
+    return (
+        f"declare {words} {name}({words}, {words}, {words})\n"
+        f"define {words} @f({words} %a) {{ %b = call {words} {name}({numbers}) ret {words} %b }}"
+    )
+
+
+def _lowers(text: str) -> bool:
+    """Say whether LLVM makes code of ``text`` for the processor that Numba is told of."""
+    from numba.core import codegen, config
+
+    script = (
+        "import sys\n"
+        "from llvmlite import binding\n"
+        "binding.initialize_native_target()\n"
+        "binding.initialize_native_asmprinter()\n"
+        "module = binding.parse_assembly(sys.argv[1])\n"
+        "target = binding.Target.from_default_triple()\n"
+        "machine = target.create_target_machine(cpu=sys.argv[2], features=sys.argv[3])\n"
+        "machine.emit_object(module)\n"
+    )
+    from llvmlite import binding
+
+    name = config.CPU_NAME or binding.get_host_cpu_name()  # type: ignore[attr-defined]
+    features = config.CPU_FEATURES  # type: ignore[attr-defined]
+    features = codegen.get_host_cpu_features() if features is None else features
+    command = [sys.executable, "-c", script, text.replace("{{", "{").replace("}}", "}"), name, features]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Ask Linux for tiles; the kernel gives them to a process that asks."""
+    if sys.platform != "linux":
+        return False
+    arch_prctl, request, data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return ctypes.CDLL(None, use_errno=True).syscall(arch_prctl, request, data) == 0

@@ -1,0 +1,116 @@
+"""Products of codes by matrix products of PyTorch: where no kernel of our own fits.
+
+Codes are laid out as matrices, and multiplied as int8 (``"stock"``) or as float32, in sums that
+float32 holds exactly (``"float"``). A convolution of torch would not do: some of its algorithms
+(Winograd's) are not exact.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fixedpoint_kernels.products import reference
+from fixedpoint_kernels.products.shapes import Window
+
+_EXACT = 2**24 // (255 * 128)  # products that float32 adds up exactly
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    exponents: Tensor | None,
+    window: Window,
+    dtype: torch.dtype,
+    statistics: bool,
+    path: str,
+) -> tuple[Tensor, Tensor | None]:
+    """See ``fixedpoint_kernels.products.convolve``."""
+    kernel = weight.shape[2:]
+    columns, size = _columns(x, kernel, window), window.outputs(x.shape[2:], kernel)
+    parts = []
+    for inputs, rows in zip(columns, weight.flatten(1).chunk(window.groups), strict=True):
+        flat = inputs.transpose(1, 2).flatten(0, 1)  # (n * positions, c * r * s)
+        parts.append(MULTIPLY[path](flat, rows.mT))
+    sums = torch.cat(parts, 1).view(len(x), *size, -1).permute(0, 3, 1, 2)
+    return reference.finish(sums, exponents, 1, dtype), (
+        reference.sum_up(sums) if statistics else None
+    )
+
+
+def input_gradient(
+    grad: Tensor,
+    weight: Tensor,
+    exponents: Tensor | None,
+    size: tuple[int, int],
+    window: Window,
+    dtype: torch.dtype,
+    path: str,
+) -> Tensor:
+    """See ``fixedpoint_kernels.products.convolve_input_gradient``."""
+    parts, (stride, padding, dilation, groups) = [], window
+    weights = weight.flatten(1).chunk(groups)
+    for rows, part in zip(grad.permute(0, 2, 3, 1).chunk(groups, 3), weights, strict=True):
+        columns = MULTIPLY[path](rows.flatten(0, 2), part)  # (n * positions, c * r * s)
+        columns = columns.view(len(grad), -1, part.shape[1]).transpose(1, 2).double()
+        kernel = weight.shape[2:]
+        parts.append(F.fold(columns, size, kernel, dilation, padding, stride))  # exact: see reference
+    return reference.finish(torch.cat(parts, 1), exponents, 0, dtype)
+
+
+def weight_gradient(
+    x: Tensor,
+    grad: Tensor,
+    exponents: Tensor | None,
+    kernel: tuple[int, int],
+    window: Window,
+    path: str,
+) -> Tensor:
+    """See ``fixedpoint_kernels.products.convolve_weight_gradient``."""
+    parts = []
+    gradients = grad.flatten(2).chunk(window.groups, 1)
+    for inputs, rows in zip(_columns(x, kernel, window), gradients, strict=True):
+        samples = [MULTIPLY[path](a, b.mT) for a, b in zip(rows, inputs, strict=True)]
+        parts.append(torch.stack(samples).long() if samples else rows.new_zeros(0).long())
+    sums = torch.cat(parts, 1)  # (n, o, c / groups * r * s)
+    positions = grad.shape[0] * grad.shape[2] * grad.shape[3]
+    return reference.fold(sums, exponents, positions).unflatten(1, (-1, *kernel))
+
+
+def _columns(x: Tensor, kernel: tuple[int, int], window: Window) -> tuple[Tensor, ...]:
+    """Return (n, c / groups * r * s, positions) for each group."""
+    stride, padding, dilation, groups = window
+    columns = F.unfold(x.float(), kernel, dilation, padding, stride).to(x.dtype)
+    return columns.chunk(groups, 1)
+
+
+def _multiply_float(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply matrices of codes, (m, k) by (k, n), to float64."""
+    total = torch.zeros(len(a), b.shape[1], dtype=torch.float64)
+    with torch.autocast(a.device.type, enabled=False):
+        for first in range(0, a.shape[1], _EXACT):
+            some = slice(first, first + _EXACT)
+            total += a[:, some].float() @ b[some].float()
+    return total
+
+
+def _multiply_int8(a: Tensor, b: Tensor) -> Tensor:
+    """As ``_multiply_float``, to int64; an unsigned operand is moved by 128."""
+    total = torch.zeros(len(a), b.shape[1], dtype=torch.int64)
+    if a.dtype is torch.uint8:
+        total += 128 * b.long().sum(0)
+        a = (a ^ 128).view(torch.int8)
+    if b.dtype is torch.uint8:
+        total += 128 * a.long().sum(1, keepdim=True)
+        b = (b ^ 128).view(torch.int8)
+    for first in range(0, a.shape[1], 2**16):  # so many products fit in int32
+        some = slice(first, first + 2**16)
+        total += torch._int_mm(_copied(a[:, some]), _copied(b[some]))
+    return total
+
+
+def _copied(x: Tensor) -> Tensor:
+    """Copy: ``_int_mm`` trusts the strides of dimensions of one element, which mean nothing."""
+    return torch.empty(x.shape, dtype=x.dtype).copy_(x)
+
+
+MULTIPLY = {"stock": _multiply_int8, "float": _multiply_float}

@@ -1,0 +1,1 @@
+from fixedpoint_kernels.products.reference import round_per_sample

@@ -1,0 +1,103 @@
+"""Which inputs meet which weights: the geometry that every execution shares."""
+
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+# of uint8 and int8 codes, at their extremes; one more could pass int32
+LONGEST_SUM = (2**31 - 1) // (255 * 128)
+LOWEST_EXPONENT, NOT_FINITE = -126, 128
+
+
+class Window(NamedTuple):
+    """How a kernel moves over its input, height first; see ``torch.nn.functional.conv2d``."""
+
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    def outputs(self, size: tuple[int, int], kernel: tuple[int, int]) -> tuple[int, int]:
+        """Return height and width of the output; 0 or less where the kernel is larger."""
+        numbers = zip(size, kernel, self.stride, self.padding, self.dilation, strict=True)
+        height, width = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in numbers)
+        return height, width
+
+
+class Correlation(NamedTuple):
+    """One part of the outputs, each a sum over the same taps.
+
+    Output ``(i, j)`` of ``count`` reads tap ``t`` at row ``i * stride[0] + rows[t]`` and column
+    ``j * stride[1] + columns[t]``, 0 outside the input, and is written at row
+    ``first[0] + i * step[0]`` and column ``first[1] + j * step[1]``.
+    """
+
+    taps: tuple[int, ...]  # kernel row * kernel width + kernel column
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    stride: tuple[int, int]
+    count: tuple[int, int]
+    first: tuple[int, int]
+    step: tuple[int, int]
+
+
+@lru_cache(maxsize=256)
+def forward(window: Window, size: tuple[int, int], kernel: tuple[int, int]) -> Correlation:
+    """Return the correlation of a forward product, of an input of this size."""
+    rows, columns = ([k * d - p for k in range(n)] for n, d, p in _axes(window, kernel))
+    places = list(product(rows, columns))
+    return Correlation(
+        taps=tuple(range(len(places))),
+        rows=tuple(row for row, _ in places),
+        columns=tuple(column for _, column in places),
+        stride=window.stride,
+        count=window.outputs(size, kernel),
+        first=(0, 0),
+        step=(1, 1),
+    )
+
+
+@lru_cache(maxsize=256)
+def input_gradient(
+    window: Window, size: tuple[int, int], kernel: tuple[int, int]
+) -> tuple[Correlation, ...]:
+    """Return the correlations of an input gradient of this size, over the output's gradient.
+
+    Inputs ``stride`` apart share their taps: one correlation for each place in a stride. Those that
+    no output read are in none.
+    """
+    parts = []
+    for first in product(range(window.stride[0]), range(window.stride[1])):
+        axes = [_phase(*numbers) for numbers in zip(first, size, kernel, *window[:3], strict=True)]
+        (row_taps, rows, height), (column_taps, columns, width) = axes
+        if row_taps and column_taps and height > 0 and width > 0:
+            parts.append(
+                Correlation(
+                    taps=tuple(i * kernel[1] + j for i, j in product(row_taps, column_taps)),
+                    rows=tuple(row for row, _ in product(rows, columns)),
+                    columns=tuple(column for _, column in product(rows, columns)),
+                    stride=(1, 1),
+                    count=(height, width),
+                    first=first,
+                    step=window.stride,
+                )
+            )
+    return tuple(parts)
+
+
+def _phase(
+    first: int, size: int, kernel: int, stride: int, padding: int, dilation: int
+) -> tuple[list[int], list[int], int]:
+    """Return taps and their places along one axis, nearest place first, and how many inputs."""
+    places = [(first + padding - k * dilation, k) for k in range(kernel)]
+    met = sorted((place // stride, k) for place, k in places if place % stride == 0)
+    return [k for _, k in met], [place for place, _ in met], -((first - size) // stride)
+
+
+def _axes(window: Window, kernel: tuple[int, int]) -> zip:
+    return zip(kernel, window.dilation, window.padding, strict=True)
+
+
+def shift_room(positions: int) -> int:
+    """Return by how many bits a sum over ``positions`` products of codes may move in int64."""
+    return 62 - (255 * 128 * positions).bit_length()

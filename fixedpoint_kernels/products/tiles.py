@@ -1,0 +1,399 @@
+"""The inner loops of products on CPUs, as Numba intrinsics: LLVM's own integer instructions.
+
+A tile multiplies rows of ``a`` by columns of ``b``, and adds int32 to what stands in memory. Rows
+are bytes that lie a fixed step apart, read in runs of consecutive bytes; columns come in groups of
+16, each ``[depth / 4][16][4]`` bytes: four bytes of a row meet four of a column in one lane. AMX
+takes 16 such steps at a time, from the same memory. Addresses are int64.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+I1, I8, I16, I32, I64 = map(ir.IntType, (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+_POINTER = I8.as_pointer()
+
+
+def vector(element: Any, lanes: int) -> Any:
+    """Return LLVM's type of a vector."""
+    return ir.VectorType(element, lanes)
+
+
+def load(builder: Any, address: Any, kind: Any, align: int = 1) -> Any:
+    """Read a value of type ``kind``."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def store(builder: Any, value: Any, address: Any, align: int = 1) -> None:
+    """Write a value."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def constant(kind: Any, value: Any) -> Any:
+    """Return a vector with ``value`` in each lane."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def splat(builder: Any, scalar: Any, lanes: int) -> Any:
+    """Return a vector with ``scalar`` in each lane."""
+    empty = ir.Constant(vector(scalar.type, lanes), ir.Undefined)
+    return shuffle(builder, builder.insert_element(empty, scalar, I32(0)), None, [0] * lanes)
+
+
+def shuffle(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
+    """Pick lanes by number, those of ``b`` counted on from those of ``a``."""
+    mask = ir.Constant(vector(I32, len(order)), order)
+    return builder.shuffle_vector(a, ir.Constant(a.type, ir.Undefined) if b is None else b, mask)
+
+
+def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Call an LLVM function."""
+    signature = ir.FunctionType(result, [x.type for x in arguments])
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}")
+    return builder.call(function, list(arguments))
+
+
+def addressed(count: int, body: Callable[..., None]) -> Any:
+    """Return an intrinsic of ``count`` int64 that returns nothing."""
+
+    def codegen(context, builder, _signature, arguments):
+        body(builder, *arguments)
+        return context.get_dummy_value()
+
+    # Numba counts the parameters of the function itself
+    names = ", ".join(f"a{i}" for i in range(count))
+    scope = {"made": (types.void(*[types.int64] * count), codegen)}
+    exec(f"def typing(_context, {names}): return made", scope)
+    return intrinsic(scope["typing"])
+
+
+def _dot(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    """Add four products of bytes to each int32 lane: ``vpdpbusd``."""
+    if binding.llvm_version_info[0] >= 22:  # bytes as bytes, since then
+        whole = vector(I8, 4 * total.type.count)
+        unsigned, signed = builder.bitcast(unsigned, whole), builder.bitcast(signed, whole)
+    name = f"x86.avx512.vpdpbusd.{32 * total.type.count}"
+    return call(builder, name, total.type, total, unsigned, signed)
+
+
+def vnni_tile(rows: int, groups: int, lanes: int) -> Any:
+    """Return the tile of ``vpdpbusd``: bytes of ``a`` are unsigned, those of ``b`` signed.
+
+    Args:
+        rows: Of ``a``.
+        groups: Of 16 columns.
+        lanes: int32 of one register.
+    """
+    whole, pieces = vector(I32, lanes), groups * 16 // lanes
+
+    def body(builder, _signed, a, _firsts, step, runs, count, b, group, begin, begin_step, *out):
+        def places(start, row_step):
+            for m in range(rows):
+                first = builder.add(start, builder.mul(row_step, I64(m)))
+                yield from (builder.add(first, I64(4 * lanes * j)) for j in range(pieces))
+
+        def column_at(place, j):
+            start = builder.add(place, builder.mul(group, I64(j * lanes // 16)))
+            start = builder.add(start, I64(j * lanes % 16 * 4))
+            return load(builder, start, whole, 4 * lanes)
+
+        totals = [cgutils.alloca_once(builder, whole) for _ in range(rows * pieces)]
+        for total, place in zip(totals, places(begin, begin_step), strict=True):
+            builder.store(load(builder, place, whole), total)
+        for first, length, column in _runs(builder, runs, count, b, 64):
+            bases = [
+                builder.add(builder.add(a, first), builder.mul(step, I64(m)))
+                for m in range(0, rows, 4)
+            ]
+            with cgutils.for_range(builder, length, intp=I64) as loop:
+                place = builder.add(column, builder.shl(loop.index, I64(6)))
+                columns = [column_at(place, j) for j in range(pieces)]
+                depth = builder.shl(loop.index, I64(2))
+                for m in range(rows):
+                    source = builder.add(bases[m // 4], depth)
+                    if m % 4:
+                        source = builder.add(source, builder.mul(step, I64(m % 4)))
+                    row = splat(builder, load(builder, source, I32), lanes)
+                    for j in range(pieces):
+                        total = totals[m * pieces + j]
+                        builder.store(_dot(builder, builder.load(total), row, columns[j]), total)
+        for total, place in zip(totals, places(*out), strict=True):
+            store(builder, builder.load(total), place)
+
+    return addressed(12, body)
+
+
+def amx_tile(rows: int, groups: int) -> Any:
+    """Return the tile of AMX: ``16 * rows`` rows by ``16 * groups`` columns.
+
+    Takes the places of each 16 rows from ``firsts``, and runs counted in 64 bytes. Bytes of ``b``
+    are signed, those of ``a`` as ``signed`` says.
+    """
+    right, left = rows * groups, rows * groups + groups  # numbers of tiles
+    void = ir.VoidType()
+
+    def body(builder, signed, *arguments):
+        is_signed = builder.icmp_signed("!=", signed, I64(0))
+        with builder.if_else(is_signed) as (yes, no):
+            with yes:
+                multiplied(builder, "x86.tdpbssd", *arguments)
+            with no:
+                multiplied(builder, "x86.tdpbusd", *arguments)
+
+    def multiplied(builder, name, a, firsts, step, runs, count, b, group, begin, begin_step, *out):
+        def memory(kind, tile, address, stride):
+            call(builder, kind, void, I8(tile), builder.inttoptr(address, _POINTER), stride)
+
+        def places(start, row_step):
+            for i in range(rows):
+                first = builder.add(start, builder.mul(row_step, I64(16 * i)))
+                for j in range(groups):
+                    yield i * groups + j, builder.add(first, I64(64 * j)), row_step
+
+        for place in places(begin, begin_step):
+            memory("x86.tileloadd64", *place)
+        starts = [
+            builder.add(a, load(builder, builder.add(firsts, I64(8 * i)), I64, 8))
+            for i in range(rows)
+        ]
+        for first, length, column in _runs(builder, runs, count, b, 1024):
+            with cgutils.for_range(builder, length, intp=I64) as loop:
+                place = builder.add(column, builder.shl(loop.index, I64(10)))
+                for j in range(groups):
+                    source = builder.add(place, builder.mul(group, I64(j)))
+                    memory("x86.tileloadd64", right + j, source, I64(64))
+                depth = builder.add(first, builder.shl(loop.index, I64(6)))
+                for i in range(rows):
+                    memory("x86.tileloadd64", left, builder.add(starts[i], depth), step)
+                    for j in range(groups):
+                        numbers = I8(i * groups + j), I8(left), I8(right + j)
+                        call(builder, name, void, *numbers)
+        for place in places(*out):
+            memory("x86.tilestored64", *place)
+
+    return addressed(12, body)
+
+
+def _runs(builder: Any, runs: Any, count: Any, b: Any, column_bytes: int) -> Iterator[tuple]:
+    """Generate the code of a loop over runs: offset, length, and where its weights are."""
+    at = cgutils.alloca_once(builder, I64)
+    builder.store(b, at)
+    with cgutils.for_range(builder, count, intp=I64) as run:
+        entry = builder.add(runs, builder.shl(run.index, I64(4)))
+        length = load(builder, builder.add(entry, I64(8)), I64, 8)
+        column = builder.load(at)
+        builder.store(builder.add(column, builder.mul(length, I64(column_bytes))), at)
+        yield load(builder, entry, I64, 8), length, column
+
+
+def _configure(builder: Any, address: Any) -> None:
+    """Load a configuration of tiles; 64 bytes at ``address``."""
+    call(builder, "x86.ldtilecfg", ir.VoidType(), builder.inttoptr(address, _POINTER))
+
+
+def _release(builder: Any, _unused: Any) -> None:
+    call(builder, "x86.tilerelease", ir.VoidType())
+
+
+def _interleave(builder: Any, source: Any, step: Any, out: Any) -> None:
+    """Write 16 bytes at each of four places as 16 groups of four: ``[4][16]`` to ``[16][4]``."""
+    store(builder, _interleaved(builder, source, step, 0), out)
+
+
+def _interleaved(builder: Any, source: Any, step: Any, first: int) -> Any:
+    places = [
+        builder.add(source, builder.mul(step, I64(first + i))) if first + i else source
+        for i in range(4)
+    ]
+    rows = [load(builder, place, vector(I8, 16)) for place in places]
+    low = shuffle(builder, rows[0], rows[1], list(range(32)))
+    high = shuffle(builder, rows[2], rows[3], list(range(32)))
+    whole = shuffle(builder, low, high, list(range(64)))
+    return shuffle(builder, whole, None, [i % 4 * 16 + i // 4 for i in range(64)])
+
+
+def _transpose(builder: Any, source: Any, step: Any, out: Any, out_step: Any) -> None:
+    """Write 16 rows of 16 bytes as columns: byte j of row i at ``out + j * out_step + i``."""
+
+    def merged(a, b, kind, places):  # within each 128 bits, as the machine's own instructions
+        a, b = builder.bitcast(a, kind), builder.bitcast(b, kind)
+        n = kind.count // 4
+        order = [q * n + i + other for q in range(4) for i in places for other in (0, kind.count)]
+        return shuffle(builder, a, b, order)
+
+    words, pairs = vector(I32, 16), vector(I64, 8)
+    quads = [_interleaved(builder, source, step, 4 * i) for i in range(4)]
+    for half in range(2):
+        first, second = (
+            merged(quads[i], quads[i + 1], words, (2 * half, 2 * half + 1)) for i in (0, 2)
+        )
+        for odd in range(2):
+            rows = builder.bitcast(merged(first, second, pairs, (odd,)), vector(I8, 64))
+            for q in range(4):
+                row = 4 * q + 2 * half + odd
+                place = builder.add(out, builder.mul(out_step, I64(row)))
+                part = shuffle(builder, rows, None, list(range(16 * q, 16 * q + 16)))
+                store(builder, part, place)
+
+
+def _copy(flip: bool) -> Callable[..., None]:
+    """Copy bytes, reading no others; or flip their highest bits too."""
+
+    def body(builder: Any, source: Any, out: Any, count: Any) -> None:
+        def move(at: Any, lanes: int) -> None:
+            whole = vector(I8, lanes)
+            value = load(builder, builder.add(source, at), whole)
+            flipped = builder.xor(value, constant(whole, 128)) if flip else value
+            store(builder, flipped, builder.add(out, at))
+
+        def pieces(lanes: int) -> None:  # the last one ends with the bytes, over others
+            last = builder.sub(count, I64(lanes))
+            with cgutils.for_range_slice(builder, I64(0), last, I64(lanes), I64) as (at, _):
+                move(at, lanes)
+            move(last, lanes)
+
+        with builder.if_else(builder.icmp_signed(">=", count, I64(64))) as (long, short):
+            with long:
+                pieces(64)
+            with short, builder.if_else(builder.icmp_signed(">=", count, I64(8))) as (some, few):
+                with some:
+                    pieces(8)
+                with few, cgutils.for_range(builder, count, intp=I64) as loop:
+                    move(loop.index, 1)
+
+    return body
+
+
+def _blank(builder: Any, out: Any, count: Any, value: Any) -> None:
+    """Write ``count`` bytes and up to 63 more."""
+    whole = splat(builder, builder.trunc(value, I8), 64)
+    with cgutils.for_range_slice(builder, I64(0), count, I64(64), I64) as (at, _):
+        store(builder, whole, builder.add(out, at))
+
+
+KINDS = {  # of results, and their numbers for ``emit``
+    "int32": 0,
+    "float32": 1,
+    "bfloat16": 2,
+    "float32 by row": 4,
+    "bfloat16 by row": 5,
+    "int32 and statistics": 6,
+    "float32 and statistics": 7,
+    "bfloat16 and statistics": 8,
+}
+
+
+def _emit(builder: Any, kind: Any, *arguments: Any) -> None:
+    """Write 16 columns of some rows of int32 sums as results of a kind.
+
+    Scales are 16 float32, or one a row. Statistics are int64: 16 sums, 8 of squares of even
+    columns, 8 of odd ones.
+    """
+    for name, number in KINDS.items():
+        with builder.if_then(builder.icmp_signed("==", kind, I64(number))):
+            _Emitted(builder, name, arguments).write()
+
+
+class _Emitted:
+    """The code of one kind of results."""
+
+    def __init__(self, builder: Any, name: str, arguments: Any):
+        self.builder = builder
+        self.sums, self.sums_step, self.offsets, self.rows = arguments[:4]
+        self.out, self.lanes, self.scales, self.statistics = arguments[4:]
+        self.dtype, self.by_row, self.sums_up = name.split()[0], "row" in name, "stat" in name
+        self.size = 2 if self.dtype == "bfloat16" else 4
+        self.whole, self.wide = vector(I32, 16), vector(I64, 8)
+        self.recent = cgutils.alloca_once(builder, self.whole)
+        builder.store(constant(self.whole, 0), self.recent)
+        self.squares = [cgutils.alloca_once(builder, self.wide) for _ in range(2)]
+        self.spare = cgutils.alloca_once(builder, vector(I8, 16 * self.size))
+        self.is_whole = builder.icmp_signed("==", self.lanes, I64(16))
+        self.scale = None
+        if self.dtype != "int32" and not self.by_row:
+            self.scale = load(builder, self.scales, vector(F32, 16))
+
+    def write(self) -> None:
+        builder = self.builder
+        places = [builder.add(self.statistics, I64(128 + 64 * i)) for i in range(2)]
+        if self.sums_up:
+            for square, place in zip(self.squares, places, strict=True):
+                builder.store(load(builder, place, self.wide), square)
+        quarter = builder.lshr(builder.add(self.rows, I64(3)), I64(2))
+        with cgutils.for_range(builder, quarter, intp=I64) as loop:
+            for i in range(4):  # so many sums of 16,000 products fit in int32
+                self._row(builder.add(builder.shl(loop.index, I64(2)), I64(i)))
+            if self.sums_up:
+                self._flush()
+        if self.sums_up:
+            for square, place in zip(self.squares, places, strict=True):
+                store(builder, builder.load(square), place)
+
+    def _row(self, row: Any) -> None:
+        builder = self.builder
+        offset = load(builder, builder.add(self.offsets, builder.shl(row, I64(3))), I64, 8)
+        with builder.if_then(builder.icmp_signed(">=", offset, I64(0)), likely=True):
+            place = builder.add(self.sums, builder.mul(row, self.sums_step))
+            sums, scale = load(builder, place, self.whole), self.scale
+            if self.by_row:
+                place = builder.add(self.scales, builder.shl(row, I64(2)))
+                scale = splat(builder, load(builder, place, F32), 16)
+            self._store(self._result(sums, scale), builder.add(self.out, offset))
+            if self.sums_up:
+                builder.store(builder.add(builder.load(self.recent), sums), self.recent)
+                self._square(builder.bitcast(sums, self.wide))
+
+    def _result(self, sums: Any, scale: Any) -> Any:
+        builder, whole = self.builder, self.whole
+        if self.dtype == "int32":
+            return sums
+        value = builder.fmul(builder.sitofp(sums, vector(F32, 16)), scale)
+        if self.dtype == "float32":
+            return value
+        bits = builder.bitcast(value, whole)
+        odd = builder.and_(builder.lshr(bits, constant(whole, 16)), constant(whole, 1))
+        nearest = builder.add(builder.add(bits, constant(whole, 0x7FFF)), odd)
+        return builder.trunc(builder.lshr(nearest, constant(whole, 16)), vector(I16, 16))
+
+    def _store(self, value: Any, place: Any) -> None:
+        builder = self.builder
+        with builder.if_else(self.is_whole, likely=True) as (all_lanes, some):
+            with all_lanes:
+                store(builder, value, place)
+            with some:
+                start = builder.ptrtoint(self.spare, I64)
+                store(builder, value, start)
+                with cgutils.for_range(builder, self.lanes, intp=I64) as loop:
+                    at = builder.mul(loop.index, I64(self.size))
+                    lane = load(builder, builder.add(start, at), ir.IntType(8 * self.size))
+                    store(builder, lane, builder.add(place, at))
+
+    def _square(self, pairs: Any) -> None:
+        builder, half = self.builder, constant(self.wide, 32)
+        even = builder.ashr(builder.shl(pairs, half), half)
+        for total, value in zip(self.squares, (even, builder.ashr(pairs, half)), strict=True):
+            builder.store(builder.add(builder.load(total), builder.mul(value, value)), total)
+
+    def _flush(self) -> None:
+        builder, recent = self.builder, self.builder.load(self.recent)
+        for i in range(2):
+            lanes = shuffle(builder, recent, None, list(range(8 * i, 8 * i + 8)))
+            place = builder.add(self.statistics, I64(64 * i))
+            total = builder.add(load(builder, place, self.wide), builder.sext(lanes, self.wide))
+            store(builder, total, place)
+        builder.store(constant(self.whole, 0), self.recent)
+
+
+configure = addressed(1, _configure)
+release = addressed(1, _release)
+interleave = addressed(3, _interleave)
+transpose = addressed(4, _transpose)
+copy = addressed(3, _copy(False))
+copy_flipped = addressed(3, _copy(True))
+blank = addressed(3, _blank)
+emit = addressed(9, _emit)
