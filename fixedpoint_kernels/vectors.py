@@ -74,6 +74,11 @@ class Vector:
         convert = self.builder.sitofp if element == F32 else self.builder.zext
         return Vector(self.builder, convert(self.value, whole))
 
+    def truncated(self, element: Any) -> "Vector":
+        """Keep the low bits of integers."""
+        whole = ir.VectorType(element, self.lanes)
+        return Vector(self.builder, self.builder.trunc(self.value, whole))
+
     def where(self, yes: "Vector", no: "Vector") -> "Vector":
         """Return ``yes`` in the lanes where this vector of conditions is true, else ``no``."""
         return Vector(self.builder, self.builder.select(self.value, yes.value, no.value))

@@ -37,7 +37,12 @@ def to_uniform(word):
 
 
 def uniform(builder: Any, block: Any, seed: Any, stream: Any, blocks: int) -> Vector:
-    """Return the noise of ``4 * blocks`` elements as a float32 vector, inside a Numba intrinsic.
+    """Return the noise of ``4 * blocks`` elements as a float32 vector; see ``words``."""
+    return (words(builder, block, seed, stream, blocks) >> 8).converted(F32) * 2.0**-24
+
+
+def words(builder: Any, block: Any, seed: Any, stream: Any, blocks: int) -> Vector:
+    """Return ``4 * blocks`` words of noise as an int32 vector, inside a Numba intrinsic.
 
     Args:
         builder: Where code is being generated.
@@ -57,5 +62,4 @@ def uniform(builder: Any, block: Any, seed: Any, stream: Any, blocks: int) -> Ve
     n = 2 * blocks  # each word of a block in the lower half of a pair
     low = [word for i in range(0, n, 2) for word in (i, n + i)]
     pairs = [word for i in range(0, n, 2) for word in (i, i + 1, n + i, n + i + 1)]
-    words = w0.shuffled(w1, low).shuffled(w2.shuffled(w3, low), pairs)
-    return (words >> 8).converted(F32) * 2.0**-24
+    return w0.shuffled(w1, low).shuffled(w2.shuffled(w3, low), pairs)

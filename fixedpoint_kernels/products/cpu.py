@@ -25,6 +25,7 @@ __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
 _MACS_A_THREAD = 64  # as many as one element of another kernel costs
 _PIECE = 2**16  # positions, a multiple of 64: so many products fit in int32
 
+
 @njit
 def _keep(*_arrays):
     """Keep arrays alive until here: Numba frees them after their last use, not that of addresses."""
@@ -49,7 +50,10 @@ def _fill(x, x_image, x_row, geometry, job, order, buffer, flip):
                     tiles.blank(out, row_bytes, zero)
                 else:
                     tiles.blank(out, begin * channels, zero)
-                    source, target = image + row * x_row + skipped * channels, out + begin * channels
+                    source, target = (
+                        image + row * x_row + skipped * channels,
+                        out + begin * channels,
+                    )
                     if flip:
                         tiles.copy_flipped(source, target, count)
                     else:
@@ -412,7 +416,7 @@ def _leave_amx():
 
 
 @njit
-def _narrow_rows_amx(left, signed, a, starts, first, step, run, b, group, place, row_bytes):
+def _narrow_rows_amx(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
     """Add 16 rows, or up to four times as many; return how many times."""
     if left % 4 and left >= 3 and (left % 3 == 0 or left < 4):
         _AMX_3X1(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
@@ -425,7 +429,7 @@ def _narrow_rows_amx(left, signed, a, starts, first, step, run, b, group, place,
 
 
 @njit
-def _wide_rows_amx(left, signed, a, starts, first, step, run, b, group, place, row_bytes):
+def _wide_rows_amx(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
     if left == 1:
         _AMX_1X2(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
         return 1
@@ -434,14 +438,14 @@ def _wide_rows_amx(left, signed, a, starts, first, step, run, b, group, place, r
 
 
 @njit
-def _narrow_rows_avx512(left, signed, a, starts, first, step, run, b, group, place, row_bytes):
+def _narrow_rows_avx512(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
     a += first
     _VNNI_16X1(signed, a, 0, step, run, 1, b, group, place, row_bytes, place, row_bytes)
     return 1
 
 
 @njit
-def _wide_rows_avx512(left, signed, a, starts, first, step, run, b, group, place, row_bytes):
+def _wide_rows_avx512(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
     for row in range(0, 16, 8):
         here, out = a + first + row * step, place + row * row_bytes
         _VNNI_8X2(signed, here, 0, step, run, 1, b, group, out, row_bytes, out, row_bytes)
@@ -449,7 +453,7 @@ def _wide_rows_avx512(left, signed, a, starts, first, step, run, b, group, place
 
 
 @njit
-def _narrow_rows_avx(left, signed, a, starts, first, step, run, b, group, place, row_bytes):
+def _narrow_rows_avx(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
     for row in range(0, 16, 4):
         here, out = a + first + row * step, place + row * row_bytes
         _VNNI_4X1(signed, here, 0, step, run, 1, b, group, out, row_bytes, out, row_bytes)
@@ -500,7 +504,9 @@ def _packed(
     """Lay out weights (o, c, r, s) for a correlation; turned, outputs are ``c``."""
     found = runs(cut, _TILES[path]["GRAIN"])
     laid = weight.permute(0, 2, 3, 1).contiguous().numpy()
-    outputs, inputs = (laid.shape[3], laid.shape[0]) if is_turned else (laid.shape[0], laid.shape[3])
+    outputs, inputs = (
+        (laid.shape[3], laid.shape[0]) if is_turned else (laid.shape[0], laid.shape[3])
+    )
     padded = -(outputs // -16) * 16
     memory = np.empty(padded * found.depth + 64, np.uint8)
     address = -(memory.ctypes.data // -64) * 64
@@ -617,10 +623,10 @@ def input_gradient(
         return portable.input_gradient(grad, weight, exponents, size, window, dtype, path)
     out, laid = _results(grad, weight.shape[1], size, dtype)
     parts = shapes.input_gradient(window, size, _size(weight))
-    if sum(part.count[0] * part.count[1] for part in parts) < size[0] * size[1]:
-        out.zero_()
-    if out.numel() == 0 or grad.numel() == 0:
-        return out.zero_()
+    if not shapes.covers(parts, size):
+        reference.finish_empty(out, exponents)
+    if out.numel() == 0:
+        return out
     by_image, scales = False, None
     if exponents is not None:
         by_image = exponents.numel() > 1
@@ -686,9 +692,7 @@ def weight_gradient(
     return total if exponents is None else reference.folded(total, torch.tensor(top), room)
 
 
-def _order(
-    exponents: Tensor | None, images: int, room: int
-) -> tuple[np.ndarray, np.ndarray, int]:
+def _order(exponents: Tensor | None, images: int, room: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the images that count, by falling exponent, by how much each sum moves, and the top."""
     if exponents is None:
         return np.arange(images), np.zeros(images, np.int64), 0

@@ -186,7 +186,14 @@ def _lowers(text: str) -> bool:
     name = config.CPU_NAME or binding.get_host_cpu_name()  # type: ignore[attr-defined]
     features = config.CPU_FEATURES  # type: ignore[attr-defined]
     features = codegen.get_host_cpu_features() if features is None else features
-    command = [sys.executable, "-c", script, text.replace("{{", "{").replace("}}", "}"), name, features]
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        text.replace("{{", "{").replace("}}", "}"),
+        name,
+        features,
+    ]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

@@ -53,7 +53,9 @@ def input_gradient(
         columns = MULTIPLY[path](rows.flatten(0, 2), part)  # (n * positions, c * r * s)
         columns = columns.view(len(grad), -1, part.shape[1]).transpose(1, 2).double()
         kernel = weight.shape[2:]
-        parts.append(F.fold(columns, size, kernel, dilation, padding, stride))  # exact: see reference
+        parts.append(
+            F.fold(columns, size, kernel, dilation, padding, stride)
+        )  # exact: see reference
     return reference.finish(torch.cat(parts, 1), exponents, 0, dtype)
 
 
@@ -66,14 +68,23 @@ def weight_gradient(
     path: str,
 ) -> Tensor:
     """See ``fixedpoint_kernels.products.convolve_weight_gradient``."""
-    parts = []
+    columns = _columns(x, kernel, window)
     gradients = grad.flatten(2).chunk(window.groups, 1)
-    for inputs, rows in zip(_columns(x, kernel, window), gradients, strict=True):
-        samples = [MULTIPLY[path](a, b.mT) for a, b in zip(rows, inputs, strict=True)]
-        parts.append(torch.stack(samples).long() if samples else rows.new_zeros(0).long())
-    sums = torch.cat(parts, 1)  # (n, o, c / groups * r * s)
+    powers = torch.zeros(1, dtype=torch.int32) if exponents is None else exponents.unique()
+    own = powers if exponents is None else exponents
+    sums = []
+    for power in powers if len(x) else []:  # samples of one power are one long one
+        some = (own == power).expand(len(x)).nonzero().flatten()
+        parts = [
+            MULTIPLY[path](rows[some].transpose(0, 1).flatten(1), inputs[some].mT.flatten(0, 1))
+            for rows, inputs in zip(gradients, columns, strict=True)
+        ]
+        sums.append(torch.cat(parts).long())
+    shape = grad.shape[1], x.shape[1] // window.groups * kernel[0] * kernel[1]
+    total = torch.stack(sums) if sums else torch.zeros(0, *shape, dtype=torch.int64)
     positions = grad.shape[0] * grad.shape[2] * grad.shape[3]
-    return reference.fold(sums, exponents, positions).unflatten(1, (-1, *kernel))
+    powers = None if exponents is None else powers[: len(total)]
+    return reference.fold(total, powers, positions).unflatten(1, (-1, *kernel))
 
 
 def _columns(x: Tensor, kernel: tuple[int, int], window: Window) -> tuple[Tensor, ...]:

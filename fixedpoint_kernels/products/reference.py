@@ -65,6 +65,12 @@ def finish(sums: Tensor, exponents: Tensor | None, dim: int, dtype: torch.dtype)
     return (sums.to(torch.float32) * scale).to(dtype)
 
 
+def finish_empty(out: Tensor, exponents: Tensor | None) -> Tensor:
+    """Fill ``out`` with what sums of nothing finish as: 0, or NaN for samples without a power."""
+    none = torch.zeros(1 if exponents is None else exponents.numel(), 1, 1, 1, device=out.device)
+    return out.copy_(finish(none, exponents, 0, out.dtype).expand_as(out))
+
+
 def powers_of_two(exponents: Tensor) -> Tensor:
     """Return float32 ``2**e``; exponents outside -126 to 128 are taken to be there, 2**128 inf."""
     return (exponents.clamp(LOWEST_EXPONENT, NOT_FINITE).int() + 127 << 23).view(torch.float32)
@@ -112,8 +118,9 @@ def round_per_sample(x: Tensor, key: Key) -> tuple[Tensor, Tensor]:
     noise = philox.words(n * words, key._replace(offset=key.offset * words), x.device)
     noise = torch.stack([noise >> 8 * i & 255 for i in range(4)], 1).view(n, -1)[:, :elements]
     scaled = x.float() * powers_of_two(-exponents)[:, None] * 256.0
-    whole = torch.where((exponents == NOT_FINITE)[:, None], 0.0, torch.round(scaled)).long()
-    return (whole + noise >> 8).to(torch.int8).masked_fill_(exponents[:, None] == NOT_FINITE, 0), exponents
+    whole = torch.round(scaled).nan_to_num(0.0, 0.0, 0.0).long()
+    codes = torch.where((exponents == NOT_FINITE)[:, None], 0, whole + noise >> 8)
+    return codes.to(torch.int8), exponents
 
 
 def exponents_of(largest: Tensor) -> Tensor:

@@ -85,6 +85,11 @@ def input_gradient(
     return tuple(parts)
 
 
+def covers(parts: tuple[Correlation, ...], size: tuple[int, int]) -> bool:
+    """Say whether correlations write every place of a result."""
+    return sum(part.count[0] * part.count[1] for part in parts) == size[0] * size[1]
+
+
 def _phase(
     first: int, size: int, kernel: int, stride: int, padding: int, dilation: int
 ) -> tuple[list[int], list[int], int]:

@@ -36,6 +36,8 @@ from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.packing import _code_dtype
 from fixedpoint_kernels.packing import gpu as packing
 from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.products import gpu as products
+from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.rounding import gpu as rounding
 from fixedpoint_kernels.survey import gpu as survey
 
@@ -172,6 +174,46 @@ def divide(shape, block, bits, spatial, dtype=torch.float32):
     division.decompress(means, codes, ranges, x, layout)
 
 
+def multiply_every_way(sizes):
+    for dtype, stride in itertools.product((torch.int8, torch.uint8), (1, 2)):
+        multiply((3, 64, 14, 14), 64, 3, Window((stride, stride), (1, 1)), dtype)
+    multiply((3, 3, 9, 9), 5, 3, Window((1, 1), (1, 1), (2, 2)), torch.uint8)
+    for n in sizes:
+        multiply((n // 128 + 1, 64, 1, 1), 32, 1, Window(), torch.int8)
+
+
+def multiply(shape, outputs, kernel, window, dtype):
+    samples, channels, *size = shape
+    x = empty(torch.Size(shape).numel(), dtype).view(shape)
+    weight = torch.empty(outputs, channels, kernel, kernel, dtype=torch.int8, device=x.device)
+    counts = window.outputs(size, (kernel, kernel))
+    grad = empty(samples * outputs * counts[0] * counts[1], torch.int8)
+    grad = grad.to(x.device).view(samples, outputs, *counts)
+    one, each = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (1, samples))
+    for result, exponents in (torch.int32, None), (torch.float32, one), (torch.bfloat16, one):
+        products.convolve(x, weight, exponents, window, result, False)
+        products.input_gradient(grad, weight, exponents, tuple(size), window, result)
+    products.input_gradient(grad, weight, each, tuple(size), window, torch.float32)
+    products.weight_gradient(x, grad, each, (kernel, kernel), window)
+    for floats in FLOATS:
+        rows = torch.empty(samples, channels, dtype=floats, device=x.device)
+        products.round_per_sample(rows, KEY)
+
+
+def without_integer_cores(compiled):
+    """Name the products that are not made with the integer instruction of the tensor cores."""
+    instruction = re.compile(
+        r"mma\.sync\.\S*\.s32\.s8\.s8\.s32|wgmma\S*\.s32\.s8\.s8|tcgen05\.mma\S*kind::i8|v_mfma_i32"
+    )
+    products_of = "_correlate_kernel", "_weight_gradient_kernel"
+    texts = [
+        (name, kernel.asm.get("ptx") or kernel.asm["amdgcn"])
+        for (name, _), kernel in compiled.items()
+        if name in products_of
+    ]
+    return {name for name, text in texts if not instruction.search(text)}
+
+
 class Driver:
     """What Triton asks of a driver before it launches."""
 
@@ -249,11 +291,13 @@ def main():
             pack_every_way(sizes)
             few_bits_every_way(sizes)
             divide_every_way(sizes)
+            multiply_every_way(sizes)
     missing = set(launched_kernels()) - {name for name, _ in compiled}
     stack = stack_bytes(list(compiled.values()))
     spilled = {name for (name, _), size in zip(compiled, stack, strict=True) if size}
-    print(f"{arguments.target}: {len(compiled)} kernels, {missing=}, {spilled=}")
-    sys.exit(bool(missing or spilled))
+    slow = without_integer_cores(compiled)
+    print(f"{arguments.target}: {len(compiled)} kernels, {missing=}, {spilled=}, {slow=}")
+    sys.exit(bool(missing or spilled or slow))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,446 @@
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from fixedpoint_kernels import products
+from fixedpoint_kernels.products import paths
+from fixedpoint_kernels.products.shapes import LONGEST_SUM
+
+HERE = [name for name in paths.PATHS if name not in paths.unavailable()]
+FEW = settings(max_examples=25 * settings().max_examples // 100)
+
+
+def codes(*shape, dtype=torch.int8):
+    low = 0 if dtype is torch.uint8 else -128
+    return torch.randint(low, low + 256, shape, dtype=torch.int16).to(dtype)
+
+
+def placed(x, weight, stride, padding, dilation, groups):
+    """Yield matching parts of output, input and weight for each place of the kernel, in NumPy."""
+    if any(padding):  # else views, to write to
+        x = np.pad(x, [(0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2])
+    reach = [d * (k - 1) for d, k in zip(dilation, weight[2:], strict=True)]
+    height, width = (
+        (n - r - 1) // s + 1 for n, r, s in zip(x.shape[2:], reach, stride, strict=True)
+    )
+    for i, j in itertools.product(range(weight[2]), range(weight[3])):
+        rows = slice(i * dilation[0], i * dilation[0] + stride[0] * (height - 1) + 1, stride[0])
+        columns = slice(j * dilation[1], j * dilation[1] + stride[1] * (width - 1) + 1, stride[1])
+        for group in range(groups):
+            yield i, j, group, x[:, group * weight[1] : (group + 1) * weight[1], rows, columns]
+
+
+def oracle(x, weight, **window):
+    """Convolve in NumPy's int64."""
+    x, weight = x.numpy().astype(np.int64), weight.numpy().astype(np.int64)
+    each = weight.shape[0] // window["groups"]
+    parts = {group: 0 for group in range(window["groups"])}
+    for i, j, group, part in placed(x, weight.shape, **window):
+        own = weight[group * each : (group + 1) * each, :, i, j]
+        parts[group] = parts[group] + np.einsum("nchw,oc->nohw", part, own)
+    total = np.concatenate(list(parts.values()), 1)
+    return torch.from_numpy(total)
+
+
+def oracle_input_gradient(grad, weight, size, **window):
+    grad, weight = grad.numpy().astype(np.int64), weight.numpy().astype(np.int64)
+    (top, left), each = window["padding"], weight.shape[0] // window["groups"]
+    inputs = weight.shape[1] * window["groups"]
+    x = np.zeros((len(grad), inputs, size[0] + 2 * top, size[1] + 2 * left), np.int64)
+    for i, j, group, part in placed(x, weight.shape, **{**window, "padding": (0, 0)}):
+        own = slice(group * each, (group + 1) * each)
+        part += np.einsum("nohw,oc->nchw", grad[:, own], weight[own, :, i, j])
+    return torch.from_numpy(x[:, :, top : top + size[0], left : left + size[1]])
+
+
+def oracle_weight_gradient(x, grad, kernel, **window):
+    """Return the sums of each sample, (samples, outputs, inputs, height, width)."""
+    x, grad = x.numpy().astype(np.int64), grad.numpy().astype(np.int64)
+    shape = grad.shape[1], x.shape[1] // window["groups"], *kernel
+    each = shape[0] // window["groups"]
+    total = np.zeros((len(x), *shape), np.int64)
+    for i, j, group, part in placed(x, shape, **window):
+        own = slice(group * each, (group + 1) * each)
+        total[:, own, :, i, j] = np.einsum("nohw,nchw->noc", grad[:, own], part)
+    return torch.from_numpy(total)
+
+
+@st.composite
+def problems(draw):
+    """Draw codes of a convolution and its window: ragged, strided, dilated, padded, in groups."""
+    number, pair = st.integers(1, 3), st.tuples(st.integers(1, 3), st.integers(1, 3))
+    kernel = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    window = {
+        "stride": draw(pair),
+        "padding": draw(st.tuples(st.integers(0, 3), st.integers(0, 3))),
+        "dilation": draw(pair),
+        "groups": draw(st.sampled_from([1, 1, 1, 2])),
+    }
+    reach = [
+        max(1, (k - 1) * d + 1 - 2 * p)
+        for k, d, p in zip(kernel, window["dilation"], window["padding"], strict=True)
+    ]
+    size = [draw(st.integers(n, n + 9)) for n in reach]
+    samples, channels = draw(number), draw(st.sampled_from([1, 3, 4, 16, 17, 20, 33]))
+    outputs = draw(st.sampled_from([1, 5, 16, 20, 32, 49]))
+    dtype = draw(st.sampled_from([torch.uint8, torch.int8]))
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    x = codes(samples, channels * window["groups"], *size, dtype=dtype)
+    weight = codes(outputs * window["groups"], channels, *kernel)
+    if draw(st.booleans()):
+        x, weight = x.to(memory_format=torch.channels_last), weight.flip(0)
+    return x, weight, window
+
+
+@pytest.mark.parametrize("path", HERE)
+@FEW
+@given(problem=problems(), data=st.data())
+def test_every_path_equals_an_oracle_in_numpy(path, problem, data):
+    x, weight, window = problem
+    sums = oracle(x, weight, **window)
+    grad = codes(*sums.shape)
+    lowest = data.draw(st.sampled_from([-60, -8]))
+    by_output = torch.randint(-20, 5, (len(weight),), dtype=torch.int32)
+    by_sample = torch.randint(lowest, 5, (len(x),), dtype=torch.int32)
+    with products.force(path):
+        assert torch.equal(products.convolve(x, weight, **window), sums.int())
+        y, statistics = products.convolve_with_statistics(x, weight, exponents=by_output, **window)
+        assert torch.equal(y, sums.float() * torch.exp2(by_output.float()).view(-1, 1, 1))
+        assert_statistics(statistics, sums)
+        expected = oracle_input_gradient(grad, weight, x.shape[2:], **window)
+        back = products.convolve_input_gradient(
+            grad, weight, x.shape[2:], exponents=by_sample, dtype=torch.bfloat16, **window
+        )
+        scale = torch.exp2(by_sample.float()).view(-1, 1, 1, 1)
+        assert torch.equal(back, (expected.float() * scale).bfloat16())
+        kernel = weight.shape[2:]
+        own = oracle_weight_gradient(x, grad, kernel, **window)
+        whole = products.convolve_weight_gradient(x, grad, kernel, **window)
+        assert torch.equal(whole, own.sum(0))
+        folded = products.convolve_weight_gradient(x, grad, kernel, exponents=by_sample, **window)
+        assert folded.flatten().tolist() == folded_by_python(own, by_sample, grad)
+
+
+def folded_by_python(sums, exponents, grad):
+    """Fold in Python's integers and round once, to nearest with ties to even."""
+    positions = grad.numel() // grad.shape[1]
+    room = 62 - (255 * 128 * positions).bit_length()
+    top = max(exponents.tolist())
+    flat, result = sums.flatten(1).tolist(), []
+    for column in zip(*flat, strict=True):
+        terms = [
+            value << room - top + e
+            for value, e in zip(column, exponents.tolist(), strict=True)
+            if room - top + e >= 0
+        ]
+        result.append(float(np.float32(sum(terms))) * 2.0 ** (top - room))
+    return result
+
+
+def assert_statistics(statistics, sums):
+    values = sums.transpose(0, 1).flatten(1).tolist()
+    assert statistics.sums.tolist() == [sum(row) for row in values]
+    squares = [sum(v * v for v in row) for row in values]
+    assert statistics.high.tolist() == [square >> 32 for square in squares]
+    assert statistics.low.tolist() == [square & 0xFFFFFFFF for square in squares]
+    assert statistics.squares.tolist() == [float(square) for square in squares]
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_sums_of_extreme_codes_never_wrap(path, dtype):
+    places = 200_000  # 255 * 128 * 200,000 is three times int32
+    largest = 255 if dtype is torch.uint8 else -128
+    x, grad = torch.full((1, 2, places), largest, dtype=dtype), torch.full((1, 3, places), -128)
+    grad = grad.to(torch.int8)
+    with products.force(path):
+        total = products.convolve_weight_gradient(x, grad, (1,))
+        many = x.view(2, places // 100, 100).transpose(0, 1)
+        also = products.convolve_weight_gradient(many, grad.view(3, -1, 100).transpose(0, 1), (1,))
+        rows = products.linear_weight_gradient(x[0].t(), grad[0].t())
+        long = products.linear(x[0], grad[0].contiguous(), exponents=0)
+        exact = products.linear(x[0], grad[0].contiguous(), dtype=torch.int64)
+    for result in (total.squeeze(2), also.squeeze(2), rows):
+        assert result.tolist() == [[largest * -128 * places] * 2] * 3
+    assert exact.tolist() == [[largest * -128 * places] * 3] * 2
+    assert long.tolist() == [[float(np.float32(largest * -128 * places))] * 3] * 2
+
+
+@pytest.mark.parametrize("path", HERE)
+def test_the_longest_sums_that_int32_holds(path):
+    x = torch.full((2, LONGEST_SUM), 255, dtype=torch.uint8)
+    weight = torch.full((17, LONGEST_SUM), -128, dtype=torch.int8)
+    with products.force(path):
+        y = products.linear(x, weight)
+        _, statistics = products.convolve_with_statistics(
+            x[:, :, None, None], weight[:, :, None, None]
+        )
+    assert y.unique().tolist() == [-128 * 255 * LONGEST_SUM]
+    assert_statistics(statistics, y.long()[:, :, None, None])
+    with pytest.raises(
+        ValueError, match="65793 products or fewer, got 65794: use dtype=torch.int64"
+    ):
+        products.linear(x.new_zeros(1, LONGEST_SUM + 1), weight.new_zeros(1, LONGEST_SUM + 1))
+
+
+@pytest.mark.parametrize("path", HERE)
+def test_long_input_gradients_are_split(path):
+    grad = torch.full((2, LONGEST_SUM + 9), -128, dtype=torch.int8)
+    weight = torch.full((LONGEST_SUM + 9, 3), -128, dtype=torch.int8)
+    with products.force(path):
+        back = products.linear_input_gradient(grad, weight, dtype=torch.int64)
+    assert back.unique().tolist() == [128 * 128 * (LONGEST_SUM + 9)]
+
+
+@pytest.mark.parametrize("path", HERE)
+def test_linear_layers_and_samples_of_several_rows(path):
+    x, weight, grad = codes(4, 5, 37, dtype=torch.uint8), codes(21, 37), codes(4, 5, 21)
+    exponents = torch.tensor([-3, 0, -40, 2], dtype=torch.int32)
+    wide, scale = [t.double() for t in (x, weight, grad)], torch.exp2(exponents.double())
+    with products.force(path):
+        y = products.linear(x, weight, exponents=-4)
+        back = products.linear_input_gradient(grad, weight, exponents=exponents)
+        own = products.linear_weight_gradient(x, grad, exponents=exponents)
+    assert torch.equal(y.double(), wide[0] @ wide[1].T / 16)
+    assert torch.equal(back.double(), wide[2] @ wide[1] * scale[:, None, None])
+    sums = (wide[2].mT @ wide[0]).long()
+    expected = folded_by_python(sums, exponents, grad.flatten(0, 1))
+    assert own.flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("path", HERE)
+def test_one_dimension(path):
+    x, weight = codes(3, 6, 50, dtype=torch.uint8), codes(7, 6, 5)
+    window = {"stride": 2, "padding": 3, "dilation": 2}
+    with products.force(path):
+        y = products.convolve(x, weight, **window)
+        grad = codes(*y.shape)
+        back = products.convolve_input_gradient(grad, weight, (50,), **window)
+        own = products.convolve_weight_gradient(x, grad, (5,), **window)
+    inputs, weights = x.double().requires_grad_(), weight.double().requires_grad_()
+    expected = F.conv1d(inputs, weights, **window)
+    assert torch.equal(y.double(), expected)
+    expected.backward(grad.double())
+    assert torch.equal(back.double(), inputs.grad)
+    assert torch.equal(own.double(), weights.grad)
+
+
+@pytest.mark.parametrize("path", HERE)
+def test_what_is_not_finite_stays_so(path):
+    dy = torch.randn(3, 4, 5, 5)
+    dy[1, 2, 0, 0] = torch.inf
+    grad, exponents = products.round_per_sample(dy)
+    assert exponents[1] == 128
+    assert not grad[1].any()
+    x, weight = codes(3, 2, 10, 10), codes(4, 2, 2, 2)
+    with products.force(path):
+        back = products.convolve_input_gradient(
+            grad, weight, (10, 10), exponents=exponents, stride=2
+        )
+        gaps = products.convolve_input_gradient(
+            grad, weight, (11, 11), exponents=exponents, stride=2
+        )
+        own = products.convolve_weight_gradient(x, grad, (2, 2), exponents=exponents, stride=2)
+    assert back[1].isnan().all()
+    assert gaps[1].isnan().all()
+    assert back[[0, 2]].isfinite().all()
+    assert not own.isfinite().any()
+
+
+def test_results_do_not_depend_on_threads(monkeypatch):
+    from fixedpoint_kernels.products import cpu, rounding
+
+    x, weight, grad = codes(9, 16, 12, 12), codes(32, 16, 3, 3), torch.randn(9, 32, 12, 12)
+    results = []
+    for parallel in (False, True):
+        for module in (cpu, rounding):
+            monkeypatch.setattr(module, "is_parallel", lambda n, parallel=parallel: parallel)
+        rounded, exponents = products.round_per_sample(grad, seed=3)
+        back = products.convolve_input_gradient(rounded, weight, (12, 12), padding=1)
+        own = products.convolve_weight_gradient(x, rounded, (3, 3), exponents=exponents, padding=1)
+        y, statistics = products.convolve_with_statistics(x, weight, exponents=-3, padding=1)
+        results.append([rounded, exponents, back, own, y, *statistics])
+    assert all(map(torch.equal, *results))
+
+
+def test_operators_are_traced():
+    x, weight = codes(2, 8, 6, 6), codes(8, 8, 3, 3)
+
+    def step(x, weight, dy):
+        y, statistics = products.convolve_with_statistics(x, weight, exponents=-9, padding=1)
+        grad, exponents = products.round_per_sample(dy * y, seed=5)
+        numbers = {"exponents": exponents, "padding": 1}
+        back = products.convolve_input_gradient(grad, weight, (6, 6), **numbers)
+        own = products.convolve_weight_gradient(x, grad, (3, 3), **numbers)
+        return y, statistics.sums, back, own
+
+    arguments = x, weight, torch.randn(2, 8, 6, 6)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for actual, expected in zip(compiled(*arguments), step(*arguments), strict=True):
+        assert torch.equal(actual, expected)
+        assert actual.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("name", ["convolve", "convolve_with_statistics", "input_gradient",
+                                  "weight_gradient", "round_per_sample"])  # fmt: skip
+def test_operators_keep_their_promises(name):
+    x, weight, grad = codes(2, 4, 5, 5), codes(3, 4, 3, 3), codes(2, 3, 3, 3)
+    exponents, window = torch.zeros(1, dtype=torch.int32), [1, 1, 0, 0, 1, 1, 1]
+    arguments = {
+        "convolve": (x, weight, exponents, window, torch.float32),
+        "convolve_with_statistics": (x, weight, None, window, torch.int32),
+        "input_gradient": (grad, weight, exponents, [5, 5], window, torch.bfloat16),
+        "weight_gradient": (x, grad, exponents, [3, 3], window),
+        "round_per_sample": (torch.randn(3, 4, 5), 1, 2, 3),
+    }[name]
+    operator = getattr(torch.ops.fixedpoint_kernels, f"products_{name}").default
+    torch.library.opcheck(operator, arguments)
+
+
+GOOD = codes(2, 4, 5, 5), codes(3, 4, 3, 3), codes(2, 3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x, w, g: products.convolve(x.float(), w), TypeError, "x must be codes of"),
+        (lambda x, w, g: products.convolve(x, w[:, :3]), ValueError, "needs 3 input channels, got 4"),
+        (lambda x, w, g: products.convolve(x[0, 0], w), ValueError, "3 or 4 dimensions"),
+        (lambda x, w, g: products.convolve(x, w, groups=3), ValueError, "needs 12 input channels"),
+        (lambda x, w, g: products.convolve(x, w, stride=0), ValueError, "1 or more"),
+        (lambda x, w, g: products.convolve(x, w, padding=(1,)), ValueError, "one number or 2"),
+        (lambda x, w, g: products.convolve(x, w, dilation=3), ValueError, "smaller than a kernel"),
+        (lambda x, w, g: products.convolve(x, w, exponents=200), ValueError, "-126 to 128, got 200"),
+        (lambda x, w, g: products.convolve(x, w, dtype=torch.float32), TypeError, "need exponents"),
+        (
+            lambda x, w, g: products.convolve(x, w, exponents=torch.zeros(2, dtype=torch.int32)),
+            ValueError,
+            r"one for each output channel \(3\)",
+        ),
+        (
+            lambda x, w, g: products.convolve(x, w, exponents=torch.zeros(3)),
+            TypeError,
+            "exponents must be int32, got torch.float32",
+        ),
+        (
+            lambda x, w, g: products.convolve_input_gradient(g, w, (6, 5)),
+            ValueError,
+            r"grad must have the shape of the output, \(samples, 3, 4, 3\)",
+        ),
+        (
+            lambda x, w, g: products.convolve_weight_gradient(x, g, (2, 3)),
+            ValueError,
+            "grad must have the shape of the output",
+        ),
+        (
+            lambda x, w, g: products.convolve_weight_gradient(x[:1], g, (3, 3)),
+            ValueError,
+            "as many samples, got 1 and 2",
+        ),
+        (
+            lambda x, w, g: products.convolve_weight_gradient(x, g.to(torch.uint8), (3, 3)),
+            TypeError,
+            "grad must be codes of torch.int8",
+        ),
+        (lambda x, w, g: products.round_per_sample(x), TypeError, "floating tensor, got torch.int8"),
+        (
+            lambda x, w, g: products.round_per_sample(torch.ones(2, requires_grad=True)),
+            RuntimeError,
+            "requires one",
+        ),
+    ],
+)  # fmt: skip
+def test_errors_say_what_is_required(call, error, message):
+    with pytest.raises(error, match=message):
+        call(*GOOD)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5, 5), (2, 4, 5, 5)])
+def test_empty_batches(shape):
+    x, weight = codes(*shape)[:0], codes(3, 4, 3, 3)
+    assert products.convolve(x, weight).shape == (0, 3, 3, 3)
+    grad = codes(0, 3, 3, 3)
+    assert products.convolve_input_gradient(grad, weight, (5, 5)).shape == (0, 4, 5, 5)
+    exponents = torch.zeros(0, dtype=torch.int32)
+    own = products.convolve_weight_gradient(x, grad, (3, 3), exponents=exponents)
+    assert torch.equal(own, torch.zeros(3, 4, 3, 3))
+
+
+SCRIPT = """
+import torch
+from fixedpoint_kernels import products
+x = (torch.arange(2 * 20 * 9 * 9) % 251).to(torch.uint8).view(2, 20, 9, 9)
+weight = (torch.arange(33 * 20 * 9) % 255 - 127).to(torch.int8).view(33, 20, 3, 3)
+y = products.convolve(x, weight, padding=1)
+grad = (y % 127).to(torch.int8)
+own = products.convolve_weight_gradient(x, grad, (3, 3), padding=1)
+back = products.convolve_input_gradient(grad, weight, (9, 9), padding=1)
+print(products.path().name, y.long().square().sum().item(), own.sum().item(), back.sum().item())
+"""
+
+
+def run_script(**environment):
+    """Run products in a process of its own; return its path and sums."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("NUMBA", "FIXEDPOINT"))}
+    kept |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2"},
+        {"NUMBA_CPU_NAME": "generic"},
+        {"NUMBA_DISABLE_JIT": "1", "FIXEDPOINT_KERNELS_PRODUCTS": "float"},
+    ],
+    ids=["haswell", "generic", "no compilation"],
+)
+def test_a_process_falls_back_and_never_aborts(told, monkeypatch):
+    namespace = {}
+    with products.force("float"):
+        exec(SCRIPT.replace("print(", "result = str, ("), namespace)
+    expected = [str(value) for value in namespace["result"][1][1:]]
+    path, *sums = run_script(**told)
+    assert path in ("stock", "float")
+    assert sums == expected
+
+
+def test_a_path_is_named_with_its_reason():
+    assert products.path().name in paths.PATHS
+    assert products.path().reason
+    if HERE[0] in paths.OWN:
+        assert products.path(groups=2) == products.Path(
+            "stock" if "stock" in HERE else "float", "own kernels have no groups"
+        )
+    with products.force("float"):
+        assert products.path() == products.Path("float", "it is forced")
+    with pytest.raises(ValueError, match="must be one of"), products.force("sse"):
+        pass
+
+
+def test_a_path_that_is_not_possible_is_refused(monkeypatch):
+    monkeypatch.setattr(paths, "unavailable", lambda: {"amx": "the processor lacks amx-int8"})
+    with pytest.raises(ValueError, match="'amx' is not possible here: the processor lacks"):
+        with products.force("amx"):
+            pass
+    monkeypatch.setenv(paths.VARIABLE, "amx")
+    with pytest.raises(ValueError, match="'amx' is not possible here"):
+        products.convolve(*GOOD[:2])
