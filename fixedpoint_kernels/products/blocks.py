@@ -52,7 +52,7 @@ def blocks(
         least_jobs: How many jobs to make if there are so many images.
         positions: Most outputs of a block.
     """
-    (down, across), (height, width) = correlation.stride, correlation.count
+    (down, across), (height, width) = correlation.stride, correlation.counts
     top, left = -min(correlation.rows), -min(correlation.columns)
     tall, wide = max(correlation.rows) + top, max(correlation.columns) + left
     pixels = _shared(width, across, left, size[1], wide)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.products import paths, portable, reference, shapes, tiles
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
-from fixedpoint_kernels.products.rounding import round_per_sample
+from fixedpoint_kernels.products.samples.cpu import round_per_sample
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
 from fixedpoint_kernels.threads import compile_both, is_parallel, thread_count
 from fixedpoint_kernels.vectors import pointer_to
@@ -24,6 +24,10 @@ __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
 
 _MACS_A_THREAD = 64  # as many as one element of another kernel costs
 _PIECE = 2**16  # positions, a multiple of 64: so many products fit in int32
+
+# what each path replaces, see ``_TILES``
+enter = leave = narrow = wide = narrow_rows = wide_rows = None
+GRAIN, NARROW_ROWS, WIDE_ROWS, FLIPS = 4, 0, 0, False
 
 
 @njit
@@ -79,7 +83,7 @@ def _place_outputs(offsets, job, slot_rows, columns, height, width, steps):
     return n
 
 
-def _correlate(
+def _correlate(  # noqa: C901  loops over what lies in the cache
     x,  # address of (images, height, width, channels) bytes
     x_steps,  # (2,): bytes of an image and of a row
     geometry,
@@ -178,7 +182,7 @@ def _flush(totals, recent):
             recent[group, 16 + i] = 0
 
 
-def _correlate_weights(
+def _correlate_weights(  # noqa: C901
     x,  # address of (images, height, width, channels) bytes
     x_steps,  # (2,): bytes of an image and of a row
     geometry,
@@ -240,7 +244,7 @@ def _correlate_weights(
         enter()
         for k in range(len(jobs) * thread // threads, len(jobs) * (thread + 1) // threads):
             job = (jobs[k, 0], jobs[k, 1], jobs[k, 2], jobs[k, 3])
-            _, images, first_row, rows = job
+            _, images, _, rows = job
             n = ((images - 1) * slot_rows + rows) * columns
             outputs = images * rows * count[1]
             if held and (shift != shifts[k] or held + outputs > LONGEST_SUM):
@@ -463,19 +467,40 @@ def _narrow_rows_avx(signed, left, a, starts, first, step, run, b, group, place,
 # by the names that the kernels know them by: what has 16 columns is narrow, what has 32 wide
 _TILES: dict[str, dict[str, Any]] = {
     "amx": {
-        **{"enter": _enter_amx, "leave": _leave_amx, "GRAIN": 64, "FLIPS": False},
-        **{"narrow": _AMX_4X1, "NARROW_ROWS": 64, "narrow_rows": _narrow_rows_amx},
-        **{"wide": _AMX_2X2, "WIDE_ROWS": 32, "wide_rows": _wide_rows_amx},
+        "enter": _enter_amx,
+        "leave": _leave_amx,
+        "GRAIN": 64,
+        "FLIPS": False,
+        "narrow": _AMX_4X1,
+        "NARROW_ROWS": 64,
+        "narrow_rows": _narrow_rows_amx,
+        "wide": _AMX_2X2,
+        "WIDE_ROWS": 32,
+        "wide_rows": _wide_rows_amx,
     },
     "avx512_vnni": {
-        **{"enter": _enter_nothing, "leave": _enter_nothing, "GRAIN": 4, "FLIPS": True},
-        **{"narrow": _VNNI_16X1, "NARROW_ROWS": 16, "narrow_rows": _narrow_rows_avx512},
-        **{"wide": _VNNI_8X2, "WIDE_ROWS": 8, "wide_rows": _wide_rows_avx512},
+        "enter": _enter_nothing,
+        "leave": _enter_nothing,
+        "GRAIN": 4,
+        "FLIPS": True,
+        "narrow": _VNNI_16X1,
+        "NARROW_ROWS": 16,
+        "narrow_rows": _narrow_rows_avx512,
+        "wide": _VNNI_8X2,
+        "WIDE_ROWS": 8,
+        "wide_rows": _wide_rows_avx512,
     },
     "avx_vnni": {
-        **{"enter": _enter_nothing, "leave": _enter_nothing, "GRAIN": 4, "FLIPS": True},
-        **{"narrow": _VNNI_4X1, "NARROW_ROWS": 4, "narrow_rows": _narrow_rows_avx},
-        **{"wide": _VNNI_4X1, "WIDE_ROWS": 0, "wide_rows": _narrow_rows_avx},
+        "enter": _enter_nothing,
+        "leave": _enter_nothing,
+        "GRAIN": 4,
+        "FLIPS": True,
+        "narrow": _VNNI_4X1,
+        "NARROW_ROWS": 4,
+        "narrow_rows": _narrow_rows_avx,
+        "wide": _VNNI_4X1,
+        "WIDE_ROWS": 0,
+        "wide_rows": _narrow_rows_avx,
     },
 }
 
@@ -533,7 +558,7 @@ def _run_correlation(
     images, height, width, channels = x.shape
     signed = x.dtype is torch.int8
     flips = signed and _TILES[path]["FLIPS"]
-    macs = images * part.count[0] * part.count[1] * len(part.taps) * channels * out.shape[3]
+    macs = images * part.counts[0] * part.counts[1] * len(part.taps) * channels * out.shape[3]
     parallel = is_parallel(macs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1
     cut = blocks(part, images, (height, width), channels, 2 * threads if parallel else 1)
@@ -558,7 +583,7 @@ def _run_correlation(
         np.arange(images),
         cut.columns,
         cut.slot_rows,
-        part.count,
+        part.counts,
         packed.address,
         packed.runs.depth,
         packed.begin.ctypes.data,
@@ -595,7 +620,7 @@ def convolve(
     if path in portable.MULTIPLY:
         return portable.convolve(x, weight, exponents, window, dtype, statistics, path)
     outputs = len(weight)
-    out, laid = _results(x, outputs, part.count, dtype)
+    out, laid = _results(x, outputs, part.counts, dtype)
     totals = None
     if statistics:
         if not _sums_fit(part, weight):
@@ -673,7 +698,7 @@ def weight_gradient(
             job_shifts,
             cut.columns,
             cut.slot_rows,
-            part.count,
+            part.counts,
             part.stride[1],
             cut.places,
             cut.planes,

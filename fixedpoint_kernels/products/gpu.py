@@ -19,6 +19,7 @@ from fixedpoint_kernels.rounding.gpu import _to_bfloat16
 
 _ROWS, _COLUMNS, _DEPTH = 64, 64, 64  # of a program's tile, and of one step
 _STEPS = 8  # of positions that a program of the weight gradient takes
+_LAUNCH = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}  # nothing spills
 _BLOCK = 4096  # elements of a program that rounds
 
 
@@ -216,7 +217,7 @@ def convolve(
             parts.append(convolve(*some, own, dtype, False)[0])
         return torch.cat(parts, 1), None
     part = shapes.forward(window, _size(x), _size(weight))
-    out = _results(x, len(weight), part.count, dtype)
+    out = _results(x, len(weight), part.counts, dtype)
     _run(x, weight, part, False, exponents, False, out)
     return out, None
 
@@ -258,7 +259,7 @@ def weight_gradient(
         return torch.cat([weight_gradient(*p, exponents, kernel, own) for p in pairs])
     (images, inputs, height, width), outputs = x.shape, grad.shape[1]
     part = shapes.forward(window, (height, width), kernel)
-    positions, taps = images * part.count[0] * part.count[1], len(part.taps)
+    positions, taps = images * part.counts[0] * part.counts[1], len(part.taps)
     room, top = shapes.shift_room(positions), None
     if exponents is None:
         order = torch.arange(images, device=x.device)
@@ -284,13 +285,14 @@ def weight_gradient(
             total,
             positions,
             *(height, width, inputs, outputs),
-            *part.count,
+            *part.counts,
             *part.stride,
             taps,
             STEPS=_STEPS,
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
             DEPTH=_DEPTH,
+            **_LAUNCH,
         )
     total = total.view(outputs, *kernel, inputs).permute(0, 3, 1, 2)
     return total if top is None else reference.folded(total, top, room)
@@ -302,7 +304,7 @@ def round_per_sample(x: Tensor, key: Key) -> tuple[Tensor, Tensor]:
     codes, largest = torch.empty_like(x, dtype=torch.int8), x.new_zeros(n, dtype=torch.int32)
     grid = n, triton.cdiv(elements, _BLOCK)
     if x.numel():
-        _largest_kernel[grid](x, largest, elements, BLOCK=_BLOCK)
+        _largest_kernel[grid](x, largest, elements, BLOCK=_BLOCK, enable_fp_fusion=False)
     exponents = reference.exponents_of(largest)
     if x.numel():
         _round_kernel[grid](
@@ -330,7 +332,7 @@ def _run(
     out: Tensor,
 ) -> None:
     images, _, height, width = x.shape
-    rows = images * part.count[0] * part.count[1]
+    rows = images * part.counts[0] * part.counts[1]
     if not rows or not out.numel():
         return
     laid = _laid(weight)  # (o, r, s, c)
@@ -355,7 +357,7 @@ def _run(
         rows,
         *(height, width, inputs, outputs),
         *(steps[0], channels, steps[1]),
-        *part.count,
+        *part.counts,
         *part.stride,
         *(places.stride(0), places.stride(1) * part.step[0], places.stride(2) * part.step[1]),
         BY_IMAGE=by_image,
@@ -364,6 +366,7 @@ def _run(
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         DEPTH=_DEPTH,
+        **_LAUNCH,
     )
 
 

@@ -21,7 +21,7 @@ _INSTRUCTIONS = {  # LLVM's names of what each path needs, and one function that
     "amx": (
         ("amx-int8", "amx-tile", "avx512f", "avx512bw"),
         "declare void @llvm.x86.tdpbusd(i8, i8, i8)\n"
-        "define void @f() {{ call void @llvm.x86.tdpbusd(i8 0, i8 1, i8 2) ret void }}",
+        "define void @f() { call void @llvm.x86.tdpbusd(i8 0, i8 1, i8 2) ret void }",
     ),
     "avx512_vnni": (("avx512f", "avx512bw", "avx512vnni"), 512),
     "avx_vnni": (("avx2", "avxvnni"), 256),
@@ -145,9 +145,10 @@ def _why_not(name: str) -> str:
     if config.DISABLE_JIT:  # type: ignore[attr-defined]
         return "NUMBA_DISABLE_JIT is set"
     # a name of the user's for the processor: LLVM aborts the process where it cannot lower
-    if config.CPU_NAME or config.CPU_FEATURES is not None or not config.ENABLE_AVX:  # type: ignore[attr-defined]
-        if not _lowers(function if isinstance(function, str) else _dot(function)):
-            return f"LLVM is told of another processor ({_told()})"
+    is_told = config.CPU_NAME or config.CPU_FEATURES is not None or not config.ENABLE_AVX  # type: ignore[attr-defined]
+    text = function if isinstance(function, str) else _dot(function)
+    if is_told and not _lowers(text):
+        return f"LLVM is told of another processor ({_told()})"
     return "" if name != "amx" or _may_use_tiles() else "the system grants no tiles"
 
 
@@ -190,7 +191,7 @@ def _lowers(text: str) -> bool:
         sys.executable,
         "-c",
         script,
-        text.replace("{{", "{").replace("}}", "}"),
+        text,
         name,
         features,
     ]

@@ -15,7 +15,7 @@ from fixedpoint_kernels.products.shapes import Window
 _EXACT = 2**24 // (255 * 128)  # products that float32 adds up exactly
 
 
-def convolve(
+def convolve(  # noqa: PLR0913
     x: Tensor,
     weight: Tensor,
     exponents: Tensor | None,
@@ -25,8 +25,8 @@ def convolve(
     path: str,
 ) -> tuple[Tensor, Tensor | None]:
     """See ``fixedpoint_kernels.products.convolve``."""
-    kernel = weight.shape[2:]
-    columns, size = _columns(x, kernel, window), window.outputs(x.shape[2:], kernel)
+    kernel, shape = (weight.shape[2], weight.shape[3]), (x.shape[2], x.shape[3])
+    columns, size = _columns(x, kernel, window), window.outputs(shape, kernel)
     parts = []
     for inputs, rows in zip(columns, weight.flatten(1).chunk(window.groups), strict=True):
         flat = inputs.transpose(1, 2).flatten(0, 1)  # (n * positions, c * r * s)
@@ -37,7 +37,7 @@ def convolve(
     )
 
 
-def input_gradient(
+def input_gradient(  # noqa: PLR0913
     grad: Tensor,
     weight: Tensor,
     exponents: Tensor | None,

@@ -4,6 +4,8 @@ Codes are multiplied and added up in float64. Every partial sum is a whole numbe
 long as fewer than 2**38 products are added, so no order of additions rounds anything.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,7 +39,8 @@ def input_gradient(
 ) -> Tensor:
     """See ``fixedpoint_kernels.products.convolve_input_gradient``; grad (n, o, oh, ow)."""
     shape = [len(grad), weight.shape[1] * window.groups, *size]
-    sums = conv2d_input(shape, weight.double(), grad.double(), *window)
+    numbers: Any = window  # pairs, where torch's annotation has single numbers
+    sums = conv2d_input(shape, weight.double(), grad.double(), *numbers)
     return finish(sums, exponents, 0, dtype)
 
 

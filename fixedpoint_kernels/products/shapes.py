@@ -27,7 +27,7 @@ class Window(NamedTuple):
 class Correlation(NamedTuple):
     """One part of the outputs, each a sum over the same taps.
 
-    Output ``(i, j)`` of ``count`` reads tap ``t`` at row ``i * stride[0] + rows[t]`` and column
+    Output ``(i, j)`` of ``counts`` reads tap ``t`` at row ``i * stride[0] + rows[t]`` and column
     ``j * stride[1] + columns[t]``, 0 outside the input, and is written at row
     ``first[0] + i * step[0]`` and column ``first[1] + j * step[1]``.
     """
@@ -36,7 +36,7 @@ class Correlation(NamedTuple):
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     stride: tuple[int, int]
-    count: tuple[int, int]
+    counts: tuple[int, int]
     first: tuple[int, int]
     step: tuple[int, int]
 
@@ -51,7 +51,7 @@ def forward(window: Window, size: tuple[int, int], kernel: tuple[int, int]) -> C
         rows=tuple(row for row, _ in places),
         columns=tuple(column for _, column in places),
         stride=window.stride,
-        count=window.outputs(size, kernel),
+        counts=window.outputs(size, kernel),
         first=(0, 0),
         step=(1, 1),
     )
@@ -77,7 +77,7 @@ def input_gradient(
                     rows=tuple(row for row, _ in product(rows, columns)),
                     columns=tuple(column for _, column in product(rows, columns)),
                     stride=(1, 1),
-                    count=(height, width),
+                    counts=(height, width),
                     first=first,
                     step=window.stride,
                 )
@@ -87,7 +87,7 @@ def input_gradient(
 
 def covers(parts: tuple[Correlation, ...], size: tuple[int, int]) -> bool:
     """Say whether correlations write every place of a result."""
-    return sum(part.count[0] * part.count[1] for part in parts) == size[0] * size[1]
+    return sum(part.counts[0] * part.counts[1] for part in parts) == size[0] * size[1]
 
 
 def _phase(

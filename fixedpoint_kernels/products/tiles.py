@@ -69,7 +69,8 @@ def addressed(count: int, body: Callable[..., None]) -> Any:
     names = ", ".join(f"a{i}" for i in range(count))
     scope = {"made": (types.void(*[types.int64] * count), codegen)}
     exec(f"def typing(_context, {names}): return made", scope)
-    return intrinsic(scope["typing"])
+    typing: Any = scope["typing"]
+    return intrinsic(typing)
 
 
 def _dot(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
@@ -81,7 +82,7 @@ def _dot(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     return call(builder, name, total.type, total, unsigned, signed)
 
 
-def vnni_tile(rows: int, groups: int, lanes: int) -> Any:
+def vnni_tile(rows: int, groups: int, lanes: int) -> Any:  # noqa: C901  one loop nest
     """Return the tile of ``vpdpbusd``: bytes of ``a`` are unsigned, those of ``b`` signed.
 
     Args:
@@ -91,7 +92,9 @@ def vnni_tile(rows: int, groups: int, lanes: int) -> Any:
     """
     whole, pieces = vector(I32, lanes), groups * 16 // lanes
 
-    def body(builder, _signed, a, _firsts, step, runs, count, b, group, begin, begin_step, *out):
+    def body(  # noqa: PLR0913
+        builder, _signed, a, _firsts, step, runs, count, b, group, begin, begin_step, *out
+    ):
         def places(start, row_step):
             for m in range(rows):
                 first = builder.add(start, builder.mul(row_step, I64(m)))
@@ -128,7 +131,7 @@ def vnni_tile(rows: int, groups: int, lanes: int) -> Any:
     return addressed(12, body)
 
 
-def amx_tile(rows: int, groups: int) -> Any:
+def amx_tile(rows: int, groups: int) -> Any:  # noqa: C901
     """Return the tile of AMX: ``16 * rows`` rows by ``16 * groups`` columns.
 
     Takes the places of each 16 rows from ``firsts``, and runs counted in 64 bytes. Bytes of ``b``
@@ -145,7 +148,9 @@ def amx_tile(rows: int, groups: int) -> Any:
             with no:
                 multiplied(builder, "x86.tdpbusd", *arguments)
 
-    def multiplied(builder, name, a, firsts, step, runs, count, b, group, begin, begin_step, *out):
+    def multiplied(  # noqa: C901, PLR0913
+        builder, name, a, firsts, step, runs, count, b, group, begin, begin_step, *out
+    ):
         def memory(kind, tile, address, stride):
             call(builder, kind, void, I8(tile), builder.inttoptr(address, _POINTER), stride)
 

@@ -42,7 +42,7 @@ def oracle(x, weight, **window):
     """Convolve in NumPy's int64."""
     x, weight = x.numpy().astype(np.int64), weight.numpy().astype(np.int64)
     each = weight.shape[0] // window["groups"]
-    parts = {group: 0 for group in range(window["groups"])}
+    parts = dict.fromkeys(range(window["groups"]), 0)
     for i, j, group, part in placed(x, weight.shape, **window):
         own = weight[group * each : (group + 1) * each, :, i, j]
         parts[group] = parts[group] + np.einsum("nchw,oc->nohw", part, own)
@@ -186,7 +186,7 @@ def test_the_longest_sums_that_int32_holds(path):
     assert y.unique().tolist() == [-128 * 255 * LONGEST_SUM]
     assert_statistics(statistics, y.long()[:, :, None, None])
     with pytest.raises(
-        ValueError, match="65793 products or fewer, got 65794: use dtype=torch.int64"
+        ValueError, match=r"65793 products or fewer, got 65794: use dtype=torch.int64"
     ):
         products.linear(x.new_zeros(1, LONGEST_SUM + 1), weight.new_zeros(1, LONGEST_SUM + 1))
 
@@ -256,12 +256,13 @@ def test_what_is_not_finite_stays_so(path):
 
 
 def test_results_do_not_depend_on_threads(monkeypatch):
-    from fixedpoint_kernels.products import cpu, rounding
+    from fixedpoint_kernels.products import cpu
+    from fixedpoint_kernels.products.samples import cpu as samples
 
     x, weight, grad = codes(9, 16, 12, 12), codes(32, 16, 3, 3), torch.randn(9, 32, 12, 12)
     results = []
     for parallel in (False, True):
-        for module in (cpu, rounding):
+        for module in (cpu, samples):
             monkeypatch.setattr(module, "is_parallel", lambda n, parallel=parallel: parallel)
         rounded, exponents = products.round_per_sample(grad, seed=3)
         back = products.convolve_input_gradient(rounded, weight, (12, 12), padding=1)
@@ -438,9 +439,9 @@ def test_a_path_is_named_with_its_reason():
 
 def test_a_path_that_is_not_possible_is_refused(monkeypatch):
     monkeypatch.setattr(paths, "unavailable", lambda: {"amx": "the processor lacks amx-int8"})
-    with pytest.raises(ValueError, match="'amx' is not possible here: the processor lacks"):
-        with products.force("amx"):
-            pass
+    message = "'amx' is not possible here: the processor lacks"
+    with pytest.raises(ValueError, match=message), products.force("amx"):
+        pass
     monkeypatch.setenv(paths.VARIABLE, "amx")
     with pytest.raises(ValueError, match="'amx' is not possible here"):
         products.convolve(*GOOD[:2])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fixedpoint_kernels.philox import Key, words
 from fixedpoint_kernels.products import gpu, reference, round_per_sample
-from fixedpoint_kernels.products import rounding as cpu
+from fixedpoint_kernels.products.samples import cpu
 from fixedpoint_kernels.products.shapes import Window
 
 WINDOWS = (

@@ -1,0 +1,101 @@
+"""Forward and backward products of ResNet20's layers on int8 codes, beside torch's own.
+
+Each contestant has what it needs of the layers before it: codes, or floats channels last. Packing
+of weights is part of every call, for each step of training has new ones. "torch int8" is oneDNN's
+convolution forward, and ``torch._int_mm`` of gathered codes backward. Times are by element of
+the output (of the input, for its gradient). On a processor without AMX, "ours" is the path that
+``FIXEDPOINT_KERNELS_PRODUCTS`` or the processor chooses; set it to ``avx512_vnni`` to see that path
+where there is AMX, and ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`` to see torch without tiles.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import Case
+from fixedpoint_kernels import products
+
+TESTS = "tests/fixedpoint_kernels/test_products.py::test_every_path_equals_an_oracle_in_numpy"
+SECONDS = 2.0  # a row: there are many
+LAYERS = (  # samples, input channels, height and width, output channels, stride
+    (128, 16, 32, 16, 1),
+    (128, 16, 32, 32, 2),
+    (128, 32, 16, 32, 1),
+    (128, 32, 16, 64, 2),
+    (128, 64, 8, 64, 1),
+    (32, 64, 32, 64, 1),
+    (32, 64, 32, 128, 2),
+    (32, 128, 16, 128, 1),
+    (32, 128, 16, 256, 2),
+    (32, 256, 8, 256, 1),
+)
+PADDING = (1, 1)
+
+
+def cases() -> Iterator[Case]:
+    """Yield the three products of each layer."""
+    print(f"path: {products.path()}")
+    for layer in LAYERS:
+        yield from _layer(*layer)
+
+
+def _layer(samples: int, inputs: int, size: int, outputs: int, stride: int) -> Iterator[Case]:
+    x = _last(torch.randint(0, 256, (samples, inputs, size, size)).to(torch.uint8))
+    weight = _last(torch.randint(-127, 128, (outputs, inputs, 3, 3)).to(torch.int8))
+    places = size // stride
+    grad = _last(torch.randint(-127, 128, (samples, outputs, places, places)).to(torch.int8))
+    exponents = torch.randint(-12, -8, (samples,), dtype=torch.int32)
+    name = f"{samples}x{inputs}x{size}x{size} to {outputs}" + f", stride {stride}" * (stride > 1)
+    own: dict[str, Any] = {"stride": stride, "padding": 1}
+
+    def row(product: str, count: int, ours: Callable, theirs: Callable, *beside: Tensor) -> Case:
+        contestants: dict[str, Callable[[], object]] = {
+            "ours": ours,
+            "float32": partial(theirs, *(part.float() for part in beside)),
+            "bfloat16": partial(theirs, *(part.bfloat16() for part in beside)),
+        }
+        if product == "forward":
+            contestants["torch int8"] = partial(_onednn, x, weight, stride)
+        else:
+            contestants["torch int8"] = partial(_stock, ours)
+        return Case(f"{name}: {product}", count, contestants)
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.conv2d(x, weight, None, stride, PADDING)
+
+    def backward(which: list[bool], grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        numbers = [stride] * 2, list(PADDING), [1, 1], False, [0, 0], 1
+        return torch.ops.aten.convolution_backward(grad, x, weight, None, *numbers, which)
+
+    ours: Callable = partial(products.convolve, x, weight, exponents=-12, **own)
+    yield row("forward", grad.numel(), ours, forward, x, weight)
+    numbers = {"exponents": exponents, **own}
+    ours = partial(products.convolve_input_gradient, grad, weight, (size, size), **numbers)
+    theirs = partial(backward, [True, False, False])
+    yield row("input gradient", x.numel(), ours, theirs, grad, x, weight)
+    ours = partial(products.convolve_weight_gradient, x, grad, (3, 3), **numbers)
+    theirs = partial(backward, [False, True, False])
+    yield row("weight gradient", grad.numel(), ours, theirs, grad, x, weight)
+
+
+def _last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _stock(ours: Callable) -> object:
+    """Take torch's int8 matrix product."""
+    with products.force("stock"):
+        return ours()
+
+
+def _onednn(x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    """Convolve by torch's private operators for quantised inference."""
+    onednn, outputs = torch.ops.onednn, len(weight)
+    scales, zeros = torch.full((outputs,), 2.0**-12), torch.zeros(outputs, dtype=torch.int32)
+    numbers = [stride] * 2, list(PADDING), [1, 1], 1
+    packed = onednn.qconv_prepack(weight, scales, 1.0, 0, *numbers, list(x.shape))
+    result = 1.0, 0, torch.float32, "none", [], ""
+    return onednn.qconv_pointwise(x, 1.0, 0, packed, scales, zeros, None, *numbers, *result)

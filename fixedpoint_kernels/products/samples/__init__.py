@@ -1,0 +1,1 @@
+"""Rounding of samples to codes, on a CPU."""
