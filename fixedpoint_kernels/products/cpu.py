@@ -623,7 +623,7 @@ def convolve(
     out, laid = _results(x, outputs, part.counts, dtype)
     totals = None
     if statistics:
-        if not _sums_fit(part, weight):
+        if not _sums_fit(part, x, weight):
             sums, _ = convolve(x, weight, None, window, torch.int32, False, path)
             return reference.finish(sums, exponents, 1, dtype), reference.sum_up(sums)
         totals = np.zeros((-(outputs // -16), 48), np.int64)
@@ -770,10 +770,11 @@ def _scales(exponents: Tensor, count: int) -> np.ndarray:
     return padded
 
 
-def _sums_fit(part: Correlation, weight: Tensor) -> bool:
-    """Say whether the statistics of any block fit their int64."""
+def _sums_fit(part: Correlation, x: Tensor, weight: Tensor) -> bool:
+    """Say whether the sums of any tile fit int32, and the squares of any block int64."""
     largest = 255 * 128 * _depth(weight)
-    return 4 * largest < 2**31 and largest**2 * 2**13 < 2**63
+    positions = blocks(part, len(x), _size(x), x.shape[1], 1).most_positions
+    return 4 * largest < 2**31 and largest**2 * positions < 2**63
 
 
 def _statistics(totals: np.ndarray, outputs: int) -> Tensor:

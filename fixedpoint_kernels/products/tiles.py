@@ -82,6 +82,12 @@ def _dot(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     return call(builder, name, total.type, total, unsigned, signed)
 
 
+def _opaque(builder: Any, value: Any) -> Any:
+    """Keep a value in a register of its own: LLVM would make addresses in a chain of additions."""
+    signature = ir.FunctionType(value.type, [value.type])
+    return builder.asm(signature, "", "=r,0", [value], False)
+
+
 def vnni_tile(rows: int, groups: int, lanes: int) -> Any:  # noqa: C901  one loop nest
     """Return the tile of ``vpdpbusd``: bytes of ``a`` are unsigned, those of ``b`` signed.
 
@@ -109,18 +115,19 @@ def vnni_tile(rows: int, groups: int, lanes: int) -> Any:  # noqa: C901  one loo
         for total, place in zip(totals, places(begin, begin_step), strict=True):
             builder.store(load(builder, place, whole), total)
         for first, length, column in _runs(builder, runs, count, b, 64):
-            bases = [
-                builder.add(builder.add(a, first), builder.mul(step, I64(m)))
-                for m in range(0, rows, 4)
+            start = builder.add(a, first)
+            firsts = [
+                _opaque(builder, builder.add(start, builder.mul(step, I64(m))))
+                for m in range(min(rows, 8))
             ]
+            eight = builder.mul(step, I64(8))
             with cgutils.for_range(builder, length, intp=I64) as loop:
                 place = builder.add(column, builder.shl(loop.index, I64(6)))
                 columns = [column_at(place, j) for j in range(pieces)]
                 depth = builder.shl(loop.index, I64(2))
+                later = _opaque(builder, builder.add(eight, depth))
                 for m in range(rows):
-                    source = builder.add(bases[m // 4], depth)
-                    if m % 4:
-                        source = builder.add(source, builder.mul(step, I64(m % 4)))
+                    source = builder.add(firsts[m % 8], later if m >= 8 else depth)
                     row = splat(builder, load(builder, source, I32), lanes)
                     for j in range(pieces):
                         total = totals[m * pieces + j]
