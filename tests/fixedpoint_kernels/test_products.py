@@ -192,6 +192,18 @@ def test_the_longest_sums_that_int32_holds(path):
 
 
 @pytest.mark.parametrize("path", HERE)
+def test_sums_that_float32_would_round(path):
+    x, weight = torch.full((3, 5001), 255, dtype=torch.uint8), torch.full((2, 5001), -127)
+    with products.force(path):
+        y = products.linear(x, weight.to(torch.int8))
+        own = products.linear_weight_gradient(
+            y.new_full((5001, 2), 127).to(torch.int8), y.new_full((5001, 3), 125).to(torch.int8)
+        )
+    assert y.unique().tolist() == [-127 * 255 * 5001]  # odd, and above 2**24
+    assert own.unique().tolist() == [127 * 125 * 5001]
+
+
+@pytest.mark.parametrize("path", HERE)
 def test_long_input_gradients_are_split(path):
     grad = torch.full((2, LONGEST_SUM + 9), -128, dtype=torch.int8)
     weight = torch.full((LONGEST_SUM + 9, 3), -128, dtype=torch.int8)
