@@ -19,7 +19,7 @@ from fixedpoint_kernels.rounding.gpu import _to_bfloat16
 
 _ROWS, _COLUMNS, _DEPTH = 64, 64, 64  # of a program's tile, and of one step
 _STEPS = 8  # of positions that a program of the weight gradient takes
-_LAUNCH = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}  # nothing spills
+_LAUNCH = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False}  # nothing spills
 _BLOCK = 4096  # elements of a program that rounds
 
 
