@@ -88,7 +88,7 @@ def _opaque(builder: Any, value: Any) -> Any:
     return builder.asm(signature, "", "=r,0", [value], False)
 
 
-def vnni_tile(rows: int, groups: int, lanes: int) -> Any:  # noqa: C901  one loop nest
+def vnni_tile(rows: int, groups: int, lanes: int) -> Any:
     """Return the tile of ``vpdpbusd``: bytes of ``a`` are unsigned, those of ``b`` signed.
 
     Args:
