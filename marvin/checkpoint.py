@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from marvin.base import QuantizingOptimizer
+from marvin.quantized import Quantized
 from marvin.shards import Shard, shard_of
 
 __all__ = ["load_sharded", "save_sharded"]
@@ -23,7 +23,7 @@ _STATE_OF = re.compile(r"(?:^|/)state/(\d+)/")
 def save_sharded(
     folder: Path | str,
     model: nn.Module,
-    optimizer: QuantizingOptimizer,
+    optimizer: Quantized,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Save with ``torch.distributed.checkpoint``: each process writes what it holds.
@@ -56,7 +56,7 @@ def save_sharded(
 
 
 def load_sharded(
-    folder: Path | str, model: nn.Module, optimizer: QuantizingOptimizer
+    folder: Path | str, model: nn.Module, optimizer: Quantized
 ) -> dict[str, Any]:
     """Load what ``save_sharded`` saved; all processes call this.
 

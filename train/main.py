@@ -173,7 +173,7 @@ def make_learning(config: Config, model: nn.Module) -> dict[str, Any]:
         threshold=config.plateau_threshold,
     )
     activations = None
-    if isinstance(optimizer, marvin.QuantizingOptimizer) and config.quantize_activations:
+    if isinstance(optimizer, marvin.Quantized) and config.quantize_activations:
         activations = marvin.quantize_activations(model, optimizer, ste=config.ste)
     return {"optimizer": optimizer, "scheduler": scheduler, "activations": activations}
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
+from marvin.activations import state_of
 from marvin.export.errors import ExportError
 
 __all__ = ["POOLS", "ROUNDED", "Formats", "calibrate", "evaluating", "fitting", "observe"]
@@ -43,10 +44,17 @@ def observe(model: nn.Module, sample: Tensor) -> dict[str, Formats]:
     Runs the model once, in eval mode. Empty where nothing is rounded.
     """
     found: dict[str, Formats] = {}
+    state = state_of(model)
+    if state is None:
+        return found
+
+    def format_of(x: Any) -> FixedPoint | None:
+        fmt = state.format_of(x)
+        return fmt if isinstance(fmt, FixedPoint) else None
 
     def see(name: str, inputs: tuple[Any, ...], output: Any) -> None:
-        before = {_mark(x) for x in inputs if isinstance(x, Tensor)}
-        formats = Formats(before.pop() if len(before) == 1 else None, _mark(output))
+        before = {format_of(x) for x in inputs if isinstance(x, Tensor)}
+        formats = Formats(before.pop() if len(before) == 1 else None, format_of(output))
         if found.setdefault(name, formats) != formats:
             raise ExportError(f"{name} is called more than once, with different formats")
 
@@ -115,12 +123,6 @@ def _grown(name: str, bounds: tuple[float, float], x: Tensor) -> tuple[float, fl
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ExportError(f"activations must be finite to calibrate, got {low}, {high} at {name}")
     return low, high
-
-
-def _mark(x: Any) -> FixedPoint | None:
-    """Return the format that ``quantize_activations`` has rounded a tensor to."""
-    fmt, version = getattr(x, "_fixed_point", (None, None))
-    return fmt if isinstance(x, Tensor) and version == x._version else None
 
 
 _See = Callable[[str, tuple[Any, ...], Any], None]

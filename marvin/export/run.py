@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
-from marvin.base import QuantizingOptimizer
+from marvin.quantized import Quantized
 from marvin.export.errors import ExportError, fixed_point
 from marvin.export.network import Network
 from marvin.export.observe import Formats, calibrate
@@ -146,7 +146,7 @@ def deploy(run: Run, options: Options) -> Deployed:
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
     """
-    if isinstance(run.optimizer, QuantizingOptimizer):
+    if isinstance(run.optimizer, Quantized):
         found = run.optimizer.formats()
         masters = masters_of(run.model, run.optimizer) if options.weights == "nearest" else None
     else:
