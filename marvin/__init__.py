@@ -7,6 +7,7 @@ from marvin import tensorboard
 from marvin.activations import QuantizedActivations
 from marvin.checkpoint import load_sharded, save_sharded
 from marvin.conversion import prepare, quantize_activations
+from marvin.freezing import freeze
 from marvin.init import tnvs_
 from marvin.loss_budget import LossBudgetPolicy, StaticPolicy
 from marvin.marvin_policy import MarvinPolicy
@@ -14,8 +15,8 @@ from marvin.muppet import MuppetPolicy
 from marvin.optimizer import MSGD
 from marvin.policy import FixedPolicy, Policy
 from marvin.quantized import Quantized
-from marvin.straight_through import fake_quantize
 from marvin.stored import StoredCodes, store_codes
+from marvin.straight_through import fake_quantize
 from marvin.trace import Switch
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "StoredCodes",
     "Switch",
     "fake_quantize",
+    "freeze",
     "load_sharded",
     "prepare",
     "quantize_activations",

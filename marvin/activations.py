@@ -24,22 +24,26 @@ from marvin.straight_through import StraightThrough, Tally, round_with_gradient
 
 __all__ = [
     "BUFFER",
+    "FLOATS",
     "Entry",
     "ForwardState",
     "QuantizedActivations",
     "Report",
     "Rounder",
-    "detach",
+    "RoundsInputs",
     "channels_of",
+    "detach",
     "formats_of",
     "hook",
+    "mapped",
     "state_of",
+    "unhook",
 ]
 
 BUFFER = "fixed_point"
 """Name of the buffer in which a module's state has its formats."""
 
-_FLOATS = torch.float32, torch.bfloat16, torch.float16
+FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 
 class ForwardState:
@@ -135,9 +139,9 @@ class Rounder:
     def write(self, module: nn.Module, formats: ModuleFormats) -> None:
         """Give ``module`` other formats."""
         buffer = getattr(module, BUFFER, None)
-        if buffer is not None and buffer is self._seen[0] and formats == self._formats:
-            if buffer.is_inference() or buffer._version == self._seen[1]:
-                return
+        is_same = buffer is self._seen[0] and buffer is not None and _version(buffer) == self._seen[1]
+        if is_same and formats == self._formats:
+            return
         numbers = encode_formats(formats, channels_of(module))
         if buffer is None:
             device = next((p.device for p in module.parameters()), numbers.device)
@@ -171,9 +175,7 @@ class Rounder:
                 return self._observe(x, formats)
             return self._round(module, x, formats, formats.inputs)
 
-        names = [*self.arguments[: len(args)], *[""] * (len(args) - len(self.arguments))]
-        own = tuple(_mapped(rounded, x, name) for name, x in zip(names, args, strict=True))
-        return own, {name: _mapped(rounded, x, name) for name, x in kwargs.items()}
+        return mapped(rounded, args, kwargs, self.arguments)
 
     def round_outputs(self, module: nn.Module, output: Any) -> Any:
         """Round what ``module`` returns."""
@@ -192,7 +194,7 @@ class Rounder:
         fmt: Format | None,
         goes_out: bool = False,
     ) -> Tensor:
-        if fmt is None or x.dtype not in _FLOATS:
+        if fmt is None or x.dtype not in FLOATS:
             return x
         if self.state.format_of(x) == fmt:
             return x  # the layer before has the same format: rounding again changes nothing
@@ -206,7 +208,7 @@ class Rounder:
 
     def _observe(self, x: Tensor, formats: ModuleFormats) -> Tensor:
         """Round what a layer sees, and show it and its gradient to the policy."""
-        if x.dtype not in _FLOATS or not x.numel():
+        if x.dtype not in FLOATS or not x.numel():
             return x
         fmt, clip = formats.inputs, formats.ste == "clip"
         assert self.observer is not None
@@ -218,7 +220,7 @@ class Rounder:
 
     def _round_samples(self, module: nn.Module, x: Tensor, formats: ModuleFormats) -> Tensor:
         fmt = formats.samples
-        if not isinstance(fmt, BlockFloat) or x.dtype not in _FLOATS:
+        if not isinstance(fmt, BlockFloat) or x.dtype not in FLOATS:
             return x
         options = self.state.options(module.training, formats.eval_rounding)
         return quantize_block(x.detach(), fmt, per_sample=True, **options)
@@ -240,8 +242,11 @@ class _Hook:
         self.rounder = rounder
 
 
-class _Inputs(_Hook):
+class RoundsInputs(_Hook):
+    """Marks a module that rounds."""
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See ``Rounder.round_inputs``."""
         return self.rounder.round_inputs(module, args, kwargs)
 
 
@@ -300,7 +305,7 @@ class Entry:
     @property
     def is_live(self) -> bool:
         """Whether the module rounds by this still."""
-        return any(hook.rounder is self.rounder for hook in hooks_of(self.module, _Inputs))
+        return any(hook.rounder is self.rounder for hook in hooks_of(self.module, RoundsInputs))
 
 
 @dataclass
@@ -358,21 +363,26 @@ class QuantizedActivations:
 def hook(module: nn.Module, rounder: Rounder) -> None:
     """Let a module round by its formats, and save and load them with its state."""
     _keep_out_of_compilation()
-    module.register_forward_pre_hook(_Inputs(rounder), with_kwargs=True)
+    module.register_forward_pre_hook(RoundsInputs(rounder), with_kwargs=True)
     module.register_forward_hook(_Outputs(rounder))
     module.register_load_state_dict_pre_hook(_Loading(rounder))
 
 
+def unhook(module: nn.Module) -> None:
+    """Let a module round no more; its formats stay."""
+    remove_hooks(module, _Hook)
+
+
 def detach(module: nn.Module) -> None:
     """Take hooks and formats from one module, if it has some."""
-    remove_hooks(module, _Hook)
+    unhook(module)
     if BUFFER in dict(module.named_buffers(recurse=False)):
         delattr(module, BUFFER)
 
 
 def state_of(model: nn.Module) -> ForwardState | None:
     """Return what a model's modules share; None where activations are not quantised."""
-    found = (hook.rounder.state for m in model.modules() for hook in hooks_of(m, _Inputs))
+    found = (hook.rounder.state for m in model.modules() for hook in hooks_of(m, RoundsInputs))
     return next(found, None)
 
 
@@ -383,15 +393,34 @@ def formats_of(model: nn.Module) -> dict[str, ModuleFormats]:
         ValueError: A buffer does not hold formats.
     """
     return {
-        name: hook.rounder.formats(module)
+        name: decode_formats(buffer, f"{name}.{BUFFER}")
         for name, module in model.named_modules()
-        for hook in hooks_of(module, _Inputs)
+        if (buffer := dict(module.named_buffers(recurse=False)).get(BUFFER)) is not None
     }
 
 
 def channels_of(module: nn.Module) -> list[int]:
     """Return how many channels each parameter of a module has; 0 for those of one dimension."""
     return [len(p) if is_layer(p) else 0 for p in module.parameters(recurse=False)]
+
+
+def mapped(
+    function: Callable[[Tensor], Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Sequence[str],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with their tensors replaced, also inside of tuples, lists and dictionaries.
+
+    Args:
+        function: Gives what takes a tensor's place.
+        args: By position.
+        kwargs: By name. What is named a mask stays.
+        names: Of ``args``, as far as they are known.
+    """
+    known = [*names[: len(args)], *[""] * (len(args) - len(names))]
+    own = tuple(_mapped(function, x, name) for name, x in zip(known, args, strict=True))
+    return own, {name: _mapped(function, x, name) for name, x in kwargs.items()}
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any, name: str = "") -> Any:
@@ -418,5 +447,5 @@ def _version(buffer: Tensor) -> int:
 @cache
 def _keep_out_of_compilation() -> None:
     """Keep hooks out of torch.compile, which cannot look into the kernels."""
-    for kind in (_Inputs, _Outputs):  # takes a second the first time
+    for kind in (RoundsInputs, _Outputs):  # takes a second the first time
         kind.__call__ = torch.compiler.disable(kind.__call__)

@@ -55,9 +55,7 @@ def save_sharded(
         )
 
 
-def load_sharded(
-    folder: Path | str, model: nn.Module, optimizer: Quantized
-) -> dict[str, Any]:
+def load_sharded(folder: Path | str, model: nn.Module, optimizer: Quantized) -> dict[str, Any]:
     """Load what ``save_sharded`` saved; all processes call this.
 
     Args:

@@ -35,7 +35,7 @@ _FOLLOWERS = *_NORMS, *_POOLS
 _Choice = Iterable[str | type[nn.Module]] | str | type[nn.Module] | None
 
 
-def quantize_activations(  # noqa: PLR0913  each a choice of its own
+def quantize_activations(
     model: nn.Module,
     optimizer: Quantized,
     *,
@@ -102,12 +102,16 @@ def quantize_activations(  # noqa: PLR0913  each a choice of its own
             handle.entries[place] = replace(entry, parameters=sources[entry.module])
         elif channels_of(entry.module) or isinstance(entry.module, _FOLLOWERS):
             handle.left[entry.rounder.name] = reason
+        if not reason and not any(p.requires_grad for p in sources[entry.module]):
+            handle.left[entry.rounder.name] = "frozen: float until it is trained"
     rounding = [entry for entry in handle.entries if entry.parameters]
     if not rounding:
         raise ValueError(f"no module that may round is left: {handle.report}")
     rounding[0].rounder.counts_samples = True
     handle.state.waiting |= {
-        entry.rounder.name for entry in rounding if any(map(is_layer, entry.module.parameters(recurse=False)))
+        entry.rounder.name
+        for entry in rounding
+        if any(map(is_layer, entry.module.parameters(recurse=False)))
     }
     handle.ste, handle.eval_rounding = ste, eval_rounding
     optimizer.carry(handle)

@@ -9,7 +9,6 @@ from marvin.policy import Layer, Step, Update
 from marvin.range_policy import RangePolicy, Seen, Window, is_word_length
 from marvin.ranges import Limits, budget_noise
 from marvin.settings import Checks
-from marvin.trace import Switch
 
 __all__ = ["LossBudgetPolicy", "StaticPolicy"]
 
@@ -144,7 +143,9 @@ def _with_gradient(layer: Layer, step: Step) -> Layer:
     if layer.norm is None:
         return layer
     total = layer.record.weight_sum + step.samples * layer.norm**2
-    return replace(layer, record=replace(layer.record, weight_sum=total, count=layer.record.count + 1))
+    return replace(
+        layer, record=replace(layer.record, weight_sum=total, count=layer.record.count + 1)
+    )
 
 
 def _is_pair(values: Any) -> bool:

@@ -14,8 +14,8 @@ from marvin import push_down, push_up
 from marvin.adaptation import LayerState, LookbackRounding, adapt_strategy, observe
 from marvin.noise import Purpose, stream
 from marvin.policy import Layer, Measured, Policy, Rules, Step, Update
-from marvin.record import PlainRecord
 from marvin.push_up import Level
+from marvin.record import PlainRecord
 from marvin.settings import MARVIN, check_settings
 from marvin.shards import Spread, spread, widest
 from marvin.trace import Switch

@@ -177,7 +177,12 @@ _NOW_OF_THE_OPTIMIZER = {
     "should_stop": "should_stop",
     "word_length": "mean_word_length()",
 }
-_EARLIER = {"start": "init", "on_step": "update", "on_epoch_end": "end_epoch", "load_record": "init"}
+_EARLIER = {
+    "start": "init",
+    "on_step": "update",
+    "on_epoch_end": "end_epoch",
+    "load_record": "init",
+}
 
 
 class Policy(ABC):

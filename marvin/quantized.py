@@ -636,22 +636,24 @@ class Quantized(Optimizer):
 
     def _load_states(self, saved: Sequence[dict[str, Any]]) -> None:
         """Take tensors as they were saved, and records."""
-        self._masters, shared = {}, self.shared
+        self._masters = {}
         for p, values in zip(self._layout.names, saved, strict=True):
-            tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
-            held = {name: self._layout.shards[p].held(v.detach()) for name, v in tensors.items()}
-            own = {name: v.to(p.device, copy=True) for name, v in held.items()}
-            own.pop("momentum_buffer", None)  # of earlier versions: the wrapped optimizer has it
             if not values:
                 self.state.pop(p, None)
                 continue
-            self.state[p] = own
-            if "stream" in values:
-                own["stream"] = values["stream"]
-            if "layer" in values:
-                first = self.policy.init(self._layout.groups[p], shared)
-                own["layer"] = restored(first, values["layer"])
+            self.state[p] = {
+                name: self._loaded(p, name, value)
+                for name, value in values.items()
+                if name != "momentum_buffer"  # of earlier versions: the wrapped optimizer has it
+            }
             self._show_masters([p])
+
+    def _loaded(self, p: Tensor, name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._layout.shards[p].held(value.detach()).to(p.device, copy=True)
+        if name == "layer":
+            return restored(self.policy.init(self._layout.groups[p], self.shared), value)
+        return value
 
     def _publish(self) -> None:
         """Let models carry the formats that hold now."""

@@ -48,7 +48,7 @@ def policy_of(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, Mapping
         policy: Of the same class; where earlier versions saved no hyper-parameters, it stays.
         saved: What the state has under ``"marvin"``.
     """
-    values = saved["policy"]
+    values = saved.get("policy", "MarvinPolicy")  # the first states name none
     if isinstance(values, str):
         if "muppet" in saved:
             return policy, saved["muppet"]
@@ -84,7 +84,7 @@ def checked(
     common = state_dict["marvin"]
     if (version := common.get("version", 1)) not in (1, VERSION):
         raise ValueError(f"the state must be of version 1 or {VERSION}, got version {version!r}")
-    saved = common.get("policy", "MarvinPolicy")  # the first states name none
+    saved = common.get("policy", "MarvinPolicy")
     name = saved if isinstance(saved, str) else saved["name"]
     if name != type(policy).__name__:
         raise ValueError(f"the state must be of {type(policy).__name__}, got {name}")

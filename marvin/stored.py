@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels import FixedPoint, decode, encode
-from marvin.quantized import Quantized
 from marvin.layers import is_layer
+from marvin.quantized import Quantized
 from marvin.shards import is_sharded
 
 __all__ = ["StoredCodes", "store_codes"]

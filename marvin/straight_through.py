@@ -118,7 +118,8 @@ def fake_quantize(
         return _RoundedIdentity.apply(x, fmt, options, None)  # pyright: ignore[reportReturnType]
     return _FakeQuantize.apply(x, fmt, options, None, None)  # pyright: ignore[reportReturnType]
 
-def round_with_gradient(  # noqa: PLR0913  what forward and backward do
+
+def round_with_gradient(
     x: Tensor,
     fmt: Format,
     options: dict[str, Any],

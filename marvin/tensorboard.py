@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from fixedpoint_kernels import FixedPoint
-from marvin.quantized import Quantized
 from marvin.channels import ChannelFormat
 from marvin.policy import word_length
+from marvin.quantized import Quantized
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
-from marvin.quantized import Quantized
 from marvin.export.errors import ExportError, fixed_point
 from marvin.export.network import Network
 from marvin.export.observe import Formats, calibrate
@@ -23,6 +22,7 @@ from marvin.export.packed import Packed, pack_state
 from marvin.export.sums import round_sums
 from marvin.export.trace import describe
 from marvin.export.weights import formats_of_weights, masters_of, nearest_weights
+from marvin.quantized import Quantized
 
 __all__ = ["Deployed", "Options", "Run", "deploy", "open_run"]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
-from marvin.quantized import Quantized
 from marvin.export.observe import fitting
+from marvin.quantized import Quantized
 from marvin.rounding import Format, round_one
 
 __all__ = ["formats_of_weights", "masters_of", "nearest_weights"]

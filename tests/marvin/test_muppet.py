@@ -33,7 +33,7 @@ def level_after(optimizer, kinds):
     for i, kind in enumerate(kinds):
         g = torch.Generator().manual_seed(i if kind == "differ" else 0)
         epoch(optimizer, lambda p, g=g: torch.randn(p.shape, generator=g))
-        levels.append(optimizer.policy.word_length)
+        levels.append(optimizer.mean_word_length())
     return levels
 
 
@@ -83,11 +83,11 @@ def test_float32_lowers_the_rate_and_stops():
     rates, stops = [], []
     for _ in range(6):
         rates.append(optimizer.param_groups[0]["lr"])
-        stops.append(optimizer.policy.should_stop)
+        stops.append(optimizer.should_stop)
         epoch(optimizer, torch.ones_like)
     assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
     assert not any(stops)
-    assert optimizer.policy.should_stop
+    assert optimizer.should_stop
     for p in model.parameters():
         torch.testing.assert_close(p.detach(), optimizer.state[p]["master"], rtol=0, atol=0)
 
@@ -149,7 +149,7 @@ def test_resume_equals_never_stopping():
     optimizer2.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     kinds = ["same"] * 2 + ["differ"] * 3 + ["same"] * 8
     assert level_after(optimizer, kinds) == level_after(optimizer2, kinds)
-    assert optimizer.policy.word_length > 12
+    assert optimizer.mean_word_length() > 12
     assert repr(optimizer.state_dict()) == repr(optimizer2.state_dict())
     torch.testing.assert_close(dict(model.state_dict()), dict(model2.state_dict()), rtol=0, atol=0)
 
