@@ -448,4 +448,5 @@ def _version(buffer: Tensor) -> int:
 def _keep_out_of_compilation() -> None:
     """Keep hooks out of torch.compile, which cannot look into the kernels."""
     for kind in (RoundsInputs, _Outputs):  # takes a second the first time
-        kind.__call__ = torch.compiler.disable(kind.__call__)
+        disabled: Any = torch.compiler.disable(kind.__call__)
+        kind.__call__ = disabled

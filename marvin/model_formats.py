@@ -105,7 +105,8 @@ def decode_formats(numbers: Tensor, name: str) -> ModuleFormats:
         found.append(_format(kind, wl, fl, bits, shifts))
     ste: StraightThrough = "identity" if flags & 1 else "clip"
     rounding: Rounding = "stochastic" if flags & 2 else "nearest"
-    return ModuleFormats(*found[:4], tuple(found[4:]), ste, rounding)
+    inputs, outputs, gradients, samples, *own = found
+    return ModuleFormats(inputs, outputs, gradients, samples, tuple(own), ste, rounding)
 
 
 def _row(fmt: Format | None, room: int) -> list[int]:

@@ -434,7 +434,9 @@ class Quantized(Optimizer):
     def _record_for(self, parameter: Tensor) -> Any:
         """Return the record of the layer whose format a parameter takes; None if it stays float."""
         owner = self._layout.owners[parameter]
-        return None if owner not in self._masters else self.state[owner]["layer"]
+        if owner is None or owner not in self._masters:
+            return None
+        return self.state[owner]["layer"]
 
     def _trained(self) -> list[tuple[int, Tensor]]:
         """Return position and weight of each layer that has been trained."""
@@ -523,15 +525,11 @@ class Quantized(Optimizer):
         self.trace += update.switches
         switched = {row.layer for row in update.switches}
         names, chosen = self._layout.names, set(moved)
-        self._write(
-            [
-                p
-                for p, owner in self._layout.owners.items()
-                if p in chosen
-                or (p in self._masters and p.requires_grad and names.get(owner) in switched)
-            ],
-            Purpose.WEIGHTS,
-        )
+        for p, owner in self._layout.owners.items():
+            is_trained = p in self._masters and p.requires_grad
+            if is_trained and owner is not None and names[owner] in switched:
+                chosen.add(p)
+        self._write([p for p in names if p in chosen], Purpose.WEIGHTS)
         if switched:
             self._publish()
 
