@@ -160,17 +160,19 @@ class Quantized(Optimizer):
 
     def format_of(self, parameter: Tensor) -> Format | None:
         """Return the format of one parameter; None if it stays float."""
-        record = self._record_for(parameter)
-        if record is None or parameter not in self._masters:
+        owner = self._layout.owners[parameter]
+        if owner is None or parameter not in self._masters or "layer" not in self.state[owner]:
             return None
-        is_other = self._layout.owners[parameter] is not parameter  # whose channels may be others
-        fmt = record.fmt
+        fmt = self.state[owner]["layer"].fmt
+        is_other = owner is not parameter  # whose channels may be others
         return fmt.fmt if is_other and isinstance(fmt, ChannelFormat) else fmt
 
     def activation_formats(self, parameter: Tensor) -> ActivationFormats | None:
         """Return the formats of activations beside a parameter; None if it stays float."""
-        record = self._record_for(parameter)
-        return None if record is None else self.policy.activation_formats(record)
+        owner = self._layout.owners[parameter]
+        if owner is None or owner not in self._masters:
+            return None
+        return self.policy.activation_formats(self.state[owner]["layer"])
 
     def layers(self) -> list[str]:
         """Return the names of the parameters that have a format of their own."""
@@ -263,7 +265,7 @@ class Quantized(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._adopt_changed()
-        self._begin([p for p in self._layout.names if p.grad is not None])
+        self._begin(p for p in self._layout.names if p.grad is not None)
         batches = self._gather()
         if not batches:
             self._check_loss(loss)
@@ -431,13 +433,6 @@ class Quantized(Optimizer):
         """Be the optimizer of these parameters from now on."""
         _OWNERS.update({id(p): self for p in self._layout.names})
 
-    def _record_for(self, parameter: Tensor) -> Any:
-        """Return the record of the layer whose format a parameter takes; None if it stays float."""
-        owner = self._layout.owners[parameter]
-        if owner is None or owner not in self._masters:
-            return None
-        return self.state[owner]["layer"]
-
     def _trained(self) -> list[tuple[int, Tensor]]:
         """Return position and weight of each layer that has been trained."""
         return [(index, p) for index, p in self._layout.layers if p in self._masters]
@@ -445,6 +440,8 @@ class Quantized(Optimizer):
     @torch.no_grad()
     def _begin(self, params: Iterable[Tensor]) -> None:
         """Give masters and records to parameters that are trained from now on, and quantise them."""
+        if len(self._masters) == len(self._layout.names):
+            return
         new = [p for p in params if p.requires_grad and p not in self._masters]
         if not new:
             return
@@ -524,14 +521,16 @@ class Quantized(Optimizer):
         self.shared = update.shared
         self.trace += update.switches
         switched = {row.layer for row in update.switches}
+        if not switched:
+            self._write(moved, Purpose.WEIGHTS)
+            return
         names, chosen = self._layout.names, set(moved)
         for p, owner in self._layout.owners.items():
             is_trained = p in self._masters and p.requires_grad
             if is_trained and owner is not None and names[owner] in switched:
                 chosen.add(p)
         self._write([p for p in names if p in chosen], Purpose.WEIGHTS)
-        if switched:
-            self._publish()
+        self._publish()
 
     def _update(self, batches: Sequence[Gradients]) -> None:
         """Do one step of the wrapped optimizer on the masters."""
@@ -564,24 +563,27 @@ class Quantized(Optimizer):
 
     def _write(self, params: Iterable[Tensor], purpose: Purpose) -> None:
         """Round the masters of ``params`` into the model, all in one launch."""
-        fixed, formats, first = [], [], stream(purpose, self._counts.step)
-        for p in (params := list(params)):
-            if fmt := self.format_of(p):
-                self.state[p]["stream"] = first + len(fixed)
-                fixed.append(p)
-                formats.append(fmt)
+        fixed, places = [], []
+        first = stream(purpose, self._counts.step)
+        for p in params:
+            own, fmt, place = self.state[p], self.format_of(p), local(p)
+            if fmt is None:
+                place.copy_(own["master"])
             else:
-                local(p).copy_(self.state[p]["master"])
+                own["stream"] = first + len(fixed)
+                fixed.append((own["master"], fmt, self._layout.shards[p].offset, place))
+            places.append((p, place))
+        masters, formats, offsets, out = zip(*fixed, strict=True) if fixed else [()] * 4
         round_many(
-            [self.state[p]["master"] for p in fixed],
+            masters,
             formats,
             rounding=self.policy.rules.weight_rounding,
             seed=self._seed,
             stream=first,
-            offsets=[self._layout.shards[p].offset for p in fixed],
-            out=[local(p) for p in fixed],
+            offsets=offsets,
+            out=out,
         )
-        self._versions |= {p: local(p)._version for p in params}
+        self._versions |= {p: place._version for p, place in places}
 
     def _rounded(self, p: Tensor) -> Tensor | None:
         """Return what ``_write`` last wrote; None where that is not known."""
@@ -611,7 +613,7 @@ class Quantized(Optimizer):
     @torch.no_grad()
     def _adopt_changed(self) -> None:
         """Take weights that others have changed since they were written as the new ones."""
-        changed = [p for p in self._masters if self._versions[p] != local(p)._version]
+        changed = [p for p, version in self._versions.items() if local(p)._version != version]
         adopted = []
         for p in changed:
             own, weight = local(p), self._rounded(p)

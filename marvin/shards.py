@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from marvin.ranks import reduced
 
@@ -107,7 +107,7 @@ class Spread:
 
 def local(x: Tensor) -> Tensor:
     """Return what this process holds of ``x``: the same memory, a plain tensor."""
-    if not is_sharded(x):
+    if type(x) in (Tensor, nn.Parameter) or not is_sharded(x):
         return x
     spread_tensor: Any = x
     with torch.no_grad():
