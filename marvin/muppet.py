@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -146,12 +146,21 @@ class MuppetPolicy(Policy):
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Policy``."""
-        return {"muppet": {**self._state, "largest": self._largest}}
+        """See ``Policy``; the arguments are part of it."""
+        return {"muppet": {**self._state, "largest": self._largest, "settings": asdict(self)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Policy``."""
+        """See ``Policy``: the arguments become those of the state.
+
+        Raises:
+            ValueError: They are out of range, or the state's level is none of theirs.
+        """
         own = dict(state["muppet"])
+        settings = own.pop("settings", {})  # earlier versions did not save them
+        saved = replace(self, **{**settings, "levels": tuple(settings.get("levels", self.levels))})
+        if not 0 <= own["level"] < len(saved.levels):
+            raise ValueError(f"the state's level must be one of {saved.levels}, got {own['level']}")
+        vars(self).update(asdict(saved))
         self._largest = own.pop("largest")
         self._state = own
 

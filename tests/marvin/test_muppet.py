@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 
 import pytest
@@ -144,7 +145,7 @@ def test_gradients_are_rounded_on_their_way_back():
 def test_resume_equals_never_stopping():
     model, optimizer = make(levels=(8, 12, 14, 32), patience=1, epochs_per_lr=2)
     level_after(optimizer, ["differ"] * 3 + ["same"] * 2)
-    model2, optimizer2 = make(levels=(8, 12, 14, 32), patience=1, epochs_per_lr=2)
+    model2, optimizer2 = make(lr=0.7)  # all settings are part of the state
     model2.load_state_dict(model.state_dict())
     optimizer2.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     kinds = ["same"] * 2 + ["differ"] * 3 + ["same"] * 8
@@ -152,6 +153,34 @@ def test_resume_equals_never_stopping():
     assert optimizer.policy.word_length > 12
     assert repr(optimizer.state_dict()) == repr(optimizer2.state_dict())
     torch.testing.assert_close(dict(model.state_dict()), dict(model2.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("levels", (6, 10, 32)),
+        ("window", 2),
+        ("patience", 1),
+        ("window_kind", "block"),
+        ("threshold_epoch", "since_switch"),
+        ("epochs_per_lr", 1),
+        ("lr_decays", 1),
+        ("lr_factor", 0.5),
+    ],
+)
+def test_each_setting_comes_back_with_the_state(name, value):
+    assert value != getattr(MuppetPolicy(), name)
+    first, second = MuppetPolicy(**{name: value}), MuppetPolicy()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert getattr(second, name) == value
+    assert second.state_dict() == first.state_dict()
+
+
+def test_a_state_of_fewer_levels_is_refused():
+    state = MuppetPolicy(levels=(8, 12)).state_dict()
+    state["muppet"]["level"] = 2
+    with pytest.raises(ValueError, match=r"level must be one of \(8, 12\), got 2"):
+        MuppetPolicy().load_state_dict(state)
 
 
 @pytest.mark.parametrize(
