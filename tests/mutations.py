@@ -28,8 +28,7 @@ ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests/planted_faults.toml"
 FOUND = "found"
 TIMEOUT_S = 900
-# what the copy leaves out: environments and caches begin with a dot, too
-_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "data", "dist", "build")
+_MADE = {"runs", "data", "dist", "build"}  # at the root: what commands make there
 # a test that fails so has not seen the fault: the code did not run at all
 _BROKEN = re.compile(
     r"^E +(\S*\.)?(SyntaxError|IndentationError|ImportError|ModuleNotFoundError|NameError|"
@@ -132,7 +131,7 @@ class Copy:
         self.root = folder / "tree"
         self._kernels = folder / "kernels"  # compiled from the right code
         self._of_fault = folder / "kernels-of-fault"
-        shutil.copytree(source, self.root, ignore=_LEFT_OUT)
+        shutil.copytree(source, self.root, ignore=lambda at, names: _left_out(source, at, names))
         for environment in source.glob(".venv*"):
             (self.root / environment.name).symlink_to(environment.resolve())
         self._feeds = feeds_kernels(self.root)
@@ -180,6 +179,12 @@ class Copy:
             path.write_text(text)
             os.utime(path, ns=times)
             shutil.rmtree(self._of_fault, ignore_errors=True)
+
+
+def _left_out(root: Path, folder: str, names: Sequence[str]) -> set[str]:
+    """Return what a copy does without: environments and caches, whose names begin with a dot."""
+    hidden = {name for name in names if name.startswith(".") or name == "__pycache__"}
+    return hidden | (_MADE if Path(folder) == root else set())
 
 
 def _verdict(status: int, output: str) -> str:

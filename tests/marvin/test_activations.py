@@ -252,6 +252,23 @@ def test_what_has_the_format_is_not_rounded_again(monkeypatch):
     assert len(calls) == 7
 
 
+class Shrink(nn.Module):
+    def forward(self, x):
+        return x.mul_(0.3)
+
+
+def test_what_was_changed_in_place_is_rounded_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Shrink(), nn.AvgPool1d(1))
+    optimizer = MSGD(model.named_parameters())
+    _, seen = watch(model.eval(), optimizer)
+    with torch.no_grad():
+        model(torch.randn(4, 6))
+    given, rounded = seen["2", "in"]
+    assert not is_in(given, FixedPoint(8, 4))
+    assert torch.equal(rounded.double(), nearest(given, FixedPoint(8, 4)))
+
+
 def test_other_modules_are_refused():
     _, optimizer = make()
     with pytest.raises(ValueError, match="no module of the model has a parameter"):

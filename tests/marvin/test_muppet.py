@@ -10,6 +10,8 @@ import marvin
 from fixedpoint_kernels import BlockFloat, quantize_block
 from marvin import MuppetPolicy, Quantized
 from marvin.muppet import epoch_diversity, threshold
+from marvin.policy import Layer, Step
+from marvin.shards import Shard
 
 
 def make(model=None, lr=0.1, **settings):
@@ -63,6 +65,28 @@ def test_the_level_rises_where_gradients_stop_to_differ():
     assert (row.wl_before, row.wl, row.layer) == (8, 12, "0.weight")
     assert row.diversity == pytest.approx(1 / 3, rel=0.1)  # of gradients rounded to 8 bits
     assert optimizer.formats()["0.bias"] == BlockFloat(12)
+
+
+def test_weights_take_the_new_level_at_the_end_of_the_epoch():
+    model, optimizer = make(levels=(4, 12, 32))
+    assert level_after(optimizer, ["differ"] * 3 + ["same"] * 4)[-1] == 12
+    for j, p in enumerate(model.parameters()):
+        master = optimizer.state[p]["master"]
+        rounded = quantize_block(master, BlockFloat(12), stream=1 << 60 | 7 << 20 | j)
+        torch.testing.assert_close(p.detach(), rounded, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("epochs", "violations"), [("absolute", 1), ("since_switch", 0)])
+def test_the_threshold_falls_with_all_epochs_or_those_since_the_switch(epochs, violations):
+    """A ratio of 1.2 is a violation at epoch 30, where the threshold is 1.07, not at epoch 0."""
+    policy = MuppetPolicy(threshold_epoch=epochs)
+    counts = {"level": 0, "epoch": 30, "since_switch": 0, "violations": 0, "entries": 2}
+    policy.load_state_dict({"muppet": {**counts, "float_epochs": 0, "largest": 1.2}})
+    different = torch.eye(9)[:3]
+    state = {"epoch_grads": different[:2], "last_grad": different[2]}
+    layer = Layer(0, "weight", {}, state, Shard(torch.Size((9,))))
+    assert policy.on_epoch_end([layer], Step(31, 0, {})) == []  # of a diversity of 1
+    assert policy.state_dict()["muppet"]["violations"] == violations
 
 
 def test_the_level_stays_while_gradients_differ():
