@@ -11,23 +11,30 @@ exactly once. The tree itself is never changed.
 
 import argparse
 import ast
+import contextlib
+import importlib
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests/planted_faults.toml"
 FOUND = "found"
 TIMEOUT_S = 900
+_SERVE = "serve"
 _MADE = {"runs", "data", "dist", "build"}  # at the root: what commands make there
 # a test that fails so has not seen the fault: the code did not run at all
 _BROKEN = re.compile(
@@ -131,34 +138,35 @@ class Copy:
         self.root = folder / "tree"
         self._kernels = folder / "kernels"  # compiled from the right code
         self._of_fault = folder / "kernels-of-fault"
+        self._printed = folder / "printed.txt"
         shutil.copytree(source, self.root, ignore=lambda at, names: _left_out(source, at, names))
         for environment in source.glob(".venv*"):
             (self.root / environment.name).symlink_to(environment.resolve())
         self._feeds = feeds_kernels(self.root)
         self._planted = 0
+        self._server = subprocess.Popen(
+            [sys.executable, __file__, _SERVE],
+            cwd=self.root,
+            env={**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def run(self, tests: Sequence[str], *, kernels: Path | None = None) -> tuple[int, str]:
         """Run tests; return pytest's status, and what it printed."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", *tests]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(self.root),
-            "NUMBA_CACHE_DIR": str(kernels or self._kernels),
-            "OMP_NUM_THREADS": "1",
-        }
-        try:
-            done = subprocess.run(
-                command,
-                cwd=self.root,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return -1, f"no end after {TIMEOUT_S} s"
-        return done.returncode, done.stdout + done.stderr
+        command = ["-q", "-p", "no:cacheprovider", "-x", *tests]
+        environment = {"NUMBA_CACHE_DIR": str(kernels or self._kernels)}
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps([command, environment, str(self._printed)]) + "\n")
+        self._server.stdin.flush()
+        status = int(self._server.stdout.readline())
+        return status, self._printed.read_text(errors="replace")
+
+    def close(self) -> None:
+        """End the process that runs tests."""
+        self._server.communicate()
 
     def look_for(self, fault: Fault) -> Iterator[Outcome]:
         """Plant a fault, run its tests one by one, and take it out."""
@@ -181,7 +189,7 @@ class Copy:
             shutil.rmtree(self._of_fault, ignore_errors=True)
 
 
-def _left_out(root: Path, folder: str, names: Sequence[str]) -> set[str]:
+def _left_out(root: Path, folder: str | os.PathLike[str], names: Sequence[str]) -> set[str]:
     """Return what a copy does without: environments and caches, whose names begin with a dot."""
     hidden = {name for name in names if name.startswith(".") or name == "__pycache__"}
     return hidden | (_MADE if Path(folder) == root else set())
@@ -189,6 +197,8 @@ def _left_out(root: Path, folder: str, names: Sequence[str]) -> set[str]:
 
 def _verdict(status: int, output: str) -> str:
     last = output.strip().splitlines()[-1] if output.strip() else ""
+    if status == -1:
+        return f"no end after {TIMEOUT_S} s"
     if status == 0:
         return "not found" if " passed" in f" {last}" else f"not run: {last}"
     if status != 1 or " failed" not in f" {last}":
@@ -198,6 +208,53 @@ def _verdict(status: int, output: str) -> str:
     return FOUND
 
 
+def serve() -> None:
+    """Run pytest for each line that comes in, in a fork that has loaded torch already.
+
+    A line holds pytest's arguments, what is added to the environment, and a file for what is
+    printed. What comes back is the status, -1 where there was no end.
+    """
+    sys.path[0] = os.getcwd()
+    for name in ("numpy", "torch", "pytest"):  # no fault is planted in these
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for line in sys.stdin:
+        arguments, environment, printed = json.loads(line)
+        child = os.fork()
+        if not child:
+            _be_pytest(arguments, environment, printed)
+        print(_status_of(child), flush=True)
+
+
+def _be_pytest(arguments: list[str], environment: dict[str, str], printed: str) -> NoReturn:
+    os.setsid()  # so that what tests start can be ended with them
+    os.environ.update(environment)
+    with open(printed, "wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    status = 70
+    try:
+        status = int(importlib.import_module("pytest").main(arguments))
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _status_of(child: int) -> int:
+    end = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1
+
+
 def look_for_all(faults: Sequence[Fault], source: Path) -> list[Outcome]:
     """Look for faults one by one in a copy of ``source``, where all their tests are green first.
 
@@ -205,8 +262,10 @@ def look_for_all(faults: Sequence[Fault], source: Path) -> list[Outcome]:
         RuntimeError: A test is red without any fault.
     """
     outcomes = []
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-"))
         copy = Copy(source, Path(folder))
+        stack.callback(copy.close)
         tests = sorted({test for fault in faults for test in fault.tests})
         status, output = copy.run(tests) if tests else (0, "")
         if status:
@@ -283,4 +342,7 @@ def _look(faults: Sequence[Fault], root: Path, jobs: int, table: Path | None) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:] == [_SERVE]:
+        serve()
+    else:
+        sys.exit(main())

@@ -285,7 +285,9 @@ def test_embeddings_and_tuples():
     embedded = model["e"](torch.tensor([[1, 2]]))
     output, (h, c) = model["r"](embedded)
     fmt = optimizer.formats()["r.weight_ih_l0"]
+    assert is_in(embedded, optimizer.formats()["e.weight"])
     assert is_in(output, fmt)
+    assert not is_in(output * 0.3, fmt)
     assert isinstance(h, torch.Tensor)
     assert isinstance(c, torch.Tensor)
 

@@ -312,6 +312,16 @@ def test_a_dead_layer_stays_float_until_it_lives():
     assert optimizer.formats()["7.weight"].wl == 6
 
 
+def test_a_window_has_its_own_losses_alone():
+    model, optimizer, _ = make()
+    train(model, optimizer, 2)  # both end a window
+    found = optimizer.state_dict()["marvin"]
+    assert (found["loss_sum"], found["losses"]) == (0.0, 0)
+    loss = train(model, optimizer, 1, start=2)
+    found = optimizer.state_dict()["marvin"]
+    assert (found["loss_sum"], found["losses"]) == (loss, 1)
+
+
 def test_a_layer_without_a_gradient_is_rounded_too():
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])

@@ -298,8 +298,13 @@ def test_schedulers_change_the_rate(plateau):
 
 
 def test_a_tensor_rate():
-    model = make_model()
-    train(model, make_optimizer(model, lr=torch.tensor(0.02)), 3)
+    masters = []
+    for lr in (torch.tensor(0.03), 0.03):
+        model = make_model()
+        optimizer = make_optimizer(model, lr=lr)
+        train(model, optimizer, 3)
+        masters.append([state["master"] for state in optimizer.state.values()])
+    torch.testing.assert_close(*masters, rtol=1e-6, atol=1e-7)  # 0.03 is no float32
 
 
 def test_accumulated_gradients_and_clipping_are_one_step():
@@ -313,8 +318,8 @@ def test_accumulated_gradients_and_clipping_are_one_step():
 
 
 def test_grad_scaler():
-    model = make_model()
-    optimizer = make_optimizer(model)
+    model, plain = make_model(), make_model()
+    optimizer, unscaled = (make_optimizer(m, normalize_gradients=False) for m in (model, plain))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     x, y = next(batches(1))
     loss = nn.functional.cross_entropy(model(x), y)
@@ -322,6 +327,8 @@ def test_grad_scaler():
     scaler.step(optimizer, loss=loss)
     scaler.update()
     assert optimizer.state[model[0].weight]["layer"].count == 1
+    train(plain, unscaled, 1)
+    assert_same_bits(dict(model.state_dict()), dict(plain.state_dict()))  # 1024 is a power of 2
     model[0].weight.grad.fill_(math.inf)
     scaler.scale(torch.ones(1))
     scaler.step(optimizer, loss=loss)
