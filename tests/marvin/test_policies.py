@@ -87,7 +87,9 @@ PAIRS = {
 
 def make(policy, lr, momentum, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 4))
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)
+    )
     sgd = torch.optim.SGD(model.named_parameters(), lr=lr, momentum=momentum)
     optimizer = Quantized(sgd, policy, **options)
     marvin.quantize_activations(model, optimizer)
