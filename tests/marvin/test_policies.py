@@ -59,7 +59,7 @@ PAIRS = {
     ),
     LossBudgetPolicy: (
         {
-            "kappa": 1e-6,  # so small that all words are as long as they may be
+            "kappa": 1e-12,  # so small that all words are as long as they may be
             "max_noise": (0.02, 0.003),
             "window": 3,
             "sat_tol": 0.01,
