@@ -107,6 +107,7 @@ ENTRIES = {
 }
 
 
+@pytest.mark.slow
 def test_faults_are_found_and_what_is_none_is_not(tree, capsys):
     status, table = look_for(tree, *ENTRIES, options=["--jobs", "2"])
     assert status == 1
