@@ -139,7 +139,9 @@ class Rounder:
     def write(self, module: nn.Module, formats: ModuleFormats) -> None:
         """Give ``module`` other formats."""
         buffer = getattr(module, BUFFER, None)
-        is_same = buffer is self._seen[0] and buffer is not None and _version(buffer) == self._seen[1]
+        is_same = (
+            buffer is self._seen[0] and buffer is not None and _version(buffer) == self._seen[1]
+        )
         if is_same and formats == self._formats:
             return
         numbers = encode_formats(formats, channels_of(module))

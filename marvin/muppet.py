@@ -145,6 +145,14 @@ class MuppetPolicy(Policy):
         """See ``Policy``."""
         return Stage()
 
+    def load_shared(self, values: Mapping[str, Any] | None) -> Stage:
+        """See ``Policy``."""
+        shared = super().load_shared(values) or Stage()
+        if not 0 <= shared.level < len(self.levels):
+            got = f"number {shared.level}"
+            raise ValueError(f"the state's level must be one of {self.levels}, got {got}")
+        return shared
+
     def init(self, settings: Mapping[str, Any], shared: Stage) -> LayerFormat:
         """See ``Policy``."""
         return LayerFormat(_format(self.word_length_at(shared)))

@@ -234,6 +234,14 @@ class Policy(ABC):
         """Return what is common to all layers before the first step: a frozen record, or None."""
         return None
 
+    def load_shared(self, values: Mapping[str, Any] | None) -> Any:
+        """Return the shared record of a state, which ``dataclasses.asdict`` made ``values`` of.
+
+        Raises:
+            ValueError: It is none of this policy's.
+        """
+        return restored(self.init_shared(), values)
+
     @abstractmethod
     def init(self, settings: Mapping[str, Any], shared: Any) -> Any:
         """Return the record of a layer that has seen no step."""

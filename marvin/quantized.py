@@ -355,13 +355,13 @@ class Quantized(Optimizer):
         shapes = [(name, p.shape) for p, name in self._layout.names.items()]
         saved = states.checked(state_dict, self.policy, type(self.optimizer).__name__, shapes)
         common = state_dict["marvin"]
-        policy, shared = states.policy_of(self.policy, common)
+        policy, values = states.policy_of(self.policy, common)
+        shared = policy.load_shared(values)
         for p, values in zip(self._layout.names, saved, strict=False):
             if not values and p in self._masters:  # it was frozen, in float
                 local(p).copy_(self.state[p]["master"])
         super().load_state_dict(state_dict)
-        self.policy = policy
-        self.shared = restored(policy.init_shared(), shared)
+        self.policy, self.shared = policy, shared
         self._load_states(saved)
         self.trace = [Switch(**row) for row in common["trace"]]
         self._counts = _Counts(common["step"], common["skipped"])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fixedpoint_kernels import FixedPoint
-from marvin.push_down import expected_divergence, kl, push_down, sampled_divergence
+from fixedpoint_kernels import FixedPoint, histogram_candidates
+from marvin.push_down import Lowest, expected_divergence, kl, push_down, sampled_divergence
 
 RESOLUTION = 50
 
@@ -104,6 +104,25 @@ def test_expected_search_is_exact_and_repeats():
     weights = torch.randn(700) / 3
     results = {push_down(divergences(weights), FixedPoint(24, 14)) for _ in range(3)}
     assert len(results) == 1
+
+
+def test_a_divergence_of_just_the_tolerance_loses_nothing():
+    by_fl, by_wl = {4: 0.3, 5: 0.25, 6: 0.2}, {6: 0.4, 7: 0.25}
+
+    def divergence(fmts):
+        is_word = len({fmt.fl for fmt in fmts}) == 1
+        return np.array([by_wl.get(f.wl, 0.0) if is_word else by_fl.get(f.fl, 0.0) for f in fmts])
+
+    assert push_down(divergence, FixedPoint(12, 9), kl_eps=0.25) == Lowest(7, 5, 0.25)
+
+
+@pytest.mark.parametrize("stream", [0, 3])
+def test_a_sample_has_the_noise_it_was_given(stream):
+    weights, fmt = torch.randn(500), FixedPoint(6, 1)
+    counts = histogram_candidates(weights, [fmt], RESOLUTION, seed=5, stream=stream)
+    own, rounded = counts.numpy().astype(np.float64)
+    (found,) = sampled_divergence(weights, RESOLUTION, seed=5, stream=stream)([fmt])
+    assert found == kl(rounded, own)
 
 
 def test_constant_weights_have_no_distribution():

@@ -81,6 +81,13 @@ def test_the_library_reads_the_file(tmp_path):
     assert metadata == {"a": "b"}
 
 
+@pytest.mark.parametrize("name", ["a", "ab", "abcdefg", "abcdefgh"])
+def test_tensors_begin_at_a_multiple_of_8(name):
+    content = safetensors.write({name: torch.ones(3)}, {})
+    assert int.from_bytes(content[:8], "little") % 8 == 0
+    assert torch.equal(safetensors.read(content)[0][name], torch.ones(3))
+
+
 def test_sizes():
     values, formats = state()
     rows = {row.name: row for row in packed.sizes(packed.pack_state(values, formats))}
