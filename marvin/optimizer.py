@@ -136,7 +136,7 @@ class MSGD(Quantized):
         policy = MarvinPolicy(**{k: v for k, v in own.items() if k in names})
         sgd = {name: own[name] for name in ("lr", "momentum", "weight_decay")}
         rest = {k: v for k, v in own.items() if k not in names and k not in sgd}
-        super().__init__(torch.optim.SGD(params, **sgd, fused=True), policy, **rest)
+        super().__init__(torch.optim.SGD(params, **sgd, foreach=True), policy, **rest)
 
     @property
     def strategy(self) -> Level:
