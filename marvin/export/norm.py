@@ -8,7 +8,16 @@ from marvin.export.errors import ExportError
 from marvin.export.network import Affine, Operation, Value, Weighted
 from marvin.export.observe import fitting
 
-__all__ = ["FixedNorm", "fixed_norm", "nearest", "numbers", "shift_of", "spare_of", "zeros_of"]
+__all__ = [
+    "FixedNorm",
+    "exact_norm",
+    "fixed_norm",
+    "nearest",
+    "numbers",
+    "shift_of",
+    "spare_of",
+    "zeros_of",
+]
 
 FixedNorm = tuple[Tensor, FixedPoint, Tensor, FixedPoint]  # of Affine: scale, offset
 _OFFSET_WL = 32
@@ -21,6 +30,19 @@ def nearest(x: Tensor, wl: int, longest_fl: int = 31) -> tuple[Tensor, FixedPoin
     fmt = fitting((float(x.min()), float(x.max())), wl)
     fmt = FixedPoint(wl, max(-31, min(fmt.fl, longest_fl)))
     return torch.round(x * fmt.scale).to(torch.int64), fmt
+
+
+def exact_norm(m: nn.BatchNorm1d | nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """Return what batch normalisation computes: scale and offset, float64, shape ``(channels,)``."""
+    assert m.running_mean is not None
+    assert m.running_var is not None
+    scale = (m.running_var.double() + m.eps).rsqrt()
+    if m.weight is not None:
+        scale = scale * m.weight.detach().double()
+    offset = -m.running_mean.double() * scale
+    if m.bias is not None:
+        offset = offset + m.bias.detach().double()
+    return scale, offset
 
 
 def fixed_norm(
@@ -47,12 +69,7 @@ def fixed_norm(
     """
     if m.running_mean is None or m.running_var is None:
         raise ExportError(f"{module}: batch normalisation must have running statistics")
-    scale = (m.running_var.double() + m.eps).rsqrt()
-    if m.weight is not None:
-        scale = scale * m.weight.detach().double()
-    offset = -m.running_mean.double() * scale
-    if m.bias is not None:
-        offset = offset + m.bias.detach().double()
+    scale, offset = exact_norm(m)
     codes, fmt = nearest(scale, scale_wl)
     product = x.fl + fmt.fl
     offset_codes, offset_fmt = nearest(offset, _OFFSET_WL, product + spare)

@@ -50,7 +50,7 @@ def observe(model: nn.Module, sample: Tensor) -> dict[str, Formats]:
         if found.setdefault(name, formats) != formats:
             raise ExportError(f"{name} is called more than once, with different formats")
 
-    _watch(model, [sample], see)
+    _watch(model, [sample.clone()], see)
     return {name: formats for name, formats in found.items() if formats.input or formats.output}
 
 

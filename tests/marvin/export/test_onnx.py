@@ -160,6 +160,9 @@ def test_unsigned_words_in_each_spelling(ranged, spelling):
 @pytest.mark.parametrize("fmt", [FixedPoint(8, 5, signed=False), FixedPoint(5, 2, signed=False)])
 def test_an_unsigned_input_and_unsigned_weights(plain, fmt):
     model, _, x = plain(7, 4)
+    for module in model.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     formats = {
         name: FixedPoint(7, 4, signed=bool(p.min() < 0)) for name, p in model.named_parameters()
     }
