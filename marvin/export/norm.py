@@ -46,7 +46,7 @@ def exact_norm(m: nn.BatchNorm1d | nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
 
 
 def fixed_norm(
-    module: str, m: nn.BatchNorm1d | nn.BatchNorm2d, x: Value, spare: int, scale_wl: int
+    module: str, m: nn.BatchNorm1d | nn.BatchNorm2d, x: Value, spare: Tensor, scale_wl: int
 ) -> FixedNorm:
     """Return batch normalisation as ``scale * (x + b)``, with ``b`` an integer of its own point.
 
@@ -57,8 +57,8 @@ def fixed_norm(
         module: Its name.
         m: With running statistics.
         x: What it takes.
-        spare: Bits by which ``b`` is finer than ``x``, where 32 bits hold the offset. Where
-            channels of ``x`` have points of their own, than each.
+        spare: Bits by which ``b`` is finer than ``x``, where 32 bits hold the offset, of each
+            channel. Where channels of ``x`` have points of their own, than each.
         scale_wl: Word length of the scale, bits.
 
     Returns:
@@ -72,42 +72,50 @@ def fixed_norm(
     scale, offset = exact_norm(m)
     codes, fmt = nearest(scale, scale_wl)
     product = x.fl + fmt.fl
-    offset_codes, offset_fmt = nearest(offset, _OFFSET_WL, product + spare)
+    offset_codes, offset_fmt = nearest(offset, _OFFSET_WL, product + int(spare.max()))
     finer = offset_fmt.fl - product
     if finer >= 0 or x.channels:
-        steps = torch.where(codes == 0, 1, codes << zeros_of(x, spare, finer, len(codes)))
+        steps = torch.where(codes == 0, 1, codes << zeros_of(x, spare, finer))
         multiples = torch.round(offset.cpu() * offset_fmt.scale / steps).to(torch.int64) * steps
         if offset_fmt.min_code <= multiples.min() and multiples.max() <= offset_fmt.max_code:
             offset_codes = multiples
     return codes, fmt, offset_codes, offset_fmt
 
 
-def spare_of(before: Operation, x: Value) -> int:
+def spare_of(before: Operation, x: Value, source_fl: int) -> Tensor:
     """Return by how many bits ``b`` is finer than ``x``: as fine as bytes hold weights then.
 
     Args:
         before: What batch normalisation comes after.
         x: Its value.
+        source_fl: Point of what ``before`` takes.
+
+    Returns:
+        int64, shape ``(channels,)``.
     """
-    return max(0, 7 - before.word.wl if isinstance(before, Weighted) else min(6, 14 - x.bits))
+    if not isinstance(before, Weighted):
+        return torch.full((x.shape[0],), max(0, min(6, 14 - x.bits)))
+    finer = x.fl - source_fl - before.weight_fmt.fl
+    # a bias may have taken some of them
+    used = [finer + zeros - x.channel(i).twos for i, zeros in enumerate(before.twos)]
+    return (7 - before.word.wl - torch.tensor(used).clamp(min=0)).clamp(min=0)
 
 
-def zeros_of(x: Value, spare: int, finer: int, channels: int) -> Tensor:
+def zeros_of(x: Value, spare: Tensor, finer: int) -> Tensor:
     """Return how many zeros ``b`` must end with, to be ``spare`` bits finer than its channel.
 
     Args:
         x: What batch normalisation takes.
         spare: From ``spare_of``.
         finer: Bits by which the point of ``b`` is finer than that of ``x``, or below 0.
-        channels: Of ``x``.
 
     Returns:
         int64, shape ``(channels,)``; 0 where channels have one point.
     """
-    zeros = torch.zeros(channels, dtype=torch.int64)
-    for i, channel in enumerate(x.channels):
-        zeros[i] = max(0, channel.twos - spare + finer)
-    return zeros
+    if not x.channels:
+        return torch.zeros_like(spare)
+    twos = torch.tensor([channel.twos for channel in x.channels])
+    return (twos - spare + finer).clamp(min=0)
 
 
 def shift_of(op: Affine, fl: int) -> tuple[Tensor, int] | None:
