@@ -29,15 +29,25 @@ Spelling = Literal["int8", "int16", "float64"]
 
 
 def save(
-    network: Network, path: Path, spelling: Spelling | None = None, *, vnni: bool = False
+    network: Network,
+    path: str | Path,
+    spelling: Spelling | None = None,
+    *,
+    vnni: bool = False,
 ) -> int:
     """Write a network as an ONNX file, at once; return its bytes.
+
+    Args:
+        network: From ``describe``.
+        path: Of the file; its folder is made if it is not there.
+        spelling: As in ``to_model``.
+        vnni: As in ``to_model``.
 
     Raises:
         ExportError: As ``to_model``.
     """
     content = to_model(network, spelling, vnni=vnni).SerializeToString()
-    write_atomic(path, content)
+    write_atomic(Path(path), content)
     return len(content)
 
 

@@ -182,15 +182,16 @@ def test_offsets_are_as_fine_as_the_words_of_their_channel(channelled, wl, bits_
         products = network.values[layer.inputs[0]].fl + layer.weight_fmt.fl
         # half a step of b, finer than the products, or of the 32 bits of an offset; and what the
         # scale has lost
-        step = rate.abs() * 2.0 ** (torch.tensor(layer.twos) - bits_more - products) / 2
+        twos = torch.tensor(layer.twos)
+        step = rate.abs() * 2.0 ** (twos - bits_more - products) / 2
         scale = op.scale.double() * op.scale_fmt.lsb
         lost = ((scale - rate) / rate.abs().clamp(min=1e-9)).abs() * want.abs()
         coarsest = op.scale.abs().double() * op.offset_fmt.lsb / 2
         gap = (found - want).abs()
         assert (gap <= 1.01 * torch.maximum(step, coarsest) + lost + op.offset_fmt.lsb).all()
-        shift = shift_of(op, source.fl)
+        shift = shift_of(op, network.values[layer.name].fl)
         assert shift is not None
-        more = max(0, shift[1] - source.fl)
+        more = shift[1] - products
         assert not (shift[0] % 2 ** (twos - bits_more + more).clamp(min=0)).any()
 
 
