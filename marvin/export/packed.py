@@ -231,10 +231,7 @@ def _describe(packed: Packed, name: str) -> dict[str, Any]:
 def _fields(metadata: Mapping[str, str]) -> dict[str, Any]:
     if _KEY not in metadata:
         raise ExportError(f"the metadata must have {_KEY!r}, got {sorted(metadata)!r:.80}")
-    try:
-        fields = json.loads(metadata[_KEY])
-    except (ValueError, RecursionError) as error:
-        raise ExportError(f"the metadata must be JSON: {error}") from error
+    fields = safetensors.parse("metadata", metadata[_KEY])
     if not isinstance(fields, dict) or fields.get("version") != VERSION:
         version = fields.get("version") if isinstance(fields, dict) else fields
         raise ExportError(f"the version must be {VERSION}, got {version!r:.80}")
@@ -250,7 +247,7 @@ def _described(name: str, entry: Any) -> tuple[FixedPoint, tuple[int, ...], torc
     if not isinstance(entry, dict) or set(entry) != _FORMAT_FIELDS:
         raise ExportError(f"{name} must have {sorted(_FORMAT_FIELDS)}, got {entry!r:.80}")
     shape, dtype = entry["shape"], entry["dtype"]
-    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+    if not safetensors.are_sizes(shape):
         raise ExportError(f"{name} must have a shape of whole sizes, got {shape!r:.80}")
     if not isinstance(dtype, str) or dtype not in _FLOATS:
         raise ExportError(f"{name} must be one of {sorted(_FLOATS)}, got {dtype!r:.80}")
