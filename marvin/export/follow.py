@@ -191,7 +191,9 @@ class _Follower:
         weight = (op.weight.double() * op.weight_fmt.lsb).to(x.device)
         bias = None if module.bias is None else module.bias.detach().double()
         total = products(op, x, weight, bias)
-        is_same = op.bias is None or torch.equal(bias.cpu(), op.bias.double() * op.bias_fmt.lsb)
+        is_same = bias is None or (
+            op.bias is not None and torch.equal(bias.cpu(), op.bias.double() * op.bias_fmt.lsb)
+        )
         if x.is_cpu and is_same and self.network.values[op.name].is_exact(_SIGNIFICAND):
             return total, total
         size = products(op, x.abs(), weight.abs(), None if bias is None else bias.abs())

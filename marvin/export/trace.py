@@ -51,12 +51,17 @@ def describe(
     ``weight / sqrt(running_var + eps)`` and the offset ``bias - running_mean * scale``, computed
     in float64, are rounded to nearest: the scale to ``scale_wl`` bits, the offset to the point of
     ``x * scale``. Biases without a format are rounded to the point of ``x * weight``, that of their
-    channel where weights have points by channel.
+    channel where weights have points by channel, or up to 6 bits finer: see
+    ``marvin.export.biases``.
+
+    The sample goes through the model and through what is exported for each of its modules. A gap
+    that these roundings and float32's do not explain is refused.
 
     Args:
         model: Its values of ``weights`` are numbers of their formats; with
             ``marvin.quantize_activations`` on it, unless ``activations`` are given.
-        sample: One batch of what the model takes, float32.
+        sample: One batch of what the model takes, float32: what the network is compared on, so
+            samples of the data, not zeros.
         weights: Formats of parameters by name, such as ``optimizer.formats()``.
         activations: Formats from ``calibrate``; default: those the model rounds to.
         scale_wl: Word length of batch normalisation's scale, bits.
