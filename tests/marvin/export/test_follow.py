@@ -410,3 +410,15 @@ def test_float_biases_change_no_rounding(bits, per_channel):
     # the last bias is rounded to a step; float32 has 24 bits of each sum
     gap = (integer.run(network, x) - want).abs()
     assert gap.max() <= 2.0**-step + 2.0**-22 * want.abs().max()
+
+
+def test_one_module_between_layers_of_different_formats():
+    """What comes in already rounded says nothing of what a module rounds."""
+    model = Net(lambda m, x: m.fc(m.same(m.c2(m.same(m.c1(x)))).flatten(1))).eval()
+    groups = [
+        {"params": [(name, p)], "init_wl": 8 + ("c2" in name), "init_fl": 5}
+        for name, p in model.named_parameters()
+    ]
+    optimizer = marvin.MSGD(groups)
+    marvin.quantize_activations(model, optimizer)
+    assert_equal(model, describe(model, torch.randn(4, 1, 6, 6), optimizer.formats()))
