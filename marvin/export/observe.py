@@ -18,6 +18,7 @@ __all__ = ["POOLS", "ROUNDED", "Formats", "calibrate", "evaluating", "fitting", 
 # what marvin.quantize_activations rounds, as far as it can be exported
 POOLS = nn.AvgPool2d, nn.AdaptiveAvgPool2d
 ROUNDED = nn.Conv2d, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, *POOLS
+_PASSING = nn.ReLU, nn.MaxPool2d, nn.Flatten, nn.Identity, nn.Dropout  # round nothing themselves
 
 _LONGEST_FL = 31
 
@@ -53,12 +54,14 @@ def observe(model: nn.Module, sample: Tensor) -> dict[str, Formats]:
         return fmt if isinstance(fmt, FixedPoint) else None
 
     def see(name: str, inputs: tuple[Any, ...], output: Any) -> None:
+        if isinstance(model.get_submodule(name), _PASSING):
+            return
         before = {format_of(x) for x in inputs if isinstance(x, Tensor)}
         formats = Formats(before.pop() if len(before) == 1 else None, format_of(output))
         if found.setdefault(name, formats) != formats:
             raise ExportError(f"{name} is called more than once, with different formats")
 
-    _watch(model, [sample], see)
+    _watch(model, [sample.clone()], see)
     return {name: formats for name, formats in found.items() if formats.input or formats.output}
 
 

@@ -73,13 +73,16 @@ def test_a_run_for_integer_hardware(tmp_path, capsys):
     export(folder, "--to", "onnx", "--out", str(out))
     text = capsys.readouterr().out
     assert "network.onnx (float64); not int8: " in text
-    assert "try --sums-wl 8" in text
+    assert "; try --sums-wl 8; all 22 layers in floats: " in text
     assert "terms of sums" not in text
+    assert "biases that training left in floats are rounded: fc by up to " in text
+    assert "outputs differ from the trained model's by " in text
     export(folder, "--to", "onnx", "--sums-wl", "8", "--vnni", "--verify", "--out", str(out))
     text = capsys.readouterr().out
     assert "terms of sums, calibrated: relu.term unsigned <8, " in text
     assert "%, with exact sums " in text
-    assert "network.onnx (int8), " in text
+    assert "network.onnx (int8); all 22 layers on integer kernels, " in text
+    assert "try --sums-wl" not in text
     assert "verified: " in text
     facts = json.loads((out / "export.json").read_text())
     assert {row["float32"] for row in facts["layers"]} == {"exact"}
