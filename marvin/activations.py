@@ -1,7 +1,6 @@
 """Quantised activations: a model's modules round what they see to the formats they carry."""
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -181,8 +180,6 @@ class Rounder:
 
     def round_outputs(self, module: nn.Module, output: Any) -> Any:
         """Round what ``module`` returns."""
-        if self.is_root:
-            self._tell_who_waits()
         formats = self.formats(module)
         if formats.outputs is None:
             return output
@@ -226,15 +223,6 @@ class Rounder:
             return x
         options = self.state.options(module.training, formats.eval_rounding)
         return quantize_block(x.detach(), fmt, per_sample=True, **options)
-
-    def _tell_who_waits(self) -> None:
-        if self.state.waiting:
-            names, self.state.waiting = sorted(self.state.waiting), set()
-            warnings.warn(
-                "activations are not rounded where weights are used without calling their module: "
-                f"{', '.join(names)}",
-                stacklevel=2,
-            )
 
 
 class _Hook:

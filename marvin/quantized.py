@@ -264,6 +264,7 @@ class Quantized(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._name_uncalled()
         self._adopt_changed()
         self._begin(p for p in self._layout.names if p.grad is not None)
         batches = self._gather()
@@ -428,6 +429,25 @@ class Quantized(Optimizer):
         """Refuse a loss that is not finite where there is no gradient to tell."""
         if loss is not None and not torch.as_tensor(loss).isfinite().all():
             self._leave_out([f"loss {float(loss)}"])
+
+    def _name_uncalled(self) -> None:
+        """Warn of weights that have a gradient though their module has never been called."""
+        if not self.forward_state.waiting:
+            return
+        names = {
+            entry.rounder.name
+            for handle in self._handles
+            for entry in handle.entries
+            if entry.rounder.name in self.forward_state.waiting
+            and any(p.grad is not None for p in entry.module.parameters(recurse=False))
+        }
+        self.forward_state.waiting -= names
+        if names:
+            warnings.warn(
+                "activations are not rounded where a model uses a weight without calling its "
+                f"module: {', '.join(sorted(names))}",
+                stacklevel=5,
+            )
 
     def _claim(self) -> None:
         """Be the optimizer of these parameters from now on."""

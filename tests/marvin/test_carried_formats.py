@@ -5,6 +5,7 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -254,10 +255,16 @@ def test_keywords_tuples_and_dictionaries_are_rounded_and_masks_stay():
 def test_a_weight_that_is_used_without_its_module_is_named():
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     optimizer = marvin.MSGD(model.named_parameters(), **FAST)
-    handle = marvin.quantize_activations(model, optimizer)
-    with pytest.warns(UserWarning, match=r"without calling their module: self_attn\.out_proj"):
-        model(torch.randn(2, 3, 8))
-    model(torch.randn(2, 3, 8))  # says so once
+    handle, told = marvin.quantize_activations(model, optimizer), []
+    for _ in range(2):  # says so once
+        model(torch.randn(2, 3, 8)).sum().backward()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            optimizer.step(loss=1.0)
+        told.append([str(w.message) for w in found])
+    assert "without calling its module: self_attn.out_proj" in told[0][0]
+    assert told[1] == []
+    assert handle.report.left == {}
     assert "self_attn.out_proj" in handle.layers()
 
 
