@@ -86,7 +86,7 @@ def expected_divergence(
     processes hold parts count as one tensor.
 
     Raises:
-        ValueError: ``values`` is constant, empty or not finite.
+        ValueError: ``values`` is constant, empty or not finite; ``resolution`` is out of range.
     """
     own_values, shard, bins = _binned(values, resolution)
     cells = min(max(_CELLS_PER_BIN * resolution, shard.numel // 4), _MAX_CELLS)
@@ -112,6 +112,9 @@ def sampled_divergence(
     """Return the divergence of formats from one stochastic rounding of each.
 
     Each call reads ``values`` once, whatever the number of formats.
+
+    Raises:
+        ValueError: As ``expected_divergence``; ``seed`` or ``stream`` is out of range.
     """
     own_values, shard, bins = _binned(values, resolution)
     key = Key.checked(seed, stream, shard.offset)
