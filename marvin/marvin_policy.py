@@ -34,6 +34,7 @@ class MarvinPolicy(Policy):
 
     Raises:
         ValueError: An argument is out of range.
+        FloatingPointError: In ``step``, at the end of a window: a layer's weights are not finite.
 
     Source:
         MARViN, Algorithms 1 to 4.
@@ -102,6 +103,12 @@ class MarvinPolicy(Policy):
             if record.is_due:
                 due.append(layer)
         masters = spread([layer.state["master"] for layer in due], [layer.shard for layer in due])
+        for layer, master in zip(due, masters, strict=True):
+            if not (master.low > -math.inf and master.high < math.inf):
+                raise FloatingPointError(
+                    f"weights must be finite, got {layer.name} from {master.low} to "
+                    f"{master.high} in step {step.number}"
+                )
         return [self._switch(*pair, step) for pair in zip(due, masters, strict=True)]
 
     def load_record(self, values: Mapping[str, Any]) -> LayerState:
