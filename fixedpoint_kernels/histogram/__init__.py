@@ -13,6 +13,7 @@ from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram import reference
 from fixedpoint_kernels.histogram.grid import Grid
 from fixedpoint_kernels.histogram.reference import Bins, Cells
+from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import Rounding
 
@@ -76,6 +77,7 @@ def bins_of(x: Tensor, resolution: int) -> Bins:
     Raises:
         ValueError: ``x`` is empty, constant or not finite.
     """
+    x = in_memory(x)
     if not x.dtype.is_floating_point:
         raise TypeError(f"a histogram needs a floating tensor, got {x.dtype}")
     if resolution < 1:
@@ -109,6 +111,7 @@ def sampled_histogram(
     Returns:
         As ``histogram_candidates``.
     """
+    x = in_memory(x)
     if not x.numel():
         shape = 1 + len(fmts), bins.resolution
         return torch.zeros(shape, dtype=torch.int64, device=x.device)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram.reference import Bins, Cells
+from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import philox, to_uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
-from fixedpoint_kernels.threads import compile_both, is_parallel, thread_count
+from fixedpoint_kernels.threads import compile_both, compiled, is_parallel, thread_count
 
 _HALF = np.uint64(32)
 
@@ -63,7 +64,7 @@ def _cells(x, bins, scale, first, own, table):
             table[part, cell, 1] += int((scaled - below) * np.float32(2.0**24))
 
 
-@njit(cache=True)
+@compiled()
 def _merge(counts, fractions, first, size):  # cells of one fractional length less, in place
     left = first % 2  # pairs are (even, odd)
     for pair in range((size + left + 1) // 2):
@@ -79,7 +80,7 @@ def _merge(counts, fractions, first, size):  # cells of one fractional length le
     return first // 2, (size + left + 1) // 2
 
 
-@njit(cache=True)
+@compiled()
 def _grid_histograms(table, fl, first, formats, bins, result):
     # table (cells, 2) int64; formats (k, 3) int64: fl, smallest and largest code, finest first
     low, inverse_width, resolution = bins
@@ -141,7 +142,7 @@ def grid_histograms(
 
 
 def _values(x: Tensor) -> np.ndarray:
-    return x.detach().float().contiguous().view(-1).numpy()
+    return in_memory(x).detach().float().contiguous().view(-1).numpy()
 
 
 def _bins(bins: Bins) -> tuple[np.float32, np.float32, int]:
