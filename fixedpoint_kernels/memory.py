@@ -12,9 +12,15 @@ from operator import add, attrgetter, ge, gt, le
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 __all__ = ["addresses", "are_apart", "check_apart", "check_memory", "in_memory"]
 
+Ints = tuple[int, ...]
+
+_PLAIN = {Tensor, Parameter}
+_NBYTES = attrgetter("nbytes")
+_DISPATCH = attrgetter("__torch_dispatch__")
 _IS_NESTED = attrgetter("is_nested")
 
 
@@ -38,9 +44,11 @@ def check_memory(x: Tensor, name: str = "x") -> None:
             ``torch.func``, or of a subclass with operators of its own.
         ValueError: The storage of ``x`` was freed, or is too small.
     """
+    if _is_plain(x):
+        return
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if _DISPATCH(type(x)) is not _DISPATCH(Tensor):
         raise TypeError(
             f"{name} must be a tensor that lies in memory, got a {type(x).__name__}, which only "
             "its own operators can read: give the tensor that it holds"
@@ -68,47 +76,57 @@ def check_memory(x: Tensor, name: str = "x") -> None:
         )
 
 
-def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """Return where tensors of one dtype begin, or None where one is not plain and contiguous.
+def _is_plain(x: Tensor) -> bool:
+    """Say whether ``x`` is contiguous and known to lie in memory, from as little as that takes."""
+    if type(x) not in _PLAIN:
+        return False
+    try:
+        first = x.storage_offset() * x.itemsize
+        held = x.untyped_storage().nbytes()
+        is_held = x.is_contiguous() and held >= first + x.nbytes and x.data_ptr() > first
+    except RuntimeError:  # of what has no storage, or no strides
+        return False
+    return is_held and not x.is_nested
+
+
+def addresses(tensors: Sequence[Tensor]) -> tuple[Ints, Ints] | None:
+    """Return where contiguous tensors of one dtype begin and how many bytes they take.
 
     One attribute of all tensors at a time: ``check_memory`` of each took as long as rounding.
+
+    Returns:
+        None where ``check_memory`` would refuse one, or one is negated or not contiguous.
     """
     item = tensors[0].itemsize
     try:
-        if any(map(Tensor.is_neg, tensors)) or any(map(_IS_NESTED, tensors)):
-            return None
-        if not all(map(Tensor.is_contiguous, tensors)):
+        if any(map(Tensor.is_neg, tensors)) or not all(map(Tensor.is_contiguous, tensors)):
             return None
         held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
         first = [item * n for n in map(Tensor.storage_offset, tensors)]
-        sizes = [item * n for n in map(Tensor.numel, tensors)]
+        sizes = tuple(map(_NBYTES, tensors))
         found = tuple(map(Tensor.data_ptr, tensors))
     except RuntimeError:  # of what has no storage, or no strides
         return None
-    if not all(map(ge, held, map(add, first, sizes))):
+    if not all(map(ge, held, map(add, first, sizes))) or any(map(_IS_NESTED, tensors)):
         return None
     if not all(map(gt, found, first)) and any(
         n and at <= start for n, at, start in zip(sizes, found, first, strict=True)
     ):
         return None
-    return found
+    return found, sizes
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
-def are_apart(
-    xs: tuple[int, ...], ys: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
-) -> bool:
+def are_apart(xs: Ints, ys: Ints, sizes: Ints) -> bool:
     """Say whether outputs share memory with nothing but their own inputs; if not, they may.
 
     Args:
         xs: Addresses of inputs.
         ys: Addresses of outputs.
-        sizes: Elements of each pair, contiguous.
-        itemsize: Bytes of an element.
+        sizes: Of both, bytes.
     """
-    inputs = [(x, itemsize * n) for x, y, n in zip(xs, ys, sizes, strict=True) if x != y]
-    outputs = [(y, itemsize * n) for y, n in zip(ys, sizes, strict=True)]
-    return _are_disjoint(outputs + inputs)
+    inputs = [(x, n) for x, y, n in zip(xs, ys, sizes, strict=True) if x != y]
+    return _are_disjoint([*zip(ys, sizes, strict=True), *inputs])
 
 
 def check_apart(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
@@ -120,13 +138,15 @@ def check_apart(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
         RuntimeError: Memory is shared.
     """
     for y in ys:
-        if not _is_spread(y) and _bytes_of([y]) < y.nbytes:
+        if not (y.is_contiguous() or _is_spread(y)) and _bytes_of([y]) < y.nbytes:
             raise RuntimeError(
                 f"out must have memory of its own for each element, got strides {y.stride()} for "
                 f"shape {tuple(y.shape)}: give a clone() of it"
             )
     pairs = zip(xs, ys, strict=True)
     inputs = [(x, False) for x, y in pairs if not _is_same(x, y)]
+    if len(ys) == 1 and (not inputs or _are_far(xs[0], ys[0])):
+        return
     for group in _neighbours([*((y, True) for y in ys), *inputs]):
         written = sum(x.nbytes for x, is_output in group if is_output)
         read = _bytes_of([x for x, is_output in group if not is_output])
@@ -140,8 +160,10 @@ def check_apart(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
 def _is_same(x: Tensor, y: Tensor) -> bool:
     if x is y:
         return True
-    is_alike = x.stride() == y.stride() or (x.is_contiguous() and y.is_contiguous())
-    return is_alike and x.dtype == y.dtype and x.data_ptr() == y.data_ptr()
+    if x.data_ptr() != y.data_ptr() or x.dtype != y.dtype:
+        return False
+    rows = zip(x.shape, x.stride(), y.stride(), strict=True)
+    return x.stride() == y.stride() or all(a == b for n, a, b in rows if n > 1)
 
 
 def _extent(x: Tensor) -> int:
@@ -163,6 +185,11 @@ def _is_spread(x: Tensor) -> bool:
 
 def _span(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), _extent(x) * x.itemsize
+
+
+def _are_far(x: Tensor, y: Tensor) -> bool:
+    (a, n), (b, m) = _span(x), _span(y)
+    return a + n <= b or b + m <= a
 
 
 def _are_disjoint(spans: Iterable[tuple[int, int]]) -> bool:

@@ -87,11 +87,11 @@ def _cache_class() -> Any:
     from numba.core.caching import FunctionCache
 
     class Cache(FunctionCache):
-        def load_overload(self, *arguments: Any) -> Any:
-            return self._tried(super().load_overload, *arguments)
+        def load_overload(self, sig: Any, target_context: Any) -> Any:
+            return self._tried(super().load_overload, sig, target_context)
 
-        def save_overload(self, *arguments: Any) -> None:
-            self._tried(super().save_overload, *arguments)
+        def save_overload(self, sig: Any, data: Any) -> None:
+            self._tried(super().save_overload, sig, data)
 
         def _tried(self, access: Callable[..., Any], *arguments: Any) -> Any:
             try:

@@ -73,6 +73,7 @@ def _fake_compress(
 
 def _decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> Tensor:
     layout = _restored(tuple(numbers[0]), *numbers[1:])
+    _check_devices((means, codes, ranges))
     names = "means", "codes", "ranges"
     means, codes, ranges = map(in_memory, (means, codes, ranges), names)
     _check_parts((means, codes, ranges), layout)
@@ -88,6 +89,7 @@ def _decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> 
 def _fake_decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> Tensor:
     layout = Layout(tuple(numbers[0]), *numbers[1:])
     layout.check()
+    _check_devices((means, codes, ranges))
     out = means.new_empty(layout.shape, dtype=layout.dtype)
     return out.contiguous(memory_format=layout.memory_format)
 
@@ -123,13 +125,16 @@ def _empty_parts(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def _check_devices(parts: tuple[Tensor, ...]) -> None:
+    if len({part.device for part in parts}) > 1:
+        devices = [str(part.device) for part in parts]
+        raise ValueError(f"the tensors of a map must be on one device, got {devices}")
+
+
 def _check_parts(parts: tuple[Tensor, ...], layout: Layout) -> None:
     wanted = layout.means_shape, layout.codes_shape, layout.ranges_shape
     came = tuple(tuple(part.shape) for part in parts)
     dtypes = tuple(part.dtype for part in parts)
-    if len({part.device for part in parts}) > 1:
-        devices = [str(part.device) for part in parts]
-        raise ValueError(f"the tensors of a map must be on one device, got {devices}")
     if came != wanted or dtypes != (torch.bfloat16, torch.uint8, torch.bfloat16):
         raise ValueError(
             f"a map of shape {layout.shape} is kept as bfloat16, uint8 and bfloat16 tensors of "

@@ -141,18 +141,13 @@ def _value_and_encode(x: Tensor, table: str, *fused: Any) -> tuple[Tensor, Tenso
 
 
 def _decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
-    _check_floating(grad.dtype)
-    _check_floating(dtype)
     grad, planes = in_memory(grad, "grad"), in_memory(planes, "planes")
-    words = _words(grad, table)
-    if planes.dtype is not torch.int32:
-        raise TypeError(f"planes must be the int32 of encode, got {planes.dtype}")
-    if planes.shape != (words,) or planes.device != grad.device:
+    out, words = _fake_decode(grad, planes, table, dtype), _words(grad, table)
+    if planes.shape != (words,):
         raise ValueError(
-            f"planes of {grad.numel()} elements must have shape ({words},) and be on "
-            f"{grad.device}, got {tuple(planes.shape)} on {planes.device}"
+            f"planes of {grad.numel()} elements must have shape ({words},), got "
+            f"{tuple(planes.shape)}"
         )
-    out = _empty_product(grad, dtype)
     if grad.numel():
         kernels = execution("few_bit", grad)
         kernels.decode(grad.contiguous(), planes.contiguous(), out, _tables[table])
@@ -181,6 +176,12 @@ def _empty_pair(x: Tensor, table: str, *_fused: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
+    _check_floating(grad.dtype)
+    _check_floating(dtype)
+    if planes.dtype is not torch.int32:
+        raise TypeError(f"planes must be the int32 of encode, got {planes.dtype}")
+    if planes.device != grad.device:
+        raise ValueError(f"planes must be on {grad.device}, as grad is, got {planes.device}")
     return _empty_product(grad, dtype)
 
 

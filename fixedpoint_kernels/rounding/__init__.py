@@ -258,13 +258,13 @@ def _are_plain(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> bool:
         and (all(map(_IS_CPU, tensors)) or _are_on_one_gpu(tensors))
         and not (torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)))
     )
-    found = addresses(tensors) if is_alike else None
-    if found is None or out is None:
-        return found is not None
+    places = addresses(tensors) if is_alike else None
+    if places is None or out is None:
+        return places is not None
     if not is_in_place and list(map(_SHAPE, xs)) != list(map(_SHAPE, out)):
         return False
-    sizes = tuple(map(Tensor.numel, xs))
-    return are_apart(found[: len(xs)], found[-len(xs) :], sizes, xs[0].itemsize)
+    (found, sizes), n = places, len(xs)
+    return are_apart(found[:n], found[-n:], sizes[:n])
 
 
 def _are_on_one_gpu(tensors: list[Tensor]) -> bool:

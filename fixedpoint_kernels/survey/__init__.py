@@ -38,7 +38,7 @@ def round_and_survey(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor,
         ValueError: ``x`` is empty, or its storage was freed.
     """
     _check(x, "x")
-    if not isinstance(fmt, FixedPoint | None):
+    if fmt is not None and not isinstance(fmt, FixedPoint):
         raise TypeError(f"the format must be a FixedPoint or None, got {type(fmt).__name__}")
     if not x.numel():
         raise ValueError(f"a survey needs values, got a tensor of shape {tuple(x.shape)}")

@@ -215,8 +215,8 @@ def _as_float32(out: Tensor) -> Tensor:
 def _flat(x: Tensor | None) -> Any:
     if x is None:
         return None
-    values = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    return values.detach().numpy().reshape(-1)
+    x = x.detach() if x.requires_grad else x
+    return (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).numpy().reshape(-1)
 
 
 def _number(fmt: FixedPoint | None) -> tuple[np.float32, ...] | None:

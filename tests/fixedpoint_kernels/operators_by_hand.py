@@ -4,7 +4,6 @@ What they take must be what the reference makes of it; all else must end in an e
 """
 
 import random
-import sys
 
 import torch
 
