@@ -12,6 +12,7 @@ from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram.grid import Expected, Grid, grid_histogram
 from fixedpoint_kernels.histogram.reference import Bins
+from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import Rounding
 
@@ -66,6 +67,7 @@ def histogram_candidates(
         raise ValueError(
             f"rounding must be one of {(*get_args(Rounding), 'expected')}, got {rounding!r}"
         )
+    x = in_memory(x)
     bins = bins_of(x, resolution)
     if rounding != "expected":
         return sampled_histogram(x, fmts, bins, Key.checked(seed, stream), rounding)
@@ -80,6 +82,7 @@ def bins_of(x: Tensor, resolution: int) -> Bins:
         TypeError: ``x`` is not a floating tensor.
         ValueError: ``x`` is empty, constant or not finite; ``resolution`` is out of range.
     """
+    x = in_memory(x)
     if not x.dtype.is_floating_point:
         raise TypeError(f"a histogram needs a floating tensor, got {x.dtype}")
     low, high = torch.stack(x.detach().aminmax()).float().tolist() if x.numel() else (0.0, 0.0)
@@ -115,6 +118,7 @@ def sampled_histogram(
     Returns:
         As ``histogram_candidates``.
     """
+    x = in_memory(x)
     if not x.numel():
         shape = 1 + len(fmts), bins.resolution
         return torch.zeros(shape, dtype=torch.int64, device=x.device)

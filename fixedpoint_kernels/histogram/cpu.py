@@ -9,10 +9,11 @@ from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram.reference import Bins, Cells
+from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import philox, to_uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
-from fixedpoint_kernels.threads import compile_both, is_parallel, thread_count
+from fixedpoint_kernels.threads import compile_both, compiled, is_parallel, thread_count
 
 _HALF = np.uint64(32)
 _WIDEST = np.float32(2.0**31)  # formats of up to 32 bits saturate there, or before
@@ -103,7 +104,7 @@ def _cells(x, bins, scale, first, own, table):
                 table[part, rows[i], 1] += units[i]
 
 
-@njit(cache=True)
+@compiled()
 def _merge(counts, fractions, first, size):  # cells of one fractional length less, in place
     left = first % 2  # pairs are (even, odd)
     for pair in range((size + left + 1) // 2):
@@ -119,7 +120,7 @@ def _merge(counts, fractions, first, size):  # cells of one fractional length le
     return first // 2, (size + left + 1) // 2
 
 
-@njit(cache=True)
+@compiled()
 def _grid_histograms(table, fl, first, formats, bins, result):
     # table (cells, 2) int64; formats (k, 3) int64: fl, smallest and largest code, finest first
     counts = table[:, 0].astype(np.float64)
@@ -214,7 +215,7 @@ def moves(x: np.ndarray, fls: Sequence[int], bins: Bins) -> np.ndarray:
 
 
 def _values(x: Tensor) -> np.ndarray:
-    return x.detach().float().contiguous().view(-1).numpy()
+    return in_memory(x).detach().float().contiguous().view(-1).numpy()
 
 
 def _bins(bins: Bins) -> tuple[np.float32, np.float32, int, np.float32]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram.reference import Bins, Cells
+from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.gpu import codes_of, noise_of, saturate
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
@@ -160,4 +161,4 @@ def cells(x: Tensor, bins: Bins, grid: Cells) -> tuple[Tensor, Tensor]:
 
 
 def _values(x: Tensor) -> Tensor:
-    return x.detach().float().contiguous()
+    return in_memory(x).detach().float().contiguous()

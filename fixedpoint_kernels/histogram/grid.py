@@ -22,6 +22,7 @@ from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram import reference
 from fixedpoint_kernels.histogram.reference import Bins, Cells
+from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.rounding.reference import float_bounds
 
 __all__ = ["Expected", "Grid", "grid_histogram"]
@@ -91,6 +92,7 @@ class Expected:
         fl: int = _LONGEST_FL,
         total: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
+        x = in_memory(x)
         finest = math.floor(math.log2(cells * bins.inverse_width * bins.power / bins.resolution))
         own, grid = grid_histogram(x, bins, min(finest, fl))
         if total is not None:
