@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.formats import BlockFloat, FixedPoint
-from fixedpoint_kernels.rounding import Rounding, quantize
+from fixedpoint_kernels.rounding import Rounding, check_values, quantize
 
 __all__ = ["block_fl", "quantize_block"]
 
@@ -38,12 +38,17 @@ def quantize_block(
         Shape and dtype of ``x``.
 
     Raises:
+        TypeError: ``fmt`` is not a ``BlockFloat``.
         TypeError, ValueError, RuntimeError: As ``fixedpoint_kernels.quantize``.
 
     Source:
         MuPPET, section 3.1. Differs: codes saturate; the largest value may round up to one code
         more than there is.
     """
+    check_values(x, "quantize_block")
+    if not isinstance(fmt, BlockFloat):
+        raise TypeError(f"the format must be a BlockFloat, got {type(fmt).__name__}")
+    x = x.resolve_neg() if x.is_neg() else x
     if not x.numel():
         return x.clone()
     fl = block_fl(x, fmt, per_sample=per_sample)

@@ -47,6 +47,7 @@ class MarvinPolicy(Policy):
 
     Raises:
         ValueError: An argument is out of range.
+        FloatingPointError: In ``step``, at the end of a window: a layer's weights are not finite.
 
     Source:
         MARViN, Algorithms 1 to 4.
@@ -107,6 +108,11 @@ class MarvinPolicy(Policy):
         masters = spread([after[i].master for i in due], [after[i].shard for i in due])
         rows = []
         for i, master in zip(due, masters, strict=True):
+            if not (master.low > -math.inf and master.high < math.inf):
+                raise FloatingPointError(
+                    f"weights must be finite, got {after[i].name} from {master.low} to "
+                    f"{master.high} in step {step.number}"
+                )
             after[i], row = self._switched(shared.level, after[i], master, step)
             rows.append(row)
         return Update(shared, after, rows)

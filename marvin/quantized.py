@@ -277,12 +277,13 @@ class Quantized(Optimizer):
         if wrong := nonfinite(batches, total, norms, self._layout.names):
             self._leave_out(wrong)
             return loss
-        self._counts.step += 1
         samples = self.policy.samples(self.param_groups[0], self.forward_state.samples)
         seen = inputs_of(self._observers, samples)
         layers = self._layers(_measured(batches, norms, numbers), seen)
-        now = Step(self._counts.step, self._seed, self.param_groups[0], total, samples)
+        number = self._counts.step + 1
+        now = Step(number, self._seed, self.param_groups[0], total, samples)
         update = self.policy.update(self.shared, layers, now)
+        self._counts.step = number  # from here on nothing is refused
         self._update(batches)
         self._take(update, [p for batch in batches for p in batch.params])
         self._observe_next()

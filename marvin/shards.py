@@ -95,8 +95,8 @@ class Spread:
     Args:
         values: What this process holds.
         shard: Where that is.
-        low: Smallest value of the whole tensor.
-        high: Largest value.
+        low: Smallest value of the whole tensor; minus infinity where one is NaN.
+        high: Largest value; infinity where one is NaN.
     """
 
     values: Tensor
@@ -151,6 +151,7 @@ def spread(tensors: Sequence[Tensor], shards: Sequence[Shard]) -> list[Spread]:
         return []
     rows = [_range(x) for x in tensors]
     vector = torch.stack([row.to(rows[0].device) for row in rows])  # lowest, and minus highest
+    vector.nan_to_num_(-math.inf, math.inf, -math.inf)  # a minimum over processes may drop NaN
     for group, places in _groups(shards):
         vector[places] = reduced(vector[places], dist.ReduceOp.MIN, group)
     found = zip(tensors, shards, vector.tolist(), strict=True)

@@ -6,7 +6,6 @@ more than it gains on small tensors.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from fixedpoint_kernels.vectors import I8, Vector, pointer_to
 
 _BLOCK = 128  # elements of one vector: four of the longest that processors have, as 64-bit lanes
 _TASK = 32 * _BLOCK  # elements of one tensor that a thread takes at a time
-_OFFSET = attrgetter("offset")
 # no kernel writes these: it writes the other, and torch converts
 _BESIDE = {
     torch.uint8: torch.int16,
@@ -145,9 +143,9 @@ def quantize(
     result = torch.empty_like(y, dtype=_BESIDE[y.dtype]) if y.dtype in _BESIDE else y
     kernel = _quantize_parallel if is_parallel(x.numel()) else _quantize_serial
     kernel(
-        x.detach().float().numpy().reshape(-1),
-        result.detach().numpy().reshape(-1),
-        None if inside is None else inside.numpy().reshape(-1),
+        _flat(x if x.dtype is torch.float32 else x.float()),
+        _flat(result),
+        None if inside is None else _flat(inside),
         key.offset,
         _number(fmt, integer),
         (key.seed, key.stream) if rounding == "stochastic" else None,
@@ -156,22 +154,27 @@ def quantize(
         y.copy_(result)
 
 
+def _flat(x: Tensor) -> np.ndarray:
+    return (x.detach() if x.requires_grad else x).numpy().reshape(-1)
+
+
 def quantize_many(
     xs: Sequence[Tensor],
     ys: Sequence[Tensor],
     fmts: Sequence[FixedPoint],
     rounding: Rounding,
-    keys: Sequence[Key],
+    first: Key,
+    offsets: Sequence[int],
 ) -> None:
     """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous.
 
-    ``keys`` are of one seed, and of one stream after the other.
+    ``first`` has the seed of all, and the stream of the first.
     """
     sizes = tuple(map(Tensor.numel, xs))
     addresses = tuple(map(Tensor.data_ptr, xs)), tuple(map(Tensor.data_ptr, ys))
     kernel = _quantize_many_parallel if is_parallel(sum(sizes)) else _quantize_many_serial
-    own_key = (keys[0].seed, keys[0].stream) if rounding == "stochastic" else None
-    pointers, counts, tasks = _tables(*addresses, sizes, tuple(map(_OFFSET, keys)))
+    own_key = (first.seed, first.stream) if rounding == "stochastic" else None
+    pointers, counts, tasks = _tables(*addresses, sizes, tuple(offsets))
     kernel(pointers, counts, _numbers(tuple(fmts)), tasks, own_key)
 
 

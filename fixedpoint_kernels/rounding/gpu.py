@@ -156,15 +156,16 @@ def quantize_many(
     ys: Sequence[Tensor],
     fmts: Sequence[FixedPoint],
     rounding: Rounding,
-    keys: Sequence[Key],
+    first: Key,
+    offsets: Sequence[int],
 ) -> None:
     """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous.
 
-    ``keys`` are of one seed, and of one stream after the other.
+    ``first`` has the seed of all, and the stream of the first.
     """
     table = tuple(
-        (x.data_ptr(), y.data_ptr(), x.numel(), key.offset)
-        for x, y, key in zip(xs, ys, keys, strict=True)
+        (x.data_ptr(), y.data_ptr(), x.numel(), offset)
+        for x, y, offset in zip(xs, ys, offsets, strict=True)
     )
     pointers, sizes, tasks = _tables(table, xs[0].device)
     _quantize_many_kernel[(len(tasks),)](
@@ -172,8 +173,8 @@ def quantize_many(
         sizes,
         _numbers(tuple(fmts), xs[0].device),
         tasks,
-        keys[0].seed,
-        keys[0].stream,
+        first.seed,
+        first.stream,
         STOCHASTIC=rounding == "stochastic",
         BLOCK=_BLOCK,
         enable_fp_fusion=False,

@@ -66,7 +66,7 @@ def round_every_way(sizes):
     rounding.quantize(unaligned, unaligned, None, FMT, "nearest", KEY)
     for mode in ("stochastic", "nearest"):
         xs = [empty(n) for n in (1, 1024, 5000)]
-        rounding.quantize_many(xs, xs, [FMT] * 3, mode, [Key(1, 1 + j) for j in range(3)])
+        rounding.quantize_many(xs, xs, [FMT] * 3, mode, KEY, [0] * 3)
     for offset in (1, 2, 7, 2**34):
         key = Key(1, 1, offset)
         rounding.quantize(empty(1027), empty(1027), None, FMT, "stochastic", key)

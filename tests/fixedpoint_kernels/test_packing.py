@@ -69,6 +69,17 @@ def test_numpy_agrees_on_the_bit_order(bits):
     assert pack(codes, bits).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("bits", [7, 8, 9, 15, 16, 17, 32])
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_bits_above_a_dtype_repeat_its_sign_and_nothing_else(dtype, bits):
+    """Against Python's integers, whatever the width of the dtype."""
+    info = torch.iinfo(dtype)
+    codes = [info.min, info.max, info.max // 2 + 1, 1, 0, info.max - 5]
+    stream = sum((code & (1 << bits) - 1) << i * bits for i, code in enumerate(codes))
+    expected = stream.to_bytes((len(codes) * bits + 7) // 8, "little")
+    assert pack(torch.tensor(codes, dtype=dtype), bits).tolist() == list(expected)
+
+
 def test_golden_bytes():
     assert pack(torch.tensor([1, 2, 3, -1]), 3).tolist() == [0b11_010_001, 0b1110]
     assert (
