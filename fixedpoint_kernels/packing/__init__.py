@@ -42,7 +42,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         came = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
         raise TypeError(f"pack needs a tensor of integers, got {came}")
     bits = _checked_bits(bits)
-    flat = _as_signed(codes.contiguous().view(-1))
+    flat = _as_signed(codes.contiguous().view(-1), bits)
     packed = torch.empty(_byte_count(codes.numel(), bits), dtype=torch.uint8, device=codes.device)
     if codes.numel():
         execution("packing", codes).pack(flat, packed, bits)
@@ -87,8 +87,10 @@ def _byte_count(count: int, bits: int) -> int:
     return (count * bits + 7) // 8
 
 
-def _as_signed(codes: Tensor) -> Tensor:
-    """Return the same bits in a signed dtype: half as many kernels to compile."""
+def _as_signed(codes: Tensor, bits: int) -> Tensor:
+    """Return the same low ``bits`` bits in a signed dtype: half as many kernels to compile."""
+    if bits > 8 * codes.itemsize and not codes.dtype.is_signed:
+        return codes.to(torch.int64)  # there are zeros above, and no sign to repeat
     return codes.view(_INTEGERS[_INTEGERS.index(codes.dtype) % 4])
 
 
