@@ -15,7 +15,7 @@ from torch import Tensor
 
 from marvin.export.errors import ExportError
 
-__all__ = ["bytes_of", "read", "write"]
+__all__ = ["read", "write"]
 
 Tensors = Mapping[str, Tensor]
 
@@ -53,7 +53,7 @@ def write(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
     for name, x in tensors.items():
         if x.dtype not in _NAMES or name == _METADATA:
             raise ExportError(f"safetensors holds bool, integers and floats, got {name}: {x.dtype}")
-        content = bytes_of(x)
+        content = _to_bytes(x)
         offsets = [place, place + len(content)]
         header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": offsets}
         data.append(content)
@@ -132,11 +132,9 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**48 for v in values)
 
 
-def bytes_of(x: Tensor) -> bytes:
-    """Return the numbers of a tensor in row-major order, as they lie in memory."""
-    flat = (
-        x.detach().cpu().contiguous().as_strided((x.numel(),), (1,))
-    )  # of one, any stride will do
+def _to_bytes(x: Tensor) -> bytes:
+    x = x.detach().cpu().contiguous()
+    flat = x.as_strided((x.numel(),), (1,))  # of one number, or none, any stride is contiguous
     return flat.view(torch.uint8).numpy().tobytes()
 
 
