@@ -60,16 +60,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     execution = "interpreter" if arguments.interpreter else "cpu"
     execution = "pytorch" if arguments.pytorch else execution
-    if arguments.fuzz_one:
-        target, seed, index = arguments.fuzz_one
-        fuzz_one(target, int(seed), int(index), execution)
-        return
-    if arguments.fuzz is not None:
-        begin = time.monotonic()
-        found = fuzz(arguments.fuzz, arguments.seed, arguments.targets, execution)
-        took = {"execution": execution, "time_s": round(time.monotonic() - begin)}
-        print(json.dumps({"seed": arguments.seed, **took, "inputs": found}, indent=2))
-        return
+    try:
+        if arguments.fuzz_one:
+            target, seed, index = arguments.fuzz_one
+            fuzz_one(target, int(seed), int(index), execution)
+            return
+        if arguments.fuzz is not None:
+            begin = time.monotonic()
+            found = fuzz(arguments.fuzz, arguments.seed, arguments.targets, execution)
+            took = {"execution": execution, "time_s": round(time.monotonic() - begin)}
+            print(json.dumps({"seed": arguments.seed, **took, "inputs": found}, indent=2))
+            return
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
