@@ -49,30 +49,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--damages", type=int, default=300, help="of a checkpoint, three kinds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fuzz", type=int, metavar="N", help="inputs, instead of the above")
-    parser.add_argument(
-        "--fuzz-one", nargs=3, metavar=("TARGET", "SEED", "INDEX"), help="repeat one input"
-    )
-    parser.add_argument("--targets", nargs="+", help="of --fuzz; default: all")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--interpreter", action="store_true", help="Triton's, for CPU tensors")
-    which.add_argument("--pytorch", action="store_true", help="plain PyTorch, for CPU tensors")
+    add_fuzz_options(parser)
     arguments = parser.parse_args(argv)
-    execution = "interpreter" if arguments.interpreter else "cpu"
-    execution = "pytorch" if arguments.pytorch else execution
-    try:
-        if arguments.fuzz_one:
-            target, seed, index = arguments.fuzz_one
-            fuzz_one(target, int(seed), int(index), execution)
-            return
-        if arguments.fuzz is not None:
-            begin = time.monotonic()
-            found = fuzz(arguments.fuzz, arguments.seed, arguments.targets, execution)
-            took = {"execution": execution, "time_s": round(time.monotonic() - begin)}
-            print(json.dumps({"seed": arguments.seed, **took, "inputs": found}, indent=2))
-            return
-    except ValueError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+    if arguments.fuzz is not None or arguments.fuzz_one:
+        try:
+            run_fuzz(arguments)
+        except ValueError as error:
+            parser.exit(2, f"{parser.prog}: {error}\n")
+        return
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -85,6 +69,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         counts |= starve(folder)
         counts |= damage(folder / "whole", arguments.damages, chance)
     print(json.dumps({"seed": arguments.seed, **counts}, indent=2))
+
+
+def add_fuzz_options(parser: argparse.ArgumentParser) -> None:
+    """Add what asks for made-up inputs."""
+    parser.add_argument("--fuzz", type=int, metavar="N", help="inputs, instead of the above")
+    parser.add_argument(
+        "--fuzz-one", nargs=3, metavar=("TARGET", "SEED", "INDEX"), help="repeat one input"
+    )
+    parser.add_argument("--targets", nargs="+", help="of --fuzz; default: all")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--interpreter", action="store_true", help="Triton's, for CPU tensors")
+    which.add_argument("--pytorch", action="store_true", help="plain PyTorch, for CPU tensors")
+
+
+def run_fuzz(arguments: argparse.Namespace) -> None:
+    """Try made-up inputs and print how many, or end the process at one that is wrong."""
+    execution = "interpreter" if arguments.interpreter else "cpu"
+    execution = "pytorch" if arguments.pytorch else execution
+    if arguments.fuzz_one:
+        target, seed, index = arguments.fuzz_one
+        fuzz_one(target, int(seed), int(index), execution)
+        return
+    begin = time.monotonic()
+    counts = fuzz(arguments.fuzz, arguments.seed, arguments.targets, execution)
+    took = {"execution": execution, "time_s": round(time.monotonic() - begin)}
+    print(json.dumps({"seed": arguments.seed, **took, "inputs": counts}, indent=2))
 
 
 def start(run: Path, limit_bytes: int | None = None) -> subprocess.Popen[str]:
