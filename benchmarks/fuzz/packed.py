@@ -15,6 +15,7 @@ from benchmarks.fuzz.oracle import Failure, Format
 from marvin.export import ExportError, packed
 
 _OTHERS = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
+_EMPTY_SHAPES = [[2**47, 2**47, 0], [2**31, 2**31, 0, 4], [0, 2**46, 2**46], [0, 2**47], [0] * 17]
 _ODD: list[Any] = [
     *(
         [2**47, 2**47, 0],
@@ -92,7 +93,7 @@ def hostile(chance: Random) -> None:
         "o": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]},
     }
     data = {"w": chance.randbytes(3), "o": chance.randbytes(8)}
-    if chance.random() < 0.2:  # nothing in it, so that sizes of any product are possible
+    if chance.random() < 0.5:  # nothing in it, so that sizes of any product are possible
         fields["fixed_point"]["w"]["shape"], data["w"] = [0, 4], b""
         header["w"] = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
         header["o"] = {"dtype": "F32", "shape": [0, 1], "data_offsets": [0, 0]}
@@ -155,14 +156,15 @@ def _check_same(
 def _spoil(chance: Random, table: dict[str, Any]) -> None:
     """Put something odd at a random place of a table of tables."""
     while True:
-        name = chance.choice([*table])
+        name = "shape" if "shape" in table and chance.random() < 0.3 else chance.choice([*table])
         if isinstance(table[name], dict) and table[name] and chance.random() < 0.9:
             table = table[name]
             continue
         if chance.random() < 0.1:
             del table[name]
         else:
-            table[name] = chance.choice(_ODD)
+            is_shape = name == "shape" and chance.random() < 0.7
+            table[name] = chance.choice(_EMPTY_SHAPES if is_shape else _ODD)
         return
 
 

@@ -12,8 +12,9 @@ from benchmarks.fuzz.oracle import Failure, Format
 from benchmarks.fuzz.shares import SHARES, counts_of
 
 QUICK = {
-    "export": 12,
+    "export": 40,
     "integer": 60,
+    "hostile": 400,
     "push_down": 80,
     "expected": 80,
     "few_bit": 80,
