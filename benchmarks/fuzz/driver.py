@@ -64,7 +64,7 @@ def _run(seed: int, jobs: Sequence[tuple[str, int, int]], execution: str) -> Non
                 came = f"killed by {signal.Signals(-process.returncode).name}"
             flag = "" if execution == "cpu" else f" --{execution}"
             command = f"python -m benchmarks.soak --fuzz-one {name.strip()}{flag}"
-            sys.exit(f"{command}: {came or 'ended'}")
+            sys.exit(f"{command}: {came or 'ended, see above'}")
 
 
 def _work(file: str, seed: int, execution: str, jobs: Sequence[tuple[str, int, int]]) -> None:
@@ -74,7 +74,10 @@ def _work(file: str, seed: int, execution: str, jobs: Sequence[tuple[str, int, i
     from benchmarks.fuzz.cases import run_one  # torch and the packages take a while
     from fixedpoint_kernels import executions
 
-    executions._OF_DEVICES["cpu"] = _EXECUTIONS[execution]
+    module, chosen = executions._module, _EXECUTIONS[execution]
+    vars(executions)["_module"] = lambda package, name: module(
+        package, chosen if name == "cpu" else name
+    )
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*encountered in", RuntimeWarning, "triton")
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
