@@ -75,7 +75,7 @@ def _work(file: str, seed: int, execution: str, jobs: Sequence[tuple[str, int, i
     from fixedpoint_kernels import executions
 
     module, chosen = executions._module, _EXECUTIONS[execution]
-    vars(executions)["_module"] = lambda package, name: module(
+    executions.__dict__["_module"] = lambda package, name: module(
         package, chosen if name == "cpu" else name
     )
     warnings.simplefilter("error")
