@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import sys
 
@@ -106,9 +107,9 @@ def test_damage_names_the_file(folder, name, damage):
     ("name", "old", "new", "message"),
     [
         ("config.json", '"batch_size": 64, ', "", "missing batch_size"),
-        ("trace.csv", "30,a.weight", "x,a.weight", "step must be a whole number, got 'x'"),
+        ("trace.csv", "30,a.weight", "x,a.weight", "step must be a whole number from .* got 'x'"),
         ("trace.csv", "30,a.weight", "300,a.weight", "within 100 steps, got step 300"),
-        ("trace.csv", "a.weight,12", "a.weight,99", "wl must be 2 to 32 .* got wl=99"),
+        ("trace.csv", "a.weight,12", "a.weight,99", "wl must be a whole number from 2 to 32, got '99'"),
         ("trace.csv", "30,a.weight", "30,c.weight", "the layers of layers.csv, got c.weight"),
         ("layers.csv", "madds", "flops", "must have a column madds, .* --model"),
         ("metrics.csv", "1,50\r\n2,100\r\n", "", "one whole epoch, got none"),
@@ -167,12 +168,26 @@ def test_what_the_user_can_put_right_is_one_line(arguments, message):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["run", "--model", "a:b"], ["model", "a:b", "--input", "x"]]
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: RUN"),
+        (["run", "--model", "a:b"], "--model and --input go together"),
+        (["run", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["model", "a:b"], "the following arguments are required: --input"),
+        (["model", "a:b", "--input", "x"], "--input: must be sizes of at least 1 .* got 'x'"),
+        (["model", "a:b", "--input", "3,0"], "--input: must be sizes of at least 1 .* got '3,0'"),
+        (["model", "a:b", "--input", "3", "--memory", "nan"], "--memory: .* above 0, got 'nan'"),
+        (["model", "a:b", "--input", "3", "--memory", "-1"], "--memory: .* above 0, got '-1'"),
+        (["model", "a:b", "--input", "3", "--copies", "-1"], "--copies: .* at least 0, got '-1'"),
+        (["tables", "x"], "unrecognized arguments: x"),
+    ],
 )
-def test_usage(arguments, capsys):
+def test_wrong_arguments_are_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert "usage: python -m perfmodel" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert re.search(f"^python -m perfmodel.*: error: .*{message}", shown)
 
 
 def test_command_model(capsys):
