@@ -16,9 +16,9 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["Locked", "lock_folder", "new_folder", "remove_leftovers", "write_atomic"]
+__all__ = ["LOCK", "Locked", "lock_folder", "new_folder", "remove_leftovers", "write_atomic"]
 
-_LOCK = ".lock"
+LOCK = ".lock"
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 _AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # no link, no waiting
 
@@ -41,7 +41,7 @@ def lock_folder(folder: Path) -> Iterator[str]:
         Locked: Another process holds the lock, or ``.lock`` is no file of the folder's own.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    handle = _open_lock(folder / _LOCK)
+    handle = _open_lock(folder / LOCK)
     try:
         is_ours = _lock(handle)
         if is_ours is False:

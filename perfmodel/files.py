@@ -109,14 +109,14 @@ def whole(path: Path, values: Mapping[str, Any], name: str, low: int, high: int)
 
 
 def number(path: Path, values: Mapping[str, Any], name: str) -> float:
-    """Return a finite number that a table holds.
+    """Return a finite number that a file holds, as JSON or as text.
 
     Raises:
         RunError: It is missing or none.
     """
     try:
         found = float(values[name])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         found = math.nan
     if not math.isfinite(found):
         raise RunError(f"{path}: {name} must be a number, got {shown(values.get(name))}")
