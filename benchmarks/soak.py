@@ -8,7 +8,6 @@ run that may write no more (as on a full disk), and damaged checkpoints: each mu
 one line that names the file, or be whole. Ends with status 1 at the first that is not.
 """
 
-import argparse
 import json
 import os
 import random
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from perfmodel.arguments import Parser, whole
 from train.errors import UserError
 from train.records import RunFolder
 
@@ -37,12 +37,12 @@ SAME = "metrics.csv", "trace.csv", "layers.csv", "result.json"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak", description=(__doc__ or "").partition("\n")[0]
+    parser = Parser("python -m benchmarks.soak", (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=whole(0), default=50)
+    parser.add_argument(
+        "--damages", type=whole(0), default=300, help="of a checkpoint, three kinds"
     )
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--damages", type=int, default=300, help="of a checkpoint, three kinds")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole(0), default=0)
     arguments = parser.parse_args(argv)
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as name:

@@ -73,7 +73,7 @@ def _model(arguments: Sequence[str]) -> None:
     parser.add_argument("model", help="module:function, or module:function(argument=value)")
     parser.add_argument("--input", type=_shape, required=True, help="one sample, such as 3,32,32")
     parser.add_argument("--dtype", default="", help="of the input, such as int64 for tokens")
-    parser.add_argument("--memory", type=real, default=16, metavar="GIB", help="of the device")
+    parser.add_argument("--memory", type=real(), default=16, metavar="GIB", help="of the device")
     parser.add_argument("--copies", type=whole(0), default=4, help="of the parameters in training")
     parser.add_argument("--by-layer", action="store_true", help="list what each layer keeps")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -49,12 +49,17 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
     return convert
 
 
-def real(text: str) -> float:
-    """Return the finite number above 0 that a flag's text is."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text[:60]!r}")
-    return value
+def real(*, may_be_0: bool = False) -> Callable[[str], float]:
+    """Return what makes a flag's text a finite number above 0, or 0 too."""
+    required = "of at least 0" if may_be_0 else "above 0"
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf or not (value or may_be_0):
+            raise argparse.ArgumentTypeError(f"must be a number {required}, got {text[:60]!r}")
+        return value
+
+    return convert

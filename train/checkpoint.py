@@ -60,7 +60,7 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def load(training: "Training", state: Mapping[str, Any], path: Path) -> None:
+def load(training: "Training", state: dict[str, Any], path: Path) -> None:
     """Continue a run from the checkpoint that ``read`` returned.
 
     Raises:
@@ -186,10 +186,7 @@ def _same_keys(what: str, want: Mapping[str, Any], got: Mapping[str, Any]) -> No
 def _alike(where: str, want: Any, got: Any) -> None:
     """Compare kinds, and shapes of tensors; what ``want`` does not have yet may be anything."""
     if isinstance(want, Tensor):
-        same = isinstance(got, Tensor) and got.shape == want.shape and got.dtype == want.dtype
-        if not same or got.layout != want.layout or got.device != torch.device("cpu"):
-            what = f"{tuple(got.shape)}, {got.dtype}" if isinstance(got, Tensor) else shown(got)
-            raise ValueError(f"{where} must be {tuple(want.shape)}, {want.dtype}, got {what}")
+        _alike_tensor(where, want, got)
     elif isinstance(want, Mapping):
         if got is None and "wl" in want:
             return  # a format: float32
@@ -206,7 +203,15 @@ def _alike(where: str, want: Any, got: Any) -> None:
         _alike_number(where, want, got)
 
 
+def _alike_tensor(where: str, want: Tensor, got: Any) -> None:
+    same = isinstance(got, Tensor) and got.shape == want.shape and got.dtype == want.dtype
+    if not same or got.layout != torch.strided or got.device != torch.device("cpu"):
+        what = f"{tuple(got.shape)}, {got.dtype}" if isinstance(got, Tensor) else shown(got)
+        raise ValueError(f"{where} must be {tuple(want.shape)}, {want.dtype}, got {what}")
+
+
 def _alike_number(where: str, want: Any, got: Any) -> None:
+    """Compare two numbers, words or truths; a whole number is a number, too."""
     numbers = (int,) if isinstance(want, int) else (int, float)
     kinds = type(want) if isinstance(want, bool | str) else numbers
     is_alike = isinstance(got, kinds) and isinstance(got, bool) == isinstance(want, bool)

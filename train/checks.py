@@ -17,12 +17,19 @@ __all__ = ["MODELS", "check", "flag"]
 
 MODELS = "resnet20", "alexnet", "vit"
 MOST = 10**9  # of what is counted
-KINDS = {int: "a whole number", float: "a number", str: "text without zero bytes", bool: "true or false"}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text without zero bytes",
+    bool: "true or false",
+}
 MAY_BE_INFINITE = "kl_eps", "strategy_margin"  # never a longer word, never another strategy
 # name: smallest, largest
 RANGES = {
     **dict.fromkeys(("epochs", "batch_size", "accumulation_steps"), (1, MOST)),
-    **dict.fromkeys(("limit", "checkpoint_steps", "plateau_patience", "plateau_threshold"), (0, MOST)),
+    **dict.fromkeys(
+        ("limit", "checkpoint_steps", "plateau_patience", "plateau_threshold"), (0, MOST)
+    ),
     **dict.fromkeys(("lr", "weight_decay", "l1"), (0, math.inf)),
     **dict.fromkeys(("lookback", "resolution"), (1, 10**6)),
     "width": (1, 2**16),
@@ -101,7 +108,7 @@ def shown_value(value: Any) -> str:
 
 
 def _refuse(name: str, required: str, got: Any) -> None:
-    raise ValueError(f"{flag(name)} must be {required}, got {str(got):.60}")
+    raise ValueError(f"{flag(name)} must be {required}, got {got!s:.60}")
 
 
 @functools.cache

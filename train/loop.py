@@ -304,5 +304,5 @@ def save_timing(training: Training, images: int, train_s: float, epoch_s: float)
         round(epoch_s, 3),
         round(images / train_s, 1),
     )
-    row = dict(zip(TIMING, values, strict=True))
+    row: dict[str, float] = dict(zip(TIMING, values, strict=True))
     training.folder.add_row("timing.csv", row)

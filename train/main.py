@@ -207,7 +207,9 @@ def make_model(config: Config, dataset: Dataset, build: Build) -> nn.Module:
         )
     except (RuntimeError, MemoryError) as error:  # of torch's allocator
         reason = str(error).partition("\n")[0]
-        raise UserError(f"--width must leave room for the model, got {config.width}: {reason}") from error
+        raise UserError(
+            f"--width must leave room for the model, got {config.width}: {reason}"
+        ) from error
 
 
 def resume(training: Training) -> None:
@@ -235,9 +237,7 @@ def check_data(state: dict[str, Any], dataset: Dataset) -> None:
     """Refuse to continue with other images than those the run began with."""
     got = dataset.fingerprint()
     if state["data"] != got:
-        raise UserError(
-            f"the data must have fingerprint {state['data']:.40} to resume, got {got}"
-        )
+        raise UserError(f"the data must have fingerprint {state['data']:.40} to resume, got {got}")
 
 
 def layer_rows(training: Training) -> list[dict[str, Any]]:

@@ -140,10 +140,10 @@ def draw(history: History) -> Figure:
     }
     grid = figure.add_gridspec(2, len(columns) + 1, **ratios)
     images = []
-    for number, lengths in enumerate(columns.values()):
-        heat = figure.add_subplot(grid[0, number])
-        curves = figure.add_subplot(grid[1, number], sharex=heat)
-        labels = history.layers if number == 0 else []
+    for place, lengths in enumerate(columns.values()):
+        heat = figure.add_subplot(grid[0, place])
+        curves = figure.add_subplot(grid[1, place], sharex=heat)
+        labels = history.layers if place == 0 else []
         images.append(_draw_heat_map(heat, lengths, labels, limit))
         _draw_curves(curves, lengths, history, limit)
     ticks = range(0, limit + 1, limit // 8)
@@ -166,9 +166,7 @@ def _draw_heat_map(axes: Axes, lengths: np.ndarray, labels: list[str], limit: in
         extent=(0, steps, layers - 0.5, -0.5),
         interpolation="nearest",
     )
-    axes.set_yticks(
-        range(len(labels)), labels, fontsize=7, family="monospace", parse_math=False
-    )
+    axes.set_yticks(range(len(labels)), labels, fontsize=7, family="monospace", parse_math=False)
     axes.set_yticks(np.arange(0.5, layers - 1), minor=True)
     axes.grid(axis="y", which="minor", color="white", linewidth=0.6)
     axes.tick_params(axis="both", which="both", length=0)

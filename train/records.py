@@ -96,7 +96,9 @@ class RunFolder:
             if path.exists() and not path.is_file():
                 raise UserError(f"{path} must be a file, got a folder or a device: move it away")
         if self.tensorboard.is_symlink() or self.tensorboard.is_file():
-            raise UserError(f"{self.tensorboard} must be a folder of this run, got a link or a file")
+            raise UserError(
+                f"{self.tensorboard} must be a folder of this run, got a link or a file"
+            )
         if config.resume:
             self._agree(config)
             if (self.path / "timing.csv").exists():

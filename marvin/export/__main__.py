@@ -70,10 +70,16 @@ def _parser() -> argparse.ArgumentParser:
         help="masters rounded to nearest, or the last stochastic draw (default: nearest)",
     )
     parser.add_argument(
-        "--wl", type=_whole(2, 32), default=8, help="bits of formats that training left open (default: 8)"
+        "--wl",
+        type=_whole(2, 32),
+        default=8,
+        help="bits of formats that training left open (default: 8)",
     )
     parser.add_argument(
-        "--scale-wl", type=_whole(2, 32), default=16, help="bits of batch norm's scale (default: 16)"
+        "--scale-wl",
+        type=_whole(2, 32),
+        default=16,
+        help="bits of batch norm's scale (default: 16)",
     )
     parser.add_argument(
         "--sums-wl",
@@ -95,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--python", default=sys.executable, help="interpreter with qonnx, to verify qonnx"
     )
-    parser.add_argument("--data-dir", help="folder of data sets, where it has moved or is to be made")
+    parser.add_argument(
+        "--data-dir", help="folder of data sets, where it has moved or is to be made"
+    )
     return parser
 
 

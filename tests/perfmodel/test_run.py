@@ -109,7 +109,12 @@ def test_damage_names_the_file(folder, name, damage):
         ("config.json", '"batch_size": 64, ', "", "missing batch_size"),
         ("trace.csv", "30,a.weight", "x,a.weight", "step must be a whole number from .* got 'x'"),
         ("trace.csv", "30,a.weight", "300,a.weight", "within 100 steps, got step 300"),
-        ("trace.csv", "a.weight,12", "a.weight,99", "wl must be a whole number from 2 to 32, got '99'"),
+        (
+            "trace.csv",
+            "a.weight,12",
+            "a.weight,99",
+            "wl must be a whole number from 2 to 32, got '99'",
+        ),
         ("trace.csv", "30,a.weight", "30,c.weight", "the layers of layers.csv, got c.weight"),
         ("layers.csv", "madds", "flops", "must have a column madds, .* --model"),
         ("metrics.csv", "1,50\r\n2,100\r\n", "", "one whole epoch, got none"),
