@@ -45,8 +45,7 @@ class Run:
             return None
         result = read_json(path)
         lengths = WEIGHTS, f"{WEIGHTS}_by_size", INPUTS, f"{INPUTS}_by_size"
-        known = [name for name in lengths if result.get(name) is not None]
-        for name in ("test_accuracy", "test_loss", *known):
+        for name in (n for n in lengths if result.get(n) is not None):
             result[name] = number(path, result, name)
         if self._rounds_outputs():
             result[INPUTS] = result.get(WEIGHTS)
@@ -140,8 +139,15 @@ def _gains(finished: Mapping[str, Finished]) -> dict[str, list[float]]:
 
 
 def finished_runs(experiment: Experiment, runs: Sequence[Run], epochs: int) -> dict[str, Finished]:
-    """Return the finished runs of each variant, in its order, and what came of them."""
+    """Return the finished runs of each variant, in its order, and what came of them.
+
+    Raises:
+        RunError: A file of a run is damaged.
+    """
     found = [(run, run.result(epochs)) for run in runs]
+    for run, result in found:
+        for name in ("test_accuracy", "test_loss") if result else ():
+            number(run.folder / "result.json", result or {}, name)
     return {
         variant: [(run, result) for run, result in found if result and run.variant == variant]
         for variant in experiment.variants
@@ -191,7 +197,7 @@ def held_out_accuracy(folder: Path) -> float | None:
 def epochs_of(folder: Path, column: str) -> list[float]:
     """Return what a run measured after each epoch; nothing where it did not measure it."""
     path = folder / "metrics.csv"
-    return [number(path, row, column) for row in read_rows(path, ("epoch",)) if row[column]]
+    return [number(path, row, column) for row in read_rows(path) if row.get(column)]
 
 
 def clamped(folder: Path) -> float | None:

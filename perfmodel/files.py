@@ -85,7 +85,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
 
 
 def whole(path: Path, values: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Return a whole number that a file holds, as JSON or as text.
+    """Return a whole number that a file holds: in JSON as one, in a table as text.
 
     Args:
         path: The file.
@@ -99,7 +99,7 @@ def whole(path: Path, values: Mapping[str, Any], name: str, low: int, high: int)
     """
     value = values.get(name)
     try:
-        found = int(value) if isinstance(value, str) else value
+        found = int(value) if isinstance(value, str) and path.suffix == ".csv" else value
     except ValueError:
         found = None
     if not isinstance(found, int) or isinstance(found, bool) or not low <= found <= high:

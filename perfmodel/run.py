@@ -144,8 +144,9 @@ def _config(path: Path) -> dict[str, Any]:
     method, _, arguments = _method(values).partition(":")
     if method == "msgd":
         _check_marvin(path, values)
-    if method == "fixed":
-        whole(path, {"policy fixed": arguments.partition(",")[0]}, "policy fixed", 2, 32)
+    length = arguments.partition(",")[0]
+    if method == "fixed" and length not in map(str, range(2, 33)):
+        raise RunError(f"{path}: policy fixed must be of 2 to 32 bits, got {shown(length)}")
     return values
 
 

@@ -3,15 +3,17 @@
 import dataclasses
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 import marvin
+from marvin.push_up import Level
 from perfmodel.files import shown
+from train.alike import check_alike, check_names
 from train.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ PARTS = {"model": dict, "optimizer": dict, "scheduler": dict, "progress": dict, 
 OPTIONAL = {"forward_save": dict}
 OF_THE_SCHEDULE = "best", "num_bad_epochs", "cooldown_counter", "last_epoch"
 FREE = "lr", "initial_lr", "batch_size"  # settings that may differ from those the run began with
-MOST = 2**53  # numbers up to here are exact as floats, too
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -91,23 +92,30 @@ def _check_sums(path: Path) -> None:
 
 def _check(training: "Training", state: Mapping[str, Any]) -> None:
     want = training.state()
-    _same_keys("model", want["model"], state["model"])
-    _alike("model", want["model"], state["model"])
+    check_names("model", want["model"], state["model"])
+    check_alike("model", want["model"], state["model"])
     _check_progress(training, state["progress"])
     _check_schedule(training.scheduler, want["scheduler"], state["scheduler"])
-    steps = state["optimizer"].get("marvin", {}).get("step", state["progress"]["total_steps"])
+    common = state["optimizer"].get("marvin", {})
+    steps = common.get("step", state["progress"]["total_steps"])
+    names = [name for name, _ in training.model.named_parameters()]
+    _check_trace(common.get("trace", ()), names, steps)
+    if min(common.get(name, 0) for name in ("step", "skipped", "forwards")) < 0:
+        raise ValueError("it counts below 0")
+    if common.get("level", "min") not in get_args(Level):
+        raise ValueError(f"its level is {shown(common['level'])}")
     _check_optimizer(want["optimizer"], state["optimizer"], steps)
     if isinstance(training.optimizer, marvin.Quantized):
         _check_optimizer(want["optimizer"]["optimizer"], state["optimizer"]["optimizer"], steps)
-    _alike("forward_save", want.get("forward_save", {}), state.get("forward_save", {}))
+    check_alike("forward_save", want.get("forward_save", {}), state.get("forward_save", {}))
 
 
 def _check_progress(training: "Training", got: Mapping[str, Any]) -> None:
     from train.loop import METRICS
 
     want = dataclasses.asdict(training.progress)
-    _same_keys("progress", want, got)
-    _alike("progress", want, got)
+    check_names("progress", want, got)
+    check_alike("progress", want, got)
     whole = training.steps * got["epoch"] + got["step"]
     images = len(training.parts.train)
     if not 0 <= got["step"] < training.steps or got["total_steps"] != whole or got["epoch"] < 0:
@@ -120,9 +128,9 @@ def _check_progress(training: "Training", got: Mapping[str, Any]) -> None:
     if len(got["rows"]) != got["epoch"]:
         raise ValueError(f"it has metrics of {len(got['rows'])} of {got['epoch']} epochs")
     for row in got["rows"]:
-        _same_keys("metrics", dict.fromkeys(METRICS), row)
+        check_names("metrics", dict.fromkeys(METRICS), row)
         known = {name: value for name, value in row.items() if value is not None}
-        _alike("metrics", dict.fromkeys(known, 0.0), known)
+        check_alike("metrics", dict.fromkeys(known, 0.0), known)
 
 
 def _check_schedule(scheduler: Any, want: Mapping[str, Any], got: Mapping[str, Any]) -> None:
@@ -130,90 +138,69 @@ def _check_schedule(scheduler: Any, want: Mapping[str, Any], got: Mapping[str, A
     strange = [n for n in got if not isinstance(n, str) or hasattr(type(scheduler), n)]
     if missing or strange:
         raise ValueError(f"its schedule misses {missing}, and has {strange[:3]}")
-    _alike("scheduler", want, got)
+    check_alike("scheduler", want, got)
+    for name, value in want.items():
+        if name not in (*OF_THE_SCHEDULE, "_last_lr") and got.get(name, value) != value:
+            raise ValueError(f"its schedule has {name} {shown(got[name])}, not {shown(value)}")
+
+
+def _check_trace(rows: Any, layers: Collection[str], steps: int) -> None:
+    """Refuse switches that no run made: its tables are written of them."""
+    want = dataclasses.asdict(marvin.Switch(step=1, layer="", wl=2))
+    for row in rows:
+        check_alike("trace", want, row)
+        switch = marvin.Switch(**row)
+        if switch.layer not in layers or not 0 <= switch.step <= steps or not 2 <= switch.wl <= 32:
+            raise ValueError(
+                f"it has {switch.layer:.60} of {switch.wl} bits from step {switch.step} on"
+            )
 
 
 def _check_optimizer(want: Mapping[str, Any], got: Any, steps: int) -> None:
     """Compare groups with those of the run, and what each parameter has after ``steps`` steps."""
     groups = want["param_groups"]
-    _alike("param_groups", groups, got["param_groups"])
+    common = {name: v for name, v in want.get("marvin", {}).items() if name != "trace"}
+    check_alike("optimizer", {**want, "marvin": common}, {"marvin": {}, **got})
     if len(got["param_groups"]) != len(groups):
         raise ValueError(f"it has {len(got['param_groups'])} parameter groups, not {len(groups)}")
     for mine, theirs in zip(groups, got["param_groups"], strict=True):
         for name, value in mine.items():
-            if name in theirs and name not in FREE and theirs[name] != value:
+            if name not in FREE and theirs.get(name, value) != value:
                 raise ValueError(f"{name} is {shown(theirs[name])}, not {shown(value)}")
-        if theirs.get("params") != mine["params"] or not 0 <= theirs["lr"] < math.inf:
+        if theirs["params"] != mine["params"] or not 0 <= theirs["lr"] < math.inf:
             raise ValueError("its parameters or learning rate are no run's")
-    _alike("optimizer", {n: want[n] for n in want if n != "param_groups"}, got)
     indices = [index for group in groups for index in group["params"]]
     if strange := set(got["state"]) - set(indices):
         raise ValueError(f"it has states of parameters {sorted(map(str, strange))[:3]}")
-    needs_momentum = steps > 0 and groups[0]["momentum"] and "marvin" not in want
+    momentum = {"momentum_buffer"} if steps and groups[0]["momentum"] else set[str]()
     for index in indices:
-        needed, has = set(want["state"].get(index, ())), got["state"].get(index, {})
-        needed |= {"momentum_buffer"} if needs_momentum else set()
-        if missing := needed - set(has):
-            raise ValueError(f"parameter {index} has no {', '.join(sorted(missing))}")
-        _check_bounds(groups[0], has.get("layer", {}))
+        needed = set(want["state"].get(index, momentum if "marvin" not in want else ()))
+        _check_state(f"parameter {index}", groups[0], got["state"].get(index, {}), needed)
 
 
-def _check_bounds(settings: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+def _check_state(
+    where: str, settings: Mapping[str, Any], state: Mapping[str, Any], needed: set[str]
+) -> None:
+    if missing := needed - set(state):
+        raise ValueError(f"{where} has no {', '.join(sorted(missing))}")
+    for name, value in state.items():
+        if name != "layer" and not isinstance(value, Tensor):
+            raise ValueError(f"{name} of {where} must be a tensor, got {shown(value)}")
+    record = state.get("layer", {})
     for name in ("lookback", "resolution"):
         if name in record and name in settings:
             low, high = settings[name]
             if not low <= record[name] <= high:
-                raise ValueError(f"{name} is {record[name]}, not {low} to {high}")
+                raise ValueError(f"{name} of {where} is {record[name]}, not {low} to {high}")
 
 
 def _check_tensors(state: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Refuse tensors that are not float32 of their parameter's shape, or several of that."""
     for p, values in state.items():
         for name, value in values.items():
-            if isinstance(value, Tensor):
-                fits = value.shape == p.shape or value.shape[1:] == p.shape
-                if not fits or value.dtype != torch.float32 or value.layout != torch.strided:
-                    got = f"{tuple(value.shape)}, {value.dtype}"
-                    raise ValueError(f"{name} must be float32 of {tuple(p.shape)}, got {got}")
-
-
-def _same_keys(what: str, want: Mapping[str, Any], got: Mapping[str, Any]) -> None:
-    differing = sorted(map(str, set(want) ^ set(got)))
-    if differing:
-        raise ValueError(f"{what} must have {len(want)} names, others are {differing[:3]}")
-
-
-def _alike(where: str, want: Any, got: Any) -> None:
-    """Compare kinds, and shapes of tensors; what ``want`` does not have yet may be anything."""
-    if isinstance(want, Tensor):
-        _alike_tensor(where, want, got)
-    elif isinstance(want, Mapping):
-        if got is None and "wl" in want:
-            return  # a format: float32
-        if not isinstance(got, Mapping):
-            raise ValueError(f"{where} must be a dictionary, got {shown(got)}")
-        for name in want.keys() & got.keys():
-            _alike(f"{where}.{name}", want[name], got[name])
-    elif isinstance(want, list | tuple):
-        if not isinstance(got, list | tuple):
-            raise ValueError(f"{where} must be a list, got {shown(got)}")
-        for value in got:
-            _alike(where, want[0] if want else None, value)
-    elif want is not None:
-        _alike_number(where, want, got)
-
-
-def _alike_tensor(where: str, want: Tensor, got: Any) -> None:
-    same = isinstance(got, Tensor) and got.shape == want.shape and got.dtype == want.dtype
-    if not same or got.layout != torch.strided or got.device != torch.device("cpu"):
-        what = f"{tuple(got.shape)}, {got.dtype}" if isinstance(got, Tensor) else shown(got)
-        raise ValueError(f"{where} must be {tuple(want.shape)}, {want.dtype}, got {what}")
-
-
-def _alike_number(where: str, want: Any, got: Any) -> None:
-    """Compare two numbers, words or truths; a whole number is a number, too."""
-    numbers = (int,) if isinstance(want, int) else (int, float)
-    kinds = type(want) if isinstance(want, bool | str) else numbers
-    is_alike = isinstance(got, kinds) and isinstance(got, bool) == isinstance(want, bool)
-    if not is_alike or (isinstance(got, int) and abs(got) > MOST):
-        raise ValueError(f"{where} must be like {shown(want)}, got {shown(got)}")
+            if name == "layer":
+                continue
+            fits = value.shape == p.shape or value.shape[1:] == p.shape
+            if not fits or value.dtype != torch.float32 or value.layout != torch.strided:
+                got = f"{tuple(value.shape)}, {value.dtype}"
+                raise ValueError(f"{name} must be float32 of {tuple(p.shape)}, got {got}")

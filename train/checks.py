@@ -30,11 +30,17 @@ RANGES = {
     **dict.fromkeys(
         ("limit", "checkpoint_steps", "plateau_patience", "plateau_threshold"), (0, MOST)
     ),
-    **dict.fromkeys(("lr", "weight_decay", "l1"), (0, math.inf)),
+    **dict.fromkeys(("lr", "weight_decay", "l1", "init_scale"), (0, 10**6)),
+    **dict.fromkeys(("kappa", "max_noise", "kl_smoothing"), (0, MOST)),
+    **dict.fromkeys(MAY_BE_INFINITE, (0, math.inf)),
+    "lookback_momentum": (0, 1),
     **dict.fromkeys(("lookback", "resolution"), (1, 10**6)),
+    **dict.fromkeys(("init_wl", "max_wl"), (2, 32)),
+    **dict.fromkeys(("init_fl", "min_fl"), (0, 31)),
+    **dict.fromkeys(("policy_bits", "ends_bits"), (0, 32)),
+    "buffer_bits": (1, 32),
     "width": (1, 2**16),
     "seed": (0, 2**63 - 1),
-    "bits": (1, 8),
     "block": (1, 2**16),
 }
 POLICY = re.compile(r"marvin|muppet|loss-budget|static|none|fixed:\d{1,3},-?\d{1,3}", re.ASCII)
@@ -66,7 +72,7 @@ def _check_number(name: str, value: Any) -> None:
         is_fine = math.isfinite(value) or (name in MAY_BE_INFINITE and not math.isnan(value))
         if not is_fine:
             _refuse(name, "a finite number", value)
-    if name in RANGES:
+    if name in RANGES and value != "noise":
         low, high = RANGES[name]
         if value < low:
             _refuse(name, f"at least {low}", value)
@@ -79,6 +85,7 @@ def _check_rules(config: "Config") -> None:
         ("validation_share", 0 <= config.validation_share < 1, "0 to below 1"),
         ("plateau_factor", 0 < config.plateau_factor < 1, "between 0 and 1"),
         ("momentum", 0 <= config.momentum < 1, "0 to below 1"),
+        ("bits", 1 <= config.bits <= 8, "1 to 8"),
         ("init_scale", config.init_scale > 0, "above 0"),
         ("division_bits", config.division_bits in (1, 2, 4, 8), "1, 2, 4 or 8"),
         (

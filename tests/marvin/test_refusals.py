@@ -60,9 +60,9 @@ def test_activations_want_an_optimizer_with_formats():
 @pytest.mark.parametrize("loss", [math.nan, math.inf, torch.tensor(math.nan, requires_grad=True)])
 def test_a_loss_that_is_not_finite_is_one_without_gradients_too(loss):
     optimizer = marvin.MSGD(model().parameters())
-    with pytest.raises(FloatingPointError, match="got loss (nan|inf) after 0 steps"):
+    with pytest.raises(FloatingPointError, match=r"got loss (nan|inf) after 0 steps"):
         optimizer.step(loss=loss)
-    with pytest.raises(FloatingPointError, match="got loss (nan|inf) after 0 steps"):
+    with pytest.raises(FloatingPointError, match=r"got loss (nan|inf) after 0 steps"):
         optimizer.step(lambda: loss)
     skipping = marvin.MSGD(model().parameters(), nonfinite="skip")
     skipping.step(loss=loss)

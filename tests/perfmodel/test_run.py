@@ -130,6 +130,68 @@ def test_wrong_content_says_what(folder, name, old, new, message):
     assert name in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "[" * 100_000, "config.json must hold a JSON object"),
+        ("config.json", "[]", "config.json must hold a JSON object, got list"),
+        ("environment.json", "{", "environment.json must hold a JSON object"),
+        ("environment.json", '{"a":' * 100_000, "environment.json must hold a JSON object"),
+        ("timing.csv", "images_per_s\nnan\n", "images_per_s must be a number, got 'nan'"),
+        ("metrics.csv", "step\n-5\n", "step must be a whole number from 1 .* got '-5'"),
+        ("metrics.csv", "step\n" + "9" * 30 + "\n", "step must be a whole number from 1 "),
+        ("layers.csv", "layer,elements,madds\na.weight,1,1e400\n", "madds must be a whole number"),
+        ("layers.csv", "layer,elements,madds\na.weight,-1,1\n", "elements must be a whole number"),
+        ("layers.csv", "layer,elements,madds\na.weight,1,1,7\n", "a column for each cell"),
+    ],
+)
+def test_foreign_files_are_named(folder, name, content, message):
+    (folder / name).write_text(content)
+    with pytest.raises(RunError, match=message) as caught:
+        read_run(folder)
+    assert str(folder / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", 3),
+        ("policy", []),
+        ("batch_size", "64"),
+        ("batch_size", 0),
+        ("accumulation_steps", 10**400),
+        ("init_wl", -1),
+        ("init_wl", True),
+        ("lookback", 7),
+        ("lookback", [1, "x"]),
+        ("resolution", [0, 5]),
+        ("policy", "fixed:99,4"),
+        ("policy", "fixed:x"),
+    ],
+)
+def test_foreign_settings_are_named(folder, key, value):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(RunError, match=rf"config\.json: {key}.* must be"):
+        read_run(folder)
+
+
+def test_the_figure_is_not_written_through_a_link(folder, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("years of work")
+    (folder / "performance.png").symlink_to(outside)
+    main([str(folder)])
+    assert outside.read_text() == "years of work"
+    assert (folder / "performance.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(folder.glob(".*"))
+
+
+def test_names_that_look_like_formulas_are_drawn_as_they_are(folder):
+    text = (folder / "layers.csv").read_text() + "$\\frac{,1x1,3,3\r\n"
+    (folder / "layers.csv").write_bytes(text.encode())
+    main([str(folder)])
+
+
 def test_a_model_that_differs_names_the_layers(folder, two_layers):
     other = Layer("c", "linear", 5, 5, (), (), "c.weight", 5)
     bigger = Layer("a", "linear", 1000, 11, (), (), "a.weight", 11)
