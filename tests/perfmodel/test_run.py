@@ -187,7 +187,7 @@ def test_the_figure_is_not_written_through_a_link(folder, tmp_path):
 
 
 def test_names_that_look_like_formulas_are_drawn_as_they_are(folder):
-    text = (folder / "layers.csv").read_text() + "$\\frac{,1x1,3,3\r\n"
+    text = (folder / "layers.csv").read_text() + "$\\frac{$,1x1,3,3\r\n"
     (folder / "layers.csv").write_bytes(text.encode())
     main([str(folder)])
 
