@@ -277,6 +277,7 @@ def quantize_activations(
         A handle: ``remove()`` undoes it, ``saturation()`` tells how much was clamped.
 
     Raises:
+        TypeError: ``optimizer`` has no formats.
         ValueError: No module of ``model`` has a parameter of ``optimizer``.
 
     Source:
@@ -287,6 +288,11 @@ def quantize_activations(
         raise ValueError(
             f"ste must be one of {get_args(StraightThrough)} and eval_rounding one of "
             f"{get_args(Rounding)}, got {ste!r} and {eval_rounding!r}"
+        )
+    if not isinstance(optimizer, QuantizingOptimizer):
+        raise TypeError(
+            "quantize_activations needs an optimizer with formats, marvin.MSGD or "
+            f"marvin.Quantized(optimizer, policy), got {type(optimizer).__name__}"
         )
     handle = QuantizedActivations(optimizer, ste, eval_rounding)
     before: list[Tensor] = []

@@ -1,5 +1,6 @@
 """What fixed-point optimizers share: masters, formats, trace, noise, and the state of it all."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -182,8 +183,13 @@ class QuantizingOptimizer(Optimizer):
 
         Raises:
             FloatingPointError: The loss or a gradient is not finite.
+            TypeError: ``closure`` is no function: a loss goes by its name.
             RuntimeError: A gradient is sparse, or a CUDA graph is being captured.
         """
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                f"step takes a closure, got {type(closure).__name__}: write step(loss=loss)"
+            )
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "step() decides on the host and must be outside of CUDA graphs: "
@@ -194,6 +200,9 @@ class QuantizingOptimizer(Optimizer):
                 loss = closure()
         batches = self._gather()
         if not batches:
+            value = float(loss.detach() if isinstance(loss, Tensor) else loss or 0.0)
+            if not math.isfinite(value):
+                self._leave_out([f"loss {value}"])
             return loss
         complete(batches, self.state, self.policy)
         mean = mean_over_ranks(loss, batches[0].norms.device)

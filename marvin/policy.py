@@ -27,6 +27,7 @@ __all__ = [
     "Policy",
     "Record",
     "Step",
+    "check_policy",
     "layer_tensors",
     "word_length",
 ]
@@ -275,6 +276,21 @@ class FixedPolicy(Policy):
     def start(self, settings: Mapping[str, Any]) -> Kept:
         """See ``Policy``."""
         return Kept(FixedPoint(settings["wl"], settings["fl"], settings["symmetric"]))
+
+
+def check_policy(policy: object) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        TypeError: It is a class, or something else.
+    """
+    if isinstance(policy, type):
+        name = policy.__name__
+        raise TypeError(f"policy must be an object, got the class {name}: write {name}()")
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"policy must be one such as marvin.MarvinPolicy(), got {type(policy).__name__}"
+        )
 
 
 def word_length(fmt: Format | None) -> int:

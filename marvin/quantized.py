@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from marvin.base import QuantizingOptimizer
 from marvin.gradients import Gradients
-from marvin.policy import Policy
+from marvin.policy import Policy, check_policy
 
 __all__ = ["Quantized"]
 
@@ -46,8 +46,8 @@ class Quantized(QuantizingOptimizer):
         seed: Of the rounding noise.
 
     Raises:
-        TypeError: A parameter is not float32, bfloat16 or float16; ``optimizer`` is fixed-point
-            already.
+        TypeError: A parameter is not float32, bfloat16 or float16; ``optimizer`` is no optimizer,
+            or fixed-point already; ``policy`` is no policy.
         ValueError: An argument is out of range; ``optimizer`` needs a closure, or has a
             hyper-parameter of the same name as one of these.
         FloatingPointError: In ``step``, before anything has changed: see ``nonfinite``.
@@ -76,6 +76,7 @@ class Quantized(QuantizingOptimizer):
         nonfinite: Literal["raise", "skip"] = "raise",
         seed: int = 0,
     ) -> None:
+        check_policy(policy)
         if quantize_gradients is None:
             quantize_gradients = policy.quantizes_gradients
         options = {
@@ -187,6 +188,12 @@ class Quantized(QuantizingOptimizer):
 def _check_wrapped(optimizer: Optimizer, options: dict[str, Any]) -> None:
     if isinstance(optimizer, QuantizingOptimizer):
         raise TypeError(f"Quantized needs a float optimizer, got {type(optimizer).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise TypeError(
+            "Quantized needs an optimizer that was made of the model's parameters, such as "
+            f"torch.optim.SGD(model.named_parameters(), lr=0.1), got {got}"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
