@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.fuzz.driver import fuzz, fuzz_one
+from perfmodel.arguments import Parser, whole
 from train.errors import UserError
 from train.records import RunFolder
 
@@ -43,12 +44,13 @@ SAME = "metrics.csv", "trace.csv", "layers.csv", "result.json"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak", description=(__doc__ or "").partition("\n")[0]
+    parser = Parser("python -m benchmarks.soak", (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=whole(0), default=50)
+    parser.add_argument(
+        "--damages", type=whole(0), default=300, help="of a checkpoint, three kinds"
     )
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--damages", type=int, default=300, help="of a checkpoint, three kinds")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--full-disks", type=whole(0), default=3, help="of different sizes")
+    parser.add_argument("--seed", type=whole(0), default=0)
     add_fuzz_options(parser)
     arguments = parser.parse_args(argv)
     if arguments.fuzz is not None or arguments.fuzz_one:
@@ -66,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(f"the run that is not stopped failed: {errors}")
         whole_s = time.monotonic() - begin
         counts = kill(folder, whole_s, arguments.kills, chance)
-        counts |= starve(folder)
+        counts |= starve(folder, arguments.full_disks, chance)
         counts |= damage(folder / "whole", arguments.damages, chance)
     print(json.dumps({"seed": arguments.seed, **counts}, indent=2))
 
 
 def add_fuzz_options(parser: argparse.ArgumentParser) -> None:
     """Add what asks for made-up inputs."""
-    parser.add_argument("--fuzz", type=int, metavar="N", help="inputs, instead of the above")
+    parser.add_argument("--fuzz", type=whole(1), metavar="N", help="inputs, instead of the above")
     parser.add_argument(
         "--fuzz-one", nargs=3, metavar=("TARGET", "SEED", "INDEX"), help="repeat one input"
     )
@@ -182,10 +184,11 @@ def is_same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)  # NaN too
 
 
-def starve(folder: Path) -> dict[str, int]:
+def starve(folder: Path, disks: int, chance: random.Random) -> dict[str, int]:
     """Forbid files above sizes below a checkpoint's, then resume without the limit."""
     full = (folder / "whole/checkpoint.pt").stat().st_size
-    limits = full // 2, full - 1, 1000
+    limits = [full // 2, full - 1, 1000, *(chance.randrange(1000, full) for _ in range(disks))]
+    limits = limits[:disks]
     for i, limit_bytes in enumerate(limits):
         run = folder / f"starved{i}"
         code, errors = finish(start(run, limit_bytes=limit_bytes))
