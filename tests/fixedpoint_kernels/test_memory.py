@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, quantize, quantize_many
-from fixedpoint_kernels.memory import addresses, are_apart, check_apart
+from fixedpoint_kernels.memory import Places, are_apart, check_apart, places_of
 
 FMT = FixedPoint(8, 4)
 
@@ -150,7 +150,7 @@ def test_addresses_that_are_apart_share_no_element(rows):
     written = [y + i for y, n in zip(ys, sizes, strict=True) for i in range(n)]
     read = {x + i for x, y, n in rows if x != y for i in range(n)}
     is_apart = len(set(written)) == len(written) and not read & set(written)
-    found = are_apart(tuple(xs), tuple(ys), tuple(sizes))
+    found = are_apart(Places(tuple(xs), tuple(ys), tuple(sizes), 1))
     assert is_apart or not found  # where it says no, elements are looked at
     if not [x for x, y, n in rows if x != y and n]:
         assert found == is_apart
@@ -188,9 +188,10 @@ def test_a_negation_that_waits_may_be_written_to():
 
 def test_addresses_are_those_of_torch():
     xs = [torch.ones(5), torch.ones(9)[4:], torch.empty(0), torch.ones(6)[6:]]
-    found = tuple(x.data_ptr() for x in xs), (20, 20, 0, 0)
-    assert addresses(xs) == found
-    assert addresses([torch.ones(4, 4).t()]) is None
+    places = tuple(x.data_ptr() for x in xs)
+    assert places_of(xs, []) == Places(places, (), (5, 5, 0, 0), 4)
+    assert places_of(xs, xs) == Places(places, places, (5, 5, 0, 0), 4)
+    assert places_of([torch.ones(4, 4).t()], []) is None
 
 
 @pytest.mark.parametrize("script", ["lazy_tensors.py", "operators_by_hand.py"])
