@@ -178,12 +178,15 @@ def test_outputs_that_are_no_tensors_and_positions_that_are_no_integers_are_name
 
 
 def test_a_negation_that_waits_may_be_written_to():
-    base = torch.complex(torch.ones(4), torch.zeros(4))
-    out = base.conj().imag
-    assert out.is_neg()
-    quantize(torch.full((4,), 0.5), FMT, out=out)
-    assert out.tolist() == [0.5] * 4
-    assert base.imag.tolist() == [-0.5] * 4
+    for n in (1, 4):  # of one element, it has no gaps
+        base = torch.complex(torch.ones(n), torch.zeros(n))
+        out = base.conj().imag
+        assert out.is_neg()
+        for call in (one, many):
+            call(torch.full((n,), 0.5), out)
+            assert out.tolist() == [0.5] * n
+            assert base.imag.tolist() == [-0.5] * n
+            out.zero_()
 
 
 def test_addresses_are_those_of_torch():
