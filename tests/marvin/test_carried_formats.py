@@ -18,7 +18,6 @@ import marvin
 from fixedpoint_kernels import FixedPoint
 from marvin.activations import BUFFER, formats_of
 from marvin.channels import ChannelFormat
-from marvin.channels import ChannelFormat
 
 FAST = {"lr": 0.05, "lookback": (2, 5), "resolution": (10, 20)}
 POLICIES = {
@@ -276,28 +275,6 @@ def test_dictionaries_are_rounded_on_both_sides():
     same(ys["mask"], xs["mask"] / 2)
 
 
-class Named(nn.Module):
-    """Owns a weight, takes a dictionary and gives one."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(4) / 2)
-
-    def forward(self, xs):
-        return {name: x @ self.weight for name, x in xs.items()}
-
-
-def test_dictionaries_are_rounded_on_both_sides():
-    torch.manual_seed(0)
-    model = Named()
-    optimizer = marvin.MSGD(model.named_parameters())  # <8, 4>
-    marvin.quantize_activations(model, optimizer)
-    xs = {"x": torch.randn(2, 4), "mask": torch.full((4,), 0.01)}
-    ys = model.eval()(xs)
-    same(ys["x"], rounded(rounded(xs["x"], 8, 4) / 2, 8, 4))
-    same(ys["mask"], xs["mask"] / 2)
-
-
 def test_a_weight_that_is_used_without_its_module_is_named():
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     optimizer = marvin.MSGD(model.named_parameters(), **FAST)
@@ -387,21 +364,6 @@ def outputs_of(model, x):
     return model.eval()(x).detach()
 
 
-def test_a_frozen_model_rounds_ties_and_saturates_as_the_model_does():
-    model = nn.Linear(1, 1, bias=False)
-    torch.nn.init.ones_(model.weight)
-    sgd = torch.optim.SGD(model.named_parameters())
-    marvin.quantize_activations(model, marvin.Quantized(sgd, marvin.FixedPolicy(6, 3)))
-    x = torch.arange(-160, 160).unsqueeze(1) / 32  # a quarter of a step apart, past both ends
-    wanted = rounded(x, 6, 3)
-    same(outputs_of(model, x), wanted)
-    same(outputs_of(marvin.freeze(model), x), wanted)
-
-
-def outputs_of(model, x):
-    return model.eval()(x).detach()
-
-
 @pytest.mark.slow
 def test_a_frozen_model_compiles():
     model, optimizer = make()
@@ -417,28 +379,6 @@ def test_a_model_without_formats_is_not_frozen():
     marvin.quantize_activations(model, optimizer, eval_rounding="stochastic")
     with pytest.raises(ValueError, match="must round to nearest in eval mode"):
         marvin.freeze(model)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_model_carries_the_formats_of_its_weights(policy):
-    model, optimizer = make(policy)
-    train(model, optimizer, 5)
-    formats, carried = optimizer.formats(), formats_of(model)
-    for name in ("0", "3", "6"):
-        weight, bias = formats[f"{name}.weight"], formats.get(f"{name}.bias")
-        assert carried[name].weights == (weight, bias)
-        assert carried[name].inputs == optimizer.input_formats().get(f"{name}.weight")
-    assert isinstance(formats["0.weight"], ChannelFormat) == (policy == "channels")
-    assert formats["0.weight"] != FixedPoint(8, 4)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_an_optimizers_state_brings_the_formats_too(policy):
-    model, optimizer = make(policy)
-    train(model, optimizer, 5)
-    other, resumed = make(policy, 1)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert formats_of(other) == formats_of(model)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

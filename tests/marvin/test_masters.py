@@ -98,29 +98,6 @@ def test_a_wrapped_optimizers_state_keeps_its_dtypes():
     assert all((c == 3).all() for c in counts)
 
 
-class Counting(torch.optim.SGD):
-    """Counts steps with each weight in int16, as optimizers with packed states do."""
-
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            own = self.state[p]
-            own["count"] = own.get("count", torch.zeros_like(p, dtype=torch.int16)) + 1
-        return super().step(closure)
-
-
-def test_a_wrapped_optimizers_state_keeps_its_dtypes():
-    runs = [net(), net()]
-    pairs = [
-        (m, marvin.Quantized(Counting(m.named_parameters(), lr=0.05), marvin.FixedPolicy()))
-        for m in runs
-    ]
-    train(*pairs[0], 3)
-    pairs[1][1].load_state_dict(copy.deepcopy(pairs[0][1].state_dict()))
-    counts = [own["count"] for own in pairs[1][1].optimizer.state.values()]
-    assert [c.dtype for c in counts] == [torch.int16] * 6
-    assert all((c == 3).all() for c in counts)
-
-
 @pytest.mark.parametrize("change", ["load", "zero", "one element"])
 def test_weights_that_change_between_steps_are_the_new_weights(change):
     model = net()
