@@ -224,7 +224,7 @@ class Mixed(nn.Module):
 
     def forward(self, *, x, mask=None):
         a, b = self.pair((x, x * 3), mask=mask)
-        return {"y": self.out(input=a + b), "n": 3}
+        return {"y": self.out(input=(a + b) / 3), "n": 3}
 
 
 class Pair(nn.Module):
