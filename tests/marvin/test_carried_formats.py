@@ -272,7 +272,9 @@ def test_dictionaries_are_rounded_on_both_sides():
     optimizer = marvin.MSGD(model.named_parameters())  # <8, 4>
     marvin.quantize_activations(model, optimizer)
     xs = {"x": torch.randn(2, 4), "mask": torch.full((4,), 0.01)}
+    given = dict(xs)
     ys = model.eval()(xs)
+    assert all(xs[name] is x for name, x in given.items())  # the user's own stays
     same(ys["x"], rounded(rounded(xs["x"], 8, 4) / 2, 8, 4))
     same(ys["mask"], xs["mask"] / 2)
 

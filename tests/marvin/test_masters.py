@@ -185,10 +185,23 @@ def test_a_layer_that_is_frozen_later_keeps_its_bits():
     optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(4, 4, window=1))
     train(model, optimizer, 3)
     model[0].requires_grad_(False)
-    kept = weights(model[0])
+    kept, switches = weights(model[0]), len(optimizer.trace)
     optimizer.zero_grad(set_to_none=True)
     train(model, optimizer, 4, 3)
     same(weights(model[0]), kept)
+    assert {row.layer for row in optimizer.trace[switches:]} == {"3.weight"}
+
+
+def test_a_bias_that_is_frozen_later_keeps_its_bits_when_its_layer_switches():
+    model = net()
+    optimizer = marvin.MSGD(model.named_parameters(), **FAST)
+    train(model, optimizer, 1)
+    model[0].bias.requires_grad_(False)
+    kept, fmt = model[0].bias.detach().clone(), optimizer.formats()["0.bias"]
+    optimizer.zero_grad(set_to_none=True)
+    train(model, optimizer, 8, 1)
+    same(model[0].bias.detach(), kept)
+    assert optimizer.formats()["0.weight"] != fmt
 
 
 def test_one_policy_object_may_serve_two_optimizers():
