@@ -337,6 +337,8 @@ def test_a_frozen_model_gives_the_same_bits(policy):
     x = images(99)
     assert not any(p.requires_grad for p in frozen.parameters())
     same(frozen(x), wanted)
+    spread = x * 2.0 ** torch.arange(-4, 4).view(-1, 1, 1, 1)  # samples of different sizes
+    same(frozen(spread), model(spread).detach())
     with torch.inference_mode():
         same(frozen(x).clone(), wanted)
     same(torch.jit.trace(frozen, x)(x), wanted)
