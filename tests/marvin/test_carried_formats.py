@@ -16,7 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import marvin
 from fixedpoint_kernels import FixedPoint
-from marvin.activations import BUFFER
+from marvin.activations import BUFFER, formats_of
+from marvin.channels import ChannelFormat
 
 FAST = {"lr": 0.05, "lookback": (2, 5), "resolution": (10, 20)}
 POLICIES = {
@@ -166,8 +167,10 @@ def test_an_average_of_models_has_the_formats_of_the_last():
 def test_numbers_that_are_no_formats_are_refused():
     model, optimizer = make()
     train(model, optimizer, 4)
+    new, own = make()[0][0].fixed_point, model[0].fixed_point
+    assert not torch.equal(own, new)
     with torch.no_grad():
-        model[0].fixed_point.mul_(2).div_(3, rounding_mode="floor")
+        own.copy_((own.long() + new.long()) // 2)  # an average of two
     with pytest.raises(ValueError, match=r"0\.fixed_point must hold formats .*do not average"):
         model(images(0))
     state = make("marvin")[0].state_dict()
@@ -221,7 +224,7 @@ class Mixed(nn.Module):
 
     def forward(self, *, x, mask=None):
         a, b = self.pair((x, x * 3), mask=mask)
-        return {"y": self.out(input=a + b), "n": 3}
+        return {"y": self.out(input=(a + b) / 3), "n": 3}
 
 
 class Pair(nn.Module):
@@ -250,6 +253,30 @@ def test_keywords_tuples_and_dictionaries_are_rounded_and_masks_stay():
     same(seen[0], rounded(seen[0], 8, 4))
     same(y["y"], rounded(y["y"], 8, 4))
     assert y["n"] == 3
+
+
+class Named(nn.Module):
+    """Owns a weight, takes a dictionary and gives one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) / 2)
+
+    def forward(self, xs):
+        return {name: x @ self.weight for name, x in xs.items()}
+
+
+def test_dictionaries_are_rounded_on_both_sides():
+    torch.manual_seed(0)
+    model = Named()
+    optimizer = marvin.MSGD(model.named_parameters())  # <8, 4>
+    marvin.quantize_activations(model, optimizer)
+    xs = {"x": torch.randn(2, 4), "mask": torch.full((4,), 0.01)}
+    given = dict(xs)
+    ys = model.eval()(xs)
+    assert all(xs[name] is x for name, x in given.items())  # the user's own stays
+    same(ys["x"], rounded(rounded(xs["x"], 8, 4) / 2, 8, 4))
+    same(ys["mask"], xs["mask"] / 2)
 
 
 def test_a_weight_that_is_used_without_its_module_is_named():
@@ -310,6 +337,8 @@ def test_a_frozen_model_gives_the_same_bits(policy):
     x = images(99)
     assert not any(p.requires_grad for p in frozen.parameters())
     same(frozen(x), wanted)
+    spread = x * 2.0 ** torch.arange(-4, 4).view(-1, 1, 1, 1)  # samples of different sizes
+    same(frozen(spread), model(spread).detach())
     with torch.inference_mode():
         same(frozen(x).clone(), wanted)
     same(torch.jit.trace(frozen, x)(x), wanted)
@@ -324,6 +353,21 @@ def test_a_frozen_model_gives_the_same_bits(policy):
     same(frozen(x), wanted)
     frozen.load_state_dict(model.state_dict())
     same(frozen(x), outputs(model))
+
+
+def test_a_frozen_model_rounds_ties_and_saturates_as_the_model_does():
+    model = nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    sgd = torch.optim.SGD(model.named_parameters())
+    marvin.quantize_activations(model, marvin.Quantized(sgd, marvin.FixedPolicy(6, 3)))
+    x = torch.arange(-160, 160).unsqueeze(1) / 32  # a quarter of a step apart, past both ends
+    wanted = rounded(x, 6, 3)
+    same(outputs_of(model, x), wanted)
+    same(outputs_of(marvin.freeze(model), x), wanted)
+
+
+def outputs_of(model, x):
+    return model.eval()(x).detach()
 
 
 @pytest.mark.slow
@@ -341,6 +385,28 @@ def test_a_model_without_formats_is_not_frozen():
     marvin.quantize_activations(model, optimizer, eval_rounding="stochastic")
     with pytest.raises(ValueError, match="must round to nearest in eval mode"):
         marvin.freeze(model)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_carries_the_formats_of_its_weights(policy):
+    model, optimizer = make(policy)
+    train(model, optimizer, 5)
+    formats, carried = optimizer.formats(), formats_of(model)
+    for name in ("0", "3", "6"):
+        weight, bias = formats[f"{name}.weight"], formats.get(f"{name}.bias")
+        assert carried[name].weights == (weight, bias)
+        assert carried[name].inputs == optimizer.input_formats().get(f"{name}.weight")
+    assert isinstance(formats["0.weight"], ChannelFormat) == (policy == "channels")
+    assert formats["0.weight"] != FixedPoint(8, 4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_optimizers_state_brings_the_formats_too(policy):
+    model, optimizer = make(policy)
+    train(model, optimizer, 5)
+    other, resumed = make(policy, 1)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert formats_of(other) == formats_of(model)
 
 
 def test_buffers_have_the_names_that_the_pages_tell():

@@ -75,6 +75,29 @@ def test_sums_of_a_low_precision_model_grow_in_float32():
     assert len(optimizer.optimizer.state) == 6  # none is left of the parameters themselves
 
 
+class Counting(torch.optim.SGD):
+    """Counts steps with each weight in int16, as optimizers with packed states do."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            own = self.state[p]
+            own["count"] = own.get("count", torch.zeros_like(p, dtype=torch.int16)) + 1
+        return super().step(closure)
+
+
+def test_a_wrapped_optimizers_state_keeps_its_dtypes():
+    runs = [net(), net()]
+    pairs = [
+        (m, marvin.Quantized(Counting(m.named_parameters(), lr=0.05), marvin.FixedPolicy()))
+        for m in runs
+    ]
+    train(*pairs[0], 3)
+    pairs[1][1].load_state_dict(copy.deepcopy(pairs[0][1].state_dict()))
+    counts = [own["count"] for own in pairs[1][1].optimizer.state.values()]
+    assert [c.dtype for c in counts] == [torch.int16] * 6
+    assert all((c == 3).all() for c in counts)
+
+
 @pytest.mark.parametrize("change", ["load", "zero", "one element"])
 def test_weights_that_change_between_steps_are_the_new_weights(change):
     model = net()
@@ -162,10 +185,23 @@ def test_a_layer_that_is_frozen_later_keeps_its_bits():
     optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(4, 4, window=1))
     train(model, optimizer, 3)
     model[0].requires_grad_(False)
-    kept = weights(model[0])
+    kept, switches = weights(model[0]), len(optimizer.trace)
     optimizer.zero_grad(set_to_none=True)
     train(model, optimizer, 4, 3)
     same(weights(model[0]), kept)
+    assert {row.layer for row in optimizer.trace[switches:]} == {"3.weight"}
+
+
+def test_a_bias_that_is_frozen_later_keeps_its_bits_when_its_layer_switches():
+    model = net()
+    optimizer = marvin.MSGD(model.named_parameters(), **FAST)
+    train(model, optimizer, 1)
+    model[0].bias.requires_grad_(False)
+    kept, fmt = model[0].bias.detach().clone(), optimizer.formats()["0.bias"]
+    optimizer.zero_grad(set_to_none=True)
+    train(model, optimizer, 8, 1)
+    same(model[0].bias.detach(), kept)
+    assert optimizer.formats()["0.weight"] != fmt
 
 
 def test_one_policy_object_may_serve_two_optimizers():
