@@ -141,7 +141,7 @@ def _grid_histograms(table, fl, first, formats, bins, result):
             result[f, _bin(np.float32(code) * lsb, bins)] += weight
 
 
-@njit(cache=True)
+@compiled()
 def _moves(x, numbers, bins, result):
     # x (m,) float32; numbers (k, 2) float32: codes per unit, step; result (k, r) int64
     whole = 1 << 24
