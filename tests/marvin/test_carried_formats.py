@@ -190,6 +190,16 @@ def test_a_second_call_takes_the_place_of_the_first():
     same(dict(model.state_dict()), dict(once.state_dict()))
 
 
+def test_a_model_that_was_freed_gets_no_formats_again():
+    model, optimizer = make()
+    handle = marvin.quantize_activations(model, optimizer)
+    train(model, optimizer, 1)
+    handle.remove()
+    train(model, optimizer, 6, 1)  # formats change
+    assert optimizer.formats()["0.weight"] != FixedPoint(8, 4)
+    assert not any(BUFFER in name for name in model.state_dict())
+
+
 def test_another_optimizer_takes_over():
     model, first = make()
     train(model, first, 3)

@@ -261,6 +261,19 @@ def test_all_settings_come_back_with_the_state(saved, fresh):
     assert repr(optimizer.trace) == repr(resumed.trace)
 
 
+@pytest.mark.parametrize("on_wrapped", [False, True])
+def test_groups_are_common_to_both_optimizers_after_loading(on_wrapped):
+    model = net()
+    optimizer = wrapped("AdamW", model)
+    train(model, optimizer, 2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    masters = [optimizer.state[p]["master"].clone() for p in model.parameters()]
+    for group in (optimizer.optimizer if on_wrapped else optimizer).param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, 3, 2)
+    same([optimizer.state[p]["master"] for p in model.parameters()], masters)
+
+
 def test_the_earlier_name_of_the_class_warns():
     with pytest.warns(DeprecationWarning, match=r"marvin\.QuantizingOptimizer is now"):
         assert marvin.QuantizingOptimizer is marvin.Quantized
