@@ -32,7 +32,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) -e ".[accelerate,dev,docs,hls4ml,lightning,onnx,qtorch]"
+	$(PIP) -e ".[accelerate,dev,docs,hls4ml,lightning,onnx,qtorch,transformers]"
 	touch $@
 
 # qonnx needs an older onnx; its tests run it in this environment, which has no torch

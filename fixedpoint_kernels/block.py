@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.formats import BlockFloat, FixedPoint
-from fixedpoint_kernels.rounding import Rounding, quantize
+from fixedpoint_kernels.rounding import Rounding, check_values, quantize
 
 __all__ = ["block_fl", "quantize_block"]
 
@@ -38,12 +38,17 @@ def quantize_block(
         Shape and dtype of ``x``.
 
     Raises:
+        TypeError: ``fmt`` is not a ``BlockFloat``.
         TypeError, ValueError, RuntimeError: As ``fixedpoint_kernels.quantize``.
 
     Source:
         MuPPET, section 3.1. Differs: codes saturate; the largest value may round up to one code
         more than there is.
     """
+    check_values(x, "quantize_block")
+    if not isinstance(fmt, BlockFloat):
+        raise TypeError(f"the format must be a BlockFloat, got {type(fmt).__name__}")
+    x = x.resolve_neg() if x.is_neg() else x
     if not x.numel():
         return x.clone()
     fl = block_fl(x, fmt, per_sample=per_sample)
@@ -62,8 +67,9 @@ def block_fl(x: Tensor, fmt: BlockFloat, *, per_sample: bool = False) -> Tensor:
     """
     x = x.detach()
     dims = list(range(1, x.ndim)) if per_sample else list(range(x.ndim))
-    low = x.amin(dims, keepdim=per_sample).double()
-    high = x.amax(dims, keepdim=per_sample).double()
+    # without dimensions to reduce, torch would reduce all: each number is its own range
+    low = x.amin(dims, keepdim=per_sample).double() if dims else x.double()
+    high = x.amax(dims, keepdim=per_sample).double() if dims else x.double()
     unbounded = torch.full_like(high, torch.inf)
     up = torch.where(high > 0, (fmt.max_code + 0.5) / high, unbounded)
     down = torch.where(low < 0, (fmt.min_code - 0.5) / low, unbounded)

@@ -8,8 +8,6 @@ from torch import Tensor
 
 __all__ = ["execution"]
 
-_OF_DEVICES = {"cuda": "gpu", "cpu": "cpu"}
-
 
 def execution(package: str, x: Tensor) -> Any:
     """Return the module that computes where ``x`` is: ``gpu``, ``cpu``, or else ``reference``.
@@ -21,7 +19,7 @@ def execution(package: str, x: Tensor) -> Any:
         package: Of ``fixedpoint_kernels``, whose three modules have the same functions.
         x: Any tensor.
     """
-    return _module(package, _OF_DEVICES.get(x.device.type, "reference"))
+    return _module(package, "cpu" if x.is_cpu else "gpu" if x.is_cuda else "reference")
 
 
 @cache

@@ -93,7 +93,7 @@ def adapt_lookback(
     lower, upper = bounds
     new = upper
     if diversity > 0:
-        new = min(max(math.ceil(upper / diversity - _TOLERANCE), lower), upper)
+        new = max(math.ceil(min(upper / diversity, upper) - _TOLERANCE), lower)
     mixed = momentum * new + (1 - momentum) * lookback
     rounded = math.ceil(mixed - _TOLERANCE) if rounding == "ceil" else math.floor(mixed + 0.5)
     return min(max(rounded, lower), upper)

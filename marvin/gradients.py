@@ -69,7 +69,10 @@ def gather(
 
 
 def complete(
-    batches: Sequence[Gradients], state: Mapping[Tensor, dict[str, Any]], policy: Policy
+    batches: Sequence[Gradients],
+    state: Mapping[Tensor, dict[str, Any]],
+    policy: Policy,
+    shared: Any,
 ) -> None:
     """Normalise the gradients, and let the policy measure them.
 
@@ -90,7 +93,7 @@ def complete(
             batch.values = list(torch._foreach_div(batch.values, divisors))
         batch.layers = [i for i, p in enumerate(batch.params) if "layer" in state[p]]
         states = [state[batch.params[i]] for i in batch.layers]
-        batch.measured = policy.measure(states, [batch.values[i] for i in batch.layers])
+        batch.measured = policy.measure(shared, states, [batch.values[i] for i in batch.layers])
     measured = [b for b in batches if b.measured.norms]
     numbers = whole_norms(
         [torch.stack(list(b.measured.norms)) for b in measured],

@@ -1,21 +1,19 @@
 """Policies for integer hardware: word lengths from a loss budget, or given; ranges from data."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from marvin.policy import Layer, Step
-from marvin.range_policy import LayerBudget, RangePolicy, Seen, is_word_length
+from marvin.policy import Layer, Step, Update
+from marvin.range_policy import RangePolicy, Seen, Window, is_word_length
 from marvin.ranges import Limits, budget_noise
 from marvin.settings import Checks
-from marvin.trace import Switch
 
 __all__ = ["LossBudgetPolicy", "StaticPolicy"]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class LossBudgetPolicy(RangePolicy):
     """Words as short as a share of the loss allows: 4 to 8 bits for weights and activations.
 
@@ -59,7 +57,7 @@ class LossBudgetPolicy(RangePolicy):
     per_channel: bool = False
     batch_size: int | None = None
 
-    checks = Checks(
+    checks: ClassVar[Checks] = Checks(
         rules=(
             ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0"),
             ("max_noise", lambda s: _is_pair(s["max_noise"]), "two numbers above 0"),
@@ -73,13 +71,9 @@ class LossBudgetPolicy(RangePolicy):
         )
     )
 
-    def settings(self) -> dict[str, Any]:
+    def samples(self, settings: Mapping[str, Any], counted: int) -> int:
         """See ``Policy``."""
-        return dataclasses.asdict(self)
-
-    def samples(self, settings: Mapping[str, Any]) -> int:
-        """See ``RangePolicy``."""
-        return settings["batch_size"] or self.observations.samples
+        return settings["batch_size"] or counted
 
     def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
         """See ``RangePolicy``."""
@@ -93,24 +87,18 @@ class LossBudgetPolicy(RangePolicy):
             return math.inf
         return budget_noise(settings["kappa"] * share, seen.gradient or 0.0)
 
-    def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
+    def update(self, shared: Window, layers: Sequence[Layer], step: Step) -> Update:
         """Add to the window; at its end, change formats."""
-        samples = self.samples(step.settings)
-        if step.loss is None or not samples:
+        if step.loss is None or not step.samples:
             raise ValueError(
                 "LossBudgetPolicy needs step(loss=loss), and batch_size or quantize_activations "
-                f"to know the batch, got loss={step.loss} and {samples} samples"
+                f"to know the batch, got loss={step.loss} and {step.samples} samples"
             )
-        self._loss_sum, self._losses = self._loss_sum + step.loss, self._losses + 1
-        for layer in layers:
-            if layer.norm is not None:
-                record: LayerBudget = layer.state["layer"]
-                total = record.weight_sum + samples * layer.norm**2
-                layer.state["layer"] = replace(record, weight_sum=total, count=record.count + 1)
-        return super().on_step(layers, step)
+        shared = Window(shared.loss_sum + step.loss, shared.losses + 1)
+        return super().update(shared, [_with_gradient(layer, step) for layer in layers], step)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class StaticPolicy(RangePolicy):
     """Words of given lengths, whose ranges follow the data: what other policies must beat.
 
@@ -133,16 +121,12 @@ class StaticPolicy(RangePolicy):
     ends_wl: int | None = None
     per_channel: bool = False
 
-    checks = Checks(
+    checks: ClassVar[Checks] = Checks(
         rules=(
             ("weights", lambda s: is_word_length(s["weights"]), "2 to 16 bits"),
             ("activations", lambda s: is_word_length(s["activations"]), "2 to 16 bits"),
         )
     )
-
-    def settings(self) -> dict[str, Any]:
-        """See ``Policy``."""
-        return dataclasses.asdict(self)
 
     def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
         """See ``RangePolicy``."""
@@ -152,6 +136,16 @@ class StaticPolicy(RangePolicy):
     def noise(self, settings: Mapping[str, Any], seen: Seen, share: float) -> float | None:
         """See ``RangePolicy``; the limits leave no choice."""
         return 0.0
+
+
+def _with_gradient(layer: Layer, step: Step) -> Layer:
+    """Add this step's gradient to the window's, if there is one."""
+    if layer.norm is None:
+        return layer
+    total = layer.record.weight_sum + step.samples * layer.norm**2
+    return replace(
+        layer, record=replace(layer.record, weight_sum=total, count=layer.record.count + 1)
+    )
 
 
 def _is_pair(values: Any) -> bool:

@@ -1,6 +1,5 @@
 """The paper's policy: windows of gradients, PushDown and PushUp, and the strategy."""
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,16 +13,30 @@ from fixedpoint_kernels import FixedPoint
 from marvin import push_down, push_up
 from marvin.adaptation import LayerState, LookbackRounding, adapt_strategy, observe
 from marvin.noise import Purpose, stream
-from marvin.policy import Layer, Measured, Policy, Step
+from marvin.policy import Layer, Measured, Policy, Rules, Step, Update
 from marvin.push_up import Level
+from marvin.record import PlainRecord
 from marvin.settings import MARVIN, check_settings
 from marvin.shards import Spread, spread, widest
 from marvin.trace import Switch
 
-__all__ = ["MarvinPolicy"]
+__all__ = ["Losses", "MarvinPolicy"]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
+class Losses(PlainRecord):
+    """What is common to all layers.
+
+    Args:
+        level: Where the adaptive strategy stands.
+        losses: Of the last steps, oldest first, as many as the longest lookback.
+    """
+
+    level: Level = "min"
+    losses: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class MarvinPolicy(Policy):
     """Each layer's format from its weights' distribution and its gradients' diversity.
 
@@ -34,6 +47,7 @@ class MarvinPolicy(Policy):
 
     Raises:
         ValueError: An argument is out of range.
+        FloatingPointError: In ``step``, at the end of a window: a layer's weights are not finite.
 
     Source:
         MARViN, Algorithms 1 to 4.
@@ -59,89 +73,79 @@ class MarvinPolicy(Policy):
     pushup: push_up.PushUp = "adapt"
     symmetric: bool = False
 
-    tensors = ("grad_sum",)
+    rules = Rules(tensors=("grad_sum",))
 
     def __post_init__(self) -> None:
         self.check(self.settings())
-        self.level: Level = "min"
-        """Where the adaptive strategy stands."""
-        self._losses: list[float] = []  # oldest first, as many as the longest lookback
-
-    def settings(self) -> dict[str, Any]:
-        """See ``Policy``."""
-        return dataclasses.asdict(self)
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """See ``Policy``."""
         check_settings(settings, MARVIN)
 
-    def start(self, settings: Mapping[str, Any]) -> LayerState:
+    def init_shared(self) -> Losses:
+        """See ``Policy``."""
+        return Losses()
+
+    def init(self, settings: Mapping[str, Any], shared: Losses) -> LayerState:
         """See ``Policy``."""
         fmt = FixedPoint(settings["init_wl"], settings["init_fl"], settings["symmetric"])
         return LayerState(fmt, settings["lookback"][0], settings["resolution"][0])
 
-    def measure(self, states: Sequence[Mapping[str, Any]], grads: Sequence[Tensor]) -> Measured:
+    def measure(
+        self, shared: Losses, tensors: Sequence[Mapping[str, Tensor]], grads: Sequence[Tensor]
+    ) -> Measured:
         """Add the gradients to their windows, and take the norms of the sums."""
-        if not states:
+        if not tensors:
             return Measured()
-        sums = torch._foreach_add([state["grad_sum"] for state in states], list(grads))
+        sums = torch._foreach_add([own["grad_sum"] for own in tensors], list(grads))
         return Measured({"grad_sum": sums}, torch._foreach_norm(sums, 2, widest(sums[0].device)))
 
-    def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
+    def update(self, shared: Losses, layers: Sequence[Layer], step: Step) -> Update:
         """Adapt the strategy, then each layer; full windows switch."""
-        self._adapt_strategy(layers, step)
-        due = []
-        for layer in layers:
-            if layer.norm is None or layer.measured is None:
-                continue
-            norm = layer.norm
-            if layer.settings["normalize_gradients"]:
-                norm = float(norm > 0)
-            record = observe(layer.state["layer"], norm, layer.measured, layer.settings)
-            layer.state["layer"] = record
-            if record.is_due:
-                due.append(layer)
-        masters = spread([layer.state["master"] for layer in due], [layer.shard for layer in due])
-        return [self._switch(*pair, step) for pair in zip(due, masters, strict=True)]
+        shared = self._adapted(shared, layers, step)
+        after = [_observed(layer) for layer in layers]
+        due = [i for i, layer in enumerate(after) if layer.norm is not None and layer.record.is_due]
+        masters = spread([after[i].master for i in due], [after[i].shard for i in due])
+        rows = []
+        for i, master in zip(due, masters, strict=True):
+            if not (master.low > -math.inf and master.high < math.inf):
+                raise FloatingPointError(
+                    f"weights must be finite, got {after[i].name} from {master.low} to "
+                    f"{master.high} in step {step.number}"
+                )
+            after[i], row = self._switched(shared.level, after[i], master, step)
+            rows.append(row)
+        return Update(shared, after, rows)
 
-    def load_record(self, values: Mapping[str, Any]) -> LayerState:
-        """See ``Policy``."""
-        return LayerState(**{**values, "fmt": FixedPoint(**values["fmt"])})
-
-    def state_dict(self) -> dict[str, Any]:
-        """See ``Policy``."""
-        return {"level": self.level, "losses": list(self._losses)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Policy``."""
-        self.level, self._losses = state["level"], list(state["losses"])
-
-    def _adapt_strategy(self, layers: Sequence[Layer], step: Step) -> None:
+    def _adapted(self, shared: Losses, layers: Sequence[Layer], step: Step) -> Losses:
         """Compare the loss with the mean over the last steps, as many as the mean lookback.
 
         Source:
-            MARViN, section 3.6.
+            MARViN, section 3.3.
         """
-        settings, loss = step.settings, step.loss
+        settings, loss, losses = step.settings, step.loss, shared.losses
         if loss is None:
             if step.number == 1 and settings["strategy"] == "adaptive":
                 message = "the adaptive strategy needs step(loss=loss); it stays at 'min'"
                 warnings.warn(message, stacklevel=6)
-            return
+            return shared
         current = loss
         if settings["strategy_loss"] == "short":
-            recent = [*self._losses, loss][-settings["lookback"][0] :]
+            recent = [*losses, loss][-settings["lookback"][0] :]
             current = math.fsum(recent) / len(recent)
-        lookbacks = [layer.state["layer"].lookback for layer in layers]
+        lookbacks = [layer.record.lookback for layer in layers]
         window = max(sum(lookbacks) // max(len(lookbacks), 1), 1)
         margin = settings["strategy_margin"]
-        self.level = adapt_strategy(self.level, self._losses, current, window, margin=margin)
-        self._losses = [*self._losses, loss][-max(settings["lookback"][1], window) :]
+        level = adapt_strategy(shared.level, losses, current, window, margin=margin)
+        return Losses(level, (*losses, loss)[-max(settings["lookback"][1], window) :])
 
-    def _switch(self, layer: Layer, master: Spread, step: Step) -> Switch:
+    def _switched(
+        self, level: Level, layer: Layer, master: Spread, step: Step
+    ) -> tuple[Layer, Switch]:
         """Choose a layer's format, and empty its window."""
-        settings, record = layer.settings, layer.state["layer"]
-        level = self.level if settings["strategy"] == "adaptive" else settings["strategy"]
+        settings, record = layer.settings, layer.record
+        if settings["strategy"] != "adaptive":
+            level = settings["strategy"]
         key = step.seed, stream(Purpose.PUSH_DOWN, step.number, layer.index)
         lowest = _lowest(record, master, settings, key)
         first, second = push_up.suggestions(record.diversity, lowest.fl, settings["pushup"])
@@ -168,9 +172,19 @@ class MarvinPolicy(Policy):
             bits=bits,
         )
         fmt = replace(record.fmt, wl=wl, fl=fl)
-        layer.state["layer"] = LayerState(fmt, record.lookback, record.resolution)
-        layer.state["grad_sum"].zero_()
-        return row
+        emptied = LayerState(fmt, record.lookback, record.resolution)
+        window = {"grad_sum": torch.zeros_like(layer.tensors["grad_sum"])}
+        return replace(layer, record=emptied, tensors=window), row
+
+
+def _observed(layer: Layer) -> Layer:
+    """Take a layer's gradient into its window, if it has one."""
+    if layer.norm is None or layer.measured is None:
+        return layer
+    norm = layer.norm
+    if layer.settings["normalize_gradients"]:
+        norm = float(norm > 0)
+    return replace(layer, record=observe(layer.record, norm, layer.measured, layer.settings))
 
 
 def _lowest(

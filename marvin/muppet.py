@@ -2,24 +2,58 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fixedpoint_kernels import BlockFloat
-from marvin.policy import ActivationFormats, Kept, Layer, Measured, Policy, Step, word_length
+from marvin.policy import (
+    ActivationFormats,
+    Layer,
+    LayerFormat,
+    Measured,
+    Policy,
+    Rules,
+    Step,
+    Update,
+    word_length,
+)
+from marvin.record import PlainRecord
 from marvin.rounding import Format
 from marvin.trace import Switch
 
-__all__ = ["MuppetPolicy", "epoch_diversity", "threshold"]
+__all__ = ["MuppetPolicy", "Stage", "epoch_diversity", "threshold"]
 
 _FLOAT = 32  # bits: this level is float32
 _BASE, _HEIGHT, _DECAY = 1.0, 1.5, 0.1  # of the threshold
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
+class Stage(PlainRecord):
+    """Where a network stands: what is common to all layers.
+
+    Args:
+        level: Position of the current word length among the levels.
+        epoch: Epochs that have ended.
+        since_switch: Of these, since the last switch.
+        violations: Since the last switch.
+        entries: Of these, since gradients were last forgotten.
+        float_epochs: Epochs in float32.
+        largest: Diversity since the last switch.
+    """
+
+    level: int = 0
+    epoch: int = 0
+    since_switch: int = 0
+    violations: int = 0
+    entries: int = 0
+    float_epochs: int = 0
+    largest: float = 0.0
+
+
+@dataclass(frozen=True)
 class MuppetPolicy(Policy):
     """Block floating point with one word length, which only rises, at the end of epochs.
 
@@ -30,7 +64,7 @@ class MuppetPolicy(Policy):
     float32; there the learning rate is multiplied by ``lr_factor`` after every
     ``epochs_per_lr`` epochs, ``lr_decays`` times, and the training should stop after as many
     epochs more. Call ``optimizer.end_epoch()``, do not use a scheduler, and look at
-    ``optimizer.policy.should_stop``.
+    ``optimizer.should_stop``.
 
     Weights, biases and gradients are rounded to the level, each with a power of two of its own;
     with ``marvin.quantize_activations`` also the model's input, for each sample, the outputs of
@@ -65,12 +99,14 @@ class MuppetPolicy(Policy):
     lr_decays: int = 2
     lr_factor: float = 0.1
 
-    tensors = ("last_grad",)
-    quantizes_gradients = True
-    quantizes_norms = False
-    quantizes_input = True
-    takes_shards = False  # a tensor's largest value gives its scale
-    owns_lr = True
+    rules = Rules(
+        tensors=("last_grad",),
+        quantizes_gradients=True,
+        quantizes_norms=False,
+        quantizes_input=True,
+        takes_shards=False,  # a tensor's largest value gives its scale
+        owns_lr=True,
+    )
 
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.levels, self.levels[1:], strict=False))
@@ -87,106 +123,100 @@ class MuppetPolicy(Policy):
             raise ValueError(
                 f"threshold_epoch must be absolute or since_switch, got {self.threshold_epoch!r}"
             )
-        self._state = {"level": 0, "epoch": 0, "since_switch": 0, "violations": 0}
-        self._state |= {"entries": 0, "float_epochs": 0}
-        self._largest = 0.0  # diversity since the last switch
 
-    @property
-    def word_length(self) -> int:
-        """The current level, bits."""
-        return self.levels[self._state["level"]]
+    def settings(self) -> dict[str, Any]:
+        """See ``Policy``: the network has one word length, so no group may differ."""
+        return {}
 
-    @property
-    def lr_scale(self) -> float:
+    def word_length_at(self, shared: Stage) -> int:
+        """Return the level at which a network stands, bits."""
+        return self.levels[shared.level]
+
+    def lr_scale_at(self, shared: Stage) -> float:
         """See ``Policy``."""
-        falls = min(self._state["float_epochs"] // self.epochs_per_lr, self.lr_decays)
+        falls = min(shared.float_epochs // self.epochs_per_lr, self.lr_decays)
         return self.lr_factor**falls
 
-    @property
-    def should_stop(self) -> bool:
+    def should_stop_at(self, shared: Stage) -> bool:
         """See ``Policy``."""
-        return self._state["float_epochs"] >= self.epochs_per_lr * (self.lr_decays + 1)
+        return shared.float_epochs >= self.epochs_per_lr * (self.lr_decays + 1)
 
-    def start(self, settings: Mapping[str, Any]) -> Kept:
+    def init_shared(self) -> Stage:
         """See ``Policy``."""
-        return Kept(_format(self.word_length))
+        return Stage()
 
-    def activation_formats(self, record: Kept) -> ActivationFormats:
+    def load_shared(self, values: Mapping[str, Any] | None) -> Stage:
+        """See ``Policy``."""
+        shared = super().load_shared(values) or Stage()
+        if not 0 <= shared.level < len(self.levels):
+            got = f"number {shared.level}"
+            raise ValueError(f"the state's level must be one of {self.levels}, got {got}")
+        return shared
+
+    def init(self, settings: Mapping[str, Any], shared: Stage) -> LayerFormat:
+        """See ``Policy``."""
+        return LayerFormat(_format(self.word_length_at(shared)))
+
+    def activation_formats(self, record: LayerFormat) -> ActivationFormats:
         """See ``Policy``."""
         return ActivationFormats(None, record.fmt, record.fmt)
 
-    def measure(self, states: Sequence[Mapping[str, Any]], grads: Sequence[Tensor]) -> Measured:
+    def measure(
+        self, shared: Stage, tensors: Sequence[Mapping[str, Tensor]], grads: Sequence[Tensor]
+    ) -> Measured:
         """Keep a copy of the gradients: they may be the last of an epoch."""
-        if self.word_length == _FLOAT:
+        if self.word_length_at(shared) == _FLOAT:
             return Measured()
         return Measured({"last_grad": [grad.clone() for grad in grads]})
 
-    def on_epoch_end(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
+    def end_epoch(self, shared: Stage, layers: Sequence[Layer], step: Step) -> Update:
         """Look at the epoch's diversity; go to the next level where it has fallen too often."""
-        state = self._state
-        state["epoch"] += 1
-        state["since_switch"] += 1
-        if self.word_length == _FLOAT:
-            state["float_epochs"] += 1
-            return []
-        state["entries"] += 1
-        for layer in layers:
-            _remember(layer.state, self.window)
-        if state["entries"] < self.window:
-            return []
-        diversity = epoch_diversity([layer.state["epoch_grads"] for layer in layers])
-        self._compare(diversity)
-        if state["violations"] >= self.patience and state["level"] + 1 < len(self.levels):
-            state |= {"level": state["level"] + 1, "violations": 0, "since_switch": 0}
-            self._largest = 0.0
-            self._forget(layers)
-            return self._switch(layers, step, diversity)
+        shared = replace(shared, epoch=shared.epoch + 1, since_switch=shared.since_switch + 1)
+        if self.word_length_at(shared) == _FLOAT:
+            return Update(replace(shared, float_epochs=shared.float_epochs + 1), layers)
+        shared = replace(shared, entries=shared.entries + 1)
+        layers = [_remembered(layer, self.window) for layer in layers]
+        if shared.entries < self.window:
+            return Update(shared, layers)
+        diversity = epoch_diversity([layer.tensors["epoch_grads"] for layer in layers])
+        shared = self._compared(shared, diversity)
+        if shared.violations >= self.patience and shared.level + 1 < len(self.levels):
+            return self._switched(shared, layers, step, diversity)
         if self.window_kind == "block":
-            self._forget(layers)
-        return []
+            return Update(replace(shared, entries=0), [_forgotten(layer) for layer in layers])
+        return Update(shared, layers)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See ``Policy``."""
-        return {"muppet": {**self._state, "largest": self._largest}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Policy``."""
-        own = dict(state["muppet"])
-        self._largest = own.pop("largest")
-        self._state = own
-
-    def _compare(self, diversity: float) -> None:
+    def _compared(self, shared: Stage, diversity: float) -> Stage:
         """Count a violation where the diversity is far below the largest since the switch."""
         if not math.isfinite(diversity):
-            return
+            return shared
+        if diversity >= shared.largest:
+            return replace(shared, largest=diversity)
         # epochs from 0: the one that has just ended is not counted yet
-        since = "epoch" if self.threshold_epoch == "absolute" else "since_switch"
-        if diversity >= self._largest:
-            self._largest = diversity
-        elif self._largest / diversity > threshold(self._state[since] - 1):
-            self._state["violations"] += 1
+        is_absolute = self.threshold_epoch == "absolute"
+        since = shared.epoch if is_absolute else shared.since_switch
+        is_violation = shared.largest / diversity > threshold(since - 1)
+        return replace(shared, violations=shared.violations + is_violation)
 
-    def _forget(self, layers: Sequence[Layer]) -> None:
-        self._state["entries"] = 0
-        for layer in layers:
-            del layer.state["epoch_grads"]
-
-    def _switch(self, layers: Sequence[Layer], step: Step, diversity: float) -> list[Switch]:
-        before, fmt = self.levels[self._state["level"] - 1], _format(self.word_length)
-        rows = []
-        for layer in layers:
-            layer.state["layer"] = Kept(fmt)
-            rows.append(
-                Switch(
-                    step=step.number,
-                    layer=layer.name,
-                    wl=word_length(fmt),
-                    wl_before=before,
-                    diversity=diversity,
-                    window=self.window,
-                )
+    def _switched(
+        self, shared: Stage, layers: Sequence[Layer], step: Step, diversity: float
+    ) -> Update:
+        before = self.word_length_at(shared)
+        shared = Stage(shared.level + 1, shared.epoch)
+        fmt = _format(self.word_length_at(shared))
+        rows = [
+            Switch(
+                step=step.number,
+                layer=layer.name,
+                wl=word_length(fmt),
+                wl_before=before,
+                diversity=diversity,
+                window=self.window,
             )
-        return rows
+            for layer in layers
+        ]
+        after = [replace(_forgotten(layer), record=LayerFormat(fmt)) for layer in layers]
+        return Update(shared, after, rows)
 
 
 def threshold(epoch: int) -> float:
@@ -229,8 +259,14 @@ def _format(level: int) -> Format | None:
     return None if level == _FLOAT else BlockFloat(level)
 
 
-def _remember(state: dict[str, Any], window: int) -> None:
+def _remembered(layer: Layer, window: int) -> Layer:
     """Add the last gradient to those of the epochs before, shape ``(up to window, ...)``."""
-    last = state["last_grad"].unsqueeze(0)
-    before = state.get("epoch_grads", last[:0])
-    state["epoch_grads"] = torch.cat([before, last])[-window:]
+    last = layer.tensors["last_grad"].unsqueeze(0)
+    before = layer.tensors.get("epoch_grads", last[:0])
+    grads = torch.cat([before, last])[-window:]
+    return replace(layer, tensors={**layer.tensors, "epoch_grads": grads})
+
+
+def _forgotten(layer: Layer) -> Layer:
+    """Leave nothing but the last gradient."""
+    return replace(layer, tensors={"last_grad": layer.tensors["last_grad"]})

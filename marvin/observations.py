@@ -1,8 +1,8 @@
 """What the passes of a step tell of the layers' inputs, and masters of their weights."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,24 +15,43 @@ from marvin.ranges import Range, need
 from marvin.ranks import min_over_ranks, sum_over_ranks
 from marvin.shards import Shard, spread, whole_norms, widest
 
-__all__ = ["Inputs", "Observations", "weight_ranges"]
+__all__ = ["Inputs", "Observer", "inputs_of", "weight_ranges"]
 
 _FEWER = 1, 2  # integer bits that a weight may have less than its largest value needs
 
 
-@dataclass
 class _Sums:
-    """One entry a pass, on the device.
+    """Numbers on the device; passes add up.
 
-    Args:
+    Attributes:
         counts: Magnitudes, shape ``(MAGNITUDES,)``.
         forward: Smallest value, sum of squares, and values clamped, shape ``(3,)``.
-        gradients: Squared norms, 0-d.
+        clamped: Values clamped in the last pass, 0-d.
+        gradient: Squared norms, 0-d; None before a gradient came.
     """
 
-    counts: list[Tensor] = field(default_factory=list)
-    forward: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.counts = self.forward = self.clamped = torch.empty(0)
+        self.passes = 0
+        self.gradient: Tensor | None = None
+
+    def add(self, counts: Tensor, forward: Tensor) -> None:
+        """Take one pass."""
+        self.clamped = forward[2]
+        if self.passes:
+            counts = self.counts + counts
+            lowest = torch.minimum(self.forward[:1], forward[:1])
+            forward = torch.cat([lowest, self.forward[1:] + forward[1:]])
+        self.counts, self.forward, self.passes = counts, forward, self.passes + 1
+
+    def add_gradient(self, squares: Tensor) -> None:
+        """Take the gradient of one pass."""
+        self.gradient = squares if self.gradient is None else self.gradient + squares
+
+    def scalars(self) -> Tensor:
+        """Return ``forward`` and ``gradient`` in one vector."""
+        gradient = self.forward.new_zeros(()) if self.gradient is None else self.gradient
+        return torch.cat([self.forward, gradient.view(1)])
 
 
 class _Surveyed(torch.autograd.Function):
@@ -43,8 +62,7 @@ class _Surveyed(torch.autograd.Function):
         ctx: Any, x: Tensor, fmt: FixedPoint | None, clip: bool, has_gradient: bool, sums: _Sums
     ) -> Tensor:
         y, marks, counts, scalars = round_and_survey(x.detach(), fmt)
-        sums.counts.append(counts)
-        sums.forward.append(scalars)
+        sums.add(counts, scalars)
         ctx.save_for_backward(marks)
         ctx.clips, ctx.has_gradient, ctx.sums = fmt is not None and clip, has_gradient, sums
         return y
@@ -57,7 +75,7 @@ class _Surveyed(torch.autograd.Function):
         (marks,) = ctx.saved_tensors
         clip = ctx.clips and ctx.has_gradient
         masked, squares = mask_and_survey(grad, marks, clip=clip)
-        ctx.sums.gradients.append(squares)
+        ctx.sums.add_gradient(squares)
         return masked if ctx.has_gradient else None, None, None, None, None
 
 
@@ -85,36 +103,20 @@ class Inputs:
         return Range(self.lowest < 0, need(self.counts, tolerance), self.power, self.saturated)
 
 
-class Observations:
-    """Collects what layers see between two steps of the optimizer.
+class Observer:
+    """Collects what one layer sees between two steps of the optimizer.
 
     Everything adds up over forward passes and processes, so that micro-batches and processes tell
-    what their batch would. The host waits for the device in ``read``; on a GPU, also to count
-    magnitudes.
+    what their batch would. On a GPU, counting magnitudes waits for the device; nothing else does.
     """
 
     def __init__(self) -> None:
-        self.samples = 0
-        """How many samples went forward."""
-        self._layers: dict[int, _Sums] = {}
+        self.sums: _Sums | None = None
 
-    def clear(self) -> None:
-        """Forget all."""
-        self.samples = 0
-        self._layers = {}
-
-    def count(self, inputs: Sequence[Any]) -> None:
-        """Count the samples of one forward pass: the first dimension of a module's first input."""
-        if inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim:
-            self.samples += len(inputs[0])
-
-    def round(
-        self, layer: int, x: Tensor, fmt: FixedPoint | None, *, clip: bool
-    ) -> tuple[Tensor, Tensor]:
+    def round(self, x: Tensor, fmt: FixedPoint | None, *, clip: bool) -> tuple[Tensor, Tensor]:
         """Round a layer's input to nearest, measure it, and its gradient when that comes back.
 
         Args:
-            layer: Position of the layer.
             x: The input, float32, bfloat16 or float16, not empty.
             fmt: The format; None: not rounded.
             clip: Whether the gradient is 0 where the value was clamped.
@@ -123,36 +125,39 @@ class Observations:
             What the layer will see, a tensor that no other module uses; and how many values were
             clamped, 0-d.
         """
-        sums = self._layers.setdefault(layer, _Sums())
+        self.sums = self.sums or _Sums()
         y = _Surveyed.apply(
-            x if x.requires_grad else x.detach().requires_grad_(), fmt, clip, x.requires_grad, sums
+            x if x.requires_grad else x.detach().requires_grad_(),
+            fmt,
+            clip,
+            x.requires_grad,
+            self.sums,
         )
-        return y, sums.forward[-1][2]  # pyright: ignore[reportReturnType]
+        return y, self.sums.clamped  # pyright: ignore[reportReturnType]
 
-    def read(self, samples: int) -> dict[int, Inputs]:
-        """Return what was seen, by position.
 
-        Args:
-            samples: How many went forward in this process; the loss was their mean.
-        """
-        if not self._layers:
-            return {}
-        counts = torch.stack([torch.stack(sums.counts).sum(0) for sums in self._layers.values()])
-        lowest, added = torch.stack([_scalars(sums) for sums in self._layers.values()]).split(
-            [1, 3], dim=1
-        )
-        added = torch.cat([added, torch.full_like(lowest, samples)], dim=1)
-        added[:, 2] *= float(samples) ** 2  # of the samples' own losses, not of their mean
-        scalars = torch.cat([min_over_ranks(lowest), sum_over_ranks(added)], dim=1)
-        found = {}
-        rows = zip(
-            self._layers.items(), sum_over_ranks(counts).tolist(), scalars.tolist(), strict=True
-        )
-        for (layer, sums), table, (low, squares, clamped, gradient, every) in rows:
-            total = sum(table)
-            known = gradient / every if sums.gradients and every else None
-            found[layer] = Inputs(table, low, squares / total, clamped / total, known)
-        return found
+def inputs_of(observers: Mapping[int, Observer], samples: int) -> dict[int, Inputs]:
+    """Return what layers saw, by their key; in one transfer. Those that saw nothing are left out.
+
+    Args:
+        observers: Of the layers.
+        samples: How many went forward in this process; the loss was their mean.
+    """
+    seen = {key: observer.sums for key, observer in observers.items() if observer.sums is not None}
+    if not seen:
+        return {}
+    counts = torch.stack([sums.counts for sums in seen.values()])
+    lowest, added = torch.stack([sums.scalars() for sums in seen.values()]).split([1, 3], dim=1)
+    added = torch.cat([added, torch.full_like(lowest, samples)], dim=1)
+    added[:, 2] *= float(samples) ** 2  # of the samples' own losses, not of their mean
+    scalars = torch.cat([min_over_ranks(lowest), sum_over_ranks(added)], dim=1)
+    found = {}
+    rows = zip(seen.items(), sum_over_ranks(counts).tolist(), scalars.tolist(), strict=True)
+    for (key, sums), table, (low, squares, clamped, gradient, every) in rows:
+        total = sum(table)
+        known = gradient / every if sums.gradient is not None and every else None
+        found[key] = Inputs(table, low, squares / total, clamped / total, known)
+    return found
 
 
 def weight_ranges(
@@ -205,12 +210,6 @@ def _channels(
         for i, row in zip(chosen, rows, strict=True):
             found[i] = [next(values) for _ in row]
     return found
-
-
-def _scalars(sums: _Sums) -> Tensor:
-    forward = torch.stack(sums.forward)
-    gradient = torch.stack(sums.gradients).sum() if sums.gradients else forward.new_zeros(())
-    return torch.cat([forward[:, :1].amin(0), forward[:, 1:].sum(0), gradient.view(1)])
 
 
 def _length_of(largest: float) -> int | None:

@@ -1,6 +1,5 @@
 """MSGD: SGD with momentum on the masters of fixed-point weights, with the paper's policy."""
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -10,16 +9,15 @@ from torch.optim.optimizer import ParamsT
 
 from marvin import push_down, push_up
 from marvin.adaptation import LookbackRounding
-from marvin.base import QuantizingOptimizer
-from marvin.gradients import Gradients
 from marvin.marvin_policy import MarvinPolicy
 from marvin.push_up import Level
+from marvin.quantized import Quantized
 from marvin.settings import SGD, check_settings
 
 __all__ = ["MSGD"]
 
 
-class MSGD(QuantizingOptimizer):
+class MSGD(Quantized):
     """Stochastic gradient descent on fixed-point weights, with a format for every layer.
 
     A *layer* is a parameter with two or more dimensions. The parameters of the model hold
@@ -132,39 +130,19 @@ class MSGD(QuantizingOptimizer):
         nonfinite: Literal["raise", "skip"] = "raise",
         seed: int = 0,
     ) -> None:
-        defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
+        own = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
+        check_settings(own, SGD)
         names = {f.name for f in fields(MarvinPolicy)}
-        policy = MarvinPolicy(**{k: v for k, v in defaults.items() if k in names})
-        super().__init__(params, defaults, policy)
+        policy = MarvinPolicy(**{k: v for k, v in own.items() if k in names})
+        sgd = {name: own[name] for name in ("lr", "momentum", "weight_decay")}
+        rest = {k: v for k, v in own.items() if k not in names and k not in sgd}
+        super().__init__(torch.optim.SGD(params, **sgd, foreach=True), policy, **rest)
 
     @property
     def strategy(self) -> Level:
         """The level at which the adaptive strategy stands."""
-        assert isinstance(self.policy, MarvinPolicy)
-        return self.policy.level
+        return self.shared.level
 
     def _check(self, group: dict[str, Any]) -> None:
         check_settings(group, SGD)
         super()._check(group)
-
-    def _initialise(self, group: dict[str, Any]) -> None:
-        super()._initialise(group)
-        for p in group["params"]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(self.state[p]["master"])
-
-    def _update(self, batches: Sequence[Gradients]) -> None:
-        """Do one step of SGD on the masters."""
-        for batch in batches:
-            group, steps = batch.group, batch.values
-            masters = [self.state[p]["master"] for p in batch.params]
-            if group["weight_decay"]:
-                if group["normalize_gradients"]:  # then they are ours to change
-                    torch._foreach_add_(steps, masters, alpha=group["weight_decay"])
-                else:
-                    steps = torch._foreach_add(steps, masters, alpha=group["weight_decay"])
-            if group["momentum"]:
-                buffers = [self.state[p]["momentum_buffer"] for p in batch.params]
-                torch._foreach_mul_(buffers, group["momentum"])
-                torch._foreach_add_(buffers, steps)
-                steps = buffers
-            torch._foreach_add_(masters, steps, alpha=-float(group["lr"]))

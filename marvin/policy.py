@@ -1,18 +1,17 @@
-"""What an optimizer asks to know each layer's format; and the policy that never changes one."""
+"""What decides formats: a frozen record of hyper-parameters, and functions from records to records."""
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels.rounding import Rounding
 from marvin.channels import ChannelFormat
-from marvin.observations import Observations
+from marvin.observations import Inputs
 from marvin.record import PlainRecord
 from marvin.rounding import Format
 from marvin.shards import Shard
@@ -21,29 +20,63 @@ from marvin.trace import Switch
 __all__ = [
     "ActivationFormats",
     "FixedPolicy",
-    "Kept",
     "Layer",
+    "LayerFormat",
     "Measured",
     "Policy",
-    "Record",
+    "Rules",
     "Step",
-    "layer_tensors",
+    "Update",
+    "check_policy",
+    "fields_of",
+    "restored",
     "word_length",
 ]
 
 
-class Record(Protocol):
-    """What a policy remembers of one layer: a frozen dataclass of plain values."""
+@dataclass(frozen=True)
+class Rules:
+    """What a policy wants of the model and of the optimizer; the same for all its objects.
 
-    @property
-    def fmt(self) -> Format | None:
-        """Format of the weight; None for float32."""
-        ...
+    Args:
+        tensors: Names of float32 tensors of the weight's shape in each layer's state, at first 0.
+        weight_rounding: How masters are rounded into the model.
+        activation_rounding: How activations are rounded in training.
+        quantizes_gradients: Whether gradients are rounded to their layer's format where the user
+            does not say.
+        quantizes_norms: Whether normalisation layers round their activations.
+        quantizes_pools: Whether average pooling rounds its activations, to the formats of the
+            layer before it.
+        quantizes_input: Whether the model's input is rounded, each sample for itself, to the first
+            layer's outputs' format.
+        one_dim: Format of parameters with fewer than two dimensions where the user does not say.
+        observes_inputs: Whether the policy wants to know what layers' inputs are like, in the
+            steps that ``Policy.observes`` names. ``activation_rounding`` must be ``"nearest"``.
+        takes_shards: Whether processes may share a layer, each with a part of its tensors.
+        owns_lr: Whether the policy schedules the learning rate, by ``lr_scale``, and ends the
+            training.
+    """
+
+    tensors: tuple[str, ...] = ()
+    weight_rounding: Rounding = "stochastic"
+    activation_rounding: Rounding = "stochastic"
+    quantizes_gradients: bool = False
+    quantizes_norms: bool = True
+    quantizes_pools: bool = True
+    quantizes_input: bool = False
+    one_dim: Literal["previous", "float"] = "previous"
+    observes_inputs: bool = False
+    takes_shards: bool = True
+    owns_lr: bool = False
 
 
 @dataclass(frozen=True)
-class Kept(PlainRecord):
-    """The record of a policy that remembers nothing but the format."""
+class LayerFormat(PlainRecord):
+    """The record of a policy that remembers nothing but the format.
+
+    Args:
+        fmt: Format of the weight; None for float32.
+    """
 
     fmt: Format | None
 
@@ -69,7 +102,7 @@ class Measured:
 
     Args:
         tensors: New values of the policy's own tensors, by name, one a layer each.
-        norms: 2-norms that ``Policy.on_step`` wants on the host, float64, 0-d, one a layer; may
+        norms: 2-norms that ``Policy.update`` wants on the host, float64, 0-d, one a layer; may
             be empty. Where processes share a layer, each gives that of its part.
     """
 
@@ -77,7 +110,7 @@ class Measured:
     norms: Sequence[Tensor] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class Layer:
     """A layer as a policy sees it.
 
@@ -85,20 +118,25 @@ class Layer:
         index: Position among the optimizer's parameters; numbers the layer's noise.
         name: Of its weight.
         settings: Hyper-parameters of its parameter group.
-        state: The optimizer's state of the weight: ``"master"``, the policy's own tensors, and
-            the record under ``"layer"``, which the policy replaces.
-        shard: What of it this process holds: ``state`` has tensors of that.
+        record: What the policy remembers of it; has a field ``fmt``.
+        tensors: The policy's own, by name.
+        master: The float32 weight.
+        shard: What of it this process holds: tensors are of that.
         norm: 2-norm of this step's gradient before it was normalised; None without a gradient.
         measured: The policy's own of ``Measured.norms``, of the whole layer.
+        inputs: What the layer's inputs were like in this step, if that was observed.
     """
 
     index: int
     name: str
     settings: Mapping[str, Any]
-    state: dict[str, Any]
+    record: Any
+    tensors: Mapping[str, Tensor]
+    master: Tensor
     shard: Shard
     norm: float | None = None
     measured: float | None = None
+    inputs: Inputs | None = None
 
 
 @dataclass(frozen=True)
@@ -110,81 +148,81 @@ class Step:
         seed: Of the optimizer's noise.
         settings: Hyper-parameters of the first group.
         loss: As the user gave it, with the L1 penalty; None where there was none.
+        samples: How many samples went forward in this process, as ``Policy.samples`` has it.
     """
 
     number: int
     seed: int
     settings: Mapping[str, Any]
     loss: float | None = None
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a policy makes of a step.
+
+    Args:
+        shared: What is common to all layers.
+        layers: As they came, with other records and tensors, in the same order.
+        switches: Changes of format, for the trace.
+    """
+
+    shared: Any
+    layers: Sequence[Layer]
+    switches: Sequence[Switch] = ()
+
+
+_NOW_OF_THE_OPTIMIZER = {
+    "level": "strategy",
+    "lr_scale": "lr_scale",
+    "should_stop": "should_stop",
+    "word_length": "mean_word_length()",
+}
+_EARLIER = {
+    "start": "init",
+    "on_step": "update",
+    "on_epoch_end": "end_epoch",
+    "load_record": "init",
+}
 
 
 class Policy(ABC):
     """Decides in which formats a model computes, and when they change.
 
-    A policy is asked in this order. ``settings`` are its hyper-parameters: each parameter group
-    has them and may change them. ``start`` gives a layer its first record. In each step
-    ``measure`` computes on the device what the gradients tell, without changing anything; once
-    the step is known to be finite, ``on_step`` takes the numbers, in one transfer with all
-    others, and replaces records. ``on_epoch_end`` does the same where the user marks the end of
-    an epoch. Records and tensors are in the optimizer's state, one set a layer; what is common
-    to all layers is the policy's own and comes out of ``state_dict``. A policy object serves one
-    optimizer.
+    A policy is a frozen dataclass: its fields are its hyper-parameters. It remembers nothing. What
+    it knows of a layer is a frozen *record*, a dataclass of plain values with a field ``fmt``, the
+    weight's format; what is common to all layers is one more, the *shared* record. The optimizer
+    keeps both, saves them with the fields, and hands them in. So a policy may serve many
+    optimizers, and a training that is resumed has the fields that it was started with.
 
-    Weights take ``record.fmt``; ``activation_formats`` may give activations others.
+    It is asked in this order. ``init_shared`` and ``init`` give the first records. In each step
+    ``measure`` computes on the device what the gradients tell, without changing anything; once
+    the step is known to be finite, ``update`` gets the numbers, in one transfer with all others,
+    and returns new records. ``end_epoch`` does the same where the user marks the end of an epoch.
+
+    ``settings`` are the hyper-parameters that ``settings()`` names: each parameter group has them
+    and may change them. Weights take ``record.fmt``; ``activation_formats`` may give activations
+    others. ``rules`` says what the policy wants beside formats.
     """
 
-    tensors: ClassVar[tuple[str, ...]] = ()
-    """Names of float32 tensors of the weight's shape in each layer's state, at first 0."""
+    rules: ClassVar[Rules] = Rules()
 
-    quantizes_gradients: ClassVar[bool] = False
-    """Whether gradients are rounded to their layer's format where the user does not say."""
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if earlier := sorted(set(_EARLIER) & set(vars(cls))):
+            now = ", ".join(f"{name} is now {_EARLIER[name]}" for name in earlier)
+            raise TypeError(f"a policy is pure functions from records to records: {now}")
 
-    quantizes_norms: ClassVar[bool] = True
-    """Whether normalisation layers round their activations."""
-
-    quantizes_pools: ClassVar[bool] = True
-    """Whether average pooling rounds its activations, to the formats of the layer before it."""
-
-    weight_rounding: ClassVar[Rounding] = "stochastic"
-    """How masters are rounded into the model."""
-
-    activation_rounding: ClassVar[Rounding] = "stochastic"
-    """How activations are rounded in training."""
-
-    one_dim: ClassVar[Literal["previous", "float"]] = "previous"
-    """Format of parameters with fewer than two dimensions where the user does not say."""
-
-    quantizes_input: ClassVar[bool] = False
-    """Whether the model's input is rounded, each sample for itself, to the first layer's outputs'
-    format."""
-
-    takes_shards: ClassVar[bool] = True
-    """Whether processes may share a layer, each with a part of its tensors."""
-
-    owns_lr: ClassVar[bool] = False
-    """Whether the policy schedules the learning rate, by ``lr_scale``, and ends the training."""
-
-    @property
-    def observations(self) -> Observations | None:
-        """Where to put what layers' inputs are like in the steps that ``observes`` names.
-
-        The inputs are rounded to nearest then, so ``activation_rounding`` must be that.
-        """
-        return None
-
-    @property
-    def lr_scale(self) -> float:
-        """What the policy has multiplied the learning rates by so far."""
-        return 1.0
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether the training is over as far as the policy is concerned."""
-        return False
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOW_OF_THE_OPTIMIZER:
+            now = _NOW_OF_THE_OPTIMIZER[name]
+            raise AttributeError(f"a policy remembers nothing: read optimizer.{now} instead")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def settings(self) -> dict[str, Any]:
-        """Return hyper-parameters that a parameter group may change."""
-        return {}
+        """Return the hyper-parameters that a parameter group may change: by default, the fields."""
+        return fields_of(self)
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Refuse hyper-parameters that are out of range.
@@ -192,63 +230,82 @@ class Policy(ABC):
         Raises:
             ValueError: With the name, what is required and what came.
         """
-        self.start(settings)
+        self.init(settings, self.init_shared())
+
+    def init_shared(self) -> Any:
+        """Return what is common to all layers before the first step: a frozen record, or None."""
+        return None
+
+    def load_shared(self, values: Mapping[str, Any] | None) -> Any:
+        """Return the shared record of a state, which ``dataclasses.asdict`` made ``values`` of.
+
+        Raises:
+            ValueError: It is none of this policy's.
+        """
+        return restored(self.init_shared(), values)
 
     @abstractmethod
-    def start(self, settings: Mapping[str, Any]) -> Record:
+    def init(self, settings: Mapping[str, Any], shared: Any) -> Any:
         """Return the record of a layer that has seen no step."""
 
     def activation_formats(self, record: Any) -> ActivationFormats:
         """Return the formats of a layer's activations; by default, the weight's in and out."""
         return ActivationFormats(record.fmt, record.fmt)
 
-    def measure(self, states: Sequence[Mapping[str, Any]], grads: Sequence[Tensor]) -> Measured:
+    def measure(
+        self, shared: Any, tensors: Sequence[Mapping[str, Tensor]], grads: Sequence[Tensor]
+    ) -> Measured:
         """Look at the gradients of a group's layers, float32 and normalised where asked for.
 
         Args:
-            states: Of the layers that have a gradient; not to be changed.
+            shared: What is common to all layers.
+            tensors: ``rules.tensors`` of the layers that have a gradient; not to be changed.
             grads: Their gradients; not to be changed, nor kept without a copy.
         """
         return Measured()
 
-    def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
-        """Replace records after a step's gradients; return what switched.
+    def samples(self, settings: Mapping[str, Any], counted: int) -> int:
+        """Return how many samples of a step this process saw.
 
         Args:
-            layers: All layers, those without a gradient too, in parameter order.
-            step: What is common to them.
+            settings: Hyper-parameters of the first group.
+            counted: What ``marvin.quantize_activations`` counted; 0 without it.
         """
-        return []
+        return counted
 
     def observes(self, step: int, settings: Mapping[str, Any]) -> bool:
-        """Say whether ``observations`` should hold step ``step``, counted from 1.
+        """Say whether to observe what layers' inputs are like in a step.
 
         Args:
-            step: Of the optimizer.
+            step: Of the optimizer, counted from 1.
             settings: Hyper-parameters of the first group.
         """
         return False
 
-    def on_skip(self) -> None:  # noqa: B027  most have nothing to forget
-        """Forget what was observed for a step that was not finite and is left out."""
+    def update(self, shared: Any, layers: Sequence[Layer], step: Step) -> Update:
+        """Return new records after a step's gradients.
 
-    def on_epoch_end(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
-        """Replace records at the end of an epoch; return what switched."""
-        return []
+        Args:
+            shared: What is common to the layers.
+            layers: All layers that are trained, those without a gradient too, in parameter order.
+            step: What is common to them in this step.
+        """
+        return Update(shared, layers)
 
-    def load_record(self, values: Mapping[str, Any]) -> Record:
-        """Return the record that ``dataclasses.asdict`` made ``values`` of."""
-        return Kept(load_format(values["fmt"]))
+    def end_epoch(self, shared: Any, layers: Sequence[Layer], step: Step) -> Update:
+        """Return new records at the end of an epoch."""
+        return Update(shared, layers)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is common to all layers and decides the future, as plain values."""
-        return {}
+    def lr_scale_at(self, shared: Any) -> float:
+        """Return what the learning rates are to be multiplied by, all in all."""
+        return 1.0
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  there may be none
-        """Continue from what ``state_dict`` returned."""
+    def should_stop_at(self, shared: Any) -> bool:
+        """Say whether the training is over as far as the policy is concerned."""
+        return False
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class FixedPolicy(Policy):
     """One fixed-point format for all weights and activations, from the start to the end.
 
@@ -268,13 +325,31 @@ class FixedPolicy(Policy):
     def __post_init__(self) -> None:
         self.check(self.settings())
 
-    def settings(self) -> dict[str, Any]:
+    def init(self, settings: Mapping[str, Any], shared: None) -> LayerFormat:
         """See ``Policy``."""
-        return dataclasses.asdict(self)
+        return LayerFormat(FixedPoint(settings["wl"], settings["fl"], settings["symmetric"]))
 
-    def start(self, settings: Mapping[str, Any]) -> Kept:
-        """See ``Policy``."""
-        return Kept(FixedPoint(settings["wl"], settings["fl"], settings["symmetric"]))
+
+def check_policy(policy: object) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        TypeError: It is a class, or something else.
+    """
+    if isinstance(policy, type):
+        name = policy.__name__
+        raise TypeError(f"policy must be an object, got the class {name}: write {name}()")
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"policy must be one such as marvin.MarvinPolicy(), got {type(policy).__name__}"
+        )
+
+
+def fields_of(policy: Policy) -> dict[str, Any]:
+    """Return a policy's fields: its hyper-parameters, all of them."""
+    if not dataclasses.is_dataclass(policy):
+        return {}
+    return {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
 
 
 def word_length(fmt: Format | None) -> int:
@@ -282,15 +357,24 @@ def word_length(fmt: Format | None) -> int:
     return 32 if fmt is None else fmt.wl
 
 
-def load_format(values: Mapping[str, Any] | None) -> Format | None:
-    """Return the format that ``dataclasses.asdict`` made ``values`` of."""
-    if values is None:
+def restored(record: Any, values: Mapping[str, Any] | None) -> Any:
+    """Return a record as ``record``, with the values that ``dataclasses.asdict`` made of another.
+
+    Args:
+        record: Of the same class; what ``values`` lacks stays.
+        values: Plain values: formats are dictionaries, sequences may be lists.
+    """
+    if record is None or values is None:
         return None
-    if "shifts" in values:
-        return ChannelFormat(FixedPoint(**values["fmt"]), tuple(values["shifts"]))
-    return FixedPoint(**values) if "fl" in values else BlockFloat(**values)
+    names = [f.name for f in dataclasses.fields(record) if f.name in values]
+    return dataclasses.replace(record, **{name: _value(values[name]) for name in names})
 
 
-def layer_tensors(names: Iterable[str], master: Tensor) -> dict[str, Tensor]:
-    """Return a policy's tensors of a layer that has seen no step."""
-    return {name: torch.zeros_like(master) for name in names}
+def _value(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    if not isinstance(value, Mapping):
+        return value
+    if "shifts" in value:
+        return ChannelFormat(FixedPoint(**value["fmt"]), tuple(value["shifts"]))
+    return FixedPoint(**value) if "fl" in value else BlockFloat(**value)

@@ -1,9 +1,10 @@
 """PushDown: the smallest format that keeps a tensor's distribution. Pure functions."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -13,10 +14,9 @@ from torch import Tensor
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels.histogram import (
     Bins,
-    Grid,
+    Expected,
     bins_between,
     bins_of,
-    grid_histogram,
     sampled_histogram,
 )
 from fixedpoint_kernels.philox import Key
@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 Direction = Literal["pq", "qp"]
-Divergence = Callable[[Sequence[FixedPoint]], np.ndarray]
+Divergence = Callable[[Sequence[FixedPoint]], Iterable[float]]
+"""The divergence of each format, in nats; in order, found as they are asked for."""
 _CELLS_PER_BIN = 128  # steps down to 1/64 of a bin: the divergence there is about 1e-5
 _MAX_CELLS = 2**16  # 1 MiB of counts: the cache holds it
 
@@ -78,27 +79,23 @@ def kl(
 def expected_divergence(
     values: Tensor | Spread, resolution: int, *, smoothing: float = 0.5, direction: Direction = "pq"
 ) -> Divergence:
-    """Return the divergence of any formats from expected counts; reads ``values`` once.
+    """Return the divergence of any formats from expected counts.
 
-    ``values`` of which several processes hold parts count as one tensor.
-
-    Formats finer than the grid that was counted (steps below 1/64 of a bin, and finer for large
-    tensors) get an infinite divergence, which means "not looked at".
+    Reads ``values`` once, and once more where the search comes to formats finer than the grid that
+    was counted: steps below 1/64 of a bin, and finer for large tensors. ``values`` of which several
+    processes hold parts count as one tensor.
 
     Raises:
-        ValueError: ``values`` is constant, empty or not finite.
+        ValueError: ``values`` is constant, empty or not finite; ``resolution`` is out of range.
     """
     own_values, shard, bins = _binned(values, resolution)
     cells = min(max(_CELLS_PER_BIN * resolution, shard.numel // 4), _MAX_CELLS)
-    finest = min(math.floor(math.log2(cells * bins.inverse_width / resolution)), 31)
-    own, grid = _summed(*grid_histogram(own_values, bins, finest), shard, own_values.device)
+    expected = Expected(own_values, bins, cells, total=_total(shard, own_values.device))
 
-    def divergence(fmts: Sequence[FixedPoint]) -> np.ndarray:
-        known = np.array([fmt.fl <= finest for fmt in fmts])
-        counts = grid.histograms([fmt for fmt in fmts if fmt.fl <= finest])
-        result = np.full(len(fmts), np.inf)
-        result[known] = kl(counts, own, smoothing=smoothing, direction=direction)
-        return result
+    def divergence(fmts: Sequence[FixedPoint]) -> Iterator[float]:
+        for _, run in groupby(fmts, lambda fmt: fmt.fl > expected.fl):
+            counts = expected.histograms(list(run))
+            yield from kl(counts, expected.own, smoothing=smoothing, direction=direction)
 
     return divergence
 
@@ -115,6 +112,9 @@ def sampled_divergence(
     """Return the divergence of formats from one stochastic rounding of each.
 
     Each call reads ``values`` once, whatever the number of formats.
+
+    Raises:
+        ValueError: As ``expected_divergence``; ``seed`` or ``stream`` is out of range.
     """
     own_values, shard, bins = _binned(values, resolution)
     key = Key.checked(seed, stream, shard.offset)
@@ -155,7 +155,7 @@ def push_down(
     fls = range(min(min_fl, fmt.fl), fmt.fl + 1)
     lengths = [_format(fmt.wl, fl, symmetric) for fl in fls]
     at_fl, _ = _first_lossless(divergence, lengths, kl_eps)
-    wls = range(max(2, at_fl.fl + 1), fmt.wl + 1)
+    wls = range(min(max(2, at_fl.fl + 1), fmt.wl), fmt.wl + 1)
     widths = [_format(wl, at_fl.fl, symmetric) for wl in wls]
     found, divergence_found = _first_lossless(divergence, widths, kl_eps)
     return Lowest(found.wl, found.fl, divergence_found)
@@ -168,16 +168,11 @@ def _binned(values: Tensor | Spread, resolution: int) -> tuple[Tensor, Shard, Bi
     return values.values, values.shard, bins_between(values.low, values.high, resolution)
 
 
-def _summed(
-    own: np.ndarray, grid: Grid, shard: Shard, device: torch.device
-) -> tuple[np.ndarray, Grid]:
-    """Add up what the processes counted, in one collective."""
+def _total(shard: Shard, device: torch.device) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Return what adds up the processes' counts, in one collective; None where all is here."""
     if shard.group is None:
-        return own, grid
-    counts = np.concatenate([own.astype(np.int64), grid.table.ravel()])
-    total = shard.sum(torch.from_numpy(counts).to(device)).cpu().numpy()
-    own_total, table = np.split(total, [len(own)])
-    return own_total.astype(np.float64), replace(grid, table=table.reshape(grid.table.shape))
+        return None
+    return lambda counts: shard.sum(torch.from_numpy(counts).to(device)).cpu().numpy()
 
 
 @cache  # there are fewer than 4,000
@@ -189,6 +184,8 @@ def _first_lossless(
     divergence: Divergence, fmts: Sequence[FixedPoint], kl_eps: float
 ) -> tuple[FixedPoint, float]:
     """Return the first format that loses nothing, or the last one, and its divergence."""
-    values = divergence(fmts)
-    place = next((i for i, value in enumerate(values) if value <= kl_eps), len(fmts) - 1)
-    return fmts[place], float(values[place])
+    found = fmts[-1], math.nan
+    for found in zip(fmts, map(float, divergence(fmts)), strict=True):
+        if found[1] <= kl_eps:
+            break
+    return found

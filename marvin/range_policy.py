@@ -3,20 +3,20 @@
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat, channel_format
-from marvin.observations import Inputs, Observations, weight_ranges
-from marvin.policy import ActivationFormats, Layer, Policy, Step, load_format
+from marvin.observations import weight_ranges
+from marvin.policy import ActivationFormats, Layer, Policy, Rules, Step, Update
 from marvin.ranges import Limits, Range, integer_length
 from marvin.ranks import sums_over_ranks
 from marvin.record import PlainRecord
 from marvin.settings import Checks, check_settings
 from marvin.trace import Switch
 
-__all__ = ["LayerBudget", "RangePolicy", "Seen", "is_word_length"]
+__all__ = ["LayerBudget", "RangePolicy", "Seen", "Window", "is_word_length"]
 
 Points = FixedPoint | ChannelFormat
 _EARLY = 1, 2, 5, 12  # formats change at the end of these steps too: weights move fast then
@@ -39,6 +39,19 @@ class LayerBudget(PlainRecord):
     weight_sum: float = 0.0
     count: int = 0
     input_gradient: float | None = None
+
+
+@dataclass(frozen=True)
+class Window(PlainRecord):
+    """What is common to all layers.
+
+    Args:
+        loss_sum: Sum of the window's losses.
+        losses: How many there were.
+    """
+
+    loss_sum: float = 0.0
+    losses: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,12 +79,15 @@ class RangePolicy(Policy):
     outputs are left to the layer that takes them; biases and normalisation stay float32.
     """
 
-    quantizes_norms = False
-    quantizes_pools = False
-    weight_rounding = "nearest"
-    activation_rounding = "nearest"
-    one_dim = "float"
-    checks = Checks(
+    rules = Rules(
+        weight_rounding="nearest",
+        activation_rounding="nearest",
+        quantizes_norms=False,
+        quantizes_pools=False,
+        one_dim="float",
+        observes_inputs=True,
+    )
+    checks: ClassVar[Checks] = Checks(
         rules=(
             ("window", lambda s: s["window"] >= 1, "1 step or more"),
             ("sat_tol", lambda s: 0 <= s["sat_tol"] < 1, "0 or more and below 1"),
@@ -85,21 +101,6 @@ class RangePolicy(Policy):
 
     def __post_init__(self) -> None:
         self.check(self.settings())
-        self._observations = Observations()
-        self._loss_sum, self._losses = 0.0, 0
-
-    @property
-    def observations(self) -> Observations:
-        """See ``Policy``."""
-        return self._observations
-
-    def samples(self, settings: Mapping[str, Any]) -> int:
-        """Return how many samples of the present step this process saw.
-
-        Args:
-            settings: Hyper-parameters of the first group.
-        """
-        return self._observations.samples
 
     @abstractmethod
     def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
@@ -120,7 +121,11 @@ class RangePolicy(Policy):
         check_settings(settings, RangePolicy.checks)
         check_settings(settings, self.checks)
 
-    def start(self, settings: Mapping[str, Any]) -> LayerBudget:
+    def init_shared(self) -> Window:
+        """See ``Policy``."""
+        return Window()
+
+    def init(self, settings: Mapping[str, Any], shared: Window) -> LayerBudget:
         """See ``Policy``."""
         return LayerBudget()
 
@@ -132,55 +137,32 @@ class RangePolicy(Policy):
         """See ``Policy``."""
         return step in _EARLY or step % settings["window"] == 0
 
-    def on_step(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
+    def update(self, shared: Window, layers: Sequence[Layer], step: Step) -> Update:
         """Change formats at the end of a window."""
-        rows = self._switch(layers, step) if self.observes(step.number, step.settings) else []
-        self.observations.clear()
-        return rows
-
-    def on_skip(self) -> None:
-        """See ``Policy``."""
-        self.observations.clear()
-
-    def load_record(self, values: Mapping[str, Any]) -> LayerBudget:
-        """See ``Policy``."""
-        formats = {name: load_format(values[name]) for name in ("fmt", "inputs")}
-        return LayerBudget(**{**values, **formats})
-
-    def state_dict(self) -> dict[str, Any]:
-        """See ``Policy``."""
-        return {"loss_sum": self._loss_sum, "losses": self._losses}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Policy``."""
-        self._loss_sum, self._losses = state["loss_sum"], state["losses"]
-        self.observations.clear()
-
-    def _switch(self, layers: Sequence[Layer], step: Step) -> list[Switch]:
-        """Give each layer its formats, and begin a window."""
-        masters = [layer.state["master"] for layer in layers]
-        shards = [layer.shard for layer in layers]
-        inputs = self.observations.read(self.samples(step.settings))
+        if not self.observes(step.number, step.settings):
+            return Update(shared, layers)
+        masters, shards = [layer.master for layer in layers], [layer.shard for layer in layers]
         wanted = [layer.settings["per_channel"] for layer in layers]
-        ranges = weight_ranges(masters, shards, wanted)
-        weights = zip(ranges, _gradients(layers), strict=True)
-        loss = self._loss_sum / self._losses if self._losses else 0.0
-        rows = []
+        weights = zip(weight_ranges(masters, shards, wanted), _gradients(layers), strict=True)
+        loss = shared.loss_sum / shared.losses if shared.losses else 0.0
+        share = loss / max(2 * len(layers), 1)
+        after, rows = [], []
         for place, (layer, (measured, gradient)) in enumerate(zip(layers, weights, strict=True)):
             limits = self.limits(layer.settings)
             if place in (0, len(layers) - 1) and (wl := layer.settings["ends_wl"]) is not None:
                 limits = Limits(wl, wl), Limits(wl, wl)
-            of_weight = Seen(layer.state["layer"].fmt, measured, gradient, limits[0])
-            of_inputs = _seen_inputs(layer, inputs.get(layer.index), limits[1])
-            share = loss / (2 * len(layers))
-            rows.append(self._switch_layer(layer, (of_weight, of_inputs), share, step.number))
-        self._loss_sum, self._losses = 0.0, 0
-        return rows
+            of_weight = Seen(layer.record.fmt, measured, gradient, limits[0])
+            seen = of_weight, _seen_inputs(layer, limits[1])
+            record, row = self._switched(layer, seen, share, step.number)
+            after.append(replace(layer, record=record))
+            rows.append(row)
+        return Update(Window(), after, rows)
 
-    def _switch_layer(
+    def _switched(
         self, layer: Layer, seen: tuple[Seen, Seen | None], share: float, step: int
-    ) -> Switch:
-        record: LayerBudget = layer.state["layer"]
+    ) -> tuple[LayerBudget, Switch]:
+        """Give a layer its formats, and begin a window."""
+        record: LayerBudget = layer.record
         of_weight, of_inputs = seen
         fmt, note = self._next(layer.settings, of_weight, share, follows=False)
         notes, inputs, mean = [f"weight: {note}"] if note else [], record.inputs, None
@@ -190,9 +172,8 @@ class RangePolicy(Policy):
             mean = of_inputs.gradient
         if mean is None or not math.isfinite(mean):
             mean = record.input_gradient
-        layer.state["layer"] = LayerBudget(fmt, inputs, input_gradient=mean)
         before = record.fmt
-        return Switch(
+        row = Switch(
             step=step,
             layer=layer.name,
             wl=32 if fmt is None else fmt.wl,
@@ -208,6 +189,7 @@ class RangePolicy(Policy):
             input_gradient=math.nan if mean is None else mean,
             note="; ".join(notes),
         )
+        return LayerBudget(fmt, inputs, input_gradient=mean), row
 
     def _next(
         self, settings: Mapping[str, Any], seen: Seen, share: float, *, follows: bool
@@ -230,21 +212,21 @@ class RangePolicy(Policy):
 
 def _gradients(layers: Sequence[Layer]) -> list[float | None]:
     """Return squared norms of a sample's gradient to the weights, means over the window."""
-    records: list[LayerBudget] = [layer.state["layer"] for layer in layers]
-    device = layers[0].state["master"].device if layers else None
+    records: list[LayerBudget] = [layer.record for layer in layers]
+    device = layers[0].master.device if layers else None
     sums = sums_over_ranks([record.weight_sum for record in records], device)
     return [total / r.count if r.count else None for total, r in zip(sums, records, strict=True)]
 
 
-def _seen_inputs(layer: Layer, inputs: Inputs | None, limits: Limits) -> Seen | None:
+def _seen_inputs(layer: Layer, limits: Limits) -> Seen | None:
     """Return what is known of a layer's inputs; None where they were not observed."""
-    if inputs is None:
+    if layer.inputs is None:
         return None
-    record: LayerBudget = layer.state["layer"]
-    gradient, new = record.input_gradient, inputs.gradient
+    record: LayerBudget = layer.record
+    gradient, new = record.input_gradient, layer.inputs.gradient
     if new is not None:
         gradient = new if gradient is None else (gradient + new) / 2
-    return Seen(record.inputs, inputs.range(layer.settings["sat_tol"]), gradient, limits)
+    return Seen(record.inputs, layer.inputs.range(layer.settings["sat_tol"]), gradient, limits)
 
 
 def is_word_length(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from marvin.ranks import reduced
 
@@ -95,8 +95,8 @@ class Spread:
     Args:
         values: What this process holds.
         shard: Where that is.
-        low: Smallest value of the whole tensor.
-        high: Largest value.
+        low: Smallest value of the whole tensor; minus infinity where one is NaN.
+        high: Largest value; infinity where one is NaN.
     """
 
     values: Tensor
@@ -107,7 +107,7 @@ class Spread:
 
 def local(x: Tensor) -> Tensor:
     """Return what this process holds of ``x``: the same memory, a plain tensor."""
-    if not is_sharded(x):
+    if type(x) in (Tensor, nn.Parameter) or not is_sharded(x):
         return x
     spread_tensor: Any = x
     with torch.no_grad():
@@ -151,6 +151,7 @@ def spread(tensors: Sequence[Tensor], shards: Sequence[Shard]) -> list[Spread]:
         return []
     rows = [_range(x) for x in tensors]
     vector = torch.stack([row.to(rows[0].device) for row in rows])  # lowest, and minus highest
+    vector.nan_to_num_(-math.inf, math.inf, -math.inf)  # a minimum over processes may drop NaN
     for group, places in _groups(shards):
         vector[places] = reduced(vector[places], dist.ReduceOp.MIN, group)
     found = zip(tensors, shards, vector.tolist(), strict=True)

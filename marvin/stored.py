@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels import FixedPoint, decode, encode
-from marvin.base import QuantizingOptimizer
 from marvin.layers import is_layer
+from marvin.quantized import Quantized
 from marvin.shards import is_sharded
 
 __all__ = ["StoredCodes", "store_codes"]
@@ -20,7 +20,7 @@ _Marker = tuple[Tensor, int, tuple[int, ...], tuple[int, ...], int]
 class StoredCodes:
     """A model whose weights are kept as codes; made by ``store_codes``."""
 
-    def __init__(self, optimizer: QuantizingOptimizer) -> None:
+    def __init__(self, optimizer: Quantized) -> None:
         self._optimizer = optimizer
         self._codes: dict[Tensor, tuple[Tensor, FixedPoint]] = {}
         self._weights: dict[Tensor, None] = {}  # in order
@@ -124,7 +124,7 @@ class StoredCodes:
         return self._decoded(p).as_strided(shape, stride, offset)
 
 
-def store_codes(model: nn.Module, optimizer: QuantizingOptimizer) -> StoredCodes:
+def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
     """Keep the model's weights as int8, int16 or int32 codes while nothing computes with them.
 
     Each module decodes its weights for its own forward, and again, one by one, for backward; a

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from fixedpoint_kernels import FixedPoint
-from marvin.base import QuantizingOptimizer
 from marvin.channels import ChannelFormat
 from marvin.policy import word_length
+from marvin.quantized import Quantized
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["log_formats"]
 
 
-def log_formats(writer: "SummaryWriter", optimizer: QuantizingOptimizer, step: int) -> None:
+def log_formats(writer: "SummaryWriter", optimizer: Quantized, step: int) -> None:
     """Write each layer's word and fractional length, and the mean word length, in bits.
 
     Word lengths of layers' inputs come beside them where they have formats of their own.

@@ -21,7 +21,7 @@ def test_the_example_trains(package, tmp_path, monkeypatch, capsys):
     assert "FixedPoint(wl=" in out
     optimizer = names["trainer"].optimizers[0] if package == "lightning" else names["own"]
     assert len(optimizer.trace) >= 4  # 2 layers: the loss came through, and formats changed
-    assert len(optimizer.state_dict()["marvin"]["losses"]) >= 20
+    assert len(optimizer.state_dict()["marvin"]["policy"]["shared"]["losses"]) >= 20
 
 
 def test_each_example_is_of_a_package():

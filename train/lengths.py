@@ -20,7 +20,7 @@ def mean_word_lengths(training: "Training") -> dict[str, float]:
     number of elements, inputs by those of one sample. Empty in float32.
     """
     optimizer = training.optimizer
-    if not isinstance(optimizer, marvin.QuantizingOptimizer):
+    if not isinstance(optimizer, marvin.Quantized):
         return {}
     formats, inputs = optimizer.formats(), optimizer.input_formats()
     weights = {name: word_length(formats.get(name)) for name in optimizer.layers()}

@@ -21,7 +21,7 @@ from train.config import Config
 from train.data import Parts
 from train.dataset import Dataset, Images
 from train.optimizers import prepare_gradients_
-from train.records import RunFolder
+from train.records import TIMING, RunFolder
 from train.report import Report
 
 __all__ = ["METRICS", "Progress", "Score", "Training", "evaluate", "fit"]
@@ -135,21 +135,21 @@ class Training:
     def mean_word_length(self) -> float | None:
         """Bits, mean over the layers; None in float32."""
         optimizer = self.optimizer
-        is_fixed = isinstance(optimizer, marvin.QuantizingOptimizer)
+        is_fixed = isinstance(optimizer, marvin.Quantized)
         return optimizer.mean_word_length() if is_fixed else None
 
     @property
     def policy(self) -> marvin.Policy | None:
         """What decides formats; None in float32."""
         optimizer = self.optimizer
-        return optimizer.policy if isinstance(optimizer, marvin.QuantizingOptimizer) else None
+        return optimizer.policy if isinstance(optimizer, marvin.Quantized) else None
 
     @property
     def is_over(self) -> bool:
         """Whether all epochs are done, or the policy has had enough."""
-        policy = self.policy
+        optimizer = self.optimizer
         done = self.progress.epoch >= self.config.epochs
-        return done or (policy is not None and policy.should_stop)
+        return done or (isinstance(optimizer, marvin.Quantized) and optimizer.should_stop)
 
 
 def fit(training: Training, report: Report) -> None:
@@ -227,7 +227,7 @@ def update(training: Training, loss: float) -> None:
     Raises:
         FloatingPointError: The loss is not finite.
     """
-    if isinstance(training.optimizer, marvin.QuantizingOptimizer):
+    if isinstance(training.optimizer, marvin.Quantized):
         training.optimizer.step(loss=loss)
         return
     if not math.isfinite(loss):
@@ -245,7 +245,7 @@ def end_epoch(training: Training) -> dict[str, float | None]:
     held_out = None
     if len(parts.validation):
         held_out = evaluate(training.model, parts.validation, training.dataset, config.batch_size)
-    if training.policy is None or not training.policy.owns_lr:
+    if training.policy is None or not training.policy.rules.owns_lr:
         training.scheduler.step((held_out or train).loss)
     values = (
         progress.epoch + 1,
@@ -258,7 +258,7 @@ def end_epoch(training: Training) -> dict[str, float | None]:
         training.mean_word_length,
     )
     row: dict[str, float | None] = dict(zip(METRICS, values, strict=True))
-    if isinstance(training.optimizer, marvin.QuantizingOptimizer):
+    if isinstance(training.optimizer, marvin.Quantized):
         training.optimizer.end_epoch()
     progress.finish_epoch(row)
     return row
@@ -289,7 +289,7 @@ def evaluate(model: nn.Module, part: Images, dataset: Dataset, batch_size: int) 
 def save_tables(training: Training) -> None:
     """Write the tables that the checkpoint also holds."""
     training.folder.save_rows("metrics.csv", training.progress.rows, METRICS)
-    if isinstance(training.optimizer, marvin.QuantizingOptimizer):
+    if isinstance(training.optimizer, marvin.Quantized):
         columns = [f.name for f in dataclasses.fields(marvin.Switch)]
         rows = (dataclasses.asdict(switch) for switch in training.optimizer.trace)
         training.folder.save_rows("trace.csv", rows, columns)
@@ -297,11 +297,12 @@ def save_tables(training: Training) -> None:
 
 def save_timing(training: Training, images: int, train_s: float, epoch_s: float) -> None:
     """Write how long an epoch took: of what this process did of it."""
-    row = {
-        "epoch": training.progress.epoch,
-        "images": images,
-        "train_s": round(train_s, 3),
-        "epoch_s": round(epoch_s, 3),
-        "images_per_s": round(images / train_s, 1),
-    }
+    values = (
+        training.progress.epoch,
+        images,
+        round(train_s, 3),
+        round(epoch_s, 3),
+        round(images / train_s, 1),
+    )
+    row: dict[str, float] = dict(zip(TIMING, values, strict=True))
     training.folder.add_row("timing.csv", row)

@@ -28,7 +28,7 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     own = config.quantize_gradients or None  # None: as the policy wants
     policy = _policy(config)
     if config.is_range:
-        keywords["one_dim"] = policy.one_dim
+        keywords["one_dim"] = policy.rules.one_dim
     return marvin.Quantized(sgd, policy, quantize_gradients=own, **keywords)
 
 

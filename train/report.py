@@ -33,7 +33,7 @@ class Report:
         self._bar: tqdm[Any] | None = None
         self._meter = _meter(training)
         self._switches = -1  # that the curves show
-        if next_step > 1 and isinstance(training.optimizer, marvin.QuantizingOptimizer):
+        if next_step > 1 and isinstance(training.optimizer, marvin.Quantized):
             self._switches = len(training.optimizer.trace)
 
     def __enter__(self) -> "Report":
@@ -65,7 +65,7 @@ class Report:
         progress, bar = training.progress, self._bar
         self._writer.add_scalar("loss/step", loss, progress.total_steps)
         speedup = None
-        if isinstance(training.optimizer, marvin.QuantizingOptimizer):
+        if isinstance(training.optimizer, marvin.Quantized):
             self._formats(training.optimizer, progress.total_steps)
             speedup = self._meter.speedup(training.optimizer.trace, progress.total_steps)
             self._writer.add_scalar("speedup/so_far_modelled", speedup, progress.total_steps)
@@ -81,7 +81,7 @@ class Report:
             bar.set_postfix(shown, refresh=False)
             bar.update(progress.seen - bar.n)
 
-    def _formats(self, optimizer: marvin.QuantizingOptimizer, step: int) -> None:
+    def _formats(self, optimizer: marvin.Quantized, step: int) -> None:
         """Draw the curves of the layers, where one of them has moved."""
         if len(optimizer.trace) != self._switches:
             self._switches = len(optimizer.trace)

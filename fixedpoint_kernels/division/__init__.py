@@ -54,8 +54,9 @@ def compress(
         element.
 
     Raises:
-        TypeError: ``x`` is not such a tensor, or a number is not an integer.
-        ValueError: A number is out of range.
+        TypeError: ``x`` is not such a tensor, or does not lie in memory; a number is not an
+            integer.
+        ValueError: A number is out of range; the storage of ``x`` was freed.
         RuntimeError: ``x`` requires a gradient: this has none.
 
     Source:
@@ -82,7 +83,9 @@ def decompress(compressed: Compressed) -> Tensor:
         Shape, dtype and device of the map; contiguous, or channels last where the map was.
 
     Raises:
-        ValueError: The tensors are not those of the layout.
+        TypeError: A tensor does not lie in memory; a number of the layout is not an integer.
+        ValueError: The tensors are not those of the layout, which may have numbers out of range;
+            a storage was freed.
     """
     layout = compressed.layout
     return operators.decompress(

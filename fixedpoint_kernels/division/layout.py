@@ -51,6 +51,24 @@ class Layout:
         _check_numbers(block, bits, spatial, x.dim())
         return cls(tuple(x.shape), x.dtype, block, bits, spatial, _is_channels_last(x))
 
+    def check(self) -> None:
+        """Raise unless the numbers are those of some map.
+
+        Raises:
+            TypeError: ``dtype`` is not floating.
+            ValueError: ``shape``, ``block``, ``bits`` or ``spatial`` is out of range, or a map of
+                so many dimensions is never channels last.
+        """
+        if self.dtype not in FLOATS:
+            raise TypeError(f"a map must be of floats of 16, 32 or 64 bits, got {self.dtype}")
+        if min(self.shape, default=0) < 0:
+            raise ValueError(f"the shape of a map must have no negative size, got {self.shape}")
+        _check_numbers(self.block, self.bits, self.spatial, len(self.shape))
+        if self.is_channels_last and len(self.shape) not in _FORMATS:
+            raise ValueError(
+                f"only maps of {list(_FORMATS)} dimensions may be channels last, got {self.shape}"
+            )
+
     @cached_property
     def memory_format(self) -> torch.memory_format:
         """Torch's name of the order in memory."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.division.layout import Layout
 from fixedpoint_kernels.executions import execution
+from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.philox import Key
 
 
@@ -40,6 +41,7 @@ def decompress(  # noqa: PLR0913  an operator takes plain values
 def _compress(
     x: Tensor, block: int | None, bits: int, seed: int, stream: int, spatial: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    x = in_memory(x)
     layout, key = _known(Layout.checked(x, block, bits, spatial)), Key.checked(seed, stream)
     means, codes, ranges = _empty_parts(x, layout)
     if layout.is_one_pixel:
@@ -55,6 +57,14 @@ def _known(layout: Layout) -> Layout:
     return layout
 
 
+@lru_cache(maxsize=256)
+def _restored(shape: tuple[int, ...], *numbers: Any) -> Layout:
+    """Return a layout from its parts; see ``_known``."""
+    layout = Layout(shape, *numbers)
+    layout.check()
+    return layout
+
+
 def _fake_compress(
     x: Tensor, block: int | None, bits: int, seed: int, stream: int, spatial: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +72,10 @@ def _fake_compress(
 
 
 def _decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> Tensor:
-    layout = _known(Layout(tuple(numbers[0]), *numbers[1:]))
+    layout = _restored(tuple(numbers[0]), *numbers[1:])
+    _check_devices((means, codes, ranges))
+    names = "means", "codes", "ranges"
+    means, codes, ranges = map(in_memory, (means, codes, ranges), names)
     _check_parts((means, codes, ranges), layout)
     out = means.new_empty(layout.shape, dtype=layout.dtype)
     if layout.is_one_pixel:
@@ -75,6 +88,8 @@ def _decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> 
 
 def _fake_decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> Tensor:
     layout = Layout(tuple(numbers[0]), *numbers[1:])
+    layout.check()
+    _check_devices((means, codes, ranges))
     out = means.new_empty(layout.shape, dtype=layout.dtype)
     return out.contiguous(memory_format=layout.memory_format)
 
@@ -108,6 +123,12 @@ def _empty_parts(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         x.new_empty(layout.codes_shape, dtype=torch.uint8),
         x.new_empty(layout.ranges_shape, dtype=torch.bfloat16),
     )
+
+
+def _check_devices(parts: tuple[Tensor, ...]) -> None:
+    if len({part.device for part in parts}) > 1:
+        devices = [str(part.device) for part in parts]
+        raise ValueError(f"the tensors of a map must be on one device, got {devices}")
 
 
 def _check_parts(parts: tuple[Tensor, ...], layout: Layout) -> None:

@@ -191,7 +191,7 @@ def _decoding(table: Table) -> tuple[Any, Any]:
 
 def encode(x: Tensor, planes: Tensor, table: Table) -> None:
     """See ``fixedpoint_kernels.few_bit.operators.encode``; ``x`` is contiguous."""
-    x, n = x.float(), x.numel()
+    x, n = x if x.dtype is torch.float32 else x.float(), x.numel()
     kernel = _encode_parallel if is_parallel(n) else _encode_serial
     kernel(x.data_ptr(), n, *_encoding(table), planes.data_ptr())
 
@@ -201,7 +201,7 @@ def decode(grad: Tensor, planes: Tensor, out: Tensor, table: Table) -> None:
     if torch.float64 in (grad.dtype, out.dtype):
         reference.decode(grad, planes, out, table)
         return
-    grad, n = grad.float(), grad.numel()
+    grad, n = grad if grad.dtype is torch.float32 else grad.float(), grad.numel()
     result = out if out.dtype is torch.float32 else torch.empty_like(out, dtype=torch.float32)
     kernel = _decode_parallel if is_parallel(n) else _decode_serial
     kernel(grad.data_ptr(), n, planes.data_ptr(), *_decoding(table), result.data_ptr())

@@ -18,6 +18,7 @@ _SCALE = np.float32(1.0507009873554805)
 _SELU = float(_SCALE * np.float32(1.6732632423543772)), 1.0, float(_SCALE)  # as torch multiplies
 _WITHOUT_NUMBERS = "hardsigmoid", "hardswish", "sigmoid", "silu", "softsign"
 _AS_GIVEN = "hardshrink", "hardtanh", "leaky_relu", "softshrink", "threshold"
+FORMULAS = ("elu", "gelu", *_WITHOUT_NUMBERS, *_AS_GIVEN)
 
 
 def fused_of(name: str, parameters: tuple[Any, ...]) -> Fused | None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.executions import execution
-from fixedpoint_kernels.few_bit.fused import Fused
+from fixedpoint_kernels.few_bit.fused import DTYPES, FORMULAS, Fused
 from fixedpoint_kernels.few_bit.table import Table
+from fixedpoint_kernels.memory import in_memory
 
 _TILE = 1024
 _WORDS = 32  # a tile and bit: one a column
@@ -22,8 +23,15 @@ def register(table: Table) -> str:
 
 
 def registered(key: str) -> Table:
-    """Return the table with a key."""
-    return _tables[key]
+    """Return the table with a key.
+
+    Raises:
+        ValueError: There is none.
+    """
+    table = _tables.get(key)
+    if table is None:
+        raise ValueError(f"the key must be one that register returned, got {key!r}")
+    return table
 
 
 def encode(x: Tensor, table: str) -> Tensor:
@@ -39,7 +47,8 @@ def encode(x: Tensor, table: str) -> Tensor:
         tile have the code of minus infinity.
 
     Raises:
-        TypeError: ``x`` is not floating.
+        TypeError: ``x`` is not floating, or does not lie in memory.
+        ValueError: ``table`` is not registered; the storage of ``x`` was freed.
     """
     if is_plain(x):
         return _encode(x, table)
@@ -58,6 +67,10 @@ def value_and_encode(x: Tensor, table: str, fused: Fused) -> tuple[Tensor, Tenso
         Values, with the shape of ``x``, contiguous, at most 2 units in the last place from torch's;
         GELU's are at most 2 units of ``x / 2`` from exact, since ``1 + erf`` loses digits, in
         torch's too. And what ``encode`` returns.
+
+    Raises:
+        TypeError: ``x`` is not float32, bfloat16 or float16, or does not lie in memory.
+        ValueError: ``x`` is not on a GPU, ``fused`` has no such formula, or as for ``encode``.
     """
     if is_plain(x):
         return _value_and_encode(x, table, *fused)
@@ -77,6 +90,12 @@ def decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tens
 
     Returns:
         Shape of ``grad``, contiguous.
+
+    Raises:
+        TypeError: ``grad`` or ``dtype`` is not floating, ``planes`` are not int32; one does not lie
+            in memory.
+        ValueError: ``planes`` are not those of as many elements on the same device; ``table`` is
+            not registered; a storage was freed.
     """
     if is_plain(grad):
         return _decode(grad, planes, table, dtype)
@@ -99,31 +118,53 @@ def is_plain(x: Tensor) -> bool:
 
 
 def _encode(x: Tensor, table: str) -> Tensor:
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"few-bit activations need a floating tensor, got {x.dtype}")
-    planes = _empty_planes(x, table)
+    _check_floating(x.dtype)
+    x, planes = in_memory(x), _empty_planes(x, table)
     if x.numel():
         execution("few_bit", x).encode(x.contiguous(), planes, _tables[table])
     return planes
 
 
 def _value_and_encode(x: Tensor, table: str, *fused: Any) -> tuple[Tensor, Tensor]:
-    y, planes = _empty_pair(x, table)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"one pass for value and code needs one of {DTYPES}, got {x.dtype}")
+    kernels = execution("few_bit", x)
+    if not hasattr(kernels, "value_and_encode") or fused[0] not in FORMULAS:
+        raise ValueError(
+            f"one pass for value and code needs a GPU and one of {FORMULAS}, got {fused[0]!r} on "
+            f"{x.device}"
+        )
+    x, (y, planes) = in_memory(x), _empty_pair(x, table)
     if x.numel():
-        execution("few_bit", x).value_and_encode(x.contiguous(), y, planes, _tables[table], fused)
+        kernels.value_and_encode(x.contiguous(), y, planes, _tables[table], fused)
     return y, planes
 
 
 def _decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
-    out = _empty_product(grad, dtype)
+    grad, planes = in_memory(grad, "grad"), in_memory(planes, "planes")
+    out, words = _fake_decode(grad, planes, table, dtype), _words(grad, table)
+    if planes.shape != (words,):
+        raise ValueError(
+            f"planes of {grad.numel()} elements must have shape ({words},), got "
+            f"{tuple(planes.shape)}"
+        )
     if grad.numel():
-        execution("few_bit", grad).decode(grad.contiguous(), planes, out, _tables[table])
+        kernels = execution("few_bit", grad)
+        kernels.decode(grad.contiguous(), planes.contiguous(), out, _tables[table])
     return out
 
 
+def _check_floating(dtype: torch.dtype) -> None:
+    if dtype not in _FLOATS:
+        raise TypeError(f"few-bit activations need a floating tensor, got {dtype}")
+
+
+def _words(x: Tensor, table: str) -> int:
+    return (x.numel() + _TILE - 1) // _TILE * (_WORDS * registered(table).bits)
+
+
 def _empty_planes(x: Tensor, table: str) -> Tensor:
-    words = (x.numel() + _TILE - 1) // _TILE * (_WORDS * _tables[table].bits)
-    return x.new_empty((words,), dtype=torch.int32)
+    return x.new_empty((_words(x, table),), dtype=torch.int32)
 
 
 def _empty_product(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,6 +176,12 @@ def _empty_pair(x: Tensor, table: str, *_fused: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
+    _check_floating(grad.dtype)
+    _check_floating(dtype)
+    if planes.dtype is not torch.int32:
+        raise TypeError(f"planes must be the int32 of encode, got {planes.dtype}")
+    if planes.device != grad.device:
+        raise ValueError(f"planes must be on {grad.device}, as grad is, got {planes.device}")
     return _empty_product(grad, dtype)
 
 

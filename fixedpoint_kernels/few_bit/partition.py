@@ -7,6 +7,8 @@ A cell has three integrals: of w, of f'w and of f'^2 w. A group of cells costs
 import numpy as np
 from numba import njit
 
+from fixedpoint_kernels.threads import compiled
+
 _TINY = 1e-14  # of all weight: less is lost in the rounding of the prefix sums, and costs nothing
 
 
@@ -19,7 +21,7 @@ def _cost(prefix, j, i):  # of the group of cells j to i - 1; prefix (3, n + 1) 
     return cost if width > least else 0.0
 
 
-@njit(cache=True, fastmath={"nnan", "ninf", "nsz", "reassoc"})
+@compiled(fastmath={"nnan", "ninf", "nsz", "reassoc"})
 def cut_any(prefix: np.ndarray, groups: int) -> np.ndarray:
     """Return the first cell of each group but the first: O(n^2 groups), for cells in any order.
 
@@ -48,7 +50,7 @@ def cut_any(prefix: np.ndarray, groups: int) -> np.ndarray:
     return cuts
 
 
-@njit(cache=True)
+@compiled()
 def cut_sorted(prefix: np.ndarray, groups: int) -> np.ndarray:
     """Return the first cell of each group but the first: O(n log n groups), for sorted cells.
 

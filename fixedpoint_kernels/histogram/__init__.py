@@ -10,16 +10,18 @@ from torch import Tensor
 
 from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.histogram import reference
-from fixedpoint_kernels.histogram.grid import Grid
-from fixedpoint_kernels.histogram.reference import Bins, Cells
+from fixedpoint_kernels.histogram.grid import Expected, Grid, grid_histogram
+from fixedpoint_kernels.histogram.reference import Bins
+from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import Rounding
 
-__all__ = ["Bins", "Grid", "bins_between", "bins_of", "grid_histogram", "histogram_candidates"]
-__all__ += ["sampled_histogram"]
+__all__ = ["Bins", "Expected", "Grid", "bins_between", "bins_of", "grid_histogram"]
+__all__ += ["histogram_candidates", "sampled_histogram"]
 
-_MAX_CELLS = 2**24
+_MOST_BINS = 2**20 - 1  # a block of Triton holds them, and one more
+_MOST_EXPONENT = 126  # 2**126 and its inverse are normal numbers of float32
+_CELLS = 2**16  # of the grid of expected counts
 
 
 def histogram_candidates(
@@ -35,7 +37,8 @@ def histogram_candidates(
 
     The bins are ``resolution`` equal parts of ``[min x, max x]``, in float32 arithmetic:
     ``floor((v - min x) * (resolution / (max x - min x)))``, and rounded values outside count in
-    the end bins. ``"stochastic"`` rounds each element once to each format, always with the
+    the end bins. Values are scaled by a power of two first, so that this neither overflows nor
+    vanishes in any range of float32. ``"stochastic"`` rounds each element once to each format, always with the
     element's noise of ``(seed, stream)``. ``"expected"`` gives the expectation over that noise:
     no sampling error, and nothing random.
 
@@ -52,8 +55,9 @@ def histogram_candidates(
         of ``x``; float64 on the CPU for ``"expected"``. Each row sums to ``x.numel()``.
 
     Raises:
-        ValueError: ``x`` has no range or is not finite; ``rounding`` is unknown; or expected
-            counts are asked for at steps finer than 2**-24 of the range.
+        TypeError: ``x`` is not a floating tensor.
+        ValueError: ``x`` has no range or is not finite; ``rounding`` or ``resolution`` is not one
+            of those allowed.
 
     Source:
         MARViN, section 3.3 and equations 1 and 2. Differs: probability masses over the range of
@@ -63,23 +67,24 @@ def histogram_candidates(
         raise ValueError(
             f"rounding must be one of {(*get_args(Rounding), 'expected')}, got {rounding!r}"
         )
+    x = in_memory(x)
     bins = bins_of(x, resolution)
     if rounding != "expected":
         return sampled_histogram(x, fmts, bins, Key.checked(seed, stream), rounding)
-    own, grid = grid_histogram(x, bins, max((fmt.fl for fmt in fmts), default=0))
-    return torch.from_numpy(np.concatenate([own[None], grid.histograms(fmts)]))
+    expected = Expected(x, bins, _CELLS, fl=max((fmt.fl for fmt in fmts), default=0))
+    return torch.from_numpy(np.concatenate([expected.own[None], expected.histograms(fmts)]))
 
 
 def bins_of(x: Tensor, resolution: int) -> Bins:
     """Return ``resolution`` equal bins over the range of ``x``; waits for the device.
 
     Raises:
-        ValueError: ``x`` is empty, constant or not finite.
+        TypeError: ``x`` is not a floating tensor.
+        ValueError: ``x`` is empty, constant or not finite; ``resolution`` is out of range.
     """
+    x = in_memory(x)
     if not x.dtype.is_floating_point:
         raise TypeError(f"a histogram needs a floating tensor, got {x.dtype}")
-    if resolution < 1:
-        raise ValueError(f"a histogram needs at least 1 bin, got resolution={resolution}")
     low, high = torch.stack(x.detach().aminmax()).float().tolist() if x.numel() else (0.0, 0.0)
     return bins_between(low, high, resolution)
 
@@ -88,14 +93,18 @@ def bins_between(low: float, high: float, resolution: int) -> Bins:
     """Return ``resolution`` equal bins from ``low`` to ``high``, which are float32 numbers.
 
     Raises:
-        ValueError: There is no such range.
+        ValueError: There is no such range; ``resolution`` is not 1 to 2**20 - 1.
     """
+    if not 1 <= resolution <= _MOST_BINS:
+        raise ValueError(f"a histogram needs 1 to {_MOST_BINS} bins, got resolution={resolution}")
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(
             f"a histogram needs two different finite values, got a range {low} to {high}"
         )
-    width = np.float32(high) - np.float32(low)
-    return Bins(low, float(np.float32(resolution) / width), resolution)
+    _, exponent = math.frexp(high - low)
+    power = 2.0 ** min(max(-exponent, -_MOST_EXPONENT), _MOST_EXPONENT)
+    width = np.float32(high * power) - np.float32(low * power)
+    return Bins(low * power, float(np.float32(resolution) / width), resolution, power)
 
 
 def sampled_histogram(
@@ -104,36 +113,13 @@ def sampled_histogram(
     """Count ``x``, and ``x`` rounded once to each of ``fmts``, over ``bins``.
 
     ``x`` may be a part of a larger tensor, which begins at element ``key.offset`` of it: the
-    counts of all parts add up to those of the whole.
+    counts of all parts add up to those of the whole. NaN counts in the first bin.
 
     Returns:
         As ``histogram_candidates``.
     """
+    x = in_memory(x)
     if not x.numel():
         shape = 1 + len(fmts), bins.resolution
         return torch.zeros(shape, dtype=torch.int64, device=x.device)
     return execution("histogram", x).sampled(x.reshape(-1), fmts, bins, rounding, key)
-
-
-def grid_histogram(x: Tensor, bins: Bins, fl: int) -> tuple[np.ndarray, Grid]:
-    """Count ``x`` in bins and in the cells of fractional length ``fl``, in one pass.
-
-    ``x`` may be a part of the tensor whose range ``bins`` cover: the counts of all parts add up.
-
-    Returns:
-        The histogram of ``x``, shape ``(resolution,)``, float64, and the grid that gives the
-        expected counts of every format of fractional length ``fl`` or less.
-
-    Raises:
-        ValueError: The range holds more than 2**24 steps.
-    """
-    first = math.floor(bins.low * 2.0**fl)
-    width = bins.resolution / bins.inverse_width * 2.0**fl
-    size = math.ceil(width * (1 + 2.0**-20)) + 2  # the float32 width may be a little short
-    if size > _MAX_CELLS:
-        raise ValueError(
-            f"expected counts need at most {_MAX_CELLS} steps in the range, got {size}"
-        )
-    code = execution("histogram", x) if x.numel() else reference
-    own, table = code.cells(x.reshape(-1), bins, Cells(fl, first, size))
-    return own.cpu().numpy().astype(np.float64), Grid(fl, first, table.cpu().numpy(), bins)

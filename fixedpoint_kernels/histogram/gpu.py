@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram.reference import Bins, Cells
+from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.gpu import codes_of, noise_of, saturate
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
@@ -17,9 +18,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _bin(value, low, inverse_width, resolution):
-    place = tl.floor((value - low) * inverse_width)
-    place = tl.where(place < 0.0, 0.0, place).to(tl.float32)
+def _bin(value, low, inverse_width, resolution, power):
+    place = tl.floor((value * power - low) * inverse_width)
+    place = tl.where(place > 0.0, place, 0.0).to(tl.float32)  # NaN is not above 0
     last = (resolution - 1).to(tl.float32)
     return tl.where(place > last, last, place).to(tl.int32)
 
@@ -42,6 +43,7 @@ def _sampled_kernel(
     low,
     inverse_width,
     resolution: tl.int32,
+    power,
     seed: tl.int64,
     stream: tl.int64,
     block: tl.int64,  # of the noise in which element 0 is
@@ -58,7 +60,7 @@ def _sampled_kernel(
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     resolution = tl.full((), 0, tl.int32) + resolution
     noise = noise_of(block.to(tl.int64) + (first >> 2), seed, stream, STOCHASTIC, BLOCK)
-    _count(counts_ptr, _bin(x, low, inverse_width, resolution), mask, resolution, BINS)
+    _count(counts_ptr, _bin(x, low, inverse_width, resolution, power), mask, resolution, BINS)
     row = 0
     while row < formats:
         scale = tl.load(numbers_ptr + 4 * row)
@@ -69,20 +71,22 @@ def _sampled_kernel(
         y = saturate(codes, smallest, largest) * lsb
         row += 1
         counts = counts_ptr + row * resolution
-        _count(counts, _bin(y, low, inverse_width, resolution), mask, resolution, BINS)
+        _count(counts, _bin(y, low, inverse_width, resolution, power), mask, resolution, BINS)
 
 
-@triton.jit(do_not_specialize=["first_cell", "resolution"])
+@triton.jit(do_not_specialize=["size", "first_cell", "resolution"])
 def _cells_kernel(
     x_ptr,  # (n,) float32
     n,
     own_ptr,  # (resolution,) int64
     table_ptr,  # (size, 2) int64
+    size: tl.int64,
     scale,
     first_cell: tl.int64,
     low,
     inverse_width,
     resolution: tl.int32,
+    power,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -90,11 +94,15 @@ def _cells_kernel(
     mask = offsets < n
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     resolution = tl.full((), 0, tl.int32) + resolution
-    _count(own_ptr, _bin(x, low, inverse_width, resolution), mask, resolution, BINS)
+    _count(own_ptr, _bin(x, low, inverse_width, resolution, power), mask, resolution, BINS)
     scaled = x * scale
     below = tl.floor(scaled)
-    cell = below.to(tl.int64) - first_cell
-    units = ((scaled - below) * 16777216.0).to(tl.int64)  # 2**24
+    fraction = scaled - below
+    far = 4611686018427387904.0  # 2**62: no code is as large
+    below = tl.where(below > -far, below, -far)  # NaN too
+    cell = tl.where(below < far, below, far).to(tl.int64) - first_cell
+    cell = tl.minimum(tl.maximum(cell, 0), size - 1)
+    units = tl.where(fraction > 0.0, fraction * 16777216.0, 0.0).to(tl.int64)  # 2**24
     tl.atomic_add(table_ptr + 2 * cell, tl.full((BLOCK,), 1, tl.int64), mask=mask)
     tl.atomic_add(table_ptr + 2 * cell + 1, units, mask=mask)
 
@@ -116,6 +124,7 @@ def sampled(
         bins.low,
         bins.inverse_width,
         bins.resolution,
+        bins.power,
         key.seed,
         key.stream,
         key.offset >> 2,
@@ -137,11 +146,13 @@ def cells(x: Tensor, bins: Bins, grid: Cells) -> tuple[Tensor, Tensor]:
         x.numel(),
         own,
         table,
+        grid.size,
         2.0**grid.fl,
         grid.first,
         bins.low,
         bins.inverse_width,
         bins.resolution,
+        bins.power,
         BINS=triton.next_power_of_2(bins.resolution + 1),
         BLOCK=_BLOCK,
         enable_fp_fusion=False,
@@ -150,4 +161,4 @@ def cells(x: Tensor, bins: Bins, grid: Cells) -> tuple[Tensor, Tensor]:
 
 
 def _values(x: Tensor) -> Tensor:
-    return x.detach().float().contiguous()
+    return in_memory(x).detach().float().contiguous()

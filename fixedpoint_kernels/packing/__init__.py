@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.executions import execution
+from fixedpoint_kernels.memory import in_memory
 
 __all__ = ["pack", "unpack"]
 
@@ -35,14 +36,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         uint8, shape ``(ceil(codes.numel() * bits / 8),)``, on the device of ``codes``.
 
     Raises:
-        TypeError: ``codes`` are not integers, or ``bits`` is not one.
-        ValueError: ``bits`` is not 1 to 32.
+        TypeError: ``codes`` are not integers that lie in memory, or ``bits`` is not one.
+        ValueError: ``bits`` is not 1 to 32, or the storage of ``codes`` was freed.
     """
     if not isinstance(codes, Tensor) or codes.dtype not in _INTEGERS:
         came = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
         raise TypeError(f"pack needs a tensor of integers, got {came}")
     bits = _checked_bits(bits)
-    flat = _as_signed(codes.contiguous().view(-1))
+    flat = _as_signed(in_memory(codes, "codes").contiguous().view(-1), bits)
     packed = torch.empty(_byte_count(codes.numel(), bits), dtype=torch.uint8, device=codes.device)
     if codes.numel():
         execution("packing", codes).pack(flat, packed, bits)
@@ -63,14 +64,15 @@ def unpack(packed: Tensor, bits: int, shape: int | Sequence[int], *, signed: boo
         int32 where ``signed``, else of uint8, int16, int32 and int64.
 
     Raises:
-        TypeError: ``packed`` is not uint8, or ``bits`` or ``shape`` are not integers.
+        TypeError: ``packed`` is not uint8 in memory, or ``bits`` or ``shape`` are not integers.
         ValueError: ``bits`` is not 1 to 32, ``shape`` has a negative size, or ``packed`` is not
-            of the shape above.
+            of the shape above, or its storage was freed.
     """
     if not isinstance(packed, Tensor) or packed.dtype is not torch.uint8:
         came = packed.dtype if isinstance(packed, Tensor) else type(packed).__name__
         raise TypeError(f"unpack needs a uint8 tensor, got {came}")
     bits, shape = _checked_bits(bits), _checked_shape(shape)
+    packed = in_memory(packed, "packed")
     expected = _byte_count(math.prod(shape), bits)
     if packed.shape != (expected,):
         raise ValueError(
@@ -87,8 +89,10 @@ def _byte_count(count: int, bits: int) -> int:
     return (count * bits + 7) // 8
 
 
-def _as_signed(codes: Tensor) -> Tensor:
-    """Return the same bits in a signed dtype: half as many kernels to compile."""
+def _as_signed(codes: Tensor, bits: int) -> Tensor:
+    """Return the same low bits in a signed dtype: half as many kernels to compile."""
+    if bits > 8 * codes.itemsize and not codes.dtype.is_signed:
+        return codes.to(torch.int32)  # a sign bit would be repeated in the bits above
     return codes.view(_INTEGERS[_INTEGERS.index(codes.dtype) % 4])
 
 

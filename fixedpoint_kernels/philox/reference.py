@@ -28,7 +28,7 @@ class Key(NamedTuple):
             ValueError: One of them is below 0, or above 2**63 - 1 (``offset``: 2**62 - 1).
         """
         key = cls(operator.index(seed), operator.index(stream), operator.index(offset))
-        if min(key[:2]) < 0 or max(key[:2]) >= 2**63:
+        if not (0 <= key.seed < 2**63 and 0 <= key.stream < 2**63):
             raise ValueError(f"seed and stream must be 0 to 2**63 - 1, got {seed=}, {stream=}")
         if not 0 <= key.offset < 2**62:  # there is room for positions above
             raise ValueError(f"offset must be 0 to 2**62 - 1, got {offset=}")

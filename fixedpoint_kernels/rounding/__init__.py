@@ -1,7 +1,7 @@
 """Fixed-point rounding: what the functions promise, their checks, and the choice of device."""
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, index, is_
 from typing import get_args
 
 import torch
@@ -11,13 +11,16 @@ from torch.nn import Parameter
 
 from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.memory import Places, are_apart, check_apart, check_memory, places_of
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.reference import Rounding
 
 __all__ = ["Rounding", "decode", "encode", "quantize", "quantize_many", "quantize_with_mask"]
+__all__ += ["check_values"]
 
 _DTYPE, _SHAPE, _IS_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_PLAIN = {Tensor, Parameter}
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 _ROUNDINGS = get_args(Rounding)
 
@@ -52,7 +55,8 @@ def quantize(  # noqa: PLR0913  noise has three coordinates
         seed: Of the noise, 0 to 2**63 - 1; unused by ``"nearest"``.
         stream: Which of the seed's independent streams, 0 to 2**63 - 1.
         offset: Position of the first element in the stream, 0 to 2**62 - 1.
-        out: Where to write, shape and device of ``x``, any of the dtypes above; may be ``x``.
+        out: Where to write, shape and device of ``x``, any of the dtypes above; may be ``x``, else
+            it shares no memory with it.
 
     Returns:
         ``out``, or a tensor of the shape, dtype and strides of ``x``. Arithmetic is float32; a
@@ -60,23 +64,31 @@ def quantize(  # noqa: PLR0913  noise has three coordinates
         float16) is rounded to it.
 
     Raises:
-        TypeError: ``x`` is not floating, or ``fmt`` is not a ``FixedPoint``.
-        ValueError: ``rounding``, ``seed``, ``stream``, ``offset`` or ``out`` is not as above.
-        RuntimeError: ``x`` requires a gradient: rounding has none (``marvin.fake_quantize`` is
-            the straight-through estimator).
+        TypeError: ``x`` is not floating, or ``fmt`` is not a ``FixedPoint``; ``x`` or ``out`` does
+            not lie in memory (sparse, fake, a subclass such as ``DTensor``).
+        ValueError: ``rounding``, ``seed``, ``stream``, ``offset`` or ``out`` is not as above; the
+            storage of ``x`` or ``out`` was freed.
+        RuntimeError: ``x`` or ``out`` requires a gradient: rounding has none
+            (``marvin.fake_quantize`` is the straight-through estimator). ``out`` overlaps ``x`` in
+            part, or itself.
 
     Source:
         MARViN, section 3.2 (Gupta et al., 2015). Differs: steps of ``lsb`` where the paper
         prints steps of 1; the fraction is compared with the noise, because the usual
         ``floor(x + u)`` is biased in float32 and moves representable numbers.
     """
-    _check_values(x, "quantize")
+    check_values(x, "quantize")
     _check_mode(fmt, rounding)
-    y = torch.empty_like(x) if out is None else _checked_out(out, x)
-    _run(x, y, None, fmt, rounding, Key.checked(seed, stream, offset))
-    if out is not None:
-        _mark_changed([out])
-    return y
+    key = Key.checked(seed, stream, offset)
+    if out is None:
+        y = torch.empty_like(x)
+        _run(x, y, None, fmt, rounding, key)
+        return y
+    _check_out(out, x)
+    check_apart([x], [out])
+    _run(x, out, None, fmt, rounding, key)
+    _mark_changed([out])
+    return out
 
 
 def quantize_with_mask(
@@ -92,8 +104,11 @@ def quantize_with_mask(
     Returns:
         The rounded values, and a bool tensor of the same shape: true where the rounded value
         was inside the range (or NaN), false where it was clamped.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As ``quantize``.
     """
-    _check_values(x, "quantize_with_mask")
+    check_values(x, "quantize_with_mask")
     _check_mode(fmt, rounding)
     y, inside = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
     _run(x, y, inside, fmt, rounding, Key.checked(seed, stream))
@@ -122,40 +137,44 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
         seed: Of the noise.
         stream: Of the first tensor.
         offsets: Of each tensor; None: all 0.
-        out: Where to write, one tensor each; may be ``xs``.
+        out: Where to write, one tensor each; each may be its own input, else it shares no memory
+            with any input or other output.
 
     Returns:
         ``out``, or new tensors like ``xs``.
 
     Raises:
+        TypeError, RuntimeError: As ``quantize``.
         ValueError: Lengths or devices differ, or as ``quantize``.
     """
-    ys = [torch.empty_like(x) for x in xs] if out is None else list(out)
-    positions = [0] * len(xs) if offsets is None else list(offsets)
-    if not len(xs) == len(fmts) == len(ys) == len(positions):
+    outs = None if out is None else list(out)
+    positions = (0,) * len(xs) if offsets is None else tuple(map(index, offsets))
+    count = len(xs) if outs is None else len(outs)
+    if not len(xs) == len(fmts) == count == len(positions):
         raise ValueError(
             "quantize_many needs one format, one output and one offset a tensor, got "
-            f"{len(xs)} tensors, {len(fmts)} formats, {len(ys)} outputs, {len(positions)} offsets"
+            f"{len(xs)} tensors, {len(fmts)} formats, {count} outputs, {len(positions)} offsets"
         )
-    keys = _keys(seed, stream, positions)
-    for fmt in fmts:
+    if not xs:
+        return []
+    Key.checked(seed, stream + len(xs) - 1, max(positions))
+    first = Key.checked(seed, stream, min(positions))
+    for fmt in fmts if set(map(type, fmts)) != {FixedPoint} else fmts[:1]:
         _check_mode(fmt, rounding)
-    is_one_launch = _are_plain(xs, ys)
-    if not is_one_launch:
-        for x, y in zip(xs, ys, strict=True):
-            _check_values(x, "quantize_many")
-            _checked_out(y, x)
-        if len({x.device for x in xs}) > 1:
-            raise ValueError(
-                f"quantize_many needs one device, got {sorted({str(x.device) for x in xs})}"
-            )
-    if out is not None:
-        _mark_changed(ys)
-    if is_one_launch:
-        execution("rounding", xs[0]).quantize_many(xs, ys, fmts, rounding, keys)
+    places = _one_launch(xs, outs)
+    if places is None:
+        _check_each(xs, outs)
+    if outs is not None:
+        _mark_changed(outs)
+    ys = [torch.empty_like(x) for x in xs] if outs is None else outs
+    if places is not None and type(ys[0]) in _PLAIN:  # no mode makes others
+        if outs is None:
+            places = places._replace(ys=tuple(map(Tensor.data_ptr, ys)))
+        kernels = execution("rounding", xs[0])
+        kernels.quantize_many(places, fmts, rounding, first, positions, xs[0].device)
         return ys
-    for x, y, fmt, key in zip(xs, ys, fmts, keys, strict=True):
-        _run(x, y, None, fmt, rounding, key)
+    for j, (x, y, fmt, position) in enumerate(zip(xs, ys, fmts, positions, strict=True)):
+        _run(x, y, None, fmt, rounding, Key(first.seed, first.stream + j, position))
     return ys
 
 
@@ -173,8 +192,11 @@ def encode(
         Codes, shape of ``x``, in the smallest of int8, int16 and int32 that holds ``fmt.wl``
         bits; unsigned ones in that of uint8, int16 and int32, as ``unpack`` gives them.
         ``decode`` gives the values. NaN becomes code 0.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As ``quantize``.
     """
-    _check_values(x, "encode")
+    check_values(x, "encode")
     _check_mode(fmt, rounding)
     codes = torch.empty_like(x, dtype=_code_dtype(fmt))
     _run(x, codes, None, fmt, rounding, Key.checked(seed, stream))
@@ -197,12 +219,6 @@ def decode(codes: Tensor, fmt: FixedPoint, *, dtype: torch.dtype = torch.float32
     return codes.to(dtype) * fmt.lsb
 
 
-def _keys(seed: int, stream: int, offsets: Sequence[int]) -> list[Key]:
-    """Return one key a tensor, of streams that follow each other."""
-    first = Key.checked(seed, stream, min(offsets, default=0))
-    return [Key(first.seed, first.stream + j, offset) for j, offset in enumerate(offsets)]
-
-
 def _code_dtype(fmt: FixedPoint) -> torch.dtype:
     if fmt.wl <= 8:
         return torch.int8 if fmt.signed else torch.uint8
@@ -213,7 +229,9 @@ def _run(
     x: Tensor, y: Tensor, inside: Tensor | None, fmt: FixedPoint, rounding: Rounding, key: Key
 ) -> None:
     """Round into ``y`` and ``inside`` of any strides."""
-    target = y if y.is_contiguous() else torch.empty_like(y, memory_format=torch.contiguous_format)
+    x = x.resolve_neg() if x.is_neg() else x
+    is_direct = y.is_contiguous() and not y.is_neg()
+    target = y if is_direct else torch.empty_like(y, memory_format=torch.contiguous_format)
     mask = inside
     if inside is not None and not inside.is_contiguous():
         mask = torch.empty_like(inside, memory_format=torch.contiguous_format)
@@ -225,27 +243,61 @@ def _run(
         inside.copy_(mask)
 
 
-def _are_plain(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
-    """Say whether one kernel takes all of them: float32, contiguous, on one device that has it.
+def _one_launch(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> Places | None:
+    """Return where tensors lie if one kernel takes all: float32, contiguous, on one device.
 
     One attribute of all tensors at a time: tensor by tensor took as long as the rounding itself.
     """
-    tensors = [*xs, *ys]
-    return (
-        set(map(type, tensors)) <= {Tensor, Parameter}
+    is_in_place = out is not None and all(map(is_, xs, out))
+    tensors = [*xs] if out is None or is_in_place else [*xs, *out]
+    is_alike = (
+        set(map(type, tensors)) <= _PLAIN
         and set(map(_DTYPE, tensors)) == {torch.float32}
-        and all(map(Tensor.is_contiguous, tensors))
         and (all(map(_IS_CPU, tensors)) or _are_on_one_gpu(tensors))
-        and list(map(_SHAPE, xs)) == list(map(_SHAPE, ys))
-        and not (torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, xs)))
+        and not (torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)))
     )
+    if not is_alike or not (out is None or is_in_place or _have_same_shapes(xs, out)):
+        return None
+    places = places_of(xs, tensors[len(xs) :])
+    if places is None or out is None:
+        return places
+    if is_in_place:
+        places = places._replace(ys=places.xs)
+    return places if are_apart(places) else None
+
+
+def _have_same_shapes(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
+    try:
+        return list(map(_SHAPE, xs)) == list(map(_SHAPE, ys))
+    except RuntimeError:  # nested tensors have none
+        return False
 
 
 def _are_on_one_gpu(tensors: list[Tensor]) -> bool:
     return tensors[0].is_cuda and len({x.device for x in tensors}) == 1
 
 
-def _check_values(x: Tensor, name: str) -> None:
+def _check_each(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
+    """Check many tensors as ``quantize`` checks one."""
+    for x in xs:
+        check_values(x, "quantize_many")
+    if len({x.device for x in xs}) > 1:
+        devices = sorted({str(x.device) for x in xs})
+        raise ValueError(f"quantize_many needs one device, got {devices}")
+    if out is not None:
+        for x, y in zip(xs, out, strict=True):
+            _check_out(y, x)
+        check_apart(xs, out)
+
+
+def check_values(x: Tensor, name: str) -> None:
+    """Raise unless ``x`` can be rounded.
+
+    Raises:
+        TypeError: ``x`` is not a float32, bfloat16 or float16 tensor, or does not lie in memory.
+        ValueError: The storage of ``x`` was freed.
+        RuntimeError: ``x`` requires a gradient.
+    """
     if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
         came = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} needs a float32, bfloat16 or float16 tensor, got {came}")
@@ -254,6 +306,7 @@ def _check_values(x: Tensor, name: str) -> None:
             f"{name} has no gradient, and got a tensor that requires one: detach it, use "
             "torch.no_grad(), or marvin.fake_quantize for a straight-through estimator"
         )
+    check_memory(x)
 
 
 def _check_mode(fmt: FixedPoint, rounding: Rounding) -> None:
@@ -270,10 +323,16 @@ def _mark_changed(tensors: Sequence[Tensor]) -> None:
     increment_version(tensors)
 
 
-def _checked_out(out: Tensor, x: Tensor) -> Tensor:
+def _check_out(out: Tensor, x: Tensor) -> None:
+    if out is not x:
+        check_memory(out, "out")
     if out.shape != x.shape or out.device != x.device or out.dtype not in _FLOATS:
         raise ValueError(
             f"out must be a floating tensor of shape {tuple(x.shape)} on {x.device}, "
             f"got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
         )
-    return out
+    if out.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "out must not require a gradient, for rounding has none: detach it, or use "
+            "torch.no_grad()"
+        )

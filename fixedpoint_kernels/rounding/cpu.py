@@ -6,7 +6,6 @@ more than it gains on small tensors.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
@@ -24,7 +24,6 @@ from fixedpoint_kernels.vectors import I8, Vector, pointer_to
 
 _BLOCK = 128  # elements of one vector: four of the longest that processors have, as 64-bit lanes
 _TASK = 32 * _BLOCK  # elements of one tensor that a thread takes at a time
-_OFFSET = attrgetter("offset")
 # no kernel writes these: it writes the other, and torch converts
 _BESIDE = {
     torch.uint8: torch.int16,
@@ -145,9 +144,9 @@ def quantize(
     result = torch.empty_like(y, dtype=_BESIDE[y.dtype]) if y.dtype in _BESIDE else y
     kernel = _quantize_parallel if is_parallel(x.numel()) else _quantize_serial
     kernel(
-        x.detach().float().numpy().reshape(-1),
-        result.detach().numpy().reshape(-1),
-        None if inside is None else inside.numpy().reshape(-1),
+        _flat(x if x.dtype is torch.float32 else x.float()),
+        _flat(result),
+        None if inside is None else _flat(inside),
         key.offset,
         _number(fmt, integer),
         (key.seed, key.stream) if rounding == "stochastic" else None,
@@ -156,38 +155,40 @@ def quantize(
         y.copy_(result)
 
 
+def _flat(x: Tensor) -> np.ndarray:
+    return (x.detach() if x.requires_grad else x).numpy().reshape(-1)
+
+
 def quantize_many(
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
+    places: Places,
     fmts: Sequence[FixedPoint],
     rounding: Rounding,
-    keys: Sequence[Key],
+    first: Key,
+    offsets: Sequence[int],
+    device: torch.device,
 ) -> None:
-    """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous.
+    """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors are float32.
 
-    ``keys`` are of one seed, and of one stream after the other.
+    ``first`` has the seed of all, and the stream of the first.
     """
-    sizes = tuple(map(Tensor.numel, xs))
-    addresses = tuple(map(Tensor.data_ptr, xs)), tuple(map(Tensor.data_ptr, ys))
-    kernel = _quantize_many_parallel if is_parallel(sum(sizes)) else _quantize_many_serial
-    own_key = (keys[0].seed, keys[0].stream) if rounding == "stochastic" else None
-    pointers, counts, tasks = _tables(*addresses, sizes, tuple(map(_OFFSET, keys)))
+    is_large = is_parallel(sum(places.elements))
+    kernel = _quantize_many_parallel if is_large else _quantize_many_serial
+    own_key = (first.seed, first.stream) if rounding == "stochastic" else None
+    pointers, counts, tasks = _tables(places, tuple(offsets))
     kernel(pointers, counts, _numbers(tuple(fmts)), tasks, own_key)
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
-def _tables(
-    xs: tuple[int, ...], ys: tuple[int, ...], sizes: tuple[int, ...], offsets: tuple[int, ...]
-) -> list[np.ndarray]:
+def _tables(places: Places, offsets: tuple[int, ...]) -> list[np.ndarray]:
     """Return addresses, sizes, and tensor and first element of each piece of work."""
-    elements, before = np.array([sizes, offsets], np.int64)
+    elements, before = np.array([places.elements, offsets], np.int64)
     lead = before % _BLOCK
     counts = np.where(elements > 0, (elements + lead + _TASK - 1) // _TASK, 0)
-    tensor = np.repeat(np.arange(len(sizes)), counts)
+    tensor = np.repeat(np.arange(len(offsets)), counts)
     first = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
     tasks = np.stack([tensor, first * _TASK - lead[tensor]], axis=1)
     left = elements[tensor] - tasks[:, 1]
-    addresses = np.array([xs, ys], np.int64).T.copy()
+    addresses = np.array([places.xs, places.ys], np.int64).T.copy()
     return [addresses, np.stack([elements, before], axis=1), tasks[_shared(left)]]
 
 

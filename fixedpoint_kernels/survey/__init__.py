@@ -8,10 +8,13 @@ from torch import Tensor
 
 from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.strides import laid, memory_order
 from fixedpoint_kernels.survey.reference import MAGNITUDES
 
 __all__ = ["MAGNITUDES", "mask_and_survey", "round_and_survey"]
+
+_FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 
 def round_and_survey(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -29,7 +32,17 @@ def round_and_survey(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor,
         Counts, int64, shape ``(MAGNITUDES,)``: how many values have which magnitude.
         Sums, shape ``(3,)``, float64 (float32 on MPS): the smallest value, the sum of squares, and
         how many were clamped. The first two are undefined where values are NaN.
+
+    Raises:
+        TypeError: ``x`` is not such a tensor, or does not lie in memory; ``fmt`` is no format.
+        ValueError: ``x`` is empty, or its storage was freed.
     """
+    _check(x, "x")
+    if fmt is not None and not isinstance(fmt, FixedPoint):
+        raise TypeError(f"the format must be a FixedPoint or None, got {type(fmt).__name__}")
+    if not x.numel():
+        raise ValueError(f"a survey needs values, got a tensor of shape {tuple(x.shape)}")
+    given, x = x, in_memory(x)
     order = memory_order(x)
     values = x.detach() if order or x.is_contiguous() else x.detach().contiguous()
     y = None if fmt is None else torch.empty_like(values)
@@ -37,7 +50,7 @@ def round_and_survey(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor,
     counts, sums = execution("survey", x).survey(
         laid(values, order), None if y is None else laid(y, order), laid(marks, order), fmt
     )
-    return (x if y is None else y), marks, counts, sums
+    return (given if y is None else y), marks, counts, sums
 
 
 def mask_and_survey(grad: Tensor, marks: Tensor, *, clip: bool) -> tuple[Tensor, Tensor]:
@@ -51,7 +64,21 @@ def mask_and_survey(grad: Tensor, marks: Tensor, *, clip: bool) -> tuple[Tensor,
     Returns:
         The gradient, in its own strides where they are those of ``marks``; and, 0-d, float64
         (float32 on MPS), the sum of its squares where the value was neither 0 nor clamped.
+
+    Raises:
+        TypeError: ``grad`` is not such a tensor, ``marks`` are not uint8; one does not lie in
+            memory.
+        ValueError: ``marks`` have another shape or device than ``grad``; a storage was freed.
     """
+    _check(grad, "grad")
+    given, grad, marks = grad, in_memory(grad, "grad"), in_memory(marks, "marks")
+    if marks.dtype is not torch.uint8:
+        raise TypeError(f"marks must be the uint8 of round_and_survey, got {marks.dtype}")
+    if marks.shape != grad.shape or marks.device != grad.device:
+        raise ValueError(
+            f"marks must have the gradient's shape {tuple(grad.shape)} and be on {grad.device}, "
+            f"got {tuple(marks.shape)} on {marks.device}"
+        )
     order = memory_order(marks) if grad.stride() == marks.stride() else None
     if order is None:
         grad, marks = grad.contiguous(), marks.contiguous()
@@ -59,4 +86,10 @@ def mask_and_survey(grad: Tensor, marks: Tensor, *, clip: bool) -> tuple[Tensor,
     squares = execution("survey", grad).survey_gradient(
         laid(grad, order), laid(marks, order), None if out is None else laid(out, order)
     )
-    return (grad if out is None else out), squares
+    return (given if out is None else out), squares
+
+
+def _check(x: Tensor, name: str) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
+        came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be a float32, bfloat16 or float16 tensor, got {came}")

@@ -190,7 +190,7 @@ def survey(
     counts, sums = np.zeros((tasks, MAGNITUDES), np.int64), np.empty((tasks, 3))
     rounded = None if y is None else _as_float32(y)
     kernel = _survey_parallel if is_parallel(x.numel()) else _survey_serial
-    kernel(_flat(x.float()), _flat(rounded), _flat(marks), _number(fmt), counts, sums)
+    kernel(_flat(x), _flat(rounded), _flat(marks), _number(fmt), counts, sums)
     if y is not None and rounded is not None and rounded is not y:
         y.copy_(rounded)
     total = np.array([sums[:, 0].min(), sums[:, 1].sum(), sums[:, 2].sum()])
@@ -202,7 +202,7 @@ def survey_gradient(grad: Tensor, marks: Tensor, out: Tensor | None) -> Tensor:
     sums = np.empty((grad.numel() + _TASK - 1) // _TASK)
     masked = None if out is None else _as_float32(out)
     kernel = _mask_parallel if is_parallel(grad.numel()) else _mask_serial
-    kernel(_flat(grad.detach().float()), _flat(marks), _flat(masked), sums)
+    kernel(_flat(grad), _flat(marks), _flat(masked), sums)
     if out is not None and masked is not None and masked is not out:
         out.copy_(masked)
     return torch.tensor(sums.sum())
@@ -213,7 +213,10 @@ def _as_float32(out: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor | None) -> Any:
-    return None if x is None else x.numpy().reshape(-1)
+    if x is None:
+        return None
+    x = x.detach() if x.requires_grad else x
+    return (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).numpy().reshape(-1)
 
 
 def _number(fmt: FixedPoint | None) -> tuple[np.float32, ...] | None:

@@ -8,6 +8,7 @@ from torch import nn
 from fixedpoint_kernels import FixedPoint
 from marvin.export.bounds import first_value, value_of
 from marvin.export.errors import ExportError, fixed_point
+from marvin.export.memory import Memory
 from marvin.export.network import Input, Network, Operation, Round, Value
 from marvin.export.observe import Formats
 from marvin.rounding import Format
@@ -24,7 +25,7 @@ class Builder:
         weights: Formats of parameters by name.
         activations: What modules round, by name.
         scale_wl: Word length of batch normalisation's scale.
-        names: The value of each node of the trace.
+        memory: The value of each node of the trace.
         operations: So far.
         values: Of ``operations``, without the input.
     """
@@ -33,7 +34,7 @@ class Builder:
     weights: Mapping[str, Format]
     activations: Mapping[str, Formats]
     scale_wl: int
-    names: dict[str, str] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
     operations: list[Operation] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
 
@@ -71,13 +72,19 @@ class Builder:
 
     def round_input(self, name: str, module: str, source: str) -> str:
         """Round what a module takes, where it does; return the value's name."""
+        fmt = self.input_format(module, source)
+        if fmt is None:
+            return self.rounded(source, module)
+        return self.round(f"{name}.in", source, fmt)
+
+    def input_format(self, module: str, source: str) -> FixedPoint | None:
+        """Return what a module rounds a value to that it takes; None where it does not."""
         formats = self.activations.get(module)
         if formats is None or formats.input is None:
-            return self.rounded(source, module)
+            return None
         value = self.values.get(source)
-        if formats.is_calibrated and value is not None and value.bits <= formats.input.wl:
-            return source
-        return self.round(f"{name}.in", source, formats.input)
+        is_short = value is not None and value.bits <= formats.input.wl
+        return None if formats.is_calibrated and is_short else formats.input
 
     def round_output(self, name: str, module: str, source: str) -> str:
         """Round what a module gives, where it does; return the value's name."""

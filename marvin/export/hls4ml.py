@@ -30,7 +30,7 @@ from marvin.export.network import (
     Round,
 )
 
-__all__ = ["Project", "write"]
+__all__ = ["Project", "save", "write"]
 
 _NAME = "network"
 FORGOTTEN = "ap_fixed<2,1>"  # of a type that is not written out: too short for anything
@@ -84,8 +84,23 @@ class Project:
         return torch.from_numpy(y.reshape(shape).copy())
 
 
-def write(network: Network, folder: Path, backend: str = "Vitis") -> Project:
-    """Write a project.
+def save(network: Network, path: str | Path, backend: str = "Vitis") -> int:
+    """Write a project to a folder; return the bytes of its files.
+
+    Args:
+        network: From ``describe``.
+        path: The folder, which the project names inside; made if it is not there.
+        backend: As in ``write``.
+
+    Raises:
+        ExportError: As ``write``.
+    """
+    write(network, path, backend)
+    return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+
+
+def write(network: Network, folder: str | Path, backend: str = "Vitis") -> Project:
+    """Write a project, and return it with its emulation.
 
     Args:
         network: From ``describe``.

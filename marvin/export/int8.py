@@ -52,6 +52,8 @@ class Bytes(Shorts):
         self._bytes: dict[str, tuple[str, FixedPoint]] = {}  # of values
         self._rounded: dict[tuple[str, FixedPoint, int], str] = {}
         self._unclipped: dict[str, str] = {}
+        self.in_floats: dict[str, str] = {}
+        """Layers that no integer kernel computes, and why."""
 
     def write(self) -> str:
         """Add all that the output needs; return its name."""
@@ -78,18 +80,24 @@ class Bytes(Shorts):
         return ""
 
     def conv(self, op: Conv) -> str:
-        """Add a convolution whose result stays floats."""
-        return self._unrounded(op) or super().conv(self._allowed(op))
+        """Add a convolution whose result stays floats: no integer kernel gives these."""
+        users = ", ".join(user.name for user in self.network.users.get(op.name, []))
+        self.in_floats[op.name] = f"{users or 'the output'} takes its sums unrounded"
+        return self._unrounded(op) or super().conv(self._in_floats(op))
 
     def linear(self, op: Linear) -> str:
         """Add a linear layer whose result stays floats."""
-        return self._unrounded(op) or super().linear(self._allowed(op))
+        return self._unrounded(op) or super().linear(self._in_floats(op))
 
-    def _allowed(self, op: Any) -> Any:
+    def _in_floats(self, op: Any) -> Any:
         """Return a layer that can be computed in floats.
 
         ONNX Runtime rounds biases behind bytes to the point of the products, and says nothing.
         """
+        why = "bytes, int32 or float32 do not hold its sums"
+        if not self._as_bytes(op.inputs[0]):
+            why = f"{op.inputs[0]} is not rounded to bytes"
+        self.in_floats[op.name] = why
         if op.bias is not None and self._as_bytes(op.inputs[0]):
             raise ExportError(f"{op.name}: bytes do not hold its weights at the point of its bias")
         return op

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
+from marvin.export.biases import float_bias, spare_bits
 from marvin.export.build import Builder
 from marvin.export.errors import ExportError, fixed_point
 from marvin.export.network import (
@@ -20,7 +21,7 @@ from marvin.export.network import (
     Pair,
     Relu,
 )
-from marvin.export.norm import fixed_norm, nearest, spare_of
+from marvin.export.norm import fixed_norm, spare_of
 from marvin.export.packed import codes_of
 
 __all__ = ["MODULES"]
@@ -40,8 +41,13 @@ def _numbers(
     channels = given if isinstance(given, ChannelFormat) else None
     if channels is not None:
         zeros = _zeros(name, weight, channels)
-    product_fl = builder.values[source].fl + fmt.fl
-    bias, bias_fmt = _bias(builder, module, m.bias, product_fl, zeros)
+    x = builder.values[source]
+    bias, bias_fmt = None, FixedPoint(32, 0)
+    if m.bias is not None:
+        sums = (weight.abs().reshape(len(weight), -1).sum(1) >> zeros) * max(-x.low, x.high)
+        points = x.fl + fmt.fl - zeros
+        spare = spare_bits(channels.fmt if channels else fmt, sums, points, m.bias)
+        bias, bias_fmt = _bias(builder, module, m.bias, points, spare)
     return {
         "weight": weight,
         "weight_fmt": fmt,
@@ -69,19 +75,14 @@ def _zeros(name: str, weight: Tensor, channels: ChannelFormat) -> Tensor:
 
 
 def _bias(
-    builder: Builder, module: str, x: Tensor | None, product_fl: int, zeros: Tensor
-) -> tuple[Tensor | None, FixedPoint]:
-    """Return a bias with its own format, or rounded to the point of each channel's products."""
+    builder: Builder, module: str, x: Tensor, points: Tensor, spare: int
+) -> tuple[Tensor, FixedPoint]:
+    """Return a bias with its own format, or ``spare`` bits finer than each channel's products."""
     name = f"{module}.bias"
-    if x is None:
-        return None, FixedPoint(32, 0)
     if name in builder.weights:
         fmt = fixed_point(name, builder.weights[name])
         return codes_of(name, x, fmt).to(torch.int64), fmt
-    fmt = nearest(x.double(), 32, product_fl)[1]
-    steps = 1 << (zeros - (product_fl - fmt.fl)).clamp(min=0)
-    multiples = torch.round(x.detach().cpu().double() * fmt.scale / steps).to(torch.int64)
-    return multiples.clamp(max=fmt.max_code // steps) * steps, fmt
+    return float_bias(x.detach().cpu().double(), points, spare)
 
 
 def _conv(builder: Builder, name: str, module: str, m: nn.Conv2d, source: str) -> str:
@@ -120,7 +121,8 @@ def _norm(
 ) -> str:
     source = builder.round_input(name, module, source)
     x = builder.values[source]
-    spare = spare_of(builder.operation(source), x)
+    before = builder.operation(source)
+    spare = spare_of(before, x, builder.values[before.inputs[0]].fl)
     numbers = fixed_norm(module, m, x, spare, builder.scale_wl)
     return builder.round_output(name, module, builder.add(Affine(name, (source,), *numbers)))
 

@@ -8,7 +8,16 @@ from marvin.export.errors import ExportError
 from marvin.export.network import Affine, Operation, Value, Weighted
 from marvin.export.observe import fitting
 
-__all__ = ["FixedNorm", "fixed_norm", "nearest", "numbers", "shift_of", "spare_of", "zeros_of"]
+__all__ = [
+    "FixedNorm",
+    "exact_norm",
+    "fixed_norm",
+    "nearest",
+    "numbers",
+    "shift_of",
+    "spare_of",
+    "zeros_of",
+]
 
 FixedNorm = tuple[Tensor, FixedPoint, Tensor, FixedPoint]  # of Affine: scale, offset
 _OFFSET_WL = 32
@@ -23,8 +32,21 @@ def nearest(x: Tensor, wl: int, longest_fl: int = 31) -> tuple[Tensor, FixedPoin
     return torch.round(x * fmt.scale).to(torch.int64), fmt
 
 
+def exact_norm(m: nn.BatchNorm1d | nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """Return what batch normalisation computes: scale and offset, float64, shape ``(channels,)``."""
+    assert m.running_mean is not None
+    assert m.running_var is not None
+    scale = (m.running_var.double() + m.eps).rsqrt()
+    if m.weight is not None:
+        scale = scale * m.weight.detach().double()
+    offset = -m.running_mean.double() * scale
+    if m.bias is not None:
+        offset = offset + m.bias.detach().double()
+    return scale, offset
+
+
 def fixed_norm(
-    module: str, m: nn.BatchNorm1d | nn.BatchNorm2d, x: Value, spare: int, scale_wl: int
+    module: str, m: nn.BatchNorm1d | nn.BatchNorm2d, x: Value, spare: Tensor, scale_wl: int
 ) -> FixedNorm:
     """Return batch normalisation as ``scale * (x + b)``, with ``b`` an integer of its own point.
 
@@ -35,8 +57,8 @@ def fixed_norm(
         module: Its name.
         m: With running statistics.
         x: What it takes.
-        spare: Bits by which ``b`` is finer than ``x``, where 32 bits hold the offset. Where
-            channels of ``x`` have points of their own, than each.
+        spare: Bits by which ``b`` is finer than ``x``, where 32 bits hold the offset, of each
+            channel. Where channels of ``x`` have points of their own, than each.
         scale_wl: Word length of the scale, bits.
 
     Returns:
@@ -47,50 +69,53 @@ def fixed_norm(
     """
     if m.running_mean is None or m.running_var is None:
         raise ExportError(f"{module}: batch normalisation must have running statistics")
-    scale = (m.running_var.double() + m.eps).rsqrt()
-    if m.weight is not None:
-        scale = scale * m.weight.detach().double()
-    offset = -m.running_mean.double() * scale
-    if m.bias is not None:
-        offset = offset + m.bias.detach().double()
+    scale, offset = exact_norm(m)
     codes, fmt = nearest(scale, scale_wl)
     product = x.fl + fmt.fl
-    offset_codes, offset_fmt = nearest(offset, _OFFSET_WL, product + spare)
+    offset_codes, offset_fmt = nearest(offset, _OFFSET_WL, product + int(spare.max()))
     finer = offset_fmt.fl - product
     if finer >= 0 or x.channels:
-        steps = torch.where(codes == 0, 1, codes << zeros_of(x, spare, finer, len(codes)))
+        steps = torch.where(codes == 0, 1, codes << zeros_of(x, spare, finer))
         multiples = torch.round(offset.cpu() * offset_fmt.scale / steps).to(torch.int64) * steps
         if offset_fmt.min_code <= multiples.min() and multiples.max() <= offset_fmt.max_code:
             offset_codes = multiples
     return codes, fmt, offset_codes, offset_fmt
 
 
-def spare_of(before: Operation, x: Value) -> int:
+def spare_of(before: Operation, x: Value, source_fl: int) -> Tensor:
     """Return by how many bits ``b`` is finer than ``x``: as fine as bytes hold weights then.
 
     Args:
         before: What batch normalisation comes after.
         x: Its value.
+        source_fl: Point of what ``before`` takes.
+
+    Returns:
+        int64, shape ``(channels,)``.
     """
-    return max(0, 7 - before.word.wl if isinstance(before, Weighted) else min(6, 14 - x.bits))
+    if not isinstance(before, Weighted):
+        return torch.full((x.shape[0],), max(0, min(6, 14 - x.bits)))
+    finer = x.fl - source_fl - before.weight_fmt.fl
+    # a bias may have taken some of them
+    used = [finer + zeros - x.channel(i).twos for i, zeros in enumerate(before.twos)]
+    return (7 - before.word.wl - torch.tensor(used).clamp(min=0)).clamp(min=0)
 
 
-def zeros_of(x: Value, spare: int, finer: int, channels: int) -> Tensor:
+def zeros_of(x: Value, spare: Tensor, finer: int) -> Tensor:
     """Return how many zeros ``b`` must end with, to be ``spare`` bits finer than its channel.
 
     Args:
         x: What batch normalisation takes.
         spare: From ``spare_of``.
         finer: Bits by which the point of ``b`` is finer than that of ``x``, or below 0.
-        channels: Of ``x``.
 
     Returns:
         int64, shape ``(channels,)``; 0 where channels have one point.
     """
-    zeros = torch.zeros(channels, dtype=torch.int64)
-    for i, channel in enumerate(x.channels):
-        zeros[i] = max(0, channel.twos - spare + finer)
-    return zeros
+    if not x.channels:
+        return torch.zeros_like(spare)
+    twos = torch.tensor([channel.twos for channel in x.channels])
+    return (twos - spare + finer).clamp(min=0)
 
 
 def shift_of(op: Affine, fl: int) -> tuple[Tensor, int] | None:

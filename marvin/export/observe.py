@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
+from marvin.activations import state_of
 from marvin.export.errors import ExportError
 
 __all__ = ["POOLS", "ROUNDED", "Formats", "calibrate", "evaluating", "fitting", "observe"]
@@ -17,6 +18,7 @@ __all__ = ["POOLS", "ROUNDED", "Formats", "calibrate", "evaluating", "fitting", 
 # what marvin.quantize_activations rounds, as far as it can be exported
 POOLS = nn.AvgPool2d, nn.AdaptiveAvgPool2d
 ROUNDED = nn.Conv2d, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, *POOLS
+_PASSING = nn.ReLU, nn.MaxPool2d, nn.Flatten, nn.Identity, nn.Dropout  # round nothing themselves
 
 _LONGEST_FL = 31
 
@@ -43,14 +45,23 @@ def observe(model: nn.Module, sample: Tensor) -> dict[str, Formats]:
     Runs the model once, in eval mode. Empty where nothing is rounded.
     """
     found: dict[str, Formats] = {}
+    state = state_of(model)
+    if state is None:
+        return found
+
+    def format_of(x: Any) -> FixedPoint | None:
+        fmt = state.format_of(x)
+        return fmt if isinstance(fmt, FixedPoint) else None
 
     def see(name: str, inputs: tuple[Any, ...], output: Any) -> None:
-        before = {_mark(x) for x in inputs if isinstance(x, Tensor)}
-        formats = Formats(before.pop() if len(before) == 1 else None, _mark(output))
+        if isinstance(model.get_submodule(name), _PASSING):
+            return
+        before = {format_of(x) for x in inputs if isinstance(x, Tensor)}
+        formats = Formats(before.pop() if len(before) == 1 else None, format_of(output))
         if found.setdefault(name, formats) != formats:
             raise ExportError(f"{name} is called more than once, with different formats")
 
-    _watch(model, [sample], see)
+    _watch(model, [sample.clone()], see)
     return {name: formats for name, formats in found.items() if formats.input or formats.output}
 
 
@@ -115,12 +126,6 @@ def _grown(name: str, bounds: tuple[float, float], x: Tensor) -> tuple[float, fl
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ExportError(f"activations must be finite to calibrate, got {low}, {high} at {name}")
     return low, high
-
-
-def _mark(x: Any) -> FixedPoint | None:
-    """Return the format that ``quantize_activations`` has rounded a tensor to."""
-    fmt, version = getattr(x, "_fixed_point", (None, None))
-    return fmt if isinstance(x, Tensor) and version == x._version else None
 
 
 _See = Callable[[str, tuple[Any, ...], Any], None]

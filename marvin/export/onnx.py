@@ -23,21 +23,31 @@ from marvin.export.network import Network, Round, Weighted
 from marvin.export.wide import Doubles
 from marvin.files import write_atomic
 
-__all__ = ["Spelling", "obstacle", "original", "save", "spelling_of", "to_model"]
+__all__ = ["Spelling", "in_floats", "obstacle", "original", "save", "spelling_of", "to_model"]
 
 Spelling = Literal["int8", "int16", "float64"]
 
 
 def save(
-    network: Network, path: Path, spelling: Spelling | None = None, *, vnni: bool = False
+    network: Network,
+    path: str | Path,
+    spelling: Spelling | None = None,
+    *,
+    vnni: bool = False,
 ) -> int:
     """Write a network as an ONNX file, at once; return its bytes.
+
+    Args:
+        network: From ``describe``.
+        path: Of the file; its folder is made if it is not there.
+        spelling: As in ``to_model``.
+        vnni: As in ``to_model``.
 
     Raises:
         ExportError: As ``to_model``.
     """
     content = to_model(network, spelling, vnni=vnni).SerializeToString()
-    write_atomic(path, content)
+    write_atomic(Path(path), content)
     return len(content)
 
 
@@ -112,6 +122,21 @@ def obstacle(network: Network) -> str:
         except ExportError as error:
             return str(error)
     return ""
+
+
+def in_floats(network: Network) -> dict[str, str]:
+    """Return the layers that ONNX Runtime computes in floats, and why, in the fastest spelling.
+
+    Raises:
+        ExportError: As ``spelling_of``.
+    """
+    spelling = spelling_of(network)
+    writer = _written(network, spelling)[0]
+    if isinstance(writer, Bytes):
+        return writer.in_floats
+    longest = max(network.words().values(), key=lambda fmt: fmt.wl)
+    why = obstacle(network) or f"words have up to {longest.wl} bits"
+    return {op.name: why for op in network.operations if isinstance(op, Weighted)}
 
 
 def _written(network: Network, spelling: Spelling, vnni: bool = False) -> tuple[Floats, str]:

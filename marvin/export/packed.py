@@ -14,9 +14,20 @@ from torch import Tensor
 from fixedpoint_kernels import FixedPoint, decode, encode, pack, unpack
 from marvin.export import safetensors
 from marvin.export.errors import ExportError, fixed_point
+from marvin.export.network import Affine, Network, Weighted
 from marvin.files import write_atomic
 
-__all__ = ["Packed", "Size", "from_bytes", "load", "pack_state", "save", "sizes", "to_bytes"]
+__all__ = [
+    "Packed",
+    "Size",
+    "from_bytes",
+    "load",
+    "pack_network",
+    "pack_state",
+    "save",
+    "sizes",
+    "to_bytes",
+]
 
 VERSION = 2
 _KEY = "marvin"
@@ -88,6 +99,30 @@ def pack_state(
     return Packed(codes, formats, dtypes, others, dict(activations or {}))
 
 
+def pack_network(network: Network) -> Packed:
+    """Return all numbers of a network, as integers of their own formats.
+
+    They are named by operation: ``weight`` and ``bias`` of layers, ``scale`` and ``offset`` of
+    batch normalisation.
+
+    Args:
+        network: From ``describe``.
+    """
+    found: dict[str, tuple[Tensor, FixedPoint]] = {}
+    for op in network.operations:
+        if isinstance(op, Weighted):
+            found[f"{op.name}.weight"] = op.weight, op.weight_fmt
+            if op.bias is not None:
+                found[f"{op.name}.bias"] = op.bias, op.bias_fmt
+        elif isinstance(op, Affine):
+            found[f"{op.name}.scale"] = op.scale, op.scale_fmt
+            found[f"{op.name}.offset"] = op.offset, op.offset_fmt
+    codes = {name: codes for name, (codes, _) in found.items()}
+    formats = {name: fmt for name, (_, fmt) in found.items()}
+    dtypes = dict.fromkeys(codes, torch.float32)
+    return Packed(codes, formats, dtypes, {}, network.formats())
+
+
 def codes_of(name: str, x: Tensor, fmt: FixedPoint) -> Tensor:
     """Return the integer codes of values that are numbers of ``fmt``.
 
@@ -119,14 +154,22 @@ def sizes(packed: Packed) -> list[Size]:
     return rows
 
 
-def save(packed: Packed, path: Path) -> int:
-    """Write a file at once; return its bytes."""
-    content = to_bytes(packed)
-    write_atomic(path, content)
+def save(packed: Packed | Network, path: str | Path) -> int:
+    """Write a file at once; return its bytes.
+
+    Args:
+        packed: From ``pack_state``; or a network, of which ``pack_network`` is written.
+        path: Of the file; its folder is made if it is not there.
+
+    Raises:
+        ExportError: A tensor has a dtype that the file format lacks.
+    """
+    content = to_bytes(pack_network(packed) if isinstance(packed, Network) else packed)
+    write_atomic(Path(path), content)
     return len(content)
 
 
-def load(path: Path) -> Packed:
+def load(path: str | Path) -> Packed:
     """Read a file that ``save`` wrote.
 
     Raises:
@@ -188,10 +231,7 @@ def _describe(packed: Packed, name: str) -> dict[str, Any]:
 def _fields(metadata: Mapping[str, str]) -> dict[str, Any]:
     if _KEY not in metadata:
         raise ExportError(f"the metadata must have {_KEY!r}, got {sorted(metadata)!r:.80}")
-    try:
-        fields = json.loads(metadata[_KEY])
-    except (ValueError, RecursionError) as error:
-        raise ExportError(f"the metadata must be JSON: {error}") from error
+    fields = safetensors.parse("metadata", metadata[_KEY])
     if not isinstance(fields, dict) or fields.get("version") != VERSION:
         version = fields.get("version") if isinstance(fields, dict) else fields
         raise ExportError(f"the version must be {VERSION}, got {version!r:.80}")
@@ -207,7 +247,7 @@ def _described(name: str, entry: Any) -> tuple[FixedPoint, tuple[int, ...], torc
     if not isinstance(entry, dict) or set(entry) != _FORMAT_FIELDS:
         raise ExportError(f"{name} must have {sorted(_FORMAT_FIELDS)}, got {entry!r:.80}")
     shape, dtype = entry["shape"], entry["dtype"]
-    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+    if not safetensors.are_sizes(shape):
         raise ExportError(f"{name} must have a shape of whole sizes, got {shape!r:.80}")
     if not isinstance(dtype, str) or dtype not in _FLOATS:
         raise ExportError(f"{name} must be one of {sorted(_FLOATS)}, got {dtype!r:.80}")
@@ -249,5 +289,6 @@ def _digest(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> str:
     digest.update(json.dumps(rest, sort_keys=True).encode())
     for name, x in tensors.items():
         digest.update(json.dumps([name, str(x.dtype), list(x.shape)]).encode())
-        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        flat = x.detach().cpu().contiguous().as_strided((x.numel(),), (1,))
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

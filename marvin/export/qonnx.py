@@ -48,14 +48,18 @@ def is_exact(network: Network) -> bool:
     return True
 
 
-def save(network: Network, path: Path) -> int:
+def save(network: Network, path: str | Path) -> int:
     """Write a network as a QONNX file, at once; return its bytes.
 
+    Args:
+        network: From ``describe``.
+        path: Of the file; its folder is made if it is not there.
+
     Raises:
-        ExportError: The package ``onnx`` is not installed.
+        ExportError: As ``to_model``.
     """
     content = to_model(network).SerializeToString()
-    write_atomic(path, content)
+    write_atomic(Path(path), content)
     return len(content)
 
 
@@ -74,7 +78,7 @@ def to_model(network: Network) -> Any:
     return writer.graph.model(network, output, types.FLOAT, {_DOMAIN: 1}, batch=1)
 
 
-def execute(path: Path, samples: Tensor, python: str = sys.executable) -> Tensor:
+def execute(path: str | Path, samples: Tensor, python: str = sys.executable) -> Tensor:
     """Return what qonnx's executor makes of a file, sample by sample.
 
     Args:

@@ -83,13 +83,32 @@ def proof_lines(run: Run, deployed: Deployed, rows: Sequence[dict[str, Any]]) ->
     gaps = compare(deployed.network, deployed.model, run.test[:64])
     moved = [gap for gap in gaps if gap.different]
     first = f"from {moved[0].name} on" if moved else "nowhere"
+    far = (integer.run(deployed.exact, run.test) - trained).abs()
     return [
         f"float32 simulation is exact in {exact} of {len(rows)} layers",
         f"modules that differ from the trained ones: {len(moved)} of {len(gaps)}, {first}",
+        *_bias_lines(deployed),
+        f"outputs differ from the trained model's by {far.mean():.2g} on average, {far.max():.2g} at "
+        f"most, of up to {trained.abs().max():.2g}: batch normalisation and biases are rounded",
         *_sum_lines(deployed.network),
         f"test accuracy: trained {run.accuracy(trained):.2%}, {before}"
         f"exported {run.accuracy(logits):.2%} ({len(run.labels)} images)",
     ]
+
+
+def _bias_lines(deployed: Deployed) -> list[str]:
+    """Return how far biases without a format are from those of training."""
+    state, gaps = deployed.model.state_dict(), {}
+    for op in deployed.network.operations:
+        name = f"{op.name}.bias"
+        is_float = name in state and name not in deployed.formats
+        if is_float and isinstance(op, Weighted) and op.bias is not None:
+            exported = op.bias.double() * op.bias_fmt.lsb
+            gaps[op.name] = float((exported - state[name].cpu().double()).abs().max())
+    if not gaps:
+        return []
+    named = ", ".join(f"{name} by up to {gap:.2g}" for name, gap in gaps.items())
+    return [f"biases that training left in floats are rounded: {named}"]
 
 
 def _sum_lines(network: Network) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from marvin.export.errors import ExportError
 
-__all__ = ["read", "write"]
+__all__ = ["are_sizes", "parse", "read", "write"]
 
 Tensors = Mapping[str, Tensor]
 
@@ -36,6 +36,9 @@ _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the format's authors
 _KEYS = {"dtype", "shape", "data_offsets"}
+_DEEPEST = 8  # tables and lists inside one another; ours take 4
+_MOST_DIMENSIONS = 16
+_LARGEST = 2**48  # of a size, and bytes of a file's tensors
 
 
 def write(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
@@ -53,6 +56,8 @@ def write(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
     for name, x in tensors.items():
         if x.dtype not in _NAMES or name == _METADATA:
             raise ExportError(f"safetensors holds bool, integers and floats, got {name}: {x.dtype}")
+        if not are_sizes(list(x.shape)):
+            raise ExportError(f"{name} must have up to 16 dimensions, got {x.ndim}")
         content = _to_bytes(x)
         offsets = [place, place + len(content)]
         header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": offsets}
@@ -95,14 +100,30 @@ def _header(content: bytes) -> tuple[dict[str, Any], int]:
     if not 2 <= length <= min(len(content) - _LENGTH.size, _LONGEST_HEADER):
         raise ExportError(f"the header must fit into {len(content)} bytes, got {length}")
     start = _LENGTH.size + length
-    try:
-        text = content[_LENGTH.size : start].decode()
-        header = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ExportError(f"the header must be JSON: {error}") from error
+    header = parse("header", content[_LENGTH.size : start])
     if not isinstance(header, dict):
         raise ExportError(f"the header must be a table, got {type(header).__name__}")
     return header, start
+
+
+def parse(what: str, text: str | bytes) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ExportError: It is none, a name is there twice, or it is deeper than any file of ours.
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        found = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ExportError(f"the {what} must be JSON: {error}") from error
+    level = [found] if isinstance(found, dict | list) else []
+    for _ in range(_DEEPEST):
+        inner = [x.values() if isinstance(x, dict) else x for x in level]
+        level = [y for x in inner for y in x if isinstance(y, dict | list)]
+        if not level:
+            return found
+    raise ExportError(f"the {what} must be JSON of {_DEEPEST} levels, got more")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -119,7 +140,7 @@ def _entry(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, in
     if dtype is None:
         raise ExportError(f"{name} must be one of {', '.join(_DTYPES)}, got {entry['dtype']!r:.80}")
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2 and len(shape) <= 16):
+    if not (are_sizes(shape) and _are_whole(offsets) and len(offsets) == 2):
         raise ExportError(f"{name} must have whole sizes, got {shape!r:.80} and {offsets!r:.80}")
     size = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != size:
@@ -127,14 +148,21 @@ def _entry(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, in
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
-def _are_sizes(values: Any) -> bool:
-    """Say whether these are sizes that torch takes; True is no size."""
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**48 for v in values)
+def are_sizes(values: Any) -> bool:
+    """Say whether these are sizes that torch takes, of an empty tensor too; True is no size."""
+    if not _are_whole(values) or len(values) > _MOST_DIMENSIONS:
+        return False
+    return math.prod(max(1, v) for v in values) < _LARGEST
+
+
+def _are_whole(values: Any) -> bool:
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < _LARGEST for v in values)
 
 
 def _to_bytes(x: Tensor) -> bytes:
     x = x.detach().cpu().contiguous()
-    return x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    flat = x.as_strided((x.numel(),), (1,))  # of one number, or none, any stride is contiguous
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _from_bytes(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from marvin.export.bounds import value_of
 from marvin.export.fold import roundings, rounds_exactly, total_of
@@ -28,8 +29,9 @@ def short_scales(network: Network) -> Network:
         if isinstance(op, Affine):
             rounds = roundings(network, op.name)[1]
             if rounds and all(r.fmt.wl <= _BYTE for r in rounds):
-                x = values[op.inputs[0]]
-                new = _shortened(op, x, spare_of(network.operation(op.inputs[0]), x), rounds)
+                x, before = values[op.inputs[0]], network.operation(op.inputs[0])
+                spare = spare_of(before, x, values[before.inputs[0]].fl)
+                new = _shortened(op, x, spare, rounds)
         operations.append(new)
         is_first = new.inputs in ((), (network.input.name,))  # what comes in has no value
         if not is_first:
@@ -37,12 +39,12 @@ def short_scales(network: Network) -> Network:
     return replace(network, operations=tuple(operations), values=values)
 
 
-def _shortened(op: Affine, x: Value, spare: int, rounds: list[Round]) -> Affine:
+def _shortened(op: Affine, x: Value, spare: Tensor, rounds: list[Round]) -> Affine:
     shift = shift_of(op, x.fl)
     if shift is None:
         return op
     finer = op.offset_fmt.fl - op.scale_fmt.fl - x.fl
-    zeros = zeros_of(x, spare, finer, len(op.scale)).tolist()
+    zeros = zeros_of(x, spare, finer).tolist()
 
     def is_exact(channel: int, scale: int, b: int) -> bool:
         total, twos = total_of(x, channel, b << max(0, -finer), shift[1])

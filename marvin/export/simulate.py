@@ -25,7 +25,7 @@ from marvin.export.network import (
 )
 from marvin.export.norm import numbers
 
-__all__ = ["apply", "simulate"]
+__all__ = ["apply", "products", "simulate"]
 
 
 @torch.no_grad()
@@ -66,8 +66,10 @@ def _like(codes: Tensor, fmt: FixedPoint, x: Tensor) -> Tensor:
     return (codes.double() * fmt.lsb).to(x)
 
 
-def _conv(op: Conv, x: Tensor) -> Tensor:
-    weight, bias = _weights(op, x)
+def products(op: Weighted, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return sums of products as a layer adds them, with any weights and bias."""
+    if not isinstance(op, Conv):
+        return F.linear(x, weight, bias)
     return F.conv2d(x, weight, bias, op.stride, op.padding, op.dilation, op.groups)
 
 
@@ -93,8 +95,8 @@ def _average_pool(op: AveragePool, x: Tensor) -> Tensor:
 _APPLY: dict[type, Callable[..., Any]] = {
     Input: _input,
     Round: lambda op, x: _rounded(x, op.fmt),
-    Conv: _conv,
-    Linear: lambda op, x: F.linear(x, *_weights(op, x)),
+    Conv: lambda op, x: products(op, x, *_weights(op, x)),
+    Linear: lambda op, x: products(op, x, *_weights(op, x)),
     Affine: _affine,
     Add: lambda _op, x, y: x + y,
     Relu: lambda _op, x: F.relu(x),

@@ -12,6 +12,7 @@ from torch import Tensor
 from marvin.export import integer, packed
 from marvin.export.errors import ExportError
 from marvin.export.extras import require
+from marvin.export.network import Add, Network, Weighted
 from marvin.export.run import Deployed
 
 __all__ = ["TARGETS", "Target", "Written"]
@@ -92,13 +93,29 @@ def _onnx(order: Order) -> Written:
     size = onnx.save(network, path, spelling, vnni=order.ways.vnni)
     what = f"{path.name} ({spelling})"
     if obstacle := onnx.obstacle(network):
-        what += f"; not int8: {obstacle}; try --sums-wl 8"
+        what += f"; not int8: {obstacle}"
+        if order.deployed.exact is network and any(
+            isinstance(op, Add) for op in network.operations
+        ):
+            what += "; try --sums-wl 8"
+    what += _kernels(onnx.in_floats(network), network)
     if order.samples is None:
         return Written(size, what)
     runtime = require("onnxruntime", "onnx")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (got,) = session.run(None, {network.input.name: order.samples.numpy()})
     return _proved(order, size, what, torch.from_numpy(got), f"ONNX Runtime {runtime.__version__}")
+
+
+def _kernels(in_floats: dict[str, str], network: Network) -> str:
+    """Return in words which layers leave integer kernels."""
+    layers = [op.name for op in network.operations if isinstance(op, Weighted)]
+    if not in_floats:
+        return f"; all {len(layers)} layers on integer kernels"
+    if len(in_floats) == len(layers) and len(set(in_floats.values())) == 1:
+        return f"; all {len(layers)} layers in floats: {next(iter(in_floats.values()))}"
+    named = ", ".join(f"{name} ({why})" for name, why in in_floats.items())
+    return f"; {len(in_floats)} of {len(layers)} layers in floats: {named}"
 
 
 def _qonnx(order: Order) -> Written:

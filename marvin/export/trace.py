@@ -12,8 +12,12 @@ from torch import Tensor, fx, nn
 from fixedpoint_kernels import FixedPoint
 from marvin.export.build import Builder
 from marvin.export.errors import ExportError
+from marvin.export.follow import Step, follow
+from marvin.export.foreign import check_own, kind_of
 from marvin.export.layers import MODULES
+from marvin.export.memory import Tracer
 from marvin.export.network import Add, Flatten, Network, Relu
+from marvin.export.numbers import check_numbers
 from marvin.export.observe import POOLS, Formats, evaluating, observe
 from marvin.export.scales import short_scales
 from marvin.rounding import Format
@@ -21,9 +25,11 @@ from marvin.rounding import Format
 __all__ = ["describe"]
 
 _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
-_RELUS = torch.relu, F.relu, "relu", "relu_"
+_RELUS = torch.relu, torch.relu_, F.relu, "relu", "relu_"
+_IN_PLACE = operator.iadd, "add_", torch.relu_, "relu_"
 _FLATTENS = torch.flatten, "flatten"
-_SHAPES = nn.Flatten, nn.Identity, nn.Dropout  # values go through them unchanged
+_SAME = nn.Identity, nn.Dropout  # which give back the tensor they take
+_SHAPES = nn.Flatten, *_SAME  # values go through them unchanged
 
 
 def describe(
@@ -45,12 +51,17 @@ def describe(
     ``weight / sqrt(running_var + eps)`` and the offset ``bias - running_mean * scale``, computed
     in float64, are rounded to nearest: the scale to ``scale_wl`` bits, the offset to the point of
     ``x * scale``. Biases without a format are rounded to the point of ``x * weight``, that of their
-    channel where weights have points by channel.
+    channel where weights have points by channel, or up to 6 bits finer: see
+    ``marvin.export.biases``.
+
+    The sample goes through the model and through what is exported for each of its modules. A gap
+    that these roundings and float32's do not explain is refused.
 
     Args:
         model: Its values of ``weights`` are numbers of their formats; with
             ``marvin.quantize_activations`` on it, unless ``activations`` are given.
-        sample: One batch of what the model takes, float32.
+        sample: One batch of what the model takes, float32: what the network is compared on, so
+            samples of the data, not zeros.
         weights: Formats of parameters by name, such as ``optimizer.formats()``.
         activations: Formats from ``calibrate``; default: those the model rounds to.
         scale_wl: Word length of batch normalisation's scale, bits.
@@ -59,26 +70,40 @@ def describe(
         ExportError: Something in the model cannot be exported; says what, and why.
     """
     origin = "trained" if activations is None else "calibrated"
+    own = observe(model, sample)
     if activations is None:
-        activations = observe(model, sample)
+        activations = own
         if not activations:
             raise ExportError(
                 "the model rounds no activations: put marvin.quantize_activations on it, or give "
                 "formats from marvin.export.calibrate"
             )
-    tracer = fx.Tracer()
+    elif own:
+        raise ExportError(
+            f"formats of activations must be given for a model that rounds none, got them for one "
+            f"that rounds at {next(iter(own))}: leave them out"
+        )
     with evaluating(model):
         try:
-            graph = tracer.trace(model)
+            graph = Tracer().trace(model)
         except Exception as error:  # whatever the model's own code raises on a tracer's proxies
             first_line = str(error).partition("\n")[0]
             raise ExportError(f"the model must be traceable by torch.fx: {first_line}") from error
+    check_own(model, (str(node.target) for node in graph.nodes if node.op == "call_module"))
     _check_rounded(graph, activations)
-    activations = _with_pools(graph, model, activations)
-    builder = Builder(model, weights, activations, scale_wl)
-    for node in graph.nodes:
-        _TRANSLATE[node.op](builder, node, sample)
-    return short_scales(builder.network(origin))
+    with_pools = _with_pools(graph, model, activations)
+    builder = Builder(model, weights, with_pools, scale_wl)
+    steps = [step for node in graph.nodes if (step := _translate(builder, node, sample))]
+    network = short_scales(builder.network(origin))
+    rounds = with_pools if origin == "calibrated" else activations
+    steps = [replace(step, output_fmt=_output_of(rounds, step.module)) for step in steps]
+    check_numbers(model, network, steps)
+    follow(model, network, steps, sample, rounds=origin == "trained")
+    return network
+
+
+def _output_of(rounds: Mapping[str, Formats], module: str) -> FixedPoint | None:
+    return rounds[module].output if module in rounds else None
 
 
 def _check_rounded(graph: fx.Graph, activations: Mapping[str, Formats]) -> None:
@@ -120,39 +145,91 @@ def _formats_of_users(
             yield activations[name].input if is_layer else None
 
 
+def _translate(builder: Builder, node: fx.Node, sample: Tensor) -> Step | None:
+    """Add what one node of the trace computes; return the step, if it is one."""
+    if node.op == "call_module":
+        return _module(builder, node)
+    if node.op in ("call_function", "call_method"):
+        return _function(builder, node)
+    if node.op == "placeholder":
+        _placeholder(builder, node, sample)
+    elif node.op == "output":
+        _output(builder, node)
+    else:
+        raise ExportError(f"{node.target}: a tensor used outside a layer cannot be exported")
+    return None
+
+
 def _placeholder(builder: Builder, node: fx.Node, sample: Tensor) -> None:
     if builder.operations:
         raise ExportError(f"a network must have one input, got another: {node.name}")
     builder.begin(node.name, tuple(sample.shape[1:]))
-    builder.names[node.name] = node.name
+    builder.memory.new(node, node.name)
 
 
-def _module(builder: Builder, node: fx.Node, _sample: Tensor) -> None:
+def _module(builder: Builder, node: fx.Node) -> Step:
     name = str(node.target)
     module = builder.model.get_submodule(name)
-    handler = next((h for kind, h in MODULES.items() if isinstance(module, kind)), None)
-    if handler is None:
+    kind = kind_of(module, MODULES)
+    if kind is None:
         raise ExportError(f"{name}: {type(module).__name__} cannot be exported")
-    source = _source(builder, node, name)
-    builder.names[node.name] = handler(builder, builder.unused(name), name, module, source)
+    taken, source = _source(builder, node, name)
+    rounds, before = builder.input_format(name, source), len(builder.operations)
+    result = MODULES[kind](builder, builder.unused(name), name, module, source)
+    if kind in _SAME:
+        builder.memory.same(node, taken)
+    elif kind is nn.Flatten:
+        builder.memory.view(node, taken, result)
+    elif getattr(module, "inplace", False):
+        builder.memory.write(node, taken, result)
+    else:
+        builder.memory.new(node, result)
+    return Step(name, (source,), result, _names(builder, before), rounds)
 
 
-def _function(builder: Builder, node: fx.Node, _sample: Tensor) -> None:
+def _function(builder: Builder, node: fx.Node) -> Step:
     target = node.target
     values = [x for x in node.args if isinstance(x, fx.Node)]
     rest = [x for x in node.args if not isinstance(x, fx.Node)]
-    name = builder.unused(node.name)
+    name, before = builder.unused(node.name), len(builder.operations)
+    in_place = target in _IN_PLACE
     if target in _ADDS and len(values) == 2 and not rest and not node.kwargs:
-        left, right = (builder.rounded(builder.names[v.name], name) for v in values)
-        builder.names[node.name] = builder.add(Add(name, (left, right)))
-    elif target in _RELUS and len(values) == 1 and set(node.kwargs) <= {"inplace"}:
-        builder.names[node.name] = builder.add(Relu(name, (_source(builder, node, name),)))
+        sources = tuple(builder.rounded(builder.memory.read(v, name), name) for v in values)
+        result = builder.add(Add(name, sources))
+    elif (
+        target in _RELUS
+        and len(values) == 1
+        and (inplace := _inplace(rest, node.kwargs)) is not None
+    ):
+        in_place |= inplace
+        sources = (_source(builder, node, name)[1],)
+        result = builder.add(Relu(name, sources))
     elif target in _FLATTENS and _flattens_all(rest, node.kwargs):
-        builder.names[node.name] = builder.add(Flatten(name, (_source(builder, node, name),)))
+        sources = (_source(builder, node, name)[1],)
+        result = builder.add(Flatten(name, sources))
     else:
         text = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         arguments = ", ".join(map(str, node.args))
         raise ExportError(f"{node.name}: {text}({arguments}) cannot be exported")
+    if in_place:
+        builder.memory.write(node, values[0], result)
+    elif target in _FLATTENS:
+        builder.memory.view(node, values[0], result)
+    else:
+        builder.memory.new(node, result)
+    return Step("", sources, result, _names(builder, before))
+
+
+def _names(builder: Builder, before: int) -> tuple[str, ...]:
+    """Return the names of the operations added since there were ``before``."""
+    return tuple(op.name for op in builder.operations[before:])
+
+
+def _inplace(rest: list[Any], kwargs: Mapping[str, Any]) -> bool | None:
+    """Return whether a ReLU with these arguments works in place; None if it has others."""
+    given = [*rest, *kwargs.values()]
+    is_known = len(given) <= 1 and set(kwargs) <= {"inplace"}
+    return bool(given and given[0]) if is_known else None
 
 
 def _flattens_all(rest: list[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -160,29 +237,16 @@ def _flattens_all(rest: list[Any], kwargs: Mapping[str, Any]) -> bool:
     return arguments.pop("start_dim", 0) == 1 and arguments.pop("end_dim", -1) == -1
 
 
-def _source(builder: Builder, node: fx.Node, name: str) -> str:
+def _source(builder: Builder, node: fx.Node, name: str) -> tuple[fx.Node, str]:
+    """Return the node that a call takes, and the value that is in it."""
     source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or source.name not in builder.names:
+    if not isinstance(source, fx.Node) or source not in builder.memory:
         raise ExportError(f"{name} must be called with a value of the network, got {source}")
-    return builder.names[source.name]
+    return source, builder.memory.read(source, name)
 
 
-def _output(builder: Builder, node: fx.Node, _sample: Tensor) -> None:
+def _output(builder: Builder, node: fx.Node) -> None:
     result = node.args[0]
     if not isinstance(result, fx.Node):
         raise ExportError(f"a network must have one output, got {result}")
-    builder.end(builder.names[result.name])
-
-
-def _attribute(_builder: Builder, node: fx.Node, _sample: Tensor) -> None:
-    raise ExportError(f"{node.target}: a tensor used outside a layer cannot be exported")
-
-
-_TRANSLATE = {
-    "placeholder": _placeholder,
-    "call_module": _module,
-    "call_function": _function,
-    "call_method": _function,
-    "get_attr": _attribute,
-    "output": _output,
-}
+    builder.end(builder.memory.read(result, "the output"))

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
-from marvin.base import QuantizingOptimizer
 from marvin.export.observe import fitting
+from marvin.quantized import Quantized
 from marvin.rounding import Format, round_one
 
 __all__ = ["formats_of_weights", "masters_of", "nearest_weights"]
 
 
-def masters_of(model: nn.Module, optimizer: QuantizingOptimizer) -> dict[str, Tensor]:
+def masters_of(model: nn.Module, optimizer: Quantized) -> dict[str, Tensor]:
     """Return the float32 masters of a model's quantised parameters, by name."""
     named = ((name, p) for name, p in model.named_parameters() if p in optimizer)
     return {

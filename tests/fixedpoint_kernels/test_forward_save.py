@@ -92,6 +92,16 @@ class Hooks:
         module.register_load_state_dict_post_hook(lambda *_: note("loaded"))
 
 
+def test_reverting_gives_attributes_of_the_same_name_back():
+    model = nn.Sequential(nn.GELU(), nn.SiLU())
+    model[0].bits = "mine"
+    forward_save.convert(model, few_bit=3)
+    assert model[0].bits == 3
+    forward_save.revert(model)
+    assert model[0].bits == "mine"
+    assert "bits" not in vars(model[1])
+
+
 def test_hooks_mode_and_ties_are_kept():
     act = nn.GELU()
     act.mine = "an attribute"

@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, histogram_candidates, quantize
 from fixedpoint_kernels.histogram import (
+    Expected,
     bins_of,
     cpu,
     gpu,
@@ -18,6 +20,7 @@ from fixedpoint_kernels.histogram import (
 from fixedpoint_kernels.histogram.reference import Cells
 from fixedpoint_kernels.philox import Key
 
+TINIEST, LARGEST = 2.0**-149, float(torch.finfo(torch.float32).max)
 FORMATS = [FixedPoint(8, fl) for fl in range(2, 9)] + [FixedPoint(5, 6), FixedPoint(16, 12)]
 
 
@@ -46,21 +49,88 @@ def test_kernels_equal_the_reference(n, resolution, rounding, device):
 
 @settings(max_examples=25 * settings().max_examples // 100)
 @given(
-    x=st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=9).filter(
-        lambda x: min(x) < max(x)
-    ),
-    fl=st.integers(-3, 12),
+    x=st.lists(
+        st.floats(-100, 100, width=32) | st.floats(-LARGEST, LARGEST, width=32),
+        min_size=2,
+        max_size=9,
+    ).filter(lambda x: min(x) < max(x)),
+    fl=st.integers(-31, 31),
     resolution=st.integers(1, 150),
 )
 def test_kernels_equal_the_reference_everywhere(x, fl, resolution):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.tensor(x)
-    if not math.isfinite(bins_of(x, resolution).inverse_width):
-        return  # a range so small that the bins vanish in float32
     assert_same_counts(x, [FixedPoint(9, fl)], resolution, "stochastic", Key(0, 0), device)
-    first = math.floor(x.min().item() * 2.0**fl)
-    size = math.floor(x.max().item() * 2.0**fl) - first + 1
-    assert_same_cells(x, resolution, Cells(fl, first, size), device)
+    low, high = x.min().item(), x.max().item()
+    fl = min(fl, 10 - math.frexp(high - low)[1])
+    first = math.floor(low * 2.0**fl)
+    assert_same_cells(
+        x, resolution, Cells(fl, first, math.floor(high * 2.0**fl) - first + 1), device
+    )
+
+
+@pytest.mark.parametrize("power", [-149, -140, -127, -126, -100, 0, 100, 115, 116])
+def test_a_power_of_two_moves_no_value_to_another_bin(power, device):
+    codes = torch.randint(-2000, 2001, (3000,))
+    codes[:2] = torch.tensor([-2000, 2000])
+    want = torch.bincount((codes + 2000) * 50 // 4000, minlength=51)
+    want = torch.cat([want[:49], want[49:].sum()[None]])  # the last bin holds its right end
+    x = torch.ldexp(codes.double(), torch.tensor(power)).float()
+    assert_same_counts(x, FORMATS[:2], 50, "nearest", Key(0, 0), device)
+    for rounding in ("nearest", "stochastic", "expected"):
+        own = histogram_candidates(x, [], 50, rounding=rounding)[0].long()
+        torch.testing.assert_close(own, want, rtol=0, atol=0)
+
+
+EXTREMES = {
+    "subnormal": [0.0, 1e-38],
+    "one subnormal step": [0.0, TINIEST],
+    "subnormals": [-1e-39, 1e-38, 3e-39],
+    "an overflowing difference": [-3e38, 3e38, 0.0, 1.0],
+    "all of float32": [-LARGEST, LARGEST, TINIEST, -TINIEST],
+    "one step far from 0": [3e38, float(np.nextafter(np.float32(3e38), np.float32(0)))],
+    "one step near 1": [1.0, 1.0 + 2.0**-23],
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize("resolution", [1, 2, 100, 150])
+def test_extreme_ranges_are_counted(name, resolution, device):
+    x = torch.tensor(EXTREMES[name] * 50)
+    fmts = [FixedPoint(8, 4), FixedPoint(32, 31), FixedPoint(32, -31), FixedPoint(2, 31)]
+    for rounding in ("nearest", "stochastic"):
+        assert_same_counts(x, fmts, resolution, rounding, Key(5, 6), device)
+    expected = histogram_candidates(x, fmts, resolution, rounding="expected")
+    sampled = histogram_candidates(x, fmts, resolution, seed=5, stream=6)
+    assert (expected.sum(1) == len(x)).all()
+    # 5 standard deviations of a bin's count; a place in a step is in 2**-24
+    std = torch.sqrt(expected.clamp(max=len(x) / 4))
+    assert ((expected - sampled).abs() <= 5 * std + len(x) * 2**-24).all()
+    assert expected[0, 0] > 0
+    assert expected[0, -1] > 0
+
+
+def test_no_count_leaves_the_row(device):
+    # values that histogram_candidates refuses: a kernel that gets them must stay in its memory
+    x = torch.tensor([math.nan, math.inf, -math.inf, LARGEST, -LARGEST, 1e9, -1e9, 0.0, 0.3] * 30)
+    bins = bins_of(torch.tensor([-1.0, 1.0]), 50)
+    for rounding in ("nearest", "stochastic"):
+        expected = reference.sampled(x, FORMATS, bins, rounding, Key(1, 2))
+        assert (expected.sum(1) == len(x)).all()
+        assert torch.equal(cpu.sampled(x, FORMATS, bins, rounding, Key(1, 2)), expected)
+        actual = gpu.sampled(x.to(device), FORMATS, bins, rounding, Key(1, 2))
+        assert torch.equal(actual.cpu(), expected)
+    own, table = reference.cells(x, bins, Cells(5, -32, 64))
+    assert own.sum() == table[:, 0].sum() == len(x)
+    torch.testing.assert_close(cpu.cells(x, bins, Cells(5, -32, 64)), (own, table), rtol=0, atol=0)
+    actual = [t.cpu() for t in gpu.cells(x.to(device), bins, Cells(5, -32, 64))]
+    torch.testing.assert_close(tuple(actual), (own, table), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("resolution", [0, -1, 2**20])
+def test_too_many_bins_are_refused(resolution):
+    with pytest.raises(ValueError, match="needs 1 to 1048575 bins"):
+        histogram_candidates(torch.tensor([0.0, 1.0]), [], resolution)
 
 
 def test_counts_of_parts_add_up(device):
@@ -154,6 +224,53 @@ def test_no_range_is_refused(x):
         histogram_candidates(x, FORMATS, 50)
 
 
-def test_too_fine_for_expected_counts():
+def one_by_one(x, fmt, resolution):
+    """Expected counts, from the documented formula for bins and exact fractions of a step."""
+    low, high = np.float32(min(x)), np.float32(max(x))
+    largest = 2 ** (fmt.wl - 1) - 1
+    largest -= largest % 2 ** max(0, fmt.wl - 25)  # what float32 holds
+    counts = [Fraction(0)] * resolution
+    for value in map(Fraction, x):
+        scaled = value * Fraction(2) ** fmt.fl
+        below = math.floor(scaled)
+        for code, share in ((below, 1 - (scaled - below)), (below + 1, scaled - below)):
+            y = np.float32(min(max(code, -(2 ** (fmt.wl - 1))), largest) * 2.0**-fmt.fl)
+            place = math.floor((y - low) * (np.float32(resolution) / (high - low)))
+            counts[min(max(place, 0), resolution - 1)] += share
+    return torch.tensor(list(map(float, counts)), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("cells", [8, 64, 2**16])
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**-4, 1.0, 2.0**12])
+def test_fine_formats_are_counted_as_exactly_as_coarse_ones(scale, cells):
+    x = (torch.randn(120) + 0.4) * scale
+    fmts = [FixedPoint(wl, fl) for fl in (-4, 0, 3, 8, 13, 20, 26, 31) for wl in (4, 12, 20, 32)]
+    expected = Expected(x, bins_of(x, 40), cells)
+    if cells == 8:
+        assert expected.fl < 26  # so both ways of counting are seen
+    for fmt, row in zip(fmts, expected.histograms(fmts), strict=True):
+        want = one_by_one(x.tolist(), fmt, 40)
+        torch.testing.assert_close(torch.tensor(row), want, rtol=0, atol=120 * 2**-23, msg=str(fmt))
+
+
+def test_expected_counts_of_parts_add_up():
+    x = torch.randn(5000) / 3
+    bins, fmts = bins_of(x, 50), [FixedPoint(20, fl) for fl in (6, 12, 15)]
+    whole, counted = Expected(x, bins, 1000), []
+
+    def other(counts):
+        counted.append(counts)
+        return counts
+
+    Expected(x[:3000], bins, 1000, total=other).histograms(fmts)
+    table, moved = counted
+    rest = iter((table, moved))
+    parts = Expected(x[3000:], bins, 1000, total=lambda counts: counts + next(rest))
+    assert (parts.own == whole.own).all()
+    assert (parts.histograms(fmts) == whole.histograms(fmts)).all()
+
+
+def test_a_grid_has_a_largest_size():
+    x = torch.randn(9)
     with pytest.raises(ValueError, match="at most 16777216 steps"):
-        histogram_candidates(torch.randn(9), [FixedPoint(32, 28)], 50, rounding="expected")
+        grid_histogram(x, bins_of(x, 50), 28)

@@ -56,6 +56,16 @@ def test_every_integer_dtype(dtype):
     assert torch.equal(packed.cpu(), expected)
 
 
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_codes_may_be_shorter_than_their_bits(dtype):
+    numbers = torch.iinfo(dtype)
+    codes = [numbers.min, numbers.max, 3]
+    for bits in (9, 17, 32):
+        want = [code % 2**bits for code in codes]
+        packed = pack(torch.tensor(codes, dtype=dtype), bits)
+        assert unpack(packed, bits, 3, signed=False).tolist() == want
+
+
 @pytest.mark.parametrize("bits", [1, 5, 8, 31])
 def test_the_parallel_kernel_equals_the_reference(bits):
     assert_same(codes_of(60_001, bits), bits, True)
@@ -67,6 +77,17 @@ def test_numpy_agrees_on_the_bit_order(bits):
     stream = (codes.numpy()[:, None] >> np.arange(bits)) & 1
     expected = np.packbits(stream.astype(np.uint8).ravel(), bitorder="little")
     assert pack(codes, bits).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("bits", [7, 8, 9, 15, 16, 17, 32])
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_bits_above_a_dtype_repeat_its_sign_and_nothing_else(dtype, bits):
+    """Against Python's integers, whatever the width of the dtype."""
+    info = torch.iinfo(dtype)
+    codes = [info.min, info.max, info.max // 2 + 1, 1, 0, info.max - 5]
+    stream = sum((code & (1 << bits) - 1) << i * bits for i, code in enumerate(codes))
+    expected = stream.to_bytes((len(codes) * bits + 7) // 8, "little")
+    assert pack(torch.tensor(codes, dtype=dtype), bits).tolist() == list(expected)
 
 
 def test_golden_bytes():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint, quantize_with_mask
 from fixedpoint_kernels.survey import (
@@ -149,11 +150,16 @@ def test_a_gradient_is_returned_as_it_is_without_clipping():
     assert squares == 16
 
 
-def test_gradients_of_other_strides_meet_their_own_marks():
-    x = torch.tensor([[1.0, 9.0], [0.0, 2.0]])
-    marks = round_and_survey(x.t(), FixedPoint(4, 1))[1]
-    masked, squares = mask_and_survey(
-        torch.tensor([[1.0, 10.0], [100.0, 1000.0]]).t(), marks, clip=True
-    )
-    assert masked.tolist() == [[1, 100], [0, 1000]]
-    assert squares == 1 + 1000**2
+@pytest.mark.parametrize("lay", [Tensor.contiguous, lambda grad: grad.t().contiguous().t()])
+@pytest.mark.parametrize("clip", [True, False])
+def test_gradients_of_other_strides_meet_their_own_marks(lay, clip):
+    x = torch.tensor([[1.0, 9.0], [0.0, 2.0], [-9.0, 3.0]])
+    grad = lay(torch.tensor([[1.0, 100.0, 7.0], [10.0, 1000.0, 70.0]]))
+    strides = set()
+    for marked in (x.t(), x.t().contiguous()):
+        marks = round_and_survey(marked, FixedPoint(4, 1))[1]
+        strides.add(marks.stride() == grad.stride())
+        masked, squares = mask_and_survey(grad, marks, clip=clip)
+        assert masked.tolist() == ([[1, 100, 0], [0, 1000, 70]] if clip else grad.tolist())
+        assert squares == 1 + 1000**2 + 70**2
+    assert strides == {True, False}

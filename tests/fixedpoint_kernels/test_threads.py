@@ -1,9 +1,13 @@
+import ast
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import fixedpoint_kernels
 from fixedpoint_kernels.few_bit import cpu as few_bit
 from fixedpoint_kernels.histogram import cpu as histogram
 from fixedpoint_kernels.packing import cpu as packing
@@ -20,6 +24,73 @@ child = multiprocessing.get_context("fork").Process(target=quantize, args=(x, Fi
 child.start()
 child.join(60)
 sys.exit(child.exitcode)
+"""
+
+FORK_BY_HAND = """
+import os, sys, torch
+from fixedpoint_kernels import FixedPoint, quantize, quantize_many
+
+torch.set_num_threads(2)
+x, fmt = torch.linspace(-9, 9, 60_000), FixedPoint(8, 4)
+expected = quantize(x, fmt)  # starts OpenMP's threads
+child = os.fork()
+if not child:
+    found = quantize(x, fmt), quantize_many([x, x], [fmt, fmt])[0]
+    # by NumPy: torch's own operators would wait for threads that the child has not
+    same = [(y.numpy() == expected.numpy()).all() for y in found]
+    os._exit(0 if all(same) else 7)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+EVERY_KERNEL = """
+import sys, warnings, numpy as np, torch
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import fixedpoint_kernels as fk
+    from fixedpoint_kernels import division, few_bit, survey
+    from fixedpoint_kernels.few_bit import operators, partition
+
+    assert fk.__file__.startswith(sys.argv[1]), fk.__file__
+    torch.set_num_threads(2)
+    x, fmt = torch.linspace(-9, 9, 60_000), fk.FixedPoint(8, 4)
+    for part in x[:99], x:
+        y = fk.quantize(part, fmt, rounding="nearest")
+        assert torch.equal(y, (part * 16).round().clamp(-128, 127) / 16)
+        assert torch.equal(fk.quantize_many([part], [fmt], rounding="nearest")[0], y)
+        codes = fk.encode(part, fmt, rounding="nearest")
+        assert torch.equal(fk.unpack(fk.pack(codes, 8), 8, codes.shape), codes)
+        assert torch.equal(survey.round_and_survey(part, fmt)[0], y)
+        survey.mask_and_survey(part, torch.ones_like(part, dtype=torch.uint8), clip=True)
+        assert fk.histogram_candidates(part, [fmt], 10)[0].sum() == part.numel()
+        key = operators.register(few_bit.solve("tanh", 2, grid=40))
+        operators.decode(part, operators.encode(part, key), key, torch.float32)
+        division.decompress(division.compress(part.view(-1, 3)))
+    fk.histogram_candidates(x, [fmt], 10, rounding="expected")
+    few_bit.solve("relu", 1, codes="interval", grid=40)
+kept = [w for w in caught if "NUMBA_CACHE_DIR" in str(w.message)]
+assert len(kept) == 1, list(map(str, caught))
+"""
+
+ONE_KERNEL = """
+import sys, torch, fixedpoint_kernels as fk
+
+assert fk.__file__.startswith(sys.argv[1]), fk.__file__
+assert fk.pack(torch.tensor([1, 2]), 4).tolist() == [33]
+"""
+
+FULL_DISK = """
+import resource, signal, warnings, torch
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from fixedpoint_kernels import pack
+
+    assert pack(torch.tensor([1, 2]), 4).tolist() == [33]
+    assert pack(torch.tensor([1, 2]).int(), 4).tolist() == [33]
+assert ["NUMBA_CACHE_DIR" in str(w.message) for w in caught] == [True], caught
 """
 
 NUMBERS = """
@@ -42,11 +113,75 @@ def test_serial_and_parallel_kernels_share_no_cache(module):
     assert len(places) == len(cached) >= 4
 
 
-@pytest.mark.parametrize("script", [FORK, NUMBERS])
+def run(script, *arguments, first="", **environment):
+    path = os.pathsep.join(map(str, filter(None, [first, *sys.path])))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        cwd=first or None,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "script", [FORK, FORK_BY_HAND, NUMBERS], ids=["multiprocessing", "os.fork", "numbers"]
+)
 def test_in_a_new_process(script):
     """A forked child runs the serial kernel; torch's number of threads is left alone."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], env=environment, timeout=120, check=False
+    run(script)
+
+
+@pytest.fixture
+def package(tmp_path):
+    """Return a folder with a copy of the package that holds nothing compiled."""
+    source = Path(fixedpoint_kernels.__file__).parent
+    skipped = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source, tmp_path / "fixedpoint_kernels", ignore=skipped)
+    return tmp_path
+
+
+@pytest.fixture
+def without_places(package):
+    """Return the settings under which nothing can be kept, and take them back afterwards.
+
+    No folder can be made where a file is: this stops the superuser, too, as modes do not.
+    """
+    folders = [package, *package.rglob("*/")]
+    for folder in folders:
+        (folder / "__pycache__").touch()
+        folder.chmod(0o555)
+    nowhere = str(package / "__pycache__" / "none")
+    yield dict.fromkeys(["HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"], nowhere)
+    for folder in folders:
+        folder.chmod(0o755)
+
+
+@pytest.mark.slow
+def test_every_kernel_runs_where_nothing_can_be_written(package, without_places):
+    run(EVERY_KERNEL, str(package), first=package, **without_places)
+
+
+def test_a_place_may_be_given(package, without_places, tmp_path_factory):
+    place = tmp_path_factory.mktemp("compiled")
+    run(
+        ONE_KERNEL, str(package), first=package, **{**without_places, "NUMBA_CACHE_DIR": str(place)}
     )
-    assert done.returncode == 0
+    assert any(place.rglob("*.nbc"))
+
+
+def test_a_full_disk_ends_no_call(package):
+    run(FULL_DISK, first=package, NUMBA_CACHE_DIR=str(package / "compiled"))
+
+
+def test_whatever_is_kept_compiled_may_find_no_place():
+    """``cache=True`` alone would end the first call there: ``threads.compiled`` is for that."""
+    for path in Path(fixedpoint_kernels.__file__).parent.rglob("*.py"):
+        calls = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ]
+        names = {keyword.arg for call in calls for keyword in call.keywords}
+        assert "cache" not in names, path

@@ -34,6 +34,7 @@ def test_lookback_falls_with_diversity_and_sticks_above_its_bound():
 def test_lookback_rises_without_diversity():
     assert lookbacks(25, 1, 3) == [93, 100, 100]
     assert lookbacks(25, math.nan, 3) == [93, 100, 100]
+    assert lookbacks(25, 2.0**-1074, 3) == [93, 100, 100]
 
 
 def test_nearest_rounding_reaches_the_lower_bound():

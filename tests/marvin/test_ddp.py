@@ -38,7 +38,7 @@ def test_ranks_are_the_same_to_the_bit_and_one_process_too(world, tmp_path):
             torch.testing.assert_close(other["model"], first["model"], rtol=0, atol=0)
             assert repr(other["optimizer"]) == repr(first["optimizer"])
         means = [sum(step) / world for step in zip(*(r["losses"] for r in ranks), strict=True)]
-        kept = first["optimizer"]["marvin"]["losses"]
+        kept = first["optimizer"]["marvin"]["policy"]["shared"]["losses"]
         assert kept == pytest.approx(means[-len(kept) :], rel=1e-6)
         assert_one_process_gives_the_same(kind, first, means)
 
@@ -50,7 +50,8 @@ def assert_one_process_gives_the_same(kind, expected, losses):
         for p, grad in zip(model.parameters(), grads, strict=True):
             p.grad = grad
         optimizer.step(loss=loss)
-    torch.testing.assert_close(dict(model.state_dict()), expected["model"], rtol=0, atol=0)
+    weights = {k: v for k, v in expected["model"].items() if not k.endswith("fixed_point")}
+    torch.testing.assert_close(dict(model.state_dict()), weights, rtol=0, atol=0)
     trace = optimizer.state_dict()["marvin"]["trace"]
     assert repr(trace) == repr(expected["optimizer"]["marvin"]["trace"])
     assert len(trace) >= 4

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import marvin
 from fixedpoint_kernels import FixedPoint, quantize
 from marvin import LossBudgetPolicy, Quantized, StaticPolicy
+from marvin.activations import detach
 from marvin.observations import weight_ranges
 from marvin.ranges import Limits
 from marvin.shards import Shard
@@ -71,7 +72,7 @@ def test_the_first_step_is_float_and_then_all_is_rounded(policy):
     assert optimizer.mean_word_length() == 32
     plain = copy.deepcopy(model)
     for module in plain.modules():
-        module._forward_pre_hooks.clear()
+        detach(module)
     torch.testing.assert_close(model(batch(0)[0]), plain(batch(0)[0]), rtol=0, atol=0)
     train(model, optimizer, 1)
     assert list(optimizer.formats()) == ["0.weight", "5.weight", "7.weight"]
@@ -310,6 +311,31 @@ def test_a_dead_layer_stays_float_until_it_lives():
     optimizer.param_groups[0]["lr"] = 0.1
     train(model, optimizer, 4, 1)
     assert optimizer.formats()["7.weight"].wl == 6
+
+
+def test_a_window_has_its_own_losses_alone():
+    model, optimizer, _ = make()
+    train(model, optimizer, 2)  # both end a window
+    found = optimizer.state_dict()["marvin"]["policy"]["shared"]
+    assert (found["loss_sum"], found["losses"]) == (0.0, 0)
+    loss = train(model, optimizer, 1, start=2)
+    found = optimizer.state_dict()["marvin"]["policy"]["shared"]
+    assert (found["loss_sum"], found["losses"]) == (loss, 1)
+
+
+def test_a_layer_without_a_gradient_is_rounded_too():
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = Quantized(sgd, StaticPolicy(4, 4))
+    floats = model[1].weight.detach().clone()
+    loss = model[0](torch.ones(4, 3)).square().sum()
+    loss.backward()
+    optimizer.step(loss=loss)
+    fmt = optimizer.formats()["1.weight"]
+    assert fmt.wl == 4
+    assert torch.equal(model[1].weight, quantize(floats, fmt, rounding="nearest"))
+    assert not torch.equal(model[1].weight, floats)
 
 
 def test_static_words_follow_the_range():

@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 
 import pytest
@@ -8,7 +9,10 @@ from torch import nn
 import marvin
 from fixedpoint_kernels import BlockFloat, quantize_block
 from marvin import MuppetPolicy, Quantized
-from marvin.muppet import epoch_diversity, threshold
+from marvin.muppet import Stage, epoch_diversity, threshold
+from marvin.policy import Layer, Step
+from marvin.shards import Shard
+from marvin.state import packed_policy, policy_of
 
 
 def make(model=None, lr=0.1, **settings):
@@ -33,7 +37,7 @@ def level_after(optimizer, kinds):
     for i, kind in enumerate(kinds):
         g = torch.Generator().manual_seed(i if kind == "differ" else 0)
         epoch(optimizer, lambda p, g=g: torch.randn(p.shape, generator=g))
-        levels.append(optimizer.policy.word_length)
+        levels.append(optimizer.mean_word_length())
     return levels
 
 
@@ -64,6 +68,29 @@ def test_the_level_rises_where_gradients_stop_to_differ():
     assert optimizer.formats()["0.bias"] == BlockFloat(12)
 
 
+def test_weights_take_the_new_level_at_the_end_of_the_epoch():
+    model, optimizer = make(levels=(4, 12, 32))
+    assert level_after(optimizer, ["differ"] * 3 + ["same"] * 4)[-1] == 12
+    for j, p in enumerate(model.parameters()):
+        master = optimizer.state[p]["master"]
+        rounded = quantize_block(master, BlockFloat(12), stream=1 << 60 | 7 << 20 | j)
+        torch.testing.assert_close(p.detach(), rounded, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("epochs", "violations"), [("absolute", 1), ("since_switch", 0)])
+def test_the_threshold_falls_with_all_epochs_or_those_since_the_switch(epochs, violations):
+    """A ratio of 1.2 is a violation at epoch 30, where the threshold is 1.07, not at epoch 0."""
+    policy = MuppetPolicy(threshold_epoch=epochs)
+    different, size = torch.eye(9)[:3], torch.Size((9,))
+    tensors = {"epoch_grads": different[:2], "last_grad": different[2]}
+    layer = Layer(0, "weight", {}, None, tensors, torch.zeros(9), Shard(size))
+    shared = Stage(epoch=30, entries=2, largest=1.2)
+    update = policy.end_epoch(shared, [layer], Step(31, 0, {}))  # of a diversity of 1
+    assert update.switches == ()
+    assert update.shared.violations == violations
+    assert shared == Stage(epoch=30, entries=2, largest=1.2)
+
+
 def test_the_level_stays_while_gradients_differ():
     _, optimizer = make()
     assert set(level_after(optimizer, ["differ"] * 12)) == {8}
@@ -83,11 +110,11 @@ def test_float32_lowers_the_rate_and_stops():
     rates, stops = [], []
     for _ in range(6):
         rates.append(optimizer.param_groups[0]["lr"])
-        stops.append(optimizer.policy.should_stop)
+        stops.append(optimizer.should_stop)
         epoch(optimizer, torch.ones_like)
     assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
     assert not any(stops)
-    assert optimizer.policy.should_stop
+    assert optimizer.should_stop
     for p in model.parameters():
         torch.testing.assert_close(p.detach(), optimizer.state[p]["master"], rtol=0, atol=0)
 
@@ -144,14 +171,44 @@ def test_gradients_are_rounded_on_their_way_back():
 def test_resume_equals_never_stopping():
     model, optimizer = make(levels=(8, 12, 14, 32), patience=1, epochs_per_lr=2)
     level_after(optimizer, ["differ"] * 3 + ["same"] * 2)
-    model2, optimizer2 = make(levels=(8, 12, 14, 32), patience=1, epochs_per_lr=2)
+    model2, optimizer2 = make(lr=0.7)  # all settings are part of the state
     model2.load_state_dict(model.state_dict())
     optimizer2.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     kinds = ["same"] * 2 + ["differ"] * 3 + ["same"] * 8
     assert level_after(optimizer, kinds) == level_after(optimizer2, kinds)
-    assert optimizer.policy.word_length > 12
+    assert optimizer.mean_word_length() > 12
     assert repr(optimizer.state_dict()) == repr(optimizer2.state_dict())
     torch.testing.assert_close(dict(model.state_dict()), dict(model2.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("levels", (6, 10, 32)),
+        ("window", 2),
+        ("patience", 1),
+        ("window_kind", "block"),
+        ("threshold_epoch", "since_switch"),
+        ("epochs_per_lr", 1),
+        ("lr_decays", 1),
+        ("lr_factor", 0.5),
+    ],
+)
+def test_each_setting_comes_back_with_the_state(name, value):
+    assert value != getattr(MuppetPolicy(), name)
+    first = MuppetPolicy(**{name: value})
+    saved = json.loads(json.dumps({"policy": packed_policy(first, first.init_shared())}))
+    second, shared = policy_of(MuppetPolicy(), saved)
+    assert second == first
+    assert second.load_shared(shared) == Stage()
+
+
+def test_a_state_of_fewer_levels_is_refused():
+    _, optimizer = make(levels=(8, 12))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["marvin"]["policy"]["shared"]["level"] = 2
+    with pytest.raises(ValueError, match=r"level must be one of \(8, 12\), got number 2"):
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

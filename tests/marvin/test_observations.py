@@ -6,7 +6,7 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import FixedPoint
-from marvin.observations import Observations
+from marvin.observations import Observer, inputs_of
 
 
 def make(ste="clip"):
@@ -26,13 +26,17 @@ def test_looking_changes_nothing(ste, monkeypatch):
     found = []
     for looks in (True, False):
         model, optimizer, handle = make(ste)
-        monkeypatch.setattr(optimizer.policy, "observes", lambda step, settings, looks=looks: looks)
+        monkeypatch.setattr(
+            marvin.StaticPolicy, "observes", lambda self, step, settings, looks=looks: looks
+        )
+        optimizer._observe_next()
         handle.saturation()
         x = (4 * torch.randn(32, 6)).requires_grad_()
         y = model(x)
         y.square().sum().backward()
-        assert (optimizer.policy.observations.read(32) != {}) == looks
+        assert (inputs_of(optimizer._observers, 32) != {}) == looks
         gradients = [p.grad for p in model.parameters()]
+        monkeypatch.undo()
         found.append([y, x.grad, *gradients, torch.tensor([*handle.saturation().values()])])
     assert ((found[0][1] == 0).any()) == (ste == "clip")  # some were clamped
     assert (found[0][-1].sum() > 0) == (ste == "clip")
@@ -41,7 +45,7 @@ def test_looking_changes_nothing(ste, monkeypatch):
 
 def test_images_get_no_gradient_that_nobody_asked_for():
     x = torch.randn(4, 3)
-    y, clamped = Observations().round(0, x, FixedPoint(3, 1), clip=True)
+    y, clamped = Observer().round(x, FixedPoint(3, 1), clip=True)
     assert clamped == ((x * 2).round() > 3).sum() + ((x * 2).round() < -4).sum()
     leaf = y.grad_fn.next_functions[0][0].variable
     y.sum().backward()
@@ -57,6 +61,6 @@ def test_what_is_not_floating_and_what_is_empty_is_left_out():
     marvin.quantize_activations(model, optimizer)
     for n in (3, 0):
         model(torch.zeros(n, dtype=torch.int64)).sum().backward()
-    assert set(optimizer.policy.observations.read(3)) == {1}
+    assert set(inputs_of(optimizer._observers, 3)) == {1}
     optimizer.step()
     assert optimizer.input_formats().keys() == {"1.weight"}

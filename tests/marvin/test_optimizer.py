@@ -24,6 +24,26 @@ SETTINGS = [
     {"strategy": "max", "buffer_bits": 8, "momentum": 0.0, "weight_decay": 0.0},
 ]
 FAST = {"lr": 0.02, "lookback": (2, 5), "resolution": (10, 20)}
+OTHER = {  # of an optimizer that loads a state: none of these may decide what follows
+    "lr": 0.3,
+    "momentum": 0.5,
+    "weight_decay": 0.01,
+    "l1": 0.1,
+    "init_wl": 11,
+    "max_wl": 20,
+    "min_fl": 2,
+    "buffer_bits": 6,
+    "resolution": (30, 40),
+    "lookback": (3, 7),
+    "lookback_momentum": 0.5,
+    "strategy": "mean",
+    "kl_eps": 0.3,
+    "kl_smoothing": 1.0,
+    "normalize_gradients": True,
+    "one_dim": "previous",
+    "nonfinite": "skip",
+    "seed": 99,
+}
 
 
 def make_model(dtype=torch.float32):
@@ -53,6 +73,10 @@ def train(model, optimizer, steps, start=0):
     return loss.item()
 
 
+def momentum_of(optimizer, p):
+    return optimizer.optimizer.state[optimizer.state[p]["master"]]["momentum_buffer"]
+
+
 def assert_same_bits(a, b):
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -74,7 +98,7 @@ def test_resume_equals_never_stopping(settings, dtype):
     saved = save_and_load({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
     resumed = make_model(dtype)
-    resumed_optimizer = make_optimizer(resumed, seed=99)
+    resumed_optimizer = MSGD(resumed.named_parameters(), **OTHER)
     marvin.quantize_activations(resumed, resumed_optimizer)
     resumed.load_state_dict(saved["model"])
     resumed_optimizer.load_state_dict(saved["optimizer"])
@@ -95,6 +119,26 @@ def test_resume_equals_never_stopping(settings, dtype):
         [s["master"] for s in second["state"].values()],
     )
     activations.remove()
+
+
+def test_each_part_of_a_state_comes_back():
+    weight, bias = (nn.Parameter(torch.randn(s)) for s in ((3, 4), (3,)))
+    optimizer = MSGD([weight, bias], lookback=(2, 2), nonfinite="skip", seed=5)
+    for loss in (1.0, 1.0, 2.0, 3.0, math.inf, 4.0):
+        for p in (weight, bias):
+            p.grad = torch.randn(p.shape)
+        optimizer.step(loss=loss)
+    optimizer.forward_state.options(is_training=True, eval_rounding="nearest")
+    saved = save_and_load(optimizer.state_dict())
+    kept = saved["marvin"]
+    assert (kept["step"], kept["skipped"], kept["forwards"]) == (5, 1, 1)
+    assert kept["policy"]["shared"] == {"level": "max", "losses": (3.0, 4.0)}
+    assert len(kept["trace"]) == 2
+    other = MSGD([nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))], **OTHER)
+    other.load_state_dict(saved)
+    assert repr(other.state_dict()) == repr(saved)
+    assert (other.strategy, other.skipped_steps) == ("max", 1)
+    assert repr(other.trace) == repr(optimizer.trace)  # with NaN in it
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -147,6 +191,29 @@ def test_one_step_is_sgd_on_the_masters():
     assert weight.grad.tolist() == [[3.0, 4.0]]
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("quantize_gradients", [True, False])
+@pytest.mark.parametrize("l1", [0.0, 0.1])
+def test_gradients_stay_the_users(normalize, quantize_gradients, l1):
+    model = make_model()
+    options = {"normalize_gradients": normalize, "quantize_gradients": quantize_gradients}
+    optimizer = make_optimizer(model, l1=l1, l1_params="all", weight_decay=0.1, **options)
+    given = [torch.randn(p.shape) for p in model.parameters()]
+    for p, grad in zip(model.parameters(), given, strict=True):
+        p.grad = grad.clone()
+    optimizer.step(loss=1.0)
+    assert_same_bits([p.grad for p in model.parameters()], given)
+
+
+def test_each_gradient_is_divided_by_its_own_norm():
+    params = [nn.Parameter(torch.zeros(1, 2)), nn.Parameter(torch.zeros(2))]
+    optimizer = MSGD(params, lr=1.0, momentum=0.0, weight_decay=0.0, strategy="min")
+    params[0].grad, params[1].grad = torch.tensor([[3.0, 4.0]]), torch.tensor([-60.0, 80.0])
+    optimizer.step()
+    moved = [optimizer.state[p]["master"] for p in params]
+    torch.testing.assert_close(moved, [torch.tensor([[-0.6, -0.8]]), torch.tensor([0.6, -0.8])])
+
+
 def test_l1_pulls_towards_zero_and_counts_as_loss():
     weight = nn.Parameter(torch.full((1, 2), 0.5))
     bias = nn.Parameter(torch.full((2,), 0.5))
@@ -157,7 +224,7 @@ def test_l1_pulls_towards_zero_and_counts_as_loss():
     optimizer.step(loss=1.0)
     assert optimizer.state[weight]["master"].tolist() == [[0.25, 0.25]]
     assert optimizer.state[bias]["master"].tolist() == [0.5, 0.5]
-    assert optimizer.state_dict()["marvin"]["losses"] == [1.25]
+    assert optimizer.state_dict()["marvin"]["policy"]["shared"]["losses"] == (1.25,)
 
 
 def test_zero_gradients_move_nothing_and_count_in_the_window():
@@ -179,7 +246,9 @@ def test_windows_hold_one_sum_whatever_the_lookback():
         total += weight.grad / weight.grad.norm()
         optimizer.step()
     torch.testing.assert_close(optimizer.state[weight]["grad_sum"], total)
-    tensors = [v for v in optimizer.state[weight].values() if torch.is_tensor(v)]
+    master = optimizer.state[weight]["master"]
+    states = [*optimizer.state[weight].values(), *optimizer.optimizer.state[master].values()]
+    tensors = [v for v in states if torch.is_tensor(v)]
     assert sum(t.numel() for t in tensors) == 3 * weight.numel()  # master, momentum, window
 
 
@@ -228,15 +297,18 @@ def test_schedulers_change_the_rate(plateau):
     before = copy.deepcopy(optimizer.state[model[0].weight])
     train(model, optimizer, 1)
     step = optimizer.state[model[0].weight]["master"] - before["master"]
-    expected = (
-        -optimizer.param_groups[0]["lr"] * optimizer.state[model[0].weight]["momentum_buffer"]
-    )
+    expected = -optimizer.param_groups[0]["lr"] * momentum_of(optimizer, model[0].weight)
     torch.testing.assert_close(step, expected, rtol=0, atol=2**-22)  # of a difference near 1
 
 
 def test_a_tensor_rate():
-    model = make_model()
-    train(model, make_optimizer(model, lr=torch.tensor(0.02)), 3)
+    masters = []
+    for lr in (torch.tensor(0.03), 0.03):
+        model = make_model()
+        optimizer = make_optimizer(model, lr=lr)
+        train(model, optimizer, 3)
+        masters.append([state["master"] for state in optimizer.state.values()])
+    torch.testing.assert_close(*masters, rtol=1e-6, atol=1e-7)  # 0.03 is no float32
 
 
 def test_accumulated_gradients_and_clipping_are_one_step():
@@ -250,8 +322,8 @@ def test_accumulated_gradients_and_clipping_are_one_step():
 
 
 def test_grad_scaler():
-    model = make_model()
-    optimizer = make_optimizer(model)
+    model, plain = make_model(), make_model()
+    optimizer, unscaled = (make_optimizer(m, normalize_gradients=False) for m in (model, plain))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     x, y = next(batches(1))
     loss = nn.functional.cross_entropy(model(x), y)
@@ -259,6 +331,8 @@ def test_grad_scaler():
     scaler.step(optimizer, loss=loss)
     scaler.update()
     assert optimizer.state[model[0].weight]["layer"].count == 1
+    train(plain, unscaled, 1)
+    assert_same_bits(dict(model.state_dict()), dict(plain.state_dict()))  # 1024 is a power of 2
     model[0].weight.grad.fill_(math.inf)
     scaler.scale(torch.ones(1))
     scaler.step(optimizer, loss=loss)
@@ -278,7 +352,7 @@ def test_closure_loss_is_returned():
 
     loss = optimizer.step(closure)
     assert loss.requires_grad
-    assert optimizer.state_dict()["marvin"]["losses"] == [loss.item()]
+    assert optimizer.state_dict()["marvin"]["policy"]["shared"]["losses"] == (loss.item(),)
 
 
 def test_parameters_without_gradients_stay():
@@ -323,11 +397,17 @@ def test_nonfinite_can_be_skipped():
     model = make_model()
     optimizer = make_optimizer(model, nonfinite="skip")
     train(model, optimizer, 4)
-    master = optimizer.state[model[0].weight]["master"].clone()
+    before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     model[3].weight.grad.fill_(math.inf)
     optimizer.step(loss=1.0)
     assert optimizer.skipped_steps == 1
-    assert_same_bits(optimizer.state[model[0].weight]["master"], master)
+    before[0]["marvin"]["skipped"] = 1  # nothing else has changed
+    assert repr(optimizer.state_dict()) == repr(before[0])
+    assert_same_bits(
+        [s["master"] for s in optimizer.state_dict()["state"].values()],
+        [s["master"] for s in before[0]["state"].values()],
+    )
+    assert_same_bits(dict(model.state_dict()), dict(before[1]))
 
 
 def test_constant_weights_keep_their_lengths():
@@ -363,6 +443,62 @@ def test_the_strategy_follows_the_loss():
         optimizer.step(loss=loss)
         levels.append(optimizer.strategy)
     assert levels == ["min", "min", "mean", "max", "min"]
+
+
+def test_the_short_loss_is_the_mean_over_the_shortest_window():
+    # of the last three before the fourth step the mean is 3; of the last three with it, 10 / 3
+    levels = {}
+    for strategy_loss in ("last", "short"):
+        weight = nn.Parameter(torch.ones(2, 2))
+        optimizer = MSGD([weight], lookback=(3, 3), strategy_loss=strategy_loss)
+        for loss in (1.0, 4.0, 4.0, 2.0):
+            weight.grad = torch.ones(2, 2)
+            optimizer.step(loss=loss)
+        levels[strategy_loss] = optimizer.strategy
+    assert levels == {"last": "min", "short": "mean"}
+
+
+def test_windows_start_anew_after_a_switch():
+    weight = nn.Parameter(torch.randn(3, 2))
+    optimizer = MSGD([weight], lookback=(2, 2), strategy="min")
+    for i in range(5):
+        weight.grad = torch.randn(3, 2, generator=torch.Generator().manual_seed(i))
+        optimizer.step()
+        last = weight.grad / weight.grad.norm()
+        if i in (1, 3):
+            assert not optimizer.state[weight]["grad_sum"].any()
+            assert optimizer.trace[-1].window == 2
+    torch.testing.assert_close(optimizer.state[weight]["grad_sum"], last)
+
+
+def trace_of(weights, **settings):
+    weight = nn.Parameter(weights.clone())
+    options = {"lookback": (1, 1), "resolution": (50, 50), "strategy": "min", "lr": 0.0}
+    optimizer = MSGD([weight], **{**options, **settings})
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return optimizer.trace[0]
+
+
+def test_the_tolerance_of_noise_falls_with_the_number_of_weights():
+    weights = torch.randn(50, 40)
+    settings = {"init_wl": 20, "init_fl": 16, "min_fl": 0}
+    by_name, by_value, looser = (
+        trace_of(weights, kl_eps=eps, **settings) for eps in ("noise", 49 / 4000, 0.49)
+    )
+    assert repr(by_name) == repr(by_value)
+    assert looser.fl_min < by_name.fl_min
+
+
+def test_the_full_range_goes_beyond_the_current_format():
+    weights = torch.randn(60, 50) * 0.01
+    current, full = (trace_of(weights, pushdown_range=r) for r in ("current", "full"))
+    assert (current.wl_min, current.fl_min) == (8, 4)
+    assert current.kl > 0.01
+    assert full.kl <= 0.01
+    # steps of about a quarter of a bin lose nothing
+    bins = (weights.max() - weights.min()).item() / 50
+    assert full.fl_min == pytest.approx(math.log2(4 / bins), abs=1.5)
 
 
 def test_a_missing_loss_warns_once():
@@ -448,7 +584,7 @@ def test_the_state_of_another_model_is_refused():
 
 def test_another_optimizers_state_is_refused():
     weight = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="the state must be MSGD's own"):
+    with pytest.raises(ValueError, match=r"the state must be of marvin\.Quantized or marvin\.MSGD"):
         MSGD([weight]).load_state_dict(torch.optim.SGD([weight]).state_dict())
 
 

@@ -310,11 +310,14 @@ def test_states_of_another_kind_are_refused():
     _, fixed = make("SGD", "fixed")
     with pytest.raises(ValueError, match="must be of FixedPolicy, got MarvinPolicy"):
         fixed.load_state_dict(optimizer.state_dict())
-    with pytest.raises(ValueError, match="must be Quantized's own, got one with"):
+    with pytest.raises(
+        ValueError, match=r"must be of marvin\.Quantized or marvin\.MSGD, got one with"
+    ):
         optimizer.load_state_dict(torch.optim.SGD(make_model().parameters()).state_dict())
     msgd = MSGD(make_model().named_parameters())
-    with pytest.raises(ValueError, match="Quantized's own, got one of MSGD"):
-        optimizer.load_state_dict(msgd.state_dict())
+    _, adamw = make("AdamW", "marvin")
+    with pytest.raises(ValueError, match="must be of AdamW on masters, got SGD"):
+        adamw.load_state_dict(msgd.state_dict())
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, quantize
 from fixedpoint_kernels.survey import round_and_survey
-from marvin.observations import Observations, weight_ranges
+from marvin.observations import Observer, inputs_of, weight_ranges
 from marvin.ranges import Limits, Range, budget_noise, integer_length, need
 from marvin.shards import Shard, shard_of
 
@@ -154,10 +154,9 @@ def test_what_clipping_weights_takes_away():
 
 def watched(xs, weights, fmt):
     """Observe a product layer by layer, a micro-batch at a time."""
-    seen = Observations()
+    seen = Observer()
     for x in xs:
-        seen.count((x,))
-        y, _ = seen.round(7, x, fmt, clip=True)
+        y, _ = seen.round(x, fmt, clip=True)
         (y @ weights).sum().div(4).backward()
     return seen
 
@@ -166,8 +165,7 @@ def test_observations_by_hand():
     x = torch.tensor([[0.0, 1.0, -9.0], [2.0, 0.0, 3.0]])
     weights = torch.tensor([[1.0], [2.0], [4.0]])
     seen = watched([x], weights, FixedPoint(4, 1))
-    assert seen.samples == 2
-    found = seen.read(2)[7]
+    found = inputs_of({7: seen, 8: Observer()}, 2)[7]
     assert found.lowest == -9
     assert found.power == pytest.approx((1 + 81 + 4 + 9) / 6, rel=1e-6)  # float32
     assert found.saturated == pytest.approx(1 / 6, rel=1e-6)
@@ -175,16 +173,14 @@ def test_observations_by_hand():
     # mean over 2 samples, each has twice that gradient
     assert found.gradient == (2**2 + 1**2 + 4**2) / 16 * 4 / 2
     assert found.range(1 / 6) == Range(True, 2, found.power, found.saturated)
-    seen.clear()
-    assert (seen.read(0), seen.samples) == ({}, 0)
+    assert inputs_of({7: Observer()}, 0) == {}
 
 
 def test_micro_batches_tell_what_their_batch_would():
     torch.manual_seed(0)
     x, weights, fmt = torch.randn(8, 5), torch.randn(5, 3), FixedPoint(3, 1)
     whole, parts = (watched(xs, weights, fmt) for xs in ([x], x.split(3)))
-    assert whole.samples == parts.samples
-    one, two = whole.read(8)[7], parts.read(8)[7]
+    one, two = (inputs_of({7: seen}, 8)[7] for seen in (whole, parts))
     assert (one.counts, one.lowest) == (two.counts, two.lowest)
     pairs = [(r.power, r.saturated, r.gradient) for r in (one, two)]
     assert pairs[0] == pytest.approx(pairs[1], rel=1e-5)  # sums of float32 in another order

@@ -138,6 +138,7 @@ def test_what_has_no_codes_stays():
         store_codes(nn.Linear(2, 2), optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:activations are not rounded where:UserWarning")
 def test_activations_may_be_quantised_too():
     models = []
     for is_stored in (False, True):

@@ -51,6 +51,21 @@ def test_the_same_place_has_the_same_bits_and_another_place_others():
         assert not torch.equal(first, augment.augment(x, how, private_generator(*place)))
 
 
+def test_a_batch_in_parts_is_the_whole_batch():
+    labels = torch.arange(64) % 3
+    dataset = make_dataset("cifar10", Images(images(), labels), Images(images(), labels), 3, "")
+    chosen = torch.randperm(64)[:20]
+
+    def batch(share):
+        generator = private_generator(0, "batch", 1, 2, 3)
+        return augment.batch(dataset.train, chosen, dataset, generator, share)
+
+    whole = batch(slice(None))
+    parts = [batch(share) for share in (slice(0, 7), slice(7, 20))]
+    for i in (0, 1):
+        assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
+
+
 def test_the_global_generator_is_left_alone():
     x, before = images(), torch.get_rng_state()
     augment.epoch_order(10, 0, 0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.soak import is_same
-from train import alexnet, main
+from train import alexnet, distributed, main
 from train.augment import Augmentation, augment, private_generator
 from train.config import parse
 from train.errors import UserError
@@ -126,6 +126,19 @@ def test_more_processes_than_images_are_refused(tiny, monkeypatch):
     main.check_shares(dataclasses.replace(tiny, batch_size=3, accumulation_steps=2), 6)
     with pytest.raises(UserError, match="for each of 3 processes, got one of 2"):
         main.check_shares(dataclasses.replace(tiny, batch_size=3, accumulation_steps=2), 5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [7, 32, 33])
+def test_every_image_has_one_process(monkeypatch, world, count):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    seen = []
+    for rank in range(world):
+        monkeypatch.setenv("RANK", str(rank))
+        own = list(range(count))[distributed.share(count)]
+        assert len(own) in (count // world, -(-count // world))
+        seen += own
+    assert seen == list(range(count))
 
 
 def test_a_share_of_images_changes_as_in_the_whole_batch():

@@ -57,6 +57,25 @@ def test_accumulation_is_the_mean_over_the_step(
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
 
 
+def test_every_micro_batch_changes_its_images_in_a_way_of_its_own(prepare, tiny, monkeypatch):
+    training = prepare(dataclasses.replace(tiny, batch_size=16, accumulation_steps=2))
+    seeds = []
+
+    def batch(part, chosen, dataset, generator, own):
+        seeds.append(generator.initial_seed())
+        return _batch(part, chosen, dataset, generator, own)
+
+    monkeypatch.setattr(loop, "batch", batch)
+    monkeypatch.setattr(loop, "update", lambda *_: None)
+    for epoch, step in ((0, 0), (0, 1), (1, 0)):
+        training.progress.epoch, training.progress.step = epoch, step
+        loop.train_step(training, step_indices(torch.arange(64), step, 16, 2))
+    assert len(set(seeds)) == 6
+    training.progress.epoch = 0
+    loop.train_step(training, step_indices(torch.arange(64), 0, 16, 2))
+    assert seeds[6:] == seeds[:2]  # a place of a run has its own, whenever it is trained
+
+
 def test_msgd_gets_the_loss(prepare, tiny, monkeypatch):
     training = prepare(tiny)
     losses = []
@@ -186,7 +205,7 @@ def test_a_run_leaves_its_records(run, tiny, tmp_path, optimizer):
     folder = tmp_path / "run"
     names = {p.name for p in folder.iterdir()}
     want = {"config.json", "environment.json", "layers.csv", "metrics.csv", "timing.csv"}
-    want |= {"checkpoint.pt", "result.json", "tensorboard"}
+    want |= {"checkpoint.pt", "result.json", "tensorboard", ".lock"}
     if optimizer == "msgd":
         want |= {"trace.csv", "word_lengths.png"}
         assert "mean word length" in summary

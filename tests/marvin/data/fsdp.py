@@ -71,6 +71,7 @@ OPTIMIZERS = {
     "channels": channels,
     "fixed": fixed,
     "whole": whole,
+    "fine": lambda model: msgd(model, pushdown_range="full", kl_eps=1e-7),
     "options": lambda model: msgd(
         model,
         quantize_gradients=True,
@@ -218,6 +219,21 @@ def collectives_do_not_grow_with_the_layers():
     assert 0 < sum(n > 0 for n in switched) < 6
 
 
+def weights_that_are_not_finite_are_named_by_all():
+    """One process holds the NaN; all must stop, or the others would wait for it.
+
+    The smallest of NaN and a number is one or the other in gloo, as place and process will have it.
+    """
+    for layer, holder in ((0, 0), (0, 1), (3, 0), (3, 1), (6, 0)):
+        model = shard(make_model())
+        optimizer = marvin.MSGD(model.named_parameters(), lr=0.05, lookback=(1, 1))
+        if dist.get_rank() == holder:
+            optimizer.state[model[layer].weight]["master"][0, 0] = float("nan")
+        backward(model, 0)
+        with pytest.raises(FloatingPointError, match=rf"must be finite, got {layer}\.weight"):
+            optimizer.step(loss=1.0)
+
+
 def a_whole_state_loads():
     """A state of one process goes to sharded parameters."""
     twin, model = make_model(), shard(make_model())
@@ -243,6 +259,7 @@ def main(folder, what):
         refusals()
         collectives_do_not_grow_with_the_layers()
         a_whole_state_loads()
+        weights_that_are_not_finite_are_named_by_all()
     if dist.get_rank() == 0:
         (folder / f"{what}.json").write_text(json.dumps(counts))
 

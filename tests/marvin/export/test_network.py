@@ -263,7 +263,13 @@ def test_formats_that_no_target_has_are_named(plain):
     formats = dict.fromkeys(dict(model.named_parameters()), fmt)
     with pytest.raises(ExportError, match=r"0\.weight must have a fixed-point format, got block"):
         describe(model, x, formats)
+    bare = copy.deepcopy(model)
+    for module in bare.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     with pytest.raises(ExportError, match=r"0\.in must have a fixed-point format, got block"):
+        describe(bare, x, formats, {"0": Formats(fmt, fmt)})
+    with pytest.raises(ExportError, match="for one that rounds at 0: leave them out"):
         describe(model, x, formats, {"0": Formats(fmt, fmt)})
     with pytest.raises(ExportError, match=r"0\.weight must have a fixed-point"):
         pack_state(model.state_dict(), formats)

@@ -18,7 +18,7 @@ from marvin.export import (
 )
 from marvin.export import onnx as exporter
 from marvin.export.bounds import first_value, value_of
-from marvin.export.network import Add, Conv, Input, Network, Relu, Round
+from marvin.export.network import Add, Conv, Input, Network, Relu, Round, Weighted
 from train.resnet20 import resnet20
 
 onnx = pytest.importorskip("onnx")
@@ -160,6 +160,9 @@ def test_unsigned_words_in_each_spelling(ranged, spelling):
 @pytest.mark.parametrize("fmt", [FixedPoint(8, 5, signed=False), FixedPoint(5, 2, signed=False)])
 def test_an_unsigned_input_and_unsigned_weights(plain, fmt):
     model, _, x = plain(7, 4)
+    for module in model.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     formats = {
         name: FixedPoint(7, 4, signed=bool(p.min() < 0)) for name, p in model.named_parameters()
     }
@@ -369,3 +372,41 @@ def test_without_the_package_one_line_says_what_to_install(plain, monkeypatch):
     with pytest.raises(ExportError, match=r'pip install "marvin-fixedpoint\[onnx\]"') as caught:
         exporter.to_model(network)
     assert "\n" not in str(caught.value)
+
+
+def pooled():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(16, 5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("build", [pooled, None])
+def test_layers_in_floats_are_those_of_the_runtime(ranged, build, sums, tmp_path):
+    _, network, x = ranged(build, (6, 6)) if build else ranged()
+    network = round_sums(network, x) if sums else network
+    layers = [op.name for op in network.operations if isinstance(op, Weighted)]
+    named = exporter.in_floats(network)
+    found = kernels(assert_exact(network, x), tmp_path / "optimized.onnx")
+    integers = found["QLinearConv"] + found["QGemm"]
+    assert set(named) <= set(layers)
+    assert integers == len(layers) - len(named)
+    if exporter.spelling_of(network) == "int8":
+        assert found["Conv"] + found["FusedConv"] + found["Gemm"] == len(named)
+    if build is pooled:  # an average is rounded once, so nothing is rounded before it
+        assert named == {"2": "3 takes its sums unrounded"}
+    elif sums:
+        assert named == {}
+
+
+def test_one_long_sum_takes_all_layers_to_floats():
+    model = nn.Sequential(nn.Linear(4, 2100), nn.ReLU(), nn.Linear(2100, 3))
+    formats = {name: FixedPoint(8, 7) for name in ("0.weight", "2.weight")}
+    model[0].weight.data.fill_(1)
+    model[2].weight.data.fill_(1)
+    model = nearest_weights(model, formats)
+    rounds = {name: Formats(FixedPoint(8, 4, signed=False), None) for name in ("0", "2")}
+    network = describe(model, torch.rand(8, 4), formats, rounds)
+    why = "2: sums take 27 bits, int8 is exact up to 24 at most"
+    assert exporter.in_floats(network) == {"0": why, "2": why}

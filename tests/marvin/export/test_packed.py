@@ -1,6 +1,10 @@
+import copy
 import json
 import random
+import struct
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -81,6 +85,13 @@ def test_the_library_reads_the_file(tmp_path):
     assert metadata == {"a": "b"}
 
 
+@pytest.mark.parametrize("name", ["a", "ab", "abcdefg", "abcdefgh"])
+def test_tensors_begin_at_a_multiple_of_8(name):
+    content = safetensors.write({name: torch.ones(3)}, {})
+    assert int.from_bytes(content[:8], "little") % 8 == 0
+    assert torch.equal(safetensors.read(content)[0][name], torch.ones(3))
+
+
 def test_sizes():
     values, formats = state()
     rows = {row.name: row for row in packed.sizes(packed.pack_state(values, formats))}
@@ -149,6 +160,14 @@ def changed(change):
     return safetensors.write(tensors, {"marvin": json.dumps(fields)})
 
 
+def deep(levels):
+    """Return lists inside one another."""
+    inner: list[Any] = []
+    for _ in range(levels):
+        inner = [inner]
+    return inner
+
+
 def weight(**values):
     return lambda fields, _: fields["fixed_point"]["conv.weight"].update(values)
 
@@ -170,7 +189,12 @@ def weight(**values):
         (weight(symmetric=True, signed=False), "a symmetric format must be signed"),
         (weight(shape=[3, 5, 3]), "must take 40 bytes, got shape"),
         (weight(shape=[-3, -10]), "must have a shape of whole sizes"),
-        (weight(shape=[2**40, 2**40]), "must take"),
+        (weight(shape=[2**40, 2]), "must take"),
+        (weight(shape=[2**47, 2**47, 0]), "must have a shape of whole sizes"),
+        (weight(shape=[2**47] * 5000), "must have a shape of whole sizes"),
+        (weight(shape=[1] * 100_000), "must have a shape of whole sizes"),
+        (weight(shape=deep(500)), "metadata must be JSON of 8 levels, got more"),
+        (weight(wl=10**400), "word length must be 2 to 32 bits"),
         (weight(dtype="int8"), "must be one of"),
         (lambda _, t: t["conv.weight"].fill_(255), "must end with zero bits"),
         (lambda _, t: t.pop("conv.weight"), "conv.weight must be there as bytes, got None"),
@@ -203,6 +227,11 @@ def test_a_symmetric_format_has_no_smallest_code():
         (b'{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,0]}}', "whole sizes"),
         (b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}', "must begin at byte 0 of 0"),
         (b'{"a":{"dtype":"U8","shape":[1e9],"data_offsets":[0,9]}}', "whole sizes"),
+        (
+            b'{"a":{"dtype":"U8","shape":[140737488355328,140737488355328,0],"data_offsets":[0,0]}}',
+            "whole sizes",
+        ),
+        (b'{"a":' + b"[" * 900 + b"]" * 900 + b"}", "header must be JSON of 8 levels, got more"),
         (b'{"__metadata__":{"marvin":1}}', "table of texts"),
         (b'{"__metadata__":{}}', "must have 'marvin'"),
         (b'{"__metadata__":{"marvin":"[' + b"[" * 99_999 + b'"}}', "must be JSON"),
@@ -213,7 +242,122 @@ def test_hostile_headers(text, message):
         packed.from_bytes(len(text).to_bytes(8, "little") + text)
 
 
+INTEGERS = [
+    0,
+    1,
+    -1,
+    2,
+    7,
+    8,
+    16,
+    27,
+    31,
+    33,
+    64,
+    2**31,
+    2**47,
+    2**48,
+    2**53,
+    2**63,
+    2**64,
+    10**400,
+]
+OTHERS = [None, True, 1.5, float("nan"), float("inf"), "", "U8", "OBJ", "x" * 999, "\ud800", {}, []]
+LISTS = [[2**47, 2**47, 0], [2**47] * 5000, [1] * 20_000, deep(5), deep(300), [0, 0], [1, 1, 27]]
+
+
+def anything(chance):
+    found = chance.choice(chance.choice([INTEGERS, OTHERS, LISTS, [[chance.choice(INTEGERS)]]]))
+    return copy.deepcopy(found)
+
+
+def places(tree, path=()):
+    """Return the paths to everything inside tables and lists."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in items:
+        yield (*path, key)
+        if isinstance(value, dict | list) and len(path) < 9:
+            yield from places(value, (*path, key))
+
+
+def mutated(tree, chance):
+    """Return a tree of JSON in which one to three places are others, or gone."""
+    tree = json.loads(json.dumps(tree))
+    for _ in range(chance.randrange(1, 4)):
+        *path, key = chance.choice(list(places(tree)) or [("new",)])
+        table = tree
+        for name in path:
+            table = table[name]
+        if chance.random() < 0.15 and (path or key in tree):
+            del table[key]
+        else:
+            new = chance.choice(["new", "", "__metadata__", key]) if type(table) is dict else key
+            table[new] = anything(chance)
+    return tree
+
+
+def hostile(whole, chance):
+    """Return a damaged file: of its bytes, of its header, or whole with other fields inside."""
+    kind = chance.randrange(5)
+    if kind == 0:
+        damaged = bytearray(whole)
+        for _ in range(chance.choice([1, 2, 30])):
+            damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        return bytes(damaged)
+    if kind == 1:
+        first, last = sorted(chance.randrange(len(whole) + 1) for _ in range(2))
+        return whole[:first] + whole[last:]
+    (length,) = struct.unpack_from("<Q", whole)
+    header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    if kind == 2:
+        header = mutated(header, chance)
+    else:  # with its own checksum
+        tensors, metadata = safetensors.read(whole)
+        fields = json.loads(metadata["marvin"])
+        if kind == 3:
+            fields = mutated(fields, chance)
+        else:
+            entry = fields["fixed_point"]["conv.weight"]
+            entry[chance.choice(list(entry))] = anything(chance)
+            tensors["conv.weight"] = tensors["conv.weight"][: chance.choice([0, 1, 27])]
+        fields["sha256"] = packed._digest(tensors, fields)
+        return safetensors.write(tensors, {"marvin": json.dumps(fields)})
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize("cases", [2000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_no_hostile_file_raises_anything_else(cases):
+    whole, chance = content(), random.Random(cases)
+    read = 0
+    for _ in range(cases):
+        file = hostile(whole, chance)
+        try:
+            loaded = packed.from_bytes(file)
+        except ExportError:
+            continue
+        read += 1
+        assert loaded.state_dict().keys() == loaded.codes.keys() | loaded.others.keys()
+        assert len(packed.sizes(loaded)) == len(loaded.codes) + len(loaded.others)
+    assert read < cases / 3
+
+
+def test_a_tensor_of_too_many_dimensions_is_not_written():
+    with pytest.raises(ExportError, match="a must have up to 16 dimensions, got 17"):
+        safetensors.write({"a": torch.zeros([1] * 17)}, {})
+
+
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "net").write_bytes(b"pickle")
     with pytest.raises(ExportError, match=r"net must be a packed network: .* got 6"):
         packed.load(tmp_path / "net")
+
+
+@pytest.mark.parametrize(
+    "x", [torch.tensor(5).expand(1), torch.from_numpy(np.zeros(0, np.int64)), torch.tensor(True)]
+)
+def test_strides_of_one_number_or_none_do_not_matter(x):
+    state = {"others": x}
+    loaded = packed.from_bytes(packed.to_bytes(packed.pack_state(state, {}))).state_dict()
+    assert loaded["others"].dtype is x.dtype
+    assert torch.equal(loaded["others"], x)

@@ -1,0 +1,218 @@
+"""Giving a model formats to carry: by an optimizer, from a state, or none any more."""
+
+import fnmatch
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import get_args
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd
+
+from fixedpoint_kernels.rounding import Rounding
+from marvin.activations import (
+    Entry,
+    ForwardState,
+    QuantizedActivations,
+    Rounder,
+    channels_of,
+    detach,
+    hook,
+)
+from marvin.layers import is_layer
+from marvin.model_formats import ModuleFormats
+from marvin.policy import Rules
+from marvin.quantized import Quantized
+from marvin.straight_through import StraightThrough
+
+__all__ = ["prepare", "quantize_activations"]
+
+# without parameters of their own, these take the format of the layer before them
+_NORMS = _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
+_POOLS = _AvgPoolNd, _AdaptiveAvgPoolNd
+_FOLLOWERS = *_NORMS, *_POOLS
+_Choice = Iterable[str | type[nn.Module]] | str | type[nn.Module] | None
+
+
+def quantize_activations(
+    model: nn.Module,
+    optimizer: Quantized,
+    *,
+    ste: StraightThrough = "clip",
+    eval_rounding: Rounding = "nearest",
+    include: _Choice = None,
+    exclude: _Choice = None,
+) -> QuantizedActivations:
+    """Make layers round their inputs and outputs to their own, current format.
+
+    That holds for every module that owns a parameter of ``optimizer``, and for normalisation and
+    average pooling without one, which take the format of the module before them. In training
+    mode rounding is stochastic, with noise of the optimizer's seed and a count of roundings
+    that its state keeps, or as the policy has it; in eval mode it is ``eval_rounding``. What a
+    layer before has already rounded to the same format is not rounded again. Tensors inside of
+    tuples, lists and dictionaries are rounded too, and those given by keyword; not arguments
+    whose name has ``mask`` in it.
+
+    The model carries its formats: each of these modules gets a buffer ``fixed_point``, which is
+    saved and loaded with the model, and which ``optimizer`` writes when a format changes. A copy
+    of the model keeps the formats that it has, and is tied to nothing. A second call takes the
+    place of the first.
+
+    Args:
+        model: Changed by hooks and buffers; ``remove()`` undoes it.
+        optimizer: Whose formats to use.
+        ste: Straight-through gradient: see ``fake_quantize``.
+        eval_rounding: ``"nearest"``, or ``"stochastic"`` (always the same noise).
+        include: Names of modules (with wildcards as of ``fnmatch``) or classes: no others round.
+            None: all.
+        exclude: Names or classes of modules that do not round.
+
+    Returns:
+        A handle: ``report`` names what rounds and what does not, ``remove()`` undoes it,
+        ``saturation()`` tells how much was clamped.
+
+    Raises:
+        TypeError: ``optimizer`` is not one of fixed point.
+        ValueError: No module of ``model`` has a parameter of ``optimizer``; an argument is
+            unknown, or ``include`` or ``exclude`` names no module.
+
+    Source:
+        MARViN, section 3.2; that inputs and outputs are rounded comes from its authors' code.
+        Differs: ``"clip"``, where theirs passes the gradient of saturated values too.
+    """
+    if not isinstance(optimizer, Quantized):
+        raise TypeError(
+            "quantize_activations needs an optimizer of fixed point, such as marvin.MSGD(...) or "
+            f"marvin.Quantized(optimizer, policy), got {type(optimizer).__name__}"
+        )
+    if ste not in get_args(StraightThrough) or eval_rounding not in get_args(Rounding):
+        raise ValueError(
+            f"ste must be one of {get_args(StraightThrough)} and eval_rounding one of "
+            f"{get_args(Rounding)}, got {ste!r} and {eval_rounding!r}"
+        )
+    if not any(p in optimizer for p in model.parameters()):
+        raise ValueError("no module of the model has a parameter of this optimizer")
+    handle = _attached(model, optimizer.forward_state, include, exclude)
+    rules = optimizer.policy.rules
+    sources = dict(zip(model.modules(), _sources(model, optimizer), strict=True))
+    for place, entry in enumerate(handle.entries):
+        reason = _reason(entry.module, sources[entry.module], rules)
+        if not reason:
+            handle.entries[place] = replace(entry, parameters=sources[entry.module])
+        elif channels_of(entry.module) or isinstance(entry.module, _FOLLOWERS):
+            handle.left[entry.rounder.name] = reason
+        if not reason and not any(p.requires_grad for p in sources[entry.module]):
+            handle.left[entry.rounder.name] = "frozen: float until it is trained"
+    rounding = [entry for entry in handle.entries if entry.parameters]
+    if not rounding:
+        raise ValueError(f"no module that may round is left: {handle.report}")
+    rounding[0].rounder.counts_samples = True
+    handle.state.waiting |= {
+        entry.rounder.name
+        for entry in rounding
+        if any(map(is_layer, entry.module.parameters(recurse=False)))
+    }
+    handle.ste, handle.eval_rounding = ste, eval_rounding
+    optimizer.carry(handle)
+    return handle
+
+
+def prepare(
+    model: nn.Module, *, include: _Choice = None, exclude: _Choice = None
+) -> QuantizedActivations:
+    """Make a float model able to load the state of one whose activations are quantised.
+
+    Every module that could round gets a buffer for its formats, at first float32. Loading a state
+    fills them, and the model computes the same bits as the one that was saved, without an
+    optimizer. A state without formats loads too: then the model computes in float32.
+
+    Args:
+        model: Changed by hooks and buffers; ``remove()`` undoes it.
+        include: As of ``quantize_activations``.
+        exclude: As of ``quantize_activations``.
+
+    Returns:
+        A handle: ``remove()`` undoes it.
+
+    Examples:
+        >>> marvin.prepare(model)
+        >>> model.load_state_dict(torch.load("model.pt"))
+    """
+    handle = _attached(model, ForwardState(), include, exclude)
+    for entry in handle.entries:
+        own = len(channels_of(entry.module))
+        entry.rounder.write(entry.module, ModuleFormats(weights=(None,) * own))
+    return handle
+
+
+def _attached(
+    model: nn.Module, state: ForwardState, include: _Choice, exclude: _Choice
+) -> QuantizedActivations:
+    """Put hooks on the modules that could round, without formats yet, in the place of earlier ones.
+
+    Raises:
+        ValueError: ``include`` or ``exclude`` has a name that no module has.
+    """
+    chosen = _chosen(model, include, exclude)
+    handle = QuantizedActivations([], state)
+    for name, module in model.named_modules():
+        detach(module)
+        could = bool(channels_of(module)) or isinstance(module, _FOLLOWERS)
+        if could and name not in chosen:
+            handle.left[name] = "excluded"
+        if (could and name in chosen) or module is model:
+            rounder = Rounder(name, state, _argument_names(module), is_root=module is model)
+            hook(module, rounder)
+            handle.entries.append(Entry(module, rounder))
+    return handle
+
+
+def _sources(model: nn.Module, optimizer: Quantized) -> Iterator[Sequence[Tensor]]:
+    """Yield for each module the parameters of which the first with a format gives its own.
+
+    Those that it has; for normalisation and pooling then those of the layer before.
+    """
+    before: list[Tensor] = []
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p in optimizer]
+        yield own + before if isinstance(module, _FOLLOWERS) else own
+        before = [p for p in own if is_layer(p)] or before
+
+
+def _reason(module: nn.Module, source: Sequence[Tensor], rules: Rules) -> str:
+    """Say why a module does not round; "" where it does."""
+    if isinstance(module, _NORMS) and not rules.quantizes_norms:
+        return "the policy leaves normalisation in float32"
+    if isinstance(module, _POOLS) and not rules.quantizes_pools:
+        return "the policy leaves pooling in float32"
+    return "" if source else "neither it nor a layer before it has a parameter of the optimizer"
+
+
+def _chosen(model: nn.Module, include: _Choice, exclude: _Choice) -> set[str]:
+    """Return the names of modules that ``include`` and ``exclude`` leave."""
+    modules = dict(model.named_modules())
+    found = [set(modules), set[str]()]
+    for place, (what, choice) in enumerate((("include", include), ("exclude", exclude))):
+        if choice is None:
+            continue
+        found[place] = set()
+        for item in [choice] if isinstance(choice, str | type) else choice:
+            names = {name for name, module in modules.items() if _is_meant(name, module, item)}
+            if not names:
+                raise ValueError(f"{what} must name modules of the model or classes, got {item!r}")
+            found[place] |= names
+    return found[0] - found[1]
+
+
+def _is_meant(name: str, module: nn.Module, item: str | type[nn.Module]) -> bool:
+    return fnmatch.fnmatch(name, item) if isinstance(item, str) else isinstance(module, item)
+
+
+def _argument_names(module: nn.Module) -> list[str]:
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    try:
+        known = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [parameter.name for parameter in known if parameter.kind in positional]

@@ -1,0 +1,74 @@
+"""What changes a module's results from outside its class, and so is not in a trace: refused."""
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
+
+from marvin.export.errors import ExportError
+
+__all__ = ["check_own", "kind_of"]
+
+_OURS = "marvin"  # whose hooks round activations, which the export knows of
+_GLOBAL = "_global_forward_pre_hooks", "_global_forward_hooks"  # torch has no public way to ask
+_OWN = "_forward_pre_hooks", "_forward_hooks"
+
+
+def check_own(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse modules that do more than their class says.
+
+    A trace calls a layer's class and nothing else: it sees no hook on the layer or on the model
+    itself, and no ``forward`` of one object. Hooks on what is traced through are in the trace.
+
+    Args:
+        model: The model.
+        names: Of the modules that are called as one layer.
+
+    Raises:
+        ExportError: Names the first that has a foreign hook, a ``forward`` of its own or a
+            parametrised weight.
+    """
+    for kind in _GLOBAL:
+        if found := _foreign(getattr(torch_module, kind)):
+            raise ExportError(f"no hook on all modules may be set, got {found}: remove it")
+    for name in dict.fromkeys(["", *names]):
+        module = model.get_submodule(name)
+        shown = name or "the model"
+        for kind in _OWN:
+            if found := _foreign(getattr(module, kind)):
+                what = "hook before forward" if "pre" in kind else "hook after forward"
+                raise ExportError(
+                    f"{shown} has a {what} which is not exported, {found}: remove it, or make it "
+                    "a layer"
+                )
+        if "forward" in vars(module):
+            raise ExportError(
+                f"{shown} has a forward of its own, which is not exported: write it in a class"
+            )
+        if parametrize.is_parametrized(module):
+            weights = ", ".join(getattr(module, "parametrizations", {}))
+            raise ExportError(
+                f"{shown} must have plain weights, got a parametrisation of {weights}: "
+                "torch.nn.utils.parametrize.remove_parametrizations makes them so"
+            )
+
+
+def kind_of(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> type[nn.Module] | None:
+    """Return the kind whose ``forward`` a module has; None where it has none of these."""
+    own = type(module).forward
+    return next((k for k in kinds if isinstance(module, k) and k.forward is own), None)
+
+
+def _foreign(hooks: Mapping[int, Any]) -> str:
+    """Return the name of the first hook that is not of this package, or ``""``."""
+    for hook in hooks.values():
+        function = hook
+        while isinstance(function, functools.partial):
+            function = function.func
+        home = getattr(function, "__module__", None) or type(function).__module__
+        if home.partition(".")[0] != _OURS:
+            return getattr(function, "__qualname__", type(function).__qualname__)
+    return ""

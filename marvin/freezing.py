@@ -1,0 +1,121 @@
+"""A plain module for inference: what training computes in eval mode, in torch's operators alone."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fixedpoint_kernels import BlockFloat, FixedPoint
+from fixedpoint_kernels.block import block_fl
+from fixedpoint_kernels.rounding.reference import float_bounds
+from marvin._torch_private import hooks_of
+from marvin.activations import BUFFER, FLOATS, RoundsInputs, mapped, unhook
+from marvin.model_formats import ModuleFormats, decode_formats
+from marvin.rounding import Format
+
+__all__ = ["freeze"]
+
+_MOST = 126  # of ``block_fl``
+_POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)])  # a table: jit can trace it
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """Return a copy of a model for inference, in eval mode, tied to no optimizer.
+
+    Its modules, weights and state are those of ``model``; where they round activations, they do
+    so in torch's own operators. The outputs equal those of ``model`` in eval mode bit for bit. It
+    works under ``torch.inference_mode``, ``torch.export``, ``torch.jit.trace``, ``torch.compile``
+    and ``torch.save``. The state of any model of this kind can be loaded into it.
+
+    Args:
+        model: With ``marvin.quantize_activations`` or ``marvin.prepare`` on it; stays as it is.
+
+    Raises:
+        ValueError: ``model`` carries no formats, or rounds stochastically in eval mode.
+
+    Examples:
+        >>> torch.export.export(marvin.freeze(model), (images,))
+    """
+    frozen = copy.deepcopy(model).eval().requires_grad_(False)
+    found = [(m, hook.rounder) for m in frozen.modules() for hook in hooks_of(m, RoundsInputs)]
+    if not found:
+        raise ValueError(
+            "a model to freeze must carry formats, got one without: first call "
+            "marvin.quantize_activations(model, optimizer), or marvin.prepare(model) and load a state"
+        )
+    for module, rounder in found:
+        formats = rounder.formats(module)
+        unhook(module)
+        module.register_forward_pre_hook(_Inputs(formats, rounder.arguments), with_kwargs=True)
+        module.register_forward_hook(_Outputs(formats, ()))
+        for hook in [*hooks_of(module, _Hook)]:
+            module.register_load_state_dict_pre_hook(_Loading(hook))
+            _check(hook.formats)
+    return frozen
+
+
+class _Hook:
+    """Rounds in torch's operators."""
+
+    def __init__(self, formats: ModuleFormats, arguments: Any) -> None:
+        self.formats, self.arguments = formats, arguments
+
+
+class _Inputs(_Hook):
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        formats = self.formats
+        if formats.inputs is None and formats.samples is None:
+            return None
+
+        def rounded(x: Tensor) -> Tensor:
+            return _round(_round(x, formats.samples, per_sample=True), formats.inputs)
+
+        return mapped(rounded, args, kwargs, self.arguments)
+
+
+class _Outputs(_Hook):
+    def __call__(self, _: nn.Module, _args: Any, output: Any) -> Any:
+        fmt = self.formats.outputs
+        return output if fmt is None else mapped(lambda x: _round(x, fmt), (output,), {}, ())[0][0]
+
+
+class _Loading:
+    """Takes the formats of a state; where a state has none, those there are stay."""
+
+    def __init__(self, rounding: _Hook) -> None:
+        self.rounding = rounding
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        errors: list[str] = rest[-1]
+        loaded = state.setdefault(prefix + BUFFER, getattr(module, BUFFER).detach().clone())
+        try:
+            formats = decode_formats(loaded, prefix + BUFFER)
+            _check(formats)
+        except ValueError as error:
+            errors.append(str(error))
+        else:
+            self.rounding.formats = formats
+
+
+def _check(formats: ModuleFormats) -> None:
+    if formats.rounds and formats.eval_rounding != "nearest":
+        raise ValueError(
+            "a model to freeze must round to nearest in eval mode, got "
+            f"eval_rounding={formats.eval_rounding!r}"
+        )
+
+
+def _round(x: Tensor, fmt: Format | None, *, per_sample: bool = False) -> Tensor:
+    """Round as ``fixedpoint_kernels.quantize`` and ``quantize_block`` do to nearest."""
+    if fmt is None or x.dtype not in FLOATS:
+        return x
+    if isinstance(fmt, FixedPoint):
+        low, high = float_bounds(fmt)
+        codes = (torch.round(x.float() * fmt.scale) + 0.0).clamp(low, high)
+        return (codes * fmt.lsb).to(x.dtype)
+    assert isinstance(fmt, BlockFloat)
+    fl = block_fl(x, fmt, per_sample=per_sample)
+    powers, place = _POWERS.to(x.device), fl.long() + _MOST
+    codes = torch.round(x.float() * powers[place]) + 0.0
+    return (codes.clamp(fmt.min_code, fmt.max_code) * powers[2 * _MOST - place]).to(x.dtype)

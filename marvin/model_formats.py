@@ -1,0 +1,131 @@
+"""What a model's module knows of its formats, and the tensor in which its state has it."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels import BlockFloat, FixedPoint
+from fixedpoint_kernels.rounding import Rounding
+from marvin.channels import ChannelFormat
+from marvin.rounding import Format
+from marvin.straight_through import StraightThrough
+
+__all__ = ["ModuleFormats", "decode_formats", "encode_formats"]
+
+_VERSION = 1
+_ROW = 5  # kind, wl, fl, flags, number of shifts
+_FLOAT, _FIXED, _BLOCK, _CHANNELS = range(4)
+
+
+@dataclass(frozen=True)
+class ModuleFormats:
+    """In which formats a module computes; None is float32.
+
+    Args:
+        inputs: Of what comes in.
+        outputs: Of what goes out.
+        gradients: Of the gradient that comes back to the outputs.
+        samples: Of what comes in, with a power of two for each sample.
+        weights: Of the module's own parameters, in their order.
+        ste: See ``marvin.fake_quantize``.
+        eval_rounding: How activations are rounded in eval mode.
+    """
+
+    inputs: Format | None = None
+    outputs: Format | None = None
+    gradients: Format | None = None
+    samples: Format | None = None
+    weights: tuple[Format | None, ...] = ()
+    ste: StraightThrough = "clip"
+    eval_rounding: Rounding = "nearest"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether activations are rounded here."""
+        return not (self.inputs is self.outputs is self.gradients is self.samples is None)
+
+
+def encode_formats(formats: ModuleFormats, channels: Sequence[int]) -> Tensor:
+    """Return formats as numbers with a checksum.
+
+    Args:
+        formats: Of a module.
+        channels: How many channels each of its parameters has: room for their shifts.
+
+    Returns:
+        int32 on the CPU, 1-d; as long for other formats of the same module.
+    """
+    flags = (formats.ste == "identity") | (formats.eval_rounding == "stochastic") << 1
+    rows = [_VERSION, flags, len(formats.weights)]
+    for fmt in (formats.inputs, formats.outputs, formats.gradients, formats.samples):
+        rows += _row(fmt, 0)
+    shifts: list[int] = []
+    for fmt, room in zip(formats.weights, channels, strict=True):
+        rows += _row(fmt, room)
+        own = fmt.shifts if isinstance(fmt, ChannelFormat) else ()
+        shifts += [*own, *[0] * (room - len(own))]
+    numbers = np.array([*rows, *shifts], np.int32)
+    return torch.from_numpy(np.append(numbers, _checksum(numbers)))
+
+
+def decode_formats(numbers: Tensor, name: str) -> ModuleFormats:
+    """Return the formats that ``encode_formats`` made ``numbers`` of.
+
+    Args:
+        numbers: int32, 1-d; where they are on a device, this waits for it.
+        name: Of the module, for the message.
+
+    Raises:
+        ValueError: They are not whole: averaged, cast, or never loaded.
+    """
+    values = None if numbers.is_meta else numbers.detach().cpu().numpy()
+    if (
+        values is None
+        or values.dtype != np.int32
+        or values.ndim != 1
+        or len(values) < 3 + 4 * _ROW + 1
+        or values[-1] != _checksum(values[:-1])
+        or values[0] != _VERSION
+    ):
+        raise ValueError(
+            f"{name} must hold formats as marvin saved them, got other numbers: copy this buffer "
+            "as it is (do not average or cast it), or load the model's own state"
+        )
+    _, flags, weights, *rest = values[:-1].tolist()
+    rows = [rest[i : i + _ROW] for i in range(0, (4 + weights) * _ROW, _ROW)]
+    found: list[Format | None] = []
+    first = (4 + weights) * _ROW
+    for kind, wl, fl, bits, room in rows:
+        shifts = rest[first : first + room]
+        first += room
+        found.append(_format(kind, wl, fl, bits, shifts))
+    ste: StraightThrough = "identity" if flags & 1 else "clip"
+    rounding: Rounding = "stochastic" if flags & 2 else "nearest"
+    inputs, outputs, gradients, samples, *own = found
+    return ModuleFormats(inputs, outputs, gradients, samples, tuple(own), ste, rounding)
+
+
+def _row(fmt: Format | None, room: int) -> list[int]:
+    if fmt is None:
+        return [_FLOAT, 0, 0, 0, room]
+    if isinstance(fmt, BlockFloat):
+        return [_BLOCK, fmt.wl, 0, 0, room]
+    kind, plain = (_CHANNELS, fmt.fmt) if isinstance(fmt, ChannelFormat) else (_FIXED, fmt)
+    return [kind, plain.wl, plain.fl, plain.symmetric | plain.signed << 1, room]
+
+
+def _format(kind: int, wl: int, fl: int, flags: int, shifts: list[int]) -> Format | None:
+    if kind == _FLOAT:
+        return None
+    if kind == _BLOCK:
+        return BlockFloat(wl)
+    fmt = FixedPoint(wl, fl, bool(flags & 1), bool(flags & 2))
+    return ChannelFormat(fmt, tuple(shifts)) if kind == _CHANNELS else fmt
+
+
+def _checksum(numbers: np.ndarray) -> np.int32:
+    return np.uint32(zlib.crc32(numbers.tobytes())).astype(np.int32)

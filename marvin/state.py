@@ -1,0 +1,151 @@
+"""An optimizer's state as plain values: packing, checking, and what earlier versions saved."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marvin.policy import Policy, fields_of
+from marvin.shards import Shard
+
+__all__ = [
+    "VERSION",
+    "checked",
+    "float_masters",
+    "kept_dtypes",
+    "of_wrapped",
+    "packed",
+    "packed_policy",
+    "policy_of",
+    "spread_state",
+]
+
+VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
+_EARLIER_SHARED = "level", "losses", "loss_sum"  # were beside the trace
+
+
+def packed(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
+    """Return one parameter's state as plain values, and tensors as spread as the parameter."""
+    outer = {name: shard.outer(v) for name, v in state.items() if isinstance(v, Tensor)}
+    return {**state, **outer, **({"layer": asdict(state["layer"])} if "layer" in state else {})}
+
+
+def packed_policy(policy: Policy, shared: Any) -> dict[str, Any]:
+    """Return a policy's name, hyper-parameters and shared record as plain values."""
+    return {
+        "name": type(policy).__name__,
+        "settings": fields_of(policy),
+        "shared": asdict(shared) if is_dataclass(shared) and not isinstance(shared, type) else None,
+    }
+
+
+def policy_of(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, Mapping[str, Any] | None]:
+    """Return a policy with the hyper-parameters of a state, and its shared record's values.
+
+    Args:
+        policy: Of the same class; where earlier versions saved no hyper-parameters, it stays.
+        saved: What the state has under ``"marvin"``.
+    """
+    values = saved.get("policy", "MarvinPolicy")  # the first states name none
+    if isinstance(values, str):
+        if "muppet" in saved:
+            return policy, saved["muppet"]
+        return policy, {name: saved[name] for name in _EARLIER_SHARED if name in saved} or None
+    settings = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in values["settings"].items()
+    }
+    own: Any = policy
+    return (replace(own, **settings) if settings else policy), values["shared"]
+
+
+def checked(
+    state_dict: Mapping[str, Any],
+    policy: Policy,
+    wrapped: str,
+    names: Sequence[tuple[str, torch.Size]],
+) -> list[dict[str, Any]]:
+    """Return the saved state of each parameter, in parameter order.
+
+    Args:
+        state_dict: Of ``Quantized``, or of an earlier ``MSGD``.
+        policy: Of which it must be.
+        wrapped: Class of the wrapped optimizer of which it must be.
+        names: Name and shape of each parameter of the optimizer that is to load it.
+
+    Raises:
+        ValueError: It is not of this kind or policy, or its parameters differ.
+    """
+    if "marvin" not in state_dict:
+        raise ValueError(
+            f"the state must be of marvin.Quantized or marvin.MSGD, got one with {sorted(state_dict)}"
+        )
+    common = state_dict["marvin"]
+    if (version := common.get("version", 1)) not in (1, VERSION):
+        raise ValueError(f"the state must be of version 1 or {VERSION}, got version {version!r}")
+    saved = common.get("policy", "MarvinPolicy")
+    name = saved if isinstance(saved, str) else saved["name"]
+    if name != type(policy).__name__:
+        raise ValueError(f"the state must be of {type(policy).__name__}, got {name}")
+    saved = common.get("wrapped", wrapped if "optimizer" in state_dict else "SGD")
+    if saved != wrapped:
+        raise ValueError(f"the state must be of {wrapped} on masters, got {saved}")
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    states = [state_dict["state"].get(index, {}) for index in indices]
+    for (parameter, shape), values in zip(names, states, strict=False):
+        master = values.get("master")
+        if values and (master is None or master.shape != shape):
+            got = "none" if master is None else tuple(master.shape)
+            raise ValueError(f"the state of {parameter} must have shape {tuple(shape)}, got {got}")
+    return states
+
+
+def of_wrapped(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the wrapped optimizer; earlier versions of MSGD had none."""
+    if "optimizer" in state_dict:
+        return state_dict["optimizer"]
+    state = {
+        index: {"momentum_buffer": values["momentum_buffer"]}
+        for index, values in state_dict["state"].items()
+        if "momentum_buffer" in values
+    }
+    return {"state": state, "param_groups": state_dict["param_groups"]}
+
+
+def spread_state(state_dict: Mapping[str, Any], shards: Sequence[Shard]) -> dict[str, Any]:
+    """Return the wrapped optimizer's state, its tensors as spread as the parameters are."""
+    states = dict(state_dict["state"])
+    for index, shard in enumerate(shards):
+        if index in states:
+            states[index] = {
+                name: shard.outer(shard.held(value))
+                if isinstance(value, Tensor) and value.shape == shard.shape
+                else value
+                for name, value in states[index].items()
+            }
+    return {**state_dict, "state": states}
+
+
+def kept_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Give tensors of a loaded state the dtypes that they were saved with: torch casts them."""
+    for name, value in saved.items():
+        own = loaded.get(name)
+        if isinstance(value, Tensor) and isinstance(own, Tensor) and own.dtype != value.dtype:
+            loaded[name] = value.to(own.device, copy=True)
+
+
+def float_masters(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return what an optimizer remembers of a low-precision parameter, for its float32 master.
+
+    Some make their state in their constructor, in the dtype of the parameter: in bfloat16, sums
+    stop to grow.
+    """
+    return {
+        name: value.float()
+        if isinstance(value, Tensor)
+        and value.dtype == parameter.dtype
+        and value.shape == parameter.shape
+        else value
+        for name, value in state.items()
+    }

@@ -1,0 +1,158 @@
+"""Rounding with a straight-through gradient."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fixedpoint_kernels import FixedPoint, quantize_with_mask
+from fixedpoint_kernels.rounding import Rounding
+from marvin.rounding import Format, round_one
+
+__all__ = ["StraightThrough", "Tally", "fake_quantize", "round_with_gradient"]
+
+StraightThrough = Literal["clip", "identity"]
+_Back = tuple[Format, dict[str, Any]] | None  # how to round the gradient that comes back
+
+
+class Tally:
+    """Counts saturated values; a device adds to its own number, so that nothing waits for it."""
+
+    def __init__(self) -> None:
+        self.clipped: Tensor | int = 0
+        self.total = 0
+
+    def add(self, clipped: Tensor | int, total: int) -> None:
+        """Count ``clipped`` of ``total`` values."""
+        self.clipped = self.clipped + clipped
+        self.total += total
+
+    def share(self) -> float:
+        """Return the share of clipped values; 0 where there are none at all."""
+        return float(self.clipped) / self.total if self.total else 0.0
+
+
+class _FakeQuantize(torch.autograd.Function):
+    """Rounds forward; backward passes the gradient where the value was not clamped."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        fmt: FixedPoint,
+        options: dict[str, Any],
+        tally: Tally | None,
+        back: _Back,
+    ) -> Tensor:
+        y, inside = quantize_with_mask(x, fmt, **options)
+        if _all(inside):
+            inside = None
+        ctx.save_for_backward(inside)
+        ctx.back = back
+        if tally is not None:
+            clipped = 0 if inside is None else x.numel() - inside.count_nonzero()
+            tally.add(clipped, x.numel())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (inside,) = ctx.saved_tensors
+        grad = _returned(grad, ctx.back)
+        if inside is not None:
+            grad = torch.where(inside, grad, grad.new_zeros(()))  # a tenth of the product's time
+        return grad, None, None, None, None
+
+
+class _RoundedIdentity(torch.autograd.Function):
+    """Rounds forward; backward passes the gradient everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: Format, options: dict[str, Any], back: _Back) -> Tensor:
+        ctx.back = back
+        return round_one(x, fmt, **options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return _returned(grad, ctx.back), None, None, None
+
+
+def fake_quantize(
+    x: Tensor,
+    fmt: FixedPoint,
+    *,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
+    stream: int = 0,
+    ste: StraightThrough = "clip",
+) -> Tensor:
+    """Round as ``fixedpoint_kernels.quantize`` does, with a straight-through gradient.
+
+    Args:
+        x: Values, any shape, float32, bfloat16 or float16.
+        fmt: The format.
+        rounding: ``"stochastic"`` or ``"nearest"``.
+        seed: Of the noise.
+        stream: Of the noise.
+        ste: The gradient is that of the identity, and 0 where the value was clamped
+            (``"clip"``); or that of the identity everywhere (``"identity"``), which lets
+            saturated values run away.
+
+    Returns:
+        Shape and dtype of ``x``. The derivative of the gradient is not defined: differentiating
+        twice raises.
+
+    Raises:
+        ValueError: ``ste`` is unknown.
+    """
+    if ste not in get_args(StraightThrough):
+        raise ValueError(f"ste must be one of {get_args(StraightThrough)}, got {ste!r}")
+    options = {"rounding": rounding, "seed": seed, "stream": stream}
+    if ste == "identity":
+        return _RoundedIdentity.apply(x, fmt, options, None)  # pyright: ignore[reportReturnType]
+    return _FakeQuantize.apply(x, fmt, options, None, None)  # pyright: ignore[reportReturnType]
+
+
+def round_with_gradient(
+    x: Tensor,
+    fmt: Format,
+    options: dict[str, Any],
+    *,
+    ste: StraightThrough,
+    tally: Tally,
+    back: _Back,
+) -> Tensor:
+    """Round ``x`` as ``round_one``; where a gradient is wanted, with a straight-through one.
+
+    Args:
+        x: Values, float32, bfloat16 or float16.
+        fmt: The format.
+        options: Of ``round_one``.
+        ste: See ``fake_quantize``; block floating point does not clamp.
+        tally: Counts what ``"clip"`` clamps.
+        back: Format and options by which to round the gradient that comes back; None: not.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return round_one(x.detach(), fmt, **options)
+    if ste == "identity" or not isinstance(fmt, FixedPoint):
+        return _RoundedIdentity.apply(x, fmt, options, back)  # pyright: ignore[reportReturnType]
+    return _FakeQuantize.apply(x, fmt, options, tally, back)  # pyright: ignore[reportReturnType]
+
+
+def _all(inside: Tensor) -> bool:
+    """Say whether all are inside, where that is known without waiting for a device."""
+    return inside.is_cpu and (not inside.numel() or bool(inside.view(torch.uint8).min()))
+
+
+def _returned(grad: Tensor, back: _Back) -> Tensor:
+    """Round a gradient on its way back, where the policy wants it."""
+    if back is None:
+        return grad
+    fmt, options = back
+    return round_one(grad, fmt, **options)

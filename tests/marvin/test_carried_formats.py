@@ -1,0 +1,427 @@
+"""The model carries its formats: what people do with models, compared bit for bit."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load, save
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import marvin
+from fixedpoint_kernels import FixedPoint
+from marvin.activations import BUFFER, formats_of
+from marvin.channels import ChannelFormat
+
+FAST = {"lr": 0.05, "lookback": (2, 5), "resolution": (10, 20)}
+POLICIES = {
+    "marvin": lambda: marvin.MarvinPolicy(lookback=(2, 5), resolution=(10, 20)),
+    "budget": lambda: marvin.LossBudgetPolicy(window=3),
+    "channels": lambda: marvin.LossBudgetPolicy(window=3, per_channel=True),
+    "muppet": lambda: marvin.MuppetPolicy(levels=(6, 8, 32)),
+}
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+
+
+def make(policy="marvin", seed=0, **settings):
+    model = net(seed)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
+    optimizer = marvin.Quantized(sgd, POLICIES[policy](), seed=seed, **settings)
+    marvin.quantize_activations(model, optimizer)
+    return model, optimizer
+
+
+def images(seed, n=8):
+    return torch.randn(n, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model, optimizer, steps, start=0):
+    model.train()
+    for i in range(start, start + steps):
+        x = images(i)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), (x[:, 0].mean((1, 2)) > 0).long())
+        loss.backward()
+        optimizer.step(loss=loss)
+    return model
+
+
+def outputs(model):
+    return model.eval()(images(99)).detach()
+
+
+def same(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def rounded(x, wl, fl):
+    """Round to nearest, ties to even, with numbers of twice the length."""
+    codes = torch.round(x.double() * 2.0**fl).clamp(-(2 ** (wl - 1)), 2 ** (wl - 1) - 1)
+    return (codes / 2.0**fl).to(x.dtype)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_copy_keeps_its_formats_and_is_tied_to_nothing(policy):
+    model, optimizer = make(policy)
+    train(model, optimizer, 4)
+    best, wanted = copy.deepcopy(model), outputs(model)
+    twin, twin_optimizer = make(policy)
+    train(twin, twin_optimizer, 4)
+    best.train()(images(5)).sum().backward()  # must not use up noise of the original
+    best.load_state_dict(model.state_dict())
+    train(model, optimizer, 6, 4)
+    train(twin, twin_optimizer, 6, 4)
+    same(dict(model.state_dict()), dict(twin.state_dict()))
+    same(outputs(best), wanted)
+    assert not torch.equal(outputs(model), wanted)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("wrap", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copied_pair_goes_on_alike(policy, wrap):
+    model, optimizer = make(policy)
+    train(model, optimizer, 5)
+    pair = wrap((model, optimizer))
+    train(model, optimizer, 5, 5)
+    train(*pair, 5, 5)
+    same(dict(model.state_dict()), dict(pair[0].state_dict()))
+    same(outputs(model), outputs(pair[0]))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_state_loads_into_a_prepared_model_and_not_into_a_float_one(policy):
+    model, optimizer = make(policy)
+    train(model, optimizer, 7)
+    state, wanted = model.state_dict(), outputs(model)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.fixed_point"):
+        net(1).load_state_dict(state)
+    prepared = net(1)
+    handle = marvin.prepare(prepared)
+    same(outputs(prepared), outputs(net(1)))
+    prepared.load_state_dict(state)
+    same(outputs(prepared), wanted)
+    prepared.load_state_dict(load(save(state)))  # as safetensors have it
+    same(outputs(prepared), wanted)
+    float_state = net(2).state_dict()
+    handle.remove()
+    prepared.load_state_dict(float_state)
+    same(outputs(prepared), outputs(net(2)))
+
+
+def test_a_float_state_loads_and_formats_stay():
+    model, _ = make()
+    model.load_state_dict(net(3).state_dict())
+    first = rounded(images(99), 8, 4)
+    seen = []
+    model.eval()[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(images(99))
+    same(seen[0], first)
+
+
+def test_a_whole_model_is_saved_and_loaded_in_another_process(tmp_path):
+    model, optimizer = make()
+    train(model, optimizer, 5)
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(outputs(model), tmp_path / "wanted.pt")
+    code = (
+        "import sys, torch; sys.path.insert(0, sys.argv[2]);"
+        "m = torch.load(sys.argv[1] + '/model.pt', weights_only=False).eval();"
+        "x = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(99));"
+        "assert torch.equal(m(x), torch.load(sys.argv[1] + '/wanted.pt'))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), sys.path[0]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
+def test_an_average_of_models_has_the_formats_of_the_last():
+    model, optimizer = make()
+    average = AveragedModel(model)
+    train(model, optimizer, 9)
+    average.update_parameters(model)  # the first takes the weights as they are
+    assert optimizer.formats()["0.weight"] != FixedPoint(8, 4)
+    same(outputs(average), outputs(model))
+    train(model, optimizer, 5, 9)
+    average.update_parameters(model)
+    same(average.module[0].fixed_point, model[0].fixed_point)
+
+
+def test_numbers_that_are_no_formats_are_refused():
+    model, optimizer = make()
+    train(model, optimizer, 4)
+    new, own = make()[0][0].fixed_point, model[0].fixed_point
+    assert not torch.equal(own, new)
+    with torch.no_grad():
+        own.copy_((own.long() + new.long()) // 2)  # an average of two
+    with pytest.raises(ValueError, match=r"0\.fixed_point must hold formats .*do not average"):
+        model(images(0))
+    state = make("marvin")[0].state_dict()
+    state["3.fixed_point"] = state["3.fixed_point"][:5]
+    with pytest.raises(RuntimeError, match=r"3\.fixed_point must hold formats"):
+        make()[0].load_state_dict(state)
+
+
+def test_a_second_call_takes_the_place_of_the_first():
+    model, optimizer = make()
+    count = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    marvin.quantize_activations(model, optimizer)
+    assert count == sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    once, other = make()
+    train(model, optimizer, 5)
+    train(once, other, 5)
+    same(dict(model.state_dict()), dict(once.state_dict()))
+
+
+def test_a_model_that_was_freed_gets_no_formats_again():
+    model, optimizer = make()
+    handle = marvin.quantize_activations(model, optimizer)
+    train(model, optimizer, 1)
+    handle.remove()
+    train(model, optimizer, 6, 1)  # formats change
+    assert optimizer.formats()["0.weight"] != FixedPoint(8, 4)
+    assert not any(BUFFER in name for name in model.state_dict())
+
+
+def test_another_optimizer_takes_over():
+    model, first = make()
+    train(model, first, 3)
+    second = marvin.MSGD(model.named_parameters(), **FAST)
+    marvin.quantize_activations(model, second)
+    train(model, second, 3)
+    with pytest.raises(RuntimeError, match=r"one optimizer, got another Quantized .* 0\.weight"):
+        train(model, first, 1)
+
+
+def test_include_exclude_and_the_report():
+    model = net()
+    optimizer = marvin.MSGD(model.named_parameters())
+    handle = marvin.quantize_activations(model, optimizer, exclude=[nn.BatchNorm2d, "6"])
+    assert handle.layers() == ["0", "3", "4"]
+    assert handle.report.left["1"] == handle.report.left["6"] == "excluded"
+    assert "not 6: excluded" in str(handle.report)
+    handle = marvin.quantize_activations(model, optimizer, include=nn.Conv2d)
+    assert handle.layers() == ["0", "3"]
+    with pytest.raises(ValueError, match="include must name modules of the model or classes"):
+        marvin.quantize_activations(model, optimizer, include="conv*")
+    with pytest.raises(TypeError, match=r"marvin\.MSGD.*got SGD"):
+        marvin.quantize_activations(model, torch.optim.SGD(model.parameters()))
+
+
+class Mixed(nn.Module):
+    """Takes a keyword and gives a dictionary; its inner module takes a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair, self.out = Pair(), nn.Linear(4, 4)
+
+    def forward(self, *, x, mask=None):
+        a, b = self.pair((x, x * 3), mask=mask)
+        return {"y": self.out(input=(a + b) / 3), "n": 3}
+
+
+class Pair(nn.Module):
+    """Owns a weight, takes a tuple and gives one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) / 2)
+        self.seen = []
+
+    def forward(self, xs, mask=None):
+        self.seen.append((*xs, mask))
+        return xs[0] @ self.weight, xs[1] @ self.weight
+
+
+def test_keywords_tuples_and_dictionaries_are_rounded_and_masks_stay():
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = marvin.MSGD(model.named_parameters())  # <8, 4>
+    marvin.quantize_activations(model, optimizer)
+    x, mask = torch.randn(2, 4), torch.tensor([0.0, -torch.inf, 0.0, 0.0])
+    seen = []
+    model.out.register_forward_pre_hook(lambda _, a, k: seen.append(k["input"]), with_kwargs=True)
+    y = model.eval()(x=x, mask=mask)
+    same(model.pair.seen[0], (rounded(x, 8, 4), rounded(x * 3, 8, 4), mask))
+    same(seen[0], rounded(seen[0], 8, 4))
+    same(y["y"], rounded(y["y"], 8, 4))
+    assert y["n"] == 3
+
+
+class Named(nn.Module):
+    """Owns a weight, takes a dictionary and gives one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) / 2)
+
+    def forward(self, xs):
+        return {name: x @ self.weight for name, x in xs.items()}
+
+
+def test_dictionaries_are_rounded_on_both_sides():
+    torch.manual_seed(0)
+    model = Named()
+    optimizer = marvin.MSGD(model.named_parameters())  # <8, 4>
+    marvin.quantize_activations(model, optimizer)
+    xs = {"x": torch.randn(2, 4), "mask": torch.full((4,), 0.01)}
+    given = dict(xs)
+    ys = model.eval()(xs)
+    assert all(xs[name] is x for name, x in given.items())  # the user's own stays
+    same(ys["x"], rounded(rounded(xs["x"], 8, 4) / 2, 8, 4))
+    same(ys["mask"], xs["mask"] / 2)
+
+
+def test_a_weight_that_is_used_without_its_module_is_named():
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    optimizer = marvin.MSGD(model.named_parameters(), **FAST)
+    handle, told = marvin.quantize_activations(model, optimizer), []
+    for _ in range(2):  # says so once
+        model(torch.randn(2, 3, 8)).sum().backward()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            optimizer.step(loss=1.0)
+        told.append([str(w.message) for w in found])
+    assert "without calling its module: self_attn.out_proj" in told[0][0]
+    assert told[1] == []
+    assert handle.report.left == {}
+    assert "self_attn.out_proj" in handle.layers()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("training", [False, True])
+def test_autocast_rounds(dtype, training):
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    sgd = torch.optim.SGD(model.named_parameters())
+    optimizer = marvin.Quantized(sgd, marvin.FixedPolicy(6, 3))
+    marvin.quantize_activations(model, optimizer)
+    model.train(training)
+    seen = {}
+    for name, module in model.named_children():
+        module.register_forward_hook(lambda _, x, y, name=name: seen.update({name: (x[0], y)}))
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
+        y = model(torch.randn(4, 6) * 3)
+    assert y.dtype is dtype
+    for name in ("0", "2"):
+        for x in seen[name]:
+            same(x, rounded(x, 6, 3))
+            assert not torch.equal(x, rounded(x, 6, 2))
+
+
+def test_inference_mode_and_tensors_made_in_it():
+    model, optimizer = make()
+    train(model, optimizer, 5)
+    wanted = outputs(model)
+    with torch.inference_mode():
+        same(model(images(99)).clone(), wanted)
+    with torch.inference_mode():
+        other = net()
+        marvin.prepare(other)
+        other.load_state_dict(model.state_dict())
+        same(outputs(other), wanted)
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_frozen_model_gives_the_same_bits(policy):
+    model, optimizer = make(policy)
+    train(model, optimizer, 5)
+    frozen, wanted = marvin.freeze(model), outputs(model)
+    x = images(99)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    same(frozen(x), wanted)
+    spread = x * 2.0 ** torch.arange(-4, 4).view(-1, 1, 1, 1)  # samples of different sizes
+    same(frozen(spread), model(spread).detach())
+    with torch.inference_mode():
+        same(frozen(x).clone(), wanted)
+    same(torch.jit.trace(frozen, x)(x), wanted)
+    exported = torch.export.export(frozen, (x,))
+    same(exported.module()(x), wanted)
+    assert not [n for n in exported.graph.nodes if "fixedpoint" in str(n.target)]
+    file = io.BytesIO()
+    torch.save(frozen, file)
+    file.seek(0)
+    same(torch.load(file, weights_only=False)(x), wanted)
+    train(model, optimizer, 5, 5)
+    same(frozen(x), wanted)
+    frozen.load_state_dict(model.state_dict())
+    same(frozen(x), outputs(model))
+
+
+def test_a_frozen_model_rounds_ties_and_saturates_as_the_model_does():
+    model = nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    sgd = torch.optim.SGD(model.named_parameters())
+    marvin.quantize_activations(model, marvin.Quantized(sgd, marvin.FixedPolicy(6, 3)))
+    x = torch.arange(-160, 160).unsqueeze(1) / 32  # a quarter of a step apart, past both ends
+    wanted = rounded(x, 6, 3)
+    same(outputs_of(model, x), wanted)
+    same(outputs_of(marvin.freeze(model), x), wanted)
+
+
+def outputs_of(model, x):
+    return model.eval()(x).detach()
+
+
+@pytest.mark.slow
+def test_a_frozen_model_compiles():
+    model, optimizer = make()
+    train(model, optimizer, 5)
+    compiled = torch.compile(marvin.freeze(model), backend="aot_eager", fullgraph=True)
+    same(compiled(images(99)), outputs(model))
+
+
+def test_a_model_without_formats_is_not_frozen():
+    with pytest.raises(ValueError, match=r"must carry formats, .*prepare"):
+        marvin.freeze(net())
+    model, optimizer = make()
+    marvin.quantize_activations(model, optimizer, eval_rounding="stochastic")
+    with pytest.raises(ValueError, match="must round to nearest in eval mode"):
+        marvin.freeze(model)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_carries_the_formats_of_its_weights(policy):
+    model, optimizer = make(policy)
+    train(model, optimizer, 5)
+    formats, carried = optimizer.formats(), formats_of(model)
+    for name in ("0", "3", "6"):
+        weight, bias = formats[f"{name}.weight"], formats.get(f"{name}.bias")
+        assert carried[name].weights == (weight, bias)
+        assert carried[name].inputs == optimizer.input_formats().get(f"{name}.weight")
+    assert isinstance(formats["0.weight"], ChannelFormat) == (policy == "channels")
+    assert formats["0.weight"] != FixedPoint(8, 4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_optimizers_state_brings_the_formats_too(policy):
+    model, optimizer = make(policy)
+    train(model, optimizer, 5)
+    other, resumed = make(policy, 1)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert formats_of(other) == formats_of(model)
+
+
+def test_buffers_have_the_names_that_the_pages_tell():
+    model, _ = make()
+    assert [k for k in model.state_dict() if k.endswith(BUFFER)] == [
+        "fixed_point", "0.fixed_point", "1.fixed_point", "3.fixed_point", "4.fixed_point",
+        "6.fixed_point",
+    ]  # fmt: skip

@@ -1,0 +1,142 @@
+"""The contract of a policy: a state decides the future, whatever arguments its object had."""
+
+import inspect
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import marvin
+from marvin import (
+    FixedPolicy,
+    LossBudgetPolicy,
+    MarvinPolicy,
+    MuppetPolicy,
+    Quantized,
+    StaticPolicy,
+)
+
+# of each policy: the run that is saved, and the object that loads its state; no argument is shared
+PAIRS = {
+    FixedPolicy: ({"wl": 10, "fl": 6}, {"wl": 5, "fl": 2, "symmetric": True}),
+    MarvinPolicy: (
+        {
+            "init_wl": 10,
+            "init_fl": 6,
+            "max_wl": 24,
+            "min_fl": 2,
+            "buffer_bits": 5,
+            "resolution": (10, 20),
+            "lookback": (2, 5),
+            "lookback_momentum": 0.8,
+            "lookback_rounding": "nearest",
+            "strategy_loss": "short",
+            "strategy_margin": 0.1,
+            "kl_eps": 0.05,
+            "kl_smoothing": 0.7,
+            "kl_direction": "qp",
+            "kl_counts": "sampled",
+            "pushdown_range": "full",
+            "pushup": "marvin",
+            "symmetric": True,
+        },
+        {"strategy": "max"},
+    ),
+    MuppetPolicy: (
+        {
+            "levels": (4, 6, 10, 32),
+            "window": 2,
+            "patience": 1,
+            "window_kind": "block",
+            "threshold_epoch": "since_switch",
+            "epochs_per_lr": 2,
+            "lr_decays": 1,
+            "lr_factor": 0.5,
+        },
+        {},
+    ),
+    LossBudgetPolicy: (
+        {
+            "kappa": 1e-12,  # so small that all words are as long as they may be
+            "max_noise": (0.02, 0.003),
+            "window": 3,
+            "sat_tol": 0.01,
+            "min_wl": 3,
+            "max_wl": 9,
+            "ends_wl": 7,
+            "per_channel": True,
+            "batch_size": 16,
+        },
+        {},
+    ),
+    StaticPolicy: (
+        {
+            "weights": 5,
+            "activations": 7,
+            "window": 3,
+            "sat_tol": 0.01,
+            "ends_wl": 8,
+            "per_channel": True,
+        },
+        {},
+    ),
+}
+
+
+def make(policy, lr, momentum, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)
+    )
+    sgd = torch.optim.SGD(model.named_parameters(), lr=lr, momentum=momentum)
+    optimizer = Quantized(sgd, policy, **options)
+    marvin.quantize_activations(model, optimizer)
+    return model, optimizer
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        g = torch.Generator().manual_seed(min(step, 6))  # then gradients differ no more
+        x, y = torch.randn(16, 6, generator=g), torch.randint(4, (16,), generator=g)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step(loss=loss)
+        optimizer.end_epoch()
+
+
+def test_all_policies_are_here():
+    classes = [c for _, c in inspect.getmembers(marvin, inspect.isclass)]
+    assert {c for c in classes if issubclass(c, marvin.Policy) and not inspect.isabstract(c)} == {
+        *PAIRS
+    }
+
+
+@pytest.mark.parametrize("kind", PAIRS, ids=lambda kind: kind.__name__)
+def test_a_state_decides_whatever_the_arguments_were(kind):
+    settings, others = PAIRS[kind]
+    for name, value in settings.items():
+        assert value != getattr(kind(**others), name), name
+    model, optimizer = make(kind(**settings), 0.05, 0.9, seed=3, l1=1e-4, one_dim="previous")
+    train(model, optimizer, range(9))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other, loaded = make(kind(**others), 0.7, 0.2, one_dim="float", normalize_gradients=True)
+    train(other, loaded, range(20, 23))  # something to forget
+    other.load_state_dict(saved["model"])
+    loaded.load_state_dict(saved["optimizer"])
+    assert repr(loaded.state_dict()) == repr(saved["optimizer"])
+    for pair in ((model, optimizer), (other, loaded)):
+        train(*pair, range(9, 20))
+    torch.testing.assert_close(dict(model.state_dict()), dict(other.state_dict()), rtol=0, atol=0)
+    first, second = optimizer.state_dict(), loaded.state_dict()
+    assert repr(first) == repr(second)
+    assert optimizer.formats() == loaded.formats()
+    assert optimizer.input_formats() == loaded.input_formats()
+    assert (kind is FixedPolicy) != bool(optimizer.trace)
+    if kind is LossBudgetPolicy:
+        assert optimizer.formats()["3.weight"].wl == 9
