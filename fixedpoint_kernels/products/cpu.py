@@ -17,7 +17,7 @@ from fixedpoint_kernels.products import paths, portable, reference, shapes, tile
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
-from fixedpoint_kernels.threads import compile_both, is_parallel, thread_count
+from fixedpoint_kernels.threads import compile_both, compiled, is_parallel, thread_count
 from fixedpoint_kernels.vectors import pointer_to
 
 __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
@@ -365,7 +365,7 @@ def _fill_weights(weight, taps, offsets, rows, depth, outputs, inputs, step, is_
                     tiles.copy(source + row * step + column, target + column * depth + row, 1)
 
 
-@njit(cache=True)
+@compiled()
 def _pack(weight, taps, offsets, depth, outputs, inputs, step, is_turned, sums, out):
     """Lay out weights for tiles: ``[groups][depth / 4][16][4]``; and add up each column.
 

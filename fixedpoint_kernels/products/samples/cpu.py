@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import words
-from fixedpoint_kernels.threads import compile_both, is_parallel
+from fixedpoint_kernels.threads import compile_both, compiled, is_parallel
 from fixedpoint_kernels.vectors import I8, I32, Vector
 
 _BLOCK = 512  # elements of one vector, from 32 blocks of noise
@@ -39,7 +39,7 @@ def _round_block(_context, x, codes, at, block, key, scale):
     return signature, codegen
 
 
-@njit(cache=True)
+@compiled()
 def _exponent(bits):
     # as ``reference.exponents_of``
     largest = np.int32(0)
