@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from numba import njit, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
