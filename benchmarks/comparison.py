@@ -1,7 +1,5 @@
 """The table and the picture of an experiment, from the folders of its runs."""
 
-import csv
-import json
 import math
 import re
 import statistics
@@ -14,7 +12,8 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
 from benchmarks.experiments import Experiment
-from perfmodel.run import RunError, read_run
+from perfmodel.files import RunError, number, read_json, read_rows, whole
+from perfmodel.run import MOST, read_run
 from perfmodel.summary import totals
 from train.table import spread
 
@@ -37,24 +36,30 @@ class Run:
         """Return what came of the run; None if it has not come to the end of ``epochs``.
 
         A policy may end a run before that: then the run was asked for ``epochs``, and is over.
+
+        Raises:
+            RunError: A file of the folder is damaged.
         """
-        path = self.folder / "result.json"
-        if not path.exists() or self.config()["epochs"] < epochs:
+        path, asked = self.folder / "result.json", self.folder / "config.json"
+        if not path.exists() or whole(asked, self.config(), "epochs", 1, MOST) < epochs:
             return None
-        result = json.loads(path.read_text())
+        result = read_json(path)
+        lengths = WEIGHTS, f"{WEIGHTS}_by_size", INPUTS, f"{INPUTS}_by_size"
+        for name in (n for n in lengths if result.get(n) is not None):
+            result[name] = number(path, result, name)
         if self._rounds_outputs():
-            result[INPUTS] = result[WEIGHTS]
-            result[f"{INPUTS}_by_size"] = result[f"{WEIGHTS}_by_size"]
+            result[INPUTS] = result.get(WEIGHTS)
+            result[f"{INPUTS}_by_size"] = result.get(f"{WEIGHTS}_by_size")
         return result
 
     def _rounds_outputs(self) -> bool:
         """Say whether it is MuPPET, which rounds what leaves a layer to its one word length."""
         config = self.config()
-        return config.get("policy") == "muppet" and config["quantize_activations"]
+        return config.get("policy") == "muppet" and bool(config.get("quantize_activations"))
 
     def config(self) -> dict[str, Any]:
         """Return what the run was asked."""
-        return json.loads((self.folder / "config.json").read_text())
+        return read_json(self.folder / "config.json")
 
 
 Finished = list[tuple[Run, dict[str, Any]]]  # runs, and what came of them
@@ -134,8 +139,15 @@ def _gains(finished: Mapping[str, Finished]) -> dict[str, list[float]]:
 
 
 def finished_runs(experiment: Experiment, runs: Sequence[Run], epochs: int) -> dict[str, Finished]:
-    """Return the finished runs of each variant, in its order, and what came of them."""
+    """Return the finished runs of each variant, in its order, and what came of them.
+
+    Raises:
+        RunError: A file of a run is damaged.
+    """
     found = [(run, run.result(epochs)) for run in runs]
+    for run, result in found:
+        for name in ("test_accuracy", "test_loss") if result else ():
+            number(run.folder / "result.json", result or {}, name)
     return {
         variant: [(run, result) for run, result in found if result and run.variant == variant]
         for variant in experiment.variants
@@ -184,8 +196,8 @@ def held_out_accuracy(folder: Path) -> float | None:
 
 def epochs_of(folder: Path, column: str) -> list[float]:
     """Return what a run measured after each epoch; nothing where it did not measure it."""
-    with (folder / "metrics.csv").open(newline="") as file:
-        return [float(row[column]) for row in csv.DictReader(file) if row[column]]
+    path = folder / "metrics.csv"
+    return [number(path, row, column) for row in read_rows(path) if row.get(column)]
 
 
 def clamped(folder: Path) -> float | None:
@@ -200,7 +212,7 @@ def clamped(folder: Path) -> float | None:
 
 def _modelled(run: Run, result: dict[str, Any]) -> list[float | None]:
     """Return SU, SZ and MEM of a run, None where they have no model; those of float32 are known."""
-    if result[WEIGHTS] is None:
+    if result.get(WEIGHTS) is None:
         return [1.0] * len(MODELLED)
     try:
         found = totals(read_run(run.folder))

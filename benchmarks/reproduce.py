@@ -10,7 +10,6 @@ script. Where runs are missing, the section says so.
 """
 
 import argparse
-import json
 import shlex
 import signal
 import subprocess
@@ -33,6 +32,8 @@ from benchmarks.comparison import (
     table,
 )
 from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
+from perfmodel.arguments import Parser, message_of, real, whole
+from perfmodel.files import RunError, read_json
 from train.plot import LABELS
 
 NOT_SHOWN = "--minutes", "--results", "--folder", "--data-name", "--data-dir", "--only"
@@ -40,8 +41,14 @@ SHOWN = "cpu", "gpu", "threads", "python", "torch", "numba"  # of a run's enviro
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run the command line; what the user can put right ends with one line."""
+    try:
+        _reproduce(sys.argv[1:] if argv is None else argv)
+    except (RunError, OSError) as error:
+        sys.exit(f"python -m benchmarks.reproduce: error: {message_of(error)}")
+
+
+def _reproduce(argv: Sequence[str]) -> None:
     parser = _parser()
     arguments, passed_on = parser.parse_known_args(argv)
     experiment = EXPERIMENTS[arguments.experiment]
@@ -63,18 +70,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.results.write_text(put(text, name, section))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reproduce",
-        description=(__doc__ or "").partition("\n")[0],
+def _parser() -> Parser:
+    parser = Parser(
+        "python -m benchmarks.reproduce",
+        (__doc__ or "").partition("\n")[0],
         epilog="Any other flag goes to the training script.",
-        allow_abbrev=False,
     )
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--dataset", default="auto", help="as of the training scripts")
     parser.add_argument("--model", default="resnet20", choices=["resnet20", "alexnet", "vit"])
-    parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--epochs", type=whole(1), default=100)
+    parser.add_argument("--seeds", type=whole(0), nargs="+", default=[0])
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
@@ -83,9 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         help="run these variants alone; the table has all of them",
     )
     parser.add_argument(
-        "--plain-lr", type=float, help="--lr of the variants whose gradients are not normalised"
+        "--plain-lr", type=real(), help="--lr of the variants whose gradients are not normalised"
     )
-    parser.add_argument("--minutes", type=float, help="stop after so long; the next call goes on")
+    parser.add_argument(
+        "--minutes", type=real(may_be_0=True), help="stop after so long; the next call goes on"
+    )
     parser.add_argument("--name", help="of the section (default: experiment, dataset and model)")
     parser.add_argument("--folder", type=Path, help="of the run folders (default: runs/NAME)")
     parser.add_argument("--results", type=Path, help="also put the section into this Markdown file")
@@ -206,10 +214,10 @@ def _machine(runs: Sequence[Run]) -> str:
     for run in runs:
         path = run.folder / "environment.json"
         if path.exists():
-            values = json.loads(path.read_text())
-            names = [name for name in SHOWN if values[name]]
+            values = read_json(path)
+            names = [name for name in SHOWN if values.get(name)]
             place = ", ".join(
-                values[name] if name in ("cpu", "gpu") else f"{name} {values[name]}"
+                str(values[name]) if name in ("cpu", "gpu") else f"{name} {values[name]}"
                 for name in names
             )
             places[place] = None
@@ -222,7 +230,7 @@ def _command(argv: Sequence[str]) -> str:
     words = iter(argv)
     for word in words:
         if word in NOT_SHOWN:
-            next(words)
+            next(words, None)
         else:
             kept.append(shlex.quote(word))
     return " ".join(kept)

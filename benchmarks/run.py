@@ -5,7 +5,6 @@
 An operation whose tests are red gets no number.
 """
 
-import argparse
 import importlib
 import json
 import subprocess
@@ -16,6 +15,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.timing import Case, Timing, measure
+from perfmodel.arguments import Parser, real, whole
 
 ROOT = Path(__file__).parent.parent
 OPS = sorted(path.stem for path in (ROOT / "benchmarks/ops").glob("[!_]*.py"))
@@ -23,13 +23,13 @@ OPS = sorted(path.stem for path in (ROOT / "benchmarks/ops").glob("[!_]*.py"))
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser("python -m benchmarks.run", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--op", choices=OPS, required=True)
     parser.add_argument("--json", type=Path, help="also write machine, times and ratios here")
     parser.add_argument(
-        "--seconds", type=float, help="for each row, about (default: 4, or the op's)"
+        "--seconds", type=real(), help="for each row, about (default: 4, or the op's)"
     )
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's")
+    parser.add_argument("--threads", type=whole(1), default=torch.get_num_threads(), help="torch's")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     op = importlib.import_module(f"benchmarks.ops.{arguments.op}")

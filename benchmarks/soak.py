@@ -6,6 +6,11 @@ A run is killed (SIGKILL) at random instants, half of the time while a checkpoin
 written, and resumed each time; it must end as a run that was never stopped, bit for bit. Then a
 run that may write no more (as on a full disk), and damaged checkpoints: each must be refused with
 one line that names the file, or be whole. Ends with status 1 at the first that is not.
+
+    python -m benchmarks.soak --fuzz 1000000
+
+Made-up inputs for all that computes, compared with an oracle that shares no code with the packages
+(``benchmarks/fuzz``). Ends with status 1 at the first wrong one, with the line that repeats it.
 """
 
 import argparse
@@ -26,6 +31,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.fuzz.driver import fuzz, fuzz_one
+from perfmodel.arguments import Parser, whole
 from train.errors import UserError
 from train.records import RunFolder
 
@@ -37,13 +44,21 @@ SAME = "metrics.csv", "trace.csv", "layers.csv", "result.json"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak", description=(__doc__ or "").partition("\n")[0]
+    parser = Parser("python -m benchmarks.soak", (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=whole(0), default=50)
+    parser.add_argument(
+        "--damages", type=whole(0), default=300, help="of a checkpoint, three kinds"
     )
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--damages", type=int, default=300, help="of a checkpoint, three kinds")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--full-disks", type=whole(0), default=3, help="of different sizes")
+    parser.add_argument("--seed", type=whole(0), default=0)
+    add_fuzz_options(parser)
     arguments = parser.parse_args(argv)
+    if arguments.fuzz is not None or arguments.fuzz_one:
+        try:
+            run_fuzz(arguments)
+        except ValueError as error:
+            parser.exit(2, f"{parser.prog}: {error}\n")
+        return
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -53,9 +68,35 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(f"the run that is not stopped failed: {errors}")
         whole_s = time.monotonic() - begin
         counts = kill(folder, whole_s, arguments.kills, chance)
-        counts |= starve(folder)
+        counts |= starve(folder, arguments.full_disks, chance)
         counts |= damage(folder / "whole", arguments.damages, chance)
     print(json.dumps({"seed": arguments.seed, **counts}, indent=2))
+
+
+def add_fuzz_options(parser: argparse.ArgumentParser) -> None:
+    """Add what asks for made-up inputs."""
+    parser.add_argument("--fuzz", type=whole(1), metavar="N", help="inputs, instead of the above")
+    parser.add_argument(
+        "--fuzz-one", nargs=3, metavar=("TARGET", "SEED", "INDEX"), help="repeat one input"
+    )
+    parser.add_argument("--targets", nargs="+", help="of --fuzz; default: all")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--interpreter", action="store_true", help="Triton's, for CPU tensors")
+    which.add_argument("--pytorch", action="store_true", help="plain PyTorch, for CPU tensors")
+
+
+def run_fuzz(arguments: argparse.Namespace) -> None:
+    """Try made-up inputs and print how many, or end the process at one that is wrong."""
+    execution = "interpreter" if arguments.interpreter else "cpu"
+    execution = "pytorch" if arguments.pytorch else execution
+    if arguments.fuzz_one:
+        target, seed, index = arguments.fuzz_one
+        fuzz_one(target, int(seed), int(index), execution)
+        return
+    begin = time.monotonic()
+    counts = fuzz(arguments.fuzz, arguments.seed, arguments.targets, execution)
+    took = {"execution": execution, "time_s": round(time.monotonic() - begin)}
+    print(json.dumps({"seed": arguments.seed, **took, "inputs": counts}, indent=2))
 
 
 def start(run: Path, limit_bytes: int | None = None) -> subprocess.Popen[str]:
@@ -143,10 +184,11 @@ def is_same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)  # NaN too
 
 
-def starve(folder: Path) -> dict[str, int]:
+def starve(folder: Path, disks: int, chance: random.Random) -> dict[str, int]:
     """Forbid files above sizes below a checkpoint's, then resume without the limit."""
     full = (folder / "whole/checkpoint.pt").stat().st_size
-    limits = full // 2, full - 1, 1000
+    limits = [full // 2, full - 1, 1000, *(chance.randrange(1000, full) for _ in range(disks))]
+    limits = limits[:disks]
     for i, limit_bytes in enumerate(limits):
         run = folder / f"starved{i}"
         code, errors = finish(start(run, limit_bytes=limit_bytes))

@@ -67,8 +67,9 @@ def block_fl(x: Tensor, fmt: BlockFloat, *, per_sample: bool = False) -> Tensor:
     """
     x = x.detach()
     dims = list(range(1, x.ndim)) if per_sample else list(range(x.ndim))
-    low = x.amin(dims, keepdim=per_sample).double()
-    high = x.amax(dims, keepdim=per_sample).double()
+    # without dimensions to reduce, torch would reduce all: each number is its own range
+    low = x.amin(dims, keepdim=per_sample).double() if dims else x.double()
+    high = x.amax(dims, keepdim=per_sample).double() if dims else x.double()
     unbounded = torch.full_like(high, torch.inf)
     up = torch.where(high > 0, (fmt.max_code + 0.5) / high, unbounded)
     down = torch.where(low < 0, (fmt.min_code - 0.5) / low, unbounded)

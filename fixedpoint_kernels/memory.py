@@ -2,26 +2,33 @@
 
 A tensor need not be what its address says: a negation may be waiting, its storage may be freed, and
 some have no memory at all. Whatever is given to a kernel goes through ``in_memory`` or, many
-tensors at once, ``addresses``.
+tensors at once, ``places_of``.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import add, attrgetter, ge, gt, le
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["addresses", "are_apart", "check_apart", "check_memory", "in_memory"]
-
-Ints = tuple[int, ...]
+__all__ = ["Places", "are_apart", "check_apart", "check_memory", "in_memory", "places_of"]
 
 _PLAIN = {Tensor, Parameter}
-_NBYTES = attrgetter("nbytes")
 _DISPATCH = attrgetter("__torch_dispatch__")
 _IS_NESTED = attrgetter("is_nested")
+
+
+class Places(NamedTuple):
+    """Where contiguous tensors lie: addresses of inputs and outputs, elements of each pair."""
+
+    xs: tuple[int, ...]
+    ys: tuple[int, ...]
+    elements: tuple[int, ...]
+    itemsize: int
 
 
 def in_memory(x: Tensor, name: str = "x") -> Tensor:
@@ -89,44 +96,47 @@ def _is_plain(x: Tensor) -> bool:
     return is_held and not x.is_nested
 
 
-def addresses(tensors: Sequence[Tensor]) -> tuple[Ints, Ints] | None:
-    """Return where contiguous tensors of one dtype begin and how many bytes they take.
+def places_of(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Places | None:
+    """Return where contiguous tensors lie: inputs, and as many outputs of the same shapes or none.
 
     One attribute of all tensors at a time: ``check_memory`` of each took as long as rounding.
+
+    Args:
+        xs: Inputs, at least one.
+        ys: Outputs; both are of one dtype, on one device.
 
     Returns:
         None where ``check_memory`` would refuse one, or one is negated or not contiguous.
     """
-    item = tensors[0].itemsize
+    tensors, item = [*xs, *ys], xs[0].itemsize
     try:
-        if any(map(Tensor.is_neg, tensors)) or not all(map(Tensor.is_contiguous, tensors)):
+        if any(map(Tensor.is_neg, tensors)) or any(map(_IS_NESTED, xs)):
+            return None
+        if not all(map(Tensor.is_contiguous, tensors)):
             return None
         held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
         first = [item * n for n in map(Tensor.storage_offset, tensors)]
-        sizes = tuple(map(_NBYTES, tensors))
         found = tuple(map(Tensor.data_ptr, tensors))
+        elements = tuple(map(Tensor.numel, xs))
     except RuntimeError:  # of what has no storage, or no strides
         return None
-    if not all(map(ge, held, map(add, first, sizes))) or any(map(_IS_NESTED, tensors)):
+    sizes = [item * n for n in elements] * (2 if ys else 1)
+    if not all(map(ge, held, map(add, first, sizes))):
         return None
     if not all(map(gt, found, first)) and any(
         n and at <= start for n, at, start in zip(sizes, found, first, strict=True)
     ):
         return None
-    return found, sizes
+    return Places(found[: len(xs)], found[len(xs) :], elements, item)
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
-def are_apart(xs: Ints, ys: Ints, sizes: Ints) -> bool:
-    """Say whether outputs share memory with nothing but their own inputs; if not, they may.
-
-    Args:
-        xs: Addresses of inputs.
-        ys: Addresses of outputs.
-        sizes: Of both, bytes.
-    """
-    inputs = [(x, n) for x, y, n in zip(xs, ys, sizes, strict=True) if x != y]
-    return _are_disjoint([*zip(ys, sizes, strict=True), *inputs])
+def are_apart(places: Places) -> bool:
+    """Say whether outputs share memory with nothing but their own inputs; if not, they may."""
+    xs, ys, elements, item = places
+    inputs = [(x, item * n) for x, y, n in zip(xs, ys, elements, strict=True) if x != y]
+    outputs = [(y, item * n) for y, n in zip(ys, elements, strict=True)]
+    return _are_disjoint(outputs + inputs)
 
 
 def check_apart(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints of models whose parameters several processes share, for any number of processes."""
 
 import json
+import pickle
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,14 @@ from marvin.shards import Shard, shard_of
 
 __all__ = ["load_sharded", "save_sharded"]
 
+_RECORDS = "torch.distributed.checkpoint.metadata"
+_PLAIN = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
 _STATE_OF = re.compile(r"(?:^|/)state/(\d+)/")
 
 
@@ -71,23 +80,47 @@ def load_sharded(folder: Path | str, model: nn.Module, optimizer: Quantized) -> 
     """
     from torch.distributed import checkpoint as dcp  # slow to import, and not on every system
 
-    reader = dcp.FileSystemReader(str(folder))
+    path = Path(folder)
     try:
+        _check_names(path / ".metadata")
+        reader = dcp.FileSystemReader(str(folder))
         known = reader.read_metadata().state_dict_metadata
-        size = known["plain"].size  # pyright: ignore[reportAttributeAccessIssue]
-    except (OSError, KeyError, AttributeError) as error:
-        raise ValueError(f"{folder} must hold a whole checkpoint of save_sharded") from error
-    plain = torch.empty(size, dtype=torch.uint8)
-    with _alone_is_fine():
-        dcp.load({"plain": plain}, storage_reader=reader)
-    trees = json.loads(plain.numpy().tobytes())
-    names = [name for name in known if name.startswith("tensors.")]
-    shards = [shard_of(p) for group in optimizer.param_groups for p in group["params"]]
-    tensors = {n.removeprefix("tensors."): _target(n, known[n], shards) for n in names}
-    with _alone_is_fine():
-        dcp.load({"model": model.state_dict(), "tensors": tensors}, storage_reader=reader)
-    optimizer.load_state_dict(_restored(trees["optimizer"], tensors))
-    return _restored(trees["extra"], tensors)
+        plain = torch.empty(known["plain"].size, dtype=torch.uint8)  # pyright: ignore[reportAttributeAccessIssue]
+        with _alone_is_fine():
+            dcp.load({"plain": plain}, storage_reader=reader)
+        trees = json.loads(plain.numpy().tobytes())
+        names = [name for name in known if name.startswith("tensors.")]
+        shards = [shard_of(p) for group in optimizer.param_groups for p in group["params"]]
+        tensors = {n.removeprefix("tensors."): _target(n, known[n], shards) for n in names}
+        with _alone_is_fine():
+            dcp.load({"model": model.state_dict(), "tensors": tensors}, storage_reader=reader)
+        state, extra = (_restored(trees[name], tensors) for name in ("optimizer", "extra"))
+        optimizer.load_state_dict(state)
+    except (Exception, dcp.api.CheckpointException) as error:  # which is no Exception
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{folder} must hold a whole checkpoint of save_sharded, of this model and optimizer: "
+            f"{type(error).__name__}: {reason:.300}"
+        ) from error
+    return extra
+
+
+class _Names(pickle.Unpickler):
+    """Reads metadata that name nothing but what torch writes into them: others could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if "." not in name else None
+        is_record = isinstance(found, type) and found.__module__ == module == _RECORDS
+        is_dtype = module == "torch" and isinstance(found, torch.dtype)
+        if is_record or is_dtype or (module, name) in _PLAIN:
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint does")
+
+
+def _check_names(path: Path) -> None:
+    """Refuse metadata that torch would run code to read."""
+    with path.open("rb") as file:
+        _Names(file).load()
 
 
 def _target(name: str, saved: Any, shards: Sequence[Shard]) -> Tensor:

@@ -27,6 +27,8 @@ __all__ = [
     "Rules",
     "Step",
     "Update",
+    "check_policy",
+    "fields_of",
     "restored",
     "word_length",
 ]
@@ -326,6 +328,21 @@ class FixedPolicy(Policy):
     def init(self, settings: Mapping[str, Any], shared: None) -> LayerFormat:
         """See ``Policy``."""
         return LayerFormat(FixedPoint(settings["wl"], settings["fl"], settings["symmetric"]))
+
+
+def check_policy(policy: object) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        TypeError: It is a class, or something else.
+    """
+    if isinstance(policy, type):
+        name = policy.__name__
+        raise TypeError(f"policy must be an object, got the class {name}: write {name}()")
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"policy must be one such as marvin.MarvinPolicy(), got {type(policy).__name__}"
+        )
 
 
 def fields_of(policy: Policy) -> dict[str, Any]:

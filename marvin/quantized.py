@@ -1,6 +1,7 @@
 """The one optimizer on float32 masters: its state, and the order of events in a step."""
 
 import inspect
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,16 @@ from marvin.layers import is_layer, layout_of
 from marvin.model_formats import ModuleFormats
 from marvin.noise import Purpose, stream
 from marvin.observations import Inputs, Observer, inputs_of
-from marvin.policy import ActivationFormats, Layer, Policy, Step, Update, restored, word_length
+from marvin.policy import (
+    ActivationFormats,
+    Layer,
+    Policy,
+    Step,
+    Update,
+    check_policy,
+    restored,
+    word_length,
+)
 from marvin.ranks import mean_over_ranks
 from marvin.rounding import Format, round_many
 from marvin.settings import OPTIONS, check_dtypes, check_settings
@@ -85,8 +95,8 @@ class Quantized(Optimizer):
         trace: What switched, oldest first.
 
     Raises:
-        TypeError: A parameter is not float32, bfloat16 or float16; ``optimizer`` is fixed-point
-            already; ``policy`` is not an object of a policy.
+        TypeError: A parameter is not float32, bfloat16 or float16; ``optimizer`` is no optimizer,
+            or fixed-point already; ``policy`` is no policy.
         ValueError: An argument is out of range; ``optimizer`` needs a closure, or has a
             hyper-parameter of the same name as one of these.
         FloatingPointError: In ``step``, before anything has changed: see ``nonfinite``.
@@ -111,9 +121,7 @@ class Quantized(Optimizer):
         nonfinite: Literal["raise", "skip"] = "raise",
         seed: int = 0,
     ) -> None:
-        if not isinstance(policy, Policy):
-            wanted = "an object of a policy, such as marvin.FixedPolicy(8, 4)"
-            raise TypeError(f"Quantized needs {wanted}, got {policy!r}")
+        check_policy(policy)
         rules = policy.rules
         if quantize_gradients is None:
             quantize_gradients = rules.quantizes_gradients
@@ -412,8 +420,9 @@ class Quantized(Optimizer):
     def _check_call(self, closure: Any) -> None:
         """Refuse a step that cannot be done."""
         if closure is not None and not callable(closure):
-            got = f"step({type(closure).__name__})"
-            raise TypeError(f"a loss must be given by keyword: write step(loss=loss), got {got}")
+            raise TypeError(
+                f"step takes a closure, got {type(closure).__name__}: write step(loss=loss)"
+            )
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "step() decides on the host and must be outside of CUDA graphs: "
@@ -428,8 +437,9 @@ class Quantized(Optimizer):
 
     def _check_loss(self, loss: float | Tensor | None) -> None:
         """Refuse a loss that is not finite where there is no gradient to tell."""
-        if loss is not None and not torch.as_tensor(loss).isfinite().all():
-            self._leave_out([f"loss {float(loss)}"])
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss or 0.0)
+        if not math.isfinite(value):
+            self._leave_out([f"loss {value}"])
 
     def _name_uncalled(self) -> None:
         """Warn of weights that have a gradient though their module has never been called."""
@@ -748,6 +758,12 @@ def _mean_length(formats: Iterable[Format | None]) -> float:
 def _check_wrapped(optimizer: Optimizer, options: dict[str, Any]) -> None:
     if isinstance(optimizer, Quantized):
         raise TypeError(f"Quantized needs a float optimizer, got {type(optimizer).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise TypeError(
+            "Quantized needs an optimizer that was made of the model's parameters, such as "
+            f"torch.optim.SGD(model.named_parameters(), lr=0.1), got {got}"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

@@ -11,10 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from perfmodel.arguments import Parser, message_of, real, whole
 from perfmodel.layers import Layer
 from perfmodel.run import read_run
 
 __all__ = ["main"]
+
+MOST_SIZE = 2**31
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,20 +33,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.close()
         sys.exit(1)
     except (ValueError, OSError) as error:
-        sys.exit(f"python -m perfmodel: error: {error}")
-
-
-def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=f"python -m perfmodel{name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        sys.exit(f"python -m perfmodel: error: {message_of(error)}")
 
 
 def _run(arguments: Sequence[str]) -> None:
-    parser = _parser("", __doc__ or "")
+    parser = Parser("python -m perfmodel", __doc__ or "")
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, model, or tables")
     parser.add_argument("--json", action="store_true", help="print JSON, draw nothing")
     parser.add_argument("--model", help="module:function of the run's model, to check it by")
@@ -72,12 +66,15 @@ def _layers(model: str, shape: tuple[int, ...]) -> list[Layer]:
 
 
 def _model(arguments: Sequence[str]) -> None:
-    parser = _parser(" model", "What a model costs and keeps, before it is trained; all modelled.")
+    parser = Parser(
+        "python -m perfmodel model",
+        "What a model costs and keeps, before it is trained; all modelled.",
+    )
     parser.add_argument("model", help="module:function, or module:function(argument=value)")
     parser.add_argument("--input", type=_shape, required=True, help="one sample, such as 3,32,32")
     parser.add_argument("--dtype", default="", help="of the input, such as int64 for tokens")
-    parser.add_argument("--memory", type=float, default=16, metavar="GIB", help="of the device")
-    parser.add_argument("--copies", type=int, default=4, help="of the parameters in training")
+    parser.add_argument("--memory", type=real(), default=16, metavar="GIB", help="of the device")
+    parser.add_argument("--copies", type=whole(0), default=4, help="of the parameters in training")
     parser.add_argument("--by-layer", action="store_true", help="list what each layer keeps")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
@@ -92,7 +89,7 @@ def _model(arguments: Sequence[str]) -> None:
 
 
 def _tables(arguments: Sequence[str]) -> None:
-    _parser(" tables", "The papers' figures beside ours.").parse_args(arguments)
+    Parser("python -m perfmodel tables", "The papers' figures beside ours.").parse_args(arguments)
     from perfmodel.tables import sections
 
     for number, section in enumerate(sections()):
@@ -101,10 +98,13 @@ def _tables(arguments: Sequence[str]) -> None:
 
 def _shape(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
-        message = f"must be whole numbers with commas between, got {text!r}"
-        raise argparse.ArgumentTypeError(message) from None
+        sizes = (0,)
+    if not all(0 < size < MOST_SIZE for size in sizes):
+        message = f"must be sizes of at least 1 with commas between, got {text[:60]!r}"
+        raise argparse.ArgumentTypeError(message)
+    return sizes
 
 
 if __name__ == "__main__":

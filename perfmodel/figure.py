@@ -1,5 +1,6 @@
 """The figure of a run's modelled cost, as RUN/performance.png."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from perfmodel.cost import FLOAT_BITS, pushdown_ops, pushup_ops, weights_of
+from perfmodel.files import replace_file
 from perfmodel.run import Run
 from perfmodel.summary import layer_rows, totals
 
@@ -49,7 +51,7 @@ def draw(run: Run) -> Figure:
     _draw_speedup(figure.add_subplot(grid[1]), run)
     values = {t.name: t.value for t in totals(run)}
     named = ", ".join(f"{name} {values[name]:.2f}" for name in ("SU", "MEM", "SZ"))
-    figure.suptitle(f"{run.title}: modelled cost ({named})", fontsize=12)
+    figure.suptitle(f"{run.title}: modelled cost ({named})", fontsize=12, parse_math=False)
     return figure
 
 
@@ -66,7 +68,7 @@ def _draw_layers(axes: Axes, run: Run) -> None:
     float32 = [2 * r.backward for r in rows]
     axes.plot(float32, places, "|", color=FLOAT32, markersize=9, label="float32")
     names = [f"{r.layer.removesuffix('.weight')}  {r.kind}" for r in rows]
-    axes.set_yticks(places, names, fontsize=7, family="monospace")
+    axes.set_yticks(places, names, fontsize=7, family="monospace", parse_math=False)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_title("cost of each layer, share of the whole run in float32", loc="left", fontsize=10)
@@ -99,6 +101,7 @@ def _plain(axes: Axes, grid: str) -> None:
 
 def save(run: Run) -> Path:
     """Draw the figure into the run folder; return the file."""
-    path = run.path / FILE
-    draw(run).savefig(path, format="png")
+    path, content = run.path / FILE, io.BytesIO()
+    draw(run).savefig(content, format="png")
+    replace_file(path, content.getvalue())
     return path

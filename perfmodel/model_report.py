@@ -72,7 +72,7 @@ def load_model(name: str) -> nn.Module:
         thing = getattr(importlib.import_module(path), attribute)
         with torch.device("meta"):
             model = thing if isinstance(thing, nn.Module) else thing(**arguments)
-    except (ImportError, AttributeError, TypeError) as error:
+    except Exception as error:  # whatever the code of the user raises
         raise ValueError(f"{name} must be a model or make one: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name} must make a torch module, got {type(model).__name__}")

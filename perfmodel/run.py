@@ -1,23 +1,19 @@
 """Read a run folder of ``train``; no torch, nothing is written."""
 
-import csv
-import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from perfmodel.files import RunError, number, read_json, read_rows, shown, whole
 from perfmodel.layers import Layer
 from perfmodel.trace import Trace
 
 __all__ = ["Run", "RunError", "compare", "read_run", "start_of"]
 
 MARVIN_ONLY = "init_wl", "lookback", "resolution"
-
-
-class RunError(ValueError):
-    """A run folder that cannot be used; says which file, and why."""
+MOST = 10**15  # of what is counted: sums of such numbers are exact
+MOST_STEPS = 10**7  # a figure has a value for each
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ def read_run(path: Path, model: Sequence[Layer] | None = None) -> Run:
         RunError: A file is missing or damaged, or the run and ``model`` differ.
     """
     config = _config(path / "config.json")
-    rows = _rows(path / "layers.csv", ("layer", "elements"))
+    rows = read_rows(path / "layers.csv", ("layer", "elements"))
     layers = list(model) if model is not None else _layers(path / "layers.csv", rows)
     names = {row["layer"] for row in rows}
     if model is not None:
@@ -100,7 +96,7 @@ def start_of(config: Mapping[str, Any]) -> Trace:
         bounds = tuple(config["lookback"]), tuple(config["resolution"])
         return Trace((), 0, config["init_wl"], *bounds)
     if name == "fixed":
-        return Trace((), 0, int(arguments.split(",")[0]), searches=False)
+        return Trace((), 0, int(arguments.partition(",")[0]), searches=False)
     if name == "muppet":
         return Trace((), 0, 8, searches=False)
     rounds_inputs = config.get("quantize_activations", True)
@@ -121,7 +117,7 @@ def compare(rows: Sequence[Mapping[str, str]], model: Sequence[Layer], path: Pat
     Raises:
         RunError: They are not; names the layers that differ.
     """
-    ran = {row["layer"]: int(row["elements"]) for row in rows}
+    ran = {row["layer"]: whole(path, row, "elements", 1, MOST) for row in rows}
     has = {row.weight: row.elements for row in model if row.weight}
     groups = {
         "only in the run": sorted(set(ran) - set(has)),
@@ -134,44 +130,36 @@ def compare(rows: Sequence[Mapping[str, str]], model: Sequence[Layer], path: Pat
 
 
 def _config(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-        needed = ["model", "dataset", "optimizer", "batch_size", "accumulation_steps"]
-        needed += MARVIN_ONLY if _method(values) == "msgd" else ()
-        missing = [name for name in needed if name not in values]
-    except FileNotFoundError as error:
-        raise RunError(f"{path.parent} must be a run folder, found no {path.name} in it") from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RunError(f"{path} must hold a run's configuration: {error}") from error
-    if missing:
+    if not path.exists():
+        raise RunError(f"{path.parent} must be a run folder, found no {path.name} in it")
+    values = read_json(path)
+    needed = ["model", "dataset", "optimizer", "batch_size", "accumulation_steps"]
+    if missing := [name for name in needed if name not in values]:
         raise RunError(f"{path} must have {', '.join(needed)}, missing {', '.join(missing)}")
+    for name in ("model", "dataset", "optimizer", "policy"):
+        if not isinstance(values.get(name, ""), str):
+            raise RunError(f"{path}: {name} must be a word, got {shown(values[name])}")
+    for name in ("batch_size", "accumulation_steps"):
+        whole(path, values, name, 1, MOST_STEPS)
+    method, _, arguments = _method(values).partition(":")
+    if method == "msgd":
+        _check_marvin(path, values)
+    length = arguments.partition(",")[0]
+    if method == "fixed" and length not in map(str, range(2, 33)):
+        raise RunError(f"{path}: policy fixed must be of 2 to 32 bits, got {shown(length)}")
     return values
 
 
-def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """Return the rows of a table whose ``columns`` are all filled."""
-    try:
-        text = path.read_text()
-        reader = csv.DictReader(io.StringIO(text))
-        rows, names = list(reader), reader.fieldnames or ()
-    except FileNotFoundError as error:
-        raise RunError(f"{path} must be there, found none") from error
-    except (OSError, ValueError, csv.Error) as error:
-        raise RunError(f"{path} must be a table: {error}") from error
-    if not set(columns) <= set(names):
-        got = ", ".join(names) or "an empty file"
-        raise RunError(f"{path} must have columns {', '.join(columns)}, got {got}")
-    for number, row in enumerate(rows, start=2):
-        if any(not row[name] for name in columns) or (number > len(rows) and text[-1] != "\n"):
-            raise RunError(f"{path} must be whole, line {number} is cut off")
-    return rows
-
-
-def _whole(path: Path, row: Mapping[str, str], column: str) -> int:
-    try:
-        return int(row[column])
-    except ValueError as error:
-        raise RunError(f"{path}: {column} must be a whole number, got {row[column]!r}") from error
+def _check_marvin(path: Path, values: Mapping[str, Any]) -> None:
+    if missing := [name for name in MARVIN_ONLY if name not in values]:
+        raise RunError(f"{path} must have {', '.join(MARVIN_ONLY)}, missing {', '.join(missing)}")
+    whole(path, values, "init_wl", 2, 32)
+    for name in ("lookback", "resolution"):
+        bounds = values[name]
+        if not isinstance(bounds, list) or len(bounds) != 2:
+            raise RunError(f"{path}: {name} must be two whole numbers, got {shown(bounds)}")
+        for bound in bounds:
+            whole(path, {name: bound}, name, 1, MOST_STEPS)
 
 
 def _layers(path: Path, rows: Sequence[Mapping[str, str]]) -> list[Layer]:
@@ -182,7 +170,7 @@ def _layers(path: Path, rows: Sequence[Mapping[str, str]]) -> list[Layer]:
         )
     found = []
     for row in rows:
-        madds, elements = _whole(path, row, "madds"), _whole(path, row, "elements")
+        madds, elements = whole(path, row, "madds", 0, MOST), whole(path, row, "elements", 1, MOST)
         name, shape = row["layer"], row.get("shape", "")
         module = name.removesuffix(".weight")
         found.append(Layer(module, shape, madds, elements, (), (), name, elements))
@@ -196,7 +184,7 @@ def _trace(path: Path, config: Mapping[str, Any], names: set[str]) -> Trace:
     start, table = start_of(config), path / "trace.csv"
     switches = [
         _switch(table, row, start.searches)
-        for row in _rows(table, ("step", "layer", "wl", "lookback"))
+        for row in read_rows(table, ("step", "layer", "wl", "lookback"))
     ]
     strange = sorted({s.layer for s in switches} - names)
     if strange:
@@ -208,30 +196,27 @@ def _trace(path: Path, config: Mapping[str, Any], names: set[str]) -> Trace:
 
 
 def _switch(path: Path, row: Mapping[str, str], searches: bool) -> Switch:
-    step, wl, lookback = (_whole(path, row, name) for name in ("step", "wl", "lookback"))
-    if not 2 <= wl <= 32 or lookback < searches:
-        raise RunError(
-            f"{path}: wl must be 2 to 32 and lookback at least 1, got wl={wl} and "
-            f"lookback={lookback} in step {step}"
-        )
-    input_wl = _whole(path, row, "input_wl") if "input_wl" in row else 0
+    step, wl = whole(path, row, "step", 0, MOST), whole(path, row, "wl", 2, 32)
+    lookback = whole(path, row, "lookback", int(searches), MOST)
+    input_wl = whole(path, row, "input_wl", 0, 32) if "input_wl" in row else 0
     return Switch(step, row["layer"], wl, lookback, input_wl)
 
 
 def _steps(path: Path) -> int:
-    rows = _rows(path, ("step",))
+    rows = read_rows(path, ("step",))
     if not rows:
         raise RunError(f"{path} must have one whole epoch, got none")
-    return _whole(path, rows[-1], "step")
+    return whole(path, rows[-1], "step", 1, MOST_STEPS)
 
 
 def _measured(path: Path) -> tuple[float | None, str]:
     """Return the images a second and the machine, where the run recorded them."""
-    try:
-        rows = _rows(path / "timing.csv", ("images_per_s",))
-        place = json.loads((path / "environment.json").read_text())
-        speeds = sorted(float(row["images_per_s"]) for row in rows)
-        cpu = f"{place['cpu']}, threads: {place['threads']}"
-        return speeds[len(speeds) // 2], place["gpu"] or cpu
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    timing, environment = path / "timing.csv", path / "environment.json"
+    if not timing.exists() or not environment.exists():
         return None, ""
+    rows, place = read_rows(timing, ("images_per_s",)), read_json(environment)
+    speeds = sorted(number(timing, row, "images_per_s") for row in rows)
+    if not speeds:
+        return None, ""
+    cpu = f"{place.get('cpu')}, threads: {place.get('threads')}"
+    return speeds[len(speeds) // 2], str(place.get("gpu") or cpu)

@@ -83,18 +83,24 @@ def is_present(name: str, data_dir: Path) -> bool:
     return all((data_dir / layout.folder / file).is_file() for file in layout.files)
 
 
-def load(name: str, data_dir: Path) -> Dataset:
+def load(name: str, data_dir: Path, *, may_fetch: bool = True) -> Dataset:
     """Read the data set, after downloading it where it is absent.
 
     Args:
         name: ``cifar10`` or ``cifar100``.
         data_dir: Folder that holds, or will hold, the official folder of binary files.
+        may_fetch: Whether what is absent may be downloaded and unpacked.
 
     Raises:
         UserError: A file is damaged, or absent and cannot be downloaded.
     """
     layout = LAYOUTS[name]
     if not is_present(name, data_dir):
+        if not may_fetch:
+            raise UserError(
+                f"looked for {', '.join(layout.files)} in {data_dir / layout.folder}, found not "
+                "all of them: name the folder of your data sets with --data-dir"
+            )
         _unpack(layout, _archive(layout, data_dir), data_dir)
     folder = data_dir / layout.folder
     train = _read_part(layout, folder, layout.train)

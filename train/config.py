@@ -2,14 +2,15 @@
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from fixedpoint_kernels.forward_save import METHODS
+from perfmodel.arguments import Parser
 from train.activations import ACTIVATIONS
+from train.checks import check, flag
 from train.data import NAMES
 
 __all__ = [
@@ -155,21 +156,9 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for name in ("width", "epochs", "batch_size", "accumulation_steps"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("limit", "checkpoint_steps", "plateau_patience", "plateau_threshold"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        self._require("validation_share", 0 <= self.validation_share < 1, "0 to below 1")
-        self._require("plateau_factor", 0 < self.plateau_factor < 1, "between 0 and 1")
-        self._require("init_scale", self.init_scale > 0, "above 0")
-        known = re.fullmatch(r"marvin|muppet|loss-budget|static|none|fixed:\d+,-?\d+", self.policy)
-        kinds = "marvin, muppet, loss-budget, static, none or fixed:WL,FL"
-        self._require("policy", known is not None, kinds)
+        check(self)
         if self.policy == "none":
             object.__setattr__(self, "optimizer", "sgd")
-        self._require("bits", 1 <= self.bits <= 8, "1 to 8")
-        self._require("block", self.block >= 1, "at least 1")
-        self._require("division_bits", self.division_bits in (1, 2, 4, 8), "1, 2, 4 or 8")
 
     @property
     def method(self) -> str:
@@ -180,10 +169,6 @@ class Config:
     def is_range(self) -> bool:
         """Whether the policy is one of those for integer hardware, which measure ranges."""
         return self.optimizer != "sgd" and self.policy in ("loss-budget", "static")
-
-    def _require(self, name: str, is_met: bool, required: str) -> None:
-        if not is_met:
-            raise ValueError(f"{_flag(name)} must be {required}, got {getattr(self, name)}")
 
 
 SGD_KEYWORDS = ("lr", "momentum", "weight_decay")
@@ -209,33 +194,34 @@ def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:
     Returns:
         The configuration. Bad values end the process with a message and status 2.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m train.{defaults.model}",
-        description=f"Train {defaults.model} in fixed point, or in float32 to compare.",
-        allow_abbrev=False,
+    parser = Parser(
+        f"python -m train.{defaults.model}",
+        f"Train {defaults.model} in fixed point, or in float32 to compare.",
     )
     for f in dataclasses.fields(Config):
         if f.name != "model":
-            flags = [_flag(f.name)]
+            flags = [flag(f.name)]
             if f.name == "run":  # torchrun takes --run for an abbreviation of its own --run-path
                 flags.append("--run-folder")
             parser.add_argument(*flags, **_argument(f, getattr(defaults, f.name)))
+    given = vars(parser.parse_args(argv))
+    if (given.get("optimizer"), given.get("policy")) in (("sgd", "marvin"), ("msgd", "none")):
+        parser.error(
+            "--optimizer sgd and --policy none are float32, --optimizer msgd and --policy marvin "
+            f"fixed point, got --optimizer {given['optimizer']} --policy {given['policy']}: "
+            "leave one of them out"
+        )
     try:
-        config = dataclasses.replace(defaults, **vars(parser.parse_args(argv)))
+        return dataclasses.replace(defaults, **given)
     except ValueError as error:
         parser.error(str(error))
-    return config
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _argument(f: dataclasses.Field[Any], default: Any) -> dict[str, Any]:
     """Return what argparse needs to know about one field."""
     shown = "runs/MODEL-DATASET-OPTIMIZER-seedSEED" if f.name == "run" else _words(default)
     argument: dict[str, Any] = {
-        "default": default,
+        "default": argparse.SUPPRESS,  # so that what is given is known
         "help": f"{f.metadata['help']} (default: {shown})",
     }
     if isinstance(default, bool):
@@ -297,7 +283,8 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     known = {f.name for f in dataclasses.fields(Config)}
     unknown = sorted(set(values) - known)
     if unknown:
-        raise ValueError(f"configuration must have known names only, got {', '.join(unknown)}")
+        got = ", ".join(f"{name:.40}" for name in unknown[:5])
+        raise ValueError(f"configuration must have known names only, got {got}")
     pairs = values.items()
     arguments: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in pairs}
     return Config(**arguments)

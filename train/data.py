@@ -35,13 +35,14 @@ def choose(name: str, data_dir: Path) -> str:
     return "digits" if fashion_mnist.find(data_dir) is None else "fashion-mnist"
 
 
-def load(name: str, data_dir: Path) -> Dataset:
+def load(name: str, data_dir: Path, *, may_fetch: bool = True) -> Dataset:
     """Load a data set into memory.
 
     Args:
         name: One of ``NAMES``. cifar10 and cifar100 are downloaded when asked for by name and
             absent.
         data_dir: Folder of the user's data sets; need not exist.
+        may_fetch: Whether anything may be downloaded to ``data_dir``, or unpacked there.
 
     Raises:
         UserError: A file is absent or damaged; says what was looked for, where, and how to get
@@ -49,7 +50,7 @@ def load(name: str, data_dir: Path) -> Dataset:
     """
     name = choose(name, data_dir)
     if name in cifar.LAYOUTS:
-        return cifar.load(name, data_dir)
+        return cifar.load(name, data_dir, may_fetch=may_fetch)
     if name == "fashion-mnist":
         return fashion_mnist.load(data_dir)
     if name == "digits":

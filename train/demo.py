@@ -1,35 +1,43 @@
 """``python -m train.demo``: ResNet20 on the embedded digits, fixed point beside float32."""
 
-import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from perfmodel.arguments import Parser, message_of
 from perfmodel.run import read_run
 from perfmodel.summary import totals
 from train import resnet20
 from train.config import Config
-from train.errors import UserError
-from train.main import own_process, run
+from train.main import ERRORS, own_process, run
+from train.records import RunFolder
 
 __all__ = ["main"]
 
+DESCRIPTION = """Train ResNet20 on the embedded digits, in float32 and in fixed point, and compare.
+
+Takes some minutes on a CPU, and has no options: python -m train.resnet20 --help lists those of a
+run. What an earlier call began in runs/demo-sgd and runs/demo-msgd is finished."""
 RUNS = Path("runs")
 DEMO = replace(resnet20.DEFAULTS, dataset="digits", epochs=40, batch_size=64, plateau_patience=4)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train both, or finish what an earlier call began, and print the comparison."""
+    Parser("python -m train.demo", DESCRIPTION).parse_args(argv)
     results = {}
     for optimizer, meaning in (("sgd", "float32"), ("msgd", "fixed point")):
         folder = RUNS / f"demo-{optimizer}"
         config = replace(DEMO, optimizer=optimizer, run=str(folder))
         print(f"ResNet20 on handwritten digits, {meaning}", flush=True)
         try:
-            results[optimizer] = train(replace(config, resume=folder.exists()))
-        except UserError as error:
-            sys.exit(f"python -m train.demo: error: {error}")
+            results[optimizer] = train(replace(config, resume=(folder / "config.json").exists()))
+        except ERRORS as error:
+            sys.exit(f"python -m train.demo: error: {message_of(error)}")
+        except KeyboardInterrupt:
+            sys.exit("\nstopped; the same command continues from the last checkpoint")
     print(comparison(results, modelled()))
 
 
@@ -37,7 +45,7 @@ def train(config: Config) -> dict[str, Any]:
     """Train as configured; return the stored result."""
     own_process(config)
     run(config, resnet20.resnet20, resnet20.MIN_SIDE)
-    return json.loads((Path(config.run) / "result.json").read_text())
+    return RunFolder(Path(config.run)).read_result()
 
 
 def modelled() -> dict[str, float]:

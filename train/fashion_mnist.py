@@ -22,6 +22,7 @@ SIDE = 28
 CLASSES = 10
 IMAGES_MAGIC = 2051  # unsigned bytes, 3 dimensions
 LABELS_MAGIC = 2049  # unsigned bytes, 1 dimension
+MOST_BYTES = 2**28  # unpacked; the training images are 47 MB
 HOW_TO_GET = (
     "install Debian's package dataset-fashion-mnist, or put the four files from "
     "https://github.com/zalandoresearch/fashion-mnist into"
@@ -92,9 +93,12 @@ def _read_idx(path: Path, magic: int, shape: tuple[int, ...]) -> np.ndarray:
 def _unzip(path: Path) -> bytes:
     try:
         with gzip.open(path) as file:
-            return file.read()
+            content = file.read(MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(_damaged(path, "a whole gzip file", str(error))) from error
+    if len(content) > MOST_BYTES:
+        raise UserError(_damaged(path, f"{MOST_BYTES:,} bytes at most", "more"))
+    return content
 
 
 def _damaged(path: Path, required: str, got: str) -> str:

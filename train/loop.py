@@ -21,7 +21,7 @@ from train.config import Config
 from train.data import Parts
 from train.dataset import Dataset, Images
 from train.optimizers import prepare_gradients_
-from train.records import RunFolder
+from train.records import TIMING, RunFolder
 from train.report import Report
 
 __all__ = ["METRICS", "Progress", "Score", "Training", "evaluate", "fit"]
@@ -297,11 +297,12 @@ def save_tables(training: Training) -> None:
 
 def save_timing(training: Training, images: int, train_s: float, epoch_s: float) -> None:
     """Write how long an epoch took: of what this process did of it."""
-    row = {
-        "epoch": training.progress.epoch,
-        "images": images,
-        "train_s": round(train_s, 3),
-        "epoch_s": round(epoch_s, 3),
-        "images_per_s": round(images / train_s, 1),
-    }
+    values = (
+        training.progress.epoch,
+        images,
+        round(train_s, 3),
+        round(epoch_s, 3),
+        round(images / train_s, 1),
+    )
+    row: dict[str, float] = dict(zip(TIMING, values, strict=True))
     training.folder.add_row("timing.csv", row)

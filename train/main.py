@@ -4,6 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import marvin
 import perfmodel
 from fixedpoint_kernels import forward_save
+from perfmodel.arguments import message_of
 from perfmodel.cost import weights_of
 from perfmodel.report import one_line
-from perfmodel.run import read_run
-from train import distributed, plot
+from perfmodel.run import RunError, read_run
+from train import checkpoint, distributed, plot
 from train.activations import ACTIVATIONS
 from train.augment import private_generator
 from train.config import Config, parse, run_folder
@@ -30,7 +32,9 @@ from train.optimizers import make_optimizer
 from train.records import Onlooker, RunFolder, environment
 from train.report import Report, Silence
 
-__all__ = ["main", "prepare", "run"]
+__all__ = ["ERRORS", "main", "prepare", "run"]
+
+ERRORS = UserError, RunError, FloatingPointError, OSError  # that the user can put right
 
 Build = Callable[[int, int, int, type[nn.Module]], nn.Module]  # the last makes activations
 
@@ -44,9 +48,9 @@ def main(defaults: Config, build: Build, min_side: int, argv: Sequence[str] | No
             summary = run(config, build, min_side)
     except distributed.PeerLost as error:
         sys.exit(f"python -m train.{config.model}: {error}")
-    except (UserError, FloatingPointError, OSError) as error:
+    except ERRORS as error:
         who = "" if distributed.is_first() else f"process {distributed.rank()}: "
-        sys.exit(f"python -m train.{config.model}: {who}error: {error}")
+        sys.exit(f"python -m train.{config.model}: {who}error: {message_of(error)}")
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command with --resume continues from the last checkpoint")
     if distributed.is_first():
@@ -79,22 +83,35 @@ def run(config: Config, build: Build, min_side: int) -> str:
         FloatingPointError: The training diverged.
     """
     training = prepare(config, build, min_side)
-    begin_or_resume(training)
-    with Report(training) if distributed.is_first() else Silence() as report:
-        fit(training, report)
-    return finish(training)
+    with ExitStack() as held:
+        with distributed.first_alone():
+            held.enter_context(training.folder.claim(training.config))
+        resume(training)
+        with Report(training) if distributed.is_first() else Silence() as report:
+            fit(training, report)
+        return finish(training)
 
 
-def prepare(config: Config, build: Build, min_side: int) -> Training:
-    """Load the data and make the model and the optimizer; nothing is written yet."""
+def prepare(config: Config, build: Build, min_side: int, *, may_fetch: bool = True) -> Training:
+    """Load the data and make the model and the optimizer; nothing is written yet.
+
+    Args:
+        config: What to do.
+        build: As of ``run``.
+        min_side: As of ``run``.
+        may_fetch: Whether data that is absent may be downloaded to ``config.data_dir``.
+
+    Raises:
+        UserError: Something in ``config`` or in the files it names must be put right.
+    """
     device = choose_device(distributed.own_device(config.device))
     with distributed.first_alone():
-        dataset = enlarge(load(config.dataset, Path(config.data_dir)), min_side)
+        folder = Path(config.data_dir)
+        dataset = enlarge(load(config.dataset, folder, may_fetch=may_fetch), min_side)
     config = dataclasses.replace(config, dataset=dataset.name, device=str(device))
     folder = run_folder(config)
     config = dataclasses.replace(config, run=str(folder))
-    activation = ACTIVATIONS[config.activation]
-    model = build(dataset.classes, dataset.channels, config.width, activation)
+    model = make_model(config, dataset, build)
     marvin.tnvs_(model, config.init_scale, generator=private_generator(config.seed, "weights"))
     parts = on_device(split(dataset, config.validation_share, config.limit), device)
     learning = make_learning(config, model.to(device))
@@ -178,15 +195,34 @@ def make_learning(config: Config, model: nn.Module) -> dict[str, Any]:
     return {"optimizer": optimizer, "scheduler": scheduler, "activations": activations}
 
 
-def begin_or_resume(training: Training) -> None:
-    """Claim the run folder, or load the checkpoint in it."""
+def make_model(config: Config, dataset: Dataset, build: Build) -> nn.Module:
+    """Return the model of a configuration.
+
+    Raises:
+        UserError: There is no room for it.
+    """
+    try:
+        return build(
+            dataset.classes, dataset.channels, config.width, ACTIVATIONS[config.activation]
+        )
+    except (RuntimeError, MemoryError) as error:  # of torch's allocator
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"--width must leave room for the model, got {config.width}: {reason}"
+        ) from error
+
+
+def resume(training: Training) -> None:
+    """Load the checkpoint where there is one, and store what the run depends on.
+
+    Raises:
+        UserError: The checkpoint is not of this run, or a file of the folder is damaged.
+    """
     folder, config = training.folder, training.config
-    with distributed.first_alone():
-        folder.begin(config)
     state = folder.load_checkpoint() if config.resume else None
     if state is not None:
         check_data(state, training.dataset)
-        training.load(state)
+        checkpoint.load(training, state, folder.checkpoint)
     changes = folder.save_environment(environment(torch.device(config.device)))
     if changes:
         print(f"resuming elsewhere, the last bits may differ: {'; '.join(changes)}")
@@ -201,7 +237,7 @@ def check_data(state: dict[str, Any], dataset: Dataset) -> None:
     """Refuse to continue with other images than those the run began with."""
     got = dataset.fingerprint()
     if state["data"] != got:
-        raise UserError(f"the data must have fingerprint {state['data']} to resume, got {got}")
+        raise UserError(f"the data must have fingerprint {state['data']:.40} to resume, got {got}")
 
 
 def layer_rows(training: Training) -> list[dict[str, Any]]:

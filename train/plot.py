@@ -1,6 +1,5 @@
 """``python -m train.plot RUN``: the word length of each layer over a run, as RUN/word_lengths.png."""
 
-import argparse
 import io
 import sys
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from marvin.files import write_atomic
-from perfmodel.run import start_of
+from perfmodel.arguments import Parser, message_of
+from perfmodel.files import RunError, number, read_rows, whole
+from perfmodel.run import MOST_STEPS, start_of
 from train.config import to_dict
 from train.errors import UserError
 from train.records import RunFolder, read_csv
@@ -56,6 +57,7 @@ def read(path: Path) -> History:
 
     Raises:
         UserError: ``path`` is no run folder of MSGD, or the run has no whole epoch yet.
+        RunError: A table is damaged.
     """
     config = RunFolder(path).read_config()
     if config.optimizer != "msgd":
@@ -63,23 +65,38 @@ def read(path: Path) -> History:
             f"{path} must be a run of msgd to have word lengths, got {config.optimizer}"
         )
     start = start_of(to_dict(config))
-    metrics = read_csv(path / "metrics.csv")
-    if not metrics:
+    rows = read_csv(path / "metrics.csv")
+    if not rows:
         raise UserError(f"{path} must have one whole epoch to draw, got none")
-    part = "validation" if metrics[-1]["validation_accuracy"] else "train"
-    layers = read_csv(path / "layers.csv")
-    steps = [int(row["step"]) for row in metrics]
-    names, trace = [row["layer"] for row in layers], read_csv(path / "trace.csv")
+    part = "validation" if rows[-1].get("validation_accuracy") else "train"
+    steps = [whole(path / "metrics.csv", row, "step", 1, MOST_STEPS) for row in rows]
+    layers = read_rows(path / "layers.csv", ("layer", "shape"))
+    names = [row["layer"] for row in layers]
+    trace = read_rows(path / "trace.csv", ("step", "layer", "wl"))
     own = [row | {"wl": row["input_wl"]} for row in trace if row.get("input_wl", "0") != "0"]
+    check_trace(path / "trace.csv", [*trace, *own], names)
     return History(
         title=" on ".join(LABELS.get(name, name) for name in (config.model, config.dataset)),
         layers=[label(row) for row in layers],
-        word_lengths=word_lengths(names, trace, steps[-1], start.init_wl),
+        word_lengths=word_lengths(names, trace, max(steps), start.init_wl),
         epoch_steps=steps,
-        accuracy=[float(row[f"{part}_accuracy"]) for row in metrics],
+        accuracy=[number(path / "metrics.csv", row, f"{part}_accuracy") for row in rows],
         accuracy_of=part,
-        input_lengths=word_lengths(names, own, steps[-1], start.init_wl) if own else None,
+        input_lengths=word_lengths(names, own, max(steps), start.init_wl) if own else None,
     )
+
+
+def check_trace(path: Path, rows: list[dict[str, str]], layers: list[str]) -> None:
+    """Check the rows of ``trace.csv``.
+
+    Raises:
+        RunError: One is of no layer of the run, or its numbers are out of range.
+    """
+    for row in rows:
+        whole(path, row, "step", 0, MOST_STEPS)
+        whole(path, row, "wl", 2, MAX_BITS)
+        if row["layer"] not in layers:
+            raise RunError(f"{path} must have the layers of layers.csv, got {row['layer']!r:.60}")
 
 
 def label(row: dict[str, str]) -> str:
@@ -123,10 +140,10 @@ def draw(history: History) -> Figure:
     }
     grid = figure.add_gridspec(2, len(columns) + 1, **ratios)
     images = []
-    for number, lengths in enumerate(columns.values()):
-        heat = figure.add_subplot(grid[0, number])
-        curves = figure.add_subplot(grid[1, number], sharex=heat)
-        labels = history.layers if number == 0 else []
+    for place, lengths in enumerate(columns.values()):
+        heat = figure.add_subplot(grid[0, place])
+        curves = figure.add_subplot(grid[1, place], sharex=heat)
+        labels = history.layers if place == 0 else []
         images.append(_draw_heat_map(heat, lengths, labels, limit))
         _draw_curves(curves, lengths, history, limit)
     ticks = range(0, limit + 1, limit // 8)
@@ -149,7 +166,7 @@ def _draw_heat_map(axes: Axes, lengths: np.ndarray, labels: list[str], limit: in
         extent=(0, steps, layers - 0.5, -0.5),
         interpolation="nearest",
     )
-    axes.set_yticks(range(len(labels)), labels, fontsize=7, family="monospace")
+    axes.set_yticks(range(len(labels)), labels, fontsize=7, family="monospace", parse_math=False)
     axes.set_yticks(np.arange(0.5, layers - 1), minor=True)
     axes.grid(axis="y", which="minor", color="white", linewidth=0.6)
     axes.tick_params(axis="both", which="both", length=0)
@@ -202,12 +219,12 @@ def save(path: Path) -> Path:
 
 def main(argv: list[str] | None = None) -> None:
     """Draw the figure of the run folder named on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m train.plot", description=__doc__)
+    parser = Parser("python -m train.plot", __doc__ or "")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run of msgd")
     try:
         print(save(parser.parse_args(argv).run))
-    except UserError as error:
-        sys.exit(f"python -m train.plot: error: {error}")
+    except (UserError, RunError, OSError) as error:
+        sys.exit(f"python -m train.plot: error: {message_of(error)}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ import io
 import json
 import platform
 import sys
-import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 
-from marvin.files import remove_leftovers, write_atomic
-from train import distributed
+from marvin.files import LOCK, Locked, lock_folder, remove_leftovers, write_atomic
+from perfmodel.files import RunError, number, read_json, read_rows, shown
+from train import checkpoint, distributed
 from train.config import Config, from_dict, to_dict
 from train.errors import UserError
 
-__all__ = ["Onlooker", "RunFolder", "differences", "environment", "read_csv"]
+__all__ = ["TIMING", "Onlooker", "RunFolder", "differences", "environment", "read_csv"]
 
 PACKAGES = ("marvin-fixedpoint", "torch", "numpy", "numba", "triton")
 FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
-VERSION = 1  # of checkpoints; those without one are of version 0, and otherwise the same
-CHECKPOINT = ("model", "optimizer", "scheduler", "progress", "data")
-OPTIONAL = ("forward_save",)
+TIMING = ("epoch", "images", "train_s", "epoch_s", "images_per_s")
+TABLES = ("layers.csv", "metrics.csv", "trace.csv", "timing.csv")
+FILES = ("config.json", "environment.json", "checkpoint.pt", "result.json", *TABLES)
 
 Row = Mapping[str, Any]
 
@@ -52,22 +53,56 @@ class RunFolder:
         """Folder of the TensorBoard files."""
         return self.path / "tensorboard"
 
+    @contextmanager
+    def claim(self, config: Config) -> Iterator[None]:
+        """``begin``, as the only process that writes to the folder until the block ends.
+
+        Raises:
+            UserError: Another process writes to the folder, or as ``begin``.
+        """
+        if not (self.path / LOCK).exists():
+            self._check(config)  # no folder is made for what is then refused
+        with ExitStack() as held:
+            try:
+                word = held.enter_context(lock_folder(self.path))
+            except Locked as error:
+                raise UserError(str(error)) from error
+            if word:
+                print(word)
+            self.begin(config)
+            yield
+
     def begin(self, config: Config) -> None:
         """Make the folder, or check that it may be continued, and store the configuration.
 
         Raises:
             UserError: The folder holds a run and ``config.resume`` is off, or it holds none and
-                ``config.resume`` is on, or the run was asked something else.
+                ``config.resume`` is on, or the run was asked something else, or what is in the
+                folder is no file of a run.
         """
-        stored = self.path / "config.json"
-        if stored.exists() and not config.resume:
-            raise UserError(f"{self.path} holds a run: add --resume, or choose another with --run")
-        if config.resume:
-            self._agree(config)
+        self._check(config)
         self.path.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.path)
         (self.path / "result.json").unlink(missing_ok=True)  # it is of fewer epochs
-        write_atomic(stored, _to_json(to_dict(config) | {"resume": False}))
+        write_atomic(self.path / "config.json", _to_json(to_dict(config) | {"resume": False}))
+
+    def _check(self, config: Config) -> None:
+        stored = self.path / "config.json"
+        if stored.exists() and not config.resume:
+            raise UserError(f"{self.path} holds a run: add --resume, or choose another with --run")
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} must be a folder, got a file")
+        for path in (self.path / name for name in FILES):
+            if path.exists() and not path.is_file():
+                raise UserError(f"{path} must be a file, got a folder or a device: move it away")
+        if self.tensorboard.is_symlink() or self.tensorboard.is_file():
+            raise UserError(
+                f"{self.tensorboard} must be a folder of this run, got a link or a file"
+            )
+        if config.resume:
+            self._agree(config)
+            if (self.path / "timing.csv").exists():
+                read_csv(self.path / "timing.csv", TIMING)
 
     def read_config(self) -> Config:
         """Return the configuration of the run in this folder.
@@ -79,9 +114,27 @@ class RunFolder:
         if not path.is_file():
             raise UserError(f"{self.path} must be the folder of a run, found no config.json in it")
         try:
-            return from_dict(json.loads(path.read_text()))
-        except (ValueError, TypeError, AttributeError) as error:
+            return from_dict(read_json(path))
+        except (ValueError, TypeError) as error:
             raise UserError(f"{path} must hold a run's configuration: {error}") from error
+
+    def read_result(self) -> dict[str, Any]:
+        """Return what came of the run.
+
+        Raises:
+            UserError: It is not finished, or the file is damaged.
+        """
+        path = self.path / "result.json"
+        if not path.is_file():
+            raise UserError(f"{self.path} must be a finished run, found no result.json in it")
+        values = _read_json(path)
+        is_float = "mean_word_length" in values and values["mean_word_length"] is None
+        for name in ("test_accuracy", *(() if is_float else ("mean_word_length",))):
+            try:
+                values[name] = number(path, values, name)
+            except RunError as error:
+                raise UserError(str(error)) from error
+        return values
 
     def _agree(self, config: Config) -> None:
         old = self.read_config()
@@ -97,15 +150,15 @@ class RunFolder:
         if not path.exists():
             write_atomic(path, _to_json(values))
             return []
-        old = json.loads(path.read_text())
+        old = _read_json(path)
         now = json.loads(json.dumps(values))
         names = [name for name in now if name in old and old[name] != now[name]]
-        return [f"{name} was {old.get(name)}, is {now[name]}" for name in names]
+        return [f"{name} was {shown(old[name])}, is {shown(now[name])}" for name in names]
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Replace the checkpoint at once."""
         buffer = io.BytesIO()
-        torch.save({"version": VERSION, **state}, buffer)
+        torch.save({"version": checkpoint.VERSION, **state}, buffer)
         write_atomic(self.checkpoint, buffer.getvalue())
 
     def load_checkpoint(self) -> dict[str, Any] | None:
@@ -114,26 +167,7 @@ class RunFolder:
         Raises:
             UserError: The file is damaged, or of a later version.
         """
-        if not self.checkpoint.exists():
-            return None
-        try:
-            _check_sums(self.checkpoint)
-            saved = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            version, state = saved.get("version", 0), {name: saved[name] for name in CHECKPOINT}
-            state |= {name: saved[name] for name in OPTIONAL if name in saved}
-        except Exception as error:  # torch raises six kinds for six ways of damage
-            first_line = str(error).partition("\n")[0]
-            reason = f"{type(error).__name__}: {first_line}"
-            raise UserError(
-                f"{self.checkpoint} must hold a whole checkpoint, got a damaged file ({reason}); "
-                f"delete {self.path} and run again"
-            ) from error
-        if version > VERSION:
-            raise UserError(
-                f"{self.checkpoint} must have version {VERSION} or less, got {version}: "
-                "a later version of this package wrote it"
-            )
-        return state
+        return checkpoint.read(self.checkpoint) if self.checkpoint.exists() else None
 
     def save_rows(self, name: str, rows: Iterable[Row], columns: Sequence[str]) -> None:
         """Replace a table such as ``metrics.csv`` at once."""
@@ -146,7 +180,7 @@ class RunFolder:
     def add_row(self, name: str, row: Row) -> None:
         """Add one row to a table."""
         path = self.path / name
-        rows = read_csv(path) if path.exists() else []
+        rows = read_csv(path, tuple(row)) if path.exists() else []
         self.save_rows(name, [*rows, row], list(row))
 
     def save_result(self, values: Row) -> None:
@@ -156,6 +190,11 @@ class RunFolder:
 
 class Onlooker(RunFolder):
     """The folder of a run to those of several processes that only read it."""
+
+    @contextmanager
+    def claim(self, config: Config) -> Iterator[None]:
+        """Leave this to the first process."""
+        yield
 
     def begin(self, config: Config) -> None:
         """Leave this to the first process."""
@@ -184,16 +223,32 @@ def differences(old: Config, new: Config) -> str:
     return ", ".join(f"{name} was {before[name]}, got {after[name]}" for name in names)
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
+def read_csv(path: Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
     """Return the rows of a table, their values as text.
 
+    Args:
+        path: Of the table.
+        columns: If given, what it must have, all filled, and nothing else.
+
     Raises:
-        UserError: There is no such file.
+        UserError: There is no such file, or it is damaged.
     """
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"looked for {path}: the run has not come to the end of its first epoch")
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    try:
+        rows = read_rows(path, columns)
+    except RunError as error:
+        raise UserError(str(error)) from error
+    if columns and rows and set(rows[0]) != set(columns):
+        raise UserError(f"{path} must have columns {', '.join(columns)}, got {', '.join(rows[0])}")
+    return rows
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except RunError as error:
+        raise UserError(str(error)) from error
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -210,14 +265,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "gpu": gpu,
         "cuda": torch.version.cuda,
     }
-
-
-def _check_sums(path: Path) -> None:
-    """Compare each record of a checkpoint with its checksum, which ``torch.load`` does not."""
-    with zipfile.ZipFile(path) as records:
-        damaged = records.testzip()
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
 
 
 def _version(package: str) -> str | None:

@@ -1,7 +1,5 @@
 """``python -m train.table RUN ...``: finished runs as a Markdown table, seeds taken together."""
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -9,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from perfmodel.arguments import Parser, message_of
 from train.config import Config
 from train.errors import UserError
 from train.records import RunFolder
@@ -19,17 +18,18 @@ HEADER = (
     "| model | data | optimizer | epochs | seeds | test accuracy, % | mean word length, bits |\n"
     "|---|---|---|---|---|---|---|"
 )
+FLOAT_BITS = 32.0
 Finished = tuple[Config, dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table of the run folders on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m train.table", description=__doc__)
+    parser = Parser("python -m train.table", __doc__ or "")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a finished run's folder")
     try:
         print(table(parser.parse_args(argv).runs))
     except UserError as error:
-        sys.exit(f"python -m train.table: error: {error}")
+        sys.exit(f"python -m train.table: error: {message_of(error)}")
 
 
 def table(paths: Iterable[Path]) -> str:
@@ -55,11 +55,8 @@ def read(path: Path) -> Finished:
     Raises:
         UserError: The run is not finished, or ``path`` is no run folder.
     """
-    config = RunFolder(path).read_config()
-    result = path / "result.json"
-    if not result.is_file():
-        raise UserError(f"{path} must be a finished run, found no result.json in it")
-    return config, json.loads(result.read_text())
+    folder = RunFolder(path)
+    return folder.read_config(), folder.read_result()
 
 
 def row(runs: Sequence[Finished]) -> str:
@@ -68,7 +65,8 @@ def row(runs: Sequence[Finished]) -> str:
     results = [result for _, result in runs]
     seeds = ", ".join(str(c.seed) for c, _ in runs)
     accuracy = spread([100 * result["test_accuracy"] for result in results])
-    bits = "32" if config.optimizer == "sgd" else spread([r["mean_word_length"] for r in results])
+    lengths = [result["mean_word_length"] or FLOAT_BITS for result in results]
+    bits = "32" if config.optimizer == "sgd" else spread(lengths)
     cells = config.model, config.dataset, config.method, config.epochs, seeds, accuracy, bits
     return f"| {' | '.join(map(str, cells))} |"
 

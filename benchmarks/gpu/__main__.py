@@ -6,7 +6,6 @@ Figures come only of kernels that agree with the reference. A section that fails
 what there is is written after each, to benchmarks/results/gpu.json and gpu.md.
 """
 
-import argparse
 import sys
 import time
 import traceback
@@ -20,6 +19,7 @@ from benchmarks import machine
 from benchmarks.gpu import bandwidth, correctness, optimizer, report, saving, training
 from benchmarks.gpu.kernels import JOBS
 from benchmarks.gpu.sizes import FULL, Sizes
+from perfmodel.arguments import Parser, real
 
 __all__ = ["SECTIONS", "main", "run"]
 
@@ -36,12 +36,10 @@ SECTIONS: dict[str, tuple[Callable[[torch.device, Sizes], Rows], tuple[str, ...]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; the status is 1 where anything failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = Parser("python -m benchmarks.gpu", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, default=RESULT, help=f"default: {RESULT}")
     parser.add_argument(
-        "--minutes", type=float, default=8.0, help="begin no section after so long (default: 8)"
+        "--minutes", type=real(), default=8.0, help="begin no section after so long (default: 8)"
     )
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():

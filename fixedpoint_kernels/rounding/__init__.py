@@ -11,12 +11,7 @@ from torch.nn import Parameter
 
 from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.memory import (
-    addresses,
-    are_apart,
-    check_apart,
-    check_memory,
-)
+from fixedpoint_kernels.memory import Places, are_apart, check_apart, check_memory, places_of
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.reference import Rounding
 
@@ -166,14 +161,17 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
     first = Key.checked(seed, stream, min(positions))
     for fmt in fmts if set(map(type, fmts)) != {FixedPoint} else fmts[:1]:
         _check_mode(fmt, rounding)
-    is_one_launch = _are_plain(xs, outs)
-    if not is_one_launch:
+    places = _one_launch(xs, outs)
+    if places is None:
         _check_each(xs, outs)
     if outs is not None:
         _mark_changed(outs)
     ys = [torch.empty_like(x) for x in xs] if outs is None else outs
-    if is_one_launch and type(ys[0]) in _PLAIN:  # no mode makes others
-        execution("rounding", xs[0]).quantize_many(xs, ys, fmts, rounding, first, positions)
+    if places is not None and type(ys[0]) in _PLAIN:  # no mode makes others
+        if outs is None:
+            places = places._replace(ys=tuple(map(Tensor.data_ptr, ys)))
+        kernels = execution("rounding", xs[0])
+        kernels.quantize_many(places, fmts, rounding, first, positions, xs[0].device)
         return ys
     for j, (x, y, fmt, position) in enumerate(zip(xs, ys, fmts, positions, strict=True)):
         _run(x, y, None, fmt, rounding, Key(first.seed, first.stream + j, position))
@@ -245,8 +243,8 @@ def _run(
         inside.copy_(mask)
 
 
-def _are_plain(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> bool:
-    """Say whether one kernel takes all of them: float32, contiguous, on one device that has it.
+def _one_launch(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> Places | None:
+    """Return where tensors lie if one kernel takes all: float32, contiguous, on one device.
 
     One attribute of all tensors at a time: tensor by tensor took as long as the rounding itself.
     """
@@ -258,13 +256,21 @@ def _are_plain(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> bool:
         and (all(map(_IS_CPU, tensors)) or _are_on_one_gpu(tensors))
         and not (torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)))
     )
-    places = addresses(tensors) if is_alike else None
+    if not is_alike or not (out is None or is_in_place or _have_same_shapes(xs, out)):
+        return None
+    places = places_of(xs, tensors[len(xs) :])
     if places is None or out is None:
-        return places is not None
-    if not is_in_place and list(map(_SHAPE, xs)) != list(map(_SHAPE, out)):
+        return places
+    if is_in_place:
+        places = places._replace(ys=places.xs)
+    return places if are_apart(places) else None
+
+
+def _have_same_shapes(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
+    try:
+        return list(map(_SHAPE, xs)) == list(map(_SHAPE, ys))
+    except RuntimeError:  # nested tensors have none
         return False
-    (found, sizes), n = places, len(xs)
-    return are_apart(found[:n], found[-n:], sizes[:n])
 
 
 def _are_on_one_gpu(tensors: list[Tensor]) -> bool:
@@ -318,7 +324,8 @@ def _mark_changed(tensors: Sequence[Tensor]) -> None:
 
 
 def _check_out(out: Tensor, x: Tensor) -> None:
-    check_memory(out, "out")
+    if out is not x:
+        check_memory(out, "out")
     if out.shape != x.shape or out.device != x.device or out.dtype not in _FLOATS:
         raise ValueError(
             f"out must be a floating tensor of shape {tuple(x.shape)} on {x.device}, "

@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
@@ -159,38 +160,35 @@ def _flat(x: Tensor) -> np.ndarray:
 
 
 def quantize_many(
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
+    places: Places,
     fmts: Sequence[FixedPoint],
     rounding: Rounding,
     first: Key,
     offsets: Sequence[int],
+    device: torch.device,
 ) -> None:
-    """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous.
+    """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors are float32.
 
     ``first`` has the seed of all, and the stream of the first.
     """
-    sizes = tuple(map(Tensor.numel, xs))
-    addresses = tuple(map(Tensor.data_ptr, xs)), tuple(map(Tensor.data_ptr, ys))
-    kernel = _quantize_many_parallel if is_parallel(sum(sizes)) else _quantize_many_serial
+    is_large = is_parallel(sum(places.elements))
+    kernel = _quantize_many_parallel if is_large else _quantize_many_serial
     own_key = (first.seed, first.stream) if rounding == "stochastic" else None
-    pointers, counts, tasks = _tables(*addresses, sizes, tuple(offsets))
+    pointers, counts, tasks = _tables(places, tuple(offsets))
     kernel(pointers, counts, _numbers(tuple(fmts)), tasks, own_key)
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
-def _tables(
-    xs: tuple[int, ...], ys: tuple[int, ...], sizes: tuple[int, ...], offsets: tuple[int, ...]
-) -> list[np.ndarray]:
+def _tables(places: Places, offsets: tuple[int, ...]) -> list[np.ndarray]:
     """Return addresses, sizes, and tensor and first element of each piece of work."""
-    elements, before = np.array([sizes, offsets], np.int64)
+    elements, before = np.array([places.elements, offsets], np.int64)
     lead = before % _BLOCK
     counts = np.where(elements > 0, (elements + lead + _TASK - 1) // _TASK, 0)
-    tensor = np.repeat(np.arange(len(sizes)), counts)
+    tensor = np.repeat(np.arange(len(offsets)), counts)
     first = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
     tasks = np.stack([tensor, first * _TASK - lead[tensor]], axis=1)
     left = elements[tensor] - tasks[:, 1]
-    addresses = np.array([xs, ys], np.int64).T.copy()
+    addresses = np.array([places.xs, places.ys], np.int64).T.copy()
     return [addresses, np.stack([elements, before], axis=1), tasks[_shared(left)]]
 
 

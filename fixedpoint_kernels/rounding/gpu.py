@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.gpu import uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
@@ -152,26 +153,22 @@ def quantize(
 
 
 def quantize_many(
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
+    places: Places,
     fmts: Sequence[FixedPoint],
     rounding: Rounding,
     first: Key,
     offsets: Sequence[int],
+    device: torch.device,
 ) -> None:
-    """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors float32 and contiguous.
+    """See ``fixedpoint_kernels.rounding.quantize_many``; all tensors are float32.
 
     ``first`` has the seed of all, and the stream of the first.
     """
-    table = tuple(
-        (x.data_ptr(), y.data_ptr(), x.numel(), offset)
-        for x, y, offset in zip(xs, ys, offsets, strict=True)
-    )
-    pointers, sizes, tasks = _tables(table, xs[0].device)
+    pointers, sizes, tasks = _tables(places, tuple(offsets), device)
     _quantize_many_kernel[(len(tasks),)](
         pointers,
         sizes,
-        _numbers(tuple(fmts), xs[0].device),
+        _numbers(tuple(fmts), device),
         tasks,
         first.seed,
         first.stream,
@@ -185,12 +182,13 @@ def quantize_many(
     maxsize=16
 )  # the same parameters and formats come step after step: no copy to the device
 def _tables(
-    rows: tuple[tuple[int, int, int, int], ...], device: torch.device
+    places: Places, offsets: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    table = torch.tensor(rows, dtype=torch.int64)
+    rows = [places.xs, places.ys, places.elements, offsets]
+    table = torch.tensor(rows, dtype=torch.int64).T
     lead, block = table[:, 3] & 3, table[:, 3] >> 2
     programs = torch.where(table[:, 2] > 0, -((table[:, 2] + lead) // -_BLOCK), 0)
-    tensor = torch.repeat_interleave(torch.arange(len(rows)), programs)
+    tensor = torch.repeat_interleave(torch.arange(len(offsets)), programs)
     first = (torch.arange(len(tensor)) - (programs.cumsum(0) - programs)[tensor]) * _BLOCK
     tasks = torch.stack([tensor, first - lead[tensor], block[tensor] + first // 4], dim=1)
     pointers, sizes = table[:, :2].contiguous(), table[:, 2].contiguous()

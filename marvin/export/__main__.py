@@ -9,9 +9,9 @@ all. With --verify the files are run, and must compute what the integer referenc
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -29,12 +29,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         _export(given)
     except (ValueError, OSError) as error:
-        message = " ".join(str(error).split())
+        message = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
         sys.exit(f"python -m marvin.export: error: {message}")
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help tells more)\n")
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            required = f"a whole number from {low} to {high:,}"
+            raise argparse.ArgumentTypeError(f"must be {required}, got {text[:60]!r}")
+        return value
+
+    return convert
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m marvin.export",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -51,14 +70,20 @@ def _parser() -> argparse.ArgumentParser:
         help="masters rounded to nearest, or the last stochastic draw (default: nearest)",
     )
     parser.add_argument(
-        "--wl", type=int, default=8, help="bits of formats that training left open (default: 8)"
+        "--wl",
+        type=_whole(2, 32),
+        default=8,
+        help="bits of formats that training left open (default: 8)",
     )
     parser.add_argument(
-        "--scale-wl", type=int, default=16, help="bits of batch norm's scale (default: 16)"
+        "--scale-wl",
+        type=_whole(2, 32),
+        default=16,
+        help="bits of batch norm's scale (default: 16)",
     )
     parser.add_argument(
         "--sums-wl",
-        type=int,
+        type=_whole(2, 32),
         help="bits of what is added, calibrated; ONNX needs 8 to be fast (default: exact sums)",
     )
     parser.add_argument(
@@ -68,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--samples",
-        type=int,
+        type=_whole(0, 10**9),
         default=0,
         help="test images to verify on (default: all; of the slow qonnx and hls4ml, 8)",
     )
@@ -76,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--python", default=sys.executable, help="interpreter with qonnx, to verify qonnx"
     )
-    parser.add_argument("--data-dir", help="folder of data sets, where it has moved")
+    parser.add_argument(
+        "--data-dir", help="folder of data sets, where it has moved or is to be made"
+    )
     return parser
 
 
@@ -92,7 +119,7 @@ def _export(given: argparse.Namespace) -> None:
         *proof_lines(run, deployed, rows),
     ]
     print("\n".join(lines), flush=True)
-    out = given.out or run.path / "export" / given.to
+    out = given.out or _own_folder(run.path) / given.to
     written = _write(given, run, deployed, (out, rows))
     print(f"{out}: {written.what}, {written.size_bytes:,} bytes")
     verdict = "verified" if written.is_equal else "not equal"
@@ -101,6 +128,14 @@ def _export(given: argparse.Namespace) -> None:
         count = len(written.outputs)
         right = int((written.outputs.argmax(1) == run.labels[:count]).sum())
         print(f"test accuracy of what was written: {right / count:.2%} ({count} images)")
+
+
+def _own_folder(run: Path) -> Path:
+    """Return where a run's exports are, which must be in the run's folder."""
+    folder = run / "export"
+    if folder.is_symlink():
+        raise ValueError(f"{folder} must be a folder of the run, got a link: choose one with --out")
+    return folder
 
 
 def _write(

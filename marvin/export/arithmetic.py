@@ -77,7 +77,7 @@ def _weigh(op: Weighted, codes: Codes, weight: Codes, row: int) -> Codes:
         return _in_float64(op, codes, weight)
     if largest.bit_length() > _LIMB_BITS:
         high, low = codes >> _LIMB_BITS, codes & (2**_LIMB_BITS - 1)
-        pieces = [_weigh(op, x.astype(np.int64), weight, row) for x in (high, low)]
+        pieces = [_weigh(op, x, weight, row) for x in (high, low)]
     else:
         pieces = []
         for w in (weight >> _LIMB_BITS, weight & (2**_LIMB_BITS - 1)):

@@ -131,8 +131,11 @@ def _windows(
     kernel: Pair, stride: Pair, padding: Pair, codes: Codes, fill: int, dilation: Pair = (1, 1)
 ) -> Codes:
     """Return the windows of images, shape ``(n, channels, height, width, *kernel)``."""
-    pads = [(0, 0), (0, 0), *((p, p) for p in padding)]
-    padded = np.pad(codes, pads, constant_values=fill)
+    sides = (side + 2 * p for side, p in zip(codes.shape[2:], padding, strict=True))
+    padded = np.full((*codes.shape[:2], *sides), fill, codes.dtype)
+    # not np.pad, which puts int64 among Python's integers, and int64 overflows
+    inner = (slice(p, p + side) for side, p in zip(codes.shape[2:], padding, strict=True))
+    padded[(slice(None), slice(None), *inner)] = codes
     size = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
     views = sliding_window_view(padded, size, axis=(2, 3))  # pyright: ignore[reportCallIssue, reportArgumentType]
     return views[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]

@@ -289,5 +289,6 @@ def _digest(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> str:
     digest.update(json.dumps(rest, sort_keys=True).encode())
     for name, x in tensors.items():
         digest.update(json.dumps([name, str(x.dtype), list(x.shape)]).encode())
-        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        flat = x.detach().cpu().contiguous().as_strided((x.numel(),), (1,))
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -98,17 +98,19 @@ class Deployed:
 
 
 def open_run(path: Path, data_dir: str | None = None) -> Run:
-    """Read a run folder of ``train``, and the data it names.
+    """Read a run folder of ``train``, and the data it names; nothing that it names is written.
 
     Args:
         path: The folder.
-        data_dir: Folder of data sets, where it has moved.
+        data_dir: Folder of data sets, where it has moved; data that is absent is downloaded to it.
+            None: where the run found its data; what is absent there is not downloaded.
 
     Raises:
         ValueError: The folder, or the data, cannot be read; says why.
     """
-    records, main, augment = (
-        importlib.import_module(f"train.{name}") for name in ("records", "main", "augment")
+    records, main, augment, checkpoint = (
+        importlib.import_module(f"train.{name}")
+        for name in ("records", "main", "augment", "checkpoint")
     )
     folder = records.RunFolder(path)
     config = folder.read_config()
@@ -116,16 +118,16 @@ def open_run(path: Path, data_dir: str | None = None) -> Run:
     if state is None:
         raise ExportError(f"{path} must be a run with a checkpoint, found no {folder.checkpoint}")
     script = importlib.import_module(f"train.{config.model}")
-    changes: dict[str, Any] = {"device": "cpu", "run": str(path)}
-    if hasattr(config, "forward_save"):  # what is kept for backward does not matter any more
-        changes["forward_save"] = "none"
+    # what is kept for backward does not matter any more
+    changes: dict[str, Any] = {"device": "cpu", "run": str(path), "forward_save": "none"}
     if data_dir is not None:
         changes["data_dir"] = data_dir
     config = dataclasses.replace(config, **changes)
-    training = main.prepare(config, getattr(script, config.model), script.MIN_SIDE)
+    build = getattr(script, config.model)
+    training = main.prepare(config, build, script.MIN_SIDE, may_fetch=data_dir is not None)
     main.check_data(state, training.dataset)
-    training.model.load_state_dict(state["model"])
-    training.optimizer.load_state_dict(state["optimizer"])
+    state.pop("forward_save", None)
+    checkpoint.load(training, state, folder.checkpoint)
     parts = training.parts
     chosen = torch.arange(min(_CALIBRATION_IMAGES, len(parts.train)))
     train, _ = augment.batch(parts.train, chosen, training.dataset)

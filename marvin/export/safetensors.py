@@ -161,7 +161,8 @@ def _are_whole(values: Any) -> bool:
 
 def _to_bytes(x: Tensor) -> bytes:
     x = x.detach().cpu().contiguous()
-    return x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    flat = x.as_strided((x.numel(),), (1,))  # of one number, or none, any stride is contiguous
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _from_bytes(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

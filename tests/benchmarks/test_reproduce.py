@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import comparison, figure, reproduce
 from benchmarks.experiments import EXPERIMENTS, POLICIES
+from perfmodel.files import RunError
 from train import resnet20
 from train.config import Config, parse
 
@@ -198,3 +199,22 @@ def test_the_picture_of_a_comparison_without_word_lengths_has_losses(tmp_path):
     assert [list(line.get_ydata()) for line in train.lines] == [[2.0, 1.0], [2.0, 1.0]]
     assert [list(line.get_ydata()) for line in validation.lines] == [[2.5], [1.5, 2.5]]
     assert [t.get_text() for t in train.get_legend().get_texts()] == ["exact", "2 bits"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("result.json", "[" * 100_000),
+        ("result.json", '{"test_accuracy": "high"}'),
+        ("config.json", '{"epochs": "many"}'),
+    ],
+)
+def test_a_damaged_run_is_named(tmp_path, name, content):
+    run = comparison.Run("exact", 0, tmp_path, ())
+    (tmp_path / "config.json").write_text('{"epochs": 9}')
+    (tmp_path / "result.json").write_text('{"test_accuracy": 0.5, "test_loss": 1.0}')
+    experiment = reproduce.EXPERIMENTS["few-bit"]
+    assert len(comparison.finished_runs(experiment, [run], 9)["exact"]) == 1
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RunError, match=name):
+        comparison.finished_runs(experiment, [run], 9)

@@ -33,6 +33,7 @@ from fixedpoint_kernels.few_bit.named import NAMES, resolve
 from fixedpoint_kernels.few_bit.table import number
 from fixedpoint_kernels.histogram import gpu as histogram
 from fixedpoint_kernels.histogram.reference import Bins, Cells
+from fixedpoint_kernels.memory import places_of
 from fixedpoint_kernels.packing import _code_dtype
 from fixedpoint_kernels.packing import gpu as packing
 from fixedpoint_kernels.philox import Key
@@ -66,7 +67,8 @@ def round_every_way(sizes):
     rounding.quantize(unaligned, unaligned, None, FMT, "nearest", KEY)
     for mode in ("stochastic", "nearest"):
         xs = [empty(n) for n in (1, 1024, 5000)]
-        rounding.quantize_many(xs, xs, [FMT] * 3, mode, KEY, [0] * 3)
+        places = places_of(xs, xs)
+        rounding.quantize_many(places, [FMT] * 3, mode, KEY, [0] * 3, xs[0].device)
     for offset in (1, 2, 7, 2**34):
         key = Key(1, 1, offset)
         rounding.quantize(empty(1027), empty(1027), None, FMT, "stochastic", key)

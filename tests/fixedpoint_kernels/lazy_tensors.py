@@ -33,6 +33,10 @@ def negated(x):
     return torch.complex(torch.zeros(x.shape), -x).conj().imag
 
 
+def negated_without_gaps(x):
+    return torch._neg_view(-x)  # as z.conj().imag of one element
+
+
 def freed(x):
     x = x.clone()
     x.untyped_storage().resize_(0)
@@ -85,7 +89,15 @@ def batched(x):
     return seen[0]
 
 
-KINDS = [negated, freed, freed_behind_an_offset, freed_with_gaps, one_byte_short, zero]
+KINDS = [
+    negated,
+    negated_without_gaps,
+    freed,
+    freed_behind_an_offset,
+    freed_with_gaps,
+    one_byte_short,
+    zero,
+]
 KINDS += [zero_behind_an_offset, nested, jagged, fake, torch.Tensor.to_sparse, Wrapper]
 KINDS += [batched, torch._to_functional_tensor, torch.Tensor.to_sparse_csr, torch.Tensor.to_mkldnn]
 
@@ -145,9 +157,12 @@ FUNCTIONS = {
 }
 
 
+NEGATED = negated, negated_without_gaps
+
+
 def made(kind, x):
     """Return a tensor of a kind, or None where torch has none of such values."""
-    if kind is negated and x.dtype is not torch.float32:
+    if kind in NEGATED and not x.is_floating_point():
         return None
     try:
         return kind(x.clone())
@@ -167,7 +182,7 @@ def what_is_wrong(function, x, lazy, kind, is_operator):
         result = function(lazy)
     except (TypeError, ValueError) as error:
         is_named = any(word in str(error) for word in ("memory", "storage", "dense"))
-        return None if is_named and kind is not negated else f"refused: {error}"
+        return None if is_named and kind not in NEGATED else f"refused: {error}"
     except Exception as error:
         if is_operator and kind in OF_THE_DISPATCHER:
             return None
@@ -175,9 +190,9 @@ def what_is_wrong(function, x, lazy, kind, is_operator):
     parts = result if isinstance(result, tuple | list) else [result]
     if all(map(is_lazy, parts)):
         return None  # torch computed shapes alone, or will compute when it is asked to
-    if kind not in (negated, zero, zero_behind_an_offset):
+    if kind not in (*NEGATED, zero, zero_behind_an_offset):
         return "taken"
-    expected = function(x.clone() if kind is negated else torch.zeros_like(x))
+    expected = function(x.clone() if kind in NEGATED else torch.zeros_like(x))
     expected = expected if isinstance(expected, tuple | list) else [expected]
     same = [
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b

@@ -52,6 +52,14 @@ def test_powers_of_two_do_not_matter(scale):
     )
 
 
+def test_each_number_of_a_vector_is_a_sample():
+    x = torch.tensor([100.0, 0.01, -3.0, 0.0])
+    rounded = quantize_block(x, BlockFloat(8), rounding="nearest", per_sample=True)
+    alone = [quantize_block(value, BlockFloat(8), rounding="nearest") for value in x]
+    torch.testing.assert_close(rounded, torch.stack(alone), rtol=0, atol=0)
+    assert rounded[1] != 0
+
+
 def test_each_sample_may_have_its_own_power():
     x = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0))
     x = x * torch.tensor([1.0, 1e-3, 1e3, 0.0]).view(4, 1, 1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, quantize, quantize_many
-from fixedpoint_kernels.memory import addresses, are_apart, check_apart
+from fixedpoint_kernels.memory import Places, are_apart, check_apart, places_of
 
 FMT = FixedPoint(8, 4)
 
@@ -150,7 +150,7 @@ def test_addresses_that_are_apart_share_no_element(rows):
     written = [y + i for y, n in zip(ys, sizes, strict=True) for i in range(n)]
     read = {x + i for x, y, n in rows if x != y for i in range(n)}
     is_apart = len(set(written)) == len(written) and not read & set(written)
-    found = are_apart(tuple(xs), tuple(ys), tuple(sizes))
+    found = are_apart(Places(tuple(xs), tuple(ys), tuple(sizes), 1))
     assert is_apart or not found  # where it says no, elements are looked at
     if not [x for x, y, n in rows if x != y and n]:
         assert found == is_apart
@@ -178,19 +178,23 @@ def test_outputs_that_are_no_tensors_and_positions_that_are_no_integers_are_name
 
 
 def test_a_negation_that_waits_may_be_written_to():
-    base = torch.complex(torch.ones(4), torch.zeros(4))
-    out = base.conj().imag
-    assert out.is_neg()
-    quantize(torch.full((4,), 0.5), FMT, out=out)
-    assert out.tolist() == [0.5] * 4
-    assert base.imag.tolist() == [-0.5] * 4
+    for n in (1, 4):  # of one element, it has no gaps
+        base = torch.complex(torch.ones(n), torch.zeros(n))
+        out = base.conj().imag
+        assert out.is_neg()
+        for call in (one, many):
+            call(torch.full((n,), 0.5), out)
+            assert out.tolist() == [0.5] * n
+            assert base.imag.tolist() == [-0.5] * n
+            out.zero_()
 
 
 def test_addresses_are_those_of_torch():
     xs = [torch.ones(5), torch.ones(9)[4:], torch.empty(0), torch.ones(6)[6:]]
-    found = tuple(x.data_ptr() for x in xs), (20, 20, 0, 0)
-    assert addresses(xs) == found
-    assert addresses([torch.ones(4, 4).t()]) is None
+    places = tuple(x.data_ptr() for x in xs)
+    assert places_of(xs, []) == Places(places, (), (5, 5, 0, 0), 4)
+    assert places_of(xs, xs) == Places(places, places, (5, 5, 0, 0), 4)
+    assert places_of([torch.ones(4, 4).t()], []) is None
 
 
 @pytest.mark.parametrize("script", ["lazy_tensors.py", "operators_by_hand.py"])

@@ -56,6 +56,16 @@ def test_every_integer_dtype(dtype):
     assert torch.equal(packed.cpu(), expected)
 
 
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_codes_may_be_shorter_than_their_bits(dtype):
+    numbers = torch.iinfo(dtype)
+    codes = [numbers.min, numbers.max, 3]
+    for bits in (9, 17, 32):
+        want = [code % 2**bits for code in codes]
+        packed = pack(torch.tensor(codes, dtype=dtype), bits)
+        assert unpack(packed, bits, 3, signed=False).tolist() == want
+
+
 @pytest.mark.parametrize("bits", [1, 5, 8, 31])
 def test_the_parallel_kernel_equals_the_reference(bits):
     assert_same(codes_of(60_001, bits), bits, True)

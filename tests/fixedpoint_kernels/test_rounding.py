@@ -16,6 +16,7 @@ from fixedpoint_kernels import (
     quantize_with_mask,
     unpack,
 )
+from fixedpoint_kernels.memory import places_of
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import cpu, gpu, reference
 
@@ -101,7 +102,9 @@ def test_many_equals_one_by_one(implementation, rounding, device):
     xs = [values((n,), where) for n in (1, 5000, 1024, 3)]
     fmts, ys = [*FORMATS[1:3], *UNSIGNED[:2]], [torch.empty_like(x) for x in xs]
     offsets = 0, 4097, 2**33 + 2, 131
-    implementation.quantize_many(xs, ys, fmts, rounding, Key(5, 2**33), offsets)
+    device = xs[0].device
+    places = places_of(xs, ys)
+    implementation.quantize_many(places, fmts, rounding, Key(5, 2**33), offsets, device)
     for j, (x, y, fmt) in enumerate(zip(xs, ys, fmts, strict=True)):
         expected, _ = run(reference, x, fmt, rounding, Key(5, 2**33 + j, offsets[j]))
         torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)

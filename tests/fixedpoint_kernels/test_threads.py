@@ -127,7 +127,9 @@ def run(script, *arguments, first="", **environment):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("script", [FORK, FORK_BY_HAND, NUMBERS])
+@pytest.mark.parametrize(
+    "script", [FORK, FORK_BY_HAND, NUMBERS], ids=["multiprocessing", "os.fork", "numbers"]
+)
 def test_in_a_new_process(script):
     """A forked child runs the serial kernel; torch's number of threads is left alone."""
     run(script)

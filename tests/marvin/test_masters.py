@@ -300,17 +300,6 @@ def test_groups_are_common_to_both_optimizers_after_loading(on_wrapped):
     same([optimizer.state[p]["master"] for p in model.parameters()], masters)
 
 
-def test_a_step_says_what_it_wants():
-    model = net()
-    optimizer = marvin.MSGD(model.named_parameters())
-    with pytest.raises(TypeError, match=r"write step\(loss=loss\), got step\(Tensor\)"):
-        optimizer.step(torch.tensor(1.0))
-    with pytest.raises(FloatingPointError, match="got loss nan"):
-        optimizer.step(loss=float("nan"))
-    with pytest.raises(TypeError, match="needs an object of a policy"):
-        marvin.Quantized(torch.optim.SGD(model.parameters()), marvin.FixedPolicy)
-
-
 def test_the_earlier_name_of_the_class_warns():
     with pytest.warns(DeprecationWarning, match=r"marvin\.QuantizingOptimizer is now"):
         assert marvin.QuantizingOptimizer is marvin.Quantized

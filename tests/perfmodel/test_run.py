@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import sys
 
@@ -106,9 +107,14 @@ def test_damage_names_the_file(folder, name, damage):
     ("name", "old", "new", "message"),
     [
         ("config.json", '"batch_size": 64, ', "", "missing batch_size"),
-        ("trace.csv", "30,a.weight", "x,a.weight", "step must be a whole number, got 'x'"),
+        ("trace.csv", "30,a.weight", "x,a.weight", "step must be a whole number from .* got 'x'"),
         ("trace.csv", "30,a.weight", "300,a.weight", "within 100 steps, got step 300"),
-        ("trace.csv", "a.weight,12", "a.weight,99", "wl must be 2 to 32 .* got wl=99"),
+        (
+            "trace.csv",
+            "a.weight,12",
+            "a.weight,99",
+            "wl must be a whole number from 2 to 32, got '99'",
+        ),
         ("trace.csv", "30,a.weight", "30,c.weight", "the layers of layers.csv, got c.weight"),
         ("layers.csv", "madds", "flops", "must have a column madds, .* --model"),
         ("metrics.csv", "1,50\r\n2,100\r\n", "", "one whole epoch, got none"),
@@ -122,6 +128,68 @@ def test_wrong_content_says_what(folder, name, old, new, message):
     with pytest.raises(RunError, match=message) as caught:
         read_run(folder)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "[" * 100_000, "config.json must hold a JSON object"),
+        ("config.json", "[]", "config.json must hold a JSON object, got list"),
+        ("environment.json", "{", "environment.json must hold a JSON object"),
+        ("environment.json", '{"a":' * 100_000, "environment.json must hold a JSON object"),
+        ("timing.csv", "images_per_s\nnan\n", "images_per_s must be a number, got 'nan'"),
+        ("metrics.csv", "step\n-5\n", "step must be a whole number from 1 .* got '-5'"),
+        ("metrics.csv", "step\n" + "9" * 30 + "\n", "step must be a whole number from 1 "),
+        ("layers.csv", "layer,elements,madds\na.weight,1,1e400\n", "madds must be a whole number"),
+        ("layers.csv", "layer,elements,madds\na.weight,-1,1\n", "elements must be a whole number"),
+        ("layers.csv", "layer,elements,madds\na.weight,1,1,7\n", "a column for each cell"),
+    ],
+)
+def test_foreign_files_are_named(folder, name, content, message):
+    (folder / name).write_text(content)
+    with pytest.raises(RunError, match=message) as caught:
+        read_run(folder)
+    assert str(folder / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", 3),
+        ("policy", []),
+        ("batch_size", "64"),
+        ("batch_size", 0),
+        ("accumulation_steps", 10**400),
+        ("init_wl", -1),
+        ("init_wl", True),
+        ("lookback", 7),
+        ("lookback", [1, "x"]),
+        ("resolution", [0, 5]),
+        ("policy", "fixed:99,4"),
+        ("policy", "fixed:x"),
+    ],
+)
+def test_foreign_settings_are_named(folder, key, value):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(RunError, match=rf"config\.json: {key}.* must be"):
+        read_run(folder)
+
+
+def test_the_figure_is_not_written_through_a_link(folder, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("years of work")
+    (folder / "performance.png").symlink_to(outside)
+    main([str(folder)])
+    assert outside.read_text() == "years of work"
+    assert (folder / "performance.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(folder.glob(".*"))
+
+
+def test_names_that_look_like_formulas_are_drawn_as_they_are(folder):
+    text = (folder / "layers.csv").read_text() + "$\\frac{$,1x1,3,3\r\n"
+    (folder / "layers.csv").write_bytes(text.encode())
+    main([str(folder)])
 
 
 def test_a_model_that_differs_names_the_layers(folder, two_layers):
@@ -167,12 +235,26 @@ def test_what_the_user_can_put_right_is_one_line(arguments, message):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["run", "--model", "a:b"], ["model", "a:b", "--input", "x"]]
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: RUN"),
+        (["run", "--model", "a:b"], "--model and --input go together"),
+        (["run", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["model", "a:b"], "the following arguments are required: --input"),
+        (["model", "a:b", "--input", "x"], "--input: must be sizes of at least 1 .* got 'x'"),
+        (["model", "a:b", "--input", "3,0"], "--input: must be sizes of at least 1 .* got '3,0'"),
+        (["model", "a:b", "--input", "3", "--memory", "nan"], "--memory: .* above 0, got 'nan'"),
+        (["model", "a:b", "--input", "3", "--memory", "-1"], "--memory: .* above 0, got '-1'"),
+        (["model", "a:b", "--input", "3", "--copies", "-1"], "--copies: .* at least 0, got '-1'"),
+        (["tables", "x"], "unrecognized arguments: x"),
+    ],
 )
-def test_usage(arguments, capsys):
+def test_wrong_arguments_are_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert "usage: python -m perfmodel" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert re.search(f"^python -m perfmodel.*: error: .*{message}", shown)
 
 
 def test_command_model(capsys):

@@ -1,14 +1,20 @@
 import dataclasses
 import inspect
 import json
+import math
 
 import pytest
 import torch
 
 import marvin
 from train.alexnet import DEFAULTS as ALEXNET
+from train.checks import MAY_BE_INFINITE
 from train.config import MSGD_KEYWORDS, Config, from_dict, parse, run_folder, to_dict
 from train.resnet20 import DEFAULTS as RESNET20
+
+
+def _first(value):
+    return value[0] if isinstance(value, tuple) else value
 
 
 def test_no_flag_gives_the_defaults():
@@ -43,13 +49,74 @@ def test_every_kind_of_flag():
         ("--validation-share 1", "--validation-share must be 0 to below 1, got 1.0"),
         ("--plateau-factor 2", "--plateau-factor must be between 0 and 1, got 2.0"),
         ("--epoch 3", "unrecognized arguments: --epoch 3"),
+        ("--optimizer sgd --policy loss-budget", "write --policy loss-budget alone, or"),
+        ("--optimizer sgd --policy fixed:8,4", "write --policy fixed:8,4 alone, or"),
+        ("--optimizer sgd --policy marvin", "leave one of them out"),
+        ("--optimizer msgd --policy none", "leave one of them out"),
+        ("--init-wl 99", "--init-wl must be at most 32, got 99"),
+        ("--policy static --lookback 0 9", "--lookback must be at least 1, got 0"),
+        ("--policy fixed:8", "--policy must be marvin, muppet, "),
     ],
 )
-def test_bad_values_end_with_a_message(words, message, capsys):
+def test_bad_values_end_with_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as caught:
         parse(RESNET20, words.split())
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.startswith("python -m train.resnet20: error: ")
+    assert shown.count("\n") == 1
+
+
+def test_float32_may_still_be_asked_for():
+    assert parse(RESNET20, ["--optimizer", "sgd"]).method == "sgd"
+    assert parse(RESNET20, ["--policy", "none"]).method == "sgd"
+    assert parse(RESNET20, ["--optimizer", "sgd", "--policy", "none"]).method == "sgd"
+
+
+NUMBERS = [f for f in dataclasses.fields(Config) if type(_first(f.default)) in (int, float)]
+
+
+@pytest.mark.parametrize("field", NUMBERS, ids=lambda f: f.name)
+def test_no_number_may_be_nonsense(field, capsys):
+    """Flags and stored values alike: what is no number of the flag's kind ends with one line."""
+    flag, size = "--" + field.name.replace("_", "-"), 2 if isinstance(field.default, tuple) else 1
+    large = () if field.name in MAY_BE_INFINITE else ("1" * 40, "1" * 5000, "inf")
+    for text in ("nan", "-inf", "-1e30", "x", "", *large):
+        with pytest.raises(SystemExit) as caught:
+            parse(RESNET20, [flag, *([text] * size)])
+        assert caught.value.code == 2
+        shown = capsys.readouterr().err
+        assert flag in shown
+        assert shown.count("\n") == 1
+        assert len(shown) < 6000
+    for value in (math.nan, -math.inf, None, "3", [1], {}, True, 10**400):
+        stored = to_dict(RESNET20) | {field.name: [value] * size if size > 1 else value}
+        with pytest.raises(ValueError, match=flag):
+            from_dict(stored)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", "../demo"),
+        ("model", "__main__"),
+        ("model", 3),
+        ("dataset", "auto\n"),
+        ("activation", "os"),
+        ("policy", "fixed:" + "9" * 5000 + ",1"),
+        ("policy", None),
+        ("optimizer", "adam"),
+        ("resume", 1),
+        ("data_dir", "a\0b"),
+        ("ste", "none"),
+        ("lookback", 3),
+        ("lookback", [3]),
+    ],
+)
+def test_stored_words_are_checked(name, value):
+    with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} must be .*, got "):
+        from_dict(to_dict(RESNET20) | {name: value})
 
 
 def test_every_flag_says_what_it_means(capsys):

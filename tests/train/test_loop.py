@@ -205,7 +205,7 @@ def test_a_run_leaves_its_records(run, tiny, tmp_path, optimizer):
     folder = tmp_path / "run"
     names = {p.name for p in folder.iterdir()}
     want = {"config.json", "environment.json", "layers.csv", "metrics.csv", "timing.csv"}
-    want |= {"checkpoint.pt", "result.json", "tensorboard"}
+    want |= {"checkpoint.pt", "result.json", "tensorboard", ".lock"}
     if optimizer == "msgd":
         want |= {"trace.csv", "word_lengths.png"}
         assert "mean word length" in summary

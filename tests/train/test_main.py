@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from train import demo
 from train import main as main_module
 from train.main import choose_device, main
 from train.resnet20 import DEFAULTS, MIN_SIDE, resnet20
@@ -60,3 +61,26 @@ def test_ctrl_c_says_how_to_continue(monkeypatch, tmp_path):
     with pytest.raises(SystemExit) as caught:
         train("--run", str(tmp_path))
     assert "--resume" in str(caught.value.code)
+
+
+def test_the_demo_has_help_and_no_arguments(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "train", None)
+    with pytest.raises(SystemExit) as caught:
+        demo.main(["--help"])
+    assert caught.value.code == 0
+    assert "in float32 and in fixed point" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        demo.main(["--epochs", "3"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_that_has_no_room_is_one_line(tmp_path, monkeypatch):
+    def build(*_: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\nframes")
+
+    words = ["--dataset", "digits", "--width", "60000", "--run", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as caught:
+        main(DEFAULTS, build, MIN_SIDE, words)
+    assert "--width must leave room for the model, got 60000: " in str(caught.value.code)
+    assert "\n" not in str(caught.value.code)

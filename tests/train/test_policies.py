@@ -1,6 +1,7 @@
 """``--policy``: the same harness with other policies."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -119,9 +120,8 @@ def test_a_run_is_resumed_to_the_bit(run, tiny, tmp_path, monkeypatch, policy):
 def test_muppet_owns_the_rate_and_the_end(run, tiny, tmp_path, monkeypatch):
     short = marvin.MuppetPolicy(levels=(8, 32), window=1, patience=1, epochs_per_lr=1, lr_decays=1)
     # a diversity of one epoch is always 1: no violation, so say when
-    monkeypatch.setattr(
-        "marvin.muppet.epoch_diversity", lambda _: 1.0 / (1 + short._state["epoch"])
-    )
+    falling = (1.0 / epoch for epoch in itertools.count(2))
+    monkeypatch.setattr("marvin.muppet.epoch_diversity", lambda _: next(falling))
     monkeypatch.setattr("marvin.muppet.threshold", lambda _: 1.0)
     monkeypatch.setattr("train.optimizers._policy", lambda _: short)
     run(dataclasses.replace(tiny, policy="muppet", epochs=9, plateau_patience=0))

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -208,6 +209,83 @@ def test_other_folders_are_not_replaced(run, tmp_path):
     with pytest.raises(SystemExit, match="must be an earlier export or not there"):
         export(run, "--to", "packed", "--out", str(tmp_path))
     assert (tmp_path / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "fashion-mnist"])
+def test_a_configuration_does_not_say_where_data_is_made(run, dataset, tmp_path, monkeypatch):
+    def fetch(*_: object) -> None:
+        raise AssertionError("nothing may be downloaded")
+
+    monkeypatch.setattr("urllib.request.urlopen", fetch)
+    folder, outside = tmp_path / "run", tmp_path / "home/data"
+    shutil.copytree(run, folder)
+    config = json.loads((folder / "config.json").read_text())
+    hostile = config | {"dataset": dataset, "data_dir": str(outside)}
+    (folder / "config.json").write_text(json.dumps(hostile))
+    monkeypatch.setattr("train.fashion_mnist.DEBIAN", tmp_path / "none")
+    with pytest.raises(SystemExit) as caught:
+        export(folder, "--to", "packed")
+    assert "looked for" in str(caught.value.code)
+    assert str(outside) in str(caught.value.code)
+    assert "\n" not in str(caught.value.code)
+    assert not outside.parent.exists()
+
+
+def test_a_data_folder_of_the_users_own_may_be_made(run, tmp_path, monkeypatch):
+    asked = []
+
+    def load(name: str, data_dir: Path, *, may_fetch: bool = True):
+        asked.append((str(data_dir), may_fetch))
+        return digits(name, data_dir)
+
+    digits = trainer.load
+    monkeypatch.setattr(trainer, "load", load)
+    open_run(run)
+    open_run(run, str(tmp_path))
+    assert asked == [("data", False), (str(tmp_path), True)]
+
+
+def test_exports_of_a_run_stay_in_its_folder(run, tmp_path):
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    shutil.copytree(run, folder)
+    outside.mkdir()
+    (folder / "export").symlink_to(outside)
+    with pytest.raises(SystemExit, match="export must be a folder of the run, got a link"):
+        export(folder, "--to", "packed")
+    assert not list(outside.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--to", "packed", "--wl", "99"], "argument --wl: must be a whole number from 2 to 32"),
+        (["--to", "packed", "--wl", "-1"], "argument --wl: must be a whole number from 2 to 32"),
+        (["--to", "packed", "--scale-wl", "x"], "argument --scale-wl: must be a whole number"),
+        (["--to", "packed", "--sums-wl", "0"], "argument --sums-wl: must be a whole number"),
+        (["--to", "packed", "--samples", "-3"], "argument --samples: must be a whole number"),
+        (["--to", "paper"], "argument --to: invalid choice: 'paper'"),
+        ([], "the following arguments are required: --to"),
+    ],
+)
+def test_wrong_arguments_are_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["nowhere", *words])
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"python -m marvin.export: error: {message}")
+    assert shown.count("\n") == 1
+
+
+def test_a_checkpoint_of_another_run_is_one_line(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    state["optimizer"]["state"] = {}
+    torch.save(state, tmp_path / "run/checkpoint.pt")
+    with pytest.raises(SystemExit) as caught:
+        export(tmp_path / "run", "--to", "packed")
+    assert "checkpoint.pt must hold a checkpoint of this run, got a foreign one" in str(
+        caught.value.code
+    )
 
 
 def test_importing_the_command_loads_no_trainer_and_no_extra():

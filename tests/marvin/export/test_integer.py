@@ -11,7 +11,17 @@ from torch import nn
 from fixedpoint_kernels import FixedPoint, encode, quantize
 from marvin.export import ExportError, integer, verify
 from marvin.export.arithmetic import round_codes, round_fraction, weigh
-from marvin.export.network import Conv, Linear
+from marvin.export.bounds import first_value, value_of
+from marvin.export.network import (
+    Add,
+    AveragePool,
+    Conv,
+    Input,
+    Linear,
+    MaxPool,
+    Network,
+    Round,
+)
 from marvin.export.simulate import simulate
 
 
@@ -83,6 +93,47 @@ def test_linear_layers_are_exact_beyond_int64(terms):
     x = np.full((1, terms), -(2**31))
     op = Linear("l", ("x",), weight, FixedPoint(32, 0), None, FixedPoint(32, 0))
     assert weigh(op, x).tolist() == [[terms * 2**62, (terms - 1) * 2**62 - 2**31]]
+
+
+def network_of(*ops):
+    """Return a network of 32 bits whose values after the first layer do not fit in int64."""
+    fmt = FixedPoint(32, 0)
+    first = Conv(
+        "c", ("r",), torch.full((1, 1, 2, 2), 2**31 - 1), fmt, None, fmt, (1, 1), (1, 1), (1, 1), 1
+    )
+    ops = Input("x", (), (1, 4, 4)), Round("r", ("x",), fmt), first, *ops
+    values = {"r": first_value(ops[1], (1, 4, 4))}
+    for op in ops[2:]:
+        values[op.name] = value_of(op, [values[name] for name in op.inputs])
+    return Network(ops, values, "trained")
+
+
+def test_layers_take_sums_wider_than_int64():
+    fmt = FixedPoint(32, 0)
+    numbers = torch.full((1, 1, 2, 2), -(2**31)), fmt, None, fmt, (1, 1), (0, 0), (1, 1), 1
+    network = network_of(Conv("d", ("c",), *numbers), Conv("e", ("d",), *numbers))
+    codes = integer.run_all(network, torch.full((1, 1, 4, 4), 2.0**31))
+    assert codes["c"][0, 0, 2, 2] == 4 * (2**31 - 1) ** 2
+    window = codes["c"][0, 0, 1:3, 1:3].tolist()
+    assert codes["d"][0, 0, 1, 1] == -(2**31) * sum(map(sum, window))
+    window = codes["d"][0, 0, 1:3, 1:3].tolist()
+    assert codes["e"][0, 0, 1, 1] == -(2**31) * sum(map(sum, window))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_pools_put_zeros_around_sums_wider_than_int64(sign):
+    fmt, pool = FixedPoint(32, -31), ((2, 2), (1, 1), (1, 1))
+    network = network_of(
+        AveragePool("a", ("c",), *pool, fmt),
+        MaxPool("m", ("c",), *pool, (1, 1)),
+        Add("s", ("m", "m")),
+    )
+    codes = integer.run_all(network, torch.full((1, 1, 4, 4), sign * 2.0**31))
+    corner = codes["c"][0, 0, 0, 0]
+    assert codes["a"][0, 0, 0, 0] == round(Fraction(corner, 4 * 2**31))
+    assert codes["m"][0, 0, 0, 0] == corner
+    assert codes["s"][0, 0, 0, 0] == 2 * corner
+    assert not any(isinstance(code, np.integer) for code in codes["m"].ravel())
 
 
 @pytest.mark.parametrize(("wl", "fl"), [(4, 2), (6, 3), (8, 5), (10, 6)])

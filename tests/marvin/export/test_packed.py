@@ -4,6 +4,7 @@ import random
 import struct
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -350,3 +351,13 @@ def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "net").write_bytes(b"pickle")
     with pytest.raises(ExportError, match=r"net must be a packed network: .* got 6"):
         packed.load(tmp_path / "net")
+
+
+@pytest.mark.parametrize(
+    "x", [torch.tensor(5).expand(1), torch.from_numpy(np.zeros(0, np.int64)), torch.tensor(True)]
+)
+def test_strides_of_one_number_or_none_do_not_matter(x):
+    state = {"others": x}
+    loaded = packed.from_bytes(packed.to_bytes(packed.pack_state(state, {}))).state_dict()
+    assert loaded["others"].dtype is x.dtype
+    assert torch.equal(loaded["others"], x)

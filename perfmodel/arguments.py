@@ -1,0 +1,65 @@
+"""What commands share: an error of the user is one line."""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import NoReturn
+
+__all__ = ["Parser", "message_of", "real", "whole"]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of which a flag must be written out, and whose errors are one line, not the usage."""
+
+    def __init__(self, prog: str, description: str = "", epilog: str = ""):
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2."""
+        self.exit(2, f"{self.prog}: error: {message} (--help tells more)\n")
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an error as one line without control characters, whatever is in it."""
+    text = "".join(c if c.isprintable() else " " for c in str(error))
+    return " ".join(text.split()) or type(error).__name__
+
+
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return what makes a flag's text a whole number from ``low`` on, to ``high`` if given."""
+    required = f"at least {low}" if high is None else f"from {low} to {high}"
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number, {required}, got {text[:60]!r}"
+            )
+        return value
+
+    return convert
+
+
+def real(*, may_be_0: bool = False) -> Callable[[str], float]:
+    """Return what makes a flag's text a finite number above 0, or 0 too."""
+    required = "of at least 0" if may_be_0 else "above 0"
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf or not (value or may_be_0):
+            raise argparse.ArgumentTypeError(f"must be a number {required}, got {text[:60]!r}")
+        return value
+
+    return convert

@@ -1,0 +1,129 @@
+"""The files of a run folder, read by whoever finds one: whole and of their kind, or refused."""
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RunError", "number", "read_json", "read_rows", "read_text", "replace_file", "shown"]
+__all__ += ["whole"]
+
+
+class RunError(ValueError):
+    """A run folder that cannot be used; says which file, and why."""
+
+
+def read_text(path: Path) -> str:
+    """Return what is in a file.
+
+    Raises:
+        RunError: There is none, or it is not text.
+    """
+    try:
+        if path.exists() and not path.is_file():  # reading a pipe or a device would never end
+            raise RunError(f"{path} must be a file, got a folder or a device")
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RunError(f"{path} must be there, found none") from error
+    except (OSError, UnicodeDecodeError, MemoryError) as error:
+        raise RunError(f"{path} must be text: {error or 'too large'}") from error
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path`` at once; a link there is replaced, what it names stays."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        RunError: There is none.
+    """
+    text = read_text(path)
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise RunError(f"{path} must hold a JSON object: {error}") from error
+    if not isinstance(values, dict):
+        raise RunError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def read_rows(path: Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
+    """Return the rows of a table whose ``columns`` are all filled.
+
+    Raises:
+        RunError: There is no table with such columns, or it is cut off.
+    """
+    text = read_text(path)
+    try:
+        reader = csv.DictReader(io.StringIO(text))
+        rows, names = list(reader), reader.fieldnames or ()
+    except csv.Error as error:
+        raise RunError(f"{path} must be a table: {error}") from error
+    if not names or not set(columns) <= set(names):
+        got = ", ".join(names) or "an empty file"
+        raise RunError(f"{path} must have columns {', '.join(columns) or 'in it'}, got {got}")
+    for line, row in enumerate(rows, start=2):
+        is_cut = any(cell is None for cell in row.values()) or any(not row[n] for n in columns)
+        if is_cut or (line > len(rows) and text[-1] != "\n"):
+            raise RunError(f"{path} must be whole, line {line} is cut off")
+        if None in row:  # where csv puts cells without a column
+            raise RunError(f"{path} must have a column for each cell, got more in line {line}")
+    return rows
+
+
+def whole(path: Path, values: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    """Return a whole number that a file holds: in JSON as one, in a table as text.
+
+    Args:
+        path: The file.
+        values: What it holds.
+        name: Of the number.
+        low: The smallest that is allowed.
+        high: The largest.
+
+    Raises:
+        RunError: It is missing, no whole number or out of range.
+    """
+    value = values.get(name)
+    try:
+        found = int(value) if isinstance(value, str) and path.suffix == ".csv" else value
+    except ValueError:
+        found = None
+    if not isinstance(found, int) or isinstance(found, bool) or not low <= found <= high:
+        required = f"a whole number from {low} to {high:,}"
+        raise RunError(f"{path}: {name} must be {required}, got {shown(value)}")
+    return found
+
+
+def number(path: Path, values: Mapping[str, Any], name: str) -> float:
+    """Return a finite number that a file holds, as JSON or as text.
+
+    Raises:
+        RunError: It is missing or none.
+    """
+    try:
+        found = float(values[name])
+    except (KeyError, OverflowError, TypeError, ValueError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise RunError(f"{path}: {name} must be a number, got {shown(values.get(name))}")
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return a value that a file holds as a message shows it: short, and whatever is in it."""
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    return f"{value!r:.60}" if is_plain else f"a {type(value).__name__}"

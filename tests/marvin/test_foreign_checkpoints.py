@@ -1,0 +1,75 @@
+"""Sharded checkpoints that are damaged or foreign: one error that names the folder, no code run."""
+
+import os
+import pickle
+import random
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import marvin
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def made(width=3):
+    model = nn.Linear(width, 2)
+    return model, marvin.MSGD(model.named_parameters())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, optimizer = made()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step(loss=1.0)
+    marvin.save_sharded(tmp_path / "whole", model, optimizer, {"epoch": 3})
+    return tmp_path / "whole"
+
+
+def test_what_is_whole_loads(saved):
+    assert marvin.load_sharded(saved, *made()) == {"epoch": 3}
+
+
+def test_metadata_run_no_code(saved, tmp_path):
+    (saved / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "made")))
+    with pytest.raises(ValueError, match=r"whole must hold .*it names \w+\.mkdir"):
+        marvin.load_sharded(saved, *made())
+    assert not (tmp_path / "made").exists()
+
+
+def test_another_model_is_named(saved):
+    with pytest.raises(ValueError, match=r"whole must hold a whole checkpoint .* of this model"):
+        marvin.load_sharded(saved, *made(width=4))
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_damage_is_named(saved, tmp_path, name):
+    chance, content = random.Random(name), (saved / name).read_bytes()
+    folder, refused = tmp_path / "damaged", []
+    for number in range(30):
+        changed = bytearray(content)
+        if number % 2:
+            changed = changed[: chance.randrange(len(content))]
+        else:
+            for _ in range(20):
+                changed[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        shutil.copytree(saved, folder, dirs_exist_ok=True)
+        (folder / name).write_bytes(bytes(changed))
+        try:
+            marvin.load_sharded(folder, *made())
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) >= 15
+    assert all(line.startswith(f"{folder} must hold a whole checkpoint") for line in refused)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    with pytest.raises(ValueError, match="damaged must hold a whole checkpoint"):
+        marvin.load_sharded(folder, *made())
