@@ -246,19 +246,16 @@ class _Outputs(_Hook):
 
 
 class _Loading(_Hook):
-    """Makes room for the formats of a state; where a state has none, those of the module stay."""
+    """Refuses numbers that are no formats; where a state has none, those of the module stay."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         errors: list[str] = rest[-1]
         own = getattr(module, BUFFER)
         loaded = state.setdefault(prefix + BUFFER, own.detach().clone())
         try:
-            formats = decode_formats(loaded, prefix + BUFFER)
+            decode_formats(loaded, prefix + BUFFER)
         except ValueError as error:
             errors.append(str(error))
-            return
-        if len(formats.weights) == len(channels_of(module)) and loaded.shape != own.shape:
-            setattr(module, BUFFER, own.new_zeros(loaded.shape))
 
 
 @dataclass(frozen=True)

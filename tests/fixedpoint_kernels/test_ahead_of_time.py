@@ -18,7 +18,7 @@ def compile_all(target, *options, cache):
     environment["TRITON_CACHE_DIR"] = str(cache)
     command = [sys.executable, "-W", "error", str(SCRIPT), target, *options]
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, capture_output=True, text=True, timeout=1800, check=False
     )
 
 

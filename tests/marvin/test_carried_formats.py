@@ -120,6 +120,11 @@ def test_a_state_loads_into_a_prepared_model_and_not_into_a_float_one(policy):
     same(outputs(prepared), wanted)
     prepared.load_state_dict(load(save(state)))  # as safetensors have it
     same(outputs(prepared), wanted)
+    assigned = net(1)
+    marvin.prepare(assigned)
+    outputs(assigned)  # reads the formats there are
+    assigned.load_state_dict(load(save(state)), assign=True)
+    same(outputs(assigned), wanted)
     float_state = net(2).state_dict()
     handle.remove()
     prepared.load_state_dict(float_state)

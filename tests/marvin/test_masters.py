@@ -145,6 +145,32 @@ def test_a_change_is_saved_too():
     assert (state["state"][0]["master"] == 0.5).all()
 
 
+def test_a_change_counts_at_the_end_of_an_epoch():
+    model = net()
+    optimizer = marvin.MSGD(model.named_parameters(), **FAST)
+    train(model, optimizer, 3)
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+    with pytest.warns(UserWarning, match="new masters"):
+        optimizer.end_epoch()
+    assert (optimizer.state[model[0].weight]["master"] == 0.5).all()
+
+
+def test_masters_keep_no_gradients():
+    model = net()
+    optimizer = wrapped("AdamW", model)
+    train(model, optimizer, 2)
+    assert [master.grad for master in optimizer.optimizer.state] == [None] * 6
+
+
+def test_a_state_of_a_later_version_is_refused():
+    optimizer = wrapped("AdamW", net())
+    state = optimizer.state_dict()
+    state["marvin"]["version"] = 3
+    with pytest.raises(ValueError, match="must be of version 1 or 2, got version 3"):
+        optimizer.load_state_dict(state)
+
+
 def test_what_was_written_back_as_it_was_changes_nothing():
     model, twin = net(), net()
     optimizer, other = (marvin.MSGD(m.named_parameters(), **FAST) for m in (model, twin))
