@@ -131,7 +131,7 @@ class Rounder:
         seen, version = self._seen
         if buffer is not seen or buffer.is_inference() or buffer._version != version:
             self._formats = decode_formats(buffer, f"{self.name}.{BUFFER}".lstrip("."))
-            self._seen = buffer, 0 if buffer.is_inference() else buffer._version
+            self._seen = buffer, _version(buffer)
         return self._formats
 
     @torch.no_grad()
