@@ -106,4 +106,32 @@ def _division() -> Iterator[Job]:
         yield Job(f"decompress, {name}", "division", "_decompress_kernel", make)
 
 
-JOBS = *_rounding(), *_histograms(), *_surveys(), *_packing(), *_few_bit(), *_division()
+def _products() -> Iterator[Job]:
+    """Yield products, which no copy's bandwidth bounds, and the rounding of gradients."""
+    kernel = "_correlate_kernel"
+    for name, make in {
+        "convolve, uint8": work.convolve(torch.uint8, FLOAT, 1),
+        "convolve, int8, to bfloat16": work.convolve(torch.int8, HALF, 2),
+        "input gradient": work.input_gradient(1),
+        "input gradient, stride 2": work.input_gradient(2),
+    }.items():
+        yield Job(name, "products", kernel, make, is_timed=False)
+    for dtype in (torch.uint8, torch.int8):
+        name = f"weight gradient, {str(dtype).removeprefix('torch.')}"
+        make = work.weight_gradient(dtype)
+        yield Job(name, "products", "_weight_gradient_kernel", make, is_timed=False)
+    make = work.round_per_sample(FLOAT, 3)
+    yield Job("round 3 samples", "products", "_round_kernel", make)
+    make = work.round_per_sample(HALF, 9)
+    yield Job("round 9 samples, bfloat16", "products", "_largest_kernel", make)
+
+
+JOBS = (
+    *_rounding(),
+    *_histograms(),
+    *_surveys(),
+    *_packing(),
+    *_few_bit(),
+    *_division(),
+    *_products(),
+)

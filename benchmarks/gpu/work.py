@@ -14,6 +14,7 @@ from fixedpoint_kernels.few_bit.fused import fused_of
 from fixedpoint_kernels.few_bit.table import Table
 from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.rounding import Rounding
 from fixedpoint_kernels.rounding import reference as rounding_reference
 
@@ -24,11 +25,14 @@ __all__ = [
     "Work",
     "cells",
     "compress",
+    "convolve",
     "decode",
     "decompress",
     "encode",
+    "input_gradient",
     "many",
     "pack",
+    "round_per_sample",
     "rounding",
     "sampled",
     "survey",
@@ -36,6 +40,7 @@ __all__ = [
     "unpack",
     "value_and_codes",
     "value_and_encode",
+    "weight_gradient",
 ]
 
 FMT, KEY = FixedPoint(8, 4), Key(3, 5)
@@ -43,6 +48,7 @@ SPECIAL = 0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3e38, -3e
 CANDIDATES = [FixedPoint(6 + fl, fl) for fl in range(16)]
 BINS, CELLS = Bins(-4.0, 12.5, 100), Cells(7, -512, 1024)  # of values from -4 to 4
 TENSORS = 65
+CHANNELS, OUTPUTS, SIDE, KERNEL = 24, 40, 9, (3, 3)  # of a convolution
 
 
 class Work(NamedTuple):
@@ -260,5 +266,66 @@ def decompress(sides: tuple[int, ...], bits: int, dtype: torch.dtype = torch.flo
             return outputs
 
         return Work(parts, [torch.empty(layout.shape, dtype=dtype, device=device)], run)
+
+    return make
+
+
+def _images(n: int) -> int:
+    return max(1, n // (CHANNELS * SIDE * SIDE))
+
+
+def _exponents(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device) % 7 - 12
+
+
+def convolve(x: torch.dtype, dtype: torch.dtype, stride: int) -> Make:
+    window = Window((stride, stride), (1, 1), (1, 1), 1)
+
+    def make(n: int, device: torch.device) -> Work:
+        codes = _integers((_images(n), CHANNELS, SIDE, SIDE), device, x)
+        weight = _integers((OUTPUTS, CHANNELS, *KERNEL), device, torch.int8)
+        return Work([codes, weight, _exponents(OUTPUTS, device)], [], run)
+
+    def run(code: Any, inputs: list[Tensor], _: list[Tensor]) -> list[Tensor]:
+        return [code.convolve(*inputs, window, dtype, False)[0]]
+
+    return make
+
+
+def input_gradient(stride: int) -> Make:
+    window = Window((stride, stride), (1, 1), (1, 1), 1)
+
+    def make(n: int, device: torch.device) -> Work:
+        side = (SIDE - 1) // stride + 1
+        grad = _integers((_images(n), OUTPUTS, side, side), device, torch.int8)
+        weight = _integers((OUTPUTS, CHANNELS, *KERNEL), device, torch.int8)
+        return Work([grad, weight, _exponents(len(grad), device)], [], run)
+
+    def run(code: Any, inputs: list[Tensor], _: list[Tensor]) -> list[Tensor]:
+        return [code.input_gradient(*inputs, (SIDE, SIDE), window, torch.float32)]
+
+    return make
+
+
+def weight_gradient(x: torch.dtype) -> Make:
+    window = Window((1, 1), (1, 1), (1, 1), 1)
+
+    def make(n: int, device: torch.device) -> Work:
+        codes = _integers((_images(n), CHANNELS, SIDE, SIDE), device, x)
+        grad = _integers((len(codes), OUTPUTS, SIDE, SIDE), device, torch.int8)
+        return Work([codes, grad, _exponents(len(codes), device)], [], run)
+
+    def run(code: Any, inputs: list[Tensor], _: list[Tensor]) -> list[Tensor]:
+        return [code.weight_gradient(*inputs, KERNEL, window)]
+
+    return make
+
+
+def round_per_sample(dtype: torch.dtype, samples: int) -> Make:
+    """Return work whose first sample holds an infinity: its codes are 0."""
+
+    def make(n: int, device: torch.device) -> Work:
+        x = _values(samples * (n // samples + 1), device, dtype).view(samples, -1)
+        return Work([x], [], lambda code, xs, _: list(code.round_per_sample(xs[0], KEY)))
 
     return make
