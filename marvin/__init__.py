@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from marvin import tensorboard
+from marvin import integer, tensorboard
 from marvin.activations import QuantizedActivations
 from marvin.checkpoint import load_sharded, save_sharded
 from marvin.conversion import prepare, quantize_activations
@@ -33,6 +33,7 @@ __all__ = [
     "Switch",
     "fake_quantize",
     "freeze",
+    "integer",
     "load_sharded",
     "prepare",
     "quantize_activations",
