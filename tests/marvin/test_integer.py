@@ -154,6 +154,28 @@ def test_the_integer_step_equals_float64(case):
         torch.testing.assert_close(got, wanted.float())
 
 
+@given(layers())
+def test_rounded_gradients_are_near_those_of_float64(case):
+    """Each element of the output's gradient moves by less than a code of its sample."""
+    x, weight, bias, product, grad = case
+    grad = grad * torch.tensor([4.0, 0.25, 1.0, 16.0])[: len(x)].view(-1, *[1] * (grad.dim() - 1))
+    found = run_layer(x, weight, bias, Layer(product, Options(), Noise(1, 2, 3)), grad)
+    plain = run_layer(x, weight, bias, Layer(product, Options(None, None)), grad)
+    step = torch.exp2(torch.ceil(torch.log2(grad.flatten(1).amax(1) / 127)))  # of each sample
+    shifts = torch.tensor([2.0**s for s in product.shifts or [0] * len(weight)])
+    own = step.view(-1, *[1] * (grad.dim() - 1)) * torch.ones_like(grad)
+    along = -1 if product.window is None else 1
+    of_weight = own.movedim(along, -1).flatten(0, -2).amax(0)  # of each output
+    sums = x.abs().double().flatten(1).amax(1) @ torch.ones(len(x)).double()
+    places = grad.movedim(along, -1)[0].numel() // len(weight)
+    assert ((found[2] - plain[2]).abs().flatten(1).amax(1) <= of_weight * sums * places).all()
+    sizes = (weight * shifts.view(-1, *[1] * (weight.dim() - 1))).abs().sum()  # shifts go to grad
+    errors = (found[1] - plain[1]).abs().flatten(1).amax(1)
+    assert (errors <= step * sizes).all()
+    if grad.numel() > 8:
+        assert not torch.equal(found[2], plain[2]) or not x.any()
+
+
 def test_noise_is_drawn_anew_for_each_product_and_each_rank(monkeypatch):
     model, _ = make("fixed")
     state = model[0]._forward_pre_hooks  # any rounder shares the model's state
@@ -310,10 +332,10 @@ def test_activation_checkpointing():
 
 def test_accumulated_gradients_have_noise_of_their_own():
     model, _ = make("fixed")
-    grads = []
+    grads, grad = [], torch.rand(2, 4, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         model.zero_grad()
-        model[8](torch.full((2, 18), 0.5)).pow(2).sum().backward()
+        model[8](torch.full((2, 18), 0.5)).backward(grad)  # on the grid: no noise of its own
         grads.append(model[8].weight.grad.clone())
     assert not torch.equal(*grads)
 
@@ -345,6 +367,22 @@ def test_a_gradient_that_is_not_finite_reaches_the_optimizer():
     loss.backward()
     with pytest.raises(FloatingPointError, match="finite"):
         optimizer.step(loss=1.0)
+
+
+def test_a_gradient_that_is_not_finite_reaches_the_input():
+    """Whatever the fractional length of the weight is."""
+    product = Product(FixedPoint(8, 4), FixedPoint(8, 6), None)
+    grad = torch.tensor([[1.0, float("inf")], [1.0, 2.0]])
+    _, of_input, of_weight, _ = run_layer(
+        torch.ones(2, 3),
+        torch.ones(2, 3),
+        torch.zeros(2),
+        Layer(product, Options(), Noise(1, 2, 3)),
+        grad,
+    )
+    assert not of_input[0].isfinite().any()
+    assert of_input[1].isfinite().all()
+    assert not of_weight.isfinite().any()
 
 
 class Own(nn.Conv2d):
