@@ -235,6 +235,17 @@ def test_a_copied_pair_goes_on_alike(wrap):
     same(outputs(model), outputs(pair[0]))
 
 
+def test_a_prepared_model_computes_the_same():
+    model, optimizer = make("channels")
+    train(model, optimizer, 3)
+    other = net(4)
+    marvin.prepare(other)
+    convert(other)
+    other.load_state_dict(model.state_dict())
+    assert sum(row.is_integer for row in report(other).rows) == 4
+    same(outputs(other), outputs(model))
+
+
 def test_a_state_without_the_count_of_gradients_loads():
     model, optimizer = make(converted=False)
     train(model, optimizer, 2)
