@@ -218,9 +218,12 @@ def _codes(x: Tensor, fmt: FixedPoint) -> Tensor:
 
 
 def _codes_of_weight(weight: Tensor, product: Product) -> Tensor:
-    own = weight.detach()
-    scaled = own * _of_shifts(product.shifts, own) if product.shifts else own
-    return _codes(scaled, product.weight_fmt)
+    """Return codes, channels last as kernels want them, of a copy: FSDP2 frees the weight's memory."""
+    form = torch.channels_last if weight.dim() == 4 else torch.contiguous_format
+    own = weight.detach().clone(memory_format=form)
+    if product.shifts:
+        own.mul_(_of_shifts(product.shifts, own))
+    return _codes(own, product.weight_fmt)
 
 
 def _traceable(x: Tensor, fmt: FixedPoint) -> Tensor:

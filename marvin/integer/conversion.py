@@ -8,6 +8,7 @@ from fixedpoint_kernels import products
 from marvin.integer.formats import BITS, Execution, Options, carried, choose
 from marvin.integer.layers import CLASSES, OPTIONS, keep_out_of_compilation
 from marvin.layers import is_layer
+from marvin.model_formats import ModuleFormats
 
 __all__ = ["Report", "Row", "convert", "report", "revert"]
 
@@ -81,7 +82,8 @@ def convert(
     options.
 
     Args:
-        model: Its layers round their inputs: ``marvin.quantize_activations`` came before.
+        model: Its layers round their inputs by ``marvin.quantize_activations``, which may come before
+            or after.
         gradient_bits: 8, or None for gradients in float; or a pair, for the gradient of the input
             and that of the weight.
         execution: ``"integer"``; or ``"simulation"``, the same step in PyTorch's float32, equal to
@@ -91,7 +93,7 @@ def convert(
         What runs in each layer, and why not integers where they do not.
 
     Raises:
-        ValueError: ``model`` carries no formats; or an argument is unknown.
+        ValueError: An argument is unknown.
     """
     pair = gradient_bits if isinstance(gradient_bits, tuple) else (gradient_bits, gradient_bits)
     if len(pair) != 2 or any(bits not in (BITS, None) for bits in pair):
@@ -101,11 +103,6 @@ def convert(
         )
     if execution not in ("integer", "simulation"):
         raise ValueError(f"execution must be 'integer' or 'simulation', got {execution!r}")
-    if not any("fixed_point" in dict(m.named_buffers(recurse=False)) for m in model.modules()):
-        raise ValueError(
-            "a model to convert must carry formats, got one without: first call "
-            "marvin.quantize_activations(model, optimizer)"
-        )
     keep_out_of_compilation()
     for module in model.modules():
         if type(module) in CLASSES:
@@ -153,11 +150,13 @@ def _why_not(module: nn.Module) -> str:
     """Say why a layer does not multiply integers; "" where it does."""
     if type(module) in CLASSES:
         return "not converted"
-    if type(module) not in CLASSES.values():
+    if not isinstance(module, tuple(CLASSES.values())):
         return f"there is no integer product for {type(module).__name__}"
-    product = choose(module, carried(module)[0])
+    formats = carried(module)[0]
+    product = choose(module, formats)
     if isinstance(product, str):
-        return product
+        has_none = formats == ModuleFormats()
+        return "it carries no formats: call marvin.quantize_activations" if has_none else product
     return (
         "the integer step is simulated"
         if getattr(module, OPTIONS).execution == "simulation"
