@@ -209,10 +209,10 @@ def _decode_kernel(
             code |= (w6 >> row & 1) << 6 | (w7 >> row & 1) << 7
         level = tl.load(levels_ptr + code)
         grad = tl.load(grad_ptr + i, mask=i < n, other=0.0)
-        if grad_ptr.dtype.element_ty == tl.float64 or out_ptr.dtype.element_ty == tl.float64:
-            grad = grad.to(tl.float64)
-        else:
+        if grad_ptr.dtype.element_ty != tl.float64:
             grad = _to_float32(grad)
+        if out_ptr.dtype.element_ty == tl.float64:
+            grad = grad.to(tl.float64)
         product = tl.where(level == 0.0, 0.0, grad * level)  # of an infinite gradient too
         tl.store(out_ptr + i, _rounded(product, out_ptr.dtype.element_ty), mask=i < n)
 
