@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fixedpoint_kernels import products
-from marvin.integer.formats import BITS, Execution, Options, carried, choose
+from marvin.integer.formats import BITS, Execution, Options, carried, choose, why_no_kernel
 from marvin.integer.layers import CLASSES, OPTIONS, keep_out_of_compilation
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
@@ -153,12 +153,11 @@ def _why_not(module: nn.Module) -> str:
     if not isinstance(module, tuple(CLASSES.values())):
         return f"there is no integer product for {type(module).__name__}"
     formats = carried(module)[0]
+    if formats == ModuleFormats():
+        return "it carries no formats: marvin.quantize_activations leaves it out, or was not called"
     product = choose(module, formats)
     if isinstance(product, str):
-        has_none = formats == ModuleFormats()
-        return "it carries no formats: call marvin.quantize_activations" if has_none else product
-    return (
-        "the integer step is simulated"
-        if getattr(module, OPTIONS).execution == "simulation"
-        else ""
-    )
+        return product
+    if getattr(module, OPTIONS).execution == "simulation":
+        return "the integer step is simulated"
+    return why_no_kernel(next(module.parameters()).device)

@@ -3,16 +3,26 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
-from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels import FixedPoint, products
 from marvin._torch_private import hooks_of
 from marvin.activations import ForwardState, RoundsInputs
 from marvin.channels import ChannelFormat
 from marvin.freezing import FrozenRounding
 from marvin.model_formats import ModuleFormats
 
-__all__ = ["BITS", "Execution", "Options", "Product", "carried", "choose", "window_of"]
+__all__ = [
+    "BITS",
+    "Execution",
+    "Options",
+    "Product",
+    "carried",
+    "choose",
+    "why_no_kernel",
+    "window_of",
+]
 
 BITS = 8
 Execution = Literal["integer", "simulation"]
@@ -94,6 +104,14 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
         return "its inputs or weights are in block floating point"
     product = Product(inputs, weight, window)
     return product if product.weight_fmt.signed else "its weights are unsigned"
+
+
+def why_no_kernel(device: torch.device) -> str:
+    """Say why products on a device would be slower than floats; "" where they are not."""
+    path = products.path()
+    if device.type != "cpu" or path.is_own or path.reason == products.FORCED:
+        return ""
+    return f"this processor has no kernel of integers: {path.reason}"
 
 
 def window_of(module: nn.Module) -> tuple[_Numbers, _Numbers, _Numbers] | str | None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from marvin.activations import FLOATS
 from marvin.integer import autograd
-from marvin.integer.formats import Options, carried, choose
+from marvin.integer.formats import Options, carried, choose, why_no_kernel
 
 __all__ = [
     "CLASSES",
@@ -62,6 +62,8 @@ def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tenso
     product = choose(module, formats)
     dims = next((d for kind, d in _DIMS.items() if isinstance(module, kind)), max(x.dim(), 2))
     if isinstance(product, str) or x.dtype not in FLOATS or x.dim() != dims:
+        return stock(x)
+    if options.execution == "integer" and why_no_kernel(x.device):
         return stock(x)
     if state is None:  # frozen
         layer = autograd.Layer(product, options)

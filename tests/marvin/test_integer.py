@@ -421,7 +421,7 @@ def test_the_report_says_why_not():
         "padding='same' of an even kernel pads one side more than the other",
         "there is no integer product for ConvTranspose2d",
         "there is no integer product for Own",
-        "its inputs are float32",
+        "it carries no formats",
         "",
     ]
     assert str(shown).startswith("1 of 7 layers multiply integers")
@@ -433,7 +433,7 @@ def test_the_report_says_why_not():
 
 def test_what_does_not_fit_is_refused_or_left_to_torch():
     model, _ = make("fixed")
-    assert "it carries no formats: call marvin.quantize_activations" in str(convert(net()))
+    assert "it carries no formats: marvin.quantize_activations" in str(convert(net()))
     for bits in (4, (8, 4), (8,), "8"):
         with pytest.raises(ValueError, match="gradient_bits must be 8, None, or a pair"):
             convert(model, gradient_bits=bits)
@@ -475,6 +475,24 @@ def test_every_path_gives_the_same_step():
     assert len(weights) >= 1
     for other in weights[1:]:
         same(weights[0], other)
+
+
+def test_without_a_kernel_nothing_is_slower(monkeypatch):
+    """What PyTorch alone could do with integers takes many times as long as floats."""
+    model, optimizer = make("static")
+    twin, twin_optimizer = make("static", converted=False)
+    missing = products.Path("float", "no amx: the processor lacks it")
+    monkeypatch.setattr(products.paths, "_best", lambda: missing)
+    train(model, optimizer, 3)
+    train(twin, twin_optimizer, 3)
+    same(dict(model.state_dict()), dict(twin.state_dict()))
+    row = report(model).rows[0]
+    assert (row.is_integer, row.reason) == (
+        False,
+        "this processor has no kernel of integers: no amx: the processor lacks it",
+    )
+    with products.force("float"):
+        assert report(model).rows[0].is_integer
 
 
 RANKS = """
