@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from marvin.activations import FLOATS
+from marvin.activations import FLOATS, ForwardState
 from marvin.integer import autograd
-from marvin.integer.formats import Options, carried, choose, why_no_kernel
+from marvin.integer.formats import Product, carried, choose, why_no_kernel
+from marvin.model_formats import ModuleFormats
 
 __all__ = [
     "CLASSES",
@@ -57,29 +58,47 @@ _DIMS = {IntegerConv1d: 3, IntegerConv2d: 4}
 
 def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tensor:
     """Multiply codes where the formats of now allow it, else as the layer that was."""
-    options: Options = getattr(module, OPTIONS)
     formats, state = carried(module)
+    if state is not None:
+        keep_out_of_compilation()
+        return _eager["train"](module, x, stock, formats, state)
+    product = _chosen(module, x, formats)
+    if product is None:
+        return stock(x)
+    layer = autograd.Layer(product, getattr(module, OPTIONS))
+    return autograd.multiply_traceably(x, module.weight, module.bias, layer)
+
+
+def _train(
+    module: Any,
+    x: Tensor,
+    stock: Callable[[Tensor], Tensor],
+    formats: ModuleFormats,
+    state: ForwardState,
+) -> Tensor:
+    product, noise = _chosen(module, x, formats), None
+    if product is None:
+        return stock(x)
+    if module.training and torch.is_grad_enabled():
+        noise = autograd.Noise(*state.noise_of_gradients())
+    layer = autograd.Layer(product, getattr(module, OPTIONS), noise)
+    return autograd.multiply(x, module.weight, module.bias, layer)
+
+
+def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | None:
     product = choose(module, formats)
     dims = next((d for kind, d in _DIMS.items() if isinstance(module, kind)), max(x.dim(), 2))
     if isinstance(product, str) or x.dtype not in FLOATS or x.dim() != dims:
-        return stock(x)
-    if options.execution == "integer" and why_no_kernel(x.device):
-        return stock(x)
-    if state is None:  # frozen
-        layer = autograd.Layer(product, options)
-        return autograd.multiply_traceably(x, module.weight, module.bias, layer)
-    noise = None
-    if module.training and torch.is_grad_enabled():
-        noise = autograd.Noise(*state.noise_of_gradients())
-    layer = autograd.Layer(product, options, noise)
-    keep_out_of_compilation()
-    return _multiply["eager"](x, module.weight, module.bias, layer)
+        return None
+    if torch.compiler.is_compiling() or getattr(module, OPTIONS).execution == "simulation":
+        return product
+    return None if why_no_kernel(x.device) else product
 
 
 def keep_out_of_compilation() -> None:
-    """Keep ``multiply`` out of torch.compile, which cannot look into the kernels."""
-    if "eager" not in _multiply:  # takes a second the first time
-        _multiply["eager"] = torch.compiler.disable(autograd.multiply)
+    """Keep training out of torch.compile, which cannot look into the kernels."""
+    if not _eager:  # takes a second the first time
+        _eager["train"] = torch.compiler.disable(_train)
 
 
-_multiply: dict[str, Any] = {}
+_eager: dict[str, Any] = {}

@@ -462,6 +462,8 @@ def test_compiled():
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
         same(outputs(compiled), wanted)
+    frozen = torch.compile(marvin.freeze(model), backend="aot_eager", fullgraph=True)
+    same(frozen(images(99)), wanted)
 
 
 def test_every_path_gives_the_same_step():
