@@ -16,7 +16,7 @@ from marvin._torch_private import hooks_of, remove_hooks
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats, decode_formats, encode_formats
 from marvin.noise import Purpose, stream
-from marvin.observations import Observer
+from marvin.policies.observer import Observer
 from marvin.ranks import rank
 from marvin.rounding import Format
 from marvin.straight_through import StraightThrough, Tally, round_with_gradient

@@ -22,7 +22,7 @@ from marvin.activations import (
 )
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
-from marvin.policy import Rules
+from marvin.policies.records import Rules
 from marvin.quantized import Quantized
 from marvin.straight_through import StraightThrough
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marvin.policy import Measured, Policy
+from marvin.policies.base import Policy
+from marvin.policies.records import Measured
 from marvin.rounding import Format, round_many
 from marvin.shards import Shard, local, sum_vectors, whole_norms, widest
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from marvin import push_down, push_up
-from marvin.adaptation import LookbackRounding
-from marvin.marvin_policy import MarvinPolicy
-from marvin.push_up import Level
+from marvin.policies import push_down, push_up
+from marvin.policies.adaptation import LookbackRounding
+from marvin.policies.marvin import MarvinPolicy
+from marvin.policies.push_up import Level
 from marvin.quantized import Quantized
 from marvin.settings import SGD, check_settings
 

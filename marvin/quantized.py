@@ -21,22 +21,14 @@ from marvin.gradients import Gradients, complete, gather, nonfinite, read
 from marvin.layers import is_layer, layout_of
 from marvin.model_formats import ModuleFormats
 from marvin.noise import Purpose, stream
-from marvin.observations import Inputs, Observer, inputs_of
-from marvin.policy import (
-    ActivationFormats,
-    Layer,
-    Policy,
-    Step,
-    Update,
-    check_policy,
-    restored,
-    word_length,
-)
+from marvin.policies.base import Policy, check_policy
+from marvin.policies.observer import Inputs, Observer, inputs_of
+from marvin.policies.records import ActivationFormats, Layer, Step, Update, restored, word_length
+from marvin.policies.trace import Switch
 from marvin.ranks import mean_over_ranks
 from marvin.rounding import Format, round_many
 from marvin.settings import OPTIONS, check_dtypes, check_settings
 from marvin.shards import is_sharded, local
-from marvin.trace import Switch
 
 __all__ = ["Quantized"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marvin.policy import Policy, fields_of
+from marvin.policies.base import Policy, fields_of
 from marvin.shards import Shard
 
 __all__ = [

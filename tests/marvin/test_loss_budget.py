@@ -13,8 +13,8 @@ import marvin
 from fixedpoint_kernels import FixedPoint, quantize
 from marvin import LossBudgetPolicy, Quantized, StaticPolicy
 from marvin.activations import detach
-from marvin.observations import weight_ranges
-from marvin.ranges import Limits
+from marvin.policies.observer import weight_ranges
+from marvin.policies.ranges import Limits
 from marvin.shards import Shard
 
 POLICIES = {

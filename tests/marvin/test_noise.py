@@ -8,7 +8,7 @@ from torch import nn
 import marvin
 from fixedpoint_kernels import FixedPoint, histogram_candidates, quantize
 from marvin import MSGD
-from marvin.push_down import kl
+from marvin.policies.push_down import kl
 
 FORMAT = FixedPoint(8, 4)
 SEED = 7

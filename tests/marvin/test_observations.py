@@ -6,7 +6,7 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import FixedPoint
-from marvin.observations import Observer, inputs_of
+from marvin.policies.observer import Observer, inputs_of
 
 
 def make(ste="clip"):

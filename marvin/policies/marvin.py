@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
-from marvin import push_down, push_up
-from marvin.adaptation import LayerState, LookbackRounding, adapt_strategy, observe
 from marvin.noise import Purpose, stream
-from marvin.policy import Layer, Measured, Policy, Rules, Step, Update
-from marvin.push_up import Level
-from marvin.record import PlainRecord
+from marvin.policies import push_down, push_up
+from marvin.policies.adaptation import LayerState, LookbackRounding, adapt_strategy, observe
+from marvin.policies.base import Policy
+from marvin.policies.push_up import Level
+from marvin.policies.records import Layer, Measured, PlainRecord, Rules, Step, Update
+from marvin.policies.trace import Switch
 from marvin.settings import MARVIN, check_settings
 from marvin.shards import Spread, spread, widest
-from marvin.trace import Switch
 
 __all__ = ["Losses", "MarvinPolicy"]
 

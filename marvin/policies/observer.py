@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels.survey import mask_and_survey, round_and_survey
-from marvin.ranges import Range, need
+from marvin.policies.ranges import Range, need
 from marvin.ranks import min_over_ranks, sum_over_ranks
 from marvin.shards import Shard, spread, whole_norms, widest
 
