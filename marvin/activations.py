@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, quantize_block
+from fixedpoint_kernels._torch_private import hooks_of, remove_hooks, version_of
 from fixedpoint_kernels.rounding import Rounding
-from marvin._torch_private import hooks_of, remove_hooks
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats, decode_formats, encode_formats
 from marvin.noise import Purpose, stream
@@ -79,12 +79,12 @@ class ForwardState:
         if not x.is_inference():  # torch counts no versions of these
             key, marks = id(x), self._rounded
             forget = weakref.ref(x, lambda _: marks.pop(key, None))
-            marks[key] = forget, fmt, x._version
+            marks[key] = forget, fmt, version_of(x)
 
     def format_of(self, x: Any) -> Format | None:
         """Return the format to which ``x`` has been rounded; None where that is not known."""
         found = self._rounded.get(id(x))
-        if found is None or found[0]() is not x or found[2] != x._version:
+        if found is None or found[0]() is not x or found[2] != version_of(x):
             return None
         return found[1]
 
@@ -129,9 +129,9 @@ class Rounder:
         """
         buffer = getattr(module, BUFFER)
         seen, version = self._seen
-        if buffer is not seen or buffer.is_inference() or buffer._version != version:
+        if buffer is not seen or buffer.is_inference() or version_of(buffer) != version:
             self._formats = decode_formats(buffer, f"{self.name}.{BUFFER}".lstrip("."))
-            self._seen = buffer, _version(buffer)
+            self._seen = buffer, version_of(buffer)
         return self._formats
 
     @torch.no_grad()
@@ -139,7 +139,7 @@ class Rounder:
         """Give ``module`` other formats."""
         buffer = getattr(module, BUFFER, None)
         is_same = (
-            buffer is self._seen[0] and buffer is not None and _version(buffer) == self._seen[1]
+            buffer is self._seen[0] and buffer is not None and version_of(buffer) == self._seen[1]
         )
         if is_same and formats == self._formats:
             return
@@ -153,7 +153,7 @@ class Rounder:
             setattr(module, BUFFER, numbers.to(buffer.device))
         buffer = getattr(module, BUFFER)
         if not buffer.is_meta:
-            self._formats, self._seen = formats, (buffer, _version(buffer))
+            self._formats, self._seen = formats, (buffer, version_of(buffer))
 
     def round_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -425,10 +425,6 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any, name: str = "") ->
             copied[key] = _mapped(function, item, str(key))
         return copied
     return value
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
 
 
 @cache

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
+from fixedpoint_kernels._torch_private import hooks_of
 from fixedpoint_kernels.block import block_fl
 from fixedpoint_kernels.rounding.reference import float_bounds
-from marvin._torch_private import hooks_of
 from marvin.activations import BUFFER, FLOATS, RoundsInputs, mapped, unhook
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.rounding import Format

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fixedpoint_kernels._torch_private import foreach_div, foreach_norm
 from marvin.policies.base import Policy
 from marvin.policies.records import Measured
 from marvin.rounding import Format, round_many
@@ -65,7 +66,7 @@ def gather(
     penalties = _add_l1(group, params, grads) if group["l1"] else None
     if group["quantize_gradients"]:
         grads = _rounded(grads, places, [format_of(p) for p in params], noise)
-    norms = torch.stack(torch._foreach_norm(grads, 2, widest(grads[0].device)))
+    norms = torch.stack(foreach_norm(grads, 2, widest(grads[0].device)))
     return Gradients(group, params, grads, places, norms, penalties)
 
 
@@ -91,7 +92,7 @@ def complete(
         batch.norms = norm
         if batch.group["normalize_gradients"]:
             divisors = torch.where(norm > 0, norm, 1.0).unbind()
-            batch.values = list(torch._foreach_div(batch.values, divisors))
+            batch.values = list(foreach_div(batch.values, divisors))
         batch.layers = [i for i, p in enumerate(batch.params) if "layer" in state[p]]
         states = [state[batch.params[i]] for i in batch.layers]
         batch.measured = policy.measure(shared, states, [batch.values[i] for i in batch.layers])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fixedpoint_kernels._torch_private import version_of
 from marvin import state as states
 from marvin.activations import Entry, ForwardState, QuantizedActivations
 from marvin.channels import ChannelFormat
@@ -606,7 +607,7 @@ class Quantized(Optimizer):
             offsets=offsets,
             out=out,
         )
-        self._versions |= {p: place._version for p, place in places}
+        self._versions |= {p: version_of(place) for p, place in places}
 
     def _rounded(self, p: Tensor) -> Tensor | None:
         """Return what ``_write`` last wrote; None where that is not known."""
@@ -631,16 +632,16 @@ class Quantized(Optimizer):
         for p in self._masters:
             if (weight := self._rounded(p)) is not None:
                 local(p).copy_(weight)
-        self._versions = {p: local(p)._version for p in self._masters}
+        self._versions = {p: version_of(local(p)) for p in self._masters}
 
     @torch.no_grad()
     def _adopt_changed(self) -> None:
         """Take weights that others have changed since they were written as the new ones."""
-        changed = [p for p, version in self._versions.items() if local(p)._version != version]
+        changed = [p for p, version in self._versions.items() if version_of(local(p)) != version]
         adopted = []
         for p in changed:
             own, weight = local(p), self._rounded(p)
-            self._versions[p] = own._version
+            self._versions[p] = version_of(own)
             if weight is not None and (differs := own != weight).any():
                 master = self.state[p]["master"]
                 master.copy_(torch.where(differs, own.float(), master))
