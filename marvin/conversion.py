@@ -10,19 +10,13 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
 from fixedpoint_kernels.rounding import Rounding
-from marvin.activations import (
-    Entry,
-    ForwardState,
-    QuantizedActivations,
-    Rounder,
-    channels_of,
-    detach,
-    hook,
-)
+from marvin.activations import Entry, QuantizedActivations
+from marvin.hooks import detach, hook
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
 from marvin.policies.records import Rules
 from marvin.quantized import Quantized
+from marvin.rounder import ForwardState, Rounder, channels_of
 from marvin.straight_through import StraightThrough
 
 __all__ = ["prepare", "quantize_activations"]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fixedpoint_kernels._torch_private import version_of
 from marvin import state as states
-from marvin.activations import Entry, ForwardState, QuantizedActivations
+from marvin.activations import Entry, QuantizedActivations
 from marvin.channels import ChannelFormat
 from marvin.gradients import Gradients, complete, gather, nonfinite, read
 from marvin.layers import is_layer, layout_of
@@ -27,6 +27,7 @@ from marvin.policies.observer import Inputs, Observer, inputs_of
 from marvin.policies.records import ActivationFormats, Layer, Step, Update, restored, word_length
 from marvin.policies.trace import Switch
 from marvin.ranks import mean_over_ranks
+from marvin.rounder import ForwardState
 from marvin.rounding import Format, round_many
 from marvin.settings import OPTIONS, check_dtypes, check_settings
 from marvin.shards import is_sharded, local

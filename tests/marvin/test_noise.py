@@ -96,7 +96,7 @@ def test_activations_of_each_pass_and_process(monkeypatch):
     x = torch.randn(8, 5)
     layer(x)
     assert same(seen[0], quantize(x, FORMAT, seed=SEED, stream=4 << 60 | 1 << 20))
-    monkeypatch.setattr(marvin.activations, "rank", lambda: 3)
+    monkeypatch.setattr(marvin.rounder, "rank", lambda: 3)
     layer(x)
     before = 2  # the first input and output
     assert same(seen[1], quantize(x, FORMAT, seed=SEED, stream=4 << 60 | before + 1 << 20 | 3))
