@@ -34,8 +34,10 @@ __all__ = [
     "fill_copy",
     "foreach_abs",
     "foreach_add",
+    "foreach_add_",
     "foreach_clamp_min_",
     "foreach_div",
+    "foreach_mul_",
     "foreach_norm",
     "foreach_sub",
     "global_forward_hooks",
@@ -57,8 +59,10 @@ __all__ = [
 # Tensors. The public operators take one tensor: one call, and on a GPU one launch, for each.
 foreach_abs = torch._foreach_abs
 foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_div = torch._foreach_div
+foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sub = torch._foreach_sub
 

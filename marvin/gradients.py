@@ -14,7 +14,7 @@ from marvin.policies.records import Measured
 from marvin.rounding import Format, round_many
 from marvin.shards import Shard, local, sum_vectors, whole_norms, widest
 
-__all__ = ["Gradients", "complete", "gather", "nonfinite", "read"]
+__all__ = ["Gradients", "by_layer", "complete", "gather", "nonfinite", "read"]
 
 
 @dataclass
@@ -137,11 +137,27 @@ def nonfinite(
     return wrong
 
 
+def by_layer(
+    batches: Sequence[Gradients],
+    norms: Sequence[Sequence[float]],
+    numbers: Sequence[Sequence[float]],
+) -> dict[Tensor, tuple[float, float | None, Mapping[str, Tensor]]]:
+    """Return norm, the policy's number and the policy's tensors of each layer with a gradient."""
+    found = {}
+    for batch, own_norms, own_numbers in zip(batches, norms, numbers, strict=True):
+        for place, i in enumerate(batch.layers):
+            number = own_numbers[place] if own_numbers else None
+            tensors = {name: values[place] for name, values in batch.measured.tensors.items()}
+            found[batch.params[i]] = own_norms[i], number, tensors
+    return found
+
+
 def _dense(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if grad is None or grad.layout is not torch.strided:
         raise RuntimeError("the optimizer needs dense gradients, got a sparse one")
-    return local(grad).float()
+    grad = local(grad)
+    return grad if grad.dtype is torch.float32 else grad.float()
 
 
 def _add_l1(group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Tensor:

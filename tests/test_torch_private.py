@@ -14,7 +14,10 @@ FILE = "fixedpoint_kernels/_torch_private.py"
 MODULE = nn.Conv2d(1, 1, 1)
 AN_OBJECT = torch.empty(0)
 OWNERS = [  # who must have which private names
-    (torch, "_C _foreach_abs _foreach_add _foreach_clamp_min_ _foreach_div _foreach_norm"),
+    (
+        torch,
+        "_C _foreach_abs _foreach_add _foreach_add_ _foreach_mul_ _foreach_clamp_min_ _foreach_div _foreach_norm",
+    ),
     (torch, "_foreach_sub _int_mm _ops _subclasses"),
     (torch._C, "_are_functorch_transforms_active _len_torch_dispatch_stack"),
     (torch.utils, "_python_dispatch _pytree"),
