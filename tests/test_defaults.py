@@ -107,7 +107,7 @@ PLACES = {  # what must agree: where the defaults come from, and other places of
 PAIRS = [(owner, place) for owner, (_, others) in PLACES.items() for place in others]
 
 
-@pytest.mark.parametrize(("owner", "place"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("owner", "place"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
 def test_a_default_is_the_same_everywhere(owner, place):
     defaults, others = PLACES[owner]
     assert others[place]

@@ -1,6 +1,7 @@
 """Which package may import which, and what an import may load."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -113,3 +114,21 @@ def test_import_is_light(package):
     code = f"import sys, {package}; print(*{heavy} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
     assert found.stdout.split() == []
+
+
+def test_no_circles_in_marvin():
+    """Statements inside of functions and for type checkers count too."""
+    paths = [p for p in (ROOT / "marvin").rglob("*.py") if "export" not in p.parts]
+    names = {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in paths
+    }
+    graph = {}
+    for name, path in names.items():
+        tree = ast.walk(ast.parse(path.read_text()))
+        froms = [node for node in tree if isinstance(node, ast.ImportFrom)]
+        found = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+        found |= {node.module for node in froms if node.module != "marvin.policies"}
+        graph[name] = found & set(names) - {name}
+    assert len(graph) > 30
+    graphlib.TopologicalSorter(graph).prepare()  # a circle raises, and is named
