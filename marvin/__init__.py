@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from marvin import tensorboard
+from marvin import integer, tensorboard
 from marvin.activations import QuantizedActivations
 from marvin.checkpoint import load_sharded, save_sharded
 from marvin.conversion import prepare, quantize_activations
@@ -36,6 +36,7 @@ __all__ = [
     "Switch",
     "fake_quantize",
     "freeze",
+    "integer",
     "load_sharded",
     "prepare",
     "quantize_activations",

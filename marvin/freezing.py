@@ -16,7 +16,7 @@ from marvin.nested import mapped, mapped_value
 from marvin.rounder import BUFFER, FLOATS
 from marvin.rounding import Format
 
-__all__ = ["freeze"]
+__all__ = ["FrozenRounding", "freeze"]
 
 _MOST = 126  # of ``block_fl``
 _POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)])  # a table: jit can trace it
@@ -51,20 +51,20 @@ def freeze(model: nn.Module) -> nn.Module:
         unhook(module)
         module.register_forward_pre_hook(_Inputs(formats, rounder.arguments), with_kwargs=True)
         module.register_forward_hook(_Outputs(formats, ()))
-        for hook in [*hooks_of(module, _Hook)]:
+        for hook in [*hooks_of(module, FrozenRounding)]:
             module.register_load_state_dict_pre_hook(_Loading(hook))
             _check(hook.formats)
     return frozen
 
 
-class _Hook:
+class FrozenRounding:
     """Rounds in torch's operators."""
 
     def __init__(self, formats: ModuleFormats, arguments: Any) -> None:
         self.formats, self.arguments = formats, arguments
 
 
-class _Inputs(_Hook):
+class _Inputs(FrozenRounding):
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         formats = self.formats
         if formats.inputs is None and formats.samples is None:
@@ -76,7 +76,7 @@ class _Inputs(_Hook):
         return mapped(rounded, args, kwargs, self.arguments)
 
 
-class _Outputs(_Hook):
+class _Outputs(FrozenRounding):
     def __call__(self, _: nn.Module, _args: Any, output: Any) -> Any:
         fmt = self.formats.outputs
         return output if fmt is None else mapped_value(lambda x: _round(x, fmt), output)
@@ -85,7 +85,7 @@ class _Outputs(_Hook):
 class _Loading:
     """Takes the formats of a state; where a state has none, those there are stay."""
 
-    def __init__(self, rounding: _Hook) -> None:
+    def __init__(self, rounding: FrozenRounding) -> None:
         self.rounding = rounding
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -13,6 +13,7 @@ class Purpose(IntEnum):
     GRADIENTS = 2
     PUSH_DOWN = 3
     ACTIVATIONS = 4
+    PRODUCTS = 5
 
 
 def stream(purpose: Purpose, step: int, index: int = 0) -> int:

@@ -238,6 +238,7 @@ class Quantized(WithMasters):
             "version": states.VERSION,
             **asdict(self._counts),
             "forwards": self.forward_state.forwards,
+            "gradients": self.forward_state.gradients,
             "policy": states.packed_policy(self.policy, self.shared),
             "wrapped": type(self.optimizer).__name__,
             "trace": [asdict(row) for row in self.trace],
@@ -291,6 +292,7 @@ class Quantized(WithMasters):
             states.kept_dtypes(own, wrapped["state"].get(index, {}))
         self.__setstate__({"param_groups": list(self.optimizer.param_groups)})
         self.forward_state.forwards, self.forward_state.seed = common["forwards"], self._seed
+        self.forward_state.gradients = common.get("gradients", 0)  # older states have none
         self._write_as_saved()
         self._carriers.publish(self)
         self._observe_next()

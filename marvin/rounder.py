@@ -33,6 +33,7 @@ class ForwardState:
     Attributes:
         seed: Of the noise of activations.
         forwards: Roundings with noise so far; numbers them.
+        gradients: Roundings of gradients in integer layers so far; numbers them.
         rounding: How activations are rounded in training.
         samples: How many went forward in training since the optimizer last asked.
         waiting: Names of modules that round and were not called yet.
@@ -40,7 +41,7 @@ class ForwardState:
 
     def __init__(self, seed: int = 0, rounding: Rounding = "stochastic") -> None:
         self.seed, self.rounding = seed, rounding
-        self.forwards = self.samples = 0
+        self.forwards = self.gradients = self.samples = 0
         self.waiting: set[str] = set()
         self._rounded: dict[int, tuple[weakref.ref[Tensor], Format, int]] = {}
 
@@ -55,6 +56,12 @@ class ForwardState:
         self.forwards += 1
         place = stream(Purpose.ACTIVATIONS, self.forwards, rank())
         return {"rounding": rounding, "seed": self.seed, "stream": place}
+
+    def noise_of_gradients(self) -> tuple[int, int, int]:
+        """Return a seed, and two streams for the gradient of one more product."""
+        self.gradients += 1
+        first = stream(Purpose.PRODUCTS, 2 * self.gradients, rank())
+        return self.seed, first, stream(Purpose.PRODUCTS, 2 * self.gradients + 1, rank())
 
     def mark(self, x: Tensor, fmt: Format) -> None:
         """Remember that ``x`` has been rounded to ``fmt``."""

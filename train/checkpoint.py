@@ -101,7 +101,7 @@ def _check(training: "Training", state: Mapping[str, Any]) -> None:
     steps = common.get("step", state["progress"]["total_steps"])
     names = [name for name, _ in training.model.named_parameters()]
     _check_trace(common.get("trace", ()), names, steps)
-    if min(common.get(name, 0) for name in ("step", "skipped", "forwards")) < 0:
+    if min(common.get(name, 0) for name in ("step", "skipped", "forwards", "gradients")) < 0:
         raise ValueError("it counts below 0")
     _check_optimizer(want["optimizer"], state["optimizer"], steps)
     if isinstance(training.optimizer, marvin.Quantized):

@@ -102,6 +102,13 @@ def _check_rules(config: "Config") -> None:
             f"--policy {config.policy} must be without --optimizer sgd, which trains in float32: "
             f"write --policy {config.policy} alone, or --optimizer sgd alone"
         )
+    if config.execution == "int8" and (
+        config.method == "sgd" or config.policy == "none" or not config.quantize_activations
+    ):
+        raise ValueError(
+            "--execution int8 must be with fixed point and --quantize-activations: write for "
+            "example --policy loss-budget --execution int8"
+        )
 
 
 def flag(name: str) -> str:

@@ -110,6 +110,13 @@ class Config:
     l1: float = keyword(0.0, "L1 regularisation, part of the gradient that is normalised")
     l1_params: str = keyword("weights", "what l1 applies to: weights or all", "weights", "all")
     normalize_gradients: bool = keyword(True, "divide each parameter's gradient by its norm")
+    execution: str = option(
+        "float32",
+        "what multiplies in layers of 8 bits or fewer: float32; or int8, integer units, for all "
+        "three products of a layer",
+        "float32",
+        "int8",
+    )
     init_scale: float = option(0.5, "s of TNVS: weights have variance 0.66 * s / inputs")
 
     # From here on, msgd only.

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import marvin
 import perfmodel
-from fixedpoint_kernels import forward_save
+from fixedpoint_kernels import forward_save, products
 from perfmodel.arguments import message_of
 from perfmodel.cost import weights_of
 from perfmodel.report import one_line
@@ -118,6 +118,8 @@ def prepare(config: Config, build: Build, min_side: int, *, may_fetch: bool = Tr
     shape = dataset.channels, dataset.side, dataset.side
     learning["layers"] = perfmodel.layers(model, shape, unknown="list")
     keep_less(config, model)
+    if config.execution == "int8":
+        marvin.integer.convert(model)
     check_shares(config, len(parts.train))
     own_folder = RunFolder(folder) if distributed.is_first() else Onlooker(folder)
     parallel = distributed.parallel(model)
@@ -278,6 +280,10 @@ def finish(training: Training) -> str:
         lines.append(f"mean word length {bits:.1f} bits")
     if config.is_range and "mean_input_word_length" in lengths:
         lines.append(f"that of layers' inputs {lengths['mean_input_word_length']:.1f} bits")
+    if config.execution == "int8":
+        rows = marvin.integer.report(training.model).rows
+        count, path = sum(row.is_integer for row in rows), products.path().name
+        lines.append(f"{count} of {len(rows)} layers multiply integers ({path})")
     if bits is not None:
         lines += [one_line(read_run(folder.path)), f"figure {plot.save(folder.path)}"]
     return "\n".join([*lines, f"run folder {folder.path}"])

@@ -13,18 +13,10 @@ from torch import Tensor
 from fixedpoint_kernels.division.layout import Layout
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.gpu import uniform
-from fixedpoint_kernels.rounding.gpu import _to_bfloat16
+from fixedpoint_kernels.rounding.gpu import _to_bfloat16, _to_float32
 
 _LANES = 1024
 _MOST_PLANES = 64  # that a program takes; they have fewer than _LANES elements in all
-
-
-@triton.jit
-def _float32(x):
-    """Widen to float32; bfloat16 by hand, of which Triton's interpreter loses tiny numbers."""
-    if x.dtype == tl.bfloat16:
-        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
 
 
 @triton.jit
@@ -37,7 +29,7 @@ def _rounded_down(x):
 @triton.jit
 def _row(x_ptr, z, y, x, sides, mask):
     inside = mask & (z < sides[0]) & (y < sides[1])
-    return _float32(tl.load(x_ptr + (z * sides[1] + y) * sides[2] + x, mask=inside, other=0.0))
+    return _to_float32(tl.load(x_ptr + (z * sides[1] + y) * sides[2] + x, mask=inside, other=0.0))
 
 
 @triton.jit
@@ -80,7 +72,7 @@ def _mean_of(means_ptr, plane, element, mask, sides, blocks, EDGES: tl.constexpr
     y = element // sides[2] % sides[1] // EDGES[1]
     block = (z * blocks[1] + y) * blocks[2] + element % sides[2] // EDGES[2]
     count = blocks[0] * blocks[1] * blocks[2]
-    return _float32(tl.load(means_ptr + plane * count + block, mask=mask, other=0.0))
+    return _to_float32(tl.load(means_ptr + plane * count + block, mask=mask, other=0.0))
 
 
 @triton.jit
@@ -150,7 +142,7 @@ def _keep_ranges(
     while start < elements:
         element = start + tl.arange(0, LANES)[None, :]
         mask = (plane < count) & (element < elements)
-        residual = _float32(tl.load(x_ptr + plane * elements + element, mask=mask, other=0.0))
+        residual = _to_float32(tl.load(x_ptr + plane * elements + element, mask=mask, other=0.0))
         if HAS_MEANS:
             residual -= _mean_of(means_ptr, plane, element, mask, sides, blocks, EDGES)
         low = tl.where(mask & (residual < low), residual, low)
@@ -190,11 +182,11 @@ def _keep_codes(
         element = start + tl.arange(0, LANES)
         mask = (element >= 0) & (element < end)
         plane, inside = element // elements, element % elements
-        residual = _float32(tl.load(x_ptr + element, mask=mask, other=0.0))
+        residual = _to_float32(tl.load(x_ptr + element, mask=mask, other=0.0))
         if HAS_MEANS:
             residual -= _mean_of(means_ptr, plane, inside, mask, sides, blocks, EDGES)
-        smallest = _float32(tl.load(ranges_ptr + 2 * plane, mask=mask, other=0.0))
-        step = _float32(tl.load(ranges_ptr + 2 * plane + 1, mask=mask, other=0.0))
+        smallest = _to_float32(tl.load(ranges_ptr + 2 * plane, mask=mask, other=0.0))
+        step = _to_float32(tl.load(ranges_ptr + 2 * plane + 1, mask=mask, other=0.0))
         inverse = tl.where(step > 0.0, tl.div_rn(1.0, tl.where(step > 0.0, step, 1.0)), 0.0)
         position = (residual - smallest) * inverse
         below = tl.floor(position)
@@ -320,13 +312,13 @@ def _decompress_kernel(
     plane, inside = element // elements, element % elements
     means_ptr += first * (nz * ny * nx)
     ranges_ptr += 2 * first
-    value = tl.zeros([LANES], tl.float32)
+    value = tl.full([LANES], -0.0, tl.float32)  # to which -0 can be added, too
     if BITS > 0:
         bit = element * BITS  # the first plane's codes start at a whole byte
         byte = tl.load(codes_ptr + first * elements * BITS // 8 + (bit >> 3), mask=mask, other=0)
         code = (byte.to(tl.int32) >> (bit & 7)) & ((1 << BITS) - 1)
-        low = _float32(tl.load(ranges_ptr + 2 * plane, mask=mask, other=0.0))
-        step = _float32(tl.load(ranges_ptr + 2 * plane + 1, mask=mask, other=0.0))
+        low = _to_float32(tl.load(ranges_ptr + 2 * plane, mask=mask, other=0.0))
+        step = _to_float32(tl.load(ranges_ptr + 2 * plane + 1, mask=mask, other=0.0))
         value = low + code.to(tl.float32) * step
     if HAS_MEANS:
         sides, blocks = (depth, height, width), (nz, ny, nx)

@@ -39,7 +39,7 @@ def compress(
 
 def decompress(means: Tensor, codes: Tensor, ranges: Tensor, out: Tensor, layout: Layout) -> None:
     """See ``fixedpoint_kernels.division.decompress``; ``out`` is contiguous and has elements."""
-    values = torch.zeros((), device=out.device)
+    values = torch.tensor(-0.0, device=out.device)  # to which -0 can be added, too
     if layout.has_codes:
         integers = packing.unpack(
             codes, layout.bits, (layout.planes, layout.elements), signed=False

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fixedpoint_kernels.few_bit.table import Table, steps_of
-from fixedpoint_kernels.rounding.gpu import _to_bfloat16
+from fixedpoint_kernels.rounding.gpu import _to_bfloat16, _to_float32
 
 _TILE = 1024
 _TILES = 4  # that a program takes
@@ -145,7 +145,7 @@ def _encode_kernel(
     w1, w2, w3, w4, w5, w6, w7 = w0, w0, w0, w0, w0, w0, w0
     for row in range(32):
         i = tile * 1024 + row * 32 + column
-        x = tl.load(x_ptr + i, mask=i < n, other=float("-inf")).to(tl.float32)
+        x = _to_float32(tl.load(x_ptr + i, mask=i < n, other=float("-inf")))
         if KIND is not None:
             y = _rounded(_value(x, a, b, c, KIND), y_ptr.dtype.element_ty)
             tl.store(y_ptr + i, y, mask=i < n)
@@ -209,10 +209,10 @@ def _decode_kernel(
             code |= (w6 >> row & 1) << 6 | (w7 >> row & 1) << 7
         level = tl.load(levels_ptr + code)
         grad = tl.load(grad_ptr + i, mask=i < n, other=0.0)
-        if grad_ptr.dtype.element_ty == tl.float64 or out_ptr.dtype.element_ty == tl.float64:
+        if grad_ptr.dtype.element_ty != tl.float64:
+            grad = _to_float32(grad)
+        if out_ptr.dtype.element_ty == tl.float64:
             grad = grad.to(tl.float64)
-        else:
-            grad = grad.to(tl.float32)
         product = tl.where(level == 0.0, 0.0, grad * level)  # of an infinite gradient too
         tl.store(out_ptr + i, _rounded(product, out_ptr.dtype.element_ty), mask=i < n)
 

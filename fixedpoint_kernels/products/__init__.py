@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.products import operators  # noqa: F401  registers them
-from fixedpoint_kernels.products.paths import Path, force, path
+from fixedpoint_kernels.products.paths import FORCED, Path, force, path
 
 __all__ = [
+    "FORCED",
     "Path",
     "Statistics",
     "convolve",

@@ -15,7 +15,7 @@ from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.gpu import words
 from fixedpoint_kernels.products import reference, shapes
 from fixedpoint_kernels.products.shapes import Correlation, Window
-from fixedpoint_kernels.rounding.gpu import _to_bfloat16
+from fixedpoint_kernels.rounding.gpu import _to_bfloat16, _to_float32
 
 _ROWS, _COLUMNS, _DEPTH = 64, 64, 64  # of a program's tile, and of one step
 _STEPS = 8  # of positions that a program of the weight gradient takes
@@ -162,7 +162,7 @@ def _largest_kernel(
 ):
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sample = tl.program_id(0).to(tl.int64)
-    x = tl.load(x_ptr + sample * elements + at, mask=at < elements, other=0.0).to(tl.float32)
+    x = _to_float32(tl.load(x_ptr + sample * elements + at, mask=at < elements, other=0.0))
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(largest_ptr + sample, tl.max(bits, 0), sem="relaxed")
 
@@ -183,7 +183,7 @@ def _round_kernel(
     start = tl.program_id(1).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
     exponent = tl.load(exponents_ptr + sample)
-    x = tl.load(x_ptr + sample * elements + at, mask=at < elements, other=0.0).to(tl.float32)
+    x = _to_float32(tl.load(x_ptr + sample * elements + at, mask=at < elements, other=0.0))
     x = tl.where(exponent == 128, 0.0, x)
     power = ((127 - tl.minimum(exponent, 127)) << 23).to(tl.float32, bitcast=True)
     place = (first.to(tl.int64) + sample) * blocks + (start >> 4) + tl.arange(0, BLOCK // 16)

@@ -28,6 +28,7 @@ _INSTRUCTIONS = {  # LLVM's names of what each path needs, and one function that
 }
 OWN = tuple(_INSTRUCTIONS)
 PATHS = (*OWN, "stock", "float")
+FORCED = "it is forced"
 _forced: str | None = None
 
 
@@ -36,6 +37,11 @@ class Path(NamedTuple):
 
     name: str
     reason: str
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a kernel of this package computes it; the others are many times slower."""
+        return self.name in OWN
 
 
 def path(groups: int = 1, depth: int = 1) -> Path:

@@ -49,6 +49,14 @@ def saturate(codes, low, high):
 
 
 @triton.jit
+def _to_float32(x):
+    """Widen to float32; bfloat16 by hand, of which Triton's interpreter loses tiny numbers."""
+    if x.dtype == tl.bfloat16:
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def _to_bfloat16(y):
     """Round float32 to bfloat16, ties to even; Triton's interpreter would truncate."""
     bits = y.to(tl.uint32, bitcast=True)
@@ -79,7 +87,7 @@ def _quantize_kernel(
     mask = offsets < n
     if LEAD > 0:
         mask = mask & (offsets >= 0)
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = _to_float32(tl.load(x_ptr + offsets, mask=mask, other=0.0))
     noise = noise_of(block.to(tl.int64) + (first >> 2), seed, stream, STOCHASTIC, BLOCK)
     codes = codes_of(x, noise, scale, STOCHASTIC)
     if WITH_MASK:

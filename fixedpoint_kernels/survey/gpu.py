@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.rounding.gpu import _to_bfloat16, codes_of, saturate
+from fixedpoint_kernels.rounding.gpu import _to_bfloat16, _to_float32, codes_of, saturate
 from fixedpoint_kernels.rounding.reference import float_bounds
 from fixedpoint_kernels.survey.reference import MAGNITUDES
 
@@ -33,7 +33,7 @@ def _survey_kernel(
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = _to_float32(tl.load(x_ptr + offsets, mask=mask, other=0.0))
     outside = tl.zeros((BLOCK,), tl.int1)
     if ROUNDS:
         codes = codes_of(x, 0.0, scale, False)
@@ -74,7 +74,7 @@ def _mask_kernel(
     if WRITES:
         masked = tl.where((marks & 1) == 1, grad, tl.zeros_like(grad))
         tl.store(out_ptr + offsets, masked, mask=mask)
-    counted = tl.where(marks > 1, grad.to(tl.float32), 0.0)
+    counted = tl.where(marks > 1, _to_float32(grad), 0.0)
     tl.store(sums_ptr + tl.program_id(0), tl.sum(counted * counted))
 
 

@@ -65,6 +65,16 @@ def test_volumes(shape, block):
     assert_same(torch.randn(shape), block=block)
 
 
+def test_a_mean_of_minus_zero_keeps_its_sign():
+    x = torch.full((2, 1, 4, 4), -0.0)
+    layout = Layout.checked(x, 4, 0, None)
+    for implementation in (reference, cpu, gpu):
+        there = x.to(DEVICE) if implementation is gpu else x
+        parts = parts_of(there, layout, implementation, KEY)
+        parts[0].fill_(-0.0)
+        assert restored(parts, there, layout, implementation).signbit().all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dtypes(dtype):
     assert_same(torch.randn(2, 3, 9, 13).to(dtype))

@@ -52,6 +52,17 @@ def with_special(n):
     return x
 
 
+def test_tiny_numbers_of_bfloat16():
+    """Below float32's normal numbers, where the interpreter's own conversion loses bits."""
+    tiny = torch.tensor([-6.4e-39, 1e-39, -1e-40, 9.2e-41, 1.1e-38]).bfloat16()
+    assert tiny.count_nonzero() == 5
+    for dtype in (torch.bfloat16, torch.float64):
+        assert_same(torch.ones(5), table_of("tanh", 3), grad=tiny, dtype=dtype)
+    borders = tiny.float().sort().values.numpy()
+    table = number(borders, np.arange(6), np.arange(1, 7, dtype=np.float32))
+    assert_same(tiny, table, grad=torch.ones(5))
+
+
 @pytest.mark.parametrize("name", ["gelu", "tanh", "relu6", "selu"])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_kernels_equal_the_reference(name, bits):

@@ -305,12 +305,15 @@ def test_parameters_without_names_go_by_position():
 def test_groups_have_their_own_settings_and_can_come_later():
     model = make_model()
     optimizer = MSGD(model[0].named_parameters(prefix="0"), **FAST, init_wl=10)
-    late = {"params": list(model[3].named_parameters(prefix="3")), "init_wl": 12, "lr": 0.5}
+    late = {"params": list(model[3].named_parameters(prefix="3")), "lr": 0.5}
+    late |= {"init_wl": 7, "max_wl": 7, "buffer_bits": 2}
     optimizer.add_param_group(late)
     assert optimizer.formats()["0.bias"].wl == 10
-    assert optimizer.formats()["3.weight"].wl == 12
+    assert optimizer.formats()["3.weight"].wl == 7
     train(model, optimizer, 8)
     assert {row.layer for row in optimizer.trace} == {"0.weight", "3.weight"}
+    longest = {row.layer: row.wl for row in sorted(optimizer.trace, key=lambda row: row.wl)}
+    assert longest["3.weight"] <= 7 < longest["0.weight"]
 
 
 @pytest.mark.parametrize("plateau", [False, True])

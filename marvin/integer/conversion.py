@@ -1,0 +1,163 @@
+"""Giving layers integer products, taking them back, and saying what runs."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fixedpoint_kernels import products
+from marvin.integer.formats import BITS, Execution, Options, carried, choose, why_no_kernel
+from marvin.integer.layers import CLASSES, OPTIONS, keep_out_of_compilation
+from marvin.layers import is_layer
+from marvin.model_formats import ModuleFormats
+
+__all__ = ["Report", "Row", "convert", "report", "revert"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What runs in one layer.
+
+    Args:
+        name: Of the module.
+        forward: What computes its output: instructions of integer products, or ``"float32"``.
+        input_gradient: What computes the gradient of its input.
+        weight_gradient: What computes the gradient of its weight.
+        reason: Why not all of them are integer; "" where they are.
+    """
+
+    name: str
+    forward: str
+    input_gradient: str
+    weight_gradient: str
+    reason: str = ""
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the forward product is one of integers."""
+        return self.forward != _FLOAT
+
+
+@dataclass(frozen=True)
+class Report:
+    """What runs in each layer of a model, with the formats of now.
+
+    Args:
+        rows: Of modules with a weight of two or more dimensions.
+        path: Which instructions integer products take, and why.
+    """
+
+    rows: tuple[Row, ...]
+    path: str
+
+    def __str__(self) -> str:
+        count = sum(row.is_integer for row in self.rows)
+        lines = [f"{count} of {len(self.rows)} layers multiply integers ({self.path})"]
+        for row in self.rows:
+            ways = f"{row.forward}, {row.input_gradient}, {row.weight_gradient}"
+            lines.append(f"{row.name}: {ways}" + (f" ({row.reason})" if row.reason else ""))
+        return "\n".join(lines)
+
+
+_FLOAT = "float32"
+
+
+def convert(
+    model: nn.Module,
+    *,
+    gradient_bits: int | tuple[int | None, int | None] | None = BITS,
+    execution: Execution = "integer",
+) -> Report:
+    """Let layers multiply integer codes: output, gradient of the input, gradient of the weight.
+
+    A layer does so at each call where its formats have 8 bits or fewer, and computes in float as
+    before where they have not: policies may switch formats at any time. Forward, the sums are exact
+    where the simulation's float32 sums are rounded. Backward, the gradient of a layer's output is
+    rounded stochastically to 8 bits, with a power of two for each sample
+    (``fixedpoint_kernels.products.round_per_sample``), by noise of the optimizer's seed and a count
+    that its state keeps; both gradients are exact products of these codes. In eval mode gradients
+    are computed in float.
+
+    Modules stay the same objects with the same parameters, hooks and names; only their class
+    becomes ``IntegerConv2d``, ``IntegerConv1d`` or ``IntegerLinear``. A second call changes the
+    options.
+
+    Args:
+        model: Its layers round their inputs by ``marvin.quantize_activations``, which may come before
+            or after.
+        gradient_bits: 8, or None for gradients in float; or a pair, for the gradient of the input
+            and that of the weight.
+        execution: ``"integer"``; or ``"simulation"``, the same step in PyTorch's float32, equal to
+            the bit where its sums are exact.
+
+    Returns:
+        What runs in each layer, and why not integers where they do not.
+
+    Raises:
+        ValueError: An argument is unknown.
+    """
+    pair = gradient_bits if isinstance(gradient_bits, tuple) else (gradient_bits, gradient_bits)
+    if len(pair) != 2 or any(bits not in (BITS, None) for bits in pair):
+        raise ValueError(
+            f"gradient_bits must be {BITS}, None, or a pair of these for the gradients of inputs "
+            f"and of weights, got {gradient_bits!r}"
+        )
+    if execution not in ("integer", "simulation"):
+        raise ValueError(f"execution must be 'integer' or 'simulation', got {execution!r}")
+    keep_out_of_compilation()
+    for module in model.modules():
+        if type(module) in CLASSES:
+            module.__class__ = CLASSES[type(module)]
+        if type(module) in CLASSES.values():
+            setattr(module, OPTIONS, Options(*pair, execution))
+    return report(model)
+
+
+def revert(model: nn.Module) -> None:
+    """Undo ``convert``: layers compute in float again."""
+    original = {own: kind for kind, own in CLASSES.items()}
+    for module in model.modules():
+        if type(module) in original:
+            module.__class__ = original[type(module)]
+            delattr(module, OPTIONS)
+
+
+def report(model: nn.Module) -> Report:
+    """Return what runs in each layer of a model, with the formats that it carries now.
+
+    Args:
+        model: Converted or not.
+    """
+    rows = [
+        _row(name, module)
+        for name, module in model.named_modules()
+        if any(is_layer(p) for p in module.parameters(recurse=False))
+    ]
+    path = products.path()
+    return Report(tuple(rows), f"{path.name}: {path.reason}")
+
+
+def _row(name: str, module: nn.Module) -> Row:
+    way, reason = products.path().name, _why_not(module)
+    if reason:
+        return Row(name, _FLOAT, _FLOAT, _FLOAT, reason)
+    options: Options = getattr(module, OPTIONS)
+    bits = options.input_gradient_bits, options.weight_gradient_bits
+    of_input, of_weight = (way if own else _FLOAT for own in bits)
+    return Row(name, way, of_input, of_weight, "" if all(bits) else "gradient_bits=None")
+
+
+def _why_not(module: nn.Module) -> str:
+    """Say why a layer does not multiply integers; "" where it does."""
+    if type(module) in CLASSES:
+        return "not converted"
+    if not isinstance(module, tuple(CLASSES.values())):
+        return f"there is no integer product for {type(module).__name__}"
+    formats = carried(module)[0]
+    if formats == ModuleFormats():
+        return "it carries no formats: marvin.quantize_activations leaves it out, or was not called"
+    product = choose(module, formats)
+    if isinstance(product, str):
+        return product
+    if getattr(module, OPTIONS).execution == "simulation":
+        return "the integer step is simulated"
+    return why_no_kernel(next(module.parameters()).device)

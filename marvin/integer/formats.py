@@ -1,0 +1,134 @@
+"""Which formats a layer multiplies, and whether integer units hold them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fixedpoint_kernels import FixedPoint, products
+from fixedpoint_kernels._torch_private import hooks_of
+from marvin.channels import ChannelFormat
+from marvin.freezing import FrozenRounding
+from marvin.hooks import rounders_of
+from marvin.model_formats import ModuleFormats
+from marvin.rounder import ForwardState
+
+__all__ = [
+    "BITS",
+    "Execution",
+    "Options",
+    "Product",
+    "carried",
+    "choose",
+    "why_no_kernel",
+    "window_of",
+]
+
+BITS = 8
+Execution = Literal["integer", "simulation"]
+_Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a layer's products are computed.
+
+    Args:
+        input_gradient_bits: 8, or None for the input's gradient in float.
+        weight_gradient_bits: 8, or None for the weight's gradient in float.
+        execution: ``"integer"``; or ``"simulation"``, the same step in PyTorch's float32.
+    """
+
+    input_gradient_bits: int | None = BITS
+    weight_gradient_bits: int | None = BITS
+    execution: Execution = "integer"
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a layer multiplies.
+
+    Args:
+        inputs: Format of the input, which has been rounded to it.
+        weight: Format of the weight.
+        window: Stride, padding and dilation; None of a linear layer.
+    """
+
+    inputs: FixedPoint
+    weight: FixedPoint | ChannelFormat
+    window: tuple[_Numbers, _Numbers, _Numbers] | None
+
+    @property
+    def weight_fmt(self) -> FixedPoint:
+        """Format of the weight, of channels whose shift is 0."""
+        return self.weight.fmt if isinstance(self.weight, ChannelFormat) else self.weight
+
+    @property
+    def shifts(self) -> _Numbers:
+        """How many fractional bits more each output channel has; nothing where all are alike."""
+        return self.weight.shifts if isinstance(self.weight, ChannelFormat) else ()
+
+
+def carried(module: nn.Module) -> tuple[ModuleFormats, ForwardState | None]:
+    """Return the formats that a module rounds by, and what its model shares; none if it has none.
+
+    Raises:
+        ValueError: The module's buffer does not hold formats.
+    """
+    for rounder in rounders_of(module):
+        return rounder.formats(module), rounder.state
+    for hook in hooks_of(module, FrozenRounding):
+        return hook.formats, None
+    return ModuleFormats(), None
+
+
+def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
+    """Return what ``module`` multiplies on integers, or why it does not.
+
+    Args:
+        module: A convolution or a linear layer.
+        formats: That it carries.
+    """
+    window = window_of(module)
+    if isinstance(window, str):
+        return window
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    weights = dict(zip(names, formats.weights, strict=False))
+    inputs, weight = formats.inputs, weights.get("weight")
+    for what, fmt in (("inputs", inputs), ("weights", weight)):
+        if fmt is None:
+            return f"its {what} are float32"
+        if fmt.wl > BITS:
+            return f"its {what} have {fmt.wl} bits, more than {BITS}"
+    if not isinstance(inputs, FixedPoint) or not isinstance(weight, FixedPoint | ChannelFormat):
+        return "its inputs or weights are in block floating point"
+    product = Product(inputs, weight, window)
+    return product if product.weight_fmt.signed else "its weights are unsigned"
+
+
+def why_no_kernel(device: torch.device) -> str:
+    """Say why products on a device would be slower than floats; "" where they are not."""
+    path = products.path()
+    if device.type != "cpu" or path.is_own or path.reason == products.FORCED:
+        return ""
+    return f"this processor has no kernel of integers: {path.reason}"
+
+
+def window_of(module: nn.Module) -> tuple[_Numbers, _Numbers, _Numbers] | str | None:
+    """Return how a convolution moves, None for a linear layer, or why there is no such product."""
+    if not isinstance(module, nn.Conv1d | nn.Conv2d):
+        return None
+    if module.padding_mode != "zeros":
+        return f"its border is not 0, but padding_mode={module.padding_mode!r}"
+    if module.groups > 1:
+        return f"it has {module.groups} groups, for which there is no kernel of our own"
+    padding = module.padding
+    if padding == "same":
+        reach = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        if any(r % 2 for r in reach):
+            return "padding='same' of an even kernel pads one side more than the other"
+        padding = tuple(r // 2 for r in reach)
+    elif isinstance(padding, str):
+        padding = (0,) * len(module.stride)
+    return module.stride, padding, module.dilation

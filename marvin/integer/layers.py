@@ -1,0 +1,104 @@
+"""Convolutions and linear layers whose products are of integers, where their formats allow it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from marvin.integer import autograd
+from marvin.integer.formats import Product, carried, choose, why_no_kernel
+from marvin.model_formats import ModuleFormats
+from marvin.rounder import FLOATS, ForwardState
+
+__all__ = [
+    "CLASSES",
+    "OPTIONS",
+    "IntegerConv1d",
+    "IntegerConv2d",
+    "IntegerLinear",
+    "keep_out_of_compilation",
+]
+
+OPTIONS = "integer_options"
+"""Name of the attribute in which a converted module has its ``Options``."""
+
+
+class IntegerConv1d(nn.Conv1d):
+    """A convolution in one dimension; see ``marvin.integer.convert``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (samples, outputs, length) of (samples, channels, length)."""
+        return _forward(self, input, super().forward)
+
+
+class IntegerConv2d(nn.Conv2d):
+    """A convolution in two dimensions; see ``marvin.integer.convert``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (samples, outputs, height, width) of (samples, channels, height, width)."""
+        return _forward(self, input, super().forward)
+
+
+class IntegerLinear(nn.Linear):
+    """A linear layer; see ``marvin.integer.convert``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (samples, ..., outputs) of (samples, ..., features)."""
+        return _forward(self, input, super().forward)
+
+
+CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv1d: IntegerConv1d,
+    nn.Conv2d: IntegerConv2d,
+    nn.Linear: IntegerLinear,
+}
+_DIMS = {IntegerConv1d: 3, IntegerConv2d: 4}
+
+
+def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tensor:
+    """Multiply codes where the formats of now allow it, else as the layer that was."""
+    formats, state = carried(module)
+    if state is not None:
+        keep_out_of_compilation()
+        return _eager["train"](module, x, stock, formats, state)
+    product = _chosen(module, x, formats)
+    if product is None:
+        return stock(x)
+    layer = autograd.Layer(product, getattr(module, OPTIONS))
+    return autograd.multiply_traceably(x, module.weight, module.bias, layer)
+
+
+def _train(
+    module: Any,
+    x: Tensor,
+    stock: Callable[[Tensor], Tensor],
+    formats: ModuleFormats,
+    state: ForwardState,
+) -> Tensor:
+    product, noise = _chosen(module, x, formats), None
+    if product is None:
+        return stock(x)
+    if module.training and torch.is_grad_enabled():
+        noise = autograd.Noise(*state.noise_of_gradients())
+    layer = autograd.Layer(product, getattr(module, OPTIONS), noise)
+    return autograd.multiply(x, module.weight, module.bias, layer)
+
+
+def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | None:
+    product = choose(module, formats)
+    dims = next((d for kind, d in _DIMS.items() if isinstance(module, kind)), max(x.dim(), 2))
+    if isinstance(product, str) or x.dtype not in FLOATS or x.dim() != dims:
+        return None
+    if torch.compiler.is_compiling() or getattr(module, OPTIONS).execution == "simulation":
+        return product
+    return None if why_no_kernel(x.device) else product
+
+
+def keep_out_of_compilation() -> None:
+    """Keep training out of torch.compile, which cannot look into the kernels."""
+    if not _eager:  # takes a second the first time
+        _eager["train"] = torch.compiler.disable(_train)
+
+
+_eager: dict[str, Any] = {}
