@@ -1,6 +1,9 @@
 """MSGD: stochastic gradient descent that finds each layer's fixed-point format as it trains."""
 
+import sys
 import warnings
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from marvin import integer, tensorboard
@@ -9,15 +12,15 @@ from marvin.checkpoint import load_sharded, save_sharded
 from marvin.conversion import prepare, quantize_activations
 from marvin.freezing import freeze
 from marvin.init import tnvs_
-from marvin.loss_budget import LossBudgetPolicy, StaticPolicy
-from marvin.marvin_policy import MarvinPolicy
-from marvin.muppet import MuppetPolicy
 from marvin.optimizer import MSGD
-from marvin.policy import FixedPolicy, Policy
+from marvin.policies.base import FixedPolicy, Policy
+from marvin.policies.loss_budget import LossBudgetPolicy, StaticPolicy
+from marvin.policies.marvin import MarvinPolicy
+from marvin.policies.muppet import MuppetPolicy
+from marvin.policies.trace import Switch
 from marvin.quantized import Quantized
 from marvin.stored import StoredCodes, store_codes
 from marvin.straight_through import fake_quantize
-from marvin.trace import Switch
 
 __all__ = [
     "MSGD",
@@ -44,6 +47,36 @@ __all__ = [
 ]
 
 _RENAMED = {"QuantizingOptimizer": "Quantized"}
+_MOVED = {  # modules, and where they are now
+    "adaptation": "policies.adaptation",
+    "loss_budget": "policies.loss_budget",
+    "marvin_policy": "policies.marvin",
+    "muppet": "policies.muppet",
+    "observations": "policies.observer",
+    "policy": "policies",
+    "push_down": "policies.push_down",
+    "push_up": "policies.push_up",
+    "range_policy": "policies.range_policy",
+    "ranges": "policies.ranges",
+    "record": "policies.records",
+    "trace": "policies.trace",
+}
+
+
+class _Moved(ModuleType):
+    """A module at its old place: what is asked of it comes from the new one, with a warning."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":  # tools ask every module for these
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        old = self.__name__.partition(".")[2]
+        new = f"marvin.{_MOVED[old]}"
+        warnings.warn(f"{self.__name__} is now {new}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(new), name)
+
+
+for _name in _MOVED:
+    globals()[_name] = sys.modules[f"marvin.{_name}"] = _Moved(f"marvin.{_name}")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,35 +1,5 @@
-"""What torch does not offer publicly; nothing else here uses its private names."""
+"""Moved to ``fixedpoint_kernels._torch_private``."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
-from torch import nn
+from fixedpoint_kernels._torch_private import hooks_of, remove_hooks
 
 __all__ = ["hooks_of", "remove_hooks"]
-
-# torch gives a handle for each hook it registers, but no way to find a hook on a copy of a module
-_PLACES = "_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks"
-
-
-def hooks_of(module: nn.Module, kind: type) -> Iterator[Any]:
-    """Yield the hooks of a class that a module has."""
-    for place in _PLACES:
-        for hook in getattr(module, place).values():
-            own = _unwrapped(hook)
-            if isinstance(own, kind):
-                yield own
-
-
-def remove_hooks(module: nn.Module, kind: type) -> None:
-    """Take all hooks of a class from a module."""
-    for place in _PLACES:
-        hooks: dict[int, Callable[..., Any]] = getattr(module, place)
-        for key in [key for key, hook in hooks.items() if isinstance(_unwrapped(hook), kind)]:
-            del hooks[key]
-            if place == "_forward_pre_hooks":
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def _unwrapped(hook: Any) -> Any:
-    """Return what was registered: torch wraps hooks that want the module."""
-    return getattr(hook, "hook", hook)

@@ -7,30 +7,23 @@ from dataclasses import replace
 from typing import get_args
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd
 
+from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
 from fixedpoint_kernels.rounding import Rounding
-from marvin.activations import (
-    Entry,
-    ForwardState,
-    QuantizedActivations,
-    Rounder,
-    channels_of,
-    detach,
-    hook,
-)
+from marvin.activations import Entry, QuantizedActivations
+from marvin.hooks import detach, hook
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
-from marvin.policy import Rules
+from marvin.policies.records import Rules
 from marvin.quantized import Quantized
+from marvin.rounder import ForwardState, Rounder, channels_of
 from marvin.straight_through import StraightThrough
 
 __all__ = ["prepare", "quantize_activations"]
 
 # without parameters of their own, these take the format of the layer before them
-_NORMS = _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
-_POOLS = _AvgPoolNd, _AdaptiveAvgPoolNd
+_NORMS = NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
+_POOLS = AvgPoolBase, AdaptiveAvgPoolBase
 _FOLLOWERS = *_NORMS, *_POOLS
 _Choice = Iterable[str | type[nn.Module]] | str | type[nn.Module] | None
 

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
+from fixedpoint_kernels._torch_private import hooks_of
 from fixedpoint_kernels.block import block_fl
 from fixedpoint_kernels.rounding.reference import float_bounds
-from marvin._torch_private import hooks_of
-from marvin.activations import BUFFER, FLOATS, RoundsInputs, mapped, unhook
+from marvin.hooks import rounders_of, unhook
 from marvin.model_formats import ModuleFormats, decode_formats
+from marvin.nested import mapped, mapped_value
+from marvin.rounder import BUFFER, FLOATS
 from marvin.rounding import Format
 
 __all__ = ["FrozenRounding", "freeze"]
@@ -38,7 +40,7 @@ def freeze(model: nn.Module) -> nn.Module:
         >>> torch.export.export(marvin.freeze(model), (images,))
     """
     frozen = copy.deepcopy(model).eval().requires_grad_(False)
-    found = [(m, hook.rounder) for m in frozen.modules() for hook in hooks_of(m, RoundsInputs)]
+    found = [(m, rounder) for m in frozen.modules() for rounder in rounders_of(m)]
     if not found:
         raise ValueError(
             "a model to freeze must carry formats, got one without: first call "
@@ -77,7 +79,7 @@ class _Inputs(FrozenRounding):
 class _Outputs(FrozenRounding):
     def __call__(self, _: nn.Module, _args: Any, output: Any) -> Any:
         fmt = self.formats.outputs
-        return output if fmt is None else mapped(lambda x: _round(x, fmt), (output,), {}, ())[0][0]
+        return output if fmt is None else mapped_value(lambda x: _round(x, fmt), output)
 
 
 class _Loading:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marvin.policy import Measured, Policy
+from fixedpoint_kernels._torch_private import foreach_div, foreach_norm
+from marvin.policies.base import Policy
+from marvin.policies.records import Measured
 from marvin.rounding import Format, round_many
 from marvin.shards import Shard, local, sum_vectors, whole_norms, widest
 
-__all__ = ["Gradients", "complete", "gather", "nonfinite", "read"]
+__all__ = ["Gradients", "by_layer", "complete", "gather", "nonfinite", "read"]
 
 
 @dataclass
@@ -64,7 +66,7 @@ def gather(
     penalties = _add_l1(group, params, grads) if group["l1"] else None
     if group["quantize_gradients"]:
         grads = _rounded(grads, places, [format_of(p) for p in params], noise)
-    norms = torch.stack(torch._foreach_norm(grads, 2, widest(grads[0].device)))
+    norms = torch.stack(foreach_norm(grads, 2, widest(grads[0].device)))
     return Gradients(group, params, grads, places, norms, penalties)
 
 
@@ -90,7 +92,7 @@ def complete(
         batch.norms = norm
         if batch.group["normalize_gradients"]:
             divisors = torch.where(norm > 0, norm, 1.0).unbind()
-            batch.values = list(torch._foreach_div(batch.values, divisors))
+            batch.values = list(foreach_div(batch.values, divisors))
         batch.layers = [i for i, p in enumerate(batch.params) if "layer" in state[p]]
         states = [state[batch.params[i]] for i in batch.layers]
         batch.measured = policy.measure(shared, states, [batch.values[i] for i in batch.layers])
@@ -135,11 +137,27 @@ def nonfinite(
     return wrong
 
 
+def by_layer(
+    batches: Sequence[Gradients],
+    norms: Sequence[Sequence[float]],
+    numbers: Sequence[Sequence[float]],
+) -> dict[Tensor, tuple[float, float | None, Mapping[str, Tensor]]]:
+    """Return norm, the policy's number and the policy's tensors of each layer with a gradient."""
+    found = {}
+    for batch, own_norms, own_numbers in zip(batches, norms, numbers, strict=True):
+        for place, i in enumerate(batch.layers):
+            number = own_numbers[place] if own_numbers else None
+            tensors = {name: values[place] for name, values in batch.measured.tensors.items()}
+            found[batch.params[i]] = own_norms[i], number, tensors
+    return found
+
+
 def _dense(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if grad is None or grad.layout is not torch.strided:
         raise RuntimeError("the optimizer needs dense gradients, got a sparse one")
-    return local(grad).float()
+    grad = local(grad)
+    return grad if grad.dtype is torch.float32 else grad.float()
 
 
 def _add_l1(group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Tensor:

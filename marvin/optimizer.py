@@ -1,5 +1,6 @@
 """MSGD: SGD with momentum on the masters of fixed-point weights, with the paper's policy."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -7,14 +8,60 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from marvin import push_down, push_up
-from marvin.adaptation import LookbackRounding
-from marvin.marvin_policy import MarvinPolicy
-from marvin.push_up import Level
+from fixedpoint_kernels._torch_private import foreach_add, foreach_add_, foreach_mul_
+from marvin.policies import push_down, push_up
+from marvin.policies.adaptation import LookbackRounding
+from marvin.policies.marvin import MarvinPolicy
+from marvin.policies.push_up import Level
 from marvin.quantized import Quantized
-from marvin.settings import SGD, check_settings
+from marvin.settings import SGD as SGD_CHECKS
+from marvin.settings import check_settings
 
 __all__ = ["MSGD"]
+
+
+class SGD(torch.optim.SGD):
+    """SGD with momentum that makes no new tensors; the bits are those of torch's.
+
+    Torch's own adds the weight decay out of place. Here gradients that ``Quantized`` has normalised
+    are overwritten; others may be the user's.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Do one update; ``closure`` must be None."""
+        rare = "dampening", "maximize", "nesterov"
+        if any(group[name] for group in self.param_groups for name in rare):
+            super().step()
+            return
+        for group in self.param_groups:
+            masters = [p for p in group["params"] if p.grad is not None]
+            steps: Sequence[Tensor] = [p.grad for p in masters]
+            if decay := group["weight_decay"]:
+                if group["normalize_gradients"]:
+                    foreach_add_(steps, masters, alpha=decay)
+                else:
+                    steps = foreach_add(steps, masters, alpha=decay)
+            if group["momentum"]:
+                steps = self._momenta(masters, steps, group["momentum"])
+            if masters:
+                foreach_add_(masters, steps, alpha=-float(group["lr"]))
+
+    def _momenta(
+        self, masters: list[Tensor], steps: Sequence[Tensor], momentum: float
+    ) -> list[Tensor]:
+        """Add the gradients to the momenta; a first gradient is its own momentum."""
+        buffers: list[Tensor | None] = [self.state[p].get("momentum_buffer") for p in masters]
+        begun = [(buffer, steps[i]) for i, buffer in enumerate(buffers) if buffer is not None]
+        if begun:
+            old, new = zip(*begun, strict=True)
+            foreach_mul_(old, momentum)
+            foreach_add_(old, new)
+        if len(begun) < len(masters):
+            for p, step, buffer in zip(masters, steps, buffers, strict=True):
+                if buffer is None:
+                    self.state[p]["momentum_buffer"] = step.clone()
+        return [self.state[p]["momentum_buffer"] for p in masters]
 
 
 class MSGD(Quantized):
@@ -131,12 +178,12 @@ class MSGD(Quantized):
         seed: int = 0,
     ) -> None:
         own = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        check_settings(own, SGD)
+        check_settings(own, SGD_CHECKS)
         names = {f.name for f in fields(MarvinPolicy)}
         policy = MarvinPolicy(**{k: v for k, v in own.items() if k in names})
         sgd = {name: own[name] for name in ("lr", "momentum", "weight_decay")}
         rest = {k: v for k, v in own.items() if k not in names and k not in sgd}
-        super().__init__(torch.optim.SGD(params, **sgd, foreach=True), policy, **rest)
+        super().__init__(SGD(params, **sgd, foreach=True), policy, **rest)
 
     @property
     def strategy(self) -> Level:
@@ -144,5 +191,5 @@ class MSGD(Quantized):
         return self.shared.level
 
     def _check(self, group: dict[str, Any]) -> None:
-        check_settings(group, SGD)
+        check_settings(group, SGD_CHECKS)
         super()._check(group)

@@ -1,12 +1,23 @@
-"""Hyper-parameters: which values are allowed."""
+"""What is refused: hyper-parameters out of range, and optimizers and steps that do not work."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-__all__ = ["MARVIN", "OPTIONS", "SGD", "Checks", "check_dtypes", "check_settings"]
+__all__ = [
+    "MARVIN",
+    "OPTIONS",
+    "SGD",
+    "Checks",
+    "check_dtypes",
+    "check_settings",
+    "check_step",
+    "check_wrapped",
+]
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 _Rule = tuple[str, Callable[[Mapping[str, Any]], bool], str]
@@ -107,6 +118,50 @@ def check_dtypes(params: Iterable[torch.Tensor], who: str) -> None:
     for p in params:
         if p.dtype not in _FLOATS:
             raise TypeError(f"{who} needs float32, bfloat16 or float16 parameters, got {p.dtype}")
+
+
+def check_wrapped(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+    """Refuse what ``Quantized`` cannot wrap.
+
+    Raises:
+        TypeError: It is no optimizer.
+        ValueError: Its step needs a closure, or it has a hyper-parameter of ``options``.
+    """
+    if not isinstance(optimizer, Optimizer):
+        got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise TypeError(
+            "Quantized needs an optimizer that was made of the model's parameters, such as "
+            f"torch.optim.SGD(model.named_parameters(), lr=0.1), got {got}"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"Quantized needs an optimizer whose step needs no closure, "
+            f"got {type(optimizer).__name__}"
+        )
+    if clash := sorted(set(optimizer.defaults) & set(options)):
+        raise ValueError(
+            f"{type(optimizer).__name__} must have no hyper-parameter of Quantized's or its "
+            f"policy's, got {', '.join(clash)}"
+        )
+
+
+def check_step(closure: object) -> None:
+    """Refuse a step that cannot be done.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured.
+        TypeError: ``closure`` is no function, but a loss, say.
+    """
+    if closure is not None and not callable(closure):
+        raise TypeError(
+            f"step takes a closure, got {type(closure).__name__}: write step(loss=loss)"
+        )
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "step() decides on the host and must be outside of CUDA graphs: "
+            "capture forward and backward alone"
+        )
 
 
 def _is_number(value: Any) -> bool:

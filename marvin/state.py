@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marvin.policy import Policy, fields_of
+from marvin.policies.base import Policy, fields_of
+from marvin.policies.records import restored
 from marvin.shards import Shard
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "packed_policy",
     "policy_of",
     "spread_state",
+    "unpacked",
 ]
 
 VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
@@ -30,6 +32,27 @@ def packed(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
     """Return one parameter's state as plain values, and tensors as spread as the parameter."""
     outer = {name: shard.outer(v) for name, v in state.items() if isinstance(v, Tensor)}
     return {**state, **outer, **({"layer": asdict(state["layer"])} if "layer" in state else {})}
+
+
+def unpacked(
+    values: Mapping[str, Any], shard: Shard, device: torch.device, record: Any
+) -> dict[str, Any]:
+    """Return one parameter's state from plain values; tensors as they were saved, on its device.
+
+    Args:
+        values: What ``packed`` gave, or an earlier version.
+        shard: What this process holds of the parameter.
+        device: Of the parameter.
+        record: A new record of the layer, whose values are replaced.
+    """
+    own: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            own[name] = shard.held(value.detach()).to(device, copy=True)
+        else:
+            own[name] = restored(record, value) if name == "layer" else value
+    own.pop("momentum_buffer", None)  # of earlier versions: the wrapped optimizer has it
+    return own
 
 
 def packed_policy(policy: Policy, shared: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
-from marvin.policy import word_length
+from marvin.policies.records import word_length
 from marvin.quantized import Quantized
 
 if TYPE_CHECKING:

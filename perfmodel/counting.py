@@ -8,9 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from fixedpoint_kernels._torch_private import (
+    BatchNormBase,
+    TorchDispatchMode,
+    storage_key,
+    tree_leaves,
+)
 from perfmodel.layers import Layer, Shape
 from perfmodel.operators import EMBEDDINGS, Product, is_free, name_of, product
 from perfmodel.skeleton import Stack, skeleton
@@ -24,7 +28,7 @@ def count(
     """See ``perfmodel.layers``; unknown operations apart."""
     copy = skeleton(model, on_meta)
     for module in copy.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNormBase):
             module.training = False
     dtype = dtype or next((p.dtype for p in copy.parameters()), torch.float32)
     inputs = [torch.empty((1, *shape), dtype=dtype, device="meta") for shape in shapes]
@@ -81,7 +85,7 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.in_attention = False
         self._stack = stack
-        self._parameters = parameters
+        self._weights = parameters
         self._rows: dict[tuple[str, str, str], Layer] = {}
         self._unknown: dict[tuple[str, str], Layer] = {}
         self._used: set[str] = set()
@@ -116,7 +120,7 @@ class _Counter(TorchDispatchMode):
         return list(self._unknown.values())
 
     def _rest(self, seen: set[str]) -> Iterator[Layer]:
-        for name, p in self._parameters.items():
+        for name, p in self._weights.items():
             if name not in seen and p.ndim >= 2:
                 kind = "elementwise" if name in self._used else "unused"
                 shape = tuple(p.shape)
@@ -151,9 +155,9 @@ class _Counter(TorchDispatchMode):
         """Return the row with sizes of its weight and of the bias that goes with it."""
         if not weight:
             return row
-        elements = self._parameters[weight].numel()
+        elements = self._weights[weight].numel()
         head, dot, last = weight.rpartition(".")
-        bias = self._parameters.get(head + dot + last.replace("weight", "bias"))
+        bias = self._weights.get(head + dot + last.replace("weight", "bias"))
         has_bias = bias is not None and "weight" in last
         parameters = elements + (bias.numel() if bias is not None and has_bias else 0)
         return replace(row, weight=weight, elements=elements, parameters=parameters)
@@ -166,11 +170,11 @@ class _Counter(TorchDispatchMode):
         self._unknown.setdefault(key, row)
 
     def _source(self, tensor: Tensor) -> _Source | None:
-        return self._sources.get(tensor.untyped_storage()._cdata)
+        return self._sources.get(storage_key(tensor))
 
     def _remember(self, tensor: Tensor, source: _Source) -> None:
         self._alive.append(tensor)
-        self._sources[tensor.untyped_storage()._cdata] = source
+        self._sources[storage_key(tensor)] = source
 
     def _inherit(self, tensors: list[Tensor], output: Any) -> None:
         """A tensor made of weights alone (cast, normalised, re-parametrised) counts as weight."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tag, Tensor
-from torch._ops import OpOverload
 
+from fixedpoint_kernels._torch_private import OpOverload
 from perfmodel import madds
 
 __all__ = ["Product", "is_free", "product"]
@@ -63,7 +63,7 @@ class Product:
 
 def name_of(op: OpOverload) -> str:
     """Return the operation's name without namespace and overload."""
-    return op._schema.name.partition("::")[2]
+    return op.name().partition("::")[2].partition(".")[0]
 
 
 def product(op: OpOverload, arguments: tuple[Any, ...], output: Any) -> Product | None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from fixedpoint_kernels._torch_private import fake_tensor_mode, storage_key
 from perfmodel.memory import Kept, Saved, Saver, kind_of
 from perfmodel.skeleton import Stack, skeleton
 
@@ -25,7 +25,7 @@ def watch(model: nn.Module, inputs: Sequence[Tensor], measure: bool) -> Saved:
             kept = _run(skeleton(model, _own_buffers), inputs, "run on its inputs")
         return Saved(kept, f"measured on {device_name(device)}")
     device = torch.device("cpu") if device.type == "meta" else device
-    with FakeTensorMode():
+    with fake_tensor_mode():
         fake = _faker(device)
         copy = skeleton(model, fake)
         kept = _run(copy, [fake(x) for x in inputs], "run on shapes alone (fake tensors)")
@@ -131,4 +131,4 @@ class _Saves:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_key(tensor)

@@ -7,17 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fixedpoint_kernels._torch_private import HOOKS, fill_copy, uncompiled
+
 __all__ = ["Stack", "names_of", "skeleton"]
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 Convert = Callable[[Tensor], Tensor]
 
 
@@ -43,8 +36,7 @@ def skeleton(model: nn.Module, convert: Convert, *, keep_hooks: bool = False) ->
             tensors[id(tensor)] = convert(tensor)
         return tensors[id(tensor)]
 
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    return _copy(model, {}, once, keep_hooks)
+    return _copy(uncompiled(model), {}, once, keep_hooks)
 
 
 def _copy(
@@ -63,12 +55,7 @@ def _copy(
         hooks = getattr(module, name)
         kept = ((key, hook) for key, hook in hooks.items() if keep_hooks or _is_torchs(hook))
         setattr(copy, name, type(hooks)(kept))
-    copy._parameters = {name: convert(p) for name, p in module._parameters.items()}
-    copy._buffers = {name: convert(b) for name, b in module._buffers.items()}
-    copy._modules = {
-        name: child and _copy(child, copies, convert, keep_hooks)
-        for name, child in module._modules.items()
-    }
+    fill_copy(copy, module, convert, lambda m: _copy(m, copies, convert, keep_hooks))
     return copy
 
 

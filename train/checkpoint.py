@@ -12,7 +12,7 @@ from torch import Tensor
 
 import marvin
 from marvin.activations import BUFFER
-from marvin.push_up import Level
+from marvin.policies.push_up import Level
 from marvin.state import of_wrapped
 from perfmodel.files import shown
 from train.alike import check_alike, check_names

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 import marvin
-from marvin.policy import word_length
+from marvin.policies.records import word_length
 
 if TYPE_CHECKING:
     from train.loop import Training

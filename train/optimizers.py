@@ -42,22 +42,25 @@ def _policy(config: Config) -> marvin.Policy:
 
 
 def _range_policy(config: Config) -> marvin.Policy:
-    ends_wl, (first, second) = config.ends_bits or None, config.policy_bits
+    first, second = config.policy_bits
+    ends_wl = config.ends_bits or None
+    common = {"ends_wl": ends_wl, "per_channel": config.per_channel}
     if config.policy == "static":
-        return marvin.StaticPolicy(
-            first or 6, second or 6, ends_wl=ends_wl, per_channel=config.per_channel
-        )
+        return marvin.StaticPolicy(**_given(weights=first, activations=second), **common)
     own = len(range(config.batch_size)[distributed.share(config.batch_size)])
     batch_size = None if config.quantize_activations else own * config.accumulation_steps
     return marvin.LossBudgetPolicy(
         config.kappa,
         config.max_noise,
-        min_wl=first or 4,
-        max_wl=second or 8,
-        ends_wl=ends_wl,
-        per_channel=config.per_channel,
         batch_size=batch_size,
+        **_given(min_wl=first, max_wl=second),
+        **common,
     )
+
+
+def _given(**lengths: int) -> dict[str, Any]:
+    """Return the word lengths that are not 0; for the others the policy has defaults."""
+    return {name: length for name, length in lengths.items() if length}
 
 
 def _keywords(config: Config, names: Iterable[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import numpy as np
 import fixedpoint_kernels as fk
 from benchmarks.fuzz import draw, oracle
 from benchmarks.fuzz.oracle import Array, Failure, Format
-from marvin.push_down import expected_divergence, push_down
+from marvin.policies.push_down import expected_divergence, push_down
 
 
 def sampled(chance: Random) -> None:

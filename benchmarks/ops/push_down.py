@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.timing import Case
 from fixedpoint_kernels import FixedPoint
-from marvin.push_down import expected_divergence, kl, push_down, sampled_divergence
+from marvin.policies.push_down import expected_divergence, kl, push_down, sampled_divergence
 
 TESTS = "tests/marvin/test_push_down.py"
 LAYERS = {

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fixedpoint_kernels._torch_private import compiled_as_constant
 from fixedpoint_kernels.few_bit.autograd import apply
 from fixedpoint_kernels.few_bit.fused import Fused, fused_of
 from fixedpoint_kernels.few_bit.integrals import Function, Weight
@@ -294,5 +295,4 @@ def table_key(name: str, bits: int, weight: Weight, *parameters: Any) -> str:
     return register(table_of(name, parameters, bits, weight))
 
 
-# what torch.compiler.assume_constant_result sets, without loading Dynamo and Triton at import
-table_key._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+compiled_as_constant(table_key)

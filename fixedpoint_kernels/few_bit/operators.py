@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fixedpoint_kernels._torch_private import is_watched
 from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.few_bit.fused import DTYPES, FORMULAS, Fused
 from fixedpoint_kernels.few_bit.table import Table
@@ -108,13 +109,7 @@ def is_plain(x: Tensor) -> bool:
     It cannot where somebody watches or changes what operators do: the compiler, a mode, a subclass,
     torch.func.
     """
-    return not (
-        torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or x.is_meta
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-    )
+    return not (torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta or is_watched())
 
 
 def _encode(x: Tensor, table: str) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fixedpoint_kernels._torch_private import FORWARDS
 from fixedpoint_kernels.forward_save import activations, exact, layers, norms
 from fixedpoint_kernels.forward_save.settings import Division, FewBit, bit_count
 
@@ -115,7 +116,7 @@ def _kind(module: nn.Module, known: dict[Any, Any]) -> Any:
     kind = next((k for k in type(module).__mro__ if k in known), None)
     if kind is None:
         return None
-    names = [name for name in ("forward", "_conv_forward") if hasattr(kind, name)]
+    names = [name for name in FORWARDS if hasattr(kind, name)]
     is_torchs = all(getattr(type(module), n) is getattr(kind, n) for n in names)
     return known[kind] if is_torchs else None
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from fixedpoint_kernels._torch_private import adaptive_avg_pool_backward
 from fixedpoint_kernels.few_bit import operators
 from fixedpoint_kernels.few_bit.functional import table_key
 from fixedpoint_kernels.forward_save import maps
@@ -208,8 +209,7 @@ class _AdaptiveAvgPool(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        names = aten._adaptive_avg_pool2d_backward, aten._adaptive_avg_pool3d_backward
-        return names[ctx.spatial - 2](grad, _like(ctx, grad)), None, None
+        return adaptive_avg_pool_backward(grad, _like(ctx, grad), ctx.spatial), None, None
 
 
 def _like(ctx: Any, grad: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Convolution and linear layers that keep their input in few bits."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from fixedpoint_kernels._torch_private import ConvolutionHook, padding_around
 from fixedpoint_kernels.forward_save import maps
 from fixedpoint_kernels.forward_save.settings import Division
 
@@ -24,8 +26,7 @@ class Divided(nn.Module):
         """Whether something will be kept for backward; otherwise torch's own layer runs."""
         if not (self.training and torch.is_grad_enabled()):
             return False
-        parameters = self._parameters.values()
-        return input.requires_grad or any(p is not None and p.requires_grad for p in parameters)
+        return input.requires_grad or any(p.requires_grad for p in self.parameters(recurse=False))
 
     def spatial(self, x: Tensor) -> int:
         """Return how many trailing dimensions of ``x`` make up a plane: features alone."""
@@ -53,17 +54,20 @@ class _Geometry(NamedTuple):
     groups: int
 
 
-class Convolution(Divided):
+class Convolution(Divided, ConvolutionHook):
     """Goes before ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``."""
 
     def spatial(self: Any, x: Tensor) -> int:
         """Return the dimensions of the kernel."""
         return len(self.kernel_size)
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self._keeps(input):
-            return super()._conv_forward(input, weight, bias)  # pyright: ignore
-        x, padding = _padded(self, input)
+    def convolve(
+        self, own: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """See ``ConvolutionHook``."""
+        if not self._keeps(x):
+            return own(x, weight, bias)
+        x, padding = _padded(self, x)
         zeros = (0,) * len(padding)
         geometry = _Geometry(self.stride, padding, self.dilation, False, zeros, self.groups)  # pyright: ignore
         return _convolve(self, x, weight, bias, geometry)
@@ -112,7 +116,7 @@ def cast(x: Tensor, *others: Tensor | None) -> list[Any]:
 
 def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Pad what a convolution's own padding cannot, as torch does; return what is left to pad."""
-    around = module._reversed_padding_repeated_twice
+    around = padding_around(module)
     if module.padding_mode != "zeros":
         return F.pad(x, around, mode=module.padding_mode), (0,) * len(module.kernel_size)
     if not isinstance(module.padding, str):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fixedpoint_kernels._torch_private import version_of
 from fixedpoint_kernels.division import operators
 from fixedpoint_kernels.division.layout import Layout
 from fixedpoint_kernels.forward_save.settings import Division
@@ -107,7 +108,7 @@ def pack(x: Tensor, spatial: int, settings: Division, noise: Tensor) -> Packed:
         raise TypeError(f"a map that is kept in few bits must be floating, got {x.dtype}")
     if x.is_leaf or torch.compiler.is_compiling():  # a graph knows no versions
         return _packed(x.detach(), spatial, settings, noise)
-    key = (spatial, settings, id(noise), x._version)
+    key = (spatial, settings, id(noise), version_of(x))
     known: dict[Any, Packed] = getattr(x, MEMORY, {})
     if key not in known:
         known = {key: _packed(x.detach(), spatial, settings, noise)}

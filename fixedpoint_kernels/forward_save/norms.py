@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from fixedpoint_kernels._torch_private import batch_norm
 from fixedpoint_kernels.forward_save import maps
 from fixedpoint_kernels.forward_save.layers import Divided
 
@@ -103,12 +104,8 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Tensor:
         *parts, ctx.form, (mean, variance), (momentum, ctx.eps) = rest
-        if mean is None:
-            made = aten._native_batch_norm_legit(x, weight, bias, True, momentum, ctx.eps)
-        else:
-            made = aten._native_batch_norm_legit(
-                x, weight, bias, mean, variance, True, momentum, ctx.eps
-            )
+        running = None if mean is None else (mean, variance)
+        made = batch_norm(x, weight, bias, running, momentum, ctx.eps)
         ctx.save_for_backward(weight, *made[1:], *parts)
         return made[0]
 

@@ -11,17 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from fixedpoint_kernels._torch_private import HOOKS
+
 __all__ = ["Inputs", "Seen", "observe", "visit"]
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 Inputs = Tensor | Sequence[Any]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fixedpoint_kernels._torch_private import int_mm
 from fixedpoint_kernels.products import reference
 from fixedpoint_kernels.products.shapes import Window
 
@@ -115,7 +116,7 @@ def _multiply_int8(a: Tensor, b: Tensor) -> Tensor:
         b = (b ^ 128).view(torch.int8)
     for first in range(0, a.shape[1], 2**16):  # so many products fit in int32
         some = slice(first, first + 2**16)
-        total += torch._int_mm(_copied(a[:, some]), _copied(b[some]))
+        total += int_mm(_copied(a[:, some]), _copied(b[some]))
     return total
 
 

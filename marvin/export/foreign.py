@@ -5,16 +5,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
+from fixedpoint_kernels._torch_private import global_forward_hooks, own_forward_hooks
 from marvin.export.errors import ExportError
 
 __all__ = ["check_own", "kind_of"]
 
 _OURS = "marvin"  # whose hooks round activations, which the export knows of
-_GLOBAL = "_global_forward_pre_hooks", "_global_forward_hooks"  # torch has no public way to ask
-_OWN = "_forward_pre_hooks", "_forward_hooks"
 
 
 def check_own(model: nn.Module, names: Iterable[str]) -> None:
@@ -31,17 +29,16 @@ def check_own(model: nn.Module, names: Iterable[str]) -> None:
         ExportError: Names the first that has a foreign hook, a ``forward`` of its own or a
             parametrised weight.
     """
-    for kind in _GLOBAL:
-        if found := _foreign(getattr(torch_module, kind)):
+    for hooks in global_forward_hooks():
+        if found := _foreign(hooks):
             raise ExportError(f"no hook on all modules may be set, got {found}: remove it")
     for name in dict.fromkeys(["", *names]):
         module = model.get_submodule(name)
         shown = name or "the model"
-        for kind in _OWN:
-            if found := _foreign(getattr(module, kind)):
-                what = "hook before forward" if "pre" in kind else "hook after forward"
+        for when, hooks in zip(("before", "after"), own_forward_hooks(module), strict=True):
+            if found := _foreign(hooks):
                 raise ExportError(
-                    f"{shown} has a {what} which is not exported, {found}: remove it, or make it "
+                    f"{shown} has a hook {when} forward which is not exported, {found}: remove it, or make it "
                     "a layer"
                 )
         if "forward" in vars(module):

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from fixedpoint_kernels import FixedPoint, products
-from marvin._torch_private import hooks_of
-from marvin.activations import ForwardState, RoundsInputs
+from fixedpoint_kernels._torch_private import hooks_of
 from marvin.channels import ChannelFormat
 from marvin.freezing import FrozenRounding
+from marvin.hooks import rounders_of
 from marvin.model_formats import ModuleFormats
+from marvin.rounder import ForwardState
 
 __all__ = [
     "BITS",
@@ -75,8 +76,8 @@ def carried(module: nn.Module) -> tuple[ModuleFormats, ForwardState | None]:
     Raises:
         ValueError: The module's buffer does not hold formats.
     """
-    for hook in hooks_of(module, RoundsInputs):
-        return hook.rounder.formats(module), hook.rounder.state
+    for rounder in rounders_of(module):
+        return rounder.formats(module), rounder.state
     for hook in hooks_of(module, FrozenRounding):
         return hook.formats, None
     return ModuleFormats(), None

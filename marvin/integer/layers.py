@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from marvin.activations import FLOATS, ForwardState
 from marvin.integer import autograd
 from marvin.integer.formats import Product, carried, choose, why_no_kernel
 from marvin.model_formats import ModuleFormats
+from marvin.rounder import FLOATS, ForwardState
 
 __all__ = [
     "CLASSES",

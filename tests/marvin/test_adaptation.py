@@ -3,7 +3,7 @@ import math
 import pytest
 
 from fixedpoint_kernels import FixedPoint
-from marvin.adaptation import (
+from marvin.policies.adaptation import (
     LayerState,
     adapt_lookback,
     adapt_resolution,

@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import marvin
 from fixedpoint_kernels import FixedPoint
-from marvin.activations import BUFFER, formats_of
 from marvin.channels import ChannelFormat
+from marvin.rounder import BUFFER, formats_of
 
 FAST = {"lr": 0.05, "lookback": (2, 5), "resolution": (10, 20)}
 POLICIES = {

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import marvin
 from fixedpoint_kernels import FixedPoint, products
-from marvin.activations import formats_of
 from marvin.integer import IntegerConv2d, convert, report, revert
 from marvin.integer.autograd import Layer, Noise, multiply
 from marvin.integer.formats import Options, Product
+from marvin.rounder import formats_of
 
 POLICIES = {
     "marvin": lambda: marvin.MarvinPolicy(
@@ -183,7 +183,7 @@ def test_noise_is_drawn_anew_for_each_product_and_each_rank(monkeypatch):
     first = shared.noise_of_gradients()
     second = shared.noise_of_gradients()
     assert len({*first[1:], *second[1:]}) == 4
-    monkeypatch.setattr(marvin.activations, "rank", lambda: 1)
+    monkeypatch.setattr(marvin.rounder, "rank", lambda: 1)
     shared.gradients -= 1
     assert not {*second[1:]} & {*shared.noise_of_gradients()[1:]}
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import marvin
 from fixedpoint_kernels import FixedPoint, quantize
 from marvin import LossBudgetPolicy, Quantized, StaticPolicy
-from marvin.activations import detach
-from marvin.observations import weight_ranges
-from marvin.ranges import Limits
+from marvin.hooks import detach
+from marvin.policies.observer import weight_ranges
+from marvin.policies.ranges import Limits
 from marvin.shards import Shard
 
 POLICIES = {

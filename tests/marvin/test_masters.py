@@ -156,6 +156,17 @@ def test_a_change_counts_at_the_end_of_an_epoch():
     assert (optimizer.state[model[0].weight]["master"] == 0.5).all()
 
 
+def test_a_frozen_parameter_takes_its_optimizers_state_along():
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = wrapped("Adagrad", model)  # makes its state in its constructor
+    train(model, optimizer, 2)
+    model[0].requires_grad_(True)
+    train(model, optimizer, 2, 2)
+    steps = [own["step"].item() for own in optimizer.state_dict()["optimizer"]["state"].values()]
+    assert sorted(steps) == [2, 2, 4, 4, 4, 4]
+
+
 def test_masters_keep_no_gradients():
     model = net()
     optimizer = wrapped("AdamW", model)

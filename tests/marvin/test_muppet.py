@@ -9,8 +9,8 @@ from torch import nn
 import marvin
 from fixedpoint_kernels import BlockFloat, quantize_block
 from marvin import MuppetPolicy, Quantized
-from marvin.muppet import Stage, epoch_diversity, threshold
-from marvin.policy import Layer, Step
+from marvin.policies.muppet import Stage, epoch_diversity, threshold
+from marvin.policies.records import Layer, Step
 from marvin.shards import Shard
 from marvin.state import packed_policy, policy_of
 

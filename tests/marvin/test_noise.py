@@ -8,7 +8,7 @@ from torch import nn
 import marvin
 from fixedpoint_kernels import FixedPoint, histogram_candidates, quantize
 from marvin import MSGD
-from marvin.push_down import kl
+from marvin.policies.push_down import kl
 
 FORMAT = FixedPoint(8, 4)
 SEED = 7
@@ -96,7 +96,7 @@ def test_activations_of_each_pass_and_process(monkeypatch):
     x = torch.randn(8, 5)
     layer(x)
     assert same(seen[0], quantize(x, FORMAT, seed=SEED, stream=4 << 60 | 1 << 20))
-    monkeypatch.setattr(marvin.activations, "rank", lambda: 3)
+    monkeypatch.setattr(marvin.rounder, "rank", lambda: 3)
     layer(x)
     before = 2  # the first input and output
     assert same(seen[1], quantize(x, FORMAT, seed=SEED, stream=4 << 60 | before + 1 << 20 | 3))

@@ -6,7 +6,7 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import FixedPoint
-from marvin.observations import Observer, inputs_of
+from marvin.policies.observer import Observer, inputs_of
 
 
 def make(ste="clip"):
@@ -34,7 +34,7 @@ def test_looking_changes_nothing(ste, monkeypatch):
         x = (4 * torch.randn(32, 6)).requires_grad_()
         y = model(x)
         y.square().sum().backward()
-        assert (inputs_of(optimizer._observers, 32) != {}) == looks
+        assert (inputs_of(optimizer._carriers.observers, 32) != {}) == looks
         gradients = [p.grad for p in model.parameters()]
         monkeypatch.undo()
         found.append([y, x.grad, *gradients, torch.tensor([*handle.saturation().values()])])
@@ -61,6 +61,6 @@ def test_what_is_not_floating_and_what_is_empty_is_left_out():
     marvin.quantize_activations(model, optimizer)
     for n in (3, 0):
         model(torch.zeros(n, dtype=torch.int64)).sum().backward()
-    assert set(inputs_of(optimizer._observers, 3)) == {1}
+    assert set(inputs_of(optimizer._carriers.observers, 3)) == {1}
     optimizer.step()
     assert optimizer.input_formats().keys() == {"1.weight"}

@@ -205,6 +205,37 @@ def test_gradients_stay_the_users(normalize, quantize_gradients, l1):
     assert_same_bits([p.grad for p in model.parameters()], given)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": True},
+        {"maximize": True},
+        {"dampening": 0.5},
+        {"momentum": 0.0},
+        {"weight_decay": 0.0},
+        {"normalize_gradients": False},
+    ],
+    ids=str,
+)
+def test_the_bits_are_those_of_torchs_sgd(options):
+    models = make_model(), make_model()
+    settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01, **options}
+    group = {"params": list(models[0].named_parameters()), **settings}
+    ours = MSGD([group], lookback=(2, 5), resolution=(10, 20))
+    normalizes = settings.pop("normalize_gradients", True)
+    sgd = torch.optim.SGD(models[1].named_parameters(), **settings, foreach=True)
+    policy = marvin.MarvinPolicy(lookback=(2, 5), resolution=(10, 20))
+    torchs = marvin.Quantized(sgd, policy, normalize_gradients=normalizes)
+    for model, optimizer in zip(models, (ours, torchs), strict=True):
+        model[3].bias.requires_grad_(False)
+        train(model, optimizer, 4)
+        model[3].bias.requires_grad_(True)  # its momentum begins when others have one
+        train(model, optimizer, 4, 4)
+    assert_same_bits(*(dict(model.state_dict()) for model in models))
+    assert_same_bits(*(o.state_dict()["optimizer"]["state"] for o in (ours, torchs)))
+
+
 def test_each_gradient_is_divided_by_its_own_norm():
     params = [nn.Parameter(torch.zeros(1, 2)), nn.Parameter(torch.zeros(2))]
     optimizer = MSGD(params, lr=1.0, momentum=0.0, weight_decay=0.0, strategy="min")

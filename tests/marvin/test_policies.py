@@ -1,5 +1,6 @@
 """The contract of a policy: a state decides the future, whatever arguments its object had."""
 
+import importlib
 import inspect
 import io
 
@@ -105,6 +106,35 @@ def train(model, optimizer, steps):
         loss.backward()
         optimizer.step(loss=loss)
         optimizer.end_epoch()
+
+
+@pytest.mark.parametrize(
+    ("old", "name", "new"),
+    [
+        ("policy", "Update", "policies"),
+        ("policy", "word_length", "policies"),
+        ("marvin_policy", "Losses", "policies.marvin"),
+        ("push_up", "diversity", "policies.push_up"),
+        ("record", "PlainRecord", "policies.records"),
+        ("observations", "Observer", "policies.observer"),
+    ],
+)
+def test_modules_are_found_at_their_old_places(old, name, new):
+    with pytest.warns(DeprecationWarning, match=rf"^marvin\.{old} is now marvin\.{new}$") as seen:
+        found = getattr(importlib.import_module(f"marvin.{old}"), name)
+    assert found is getattr(importlib.import_module(f"marvin.{new}"), name)
+    assert seen[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="is now"):
+        exec(f"from marvin.{old} import {name}", {})
+
+
+def test_tools_that_look_at_every_module_get_no_warning():
+    assert not hasattr(marvin.policy, "__file__")
+    with (
+        pytest.warns(DeprecationWarning, match="is now"),
+        pytest.raises(AttributeError, match="has no attribute 'nothing'"),
+    ):
+        marvin.push_down.nothing  # noqa: B018
 
 
 def test_all_policies_are_here():

@@ -8,7 +8,7 @@ import torch
 import marvin
 from fixedpoint_kernels import FixedPoint, histogram_candidates
 from fixedpoint_kernels.histogram import Expected
-from marvin.push_down import Lowest, expected_divergence, kl, push_down, sampled_divergence
+from marvin.policies.push_down import Lowest, expected_divergence, kl, push_down, sampled_divergence
 
 RESOLUTION = 50
 

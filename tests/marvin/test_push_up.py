@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from marvin.push_up import choose, diversity, push_up, suggestions
+from marvin.policies.push_up import choose, diversity, push_up, suggestions
 
 # diversity -> the two suggestions at fl_min = 8 (MARViN, section 3.4, guarded)
 ADAPT = {2.7: (1, 1), 3: (32, 1), 4: (7, 1), 5: (3, 4), 6: (2, 13), 7.4: (1, 24), 10: (1, 24)}

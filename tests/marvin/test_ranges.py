@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, quantize
 from fixedpoint_kernels.survey import round_and_survey
-from marvin.observations import Observer, inputs_of, weight_ranges
-from marvin.ranges import Limits, Range, budget_noise, integer_length, need
+from marvin.policies.observer import Observer, inputs_of, weight_ranges
+from marvin.policies.ranges import Limits, Range, budget_noise, integer_length, need
 from marvin.shards import Shard, shard_of
 
 

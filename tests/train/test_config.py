@@ -1,5 +1,4 @@
 import dataclasses
-import inspect
 import json
 import math
 
@@ -134,15 +133,6 @@ def test_configuration_survives_json():
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
     with pytest.raises(ValueError, match="known names only, got colour"):
         from_dict({"colour": "red"})
-
-
-def test_every_argument_of_msgd_is_a_flag_with_the_same_default():
-    signature = inspect.signature(marvin.MSGD).parameters
-    arguments = {name: p.default for name, p in signature.items() if name != "params"}
-    assert set(MSGD_KEYWORDS) == set(arguments)
-    defaults = {name: getattr(Config(), name) for name in MSGD_KEYWORDS}
-    by_model = {"buffer_bits": arguments["buffer_bits"]}  # each model's script has its own
-    assert defaults | by_model == arguments
 
 
 def test_choices_are_those_of_msgd():

@@ -121,8 +121,8 @@ def test_muppet_owns_the_rate_and_the_end(run, tiny, tmp_path, monkeypatch):
     short = marvin.MuppetPolicy(levels=(8, 32), window=1, patience=1, epochs_per_lr=1, lr_decays=1)
     # a diversity of one epoch is always 1: no violation, so say when
     falling = (1.0 / epoch for epoch in itertools.count(2))
-    monkeypatch.setattr("marvin.muppet.epoch_diversity", lambda _: next(falling))
-    monkeypatch.setattr("marvin.muppet.threshold", lambda _: 1.0)
+    monkeypatch.setattr("marvin.policies.muppet.epoch_diversity", lambda _: next(falling))
+    monkeypatch.setattr("marvin.policies.muppet.threshold", lambda _: 1.0)
     monkeypatch.setattr("train.optimizers._policy", lambda _: short)
     run(dataclasses.replace(tiny, policy="muppet", epochs=9, plateau_patience=0))
     rows = read_csv(tmp_path / "run" / "metrics.csv")

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from marvin.policy import Layer, Step, Update
-from marvin.range_policy import RangePolicy, Seen, Window, is_word_length
-from marvin.ranges import Limits, budget_noise
+from marvin.policies.range_policy import RangePolicy, Seen, Window, is_word_length
+from marvin.policies.ranges import Limits, budget_noise
+from marvin.policies.records import Layer, Step, Update
 from marvin.settings import Checks
 
 __all__ = ["LossBudgetPolicy", "StaticPolicy"]

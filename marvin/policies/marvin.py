@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
-from marvin import push_down, push_up
-from marvin.adaptation import LayerState, LookbackRounding, adapt_strategy, observe
+from fixedpoint_kernels._torch_private import foreach_add, foreach_norm
 from marvin.noise import Purpose, stream
-from marvin.policy import Layer, Measured, Policy, Rules, Step, Update
-from marvin.push_up import Level
-from marvin.record import PlainRecord
+from marvin.policies import push_down, push_up
+from marvin.policies.adaptation import LayerState, LookbackRounding, adapt_strategy, observe
+from marvin.policies.base import Policy
+from marvin.policies.push_up import Level
+from marvin.policies.records import Layer, Measured, PlainRecord, Rules, Step, Update
+from marvin.policies.trace import Switch
 from marvin.settings import MARVIN, check_settings
 from marvin.shards import Spread, spread, widest
-from marvin.trace import Switch
 
 __all__ = ["Losses", "MarvinPolicy"]
 
@@ -97,8 +98,8 @@ class MarvinPolicy(Policy):
         """Add the gradients to their windows, and take the norms of the sums."""
         if not tensors:
             return Measured()
-        sums = torch._foreach_add([own["grad_sum"] for own in tensors], list(grads))
-        return Measured({"grad_sum": sums}, torch._foreach_norm(sums, 2, widest(sums[0].device)))
+        sums = foreach_add([own["grad_sum"] for own in tensors], list(grads))
+        return Measured({"grad_sum": sums}, foreach_norm(sums, 2, widest(sums[0].device)))
 
     def update(self, shared: Losses, layers: Sequence[Layer], step: Step) -> Update:
         """Adapt the strategy, then each layer; full windows switch."""

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat, channel_format
-from marvin.observations import weight_ranges
-from marvin.policy import ActivationFormats, Layer, Policy, Rules, Step, Update
-from marvin.ranges import Limits, Range, integer_length
+from marvin.policies.base import Policy
+from marvin.policies.observer import weight_ranges
+from marvin.policies.ranges import Limits, Range, integer_length
+from marvin.policies.records import ActivationFormats, Layer, PlainRecord, Rules, Step, Update
+from marvin.policies.trace import Switch
 from marvin.ranks import sums_over_ranks
-from marvin.record import PlainRecord
 from marvin.settings import Checks, check_settings
-from marvin.trace import Switch
 
 __all__ = ["LayerBudget", "RangePolicy", "Seen", "Window", "is_word_length"]
 

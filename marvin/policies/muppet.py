@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import BlockFloat
-from marvin.policy import (
+from marvin.policies.base import Policy
+from marvin.policies.records import (
     ActivationFormats,
     Layer,
     LayerFormat,
     Measured,
-    Policy,
+    PlainRecord,
     Rules,
     Step,
     Update,
     word_length,
 )
-from marvin.record import PlainRecord
+from marvin.policies.trace import Switch
 from marvin.rounding import Format
-from marvin.trace import Switch
 
 __all__ = ["MuppetPolicy", "Stage", "epoch_diversity", "threshold"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fixedpoint_kernels import FixedPoint
-from marvin.push_up import Level, diversity
-from marvin.record import PlainRecord
+from marvin.policies.push_up import Level, diversity
+from marvin.policies.records import PlainRecord
 
 __all__ = ["LayerState", "adapt_lookback", "adapt_resolution", "adapt_strategy", "observe"]
 

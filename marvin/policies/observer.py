@@ -10,8 +10,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels._torch_private import (
+    foreach_abs,
+    foreach_clamp_min_,
+    foreach_norm,
+    foreach_sub,
+)
 from fixedpoint_kernels.survey import mask_and_survey, round_and_survey
-from marvin.ranges import Range, need
+from marvin.policies.ranges import Range, need
 from marvin.ranks import min_over_ranks, sum_over_ranks
 from marvin.shards import Shard, spread, whole_norms, widest
 
@@ -177,12 +183,12 @@ def weight_ranges(
     needs = [_length_of(max(-one.low, one.high)) for one in ranges]
     limits = [[2.0 ** ((n or 0) - bits) for n in needs] for bits in _FEWER]
     wide = widest(masters[0].device)
-    sizes = torch._foreach_abs(list(masters))
-    parts = [torch.stack(torch._foreach_norm(sizes, 2, wide))]
+    sizes = foreach_abs(list(masters))
+    parts = [torch.stack(foreach_norm(sizes, 2, wide))]
     for limit in limits:
-        over = torch._foreach_sub(sizes, limit)
-        torch._foreach_clamp_min_(over, 0.0)
-        parts.append(torch.stack(torch._foreach_norm(over, 2, wide)))
+        over = foreach_sub(sizes, limit)
+        foreach_clamp_min_(over, 0.0)
+        parts.append(torch.stack(foreach_norm(over, 2, wide)))
     norms = torch.stack(whole_norms(parts, [shards] * len(parts))).T.tolist()
     return [
         Range(

@@ -3,175 +3,24 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fixedpoint_kernels import BlockFloat, FixedPoint
-from fixedpoint_kernels.rounding import Rounding
-from marvin.channels import ChannelFormat
-from marvin.observations import Inputs
-from marvin.record import PlainRecord
-from marvin.rounding import Format
-from marvin.shards import Shard
-from marvin.trace import Switch
+from fixedpoint_kernels import FixedPoint
+from marvin.policies.records import (
+    ActivationFormats,
+    Layer,
+    LayerFormat,
+    Measured,
+    Rules,
+    Step,
+    Update,
+    restored,
+)
 
-__all__ = [
-    "ActivationFormats",
-    "FixedPolicy",
-    "Layer",
-    "LayerFormat",
-    "Measured",
-    "Policy",
-    "Rules",
-    "Step",
-    "Update",
-    "check_policy",
-    "fields_of",
-    "restored",
-    "word_length",
-]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What a policy wants of the model and of the optimizer; the same for all its objects.
-
-    Args:
-        tensors: Names of float32 tensors of the weight's shape in each layer's state, at first 0.
-        weight_rounding: How masters are rounded into the model.
-        activation_rounding: How activations are rounded in training.
-        quantizes_gradients: Whether gradients are rounded to their layer's format where the user
-            does not say.
-        quantizes_norms: Whether normalisation layers round their activations.
-        quantizes_pools: Whether average pooling rounds its activations, to the formats of the
-            layer before it.
-        quantizes_input: Whether the model's input is rounded, each sample for itself, to the first
-            layer's outputs' format.
-        one_dim: Format of parameters with fewer than two dimensions where the user does not say.
-        observes_inputs: Whether the policy wants to know what layers' inputs are like, in the
-            steps that ``Policy.observes`` names. ``activation_rounding`` must be ``"nearest"``.
-        takes_shards: Whether processes may share a layer, each with a part of its tensors.
-        owns_lr: Whether the policy schedules the learning rate, by ``lr_scale``, and ends the
-            training.
-    """
-
-    tensors: tuple[str, ...] = ()
-    weight_rounding: Rounding = "stochastic"
-    activation_rounding: Rounding = "stochastic"
-    quantizes_gradients: bool = False
-    quantizes_norms: bool = True
-    quantizes_pools: bool = True
-    quantizes_input: bool = False
-    one_dim: Literal["previous", "float"] = "previous"
-    observes_inputs: bool = False
-    takes_shards: bool = True
-    owns_lr: bool = False
-
-
-@dataclass(frozen=True)
-class LayerFormat(PlainRecord):
-    """The record of a policy that remembers nothing but the format.
-
-    Args:
-        fmt: Format of the weight; None for float32.
-    """
-
-    fmt: Format | None
-
-
-@dataclass(frozen=True)
-class ActivationFormats:
-    """Formats in which a layer sees activations; None leaves them as they are.
-
-    Args:
-        inputs: Of what comes in.
-        outputs: Of what goes out.
-        gradients: Of the gradient that comes back to the outputs.
-    """
-
-    inputs: Format | None = None
-    outputs: Format | None = None
-    gradients: Format | None = None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a policy computed from the gradients of a step, before it is known to be finite.
-
-    Args:
-        tensors: New values of the policy's own tensors, by name, one a layer each.
-        norms: 2-norms that ``Policy.update`` wants on the host, float64, 0-d, one a layer; may
-            be empty. Where processes share a layer, each gives that of its part.
-    """
-
-    tensors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    norms: Sequence[Tensor] = ()
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer as a policy sees it.
-
-    Args:
-        index: Position among the optimizer's parameters; numbers the layer's noise.
-        name: Of its weight.
-        settings: Hyper-parameters of its parameter group.
-        record: What the policy remembers of it; has a field ``fmt``.
-        tensors: The policy's own, by name.
-        master: The float32 weight.
-        shard: What of it this process holds: tensors are of that.
-        norm: 2-norm of this step's gradient before it was normalised; None without a gradient.
-        measured: The policy's own of ``Measured.norms``, of the whole layer.
-        inputs: What the layer's inputs were like in this step, if that was observed.
-    """
-
-    index: int
-    name: str
-    settings: Mapping[str, Any]
-    record: Any
-    tensors: Mapping[str, Tensor]
-    master: Tensor
-    shard: Shard
-    norm: float | None = None
-    measured: float | None = None
-    inputs: Inputs | None = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is common to all layers in a step.
-
-    Args:
-        number: Steps done, this one included.
-        seed: Of the optimizer's noise.
-        settings: Hyper-parameters of the first group.
-        loss: As the user gave it, with the L1 penalty; None where there was none.
-        samples: How many samples went forward in this process, as ``Policy.samples`` has it.
-    """
-
-    number: int
-    seed: int
-    settings: Mapping[str, Any]
-    loss: float | None = None
-    samples: int = 0
-
-
-@dataclass(frozen=True)
-class Update:
-    """What a policy makes of a step.
-
-    Args:
-        shared: What is common to all layers.
-        layers: As they came, with other records and tensors, in the same order.
-        switches: Changes of format, for the trace.
-    """
-
-    shared: Any
-    layers: Sequence[Layer]
-    switches: Sequence[Switch] = ()
-
+__all__ = ["FixedPolicy", "Policy", "check_policy", "fields_of"]
 
 _NOW_OF_THE_OPTIMIZER = {
     "level": "strategy",
@@ -350,31 +199,3 @@ def fields_of(policy: Policy) -> dict[str, Any]:
     if not dataclasses.is_dataclass(policy):
         return {}
     return {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
-
-
-def word_length(fmt: Format | None) -> int:
-    """Return the bits of a number of ``fmt``; 32 for float32."""
-    return 32 if fmt is None else fmt.wl
-
-
-def restored(record: Any, values: Mapping[str, Any] | None) -> Any:
-    """Return a record as ``record``, with the values that ``dataclasses.asdict`` made of another.
-
-    Args:
-        record: Of the same class; what ``values`` lacks stays.
-        values: Plain values: formats are dictionaries, sequences may be lists.
-    """
-    if record is None or values is None:
-        return None
-    names = [f.name for f in dataclasses.fields(record) if f.name in values]
-    return dataclasses.replace(record, **{name: _value(values[name]) for name in names})
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(value)
-    if not isinstance(value, Mapping):
-        return value
-    if "shifts" in value:
-        return ChannelFormat(FixedPoint(**value["fmt"]), tuple(value["shifts"]))
-    return FixedPoint(**value) if "fl" in value else BlockFloat(**value)

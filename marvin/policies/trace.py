@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from marvin.push_up import Level
+from marvin.policies.push_up import Level
 
 __all__ = ["Switch"]
 

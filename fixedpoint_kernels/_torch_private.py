@@ -1,0 +1,221 @@
+"""What torch does not offer publicly: the only file of these packages that uses its private names.
+
+Each entry says which public way is missing. The tests name what is gone after an update of torch.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.pooling import _AdaptiveAvgPoolNd as AdaptiveAvgPoolBase
+from torch.nn.modules.pooling import _AvgPoolNd as AvgPoolBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "FORWARDS",
+    "HOOKS",
+    "AdaptiveAvgPoolBase",
+    "AvgPoolBase",
+    "BatchNormBase",
+    "ConvolutionHook",
+    "NormBase",
+    "OpOverload",
+    "TorchDispatchMode",
+    "adaptive_avg_pool_backward",
+    "batch_norm",
+    "compiled_as_constant",
+    "fake_tensor_mode",
+    "fill_copy",
+    "foreach_abs",
+    "foreach_add",
+    "foreach_add_",
+    "foreach_clamp_min_",
+    "foreach_div",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_sub",
+    "global_forward_hooks",
+    "hooks_of",
+    "int_mm",
+    "is_watched",
+    "own_forward_hooks",
+    "padding_around",
+    "remove_hooks",
+    "storage_key",
+    "tree_leaves",
+    "uncompiled",
+    "version_of",
+]
+
+# Above, torch has no public name for: the common classes of batch and instance normalisation and
+# of average pooling, the type of an operator, a mode that sees operators, and nested containers.
+
+# Tensors. The public operators take one tensor: one call, and on a GPU one launch, for each.
+foreach_abs = torch._foreach_abs
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_clamp_min_ = torch._foreach_clamp_min_
+foreach_div = torch._foreach_div
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub = torch._foreach_sub
+
+int_mm = torch._int_mm  # torch.mm takes no int8 on the CPU
+
+
+def version_of(x: Tensor) -> int:
+    """Return how often a tensor has been written to.
+
+    ``torch.autograd.graph`` can only count one up. Tensors of inference mode count nothing: 0.
+    """
+    return 0 if x.is_inference() else x._version
+
+
+def storage_key(x: Tensor) -> int:
+    """Return a number that tensors with one memory share, also without an address (meta, fake)."""
+    return x.untyped_storage()._cdata
+
+
+def is_watched() -> bool:
+    """Say whether a mode or a transformation of ``torch.func`` sees what operators do."""
+    # torch.overrides tells of neither
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
+
+
+def fake_tensor_mode() -> Any:
+    """Return a mode in which tensors have shapes and devices, and no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    return FakeTensorMode()
+
+
+# Operators that nn.functional calls, which give what backward needs, or take it.
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise as in training; returns the output, and means and inverse deviations."""
+    statistics = () if running is None else running
+    return torch.ops.aten._native_batch_norm_legit(
+        x, weight, bias, *statistics, True, momentum, eps
+    )
+
+
+def adaptive_avg_pool_backward(grad: Tensor, x: Tensor, spatial: int) -> Tensor:
+    """Return the gradient to ``x`` of adaptive average pooling over 2 or 3 dimensions."""
+    aten = torch.ops.aten
+    if spatial == 2:
+        return aten._adaptive_avg_pool2d_backward(grad, x)
+    return aten._adaptive_avg_pool3d_backward(grad, x)
+
+
+# Modules. A hook is known by the handle that registering it gave, and by nothing on a copy.
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_OURS = "_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks"
+
+
+def hooks_of(module: nn.Module, kind: type) -> Iterator[Any]:
+    """Yield the hooks of a class that a module has."""
+    for place in _OURS:
+        for hook in getattr(module, place).values():
+            own = _unwrapped(hook)
+            if isinstance(own, kind):
+                yield own
+
+
+def remove_hooks(module: nn.Module, kind: type) -> None:
+    """Take all hooks of a class from a module."""
+    for place in _OURS:
+        hooks: dict[int, Callable[..., Any]] = getattr(module, place)
+        for key in [key for key, hook in hooks.items() if isinstance(_unwrapped(hook), kind)]:
+            del hooks[key]
+            if place == "_forward_pre_hooks":
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _unwrapped(hook: Any) -> Any:
+    """Return what was registered: torch wraps hooks that want the module."""
+    return getattr(hook, "hook", hook)
+
+
+def own_forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks before and after a module's ``forward``."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def global_forward_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks before and after every module's ``forward``."""
+    return torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+
+
+def fill_copy(
+    copy: nn.Module,
+    module: nn.Module,
+    convert: Callable[[Tensor | None], Any],
+    child: Callable[[nn.Module], nn.Module],
+) -> None:
+    """Give a copy of ``module`` parameters, buffers and modules of its own.
+
+    ``named_parameters`` and its like leave out what is None or there twice.
+    """
+    copy._parameters = {name: convert(p) for name, p in module._parameters.items()}
+    copy._buffers = {name: convert(b) for name, b in module._buffers.items()}
+    copy._modules = {name: m and child(m) for name, m in module._modules.items()}
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module of which ``torch.compile`` made ``model``, or ``model`` itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+FORWARDS = "forward", "_conv_forward"
+"""Methods in which torch's layers compute."""
+
+
+class ConvolutionHook(nn.Module):
+    """Goes before a convolution in a class's bases: ``convolve`` replaces its product.
+
+    ``forward`` calls that with the weight and bias of the moment (weight normalisation); whoever
+    overrides ``forward`` alone, as is public, misses what subclasses of torch's layers do there.
+    """
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        own = super()._conv_forward  # pyright: ignore[reportAttributeAccessIssue]
+        return self.convolve(own, input, weight, bias)
+
+    def convolve(
+        self, own: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Return the convolution of ``x``; ``own`` is torch's."""
+        return own(x, weight, bias)
+
+
+def padding_around(module: Any) -> list[int]:
+    """Return a convolution's padding as ``F.pad`` takes it: ``padding`` may be a word."""
+    return module._reversed_padding_repeated_twice
+
+
+def compiled_as_constant(function: Any) -> None:
+    """Let ``torch.compile`` call a function once, and keep what it gave.
+
+    As ``torch.compiler.assume_constant_result``, without loading Dynamo and Triton.
+    """
+    function._dynamo_marked_constant = True

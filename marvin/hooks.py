@@ -1,0 +1,86 @@
+"""Hooks by which a module rounds what it sees, and checks the formats of a state that it loads."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from fixedpoint_kernels._torch_private import hooks_of, remove_hooks
+from marvin.model_formats import decode_formats
+from marvin.rounder import BUFFER, ForwardState, Rounder
+
+__all__ = ["detach", "hook", "rounders_of", "state_of", "unhook"]
+
+
+class _Hook:
+    """What a module calls; a class, so that models with hooks can be copied and pickled."""
+
+    def __init__(self, rounder: Rounder) -> None:
+        self.rounder = rounder
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _keep_out_of_compilation()
+
+
+class _Inputs(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.rounder.round_inputs(module, args, kwargs)
+
+
+class _Outputs(_Hook):
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        return self.rounder.round_outputs(module, output)
+
+
+class _Loading(_Hook):
+    """Refuses numbers that are no formats; where a state has none, those of the module stay."""
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        errors: list[str] = rest[-1]
+        own = getattr(module, BUFFER)
+        loaded = state.setdefault(prefix + BUFFER, own.detach().clone())
+        try:
+            decode_formats(loaded, prefix + BUFFER)
+        except ValueError as error:
+            errors.append(str(error))
+
+
+def hook(module: nn.Module, rounder: Rounder) -> None:
+    """Let a module round by its formats, and save and load them with its state."""
+    _keep_out_of_compilation()
+    module.register_forward_pre_hook(_Inputs(rounder), with_kwargs=True)
+    module.register_forward_hook(_Outputs(rounder))
+    module.register_load_state_dict_pre_hook(_Loading(rounder))
+
+
+def unhook(module: nn.Module) -> None:
+    """Let a module round no more; its formats stay."""
+    remove_hooks(module, _Hook)
+
+
+def detach(module: nn.Module) -> None:
+    """Take hooks and formats from one module, if it has some."""
+    unhook(module)
+    if BUFFER in dict(module.named_buffers(recurse=False)):
+        delattr(module, BUFFER)
+
+
+def rounders_of(module: nn.Module) -> list[Rounder]:
+    """Return by what a module rounds: one rounder, or none."""
+    return [hook.rounder for hook in hooks_of(module, _Inputs)]
+
+
+def state_of(model: nn.Module) -> ForwardState | None:
+    """Return what a model's modules share; None where activations are not quantised."""
+    found = (rounder.state for module in model.modules() for rounder in rounders_of(module))
+    return next(found, None)
+
+
+@cache
+def _keep_out_of_compilation() -> None:
+    """Keep hooks out of torch.compile, which cannot look into the kernels."""
+    for kind in (_Inputs, _Outputs):  # takes a second the first time
+        disabled: Any = torch.compiler.disable(kind.__call__)
+        kind.__call__ = disabled

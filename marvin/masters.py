@@ -1,0 +1,263 @@
+"""Float32 masters, the weights that are rounded from them, and what is asked about their formats."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fixedpoint_kernels._torch_private import version_of
+from marvin.channels import ChannelFormat
+from marvin.layers import Layout
+from marvin.noise import Purpose, stream
+from marvin.policies.base import Policy
+from marvin.policies.records import ActivationFormats, word_length
+from marvin.rounding import Format, round_many
+from marvin.shards import local
+
+__all__ = ["Counts", "WithMasters"]
+
+
+_OWNERS: WeakValueDictionary[int, "WithMasters"] = WeakValueDictionary()  # by id of the parameter
+
+
+@dataclass
+class Counts:
+    """Steps done, and steps left out."""
+
+    step: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How to round some parameters; holds until a format changes.
+
+    Args:
+        floats: Parameters without a format, and their masters.
+        rounded: The others.
+        states: Of these, one each; so are the lists below.
+        masters: What this process holds.
+        formats: To which they are rounded.
+        offsets: Where in the whole tensors that begins.
+    """
+
+    floats: list[tuple[Tensor, Tensor]]
+    rounded: list[Tensor]
+    states: list[dict[str, Any]]
+    masters: list[Tensor]
+    formats: list[Format]
+    offsets: list[int]
+
+
+class WithMasters(Optimizer):
+    """An optimizer whose parameters are rounded from masters; see ``Quantized``.
+
+    Attributes:
+        policy: Decides the formats.
+        shared: What the policy knows that is common to all layers.
+    """
+
+    optimizer: Optimizer  # the wrapped one
+    policy: Policy
+    shared: Any
+    _counts: Counts
+    _layout: Layout
+    _masters: dict[Tensor, Tensor]  # as the wrapped optimizer sees them
+    _versions: dict[Tensor, int]  # of weights, as they were last written
+    _plans: dict[tuple[int, ...], _Plan]  # by the parameters' ids
+
+    def __contains__(self, parameter: object) -> bool:
+        """Say whether ``parameter`` is one of this optimizer's."""
+        return parameter in self._layout.owners
+
+    def formats(self) -> dict[str, Format]:
+        """Return the format of every quantised parameter, in parameter order.
+
+        Keys are names, or positions (``"0"``, ``"1"``, ...) where the parameters have none.
+        """
+        found = ((name, self.format_of(p)) for p, name in self._layout.names.items())
+        return {name: fmt for name, fmt in found if fmt is not None}
+
+    def format_of(self, parameter: Tensor) -> Format | None:
+        """Return the format of one parameter; None if it stays float."""
+        owner = self._layout.owners[parameter]
+        if owner is None or parameter not in self._masters or "layer" not in self.state[owner]:
+            return None
+        fmt = self.state[owner]["layer"].fmt
+        is_other = owner is not parameter  # whose channels may be others
+        return fmt.fmt if is_other and isinstance(fmt, ChannelFormat) else fmt
+
+    def activation_formats(self, parameter: Tensor) -> ActivationFormats | None:
+        """Return the formats of activations beside a parameter; None if it stays float."""
+        owner = self._layout.owners[parameter]
+        if owner is None or owner not in self._masters:
+            return None
+        return self.policy.activation_formats(self.state[owner]["layer"])
+
+    def layers(self) -> list[str]:
+        """Return the names of the parameters that have a format of their own."""
+        return [self._layout.names[p] for _, p in self._trained()]
+
+    def mean_word_length(self) -> float:
+        """Return the mean word length over the layers, in bits; NaN without layers."""
+        return _mean_length(self.state[p]["layer"].fmt for _, p in self._trained())
+
+    def input_formats(self) -> dict[str, Format]:
+        """Return the format of each layer's inputs, by the layer's name; without it they are float.
+
+        It holds where ``marvin.quantize_activations`` rounds them.
+        """
+        found = (
+            (self._layout.names[p], self.policy.activation_formats(self.state[p]["layer"]).inputs)
+            for _, p in self._trained()
+        )
+        return {name: fmt for name, fmt in found if fmt is not None}
+
+    def mean_input_word_length(self) -> float:
+        """Return the mean word length over ``input_formats``, in bits; NaN where it is empty."""
+        return _mean_length(self.input_formats().values())
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps ``nonfinite="skip"`` has left out."""
+        return self._counts.skipped
+
+    @property
+    def lr_scale(self) -> float:
+        """What the policy has multiplied the learning rates by so far."""
+        return self.policy.lr_scale_at(self.shared)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the training is over as far as the policy is concerned."""
+        return self.policy.should_stop_at(self.shared)
+
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """Take the model's weights as the new masters, and quantise the model again.
+
+        Call this after changing the model's weights through ``.data``; other changes are seen.
+        Formats, momentum and windows stay.
+        """
+        for p in self._masters:
+            self.state[p]["master"].copy_(local(p))
+        self._write([*self._masters], Purpose.INITIAL)
+
+    def _trained(self) -> list[tuple[int, Tensor]]:
+        """Return position and weight of each layer that has been trained."""
+        return [(index, p) for index, p in self._layout.layers if p in self._masters]
+
+    def _show_masters(self, params: Iterable[Tensor]) -> None:
+        shards = self._layout.shards
+        self._masters |= {p: shards[p].outer(self.state[p]["master"]) for p in params}
+
+    @contextmanager
+    def _on_masters(self) -> Iterator[None]:
+        """Let the wrapped optimizer's groups hold the masters in the parameters' place."""
+        params = [group["params"] for group in self.param_groups]
+        for group, own in zip(self.optimizer.param_groups, params, strict=True):
+            group["params"] = [self._masters.get(p, p) for p in own]
+        try:
+            yield
+        finally:
+            for group, own in zip(self.optimizer.param_groups, params, strict=True):
+                group["params"] = own
+
+    def _write(self, params: Sequence[Tensor], purpose: Purpose) -> None:
+        """Round the masters of ``params`` into the model, all in one launch."""
+        plan, first = self._plan(params), stream(purpose, self._counts.step)
+        for p, master in plan.floats:
+            local(p).copy_(master)
+        for i, own in enumerate(plan.states):
+            own["stream"] = first + i
+        round_many(
+            plan.masters,
+            plan.formats,
+            rounding=self.policy.rules.weight_rounding,
+            seed=self._seed,
+            stream=first,
+            offsets=plan.offsets,
+            out=[local(p) for p in plan.rounded],
+        )
+        self._versions |= {p: version_of(local(p)) for p in params}
+
+    def _plan(self, params: Sequence[Tensor]) -> _Plan:
+        key = tuple(map(id, params))
+        if key not in self._plans:
+            found = [(p, self.state[p], self.format_of(p)) for p in params]
+            rounded = [(p, own, fmt) for p, own, fmt in found if fmt is not None]
+            self._plans[key] = _Plan(
+                floats=[(p, own["master"]) for p, own, fmt in found if fmt is None],
+                rounded=[p for p, _, _ in rounded],
+                states=[own for _, own, _ in rounded],
+                masters=[own["master"] for _, own, _ in rounded],
+                formats=[fmt for _, _, fmt in rounded],
+                offsets=[self._layout.shards[p].offset for p, _, _ in rounded],
+            )
+        return self._plans[key]
+
+    def _rounded(self, p: Tensor) -> Tensor | None:
+        """Return what ``_write`` last wrote; None where that is not known."""
+        own, fmt = self.state[p], self.format_of(p)
+        if fmt is None:
+            return own["master"].to(p.dtype)
+        if "stream" not in own:
+            return None
+        (y,) = round_many(
+            [own["master"]],
+            [fmt],
+            rounding=self.policy.rules.weight_rounding,
+            seed=self._seed,
+            stream=own["stream"],
+            offsets=[self._layout.shards[p].offset],
+            out=[torch.empty_like(local(p))],
+        )
+        return y
+
+    def _write_as_saved(self) -> None:
+        """Give the model the weights that it had when the state was saved."""
+        for p in self._masters:
+            if (weight := self._rounded(p)) is not None:
+                local(p).copy_(weight)
+        self._versions = {p: version_of(local(p)) for p in self._masters}
+
+    def _adopted(self) -> list[Tensor]:
+        """Take weights that others have changed since they were written as masters; name them."""
+        changed = [p for p, version in self._versions.items() if version_of(local(p)) != version]
+        adopted = []
+        for p in changed:
+            own, weight = local(p), self._rounded(p)
+            self._versions[p] = version_of(own)
+            if weight is not None and (differs := own != weight).any():
+                master = self.state[p]["master"]
+                master.copy_(torch.where(differs, own.float(), master))
+                adopted.append(p)
+        return adopted
+
+    def _check_owner(self) -> None:
+        """Refuse to step parameters that another optimizer was made for."""
+        for p, name in self._layout.names.items():
+            if _OWNERS.get(id(p), self) is not self:
+                raise RuntimeError(
+                    f"a parameter must have one optimizer, got another {type(self).__name__} made "
+                    f"for {name} since: step that one, and drop this one"
+                )
+
+    def _claim(self) -> None:
+        """Be the optimizer of these parameters from now on."""
+        _OWNERS.update({id(p): self for p in self._layout.names})
+
+    @property
+    def _seed(self) -> int:
+        return self.param_groups[0]["seed"]
+
+
+def _mean_length(formats: Iterable[Format | None]) -> float:
+    """Return the mean word length, in bits; NaN where there are no formats."""
+    lengths = [word_length(fmt) for fmt in formats]
+    return sum(lengths) / len(lengths) if lengths else float("nan")

@@ -1,0 +1,230 @@
+"""Rounding what a module sees, by the formats that it carries."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fixedpoint_kernels import BlockFloat, FixedPoint, quantize_block
+from fixedpoint_kernels._torch_private import version_of
+from fixedpoint_kernels.rounding import Rounding
+from marvin.layers import is_layer
+from marvin.model_formats import ModuleFormats, decode_formats, encode_formats
+from marvin.nested import mapped, mapped_value
+from marvin.noise import Purpose, stream
+from marvin.policies.observer import Observer
+from marvin.ranks import rank
+from marvin.rounding import Format
+from marvin.straight_through import Tally, round_with_gradient
+
+__all__ = ["BUFFER", "FLOATS", "ForwardState", "Rounder", "channels_of", "formats_of"]
+
+BUFFER = "fixed_point"
+"""Name of the buffer in which a module's state has its formats."""
+
+FLOATS = torch.float32, torch.bfloat16, torch.float16
+
+
+class ForwardState:
+    """What a model's modules share between forward passes.
+
+    Attributes:
+        seed: Of the noise of activations.
+        forwards: Roundings with noise so far; numbers them.
+        gradients: Roundings of gradients in integer layers so far; numbers them.
+        rounding: How activations are rounded in training.
+        samples: How many went forward in training since the optimizer last asked.
+        waiting: Names of modules that round and were not called yet.
+    """
+
+    def __init__(self, seed: int = 0, rounding: Rounding = "stochastic") -> None:
+        self.seed, self.rounding = seed, rounding
+        self.forwards = self.gradients = self.samples = 0
+        self.waiting: set[str] = set()
+        self._rounded: dict[int, tuple[weakref.ref[Tensor], Format, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_rounded": {}}  # tensors of this process
+
+    def options(self, is_training: bool, eval_rounding: Rounding) -> dict[str, Any]:
+        """Return how to round once more."""
+        rounding = self.rounding if is_training else eval_rounding
+        if rounding == "nearest" or not is_training:
+            return {"rounding": rounding}
+        self.forwards += 1
+        place = stream(Purpose.ACTIVATIONS, self.forwards, rank())
+        return {"rounding": rounding, "seed": self.seed, "stream": place}
+
+    def noise_of_gradients(self) -> tuple[int, int, int]:
+        """Return a seed, and two streams for the gradient of one more product."""
+        self.gradients += 1
+        first = stream(Purpose.PRODUCTS, 2 * self.gradients, rank())
+        return self.seed, first, stream(Purpose.PRODUCTS, 2 * self.gradients + 1, rank())
+
+    def mark(self, x: Tensor, fmt: Format) -> None:
+        """Remember that ``x`` has been rounded to ``fmt``."""
+        if not x.is_inference():  # torch counts no versions of these
+            key, marks = id(x), self._rounded
+            forget = weakref.ref(x, lambda _: marks.pop(key, None))
+            marks[key] = forget, fmt, version_of(x)
+
+    def format_of(self, x: Any) -> Format | None:
+        """Return the format to which ``x`` has been rounded; None where that is not known."""
+        found = self._rounded.get(id(x))
+        if found is None or found[0]() is not x or found[2] != version_of(x):
+            return None
+        return found[1]
+
+
+class Rounder:
+    """A module's formats, in the module's state and on the host, and rounding by them.
+
+    Args:
+        name: Of the module.
+        state: What the model's modules share.
+        arguments: Names of the arguments of the module's ``forward``.
+        is_root: Whether the module is the whole model.
+
+    Attributes:
+        counts_samples: Whether this is the module whose inputs tell the size of the batch.
+        tally: Of clamped values.
+        observer: Set by the optimizer before a step whose inputs it wants to know.
+    """
+
+    def __init__(
+        self, name: str, state: ForwardState, arguments: Sequence[str], *, is_root: bool = False
+    ) -> None:
+        self.name, self.state, self.arguments, self.is_root = name, state, arguments, is_root
+        self.counts_samples = False
+        self.tally = Tally()
+        self.observer: Observer | None = None
+        self._formats = ModuleFormats()
+        self._seen: tuple[Tensor | None, int] = None, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_seen": (None, 0)}
+
+    def formats(self, module: nn.Module) -> ModuleFormats:
+        """Return the formats that ``module`` carries; waits for no device unless others wrote them.
+
+        Raises:
+            ValueError: The module's buffer does not hold formats.
+        """
+        buffer = getattr(module, BUFFER)
+        seen, version = self._seen
+        if buffer is not seen or buffer.is_inference() or version_of(buffer) != version:
+            self._formats = decode_formats(buffer, f"{self.name}.{BUFFER}".lstrip("."))
+            self._seen = buffer, version_of(buffer)
+        return self._formats
+
+    @torch.no_grad()
+    def write(self, module: nn.Module, formats: ModuleFormats) -> None:
+        """Give ``module`` other formats."""
+        buffer = getattr(module, BUFFER, None)
+        is_same = (
+            buffer is self._seen[0] and buffer is not None and version_of(buffer) == self._seen[1]
+        )
+        if is_same and formats == self._formats:
+            return
+        numbers = encode_formats(formats, channels_of(module))
+        if buffer is None:
+            device = next((p.device for p in module.parameters()), numbers.device)
+            module.register_buffer(BUFFER, numbers.to(device))
+        elif buffer.shape == numbers.shape and not buffer.is_meta:
+            buffer.copy_(numbers)
+        else:
+            setattr(module, BUFFER, numbers.to(buffer.device))
+        buffer = getattr(module, BUFFER)
+        if not buffer.is_meta:
+            self._formats, self._seen = formats, (buffer, version_of(buffer))
+
+    def round_inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Round what comes into ``module``; masks are left as they are."""
+        formats = self.formats(module)
+        self.state.waiting.discard(self.name)
+        is_watched = module.training and torch.is_grad_enabled()
+        if self.counts_samples and is_watched:
+            first = next(iter(args or kwargs.values()), None)
+            if isinstance(first, Tensor) and first.ndim:
+                self.state.samples += len(first)
+        watches = self.observer is not None and is_watched
+        if formats.inputs is None and formats.samples is None and not watches:
+            return None
+
+        def rounded(x: Tensor) -> Tensor:
+            x = self._round_samples(module, x, formats)
+            if watches:
+                return self._observe(x, formats)
+            return self._round(module, x, formats, formats.inputs)
+
+        return mapped(rounded, args, kwargs, self.arguments)
+
+    def round_outputs(self, module: nn.Module, output: Any) -> Any:
+        """Round what ``module`` returns."""
+        formats = self.formats(module)
+        if formats.outputs is None:
+            return output
+        return mapped_value(
+            lambda x: self._round(module, x, formats, formats.outputs, True), output
+        )
+
+    def _round(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        formats: ModuleFormats,
+        fmt: Format | None,
+        goes_out: bool = False,
+    ) -> Tensor:
+        if fmt is None or x.dtype not in FLOATS:
+            return x
+        if self.state.format_of(x) == fmt:
+            return x  # the layer before has the same format: rounding again changes nothing
+        ways = module.training, formats.eval_rounding
+        wanted = formats.gradients if goes_out else None
+        back = None if wanted is None else (wanted, self.state.options(*ways))
+        options = self.state.options(*ways)
+        y = round_with_gradient(x, fmt, options, ste=formats.ste, tally=self.tally, back=back)
+        self.state.mark(y, fmt)
+        return y
+
+    def _observe(self, x: Tensor, formats: ModuleFormats) -> Tensor:
+        """Round what a layer sees, and show it and its gradient to the policy."""
+        if x.dtype not in FLOATS or not x.numel():
+            return x
+        fmt, clip = formats.inputs, formats.ste == "clip"
+        assert self.observer is not None
+        assert fmt is None or isinstance(fmt, FixedPoint)
+        y, clamped = self.observer.round(x, fmt, clip=clip)
+        if clip and fmt is not None and x.requires_grad:
+            self.tally.add(clamped, x.numel())
+        return y
+
+    def _round_samples(self, module: nn.Module, x: Tensor, formats: ModuleFormats) -> Tensor:
+        fmt = formats.samples
+        if not isinstance(fmt, BlockFloat) or x.dtype not in FLOATS:
+            return x
+        options = self.state.options(module.training, formats.eval_rounding)
+        return quantize_block(x.detach(), fmt, per_sample=True, **options)
+
+
+def formats_of(model: nn.Module) -> dict[str, ModuleFormats]:
+    """Return the formats that a model carries, by the name of the module.
+
+    Raises:
+        ValueError: A buffer does not hold formats.
+    """
+    return {
+        name: decode_formats(buffer, f"{name}.{BUFFER}")
+        for name, module in model.named_modules()
+        if (buffer := dict(module.named_buffers(recurse=False)).get(BUFFER)) is not None
+    }
+
+
+def channels_of(module: nn.Module) -> list[int]:
+    """Return how many channels each parameter of a module has; 0 for those of one dimension."""
+    return [len(p) if is_layer(p) else 0 for p in module.parameters(recurse=False)]
