@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from marvin.export import integer, packed
+from marvin.export.deploy import Deployed
 from marvin.export.errors import ExportError
 from marvin.export.extras import require
 from marvin.export.network import Add, Network, Weighted
-from marvin.export.run import Deployed
 
 __all__ = ["TARGETS", "Target", "Written"]
 
