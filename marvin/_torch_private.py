@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
-__all__ = ["hooks_of", "remove_hooks"]
+__all__ = ["global_hooks", "hook_wrapper", "hooks_of", "own_hooks", "remove_hooks"]
 
 # torch gives a handle for each hook it registers, but no way to find a hook on a copy of a module
 _PLACES = "_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks"
@@ -33,3 +34,20 @@ def remove_hooks(module: nn.Module, kind: type) -> None:
 def _unwrapped(hook: Any) -> Any:
     """Return what was registered: torch wraps hooks that want the module."""
     return getattr(hook, "hook", hook)
+
+
+def hook_wrapper() -> type:
+    """Return the class that torch wraps a hook in that wants the module; a saved model names it."""
+    return torch_module._WrappedHook
+
+
+def own_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the hooks around the ``forward`` of a module, each with ``"before"`` or ``"after"``."""
+    yield from (("before", hook) for hook in module._forward_pre_hooks.values())
+    yield from (("after", hook) for hook in module._forward_hooks.values())
+
+
+def global_hooks() -> Iterator[Any]:
+    """Yield the hooks around the ``forward`` of every module."""
+    yield from torch_module._global_forward_pre_hooks.values()
+    yield from torch_module._global_forward_hooks.values()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from marvin.export import command, formats_of_weights, masters_of
+from marvin.export import command, formats_of_weights, masters_of, nearest_weights
 from marvin.export.deploy import Deployed, Options
 from marvin.export.deploy import deploy as deploy_model
 from marvin.export.errors import ExportError
@@ -130,10 +130,12 @@ def deploy(run: Run, options: Options, weights: str = "nearest") -> Deployed:
         ExportError: Something in the model cannot be exported; says what, and why.
     """
     if not isinstance(run.optimizer, Quantized):
-        formats = formats_of_weights(run.model, options.wl)
-        return deploy_model(run.model, formats, run.train, options)
-    masters = masters_of(run.model, run.optimizer) if weights == "nearest" else None
-    return deploy_model(run.model, run.optimizer.formats(), run.train, options, masters)
+        formats, masters = formats_of_weights(run.model, options.wl), None
+    else:
+        formats = run.optimizer.formats()
+        masters = masters_of(run.model, run.optimizer) if weights == "nearest" else None
+    model = nearest_weights(run.model, formats, masters)
+    return deploy_model(model, formats, run.train, options)
 
 
 if __name__ == "__main__":

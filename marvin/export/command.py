@@ -125,6 +125,7 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
     rows = layer_rows(deployed, trained.samples[:64])
     lines = [
         f"{trained.path}: {trained.title}; formats of activations: {deployed.network.origin}",
+        *trained.notes,
         table(rows),
         weight_line(deployed),
         *proof_lines(trained, deployed, rows),

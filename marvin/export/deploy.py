@@ -8,14 +8,15 @@ from torch import Tensor, nn
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import fixed_point
 from marvin.export.network import Network
-from marvin.export.observe import calibrate, observe
+from marvin.export.observe import activation_formats, calibrate
 from marvin.export.packed import Packed, pack_state
 from marvin.export.sums import round_sums
 from marvin.export.trace import describe
-from marvin.export.weights import nearest_weights
 from marvin.rounding import Format
 
 __all__ = ["Deployed", "Options", "deploy"]
+
+_COMPARED = 32  # samples that go through the model and through what is exported
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,7 @@ class Deployed:
 
 
 def deploy(
-    model: nn.Module,
-    formats: Mapping[str, Format],
-    samples: Tensor,
-    options: Options,
-    masters: Mapping[str, Tensor] | None = None,
+    model: nn.Module, formats: Mapping[str, Format], samples: Tensor, options: Options
 ) -> Deployed:
     """Return the network of a model.
 
@@ -68,21 +65,18 @@ def deploy(
     ``options.sums_wl`` bits.
 
     Args:
-        model: Stays as it is.
-        formats: Of parameters, by name; the exported weights are rounded to them, to nearest.
+        model: Its weights are numbers of ``formats``: from ``nearest_weights``, or frozen.
+        formats: Of parameters, by name.
         samples: What the model takes, shape ``(n, ...)``, float32; the more the better.
         options: See there.
-        masters: What to round, by name; default: the model's own values.
 
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
     """
     plain = {name: fixed_point(name, fmt) for name, fmt in formats.items()}
-    rounded = nearest_weights(model, formats, masters)
-    sample = samples[:2]
-    rounds = bool(observe(rounded, sample))
-    activations = None if rounds else calibrate(rounded, [samples], options.wl)
-    exact = describe(rounded, sample, formats, activations, scale_wl=options.scale_wl)
+    activations = None if activation_formats(model) else calibrate(model, [samples], options.wl)
+    sample = samples[:_COMPARED]
+    exact = describe(model, sample, formats, activations, scale_wl=options.scale_wl)
     wl = options.sums_wl
     network = exact if wl is None else round_sums(exact, samples, wl)
-    return Deployed(rounded, plain, network, exact)
+    return Deployed(model, plain, network, exact)

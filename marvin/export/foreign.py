@@ -1,20 +1,18 @@
 """What changes a module's results from outside its class, and so is not in a trace: refused."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
+from marvin._torch_private import global_hooks, own_hooks
 from marvin.export.errors import ExportError
 
 __all__ = ["check_own", "kind_of"]
 
 _OURS = "marvin"  # whose hooks round activations, which the export knows of
-_GLOBAL = "_global_forward_pre_hooks", "_global_forward_hooks"  # torch has no public way to ask
-_OWN = "_forward_pre_hooks", "_forward_hooks"
 
 
 def check_own(model: nn.Module, names: Iterable[str]) -> None:
@@ -31,18 +29,17 @@ def check_own(model: nn.Module, names: Iterable[str]) -> None:
         ExportError: Names the first that has a foreign hook, a ``forward`` of its own or a
             parametrised weight.
     """
-    for kind in _GLOBAL:
-        if found := _foreign(getattr(torch_module, kind)):
+    for hook in global_hooks():
+        if found := _foreign(hook):
             raise ExportError(f"no hook on all modules may be set, got {found}: remove it")
     for name in dict.fromkeys(["", *names]):
         module = model.get_submodule(name)
         shown = name or "the model"
-        for kind in _OWN:
-            if found := _foreign(getattr(module, kind)):
-                what = "hook before forward" if "pre" in kind else "hook after forward"
+        for when, hook in own_hooks(module):
+            if found := _foreign(hook):
                 raise ExportError(
-                    f"{shown} has a {what} which is not exported, {found}: remove it, or make it "
-                    "a layer"
+                    f"{shown} has a hook {when} forward which is not exported, {found}: remove it, "
+                    "or make it a layer"
                 )
         if "forward" in vars(module):
             raise ExportError(
@@ -62,13 +59,11 @@ def kind_of(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> type[nn.Modu
     return next((k for k in kinds if isinstance(module, k) and k.forward is own), None)
 
 
-def _foreign(hooks: Mapping[int, Any]) -> str:
-    """Return the name of the first hook that is not of this package, or ``""``."""
-    for hook in hooks.values():
-        function = hook
-        while isinstance(function, functools.partial):
-            function = function.func
-        home = getattr(function, "__module__", None) or type(function).__module__
-        if home.partition(".")[0] != _OURS:
-            return getattr(function, "__qualname__", type(function).__qualname__)
-    return ""
+def _foreign(hook: Any) -> str:
+    """Return the name of a hook that is not of this package, or ``""``."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    if home.partition(".")[0] == _OURS:
+        return ""
+    return getattr(hook, "__qualname__", type(hook).__qualname__)

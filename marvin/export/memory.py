@@ -4,7 +4,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from marvin.export.errors import ExportError
 
@@ -37,7 +37,20 @@ for _name in _IN_PLACE:
 
 
 class Tracer(fx.Tracer):
-    """Traces a model, operators in place included."""
+    """Traces a model, operators in place included.
+
+    Attributes:
+        called: Names of the modules that were called, those that are traced through included.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: dict[str, None] = {"": None}
+
+    def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Remember the name of a module that is called."""
+        self.called[self.path_of_module(m)] = None
+        return super().call_module(m, *args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return what stands for a value while the model's code runs."""

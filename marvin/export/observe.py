@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
-from marvin.activations import state_of
-from marvin.export.errors import ExportError
+from marvin.activations import formats_of
+from marvin.export.errors import ExportError, fixed_point
+from marvin.rounding import Format
 
-__all__ = ["POOLS", "ROUNDED", "Formats", "calibrate", "evaluating", "fitting", "observe"]
+__all__ = ["POOLS", "ROUNDED", "Formats", "activation_formats", "calibrate", "evaluating"]
+__all__ += ["fitting"]
 
 # what marvin.quantize_activations rounds, as far as it can be exported
 POOLS = nn.AvgPool2d, nn.AdaptiveAvgPool2d
 ROUNDED = nn.Conv2d, nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, *POOLS
-_PASSING = nn.ReLU, nn.MaxPool2d, nn.Flatten, nn.Identity, nn.Dropout  # round nothing themselves
 
 _LONGEST_FL = 31
 
@@ -39,30 +40,28 @@ class Formats:
     is_calibrated: bool = False
 
 
-def observe(model: nn.Module, sample: Tensor) -> dict[str, Formats]:
-    """Return what each module rounds, with ``marvin.quantize_activations`` on the model.
+def activation_formats(model: nn.Module) -> dict[str, Formats]:
+    """Return what each module rounds, as the model carries it; empty where nothing is rounded.
 
-    Runs the model once, in eval mode. Empty where nothing is rounded.
+    Args:
+        model: With ``marvin.quantize_activations`` on it, or frozen.
+
+    Raises:
+        ExportError: A module rounds to block floating point.
     """
-    found: dict[str, Formats] = {}
-    state = state_of(model)
-    if state is None:
-        return found
+    found = {}
+    for name, carried in formats_of(model).items():
+        for fmt in (carried.samples, carried.inputs, carried.outputs):
+            if fmt is not None:
+                fixed_point(f"activations of {name or 'the model'}", fmt)
+        formats = Formats(_plain(carried.inputs), _plain(carried.outputs))
+        if formats.input or formats.output:
+            found[name] = formats
+    return found
 
-    def format_of(x: Any) -> FixedPoint | None:
-        fmt = state.format_of(x)
-        return fmt if isinstance(fmt, FixedPoint) else None
 
-    def see(name: str, inputs: tuple[Any, ...], output: Any) -> None:
-        if isinstance(model.get_submodule(name), _PASSING):
-            return
-        before = {format_of(x) for x in inputs if isinstance(x, Tensor)}
-        formats = Formats(before.pop() if len(before) == 1 else None, format_of(output))
-        if found.setdefault(name, formats) != formats:
-            raise ExportError(f"{name} is called more than once, with different formats")
-
-    _watch(model, [sample.clone()], see)
-    return {name: formats for name, formats in found.items() if formats.input or formats.output}
+def _plain(fmt: Format | None) -> FixedPoint | None:
+    return fmt if isinstance(fmt, FixedPoint) else None
 
 
 def calibrate(model: nn.Module, loader: Iterable[Any], wl: int = 8) -> dict[str, Formats]:

@@ -31,6 +31,7 @@ class Trained:
         samples: What it takes, shape ``(n, ...)``, float32.
         labels: Of the samples, int64; None where they are not known.
         unit: What a sample is.
+        notes: More to tell.
     """
 
     path: Path
@@ -39,6 +40,7 @@ class Trained:
     samples: Tensor
     labels: Tensor | None
     unit: str = "images"
+    notes: tuple[str, ...] = ()
 
     def accuracy(self, logits: Tensor) -> float:
         """Return the share of right answers for the first samples, as many as there are logits."""

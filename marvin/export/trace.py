@@ -18,8 +18,9 @@ from marvin.export.layers import MODULES
 from marvin.export.memory import Tracer
 from marvin.export.network import Add, Flatten, Network, Relu
 from marvin.export.numbers import check_numbers
-from marvin.export.observe import POOLS, Formats, evaluating, observe
+from marvin.export.observe import POOLS, Formats, activation_formats, evaluating
 from marvin.export.scales import short_scales
+from marvin.export.weights import weight_formats
 from marvin.rounding import Format
 
 __all__ = ["describe"]
@@ -35,7 +36,7 @@ _SHAPES = nn.Flatten, *_SAME  # values go through them unchanged
 def describe(
     model: nn.Module,
     sample: Tensor,
-    weights: Mapping[str, Format],
+    weights: Mapping[str, Format] | None = None,
     activations: Mapping[str, Formats] | None = None,
     *,
     scale_wl: int = 16,
@@ -58,19 +59,21 @@ def describe(
     that these roundings and float32's do not explain is refused.
 
     Args:
-        model: Its values of ``weights`` are numbers of their formats; with
+        model: Its values of ``weights`` are numbers of their formats. Frozen, or with
             ``marvin.quantize_activations`` on it, unless ``activations`` are given.
         sample: One batch of what the model takes, float32: what the network is compared on, so
             samples of the data, not zeros.
-        weights: Formats of parameters by name, such as ``optimizer.formats()``.
-        activations: Formats from ``calibrate``; default: those the model rounds to.
+        weights: Formats of parameters by name, such as ``optimizer.formats()``; default: those that
+            the model carries.
+        activations: Formats from ``calibrate``; default: those that the model carries.
         scale_wl: Word length of batch normalisation's scale, bits.
 
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
     """
     origin = "trained" if activations is None else "calibrated"
-    own = observe(model, sample)
+    own = activation_formats(model)
+    weights = weight_formats(model) if weights is None else weights
     if activations is None:
         activations = own
         if not activations:
@@ -85,15 +88,17 @@ def describe(
         )
     with evaluating(model):
         try:
-            graph = Tracer().trace(model)
+            tracer = Tracer()
+            graph = tracer.trace(model)
         except Exception as error:  # whatever the model's own code raises on a tracer's proxies
             first_line = str(error).partition("\n")[0]
             raise ExportError(f"the model must be traceable by torch.fx: {first_line}") from error
-    check_own(model, (str(node.target) for node in graph.nodes if node.op == "call_module"))
-    _check_rounded(graph, activations)
+    layers = {str(node.target): None for node in graph.nodes if node.op == "call_module"}
+    check_own(model, layers)
     with_pools = _with_pools(graph, model, activations)
     builder = Builder(model, weights, with_pools, scale_wl)
     steps = [step for node in graph.nodes if (step := _translate(builder, node, sample))]
+    _check_rounded(tracer, set(layers), activations)
     network = short_scales(builder.network(origin))
     rounds = with_pools if origin == "calibrated" else activations
     steps = [replace(step, output_fmt=_output_of(rounds, step.module)) for step in steps]
@@ -106,13 +111,12 @@ def _output_of(rounds: Mapping[str, Formats], module: str) -> FixedPoint | None:
     return rounds[module].output if module in rounds else None
 
 
-def _check_rounded(graph: fx.Graph, activations: Mapping[str, Formats]) -> None:
+def _check_rounded(tracer: Tracer, layers: set[str], activations: Mapping[str, Formats]) -> None:
     """Refuse modules that round something and have calls inside that are traced one by one."""
-    called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
-    outputs = {name for name, formats in activations.items() if name not in called}
-    inner = sorted(name for name in outputs if not any(c.startswith(f"{name}.") for c in called))
-    if "" not in outputs and inner:
-        raise ExportError(f"{inner[0]} rounds activations and is not called as one layer")
+    inner = [name for name in tracer.called if name in activations and name not in layers]
+    if inner:
+        shown = inner[0] or "the model"
+        raise ExportError(f"{shown} rounds activations and is not called as one layer")
 
 
 def _with_pools(
