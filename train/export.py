@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from marvin.export import command, formats_of_weights, masters_of, nearest_weights
-from marvin.export.deploy import Deployed, Options
-from marvin.export.deploy import deploy as deploy_model
+from marvin.export.deployed import Deployed, Options
+from marvin.export.deployed import deploy as deploy_model
 from marvin.export.errors import ExportError
 from marvin.export.report import Trained
 from marvin.quantized import Quantized

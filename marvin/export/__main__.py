@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from marvin.export import command
-from marvin.export.deploy import Deployed, Options, deploy
+from marvin.export.deployed import Deployed, Options, deploy
 from marvin.export.errors import ExportError
-from marvin.export.frozen import load_frozen, load_tensor
-from marvin.export.observe import activation_formats
-from marvin.export.report import Trained
-from marvin.export.weights import (
+from marvin.export.frontend.load import load_frozen, load_tensor
+from marvin.export.graph.formats import (
+    activation_formats,
     carried_weights,
     formats_of_weights,
     nearest_weights,
     weight_formats,
 )
+from marvin.export.report import Trained
 
 __all__ = ["main"]
 

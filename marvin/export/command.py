@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from marvin.export.deploy import Deployed, Options
+from marvin.export.deployed import Deployed, Options
 from marvin.export.report import Trained, layer_rows, proof_lines, table, weight_line
-from marvin.export.targets import TARGETS, Order, Ways, Written
+from marvin.export.targets.write import TARGETS, Order, Written
 from marvin.files import new_folder
 
 __all__ = ["Parser", "export", "one_line", "options"]
@@ -152,8 +152,8 @@ def _write(
     count = given.samples or (8 if given.to in ("qonnx", "hls4ml") else len(trained.samples))
     samples = trained.samples[:count] if given.verify else None
     with new_folder(out) as folder:
-        ways = Ways(given.backend, given.python, given.vnni)
-        written = TARGETS[given.to](Order(deployed, folder, samples, ways))
+        order = Order(deployed, folder, samples, given.backend, given.python, given.vnni)
+        written = TARGETS[given.to](order)
         facts = {
             "run": str(trained.path),
             "target": given.to,

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from marvin.export import integer
-from marvin.export.deploy import Deployed
-from marvin.export.network import Network, Operation, Weighted
-from marvin.export.packed import Size, sizes
-from marvin.export.sums import sum_formats
-from marvin.export.verify import Row, compare, verify
+from marvin.export.deployed import Deployed
+from marvin.export.execute import integer
+from marvin.export.execute.verify import Row, compare, verify
+from marvin.export.graph.nodes import Network, Operation, Weighted
+from marvin.export.passes.round_sums import sum_formats
+from marvin.export.targets.packed import Size, sizes
 
 __all__ = ["Trained", "layer_rows", "proof_lines", "table", "weight_line"]
 
@@ -77,9 +77,9 @@ def _layer(row: Row, network: Network, stored: dict[str, Size]) -> dict[str, Any
 
 
 def _weights(row: Row, op: Operation) -> str:
-    """Return the format of weights or of a scale; of points by channel, from the coarsest on."""
-    if isinstance(op, Weighted) and op.channels:
-        fmt = op.channels
+    """Return the format of weights or of a scale; with an ``fl`` for each channel, the coarsest and the finest."""
+    if isinstance(op, Weighted) and op.per_channel:
+        fmt = op.per_channel
         return f"<{fmt.wl}, {fmt.fl + min(fmt.shifts)} to {fmt.fl + max(fmt.shifts)}>"
     return str(row.fmt) if row.kind != "averagepool" else ""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from marvin.export import packed
-from marvin.export.deploy import Options
+from marvin.export.deployed import Options
 from train import main as trainer
 from train import resnet20
 from train.config import Config

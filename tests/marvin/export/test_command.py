@@ -18,7 +18,7 @@ import marvin
 from fixedpoint_kernels import FixedPoint
 from marvin.export import ExportError, describe, integer, load_frozen, packed, weight_formats
 from marvin.export.__main__ import main
-from marvin.export.weights import exact_format
+from marvin.export.graph.formats import exact_format
 
 ROOT = Path(__file__).parents[3]
 # in a file of its own, as a user's would be

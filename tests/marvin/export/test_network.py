@@ -19,10 +19,10 @@ from marvin.export import (
     nearest_weights,
     verify,
 )
-from marvin.export.network import Affine, AveragePool, Conv, Round
-from marvin.export.observe import Formats, activation_formats, fitting
-from marvin.export.packed import pack_state
-from marvin.export.simulate import simulate
+from marvin.export.execute.simulate import simulate
+from marvin.export.graph.formats import Formats, activation_formats, fitting
+from marvin.export.graph.nodes import Affine, AveragePool, Conv, Round
+from marvin.export.targets.packed import pack_state
 from train.alexnet import alexnet
 from train.resnet20 import resnet20
 

@@ -17,8 +17,8 @@ from marvin.export import (
     round_sums,
 )
 from marvin.export import onnx as exporter
-from marvin.export.bounds import first_value, value_of
-from marvin.export.network import Add, Conv, Input, Network, Relu, Round, Weighted
+from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.nodes import Add, Conv, Input, Network, Relu, Round, Weighted
 from train.resnet20 import resnet20
 
 onnx = pytest.importorskip("onnx")
