@@ -22,6 +22,7 @@ from marvin.export.errors import ExportError
 from marvin.export.report import Trained
 from marvin.quantized import Quantized
 from train import alexnet, augment, checkpoint, resnet20, vit
+from train.config import Config
 from train.main import check_data, prepare
 from train.records import RunFolder
 
@@ -97,8 +98,9 @@ def open_run(path: Path, data_dir: str | None = None) -> Run:
     state = folder.load_checkpoint()
     if state is None:
         raise ExportError(f"{path} must be a run with a checkpoint, found no {folder.checkpoint}")
-    # what is kept for backward does not matter any more
+    # what is kept for backward, and what multiplied in training, does not matter any more
     changes: dict[str, Any] = {"device": "cpu", "run": str(path), "forward_save": "none"}
+    changes["execution"] = Config.execution
     if data_dir is not None:
         changes["data_dir"] = data_dir
     config = dataclasses.replace(config, **changes)

@@ -136,6 +136,12 @@ def test_packed_weights_are_the_masters_rounded_to_nearest(run, tmp_path, capsys
         torch.testing.assert_close(last[name], value, rtol=0, atol=0)
 
 
+def test_a_run_on_integer_units_is_exported(tmp_path, capsys):
+    folder = train(tmp_path / "run", policy="static", policy_bits=(6, 7), execution="int8")
+    export(folder, "--to", "packed", "--verify")
+    assert "verified: " in capsys.readouterr().out
+
+
 def test_a_float_run_is_calibrated(tmp_path, capsys):
     folder = train(tmp_path / "run", optimizer="sgd")
     export(folder, "--to", "packed", "--verify", "--wl", "6")

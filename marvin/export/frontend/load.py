@@ -95,6 +95,10 @@ def _imported(name: str) -> Any:
 
 def _refusal(path: str | Path, unknown: Sequence[str]) -> str:
     """Return what to write where a file has objects of classes that are not allowed."""
+    if any(name.startswith("marvin.integer.") for name in unknown):
+        return (
+            f"{path} must have torch's layers, got integer ones: call marvin.integer.revert first"
+        )
     if any(name.startswith(_OURS) for name in unknown):
         return f"{path} must hold a frozen model, got one that is not: {_WRITE}"
     for name in unknown:

@@ -345,6 +345,21 @@ def test_damaged_files_end_with_one_line(saved, tmp_path):
     assert not (tmp_path / "net-export").exists()
 
 
+def test_integer_layers_are_to_be_reverted(nets, tmp_path):
+    model, *_ = trained(nets.mlp())
+    marvin.integer.convert(model)
+    path = tmp_path / "net.pt"
+    torch.save(marvin.freeze(model), path)
+    message = refused(path, "--to", "packed", "--shape", "36")
+    assert message.endswith(
+        "must have torch's layers, got integer ones: call marvin.integer.revert first"
+    )
+    marvin.integer.revert(model)
+    torch.save(marvin.freeze(model), path)
+    main([str(path), "--to", "packed", "--shape", "36"])
+    assert (tmp_path / "net-export/packed/network.safetensors").is_file()
+
+
 def test_samples_that_do_not_fit_are_one_line(saved, tmp_path):
     path, *_ = saved()
     np.save(tmp_path / "whole.npy", np.zeros((4, 36), np.uint8))

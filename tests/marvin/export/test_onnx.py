@@ -8,6 +8,7 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import FixedPoint
+from marvin.activations import detach
 from marvin.export import (
     ExportError,
     Formats,
@@ -161,8 +162,7 @@ def test_unsigned_words_in_each_spelling(ranged, spelling):
 def test_an_unsigned_input_and_unsigned_weights(plain, fmt):
     model, _, x = plain(7, 4)
     for module in model.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+        detach(module)
     formats = {
         name: FixedPoint(7, 4, signed=bool(p.min() < 0)) for name, p in model.named_parameters()
     }
