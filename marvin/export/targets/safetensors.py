@@ -47,7 +47,8 @@ def write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
         if not are_sizes(list(x.shape)):
             raise ExportError(f"{name} must have up to 16 dimensions, got {x.ndim}")
     plain = {name: _plain(x) for name, x in tensors.items()}
-    return save_tensors(plain, dict(metadata))
+    # with no tensors, and a table of no texts, the package writes what it cannot read
+    return save_tensors(plain, dict(metadata) or None)
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -375,6 +375,10 @@ def test_booleans_are_0_or_1():
         safetensors.read(len(text).to_bytes(8, "little") + text + b"\1\2")
 
 
+def test_nothing_is_a_file_too():
+    assert packed.from_bytes(packed.to_bytes(packed.pack_state({}, {}))).state_dict() == {}
+
+
 def test_a_tensor_of_too_many_dimensions_is_not_written():
     with pytest.raises(ExportError, match="a must have up to 16 dimensions, got 17"):
         safetensors.write({"a": torch.zeros([1] * 17)}, {})

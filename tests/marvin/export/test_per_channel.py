@@ -309,7 +309,7 @@ def test_averages_of_sums_have_the_bits_of_their_channel(channelled):
 @pytest.mark.parametrize(
     ("shifts", "message"),
     [
-        ((0, 1, 2), "0.weight must have a point for each of 2 channels, got 3"),
+        ((0, 1, 2), "0.weight must have a binary point for each of 2 channels, got 3"),
         ((1, 0), "0.weight must hold numbers of each channel's format, got 1 of 2 channels"),
         ((0, 26), "word length must be 2 to 32 bits, got wl=34"),
     ],
