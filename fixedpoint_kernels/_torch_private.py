@@ -41,6 +41,7 @@ __all__ = [
     "foreach_norm",
     "foreach_sub",
     "global_forward_hooks",
+    "hook_wrapper",
     "hooks_of",
     "int_mm",
     "is_watched",
@@ -164,6 +165,11 @@ def own_forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]
 def global_forward_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
     """Return the hooks before and after every module's ``forward``."""
     return torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+
+
+def hook_wrapper() -> type:
+    """Return the class that torch wraps a hook in that wants the module; a saved model names it."""
+    return torch_module._WrappedHook
 
 
 def fill_copy(

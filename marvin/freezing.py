@@ -7,16 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
-from fixedpoint_kernels._torch_private import hooks_of
+from fixedpoint_kernels._torch_private import hook_wrapper, hooks_of
 from fixedpoint_kernels.block import block_fl
 from fixedpoint_kernels.rounding.reference import float_bounds
+from marvin.channels import ChannelFormat
 from marvin.hooks import rounders_of, unhook
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_value
-from marvin.rounder import BUFFER, FLOATS
+from marvin.rounder import BUFFER, FLOATS, formats_of
 from marvin.rounding import Format
 
-__all__ = ["FrozenRounding", "freeze"]
+__all__ = ["FrozenRounding", "freeze", "frozen_formats", "saved_classes"]
 
 _MOST = 126  # of ``block_fl``
 _POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)])  # a table: jit can trace it
@@ -55,6 +56,30 @@ def freeze(model: nn.Module) -> nn.Module:
             module.register_load_state_dict_pre_hook(_Loading(hook))
             _check(hook.formats)
     return frozen
+
+
+def frozen_formats(model: nn.Module) -> dict[str, ModuleFormats]:
+    """Return the formats that a frozen model rounds by, by the name of the module.
+
+    Raises:
+        ValueError: ``model`` is not frozen, or rounds otherwise than its state says.
+    """
+    found = formats_of(model)
+    for name, formats in found.items():
+        hooks = [*hooks_of(model.get_submodule(name), FrozenRounding)]
+        if [type(hook) for hook in hooks] != [_Inputs, _Outputs]:
+            raise ValueError(f"it must round by its formats, got no such hooks at {name!r}")
+        if any(hook.formats != formats for hook in hooks):
+            raise ValueError(f"it must round as its state says, got other formats at {name!r}")
+    if not found:
+        raise ValueError("it must carry formats, got none")
+    return found
+
+
+def saved_classes() -> list[type]:
+    """Return the classes that ``torch.save`` of a frozen model writes, besides its modules'."""
+    formats = ModuleFormats, FixedPoint, BlockFloat, ChannelFormat
+    return [hook_wrapper(), _Inputs, _Outputs, _Loading, *formats]
 
 
 class FrozenRounding:

@@ -16,8 +16,6 @@ MAY_IMPORT = {
     "perfmodel": {"fixedpoint_kernels"},
     "train": {"fixedpoint_kernels", "marvin", "perfmodel"},
 }
-# upward imports that are known: this list may only get shorter
-KNOWN = {("marvin/export/run.py", "train")}
 # functions that import what a string names
 IMPORTERS = {"__import__", "find_spec", "import_module", "run_module", "run_path"}
 MODULE = re.compile(rf"({'|'.join(MAY_IMPORT)})(\.\w+)*\.?")
@@ -66,12 +64,7 @@ def upward(package):
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_packages_import_downwards_only(package):
     assert list((ROOT / package).rglob("*.py"))
-    assert [found for found in upward(package) if (found[0], found[2]) not in KNOWN] == []
-
-
-def test_known_exceptions_are_still_there():
-    """Whoever takes an upward import away takes it out of the list, too."""
-    assert {(file, top) for package in MAY_IMPORT for file, _, top in upward(package)} == KNOWN
+    assert list(upward(package)) == []
 
 
 @pytest.mark.parametrize(

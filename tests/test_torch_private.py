@@ -25,7 +25,7 @@ OWNERS = [  # who must have which private names
     (torch.ops.aten, "_native_batch_norm_legit"),
     (torch.nn.modules.batchnorm, "_BatchNorm _NormBase"),
     (torch.nn.modules.pooling, "_AdaptiveAvgPoolNd _AvgPoolNd"),
-    (torch_module, "_global_forward_hooks _global_forward_pre_hooks"),
+    (torch_module, "_WrappedHook _global_forward_hooks _global_forward_pre_hooks"),
     (AN_OBJECT, "_version"),
     (AN_OBJECT.untyped_storage(), "_cdata"),
     (MODULE, "_backward_hooks _backward_pre_hooks _buffers _conv_forward _forward_hooks"),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import marvin
-from marvin.activations import BUFFER
 from marvin.policies.push_up import Level
+from marvin.rounder import BUFFER
 from marvin.state import of_wrapped
 from perfmodel.files import shown
 from train.alike import check_alike, check_names

@@ -10,8 +10,8 @@ import torch
 from benchmarks.fuzz import draw, oracle
 from benchmarks.fuzz.oracle import Array, Failure, Format
 from marvin.export import integer
-from marvin.export.bounds import first_value, value_of
-from marvin.export.network import (
+from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.nodes import (
     Add,
     Affine,
     AveragePool,

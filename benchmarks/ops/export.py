@@ -16,7 +16,7 @@ from torch import nn
 import marvin
 from benchmarks.timing import Case
 from marvin.export import Network, describe, integer, round_sums
-from marvin.export.onnx import original, to_model
+from marvin.export.targets.onnx import original, to_model
 from train.alexnet import alexnet
 from train.resnet20 import resnet20
 

@@ -1,28 +1,65 @@
 """Deploy a trained network: files for other runtimes, and the proof that they compute the same.
 
-``packed`` stores weights as integers of their own word length. ``describe`` turns a model into a
-``Network`` of exact operations and roundings, which ``integer`` computes in int64, ``verify``
-compares with its simulation in float32, and ``onnx``, ``qonnx`` and ``hls4ml`` write.
+One export, from the model to the file:
+
+1. ``frontend.load.load_frozen`` or ``train.export.open_run`` reads a model and ``graph.formats`` its formats.
+2. ``deployed.deploy`` hands both to ``describe``, with formats from ``frontend.calibrate`` where there are none.
+3. ``frontend.trace.describe`` traces the model and gives each call to its handler in ``frontend.layers``.
+4. A handler takes numbers from ``passes.batch_norm`` and ``passes.biases``, and adds operations of ``graph.nodes``
+   to a ``frontend.builder.Builder``; ``graph.bounds`` says what their codes can be. That is a ``Network``.
+5. ``passes.shorten_scales`` fits its scales to integer kernels, ``passes.round_sums`` what is added, if asked.
+6. ``frontend.follow`` compares it with the model, ``execute.verify`` with ``execute.integer``, layer by layer.
+7. ``command.export`` prints that by ``report``, and hands the network to ``targets.write``.
+8. There ``targets.packed``, ``onnx`` (by ``passes.fold``), ``qonnx`` or ``hls4ml`` saves the file, runs it, and
+   compares every output with ``execute.integer``.
 """
 
+import sys
+
+from marvin.export.deployed import Deployed, Options, deploy
 from marvin.export.errors import ExportError
-from marvin.export.network import Network
-from marvin.export.observe import Formats, calibrate
-from marvin.export.sums import round_sums
-from marvin.export.trace import describe
-from marvin.export.verify import compare, verify
-from marvin.export.weights import formats_of_weights, masters_of, nearest_weights
+from marvin.export.execute import integer, simulate
+from marvin.export.execute.verify import compare, verify
+from marvin.export.frontend.calibrate import calibrate
+from marvin.export.frontend.load import load_frozen
+from marvin.export.frontend.trace import describe
+from marvin.export.graph import nodes
+from marvin.export.graph.formats import (
+    Formats,
+    formats_of_weights,
+    masters_of,
+    nearest_weights,
+    weight_formats,
+)
+from marvin.export.graph.nodes import Network
+from marvin.export.passes.round_sums import round_sums
+from marvin.export.targets import hls4ml, onnx, packed, qonnx
 
 __all__ = [
+    "Deployed",
     "ExportError",
     "Formats",
     "Network",
+    "Options",
     "calibrate",
     "compare",
+    "deploy",
     "describe",
     "formats_of_weights",
+    "hls4ml",
+    "integer",
+    "load_frozen",
     "masters_of",
     "nearest_weights",
+    "onnx",
+    "packed",
+    "qonnx",
     "round_sums",
     "verify",
+    "weight_formats",
 ]
+
+# whoever uses these wants no rooms in their names: from marvin.export.onnx import save
+_PATHS = {"hls4ml": hls4ml, "integer": integer, "network": nodes, "onnx": onnx, "packed": packed}
+_PATHS |= {"qonnx": qonnx, "simulate": simulate}
+sys.modules.update({f"{__name__}.{name}": module for name, module in _PATHS.items()})

@@ -1,165 +1,148 @@
-"""Export a training run.
+"""Export a frozen model.
 
-python -m marvin.export RUN --to packed|onnx|qonnx|hls4ml [--verify] [--out DIR]
+python -m marvin.export MODEL --to packed|onnx|qonnx|hls4ml --inputs FILE|--shape 1,28,28
 
-Prints format, bytes and verdict of each layer and writes RUN/export/TARGET, as a whole or not at
-all. With --verify the files are run, and must compute what the integer reference computes.
+MODEL is a file of torch.save(marvin.freeze(model), path); no code of it is run. Prints format,
+bytes and verdict of each layer and writes MODEL-export/TARGET beside it, as a whole or not at all.
+With --verify the files are run, and must compute what the integer reference computes.
 """
 
 import argparse
-import json
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
+from torch import Tensor, nn
 
-from marvin.export.report import layer_rows, proof_lines, table, weight_line
-from marvin.export.run import Deployed, Options, Run, deploy, open_run
-from marvin.export.targets import TARGETS, Order, Ways, Written
-from marvin.files import new_folder
+from marvin.export import command
+from marvin.export.deployed import Deployed, Options, deploy
+from marvin.export.errors import ExportError
+from marvin.export.frontend.load import load_frozen, load_tensor
+from marvin.export.graph.formats import (
+    activation_formats,
+    carried_weights,
+    formats_of_weights,
+    nearest_weights,
+    weight_formats,
+)
+from marvin.export.report import Trained
 
 __all__ = ["main"]
+
+_PROG = "python -m marvin.export"
+_MADE_UP = 64  # samples
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Do what the command line asks; what the user can put right ends with one line."""
-    given = _parser().parse_args(argv)
-    try:
-        _export(given)
-    except (ValueError, OSError) as error:
-        message = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
-        sys.exit(f"python -m marvin.export: error: {message}")
+    words = sys.argv[1:] if argv is None else argv
+    if _names_a_folder(words):
+        instead = f"python -m train.export {shlex.join(words)}"
+        sys.exit(f"{_PROG}: error: the folder of a run is exported by its trainer: write {instead}")
+    given = _parser().parse_args(words)
+    with command.one_line(_PROG):
+        model = load_frozen(given.model, given.allow)
+        samples, labels, notes = _samples(given)
+        _check_taken(model, samples[:1])
+        deployed, note = _deployed(model, samples, command.options(given))
+        title = f"{type(model).__name__}, frozen"
+        facts = given.model, title, model, samples, labels, "samples", (note, *notes)
+        folder = given.model.with_name(f"{given.model.stem}-export")
+        command.export(given, Trained(*facts), deployed, folder)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help tells more)\n")
+def _names_a_folder(words: Sequence[str]) -> bool:
+    """Say whether the word that is no flag's is the name of a folder."""
+    for before, word in zip(["", *words], words, strict=False):
+        has_value = before.startswith("--") and "=" not in before
+        is_value = has_value and before not in ("--verify", "--vnni")
+        if not word.startswith("-") and not is_value:
+            return Path(word).is_dir()
+    return False
 
 
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value <= high:
-            required = f"a whole number from {low} to {high:,}"
-            raise argparse.ArgumentTypeError(f"must be {required}, got {text[:60]!r}")
-        return value
-
-    return convert
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m marvin.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def _parser() -> command.Parser:
+    parser = command.Parser(_PROG, __doc__)
+    parser.add_argument("model", type=Path, metavar="MODEL", help="file of a frozen model")
+    parser.add_flags("MODEL-export/TARGET, beside MODEL")
+    inputs = parser.add_mutually_exclusive_group(required=True)
+    inputs.add_argument(
+        "--inputs",
+        type=Path,
+        metavar="FILE",
+        help="samples to compare, verify and calibrate on: .npy, or a tensor of torch.save",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder of train")
-    parser.add_argument("--to", choices=sorted(TARGETS), required=True, help="what to write")
-    parser.add_argument("--verify", action="store_true", help="run what was written, and compare")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export/TARGET")
-    parser.add_argument(
-        "--weights",
-        choices=("nearest", "last"),
-        default="nearest",
-        help="masters rounded to nearest, or the last stochastic draw (default: nearest)",
+    inputs.add_argument(
+        "--shape", type=_shape, metavar="1,28,28", help="of a sample: made-up ones instead"
     )
+    parser.add_argument("--labels", type=Path, metavar="FILE", help="of --inputs, for accuracy")
     parser.add_argument(
-        "--wl",
-        type=_whole(2, 32),
-        default=8,
-        help="bits of formats that training left open (default: 8)",
-    )
-    parser.add_argument(
-        "--scale-wl",
-        type=_whole(2, 32),
-        default=16,
-        help="bits of batch norm's scale (default: 16)",
-    )
-    parser.add_argument(
-        "--sums-wl",
-        type=_whole(2, 32),
-        help="bits of what is added, calibrated; ONNX needs 8 to be fast (default: exact sums)",
-    )
-    parser.add_argument(
-        "--vnni",
-        action="store_true",
-        help="of onnx: 8-bit weights as int8, fast on processors with VNNI, wrong without",
-    )
-    parser.add_argument(
-        "--samples",
-        type=_whole(0, 10**9),
-        default=0,
-        help="test images to verify on (default: all; of the slow qonnx and hls4ml, 8)",
-    )
-    parser.add_argument("--backend", choices=("Vitis", "Vivado"), default="Vitis", help="of hls4ml")
-    parser.add_argument(
-        "--python", default=sys.executable, help="interpreter with qonnx, to verify qonnx"
-    )
-    parser.add_argument(
-        "--data-dir", help="folder of data sets, where it has moved or is to be made"
+        "--allow",
+        action="append",
+        default=[],
+        metavar="PACKAGE.MODULE:CLASS",
+        help="import a class of your own that MODEL has; may be given again",
     )
     return parser
 
 
-def _export(given: argparse.Namespace) -> None:
-    run = open_run(given.run, given.data_dir)
-    options = Options(given.wl, given.scale_wl, given.weights, given.sums_wl)
-    deployed = deploy(run, options)
-    rows = layer_rows(deployed, run.test[:64])
-    lines = [
-        f"{run.path}: {run.title}; formats of activations: {deployed.network.origin}",
-        table(rows),
-        weight_line(deployed),
-        *proof_lines(run, deployed, rows),
-    ]
-    print("\n".join(lines), flush=True)
-    out = given.out or _own_folder(run.path) / given.to
-    written = _write(given, run, deployed, (out, rows))
-    print(f"{out}: {written.what}, {written.size_bytes:,} bytes")
-    verdict = "verified" if written.is_equal else "not equal"
-    print(f"{verdict}: {written.proof}" if written.proof else "not verified: add --verify")
-    if written.outputs is not None:
-        count = len(written.outputs)
-        right = int((written.outputs.argmax(1) == run.labels[:count]).sum())
-        print(f"test accuracy of what was written: {right / count:.2%} ({count} images)")
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(size) for size in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        required = "sizes of one sample, such as 1,28,28"
+        raise argparse.ArgumentTypeError(f"must be {required}, got {text[:60]!r}")
+    return sizes
 
 
-def _own_folder(run: Path) -> Path:
-    """Return where a run's exports are, which must be in the run's folder."""
-    folder = run / "export"
-    if folder.is_symlink():
-        raise ValueError(f"{folder} must be a folder of the run, got a link: choose one with --out")
-    return folder
+def _samples(given: argparse.Namespace) -> tuple[Tensor, Tensor | None, tuple[str, ...]]:
+    """Return samples, labels if there are some, and what the report says of them."""
+    if given.inputs is None:
+        if given.labels is not None:
+            raise ExportError("--labels must be those of --inputs, got them with --shape")
+        generator = torch.Generator().manual_seed(0)
+        samples = torch.randn(_MADE_UP, *given.shape, generator=generator)
+        note = f"{_MADE_UP} samples are made up, normally distributed: give data with --inputs"
+        return samples, None, (note,)
+    samples = load_tensor(given.inputs)
+    if not samples.is_floating_point() or samples.ndim < 2 or not len(samples):
+        got = f"{samples.dtype} of shape {tuple(samples.shape)}"
+        raise ExportError(f"{given.inputs} must hold samples as the model takes them, got {got}")
+    if given.labels is None:
+        return samples.float(), None, ()
+    labels = load_tensor(given.labels)
+    if labels.is_floating_point() or labels.shape != samples.shape[:1]:
+        got = f"{labels.dtype} of shape {tuple(labels.shape)}"
+        raise ExportError(f"{given.labels} must hold {len(samples)} whole numbers, got {got}")
+    return samples.float(), labels.long(), ()
 
 
-def _write(
-    given: argparse.Namespace, run: Run, deployed: Deployed, place: tuple[Path, Any]
-) -> Written:
-    out, rows = place
-    if out.exists() and not (out.is_dir() and (out / "export.json").is_file()):
-        raise ValueError(f"{out} must be an earlier export or not there: choose another --out")
-    count = given.samples or (8 if given.to in ("qonnx", "hls4ml") else len(run.test))
-    samples = run.test[:count] if given.verify else None
-    with new_folder(out) as folder:
-        ways = Ways(given.backend, given.python, given.vnni)
-        written = TARGETS[given.to](Order(deployed, folder, samples, ways))
-        facts = {
-            "run": str(run.path),
-            "target": given.to,
-            "torch": torch.__version__,
-            "activations": deployed.network.origin,
-            "what": written.what,
-            "proof": written.proof,
-            "layers": rows,
-        }
-        (folder / "export.json").write_text(json.dumps(facts, indent=2) + "\n")
-    return written
+@torch.no_grad()
+def _check_taken(model: nn.Module, sample: Tensor) -> None:
+    """Refuse samples that the model does not take."""
+    try:
+        model(sample)
+    except Exception as error:  # whatever the model's own code raises
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+        shape = tuple(sample.shape[1:])
+        raise ExportError(f"the model must take samples of shape {shape}, got {reason}") from error
+
+
+def _deployed(model: nn.Module, samples: Tensor, options: Options) -> tuple[Deployed, str]:
+    """Return the network of a frozen model, and where the formats of its weights come from."""
+    carried, formats = carried_weights(model), weight_formats(model)
+    if not carried and not activation_formats(model):
+        found = formats_of_weights(model, options.wl)
+        note = f"formats of weights: of {options.wl} bits, the model carries none"
+        return deploy(nearest_weights(model, found), found, samples, options), note
+    others = ", ".join(f"{name} {fmt}" for name, fmt in formats.items() if name not in carried)
+    note = "formats of weights: the model's own"
+    note += f"; found from the values: {others}" if others else ""
+    return deploy(model, formats, samples, options), note
 
 
 if __name__ == "__main__":

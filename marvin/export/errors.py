@@ -1,11 +1,12 @@
 """What can go wrong in an export, as the user is told."""
 
+import importlib
 from typing import Any
 
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
 
-__all__ = ["ExportError", "fixed_point"]
+__all__ = ["ExportError", "fixed_point", "require"]
 
 
 class ExportError(ValueError):
@@ -15,10 +16,10 @@ class ExportError(ValueError):
 def fixed_point(name: str, fmt: Any) -> FixedPoint:
     """Return ``fmt``, if it is a format that every target has.
 
-    Of a weight whose channels have points of their own, it is the shortest that has all their values.
+    Of a weight whose channels have an ``fl`` of their own, it is the shortest that has all their values.
 
     Raises:
-        ExportError: It is of block floating point, whose point moves with the data, or of channels
+        ExportError: It is of block floating point, whose ``fl`` moves with the data, or of channels
             that have no format of 32 bits in common.
     """
     if isinstance(fmt, ChannelFormat):
@@ -29,3 +30,16 @@ def fixed_point(name: str, fmt: Any) -> FixedPoint:
     if not isinstance(fmt, FixedPoint):
         raise ExportError(f"{name} must have a fixed-point format, got {fmt}")
     return fmt
+
+
+def require(package: str, extra: str) -> Any:
+    """Return an optional package.
+
+    Raises:
+        ExportError: It is not installed; says what to install.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        command = f'pip install "marvin-fixedpoint[{extra}]"'
+        raise ExportError(f"{package} cannot be imported ({error}): {command}") from error

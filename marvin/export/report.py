@@ -1,21 +1,51 @@
 """What an export tells the user: layer by layer, then in one line each."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from marvin.export import integer
-from marvin.export.network import Network, Operation, Weighted
-from marvin.export.packed import Size, sizes
-from marvin.export.run import Deployed, Run
-from marvin.export.sums import sum_formats
-from marvin.export.verify import Row, compare, verify
+from marvin.export.deployed import Deployed
+from marvin.export.execute import integer
+from marvin.export.execute.verify import Row, compare, verify
+from marvin.export.graph.nodes import Network, Operation, Weighted
+from marvin.export.passes.round_sums import sum_formats
+from marvin.export.targets.packed import Size, sizes
 
-__all__ = ["layer_rows", "proof_lines", "table", "weight_line"]
+__all__ = ["Trained", "layer_rows", "proof_lines", "table", "weight_line"]
 
 _SHOWN = "conv", "linear", "affine", "averagepool"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The trained model, and what its export is compared with it on.
+
+    Args:
+        path: Where it was read.
+        title: What it is.
+        model: In eval mode.
+        samples: What it takes, shape ``(n, ...)``, float32.
+        labels: Of the samples, int64; None where they are not known.
+        unit: What a sample is.
+        notes: More to tell.
+    """
+
+    path: Path
+    title: str
+    model: nn.Module
+    samples: Tensor
+    labels: Tensor | None
+    unit: str = "images"
+    notes: tuple[str, ...] = ()
+
+    def accuracy(self, logits: Tensor) -> float:
+        """Return the share of right answers for the first samples, as many as there are logits."""
+        assert self.labels is not None
+        return float((logits.argmax(1) == self.labels[: len(logits)]).double().mean())
 
 
 def layer_rows(deployed: Deployed, sample: Tensor) -> list[dict[str, Any]]:
@@ -47,9 +77,9 @@ def _layer(row: Row, network: Network, stored: dict[str, Size]) -> dict[str, Any
 
 
 def _weights(row: Row, op: Operation) -> str:
-    """Return the format of weights or of a scale; of points by channel, from the coarsest on."""
-    if isinstance(op, Weighted) and op.channels:
-        fmt = op.channels
+    """Return the format of weights or of a scale; with an ``fl`` for each channel, the coarsest and the finest."""
+    if isinstance(op, Weighted) and op.per_channel:
+        fmt = op.per_channel
         return f"<{fmt.wl}, {fmt.fl + min(fmt.shifts)} to {fmt.fl + max(fmt.shifts)}>"
     return str(row.fmt) if row.kind != "averagepool" else ""
 
@@ -71,29 +101,33 @@ def weight_line(deployed: Deployed) -> str:
 
 
 @torch.no_grad()
-def proof_lines(run: Run, deployed: Deployed, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what is known of the network beside the trained model, on the test images."""
+def proof_lines(trained: Trained, deployed: Deployed, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what is known of the network beside the trained model, on its samples."""
     exact = sum(row["float32"] == "exact" for row in rows)
-    trained = run.model(run.test)
-    logits = integer.run(deployed.network, run.test)
-    before = ""
-    if deployed.exact is not deployed.network:
-        accuracy = run.accuracy(integer.run(deployed.exact, run.test))
-        before = f"with exact sums {accuracy:.2%}, "
-    gaps = compare(deployed.network, deployed.model, run.test[:64])
+    samples = trained.samples
+    wanted = trained.model(samples)
+    logits = integer.run(deployed.network, samples)
+    is_rounded = deployed.exact is not deployed.network
+    exact_logits = integer.run(deployed.exact, samples) if is_rounded else logits
+    gaps = compare(deployed.network, deployed.model, samples[:64])
     moved = [gap for gap in gaps if gap.different]
     first = f"from {moved[0].name} on" if moved else "nowhere"
-    far = (integer.run(deployed.exact, run.test) - trained).abs()
-    return [
+    far = (exact_logits - wanted).abs()
+    lines = [
         f"float32 simulation is exact in {exact} of {len(rows)} layers",
         f"modules that differ from the trained ones: {len(moved)} of {len(gaps)}, {first}",
         *_bias_lines(deployed),
         f"outputs differ from the trained model's by {far.mean():.2g} on average, {far.max():.2g} at "
-        f"most, of up to {trained.abs().max():.2g}: batch normalisation and biases are rounded",
+        f"most, of up to {wanted.abs().max():.2g}: batch normalisation and biases are rounded",
         *_sum_lines(deployed.network),
-        f"test accuracy: trained {run.accuracy(trained):.2%}, {before}"
-        f"exported {run.accuracy(logits):.2%} ({len(run.labels)} images)",
     ]
+    if trained.labels is not None:
+        before = f"with exact sums {trained.accuracy(exact_logits):.2%}, " if is_rounded else ""
+        lines.append(
+            f"test accuracy: trained {trained.accuracy(wanted):.2%}, {before}"
+            f"exported {trained.accuracy(logits):.2%} ({len(samples)} {trained.unit})"
+        )
+    return lines
 
 
 def _bias_lines(deployed: Deployed) -> list[str]:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from fixedpoint_kernels import FixedPoint
-from marvin.export.bounds import value_of
-from marvin.export.network import Add, Affine, AveragePool, Conv, Linear, MaxPool, Relu, Value
+from marvin.export.graph.bounds import value_of
+from marvin.export.graph.nodes import Add, Affine, AveragePool, Conv, Linear, MaxPool, Relu, Value
 
 WORD = FixedPoint(8, 3)
 

@@ -1,291 +1,415 @@
+"""``python -m marvin.export MODEL``: a frozen model from a file, whoever trained it."""
+
+import dataclasses
 import json
-import shutil
+import os
+import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from marvin.export import packed
+import marvin
+from fixedpoint_kernels import FixedPoint
+from marvin.export import ExportError, describe, integer, load_frozen, packed, weight_formats
 from marvin.export.__main__ import main
-from marvin.export.run import Options, deploy, open_run
-from train import main as trainer
-from train import resnet20
-from train.config import Config
+from marvin.export.graph.formats import exact_format
 
 ROOT = Path(__file__).parents[3]
-TINY = Config(
-    model="resnet20",
-    width=4,
-    dataset="digits",
-    limit=120,
-    device="cpu",
-    epochs=1,
-    batch_size=40,
-    lookback=(2, 4),
-)
+# in a file of its own, as a user's would be
+NETS = """
+from torch import nn
 
 
-def train(folder, **settings):
-    config = replace(TINY, run=str(folder), **settings)
-    trainer.run(config, resnet20.resnet20, resnet20.MIN_SIDE)
-    return folder
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU()
+
+    def forward(self, x):
+        return self.relu(self.bn(self.conv(x)) + x)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Return the folder of a run in fixed point of 8 bits."""
-    folder = tmp_path_factory.mktemp("runs") / "tiny"
-    return train(folder, init_wl=8, max_wl=8, buffer_bits=4, min_fl=3)
+def resnet():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), Block(4), Block(4),
+        nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3),
+    )
 
 
-def export(run, *words):
-    main([str(run), *words])
+def mlp():
+    return nn.Sequential(nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, 3))
+"""
 
 
-@pytest.mark.parametrize("target", ["packed", "onnx"])
-def test_a_run_is_exported_and_verified(run, target, capsys, tmp_path):
-    pytest.importorskip("onnxruntime")
-    out = tmp_path / "out"
-    export(run, "--to", target, "--verify", "--out", str(out))
-    text = capsys.readouterr().out
-    assert "formats of activations: trained" in text
-    assert "verified: " in text
-    assert text.count("exact") >= 44
-    facts = json.loads((out / "export.json").read_text())
-    assert len(facts["layers"]) == 44
-    assert {row["float32"] for row in facts["layers"]} == {"exact"}
-    if target == "onnx":
-        assert "network.onnx (int8)" in text
-        shown = [line for line in text.splitlines() if line.startswith("test accuracy")]
-        exported = shown[0].split("exported ")[1].split(" ")[0]
-        assert shown[1].startswith(f"test accuracy of what was written: {exported} ")
-    export(run, "--to", target, "--out", str(out))  # again
-    assert "not verified" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+@pytest.fixture
+def nets(tmp_path, monkeypatch):
+    """Return the user's module of networks, which can be imported."""
+    (tmp_path / "users_nets.py").write_text(NETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "users_nets", raising=False)
+    return __import__("users_nets")
 
 
-def test_a_run_for_integer_hardware(tmp_path, capsys):
-    pytest.importorskip("onnxruntime")
-    folder = train(tmp_path / "run", policy="static", policy_bits=(6, 7))
-    out = tmp_path / "out"
-    export(folder, "--to", "onnx", "--out", str(out))
-    text = capsys.readouterr().out
-    assert "network.onnx (float64); not int8: " in text
-    assert "; try --sums-wl 8; all 22 layers in floats: " in text
-    assert "terms of sums" not in text
-    assert "biases that training left in floats are rounded: fc by up to " in text
-    assert "outputs differ from the trained model's by " in text
-    export(folder, "--to", "onnx", "--sums-wl", "8", "--vnni", "--verify", "--out", str(out))
-    text = capsys.readouterr().out
-    assert "terms of sums, calibrated: relu.term unsigned <8, " in text
-    assert "%, with exact sums " in text
-    assert "network.onnx (int8); all 22 layers on integer kernels, " in text
-    assert "try --sums-wl" not in text
-    assert "verified: " in text
-    facts = json.loads((out / "export.json").read_text())
-    assert {row["float32"] for row in facts["layers"]} == {"exact"}
+def trained(model, policy="msgd", **options):
+    """Train a few steps; return model, optimizer, samples and labels."""
+    torch.manual_seed(0)
+    if policy == "msgd":
+        optimizer = marvin.MSGD(model.named_parameters(), lr=0.05, max_wl=8, lookback=(2, 3))
+    else:
+        sgd = torch.optim.SGD(model.named_parameters(), lr=0.05)
+        optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy())
+    marvin.quantize_activations(model, optimizer, **options)
+    x, y = torch.randn(20, 1, 6, 6), torch.randint(3, (20,))
+    x = x.flatten(1) if isinstance(model[0], nn.Linear) else x
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step(loss=loss)
+    return model.eval(), optimizer, x, y
 
 
-def test_points_of_channels_are_integer_kernels(tmp_path, capsys):
-    pytest.importorskip("onnxruntime")
-    folder = train(tmp_path / "run", policy="static", policy_bits=(5, 6), per_channel=True)
-    for words, spelling in (((), "float64"), (("--sums-wl", "8"), "int8")):
-        export(folder, "--to", "onnx", "--verify", *words, "--out", str(tmp_path / "onnx"))
-        text = capsys.readouterr().out
+@pytest.fixture
+def saved(nets, tmp_path):
+    """Return the path of a saved frozen network, and what is in it."""
+
+    def do(kind="mlp", policy="msgd", **options):
+        model, optimizer, x, y = trained(getattr(nets, kind)(), policy, **options)
+        frozen = marvin.freeze(model)
+        path = tmp_path / "net.pt"
+        torch.save(frozen, path)
+        np.save(tmp_path / "x.npy", x.numpy())
+        torch.save(x.double(), tmp_path / "x.pt")
+        torch.save(y, tmp_path / "y.pt")
+        return path, frozen, model, optimizer, x
+
+    return do
+
+
+def command(folder, *words):
+    """Run the command in a process of its own; return what it prints."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    call = [sys.executable, "-m", "marvin.export", *words]
+    done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(*words):
+    """Return the one line with which the command ends."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(word) for word in words])
+    message = str(caught.value.code)
+    assert message.startswith("python -m marvin.export: error: ")
+    assert "\n" not in message
+    return message
+
+
+def assert_same(network, other):
+    assert [op.name for op in network.operations] == [op.name for op in other.operations]
+    assert network.values == other.values
+    for a, b in zip(network.operations, other.operations, strict=True):
+        assert type(a) is type(b)
+        for field in dataclasses.fields(a):
+            left, right = getattr(a, field.name), getattr(b, field.name)
+            same = torch.equal(left, right) if torch.is_tensor(left) else left == right
+            assert same, (a.name, field.name)
+
+
+@pytest.mark.parametrize("policy", ["msgd", "budget"])
+@pytest.mark.parametrize("kind", ["mlp", "resnet"])
+def test_a_saved_frozen_model_is_exported_and_verified(saved, kind, policy, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    _, frozen, model, optimizer, x = saved(kind, policy)
+    inputs = "x.npy" if kind == "mlp" else "x.pt"
+    allow = ["--allow", "users_nets:Block"] if kind == "resnet" else []
+    for target in ("packed", "onnx"):
+        words = "net.pt", "--to", target, "--verify", "--inputs", inputs, "--labels", "y.pt", *allow
+        text = command(tmp_path, *words)
+        assert "formats of weights: the model's own\n" in text
+        assert "formats of activations: trained" in text
         assert "verified: " in text
-        assert f"network.onnx ({spelling})" in text
-    formats = formats_of(folder)
-    rows = json.loads((tmp_path / "onnx" / "export.json").read_text())["layers"]
-    assert {row["float32"] for row in rows} == {"exact"}
-    shown = [row["weights"] for row in rows if row["kind"] in ("conv", "linear")]
-    ends = [(fmt["fmt"]["fl"], fmt["shifts"]) for fmt in formats]
-    assert shown == [f"<5, {fl + min(more)} to {fl + max(more)}>" for fl, more in ends]
+        assert "test accuracy: trained " in text
+        assert "(20 samples)" in text
+        assert "made up" not in text
+    state = packed.load(tmp_path / "net-export/packed/network.safetensors").state_dict()
+    want = frozen.state_dict()
+    assert state.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+    network = describe(frozen, x)
+    assert_same(network, describe(model, x, optimizer.formats()))
+    assert_same(network, describe(model, x))
+    file = str(tmp_path / "net-export/onnx/network.onnx")
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {network.input.name: x.numpy()})
+    found = torch.from_numpy(got).double()
+    torch.testing.assert_close(found, integer.run(network, x), rtol=0, atol=0)
+    if (kind, policy) == ("mlp", "msgd"):  # of which nothing is rounded but in training's words
+        torch.testing.assert_close(found, frozen(x).double(), rtol=0, atol=0)
 
 
-def test_points_of_channels_are_packed_in_a_format_that_all_share(tmp_path):
-    folder = train(tmp_path / "run", policy="static", policy_bits=(5, 6), per_channel=True)
-    export(folder, "--to", "packed", "--verify", "--out", str(tmp_path / "out"))
-    loaded = packed.load(tmp_path / "out" / "network.safetensors")
-    formats = formats_of(folder)
-    codes = [loaded.codes[name] for name in loaded.formats]
-    assert len(codes) == len(formats)
-    for name, weight, fmt in zip(loaded.formats, codes, formats, strict=True):
-        most = max(fmt["shifts"])
-        assert loaded.formats[name].wl == 5 + most
-        for row, shift in zip(weight, fmt["shifts"], strict=True):
-            assert (row % 2 ** (most - shift) == 0).all()  # a number of the channel's own format
+@pytest.mark.parametrize("policy", ["msgd", "budget"])
+def test_a_frozen_model_has_the_formats_of_its_weights(saved, policy):
+    _, frozen, model, optimizer, _ = saved("resnet", policy)
+    formats = dict(optimizer.formats())
+    assert weight_formats(frozen) == weight_formats(model) == formats
+    assert len({fmt.fl for fmt in formats.values()}) > 1 or policy == "msgd"
 
 
-def formats_of(folder):
-    state = torch.load(folder / "checkpoint.pt", weights_only=True)["optimizer"]["state"]
-    return [values["layer"]["fmt"] for values in state.values() if "layer" in values]
+def test_points_of_channels_are_in_a_frozen_model(nets):
+    model = nets.resnet()
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(6, 6, per_channel=True))
+    marvin.quantize_activations(model, optimizer)
+    x = torch.randn(8, 1, 6, 6)
+    for _ in range(2):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    model.eval()
+    frozen = marvin.freeze(model)
+    assert weight_formats(frozen) == dict(optimizer.formats())
+    assert_same(describe(frozen, x), describe(model, x, optimizer.formats()))
 
 
-def test_packed_weights_are_the_masters_rounded_to_nearest(run, tmp_path, capsys):
-    export(run, "--to", "packed", "--out", str(tmp_path / "out"))
-    loaded = packed.load(tmp_path / "out" / "network.safetensors")
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
-    master, fmt = state["optimizer"]["state"][0]["master"], loaded.formats["conv.weight"]
-    want = torch.round(master * fmt.scale).clamp(fmt.min_code, fmt.max_code)
-    torch.testing.assert_close(loaded.codes["conv.weight"].float(), want, rtol=0, atol=0)
-    assert loaded.activations["conv.out"] == fmt
-    export(run, "--to", "packed", "--weights", "last", "--out", str(tmp_path / "last"))
-    last = packed.load(tmp_path / "last" / "network.safetensors").state_dict()
-    for name, value in state["model"].items():
-        torch.testing.assert_close(last[name], value, rtol=0, atol=0)
+def test_a_layer_that_carries_no_format_has_the_least_exact_one(saved, tmp_path, capsys):
+    path, frozen, *_ = saved(exclude=["2"])
+    main([str(path), "--to", "packed", "--inputs", str(tmp_path / "x.npy"), "--verify"])
+    found = weight_formats(frozen)["2.weight"]
+    text = capsys.readouterr().out
+    assert f"formats of weights: the model's own; found from the values: 2.weight {found}\n" in text
+    written = packed.load(tmp_path / "net-export/packed/network.safetensors")
+    assert written.formats["2.weight"] == found
+    assert "0.weight" not in text
 
 
-def test_a_float_run_is_calibrated(tmp_path, capsys):
-    folder = train(tmp_path / "run", optimizer="sgd")
-    export(folder, "--to", "packed", "--verify", "--wl", "6")
+@pytest.mark.parametrize(
+    ("values", "fmt"),
+    [
+        ([0.0, 0.0], FixedPoint(2, 0)),
+        ([1.0], FixedPoint(2, 0)),
+        ([-1.0], FixedPoint(2, 0)),
+        ([-2.0, 1.0], FixedPoint(2, 0)),
+        ([2.0], FixedPoint(2, -1)),
+        ([-2.0, 1.5], FixedPoint(3, 1)),
+        ([0.375, -3.0], FixedPoint(6, 3)),
+        ([2.0**31, 0.0], FixedPoint(2, -31)),
+        ([2.0**30 - 1], FixedPoint(31, 0)),
+        ([-(2.0**31), 1.0], FixedPoint(32, 0)),
+        ([2.0**31, 1.0], None),
+        ([2.0**-32], None),
+        ([0.1], None),
+        ([float("inf")], None),
+    ],
+)
+def test_the_shortest_format_that_holds_values_exactly(values, fmt):
+    assert exact_format(torch.tensor(values, dtype=torch.float64)) == fmt
+
+
+def test_made_up_samples_are_said_to_be_so(saved, tmp_path, capsys):
+    path, *_ = saved()
+    out = str(tmp_path / "out")
+    main([str(path), "--to", "packed", "--shape", "36", "--out", out])
+    text = capsys.readouterr().out
+    assert "64 samples are made up, normally distributed: give data with --inputs" in text
+    assert "accuracy" not in text
+    assert json.loads((tmp_path / "out/export.json").read_text())["activations"] == "trained"
+
+
+def test_a_frozen_model_without_formats_is_calibrated(nets, tmp_path, capsys):
+    model = nets.mlp()
+    marvin.prepare(model)
+    path = tmp_path / "net.pt"
+    torch.save(marvin.freeze(model), path)
+    main([str(path), "--to", "packed", "--shape", "36", "--wl", "7", "--verify"])
     text = capsys.readouterr().out
     assert "formats of activations: calibrated" in text
-    assert (folder / "export/packed/network.safetensors").is_file()
-    network = deploy(open_run(folder), Options(wl=6)).network
-    assert {fmt.wl for fmt in network.formats().values()} == {6}
+    assert "formats of weights: of 7 bits, the model carries none" in text
+    written = packed.load(tmp_path / "net-export/packed/network.safetensors")
+    assert {fmt.wl for fmt in written.formats.values()} == {7}
 
 
-def test_a_run_in_fixed_point_without_activations_is_calibrated(tmp_path):
-    folder = train(tmp_path / "run", quantize_activations=False)
-    deployed = deploy(open_run(folder), Options(wl=9))
-    assert deployed.network.origin == "calibrated"
-    assert {fmt.wl for fmt in deployed.network.formats().values()} == {9}
-    weights = deployed.network.weight_formats()
-    assert weights["conv"] == deployed.formats["conv.weight"]
+def test_a_class_of_the_users_is_refused_by_name_until_it_is_allowed(saved):
+    path, *_ = saved("resnet")
+    words = path, "--to", "packed", "--shape", "1,6,6"
+    message = refused(*words)
+    assert "net.pt has classes that are not torch's, users_nets.Block" in message
+    assert message.endswith("add --allow users_nets:Block")
+    assert isinstance(load_frozen(path, ["users_nets:Block"]), nn.Sequential)
+
+
+@pytest.mark.parametrize(
+    ("allow", "message"),
+    [
+        ("Block", "--allow must be package.module:Class, got 'Block'"),
+        ("users_nets:None_such", "--allow users_nets:None_such must be there to be imported"),
+        ("no_such_package:Block", "--allow no_such_package:Block must be there to be imported"),
+    ],
+)
+def test_what_cannot_be_allowed_is_one_line(saved, allow, message):
+    path, *_ = saved("resnet")
+    assert message in refused(path, "--to", "packed", "--shape", "1,6,6", "--allow", allow)
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_code_of_a_file_is_run(saved, tmp_path):
+    path, frozen, *_ = saved()
+    frozen.hostile = Hostile()
+    frozen.hostile.path = tmp_path / "made"
+    torch.save(frozen, path)
+    message = refused(path, "--to", "packed", "--shape", "36")
+    assert "posix.mkdir" in message
+    with pytest.raises(ExportError, match=r"posix\.mkdir"):
+        load_frozen(path)
+    torch.save(frozen.hostile, tmp_path / "x.pt")
+    del frozen.hostile
+    torch.save(frozen, path)
+    assert "x.pt must be a whole file" in refused(
+        path, "--to", "packed", "--inputs", tmp_path / "x.pt"
+    )
+    assert not (tmp_path / "made").exists()
+
+
+WRITE = "write torch.save(marvin.freeze(model), path)"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: (p / "checkpoint.pt").unlink(), "must be a run with a checkpoint"),
-        (lambda p: (p / "checkpoint.pt").write_bytes(b"x"), "must hold a whole checkpoint"),
-        (lambda p: (p / "config.json").unlink(), "must be the folder of a run"),
-        (lambda p: (p / "config.json").write_text("{}}"), "must hold a run's configuration"),
+        (lambda frozen, model, optimizer: model, f"got one that is not: {WRITE}"),
+        (lambda frozen, model, optimizer: nn.Linear(2, 2), f"got none: {WRITE}"),
+        (lambda frozen, model, optimizer: model.state_dict(), f"got OrderedDict: {WRITE}"),
+        (lambda frozen, model, optimizer: {"model": 3}, f"got dict: {WRITE}"),
     ],
 )
-def test_damaged_runs_end_with_one_line_and_write_nothing(run, change, message, tmp_path):
-    for name in ("config.json", "checkpoint.pt"):
-        (tmp_path / name).write_bytes((run / name).read_bytes())
-    change(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        export(tmp_path, "--to", "packed")
-    assert message in str(caught.value.code)
-    assert "\n" not in str(caught.value.code)
-    assert not (tmp_path / "export").exists()
+def test_what_is_not_frozen_is_refused(saved, change, message):
+    path, frozen, model, optimizer, _ = saved()
+    torch.save(change(frozen, model, optimizer), path)
+    assert refused(path, "--to", "packed", "--shape", "36").endswith(message)
 
 
-def test_a_network_that_cannot_be_exported_writes_nothing(tmp_path):
-    folder = train(tmp_path / "run", activation="gelu")
-    with pytest.raises(SystemExit) as caught:
-        export(folder, "--to", "packed")
-    assert "relu: GELU cannot be exported" in str(caught.value.code)
-    assert not (folder / "export").exists()
+def test_a_class_of_the_script_itself_cannot_be_imported(saved, monkeypatch):
+    path, frozen, *_ = saved()
+    monkeypatch.setattr(Hostile, "__module__", "__main__")
+    monkeypatch.setattr(Hostile, "__reduce__", object.__reduce__)
+    monkeypatch.setattr(sys.modules["__main__"], "Hostile", Hostile, raising=False)
+    frozen.other = Hostile()
+    torch.save(frozen, path)
+    message = refused(path, "--to", "packed", "--shape", "36")
+    assert "__main__.Hostile, a class of the script that wrote it: move it to a module" in message
 
 
-def test_a_failed_proof_leaves_the_old_export(run, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out"
-    export(run, "--to", "packed", "--out", str(out))
-    before = sorted(path.name for path in out.iterdir())
-    real = packed.load
-
-    def damaged(path):
-        loaded = real(path)
-        loaded.codes["conv.weight"][0] += 1
-        return loaded
-
-    monkeypatch.setattr(packed, "load", damaged)
-    with pytest.raises(SystemExit) as caught:
-        export(run, "--to", "packed", "--verify", "--out", str(out))
-    assert "the packed weights differ from the model's" in str(caught.value.code)
-    assert sorted(path.name for path in out.iterdir()) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def test_a_model_that_rounds_otherwise_than_its_state_says_is_refused(saved):
+    path, frozen, *_ = saved()
+    hook = next(iter(frozen[0]._forward_hooks.values()))
+    hook.formats = dataclasses.replace(hook.formats, outputs=FixedPoint(3, 1))
+    torch.save(frozen, path)
+    message = refused(path, "--to", "packed", "--shape", "36")
+    assert (
+        "must hold a frozen model: it must round as its state says, got other formats at '0'"
+        in (message)
+    )
+    frozen[0]._forward_hooks.clear()
+    torch.save(frozen, path)
+    assert "it must round by its formats, got no such hooks at '0'" in refused(
+        path, "--to", "packed", "--shape", "36"
+    )
 
 
-def test_other_folders_are_not_replaced(run, tmp_path):
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(SystemExit, match="must be an earlier export or not there"):
-        export(run, "--to", "packed", "--out", str(tmp_path))
-    assert (tmp_path / "thesis.txt").exists()
+def test_damaged_files_end_with_one_line(saved, tmp_path):
+    path, *_ = saved()
+    whole = path.read_bytes()
+    weights = whole.index(load_frozen(path)[0].weight.numpy().tobytes())
+    flipped = bytearray(whole)
+    flipped[weights + 5] ^= 1
+    for content in (b"", b"no model", whole[: len(whole) // 2], bytes(flipped)):
+        path.write_bytes(content)
+        message = refused(path, "--to", "packed", "--shape", "36")
+        assert "net.pt must be a whole file of torch.save" in message or "wrong checksum" in message
+    assert "net.pt must be a file, found none" in refused(
+        tmp_path / "none" / "net.pt", "--to", "packed", "--shape", "36"
+    )
+    assert not (tmp_path / "net-export").exists()
 
 
-@pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "fashion-mnist"])
-def test_a_configuration_does_not_say_where_data_is_made(run, dataset, tmp_path, monkeypatch):
-    def fetch(*_: object) -> None:
-        raise AssertionError("nothing may be downloaded")
-
-    monkeypatch.setattr("urllib.request.urlopen", fetch)
-    folder, outside = tmp_path / "run", tmp_path / "home/data"
-    shutil.copytree(run, folder)
-    config = json.loads((folder / "config.json").read_text())
-    hostile = config | {"dataset": dataset, "data_dir": str(outside)}
-    (folder / "config.json").write_text(json.dumps(hostile))
-    monkeypatch.setattr("train.fashion_mnist.DEBIAN", tmp_path / "none")
-    with pytest.raises(SystemExit) as caught:
-        export(folder, "--to", "packed")
-    assert "looked for" in str(caught.value.code)
-    assert str(outside) in str(caught.value.code)
-    assert "\n" not in str(caught.value.code)
-    assert not outside.parent.exists()
+def test_integer_layers_are_to_be_reverted(nets, tmp_path):
+    model, *_ = trained(nets.mlp())
+    marvin.integer.convert(model)
+    path = tmp_path / "net.pt"
+    torch.save(marvin.freeze(model), path)
+    message = refused(path, "--to", "packed", "--shape", "36")
+    assert message.endswith(
+        "must have torch's layers, got integer ones: call marvin.integer.revert first"
+    )
+    marvin.integer.revert(model)
+    torch.save(marvin.freeze(model), path)
+    main([str(path), "--to", "packed", "--shape", "36"])
+    assert (tmp_path / "net-export/packed/network.safetensors").is_file()
 
 
-def test_a_data_folder_of_the_users_own_may_be_made(run, tmp_path, monkeypatch):
-    asked = []
-
-    def load(name: str, data_dir: Path, *, may_fetch: bool = True):
-        asked.append((str(data_dir), may_fetch))
-        return digits(name, data_dir)
-
-    digits = trainer.load
-    monkeypatch.setattr(trainer, "load", load)
-    open_run(run)
-    open_run(run, str(tmp_path))
-    assert asked == [("data", False), (str(tmp_path), True)]
-
-
-def test_exports_of_a_run_stay_in_its_folder(run, tmp_path):
-    folder, outside = tmp_path / "run", tmp_path / "outside"
-    shutil.copytree(run, folder)
-    outside.mkdir()
-    (folder / "export").symlink_to(outside)
-    with pytest.raises(SystemExit, match="export must be a folder of the run, got a link"):
-        export(folder, "--to", "packed")
-    assert not list(outside.iterdir())
+def test_samples_that_do_not_fit_are_one_line(saved, tmp_path):
+    path, *_ = saved()
+    np.save(tmp_path / "whole.npy", np.zeros((4, 36), np.uint8))
+    np.save(tmp_path / "code.npy", np.array([Hostile], object), allow_pickle=True)
+    torch.save({"x": 3}, tmp_path / "table.pt")
+    torch.save(torch.zeros(3), tmp_path / "few.pt")
+    for words, message in (
+        (["--shape", "35"], "the model must take samples of shape (35,), got RuntimeError"),
+        (["--inputs", "whole.npy"], "must hold samples as the model takes them, got torch.uint8"),
+        (["--inputs", "code.npy"], "code.npy must be a whole file"),
+        (["--inputs", "table.pt"], "table.pt must hold a tensor, got dict"),
+        (["--inputs", "none.npy"], "No such file"),
+        (["--inputs", "x.pt", "--labels", "few.pt"], "must hold 20 whole numbers, got torch.float"),
+        (["--shape", "36", "--labels", "y.pt"], "--labels must be those of --inputs"),
+    ):
+        given = [tmp_path / word if "." in word else word for word in words]
+        assert message in refused(path, "--to", "packed", *given)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--to", "packed", "--wl", "99"], "argument --wl: must be a whole number from 2 to 32"),
-        (["--to", "packed", "--wl", "-1"], "argument --wl: must be a whole number from 2 to 32"),
-        (["--to", "packed", "--scale-wl", "x"], "argument --scale-wl: must be a whole number"),
-        (["--to", "packed", "--sums-wl", "0"], "argument --sums-wl: must be a whole number"),
-        (["--to", "packed", "--samples", "-3"], "argument --samples: must be a whole number"),
-        (["--to", "paper"], "argument --to: invalid choice: 'paper'"),
-        ([], "the following arguments are required: --to"),
+        (["--shape", "1,x"], "argument --shape: must be sizes of one sample, such as 1,28,28"),
+        (["--shape", "0"], "argument --shape: must be sizes of one sample"),
+        (["--shape", "3", "--inputs", "x"], "argument --inputs: not allowed with argument --shape"),
+        ([], "one of the arguments --inputs --shape is required"),
     ],
 )
 def test_wrong_arguments_are_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["nowhere", *words])
+        main(["nowhere.pt", "--to", "packed", *words])
     assert caught.value.code == 2
     shown = capsys.readouterr().err
     assert shown.startswith(f"python -m marvin.export: error: {message}")
     assert shown.count("\n") == 1
 
 
-def test_a_checkpoint_of_another_run_is_one_line(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
-    state["optimizer"]["state"] = {}
-    torch.save(state, tmp_path / "run/checkpoint.pt")
-    with pytest.raises(SystemExit) as caught:
-        export(tmp_path / "run", "--to", "packed")
-    assert "checkpoint.pt must hold a checkpoint of this run, got a foreign one" in str(
-        caught.value.code
-    )
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["RUN", "--to", "packed"],
+        ["--weights", "last", "--to", "onnx", "RUN"],
+        ["--verify", "RUN", "--out=else"],
+    ],
+)
+def test_the_folder_of_a_run_is_exported_by_its_trainer(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RUN", "packed", "last"):
+        (tmp_path / name).mkdir()
+    assert refused(*words).endswith(f"write python -m train.export {shlex.join(words)}")
 
 
 def test_importing_the_command_loads_no_trainer_and_no_extra():

@@ -11,12 +11,11 @@ from torch import nn
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
 from marvin.export import integer, round_sums, verify
-from marvin.export.arithmetic import round_fraction
-from marvin.export.bounds import first_value, value_of
-from marvin.export.fold import absorbed, fold
-from marvin.export.network import Affine, Conv, Input, Network, Round
-from marvin.export.norm import shift_of
-from marvin.export.scales import short_scales
+from marvin.export.execute.arithmetic import round_fraction
+from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.nodes import Affine, Conv, Input, Network, Round
+from marvin.export.passes.fold import absorbed, fold
+from marvin.export.passes.shorten_scales import shorten_scales
 
 SIGNED, UNSIGNED = FixedPoint(8, 0), FixedPoint(8, 0, signed=False)
 
@@ -30,7 +29,7 @@ def chain(scale, offset, *, weight=127, x=UNSIGNED, out=SIGNED, terms=1, channel
     operations = (
         Input("x", (), (terms, 1, 1)),
         Round("in", ("x",), x),
-        Conv("conv", ("in",), codes, FixedPoint(8, 0), *bias, *same, channels=channels),
+        Conv("conv", ("in",), codes, FixedPoint(8, 0), *bias, *same, per_channel=channels),
         Affine(
             "bn",
             ("conv",),
@@ -96,7 +95,7 @@ def test_zeros_that_a_channel_shares_do_not_count(point, is_exact):
     folded = fold(network, network.operation("bn"), SIGNED)
     assert (folded is not None) is is_exact
     assert (network.operation("bn").name in absorbed(network)) is is_exact
-    lost = short_scales(network).operation("bn").scale[0] != scale
+    lost = shorten_scales(network).operation("bn").scale[0] != scale
     assert lost is not is_exact
     if folded:
         assert folded.weight[0].tolist() == [[[1]]]
@@ -118,7 +117,7 @@ def test_the_limit_of_a_layer_alone(fl, is_exact):
     conv = network.operation("conv")
     weight = torch.zeros_like(conv.weight)
     weight[0], weight[1, :9] = 127 * 2**5, 3
-    conv = replace(conv, weight=weight, weight_fmt=channels.whole(), channels=channels)
+    conv = replace(conv, weight=weight, weight_fmt=channels.whole(), per_channel=channels)
     values = {"in": network.values["in"], "conv": value_of(conv, [network.values["in"]])}
     short = Network((*network.operations[:2], conv), values, "trained")
     assert values["conv"].channels[0].magnitude >> 5 > 2**26
@@ -173,24 +172,24 @@ def test_signs_go_to_the_weights_where_they_can():
 
 def test_offsets_that_are_no_multiples_are_not_folded():
     network = chain(([5], 9), ([7], 9))
-    assert shift_of(network.operation("bn"), 0) is None
+    assert network.operation("bn").shift(0) is None
     assert fold(network, network.operation("bn"), SIGNED) is None
     coarse = replace(network.operation("bn"), offset_fmt=FixedPoint(32, 8))
-    assert shift_of(coarse, 0) is None
+    assert coarse.shift(0) is None
 
 
 def test_scales_become_as_short_as_they_must():
     network = chain(([40_001, -30_003, 9], 20), ([40_001 * 50, 30_003 * 9, 9 * 89], 20))
     bn = network.operation("bn")
     assert fold(network, bn, SIGNED) is None
-    short = short_scales(network)
+    short = shorten_scales(network)
     new = short.operation("bn")
     assert fold(short, new, SIGNED) is not None
     assert new.scale.tolist() == [40_000, -30_000, 9]  # 3 bits less, or so few that all are exact
-    assert shift_of(new, 0)[0].tolist() == [50, -9, 89]
+    assert new.shift(0)[0].tolist() == [50, -9, 89]
     assert short.values["bn"].high < network.values["bn"].high
     wide = chain(([40_001], 20), ([0], 20), out=FixedPoint(9, 0))
-    assert short_scales(wide).operation("bn") is wide.operation("bn")
+    assert shorten_scales(wide).operation("bn") is wide.operation("bn")
 
 
 @pytest.mark.parametrize("bits", [(4, 4), (6, 6), (8, 8)])
@@ -214,7 +213,7 @@ def test_offsets_are_near_those_of_training(ranged):
             rounded = (op.scale_fmt.lsb / rate.abs().clamp(min=1e-9)).double() * want.abs()
             gap = (found - want.double()).abs()
             assert (gap <= step + rounded + op.offset_fmt.lsb).all()
-            assert shift_of(op, network.values[op.inputs[0]].fl) is not None
+            assert op.shift(network.values[op.inputs[0]].fl) is not None
 
 
 def test_the_reference_computes_what_fractions_do():

@@ -11,8 +11,9 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 
 import marvin
 from fixedpoint_kernels import FixedPoint
-from marvin.export import ExportError, Formats, describe, integer, trace
-from marvin.export.network import Affine, Conv, Linear, Relu
+from marvin.export import ExportError, Formats, describe, integer
+from marvin.export.frontend import trace
+from marvin.export.graph.nodes import Affine, Conv, Linear, Relu
 
 
 def settle(model):
@@ -322,7 +323,7 @@ def changed(kind, change):
     ],
 )
 def test_a_number_that_rounding_does_not_explain_is_named(kind, change, message, monkeypatch):
-    monkeypatch.setattr(trace, "short_scales", changed(kind, change))
+    monkeypatch.setattr(trace, "shorten_scales", changed(kind, change))
     with pytest.raises(ExportError, match=message):
         exported(sequence)
 
@@ -331,7 +332,7 @@ def test_a_layer_that_computes_something_else_is_named(monkeypatch):
     def dilated(op):
         return replace(op, padding=(2, 2), dilation=(2, 2))
 
-    monkeypatch.setattr(trace, "short_scales", changed(Conv, dilated))
+    monkeypatch.setattr(trace, "shorten_scales", changed(Conv, dilated))
     with pytest.raises(ExportError, match="0 computes something else than what is exported for it"):
         exported(sequence)
 

@@ -10,19 +10,10 @@ from torch import nn
 
 from fixedpoint_kernels import FixedPoint, encode, quantize
 from marvin.export import ExportError, integer, verify
-from marvin.export.arithmetic import round_codes, round_fraction, weigh
-from marvin.export.bounds import first_value, value_of
-from marvin.export.network import (
-    Add,
-    AveragePool,
-    Conv,
-    Input,
-    Linear,
-    MaxPool,
-    Network,
-    Round,
-)
-from marvin.export.simulate import simulate
+from marvin.export.execute.arithmetic import round_codes, round_fraction, weigh
+from marvin.export.execute.simulate import simulate
+from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.nodes import Add, AveragePool, Conv, Input, Linear, MaxPool, Network, Round
 
 
 @given(

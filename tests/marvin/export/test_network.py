@@ -18,10 +18,11 @@ from marvin.export import (
     nearest_weights,
     verify,
 )
-from marvin.export.network import Affine, AveragePool, Conv, Round
-from marvin.export.observe import Formats, fitting, observe
-from marvin.export.packed import pack_state
-from marvin.export.simulate import simulate
+from marvin.export.execute.simulate import simulate
+from marvin.export.graph.formats import Formats, activation_formats, fitting
+from marvin.export.graph.nodes import Affine, AveragePool, Conv, Round
+from marvin.export.targets.packed import pack_state
+from marvin.hooks import detach
 from train.alexnet import alexnet
 from train.resnet20 import resnet20
 
@@ -122,8 +123,7 @@ def test_formats_differ_between_layers(plain):
          for i, (n, p) in enumerate(model.named_parameters())]
     )  # fmt: skip
     for module in model.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+        detach(module)
     marvin.quantize_activations(model, optimizer)
     network = describe(model, x, optimizer.formats())
     found = simulate(network, x)[network.output]
@@ -171,7 +171,7 @@ def test_masters_are_rounded_to_nearest():
 
 def test_nothing_is_observed_without_quantised_activations():
     model = nn.Sequential(nn.Conv2d(1, 1, 1))
-    assert observe(model, torch.ones(1, 1, 2, 2)) == {}
+    assert activation_formats(model) == {}
     with pytest.raises(ExportError, match="the model rounds no activations"):
         describe(model, torch.ones(1, 1, 2, 2), {})
 
@@ -257,6 +257,50 @@ def test_average_pooling_over_any_window():
     )
 
 
+class Spare(nn.Module):
+    """Has a parameter beside its layer, and so rounds what comes in and goes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.spare = nn.Conv2d(1, 1, 1), nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x):
+        return self.conv(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.Sequential(Spare()), "^0 rounds activations and is not called as one layer"),
+        (Spare, "^the model rounds activations and is not called as one layer"),
+    ],
+)
+def test_what_rounds_around_its_layers_is_refused(build, message, make):
+    with pytest.raises(ExportError, match=message):
+        make(build, (1, 4, 4))
+
+
+def test_a_layer_that_is_not_called_does_no_harm(make):
+    def build():
+        model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU())
+        model[0].spare = nn.Linear(2, 2)  # which Conv2d does not call
+        return model
+
+    _, network, _ = make(build, (1, 4, 4))
+    assert [op.name for op in network.operations][-2:] == ["0.out", "1"]
+
+
+def test_block_floating_point_is_refused_by_name():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = marvin.Quantized(sgd, marvin.MuppetPolicy())
+    marvin.quantize_activations(model, optimizer)
+    with pytest.raises(
+        ExportError, match=r"activations of .* must have a fixed-point format, got b"
+    ):
+        describe(model.eval(), torch.ones(1, 1, 2, 2))
+
+
 def test_formats_that_no_target_has_are_named(plain):
     model, _, x = plain()
     fmt: Any = BlockFloat(8)
@@ -265,8 +309,7 @@ def test_formats_that_no_target_has_are_named(plain):
         describe(model, x, formats)
     bare = copy.deepcopy(model)
     for module in bare.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+        detach(module)
     with pytest.raises(ExportError, match=r"0\.in must have a fixed-point format, got block"):
         describe(bare, x, formats, {"0": Formats(fmt, fmt)})
     with pytest.raises(ExportError, match="for one that rounds at 0: leave them out"):
@@ -280,15 +323,15 @@ def test_formats_of_a_range_policy_are_the_models_own(ranged):
     formats = network.formats()
     assert formats["conv.in"].signed
     assert not formats["pointwise.in"].signed
-    assert formats["pool"] == model_format(model, "fc", x)  # rounded once, as fc takes it
+    assert formats["pool"] == model_format(model, "fc")  # rounded once, as fc takes it
     before = {name: fmt for name, fmt in formats.items() if name.endswith(".in")}
     assert {fmt.wl for fmt in before.values()} == {7}
     rows = {row.name: row for row in compare(network, model, x)}
     assert rows["conv"].different == 0  # before the first batch normalisation
 
 
-def model_format(model, name, x):
-    return observe(model, x)[name].input
+def model_format(model, name):
+    return activation_formats(model)[name].input
 
 
 def test_an_average_between_two_formats_is_refused():

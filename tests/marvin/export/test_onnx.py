@@ -17,8 +17,9 @@ from marvin.export import (
     round_sums,
 )
 from marvin.export import onnx as exporter
-from marvin.export.bounds import first_value, value_of
-from marvin.export.network import Add, Conv, Input, Network, Relu, Round, Weighted
+from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.nodes import Add, Conv, Input, Network, Relu, Round, Weighted
+from marvin.hooks import detach
 from train.resnet20 import resnet20
 
 onnx = pytest.importorskip("onnx")
@@ -161,8 +162,7 @@ def test_unsigned_words_in_each_spelling(ranged, spelling):
 def test_an_unsigned_input_and_unsigned_weights(plain, fmt):
     model, _, x = plain(7, 4)
     for module in model.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+        detach(module)
     formats = {
         name: FixedPoint(7, 4, signed=bool(p.min() < 0)) for name, p in model.named_parameters()
     }

@@ -12,7 +12,7 @@ from torch import nn
 
 import marvin
 from marvin.export import ExportError, describe, integer
-from marvin.export.network import Affine
+from marvin.export.graph.nodes import Affine
 
 CHANNELS, SIDE = 4, 6
 REFUSED = "average pooling must have a format for its output", "may have changed in place"

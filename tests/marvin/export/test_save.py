@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import marvin.export
 from marvin.export import packed
 
 
@@ -41,3 +42,21 @@ def test_a_packed_network_has_all_numbers_of_the_network(digits, kind, tmp_path)
         assert loaded.codes[name].tolist() == codes.tolist()
         assert loaded.formats[name] == fmt
     assert loaded.activations == network.formats()
+
+
+def test_modules_keep_their_paths():
+    """Whoever writes ``marvin.export.onnx.save`` needs to know of no rooms."""
+    for name, own in {
+        "hls4ml": "write",
+        "integer": "run",
+        "network": "Conv",
+        "onnx": "original",
+        "packed": "load",
+        "qonnx": "execute",
+        "simulate": "simulate",
+    }.items():
+        module = importlib.import_module(f"marvin.export.{name}")
+        assert hasattr(module, own)
+        assert getattr(marvin.export, name, module) is module
+    for name in marvin.export.__all__:
+        assert hasattr(marvin.export, name)

@@ -3,9 +3,9 @@ import torch
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export import ExportError, compare, integer, round_sums
-from marvin.export.network import Add, Round
-from marvin.export.simulate import simulate
-from marvin.export.sums import sum_formats
+from marvin.export.execute.simulate import simulate
+from marvin.export.graph.nodes import Add, Round
+from marvin.export.passes.round_sums import sum_formats
 
 
 def terms(network):

@@ -1,0 +1,83 @@
+"""From a trained model to what is exported: rounded weights, formats, and the network of both."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.errors import fixed_point
+from marvin.export.frontend.calibrate import calibrate
+from marvin.export.frontend.trace import describe
+from marvin.export.graph.formats import activation_formats
+from marvin.export.graph.nodes import Network
+from marvin.export.passes.round_sums import round_sums
+from marvin.export.targets.packed import Packed, pack_state
+from marvin.rounding import Format
+
+__all__ = ["Deployed", "Options", "deploy"]
+
+_COMPARED = 32  # samples that go through the model and through what is exported
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model becomes a network.
+
+    Args:
+        wl: Word length where a format must be found by calibration, bits.
+        scale_wl: Word length of batch normalisation's scale, bits.
+        sums_wl: Word length of the terms of sums, bits; None: as exact as they come.
+    """
+
+    wl: int = 8
+    scale_wl: int = 16
+    sums_wl: int | None = None
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """What is exported.
+
+    Args:
+        model: A copy of the trained one, with the weights that are exported.
+        formats: Of its parameters.
+        network: Its operations.
+        exact: ``network`` with exact sums; the same where sums are not rounded.
+    """
+
+    model: nn.Module
+    formats: Mapping[str, FixedPoint]
+    network: Network
+    exact: Network
+
+    def packed(self) -> Packed:
+        """Return weights as integers, and formats of activations beside them."""
+        return pack_state(self.model.state_dict(), self.formats, self.network.formats())
+
+
+def deploy(
+    model: nn.Module, formats: Mapping[str, Format], samples: Tensor, options: Options
+) -> Deployed:
+    """Return the network of a model.
+
+    Formats of activations are those that the model carries. Where it carries none, activations get
+    formats of ``options.wl`` bits that hold those of ``samples``. So do terms of sums, of
+    ``options.sums_wl`` bits.
+
+    Args:
+        model: Its weights are numbers of ``formats``: from ``nearest_weights``, or frozen.
+        formats: Of parameters, by name.
+        samples: What the model takes, shape ``(n, ...)``, float32; the more the better.
+        options: See there.
+
+    Raises:
+        ExportError: Something in the model cannot be exported; says what, and why.
+    """
+    plain = {name: fixed_point(name, fmt) for name, fmt in formats.items()}
+    activations = None if activation_formats(model) else calibrate(model, [samples], options.wl)
+    sample = samples[:_COMPARED]
+    exact = describe(model, sample, formats, activations, scale_wl=options.scale_wl)
+    wl = options.sums_wl
+    network = exact if wl is None else round_sums(exact, samples, wl)
+    return Deployed(model, plain, network, exact)

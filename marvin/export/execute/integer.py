@@ -1,0 +1,158 @@
+"""The integer reference: what the exported network computes, in integers alone."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from torch import Tensor
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.errors import ExportError
+from marvin.export.execute.arithmetic import Codes, align, magnitude, round_codes, weigh
+from marvin.export.graph.nodes import (
+    Add,
+    Affine,
+    AveragePool,
+    Conv,
+    Flatten,
+    Linear,
+    MaxPool,
+    Network,
+    Pair,
+    Relu,
+    Round,
+    Weighted,
+)
+
+__all__ = ["encode_input", "run", "run_all"]
+
+_Parts = tuple[Codes, int]  # codes, and their ``fl``
+
+
+def run(network: Network, x: Tensor) -> Tensor:
+    """Return the network's output as float64 values, each a code times ``2**-fl``.
+
+    Args:
+        network: From ``describe``.
+        x: Samples, shape ``(n, *network.input.shape)``, float32.
+
+    Raises:
+        ExportError: ``x`` has another shape, or holds a NaN.
+    """
+    codes = run_all(network, x)[network.output]
+    lsb = 2.0 ** -network.values[network.output].fl
+    return torch.from_numpy(codes.astype(np.float64)) * lsb
+
+
+def run_all(network: Network, x: Tensor) -> dict[str, Codes]:
+    """Return the codes of every value, by name: int64, or Python's integers where wider.
+
+    Raises:
+        ExportError: ``x`` has another shape, or holds a NaN.
+    """
+    shape = network.input.shape
+    if tuple(x.shape[1:]) != shape:
+        raise ExportError(f"the input must have shape (n, {shape}), got {tuple(x.shape)}")
+    found: dict[str, Codes] = {}
+    for op in network.operations[1:]:
+        if op.inputs == (network.input.name,):
+            assert isinstance(op, Round)
+            found[op.name] = encode_input(x, op.fmt)
+            continue
+        parts = [(found[name], network.values[name].fl) for name in op.inputs]
+        found[op.name] = _COMPUTE[type(op)](op, *parts)
+    return found
+
+
+def encode_input(x: Tensor, fmt: FixedPoint) -> Codes:
+    """Return the codes of float32 values: nearest, ties to even, saturating; int64.
+
+    Raises:
+        ExportError: There is a NaN.
+    """
+    values = x.detach().cpu().double().numpy()
+    if np.isnan(values).any():
+        raise ExportError("the input must be numbers, got NaN")
+    return np.clip(np.rint(values * fmt.scale), fmt.min_code, fmt.max_code).astype(np.int64)
+
+
+def _round(op: Round, x: _Parts) -> Codes:
+    return round_codes(*x, op.fmt)
+
+
+def _weighted(op: Weighted, x: _Parts) -> Codes:
+    codes, fl = x
+    total = weigh(op, codes)
+    if op.bias is None:
+        return total
+    at_fl = max(fl + op.weight_fmt.fl, op.bias_fmt.fl)
+    bias = op.bias.numpy().reshape(-1, *[1] * (codes.ndim - 2))
+    return _add((total, fl + op.weight_fmt.fl), (bias, op.bias_fmt.fl), at_fl)
+
+
+def _affine(op: Affine, x: _Parts) -> Codes:
+    codes, fl = x
+    shape = -1, *[1] * (codes.ndim - 2)
+    scale, offset = op.scale.numpy().reshape(shape), op.offset.numpy().reshape(shape)
+    if magnitude(codes).bit_length() + magnitude(scale).bit_length() > 62:
+        codes = codes.astype(object)
+    product = fl + op.scale_fmt.fl
+    return _add((codes * scale, product), (offset, op.offset_fmt.fl))
+
+
+def _add(x: _Parts, y: _Parts, at_fl: int | None = None) -> Codes:
+    fl = max(x[1], y[1]) if at_fl is None else at_fl
+    left, right = align(x[0], fl - x[1]), align(y[0], fl - y[1])
+    if max(magnitude(left), magnitude(right)).bit_length() > 61:
+        left, right = left.astype(object), right.astype(object)
+    return left + right
+
+
+def _relu(_op: Relu, x: _Parts) -> Codes:
+    return np.maximum(x[0], 0)
+
+
+def _max_pool(op: MaxPool, x: _Parts) -> Codes:
+    codes, _ = x
+    least = int(codes.min()) if codes.size else 0
+    return _windows(op.kernel, op.stride, op.padding, codes, least, op.dilation).max((-2, -1))
+
+
+def _average_pool(op: AveragePool, x: _Parts) -> Codes:
+    codes, fl = x
+    total = _windows(op.kernel, op.stride, op.padding, codes, 0).sum((-2, -1))
+    return round_codes(total, fl, op.fmt, math.prod(op.kernel))
+
+
+def _windows(
+    kernel: Pair, stride: Pair, padding: Pair, codes: Codes, fill: int, dilation: Pair = (1, 1)
+) -> Codes:
+    """Return the windows of images, shape ``(n, channels, height, width, *kernel)``."""
+    sides = (side + 2 * p for side, p in zip(codes.shape[2:], padding, strict=True))
+    padded = np.full((*codes.shape[:2], *sides), fill, codes.dtype)
+    # not np.pad, which puts int64 among Python's integers, and int64 overflows
+    inner = (slice(p, p + side) for side, p in zip(codes.shape[2:], padding, strict=True))
+    padded[(slice(None), slice(None), *inner)] = codes
+    size = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
+    views = sliding_window_view(padded, size, axis=(2, 3))  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return views[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
+
+
+def _flatten(_op: Flatten, x: _Parts) -> Codes:
+    return x[0].reshape(len(x[0]), -1)
+
+
+_COMPUTE: dict[type, Callable[..., Any]] = {
+    Round: _round,
+    Conv: _weighted,
+    Linear: _weighted,
+    Affine: _affine,
+    Add: lambda _op, x, y: _add(x, y),
+    Relu: _relu,
+    MaxPool: _max_pool,
+    AveragePool: _average_pool,
+    Flatten: _flatten,
+}

@@ -1,0 +1,105 @@
+"""The exported network in floats: the same operations by torch, as training simulates them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fixedpoint_kernels import FixedPoint, quantize
+from marvin.export.graph.nodes import (
+    Add,
+    Affine,
+    AveragePool,
+    Conv,
+    Flatten,
+    Input,
+    Linear,
+    MaxPool,
+    Network,
+    Operation,
+    Relu,
+    Round,
+    Weighted,
+)
+
+__all__ = ["apply", "products", "simulate"]
+
+
+@torch.no_grad()
+def simulate(
+    network: Network, x: Tensor, *, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Return every value of the network, computed in floats.
+
+    Args:
+        network: From ``describe``.
+        x: Samples, shape ``(n, *network.input.shape)``, float32.
+        dtype: float32, as in training, or float64.
+    """
+    found = {network.input.name: x.to(dtype)}
+    for op in network.operations[1:]:
+        found[op.name] = apply(op, *(found[name] for name in op.inputs))
+    return found
+
+
+def apply(op: Operation, *inputs: Tensor) -> Tensor:
+    """Return the value of one operation, in the dtype of its inputs."""
+    return _APPLY[type(op)](op, *inputs)
+
+
+def _input(_op: Input) -> Tensor:
+    raise AssertionError("an input is not computed")
+
+
+def _rounded(x: Tensor, fmt: FixedPoint) -> Tensor:
+    if x.is_meta:
+        return x
+    if x.dtype is torch.float32:
+        return quantize(x, fmt, rounding="nearest")
+    return torch.round(x * fmt.scale).clamp(fmt.min_code, fmt.max_code) * fmt.lsb + 0.0
+
+
+def _like(codes: Tensor, fmt: FixedPoint, x: Tensor) -> Tensor:
+    return (codes.double() * fmt.lsb).to(x)
+
+
+def products(op: Weighted, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return sums of products as a layer adds them, with any weights and bias."""
+    if not isinstance(op, Conv):
+        return F.linear(x, weight, bias)
+    return F.conv2d(x, weight, bias, op.stride, op.padding, op.dilation, op.groups)
+
+
+def _weights(op: Weighted, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    bias = None if op.bias is None else _like(op.bias, op.bias_fmt, x)
+    return _like(op.weight, op.weight_fmt, x), bias
+
+
+def _affine(op: Affine, x: Tensor) -> Tensor:
+    shape = -1, *[1] * (x.ndim - 2)
+    before, scale, after = (n.to(x).view(shape) for n in op.numbers())
+    return (x + before) * scale + after
+
+
+def _max_pool(op: MaxPool, x: Tensor) -> Tensor:
+    return F.max_pool2d(x, op.kernel, op.stride, op.padding, op.dilation)
+
+
+def _average_pool(op: AveragePool, x: Tensor) -> Tensor:
+    return _rounded(F.avg_pool2d(x, op.kernel, op.stride, op.padding), op.fmt)
+
+
+_APPLY: dict[type, Callable[..., Any]] = {
+    Input: _input,
+    Round: lambda op, x: _rounded(x, op.fmt),
+    Conv: lambda op, x: products(op, x, *_weights(op, x)),
+    Linear: lambda op, x: products(op, x, *_weights(op, x)),
+    Affine: _affine,
+    Add: lambda _op, x, y: x + y,
+    Relu: lambda _op, x: F.relu(x),
+    MaxPool: _max_pool,
+    AveragePool: _average_pool,
+    Flatten: lambda _op, x: x.flatten(1),
+}

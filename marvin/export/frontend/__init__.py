@@ -1,0 +1,1 @@
+"""From a model to a network, and the comparison of both."""

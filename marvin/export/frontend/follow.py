@@ -1,0 +1,305 @@
+"""The exported network beside the model it was made of, module by module.
+
+The model runs once on a sample. Each module's own inputs go through the operations that are
+exported in its place, so the first module that differs is where the fault is. What the export
+rounds and training does not is taken out: batch normalisation, biases and averages are computed
+with the model's own numbers here, and ``check_numbers`` bounds how far the exported ones
+are from these. What is left is float32's rounding, which has a bound too.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.errors import ExportError
+from marvin.export.execute.simulate import apply, products
+from marvin.export.execute.verify import evaluating
+from marvin.export.graph.nodes import Affine, AveragePool, Network, Round, Value, Weighted
+from marvin.export.passes.batch_norm import exact_norm
+
+__all__ = ["Step", "check_numbers", "follow"]
+
+_SIGNIFICAND = 24  # of a float32
+_UNIT = 2.0**-24  # float32 rounds to within this share of a result
+_TF32_UNIT = 2.0**-11  # as accelerators may multiply
+_NORM_ROUNDINGS = 8  # of statistics, of the scale, of the offset, and of the result
+
+_Bounds = tuple[Tensor, Tensor]  # smallest and largest value that is explained, float64
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of the model, and what is exported in its place.
+
+    Args:
+        module: Name of the module; ``""`` of a function.
+        sources: Names of the values it takes.
+        result: Name of the value it gives.
+        operations: Names of the operations that compute it.
+        input_fmt: What the module rounds its input to; None where it does not.
+        output_fmt: What it rounds its result to; None where it does not.
+    """
+
+    module: str
+    sources: tuple[str, ...]
+    result: str
+    operations: tuple[str, ...]
+    input_fmt: FixedPoint | None = None
+    output_fmt: FixedPoint | None = None
+
+
+@torch.no_grad()
+def follow(
+    model: nn.Module, network: Network, steps: Sequence[Step], sample: Tensor, *, rounds: bool
+) -> None:
+    """Compare a network with its model on a sample.
+
+    Args:
+        model: What was exported.
+        network: As what.
+        steps: The calls of the model, in order.
+        sample: What the model takes, shape ``(n, *network.input.shape)``, float32.
+        rounds: Whether the model rounds by itself; else it is run with the formats of ``steps``.
+
+    Raises:
+        ExportError: They differ by more than roundings explain; names the first module that does,
+            and the size of the gap.
+    """
+    follower = _Follower(network, steps, rounds, {network.input.name: sample})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        for name in dict.fromkeys(step.module for step in steps if step.module):
+            follower.watch(stack, name, model.get_submodule(name))
+        output = model(sample.clone())
+    follower.end(output)
+
+
+@dataclass
+class _Follower:
+    """Takes the steps while the model runs.
+
+    Args:
+        network: What is exported.
+        steps: The calls of the model.
+        rounds: Whether the model rounds by itself.
+        values: What the model computes, float32, by name of the exported value; while needed.
+        position: Of the next step.
+    """
+
+    network: Network
+    steps: Sequence[Step]
+    rounds: bool
+    values: dict[str, Tensor]
+    position: int = 0
+    _input: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def __post_init__(self) -> None:
+        self._kept = {op.name for op in self.network.operations}
+        self._last = {name: i for i, step in enumerate(self.steps) for name in step.sources}
+        self._last[self.network.output] = len(self.steps)
+
+    def watch(self, stack: contextlib.ExitStack, name: str, module: nn.Module) -> None:
+        """Compare a module whenever it is called, behind all its other hooks."""
+
+        def before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+            step = self._reach(name)
+            x = inputs[0] if self.rounds else _rounded(inputs[0], step.input_fmt)
+            self._input = x.clone()  # which the module may change
+            return None if self.rounds else (x, *inputs[1:])
+
+        def after(module: nn.Module, _inputs: Any, output: Tensor) -> Any:
+            step = self.steps[self.position]
+            y = output if self.rounds else _rounded(output, step.output_fmt)
+            self._compare(step, module, self._input, y)
+            self.values[step.result] = y.clone()  # which the model may change
+            self._forget()
+            return None if self.rounds else y
+
+        for handle in (
+            module.register_forward_pre_hook(before),
+            module.register_forward_hook(after),
+        ):
+            stack.callback(handle.remove)
+
+    def end(self, output: Any) -> None:
+        """Compare what the model gives."""
+        self._compute()
+        wanted = self.values[self.network.output].double()
+        _refuse("the model gives something else than its last call", (wanted, wanted), output)
+
+    def _reach(self, name: str) -> Step:
+        """Return the step at which a module is called."""
+        self._compute()
+        step = self.steps[self.position] if self.position < len(self.steps) else None
+        if step is None or step.module != name:
+            raise ExportError(f"{name} is not called in the order of the model's trace")
+        return step
+
+    def _compute(self) -> None:
+        """Compute functions until a module comes."""
+        while self.position < len(self.steps) and not self.steps[self.position].module:
+            step = self.steps[self.position]
+            if step.result in self._kept:
+                found = (self.values[name] for name in step.sources)
+                self.values[step.result] = apply(self.network.operation(step.result), *found)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Go on to the next step, without the values that no other takes."""
+        for name in [n for n in self.values if self._last.get(n, -1) <= self.position]:
+            del self.values[name]
+        self.position += 1
+
+    def _compare(self, step: Step, module: nn.Module, x: Tensor, y: Tensor) -> None:
+        """Compare one call of a module: what it takes, then what it makes of it."""
+        if not all(name in self._kept for name in step.operations):
+            return  # nothing uses it
+        source = self.values.get(step.sources[0])
+        if source is None:
+            return
+        wanted = _rounded(source, step.input_fmt).double()
+        _refuse(f"{step.module} takes something else than {step.sources[0]}", (wanted, wanted), x)
+        bounds = self._explained(step, module, x.double())
+        _refuse(f"{step.module} computes something else than what is exported for it", bounds, y)
+
+    def _explained(self, step: Step, module: nn.Module, x: Tensor) -> _Bounds:
+        """Return what the operations of a step may give, in float32 and with the model's numbers.
+
+        All but sums, batch normalisation and averages keep the order of values, so they take
+        bounds to bounds.
+        """
+        low = high = x
+        for name in step.operations:
+            op = self.network.operation(name)
+            if isinstance(op, Weighted):
+                low, high = self._sums(op, module, low)
+            elif isinstance(op, Affine):
+                low, high = _norm(module, low)
+            elif isinstance(op, AveragePool):
+                low, high = (_rounded(bound, step.output_fmt) for bound in _mean(op, low))
+            else:
+                low, high = apply(op, low), apply(op, high)
+        return low, high
+
+    def _sums(self, op: Weighted, module: Any, x: Tensor) -> _Bounds:
+        weight = (op.weight.double() * op.weight_fmt.lsb).to(x.device)
+        bias = None if module.bias is None else module.bias.detach().double()
+        total = products(op, x, weight, bias)
+        is_same = bias is None or (
+            op.bias is not None and torch.equal(bias.cpu(), op.bias.double() * op.bias_fmt.lsb)
+        )
+        if x.is_cpu and is_same and self.network.values[op.name].is_exact(_SIGNIFICAND):
+            return total, total
+        size = products(op, x.abs(), weight.abs(), None if bias is None else bias.abs())
+        return _around(total, size, weight[0].numel() + 2)
+
+
+def _norm(module: Any, x: Tensor) -> _Bounds:
+    shape = -1, *[1] * (x.ndim - 2)
+    scale, offset = (n.to(x.device).view(shape) for n in exact_norm(module))
+    mean = module.running_mean.double().view(shape)
+    size = scale.abs() * (x.abs() + mean.abs())
+    if module.bias is not None:
+        size = size + module.bias.detach().double().abs().view(shape)
+    return _around(x * scale + offset, size, _NORM_ROUNDINGS)
+
+
+def _mean(op: AveragePool, x: Tensor) -> _Bounds:
+    mean, size = (F.avg_pool2d(n, op.kernel, op.stride, op.padding) for n in (x, x.abs()))
+    return _around(mean, size, op.kernel[0] * op.kernel[1] + 2)
+
+
+def _around(total: Tensor, size: Tensor, roundings: int) -> _Bounds:
+    """Return bounds of a sum in floats, in any order, of numbers whose sizes add up to ``size``."""
+    most = roundings * (_UNIT if total.is_cpu else _TF32_UNIT)
+    error = size * (most / max(1 - most, 0.5))
+    return total - error, total + error
+
+
+def _rounded(x: Tensor, fmt: FixedPoint | None) -> Tensor:
+    return x if fmt is None else apply(Round("", (), fmt), x)
+
+
+def _refuse(what: str, bounds: _Bounds, got: Any) -> None:
+    """Refuse values outside what is explained."""
+    low, high = bounds
+    if not isinstance(got, Tensor) or got.shape != low.shape:
+        came = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
+        raise ExportError(f"{what}: shape must be {tuple(low.shape)}, got {came}")
+    gap = torch.maximum(low - got, got - high)
+    wrong = ~(gap <= 0)  # of NaN too
+    if wrong.any():
+        most = float(gap[wrong].max())
+        raise ExportError(
+            f"{what}: {int(wrong.sum())} of {gap.numel()} values are up to {most:.3g} from what "
+            f"roundings explain, the largest value is {float(got.abs().max()):.3g}"
+        )
+
+
+def check_numbers(model: nn.Module, network: Network, steps: Sequence[Step]) -> None:
+    """Compare weights, biases, and scales and offsets of batch normalisation with the model's.
+
+    Args:
+        model: What was exported.
+        network: As what.
+        steps: The calls of the model.
+
+    Raises:
+        ExportError: A number is farther from the model's than rounding it explains; named, with
+            both distances.
+    """
+    kept = {op.name for op in network.operations}
+    for step in steps:
+        for name in step.operations:
+            op = network.operation(name) if name in kept else None
+            if isinstance(op, Weighted):
+                _check_layer(op, model.get_submodule(step.module), network.values[op.inputs[0]])
+            elif isinstance(op, Affine):
+                _check_norm(op, model.get_submodule(step.module), network.values[op.inputs[0]])
+
+
+def _check_layer(op: Weighted, module: Any, x: Value) -> None:
+    weight = op.weight.double() * op.weight_fmt.lsb
+    _check(f"{op.name}.weight", weight, module.weight, torch.zeros(()))
+    if op.bias is not None:
+        products = _step(x.fl + op.weight_fmt.fl) * _powers(op.trailing_zeros)
+        half = torch.clamp(products, min=op.bias_fmt.lsb) / 2
+        _check(f"{op.name}.bias", op.bias.double() * op.bias_fmt.lsb, module.bias, half)
+
+
+def _check_norm(op: Affine, module: Any, x: Value) -> None:
+    scale, offset = (n.cpu() for n in exact_norm(module))
+    zeros = (op.scale & -op.scale).clamp(min=1).double()  # of bits that may have been cut off
+    cut = zeros * op.scale_fmt.lsb
+    is_zero = op.scale == 0  # too short for what rounds it: the report tells the accuracy
+    most = torch.where(is_zero, op.scale_fmt.max_code * op.scale_fmt.lsb, cut)
+    _check(f"{op.name}.scale", op.scale.double() * op.scale_fmt.lsb, scale, most)
+    sums = _step(x.fl) * _powers([x.channel(i).trailing_zeros for i in range(len(scale))])
+    steps = torch.clamp(sums, min=_step(op.offset_fmt.fl - op.scale_fmt.fl))
+    most = (scale.abs() + cut) * steps + offset.abs() * _UNIT + op.offset_fmt.lsb
+    _check(f"{op.name}.offset", op.offset.double() * op.offset_fmt.lsb, offset, most)
+
+
+def _check(name: str, got: Tensor, want: Tensor, most: Tensor) -> None:
+    gap = (got - want.detach().cpu().double()).abs()
+    wrong = gap > most
+    if wrong.any():
+        raise ExportError(
+            f"{name}: {int(wrong.sum())} of {gap.numel()} exported numbers are up to "
+            f"{float(gap[wrong].max()):.3g} from the model's, rounding explains "
+            f"{float(most.max()):.3g}"
+        )
+
+
+def _step(fl: int) -> float:
+    return 2.0**-fl
+
+
+def _powers(exponents: Sequence[int]) -> Tensor:
+    return 2.0 ** torch.tensor(exponents, dtype=torch.float64)

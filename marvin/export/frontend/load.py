@@ -1,0 +1,130 @@
+"""A frozen model from a file, of which no code runs."""
+
+import importlib
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from marvin.export.errors import ExportError
+from marvin.freezing import frozen_formats, saved_classes
+
+__all__ = ["load_frozen", "load_tensor"]
+
+_WRITE = "write torch.save(marvin.freeze(model), path)"
+_OURS = "marvin.", "fixedpoint_kernels."
+_LAYERS = [getattr(nn, name) for name in nn.modules.__all__]
+
+
+def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
+    """Return the frozen model that ``torch.save(marvin.freeze(model), path)`` wrote.
+
+    Nothing in the file is run. It can make objects of torch's layers and of what freezing adds to
+    them, and of classes that the caller allows.
+
+    Args:
+        path: Of the file.
+        allow: Classes of one's own in the model, as ``"package.module:Class"``. They are imported.
+
+    Raises:
+        ExportError: The file is damaged, or holds something else, or an object of a class that is
+            not allowed; says which, and what to write.
+    """
+    own = [_imported(name) for name in allow]
+    _check_whole(path)
+    with safe_globals([*saved_classes(), *_LAYERS, *own]):
+        try:
+            unknown = get_unsafe_globals_in_checkpoint(path)
+            model: Any = None if unknown else _load(path)
+        except Exception as error:  # torch raises six kinds for six ways of damage
+            raise _damaged(path, error) from error
+    if unknown:
+        raise ExportError(_refusal(path, sorted(unknown)))
+    if not isinstance(model, nn.Module):
+        raise ExportError(f"{path} must hold a model, got {type(model).__name__}: {_WRITE}")
+    try:
+        frozen_formats(model)
+    except Exception as error:  # what is in a foreign file may be of any type
+        raise ExportError(f"{path} must hold a frozen model: {error}: {_WRITE}") from error
+    return model
+
+
+def load_tensor(path: str | Path) -> Tensor:
+    """Return a tensor from a file of ``numpy.save``, or of ``torch.save``; no code of it runs.
+
+    Raises:
+        ExportError: The file is damaged, or holds something else.
+    """
+    is_numpy = Path(path).suffix == ".npy"
+    if not is_numpy:
+        _check_whole(path)
+    try:
+        found: Any = (
+            torch.from_numpy(np.load(path, allow_pickle=False)) if is_numpy else _load(path)
+        )
+    except OSError:
+        raise
+    except Exception as error:
+        raise _damaged(path, error) from error
+    if not isinstance(found, Tensor):
+        raise ExportError(f"{path} must hold a tensor, got {type(found).__name__}")
+    return found.detach()
+
+
+def _load(path: str | Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _imported(name: str) -> Any:
+    module, _, qualified = name.partition(":")
+    if not module or not qualified:
+        raise ExportError(f"--allow must be package.module:Class, got {name!r:.80}")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in qualified.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ExportError(f"--allow {name} must be there to be imported: {error}") from error
+    return found
+
+
+def _refusal(path: str | Path, unknown: Sequence[str]) -> str:
+    """Return what to write where a file has objects of classes that are not allowed."""
+    if any(name.startswith("marvin.integer.") for name in unknown):
+        return (
+            f"{path} must have torch's layers, got integer ones: call marvin.integer.revert first"
+        )
+    if any(name.startswith(_OURS) for name in unknown):
+        return f"{path} must hold a frozen model, got one that is not: {_WRITE}"
+    for name in unknown:
+        if name.startswith("__main__."):
+            return (
+                f"{path} has {name}, a class of the script that wrote it: move it to a module that "
+                "can be imported, and save the model again"
+            )
+    flags = " ".join(f"--allow {':'.join(name.rsplit('.', 1))}" for name in unknown)
+    named = ", ".join(unknown)
+    return f"{path} has classes that are not torch's, {named}: if you trust them, add {flags}"
+
+
+def _check_whole(path: str | Path) -> None:
+    """Compare each record of a file with its checksum, which ``torch.load`` does not."""
+    if not Path(path).is_file():
+        raise ExportError(f"{path} must be a file, found none")
+    try:
+        with zipfile.ZipFile(path) as records:
+            damaged = records.testzip()
+    except Exception as error:
+        raise _damaged(path, error) from error
+    if damaged is not None:
+        raise ExportError(f"{path} must be whole, got a wrong checksum of {damaged}")
+
+
+def _damaged(path: str | Path, error: Exception) -> ExportError:
+    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+    return ExportError(f"{path} must be a whole file of torch.save, got {reason}")

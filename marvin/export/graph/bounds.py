@@ -1,0 +1,163 @@
+"""What the codes of an operation can be, whatever the input."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.execute.arithmetic import round_fraction, trailing_zeros
+from marvin.export.execute.simulate import apply
+from marvin.export.graph.nodes import (
+    Add,
+    Affine,
+    AveragePool,
+    Channel,
+    Conv,
+    Flatten,
+    Linear,
+    MaxPool,
+    Operation,
+    Relu,
+    Round,
+    Value,
+    Weighted,
+)
+
+__all__ = ["first_value", "value_of"]
+
+_ALL = 64  # what divides 0
+
+
+def value_of(op: Operation, inputs: Sequence[Value]) -> Value:
+    """Return the value of an operation on inputs of these values."""
+    shape = _shape(op, [v.shape for v in inputs])
+    return _VALUES[type(op)](op, shape, *inputs)
+
+
+def first_value(op: Round, shape: tuple[int, ...]) -> Value:
+    """Return the value of the rounding of what comes in."""
+    return _of_format(shape, op.fmt, op.fmt.min_code, op.fmt.max_code)
+
+
+def _shape(op: Operation, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    metas = [torch.empty((1, *shape), device="meta") for shape in shapes]
+    return tuple(apply(op, *metas).shape[1:])
+
+
+def _of_format(shape: tuple[int, ...], fmt: FixedPoint, low: int, high: int) -> Value:
+    return Value(shape, fmt.fl, low, high, max(abs(low), abs(high)))
+
+
+def _round(op: Round | AveragePool, shape: tuple[int, ...], x: Value) -> Value:
+    lsb = Fraction(2) ** -x.fl
+    low, high = (round_fraction(code * lsb, op.fmt) for code in (x.low, x.high))
+    return _of_format(shape, op.fmt, low, high)
+
+
+def _average_pool(op: AveragePool, shape: tuple[int, ...], x: Value) -> Value:
+    low, high = _with_padding(x) if any(op.padding) else (x.low, x.high)
+    window = math.prod(op.kernel)
+    value = _round(op, shape, Value(x.shape, x.fl, low, high, 0))
+    channels = x.channels or (Channel(low, high, 0),)
+    total = window * max(max(abs(c.low), abs(c.high)) >> c.trailing_zeros for c in channels)
+    if window & (window - 1):
+        total *= 2  # the mean is rounded to a float before it is rounded to a format
+    return Value(shape, value.fl, value.low, value.high, max(total, value.magnitude), window)
+
+
+def _with_padding(x: Value) -> tuple[int, int]:
+    return min(x.low, 0), max(x.high, 0)
+
+
+def _weighted(op: Weighted, shape: tuple[int, ...], x: Value) -> Value:
+    low, high = _with_padding(x)
+    weight = op.weight.reshape(len(op.weight), -1)
+    positive = weight.clamp(min=0).sum(1).tolist()
+    negative = weight.clamp(max=0).sum(1).tolist()
+    product, bias_fl = x.fl + op.weight_fmt.fl, op.bias_fmt.fl
+    fl = product if op.bias is None else max(product, bias_fl)
+    biases = [0] * len(weight) if op.bias is None else op.bias.tolist()
+    left, right = fl - product, max(0, fl - bias_fl)
+    channels = []
+    for p, n, b, zeros in zip(positive, negative, biases, op.trailing_zeros, strict=True):
+        bias = b << right
+        channels.append(
+            Channel(
+                (p * low + n * high << left) + bias,
+                (p * high + n * low << left) + bias,
+                ((p - n) * max(-low, high) << left) + abs(bias),
+                trailing_zeros(bias, zeros + left),
+            )
+        )
+    return _of_channels(shape, fl, channels, weight.shape[1], op.per_channel is not None)
+
+
+def _of_channels(
+    shape: tuple[int, ...], fl: int, channels: Sequence[Channel], terms: int, is_kept: bool
+) -> Value:
+    return Value(
+        shape,
+        fl,
+        min(c.low for c in channels),
+        max(c.high for c in channels),
+        max(c.magnitude for c in channels),
+        terms,
+        tuple(channels) if is_kept else (),
+    )
+
+
+def _affine(op: Affine, shape: tuple[int, ...], x: Value) -> Value:
+    product, offset_fl = x.fl + op.scale_fmt.fl, op.offset_fmt.fl
+    fl = max(product, offset_fl)
+    channels = []
+    for i, (s, o) in enumerate(zip(op.scale.tolist(), op.offset.tolist(), strict=True)):
+        before = x.channel(i)
+        offset, scale = o << fl - offset_fl, s << fl - product
+        ends = sorted((scale * before.low, scale * before.high))
+        largest = max(abs(before.low), abs(before.high))
+        channels.append(
+            Channel(
+                ends[0] + offset,
+                ends[1] + offset,
+                abs(scale) * largest + abs(offset),
+                trailing_zeros(offset, before.trailing_zeros + trailing_zeros(scale, _ALL)),
+            )
+        )
+    return _of_channels(shape, fl, channels, 1, bool(x.channels))
+
+
+def _add(_op: Add, shape: tuple[int, ...], x: Value, y: Value) -> Value:
+    fl = max(x.fl, y.fl)
+    a, b = fl - x.fl, fl - y.fl
+    low, high = (x.low << a) + (y.low << b), (x.high << a) + (y.high << b)
+    magnitude = max(abs(low), abs(high), *(max(-v.low, v.high) << fl - v.fl for v in (x, y)))
+    return Value(shape, fl, low, high, magnitude)
+
+
+def _relu(_op: Relu, shape: tuple[int, ...], x: Value) -> Value:
+    low, high = max(x.low, 0), max(x.high, 0)
+    channels = tuple(replace(c, low=max(c.low, 0), high=max(c.high, 0)) for c in x.channels)
+    return Value(shape, x.fl, low, high, max(-x.low, x.high, 0), channels=channels)
+
+
+def _same(_op: Operation, shape: tuple[int, ...], x: Value) -> Value:
+    each = shape[0] // max(1, len(x.channels))  # of a flattened image, its pixels
+    channels = tuple(c for c in x.channels for _ in range(each))
+    return Value(shape, x.fl, x.low, x.high, max(abs(x.low), abs(x.high)), channels=channels)
+
+
+_VALUES: dict[type, Callable[..., Any]] = {
+    Round: _round,
+    Conv: _weighted,
+    Linear: _weighted,
+    Affine: _affine,
+    Add: _add,
+    Relu: _relu,
+    MaxPool: _same,
+    AveragePool: _average_pool,
+    Flatten: _same,
+}

@@ -1,0 +1,191 @@
+"""Formats of a network: those that a model carries, and those that fit numbers."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fixedpoint_kernels import FixedPoint, decode, encode
+from marvin.export.errors import ExportError, fixed_point
+from marvin.quantized import Quantized
+from marvin.rounder import formats_of
+from marvin.rounding import Format, round_one
+
+__all__ = [
+    "Formats",
+    "activation_formats",
+    "carried_weights",
+    "codes_of",
+    "exact_format",
+    "fitting",
+    "formats_of_weights",
+    "masters_of",
+    "nearest_weights",
+    "weight_formats",
+]
+
+_LONGEST_FL = 31
+_FLOATS = torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What a module rounds.
+
+    Args:
+        input: Format of what comes in; None where that is not rounded.
+        output: Format of what goes out.
+        is_calibrated: Found by ``calibrate``: then a value that already is as short as ``input``
+            stays as it is.
+    """
+
+    input: FixedPoint | None
+    output: FixedPoint | None
+    is_calibrated: bool = False
+
+
+def activation_formats(model: nn.Module) -> dict[str, Formats]:
+    """Return what each module rounds, as the model carries it; empty where nothing is rounded.
+
+    Args:
+        model: With ``marvin.quantize_activations`` on it, or frozen.
+
+    Raises:
+        ExportError: A module rounds to block floating point.
+    """
+    found = {}
+    for name, carried in formats_of(model).items():
+        for fmt in (carried.samples, carried.inputs, carried.outputs):
+            if fmt is not None:
+                fixed_point(f"activations of {name or 'the model'}", fmt)
+        formats = Formats(_plain(carried.inputs), _plain(carried.outputs))
+        if formats.input or formats.output:
+            found[name] = formats
+    return found
+
+
+def _plain(fmt: Format | None) -> FixedPoint | None:
+    return fmt if isinstance(fmt, FixedPoint) else None
+
+
+def carried_weights(model: nn.Module) -> dict[str, Format]:
+    """Return the formats of parameters that a model carries, by name.
+
+    Args:
+        model: With ``marvin.quantize_activations`` on it, or frozen.
+    """
+    found: dict[str, Format] = {}
+    for name, formats in formats_of(model).items():
+        own = [n for n, _ in model.get_submodule(name).named_parameters(name, recurse=False)]
+        pairs = zip(own, formats.weights, strict=True)
+        found |= {parameter: fmt for parameter, fmt in pairs if fmt is not None}
+    return found
+
+
+def weight_formats(model: nn.Module) -> dict[str, Format]:
+    """Return ``carried_weights``, and formats of the weights of layers that carry none.
+
+    Such a layer was left out by ``marvin.quantize_activations(..., exclude=...)``. Its weight has
+    the shortest format that holds its values exactly, if 32 bits do.
+    """
+    found = carried_weights(model)
+    for name, module in model.named_modules():
+        weight = f"{name}.weight".lstrip(".")
+        if isinstance(module, nn.Conv2d | nn.Linear) and weight not in found:
+            fmt = exact_format(module.weight)
+            found |= {} if fmt is None else {weight: fmt}
+    return found
+
+
+def fitting(bounds: tuple[float, float], wl: int, signed: bool = True) -> FixedPoint:
+    """Return the finest format of ``wl`` bits that holds both bounds without saturating."""
+    low, high = bounds
+    for fl in range(_LONGEST_FL, -_LONGEST_FL - 1, -1):
+        fmt = FixedPoint(wl, fl, signed=signed)
+        codes = (round(bound * fmt.scale) for bound in (low, high))
+        if all(fmt.min_code <= code <= fmt.max_code for code in codes):
+            return fmt
+    raise ExportError(f"no format of {wl} bits holds {low} to {high}")
+
+
+def exact_format(x: Tensor) -> FixedPoint | None:
+    """Return the shortest signed format that has every one of some values; None if none has."""
+    values = x.detach().cpu().double().flatten()
+    values = values[values != 0]
+    if not len(values):
+        return FixedPoint(2, 0)
+    if not values.isfinite().all():
+        return None
+    codes, exponents = torch.frexp(values)
+    codes = (codes * 2.0**53).to(torch.int64)  # of a float64 without its exponent
+    zeros = ((codes & -codes).double().log2()).to(torch.int64)
+    fl = int((53 - exponents - zeros).max())
+    largest, smallest = float(values.max()) * 2.0**fl, float(values.min()) * 2.0**fl
+    bits = max(int(largest).bit_length(), (int(-smallest) - 1).bit_length() if smallest < 0 else 0)
+    wl = max(2, bits + 1)
+    return FixedPoint(wl, fl) if wl <= 32 and abs(fl) <= 31 else None
+
+
+def codes_of(name: str, x: Tensor, fmt: FixedPoint) -> Tensor:
+    """Return the integer codes of values that are numbers of ``fmt``.
+
+    Raises:
+        ExportError: One is not.
+    """
+    x = x.detach().cpu()
+    if x.dtype not in _FLOATS:
+        raise ExportError(f"{name} must be a floating tensor to have a format, got {x.dtype}")
+    codes = encode(x, fmt, rounding="nearest")
+    wrong = int((decode(codes, fmt, dtype=torch.float64) != x.double()).sum())
+    if wrong:
+        raise ExportError(
+            f"{name} must hold numbers of {fmt}, got {wrong} of {x.numel()} that are not"
+        )
+    return codes
+
+
+def masters_of(model: nn.Module, optimizer: Quantized) -> dict[str, Tensor]:
+    """Return the float32 masters of a model's quantised parameters, by name."""
+    named = ((name, p) for name, p in model.named_parameters() if p in optimizer)
+    return {
+        name: optimizer.state[p]["master"]
+        for name, p in named
+        if optimizer.format_of(p) is not None
+    }
+
+
+@torch.no_grad()
+def nearest_weights(
+    model: nn.Module, formats: Mapping[str, Format], masters: Mapping[str, Tensor] | None = None
+) -> nn.Module:
+    """Return a copy of a model whose weights are rounded to nearest.
+
+    Args:
+        model: Stays as it is; the copy rounds activations as ``model`` does.
+        formats: Of parameters by name; the others are copied.
+        masters: What to round, by name; default: the model's own values.
+
+    Source:
+        MARViN leaves open how the final weights are rounded. Nearest: the same on every export,
+        and closer to the masters than one more stochastic draw.
+    """
+    copied = copy.deepcopy(model)
+    for name, p in copied.named_parameters():
+        if name in formats:
+            x = p.detach() if masters is None else masters[name]
+            p.copy_(round_one(x, formats[name], rounding="nearest"))
+    return copied
+
+
+def formats_of_weights(model: nn.Module, wl: int = 8) -> dict[str, FixedPoint]:
+    """Return formats of ``wl`` bits that hold the weights of a network trained in floats.
+
+    Weights of two or more dimensions alone; ``describe`` finds formats for biases.
+    """
+    return {
+        name: fitting((float(p.detach().min()), float(p.detach().max())), wl)
+        for name, p in model.named_parameters()
+        if p.ndim >= 2 and p.numel()
+    }

@@ -1,0 +1,1 @@
+"""What is decided about the numbers of a network, so that integers compute it."""

@@ -1,0 +1,98 @@
+"""Sums of rounded values, for integer hardware: what is added gets a word of its own."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.errors import ExportError
+from marvin.export.execute.simulate import apply
+from marvin.export.graph.bounds import value_of
+from marvin.export.graph.formats import fitting
+from marvin.export.graph.nodes import Add, Network, Operation, Round, Value
+from marvin.export.passes.shorten_scales import shorten_scales
+
+__all__ = ["round_sums", "sum_formats"]
+
+_ENDING = ".term"
+
+
+def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
+    """Return a network in which both terms of every sum are rounded to at most ``wl`` bits.
+
+    Training leaves terms of sums as exact as they come, and so does ``describe``; integer hardware
+    adds short words. Formats are calibrated: the finest in which nothing of the sample saturates,
+    unsigned where no value can be below 0. Terms that are as short already stay. What else rounds
+    a term to at most ``wl`` bits takes it as it is rounded for the sum: it is stored once.
+
+    Args:
+        network: From ``describe``.
+        sample: What the network takes, shape ``(n, *network.input.shape)``, float32; the more the
+            better.
+        wl: Word length of a term, bits.
+
+    Raises:
+        ExportError: A term is not finite, or fits no format.
+    """
+    rewriter = _Rewriter(network, {network.input.name: sample.double()}, wl)
+    operations = [network.input]
+    for op in network.operations[1:]:
+        operations += rewriter.rewrite(op)
+    rounded = replace(network, operations=tuple(operations), values=rewriter.values)
+    return shorten_scales(rounded)
+
+
+def sum_formats(network: Network) -> dict[str, FixedPoint]:
+    """Return the formats that ``round_sums`` has found, by the name of the rounding."""
+    terms = {n for op in network.operations if isinstance(op, Add) for n in op.inputs}
+    found = network.formats().items()
+    return {name: fmt for name, fmt in found if name in terms and name.endswith(_ENDING)}
+
+
+@dataclass
+class _Rewriter:
+    """Computes a sample while it rewrites.
+
+    Args:
+        network: What is rewritten.
+        found: Values of the sample, float64, by name.
+        wl: Word length of a term.
+        values: Of the operations so far.
+        terms: The rounding of each term, by its name.
+    """
+
+    network: Network
+    found: dict[str, Tensor]
+    wl: int
+    values: dict[str, Value] = field(default_factory=dict)
+    terms: dict[str, str] = field(default_factory=dict)
+
+    def rewrite(self, op: Operation) -> list[Operation]:
+        """Return an operation, and behind it its rounding where it is a term of a sum."""
+        if isinstance(op, Add) or (isinstance(op, Round) and op.fmt.wl <= self.wl):
+            op = replace(op, inputs=tuple(self.terms.get(name, name) for name in op.inputs))
+        self._compute(op)
+        users = self.network.users.get(op.name, [])
+        value = self.values[op.name]
+        bits = value.bits - (value.low >= 0)
+        if bits <= self.wl or not any(isinstance(user, Add) for user in users):
+            return [op]
+        term = Round(op.name + _ENDING, (op.name,), self._fitting(op.name, value.low < 0))
+        self.terms[op.name] = term.name
+        self._compute(term)
+        return [op, term]
+
+    def _fitting(self, name: str, is_signed: bool) -> FixedPoint:
+        x = self.found[name]
+        low, high = x.min().item(), x.max().item()
+        if not torch.isfinite(x).all():
+            raise ExportError(f"{name} must be finite to be calibrated, got {low} to {high}")
+        return fitting((low, high), self.wl, is_signed)
+
+    def _compute(self, op: Operation) -> None:
+        self.found[op.name] = apply(op, *(self.found[name] for name in op.inputs))
+        if op.inputs == (self.network.input.name,):
+            self.values[op.name] = self.network.values[op.name]
+        else:
+            self.values[op.name] = value_of(op, [self.values[name] for name in op.inputs])

@@ -1,0 +1,69 @@
+"""Scales of batch normalisation as long as integer kernels compute them exactly."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from marvin.export.graph.bounds import value_of
+from marvin.export.graph.nodes import Affine, Network, Round, Value
+from marvin.export.passes.batch_norm import spare_of, zeros_of
+from marvin.export.passes.fold import roundings, rounds_exactly, total_of
+
+__all__ = ["shorten_scales"]
+
+_BYTE = 8
+_SIGNIFICAND = 24  # of a float32
+
+
+def shorten_scales(network: Network) -> Network:
+    """Return a network whose scales are short enough, where that is all that integer kernels lack.
+
+    Before a rounding to at most 8 bits, the scale of each channel loses as many of its last bits as
+    the rule of ``fold`` asks for: it is rounded to nearest, and its offset is made a multiple of it
+    again. Others stay.
+    """
+    values, operations = dict(network.values), []
+    for op in network.operations:
+        new = op
+        if isinstance(op, Affine):
+            rounds = roundings(network, op.name)[1]
+            if rounds and all(r.fmt.wl <= _BYTE for r in rounds):
+                x, before = values[op.inputs[0]], network.operation(op.inputs[0])
+                spare = spare_of(before, x, values[before.inputs[0]].fl)
+                new = _shortened(op, x, spare, rounds)
+        operations.append(new)
+        is_first = new.inputs in ((), (network.input.name,))  # what comes in has no value
+        if not is_first:
+            values[new.name] = value_of(new, [values[name] for name in new.inputs])
+    return replace(network, operations=tuple(operations), values=values)
+
+
+def _shortened(op: Affine, x: Value, spare: Tensor, rounds: list[Round]) -> Affine:
+    shift = op.shift(x.fl)
+    if shift is None:
+        return op
+    finer = op.offset_fmt.fl - op.scale_fmt.fl - x.fl
+    zeros = zeros_of(x, spare, finer).tolist()
+
+    def is_exact(channel: int, scale: int, b: int) -> bool:
+        total, zeros = total_of(x, channel, b << max(0, -finer), shift[1])
+        fl = shift[1] + op.scale_fmt.fl
+        return all(rounds_exactly(scale << zeros, total, fl, r.fmt) for r in rounds)
+
+    pairs = []
+    for i, (scale, offset) in enumerate(zip(op.scale.tolist(), op.offset.tolist(), strict=True)):
+        for lost in range(op.scale_fmt.wl + 1):  # with none left, the scale is 0
+            short = min(round(scale / 2**lost), op.scale_fmt.max_code >> lost) << lost
+            b = round(offset / (short << zeros[i])) << zeros[i] if short else 0
+            if is_exact(i, short, b):
+                pairs.append((short, short * b if short else _significant(offset)))
+                break
+    scale, offset = torch.tensor(pairs).T
+    return replace(op, scale=scale.contiguous(), offset=offset.contiguous())
+
+
+def _significant(code: int) -> int:
+    """Return a code rounded to what float32 has."""
+    lost = max(0, code.bit_length() - _SIGNIFICAND)
+    return round(code / 2**lost) << lost

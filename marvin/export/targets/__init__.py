@@ -1,0 +1,1 @@
+"""The files that a network can be written to."""

@@ -1,0 +1,274 @@
+"""An ONNX graph in the making, and the operations that all spellings have in common.
+
+Built node by node: exporters of torch drop the bounds of short words.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.errors import ExportError, require
+from marvin.export.execute.arithmetic import Codes
+from marvin.export.graph.nodes import (
+    Add,
+    Affine,
+    AveragePool,
+    Conv,
+    Flatten,
+    Input,
+    Linear,
+    MaxPool,
+    Network,
+    Operation,
+    Relu,
+    Round,
+    Weighted,
+)
+from marvin.export.passes.fold import absorbed
+
+__all__ = ["FloatWriter", "Graph", "container", "require_exact", "window"]
+
+_FLOAT32_BITS = 24
+
+OPSET, IR_VERSION = 21, 10  # ONNX Runtime reads no IR above 13, onnx 1.23 writes 14
+
+
+class Graph:
+    """Nodes and constants of an ONNX model.
+
+    Args:
+        source: Name of what comes in.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.onnx = require("onnx", "onnx")
+        self.nodes: list[Any] = []
+        self._names = {source: 1}  # how often each was asked for
+        self._constants: dict[str, Any] = {}
+        self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+
+    def constant(self, hint: str, array: Codes) -> str:
+        """Return the name of a constant; equal ones are stored once."""
+        array = np.ascontiguousarray(array) if array.ndim else array
+        key = str(array.dtype), array.shape, array.tobytes()
+        if key not in self._known:
+            name = self._known[key] = self._new(hint)
+            self._constants[name] = self.onnx.numpy_helper.from_array(array, name)
+        return self._known[key]
+
+    def node(self, kind: str, inputs: list[str], hint: str, **attributes: Any) -> str:
+        """Add a node with one output; return the output's name."""
+        output = self._new(hint)
+        node = self.onnx.helper.make_node(kind, inputs, [output], name=output, **attributes)
+        self.nodes.append(node)
+        return output
+
+    def _new(self, hint: str) -> str:
+        """Return a name that nothing has, ``hint`` if possible."""
+        count = self._names[hint] = self._names.get(hint, 0) + 1
+        return hint if count == 1 else self._new(f"{hint}#{count}")
+
+    def model(
+        self,
+        network: Network,
+        output: str,
+        dtype: Any,
+        domains: dict[str, int] | None = None,
+        batch: int | str = "batch",
+    ) -> Any:
+        """Return the checked model; samples come in as float32, ``output`` goes out.
+
+        What ``output`` does not need is left out.
+        """
+        helper, types = self.onnx.helper, self.onnx.TensorProto
+        shapes = [batch, *network.input.shape], [batch, *network.values[network.output].shape]
+        source = helper.make_tensor_value_info(network.input.name, types.FLOAT, shapes[0])
+        result = helper.make_tensor_value_info(output, dtype, shapes[1])
+        nodes, used = [], {output}
+        for node in reversed(self.nodes):
+            if node.output[0] in used:
+                nodes.append(node)
+                used.update(node.input)
+        constants = [c for name, c in self._constants.items() if name in used]
+        graph = helper.make_graph(nodes[::-1], "marvin", [source], [result], constants)
+        opsets = [helper.make_opsetid("", OPSET)]
+        opsets += [helper.make_opsetid(name, version) for name, version in (domains or {}).items()]
+        model = helper.make_model(graph, opset_imports=opsets, producer_name="marvin-fixedpoint")
+        model.ir_version = IR_VERSION
+        self.onnx.checker.check_model(model, full_check=not domains)
+        return model
+
+
+class FloatWriter:
+    """Writes a network whose values are floats: codes times their step.
+
+    Subclasses say how a value is rounded, and how weights are stored.
+    """
+
+    real: Any = np.float32
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.graph = Graph(network.input.name)
+        self.names = {network.input.name: network.input.name}  # floats, by value
+
+    def write(self) -> str:
+        """Add all operations; return the name of the output."""
+        for op in self.network.operations:
+            if not isinstance(op, Input):
+                self.add(op)
+        return self.float(self.network.output)
+
+    def add(self, op: Operation) -> None:
+        """Add one operation."""
+        name = _WRITE[type(op)](self, op)
+        if name:
+            self.names[op.name] = name
+
+    def float(self, name: str) -> str:
+        """Return the name of a value as floats."""
+        return self.names[name]
+
+    def number(self, hint: str, values: Any) -> str:
+        """Return the name of a constant of real numbers."""
+        return self.graph.constant(hint, np.asarray(values, dtype=self.real))
+
+    def rounded(self, op: Round) -> str:
+        """Add a rounding; return the name of the result as floats, ``""`` where there is none."""
+        raise NotImplementedError
+
+    def weight(self, op: Weighted) -> str:
+        """Return the name of the weights as floats."""
+        raise NotImplementedError
+
+    def bias(self, op: Weighted) -> list[str]:
+        """Return the name of the bias as floats, nothing where there is none."""
+        if op.bias is None:
+            return []
+        values = op.bias.numpy().astype(np.float64) * op.bias_fmt.lsb
+        return [self.number(f"{op.name}.bias", values)]
+
+    def conv(self, op: Conv) -> str:
+        """Add a convolution."""
+        return self.multiplied(op, self._inputs(op), op.name)
+
+    def linear(self, op: Linear) -> str:
+        """Add a linear layer."""
+        return self.multiplied(op, self._inputs(op), op.name)
+
+    def _inputs(self, op: Weighted) -> list[str]:
+        return [self.float(op.inputs[0]), self.weight(op), *self.bias(op)]
+
+    def multiplied(self, op: Weighted, inputs: list[str], name: str) -> str:
+        """Add sums of products.
+
+        Args:
+            op: Whose.
+            inputs: Names of what comes in, of the weights and of the bias, if there is one.
+            name: Of the result.
+        """
+        if not isinstance(op, Conv):
+            return self.graph.node("Gemm", inputs, name, transB=1)
+        attributes = {"strides": op.stride, "dilations": op.dilation, "group": op.groups}
+        pads, kernel = [*op.padding, *op.padding], list(op.weight.shape[2:])
+        return self.graph.node("Conv", inputs, name, pads=pads, kernel_shape=kernel, **attributes)
+
+    def affine(self, op: Affine) -> str:
+        """Add a batch normalisation in fixed point, as ``(x + b) * scale + c``."""
+        dims = len(self.network.values[op.name].shape)
+        value = self.float(op.inputs[0])
+        kinds = ("Add", "shift"), ("Mul", "scale"), ("Add", "offset")
+        for (kind, what), x in zip(kinds, op.numbers(), strict=True):
+            if kind == "Mul" or x.any():
+                constant = self.number(f"{op.name}.{what}", x.reshape(-1, *[1] * (dims - 1)))
+                value = self.graph.node(kind, [value, constant], f"{op.name}.{what}ed")
+        return value
+
+    def max_pool(self, op: MaxPool) -> str:
+        """Add max pooling."""
+        return self.graph.node("MaxPool", [self.float(op.inputs[0])], op.name, **window(op))
+
+    def average_pool(self, op: AveragePool) -> str:
+        """Add average pooling, rounded once."""
+        count = math.prod(op.kernel)
+        source = self.float(op.inputs[0])
+        if count & (count - 1) == 0:
+            mean = self.graph.node(
+                "AveragePool", [source], f"{op.name}.mean", count_include_pad=1, **window(op)
+            )
+        else:  # the runtime's kernel multiplies by a rounded 1 / count
+            mean = self._mean(op, source, count)
+        return self.rounded_mean(op, mean)
+
+    def rounded_mean(self, op: AveragePool, mean: str) -> str:
+        """Round what average pooling gives."""
+        self.names[mean] = mean
+        return self.rounded(Round(op.name, (mean,), op.fmt))
+
+    def _mean(self, op: AveragePool, source: str, count: int) -> str:
+        channels = self.network.values[op.name].shape[0]
+        ones = self.number(f"{op.name}.ones", np.ones((channels, 1, *op.kernel)))
+        total = self.graph.node(
+            "Conv", [source, ones], f"{op.name}.sum", group=channels, **window(op)
+        )
+        return self.graph.node(
+            "Div", [total, self.number(f"{op.name}.count", count)], f"{op.name}.mean"
+        )
+
+    def relu(self, op: Relu) -> str:
+        """Add a ReLU."""
+        return self.graph.node("Relu", [self.float(op.inputs[0])], op.name)
+
+    def flatten(self, op: Flatten) -> str:
+        """Add a flattening."""
+        return self.graph.node("Flatten", [self.float(op.inputs[0])], op.name)
+
+    def sum(self, op: Add) -> str:
+        """Add a sum."""
+        return self.graph.node("Add", [self.float(name) for name in op.inputs], op.name)
+
+
+def window(op: MaxPool | AveragePool) -> dict[str, Any]:
+    """Return the attributes of a pooling."""
+    attributes = {
+        "kernel_shape": op.kernel,
+        "strides": op.stride,
+        "pads": [*op.padding, *op.padding],
+    }
+    return attributes | ({"dilations": op.dilation} if isinstance(op, MaxPool) else {})
+
+
+def container(fmt: FixedPoint) -> Any:
+    """Return the smallest NumPy integer that holds a format's codes, of its own signedness."""
+    signed, unsigned = (np.int8, np.int16, np.int32), (np.uint8, np.uint16, np.uint32)
+    kinds = signed if fmt.signed else unsigned
+    return next(t for t in kinds if fmt.wl <= 8 * np.dtype(t).itemsize)
+
+
+def require_exact(network: Network, significand_bits: int, what: str) -> None:
+    """Refuse a network whose codes need more bits than a float has.
+
+    Raises:
+        ExportError: Names the first operation, and its bits.
+    """
+    is_float32 = significand_bits == _FLOAT32_BITS
+    allowed = absorbed(network) if is_float32 else ()
+    for name, value in network.values.items():
+        if name not in allowed and not value.is_exact(significand_bits):
+            bits = value.significand.bit_length()
+            raise ExportError(f"{name}: sums take {bits} bits, {what} {significand_bits} at most")
+
+
+_WRITE: dict[type, Any] = {
+    Round: lambda writer, op: writer.rounded(op),
+    Conv: lambda writer, op: writer.conv(op),
+    Linear: lambda writer, op: writer.linear(op),
+    Affine: lambda writer, op: writer.affine(op),
+    Add: lambda writer, op: writer.sum(op),
+    Relu: lambda writer, op: writer.relu(op),
+    MaxPool: lambda writer, op: writer.max_pool(op),
+    AveragePool: lambda writer, op: writer.average_pool(op),
+    Flatten: lambda writer, op: writer.flatten(op),
+}

@@ -1,0 +1,264 @@
+"""ONNX for words up to 8 bits, in the spelling that ONNX Runtime computes with integers.
+
+A layer, the batch normalisation behind it and the rounding of that are written as
+DequantizeLinear, Conv, QuantizeLinear, with scales and biases of each channel: one integer kernel,
+exact by the rule of ``fold``. So is the sum of two rounded values. ReLU, max pooling and flattening
+keep the order of values, so rounding comes before them, and they work on bytes.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.errors import ExportError
+from marvin.export.graph.nodes import (
+    Add,
+    AveragePool,
+    Conv,
+    Flatten,
+    Linear,
+    MaxPool,
+    Network,
+    Operation,
+    Relu,
+    Round,
+    Weighted,
+)
+from marvin.export.passes.fold import Folded, fold
+from marvin.export.targets.onnx.graph import window
+from marvin.export.targets.onnx.int16 import Int16Writer
+
+__all__ = ["Int8Writer"]
+
+_SIGNIFICAND = 24
+_INT16_MAX = 2**15 - 1
+
+
+class Int8Writer(Int16Writer):
+    """Rounded values are uint8: signed ones around 128, unsigned ones from 0.
+
+    Weights are int8 where every processor multiplies them right: without VNNI, ONNX Runtime's
+    kernel adds two products in 16 bits. Else they are uint8 around 128, or, if ``vnni``, int8.
+
+    Args:
+        network: What is written.
+        vnni: The processor has VNNI.
+    """
+
+    def __init__(self, network: Network, *, vnni: bool = False) -> None:
+        super().__init__(network)
+        self._vnni = vnni
+        self._bytes: dict[str, tuple[str, FixedPoint]] = {}  # of values
+        self._rounded: dict[tuple[str, FixedPoint, int], str] = {}
+        self._unclipped: dict[str, str] = {}
+        self.in_floats: dict[str, str] = {}
+        """Layers that no integer kernel computes, and why."""
+
+    def write(self) -> str:
+        """Add all that the output needs; return its name."""
+        for op in self.network.operations:
+            if isinstance(op, Round | AveragePool):  # in order, so that no recursion is deep
+                self._as_bytes(op.name)
+        return self.float(self.network.output)
+
+    def float(self, name: str) -> str:
+        """Return the name of a value as floats, which is added if it is not there."""
+        if name not in self.names:
+            found = self._as_bytes(name)
+            if found:
+                self.names[name] = self._dequantized(*found, f"{name}.float")
+            else:
+                self._check_exact(name)
+                self.add(self.network.operation(name))
+        return self.names[name]
+
+    def rounded_mean(self, op: AveragePool, mean: str) -> str:
+        """Round what average pooling gives; the value becomes floats when it is asked for."""
+        self._check_exact(op.name)
+        self._bytes[op.name] = self._quantized(mean, op.fmt, op.fmt.min_code), op.fmt
+        return ""
+
+    def conv(self, op: Conv) -> str:
+        """Add a convolution whose result stays floats: no integer kernel gives these."""
+        users = ", ".join(user.name for user in self.network.users.get(op.name, []))
+        self.in_floats[op.name] = f"{users or 'the output'} takes its sums unrounded"
+        return self._unrounded(op) or super().conv(self._in_floats(op))
+
+    def linear(self, op: Linear) -> str:
+        """Add a linear layer whose result stays floats."""
+        return self._unrounded(op) or super().linear(self._in_floats(op))
+
+    def _in_floats(self, op: Any) -> Any:
+        """Return a layer that can be computed in floats.
+
+        ONNX Runtime rounds biases behind bytes to the point of the products, and says nothing.
+        """
+        why = "bytes, int32 or float32 do not hold its sums"
+        if not self._as_bytes(op.inputs[0]):
+            why = f"{op.inputs[0]} is not rounded to bytes"
+        self.in_floats[op.name] = why
+        if op.bias is not None and self._as_bytes(op.inputs[0]):
+            raise ExportError(f"{op.name}: bytes do not hold its weights at the point of its bias")
+        return op
+
+    def _unrounded(self, op: Weighted) -> str:
+        folded = fold(self.network, op, None)
+        return self._layer(op.name, folded) if folded and self._takes_bytes(folded) else ""
+
+    def _check_exact(self, name: str) -> None:
+        value = self.network.values[name]
+        if not value.is_exact(_SIGNIFICAND):
+            raise ExportError(
+                f"{name}: sums take {value.significand.bit_length()} bits, int8 is exact up to "
+                f"{_SIGNIFICAND} at most"
+            )
+
+    def _as_bytes(self, name: str) -> tuple[str, FixedPoint] | None:
+        """Return codes and format of a value; None where it has none of 8 bits."""
+        if name not in self._bytes and name != self.network.input.name:
+            op = self.network.operation(name)
+            if isinstance(op, Round):
+                self._bytes[name] = self._round(op.inputs[0], op.fmt, op.fmt.min_code), op.fmt
+            elif isinstance(op, AveragePool):
+                self.add(op)
+            elif isinstance(op, Relu | MaxPool | Flatten) and (
+                found := self._as_bytes(op.inputs[0])
+            ):
+                self._bytes[name] = self._ordered(op, *found), found[1]
+            elif fmt := self._implied(name):
+                self._bytes[name] = self._round(name, fmt, fmt.min_code), fmt
+        return self._bytes.get(name)
+
+    def _implied(self, name: str) -> FixedPoint | None:
+        """Return a format that has every code of a sum, or of what is made of it, if one does."""
+        value, op = self.network.values[name], self.network.operation(name)
+        signed = value.low < 0
+        if value.bits - (not signed) > 8 or abs(value.fl) > 31:
+            return None
+        while isinstance(op, Relu | MaxPool | Flatten):
+            op = self.network.operation(op.inputs[0])
+        is_fused = isinstance(op, Add) and all(map(self._as_bytes, op.inputs))
+        return FixedPoint(8, value.fl, signed=signed) if is_fused else None
+
+    def _ordered(self, op: Operation, codes: str, fmt: FixedPoint) -> str:
+        """Add an operation that keeps the order of values, on bytes."""
+        if isinstance(op, Relu):
+            return self._clipped(codes, fmt, max(0, fmt.min_code))
+        attributes = window(op) if isinstance(op, MaxPool) else {}
+        return self.graph.node(type(op).__name__, [codes], f"{op.name}.codes", **attributes)
+
+    def _round(self, source: str, fmt: FixedPoint, low: int) -> str:
+        """Return the codes of a value rounded to ``fmt``, and ``low`` where they are below."""
+        key = source, fmt, low
+        if key not in self._rounded:
+            op, found = self.network.operation(source), self._bytes.get(source)
+            if found and found[1] == fmt:
+                codes = self._clipped(found[0], fmt, low)
+            elif isinstance(op, Relu):
+                codes = self._round(op.inputs[0], fmt, max(0, low))
+            elif isinstance(op, MaxPool | Flatten):
+                codes = self._ordered(op, self._round(op.inputs[0], fmt, low), fmt)
+            else:
+                codes = self._quantized(self._unrounded_value(op, fmt), fmt, low)
+            self._rounded[key] = codes
+        return self._rounded[key]
+
+    def _unrounded_value(self, op: Operation, fmt: FixedPoint) -> str:
+        """Return a value as floats, written so that with the rounding it is one integer kernel."""
+        if isinstance(op, Add) and all(map(self._as_bytes, op.inputs)):
+            return self._sum(op)
+        if found := self._as_bytes(op.name):
+            return self._again(op.name, found[1])
+        folded = fold(self.network, op, fmt)
+        if folded and self._takes_bytes(folded):
+            return self._layer(op.name, folded)
+        return self.float(op.name)
+
+    def _takes_bytes(self, folded: Folded) -> bool:
+        return self._as_bytes(folded.layer.inputs[0]) is not None
+
+    def _sum(self, op: Add) -> str:
+        """Add a sum, once for each rounding: with one alone it is an integer kernel."""
+        self._check_exact(op.name)
+        return self.graph.node("Add", [self.float(name) for name in op.inputs], op.name)
+
+    def _again(self, name: str, fmt: FixedPoint) -> str:
+        """Add rounded values plus 0, for another rounding: a sum alone is an integer kernel."""
+        zero = self.graph.constant("zero", np.full(1, _zero(fmt), np.uint8))
+        nothing = self._dequantized(zero, fmt, "nothing")
+        return self.graph.node("Add", [self.float(name), nothing], f"{name}.again")
+
+    def _layer(self, name: str, folded: Folded) -> str:
+        """Add the sums of a layer as floats, once for each rounding."""
+        op, fl = folded.layer, self.network.values[folded.layer.inputs[0]].fl
+        found = self._as_bytes(op.inputs[0])
+        assert found is not None
+        codes, zero = _stored(folded.weight, found[1], self._vnni)
+        source = self.float(op.inputs[0])
+        if isinstance(op, Conv) and op.groups == 1 and codes.dtype == np.int8:
+            source, codes = self._widened(source, found, codes)
+        axis = {"axis": 0} if folded.scales.ndim else {}
+        weight = self.graph.constant(f"{name}.weight", codes)
+        zeros = self.graph.constant("zero", np.full(folded.scales.shape, zero, codes.dtype))
+        parts = [(weight, f"{name}.weight", folded.scales, [zeros])]
+        if folded.bias is not None:
+            bias = self.graph.constant(f"{name}.bias", folded.bias.astype(np.int32))
+            parts.append((bias, f"{name}.bias", folded.scales * 2.0**-fl, []))
+        inputs = [source]
+        for stored, what, scales, rest in parts:
+            given = [stored, self.number(f"{what}.scale", scales), *rest]
+            inputs.append(self.graph.node("DequantizeLinear", given, f"{what}.float", **axis))
+        return self.multiplied(op, inputs, name)
+
+    def _widened(self, source: str, found: tuple[str, FixedPoint], codes: Any) -> tuple[str, Any]:
+        """Return what a convolution takes, and weights, with channels of 0 up to a multiple of 4.
+
+        The runtime has no fast kernel for other numbers of them.
+        """
+        missing = -codes.shape[1] % 4
+        if not missing:
+            return source, codes
+        pads = self.graph.constant("pads", np.array([0, 0, 0, 0, 0, missing, 0, 0]))
+        zero = self._scale_and_zero(found[1])[1]
+        wide = self.graph.node("Pad", [found[0], pads, zero], f"{found[0]}.wide")
+        weight = np.pad(codes, [(0, 0), (0, missing), (0, 0), (0, 0)])
+        return self._dequantized(wide, found[1], f"{wide}.float"), weight
+
+    def _quantized(self, source: str, fmt: FixedPoint, low: int) -> str:
+        codes = self.graph.node(
+            "QuantizeLinear", [source, *self._scale_and_zero(fmt)], f"{source}.codes"
+        )
+        return self._clipped(codes, fmt, low)
+
+    def _dequantized(self, codes: str, fmt: FixedPoint, name: str) -> str:
+        return self.graph.node("DequantizeLinear", [codes, *self._scale_and_zero(fmt)], name)
+
+    def _scale_and_zero(self, fmt: FixedPoint) -> list[str]:
+        zero = self.graph.constant("zero", np.array(_zero(fmt), np.uint8))
+        return [self.number("scale", fmt.lsb), zero]
+
+    def _clipped(self, codes: str, fmt: FixedPoint, low: int) -> str:
+        """Add a clip to the codes from ``low`` on that ``fmt`` has, where bytes have others."""
+        bounds = [code + _zero(fmt) for code in (low, fmt.max_code)]
+        if bounds == [0, 255]:
+            return codes
+        limits = [self.graph.constant("bound", np.array(bound, np.uint8)) for bound in bounds]
+        source = self._unclipped.get(codes, codes)  # the narrower clip alone is enough
+        clipped = self.graph.node("Clip", [source, *limits], f"{source}.clipped")
+        self._unclipped[clipped] = source
+        return clipped
+
+
+def _zero(fmt: FixedPoint) -> int:
+    return 128 if fmt.signed else 0
+
+
+def _stored(codes: Any, fmt: FixedPoint, vnni: bool) -> tuple[Any, int]:
+    """Return weights as bytes, and their zero point, for inputs of a format."""
+    if codes.max() > 127:
+        return codes.astype(np.uint8), 0
+    largest = 2 * (fmt.max_code + _zero(fmt)) * int(np.abs(codes).max())
+    if vnni or largest <= _INT16_MAX:
+        return codes.astype(np.int8), 0
+    return (codes + 128).astype(np.uint8), 128

@@ -1,0 +1,140 @@
+"""QONNX: ``Quant`` nodes with the true word lengths, for FINN, Brevitas and hls4ml users.
+
+A sample at a time, as those tools want it. Values are float32: qonnx's executor computes the
+integer reference's outputs while sums take at most 24 bits, see ``is_exact``.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.errors import ExportError
+from marvin.export.graph.nodes import Network, Round, Weighted
+from marvin.export.targets.onnx.graph import FloatWriter, require_exact
+from marvin.files import write_atomic
+
+__all__ = ["execute", "is_exact", "save", "to_model"]
+
+_DOMAIN = "qonnx.custom_op.general"
+_FLOAT32_BITS = 24
+# qonnx needs an older onnx than the other exports, so it may live in an environment of its own
+_SCRIPT = """
+import sys
+import numpy as np
+from qonnx.core.modelwrapper import ModelWrapper
+from qonnx.core.onnx_exec import execute_onnx
+from qonnx.transformation.infer_shapes import InferShapes
+model = ModelWrapper(sys.argv[1]).transform(InferShapes())
+name, = (value.name for value in model.graph.input)
+output, = (value.name for value in model.graph.output)
+samples = np.load(sys.argv[2])
+np.save(sys.argv[3], np.concatenate([execute_onnx(model, {name: x[None]})[output] for x in samples]))
+"""
+
+
+def is_exact(network: Network) -> bool:
+    """Say whether float32 computes every value of a network without error."""
+    try:
+        require_exact(network, _FLOAT32_BITS, "")
+    except ExportError:
+        return False
+    return True
+
+
+def save(network: Network, path: str | Path) -> int:
+    """Write a network as a QONNX file, at once; return its bytes.
+
+    Args:
+        network: From ``describe``.
+        path: Of the file; its folder is made if it is not there.
+
+    Raises:
+        ExportError: As ``to_model``.
+    """
+    content = to_model(network).SerializeToString()
+    write_atomic(Path(path), content)
+    return len(content)
+
+
+def to_model(network: Network) -> Any:
+    """Return a network as an ``onnx.ModelProto`` with ``Quant`` nodes; float32, batches of one.
+
+    Raises:
+        ExportError: A format is wider than float32 holds, or ``onnx`` is not installed.
+    """
+    for name, fmt in network.words().items():
+        if fmt.wl > _FLOAT32_BITS:
+            raise ExportError(f"{name}: QONNX is float32 and holds {_FLOAT32_BITS} bits, got {fmt}")
+    writer = _QuantWriter(network)
+    output = writer.write()
+    types = writer.graph.onnx.TensorProto
+    return writer.graph.model(network, output, types.FLOAT, {_DOMAIN: 1}, batch=1)
+
+
+def execute(path: str | Path, samples: Tensor, python: str = sys.executable) -> Tensor:
+    """Return what qonnx's executor makes of a file, sample by sample.
+
+    Args:
+        path: Of the file.
+        samples: Shape ``(n, *shape)``, float32.
+        python: The interpreter of an environment with qonnx.
+
+    Raises:
+        ExportError: The executor failed, or there is none.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given, found = Path(folder, "given.npy"), Path(folder, "found.npy")
+        np.save(given, samples.numpy())
+        command = [python, "-c", _SCRIPT, str(path), str(given), str(found)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if "No module named 'qonnx'" in done.stderr:
+            raise ExportError(
+                'qonnx is not installed: pip install "marvin-fixedpoint[qonnx]", in an environment '
+                "of its own where onnx 1.23 is needed too, and name its --python"
+            )
+        if done.returncode:
+            raise ExportError(f"qonnx could not execute {path}: {done.stderr.strip()[-300:]}")
+        return torch.from_numpy(np.load(found))
+
+
+class _QuantWriter(FloatWriter):
+    def rounded(self, op: Round) -> str:
+        return self._quant(op.name, self.float(op.inputs[0]), op.fmt)
+
+    def weight(self, op: Weighted) -> str:
+        values = op.weight.numpy() * op.weight_fmt.lsb
+        stored = self.number(f"{op.name}.weight", values)
+        steps = op.weight_fmt.lsb * 2.0 ** np.array(op.trailing_zeros)
+        lsb = steps.reshape(-1, *[1] * (values.ndim - 1)) if op.per_channel else None
+        return self._quant(f"{op.name}.weight.quant", stored, op.word, lsb)
+
+    def bias(self, op: Weighted) -> list[str]:
+        names = super().bias(op)
+        if not names or op.bias_fmt.wl > _FLOAT32_BITS:
+            return names
+        return [self._quant(f"{op.name}.bias.quant", names[0], op.bias_fmt)]
+
+    def _quant(self, name: str, source: str, fmt: FixedPoint, lsb: Any = None) -> str:
+        """Add a rounding to a format, or to its words in steps of ``lsb``."""
+        numbers = [self.number(hint, value) for hint, value in _numbers(fmt, lsb)]
+        return self.graph.node(
+            "Quant",
+            [source, *numbers],
+            f"{name}.value",
+            domain=_DOMAIN,
+            signed=int(fmt.signed),
+            narrow=int(fmt.symmetric),
+            rounding_mode="ROUND",
+        )
+
+
+def _numbers(fmt: FixedPoint, lsb: Any) -> list[tuple[str, Any]]:
+    scale = fmt.lsb if lsb is None else lsb
+    return [("scale", scale), ("zero_point", 0.0), ("bits", float(fmt.wl))]

@@ -1,0 +1,147 @@
+"""The four things an export can be: how each is written, and proved."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marvin.export.deployed import Deployed
+from marvin.export.errors import ExportError, require
+from marvin.export.execute import integer
+from marvin.export.graph.nodes import Add, Network, Weighted
+from marvin.export.targets import hls4ml, onnx, packed, qonnx
+
+__all__ = ["TARGETS", "Order", "Target", "Written"]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written.
+
+    Args:
+        size_bytes: Of all files.
+        what: In words.
+        outputs: What the file computes of the samples it was proved on, None where not proved.
+        proof: In words; ``""`` where there is none.
+        is_equal: Whether it computes what the integers do; False only where no float32 could.
+    """
+
+    size_bytes: int
+    what: str
+    outputs: Tensor | None = None
+    proof: str = ""
+    is_equal: bool = True
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to write.
+
+    Args:
+        deployed: The network.
+        folder: To write to.
+        samples: To prove it on, None for no proof.
+        backend: Of hls4ml.
+        python: Interpreter of an environment with qonnx.
+        vnni: Of ONNX: the processor has VNNI.
+    """
+
+    deployed: Deployed
+    folder: Path
+    samples: Tensor | None
+    backend: str = "Vitis"
+    python: str = sys.executable
+    vnni: bool = False
+
+
+Target = Callable[[Order], Written]
+
+
+def _packed(order: Order) -> Written:
+    path = order.folder / "network.safetensors"
+    size = packed.save(order.deployed.packed(), path)
+    if order.samples is None:
+        return Written(size, path.name)
+    state, loaded = order.deployed.model.state_dict(), packed.load(path).state_dict()
+    names = sorted(state)
+    same = sorted(loaded) == names and all(torch.equal(loaded[n], state[n]) for n in names)
+    if not same:
+        raise ExportError("the packed weights differ from the model's")
+    return Written(size, path.name, proof=f"all {len(names)} tensors come back, every bit")
+
+
+def _onnx(order: Order) -> Written:
+    network, path = order.deployed.network, order.folder / "network.onnx"
+    spelling = onnx.spelling_of(network)
+    size = onnx.save(network, path, spelling, vnni=order.vnni)
+    what = f"{path.name} ({spelling})"
+    if obstacle := onnx.obstacle(network):
+        what += f"; not int8: {obstacle}"
+        if order.deployed.exact is network and any(
+            isinstance(op, Add) for op in network.operations
+        ):
+            what += "; try --sums-wl 8"
+    what += _kernels(onnx.in_floats(network), network)
+    if order.samples is None:
+        return Written(size, what)
+    runtime = require("onnxruntime", "onnx")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {network.input.name: order.samples.numpy()})
+    return _proved(order, size, what, torch.from_numpy(got), f"ONNX Runtime {runtime.__version__}")
+
+
+def _kernels(in_floats: dict[str, str], network: Network) -> str:
+    """Return in words which layers leave integer kernels."""
+    layers = [op.name for op in network.operations if isinstance(op, Weighted)]
+    if not in_floats:
+        return f"; all {len(layers)} layers on integer kernels"
+    if len(in_floats) == len(layers) and len(set(in_floats.values())) == 1:
+        return f"; all {len(layers)} layers in floats: {next(iter(in_floats.values()))}"
+    named = ", ".join(f"{name} ({why})" for name, why in in_floats.items())
+    return f"; {len(in_floats)} of {len(layers)} layers in floats: {named}"
+
+
+def _qonnx(order: Order) -> Written:
+    network, path = order.deployed.network, order.folder / "network.qonnx.onnx"
+    size = qonnx.save(network, path)
+    if order.samples is None:
+        return Written(size, path.name)
+    got = qonnx.execute(path, order.samples, order.python)
+    if qonnx.is_exact(network):
+        return _proved(order, size, path.name, got, "qonnx's executor")
+    want = integer.run(network, order.samples)
+    gap = (got.double() - want).abs() * 2.0 ** network.values[network.output].fl
+    proof = (
+        f"qonnx's executor is float32, which is not exact here: {int((gap > 0).sum())} of "
+        f"{gap.numel()} outputs differ from the integers, by {gap.max():g} steps at most"
+    )
+    return Written(size, path.name, got, proof, is_equal=False)
+
+
+def _hls4ml(order: Order) -> Written:
+    project = hls4ml.write(order.deployed.network, order.folder, order.backend)
+    size = sum(file.stat().st_size for file in order.folder.rglob("*") if file.is_file())
+    what = f"{order.backend} project"
+    if order.samples is None:
+        return Written(size, what)
+    return _proved(order, size, what, project.predict(order.samples), "the C++ emulation")
+
+
+def _proved(order: Order, size: int, what: str, got: Tensor, who: str) -> Written:
+    samples = order.samples
+    assert samples is not None
+    want = integer.run(order.deployed.network, samples)
+    different = int((got.double() != want).sum())
+    if different or got.shape != want.shape:
+        raise ExportError(
+            f"{who} differs from the integer reference in {different} of {want.numel()} outputs"
+        )
+    proof = f"{who}: all {want.numel()} outputs of {len(samples)} samples equal the integers"
+    return Written(size, what, got, proof)
+
+
+TARGETS: dict[str, Any] = {"packed": _packed, "onnx": _onnx, "qonnx": _qonnx, "hls4ml": _hls4ml}

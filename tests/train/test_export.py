@@ -1,0 +1,292 @@
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from marvin.export import packed
+from marvin.export.deployed import Options
+from train import main as trainer
+from train import resnet20
+from train.config import Config
+from train.export import deploy, main, open_run
+
+ROOT = Path(__file__).parents[2]
+TINY = Config(
+    model="resnet20",
+    width=4,
+    dataset="digits",
+    limit=120,
+    device="cpu",
+    epochs=1,
+    batch_size=40,
+    lookback=(2, 4),
+)
+
+
+def train(folder, **settings):
+    config = replace(TINY, run=str(folder), **settings)
+    trainer.run(config, resnet20.resnet20, resnet20.MIN_SIDE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the folder of a run in fixed point of 8 bits."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    return train(folder, init_wl=8, max_wl=8, buffer_bits=4, min_fl=3)
+
+
+def export(run, *words):
+    main([str(run), *words])
+
+
+@pytest.mark.parametrize("target", ["packed", "onnx"])
+def test_a_run_is_exported_and_verified(run, target, capsys, tmp_path):
+    pytest.importorskip("onnxruntime")
+    out = tmp_path / "out"
+    export(run, "--to", target, "--verify", "--out", str(out))
+    text = capsys.readouterr().out
+    assert "formats of activations: trained" in text
+    assert "verified: " in text
+    assert text.count("exact") >= 44
+    facts = json.loads((out / "export.json").read_text())
+    assert len(facts["layers"]) == 44
+    assert {row["float32"] for row in facts["layers"]} == {"exact"}
+    if target == "onnx":
+        assert "network.onnx (int8)" in text
+        shown = [line for line in text.splitlines() if line.startswith("test accuracy")]
+        exported = shown[0].split("exported ")[1].split(" ")[0]
+        assert shown[1].startswith(f"test accuracy of what was written: {exported} ")
+    export(run, "--to", target, "--out", str(out))  # again
+    assert "not verified" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_for_integer_hardware(tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    folder = train(tmp_path / "run", policy="static", policy_bits=(6, 7))
+    out = tmp_path / "out"
+    export(folder, "--to", "onnx", "--out", str(out))
+    text = capsys.readouterr().out
+    assert "network.onnx (float64); not int8: " in text
+    assert "; try --sums-wl 8; all 22 layers in floats: " in text
+    assert "terms of sums" not in text
+    assert "biases that training left in floats are rounded: fc by up to " in text
+    assert "outputs differ from the trained model's by " in text
+    export(folder, "--to", "onnx", "--sums-wl", "8", "--vnni", "--verify", "--out", str(out))
+    text = capsys.readouterr().out
+    assert "terms of sums, calibrated: relu.term unsigned <8, " in text
+    assert "%, with exact sums " in text
+    assert "network.onnx (int8); all 22 layers on integer kernels, " in text
+    assert "try --sums-wl" not in text
+    assert "verified: " in text
+    facts = json.loads((out / "export.json").read_text())
+    assert {row["float32"] for row in facts["layers"]} == {"exact"}
+
+
+def test_points_of_channels_are_integer_kernels(tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    folder = train(tmp_path / "run", policy="static", policy_bits=(5, 6), per_channel=True)
+    for words, spelling in (((), "float64"), (("--sums-wl", "8"), "int8")):
+        export(folder, "--to", "onnx", "--verify", *words, "--out", str(tmp_path / "onnx"))
+        text = capsys.readouterr().out
+        assert "verified: " in text
+        assert f"network.onnx ({spelling})" in text
+    formats = formats_of(folder)
+    rows = json.loads((tmp_path / "onnx" / "export.json").read_text())["layers"]
+    assert {row["float32"] for row in rows} == {"exact"}
+    shown = [row["weights"] for row in rows if row["kind"] in ("conv", "linear")]
+    ends = [(fmt["fmt"]["fl"], fmt["shifts"]) for fmt in formats]
+    assert shown == [f"<5, {fl + min(more)} to {fl + max(more)}>" for fl, more in ends]
+
+
+def test_points_of_channels_are_packed_in_a_format_that_all_share(tmp_path):
+    folder = train(tmp_path / "run", policy="static", policy_bits=(5, 6), per_channel=True)
+    export(folder, "--to", "packed", "--verify", "--out", str(tmp_path / "out"))
+    loaded = packed.load(tmp_path / "out" / "network.safetensors")
+    formats = formats_of(folder)
+    codes = [loaded.codes[name] for name in loaded.formats]
+    assert len(codes) == len(formats)
+    for name, weight, fmt in zip(loaded.formats, codes, formats, strict=True):
+        most = max(fmt["shifts"])
+        assert loaded.formats[name].wl == 5 + most
+        for row, shift in zip(weight, fmt["shifts"], strict=True):
+            assert (row % 2 ** (most - shift) == 0).all()  # a number of the channel's own format
+
+
+def formats_of(folder):
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)["optimizer"]["state"]
+    return [values["layer"]["fmt"] for values in state.values() if "layer" in values]
+
+
+def test_packed_weights_are_the_masters_rounded_to_nearest(run, tmp_path, capsys):
+    export(run, "--to", "packed", "--out", str(tmp_path / "out"))
+    loaded = packed.load(tmp_path / "out" / "network.safetensors")
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    master, fmt = state["optimizer"]["state"][0]["master"], loaded.formats["conv.weight"]
+    want = torch.round(master * fmt.scale).clamp(fmt.min_code, fmt.max_code)
+    torch.testing.assert_close(loaded.codes["conv.weight"].float(), want, rtol=0, atol=0)
+    assert loaded.activations["conv.out"] == fmt
+    export(run, "--to", "packed", "--weights", "last", "--out", str(tmp_path / "last"))
+    last = packed.load(tmp_path / "last" / "network.safetensors").state_dict()
+    for name, value in state["model"].items():
+        torch.testing.assert_close(last[name], value, rtol=0, atol=0)
+
+
+def test_a_run_on_integer_units_is_exported(tmp_path, capsys):
+    folder = train(tmp_path / "run", policy="static", policy_bits=(6, 7), execution="int8")
+    export(folder, "--to", "packed", "--verify")
+    assert "verified: " in capsys.readouterr().out
+
+
+def test_a_float_run_is_calibrated(tmp_path, capsys):
+    folder = train(tmp_path / "run", optimizer="sgd")
+    export(folder, "--to", "packed", "--verify", "--wl", "6")
+    text = capsys.readouterr().out
+    assert "formats of activations: calibrated" in text
+    assert (folder / "export/packed/network.safetensors").is_file()
+    network = deploy(open_run(folder), Options(wl=6)).network
+    assert {fmt.wl for fmt in network.formats().values()} == {6}
+
+
+def test_a_run_in_fixed_point_without_activations_is_calibrated(tmp_path):
+    folder = train(tmp_path / "run", quantize_activations=False)
+    deployed = deploy(open_run(folder), Options(wl=9))
+    assert deployed.network.origin == "calibrated"
+    assert {fmt.wl for fmt in deployed.network.formats().values()} == {9}
+    weights = deployed.network.weight_formats()
+    assert weights["conv"] == deployed.formats["conv.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: (p / "checkpoint.pt").unlink(), "must be a run with a checkpoint"),
+        (lambda p: (p / "checkpoint.pt").write_bytes(b"x"), "must hold a whole checkpoint"),
+        (lambda p: (p / "config.json").unlink(), "must be the folder of a run"),
+        (lambda p: (p / "config.json").write_text("{}}"), "must hold a run's configuration"),
+    ],
+)
+def test_damaged_runs_end_with_one_line_and_write_nothing(run, change, message, tmp_path):
+    for name in ("config.json", "checkpoint.pt"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    change(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        export(tmp_path, "--to", "packed")
+    assert message in str(caught.value.code)
+    assert "\n" not in str(caught.value.code)
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_network_that_cannot_be_exported_writes_nothing(tmp_path):
+    folder = train(tmp_path / "run", activation="gelu")
+    with pytest.raises(SystemExit) as caught:
+        export(folder, "--to", "packed")
+    assert "relu: GELU cannot be exported" in str(caught.value.code)
+    assert not (folder / "export").exists()
+
+
+def test_a_failed_proof_leaves_the_old_export(run, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    export(run, "--to", "packed", "--out", str(out))
+    before = sorted(path.name for path in out.iterdir())
+    real = packed.load
+
+    def damaged(path):
+        loaded = real(path)
+        loaded.codes["conv.weight"][0] += 1
+        return loaded
+
+    monkeypatch.setattr(packed, "load", damaged)
+    with pytest.raises(SystemExit) as caught:
+        export(run, "--to", "packed", "--verify", "--out", str(out))
+    assert "the packed weights differ from the model's" in str(caught.value.code)
+    assert sorted(path.name for path in out.iterdir()) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_other_folders_are_not_replaced(run, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(SystemExit, match="must be an earlier export or not there"):
+        export(run, "--to", "packed", "--out", str(tmp_path))
+    assert (tmp_path / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "fashion-mnist"])
+def test_a_configuration_does_not_say_where_data_is_made(run, dataset, tmp_path, monkeypatch):
+    def fetch(*_: object) -> None:
+        raise AssertionError("nothing may be downloaded")
+
+    monkeypatch.setattr("urllib.request.urlopen", fetch)
+    folder, outside = tmp_path / "run", tmp_path / "home/data"
+    shutil.copytree(run, folder)
+    config = json.loads((folder / "config.json").read_text())
+    hostile = config | {"dataset": dataset, "data_dir": str(outside)}
+    (folder / "config.json").write_text(json.dumps(hostile))
+    monkeypatch.setattr("train.fashion_mnist.DEBIAN", tmp_path / "none")
+    with pytest.raises(SystemExit) as caught:
+        export(folder, "--to", "packed")
+    assert "looked for" in str(caught.value.code)
+    assert str(outside) in str(caught.value.code)
+    assert "\n" not in str(caught.value.code)
+    assert not outside.parent.exists()
+
+
+def test_a_data_folder_of_the_users_own_may_be_made(run, tmp_path, monkeypatch):
+    asked = []
+
+    def load(name: str, data_dir: Path, *, may_fetch: bool = True):
+        asked.append((str(data_dir), may_fetch))
+        return digits(name, data_dir)
+
+    digits = trainer.load
+    monkeypatch.setattr(trainer, "load", load)
+    open_run(run)
+    open_run(run, str(tmp_path))
+    assert asked == [("data", False), (str(tmp_path), True)]
+
+
+def test_exports_of_a_run_stay_in_its_folder(run, tmp_path):
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    shutil.copytree(run, folder)
+    outside.mkdir()
+    (folder / "export").symlink_to(outside)
+    with pytest.raises(SystemExit, match="export must be a folder, got a link"):
+        export(folder, "--to", "packed")
+    assert not list(outside.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--to", "packed", "--wl", "99"], "argument --wl: must be a whole number from 2 to 32"),
+        (["--to", "packed", "--wl", "-1"], "argument --wl: must be a whole number from 2 to 32"),
+        (["--to", "packed", "--scale-wl", "x"], "argument --scale-wl: must be a whole number"),
+        (["--to", "packed", "--sums-wl", "0"], "argument --sums-wl: must be a whole number"),
+        (["--to", "packed", "--samples", "-3"], "argument --samples: must be a whole number"),
+        (["--to", "paper"], "argument --to: invalid choice: 'paper'"),
+        ([], "the following arguments are required: --to"),
+    ],
+)
+def test_wrong_arguments_are_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["nowhere", *words])
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"python -m train.export: error: {message}")
+    assert shown.count("\n") == 1
+
+
+def test_a_checkpoint_of_another_run_is_one_line(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    state["optimizer"]["state"] = {}
+    torch.save(state, tmp_path / "run/checkpoint.pt")
+    with pytest.raises(SystemExit) as caught:
+        export(tmp_path / "run", "--to", "packed")
+    assert "checkpoint.pt must hold a checkpoint of this run, got a foreign one" in str(
+        caught.value.code
+    )

@@ -1,0 +1,144 @@
+"""Export a training run.
+
+python -m train.export RUN --to packed|onnx|qonnx|hls4ml [--verify] [--out DIR]
+
+Prints format, bytes and verdict of each layer and writes RUN/export/TARGET, as a whole or not at
+all. With --verify the files are run, and must compute what the integer reference computes.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from marvin.export import command, formats_of_weights, masters_of, nearest_weights
+from marvin.export.deployed import Deployed, Options
+from marvin.export.deployed import deploy as deploy_model
+from marvin.export.errors import ExportError
+from marvin.export.report import Trained
+from marvin.quantized import Quantized
+from train import alexnet, augment, checkpoint, resnet20, vit
+from train.config import Config
+from train.main import check_data, prepare
+from train.records import RunFolder
+
+__all__ = ["Run", "deploy", "main", "open_run"]
+
+_SCRIPTS = {
+    "alexnet": (alexnet.alexnet, alexnet.MIN_SIDE),
+    "resnet20": (resnet20.resnet20, resnet20.MIN_SIDE),
+    "vit": (vit.vit, vit.MIN_SIDE),
+}
+_CALIBRATION_IMAGES = 512
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds.
+
+    Args:
+        path: The folder.
+        title: What was trained on what, by which optimiser.
+        model: At the end of training; rounds activations if it did in training.
+        optimizer: Has formats and masters, if it is one of fixed point.
+        train: Training images, normalised, shape ``(n, channels, side, side)``.
+        test: Test images, likewise.
+        labels: Of the test images, int64.
+    """
+
+    path: Path
+    title: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    train: Tensor
+    test: Tensor
+    labels: Tensor
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Do what the command line asks; what the user can put right ends with one line."""
+    parser = command.Parser("python -m train.export", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder of train")
+    parser.add_flags("RUN/export/TARGET")
+    parser.add_argument(
+        "--weights",
+        choices=("nearest", "last"),
+        default="nearest",
+        help="masters rounded to nearest, or the last stochastic draw (default: nearest)",
+    )
+    parser.add_argument(
+        "--data-dir", help="folder of data sets, where it has moved or is to be made"
+    )
+    given = parser.parse_args(argv)
+    with command.one_line(parser.prog):
+        run = open_run(given.run, given.data_dir)
+        deployed = deploy(run, command.options(given), given.weights)
+        folder = given.run / "export"
+        shown = Trained(run.path, run.title, run.model, run.test, run.labels)
+        command.export(given, shown, deployed, folder)
+
+
+def open_run(path: Path, data_dir: str | None = None) -> Run:
+    """Read a run folder, and the data it names; nothing that it names is written.
+
+    Args:
+        path: The folder.
+        data_dir: Folder of data sets, where it has moved; data that is absent is downloaded to it.
+            None: where the run found its data; what is absent there is not downloaded.
+
+    Raises:
+        ValueError: The folder, or the data, cannot be read; says why.
+    """
+    folder = RunFolder(path)
+    config = folder.read_config()
+    state = folder.load_checkpoint()
+    if state is None:
+        raise ExportError(f"{path} must be a run with a checkpoint, found no {folder.checkpoint}")
+    # what is kept for backward, and what multiplied in training, does not matter any more
+    changes: dict[str, Any] = {"device": "cpu", "run": str(path), "forward_save": "none"}
+    changes["execution"] = Config.execution
+    if data_dir is not None:
+        changes["data_dir"] = data_dir
+    config = dataclasses.replace(config, **changes)
+    training = prepare(config, *_SCRIPTS[config.model], may_fetch=data_dir is not None)
+    check_data(state, training.dataset)
+    state.pop("forward_save", None)
+    checkpoint.load(training, state, folder.checkpoint)
+    parts = training.parts
+    chosen = torch.arange(min(_CALIBRATION_IMAGES, len(parts.train)))
+    train, _ = augment.batch(parts.train, chosen, training.dataset)
+    test, labels = augment.batch(parts.test, torch.arange(len(parts.test)), training.dataset)
+    title = f"{config.model} on {config.dataset}, {config.optimizer}"
+    return Run(path, title, training.model.eval(), training.optimizer, train, test, labels)
+
+
+def deploy(run: Run, options: Options, weights: str = "nearest") -> Deployed:
+    """Return the network of a run.
+
+    Formats are those of training. Where there are none, weights and activations get formats of
+    ``options.wl`` bits that hold the weights, and the activations of training images.
+
+    Args:
+        run: From ``open_run``.
+        options: See there.
+        weights: ``"nearest"``: masters rounded to nearest; ``"last"``: the model's own weights,
+            the last stochastic draw.
+
+    Raises:
+        ExportError: Something in the model cannot be exported; says what, and why.
+    """
+    if not isinstance(run.optimizer, Quantized):
+        formats, masters = formats_of_weights(run.model, options.wl), None
+    else:
+        formats = run.optimizer.formats()
+        masters = masters_of(run.model, run.optimizer) if weights == "nearest" else None
+    model = nearest_weights(run.model, formats, masters)
+    return deploy_model(model, formats, run.train, options)
+
+
+if __name__ == "__main__":
+    main()
