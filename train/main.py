@@ -26,11 +26,11 @@ from train.config import Config, parse, run_folder
 from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
 from train.errors import UserError
-from train.lengths import mean_word_lengths
-from train.loop import Training, evaluate, fit
+from train.loop import evaluate, fit
 from train.optimizers import make_optimizer
 from train.records import Onlooker, RunFolder, environment
 from train.report import Report, Silence
+from train.training import Training, mean_word_lengths
 
 __all__ = ["ERRORS", "main", "prepare", "run"]
 

@@ -5,6 +5,7 @@ import io
 import json
 import platform
 import sys
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 
 from marvin.files import LOCK, Locked, lock_folder, remove_leftovers, write_atomic
 from perfmodel.files import RunError, number, read_json, read_rows, shown
-from train import checkpoint, distributed
+from train import distributed
 from train.config import Config, from_dict, to_dict
 from train.errors import UserError
 
@@ -27,6 +28,9 @@ FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
 TIMING = ("epoch", "images", "train_s", "epoch_s", "images_per_s")
 TABLES = ("layers.csv", "metrics.csv", "trace.csv", "timing.csv")
 FILES = ("config.json", "environment.json", "checkpoint.pt", "result.json", *TABLES)
+VERSION = 1  # of checkpoints; those without one are of version 0, and otherwise the same
+PARTS = {"model": dict, "optimizer": dict, "scheduler": dict, "progress": dict, "data": str}
+OPTIONAL = {"forward_save": dict}
 
 Row = Mapping[str, Any]
 
@@ -158,7 +162,7 @@ class RunFolder:
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Replace the checkpoint at once."""
         buffer = io.BytesIO()
-        torch.save({"version": checkpoint.VERSION, **state}, buffer)
+        torch.save({"version": VERSION, **state}, buffer)
         write_atomic(self.checkpoint, buffer.getvalue())
 
     def load_checkpoint(self) -> dict[str, Any] | None:
@@ -167,7 +171,7 @@ class RunFolder:
         Raises:
             UserError: The file is damaged, or of a later version.
         """
-        return checkpoint.read(self.checkpoint) if self.checkpoint.exists() else None
+        return _read_checkpoint(self.checkpoint) if self.checkpoint.exists() else None
 
     def save_rows(self, name: str, rows: Iterable[Row], columns: Sequence[str]) -> None:
         """Replace a table such as ``metrics.csv`` at once."""
@@ -249,6 +253,47 @@ def _read_json(path: Path) -> dict[str, Any]:
         return read_json(path)
     except RunError as error:
         raise UserError(str(error)) from error
+
+
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the parts of a checkpoint, without running code.
+
+    Raises:
+        UserError: The file is damaged, of something else, or of a later version.
+    """
+    try:
+        if not path.is_file():  # reading a pipe would never end
+            raise TypeError("a folder or a device")
+        _check_sums(path)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        state = {name: saved[name] for name in PARTS}
+        state |= {name: saved[name] for name in OPTIONAL if name in saved}
+        version = saved.get("version", 0)
+        for name, value in state.items():
+            if not isinstance(value, (PARTS | OPTIONAL)[name]):
+                raise TypeError(f"{name} is {shown(value)}")
+        if type(version) is not int or version < 0:
+            raise TypeError(f"version is {shown(version)}")
+    except Exception as error:  # torch raises six kinds for six ways of damage
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+        raise UserError(
+            f"{path} must hold a whole checkpoint, got a damaged file ({reason}); "
+            "delete it to begin this run anew"
+        ) from error
+    if version > VERSION:
+        raise UserError(
+            f"{path} must have version {VERSION} or less, got {version}: "
+            "a later version of this package wrote it"
+        )
+    return state
+
+
+def _check_sums(path: Path) -> None:
+    """Compare each record of a checkpoint with its checksum, which ``torch.load`` does not."""
+    with zipfile.ZipFile(path) as records:
+        damaged = records.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
