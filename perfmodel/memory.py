@@ -10,6 +10,8 @@ from perfmodel.forward_save import Division, few_bit_bytes
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fixedpoint_kernels.watch import Storage
+
 __all__ = [
     "Kept",
     "Row",
@@ -180,7 +182,14 @@ def saved_bytes(
     """
     from perfmodel.saving import watch  # loads torch
 
-    return watch(model, inputs if isinstance(inputs, tuple) else (inputs,), measure)
+    storages, source = watch(model, inputs if isinstance(inputs, tuple) else (inputs,), measure)
+    return Saved(tuple(map(_kept, storages)), source)
+
+
+def _kept(storage: "Storage") -> Kept:
+    named = [(who, who.function or who.module) for who in storage.savers]
+    savers = tuple(Saver(who.layer, kind_of(op), op, who.module) for who, op in named)
+    return Kept(storage.size_bytes, storage.shape, storage.itemsize, savers)
 
 
 def kind_of(op: str) -> str:
