@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from perfmodel.forward_save import Division, few_bit_bytes
@@ -25,15 +26,6 @@ __all__ = [
     "saved_bytes",
 ]
 
-STEPWISE_NAMES = """
-relu relu_ leaky_relu leaky_relu_ threshold relu6 hardtanh hardtanh_ hardsigmoid hardshrink softshrink
-"""
-STEPWISE = {*STEPWISE_NAMES.split()}  # their derivative has two values
-SMOOTH_NAMES = """
-gelu silu mish selu elu celu sigmoid logsigmoid softplus softsign tanh tanhshrink hardswish prelu
-sigmoid_ tanh_ silu_ elu_
-"""
-ACTIVATIONS = {*SMOOTH_NAMES.split(), *STEPWISE}
 PARTS = {  # of an operation's name; the first that fits
     "attention": "attention",
     "conv": "convolution",
@@ -194,11 +186,23 @@ def _kept(storage: "Storage") -> Kept:
 
 def kind_of(op: str) -> str:
     """Return the kind of an operation: ``"activation"``, ``"convolution"``, ... or its own name."""
-    if op in ACTIVATIONS:
+    if op.removesuffix("_") in _activations():
         return "activation"
     if op in MATMUL:
         return "matmul"
     return next((kind for part, kind in PARTS.items() if part in op.lower()), op)
+
+
+@cache
+def _activations() -> dict[str, bool]:
+    """Return the names of activation functions, and whether their derivative has two values."""
+    from fixedpoint_kernels.few_bit.activations import ENTRIES  # loads torch
+
+    return {"prelu": False} | {name: entry.exact is not None for name, entry in ENTRIES.items()}
+
+
+def _is_stepwise(saver: Saver) -> bool:
+    return _activations().get(saver.op.removesuffix("_"), False)
 
 
 def few_bit(bits: int) -> Option:
@@ -217,7 +221,7 @@ def few_bit(bits: int) -> Option:
 
 
 def _code(kept: Kept, saver: Saver, bits: int) -> int:
-    return few_bit_bytes(kept.elements, 1 if saver.op in STEPWISE else bits)
+    return few_bit_bytes(kept.elements, 1 if _is_stepwise(saver) else bits)
 
 
 def division(settings: Division = Division()) -> Option:  # noqa: B008  frozen
@@ -243,7 +247,7 @@ def divided(kept: Kept, saver: Saver, settings: Division) -> tuple[str, int] | N
     is_map = math.prod(kept.shape) == kept.elements and len(kept.shape) > 1
     if saver.kind in COMPRESSED and is_map:
         return "map", settings.size_bytes(kept.shape)
-    if saver.op in STEPWISE or saver.kind == "dropout":
+    if _is_stepwise(saver) or saver.kind == "dropout":
         return "mask", math.ceil(kept.elements / 8)
     if saver.kind == "pooling":
         is_index = kept.itemsize == 8
