@@ -13,10 +13,9 @@ import marvin
 from marvin.activations import BUFFER
 from marvin.push_up import Level
 from marvin.state import of_wrapped
-from perfmodel.files import shown
+from perfmodel.files import UserError, shown
 from train.alike import check_alike, check_names
-from train.errors import UserError
-from train.training import METRICS, Training
+from train.training import COLUMNS, Training
 
 __all__ = ["load"]
 
@@ -98,7 +97,7 @@ def _check_progress(training: Training, got: Mapping[str, Any]) -> None:
     if len(got["rows"]) != got["epoch"]:
         raise ValueError(f"it has metrics of {len(got['rows'])} of {got['epoch']} epochs")
     for row in got["rows"]:
-        check_names("metrics", dict.fromkeys(METRICS), row)
+        check_names("metrics", dict.fromkeys(COLUMNS), row)
         known = {name: value for name, value in row.items() if value is not None}
         check_alike("metrics", dict.fromkeys(known, 0.0), known)
 

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 import marvin
 from marvin.ranks import sum_over_ranks
+from perfmodel.files import METRICS, TIMING, TRACE
 from train import distributed
 from train.augment import batch, epoch_order, private_generator, step_indices
 from train.config import Config
 from train.dataset import Dataset, Images
 from train.optimizers import prepare_gradients_
-from train.records import TIMING
+from train.records import TIMES
 from train.report import Report
-from train.training import METRICS, Progress, Training
+from train.training import COLUMNS, Progress, Training
 
 __all__ = ["Score", "evaluate", "fit"]
 
@@ -136,7 +137,7 @@ def end_epoch(training: Training) -> dict[str, float | None]:
         held_out and held_out.accuracy,
         training.mean_word_length,
     )
-    row: dict[str, float | None] = dict(zip(METRICS, values, strict=True))
+    row: dict[str, float | None] = dict(zip(COLUMNS, values, strict=True))
     if isinstance(training.optimizer, marvin.Quantized):
         training.optimizer.end_epoch()
     progress.finish_epoch(row)
@@ -167,11 +168,11 @@ def evaluate(model: nn.Module, part: Images, dataset: Dataset, batch_size: int) 
 
 def save_tables(training: Training) -> None:
     """Write the tables that the checkpoint also holds."""
-    training.folder.save_rows("metrics.csv", training.progress.rows, METRICS)
+    training.folder.save_rows(METRICS, training.progress.rows, COLUMNS)
     if isinstance(training.optimizer, marvin.Quantized):
         columns = [f.name for f in dataclasses.fields(marvin.Switch)]
         rows = (dataclasses.asdict(switch) for switch in training.optimizer.trace)
-        training.folder.save_rows("trace.csv", rows, columns)
+        training.folder.save_rows(TRACE, rows, columns)
 
 
 def save_timing(training: Training, images: int, train_s: float, epoch_s: float) -> None:
@@ -183,5 +184,5 @@ def save_timing(training: Training, images: int, train_s: float, epoch_s: float)
         round(epoch_s, 3),
         round(images / train_s, 1),
     )
-    row: dict[str, float] = dict(zip(TIMING, values, strict=True))
-    training.folder.add_row("timing.csv", row)
+    row: dict[str, float] = dict(zip(TIMES, values, strict=True))
+    training.folder.add_row(TIMING, row)

@@ -19,9 +19,9 @@ from train.data import Parts
 from train.dataset import Dataset
 from train.records import RunFolder
 
-__all__ = ["METRICS", "Progress", "Training", "mean_word_lengths"]
+__all__ = ["COLUMNS", "Progress", "Training", "mean_word_lengths"]
 
-METRICS = (
+COLUMNS = (
     "epoch",
     "step",
     "lr",
