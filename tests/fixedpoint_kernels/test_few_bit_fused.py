@@ -97,7 +97,7 @@ def test_which_are_left_to_torch():
 def as_on_a_gpu(monkeypatch):
     """Take the way of a CUDA tensor, with the interpreter where there is none."""
     monkeypatch.setattr(autograd, "is_fused", lambda x, function: function is not None)
-    monkeypatch.setattr(operators, "execution", lambda package, x: gpu)
+    monkeypatch.setattr(operators, "kernels_of", lambda x: gpu)
 
 
 def gradient(function, x, grad):
