@@ -105,6 +105,8 @@ def test_compilers_and_extras_have_their_places(package):
             top = module.partition(".")[0]
             assert top != "triton" or path.name == "gpu.py", f"{path}:{line}"
             assert top != "qtorch" or path.name == "formats.py", f"{path}:{line}"
+            has_llvm = path.parent.name == "llvm" or path.name in ("cpu.py", "paths.py")
+            assert top != "llvmlite" or has_llvm, f"{path}:{line}"
 
 
 def module_of(path):

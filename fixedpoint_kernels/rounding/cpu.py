@@ -15,12 +15,12 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.llvm.vectors import I8, Vector, pointer_to
 from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
 from fixedpoint_kernels.threads import compile_both, is_parallel, thread_count
-from fixedpoint_kernels.vectors import I8, Vector, pointer_to
 
 _BLOCK = 128  # elements of one vector: four of the longest that processors have, as 64-bit lanes
 _TASK = 32 * _BLOCK  # elements of one tensor that a thread takes at a time

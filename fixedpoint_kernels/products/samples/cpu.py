@@ -7,10 +7,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from fixedpoint_kernels.llvm.vectors import I8, I32, Vector
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import words
 from fixedpoint_kernels.threads import compile_both, compiled, is_parallel
-from fixedpoint_kernels.vectors import I8, I32, Vector
 
 _BLOCK = 512  # elements of one vector, from 32 blocks of noise
 _MAGIC, _MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # added, whole numbers stand in the lowest bits
