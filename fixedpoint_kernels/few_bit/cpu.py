@@ -14,7 +14,6 @@ import torch
 from llvmlite import ir
 from numba import carray, prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
 from fixedpoint_kernels.few_bit import reference
@@ -31,7 +30,7 @@ from fixedpoint_kernels.llvm.lookup import (
     search,
     splats,
 )
-from fixedpoint_kernels.llvm.vectors import I32, Vector, pointer_to
+from fixedpoint_kernels.llvm.vectors import I32, Vector, intrinsic, pointer_to
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
 _TILE, _ROWS, _COLUMNS = 1024, 32, 32

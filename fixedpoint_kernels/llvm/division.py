@@ -7,9 +7,8 @@ single elements: whoever calls sees to it that they can be read.
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector
+from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic
 from fixedpoint_kernels.philox.cpu import uniform
 
 LANES = 16

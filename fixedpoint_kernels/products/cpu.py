@@ -27,7 +27,8 @@ _MACS_A_THREAD = 64  # as many as one element of another kernel costs
 _PIECE = 2**16  # positions, a multiple of 64: so many products fit in int32
 
 # what each path replaces, see ``_TILES``
-enter = leave = narrow = wide = narrow_rows = wide_rows = None
+enter: Any = None
+leave = narrow = wide = narrow_rows = wide_rows = enter
 GRAIN, NARROW_ROWS, WIDE_ROWS, FLIPS = 4, 0, 0, False
 
 

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from numba import carray, njit, prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.llvm.vectors import I8, Vector, pointer_to
+from fixedpoint_kernels.llvm.vectors import I8, Vector, intrinsic, pointer_to
 from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import uniform
@@ -55,7 +54,8 @@ def _round_block(_context, x, y, inside, at, first, number, key):
         else:
             block = builder.lshr(args[4], args[4].type(2))
             below = scaled.floor()
-            up = uniform(builder, block, *unpacked(6), _BLOCK // 4) < scaled - below
+            seed, stream = unpacked(6)
+            up = uniform(builder, block, seed, stream, _BLOCK // 4) < scaled - below
             codes = below + up.where(below.constant(1.0), below.constant(0.0))
         under, over = codes < low, codes > high
         bounded = over.where(high, under.where(low, codes))

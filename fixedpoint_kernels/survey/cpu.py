@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from numba import njit, prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.llvm.vectors import I8, Vector
+from fixedpoint_kernels.llvm.vectors import I8, Vector, intrinsic
 from fixedpoint_kernels.rounding.reference import float_bounds
 from fixedpoint_kernels.survey.reference import MAGNITUDES
 from fixedpoint_kernels.threads import compile_both, is_parallel
