@@ -1,7 +1,5 @@
 """Which activation modules have a few-bit one, and what it needs."""
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.nn.modules import activation as torchs
 
@@ -29,7 +27,7 @@ class InPlace(nn.Module):
         return input.copy_(super().forward(input))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def few_bit_of(module: nn.Module) -> Any:
+def few_bit_of(module: nn.Module) -> type[nn.Module] | None:
     """Return torch's class that a module behaves as, if there is a few-bit one of it."""
     kinds = (kind for kind in type(module).__mro__ if kind in FEW_BIT)
     kind = next(kinds, None)

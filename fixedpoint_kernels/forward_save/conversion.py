@@ -1,7 +1,7 @@
 """Convert a model and take it back."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -27,10 +27,10 @@ Settings = tuple[FewBit | None, Division | None]
 def convert(
     model: nn.Module,
     *,
-    few_bit: Any = None,
-    division: Any = None,
+    few_bit: FewBit | Mapping[str, Any] | int | None = None,
+    division: Division | Mapping[str, Any] | bool | None = None,
     plan: Plan | None = None,
-    sample_input: Any = None,
+    sample_input: sample.Inputs | None = None,
     seed: int = 0,
 ) -> Report:
     """Make the modules of a model keep less for backward, in place.

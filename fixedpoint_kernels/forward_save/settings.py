@@ -146,7 +146,7 @@ def bit_count(bits: int) -> str:
     return f"{bits} bit{'s' if bits > 1 else ''}"
 
 
-def division_settings(value: Any) -> Division | None:
+def division_settings(value: Division | Mapping[str, Any] | bool | None) -> Division | None:
     """Return the settings that ``division=`` stands for: None, True, or a mapping."""
     if value is None or isinstance(value, Division):
         return value
@@ -157,7 +157,7 @@ def division_settings(value: Any) -> Division | None:
     raise TypeError(f"division must be a mapping such as {{'block': 8, 'bits': 2}}, got {value!r}")
 
 
-def few_bit_settings(value: Any) -> FewBit | None:
+def few_bit_settings(value: FewBit | Mapping[str, Any] | int | None) -> FewBit | None:
     """Return the settings that ``few_bit=`` stands for: None, a number of bits, or a mapping."""
     if value is None or isinstance(value, FewBit):
         return value
@@ -166,7 +166,7 @@ def few_bit_settings(value: Any) -> FewBit | None:
     return FewBit(value)
 
 
-def known(values: Mapping[str, Any], kind: Any, argument: str) -> dict[str, Any]:
+def known(values: Mapping[str, Any], kind: type, argument: str) -> dict[str, Any]:
     """Return ``values``, whose names are all fields of ``kind``.
 
     Raises:
