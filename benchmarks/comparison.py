@@ -12,7 +12,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
 from benchmarks.experiments import Experiment
-from perfmodel.files import RunError, number, read_json, read_rows, whole
+from perfmodel.files import CONFIG, METRICS, RESULT, RunError, number, read_json, read_rows, whole
 from perfmodel.run import MOST, read_run
 from perfmodel.summary import totals
 from train.table import spread
@@ -40,7 +40,7 @@ class Run:
         Raises:
             RunError: A file of the folder is damaged.
         """
-        path, asked = self.folder / "result.json", self.folder / "config.json"
+        path, asked = self.folder / RESULT, self.folder / CONFIG
         if not path.exists() or whole(asked, self.config(), "epochs", 1, MOST) < epochs:
             return None
         result = read_json(path)
@@ -59,7 +59,7 @@ class Run:
 
     def config(self) -> dict[str, Any]:
         """Return what the run was asked."""
-        return read_json(self.folder / "config.json")
+        return read_json(self.folder / CONFIG)
 
 
 Finished = list[tuple[Run, dict[str, Any]]]  # runs, and what came of them
@@ -147,7 +147,7 @@ def finished_runs(experiment: Experiment, runs: Sequence[Run], epochs: int) -> d
     found = [(run, run.result(epochs)) for run in runs]
     for run, result in found:
         for name in ("test_accuracy", "test_loss") if result else ():
-            number(run.folder / "result.json", result or {}, name)
+            number(run.folder / RESULT, result or {}, name)
     return {
         variant: [(run, result) for run, result in found if result and run.variant == variant]
         for variant in experiment.variants
@@ -196,7 +196,7 @@ def held_out_accuracy(folder: Path) -> float | None:
 
 def epochs_of(folder: Path, column: str) -> list[float]:
     """Return what a run measured after each epoch; nothing where it did not measure it."""
-    path = folder / "metrics.csv"
+    path = folder / METRICS
     return [number(path, row, column) for row in read_rows(path) if row.get(column)]
 
 

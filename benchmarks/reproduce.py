@@ -33,7 +33,7 @@ from benchmarks.comparison import (
 )
 from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
 from perfmodel.arguments import Parser, message_of, real, whole
-from perfmodel.files import RunError, read_json
+from perfmodel.files import CONFIG, ENVIRONMENT, RunError, read_json
 from train.plot import LABELS
 
 NOT_SHOWN = "--minutes", "--results", "--folder", "--data-name", "--data-dir", "--only"
@@ -132,7 +132,7 @@ def go_on(runs: Sequence[Run], model: str, epochs: int, minutes: float | None) -
         left = None if end is None else end - time.monotonic()
         if run.result(epochs) or (left is not None and left <= 0):
             continue
-        resume = ["--resume"] if (run.folder / "config.json").exists() else []
+        resume = ["--resume"] if (run.folder / CONFIG).exists() else []
         command = [sys.executable, "-m", f"train.{model}", "--run", str(run.folder)]
         print(f"{run.variant}, seed {run.seed}", flush=True)
         process = subprocess.Popen([*command, *run.flags, *resume])
@@ -212,7 +212,7 @@ def _machine(runs: Sequence[Run]) -> str:
     """Return where the runs took place; more than one place where they differ."""
     places: dict[str, None] = {}
     for run in runs:
-        path = run.folder / "environment.json"
+        path = run.folder / ENVIRONMENT
         if path.exists():
             values = read_json(path)
             names = [name for name in SHOWN if values.get(name)]

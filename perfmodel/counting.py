@@ -15,15 +15,16 @@ from fixedpoint_kernels._torch_private import (
     storage_key,
     tree_leaves,
 )
-from perfmodel.layers import Layer, Shape
+from fixedpoint_kernels.watch import Running
+from perfmodel.madds import Layer
 from perfmodel.operators import EMBEDDINGS, Product, is_free, name_of, product
-from perfmodel.skeleton import Stack, skeleton
+from perfmodel.skeleton import explain, skeleton
 
 __all__ = ["count"]
 
 
 def count(
-    model: nn.Module, shapes: Sequence[Shape], dtype: torch.dtype | None
+    model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype | None
 ) -> tuple[list[Layer], list[Layer]]:
     """See ``perfmodel.layers``; unknown operations apart."""
     copy = skeleton(model, on_meta)
@@ -32,10 +33,10 @@ def count(
             module.training = False
     dtype = dtype or next((p.dtype for p in copy.parameters()), torch.float32)
     inputs = [torch.empty((1, *shape), dtype=dtype, device="meta") for shape in shapes]
-    stack = Stack(copy)
-    counter = _Counter(stack, dict(copy.named_parameters()))
+    running = Running(copy)
+    counter = _Counter(running, dict(copy.named_parameters()))
     needed = "run on shapes alone (the meta device)"
-    with stack.explain(needed), torch.enable_grad(), _InAttention(counter), counter:
+    with explain(running, needed), torch.enable_grad(), _InAttention(counter), counter:
         copy(*inputs)
     return counter.found(), counter.strange()
 
@@ -76,15 +77,19 @@ class _Source:
 class _Counter(TorchDispatchMode):
     """Sees every operation.
 
+    torch's ``FlopCounterMode`` does not do, and is what tests compare with: it counts 0 for what it
+    does not know (``mv``, ``addbmm``, ``bilinear``, a custom operator) where we refuse, and does
+    not tell which weight was multiplied.
+
     Args:
-        stack: Which module is running.
+        running: Which module is.
         parameters: The copy's, by name.
     """
 
-    def __init__(self, stack: Stack, parameters: Mapping[str, Tensor]):
+    def __init__(self, running: Running, parameters: Mapping[str, Tensor]):
         super().__init__()
         self.in_attention = False
-        self._stack = stack
+        self._running = running
         self._weights = parameters
         self._rows: dict[tuple[str, str, str], Layer] = {}
         self._unknown: dict[tuple[str, str], Layer] = {}
@@ -131,7 +136,7 @@ class _Counter(TorchDispatchMode):
         source = right or left
         kind = found.kind
         if kind == "matmul":
-            is_attention = self.in_attention or self._stack.kind == "MultiheadAttention"
+            is_attention = self.in_attention or self._running.kind == "MultiheadAttention"
             kind = "linear" if source else "attention" if is_attention else "matmul"
         activation = found.left if right or not left else found.right
         self._record(kind, found.madds, activation, output, source)
@@ -143,7 +148,7 @@ class _Counter(TorchDispatchMode):
         self, kind: str, madds: int, x: Tensor, output: Any, source: _Source | None
     ) -> None:
         weight = source.name if source else ""
-        key = (self._stack.name, kind, weight)
+        key = (self._running.name, kind, weight)
         if key in self._rows:
             row = self._rows[key]
             self._rows[key] = replace(row, madds=row.madds + madds)
@@ -165,7 +170,7 @@ class _Counter(TorchDispatchMode):
     def _add_unknown(self, func: Any, tensors: list[Tensor], output: Any) -> None:
         first = _first(output)
         into = _sample(tensors[0], "") if tensors else ()
-        key = (self._stack.name, str(func))
+        key = (self._running.name, str(func))
         row = Layer(key[0], "unknown", 0, 0, into, _sample(first, ""), weight=str(func))
         self._unknown.setdefault(key, row)
 
@@ -195,7 +200,7 @@ def _first(output: Any) -> Tensor | None:
     return next((t for t in tree_leaves(output) if isinstance(t, Tensor)), None)
 
 
-def _sample(tensor: Tensor | None, kind: str) -> Shape:
+def _sample(tensor: Tensor | None, kind: str) -> tuple[int, ...]:
     """Return the shape without a leading batch of one; matrices may have lost it before."""
     if tensor is None:
         return ()

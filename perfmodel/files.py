@@ -9,12 +9,72 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RunError", "number", "read_json", "read_rows", "read_text", "replace_file", "shown"]
-__all__ += ["whole"]
+__all__ = [
+    "CHECKPOINT",
+    "CONFIG",
+    "ENVIRONMENT",
+    "FILES",
+    "LAYERS",
+    "METRICS",
+    "RESULT",
+    "TIMING",
+    "TRACE",
+    "RunError",
+    "UserError",
+    "number",
+    "read_config",
+    "read_json",
+    "read_result",
+    "read_rows",
+    "read_text",
+    "replace_file",
+    "shown",
+    "whole",
+]
+
+CONFIG, ENVIRONMENT, RESULT = "config.json", "environment.json", "result.json"
+LAYERS, METRICS, TRACE, TIMING = "layers.csv", "metrics.csv", "trace.csv", "timing.csv"
+CHECKPOINT = "checkpoint.pt"
+FILES = (CONFIG, ENVIRONMENT, CHECKPOINT, RESULT, LAYERS, METRICS, TRACE, TIMING)
 
 
-class RunError(ValueError):
+class UserError(ValueError):
+    """Something the user can put right; commands show it without a traceback."""
+
+
+class RunError(UserError):
     """A run folder that cannot be used; says which file, and why."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what a run was asked.
+
+    Raises:
+        RunError: The folder is not that of a run, or the file is damaged.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise RunError(f"{folder} must be the folder of a run, found no {CONFIG} in it")
+    try:
+        return read_json(path)
+    except RunError as error:
+        raise RunError(f"{path} must hold a run's configuration: {error}") from error
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """Return what came of a run; ``mean_word_length`` is None or missing where it was in float32.
+
+    Raises:
+        RunError: It is not finished, or the file is damaged.
+    """
+    path = folder / RESULT
+    if not path.is_file():
+        raise RunError(f"{folder} must be a finished run, found no {RESULT} in it")
+    values = read_json(path)
+    is_float = "mean_word_length" in values and values["mean_word_length"] is None
+    for name in ("test_accuracy", *(() if is_float else ("mean_word_length",))):
+        values[name] = number(path, values, name)
+    return values
 
 
 def read_text(path: Path) -> str:

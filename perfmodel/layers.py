@@ -1,8 +1,9 @@
 """The layers of a model that multiply, found by running it on shapes alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from perfmodel.madds import Layer
 
 if TYPE_CHECKING:
     import torch
@@ -26,35 +27,6 @@ class UnknownLayerError(ValueError):
             f"multiply-adds must be known for every operation, got {', '.join(found)}; "
             "unknown='list' counts the rest and lists these as kind 'unknown'"
         )
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One place where a model multiplies, or keeps a weight of two or more dimensions.
-
-    Args:
-        name: Module it happens in, ``""`` for the model itself.
-        kind: ``"conv2d"``, ``"conv_transpose1d"``, ``"linear"`` (a product with a weight),
-            ``"matmul"`` (a product of two activations), ``"attention"`` (the same inside an
-            attention), ``"bilinear"``, ``"embedding"``, ``"elementwise"`` (a weight that is only
-            added or scaled with), ``"unused"`` (a weight that took no part) or ``"unknown"``.
-        madds: Multiply-adds of one sample's forward pass.
-        parameters: Elements of its weight and bias.
-        input_shape: Of one sample, without the batch.
-        output_shape: Of one sample, without the batch.
-        weight: Name of its weight, ``""`` where two activations are multiplied. Tied weights
-            have one name, the first.
-        elements: Elements of its weight.
-    """
-
-    name: str
-    kind: str
-    madds: int
-    parameters: int
-    input_shape: Shape
-    output_shape: Shape
-    weight: str = ""
-    elements: int = 0
 
 
 def layers(

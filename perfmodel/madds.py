@@ -6,10 +6,40 @@ activation functions and pooling count 0.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-__all__ = ["attention", "bilinear", "convolution", "matmul", "transposed_convolution"]
+__all__ = ["Layer", "attention", "bilinear", "convolution", "matmul", "transposed_convolution"]
 
 Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One place where a model multiplies, or keeps a weight of two or more dimensions.
+
+    Args:
+        name: Module it happens in, ``""`` for the model itself.
+        kind: ``"conv2d"``, ``"conv_transpose1d"``, ``"linear"`` (a product with a weight),
+            ``"matmul"`` (a product of two activations), ``"attention"`` (the same inside an
+            attention), ``"bilinear"``, ``"embedding"``, ``"elementwise"`` (a weight that is only
+            added or scaled with), ``"unused"`` (a weight that took no part) or ``"unknown"``.
+        madds: Multiply-adds of one sample's forward pass.
+        parameters: Elements of its weight and bias.
+        input_shape: Of one sample, without the batch.
+        output_shape: Of one sample, without the batch.
+        weight: Name of its weight, ``""`` where two activations are multiplied. Tied weights
+            have one name, the first.
+        elements: Elements of its weight.
+    """
+
+    name: str
+    kind: str
+    madds: int
+    parameters: int
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    weight: str = ""
+    elements: int = 0
 
 
 def convolution(weight: Shape, output: Shape) -> int:

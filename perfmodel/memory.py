@@ -3,12 +3,15 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from perfmodel.forward_save import Division, few_bit_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from fixedpoint_kernels.watch import Storage
 
 __all__ = [
     "Kept",
@@ -23,15 +26,6 @@ __all__ = [
     "saved_bytes",
 ]
 
-STEPWISE_NAMES = """
-relu relu_ leaky_relu leaky_relu_ threshold relu6 hardtanh hardtanh_ hardsigmoid hardshrink softshrink
-"""
-STEPWISE = {*STEPWISE_NAMES.split()}  # their derivative has two values
-SMOOTH_NAMES = """
-gelu silu mish selu elu celu sigmoid logsigmoid softplus softsign tanh tanhshrink hardswish prelu
-sigmoid_ tanh_ silu_ elu_
-"""
-ACTIVATIONS = {*SMOOTH_NAMES.split(), *STEPWISE}
 PARTS = {  # of an operation's name; the first that fits
     "attention": "attention",
     "conv": "convolution",
@@ -180,16 +174,35 @@ def saved_bytes(
     """
     from perfmodel.saving import watch  # loads torch
 
-    return watch(model, inputs if isinstance(inputs, tuple) else (inputs,), measure)
+    storages, source = watch(model, inputs if isinstance(inputs, tuple) else (inputs,), measure)
+    return Saved(tuple(map(_kept, storages)), source)
+
+
+def _kept(storage: "Storage") -> Kept:
+    named = [(who, who.function or who.module) for who in storage.savers]
+    savers = tuple(Saver(who.layer, kind_of(op), op, who.module) for who, op in named)
+    return Kept(storage.size_bytes, storage.shape, storage.itemsize, savers)
 
 
 def kind_of(op: str) -> str:
     """Return the kind of an operation: ``"activation"``, ``"convolution"``, ... or its own name."""
-    if op in ACTIVATIONS:
+    if op.removesuffix("_") in _activations():
         return "activation"
     if op in MATMUL:
         return "matmul"
     return next((kind for part, kind in PARTS.items() if part in op.lower()), op)
+
+
+@cache
+def _activations() -> dict[str, bool]:
+    """Return the names of activation functions, and whether their derivative has two values."""
+    from fixedpoint_kernels.few_bit.activations import ENTRIES  # loads torch
+
+    return {"prelu": False} | {name: entry.exact is not None for name, entry in ENTRIES.items()}
+
+
+def _is_stepwise(saver: Saver) -> bool:
+    return _activations().get(saver.op.removesuffix("_"), False)
 
 
 def few_bit(bits: int) -> Option:
@@ -208,7 +221,7 @@ def few_bit(bits: int) -> Option:
 
 
 def _code(kept: Kept, saver: Saver, bits: int) -> int:
-    return few_bit_bytes(kept.elements, 1 if saver.op in STEPWISE else bits)
+    return few_bit_bytes(kept.elements, 1 if _is_stepwise(saver) else bits)
 
 
 def division(settings: Division = Division()) -> Option:  # noqa: B008  frozen
@@ -234,7 +247,7 @@ def divided(kept: Kept, saver: Saver, settings: Division) -> tuple[str, int] | N
     is_map = math.prod(kept.shape) == kept.elements and len(kept.shape) > 1
     if saver.kind in COMPRESSED and is_map:
         return "map", settings.size_bytes(kept.shape)
-    if saver.op in STEPWISE or saver.kind == "dropout":
+    if _is_stepwise(saver) or saver.kind == "dropout":
         return "mask", math.ceil(kept.elements / 8)
     if saver.kind == "pooling":
         is_index = kept.itemsize == 8

@@ -5,7 +5,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perfmodel.files import RunError, number, read_json, read_rows, shown, whole
+from perfmodel.files import (
+    CONFIG,
+    ENVIRONMENT,
+    LAYERS,
+    METRICS,
+    TIMING,
+    TRACE,
+    RunError,
+    number,
+    read_config,
+    read_json,
+    read_rows,
+    shown,
+    whole,
+)
 from perfmodel.layers import Layer
 from perfmodel.trace import Trace
 
@@ -67,12 +81,12 @@ def read_run(path: Path, model: Sequence[Layer] | None = None) -> Run:
     Raises:
         RunError: A file is missing or damaged, or the run and ``model`` differ.
     """
-    config = _config(path / "config.json")
-    rows = read_rows(path / "layers.csv", ("layer", "elements"))
-    layers = list(model) if model is not None else _layers(path / "layers.csv", rows)
+    config, table = _config(path), path / LAYERS
+    rows = read_rows(table, ("layer", "elements"))
+    layers = list(model) if model is not None else _layers(table, rows)
     names = {row["layer"] for row in rows}
     if model is not None:
-        compare(rows, model, path / "layers.csv")
+        compare(rows, model, table)
     trace = _trace(path, config, names)
     return Run(
         path,
@@ -129,10 +143,8 @@ def compare(rows: Sequence[Mapping[str, str]], model: Sequence[Layer], path: Pat
         raise RunError(f"{path} must have the layers of the model, got {wrong}")
 
 
-def _config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise RunError(f"{path.parent} must be a run folder, found no {path.name} in it")
-    values = read_json(path)
+def _config(folder: Path) -> dict[str, Any]:
+    path, values = folder / CONFIG, read_config(folder)
     needed = ["model", "dataset", "optimizer", "batch_size", "accumulation_steps"]
     if missing := [name for name in needed if name not in values]:
         raise RunError(f"{path} must have {', '.join(needed)}, missing {', '.join(missing)}")
@@ -178,10 +190,10 @@ def _layers(path: Path, rows: Sequence[Mapping[str, str]]) -> list[Layer]:
 
 
 def _trace(path: Path, config: Mapping[str, Any], names: set[str]) -> Trace:
-    steps = _steps(path / "metrics.csv")
+    steps = _steps(path / METRICS)
     if _method(config) == "sgd":
         return Trace((), steps, 32, kept={"*": 32})
-    start, table = start_of(config), path / "trace.csv"
+    start, table = start_of(config), path / TRACE
     switches = [
         _switch(table, row, start.searches)
         for row in read_rows(table, ("step", "layer", "wl", "lookback"))
@@ -211,7 +223,7 @@ def _steps(path: Path) -> int:
 
 def _measured(path: Path) -> tuple[float | None, str]:
     """Return the images a second and the machine, where the run recorded them."""
-    timing, environment = path / "timing.csv", path / "environment.json"
+    timing, environment = path / TIMING, path / ENVIRONMENT
     if not timing.exists() or not environment.exists():
         return None, ""
     rows, place = read_rows(timing, ("images_per_s",)), read_json(environment)

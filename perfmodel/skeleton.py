@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private import HOOKS, fill_copy, uncompiled
+from fixedpoint_kernels.watch import Running, is_torchs
 
-__all__ = ["Stack", "names_of", "skeleton"]
+__all__ = ["explain", "skeleton"]
 
 Convert = Callable[[Tensor], Tensor]
 
@@ -53,7 +54,7 @@ def _copy(
     copy.__dict__ = {n: convert(v) if isinstance(v, Tensor) else v for n, v in state.items()}
     for name in HOOKS:
         hooks = getattr(module, name)
-        kept = ((key, hook) for key, hook in hooks.items() if keep_hooks or _is_torchs(hook))
+        kept = ((key, hook) for key, hook in hooks.items() if keep_hooks or is_torchs(hook))
         setattr(copy, name, type(hooks)(kept))
     fill_copy(copy, module, convert, lambda m: _copy(m, copies, convert, keep_hooks))
     return copy
@@ -66,59 +67,18 @@ def _attribute(value: Any, module: nn.Module, copy: nn.Module) -> Any:
     return value
 
 
-def _is_torchs(hook: Any) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils.")
+@contextmanager
+def explain(running: Running, requirement: str) -> Iterator[None]:
+    """Turn an error of the model into one that names the module.
 
-
-def names_of(model: nn.Module) -> dict[int, str]:
-    """Return the first name of each module, by identity."""
-    return {id(module): name for name, module in model.named_modules()}
-
-
-class Stack:
-    """Which module is running.
-
-    Args:
-        model: A copy of our own: it gets hooks.
+    Raises:
+        ValueError: The model failed.
     """
-
-    def __init__(self, model: nn.Module):
-        self._names = names_of(model)
-        self.running: list[nn.Module] = []
-        self.failed: str | None = None
-        for module in model.modules():
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave)
-
-    @property
-    def name(self) -> str:
-        """Name of the innermost module that is running."""
-        return self._names[id(self.running[-1])] if self.running else ""
-
-    @property
-    def kind(self) -> str:
-        """Class of the innermost module that is running."""
-        return type(self.running[-1]).__name__ if self.running else ""
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        self.running.append(module)
-
-    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        while self.running and self.running.pop() is not module:
-            pass
-
-    @contextmanager
-    def explain(self, requirement: str) -> Iterator[None]:
-        """Turn an error of the model into one that names the module.
-
-        Raises:
-            ValueError: The model failed.
-        """
-        try:
-            yield
-        except Exception as error:  # whatever a model may raise
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"the model must {requirement}, got {type(error).__name__} "
-                f"in {self.name or 'the model itself'}: {reason}"
-            ) from error
+    try:
+        yield
+    except Exception as error:  # whatever a model may raise
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"the model must {requirement}, got {type(error).__name__} "
+            f"in {running.name or 'the model itself'}: {reason}"
+        ) from error

@@ -1,4 +1,4 @@
-"""Which package may import which, and what an import may load."""
+"""Which package and module may import which, and what an import may load."""
 
 import ast
 import graphlib
@@ -99,6 +99,72 @@ def test_compilers_and_extras_have_their_places(package):
             top = module.partition(".")[0]
             assert top != "triton" or path.name == "gpu.py", f"{path}:{line}"
             assert top != "qtorch" or path.name == "formats.py", f"{path}:{line}"
+            has_llvm = path.parent.name == "llvm" or path.name in ("cpu.py", "paths.py")
+            assert top != "llvmlite" or has_llvm, f"{path}:{line}"
+
+
+def module_of(path):
+    """Return the name under which a file of the tree is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def graph_of(codes):
+    """Return the modules each module imports, also in functions and for types alone."""
+    graph = {}
+    for name, code in codes.items():
+        found = graph[name] = set()
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names} & set(codes)
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    found |= {full if full in codes else node.module} & set(codes)
+        found.discard(name)
+    return graph
+
+
+def circle_in(graph):
+    """Return the modules of a circle, in the order in which they import each other; or none."""
+    done, path = set(), []
+
+    def walk(module):
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        path.append(module)
+        for other in sorted(graph[module]):
+            if circle := walk(other):
+                return circle
+        done.add(path.pop())
+        return []
+
+    return next(filter(None, map(walk, sorted(graph))), [])
+
+
+def test_no_imports_go_in_a_circle():
+    paths = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
+    graph = graph_of({module_of(path): path.read_text() for path in paths})
+    assert "fixedpoint_kernels.watch" in graph["perfmodel.saving"]
+    assert circle_in(graph) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import a.b",
+        "from a import b",
+        "from a.b import name",
+        "def f():\n    from a import b",
+        "if TYPE_CHECKING:\n    from a.b import name",
+    ],
+)
+def test_a_circle_is_named(code):
+    codes = {"a": "", "a.b": "from a import c", "a.c": "import a.d", "a.d": code}
+    assert circle_in(graph_of(codes)) == ["a.b", "a.c", "a.d"]
+    assert circle_in(graph_of(codes | {"a.c": ""})) == []
 
 
 @pytest.mark.parametrize("package", ["fixedpoint_kernels", "marvin"])

@@ -10,7 +10,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"fixedpoint_kernels", "marvin", "perfmodel", "train"}
-DATA = {"fixedpoint_kernels/few_bit/tables.npz", "train/digits.npz", "train/digits.md"}
+DATA = {
+    "fixedpoint_kernels/few_bit/tables.npz",
+    "fixedpoint_kernels/llvm/README.md",
+    "train/digits.npz",
+    "train/digits.md",
+}
 SMOKE = """
 import torch, fixedpoint_kernels, marvin, perfmodel, train.resnet20
 assert "{site}" in fixedpoint_kernels.__file__

@@ -1,11 +1,10 @@
-"""Checkpoints: read without running code, and compared with the run before they are loaded."""
+"""Checkpoints are compared with the run before they are loaded."""
 
 import dataclasses
 import math
-import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -14,57 +13,18 @@ import marvin
 from marvin.policies.push_up import Level
 from marvin.rounder import BUFFER
 from marvin.state import of_wrapped
-from perfmodel.files import shown
+from perfmodel.files import UserError, shown
 from train.alike import check_alike, check_names
-from train.errors import UserError
+from train.training import COLUMNS, Training
 
-if TYPE_CHECKING:
-    from train.loop import Training
+__all__ = ["load"]
 
-__all__ = ["VERSION", "load", "read"]
-
-VERSION = 1  # of checkpoints; those without one are of version 0, and otherwise the same
-PARTS = {"model": dict, "optimizer": dict, "scheduler": dict, "progress": dict, "data": str}
-OPTIONAL = {"forward_save": dict}
 OF_THE_SCHEDULE = "best", "num_bad_epochs", "cooldown_counter", "last_epoch"
 FREE = "lr", "initial_lr", "batch_size"  # settings that may differ from those the run began with
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return the parts of a checkpoint.
-
-    Raises:
-        UserError: The file is damaged, of something else, or of a later version.
-    """
-    try:
-        if not path.is_file():  # reading a pipe would never end
-            raise TypeError("a folder or a device")
-        _check_sums(path)
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        state = {name: saved[name] for name in PARTS}
-        state |= {name: saved[name] for name in OPTIONAL if name in saved}
-        version = saved.get("version", 0)
-        for name, value in state.items():
-            if not isinstance(value, (PARTS | OPTIONAL)[name]):
-                raise TypeError(f"{name} is {shown(value)}")
-        if type(version) is not int or version < 0:
-            raise TypeError(f"version is {shown(version)}")
-    except Exception as error:  # torch raises six kinds for six ways of damage
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-        raise UserError(
-            f"{path} must hold a whole checkpoint, got a damaged file ({reason}); "
-            "delete it to begin this run anew"
-        ) from error
-    if version > VERSION:
-        raise UserError(
-            f"{path} must have version {VERSION} or less, got {version}: "
-            "a later version of this package wrote it"
-        )
-    return state
-
-
-def load(training: "Training", state: dict[str, Any], path: Path) -> None:
-    """Continue a run from the checkpoint that ``read`` returned.
+def load(training: Training, state: dict[str, Any], path: Path) -> None:
+    """Continue a run from the checkpoint that ``RunFolder.load_checkpoint`` returned.
 
     Raises:
         UserError: The checkpoint is whole, and not of this run.
@@ -82,15 +42,7 @@ def load(training: "Training", state: dict[str, Any], path: Path) -> None:
         ) from error
 
 
-def _check_sums(path: Path) -> None:
-    """Compare each record of a checkpoint with its checksum, which ``torch.load`` does not."""
-    with zipfile.ZipFile(path) as records:
-        damaged = records.testzip()
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-
-
-def _check(training: "Training", state: Mapping[str, Any]) -> None:
+def _check(training: Training, state: Mapping[str, Any]) -> None:
     want = training.state()
     of_model = {n: v for n, v in want["model"].items() if n in state["model"] or not _is_format(n)}
     check_names("model", of_model, state["model"])  # earlier versions kept no formats in it
@@ -129,9 +81,7 @@ def _check_policy(want: Mapping[str, Any], common: Mapping[str, Any]) -> None:
         raise ValueError(f"its level is {shown(level)}")
 
 
-def _check_progress(training: "Training", got: Mapping[str, Any]) -> None:
-    from train.loop import METRICS
-
+def _check_progress(training: Training, got: Mapping[str, Any]) -> None:
     want = dataclasses.asdict(training.progress)
     check_names("progress", want, got)
     check_alike("progress", want, got)
@@ -147,7 +97,7 @@ def _check_progress(training: "Training", got: Mapping[str, Any]) -> None:
     if len(got["rows"]) != got["epoch"]:
         raise ValueError(f"it has metrics of {len(got['rows'])} of {got['epoch']} epochs")
     for row in got["rows"]:
-        check_names("metrics", dict.fromkeys(METRICS), row)
+        check_names("metrics", dict.fromkeys(COLUMNS), row)
         known = {name: value for name, value in row.items() if value is not None}
         check_alike("metrics", dict.fromkeys(known, 0.0), known)
 

@@ -3,17 +3,13 @@
 import dataclasses
 import functools
 import math
-import re
 import types
 import typing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from perfmodel.files import shown
 
-if TYPE_CHECKING:
-    from train.config import Config
-
-__all__ = ["MODELS", "check", "flag"]
+__all__ = ["MODELS", "check", "flag", "refuse"]
 
 MODELS = "resnet20", "alexnet", "vit"
 MOST = 10**9  # of what is counted
@@ -43,11 +39,10 @@ RANGES = {
     "seed": (0, 2**63 - 1),
     "block": (1, 2**16),
 }
-POLICY = re.compile(r"marvin|muppet|loss-budget|static|none|fixed:\d{1,3},-?\d{1,3}", re.ASCII)
 
 
-def check(config: "Config") -> None:
-    """Refuse what no run can be made of, before anything is read or written.
+def check(config: Any) -> None:
+    """Refuse values that no field of a configuration, a dataclass, may have.
 
     Raises:
         ValueError: A value is of another type or out of range; says which flag, what is required
@@ -57,58 +52,26 @@ def check(config: "Config") -> None:
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if not _fits(value, hints[f.name]):
-            _refuse(f.name, _kind(hints[f.name]), shown_value(value))
+            refuse(f.name, _kind(hints[f.name]), shown_value(value))
         numbers = value if isinstance(value, tuple) else (value,)
         for number in numbers:
             _check_number(f.name, number)
         choices = MODELS if f.name == "model" else f.metadata.get("choices")
         if choices and value not in choices:
-            _refuse(f.name, f"one of {', '.join(choices)}", shown(value))
-    _check_rules(config)
+            refuse(f.name, f"one of {', '.join(choices)}", shown(value))
 
 
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, float):
         is_fine = math.isfinite(value) or (name in MAY_BE_INFINITE and not math.isnan(value))
         if not is_fine:
-            _refuse(name, "a finite number", value)
+            refuse(name, "a finite number", value)
     if name in RANGES and value != "noise":
         low, high = RANGES[name]
         if value < low:
-            _refuse(name, f"at least {low}", value)
+            refuse(name, f"at least {low}", value)
         if value > high:
-            _refuse(name, f"at most {high}", value)
-
-
-def _check_rules(config: "Config") -> None:
-    rules = (
-        ("validation_share", 0 <= config.validation_share < 1, "0 to below 1"),
-        ("plateau_factor", 0 < config.plateau_factor < 1, "between 0 and 1"),
-        ("momentum", 0 <= config.momentum < 1, "0 to below 1"),
-        ("bits", 1 <= config.bits <= 8, "1 to 8"),
-        ("init_scale", config.init_scale > 0, "above 0"),
-        ("division_bits", config.division_bits in (1, 2, 4, 8), "1, 2, 4 or 8"),
-        (
-            "policy",
-            POLICY.fullmatch(config.policy) is not None,
-            "marvin, muppet, loss-budget, static, none or fixed:WL,FL",
-        ),
-    )
-    for name, is_met, required in rules:
-        if not is_met:
-            _refuse(name, required, getattr(config, name))
-    if config.optimizer == "sgd" and config.policy not in ("marvin", "none"):
-        raise ValueError(
-            f"--policy {config.policy} must be without --optimizer sgd, which trains in float32: "
-            f"write --policy {config.policy} alone, or --optimizer sgd alone"
-        )
-    if config.execution == "int8" and (
-        config.method == "sgd" or config.policy == "none" or not config.quantize_activations
-    ):
-        raise ValueError(
-            "--execution int8 must be with fixed point and --quantize-activations: write for "
-            "example --policy loss-budget --execution int8"
-        )
+            refuse(name, f"at most {high}", value)
 
 
 def flag(name: str) -> str:
@@ -121,7 +84,8 @@ def shown_value(value: Any) -> str:
     return f"{list(value)!r:.60}" if isinstance(value, tuple) else shown(value)
 
 
-def _refuse(name: str, required: str, got: Any) -> None:
+def refuse(name: str, required: str, got: Any) -> None:
+    """Raise ``ValueError``, with the flag of a field."""
     raise ValueError(f"{flag(name)} must be {required}, got {got!s:.60}")
 
 

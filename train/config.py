@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal
 from fixedpoint_kernels.forward_save import METHODS
 from perfmodel.arguments import Parser
 from train.activations import ACTIVATIONS
-from train.checks import check, flag
+from train.checks import check, flag, refuse
 from train.data import NAMES
 
 __all__ = [
@@ -36,6 +37,7 @@ def keyword(default: Any, meaning: str, *choices: str) -> Any:
     return field(default=default, metadata=metadata)
 
 
+POLICY = re.compile(r"marvin|muppet|loss-budget|static|none|fixed:\d{1,3},-?\d{1,3}", re.ASCII)
 FORWARD_SAVE = "none", "few-bit", "division", "few-bit+division"
 
 
@@ -164,6 +166,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check(self)
+        _check_rules(self)
         if self.policy == "none":
             object.__setattr__(self, "optimizer", "sgd")
 
@@ -189,6 +192,37 @@ QUANTIZED_KEYWORDS = (
     "seed",
 )
 MSGD_KEYWORDS = tuple(f.name for f in dataclasses.fields(Config) if f.metadata.get("msgd"))
+
+
+def _check_rules(config: Config) -> None:
+    rules = (
+        ("validation_share", 0 <= config.validation_share < 1, "0 to below 1"),
+        ("plateau_factor", 0 < config.plateau_factor < 1, "between 0 and 1"),
+        ("momentum", 0 <= config.momentum < 1, "0 to below 1"),
+        ("bits", 1 <= config.bits <= 8, "1 to 8"),
+        ("init_scale", config.init_scale > 0, "above 0"),
+        ("division_bits", config.division_bits in (1, 2, 4, 8), "1, 2, 4 or 8"),
+        (
+            "policy",
+            POLICY.fullmatch(config.policy) is not None,
+            "marvin, muppet, loss-budget, static, none or fixed:WL,FL",
+        ),
+    )
+    for name, is_met, required in rules:
+        if not is_met:
+            refuse(name, required, getattr(config, name))
+    if config.optimizer == "sgd" and config.policy not in ("marvin", "none"):
+        raise ValueError(
+            f"--policy {config.policy} must be without --optimizer sgd, which trains in float32: "
+            f"write --policy {config.policy} alone, or --optimizer sgd alone"
+        )
+    if config.execution == "int8" and (
+        config.method == "sgd" or config.policy == "none" or not config.quantize_activations
+    ):
+        raise ValueError(
+            "--execution int8 must be with fixed point and --quantize-activations: write for "
+            "example --policy loss-budget --execution int8"
+        )
 
 
 def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:

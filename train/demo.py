@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from perfmodel.arguments import Parser, message_of
+from perfmodel.files import CONFIG
 from perfmodel.run import read_run
 from perfmodel.summary import totals
 from train import resnet20
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = replace(DEMO, optimizer=optimizer, run=str(folder))
         print(f"ResNet20 on handwritten digits, {meaning}", flush=True)
         try:
-            results[optimizer] = train(replace(config, resume=(folder / "config.json").exists()))
+            results[optimizer] = train(replace(config, resume=(folder / CONFIG).exists()))
         except ERRORS as error:
             sys.exit(f"python -m train.demo: error: {message_of(error)}")
         except KeyboardInterrupt:

@@ -1,7 +1,5 @@
-"""Errors a user can put right."""
+"""Errors a user can put right; those of run folders, ``RunError``, are among them."""
+
+from perfmodel.files import UserError
 
 __all__ = ["UserError"]
-
-
-class UserError(ValueError):
-    """Something the user can put right; the scripts show it without a traceback."""

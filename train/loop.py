@@ -3,77 +3,25 @@
 import dataclasses
 import math
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import marvin
-import perfmodel
-from fixedpoint_kernels import forward_save
 from marvin.ranks import sum_over_ranks
+from perfmodel.files import METRICS, TIMING, TRACE
 from train import distributed
-from train.augment import batch, epoch_order, private_generator, step_indices, steps_per_epoch
+from train.augment import batch, epoch_order, private_generator, step_indices
 from train.config import Config
-from train.data import Parts
 from train.dataset import Dataset, Images
 from train.optimizers import prepare_gradients_
-from train.records import TIMING, RunFolder
+from train.records import TIMES
 from train.report import Report
+from train.training import COLUMNS, Progress, Training
 
-__all__ = ["METRICS", "Progress", "Score", "Training", "evaluate", "fit"]
-
-METRICS = (
-    "epoch",
-    "step",
-    "lr",
-    "train_loss",
-    "train_accuracy",
-    "validation_loss",
-    "validation_accuracy",
-    "mean_word_length",
-)
-
-
-@dataclass
-class Progress:
-    """Where a run stands, beside model, optimizer and schedule.
-
-    Args:
-        epoch: Whole epochs done.
-        step: Optimiser steps done in the epoch that is not whole yet.
-        total_steps: Optimiser steps done in all.
-        loss_sum: Sum of the losses of ``step`` steps, each times its images.
-        correct: Right answers in these steps.
-        seen: Images in these steps.
-        rows: Metrics of each whole epoch.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    total_steps: int = 0
-    loss_sum: float = 0.0
-    correct: int = 0
-    seen: int = 0
-    rows: list[dict[str, float | None]] = field(default_factory=list)
-
-    def add(self, loss: float, correct: int, images: int) -> None:
-        """Count one optimiser step."""
-        self.step += 1
-        self.total_steps += 1
-        self.loss_sum += loss * images
-        self.correct += correct
-        self.seen += images
-
-    def finish_epoch(self, row: dict[str, float | None]) -> None:
-        """Count one epoch, and begin the next one empty."""
-        self.rows.append(row)
-        self.epoch += 1
-        self.step = self.correct = self.seen = 0
-        self.loss_sum = 0.0
+__all__ = ["Score", "evaluate", "fit"]
 
 
 @dataclass(frozen=True)
@@ -82,74 +30,6 @@ class Score:
 
     loss: float
     accuracy: float
-
-
-@dataclass(frozen=True)
-class Training:
-    """All that takes part in a run.
-
-    ``layers`` are what the model multiplies; ``parallel`` is the model, for training steps, with
-    gradients over all processes.
-    """
-
-    config: Config
-    dataset: Dataset
-    parts: Parts
-    model: nn.Module
-    parallel: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: ReduceLROnPlateau
-    folder: RunFolder
-    activations: marvin.QuantizedActivations | None = None
-    layers: list[perfmodel.Layer] = field(default_factory=list)
-    progress: Progress = field(default_factory=Progress)
-
-    def state(self) -> dict[str, Any]:
-        """Return all that decides the future, as plain values and tensors."""
-        noise = forward_save.state(self.model)
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "progress": dataclasses.asdict(self.progress),
-            "data": self.dataset.fingerprint(),
-            **({"forward_save": noise} if noise else {}),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state`` returned."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        forward_save.load_state(self.model, state.get("forward_save", {}))
-        for name, value in state["progress"].items():
-            setattr(self.progress, name, value)
-
-    @property
-    def steps(self) -> int:
-        """Optimiser steps of an epoch."""
-        config = self.config
-        return steps_per_epoch(len(self.parts.train), config.batch_size, config.accumulation_steps)
-
-    @property
-    def mean_word_length(self) -> float | None:
-        """Bits, mean over the layers; None in float32."""
-        optimizer = self.optimizer
-        is_fixed = isinstance(optimizer, marvin.Quantized)
-        return optimizer.mean_word_length() if is_fixed else None
-
-    @property
-    def policy(self) -> marvin.Policy | None:
-        """What decides formats; None in float32."""
-        optimizer = self.optimizer
-        return optimizer.policy if isinstance(optimizer, marvin.Quantized) else None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all epochs are done, or the policy has had enough."""
-        optimizer = self.optimizer
-        done = self.progress.epoch >= self.config.epochs
-        return done or (isinstance(optimizer, marvin.Quantized) and optimizer.should_stop)
 
 
 def fit(training: Training, report: Report) -> None:
@@ -257,7 +137,7 @@ def end_epoch(training: Training) -> dict[str, float | None]:
         held_out and held_out.accuracy,
         training.mean_word_length,
     )
-    row: dict[str, float | None] = dict(zip(METRICS, values, strict=True))
+    row: dict[str, float | None] = dict(zip(COLUMNS, values, strict=True))
     if isinstance(training.optimizer, marvin.Quantized):
         training.optimizer.end_epoch()
     progress.finish_epoch(row)
@@ -288,11 +168,11 @@ def evaluate(model: nn.Module, part: Images, dataset: Dataset, batch_size: int) 
 
 def save_tables(training: Training) -> None:
     """Write the tables that the checkpoint also holds."""
-    training.folder.save_rows("metrics.csv", training.progress.rows, METRICS)
+    training.folder.save_rows(METRICS, training.progress.rows, COLUMNS)
     if isinstance(training.optimizer, marvin.Quantized):
         columns = [f.name for f in dataclasses.fields(marvin.Switch)]
         rows = (dataclasses.asdict(switch) for switch in training.optimizer.trace)
-        training.folder.save_rows("trace.csv", rows, columns)
+        training.folder.save_rows(TRACE, rows, columns)
 
 
 def save_timing(training: Training, images: int, train_s: float, epoch_s: float) -> None:
@@ -304,5 +184,5 @@ def save_timing(training: Training, images: int, train_s: float, epoch_s: float)
         round(epoch_s, 3),
         round(images / train_s, 1),
     )
-    row: dict[str, float] = dict(zip(TIMING, values, strict=True))
-    training.folder.add_row("timing.csv", row)
+    row: dict[str, float] = dict(zip(TIMES, values, strict=True))
+    training.folder.add_row(TIMING, row)

@@ -17,24 +17,24 @@ import perfmodel
 from fixedpoint_kernels import forward_save, products
 from perfmodel.arguments import message_of
 from perfmodel.cost import weights_of
+from perfmodel.files import LAYERS, UserError
 from perfmodel.report import one_line
-from perfmodel.run import RunError, read_run
+from perfmodel.run import read_run
 from train import checkpoint, distributed, plot
 from train.activations import ACTIVATIONS
 from train.augment import private_generator
 from train.config import Config, parse, run_folder
 from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
-from train.errors import UserError
-from train.lengths import mean_word_lengths
-from train.loop import Training, evaluate, fit
+from train.loop import evaluate, fit
 from train.optimizers import make_optimizer
 from train.records import Onlooker, RunFolder, environment
 from train.report import Report, Silence
+from train.training import Training, mean_word_lengths
 
 __all__ = ["ERRORS", "main", "prepare", "run"]
 
-ERRORS = UserError, RunError, FloatingPointError, OSError  # that the user can put right
+ERRORS = UserError, FloatingPointError, OSError  # that the user can put right
 
 Build = Callable[[int, int, int, type[nn.Module]], nn.Module]  # the last makes activations
 
@@ -229,7 +229,7 @@ def resume(training: Training) -> None:
     if changes:
         print(f"resuming elsewhere, the last bits may differ: {'; '.join(changes)}")
     names = ("layer", "shape", "elements", "madds")
-    folder.save_rows("layers.csv", layer_rows(training), names)
+    folder.save_rows(LAYERS, layer_rows(training), names)
     if distributed.is_first():
         print(f"{training.dataset.name}: {training.dataset.source}")
         print(f"run folder {folder.path}", flush=True)

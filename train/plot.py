@@ -14,10 +14,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from marvin.files import write_atomic
 from perfmodel.arguments import Parser, message_of
-from perfmodel.files import RunError, number, read_rows, whole
+from perfmodel.files import LAYERS, METRICS, TRACE, RunError, UserError, number, read_rows, whole
 from perfmodel.run import MOST_STEPS, start_of
 from train.config import to_dict
-from train.errors import UserError
 from train.records import RunFolder, read_csv
 
 __all__ = ["History", "draw", "read", "save"]
@@ -65,22 +64,22 @@ def read(path: Path) -> History:
             f"{path} must be a run of msgd to have word lengths, got {config.optimizer}"
         )
     start = start_of(to_dict(config))
-    rows = read_csv(path / "metrics.csv")
+    rows = read_csv(path / METRICS)
     if not rows:
         raise UserError(f"{path} must have one whole epoch to draw, got none")
     part = "validation" if rows[-1].get("validation_accuracy") else "train"
-    steps = [whole(path / "metrics.csv", row, "step", 1, MOST_STEPS) for row in rows]
-    layers = read_rows(path / "layers.csv", ("layer", "shape"))
+    steps = [whole(path / METRICS, row, "step", 1, MOST_STEPS) for row in rows]
+    layers = read_rows(path / LAYERS, ("layer", "shape"))
     names = [row["layer"] for row in layers]
-    trace = read_rows(path / "trace.csv", ("step", "layer", "wl"))
+    trace = read_rows(path / TRACE, ("step", "layer", "wl"))
     own = [row | {"wl": row["input_wl"]} for row in trace if row.get("input_wl", "0") != "0"]
-    check_trace(path / "trace.csv", [*trace, *own], names)
+    check_trace(path / TRACE, [*trace, *own], names)
     return History(
         title=" on ".join(LABELS.get(name, name) for name in (config.model, config.dataset)),
         layers=[label(row) for row in layers],
         word_lengths=word_lengths(names, trace, max(steps), start.init_wl),
         epoch_steps=steps,
-        accuracy=[number(path / "metrics.csv", row, f"{part}_accuracy") for row in rows],
+        accuracy=[number(path / METRICS, row, f"{part}_accuracy") for row in rows],
         accuracy_of=part,
         input_lengths=word_lengths(names, own, max(steps), start.init_wl) if own else None,
     )
@@ -223,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run of msgd")
     try:
         print(save(parser.parse_args(argv).run))
-    except (UserError, RunError, OSError) as error:
+    except (UserError, OSError) as error:
         sys.exit(f"python -m train.plot: error: {message_of(error)}")
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import platform
 import sys
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,18 +16,31 @@ from typing import Any
 import torch
 
 from marvin.files import LOCK, Locked, lock_folder, remove_leftovers, write_atomic
-from perfmodel.files import RunError, number, read_json, read_rows, shown
-from train import checkpoint, distributed
+from perfmodel.files import (
+    CHECKPOINT,
+    CONFIG,
+    ENVIRONMENT,
+    FILES,
+    RESULT,
+    TIMING,
+    UserError,
+    read_config,
+    read_json,
+    read_result,
+    read_rows,
+    shown,
+)
+from train import distributed
 from train.config import Config, from_dict, to_dict
-from train.errors import UserError
 
-__all__ = ["TIMING", "Onlooker", "RunFolder", "differences", "environment", "read_csv"]
+__all__ = ["TIMES", "Onlooker", "RunFolder", "differences", "environment", "read_csv"]
 
 PACKAGES = ("marvin-fixedpoint", "torch", "numpy", "numba", "triton")
 FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
-TIMING = ("epoch", "images", "train_s", "epoch_s", "images_per_s")
-TABLES = ("layers.csv", "metrics.csv", "trace.csv", "timing.csv")
-FILES = ("config.json", "environment.json", "checkpoint.pt", "result.json", *TABLES)
+TIMES = ("epoch", "images", "train_s", "epoch_s", "images_per_s")
+VERSION = 1  # of checkpoints; those without one are of version 0, and otherwise the same
+PARTS = {"model": dict, "optimizer": dict, "scheduler": dict, "progress": dict, "data": str}
+OPTIONAL = {"forward_save": dict}
 
 Row = Mapping[str, Any]
 
@@ -46,7 +60,7 @@ class RunFolder:
     @property
     def checkpoint(self) -> Path:
         """Everything needed to continue."""
-        return self.path / "checkpoint.pt"
+        return self.path / CHECKPOINT
 
     @property
     def tensorboard(self) -> Path:
@@ -83,11 +97,11 @@ class RunFolder:
         self._check(config)
         self.path.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.path)
-        (self.path / "result.json").unlink(missing_ok=True)  # it is of fewer epochs
-        write_atomic(self.path / "config.json", _to_json(to_dict(config) | {"resume": False}))
+        (self.path / RESULT).unlink(missing_ok=True)  # it is of fewer epochs
+        write_atomic(self.path / CONFIG, _to_json(to_dict(config) | {"resume": False}))
 
     def _check(self, config: Config) -> None:
-        stored = self.path / "config.json"
+        stored = self.path / CONFIG
         if stored.exists() and not config.resume:
             raise UserError(f"{self.path} holds a run: add --resume, or choose another with --run")
         if self.path.exists() and not self.path.is_dir():
@@ -101,8 +115,8 @@ class RunFolder:
             )
         if config.resume:
             self._agree(config)
-            if (self.path / "timing.csv").exists():
-                read_csv(self.path / "timing.csv", TIMING)
+            if (self.path / TIMING).exists():
+                read_csv(self.path / TIMING, TIMES)
 
     def read_config(self) -> Config:
         """Return the configuration of the run in this folder.
@@ -110,12 +124,11 @@ class RunFolder:
         Raises:
             UserError: There is none, or it is damaged.
         """
-        path = self.path / "config.json"
-        if not path.is_file():
-            raise UserError(f"{self.path} must be the folder of a run, found no config.json in it")
+        values = read_config(self.path)
         try:
-            return from_dict(read_json(path))
+            return from_dict(values)
         except (ValueError, TypeError) as error:
+            path = self.path / CONFIG
             raise UserError(f"{path} must hold a run's configuration: {error}") from error
 
     def read_result(self) -> dict[str, Any]:
@@ -124,17 +137,7 @@ class RunFolder:
         Raises:
             UserError: It is not finished, or the file is damaged.
         """
-        path = self.path / "result.json"
-        if not path.is_file():
-            raise UserError(f"{self.path} must be a finished run, found no result.json in it")
-        values = _read_json(path)
-        is_float = "mean_word_length" in values and values["mean_word_length"] is None
-        for name in ("test_accuracy", *(() if is_float else ("mean_word_length",))):
-            try:
-                values[name] = number(path, values, name)
-            except RunError as error:
-                raise UserError(str(error)) from error
-        return values
+        return read_result(self.path)
 
     def _agree(self, config: Config) -> None:
         old = self.read_config()
@@ -146,11 +149,11 @@ class RunFolder:
 
     def save_environment(self, values: Mapping[str, Any]) -> list[str]:
         """Store where the run began; later, return what has changed since then."""
-        path = self.path / "environment.json"
+        path = self.path / ENVIRONMENT
         if not path.exists():
             write_atomic(path, _to_json(values))
             return []
-        old = _read_json(path)
+        old = read_json(path)
         now = json.loads(json.dumps(values))
         names = [name for name in now if name in old and old[name] != now[name]]
         return [f"{name} was {shown(old[name])}, is {shown(now[name])}" for name in names]
@@ -158,7 +161,7 @@ class RunFolder:
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Replace the checkpoint at once."""
         buffer = io.BytesIO()
-        torch.save({"version": checkpoint.VERSION, **state}, buffer)
+        torch.save({"version": VERSION, **state}, buffer)
         write_atomic(self.checkpoint, buffer.getvalue())
 
     def load_checkpoint(self) -> dict[str, Any] | None:
@@ -167,7 +170,7 @@ class RunFolder:
         Raises:
             UserError: The file is damaged, or of a later version.
         """
-        return checkpoint.read(self.checkpoint) if self.checkpoint.exists() else None
+        return _read_checkpoint(self.checkpoint) if self.checkpoint.exists() else None
 
     def save_rows(self, name: str, rows: Iterable[Row], columns: Sequence[str]) -> None:
         """Replace a table such as ``metrics.csv`` at once."""
@@ -185,7 +188,7 @@ class RunFolder:
 
     def save_result(self, values: Row) -> None:
         """Store what came of the run."""
-        write_atomic(self.path / "result.json", _to_json(values))
+        write_atomic(self.path / RESULT, _to_json(values))
 
 
 class Onlooker(RunFolder):
@@ -235,20 +238,51 @@ def read_csv(path: Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
     """
     if not path.exists():
         raise UserError(f"looked for {path}: the run has not come to the end of its first epoch")
-    try:
-        rows = read_rows(path, columns)
-    except RunError as error:
-        raise UserError(str(error)) from error
+    rows = read_rows(path, columns)
     if columns and rows and set(rows[0]) != set(columns):
         raise UserError(f"{path} must have columns {', '.join(columns)}, got {', '.join(rows[0])}")
     return rows
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the parts of a checkpoint, without running code.
+
+    Raises:
+        UserError: The file is damaged, of something else, or of a later version.
+    """
     try:
-        return read_json(path)
-    except RunError as error:
-        raise UserError(str(error)) from error
+        if not path.is_file():  # reading a pipe would never end
+            raise TypeError("a folder or a device")
+        _check_sums(path)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        state = {name: saved[name] for name in PARTS}
+        state |= {name: saved[name] for name in OPTIONAL if name in saved}
+        version = saved.get("version", 0)
+        for name, value in state.items():
+            if not isinstance(value, (PARTS | OPTIONAL)[name]):
+                raise TypeError(f"{name} is {shown(value)}")
+        if type(version) is not int or version < 0:
+            raise TypeError(f"version is {shown(version)}")
+    except Exception as error:  # torch raises six kinds for six ways of damage
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+        raise UserError(
+            f"{path} must hold a whole checkpoint, got a damaged file ({reason}); "
+            "delete it to begin this run anew"
+        ) from error
+    if version > VERSION:
+        raise UserError(
+            f"{path} must have version {VERSION} or less, got {version}: "
+            "a later version of this package wrote it"
+        )
+    return state
+
+
+def _check_sums(path: Path) -> None:
+    """Compare each record of a checkpoint with its checksum, which ``torch.load`` does not."""
+    with zipfile.ZipFile(path) as records:
+        damaged = records.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a run shows while it goes: a progress bar, a line an epoch, TensorBoard."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -10,9 +10,7 @@ import marvin.tensorboard
 from perfmodel.meter import Meter
 from perfmodel.run import start_of
 from train.config import to_dict
-
-if TYPE_CHECKING:
-    from train.loop import Progress, Training
+from train.training import Progress, Training
 
 __all__ = ["Report", "Silence"]
 
@@ -26,7 +24,7 @@ class Report:
         training: The run; TensorBoard files go to its folder, without the steps it will repeat.
     """
 
-    def __init__(self, training: "Training"):
+    def __init__(self, training: Training):
         next_step = training.progress.total_steps + 1
         folder = training.folder.tensorboard
         self._writer = SummaryWriter(str(folder), purge_step=next_step, flush_secs=10)
@@ -48,7 +46,7 @@ class Report:
         """Write what TensorBoard has so far: called before each checkpoint."""
         self._writer.flush()
 
-    def begin_epoch(self, progress: "Progress", images: int) -> None:
+    def begin_epoch(self, progress: Progress, images: int) -> None:
         """Open the bar of an epoch of ``images`` images."""
         self._bar = tqdm(
             total=images,
@@ -60,7 +58,7 @@ class Report:
             dynamic_ncols=True,
         )
 
-    def step(self, training: "Training", loss: float) -> None:
+    def step(self, training: Training, loss: float) -> None:
         """Show one optimiser step."""
         progress, bar = training.progress, self._bar
         self._writer.add_scalar("loss/step", loss, progress.total_steps)
@@ -87,7 +85,7 @@ class Report:
             self._switches = len(optimizer.trace)
             marvin.tensorboard.log_formats(self._writer, optimizer, step)
 
-    def epoch(self, row: Row, training: "Training", images_per_s: float) -> None:
+    def epoch(self, row: Row, training: Training, images_per_s: float) -> None:
         """Show the metrics of a whole epoch."""
         if self._bar is not None:
             self._bar.close()
@@ -120,17 +118,17 @@ class Silence(Report):
     def flush(self) -> None:
         """Show nothing."""
 
-    def begin_epoch(self, progress: "Progress", images: int) -> None:
+    def begin_epoch(self, progress: Progress, images: int) -> None:
         """Show nothing."""
 
-    def step(self, training: "Training", loss: float) -> None:
+    def step(self, training: Training, loss: float) -> None:
         """Show nothing."""
 
-    def epoch(self, row: Row, training: "Training", images_per_s: float) -> None:
+    def epoch(self, row: Row, training: Training, images_per_s: float) -> None:
         """Show nothing."""
 
 
-def _meter(training: "Training") -> Meter:
+def _meter(training: Training) -> Meter:
     """Return what adds up the modelled cost of the run."""
     config = training.config
     samples = config.batch_size * config.accumulation_steps

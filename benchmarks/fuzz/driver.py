@@ -3,6 +3,7 @@
 The other process writes the name of each input to a file before it runs.
 """
 
+import importlib
 import os
 import signal
 import subprocess
@@ -10,10 +11,16 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from benchmarks.fuzz.shares import counts_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROOT = Path(__file__).parents[2]
 _EXECUTIONS = {"cpu": "cpu", "pytorch": "reference", "interpreter": "gpu"}
@@ -67,17 +74,33 @@ def _run(seed: int, jobs: Sequence[tuple[str, int, int]], execution: str) -> Non
             sys.exit(f"{command}: {came or 'ended, see above'}")
 
 
+def _force(execution: str) -> None:
+    """Let tensors of the CPU be computed by another execution."""
+    from fixedpoint_kernels import packing, rounding, survey
+    from fixedpoint_kernels.division import operators as division
+    from fixedpoint_kernels.few_bit import operators as few_bit
+    from fixedpoint_kernels.histogram import grid
+    from fixedpoint_kernels.products import operators as products
+
+    for module in (division, few_bit, grid, packing, products, rounding, survey):
+        package = ".".join(module.__name__.split(".")[:2])
+        forced = importlib.import_module(f"{package}.{execution}")
+        module.__dict__["kernels_of"] = partial(_forced, module.kernels_of, forced)
+
+
+def _forced(
+    kernels_of: "Callable[[Tensor], ModuleType]", forced: ModuleType, x: "Tensor"
+) -> ModuleType:
+    return forced if x.is_cpu else kernels_of(x)
+
+
 def _work(file: str, seed: int, execution: str, jobs: Sequence[tuple[str, int, int]]) -> None:
     """Run inputs in this process; end it with status 1 at the first that is wrong."""
     if execution == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     from benchmarks.fuzz.cases import run_one  # torch and the packages take a while
-    from fixedpoint_kernels import executions
 
-    module, chosen = executions._module, _EXECUTIONS[execution]
-    executions.__dict__["_module"] = lambda package, name: module(
-        package, chosen if name == "cpu" else name
-    )
+    _force(_EXECUTIONS[execution])
     warnings.simplefilter("error")
     if execution == "interpreter":  # sums that overflow, as they may
         warnings.filterwarnings("ignore", ".*encountered in", RuntimeWarning, "triton|numpy")

@@ -13,7 +13,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from fixedpoint_kernels.division.layout import Layout
-from fixedpoint_kernels.division.vectors import (
+from fixedpoint_kernels.llvm.division import (
     BLOCK,
     LANES,
     add_rows,

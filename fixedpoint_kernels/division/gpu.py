@@ -4,6 +4,9 @@ It goes over its planes three times, for means, for ranges and for codes; what t
 in the cache for the others, except of planes that are larger than the cache.
 """
 
+# Rules that kernels break, for they are Triton's language; launchers keep all others.
+# pyright: reportInvalidTypeForm=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+
 import math
 
 import triton
@@ -12,27 +15,27 @@ from torch import Tensor
 
 from fixedpoint_kernels.division.layout import Layout
 from fixedpoint_kernels.philox import Key
-from fixedpoint_kernels.philox.gpu import uniform
+from fixedpoint_kernels.philox.gpu import jit, uniform
 from fixedpoint_kernels.rounding.gpu import _to_bfloat16, _to_float32
 
 _LANES = 1024
 _MOST_PLANES = 64  # that a program takes; they have fewer than _LANES elements in all
 
 
-@triton.jit
+@jit
 def _rounded_down(x):
     """Return the largest number of bfloat16 that is not above ``x``, as float32."""
     bits = x.to(tl.int32, bitcast=True)
     return (tl.where(bits < 0, bits + 0xFFFF, bits) & -0x10000).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def _row(x_ptr, z, y, x, sides, mask):
     inside = mask & (z < sides[0]) & (y < sides[1])
     return _to_float32(tl.load(x_ptr + (z * sides[1] + y) * sides[2] + x, mask=inside, other=0.0))
 
 
-@triton.jit
+@jit
 def _block_sums(
     x_ptr,  # (blocks, 1) pointers to the block's plane
     corner,  # z, y, x of the block's first element, (blocks, 1) each
@@ -65,7 +68,7 @@ def _block_sums(
     return tl.reshape(total, [BLOCKS])
 
 
-@triton.jit
+@jit
 def _mean_of(means_ptr, plane, element, mask, sides, blocks, EDGES: tl.constexpr):
     """Read the mean of the block that an element of a plane is in."""
     z = element // (sides[1] * sides[2]) // EDGES[0]
@@ -75,7 +78,7 @@ def _mean_of(means_ptr, plane, element, mask, sides, blocks, EDGES: tl.constexpr
     return _to_float32(tl.load(means_ptr + plane * count + block, mask=mask, other=0.0))
 
 
-@triton.jit
+@jit
 def _range_of(low, high, is_wrong, inverse_levels, LEVELS: tl.constexpr):
     """Return smallest residual and step, or two NaN; see ``reference``."""
     smallest = _rounded_down(low + 0.0)  # -0.0 becomes 0.0
@@ -88,7 +91,7 @@ def _range_of(low, high, is_wrong, inverse_levels, LEVELS: tl.constexpr):
     return tl.where(is_wrong, nan, smallest), tl.where(is_wrong, nan, step)
 
 
-@triton.jit
+@jit
 def _keep_means(
     x_ptr,
     means_ptr,
@@ -118,7 +121,7 @@ def _keep_means(
         start += BLOCKS
 
 
-@triton.jit
+@jit
 def _keep_ranges(
     x_ptr,
     means_ptr,
@@ -157,7 +160,7 @@ def _keep_ranges(
     tl.store(ranges_ptr + 2 * row + 1, _to_bfloat16(step), mask=row < count)
 
 
-@triton.jit
+@jit
 def _keep_codes(
     x_ptr,
     means_ptr,
@@ -204,9 +207,7 @@ def _keep_codes(
         start += LANES
 
 
-@triton.jit(
-    do_not_specialize=["planes", "depth", "height", "width", "nz", "ny", "nx", "seed", "stream"]
-)
+@jit(do_not_specialize=["planes", "depth", "height", "width", "nz", "ny", "nx", "seed", "stream"])
 def _compress_kernel(
     x_ptr,  # (planes * elements,) float32, bfloat16, float16 or float64
     means_ptr,  # (planes, nz * ny * nx) bfloat16
@@ -285,7 +286,7 @@ def _compress_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["planes", "depth", "height", "width", "nz", "ny", "nx", "tiles"])
+@jit(do_not_specialize=["planes", "depth", "height", "width", "nz", "ny", "nx", "tiles"])
 def _decompress_kernel(
     means_ptr,  # (planes, nz * ny * nx) bfloat16
     codes_ptr,  # (bytes,) uint8

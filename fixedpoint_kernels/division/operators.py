@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.division.layout import Layout
-from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.philox import Key
 
@@ -47,8 +46,19 @@ def _compress(
     if layout.is_one_pixel:
         means.copy_(x.detach().reshape(means.shape))
     elif layout.planes:
-        execution("division", x).compress(x.contiguous(), means, codes, ranges, layout, key)
+        kernels_of(x).compress(x.contiguous(), means, codes, ranges, layout, key)
     return means, codes, ranges
+
+
+def kernels_of(x: Tensor):
+    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
+    if x.is_cuda:
+        from fixedpoint_kernels.division import gpu as kernels
+    elif x.is_cpu:
+        from fixedpoint_kernels.division import cpu as kernels
+    else:
+        from fixedpoint_kernels.division import reference as kernels
+    return kernels
 
 
 @lru_cache(maxsize=256)
@@ -82,7 +92,7 @@ def _decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> 
         out.copy_(means.view(out.shape))
     elif layout.planes:
         parts = means.contiguous(), codes.contiguous(), ranges.contiguous()
-        execution("division", means).decompress(*parts, out, layout)
+        kernels_of(means).decompress(*parts, out, layout)
     return out.contiguous(memory_format=layout.memory_format)
 
 

@@ -6,106 +6,24 @@ few_bit.Activation(my_function, bits=2)       # any differentiable function
 few_bit.solve("gelu", 3).loss                 # the table itself
 """
 
-from fixedpoint_kernels.few_bit.functional import (
-    celu,
-    elu,
-    gelu,
-    hardshrink,
-    hardsigmoid,
-    hardswish,
-    hardtanh,
-    leaky_relu,
-    logsigmoid,
-    mish,
-    relu,
-    relu6,
-    selu,
-    sigmoid,
-    silu,
-    softplus,
-    softshrink,
-    softsign,
-    tanh,
-    tanhshrink,
-    threshold,
-)
+from typing import Any
+
+from fixedpoint_kernels.few_bit.functional import FUNCTIONS
 from fixedpoint_kernels.few_bit.integrals import Function, Weight
-from fixedpoint_kernels.few_bit.modules import (
-    CELU,
-    ELU,
-    GELU,
-    SELU,
-    Activation,
-    Hardshrink,
-    Hardsigmoid,
-    Hardswish,
-    Hardtanh,
-    LeakyReLU,
-    LogSigmoid,
-    Mish,
-    ReLU,
-    ReLU6,
-    Sigmoid,
-    SiLU,
-    Softplus,
-    Softshrink,
-    Softsign,
-    Tanh,
-    Tanhshrink,
-    Threshold,
-)
+from fixedpoint_kernels.few_bit.modules import MODULES, Activation
 from fixedpoint_kernels.few_bit.named import NAMES, function_of, resolve
 from fixedpoint_kernels.few_bit.solver import Codes, solve_function
 from fixedpoint_kernels.few_bit.table import Table
 
-__all__ = [
-    "CELU",
-    "ELU",
-    "GELU",
-    "NAMES",
-    "SELU",
-    "Activation",
-    "Hardshrink",
-    "Hardsigmoid",
-    "Hardswish",
-    "Hardtanh",
-    "LeakyReLU",
-    "LogSigmoid",
-    "Mish",
-    "ReLU",
-    "ReLU6",
-    "SiLU",
-    "Sigmoid",
-    "Softplus",
-    "Softshrink",
-    "Softsign",
-    "Table",
-    "Tanh",
-    "Tanhshrink",
-    "Threshold",
-    "celu",
-    "elu",
-    "gelu",
-    "hardshrink",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "leaky_relu",
-    "logsigmoid",
-    "mish",
-    "relu",
-    "relu6",
-    "selu",
-    "sigmoid",
-    "silu",
-    "softplus",
-    "softshrink",
-    "softsign",
-    "solve",
-    "tanh",
-    "tanhshrink",
-    "threshold",
-]
+_NAMED = FUNCTIONS | {kind.__name__: ours for kind, ours in MODULES.items()}
+globals().update(_NAMED)
+
+__all__ = ["NAMES", "Activation", "Table", "solve"]
+__all__ += sorted(_NAMED)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:  # for type checkers: the names of the table are set above
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def solve(

@@ -14,11 +14,11 @@ import torch
 from llvmlite import ir
 from numba import carray, prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
 from fixedpoint_kernels.few_bit import reference
-from fixedpoint_kernels.few_bit.lookup import (
+from fixedpoint_kernels.few_bit.table import Table
+from fixedpoint_kernels.llvm.lookup import (
     LANES,
     choose,
     encoding_of,
@@ -30,9 +30,8 @@ from fixedpoint_kernels.few_bit.lookup import (
     search,
     splats,
 )
-from fixedpoint_kernels.few_bit.table import Table
+from fixedpoint_kernels.llvm.vectors import I32, Vector, intrinsic, pointer_to
 from fixedpoint_kernels.threads import compile_both, is_parallel
-from fixedpoint_kernels.vectors import I32, Vector, pointer_to
 
 _TILE, _ROWS, _COLUMNS = 1024, 32, 32
 _MOST_LEVELS = 16  # in registers; more come from memory

@@ -1,5 +1,8 @@
 """Activations with the signatures of ``torch.nn.functional``, and ``bits`` and ``weight``.
 
+There is one for each entry of the table (``fixedpoint_kernels.few_bit.activations``), under its
+name: ``functional.gelu(x, approximate="tanh", bits=3, weight="normal")``.
+
 Each returns torch's own values, bit for bit, and keeps ``bits`` bits an element for backward. On a
 GPU, where value and code come from one pass, values may be 2 units in the last place off. The
 stepwise ones (ReLU and the like) need 1 bit, whatever ``bits`` says, and their gradients are exact.
@@ -7,6 +10,8 @@ stepwise ones (ReLU and the like) need 1 bit, whatever ``bits`` says, and their 
 normalisation. Parameters other than torch's defaults are solved for at the first call.
 """
 
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -14,257 +19,75 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels._torch_private import compiled_as_constant
+from fixedpoint_kernels.few_bit.activations import ENTRIES, Entry, Parameters
 from fixedpoint_kernels.few_bit.autograd import apply
 from fixedpoint_kernels.few_bit.fused import Fused, fused_of
 from fixedpoint_kernels.few_bit.integrals import Function, Weight
 from fixedpoint_kernels.few_bit.named import function_of, table_of
 from fixedpoint_kernels.few_bit.operators import register
 
-
-def celu(
-    input: Tensor,
-    alpha: float = 1.0,
-    inplace: bool = False,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.celu`` with a few-bit gradient."""
-    refuse_inplace(inplace)
-    return _run("celu", input, (float(alpha),), bits, weight)
+_NEEDED = inspect.Parameter.empty
 
 
-def elu(
-    input: Tensor,
-    alpha: float = 1.0,
-    inplace: bool = False,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.elu`` with a few-bit gradient."""
-    refuse_inplace(inplace)
-    return _run("elu", input, (float(alpha),), bits, weight)
+def make(entry: Entry) -> Callable[..., Tensor]:
+    """Return the function of an entry of the table."""
+    name, defaults = entry.name, entry.defaults
+    options = tuple((p.name, p.default) for p in entry.signature.parameters.values())
+    is_optional = all(default is not _NEEDED for _, default in options)
+
+    def function(
+        input: Tensor,
+        *arguments: Any,
+        bits: int = entry.bits,
+        weight: Weight = "uniform",
+        **named: Any,
+    ) -> Tensor:
+        if is_optional and not arguments and not named:
+            return run(name, input, defaults, bits, weight)
+        parameters = _parameters(name, options, arguments, named)
+        return run(name, input, parameters, bits, weight)
+
+    how = "an exact gradient from 1 bit" if entry.exact else "a few-bit gradient"
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"``torch.nn.functional.{name}`` with {how}."
+    tensor = inspect.Parameter("input", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor)
+    function.__signature__ = with_bits(entry, [tensor], Tensor)  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
-def gelu(
-    input: Tensor,
-    *,
-    approximate: str = "none",
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.gelu`` with a few-bit gradient."""
-    return _run("gelu", input, (approximate,), bits, weight)
+def with_bits(
+    entry: Entry, first: Iterable[inspect.Parameter], returns: type[Tensor] | None
+) -> inspect.Signature:
+    """Return the signature of torch's, with ``bits`` and ``weight``."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    bits = inspect.Parameter("bits", keyword, default=entry.bits, annotation=int)
+    weight = inspect.Parameter("weight", keyword, default="uniform", annotation=Weight)
+    parameters = [*first, *entry.signature.parameters.values(), bits, weight]
+    return inspect.Signature(parameters, return_annotation=returns)
 
 
-def hardshrink(
-    input: Tensor,
-    lambd: float = 0.5,
-    *,
-    bits: int = 1,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.hardshrink`` with an exact gradient from 1 bit."""
-    return _run("hardshrink", input, (float(lambd),), bits, weight)
+def _parameters(
+    name: str,
+    options: tuple[tuple[str, Any], ...],
+    arguments: tuple[Any, ...],
+    named: Mapping[str, Any],
+) -> Parameters:
+    """Return the values of the parameters in a call, from torch's names and defaults."""
+    rest = options[len(arguments) :]
+    values = [*arguments, *[named.get(option, default) for option, default in rest]]
+    is_known = len(named) == sum([option in named for option, _ in rest])
+    if not is_known or len(values) != len(options) or _NEEDED in values:
+        takes = ", ".join(option for option, _ in options) or "no parameter"
+        got = ", ".join([*map(repr, arguments), *(f"{n}={v!r}" for n, v in named.items())])
+        raise TypeError(f"{name} takes the input and {takes}, got {got or 'the input alone'}")
+    if options[-1][0] == "inplace":
+        refuse_inplace(values.pop())
+    return numbers(values)
 
 
-def hardsigmoid(
-    input: Tensor,
-    inplace: bool = False,
-    *,
-    bits: int = 1,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.hardsigmoid`` with an exact gradient from 1 bit."""
-    refuse_inplace(inplace)
-    return _run("hardsigmoid", input, (), bits, weight)
-
-
-def hardswish(
-    input: Tensor,
-    inplace: bool = False,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.hardswish`` with a few-bit gradient."""
-    refuse_inplace(inplace)
-    return _run("hardswish", input, (), bits, weight)
-
-
-def hardtanh(
-    input: Tensor,
-    min_val: float = -1.0,
-    max_val: float = 1.0,
-    inplace: bool = False,
-    *,
-    bits: int = 1,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.hardtanh`` with an exact gradient from 1 bit."""
-    refuse_inplace(inplace)
-    return _run("hardtanh", input, (float(min_val), float(max_val)), bits, weight)
-
-
-def leaky_relu(
-    input: Tensor,
-    negative_slope: float = 0.01,
-    inplace: bool = False,
-    *,
-    bits: int = 1,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.leaky_relu`` with an exact gradient from 1 bit."""
-    refuse_inplace(inplace)
-    return _run("leaky_relu", input, (float(negative_slope),), bits, weight)
-
-
-def logsigmoid(
-    input: Tensor,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.logsigmoid`` with a few-bit gradient."""
-    return _run("logsigmoid", input, (), bits, weight)
-
-
-def mish(
-    input: Tensor,
-    inplace: bool = False,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.mish`` with a few-bit gradient."""
-    refuse_inplace(inplace)
-    return _run("mish", input, (), bits, weight)
-
-
-def relu(
-    input: Tensor,
-    inplace: bool = False,
-    *,
-    bits: int = 1,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.relu`` with an exact gradient from 1 bit."""
-    refuse_inplace(inplace)
-    return _run("relu", input, (), bits, weight)
-
-
-def relu6(
-    input: Tensor,
-    inplace: bool = False,
-    *,
-    bits: int = 1,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.relu6`` with an exact gradient from 1 bit."""
-    refuse_inplace(inplace)
-    return _run("relu6", input, (), bits, weight)
-
-
-def selu(
-    input: Tensor,
-    inplace: bool = False,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.selu`` with a few-bit gradient."""
-    refuse_inplace(inplace)
-    return _run("selu", input, (), bits, weight)
-
-
-def sigmoid(
-    input: Tensor,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.sigmoid`` with a few-bit gradient."""
-    return _run("sigmoid", input, (), bits, weight)
-
-
-def silu(
-    input: Tensor,
-    inplace: bool = False,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.silu`` with a few-bit gradient."""
-    refuse_inplace(inplace)
-    return _run("silu", input, (), bits, weight)
-
-
-def softplus(
-    input: Tensor,
-    beta: float = 1.0,
-    threshold: float = 20.0,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.softplus`` with a few-bit gradient."""
-    return _run("softplus", input, (float(beta), float(threshold)), bits, weight)
-
-
-def softshrink(
-    input: Tensor,
-    lambd: float = 0.5,
-    *,
-    bits: int = 1,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.softshrink`` with an exact gradient from 1 bit."""
-    return _run("softshrink", input, (float(lambd),), bits, weight)
-
-
-def softsign(
-    input: Tensor,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.softsign`` with a few-bit gradient."""
-    return _run("softsign", input, (), bits, weight)
-
-
-def tanh(
-    input: Tensor,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.tanh`` with a few-bit gradient."""
-    return _run("tanh", input, (), bits, weight)
-
-
-def tanhshrink(
-    input: Tensor,
-    *,
-    bits: int = 3,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.tanhshrink`` with a few-bit gradient."""
-    return _run("tanhshrink", input, (), bits, weight)
-
-
-def threshold(
-    input: Tensor,
-    threshold: float,
-    value: float,
-    inplace: bool = False,
-    *,
-    bits: int = 1,
-    weight: Weight = "uniform",
-) -> Tensor:
-    """``torch.nn.functional.threshold`` with an exact gradient from 1 bit."""
-    refuse_inplace(inplace)
-    return _run("threshold", input, (float(threshold), float(value)), bits, weight)
+def numbers(values: Iterable[Any]) -> Parameters:
+    """Return parameters as tables are looked up by them."""
+    return tuple([value if isinstance(value, str) else float(value) for value in values])
 
 
 def refuse_inplace(inplace: bool) -> None:
@@ -273,14 +96,15 @@ def refuse_inplace(inplace: bool) -> None:
         raise ValueError("few-bit activations work out of place, got inplace=True")
 
 
-def _run(name: str, x: Tensor, parameters: tuple[Any, ...], bits: int, weight: Weight) -> Tensor:
+def run(name: str, x: Tensor, parameters: Parameters, bits: int, weight: Weight) -> Tensor:
+    """Return an activation's value, which keeps ``bits`` bits an element for backward."""
     find = _found if torch.compiler.is_compiling() else _remembered
     function, key, fused = find(name, parameters, bits, weight)
     return apply(function, x, key, fused)
 
 
 def _found(
-    name: str, parameters: tuple[Any, ...], bits: int, weight: Weight
+    name: str, parameters: Parameters, bits: int, weight: Weight
 ) -> tuple[Function, str, Fused | None]:
     """Return what ``apply`` wants."""
     key = table_key(name, bits, weight, *parameters)
@@ -290,9 +114,16 @@ def _found(
 _remembered = lru_cache(maxsize=256)(_found)
 
 
-def table_key(name: str, bits: int, weight: Weight, *parameters: Any) -> str:
+def table_key(name: str, bits: int, weight: Weight, *parameters: float | str) -> str:
     """Return the key of an activation's table, which the operators know from then on."""
     return register(table_of(name, parameters, bits, weight))
 
 
 compiled_as_constant(table_key)
+
+FUNCTIONS = {name: make(entry) for name, entry in ENTRIES.items()}
+globals().update(FUNCTIONS)
+
+
+def __getattr__(name: str) -> Callable[..., Tensor]:  # for type checkers: the names are set above
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,9 @@ Values are float32 arithmetic in torch's order, without fused multiply-adds. ``t
 ``abs(x) / 2`` units in the last place on a GPU, so the exponential is our own.
 """
 
+# Rules that kernels break, for they are Triton's language; launchers keep all others.
+# pyright: reportGeneralTypeIssues=false
+
 from functools import lru_cache
 from typing import Any
 
@@ -13,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fixedpoint_kernels.few_bit.table import Table, steps_of
+from fixedpoint_kernels.philox.gpu import jit
 from fixedpoint_kernels.rounding.gpu import _to_bfloat16, _to_float32
 
 _TILE = 1024
 _TILES = 4  # that a program takes
 
 
-@triton.jit
+@jit
 def _code(x, borders_ptr, codes_ptr, STEPS: tl.constexpr):
     """Search for each ``x`` among ``2**STEPS - 1`` borders; NaN is above none."""
     at = tl.zeros_like(x).to(tl.int32)
@@ -29,13 +33,13 @@ def _code(x, borders_ptr, codes_ptr, STEPS: tl.constexpr):
     return tl.load(codes_ptr + at)
 
 
-@triton.jit
+@jit
 def _power(n):
     """Return 2**n, float32, of integers -126 to 127."""
     return ((n + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def _reduced(x):
     """Return n and ``exp(r) - 1`` where ``x = n log(2) + r``: Cody and Waite, Taylor's series."""
     n = tl.floor(x * 1.4426950408889634 + 0.5)
@@ -45,7 +49,7 @@ def _reduced(x):
     return n.to(tl.int32), r + r * r * (0.5 + r * tail)
 
 
-@triton.jit
+@jit
 def _logistic(x, top):
     """Return ``top / (1 + exp(-x))``; what rounding takes from the sum is put back afterwards."""
     n, rest = _reduced(tl.where(x < -89.0, 89.0, tl.where(x > 104.0, -104.0, -x)))
@@ -59,14 +63,14 @@ def _logistic(x, top):
     return tl.where(tl.abs(x) < 87.0, y - y * (lost / total), y)  # beyond: infinities
 
 
-@triton.jit
+@jit
 def _expm1(x):  # of x that are not positive
     n, rest = _reduced(tl.where(x < -30.0, -30.0, x))
     power = _power(n)
     return power * rest + (power - 1.0)
 
 
-@triton.jit
+@jit
 def _value(x, a, b, c, KIND: tl.constexpr):
     """Return the activation of each ``x``, float32; see ``fused_of`` for kinds and numbers."""
     if KIND == "elu":
@@ -86,7 +90,7 @@ def _value(x, a, b, c, KIND: tl.constexpr):
     return y
 
 
-@triton.jit
+@jit
 def _stepwise_value(x, a, b, KIND: tl.constexpr):
     if KIND == "hardshrink":
         y = tl.where((x >= -a) & (x <= a), 0.0, x)
@@ -104,26 +108,26 @@ def _stepwise_value(x, a, b, KIND: tl.constexpr):
     return y
 
 
-@triton.jit
+@jit
 def _clamped(x, low, high):
     return tl.where(x < low, low, tl.where(x > high, high, x))  # NaN stays
 
 
-@triton.jit
+@jit
 def _rounded(y, dtype: tl.constexpr):
     if dtype == tl.bfloat16:
         y = _to_bfloat16(y.to(tl.float32))
     return y.to(dtype)
 
 
-@triton.jit
+@jit
 def _column(TILES: tl.constexpr):
     """Return each lane's tile and column."""
     lane = tl.arange(0, TILES * 32)
     return tl.program_id(0).to(tl.int64) * TILES + lane // 32, lane % 32
 
 
-@triton.jit
+@jit
 def _encode_kernel(
     x_ptr,  # (n,) float32, bfloat16, float16 or float64
     y_ptr,  # (n,) dtype of x, or with KIND None anything
@@ -167,7 +171,7 @@ def _encode_kernel(
         tl.store(planes_ptr + (tile * BITS + bit) * 32 + column, words[bit], mask=tile < tiles)
 
 
-@triton.jit
+@jit
 def _word(planes_ptr, tile, column, tiles, BIT: tl.constexpr, BITS: tl.constexpr):
     word = tl.zeros_like(column)
     if BIT < BITS:
@@ -175,7 +179,7 @@ def _word(planes_ptr, tile, column, tiles, BIT: tl.constexpr, BITS: tl.constexpr
     return word
 
 
-@triton.jit
+@jit
 def _decode_kernel(
     grad_ptr,  # (n,) floating
     planes_ptr,  # (tiles * BITS * 32,) int32

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels._torch_private import is_watched
-from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.few_bit.fused import DTYPES, FORMULAS, Fused
 from fixedpoint_kernels.few_bit.table import Table
 from fixedpoint_kernels.memory import in_memory
@@ -116,22 +115,22 @@ def _encode(x: Tensor, table: str) -> Tensor:
     _check_floating(x.dtype)
     x, planes = in_memory(x), _empty_planes(x, table)
     if x.numel():
-        execution("few_bit", x).encode(x.contiguous(), planes, _tables[table])
+        kernels_of(x).encode(x.contiguous(), planes, _tables[table])
     return planes
 
 
 def _value_and_encode(x: Tensor, table: str, *fused: Any) -> tuple[Tensor, Tensor]:
     if x.dtype not in DTYPES:
         raise TypeError(f"one pass for value and code needs one of {DTYPES}, got {x.dtype}")
-    kernels = execution("few_bit", x)
-    if not hasattr(kernels, "value_and_encode") or fused[0] not in FORMULAS:
+    one_pass = getattr(kernels_of(x), "value_and_encode", None)  # a GPU has it
+    if one_pass is None or fused[0] not in FORMULAS:
         raise ValueError(
             f"one pass for value and code needs a GPU and one of {FORMULAS}, got {fused[0]!r} on "
             f"{x.device}"
         )
     x, (y, planes) = in_memory(x), _empty_pair(x, table)
     if x.numel():
-        kernels.value_and_encode(x.contiguous(), y, planes, _tables[table], fused)
+        one_pass(x.contiguous(), y, planes, _tables[table], fused)
     return y, planes
 
 
@@ -144,9 +143,20 @@ def _decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Ten
             f"{tuple(planes.shape)}"
         )
     if grad.numel():
-        kernels = execution("few_bit", grad)
+        kernels = kernels_of(grad)
         kernels.decode(grad.contiguous(), planes.contiguous(), out, _tables[table])
     return out
+
+
+def kernels_of(x: Tensor):
+    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
+    if x.is_cuda:
+        from fixedpoint_kernels.few_bit import gpu as kernels
+    elif x.is_cpu:
+        from fixedpoint_kernels.few_bit import cpu as kernels
+    else:
+        from fixedpoint_kernels.few_bit import reference as kernels
+    return kernels
 
 
 def _check_floating(dtype: torch.dtype) -> None:

@@ -10,9 +10,15 @@ forward_save.revert(model)
 
 from fixedpoint_kernels.forward_save.conversion import convert, revert
 from fixedpoint_kernels.forward_save.noise import load_state, state
-from fixedpoint_kernels.forward_save.plan import LEVELS, Plan, PlannedLayer, plan
+from fixedpoint_kernels.forward_save.plan import LEVELS, plan
 from fixedpoint_kernels.forward_save.report import Call, Kept, Replaced, Report
-from fixedpoint_kernels.forward_save.settings import METHODS, Division, FewBit
+from fixedpoint_kernels.forward_save.settings import (
+    METHODS,
+    Division,
+    FewBit,
+    Plan,
+    PlannedLayer,
+)
 
 __all__ = [
     "LEVELS",

@@ -1,42 +1,16 @@
 """Which activation modules have a few-bit one, and what it needs."""
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.nn.modules import activation as torchs
 
-from fixedpoint_kernels import few_bit
+from fixedpoint_kernels.few_bit.activations import ENTRIES
+from fixedpoint_kernels.few_bit.modules import MODULES as FEW_BIT
 
-__all__ = ["CALLS", "STEPWISE", "InPlace", "few_bit_of", "is_activation"]
+__all__ = ["CALLS", "FEW_BIT", "SMOOTH", "STEPWISE", "InPlace", "few_bit_of", "is_activation"]
 
-SMOOTH = (
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardswish,
-    nn.LogSigmoid,
-    nn.Mish,
-    nn.SELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Softsign,
-    nn.Tanh,
-    nn.Tanhshrink,
-)
-STEPWISE = (  # exact with 1 bit
-    nn.Hardshrink,
-    nn.Hardsigmoid,
-    nn.Hardtanh,
-    nn.LeakyReLU,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.Softshrink,
-    nn.Threshold,
-)
-FEW_BIT = {kind: getattr(few_bit, kind.__name__) for kind in (*SMOOTH, *STEPWISE)}
-_NAMES = {name for name in few_bit.NAMES if hasattr(few_bit, name)}
-CALLS = _NAMES | {name + "_" for name in _NAMES}  # as torch calls the functions
+SMOOTH = tuple(entry.kind for entry in ENTRIES.values() if not entry.exact)
+STEPWISE = tuple(entry.kind for entry in ENTRIES.values() if entry.exact)  # exact with 1 bit
+CALLS = {*ENTRIES, *(name + "_" for name in ENTRIES)}  # as torch calls the functions
 _OTHERS = tuple(getattr(torchs, name) for name in torchs.__all__)
 WHY_NOT = {
     nn.PReLU: "its slope learns",
@@ -53,7 +27,7 @@ class InPlace(nn.Module):
         return input.copy_(super().forward(input))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def few_bit_of(module: nn.Module) -> Any:
+def few_bit_of(module: nn.Module) -> type[nn.Module] | None:
     """Return torch's class that a module behaves as, if there is a few-bit one of it."""
     kinds = (kind for kind in type(module).__mro__ if kind in FEW_BIT)
     kind = next(kinds, None)

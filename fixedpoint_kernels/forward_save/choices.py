@@ -80,7 +80,7 @@ def _activation(
 ) -> Choice | None:
     kind = activations.few_bit_of(module)
     reason = _unfit(module) or ("" if kind else activations.why_not(module))
-    if reason:
+    if reason or kind is None:
         return Choice(reason=reason)
     is_exact = kind in activations.STEPWISE
     if few_bit is None and not (is_exact and division):

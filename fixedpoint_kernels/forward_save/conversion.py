@@ -1,8 +1,8 @@
 """Convert a model and take it back."""
 
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -13,12 +13,10 @@ from fixedpoint_kernels.forward_save.report import Call, Kept, Replaced, Report
 from fixedpoint_kernels.forward_save.settings import (
     Division,
     FewBit,
+    Plan,
     division_settings,
     few_bit_settings,
 )
-
-if TYPE_CHECKING:
-    from fixedpoint_kernels.forward_save.plan import Plan
 
 __all__ = ["convert", "revert"]
 
@@ -29,10 +27,10 @@ Settings = tuple[FewBit | None, Division | None]
 def convert(
     model: nn.Module,
     *,
-    few_bit: Any = None,
-    division: Any = None,
-    plan: "Plan | None" = None,
-    sample_input: Any = None,
+    few_bit: FewBit | Mapping[str, Any] | int | None = None,
+    division: Division | Mapping[str, Any] | bool | None = None,
+    plan: Plan | None = None,
+    sample_input: sample.Inputs | None = None,
     seed: int = 0,
 ) -> Report:
     """Make the modules of a model keep less for backward, in place.
@@ -95,7 +93,7 @@ def revert(model: nn.Module) -> None:
         swap.restore_(module)
 
 
-def _settings_of(model: nn.Module, plan: "Plan") -> Callable[[str], Settings]:
+def _settings_of(model: nn.Module, plan: Plan) -> Callable[[str], Settings]:
     """Return a plan's settings by name.
 
     Raises:
@@ -164,10 +162,11 @@ def _report(choices: Choices, seen: sample.Seen | None, is_all: bool) -> Report:
     if seen is None:
         return Report(replaced, kept)
     names = {row.layer for row in replaced}
-    calls = {call: None for call in seen.calls if call[1] in activations.CALLS}
+    calls = [call for call in seen.calls if call.function in activations.CALLS]
     if is_all:
-        calls |= dict.fromkeys(saver for savers in seen.savers.values() for saver in savers)
-    own = tuple(Call(*call) for call in calls if call[0] not in choices)
+        calls += [saver for storage in seen.saved for saver in storage.savers]
+    named = dict.fromkeys(Call(call.layer, call.function) for call in calls)
+    own = tuple(call for call in named if call.layer not in choices)
     idle = tuple(row.layer for row in replaced if seen.is_idle(row.layer, names))
     if idle:
         warnings.warn(

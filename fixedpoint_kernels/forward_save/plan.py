@@ -12,72 +12,13 @@ from torch import Tensor, nn
 from fixedpoint_kernels.forward_save import activations, conversion, maps, norms, sample, swap
 from fixedpoint_kernels.forward_save.layers import Divided
 from fixedpoint_kernels.forward_save.noise import new_noise
-from fixedpoint_kernels.forward_save.settings import Division, FewBit
+from fixedpoint_kernels.forward_save.settings import Division, FewBit, Plan, PlannedLayer
 
-__all__ = ["LEVELS", "Plan", "PlannedLayer", "plan"]
+__all__ = ["LEVELS", "plan"]
 
 LEVELS = ((8, 8), (4, 4), (3, 2), (2, 1), (1, 1))  # bits of a few-bit code, bits of a map
 CENTRED = norms.BatchNorm, norms.GroupNorm, norms.LayerNorm  # take the mean away
 Level = int  # -1: exact; otherwise an index of LEVELS
-
-
-@dataclass(frozen=True)
-class PlannedLayer:
-    """What a plan has for one layer.
-
-    Args:
-        layer: Its name.
-        module: Its class.
-        keeps: ``"whole tensors"``, or what instead.
-        error: Estimated relative squared error, 0 where the gradient is exact.
-        settings: For activations and for maps; None and None: the layer stays as it is.
-    """
-
-    layer: str
-    module: str
-    keeps: str
-    error: float
-    settings: tuple[FewBit | None, Division | None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Settings of every layer that can be converted; print it, and give it to ``convert``.
-
-    Args:
-        layers: In the model's order.
-        exact_bytes: Kept for backward of the sample without a conversion.
-        predicted_bytes: Kept with this plan.
-        smallest_bytes: The least that any plan keeps.
-        budget_bytes: What was asked for.
-    """
-
-    layers: tuple[PlannedLayer, ...]
-    exact_bytes: int
-    predicted_bytes: int
-    smallest_bytes: int
-    budget_bytes: int
-
-    @property
-    def error(self) -> float:
-        """Sum of the layers' estimated relative squared errors."""
-        return sum(row.error for row in self.layers)
-
-    def __str__(self) -> str:
-        wide = [max(len(w) for w in ws) for ws in zip(*map(_words, self.layers), strict=True)]
-        lines = [
-            f"{self.predicted_bytes:,} bytes of {self.exact_bytes:,} for this sample, "
-            f"budget {self.budget_bytes:,}, smallest possible {self.smallest_bytes:,}"
-        ]
-        for row in self.layers:
-            cells = [word.ljust(n) for word, n in zip(_words(row), wide, strict=True)]
-            lines.append("  ".join(["", *cells]).rstrip())
-        return "\n".join(lines)
-
-
-def _words(row: PlannedLayer) -> tuple[str, str, str, str]:
-    error = f"error {row.error:.2g}" if row.error else ""
-    return row.layer or "(model)", row.module, row.keeps, error
 
 
 @dataclass
@@ -154,7 +95,7 @@ def plan(
         _row(name, every[name][0], levels.get(name, -1), errors.get(name, {}), block)
         for name in names
     )
-    return Plan(rows, _bytes(exact, lambda _: True), total, smallest, budget_bytes)
+    return Plan(rows, exact.size_bytes, total, smallest, budget_bytes)
 
 
 def _settings(level: Level, block: int) -> tuple[FewBit | None, Division | None]:
@@ -177,8 +118,8 @@ def _row(
 def _groups(exact: sample.Seen, names: Iterable[str]) -> list[_Group]:
     """Return the convertible layers that keep anything, those with a tensor in common together."""
     known, groups = set(names), []
-    for savers in exact.savers.values():
-        together = {layer for layer, _ in savers} & known
+    for storage in exact.saved:
+        together = storage.layers & known
         if together:
             for group in [g for g in groups if g.layers & together]:
                 together |= group.layers
@@ -190,13 +131,9 @@ def _groups(exact: sample.Seen, names: Iterable[str]) -> list[_Group]:
     return groups
 
 
-def _bytes(seen: sample.Seen, wanted: Any) -> int:
+def _bytes(seen: sample.Seen, wanted: Callable[[set[str]], bool]) -> int:
     """Return the bytes of tensors whose layers ``wanted`` accepts."""
-    return sum(
-        seen.sizes[address]
-        for address, savers in seen.savers.items()
-        if wanted({layer for layer, _ in savers})
-    )
+    return sum(storage.size_bytes for storage in seen.saved if wanted(storage.layers))
 
 
 def _converted_bytes(group: _Group, exact: sample.Seen, seen: sample.Seen, names: set[str]) -> int:

@@ -7,7 +7,15 @@ from typing import Any
 from fixedpoint_kernels.few_bit.integrals import Weight
 from fixedpoint_kernels.few_bit.solver import checked_bits
 
-__all__ = ["METHODS", "Division", "FewBit", "division_settings", "few_bit_settings"]
+__all__ = [
+    "METHODS",
+    "Division",
+    "FewBit",
+    "Plan",
+    "PlannedLayer",
+    "division_settings",
+    "few_bit_settings",
+]
 
 METHODS = {
     "division": "block means and residuals: DIVISION",
@@ -74,12 +82,71 @@ class Division:
         }[self.method]
 
 
+@dataclass(frozen=True)
+class PlannedLayer:
+    """What a plan has for one layer.
+
+    Args:
+        layer: Its name.
+        module: Its class.
+        keeps: ``"whole tensors"``, or what instead.
+        error: Estimated relative squared error, 0 where the gradient is exact.
+        settings: For activations and for maps; None and None: the layer stays as it is.
+    """
+
+    layer: str
+    module: str
+    keeps: str
+    error: float
+    settings: tuple[FewBit | None, Division | None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of every layer that can be converted; print it, and give it to ``convert``.
+
+    Args:
+        layers: In the model's order.
+        exact_bytes: Kept for backward of the sample without a conversion.
+        predicted_bytes: Kept with this plan.
+        smallest_bytes: The least that any plan keeps.
+        budget_bytes: What was asked for.
+    """
+
+    layers: tuple[PlannedLayer, ...]
+    exact_bytes: int
+    predicted_bytes: int
+    smallest_bytes: int
+    budget_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Sum of the layers' estimated relative squared errors."""
+        return sum(row.error for row in self.layers)
+
+    def __str__(self) -> str:
+        wide = [max(len(w) for w in ws) for ws in zip(*map(_words, self.layers), strict=True)]
+        lines = [
+            f"{self.predicted_bytes:,} bytes of {self.exact_bytes:,} for this sample, "
+            f"budget {self.budget_bytes:,}, smallest possible {self.smallest_bytes:,}"
+        ]
+        for row in self.layers:
+            cells = [word.ljust(n) for word, n in zip(_words(row), wide, strict=True)]
+            lines.append("  ".join(["", *cells]).rstrip())
+        return "\n".join(lines)
+
+
+def _words(row: PlannedLayer) -> tuple[str, str, str, str]:
+    error = f"error {row.error:.2g}" if row.error else ""
+    return row.layer or "(model)", row.module, row.keeps, error
+
+
 def bit_count(bits: int) -> str:
     """Return a number of bits in words."""
     return f"{bits} bit{'s' if bits > 1 else ''}"
 
 
-def division_settings(value: Any) -> Division | None:
+def division_settings(value: Division | Mapping[str, Any] | bool | None) -> Division | None:
     """Return the settings that ``division=`` stands for: None, True, or a mapping."""
     if value is None or isinstance(value, Division):
         return value
@@ -90,7 +157,7 @@ def division_settings(value: Any) -> Division | None:
     raise TypeError(f"division must be a mapping such as {{'block': 8, 'bits': 2}}, got {value!r}")
 
 
-def few_bit_settings(value: Any) -> FewBit | None:
+def few_bit_settings(value: FewBit | Mapping[str, Any] | int | None) -> FewBit | None:
     """Return the settings that ``few_bit=`` stands for: None, a number of bits, or a mapping."""
     if value is None or isinstance(value, FewBit):
         return value
@@ -99,7 +166,7 @@ def few_bit_settings(value: Any) -> FewBit | None:
     return FewBit(value)
 
 
-def known(values: Mapping[str, Any], kind: Any, argument: str) -> dict[str, Any]:
+def known(values: Mapping[str, Any], kind: type, argument: str) -> dict[str, Any]:
     """Return ``values``, whose names are all fields of ``kind``.
 
     Raises:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.histogram import grid
 from fixedpoint_kernels.histogram.grid import Expected, Grid, grid_histogram
 from fixedpoint_kernels.histogram.reference import Bins
 from fixedpoint_kernels.memory import in_memory
@@ -122,4 +122,4 @@ def sampled_histogram(
     if not x.numel():
         shape = 1 + len(fmts), bins.resolution
         return torch.zeros(shape, dtype=torch.int64, device=x.device)
-    return execution("histogram", x).sampled(x.reshape(-1), fmts, bins, rounding, key)
+    return grid.kernels_of(x).sampled(x.reshape(-1), fmts, bins, rounding, key)

@@ -1,5 +1,8 @@
 """Histograms in Triton: one read of the values, whatever the number of candidate formats."""
 
+# Rules that kernels break, for they are Triton's language; launchers keep all others.
+# pyright: reportInvalidTypeForm=false
+
 from collections.abc import Sequence
 
 import torch
@@ -11,13 +14,14 @@ from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.philox.gpu import jit
 from fixedpoint_kernels.rounding.gpu import codes_of, noise_of, saturate
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
 
 _BLOCK = 1024
 
 
-@triton.jit
+@jit
 def _bin(value, low, inverse_width, resolution, power):
     place = tl.floor((value * power - low) * inverse_width)
     place = tl.where(place > 0.0, place, 0.0).to(tl.float32)  # NaN is not above 0
@@ -25,7 +29,7 @@ def _bin(value, low, inverse_width, resolution, power):
     return tl.where(place > last, last, place).to(tl.int32)
 
 
-@triton.jit
+@jit
 def _count(counts_ptr, bins, mask, resolution, BINS: tl.constexpr):
     """Add a block's histogram to ``counts_ptr``; bin ``resolution`` takes the masked elements."""
     counts = tl.histogram(tl.where(mask, bins, resolution), BINS).to(tl.int64)
@@ -33,7 +37,7 @@ def _count(counts_ptr, bins, mask, resolution, BINS: tl.constexpr):
     tl.atomic_add(counts_ptr + columns, counts, mask=(columns < resolution) & (counts > 0))
 
 
-@triton.jit(do_not_specialize=["resolution", "formats", "seed", "stream", "block"])
+@jit(do_not_specialize=["resolution", "formats", "seed", "stream", "block"])
 def _sampled_kernel(
     x_ptr,  # (n,) float32
     n,
@@ -74,7 +78,7 @@ def _sampled_kernel(
         _count(counts, _bin(y, low, inverse_width, resolution, power), mask, resolution, BINS)
 
 
-@triton.jit(do_not_specialize=["size", "first_cell", "resolution"])
+@jit(do_not_specialize=["size", "first_cell", "resolution"])
 def _cells_kernel(
     x_ptr,  # (n,) float32
     n,

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.histogram import reference
 from fixedpoint_kernels.histogram.reference import Bins, Cells
@@ -155,9 +154,20 @@ def grid_histogram(x: Tensor, bins: Bins, fl: int) -> tuple[np.ndarray, Grid]:
         raise ValueError(
             f"expected counts need at most {_MAX_CELLS} steps in the range, got {size}"
         )
-    code = execution("histogram", x) if x.numel() else reference
+    code = kernels_of(x) if x.numel() else reference
     own, table = code.cells(x.reshape(-1), bins, Cells(fl, first, size))
     return own.cpu().numpy().astype(np.float64), Grid(fl, first, table.cpu().numpy(), bins)
+
+
+def kernels_of(x: Tensor):
+    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
+    if x.is_cuda:
+        from fixedpoint_kernels.histogram import gpu as kernels
+    elif x.is_cpu:
+        from fixedpoint_kernels.histogram import cpu as kernels
+    else:
+        from fixedpoint_kernels.histogram import reference as kernels
+    return kernels
 
 
 @lru_cache(maxsize=4096)  # the same formats come layer after layer

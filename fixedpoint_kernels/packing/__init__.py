@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.memory import in_memory
 
 __all__ = ["pack", "unpack"]
@@ -46,7 +45,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     flat = _as_signed(in_memory(codes, "codes").contiguous().view(-1), bits)
     packed = torch.empty(_byte_count(codes.numel(), bits), dtype=torch.uint8, device=codes.device)
     if codes.numel():
-        execution("packing", codes).pack(flat, packed, bits)
+        kernels_of(codes).pack(flat, packed, bits)
     return packed
 
 
@@ -81,8 +80,19 @@ def unpack(packed: Tensor, bits: int, shape: int | Sequence[int], *, signed: boo
         )
     codes = torch.empty(shape, dtype=_code_dtype(bits, signed), device=packed.device)
     if codes.numel():
-        execution("packing", packed).unpack(packed.contiguous(), codes.view(-1), bits, signed)
+        kernels_of(packed).unpack(packed.contiguous(), codes.view(-1), bits, signed)
     return codes
+
+
+def kernels_of(x: Tensor):
+    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
+    if x.is_cuda:
+        from fixedpoint_kernels.packing import gpu as kernels
+    elif x.is_cpu:
+        from fixedpoint_kernels.packing import cpu as kernels
+    else:
+        from fixedpoint_kernels.packing import reference as kernels
+    return kernels
 
 
 def _byte_count(count: int, bits: int) -> int:

@@ -1,13 +1,18 @@
 """Bit packing in Triton: one program writes a block of bytes, or of codes."""
 
+# Rules that kernels break, for they are Triton's language; launchers keep all others.
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fixedpoint_kernels.philox.gpu import jit
+
 _BLOCK = 1024  # a multiple of 8, so that a block of codes starts at a byte
 
 
-@triton.jit
+@jit
 def _pack_kernel(
     codes_ptr,  # (n,) int8, int16, int32 or int64
     packed_ptr,  # (size,) uint8
@@ -32,7 +37,7 @@ def _pack_kernel(
     tl.store(packed_ptr + offsets, (value & 255).to(tl.uint8), mask=offsets < size)
 
 
-@triton.jit
+@jit
 def _unpack_kernel(
     packed_ptr,  # (size,) uint8
     codes_ptr,  # (n,) int8, int16, int32; uint8 or int64 where SIGNED is false
@@ -42,7 +47,8 @@ def _unpack_kernel(
     SIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    WORD: tl.constexpr = tl.int32 if BITS <= 25 else tl.int64  # holds a code and 7 bits more
+    # holds a code and 7 bits more
+    WORD: tl.constexpr = tl.int32 if BITS <= 25 else tl.int64  # pyright: ignore[reportAssignmentType]
     code = tl.arange(0, BLOCK)
     first_byte = tl.program_id(0).to(tl.int64) * (BLOCK // 8 * BITS)
     shift = code * BITS & 7

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from fixedpoint_kernels.vectors import F32, I32, Vector
+from fixedpoint_kernels.llvm.vectors import F32, I32, Vector
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)

@@ -1,10 +1,17 @@
 """Philox-4x32-10 for Triton kernels."""
 
+# Rules that kernels break, for they are Triton's language; launchers keep all others.
+# pyright: reportGeneralTypeIssues=false
+
+from typing import Any
+
 import triton
 import triton.language as tl
 
+jit: Any = triton.jit  # of any type: a launch takes a grid and options beside the parameters
 
-@triton.jit
+
+@jit
 def uniform(
     block,  # (BLOCKS,) int64: element index >> 2
     seed,  # int64
@@ -17,7 +24,7 @@ def uniform(
     ) * 5.9604644775390625e-08  # 2**-24
 
 
-@triton.jit
+@jit
 def words(
     block,  # (BLOCKS,) int64: word index >> 2
     seed,  # int64

@@ -13,12 +13,13 @@ import torch
 from numba import carray, njit, prange
 from torch import Tensor
 
-from fixedpoint_kernels.products import paths, portable, reference, shapes, tiles
+from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.products import paths, portable, reference, shapes
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
 from fixedpoint_kernels.threads import compile_both, compiled, is_parallel, thread_count
-from fixedpoint_kernels.vectors import pointer_to
 
 __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
 
@@ -26,7 +27,8 @@ _MACS_A_THREAD = 64  # as many as one element of another kernel costs
 _PIECE = 2**16  # positions, a multiple of 64: so many products fit in int32
 
 # what each path replaces, see ``_TILES``
-enter = leave = narrow = wide = narrow_rows = wide_rows = None
+enter: Any = None
+leave = narrow = wide = narrow_rows = wide_rows = enter
 GRAIN, NARROW_ROWS, WIDE_ROWS, FLIPS = 4, 0, 0, False
 
 

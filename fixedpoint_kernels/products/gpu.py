@@ -4,6 +4,9 @@ Both operands of ``tl.dot`` are int8: unsigned codes go in less 128, the border 
 the sum of the other operand is added.
 """
 
+# Rules that kernels break, for they are Triton's language; launchers keep all others.
+# pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
+
 from functools import lru_cache
 
 import torch
@@ -12,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fixedpoint_kernels.philox import Key
-from fixedpoint_kernels.philox.gpu import words
+from fixedpoint_kernels.philox.gpu import jit, words
 from fixedpoint_kernels.products import reference, shapes
 from fixedpoint_kernels.products.shapes import Correlation, Window
 from fixedpoint_kernels.rounding.gpu import _to_bfloat16, _to_float32
@@ -23,7 +26,7 @@ _LAUNCH = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False}  # nothin
 _BLOCK = 4096  # elements of a program that rounds
 
 
-@triton.jit
+@jit
 def _correlate_kernel(
     x_ptr,  # (images, height, width, inputs) int8 or uint8
     weight_ptr,  # (outputs, all taps, inputs) int8, or its outputs and inputs swapped
@@ -92,7 +95,7 @@ def _correlate_kernel(
         tl.store(out, result, mask=mask)
 
 
-@triton.jit
+@jit
 def _weight_gradient_kernel(
     x_ptr,  # (images, height, width, inputs) int8 or uint8
     grad_ptr,  # (images, count_height, count_width, outputs) int8
@@ -144,7 +147,7 @@ def _weight_gradient_kernel(
             own = tl.where((shift == largest)[None, :], g, tl.zeros_like(g))
             part = tl.dot(own, b, out_dtype=tl.int32)
             if x_ptr.dtype.element_ty == tl.uint8:
-                part += 128 * tl.sum(own.to(tl.int32), 1)[:, None]
+                part += 128 * tl.sum(own.to(tl.int32), 1)[:, None]  # pyright: ignore
             total += part.to(tl.int64) << largest
             shift = tl.where(shift == largest, -1, shift)
             largest = tl.max(shift, 0)
@@ -153,7 +156,7 @@ def _weight_gradient_kernel(
     tl.atomic_add(out, total, mask=mask, sem="relaxed")  # integers: no order matters
 
 
-@triton.jit
+@jit
 def _largest_kernel(
     x_ptr,  # (n, elements) float32, bfloat16 or float16
     largest_ptr,  # (n,) int32, zeros: bits of float32
@@ -167,7 +170,7 @@ def _largest_kernel(
     tl.atomic_max(largest_ptr + sample, tl.max(bits, 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["seed", "stream", "first"])
+@jit(do_not_specialize=["seed", "stream", "first"])
 def _round_kernel(
     x_ptr,  # (n, elements) float32, bfloat16 or float16
     exponents_ptr,  # (n,) int32

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.products import reference
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Window
@@ -22,7 +21,7 @@ def _convolve(
     window, _ = _checked_forward(x, weight, exponents, numbers, dtype)
     if weight[0].numel() > LONGEST_SUM:
         return reference.finish(_long_convolve(x, weight, window), exponents, 1, dtype)
-    y, _ = execution("products", x).convolve(x, weight, exponents, window, _held(dtype), False)
+    y, _ = kernels_of(x).convolve(x, weight, exponents, window, _held(dtype), False)
     return y.to(dtype)
 
 
@@ -39,7 +38,8 @@ def _convolve_with_statistics(
     window, _ = _checked_forward(x, weight, exponents, numbers, dtype)
     _check_length(weight[0].numel(), "statistics")
     parts = x, weight, exponents, window, _held(dtype), True
-    y, statistics = execution("products", x).convolve(*parts)
+    y, statistics = kernels_of(x).convolve(*parts)
+    assert statistics is not None  # they were asked for
     return y.to(dtype), statistics
 
 
@@ -64,7 +64,7 @@ def _input_gradient(
         sums = _long_input_gradient(grad, weight, (height, width), window)
         return reference.finish(sums, exponents, 0, dtype)
     parts = grad, weight, exponents, (height, width), window, _held(dtype)
-    return execution("products", grad).input_gradient(*parts).to(dtype)
+    return kernels_of(grad).input_gradient(*parts).to(dtype)
 
 
 def _fake_input_gradient(
@@ -87,8 +87,8 @@ def _weight_gradient(
     numbers: Sequence[int],
 ) -> Tensor:
     window, shape = _checked_weight_gradient(x, grad, exponents, kernel, numbers)
-    parts = x, grad, exponents, shape[2:], window
-    return execution("products", x).weight_gradient(*parts).contiguous()
+    parts = x, grad, exponents, (shape[2], shape[3]), window
+    return kernels_of(x).weight_gradient(*parts).contiguous()
 
 
 def _fake_weight_gradient(
@@ -108,7 +108,7 @@ def _round_per_sample(x: Tensor, seed: int, stream: int, first: int) -> tuple[Te
     elements = flat.shape[1]
     if (first + len(flat)) * -(elements // -16) >= 2**60:
         raise ValueError(f"first sample must leave room in the noise, got first={first}")
-    codes, exponents = execution("products", x).round_per_sample(flat, key)
+    codes, exponents = kernels_of(x).round_per_sample(flat, key)
     return _unflattened(codes, x), exponents
 
 
@@ -179,6 +179,17 @@ def _held(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype is torch.int64 else dtype
 
 
+def kernels_of(x: Tensor):
+    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
+    if x.is_cuda:
+        from fixedpoint_kernels.products import gpu as kernels
+    elif x.is_cpu:
+        from fixedpoint_kernels.products import cpu as kernels
+    else:
+        from fixedpoint_kernels.products import reference as kernels
+    return kernels
+
+
 def _empty(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
 
@@ -187,7 +198,7 @@ def _long_convolve(x: Tensor, weight: Tensor, window: Window) -> Tensor:
     """Return int64 sums of more products than int32 holds, from parts that it does."""
     if window.groups > 1:
         return reference.convolve(x, weight, None, window, torch.int64, False)[0]
-    step, run = LONGEST_SUM // weight[0, 0].numel(), execution("products", x).convolve
+    step, run = LONGEST_SUM // weight[0, 0].numel(), kernels_of(x).convolve
     parts = zip(x.split(step, 1), weight.split(step, 1), strict=True)
     return sum(run(*part, None, window, torch.int32, False)[0].long() for part in parts)  # type: ignore[return-value]
 
@@ -197,7 +208,7 @@ def _long_input_gradient(
 ) -> Tensor:
     if window.groups > 1:
         return reference.input_gradient(grad, weight, None, size, window, torch.int64)
-    step, run = LONGEST_SUM // weight[0, 0].numel(), execution("products", grad).input_gradient
+    step, run = LONGEST_SUM // weight[0, 0].numel(), kernels_of(grad).input_gradient
     parts = zip(grad.split(step, 1), weight.split(step, 0), strict=True)
     return sum(run(*part, None, size, window, torch.int32).long() for part in parts)  # type: ignore[return-value]
 

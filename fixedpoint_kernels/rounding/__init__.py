@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import Places, are_apart, check_apart, check_memory, places_of
 from fixedpoint_kernels.philox import Key
@@ -170,8 +169,8 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
     if places is not None and type(ys[0]) in _PLAIN:  # no mode makes others
         if outs is None:
             places = places._replace(ys=tuple(map(Tensor.data_ptr, ys)))
-        kernels = execution("rounding", xs[0])
-        kernels.quantize_many(places, fmts, rounding, first, positions, xs[0].device)
+        kernels = kernels_of(xs[0])  # of a CPU or a GPU: other devices have no places
+        kernels.quantize_many(places, fmts, rounding, first, positions, xs[0].device)  # pyright: ignore[reportAttributeAccessIssue]
         return ys
     for j, (x, y, fmt, position) in enumerate(zip(xs, ys, fmts, positions, strict=True)):
         _run(x, y, None, fmt, rounding, Key(first.seed, first.stream + j, position))
@@ -219,6 +218,17 @@ def decode(codes: Tensor, fmt: FixedPoint, *, dtype: torch.dtype = torch.float32
     return codes.to(dtype) * fmt.lsb
 
 
+def kernels_of(x: Tensor):
+    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
+    if x.is_cuda:
+        from fixedpoint_kernels.rounding import gpu as kernels
+    elif x.is_cpu:
+        from fixedpoint_kernels.rounding import cpu as kernels
+    else:
+        from fixedpoint_kernels.rounding import reference as kernels
+    return kernels
+
+
 def _code_dtype(fmt: FixedPoint) -> torch.dtype:
     if fmt.wl <= 8:
         return torch.int8 if fmt.signed else torch.uint8
@@ -236,7 +246,7 @@ def _run(
     if inside is not None and not inside.is_contiguous():
         mask = torch.empty_like(inside, memory_format=torch.contiguous_format)
     if x.numel():
-        execution("rounding", x).quantize(x.contiguous(), target, mask, fmt, rounding, key)
+        kernels_of(x).quantize(x.contiguous(), target, mask, fmt, rounding, key)
     if target is not y:
         y.copy_(target)
     if inside is not None and mask is not None and mask is not inside:

@@ -11,16 +11,15 @@ import numpy as np
 import torch
 from numba import carray, njit, prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.llvm.vectors import I8, Vector, intrinsic, pointer_to
 from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
 from fixedpoint_kernels.threads import compile_both, is_parallel, thread_count
-from fixedpoint_kernels.vectors import I8, Vector, pointer_to
 
 _BLOCK = 128  # elements of one vector: four of the longest that processors have, as 64-bit lanes
 _TASK = 32 * _BLOCK  # elements of one tensor that a thread takes at a time
@@ -55,7 +54,8 @@ def _round_block(_context, x, y, inside, at, first, number, key):
         else:
             block = builder.lshr(args[4], args[4].type(2))
             below = scaled.floor()
-            up = uniform(builder, block, *unpacked(6), _BLOCK // 4) < scaled - below
+            seed, stream = unpacked(6)
+            up = uniform(builder, block, seed, stream, _BLOCK // 4) < scaled - below
             codes = below + up.where(below.constant(1.0), below.constant(0.0))
         under, over = codes < low, codes > high
         bounded = over.where(high, under.where(low, codes))

@@ -1,5 +1,8 @@
 """Fixed-point rounding in Triton."""
 
+# Rules that kernels break, for they are Triton's language; launchers keep all others.
+# pyright: reportInvalidTypeForm=false
+
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -11,13 +14,13 @@ from torch import Tensor
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
-from fixedpoint_kernels.philox.gpu import uniform
+from fixedpoint_kernels.philox.gpu import jit, uniform
 from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
 
 _BLOCK = 1024
 
 
-@triton.jit
+@jit
 def noise_of(block, seed, stream, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
     """Return the noise of ``BLOCK`` elements from ``4 * block`` on, or 0 where none is needed."""
     noise = 0.0
@@ -27,7 +30,7 @@ def noise_of(block, seed, stream, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr)
     return noise
 
 
-@triton.jit
+@jit
 def codes_of(x, noise, scale, STOCHASTIC: tl.constexpr):
     """Round ``x * scale`` to whole numbers."""
     scaled = x * scale
@@ -41,14 +44,14 @@ def codes_of(x, noise, scale, STOCHASTIC: tl.constexpr):
     return below + up.to(tl.float32)
 
 
-@triton.jit
+@jit
 def saturate(codes, low, high):
     """Clamp, keeping NaN."""
     codes = tl.where(codes < low, low, codes)  # comparisons, not minimum: NaN stays
     return tl.where(codes > high, high, codes)
 
 
-@triton.jit
+@jit
 def _to_float32(x):
     """Widen to float32; bfloat16 by hand, of which Triton's interpreter loses tiny numbers."""
     if x.dtype == tl.bfloat16:
@@ -56,7 +59,7 @@ def _to_float32(x):
     return x.to(tl.float32)
 
 
-@triton.jit
+@jit
 def _to_bfloat16(y):
     """Round float32 to bfloat16, ties to even; Triton's interpreter would truncate."""
     bits = y.to(tl.uint32, bitcast=True)
@@ -64,7 +67,7 @@ def _to_bfloat16(y):
     return tl.where(y == y, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["seed", "stream", "block"])
+@jit(do_not_specialize=["seed", "stream", "block"])
 def _quantize_kernel(
     x_ptr,  # (n,) float32, bfloat16 or float16
     y_ptr,  # (n,) the same, or int8, int16, int32 for codes
@@ -101,7 +104,7 @@ def _quantize_kernel(
     tl.store(y_ptr + offsets, y, mask=mask)
 
 
-@triton.jit(do_not_specialize=["seed", "stream"])
+@jit(do_not_specialize=["seed", "stream"])
 def _quantize_many_kernel(
     pointers_ptr,  # (t, 2) int64: addresses of x and y, float32
     sizes_ptr,  # (t,) int64

@@ -6,7 +6,6 @@ Values are rounded to nearest. Backward, one pass gives the straight-through gra
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.executions import execution
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import in_memory
 from fixedpoint_kernels.strides import laid, memory_order
@@ -47,7 +46,7 @@ def round_and_survey(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor,
     values = x.detach() if order or x.is_contiguous() else x.detach().contiguous()
     y = None if fmt is None else torch.empty_like(values)
     marks = torch.empty_like(values, dtype=torch.uint8)
-    counts, sums = execution("survey", x).survey(
+    counts, sums = kernels_of(x).survey(
         laid(values, order), None if y is None else laid(y, order), laid(marks, order), fmt
     )
     return (given if y is None else y), marks, counts, sums
@@ -83,10 +82,21 @@ def mask_and_survey(grad: Tensor, marks: Tensor, *, clip: bool) -> tuple[Tensor,
     if order is None:
         grad, marks = grad.contiguous(), marks.contiguous()
     out = torch.empty_like(grad) if clip else None
-    squares = execution("survey", grad).survey_gradient(
+    squares = kernels_of(grad).survey_gradient(
         laid(grad, order), laid(marks, order), None if out is None else laid(out, order)
     )
     return (given if out is None else out), squares
+
+
+def kernels_of(x: Tensor):
+    """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
+    if x.is_cuda:
+        from fixedpoint_kernels.survey import gpu as kernels
+    elif x.is_cpu:
+        from fixedpoint_kernels.survey import cpu as kernels
+    else:
+        from fixedpoint_kernels.survey import reference as kernels
+    return kernels
 
 
 def _check(x: Tensor, name: str) -> None:

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from numba import njit, prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.llvm.vectors import I8, Vector, intrinsic
 from fixedpoint_kernels.rounding.reference import float_bounds
 from fixedpoint_kernels.survey.reference import MAGNITUDES
 from fixedpoint_kernels.threads import compile_both, is_parallel
-from fixedpoint_kernels.vectors import I8, Vector
 
 _LANES = 64
 _TASK = 256 * _LANES  # elements: 64 kB

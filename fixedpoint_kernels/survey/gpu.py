@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.philox.gpu import jit
 from fixedpoint_kernels.rounding.gpu import _to_bfloat16, _to_float32, codes_of, saturate
 from fixedpoint_kernels.rounding.reference import float_bounds
 from fixedpoint_kernels.survey.reference import MAGNITUDES
@@ -14,7 +15,7 @@ _BLOCK = 4096
 _BINS = 512  # above MAGNITUDES; the last one takes what is no element
 
 
-@triton.jit
+@jit
 def _survey_kernel(
     x_ptr,  # (n,) float32, bfloat16 or float16
     y_ptr,  # (n,) the same; x_ptr where ROUNDS is false
@@ -57,7 +58,7 @@ def _survey_kernel(
     tl.atomic_add(counts_ptr + columns, found, mask=(columns < MAGNITUDES) & (found > 0))
 
 
-@triton.jit
+@jit
 def _mask_kernel(
     grad_ptr,  # (n,) float32, bfloat16 or float16
     marks_ptr,  # (n,) uint8

@@ -13,11 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fixedpoint_kernels import few_bit
 from fixedpoint_kernels.few_bit import functional, modules, named
+from fixedpoint_kernels.few_bit.activations import ENTRIES, Entry
+from fixedpoint_kernels.forward_save import activations
+from perfmodel import memory
 
 FUNCTIONS = [name for name in named.NAMES if hasattr(functional, name)]
-STEPWISE = sorted(named._STEPWISE)
-CONTINUOUS = sorted(named._CONTINUOUS)
-MODULES = {cls.__name__.lower(): cls for cls in modules.__dict__.values() if inspect.isclass(cls)}
+STEPWISE = sorted(name for name, entry in ENTRIES.items() if entry.exact)
+CONTINUOUS = sorted(name for name, entry in ENTRIES.items() if not entry.exact)
+MODULES = {cls.__name__.lower(): cls for cls in modules.MODULES.values()}
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 NEEDED = {"threshold": (0.25, 20.0)}
 
@@ -54,6 +57,67 @@ def saved_bytes(function, x):
         y = function(x)
     assert y.requires_grad
     return sum(storages.values()), len(inputs)
+
+
+def test_every_reader_knows_the_table():
+    kinds = {entry.kind.__name__ for entry in ENTRIES.values()}
+    assert len(ENTRIES) == len(kinds) == 21
+    assert set(FUNCTIONS) == set(ENTRIES) == set(named.NAMES) - {"gelu_tanh", "swish"}
+    assert {name for name in kinds if getattr(modules, name) in MODULES.values()} == kinds
+    assert set(few_bit.__all__) - {"NAMES", "Activation", "Table", "solve"} == {*ENTRIES, *kinds}
+    assert {kind.__name__ for kind in (*activations.SMOOTH, *activations.STEPWISE)} == kinds
+    assert set(ENTRIES) <= activations.CALLS
+    for name, kind in ((name, entry.kind) for name, entry in ENTRIES.items()):
+        assert memory.kind_of(name) == memory.kind_of(name + "_") == "activation"
+        saver = memory.Saver("", "activation", name, kind.__name__)
+        codes = memory.few_bit(4)(memory.Kept(4096, (1024,), 4, (saver,)))
+        assert codes == (128 if name in STEPWISE else 512)
+        assert isinstance(getattr(few_bit, kind.__name__)(*NEEDED.get(name, ())), kind)
+
+
+class Wave(nn.Module):
+    """A made-up activation."""
+
+    def __init__(self, size: float = 1.0):
+        super().__init__()
+        self.size = size
+
+
+@pytest.fixture
+def wave(monkeypatch):
+    entry = Entry("wave", Wave, lambda x, size: size * torch.sin(x))
+    monkeypatch.setitem(ENTRIES, "wave", entry)
+    return entry
+
+
+def test_one_entry_makes_an_activation(wave):
+    function, module = functional.make(wave), modules.make(wave)
+    assert str(inspect.signature(module)).startswith("(size: float = 1.0, *, bits: int = 3, ")
+    assert isinstance(module(2.0), Wave)
+    assert few_bit.solve("wave", 2).bits == 2
+    x = torch.randn(1000)
+    for ours in (module(2.0, bits=8), lambda x: function(x, 2.0, bits=8)):
+        y, slope = gradient(ours, x)
+        torch.testing.assert_close(y.detach(), 2 * torch.sin(x), rtol=0, atol=0)
+        torch.testing.assert_close(slope, 2 * torch.cos(x), rtol=0, atol=0.02)  # 256 levels, 4 wide
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: few_bit.elu(torch.ones(2), 1.0, False, 3),
+        lambda: few_bit.elu(torch.ones(2), 1.0, alpha=1.0),
+        lambda: few_bit.elu(torch.ones(2), beta=1.0),
+        lambda: few_bit.relu(torch.ones(2), slope=1.0),
+        lambda: few_bit.threshold(torch.ones(2)),
+        lambda: few_bit.threshold(torch.ones(2), 1.0),
+        lambda: few_bit.Threshold(1.0),
+        lambda: few_bit.GELU("none", 3),
+    ],
+)
+def test_arguments_that_torch_does_not_take(call):
+    with pytest.raises(TypeError):
+        call()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -97,7 +97,7 @@ def test_which_are_left_to_torch():
 def as_on_a_gpu(monkeypatch):
     """Take the way of a CUDA tensor, with the interpreter where there is none."""
     monkeypatch.setattr(autograd, "is_fused", lambda x, function: function is not None)
-    monkeypatch.setattr(operators, "execution", lambda package, x: gpu)
+    monkeypatch.setattr(operators, "kernels_of", lambda x: gpu)
 
 
 def gradient(function, x, grad):
@@ -150,7 +150,7 @@ def test_the_operator():
     operator = torch.ops.fixedpoint_kernels.few_bit_value_and_encode.default
     key = operators.register(named.table_of("silu", (), 1, "uniform"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operators, "execution", lambda package, x: gpu)
+        patch.setattr(operators, "kernels_of", lambda x: gpu)
         torch.library.opcheck(operator, (torch.randn(3, 40), key, "silu", 0.0, 0.0, 0.0))
         y, planes = operator(torch.empty(0, 2), key, "silu", 0.0, 0.0, 0.0)
     assert (y.shape, planes.shape) == ((0, 2), (0,))

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import few_bit
-from fixedpoint_kernels.few_bit import cpu, gpu, lookup, named, operators, reference
+from fixedpoint_kernels.few_bit import cpu, gpu, named, operators, reference
 from fixedpoint_kernels.few_bit.table import number
+from fixedpoint_kernels.llvm import lookup
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3e38]

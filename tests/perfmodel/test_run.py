@@ -221,7 +221,7 @@ def test_command_json(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere must be a run folder, found no config.json in it"),
+        (["nowhere"], "nowhere must be the folder of a run, found no config.json in it"),
         (["model", "nothing", "--input", "3"], "must be module:function, got 'nothing'"),
         (["model", "torch.nn:Nope", "--input", "3"], "must be a model or make one: .*Nope"),
         (["model", "torch.nn:Linear(3)", "--input", "3"], r"name or name\(argument=value\), got"),

@@ -6,7 +6,7 @@ import pytest
 
 from train import main, resnet20
 from train.config import Config
-from train.loop import Training
+from train.training import Training
 
 
 @pytest.fixture

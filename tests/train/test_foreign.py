@@ -99,7 +99,7 @@ def read_all(folder: Path, prepared) -> int:
     def resume() -> None:
         with training.folder.claim(config):
             main.resume(training)
-            training.folder.add_row("timing.csv", dict.fromkeys(("epoch", *loop.TIMING), 1))
+            training.folder.add_row("timing.csv", dict.fromkeys(("epoch", *loop.TIMES), 1))
 
     readers = [
         lambda: RunFolder(folder).read_config(),

@@ -4,13 +4,12 @@ import numpy as np
 import torch
 from numba import prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
+from fixedpoint_kernels.llvm.vectors import I8, I32, Vector, intrinsic
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import words
 from fixedpoint_kernels.threads import compile_both, compiled, is_parallel
-from fixedpoint_kernels.vectors import I8, I32, Vector
 
 _BLOCK = 512  # elements of one vector, from 32 blocks of noise
 _MAGIC, _MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # added, whole numbers stand in the lowest bits
@@ -29,7 +28,8 @@ def _round_block(_context, x, codes, at, block, key, scale):
             array = context.make_array(signature.args[i])(context, builder, args[i])
             return builder.gep(array.data, [args[2]])
 
-        noise = words(builder, args[3], *cgutils.unpack_tuple(builder, args[4]), _BLOCK // 16)
+        seed, stream = cgutils.unpack_tuple(builder, args[4])
+        noise = words(builder, args[3], seed, stream, _BLOCK // 16)
         noise = noise.viewed(I8).converted(I32)
         scaled = Vector.load(builder, pointer(0), _BLOCK) * Vector.splat(builder, args[5], _BLOCK)
         whole = (scaled * 256.0 + _MAGIC).viewed(I32) - _MAGIC_BITS + noise

@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 
 from fixedpoint_kernels.few_bit.table import Table, steps_of
-from fixedpoint_kernels.vectors import F32, I32, Vector
+from fixedpoint_kernels.llvm.vectors import F32, I32, Vector
 
 LANES = 16
 _MOST_BORDERS = 31  # of a tree

@@ -7,10 +7,9 @@ single elements: whoever calls sees to it that they can be read.
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
+from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic
 from fixedpoint_kernels.philox.cpu import uniform
-from fixedpoint_kernels.vectors import F32, I8, I16, I32, I64, Vector
 
 LANES = 16
 BLOCK = 128  # elements that get their noise together, see ``rounding.cpu``

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import extending, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -153,6 +152,11 @@ class Vector:
         signature = ir.FunctionType(self.value.type, [x.value.type for x in arguments])
         function = cgutils.get_or_insert_function(self.builder.module, signature, f"llvm.{name}")
         return Vector(self.builder, self.builder.call(function, [x.value for x in arguments]))
+
+
+def intrinsic(typing: Callable[..., Any]) -> Callable[..., Any]:
+    """Do as Numba's own: a call of it has no context, which types of Python cannot say."""
+    return extending.intrinsic(typing)
 
 
 @intrinsic

@@ -12,7 +12,8 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from fixedpoint_kernels.llvm.vectors import intrinsic
 
 I1, I8, I16, I32, I64 = map(ir.IntType, (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
