@@ -1,6 +1,6 @@
 """Few-bit codes in Numba, a tile of 1,024 elements at a time, on LLVM vectors of 16 columns.
 
-How a code is found is in ``lookup.py``. Each kernel is compiled twice from one definition, serial
+How a code is found is in ``llvm/lookup.py``. Each kernel is compiled twice from one definition, serial
 and parallel: a parallel region costs more than it gains on small tensors. Kernels take addresses:
 making arrays of tensors takes a hundredth of GELU's time at 1e6 elements, as every call into torch
 does that finds its code no longer in the caches.
