@@ -13,6 +13,7 @@ from benchmarks.fuzz import (
     operators,
     packed,
     packing,
+    products,
     rounding,
 )
 
@@ -31,6 +32,8 @@ CHECKS: dict[str, Callable[[Random], None]] = {
     "division": division.compress,
     "block": block.block,
     "observe": block.observe,
+    "products": products.multiply,
+    "gradients": products.rounded,
     "integer": integer.run,
     "export": export.run,
     "packed": packed.files,

@@ -18,6 +18,8 @@ SHARES = {
     "division": 40,
     "block": 50,
     "observe": 60,
+    "products": 15,
+    "gradients": 30,
     "integer": 15,
     "export": 3,
     "packed": 20,
@@ -25,7 +27,7 @@ SHARES = {
     "operators": 60,
 }
 # those whose kernels the other executions have, whole
-_KERNELS = "quantize codes pack histogram expected few_bit few_bit_codes division block observe"
+_KERNELS = "quantize codes pack histogram expected few_bit few_bit_codes division block observe products gradients"
 _OF_EXECUTIONS = {
     "cpu": list(SHARES),
     "pytorch": _KERNELS.split(),
