@@ -28,7 +28,7 @@ from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
 from train.loop import evaluate, fit
 from train.optimizers import make_optimizer
-from train.records import Onlooker, RunFolder, environment
+from train.records import RunFolder, SilentFolder, environment
 from train.report import Report, Silence
 from train.training import Training, mean_word_lengths
 
@@ -121,7 +121,7 @@ def prepare(config: Config, build: Build, min_side: int, *, may_fetch: bool = Tr
     if config.execution == "int8":
         marvin.integer.convert(model)
     check_shares(config, len(parts.train))
-    own_folder = RunFolder(folder) if distributed.is_first() else Onlooker(folder)
+    own_folder = RunFolder(folder) if distributed.is_first() else SilentFolder(folder)
     parallel = distributed.parallel(model)
     return Training(config, dataset, parts, model, parallel, folder=own_folder, **learning)
 

@@ -33,7 +33,7 @@ from perfmodel.files import (
 from train import distributed
 from train.config import Config, from_dict, to_dict
 
-__all__ = ["TIMES", "Onlooker", "RunFolder", "differences", "environment", "read_csv"]
+__all__ = ["TIMES", "RunFolder", "SilentFolder", "differences", "environment", "read_csv"]
 
 PACKAGES = ("marvin-fixedpoint", "torch", "numpy", "numba", "triton")
 FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
@@ -191,8 +191,8 @@ class RunFolder:
         write_atomic(self.path / RESULT, _to_json(values))
 
 
-class Onlooker(RunFolder):
-    """The folder of a run to those of several processes that only read it."""
+class SilentFolder(RunFolder):
+    """The folder of a run, for the processes that write nothing: the first one writes."""
 
     @contextmanager
     def claim(self, config: Config) -> Iterator[None]:

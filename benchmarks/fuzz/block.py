@@ -7,7 +7,7 @@ import numpy as np
 import fixedpoint_kernels as fk
 from benchmarks.fuzz import draw, oracle
 from benchmarks.fuzz.oracle import Array, Failure, Format
-from fixedpoint_kernels import survey
+from fixedpoint_kernels import observer
 
 
 def block(chance: Random) -> None:
@@ -46,17 +46,17 @@ def block(chance: Random) -> None:
 
 
 def observe(chance: Random) -> None:
-    """Values, marks, magnitudes and sums of one pass, and the gradient by the marks."""
+    """Values, mask, magnitudes and sums of one pass, and the masked gradient."""
     n, fmt = max(1, draw.size(chance)), draw.format_of(chance, signed=False)
     dtype, shape = chance.choices(list(draw.DTYPES), (6, 2, 2))[0], draw.shape_of(chance, n)
     own = draw.values(chance, n, fmt, dtype).reshape(shape)
     x = draw.odd(chance, draw.tensor(own, dtype))
     rounds = chance.random() < 0.8
-    y, marks, counts, sums = survey.round_and_survey(x, draw.given(fmt) if rounds else None)
+    y, ste_mask, counts, sums = observer.round_and_observe(x, draw.given(fmt) if rounds else None)
     want, inside = oracle.quantize(own, fmt, None) if rounds else (own, np.ones(shape, bool))
     oracle.same(draw.content(y), oracle.stored(want, dtype), "rounded values")
     kinds = (inside + 2 * (inside & (own != 0))).astype(np.uint8)
-    oracle.same(draw.content(marks), kinds, "marks")
+    oracle.same(draw.content(ste_mask), kinds, "ste_mask")
     oracle.same(draw.content(counts), _magnitudes(own), "magnitudes")
     total = draw.content(sums)
     if total[2] != (~inside).sum():
@@ -67,7 +67,7 @@ def observe(chance: Random) -> None:
     grad = draw.finite(draw.values(chance, n, fmt, dtype)).reshape(shape)
     clip = chance.random() < 0.5
     g = draw.odd(chance, draw.tensor(grad, dtype))
-    out, squares = survey.mask_and_survey(g, marks, clip=clip)
+    out, squares = observer.mask_and_observe(g, ste_mask, clip=clip)
     masked = np.where(inside, grad, np.float32(0)) if clip else grad
     oracle.same(draw.content(out), masked, "masked gradient")
     _check_squares(float(squares), np.where(kinds > 1, grad, np.float32(0)))

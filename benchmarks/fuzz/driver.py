@@ -76,13 +76,13 @@ def _run(seed: int, jobs: Sequence[tuple[str, int, int]], execution: str) -> Non
 
 def _force(execution: str) -> None:
     """Let tensors of the CPU be computed by another execution."""
-    from fixedpoint_kernels import packing, rounding, survey
+    from fixedpoint_kernels import observer, packing, rounding
     from fixedpoint_kernels.division import operators as division
     from fixedpoint_kernels.few_bit import operators as few_bit
     from fixedpoint_kernels.histogram import grid
     from fixedpoint_kernels.products import operators as products
 
-    for module in (division, few_bit, grid, packing, products, rounding, survey):
+    for module in (division, few_bit, grid, observer, packing, products, rounding):
         package = ".".join(module.__name__.split(".")[:2])
         forced = importlib.import_module(f"{package}.{execution}")
         module.__dict__["kernels_of"] = partial(_forced, module.kernels_of, forced)

@@ -61,9 +61,10 @@ def _histograms() -> Iterator[Job]:
     yield Job("counts in cells", "histogram", "_cells_kernel", work.cells)
 
 
-def _surveys() -> Iterator[Job]:
-    yield Job("round and survey", "survey", "_survey_kernel", work.survey)
-    yield Job("mask and survey a gradient", "survey", "_mask_kernel", work.survey_gradient)
+def _observer() -> Iterator[Job]:
+    yield Job("round and observe", "observer", "_observe_kernel", work.observe)
+    kernel = "_observe_gradient_kernel"
+    yield Job("mask and observe a gradient", "observer", kernel, work.observe_gradient)
 
 
 def _packing() -> Iterator[Job]:
@@ -129,7 +130,7 @@ def _products() -> Iterator[Job]:
 JOBS = (
     *_rounding(),
     *_histograms(),
-    *_surveys(),
+    *_observer(),
     *_packing(),
     *_few_bit(),
     *_division(),

@@ -31,12 +31,12 @@ __all__ = [
     "encode",
     "input_gradient",
     "many",
+    "observe",
+    "observe_gradient",
     "pack",
     "round_per_sample",
     "rounding",
     "sampled",
-    "survey",
-    "survey_gradient",
     "unpack",
     "value_and_codes",
     "value_and_encode",
@@ -117,26 +117,26 @@ def cells(n: int, device: torch.device) -> Work:
     return Work([x], [], lambda code, xs, _: list(code.cells(xs[0], BINS, CELLS)))
 
 
-def survey(n: int, device: torch.device) -> Work:
+def observe(n: int, device: torch.device) -> Work:
     """Return work whose sum of squares is left out: its order is not the reference's."""
 
     def run(code: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
-        counts, sums = code.survey(inputs[0], *outputs, FMT)
+        counts, sums = code.observe(inputs[0], *outputs, FMT)
         return [*outputs, counts, sums[2]]
 
-    marks = torch.empty(n, dtype=torch.uint8, device=device)
-    return Work([_values(n, device)], [torch.empty(n, device=device), marks], run)
+    ste_mask = torch.empty(n, dtype=torch.uint8, device=device)
+    return Work([_values(n, device)], [torch.empty(n, device=device), ste_mask], run)
 
 
-def survey_gradient(n: int, device: torch.device) -> Work:
+def observe_gradient(n: int, device: torch.device) -> Work:
     """Return work whose squared norm is left out."""
 
     def run(code: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
-        code.survey_gradient(*inputs, outputs[0])
+        code.observe_gradient(*inputs, outputs[0])
         return outputs
 
-    marks = _integers((n,), device, torch.uint8) & 3
-    return Work([_values(n, device), marks], [torch.empty(n, device=device)], run)
+    ste_mask = _integers((n,), device, torch.uint8) & 3
+    return Work([_values(n, device), ste_mask], [torch.empty(n, device=device)], run)
 
 
 def pack(bits: int, dtype: torch.dtype) -> Make:

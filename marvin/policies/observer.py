@@ -16,7 +16,7 @@ from fixedpoint_kernels._torch_private import (
     foreach_norm,
     foreach_sub,
 )
-from fixedpoint_kernels.survey import mask_and_survey, round_and_survey
+from fixedpoint_kernels.observer import mask_and_observe, round_and_observe
 from marvin.policies.ranges import Range, need
 from marvin.ranks import min_over_ranks, sum_over_ranks
 from marvin.shards import Shard, spread, whole_norms, widest
@@ -60,16 +60,16 @@ class _Sums:
         return torch.cat([self.forward, gradient.view(1)])
 
 
-class _Surveyed(torch.autograd.Function):
+class _Observed(torch.autograd.Function):
     """Rounds forward; measures forward and backward."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, fmt: FixedPoint | None, clip: bool, has_gradient: bool, sums: _Sums
     ) -> Tensor:
-        y, marks, counts, scalars = round_and_survey(x.detach(), fmt)
+        y, ste_mask, counts, scalars = round_and_observe(x.detach(), fmt)
         sums.add(counts, scalars)
-        ctx.save_for_backward(marks)
+        ctx.save_for_backward(ste_mask)
         ctx.clips, ctx.has_gradient, ctx.sums = fmt is not None and clip, has_gradient, sums
         return y
 
@@ -78,9 +78,9 @@ class _Surveyed(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        (marks,) = ctx.saved_tensors
+        (ste_mask,) = ctx.saved_tensors
         clip = ctx.clips and ctx.has_gradient
-        masked, squares = mask_and_survey(grad, marks, clip=clip)
+        masked, squares = mask_and_observe(grad, ste_mask, clip=clip)
         ctx.sums.add_gradient(squares)
         return masked if ctx.has_gradient else None, None, None, None, None
 
@@ -90,7 +90,7 @@ class Inputs:
     """What a step told of one layer's inputs.
 
     Args:
-        counts: How many values have which magnitude, see ``fixedpoint_kernels.survey``.
+        counts: How many values have which magnitude, see ``fixedpoint_kernels.observer``.
         lowest: Smallest value.
         power: Mean square.
         saturated: Share of values that were clamped.
@@ -132,7 +132,7 @@ class Observer:
             clamped, 0-d.
         """
         self.sums = self.sums or _Sums()
-        y = _Surveyed.apply(
+        y = _Observed.apply(
             x if x.requires_grad else x.detach().requires_grad_(),
             fmt,
             clip,

@@ -88,7 +88,7 @@ def need(counts: Sequence[int], tolerance: float) -> int | None:
     """Return the integer length of the ``1 - tolerance`` quantile of magnitudes.
 
     Args:
-        counts: How many values have which magnitude, see ``fixedpoint_kernels.survey``.
+        counts: How many values have which magnitude, see ``fixedpoint_kernels.observer``.
         tolerance: Share of values that may be larger.
 
     Returns:

@@ -34,13 +34,13 @@ from fixedpoint_kernels.few_bit.table import number
 from fixedpoint_kernels.histogram import gpu as histogram
 from fixedpoint_kernels.histogram.reference import Bins, Cells
 from fixedpoint_kernels.memory import places_of
+from fixedpoint_kernels.observer import gpu as observer
 from fixedpoint_kernels.packing import _code_dtype
 from fixedpoint_kernels.packing import gpu as packing
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.products import gpu as products
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.rounding import gpu as rounding
-from fixedpoint_kernels.survey import gpu as survey
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -88,18 +88,18 @@ def count_every_way(sizes):
         histogram.cells(empty(n), Bins(-1.0, 50.0, 100), Cells(7, -200, 400))
 
 
-def survey_every_way(sizes):
+def observe_every_way(sizes):
     for n, fmt in itertools.product(sizes, (None, FMT)):
-        survey_both_ways(n, torch.float32, fmt)
+        observe_both_ways(n, torch.float32, fmt)
     for dtype in FLOATS:
-        survey_both_ways(1027, dtype, FMT)
+        observe_both_ways(1027, dtype, FMT)
 
 
-def survey_both_ways(n, dtype, fmt):
-    x, marks = empty(n, dtype), empty(n, torch.uint8)
+def observe_both_ways(n, dtype, fmt):
+    x, ste_mask = empty(n, dtype), empty(n, torch.uint8)
     out = None if fmt is None else empty(n, dtype)
-    survey.survey(x, out, marks, fmt)
-    survey.survey_gradient(x, marks, out)
+    observer.observe(x, out, ste_mask, fmt)
+    observer.observe_gradient(x, ste_mask, out)
 
 
 def pack_every_way(sizes):
@@ -289,7 +289,7 @@ def main():
         else:
             round_every_way(sizes)
             count_every_way(sizes)
-            survey_every_way(sizes)
+            observe_every_way(sizes)
             pack_every_way(sizes)
             few_bits_every_way(sizes)
             divide_every_way(sizes)

@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fixedpoint_kernels as fk
-from fixedpoint_kernels import division, histogram, survey
+from fixedpoint_kernels import division, histogram, observer
 from fixedpoint_kernels.few_bit import named, operators
 
 FMT = fk.FixedPoint(8, 4)
@@ -14,7 +14,7 @@ VALUES = torch.linspace(-3, 3, 48).view(6, 8)
 CODES = torch.arange(-8, 8, dtype=torch.int8)
 TABLE = operators.register(named.table_of(*named.resolve("gelu"), 3, "uniform"))
 PLANES, KEPT = operators.encode(VALUES, TABLE), division.compress(VALUES)
-MARKS = survey.round_and_survey(VALUES, FMT)[1]
+STE_MASK = observer.round_and_observe(VALUES, FMT)[1]
 
 
 class Wrapper(torch.Tensor):
@@ -141,9 +141,9 @@ FUNCTIONS = {
     "quantize_block": (VALUES, lambda x: fk.quantize_block(x, fk.BlockFloat(8))),
     "pack": (CODES, lambda x: fk.pack(x, 4)),
     "unpack": (fk.pack(CODES, 4), lambda x: fk.unpack(x, 4, 16)),
-    "round_and_survey": (VALUES, lambda x: survey.round_and_survey(x, FMT)),
-    "mask_and_survey": (VALUES, lambda x: survey.mask_and_survey(x, MARKS, clip=True)),
-    "marks": (MARKS, lambda x: survey.mask_and_survey(VALUES, x, clip=True)),
+    "round_and_observe": (VALUES, lambda x: observer.round_and_observe(x, FMT)),
+    "mask_and_observe": (VALUES, lambda x: observer.mask_and_observe(x, STE_MASK, clip=True)),
+    "ste_mask": (STE_MASK, lambda x: observer.mask_and_observe(VALUES, x, clip=True)),
     "histogram": (VALUES, lambda x: fk.histogram_candidates(x, [FMT], 10)),
     "expected": (VALUES, lambda x: fk.histogram_candidates(x, [FMT], 10, rounding="expected")),
     "bins": (VALUES, lambda x: histogram.bins_of(x, 10)),

@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from fixedpoint_kernels import FixedPoint, division, pack, survey, unpack
+from fixedpoint_kernels import FixedPoint, division, observer, pack, unpack
 from fixedpoint_kernels.division import reference as divided
 from fixedpoint_kernels.few_bit import named, operators
 from fixedpoint_kernels.few_bit import reference as coded
@@ -133,24 +133,24 @@ def unpack_codes():
     return got, expected
 
 
-def survey_marks():
+def masked_gradient():
     grad = tensor(torch.float32)
-    marks = tensor(torch.uint8, list(grad.shape) if ROLL.random() < 0.7 else None)
-    got = survey.mask_and_survey(grad, marks, clip=True)
-    expected = torch.where(marks % 2 == 1, grad, 0)
+    ste_mask = tensor(torch.uint8, list(grad.shape) if ROLL.random() < 0.7 else None)
+    got = observer.mask_and_observe(grad, ste_mask, clip=True)
+    expected = torch.where(ste_mask % 2 == 1, grad, 0)
     return got[0], expected
 
 
-def survey_values():
+def observed_values():
     x = tensor(torch.float32)
-    got = survey.round_and_survey(x, ROLL.choice([FixedPoint(8, 4), None, "<8, 4>"]))
+    got = observer.round_and_observe(x, ROLL.choice([FixedPoint(8, 4), None, "<8, 4>"]))
     if x.is_meta:
         return None
     return got[2].sum(), torch.tensor(x.numel())
 
 
 CALLS = encode, decode, decode, value_and_encode, compress, decompress, decompress
-CALLS += pack_codes, unpack_codes, survey_marks, survey_values
+CALLS += pack_codes, unpack_codes, masked_gradient, observed_values
 
 
 def main():

@@ -48,7 +48,7 @@ import sys, warnings, numpy as np, torch
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import fixedpoint_kernels as fk
-    from fixedpoint_kernels import division, few_bit, survey
+    from fixedpoint_kernels import division, few_bit, observer
     from fixedpoint_kernels.few_bit import operators, partition
 
     assert fk.__file__.startswith(sys.argv[1]), fk.__file__
@@ -60,8 +60,8 @@ with warnings.catch_warnings(record=True) as caught:
         assert torch.equal(fk.quantize_many([part], [fmt], rounding="nearest")[0], y)
         codes = fk.encode(part, fmt, rounding="nearest")
         assert torch.equal(fk.unpack(fk.pack(codes, 8), 8, codes.shape), codes)
-        assert torch.equal(survey.round_and_survey(part, fmt)[0], y)
-        survey.mask_and_survey(part, torch.ones_like(part, dtype=torch.uint8), clip=True)
+        assert torch.equal(observer.round_and_observe(part, fmt)[0], y)
+        observer.mask_and_observe(part, torch.ones_like(part, dtype=torch.uint8), clip=True)
         assert fk.histogram_candidates(part, [fmt], 10)[0].sum() == part.numel()
         key = operators.register(few_bit.solve("tanh", 2, grid=40))
         operators.decode(part, operators.encode(part, key), key, torch.float32)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, quantize
-from fixedpoint_kernels.survey import round_and_survey
+from fixedpoint_kernels.observer import round_and_observe
 from marvin.policies.observer import Observer, inputs_of, weight_ranges
 from marvin.policies.ranges import Limits, Range, budget_noise, integer_length, need
 from marvin.shards import Shard, shard_of
@@ -31,7 +31,7 @@ from marvin.shards import Shard, shard_of
     ],
 )
 def test_need_is_the_power_of_two_above_the_quantile(values, tolerance, expected):
-    counts = round_and_survey(torch.tensor(values), None)[2]
+    counts = round_and_observe(torch.tensor(values), None)[2]
     assert need(counts.tolist(), tolerance) == expected
 
 

@@ -1,4 +1,4 @@
-"""Surveys in plain PyTorch: the definition that the kernels are tested against."""
+"""The observer in plain PyTorch: the definition that the kernels are tested against."""
 
 import torch
 from torch import Tensor
@@ -14,15 +14,15 @@ first two 0 and numbers below ``2**-126``; the last two are infinity (or above 2
 _NO_NOISE = Key(0, 0)
 
 
-def survey(
-    x: Tensor, y: Tensor | None, marks: Tensor, fmt: FixedPoint | None
+def observe(
+    x: Tensor, y: Tensor | None, ste_mask: Tensor, fmt: FixedPoint | None
 ) -> tuple[Tensor, Tensor]:
-    """See ``fixedpoint_kernels.survey.round_and_survey``; all are contiguous.
+    """See ``fixedpoint_kernels.observer.round_and_observe``; all are contiguous.
 
     Args:
         x: Values.
         y: Where to write what they are rounded to; None as ``fmt`` is.
-        marks: Where to write these, uint8.
+        ste_mask: Where to write the mask, uint8.
         fmt: The format.
 
     Returns:
@@ -32,25 +32,25 @@ def survey(
     inside = torch.ones_like(values, dtype=torch.bool)
     if fmt is not None and y is not None:
         quantize(x, y, inside, fmt, "nearest", _NO_NOISE)
-    marks.copy_(inside + 2 * (inside & (values != 0)))
+    ste_mask.copy_(inside + 2 * (inside & (values != 0)))
     parts = _widened(values.amin()), _widened(values.square()).sum(), _widened((~inside).sum())
     return _magnitudes(values), torch.stack(parts)
 
 
-def survey_gradient(grad: Tensor, marks: Tensor, out: Tensor | None) -> Tensor:
-    """See ``fixedpoint_kernels.survey.mask_and_survey``; all are contiguous.
+def observe_gradient(grad: Tensor, ste_mask: Tensor, out: Tensor | None) -> Tensor:
+    """See ``fixedpoint_kernels.observer.mask_and_observe``; all are contiguous.
 
     Args:
         grad: Gradient.
-        marks: What ``survey`` wrote.
+        ste_mask: What ``observe`` wrote.
         out: Where to write the masked gradient; None: nowhere.
 
     Returns:
         The squared norm, 0-d.
     """
     if out is not None:
-        out.copy_(torch.where(marks % 2 == 1, grad, 0.0))
-    return _widened(torch.where(marks > 1, grad.detach().float(), 0.0).square_()).sum()
+        out.copy_(torch.where(ste_mask % 2 == 1, grad, 0.0))
+    return _widened(torch.where(ste_mask > 1, grad.detach().float(), 0.0).square_()).sum()
 
 
 def _widened(x: Tensor) -> Tensor:

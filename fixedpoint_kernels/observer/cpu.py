@@ -1,4 +1,4 @@
-"""Surveys in Numba: a task of elements at a time, rounded on vectors and counted from the cache.
+"""The observer in Numba: a task of elements at a time, rounded on vectors and counted from the cache.
 
 Sums are of tasks, then of all tasks in order: they do not depend on the number of threads.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.llvm.vectors import I8, Vector, intrinsic
+from fixedpoint_kernels.observer.reference import MAGNITUDES
 from fixedpoint_kernels.rounding.reference import float_bounds
-from fixedpoint_kernels.survey.reference import MAGNITUDES
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
 _LANES = 64
@@ -55,13 +55,13 @@ def _each_vector(call, at, sums, count):
 
 
 @intrinsic
-def _survey_vectors(_context, x, y, marks, at, vectors, number, sums):
-    """Round and mark ``vectors`` times ``_LANES`` elements from ``at`` on.
+def _observe_vectors(_context, x, y, ste_mask, at, vectors, number, sums):
+    """Round and mask ``vectors`` times ``_LANES`` elements from ``at`` on.
 
-    x and y (n,) float32, y or number None; marks (n,) uint8; number: see ``_number``; sums
+    x and y (n,) float32, y or number None; ste_mask (n,) uint8; number: see ``_number``; sums
     (3, _LANES) float32: smallest value, squares and values clamped, are added to.
     """
-    signature = types.void(x, y, marks, at, vectors, number, sums)
+    signature = types.void(x, y, ste_mask, at, vectors, number, sums)
 
     def codegen(*call):
         _, builder, _, args = call
@@ -90,13 +90,13 @@ def _survey_vectors(_context, x, y, marks, at, vectors, number, sums):
 
 
 @intrinsic
-def _mask_vectors(_context, grad, marks, out, at, vectors, sums):
+def _observe_gradient_vectors(_context, grad, ste_mask, out, at, vectors, sums):
     """Mask ``vectors`` times ``_LANES`` elements of a gradient from ``at`` on.
 
-    grad and out (n,) float32, out or None; marks (n,) uint8; sums (1, _LANES) float32: squares are
-    added to.
+    grad and out (n,) float32, out or None; ste_mask (n,) uint8; sums (1, _LANES) float32:
+    squares are added to.
     """
-    signature = types.void(grad, marks, out, at, vectors, sums)
+    signature = types.void(grad, ste_mask, out, at, vectors, sums)
 
     def codegen(*call):
         builder = call[1]
@@ -114,9 +114,9 @@ def _mask_vectors(_context, grad, marks, out, at, vectors, sums):
 
 
 @njit(inline="always")
-def _survey_task(x, y, marks, number, begin, stop, sums):
+def _observe_task(x, y, ste_mask, number, begin, stop, sums):
     vectors = (stop - begin) // _LANES
-    _survey_vectors(x, y, marks, begin, vectors, number, sums)
+    _observe_vectors(x, y, ste_mask, begin, vectors, number, sums)
     rest = begin + vectors * _LANES
     n = stop - rest
     if n > 0:
@@ -126,12 +126,12 @@ def _survey_task(x, y, marks, number, begin, stop, sums):
         own[0] = np.inf
         padded[:n] = x[rest:stop]
         if y is None:
-            _survey_vectors(padded, None, kinds, 0, 1, number, own)
+            _observe_vectors(padded, None, kinds, 0, 1, number, own)
         else:
             rounded = np.empty(_LANES, np.float32)
-            _survey_vectors(padded, rounded, kinds, 0, 1, number, own)
+            _observe_vectors(padded, rounded, kinds, 0, 1, number, own)
             y[rest:stop] = rounded[:n]
-        marks[rest:stop] = kinds[:n]
+        ste_mask[rest:stop] = kinds[:n]
         sums[0, :n] = np.minimum(sums[0, :n], own[0, :n])
         sums[1:, :n] += own[1:, :n]
 
@@ -148,60 +148,60 @@ def _count(x, counts):
     counts += tables.sum(0)
 
 
-def _survey(x, y, marks, number, counts, sums):
-    # counts (tasks, MAGNITUDES) int64, 0; sums (tasks, 3) float64; the others: see _survey_vectors
+def _observe(x, y, ste_mask, number, counts, sums):
+    # counts (tasks, MAGNITUDES) int64, 0; sums (tasks, 3) float64; the others: see _observe_vectors
     for task in prange(counts.shape[0]):
         begin, stop = task * _TASK, min(task * _TASK + _TASK, x.size)
         lanes = np.zeros((3, _LANES), np.float32)
         lanes[0] = np.inf
-        _survey_task(x, y, marks, number, begin, stop, lanes)
+        _observe_task(x, y, ste_mask, number, begin, stop, lanes)
         _count(x[begin:stop], counts[task])
         sums[task, 0] = lanes[0].min()
         sums[task, 1] = lanes[1].astype(np.float64).sum()
         sums[task, 2] = lanes[2].astype(np.float64).sum()
 
 
-def _mask(grad, marks, out, sums):
-    # sums (tasks,) float64; the others: see _mask_vectors
+def _observe_gradient(grad, ste_mask, out, sums):
+    # sums (tasks,) float64; the others: see _observe_gradient_vectors
     for task in prange(sums.size):
         begin, stop = task * _TASK, min(task * _TASK + _TASK, grad.size)
         lanes = np.zeros((1, _LANES), np.float32)
         vectors = (stop - begin) // _LANES
-        _mask_vectors(grad, marks, out, begin, vectors, lanes)
+        _observe_gradient_vectors(grad, ste_mask, out, begin, vectors, lanes)
         total = lanes[0].astype(np.float64).sum()
         for i in range(begin + vectors * _LANES, stop):
-            if marks[i] > 1:
+            if ste_mask[i] > 1:
                 total += np.float64(grad[i] * grad[i])
             if out is not None:
-                out[i] = grad[i] if marks[i] & 1 else np.float32(0.0)
+                out[i] = grad[i] if ste_mask[i] & 1 else np.float32(0.0)
         sums[task] = total
 
 
-_survey_serial, _survey_parallel = compile_both(_survey)
-_mask_serial, _mask_parallel = compile_both(_mask)
+_observe_serial, _observe_parallel = compile_both(_observe)
+_observe_gradient_serial, _observe_gradient_parallel = compile_both(_observe_gradient)
 
 
-def survey(
-    x: Tensor, y: Tensor | None, marks: Tensor, fmt: FixedPoint | None
+def observe(
+    x: Tensor, y: Tensor | None, ste_mask: Tensor, fmt: FixedPoint | None
 ) -> tuple[Tensor, Tensor]:
-    """See ``fixedpoint_kernels.survey.reference.survey``."""
+    """See ``fixedpoint_kernels.observer.reference.observe``."""
     tasks = (x.numel() + _TASK - 1) // _TASK
     counts, sums = np.zeros((tasks, MAGNITUDES), np.int64), np.empty((tasks, 3))
     rounded = None if y is None else _as_float32(y)
-    kernel = _survey_parallel if is_parallel(x.numel()) else _survey_serial
-    kernel(_flat(x), _flat(rounded), _flat(marks), _number(fmt), counts, sums)
+    kernel = _observe_parallel if is_parallel(x.numel()) else _observe_serial
+    kernel(_flat(x), _flat(rounded), _flat(ste_mask), _number(fmt), counts, sums)
     if y is not None and rounded is not None and rounded is not y:
         y.copy_(rounded)
     total = np.array([sums[:, 0].min(), sums[:, 1].sum(), sums[:, 2].sum()])
     return torch.from_numpy(counts.sum(0)), torch.from_numpy(total)
 
 
-def survey_gradient(grad: Tensor, marks: Tensor, out: Tensor | None) -> Tensor:
-    """See ``fixedpoint_kernels.survey.reference.survey_gradient``."""
+def observe_gradient(grad: Tensor, ste_mask: Tensor, out: Tensor | None) -> Tensor:
+    """See ``fixedpoint_kernels.observer.reference.observe_gradient``."""
     sums = np.empty((grad.numel() + _TASK - 1) // _TASK)
     masked = None if out is None else _as_float32(out)
-    kernel = _mask_parallel if is_parallel(grad.numel()) else _mask_serial
-    kernel(_flat(grad), _flat(marks), _flat(masked), sums)
+    kernel = _observe_gradient_parallel if is_parallel(grad.numel()) else _observe_gradient_serial
+    kernel(_flat(grad), _flat(ste_mask), _flat(masked), sums)
     if out is not None and masked is not None and masked is not out:
         out.copy_(masked)
     return torch.tensor(sums.sum())

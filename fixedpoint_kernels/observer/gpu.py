@@ -1,4 +1,4 @@
-"""Surveys in Triton: each program rounds, marks and counts one block."""
+"""The observer in Triton: each program rounds, masks and counts one block."""
 
 import torch
 import triton
@@ -6,20 +6,20 @@ import triton.language as tl
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.observer.reference import MAGNITUDES
 from fixedpoint_kernels.philox.gpu import jit
 from fixedpoint_kernels.rounding.gpu import _to_bfloat16, _to_float32, codes_of, saturate
 from fixedpoint_kernels.rounding.reference import float_bounds
-from fixedpoint_kernels.survey.reference import MAGNITUDES
 
 _BLOCK = 4096
 _BINS = 512  # above MAGNITUDES; the last one takes what is no element
 
 
 @jit
-def _survey_kernel(
+def _observe_kernel(
     x_ptr,  # (n,) float32, bfloat16 or float16
     y_ptr,  # (n,) the same; x_ptr where ROUNDS is false
-    marks_ptr,  # (n,) uint8
+    ste_mask_ptr,  # (n,) uint8
     n,
     scale,
     lsb,
@@ -45,7 +45,7 @@ def _survey_kernel(
         tl.store(y_ptr + offsets, y, mask=mask)
     inside = (outside == 0).to(tl.uint8)
     counted = inside * (x != 0.0).to(tl.uint8)
-    tl.store(marks_ptr + offsets, inside + 2 * counted, mask=mask)
+    tl.store(ste_mask_ptr + offsets, inside + 2 * counted, mask=mask)
     sums = sums_ptr + 3 * tl.program_id(0)
     tl.store(sums, tl.min(tl.where(mask, x, float("inf"))))
     tl.store(sums + 1, tl.sum(x * x))  # 0 where there is no element
@@ -59,9 +59,9 @@ def _survey_kernel(
 
 
 @jit
-def _mask_kernel(
+def _observe_gradient_kernel(
     grad_ptr,  # (n,) float32, bfloat16 or float16
-    marks_ptr,  # (n,) uint8
+    ste_mask_ptr,  # (n,) uint8
     out_ptr,  # (n,) as grad; grad_ptr where WRITES is false
     n,
     sums_ptr,  # (programs,) float32
@@ -71,26 +71,26 @@ def _mask_kernel(
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0)
-    marks = tl.load(marks_ptr + offsets, mask=mask, other=0)
+    ste_mask = tl.load(ste_mask_ptr + offsets, mask=mask, other=0)
     if WRITES:
-        masked = tl.where((marks & 1) == 1, grad, tl.zeros_like(grad))
+        masked = tl.where((ste_mask & 1) == 1, grad, tl.zeros_like(grad))
         tl.store(out_ptr + offsets, masked, mask=mask)
-    counted = tl.where(marks > 1, _to_float32(grad), 0.0)
+    counted = tl.where(ste_mask > 1, _to_float32(grad), 0.0)
     tl.store(sums_ptr + tl.program_id(0), tl.sum(counted * counted))
 
 
-def survey(
-    x: Tensor, y: Tensor | None, marks: Tensor, fmt: FixedPoint | None
+def observe(
+    x: Tensor, y: Tensor | None, ste_mask: Tensor, fmt: FixedPoint | None
 ) -> tuple[Tensor, Tensor]:
-    """See ``fixedpoint_kernels.survey.reference.survey``."""
+    """See ``fixedpoint_kernels.observer.reference.observe``."""
     numbers = (1.0,) * 4 if fmt is None else (fmt.scale, fmt.lsb, *float_bounds(fmt))
     programs = triton.cdiv(x.numel(), _BLOCK)
     counts = torch.zeros(MAGNITUDES, dtype=torch.int64, device=x.device)
     sums = torch.empty(programs, 3, device=x.device)
-    _survey_kernel[(programs,)](
+    _observe_kernel[(programs,)](
         x.detach(),
         x.detach() if y is None else y,
-        marks,
+        ste_mask,
         x.numel(),
         *numbers,
         counts,
@@ -105,13 +105,13 @@ def survey(
     return counts, torch.cat([wide[:, :1].amin(0), wide[:, 1:].sum(0)])
 
 
-def survey_gradient(grad: Tensor, marks: Tensor, out: Tensor | None) -> Tensor:
-    """See ``fixedpoint_kernels.survey.reference.survey_gradient``."""
+def observe_gradient(grad: Tensor, ste_mask: Tensor, out: Tensor | None) -> Tensor:
+    """See ``fixedpoint_kernels.observer.reference.observe_gradient``."""
     programs = triton.cdiv(grad.numel(), _BLOCK)
     sums = torch.empty(programs, device=grad.device)
-    _mask_kernel[(programs,)](
+    _observe_gradient_kernel[(programs,)](
         grad.detach(),
-        marks,
+        ste_mask,
         grad.detach() if out is None else out,
         grad.numel(),
         sums,

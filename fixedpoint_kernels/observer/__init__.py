@@ -8,15 +8,15 @@ from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import in_memory
+from fixedpoint_kernels.observer.reference import MAGNITUDES
 from fixedpoint_kernels.strides import laid, memory_order
-from fixedpoint_kernels.survey.reference import MAGNITUDES
 
-__all__ = ["MAGNITUDES", "mask_and_survey", "round_and_survey"]
+__all__ = ["MAGNITUDES", "mask_and_observe", "round_and_observe"]
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 
-def round_and_survey(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def round_and_observe(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Round to nearest and measure, in one pass; nothing waits for a device.
 
     Args:
@@ -26,8 +26,8 @@ def round_and_survey(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor,
     Returns:
         Values, as ``quantize`` gives them, in the strides of ``x`` where it has no gaps; without a
         format, ``x`` itself.
-        Marks, uint8, shape of ``x``, for ``mask_and_survey``: odd where the rounded value was
-        inside the range, above 1 where ``x`` is not 0, too.
+        ``ste_mask``, uint8, shape of ``x``, for ``mask_and_observe``: odd where the rounded value
+        was inside the range, above 1 where ``x`` is not 0, too.
         Counts, int64, shape ``(MAGNITUDES,)``: how many values have which magnitude.
         Sums, shape ``(3,)``, float64 (float32 on MPS): the smallest value, the sum of squares, and
         how many were clamped. The first two are undefined where values are NaN.
@@ -40,50 +40,51 @@ def round_and_survey(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor,
     if fmt is not None and not isinstance(fmt, FixedPoint):
         raise TypeError(f"the format must be a FixedPoint or None, got {type(fmt).__name__}")
     if not x.numel():
-        raise ValueError(f"a survey needs values, got a tensor of shape {tuple(x.shape)}")
+        raise ValueError(f"a observe needs values, got a tensor of shape {tuple(x.shape)}")
     given, x = x, in_memory(x)
     order = memory_order(x)
     values = x.detach() if order or x.is_contiguous() else x.detach().contiguous()
     y = None if fmt is None else torch.empty_like(values)
-    marks = torch.empty_like(values, dtype=torch.uint8)
-    counts, sums = kernels_of(x).survey(
-        laid(values, order), None if y is None else laid(y, order), laid(marks, order), fmt
+    ste_mask = torch.empty_like(values, dtype=torch.uint8)
+    counts, sums = kernels_of(x).observe(
+        laid(values, order), None if y is None else laid(y, order), laid(ste_mask, order), fmt
     )
-    return (given if y is None else y), marks, counts, sums
+    return (given if y is None else y), ste_mask, counts, sums
 
 
-def mask_and_survey(grad: Tensor, marks: Tensor, *, clip: bool) -> tuple[Tensor, Tensor]:
+def mask_and_observe(grad: Tensor, ste_mask: Tensor, *, clip: bool) -> tuple[Tensor, Tensor]:
     """Return the gradient to what was rounded, and the squared norm of a part of it.
 
     Args:
         grad: Gradient to the rounded values, any strides; float32, bfloat16 or float16.
-        marks: Of the values.
+        ste_mask: What ``round_and_observe`` returned for the values.
         clip: Whether the gradient is 0 where the value was clamped; else ``grad`` is returned.
 
     Returns:
-        The gradient, in its own strides where they are those of ``marks``; and, 0-d, float64
-        (float32 on MPS), the sum of its squares where the value was neither 0 nor clamped.
+        The gradient, in its own strides where they are those of ``ste_mask``; and, 0-d,
+        float64 (float32 on MPS), the sum of its squares where the value was neither 0 nor clamped.
 
     Raises:
-        TypeError: ``grad`` is not such a tensor, ``marks`` are not uint8; one does not lie in
-            memory.
-        ValueError: ``marks`` have another shape or device than ``grad``; a storage was freed.
+        TypeError: ``grad`` is not such a tensor, ``ste_mask`` is not uint8; one does not
+            lie in memory.
+        ValueError: ``ste_mask`` has another shape or device than ``grad``; a storage was
+            freed.
     """
     _check(grad, "grad")
-    given, grad, marks = grad, in_memory(grad, "grad"), in_memory(marks, "marks")
-    if marks.dtype is not torch.uint8:
-        raise TypeError(f"marks must be the uint8 of round_and_survey, got {marks.dtype}")
-    if marks.shape != grad.shape or marks.device != grad.device:
+    given, grad, ste_mask = grad, in_memory(grad, "grad"), in_memory(ste_mask, "ste_mask")
+    if ste_mask.dtype is not torch.uint8:
+        raise TypeError(f"ste_mask must be the uint8 of round_and_observe, got {ste_mask.dtype}")
+    if ste_mask.shape != grad.shape or ste_mask.device != grad.device:
         raise ValueError(
-            f"marks must have the gradient's shape {tuple(grad.shape)} and be on {grad.device}, "
-            f"got {tuple(marks.shape)} on {marks.device}"
+            f"ste_mask must have the gradient's shape {tuple(grad.shape)} and be on {grad.device}, "
+            f"got {tuple(ste_mask.shape)} on {ste_mask.device}"
         )
-    order = memory_order(marks) if grad.stride() == marks.stride() else None
+    order = memory_order(ste_mask) if grad.stride() == ste_mask.stride() else None
     if order is None:
-        grad, marks = grad.contiguous(), marks.contiguous()
+        grad, ste_mask = grad.contiguous(), ste_mask.contiguous()
     out = torch.empty_like(grad) if clip else None
-    squares = kernels_of(grad).survey_gradient(
-        laid(grad, order), laid(marks, order), None if out is None else laid(out, order)
+    squares = kernels_of(grad).observe_gradient(
+        laid(grad, order), laid(ste_mask, order), None if out is None else laid(out, order)
     )
     return (given if out is None else out), squares
 
@@ -91,11 +92,11 @@ def mask_and_survey(grad: Tensor, marks: Tensor, *, clip: bool) -> tuple[Tensor,
 def kernels_of(x: Tensor):
     """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
     if x.is_cuda:
-        from fixedpoint_kernels.survey import gpu as kernels
+        from fixedpoint_kernels.observer import gpu as kernels
     elif x.is_cpu:
-        from fixedpoint_kernels.survey import cpu as kernels
+        from fixedpoint_kernels.observer import cpu as kernels
     else:
-        from fixedpoint_kernels.survey import reference as kernels
+        from fixedpoint_kernels.observer import reference as kernels
     return kernels
 
 
