@@ -58,7 +58,7 @@ def channel_format(fmt: FixedPoint, lengths: Sequence[int | None]) -> ChannelFor
         lengths: Integer bits that each channel needs, without the sign; None where all is 0.
     """
     most = _LONGEST_FL - fmt.fl
-    spare = (0 if need is None else fmt.il - need for need in lengths)
+    spare = (0 if bits is None else fmt.il - bits for bits in lengths)
     return ChannelFormat(fmt, tuple(min(max(bits, 0), most) for bits in spare))
 
 

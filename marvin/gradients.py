@@ -12,7 +12,7 @@ from fixedpoint_kernels._torch_private import foreach_div, foreach_norm
 from marvin.policies.base import Policy
 from marvin.policies.records import Measured
 from marvin.rounding import Format, round_many
-from marvin.shards import Shard, local, sum_vectors, whole_norms, widest
+from marvin.shards import Shard, accumulate_dtype, local, sum_vectors, whole_norms
 
 __all__ = ["Gradients", "by_layer", "complete", "gather", "nonfinite", "read"]
 
@@ -26,9 +26,10 @@ class Gradients:
         params: Parameters that have a gradient.
         values: What this process holds of their gradients, float32; normalised by ``complete``.
         shards: Where in the whole gradients that is.
-        norms: 2-norms before normalisation, shape ``(n,)``: ``widest``, of what this process holds;
-            after ``complete`` float32, of the whole.
-        penalties: L1 penalties, shape ``(n,)``, ``widest``, of what this process holds; None without.
+        norms: 2-norms before normalisation, shape ``(n,)``: ``accumulate_dtype``, of what this
+            process holds; after ``complete`` float32, of the whole.
+        penalties: L1 penalties, shape ``(n,)``, ``accumulate_dtype``, of what this process holds;
+            None without.
         layers: Places of the layers in the lists above.
         measured: What the policy computed from the layers' gradients.
         numbers: Its norms, of the whole layers, float32, shape ``(layers,)`` or ``(0,)``.
@@ -66,7 +67,7 @@ def gather(
     penalties = _add_l1(group, params, grads) if group["l1"] else None
     if group["quantize_gradients"]:
         grads = _rounded(grads, places, [format_of(p) for p in params], noise)
-    norms = torch.stack(foreach_norm(grads, 2, widest(grads[0].device)))
+    norms = torch.stack(foreach_norm(grads, 2, accumulate_dtype(grads[0].device)))
     return Gradients(group, params, grads, places, norms, penalties)
 
 
@@ -162,7 +163,7 @@ def _dense(parameter: Tensor) -> Tensor:
 
 def _add_l1(group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Tensor:
     """Add the penalty's gradient, out of place, and return the penalties."""
-    wide = widest(grads[0].device)
+    wide = accumulate_dtype(grads[0].device)
     penalties = [grads[0].new_zeros((), dtype=wide)] * len(params)
     for i, p in enumerate(params):
         if group["l1_params"] == "all" or p.ndim >= 2:

@@ -154,7 +154,7 @@ class WithMasters(Optimizer):
 
     def _show_masters(self, params: Iterable[Tensor]) -> None:
         shards = self._layout.shards
-        self._masters |= {p: shards[p].outer(self.state[p]["master"]) for p in params}
+        self._masters |= {p: shards[p].to_dtensor(self.state[p]["master"]) for p in params}
 
     @contextmanager
     def _on_masters(self) -> Iterator[None]:

@@ -455,7 +455,7 @@ class Quantized(WithMasters):
         """Do one step of the wrapped optimizer on the masters."""
         masters = [self._masters[p] for batch in batches for p in batch.params]
         grads = [
-            shard.outer(grad)
+            shard.to_dtensor(grad)
             for batch in batches
             for shard, grad in zip(batch.shards, batch.values, strict=True)
         ]

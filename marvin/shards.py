@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from marvin.ranks import reduced
 
-__all__ = ["Shard", "Spread", "is_sharded", "local", "shard_of", "spread", "sum_vectors"]
-__all__ += ["whole_norms", "widest"]
+__all__ = ["Shard", "Spread", "accumulate_dtype", "is_sharded", "local", "shard_of", "spread"]
+__all__ += ["sum_vectors", "whole_norms"]
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Shard:
         """Elements of the whole tensor."""
         return self.shape.numel()
 
-    def outer(self, held: Tensor) -> Tensor:
-        """Return the whole tensor of which this process holds ``held``: the same memory."""
+    def to_dtensor(self, part: Tensor) -> Tensor:
+        """Return the whole tensor of which this process holds ``part``: the same memory."""
         like = self.template
         if like is None:
-            return held
+            return part
         return type(like).from_local(
-            held,
+            part,
             like.device_mesh,
             like.placements,
             run_check=False,
@@ -56,8 +56,8 @@ class Shard:
             stride=like.stride(),
         )
 
-    def held(self, whole: Tensor) -> Tensor:
-        """Return the part of ``whole``, plain or spread in any way, that this process holds."""
+    def to_local(self, whole: Tensor) -> Tensor:
+        """Return the part of ``whole``, plain or sharded in any way, that this process holds."""
         like = self.template
         if is_sharded(whole):
             whole = _redistributed(whole, like)
@@ -69,10 +69,10 @@ class Shard:
         return whole[first : first + rows].contiguous()
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, as spread as this one."""
+        """Return an uninitialised tensor, sharded as this one is."""
         if self.template is None:
             return torch.empty(self.shape, dtype=dtype)
-        return self.outer(torch.empty_like(local(self.template), dtype=dtype))
+        return self.to_dtensor(torch.empty_like(local(self.template), dtype=dtype))
 
     def rows(self, values: Tensor) -> Tensor:
         """Return one number of each row of the whole tensor, from those of the rows held."""
@@ -127,11 +127,11 @@ def shard_of(parameter: Tensor) -> Shard:
     if not split:
         return Shard(parameter.shape, template=template)
     rows = parameter.shape[0] if parameter.ndim else 0
-    mesh, held = template.device_mesh, local(template)
+    mesh, part = template.device_mesh, local(template)
     if len(split) == 1 and template.placements[split[0]].is_shard(0):
         chunk = -(rows // -mesh.size(split[0]))
         first = min(mesh.get_local_rank(split[0]) * chunk, rows)
-        if held.shape[0] == min(chunk, rows - first):
+        if part.shape[0] == min(chunk, rows - first):
             offset = first * (parameter.numel() // max(rows, 1))
             return Shard(parameter.shape, offset, template, mesh.get_group(split[0]))
     raise ValueError(
@@ -152,8 +152,8 @@ def spread(tensors: Sequence[Tensor], shards: Sequence[Shard]) -> list[Spread]:
     rows = [_range(x) for x in tensors]
     vector = torch.stack([row.to(rows[0].device) for row in rows])  # lowest, and minus highest
     vector.nan_to_num_(-math.inf, math.inf, -math.inf)  # a minimum over processes may drop NaN
-    for group, places in _groups(shards):
-        vector[places] = reduced(vector[places], dist.ReduceOp.MIN, group)
+    for group, indices in _groups(shards):
+        vector[indices] = reduced(vector[indices], dist.ReduceOp.MIN, group)
     found = zip(tensors, shards, vector.tolist(), strict=True)
     return [Spread(x, shard, low, -high) for x, shard, (low, high) in found]
 
@@ -172,12 +172,12 @@ def sum_vectors(vectors: Sequence[Tensor], shards: Sequence[Sequence[Shard]]) ->
     if all(shard.group is None for shard in flat):
         return list(vectors)
     numbers = torch.cat(list(vectors))
-    for group, places in _groups(flat):
-        numbers[places] = reduced(numbers[places], dist.ReduceOp.SUM, group)
+    for group, indices in _groups(flat):
+        numbers[indices] = reduced(numbers[indices], dist.ReduceOp.SUM, group)
     return list(numbers.split([len(vector) for vector in vectors]))
 
 
-def widest(device: torch.device) -> torch.dtype:
+def accumulate_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which to add up: float64, which Apple's GPUs do not have."""
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -188,7 +188,7 @@ def whole_norms(norms: Sequence[Tensor], shards: Sequence[Sequence[Shard]]) -> l
     They are added up in float64 and rounded to float32, which hides in which order.
 
     Args:
-        norms: Vectors, ``widest``.
+        norms: Vectors, ``accumulate_dtype``.
         shards: Of each number's tensor.
 
     Returns:
@@ -224,7 +224,7 @@ def _range(x: Tensor) -> Tensor:
 def _groups(shards: Sequence[Shard]) -> list[tuple[Any, list[int]]]:
     """Return each group of processes, and which of the shards are of it."""
     found: dict[Any, list[int]] = {}
-    for place, shard in enumerate(shards):
+    for i, shard in enumerate(shards):
         if shard.group is not None:
-            found.setdefault(shard.group, []).append(place)
+            found.setdefault(shard.group, []).append(i)
     return list(found.items())

@@ -30,8 +30,8 @@ _EARLIER_SHARED = "level", "losses", "loss_sum"  # were beside the trace
 
 def packed(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
     """Return one parameter's state as plain values, and tensors as spread as the parameter."""
-    outer = {name: shard.outer(v) for name, v in state.items() if isinstance(v, Tensor)}
-    return {**state, **outer, **({"layer": asdict(state["layer"])} if "layer" in state else {})}
+    wrapped = {name: shard.to_dtensor(v) for name, v in state.items() if isinstance(v, Tensor)}
+    return {**state, **wrapped, **({"layer": asdict(state["layer"])} if "layer" in state else {})}
 
 
 def unpacked(
@@ -48,7 +48,7 @@ def unpacked(
     own: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            own[name] = shard.held(value.detach()).to(device, copy=True)
+            own[name] = shard.to_local(value.detach()).to(device, copy=True)
         else:
             own[name] = restored(record, value) if name == "layer" else value
     own.pop("momentum_buffer", None)  # of earlier versions: the wrapped optimizer has it
@@ -142,7 +142,7 @@ def spread_state(state_dict: Mapping[str, Any], shards: Sequence[Shard]) -> dict
     for index, shard in enumerate(shards):
         if index in states:
             states[index] = {
-                name: shard.outer(shard.held(value))
+                name: shard.to_dtensor(shard.to_local(value))
                 if isinstance(value, Tensor) and value.shape == shard.shape
                 else value
                 for name, value in states[index].items()

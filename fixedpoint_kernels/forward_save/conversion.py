@@ -68,8 +68,8 @@ def convert(
         raise ValueError("convert needs few_bit and division, one of them, or a plan alone")
     refuse_converted(model)
     choices = choices_of(model, _settings_of(model, plan) if plan else lambda _: settings)
-    seen = None if sample_input is None else sample.observe(model, sample_input)
-    report = _report(choices, seen, is_all=division is not None or plan is not None)
+    forward = None if sample_input is None else sample.observe(model, sample_input)
+    report = _report(choices, forward, is_all=division is not None or plan is not None)
     apply(choices, seed)
     return report
 
@@ -154,20 +154,20 @@ def apply(choices: Choices, seed: int) -> None:
             swap.swap_(module, choice.bases, attributes)
 
 
-def _report(choices: Choices, seen: sample.Seen | None, is_all: bool) -> Report:
+def _report(choices: Choices, forward: sample.ForwardPass | None, is_all: bool) -> Report:
     """Return the report; ``is_all``: every function that keeps a tensor is named."""
     named = [(name, type(module).__name__, choice) for name, (module, choice) in choices.items()]
     replaced = tuple(Replaced(n, kind, c.keeps, c.note) for n, kind, c in named if c.bases)
     kept = tuple(Kept(n, kind, c.reason) for n, kind, c in named if not c.bases)
-    if seen is None:
+    if forward is None:
         return Report(replaced, kept)
     names = {row.layer for row in replaced}
-    calls = [call for call in seen.calls if call.function in activations.CALLS]
+    calls = [call for call in forward.calls if call.function in activations.CALLS]
     if is_all:
-        calls += [saver for storage in seen.saved for saver in storage.savers]
+        calls += [saver for storage in forward.saved for saver in storage.savers]
     named = dict.fromkeys(Call(call.layer, call.function) for call in calls)
     own = tuple(call for call in named if call.layer not in choices)
-    idle = tuple(row.layer for row in replaced if seen.is_idle(row.layer, names))
+    idle = tuple(row.layer for row in replaced if forward.is_idle(row.layer, names))
     if idle:
         warnings.warn(
             f"these layers save nothing, for another operation keeps the same tensor: "

@@ -78,9 +78,9 @@ def plan(
     rest = _bytes(exact, lambda layers: not layers & set(names))
     errors = _estimates(model, sample_input, block)
     for level in range(len(LEVELS)):
-        seen = _observe_level(model, sample_input, level, block)
+        converted = _observe_level(model, sample_input, level, block)
         for group in groups:
-            group.sizes[level] = _converted_bytes(group, exact, seen, set(names))
+            group.sizes[level] = _converted_bytes(group, exact, converted, set(names))
             group.errors[level] = sum(errors[name][level] for name in group.layers)
     smallest = rest + sum(min(group.sizes.values()) for group in groups)
     if budget_bytes < smallest:
@@ -115,7 +115,7 @@ def _row(
     return PlannedLayer(name, type(module).__name__, keeps, errors.get(level, 0.0), settings)
 
 
-def _groups(exact: sample.Seen, names: Iterable[str]) -> list[_Group]:
+def _groups(exact: sample.ForwardPass, names: Iterable[str]) -> list[_Group]:
     """Return the convertible layers that keep anything, those with a tensor in common together."""
     known, groups = set(names), []
     for storage in exact.saved:
@@ -131,15 +131,17 @@ def _groups(exact: sample.Seen, names: Iterable[str]) -> list[_Group]:
     return groups
 
 
-def _bytes(seen: sample.Seen, wanted: Callable[[set[str]], bool]) -> int:
+def _bytes(forward: sample.ForwardPass, wanted: Callable[[set[str]], bool]) -> int:
     """Return the bytes of tensors whose layers ``wanted`` accepts."""
-    return sum(storage.size_bytes for storage in seen.saved if wanted(storage.layers))
+    return sum(storage.size_bytes for storage in forward.saved if wanted(storage.layers))
 
 
-def _converted_bytes(group: _Group, exact: sample.Seen, seen: sample.Seen, names: set[str]) -> int:
+def _converted_bytes(
+    group: _Group, exact: sample.ForwardPass, converted: sample.ForwardPass, names: set[str]
+) -> int:
     """Return what stays because another operation keeps it, and what the layers keep instead."""
     stays = _bytes(exact, lambda layers: bool(layers & group.layers) and bool(layers - names))
-    return stays + _bytes(seen, lambda layers: bool(layers & group.layers))
+    return stays + _bytes(converted, lambda layers: bool(layers & group.layers))
 
 
 def _spend(groups: list[_Group], budget: int) -> None:
@@ -159,7 +161,7 @@ def _spend(groups: list[_Group], budget: int) -> None:
 
 def _observe_level(
     model: nn.Module, inputs: sample.Inputs, level: Level, block: int
-) -> sample.Seen:
+) -> sample.ForwardPass:
     """Run the model converted at one level."""
     with _converted(model, level, block):
         return sample.observe(model, inputs)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from fixedpoint_kernels._torch_private import HOOKS
 from fixedpoint_kernels.watch import Caller, Running, Storage, Watch, is_torchs
 
-__all__ = ["Inputs", "Seen", "observe", "visit"]
+__all__ = ["ForwardPass", "Inputs", "observe", "visit"]
 
 Inputs = Tensor | Sequence[Any]
 
 
-class Seen(NamedTuple):
+class ForwardPass(NamedTuple):
     """What one forward pass did.
 
     Args:
@@ -43,7 +43,7 @@ def _arguments(inputs: Inputs) -> tuple[Any, ...]:
     return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
 
 
-def observe(model: nn.Module, inputs: Inputs) -> Seen:
+def observe(model: nn.Module, inputs: Inputs) -> ForwardPass:
     """Run a forward pass in the mode the model is in; the user's hooks are not called."""
     buffers = _copies(model)
     with without_hooks(model):
@@ -51,7 +51,7 @@ def observe(model: nn.Module, inputs: Inputs) -> Seen:
         with torch.enable_grad(), watch:
             output = _forward(model, buffers, inputs)
     del output  # it alone keeps the graph
-    return Seen(tuple(watch.calls), tuple(s for s in watch.saved() if s.size_bytes))
+    return ForwardPass(tuple(watch.calls), tuple(s for s in watch.saved() if s.size_bytes))
 
 
 def visit(

@@ -40,7 +40,7 @@ def round_and_observe(x: Tensor, fmt: FixedPoint | None) -> tuple[Tensor, Tensor
     if fmt is not None and not isinstance(fmt, FixedPoint):
         raise TypeError(f"the format must be a FixedPoint or None, got {type(fmt).__name__}")
     if not x.numel():
-        raise ValueError(f"a observe needs values, got a tensor of shape {tuple(x.shape)}")
+        raise ValueError(f"the observer needs values, got a tensor of shape {tuple(x.shape)}")
     given, x = x, in_memory(x)
     order = memory_order(x)
     values = x.detach() if order or x.is_contiguous() else x.detach().contiguous()

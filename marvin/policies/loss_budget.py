@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from marvin.policies.range_policy import RangePolicy, Seen, Window, is_word_length
+from marvin.policies.range_policy import Observation, RangePolicy, Window, is_word_length
 from marvin.policies.ranges import Limits, budget_noise
 from marvin.policies.records import Layer, Step, Update
 from marvin.settings import Checks
@@ -81,11 +81,13 @@ class LossBudgetPolicy(RangePolicy):
         weights, inputs = settings["max_noise"]
         return Limits(*lengths, weights), Limits(*lengths, inputs)
 
-    def noise(self, settings: Mapping[str, Any], seen: Seen, share: float) -> float | None:
+    def noise(
+        self, settings: Mapping[str, Any], observation: Observation, share: float
+    ) -> float | None:
         """See ``RangePolicy``; after the first step there is no window, and no budget."""
-        if seen.before is None:
+        if observation.before is None:
             return math.inf
-        return budget_noise(settings["kappa"] * share, seen.gradient or 0.0)
+        return budget_noise(settings["kappa"] * share, observation.gradient or 0.0)
 
     def update(self, shared: Window, layers: Sequence[Layer], step: Step) -> Update:
         """Add to the window; at its end, change formats."""
@@ -133,7 +135,9 @@ class StaticPolicy(RangePolicy):
         weights, activations = settings["weights"], settings["activations"]
         return Limits(weights, weights), Limits(activations, activations)
 
-    def noise(self, settings: Mapping[str, Any], seen: Seen, share: float) -> float | None:
+    def noise(
+        self, settings: Mapping[str, Any], observation: Observation, share: float
+    ) -> float | None:
         """See ``RangePolicy``; the limits leave no choice."""
         return 0.0
 

@@ -19,7 +19,7 @@ from marvin.policies.push_up import Level
 from marvin.policies.records import Layer, Measured, PlainRecord, Rules, Step, Update
 from marvin.policies.trace import Switch
 from marvin.settings import MARVIN, check_settings
-from marvin.shards import Spread, spread, widest
+from marvin.shards import Spread, accumulate_dtype, spread
 
 __all__ = ["Losses", "MarvinPolicy"]
 
@@ -99,7 +99,7 @@ class MarvinPolicy(Policy):
         if not tensors:
             return Measured()
         sums = foreach_add([own["grad_sum"] for own in tensors], list(grads))
-        return Measured({"grad_sum": sums}, foreach_norm(sums, 2, widest(sums[0].device)))
+        return Measured({"grad_sum": sums}, foreach_norm(sums, 2, accumulate_dtype(sums[0].device)))
 
     def update(self, shared: Losses, layers: Sequence[Layer], step: Step) -> Update:
         """Adapt the strategy, then each layer; full windows switch."""

@@ -17,9 +17,9 @@ from fixedpoint_kernels._torch_private import (
     foreach_sub,
 )
 from fixedpoint_kernels.observer import mask_and_observe, round_and_observe
-from marvin.policies.ranges import Range, need
+from marvin.policies.ranges import Range, integer_bits_of
 from marvin.ranks import min_over_ranks, sum_over_ranks
-from marvin.shards import Shard, spread, whole_norms, widest
+from marvin.shards import Shard, accumulate_dtype, spread, whole_norms
 
 __all__ = ["Inputs", "Observer", "inputs_of", "weight_ranges"]
 
@@ -106,7 +106,8 @@ class Inputs:
 
     def range(self, tolerance: float) -> Range:
         """Return the range that leaves out at most a share of ``tolerance``."""
-        return Range(self.lowest < 0, need(self.counts, tolerance), self.power, self.saturated)
+        bits = integer_bits_of(self.counts, tolerance)
+        return Range(self.lowest < 0, bits, self.power, self.saturated)
 
 
 class Observer:
@@ -149,16 +150,17 @@ def inputs_of(observers: Mapping[int, Observer], samples: int) -> dict[int, Inpu
         observers: Of the layers.
         samples: How many went forward in this process; the loss was their mean.
     """
-    seen = {key: observer.sums for key, observer in observers.items() if observer.sums is not None}
-    if not seen:
+    all_sums = {key: observer.sums for key, observer in observers.items()}
+    observed = {key: sums for key, sums in all_sums.items() if sums is not None}
+    if not observed:
         return {}
-    counts = torch.stack([sums.counts for sums in seen.values()])
-    lowest, added = torch.stack([sums.scalars() for sums in seen.values()]).split([1, 3], dim=1)
+    counts = torch.stack([sums.counts for sums in observed.values()])
+    lowest, added = torch.stack([sums.scalars() for sums in observed.values()]).split([1, 3], dim=1)
     added = torch.cat([added, torch.full_like(lowest, samples)], dim=1)
     added[:, 2] *= float(samples) ** 2  # of the samples' own losses, not of their mean
     scalars = torch.cat([min_over_ranks(lowest), sum_over_ranks(added)], dim=1)
     found = {}
-    rows = zip(seen.items(), sum_over_ranks(counts).tolist(), scalars.tolist(), strict=True)
+    rows = zip(observed.items(), sum_over_ranks(counts).tolist(), scalars.tolist(), strict=True)
     for (key, sums), table, (low, squares, clamped, gradient, every) in rows:
         total = sum(table)
         known = gradient / every if sums.gradient is not None and every else None
@@ -180,9 +182,9 @@ def weight_ranges(
     if not masters:
         return []
     ranges = spread(masters, shards)
-    needs = [_length_of(max(-one.low, one.high)) for one in ranges]
-    limits = [[2.0 ** ((n or 0) - bits) for n in needs] for bits in _FEWER]
-    wide = widest(masters[0].device)
+    lengths = [_length_of(max(-one.low, one.high)) for one in ranges]
+    limits = [[2.0 ** ((n or 0) - bits) for n in lengths] for bits in _FEWER]
+    wide = accumulate_dtype(masters[0].device)
     sizes = foreach_abs(list(masters))
     parts = [torch.stack(foreach_norm(sizes, 2, wide))]
     for limit in limits:
@@ -199,7 +201,7 @@ def weight_ranges(
             clipping=() if largest else tuple(over * over / shard.numel for over in clipped),
         )
         for needed, shard, (norm, *clipped), largest in zip(
-            needs, shards, norms, _channels(masters, shards, per_channel), strict=True
+            lengths, shards, norms, _channels(masters, shards, per_channel), strict=True
         )
     ]
 

@@ -7,7 +7,7 @@ __all__ = ["Level", "PushUp", "choose", "diversity", "push_up", "suggestions"]
 
 Level = Literal["min", "mean", "max"]
 PushUp = Literal["adapt", "marvin"]
-_MOST = 32  # bits: the widest word
+_MOST = 32  # bits: the longest word length
 
 
 def diversity(norm_sum: float, sum_norm: float) -> float:

@@ -10,15 +10,15 @@ from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat, channel_format
 from marvin.policies.base import Policy
 from marvin.policies.observer import weight_ranges
-from marvin.policies.ranges import Limits, Range, integer_length
+from marvin.policies.ranges import Limits, Range, next_integer_bits
 from marvin.policies.records import ActivationFormats, Layer, PlainRecord, Rules, Step, Update
 from marvin.policies.trace import Switch
 from marvin.ranks import sums_over_ranks
 from marvin.settings import Checks, check_settings
 
-__all__ = ["LayerBudget", "RangePolicy", "Seen", "Window", "is_word_length"]
+__all__ = ["LayerBudget", "Observation", "RangePolicy", "Window", "is_word_length"]
 
-Points = FixedPoint | ChannelFormat
+TensorFormat = FixedPoint | ChannelFormat
 _EARLY = 1, 2, 5, 12  # formats change at the end of these steps too: weights move fast then
 
 
@@ -34,8 +34,8 @@ class LayerBudget(PlainRecord):
         input_gradient: Running mean of the squared norm of a sample's gradient to the inputs.
     """
 
-    fmt: Points | None = None
-    inputs: Points | None = None
+    fmt: TensorFormat | None = None
+    inputs: TensorFormat | None = None
     weight_sum: float = 0.0
     count: int = 0
     input_gradient: float | None = None
@@ -55,7 +55,7 @@ class Window(PlainRecord):
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """What is known of one tensor at a switch.
 
     Args:
@@ -65,7 +65,7 @@ class Seen:
         limits: What its format must keep to.
     """
 
-    before: Points | None
+    before: TensorFormat | None
     range: Range
     gradient: float | None
     limits: Limits
@@ -107,12 +107,14 @@ class RangePolicy(Policy):
         """Return what the formats of a layer's weights and of its inputs must keep to."""
 
     @abstractmethod
-    def noise(self, settings: Mapping[str, Any], seen: Seen, share: float) -> float | None:
+    def noise(
+        self, settings: Mapping[str, Any], observation: Observation, share: float
+    ) -> float | None:
         """Return the noise, mean square, that is allowed beside the limits; None to keep the format.
 
         Args:
             settings: Of the layer's group.
-            seen: What is known of the tensor.
+            observation: What is known of the tensor.
             share: Mean loss of the window, divided by the number of tensors.
         """
 
@@ -151,19 +153,23 @@ class RangePolicy(Policy):
             limits = self.limits(layer.settings)
             if place in (0, len(layers) - 1) and (wl := layer.settings["ends_wl"]) is not None:
                 limits = Limits(wl, wl), Limits(wl, wl)
-            of_weight = Seen(layer.record.fmt, measured, gradient, limits[0])
-            seen = of_weight, _seen_inputs(layer, limits[1])
-            record, row = self._switched(layer, seen, share, step.number)
+            of_weight = Observation(layer.record.fmt, measured, gradient, limits[0])
+            observations = of_weight, _observed_inputs(layer, limits[1])
+            record, row = self._switched(layer, observations, share, step.number)
             after.append(replace(layer, record=record))
             rows.append(row)
         return Update(Window(), after, rows)
 
     def _switched(
-        self, layer: Layer, seen: tuple[Seen, Seen | None], share: float, step: int
+        self,
+        layer: Layer,
+        observations: tuple[Observation, Observation | None],
+        share: float,
+        step: int,
     ) -> tuple[LayerBudget, Switch]:
         """Give a layer its formats, and begin a window."""
         record: LayerBudget = layer.record
-        of_weight, of_inputs = seen
+        of_weight, of_inputs = observations
         fmt, note = self._next(layer.settings, of_weight, share, follows=False)
         notes, inputs, mean = [f"weight: {note}"] if note else [], record.inputs, None
         if of_inputs is not None:
@@ -192,21 +198,21 @@ class RangePolicy(Policy):
         return LayerBudget(fmt, inputs, input_gradient=mean), row
 
     def _next(
-        self, settings: Mapping[str, Any], seen: Seen, share: float, *, follows: bool
-    ) -> tuple[Points | None, str]:
+        self, settings: Mapping[str, Any], observation: Observation, share: float, *, follows: bool
+    ) -> tuple[TensorFormat | None, str]:
         """Return a tensor's next format, and why it is the one before where it had to stay.
 
-        ``follows``: the integer length comes from the one before, too.
+        ``follows``: the integer bits follow from the format before, too.
         """
-        measured = seen.range
-        if (il := measured.need) is None:
-            return seen.before, "all 0, or not finite"
-        if follows and isinstance(seen.before, FixedPoint):
-            il = integer_length(seen.before.il, measured, settings["sat_tol"])
-        if (noise := self.noise(settings, seen, share)) is None:
-            return seen.before, "loss or gradient 0, or not finite"
-        noise = min(noise, seen.limits.max_noise * measured.power) / measured.noise_share
-        fmt = seen.limits.format(measured.signed, il, noise, measured.clipping)
+        measured, before = observation.range, observation.before
+        if (integer_bits := measured.integer_bits) is None:
+            return before, "all 0, or not finite"
+        if follows and isinstance(before, FixedPoint):
+            integer_bits = next_integer_bits(before.il, measured, settings["sat_tol"])
+        if (noise := self.noise(settings, observation, share)) is None:
+            return before, "loss or gradient 0, or not finite"
+        noise = min(noise, observation.limits.max_noise * measured.power) / measured.noise_share
+        fmt = observation.limits.format(measured.signed, integer_bits, noise, measured.clipping)
         return (channel_format(fmt, measured.channels) if measured.channels else fmt), ""
 
 
@@ -218,7 +224,7 @@ def _gradients(layers: Sequence[Layer]) -> list[float | None]:
     return [total / r.count if r.count else None for total, r in zip(sums, records, strict=True)]
 
 
-def _seen_inputs(layer: Layer, limits: Limits) -> Seen | None:
+def _observed_inputs(layer: Layer, limits: Limits) -> Observation | None:
     """Return what is known of a layer's inputs; None where they were not observed."""
     if layer.inputs is None:
         return None
@@ -226,7 +232,9 @@ def _seen_inputs(layer: Layer, limits: Limits) -> Seen | None:
     gradient, new = record.input_gradient, layer.inputs.gradient
     if new is not None:
         gradient = new if gradient is None else (gradient + new) / 2
-    return Seen(record.inputs, layer.inputs.range(layer.settings["sat_tol"]), gradient, limits)
+    return Observation(
+        record.inputs, layer.inputs.range(layer.settings["sat_tol"]), gradient, limits
+    )
 
 
 def is_word_length(value: Any) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fixedpoint_kernels import FixedPoint
 
-__all__ = ["Limits", "Range", "budget_noise", "integer_length", "need"]
+__all__ = ["Limits", "Range", "budget_noise", "integer_bits_of", "next_integer_bits"]
 
 _LONGEST_FL = 31
 
@@ -17,17 +17,17 @@ class Range:
 
     Args:
         signed: Whether a value was below 0.
-        need: Smallest integer length, without the sign, that holds all values but those the
-            tolerance lets saturate; None where all are 0 or some are not finite.
+        integer_bits: Fewest bits before the binary point, without the sign, that hold all values
+            but those the tolerance lets saturate; None where all are 0 or some are not finite.
         power: Mean square.
         saturated: Share of values that the format before clamped.
-        channels: ``need`` of each channel, where they have points of their own.
+        channels: ``integer_bits`` of each channel, where they have fractional lengths of their own.
         clipping: Mean square of what clipping takes away with 1, 2, ... integer bits fewer than
-            ``need``, as far as that may be.
+            ``integer_bits``, as far as that may be.
     """
 
     signed: bool
-    need: int | None
+    integer_bits: int | None
     power: float
     saturated: float = 0.0
     channels: tuple[int | None, ...] = ()
@@ -35,9 +35,10 @@ class Range:
 
     @property
     def noise_share(self) -> float:
-        """Power of rounding noise, over what it would be without points of the channels' own."""
-        spare = [0 if n is None or self.need is None else self.need - n for n in self.channels]
-        return sum(4.0**-bits for bits in spare) / len(spare) if spare else 1.0
+        """Power of rounding noise, over what it would be with one fractional length for all channels."""
+        bits = self.integer_bits
+        spare = [0 if n is None or bits is None else bits - n for n in self.channels]
+        return sum(4.0**-n for n in spare) / len(spare) if spare else 1.0
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Limits:
     """What a tensor's format must keep to.
 
     Args:
-        min_wl: Shortest word, bits, sign included where there is one.
-        max_wl: Longest word, bits.
-        max_noise: Largest power of noise, over the tensor's own; the longest word may exceed it.
+        min_wl: Shortest word length, sign included where there is one.
+        max_wl: Longest word length.
+        max_noise: Largest power of noise, over the tensor's own; the longest word length may exceed it.
     """
 
     min_wl: int
@@ -55,23 +56,24 @@ class Limits:
     max_noise: float = math.inf
 
     def format(
-        self, signed: bool, il: int, noise: float, clipping: Sequence[float] = ()
+        self, signed: bool, integer_bits: int, noise: float, clipping: Sequence[float] = ()
     ) -> FixedPoint:
         """Return the shortest format whose noise is allowed, or the longest there is.
 
-        Steps of ``h`` make noise of power ``h**2 / 12``. Of the integer lengths that may be, each
-        word has the one with the least noise.
+        Steps of ``h`` make noise of power ``h**2 / 12``. Of the numbers of integer bits
+        that may be, each word length has the one with the least noise.
 
         Args:
             signed: Whether there is a sign.
-            il: Integer length, moved to the nearest for which ``FixedPoint`` has a fractional
+            integer_bits: Moved to the nearest number for which ``FixedPoint`` has a fractional
                 length at every word length.
             noise: Largest noise, mean square.
             clipping: Noise that 1, 2, ... integer bits fewer add.
         """
-        il = min(max(il, self.max_wl - _LONGEST_FL), self.min_wl - 1 + _LONGEST_FL)
-        lengths = [(il, 0.0), *((il - i, power) for i, power in enumerate(clipping, 1))]
-        allowed = [(n, power) for n, power in lengths if n >= self.max_wl - _LONGEST_FL]
+        fewest = self.max_wl - _LONGEST_FL
+        most = min(max(integer_bits, fewest), self.min_wl - 1 + _LONGEST_FL)
+        lengths = [(most - i, power) for i, power in enumerate((0.0, *clipping))]
+        allowed = [(n, power) for n, power in lengths if n >= fewest]
 
         def with_least_noise(wl: int) -> tuple[float, int]:
             fls = [(wl - signed - n, power) for n, power in allowed]
@@ -84,8 +86,8 @@ class Limits:
         return FixedPoint(self.max_wl, with_least_noise(self.max_wl)[1], signed=signed)
 
 
-def need(counts: Sequence[int], tolerance: float) -> int | None:
-    """Return the integer length of the ``1 - tolerance`` quantile of magnitudes.
+def integer_bits_of(counts: Sequence[int], tolerance: float) -> int | None:
+    """Return the integer bits of the ``1 - tolerance`` quantile of magnitudes.
 
     Args:
         counts: How many values have which magnitude, see ``fixedpoint_kernels.observer``.
@@ -105,18 +107,19 @@ def need(counts: Sequence[int], tolerance: float) -> int | None:
     return None
 
 
-def integer_length(before: int, seen: Range, tolerance: float) -> int:
-    """Return the next integer length of activations, which follows the data up at once.
+def next_integer_bits(before: int, measured: Range, tolerance: float) -> int:
+    """Return the next number of integer bits of activations.
 
-    It goes down by single bits, and up by one where more than twice the tolerated share was
-    clamped though the quantile fits (values within half a step of the end are clamped too).
+    It follows the data up at once. It goes down by single bits, and up by one where more
+    than twice the tolerated share was clamped though the quantile fits (values within half a step
+    of the end are clamped too).
     """
-    assert seen.need is not None
-    if seen.need > before:
-        return seen.need
-    if seen.saturated > 2 * tolerance:
+    assert measured.integer_bits is not None
+    if measured.integer_bits > before:
+        return measured.integer_bits
+    if measured.saturated > 2 * tolerance:
         return before + 1
-    return before - 1 if seen.need < before else before
+    return before - 1 if measured.integer_bits < before else before
 
 
 def budget_noise(budget: float, gradient: float) -> float | None:

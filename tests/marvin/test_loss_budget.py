@@ -123,7 +123,7 @@ def test_the_rule_by_hand():
         assert row.weight_gradient == pytest.approx(gradient, rel=1e-5)  # float32 norms
         weight = ranges[k]
         noise = min(2 * share / gradient, 0.01 * weight.power)
-        fmt = Limits(2, 16).format(True, weight.need, noise, weight.clipping)
+        fmt = Limits(2, 16).format(True, weight.integer_bits, noise, weight.clipping)
         assert optimizer.formats()[row.layer] == fmt
         raw = outputs[i - 1] if i else images
         new = 16 * (inputs[i].grad * (raw != 0)).square().sum().item()

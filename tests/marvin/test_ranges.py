@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fixedpoint_kernels import FixedPoint, quantize
 from fixedpoint_kernels.observer import round_and_observe
 from marvin.policies.observer import Observer, inputs_of, weight_ranges
-from marvin.policies.ranges import Limits, Range, budget_noise, integer_length, need
+from marvin.policies.ranges import Limits, Range, budget_noise, integer_bits_of, next_integer_bits
 from marvin.shards import Shard, shard_of
 
 
@@ -30,9 +30,9 @@ from marvin.shards import Shard, shard_of
         ([3e38], 0, None),
     ],
 )
-def test_need_is_the_power_of_two_above_the_quantile(values, tolerance, expected):
+def test_integer_bits_are_the_power_of_two_above_the_quantile(values, tolerance, expected):
     counts = round_and_observe(torch.tensor(values), None)[2]
-    assert need(counts.tolist(), tolerance) == expected
+    assert integer_bits_of(counts.tolist(), tolerance) == expected
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_need_is_the_power_of_two_above_the_quantile(values, tolerance, expected
         (2, -3, 0.0, 1),  # down by one
     ],
 )
-def test_integer_length_follows_the_data(before, needed, saturated, after):
-    assert integer_length(before, Range(True, needed, 1.0, saturated), 1e-3) == after
+def test_integer_bits_follow_the_data(before, needed, saturated, after):
+    assert next_integer_bits(before, Range(True, needed, 1.0, saturated), 1e-3) == after
 
 
 def test_the_budget_by_hand():
@@ -59,8 +59,8 @@ def test_the_budget_by_hand():
 def test_the_budget_is_kept_and_not_by_a_bit_too_much(budget, gradient):
     noise = budget_noise(budget, gradient)
     assert noise is not None
-    il = round(8 + math.log2(12 * noise) / 2)  # a word of about 9 bits, which no limit cuts
-    fl = Limits(2, 16).format(True, il, noise).fl
+    bits = round(8 + math.log2(12 * noise) / 2)  # a word of about 9 bits, which no limit cuts
+    fl = Limits(2, 16).format(True, bits, noise).fl
 
     def cost(fl):
         return gradient / 2 * 4.0**-fl / 12
@@ -90,7 +90,7 @@ def test_noise_is_allowed_and_the_word_is_the_shortest(noise, signed):
 
 
 @pytest.mark.parametrize(
-    ("signed", "il", "steps", "expected"),
+    ("signed", "integer_bits", "steps", "expected"),
     [
         (True, 1, 3, FixedPoint(5, 3)),
         (True, 1, 9, FixedPoint(8, 6)),  # too long: coarser
@@ -102,8 +102,8 @@ def test_noise_is_allowed_and_the_word_is_the_shortest(noise, signed):
         (False, 90, 0, FixedPoint(8, -26, signed=False)),
     ],
 )
-def test_words_are_cut_to_their_limits(signed, il, steps, expected):
-    assert Limits(4, 8).format(signed, il, 4.0**-steps / 12) == expected
+def test_words_are_cut_to_their_limits(signed, integer_bits, steps, expected):
+    assert Limits(4, 8).format(signed, integer_bits, 4.0**-steps / 12) == expected
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_integer_bits_are_given_up_where_that_makes_less_noise(noise, clipping, 
     st.integers(2, 16),
     st.lists(st.floats(0, 1e9), max_size=2),
 )
-def test_there_is_a_format_for_everything(signed, il, noise, min_wl, clipping):
-    fmt = Limits(min_wl, 16).format(signed, il, noise, clipping)
+def test_there_is_a_format_for_everything(signed, integer_bits, noise, min_wl, clipping):
+    fmt = Limits(min_wl, 16).format(signed, integer_bits, noise, clipping)
     assert min_wl <= fmt.wl <= 16
     assert fmt.signed == signed
 
@@ -136,7 +136,7 @@ def test_there_is_a_format_for_everything(signed, il, noise, min_wl, clipping):
 def test_ranges_of_weights():
     masters = [torch.tensor([[0.1, -0.6]]), torch.zeros(2, 2), torch.tensor([[math.inf, 1.0]])]
     found = weight_ranges(masters, [shard_of(m) for m in masters], [True, True, False])
-    assert [r.need for r in found] == [0, None, None]
+    assert [r.integer_bits for r in found] == [0, None, None]
     assert [r.channels for r in found] == [(0,), (None, None), ()]
     assert Range(True, 3, 1.0, channels=(3, 2, None)).noise_share == (1 + 1 / 4 + 1) / 3
     assert all(r.signed for r in found)
@@ -148,7 +148,7 @@ def test_what_clipping_weights_takes_away():
     (found,) = weight_ranges(
         [torch.tensor([[3.0, -1.5], [0.5, -5.0]])], [Shard(torch.Size((2, 2)))], [False]
     )
-    assert found.need == 3
+    assert found.integer_bits == 3
     assert found.clipping == pytest.approx((1 / 4, (1 + 9) / 4), rel=1e-6)  # float32
 
 
