@@ -64,7 +64,7 @@ class FixedPoint:
 
     @property
     def il(self) -> int:
-        """Bits left of the point, without the sign; negative where all numbers are small."""
+        """Integer bits: those left of the binary point, without the sign; negative where all numbers are small."""
         return self.wl - self.signed - self.fl
 
     @property

@@ -126,7 +126,7 @@ class Config:
     init_fl: int = keyword(4, "fractional length to begin with, in bits")
     max_wl: int = keyword(32, "longest word")
     min_fl: int = keyword(4, "shortest fractional length that is searched")
-    buffer_bits: int = keyword(4, "bits left of the point after a switch, sign included")
+    buffer_bits: int = keyword(4, "bits left of the binary point after a switch, sign included")
     resolution: tuple[int, int] = keyword((50, 150), "fewest and most bins of a distribution")
     lookback: tuple[int, int] = keyword((25, 100), "fewest and most steps between switches")
     lookback_momentum: float = keyword(0.9, "weight of the new suggestion in the next lookback")

@@ -26,11 +26,11 @@ from marvin.export.graph.nodes import (
     Round,
 )
 
-_Value = tuple[Array, int]  # Python's integers in an array of objects, and their point
+_Value = tuple[Array, int]  # Python's integers in an array of objects, and their fl
 
 
 def run(chance: Random) -> None:
-    """Every value of a network has the oracle's codes and point, within its own bounds."""
+    """Every value of a network has the oracle's codes and fl, within its own bounds."""
     shape = (chance.randint(1, 3), chance.randint(1, 6), chance.randint(1, 6))
     fmt = draw.format_of(chance, signed=False)
     n = chance.randint(1, 2)
@@ -89,9 +89,9 @@ def _add(
     like = [key for key, (codes, _) in wants.items() if codes.shape == wants[source][0].shape]
     other = chance.choice(like)
     (x, fl), (y, other_fl) = wants[source], wants[other]
-    point = max(fl, other_fl)
-    total = (x << point - fl) + (y << point - other_fl)
-    return Add(name, (source, other)), (total, point)
+    out_fl = max(fl, other_fl)
+    total = (x << out_fl - fl) + (y << out_fl - other_fl)
+    return Add(name, (source, other)), (total, out_fl)
 
 
 def _affine(
@@ -99,17 +99,17 @@ def _affine(
 ) -> tuple[Operation, _Value]:
     (x, fl), fmts = value, [draw.format_of(chance), draw.format_of(chance)]
     scale, offset = (_codes(chance, fmt, (x.shape[1],)) for fmt in fmts)
-    point = max(fl + fmts[0].fl, fmts[1].fl)
+    out_fl = max(fl + fmts[0].fl, fmts[1].fl)
     shape = -1, *[1] * (x.ndim - 2)
-    own = x * scale.astype(object).reshape(shape) << point - fl - fmts[0].fl
-    total = own + (offset.astype(object).reshape(shape) << point - fmts[1].fl)
+    own = x * scale.astype(object).reshape(shape) << out_fl - fl - fmts[0].fl
+    total = own + (offset.astype(object).reshape(shape) << out_fl - fmts[1].fl)
     parts: Any = (
         torch.from_numpy(scale),
         draw.given(fmts[0]),
         torch.from_numpy(offset),
         draw.given(fmts[1]),
     )
-    return Affine(name, inputs, *parts), (total, point)
+    return Affine(name, inputs, *parts), (total, out_fl)
 
 
 def _pool(
@@ -155,9 +155,9 @@ def _weighted(
         op = Conv(name, inputs, *given, *added, *places, groups)
     if bias is None:
         return op, (total, fl + fmt.fl)
-    point = max(fl + fmt.fl, bias_fmt.fl)
-    aligned = bias.astype(object).reshape(-1, *[1] * (x.ndim - 2)) << point - bias_fmt.fl
-    return op, ((total << point - fl - fmt.fl) + aligned, point)
+    out_fl = max(fl + fmt.fl, bias_fmt.fl)
+    aligned = bias.astype(object).reshape(-1, *[1] * (x.ndim - 2)) << out_fl - bias_fmt.fl
+    return op, ((total << out_fl - fl - fmt.fl) + aligned, out_fl)
 
 
 def convolved(

@@ -22,21 +22,21 @@ from train.resnet20 import resnet20
 
 TESTS = "tests/marvin/export/test_onnx.py"
 BATCHES = 1, 64
-SPELLINGS = (6, False), (8, False), (8, True)
+WEIGHTS = (6, False), (8, False), (8, True)
 
 
 def cases() -> Iterator[Case]:
-    """Yield a case a model, a spelling and a batch."""
+    """Yield a case a model, a way to write weights and a batch."""
     for build in (resnet20, alexnet):
-        for bits, vnni in SPELLINGS:
+        for bits, vnni in WEIGHTS:
             network = _network(build, bits)
             ours = to_model(network, "int8", vnni=vnni)
             _require_equal(network, ours)
-            spelling = "" if bits < 8 else ", vnni" if vnni else ", portable"
+            written = "" if bits < 8 else ", vnni" if vnni else ", portable"
             for batch in BATCHES:
                 x = torch.randn(batch, *network.input.shape).numpy()
                 contestants = {"ours": _runner(ours, x), "float32": _runner(original(network), x)}
-                name = f"{build.__name__}, {bits} bits{spelling}, batch {batch}"
+                name = f"{build.__name__}, {bits} bits{written}, batch {batch}"
                 yield Case(name, batch, contestants)
 
 

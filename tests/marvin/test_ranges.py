@@ -141,7 +141,7 @@ def test_ranges_of_weights():
     assert Range(True, 3, 1.0, channels=(3, 2, None)).noise_share == (1 + 1 / 4 + 1) / 3
     assert all(r.signed for r in found)
     assert found[0].power == pytest.approx((0.01 + 0.36) / 2, rel=1e-6)  # float32
-    assert [r.clipping for r in found[:2]] == [(), ()]  # channels have points of their own
+    assert [r.clipping for r in found[:2]] == [(), ()]  # channels have formats of their own
 
 
 def test_what_clipping_weights_takes_away():

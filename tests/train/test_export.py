@@ -87,14 +87,14 @@ def test_a_run_for_integer_hardware(tmp_path, capsys):
     assert {row["float32"] for row in facts["layers"]} == {"exact"}
 
 
-def test_points_of_channels_are_integer_kernels(tmp_path, capsys):
+def test_formats_of_channels_are_integer_kernels(tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     folder = train(tmp_path / "run", policy="static", policy_bits=(5, 6), per_channel=True)
-    for words, spelling in (((), "float64"), (("--sums-wl", "8"), "int8")):
+    for words, container in (((), "float64"), (("--sums-wl", "8"), "int8")):
         export(folder, "--to", "onnx", "--verify", *words, "--out", str(tmp_path / "onnx"))
         text = capsys.readouterr().out
         assert "verified: " in text
-        assert f"network.onnx ({spelling})" in text
+        assert f"network.onnx ({container})" in text
     formats = formats_of(folder)
     rows = json.loads((tmp_path / "onnx" / "export.json").read_text())["layers"]
     assert {row["float32"] for row in rows} == {"exact"}
@@ -103,7 +103,7 @@ def test_points_of_channels_are_integer_kernels(tmp_path, capsys):
     assert shown == [f"<5, {fl + min(more)} to {fl + max(more)}>" for fl, more in ends]
 
 
-def test_points_of_channels_are_packed_in_a_format_that_all_share(tmp_path):
+def test_formats_of_channels_are_packed_in_a_format_that_all_share(tmp_path):
     folder = train(tmp_path / "run", policy="static", policy_bits=(5, 6), per_channel=True)
     export(folder, "--to", "packed", "--verify", "--out", str(tmp_path / "out"))
     loaded = packed.load(tmp_path / "out" / "network.safetensors")

@@ -46,7 +46,7 @@ def align(codes: Codes, shift: int) -> Codes:
 
 
 def round_codes(codes: Codes, fl: int, fmt: FixedPoint, divisor: int = 1) -> Codes:
-    """Round ``codes / divisor`` from point ``fl`` to ``fmt``: nearest, ties to even, saturating.
+    """Round ``codes / divisor`` from ``fl`` to ``fmt``: nearest, ties to even, saturating.
 
     Returns:
         int64, shape of ``codes``.

@@ -223,7 +223,7 @@ class Value:
 
     Args:
         shape: Of one sample.
-        fl: The binary point: a code is worth ``2**-fl``.
+        fl: Fractional length: a code is worth ``2**-fl``.
         low: Smallest code.
         high: Largest code.
         magnitude: Bound of every code and of every partial sum that leads to it, in any order.

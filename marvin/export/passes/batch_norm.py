@@ -85,7 +85,7 @@ def spare_of(before: Operation, x: Value, source_fl: int) -> Tensor:
     Args:
         before: What batch normalisation comes after.
         x: Its value.
-        source_fl: Point of what ``before`` takes.
+        source_fl: Fractional length of what ``before`` takes.
 
     Returns:
         int64, shape ``(channels,)``.
@@ -106,10 +106,10 @@ def zeros_of(x: Value, spare: Tensor, finer: int) -> Tensor:
     Args:
         x: What batch normalisation takes.
         spare: From ``spare_of``.
-        finer: Bits by which the point of ``b`` is finer than that of ``x``, or below 0.
+        finer: Bits by which the ``fl`` of ``b`` is longer than that of ``x``, or below 0.
 
     Returns:
-        int64, shape ``(channels,)``; 0 where channels have one point.
+        int64, shape ``(channels,)``; 0 where channels have one ``fl``.
     """
     if not x.channels:
         return torch.zeros_like(spare)

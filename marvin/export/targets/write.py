@@ -76,9 +76,9 @@ def _packed(order: Order) -> Written:
 
 def _onnx(order: Order) -> Written:
     network, path = order.deployed.network, order.folder / "network.onnx"
-    spelling = onnx.spelling_of(network)
-    size = onnx.save(network, path, spelling, vnni=order.vnni)
-    what = f"{path.name} ({spelling})"
+    container = onnx.container_of(network)
+    size = onnx.save(network, path, container, vnni=order.vnni)
+    what = f"{path.name} ({container})"
     if obstacle := onnx.obstacle(network):
         what += f"; not int8: {obstacle}"
         if order.deployed.exact is network and any(

@@ -152,7 +152,7 @@ def ranged() -> Callable[..., tuple[nn.Module, Network, Tensor]]:
 
 @pytest.fixture
 def channelled() -> Callable[..., tuple[nn.Module, Any, Tensor]]:
-    """Return a model whose weights have points by channel: model, formats of weights, sample.
+    """Return a model whose weights have a format by channel: model, formats of weights, sample.
 
     Channels differ in size by up to ``2**spread``, their biases and statistics with them; one is
     0 in every layer.

@@ -165,7 +165,7 @@ def test_a_frozen_model_has_the_formats_of_its_weights(saved, policy):
     assert len({fmt.fl for fmt in formats.values()}) > 1 or policy == "msgd"
 
 
-def test_points_of_channels_are_in_a_frozen_model(nets):
+def test_formats_of_channels_are_in_a_frozen_model(nets):
     model = nets.resnet()
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
     optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(6, 6, per_channel=True))

@@ -69,12 +69,12 @@ def by_fractions(network, x):
 
 
 # of a signed 8-bit code, 7 bits: r may be 17
-@pytest.mark.parametrize(("point", "is_exact"), [(16, True), (17, True), (18, False)])
-def test_the_limit_of_the_rule(point, is_exact):
+@pytest.mark.parametrize(("fl", "is_exact"), [(16, True), (17, True), (18, False)])
+def test_the_limit_of_the_rule(fl, is_exact):
     """Scales whose products with sums have more bits than a float32, and all their ties."""
     scale = 2**15 + 1
     b = 2**14 - 5
-    network = chain(([scale], point), ([scale * b], point), weight=1)
+    network = chain(([scale], fl), ([scale * b], fl), weight=1)
     folded = fold(network, network.operation("bn"), SIGNED)
     assert (folded is not None) is is_exact
     assert (network.operation("bn").name in absorbed(network)) is is_exact
@@ -84,13 +84,13 @@ def test_the_limit_of_the_rule(point, is_exact):
         assert got.astype(int).tolist() == by_fractions(network, x[:, 0]).tolist()
 
 
-@pytest.mark.parametrize(("point", "is_exact"), [(22, True), (23, False)])
-def test_zeros_that_a_channel_shares_do_not_count(point, is_exact):
+@pytest.mark.parametrize(("fl", "is_exact"), [(22, True), (23, False)])
+def test_zeros_that_a_channel_shares_do_not_count(fl, is_exact):
     """Five of them, in weights and offset: the limit of the rule is five further."""
     channels = ChannelFormat(FixedPoint(3, -5), (0, 5))
     scale, b = 2**15 + 1, 2**5 * (2**9 - 5)
     network = chain(
-        ([scale, 0], point), ([scale * b, 0], point), weight=2**5, channels=channels, out=SIGNED
+        ([scale, 0], fl), ([scale * b, 0], fl), weight=2**5, channels=channels, out=SIGNED
     )
     folded = fold(network, network.operation("bn"), SIGNED)
     assert (folded is not None) is is_exact
@@ -103,15 +103,15 @@ def test_zeros_that_a_channel_shares_do_not_count(point, is_exact):
         x = np.arange(256)[:, None]
         got = kernel(folded, x, 0, SIGNED)
         assert got.astype(int).tolist() == by_fractions(network, x[:, 0]).tolist()
-    for given in (None, channels):  # without points by channel, and with another offset
-        scales, offsets = ([scale, 0], point), ([scale * (b + (given is not None)), 0], point)
+    for given in (None, channels):  # without a format by channel, and with another offset
+        scales, offsets = ([scale, 0], fl), ([scale * (b + (given is not None)), 0], fl)
         other = chain(scales, offsets, weight=2**5, channels=given)
         assert fold(other, other.operation("bn"), SIGNED) is None
 
 
 @pytest.mark.parametrize(("fl", "is_exact"), [(17, True), (18, False)])
 def test_the_limit_of_a_layer_alone(fl, is_exact):
-    """Sums of 27 bits at their channel's own point."""
+    """Sums of 27 bits at their channel's own fl."""
     channels = ChannelFormat(FixedPoint(8, fl), (0, 5))
     network = chain(([1, 1], 0), ([0, 0], 0), terms=4096)
     conv = network.operation("conv")

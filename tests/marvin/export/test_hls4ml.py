@@ -82,7 +82,7 @@ def test_emulation_equals_the_integers_with_unsigned_words(ranged, tmp_path):
 
 @needs_compiler
 @pytest.mark.slow
-def test_emulation_equals_the_integers_with_points_by_channel(channelled, tmp_path):
+def test_emulation_equals_the_integers_with_formats_by_channel(channelled, tmp_path):
     def build():
         return nn.Sequential(
             nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(4),

@@ -39,8 +39,8 @@ def run(model, x, name=None):
     return torch.from_numpy(got)
 
 
-def assert_exact(network, x, spelling=None, **options):
-    model = exporter.to_model(network, spelling, **options)
+def assert_exact(network, x, container=None, **options):
+    model = exporter.to_model(network, container, **options)
     want = integer.run(network, x)
     torch.testing.assert_close(run(model, x).double(), want, rtol=0, atol=0)
     return model
@@ -56,22 +56,22 @@ def kernels(model, file):
 
 
 @pytest.mark.parametrize(
-    ("wl", "fl", "spelling"),
+    ("wl", "fl", "container"),
     [(4, 2, "int8"), (7, 5, "int8"), (8, 5, "int8"), (8, 3, "int8"), (20, 14, "float64")],
 )
-def test_outputs_equal_the_integer_reference(digits, plain, wl, fl, spelling):
+def test_outputs_equal_the_integer_reference(digits, plain, wl, fl, container):
     for make in (digits, plain):
         _, network, x = make(wl, fl)
-        assert exporter.spelling_of(network) == spelling
+        assert exporter.container_of(network) == container
         for scale in (0.1, 1, 30):  # the last saturates
             assert_exact(network, x * scale)
 
 
-@pytest.mark.parametrize("spelling", ["int16", "float64"])
+@pytest.mark.parametrize("container", ["int16", "float64"])
 @pytest.mark.parametrize(("wl", "fl"), [(8, 5), (9, 6), (10, 7)])
-def test_the_longer_spellings_are_exact_too(plain, wl, fl, spelling):
+def test_the_longer_containers_are_exact_too(plain, wl, fl, container):
     _, network, x = plain(wl, fl)
-    assert_exact(network, x, spelling)
+    assert_exact(network, x, container)
 
 
 def test_integer_containers_of_short_words(plain):
@@ -146,16 +146,16 @@ def test_exact_sums_are_not_written_as_short_ones(ranged):
     _, network, x = ranged()
     with pytest.raises(ExportError, match=r"sums take \d+ bits, int8 is exact up to 24 at most"):
         exporter.to_model(network, "int8")
-    assert exporter.spelling_of(network) == "float64"
+    assert exporter.container_of(network) == "float64"
     assert_exact(network, x)
 
 
-@pytest.mark.parametrize("spelling", ["int8", "int16", "float64"])
-def test_unsigned_words_in_each_spelling(ranged, spelling):
+@pytest.mark.parametrize("container", ["int8", "int16", "float64"])
+def test_unsigned_words_in_each_container(ranged, container):
     _, network, x = ranged(bits=(6, 8))
     network = round_sums(network, x)
     assert not all(fmt.signed for fmt in network.formats().values())
-    assert_exact(network, 2 * x, spelling)
+    assert_exact(network, 2 * x, container)
 
 
 @pytest.mark.parametrize("fmt", [FixedPoint(8, 5, signed=False), FixedPoint(5, 2, signed=False)])
@@ -170,8 +170,8 @@ def test_an_unsigned_input_and_unsigned_weights(plain, fmt):
     formats["0.weight"] = FixedPoint(8, 4, signed=False)
     rounds = {name: Formats(fmt, None) for name in ("0", "2", "4", "6", "8")}
     network = describe(model, x, formats, rounds)
-    for spelling in ("int8", "int16", "float64"):
-        assert_exact(network, 3 * x, spelling)
+    for container in ("int8", "int16", "float64"):
+        assert_exact(network, 3 * x, container)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,10 @@ def test_an_average_of_long_sums_is_no_byte():
 
 @pytest.mark.parametrize("layer", [nn.Linear(6, 5), nn.Conv2d(6, 5, 1)])
 @pytest.mark.parametrize(
-    ("weight", "act", "spelling"), [((8, 6), 6, "int8"), ((8, 6), 8, "int8"), ((4, 2), 16, "int16")]
+    ("weight", "act", "container"),
+    [((8, 6), 6, "int8"), ((8, 6), 8, "int8"), ((4, 2), 16, "int16")],
 )
-def test_biases_finer_than_products(layer, weight, act, spelling):
+def test_biases_finer_than_products(layer, weight, act, container):
     """ONNX Runtime rounds them behind what it takes for a layer of integers."""
     torch.manual_seed(0)
     fmt = FixedPoint(*weight)
@@ -232,12 +233,12 @@ def test_biases_finer_than_products(layer, weight, act, spelling):
             "1": Formats(FixedPoint(max(8, act), 8), None),
         }
         network = describe(given, x, formats, rounds)
-        if spelling == "int16":
-            assert_exact(network, x, spelling)
+        if container == "int16":
+            assert_exact(network, x, container)
         else:
             is_fine = fl == 3 + fmt.fl
-            assert exporter.spelling_of(network) == ("int8" if is_fine else "int16")
-            reason = "0: bytes do not hold its weights at the point of its bias"
+            assert exporter.container_of(network) == ("int8" if is_fine else "int16")
+            reason = "0: bytes do not hold its weights at the fl of its bias"
             assert exporter.obstacle(network) == ("" if is_fine else reason)
         assert_exact(network, x)
 
@@ -289,8 +290,8 @@ def test_an_input_may_have_any_name(make):
             return self.conv(scale)
 
     _, network, x = make(Net, (1, 4, 4), 6, 3)
-    for spelling in ("int8", "int16", "float64"):
-        assert assert_exact(network, x, spelling).graph.input[0].name == "scale"
+    for container in ("int8", "int16", "float64"):
+        assert assert_exact(network, x, container).graph.input[0].name == "scale"
 
 
 def test_every_scale_is_a_power_of_two_and_versions_are_readable(digits):
@@ -320,7 +321,7 @@ def test_resnet20(wl, fl):
     assert_exact(describe(model, x, optimizer.formats()), x)
 
 
-@pytest.mark.parametrize("spelling", ["int8", "int16", "float64"])
+@pytest.mark.parametrize("container", ["int8", "int16", "float64"])
 @pytest.mark.parametrize(
     "layer",
     [
@@ -332,10 +333,10 @@ def test_resnet20(wl, fl):
     ],
     ids=lambda layer: type(layer).__name__,
 )
-def test_each_layer_in_each_spelling(make, layer, spelling):
+def test_each_layer_in_each_container(make, layer, container):
     build = lambda: nn.Sequential(nn.Conv2d(2, 4, 1), layer)  # noqa: E731
     _, network, x = make(build, (2, 7, 6), 8, 4)
-    assert_exact(network, x, spelling)
+    assert_exact(network, x, container)
 
 
 def test_files_appear_whole(plain, tmp_path):
@@ -351,19 +352,36 @@ def test_files_appear_whole(plain, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wl", "fl", "spelling", "message"),
+    ("wl", "fl", "container", "message"),
     [
-        (10, 6, "int8", r"0\.in: int8 holds words of 8 bits, got <10, 6>"),
+        (10, 6, "int8", r"0\.in: int8 holds word lengths of up to 8 bits, got <10, 6>"),
         (16, 12, "int16", r"sums take \d+ bits, int16 is exact up to 24 at most"),
-        (20, 14, "int16", r"int16 holds words of 16 bits, got <20, 14>"),
+        (20, 14, "int16", r"int16 holds word lengths of up to 16 bits, got <20, 14>"),
         (32, 26, None, r"0: sums take \d+ bits, float64 is exact up to 53 at most"),
-        (8, 5, "int4", "spelling must be one of"),
+        (8, 5, "int4", "container must be one of"),
     ],
 )
-def test_what_would_not_be_exact_is_refused(plain, wl, fl, spelling, message):
+def test_what_would_not_be_exact_is_refused(plain, wl, fl, container, message):
     _, network, _ = plain(wl, fl)
     with pytest.raises(ExportError, match=message):
-        exporter.to_model(network, spelling)
+        exporter.to_model(network, container)
+
+
+def test_the_earlier_names_work_and_warn(plain, tmp_path):
+    _, network, _ = plain()
+    want, file = exporter.to_model(network, "int16"), tmp_path / "net.onnx"
+    message = "^spelling= is now container=$"
+    with pytest.warns(DeprecationWarning, match=message) as caught:
+        assert exporter.to_model(network, spelling="int16") == want
+    with pytest.warns(DeprecationWarning, match=message) as also:
+        exporter.save(network, file, spelling="int16")
+    assert onnx.load(file) == want
+    assert (caught[0].filename, also[0].filename) == (__file__, __file__)
+    with pytest.raises(TypeError, match="container='int8' and spelling='int16'"):
+        exporter.to_model(network, "int8", spelling="int16")
+    for old, new in (("Spelling", "Container"), ("spelling_of", "container_of")):
+        with pytest.warns(DeprecationWarning, match=rf"\.{old} is now .*\.{new}$"):
+            assert getattr(exporter, old) is getattr(exporter, new)
 
 
 def test_without_the_package_one_line_says_what_to_install(plain, monkeypatch):
@@ -392,7 +410,7 @@ def test_layers_in_floats_are_those_of_the_runtime(ranged, build, sums, tmp_path
     integers = found["QLinearConv"] + found["QGemm"]
     assert set(named) <= set(layers)
     assert integers == len(layers) - len(named)
-    if exporter.spelling_of(network) == "int8":
+    if exporter.container_of(network) == "int8":
         assert found["Conv"] + found["FusedConv"] + found["Gemm"] == len(named)
     if build is pooled:  # an average is rounded once, so nothing is rounded before it
         assert named == {"2": "3 takes its sums unrounded"}

@@ -1,4 +1,4 @@
-"""Weights whose channels have points of their own, on integer kernels."""
+"""Weights whose channels have fractional lengths of their own, on integer kernels."""
 
 from collections import Counter
 from dataclasses import replace
@@ -45,8 +45,8 @@ def run(model, x, file=None):
     return torch.from_numpy(got).double()
 
 
-def assert_exact(network, x, spelling=None, file=None):
-    model = exporter.to_model(network, spelling)
+def assert_exact(network, x, container=None, file=None):
+    model = exporter.to_model(network, container)
     torch.testing.assert_close(run(model, x, file), integer.run(network, x), rtol=0, atol=0)
     return model
 
@@ -70,7 +70,7 @@ def test_they_run_on_integer_kernels(channelled, bits, spread, tmp_path):
     model, formats, x = channelled(bits=bits, spread=spread)
     assert max(max(fmt.shifts) for fmt in formats.values()) >= spread
     network = round_sums(describe(model, x, formats), x)
-    assert exporter.spelling_of(network) == "int8"
+    assert exporter.container_of(network) == "int8"
     assert exporter.obstacle(network) == ""
     for scale in (0.3, 1, 20):
         onnx_model = assert_exact(network, scale * x, "int8", tmp_path / "optimized.onnx")
@@ -86,7 +86,7 @@ def test_they_run_on_integer_kernels(channelled, bits, spread, tmp_path):
 def test_a_small_network_takes_bytes_alone(channelled, spread, tmp_path):
     model, formats, x = channelled(small, spread=spread)
     network = describe(model, x, formats)  # nothing is added
-    assert exporter.spelling_of(network) == "int8"
+    assert exporter.container_of(network) == "int8"
     assert_exact(network, x, "int8", tmp_path / "optimized.onnx")
     found = {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
     assert {"QLinearConv", "QGemm"} <= found <= {
@@ -102,7 +102,7 @@ def test_resnet20(channelled):
 
 
 def test_words_are_stored_without_what_other_channels_need(channelled):
-    """Of 5 bits, and two for offset or bias: as with one point for all channels."""
+    """Of 5 bits, and two for offset or bias: as with one fractional length for all channels."""
     model, formats, x = channelled(bits=(5, 6), spread=9)
     network = round_sums(describe(model, x, formats), x)
     stored = {c.name: c for c in exporter.to_model(network, "int8").graph.initializer}
@@ -126,7 +126,7 @@ POINTS = st.lists(st.integers(0, 20), min_size=4, max_size=4)
 @example(shifts=[20, 0, 0, 0], wl=8, fl=7, seed=1)  # one much finer
 @example(shifts=[20, 20, 20, 0], wl=8, fl=11, seed=2)  # one much coarser
 @example(shifts=[24, 0, 1, 7], wl=8, fl=7, seed=3)  # the longest: 32 bits
-def test_any_points(shifts, wl, fl, seed):
+def test_any_shifts(shifts, wl, fl, seed):
     """Random codes, one channel of zeros, statistics as such codes give them."""
     torch.manual_seed(seed)
     model = nn.Sequential(
@@ -213,26 +213,28 @@ def test_biases_are_rounded_to_the_point_of_their_channel(channelled, spread):
         assert op.bias_fmt.fl == 31 or spread < 20
 
 
-@pytest.mark.parametrize("spelling", ["int8", "int16", "float64"])
-def test_every_spelling_is_exact(channelled, spelling):
+@pytest.mark.parametrize("container", ["int8", "int16", "float64"])
+def test_every_container_is_exact(channelled, container):
     model, formats, x = channelled(bits=(5, 6), spread=4)
     network = round_sums(describe(model, x, formats), x)
-    assert_exact(network, 2 * x, spelling)
+    assert_exact(network, 2 * x, container)
 
 
 def test_the_common_format_alone_is_exported_as_it_was(channelled):
-    """Without points by channel, nothing says that codes end with zeros."""
+    """Without a format by channel, nothing says that codes end with zeros."""
     model, formats, x = channelled()
     common = {name: fmt.whole() for name, fmt in formats.items()}
     network = round_sums(describe(model, x, common), x)
-    assert exporter.spelling_of(network) != "int8"
+    assert exporter.container_of(network) != "int8"
     assert_exact(network, x)
 
 
 def test_longer_words_are_no_bytes(channelled):
     model, formats, x = channelled(bits=(9, 8), spread=3)
     network = round_sums(describe(model, x, formats), x)
-    with pytest.raises(ExportError, match=r"conv: int8 holds words of 8 bits, got <9, \d+>"):
+    with pytest.raises(
+        ExportError, match=r"conv: int8 holds word lengths of up to 8 bits, got <9, \d+>"
+    ):
         exporter.to_model(network, "int8")
     assert exporter.obstacle(network) == ""
     assert_exact(network, x, "int16")
@@ -241,7 +243,7 @@ def test_longer_words_are_no_bytes(channelled):
 def test_what_is_in_the_way_is_said(channelled):
     model, formats, x = channelled(spread=6)
     network = describe(model, x, formats)
-    assert exporter.spelling_of(network) == "float64"
+    assert exporter.container_of(network) == "float64"
     assert "sums take" in exporter.obstacle(network)
     assert "int8 is exact up to 24" in exporter.obstacle(network)
     assert_exact(network, x)
@@ -260,12 +262,12 @@ def test_a_bias_far_larger_than_the_weights_of_its_channel():
     model[0].bias.data[1] = 0.7
     network = describe(model, x, formats, rounds)
     assert exporter.obstacle(network) == "0: sums take 30 bits, int8 is exact up to 24 at most"
-    assert exporter.spelling_of(network) == "float64"
+    assert exporter.container_of(network) == "float64"
     assert_exact(network, x)
 
 
 def test_biases_finer_than_their_channel():
-    """Where bytes hold the weights at the finer point they are shifted."""
+    """Where bytes hold the weights at the longer fl they are shifted."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 2, bias=False))
     rounds = {"0": Formats(FixedPoint(6, 3), None), "1": Formats(FixedPoint(8, 3), None)}
@@ -282,9 +284,9 @@ def test_biases_finer_than_their_channel():
         x = torch.randn(9, 6)
         network = describe(given, x, formats, rounds)
         assert (fold(network, network.operation("0"), rounds["1"].input) is not None) is is_folded
-        assert (exporter.spelling_of(network) == "int8") is is_folded
+        assert (exporter.container_of(network) == "int8") is is_folded
         if not is_folded:
-            reason = "0: bytes do not hold its weights at the point of its bias"
+            reason = "0: bytes do not hold its weights at the fl of its bias"
             assert exporter.obstacle(network) == reason
         if is_folded:  # of 1 and 4: an odd number, and one of a channel that has no more zeros
             assert [channel.trailing_zeros for channel in network.values["0"].channels] == [0, 1]
@@ -300,7 +302,7 @@ def test_averages_of_sums_have_the_bits_of_their_channel(channelled):
     model, formats, x = channelled(build, (8, 8), spread=9)
     network = describe(model, x, formats)
     assert not replace(network.values["0"], channels=()).is_exact(24)
-    assert exporter.spelling_of(network) == "int8"
+    assert exporter.container_of(network) == "int8"
     assert_exact(network, 3 * x)
     assert {row.verdict for row in verify(network, x)} == {"exact"}
     assert {row.is_bounded for row in verify(network, x)} == {True, None}

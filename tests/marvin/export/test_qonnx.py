@@ -41,7 +41,7 @@ def test_unsigned_words_and_rounded_sums(ranged, bits, tmp_path):
 
 
 @needs_qonnx
-def test_points_by_channel(channelled, tmp_path):
+def test_formats_by_channel(channelled, tmp_path):
     model, formats, x = channelled(bits=(5, 6), spread=9)
     network = round_sums(describe(model, x, formats), x)
     assert qonnx.is_exact(network)
@@ -70,7 +70,7 @@ def test_nodes_have_the_true_word_lengths(digits):
     assert model.ir_version == 10
 
 
-def test_points_by_channel_are_scales(channelled):
+def test_formats_by_channel_are_scales(channelled):
     model, formats, x = channelled(bits=(5, 6), spread=9)
     written = qonnx.to_model(describe(model, x, formats))
     values = {c.name: onnx.numpy_helper.to_array(c) for c in written.graph.initializer}

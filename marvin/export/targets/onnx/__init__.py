@@ -1,17 +1,18 @@
 """ONNX: opset 21, power-of-two scales, outputs equal to the integer reference.
 
-Three spellings, of which the first that is exact is taken:
+Three container dtypes, of which the first that is exact is taken:
 
 ``"int8"``: formats up to 8 bits, in bytes, which ONNX Runtime computes with integer kernels: see
 ``marvin.export.int8``.
 
-``"int16"``: formats up to 16 bits, in int16 containers; layers are computed in float32, without
+``"int16"``: formats up to 16 bits, in int16; layers are computed in float32, without
 error because no sum takes more than 24 bits.
 
 ``"float64"``: formats up to 32 bits whose sums take up to 53. ONNX Runtime has no convolution for
 them, so windows are gathered and multiplied as matrices. Slow, and exact.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,74 +24,93 @@ from marvin.export.targets.onnx.int8 import Int8Writer
 from marvin.export.targets.onnx.int16 import Int16Writer
 from marvin.files import write_atomic
 
-__all__ = ["Spelling", "in_floats", "obstacle", "original", "save", "spelling_of", "to_model"]
+__all__ = ["Container", "container_of", "in_floats", "obstacle", "original", "save", "to_model"]
 
-Spelling = Literal["int8", "int16", "float64"]
+Container = Literal["int8", "int16", "float64"]
+_RENAMED = {"Spelling": "Container", "spelling_of": "container_of"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        message = f"marvin.export.onnx.{name} is now marvin.export.onnx.{_RENAMED[name]}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return globals()[_RENAMED[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def save(
     network: Network,
     path: str | Path,
-    spelling: Spelling | None = None,
+    container: Container | None = None,
     *,
     vnni: bool = False,
+    spelling: Container | None = None,
 ) -> int:
     """Write a network as an ONNX file, at once; return its bytes.
 
     Args:
         network: From ``describe``.
         path: Of the file; its folder is made if it is not there.
-        spelling: As in ``to_model``.
+        container: As in ``to_model``.
         vnni: As in ``to_model``.
+        spelling: Earlier name of ``container``.
 
     Raises:
         ExportError: As ``to_model``.
     """
-    content = to_model(network, spelling, vnni=vnni).SerializeToString()
+    container = _container(container, spelling)
+    content = to_model(network, container, vnni=vnni).SerializeToString()
     write_atomic(Path(path), content)
     return len(content)
 
 
-def to_model(network: Network, spelling: Spelling | None = None, *, vnni: bool = False) -> Any:
+def to_model(
+    network: Network,
+    container: Container | None = None,
+    *,
+    vnni: bool = False,
+    spelling: Container | None = None,
+) -> Any:
     """Return a network as an ``onnx.ModelProto``.
 
     Args:
         network: From ``describe``.
-        spelling: See above; default: ``spelling_of(network)``.
+        container: Dtype that holds the codes, see above; default: ``container_of(network)``.
         vnni: In ``"int8"``, write every weight as int8: faster where weights have 8 bits, and
             wrong on x86 processors without VNNI.
+        spelling: Earlier name of ``container``.
 
     Returns:
         A model from float32 samples to what the trained model gives: float32, or float64 where
-        ``spelling`` is ``"float64"``.
+        ``container`` is ``"float64"``.
 
     Raises:
-        ExportError: The spelling would not be exact; names the operation and its bits. Or the
+        ExportError: The outputs would not be exact; names the operation and its bits. Or the
             package ``onnx`` is not installed.
     """
-    spelling = spelling or spelling_of(network)
-    if spelling not in get_args(Spelling):
-        raise ExportError(f"spelling must be one of {get_args(Spelling)}, got {spelling!r}")
-    writer, output = _written(network, spelling, vnni)
+    container = _container(container, spelling) or container_of(network)
+    if container not in get_args(Container):
+        raise ExportError(f"container must be one of {get_args(Container)}, got {container!r}")
+    writer, output = _written(network, container, vnni)
     types = writer.graph.onnx.TensorProto
-    dtype = types.DOUBLE if spelling == "float64" else types.FLOAT
+    dtype = types.DOUBLE if container == "float64" else types.FLOAT
     return writer.graph.model(network, output, dtype)
 
 
-def spelling_of(network: Network) -> Spelling:
-    """Return the fastest spelling that is exact.
+def container_of(network: Network) -> Container:
+    """Return the fastest container dtype that is exact.
 
     Raises:
         ExportError: None is: a sum takes more than 53 bits.
     """
     reasons = []
-    for spelling in get_args(Spelling):
+    for container in get_args(Container):
         try:
-            _written(network, spelling)
+            _written(network, container)
         except ExportError as error:
             reasons.append(error)
         else:
-            return spelling
+            return container
     raise reasons[-1]
 
 
@@ -115,7 +135,7 @@ class _Unrounded(FloatWriter):
 
 
 def obstacle(network: Network) -> str:
-    """Return what keeps words of 8 bits from being integers in ONNX Runtime; ``""`` if nothing."""
+    """Return what keeps codes of 8 bits from being integers in ONNX Runtime; ``""`` if nothing."""
     if all(fmt.wl <= 8 for fmt in network.words().values()):
         try:
             _written(network, "int8")
@@ -125,13 +145,13 @@ def obstacle(network: Network) -> str:
 
 
 def in_floats(network: Network) -> dict[str, str]:
-    """Return the layers that ONNX Runtime computes in floats, and why, in the fastest spelling.
+    """Return the layers that ONNX Runtime computes in floats, and why, in the fastest container dtype.
 
     Raises:
-        ExportError: As ``spelling_of``.
+        ExportError: As ``container_of``.
     """
-    spelling = spelling_of(network)
-    writer = _written(network, spelling)[0]
+    container = container_of(network)
+    writer = _written(network, container)[0]
     if isinstance(writer, Int8Writer):
         return writer.in_floats
     longest = max(network.words().values(), key=lambda fmt: fmt.wl)
@@ -139,16 +159,28 @@ def in_floats(network: Network) -> dict[str, str]:
     return {op.name: why for op in network.operations if isinstance(op, Weighted)}
 
 
-def _written(network: Network, spelling: Spelling, vnni: bool = False) -> tuple[FloatWriter, str]:
+def _container(container: Container | None, spelling: Container | None) -> Container | None:
+    """Return the one of two arguments that is given: the second is its earlier name."""
+    if spelling is None:
+        return container
+    if container is not None:
+        raise TypeError(f"give container alone, got container={container!r} and {spelling=}")
+    warnings.warn("spelling= is now container=", DeprecationWarning, stacklevel=3)
+    return spelling
+
+
+def _written(network: Network, container: Container, vnni: bool = False) -> tuple[FloatWriter, str]:
     """Return what has written a network, and the name of its output."""
-    longest = {"int8": 8, "int16": 16, "float64": 32}[spelling]
+    longest = {"int8": 8, "int16": 16, "float64": 32}[container]
     for name, fmt in network.words().items():
         if fmt.wl > longest:
-            raise ExportError(f"{name}: {spelling} holds words of {longest} bits, got {fmt}")
-    if spelling == "int8":
+            raise ExportError(
+                f"{name}: {container} holds word lengths of up to {longest} bits, got {fmt}"
+            )
+    if container == "int8":
         writer = Int8Writer(network, vnni=vnni)
     else:
-        bits = 53 if spelling == "float64" else 24
-        require_exact(network, bits, f"{spelling} is exact up to")
-        writer = Float64Writer(network) if spelling == "float64" else Int16Writer(network)
+        bits = 53 if container == "float64" else 24
+        require_exact(network, bits, f"{container} is exact up to")
+        writer = Float64Writer(network) if container == "float64" else Int16Writer(network)
     return writer, writer.write()

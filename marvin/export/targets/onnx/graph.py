@@ -1,4 +1,4 @@
-"""An ONNX graph in the making, and the operations that all spellings have in common.
+"""An ONNX graph in the making, and the operations that all container dtypes have in common.
 
 Built node by node: exporters of torch drop the bounds of short words.
 """

@@ -1,4 +1,4 @@
-"""ONNX for words of 9 to 16 bits: int16 containers, arithmetic in float32."""
+"""ONNX for word lengths of 9 to 16 bits: int16 containers, arithmetic in float32."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""ONNX for words up to 8 bits, in the spelling that ONNX Runtime computes with integers.
+"""ONNX for word lengths up to 8 bits, in the dtypes that ONNX Runtime computes with integers.
 
 A layer, the batch normalisation behind it and the rounding of that are written as
 DequantizeLinear, Conv, QuantizeLinear, with scales and biases of each channel: one integer kernel,
@@ -92,14 +92,14 @@ class Int8Writer(Int16Writer):
     def _in_floats(self, op: Any) -> Any:
         """Return a layer that can be computed in floats.
 
-        ONNX Runtime rounds biases behind bytes to the point of the products, and says nothing.
+        ONNX Runtime rounds biases behind bytes to the ``fl`` of the products, and says nothing.
         """
         why = "bytes, int32 or float32 do not hold its sums"
         if not self._as_bytes(op.inputs[0]):
             why = f"{op.inputs[0]} is not rounded to bytes"
         self.in_floats[op.name] = why
         if op.bias is not None and self._as_bytes(op.inputs[0]):
-            raise ExportError(f"{op.name}: bytes do not hold its weights at the point of its bias")
+            raise ExportError(f"{op.name}: bytes do not hold its weights at the fl of its bias")
         return op
 
     def _unrounded(self, op: Weighted) -> str:
