@@ -17,14 +17,23 @@ from perfmodel.run import MOST, read_run
 from perfmodel.summary import totals
 from train.table import spread
 
-__all__ = ["Finished", "Run", "clamped", "epochs_of", "lengths", "slug", "spread_of_seeds", "table"]
+__all__ = [
+    "Finished",
+    "PlannedRun",
+    "clamped",
+    "epochs_of",
+    "lengths",
+    "slug",
+    "spread_of_seeds",
+    "table",
+]
 
 MODELLED = "SU", "SZ", "MEM"
 WEIGHTS, INPUTS = "mean_word_length", "mean_input_word_length"
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One training run: its variant, its seed, its folder and the flags that make it."""
 
     variant: str
@@ -62,7 +71,7 @@ class Run:
         return read_json(self.folder / CONFIG)
 
 
-Finished = list[tuple[Run, dict[str, Any]]]  # runs, and what came of them
+Finished = list[tuple[PlannedRun, dict[str, Any]]]  # runs, and what came of them
 
 
 def slug(text: str) -> str:
@@ -138,7 +147,9 @@ def _gains(finished: Mapping[str, Finished]) -> dict[str, list[float]]:
     }
 
 
-def finished_runs(experiment: Experiment, runs: Sequence[Run], epochs: int) -> dict[str, Finished]:
+def finished_runs(
+    experiment: Experiment, runs: Sequence[PlannedRun], epochs: int
+) -> dict[str, Finished]:
     """Return the finished runs of each variant, in its order, and what came of them.
 
     Raises:
@@ -210,7 +221,7 @@ def clamped(folder: Path) -> float | None:
     return statistics.mean(events.Scalars(tag)[-1].value for tag in tags) if tags else None
 
 
-def _modelled(run: Run, result: dict[str, Any]) -> list[float | None]:
+def _modelled(run: PlannedRun, result: dict[str, Any]) -> list[float | None]:
     """Return SU, SZ and MEM of a run, None where they have no model; those of float32 are known."""
     if result.get(WEIGHTS) is None:
         return [1.0] * len(MODELLED)

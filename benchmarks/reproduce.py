@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks import figure
 from benchmarks.comparison import (
     Finished,
-    Run,
+    PlannedRun,
     epochs_of,
     finished_runs,
     mean_bits,
@@ -103,12 +103,12 @@ def _parser() -> Parser:
 
 def plan(
     experiment: Experiment, arguments: argparse.Namespace, folder: Path, passed_on: Sequence[str]
-) -> list[Run]:
+) -> list[PlannedRun]:
     """Return all runs, seed by seed, so that a piece of the work is a fair comparison."""
     plain_lr = () if arguments.plain_lr is None else ("--lr", str(arguments.plain_lr))
     shared = "--dataset", arguments.dataset, "--epochs", str(arguments.epochs)
     return [
-        Run(
+        PlannedRun(
             variant,
             seed,
             folder / f"{slug(variant)}-seed{seed}",
@@ -122,7 +122,7 @@ def plan(
     ]
 
 
-def go_on(runs: Sequence[Run], model: str, epochs: int, minutes: float | None) -> None:
+def go_on(runs: Sequence[PlannedRun], model: str, epochs: int, minutes: float | None) -> None:
     """Run what is not finished, until all is or the time is up.
 
     A run whose time is up is interrupted as by Ctrl-C: its last checkpoint stays.
@@ -208,7 +208,7 @@ def curve(variant: str, finished: Finished) -> figure.Curve:
     return figure.Curve(variant, *losses)
 
 
-def _machine(runs: Sequence[Run]) -> str:
+def _machine(runs: Sequence[PlannedRun]) -> str:
     """Return where the runs took place; more than one place where they differ."""
     places: dict[str, None] = {}
     for run in runs:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from marvin.shards import Shard, shard_of
 
-__all__ = ["Layout", "is_layer", "layout_of", "owners_of"]
+__all__ = ["ParameterTable", "is_layer", "layout_of", "owners_of"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterTable:
     """What is known of each parameter, in parameter order.
 
     Args:
@@ -31,7 +31,7 @@ class Layout:
     shards: dict[Tensor, Shard]
 
 
-def layout_of(param_groups: Sequence[dict[str, Any]]) -> Layout:
+def layout_of(param_groups: Sequence[dict[str, Any]]) -> ParameterTable:
     """Return the layout of an optimizer's parameter groups.
 
     Raises:
@@ -50,7 +50,7 @@ def layout_of(param_groups: Sequence[dict[str, Any]]) -> Layout:
         raise ValueError(f"parameter names must be unique, got {sorted(twice)} more than once")
     layers = [(i, p) for i, p in enumerate(groups) if is_layer(p)]
     shards = {p: shard_of(p) for p in groups}
-    return Layout(dict(zip(groups, names, strict=True)), groups, owners, layers, shards)
+    return ParameterTable(dict(zip(groups, names, strict=True)), groups, owners, layers, shards)
 
 
 def is_layer(parameter: Tensor) -> bool:

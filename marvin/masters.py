@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fixedpoint_kernels._torch_private import version_of
 from marvin.channels import ChannelFormat
-from marvin.layers import Layout
+from marvin.layers import ParameterTable
 from marvin.noise import Purpose, stream
 from marvin.policies.base import Policy
 from marvin.policies.records import ActivationFormats, word_length
@@ -66,7 +66,7 @@ class WithMasters(Optimizer):
     policy: Policy
     shared: Any
     _counts: Counts
-    _layout: Layout
+    _layout: ParameterTable
     _masters: dict[Tensor, Tensor]  # as the wrapped optimizer sees them
     _versions: dict[Tensor, int]  # of weights, as they were last written
     _plans: dict[tuple[int, ...], _Plan]  # by the parameters' ids

@@ -1,10 +1,11 @@
 """What a model keeps for its backward pass, by layer and by kind, and what options would save."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perfmodel.forward_save import Division, few_bit_bytes
 
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
     from fixedpoint_kernels.watch import Storage
 
 __all__ = [
-    "Kept",
     "Row",
     "Saved",
+    "SavedStorage",
     "Saver",
     "divided",
     "division",
@@ -61,7 +62,7 @@ class Saver:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedStorage:
     """One piece of memory that is kept for backward.
 
     Args:
@@ -82,7 +83,15 @@ class Kept:
         return self.size_bytes // self.itemsize
 
 
-Option = Callable[[Kept], int]
+Option = Callable[[SavedStorage], int]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Kept":
+        message = "perfmodel.memory.Kept is now perfmodel.memory.SavedStorage"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return SavedStorage
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ class Saved:
         source: ``"modelled, ..."`` or ``"measured on ..."``.
     """
 
-    kept: tuple[Kept, ...]
+    kept: tuple[SavedStorage, ...]
     source: str
 
     @property
@@ -178,10 +187,10 @@ def saved_bytes(
     return Saved(tuple(map(_kept, storages)), source)
 
 
-def _kept(storage: "Storage") -> Kept:
+def _kept(storage: "Storage") -> SavedStorage:
     named = [(who, who.function or who.module) for who in storage.savers]
     savers = tuple(Saver(who.layer, kind_of(op), op, who.module) for who, op in named)
-    return Kept(storage.size_bytes, storage.shape, storage.itemsize, savers)
+    return SavedStorage(storage.size_bytes, storage.shape, storage.itemsize, savers)
 
 
 def kind_of(op: str) -> str:
@@ -212,7 +221,7 @@ def few_bit(bits: int) -> Option:
     that goes into a convolution, stays.
     """
 
-    def size(kept: Kept) -> int:
+    def size(kept: SavedStorage) -> int:
         activations = [s for s in kept.savers if s.kind == "activation"]
         stays = kept.size_bytes if len(activations) < len(kept.savers) else 0
         return stays + sum(_code(kept, s, bits) for s in activations)
@@ -220,7 +229,7 @@ def few_bit(bits: int) -> Option:
     return size
 
 
-def _code(kept: Kept, saver: Saver, bits: int) -> int:
+def _code(kept: SavedStorage, saver: Saver, bits: int) -> int:
     return few_bit_bytes(kept.elements, 1 if _is_stepwise(saver) else bits)
 
 
@@ -231,7 +240,7 @@ def division(settings: Division = Division()) -> Option:  # noqa: B008  frozen
     nothing. A tensor that several layers keep is compressed once. Everything else stays.
     """
 
-    def size(kept: Kept) -> int:
+    def size(kept: SavedStorage) -> int:
         parts = [divided(kept, s, settings) for s in kept.savers]
         if None in parts:
             return kept.size_bytes
@@ -242,7 +251,7 @@ def division(settings: Division = Division()) -> Option:  # noqa: B008  frozen
     return size
 
 
-def divided(kept: Kept, saver: Saver, settings: Division) -> tuple[str, int] | None:
+def divided(kept: SavedStorage, saver: Saver, settings: Division) -> tuple[str, int] | None:
     """Return what one saver keeps under DIVISION; None where it keeps the tensor itself."""
     is_map = math.prod(kept.shape) == kept.elements and len(kept.shape) > 1
     if saver.kind in COMPRESSED and is_map:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from perfmodel import papers
 from perfmodel.forward_save import Division, conv_block_ratio, linear_block_ratio
-from perfmodel.memory import Kept, Saved, divided, largest_batch, saved_bytes
+from perfmodel.memory import Saved, SavedStorage, divided, largest_batch, saved_bytes
 from perfmodel.text import table
 from perfmodel.trace import MUPPET_ALEXNET, MUPPET_RESNET20
 
@@ -103,7 +103,7 @@ def released_division(saved: Saved, settings: Division) -> int:
     """
     image = saved.kept[0]
 
-    def size(kept: Kept) -> int:
+    def size(kept: SavedStorage) -> int:
         parts = [divided(kept, saver, settings) for saver in kept.savers]
         return sum(kept.size_bytes if part is None else part[1] for part in parts)
 

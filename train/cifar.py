@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 in their official binary layout; no pickle is ever loaded."""
+"""CIFAR-10 and CIFAR-100 in their official binary files; no pickle is ever loaded."""
 
 import hashlib
 import tarfile
@@ -15,7 +15,7 @@ from marvin.files import write_atomic
 from train.dataset import Dataset, Images, make_dataset
 from train.errors import UserError
 
-__all__ = ["LAYOUTS", "Layout", "is_present", "load"]
+__all__ = ["RELEASES", "Release", "is_present", "load"]
 
 PIXELS = 3 * 32 * 32
 SERVER = "https://www.cs.toronto.edu/~kriz/"
@@ -23,7 +23,7 @@ CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Layout:
+class Release:
     """How one of the two data sets is stored.
 
     Args:
@@ -55,8 +55,8 @@ class Layout:
         return self.label_bytes + PIXELS
 
 
-LAYOUTS = {
-    "cifar10": Layout(
+RELEASES = {
+    "cifar10": Release(
         archive="cifar-10-binary.tar.gz",
         md5="c32a1d4ab5d03f1284b67883e8d87530",
         folder="cifar-10-batches-bin",
@@ -65,7 +65,7 @@ LAYOUTS = {
         label_bytes=1,
         classes=10,
     ),
-    "cifar100": Layout(
+    "cifar100": Release(
         archive="cifar-100-binary.tar.gz",
         md5="03b5dce01913d631647c71ecec9e9cb8",
         folder="cifar-100-binary",
@@ -79,8 +79,8 @@ LAYOUTS = {
 
 def is_present(name: str, data_dir: Path) -> bool:
     """Return whether every file of the data set is there, whatever is in it."""
-    layout = LAYOUTS[name]
-    return all((data_dir / layout.folder / file).is_file() for file in layout.files)
+    release = RELEASES[name]
+    return all((data_dir / release.folder / file).is_file() for file in release.files)
 
 
 def load(name: str, data_dir: Path, *, may_fetch: bool = True) -> Dataset:
@@ -94,83 +94,83 @@ def load(name: str, data_dir: Path, *, may_fetch: bool = True) -> Dataset:
     Raises:
         UserError: A file is damaged, or absent and cannot be downloaded.
     """
-    layout = LAYOUTS[name]
+    release = RELEASES[name]
     if not is_present(name, data_dir):
         if not may_fetch:
             raise UserError(
-                f"looked for {', '.join(layout.files)} in {data_dir / layout.folder}, found not "
+                f"looked for {', '.join(release.files)} in {data_dir / release.folder}, found not "
                 "all of them: name the folder of your data sets with --data-dir"
             )
-        _unpack(layout, _archive(layout, data_dir), data_dir)
-    folder = data_dir / layout.folder
-    train = _read_part(layout, folder, layout.train)
-    test = _read_part(layout, folder, layout.test)
-    return make_dataset(name, train, test, layout.classes, f"binary files in {folder}")
+        _unpack(release, _archive(release, data_dir), data_dir)
+    folder = data_dir / release.folder
+    train = _read_part(release, folder, release.train)
+    test = _read_part(release, folder, release.test)
+    return make_dataset(name, train, test, release.classes, f"binary files in {folder}")
 
 
-def _read_part(layout: Layout, folder: Path, files: dict[str, int]) -> Images:
-    records = np.concatenate([_read_file(layout, folder / f, n) for f, n in files.items()])
-    images = records[:, layout.label_bytes :].reshape(-1, 3, 32, 32)
-    labels = records[:, layout.label_bytes - 1].astype(np.int64)
+def _read_part(release: Release, folder: Path, files: dict[str, int]) -> Images:
+    records = np.concatenate([_read_file(release, folder / f, n) for f, n in files.items()])
+    images = records[:, release.label_bytes :].reshape(-1, 3, 32, 32)
+    labels = records[:, release.label_bytes - 1].astype(np.int64)
     return Images(torch.from_numpy(images.copy()), torch.from_numpy(labels))
 
 
-def _read_file(layout: Layout, path: Path, records: int) -> np.ndarray:
+def _read_file(release: Release, path: Path, records: int) -> np.ndarray:
     """Return the records of one file, shape ``(records, record_bytes)``, uint8."""
-    want = records * layout.record_bytes
+    want = records * release.record_bytes
     have = path.stat().st_size
     if have != want:
-        raise UserError(_damaged(layout, path, f"{want:,} bytes", f"{have:,} bytes"))
-    content = np.fromfile(path, dtype=np.uint8).reshape(records, layout.record_bytes)
-    label = int(content[:, layout.label_bytes - 1].max(initial=0))
-    if label >= layout.classes:
-        want_labels = f"labels 0 to {layout.classes - 1}"
-        raise UserError(_damaged(layout, path, want_labels, f"label {label}"))
+        raise UserError(_damaged(release, path, f"{want:,} bytes", f"{have:,} bytes"))
+    content = np.fromfile(path, dtype=np.uint8).reshape(records, release.record_bytes)
+    label = int(content[:, release.label_bytes - 1].max(initial=0))
+    if label >= release.classes:
+        want_labels = f"labels 0 to {release.classes - 1}"
+        raise UserError(_damaged(release, path, want_labels, f"label {label}"))
     return content
 
 
-def _damaged(layout: Layout, path: Path, required: str, got: str) -> str:
+def _damaged(release: Release, path: Path, required: str, got: str) -> str:
     return (
         f"{path} must hold {required}, got {got}: the file is damaged; delete it and run again "
-        f"to download {SERVER}{layout.archive}"
+        f"to download {SERVER}{release.archive}"
     )
 
 
-def _archive(layout: Layout, data_dir: Path) -> Path:
+def _archive(release: Release, data_dir: Path) -> Path:
     """Return the archive in ``data_dir``, checked; download it where it is absent."""
-    path = data_dir / layout.archive
+    path = data_dir / release.archive
     if not path.is_file():
-        _download(layout, path)
-    elif _md5(path) != layout.md5:
+        _download(release, path)
+    elif _md5(path) != release.md5:
         raise UserError(
-            f"{path} must have MD5 {layout.md5}, got {_md5(path)}: delete it and run again"
+            f"{path} must have MD5 {release.md5}, got {_md5(path)}: delete it and run again"
         )
     return path
 
 
-def _download(layout: Layout, path: Path) -> None:
+def _download(release: Release, path: Path) -> None:
     """Fetch the archive to ``path``, which appears only once its checksum is right."""
-    url = SERVER + layout.archive
+    url = SERVER + release.archive
     partial = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(url, timeout=30) as response, partial.open("wb") as file:
-            _copy(response, file, layout.archive)
+            _copy(response, file, release.archive)
         got = _md5(partial)
-        if got != layout.md5:
-            raise UserError(f"{url} must have MD5 {layout.md5}, got {got}: nothing was unpacked")
+        if got != release.md5:
+            raise UserError(f"{url} must have MD5 {release.md5}, got {got}: nothing was unpacked")
         partial.replace(path)
     except OSError as error:  # no network, refused, no room on the disk
-        raise UserError(_absent(layout, path.parent, error)) from error
+        raise UserError(_absent(release, path.parent, error)) from error
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _absent(layout: Layout, data_dir: Path, error: OSError) -> str:
+def _absent(release: Release, data_dir: Path, error: OSError) -> str:
     return (
-        f"looked for {', '.join(layout.files)} in {data_dir / layout.folder} and for "
-        f"{data_dir / layout.archive}, found neither, and could not download "
-        f"{SERVER}{layout.archive} ({error}); download it on another machine and put the archive "
+        f"looked for {', '.join(release.files)} in {data_dir / release.folder} and for "
+        f"{data_dir / release.archive}, found neither, and could not download "
+        f"{SERVER}{release.archive} ({error}); download it on another machine and put the archive "
         f"into {data_dir}, or choose --dataset digits, which needs no download"
     )
 
@@ -188,14 +188,14 @@ def _md5(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
-def _unpack(layout: Layout, archive: Path, data_dir: Path) -> None:
+def _unpack(release: Release, archive: Path, data_dir: Path) -> None:
     """Write the expected members of the archive, and nothing else, each at once."""
-    folder = data_dir / layout.folder
+    folder = data_dir / release.folder
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with tarfile.open(archive) as tar:
-            for name, records in layout.files.items():
-                content = _member(tar, f"{layout.folder}/{name}", records * layout.record_bytes)
+            for name, records in release.files.items():
+                content = _member(tar, f"{release.folder}/{name}", records * release.record_bytes)
                 write_atomic(folder / name, content)
     except (tarfile.TarError, KeyError, EOFError, OSError) as error:
         raise UserError(f"{archive} must be the official archive, got {error}") from error

@@ -29,7 +29,7 @@ def choose(name: str, data_dir: Path) -> str:
     """
     if name != "auto":
         return name
-    for candidate in cifar.LAYOUTS:
+    for candidate in cifar.RELEASES:
         if cifar.is_present(candidate, data_dir):
             return candidate
     return "digits" if fashion_mnist.find(data_dir) is None else "fashion-mnist"
@@ -49,7 +49,7 @@ def load(name: str, data_dir: Path, *, may_fetch: bool = True) -> Dataset:
             it.
     """
     name = choose(name, data_dir)
-    if name in cifar.LAYOUTS:
+    if name in cifar.RELEASES:
         return cifar.load(name, data_dir, may_fetch=may_fetch)
     if name == "fashion-mnist":
         return fashion_mnist.load(data_dir)

@@ -26,7 +26,7 @@ from train.config import Config
 from train.main import check_data, prepare
 from train.records import RunFolder
 
-__all__ = ["Run", "deploy", "main", "open_run"]
+__all__ = ["TrainedRun", "deploy", "main", "open_run"]
 
 _SCRIPTS = {
     "alexnet": (alexnet.alexnet, alexnet.MIN_SIDE),
@@ -37,7 +37,7 @@ _CALIBRATION_IMAGES = 512
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainedRun:
     """What a run folder holds.
 
     Args:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.export(given, shown, deployed, folder)
 
 
-def open_run(path: Path, data_dir: str | None = None) -> Run:
+def open_run(path: Path, data_dir: str | None = None) -> TrainedRun:
     """Read a run folder, and the data it names; nothing that it names is written.
 
     Args:
@@ -113,10 +113,10 @@ def open_run(path: Path, data_dir: str | None = None) -> Run:
     train, _ = augment.batch(parts.train, chosen, training.dataset)
     test, labels = augment.batch(parts.test, torch.arange(len(parts.test)), training.dataset)
     title = f"{config.model} on {config.dataset}, {config.optimizer}"
-    return Run(path, title, training.model.eval(), training.optimizer, train, test, labels)
+    return TrainedRun(path, title, training.model.eval(), training.optimizer, train, test, labels)
 
 
-def deploy(run: Run, options: Options, weights: str = "nearest") -> Deployed:
+def deploy(run: TrainedRun, options: Options, weights: str = "nearest") -> Deployed:
     """Return the network of a run.
 
     Formats are those of training. Where there are none, weights and activations get formats of

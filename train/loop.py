@@ -16,9 +16,9 @@ from train import distributed
 from train.augment import batch, epoch_order, private_generator, step_indices
 from train.config import Config
 from train.dataset import Dataset, Images
+from train.monitor import Monitor
 from train.optimizers import prepare_gradients_
 from train.records import TIMES
-from train.report import Report
 from train.training import COLUMNS, Progress, Training
 
 __all__ = ["Score", "evaluate", "fit"]
@@ -32,34 +32,34 @@ class Score:
     accuracy: float
 
 
-def fit(training: Training, report: Report) -> None:
+def fit(training: Training, monitor: Monitor) -> None:
     """Train from where ``training`` stands to the last epoch, or the policy's."""
     save_tables(training)
     while not training.is_over:
         begin = time.perf_counter()
-        images = train_epoch(training, report)
+        images = train_epoch(training, monitor)
         train_s = time.perf_counter() - begin
         row = end_epoch(training)
-        report.epoch(row, training, images / train_s)
+        monitor.epoch(row, training, images / train_s)
         training.folder.save_checkpoint(training.state())
         save_tables(training)
         save_timing(training, images, train_s, time.perf_counter() - begin)
 
 
-def train_epoch(training: Training, report: Report) -> int:
+def train_epoch(training: Training, monitor: Monitor) -> int:
     """Train to the end of the current epoch; return the images this call saw."""
     config, progress = training.config, training.progress
     order = epoch_order(len(training.parts.train), config.seed, progress.epoch)
     seen_before = progress.seen
     training.model.train()
-    report.begin_epoch(progress, min(training.steps * step_size(config), len(order)))
+    monitor.begin_epoch(progress, min(training.steps * step_size(config), len(order)))
     while progress.step < training.steps:
         indices = step_indices(order, progress.step, config.batch_size, config.accumulation_steps)
         loss, correct = train_step(training, indices)
         progress.add(loss, correct, sum(len(i) for i in indices))
-        report.step(training, loss)
+        monitor.step(training, loss)
         if is_checkpoint_due(config, progress, training.steps):
-            report.flush()
+            monitor.flush()
             training.folder.save_checkpoint(training.state())
     return progress.seen - seen_before
 

@@ -27,9 +27,9 @@ from train.config import Config, parse, run_folder
 from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
 from train.loop import evaluate, fit
+from train.monitor import Monitor, Silence
 from train.optimizers import make_optimizer
 from train.records import RunFolder, SilentFolder, environment
-from train.report import Report, Silence
 from train.training import Training, mean_word_lengths
 
 __all__ = ["ERRORS", "main", "prepare", "run"]
@@ -87,8 +87,8 @@ def run(config: Config, build: Build, min_side: int) -> str:
         with distributed.first_alone():
             held.enter_context(training.folder.claim(training.config))
         resume(training)
-        with Report(training) if distributed.is_first() else Silence() as report:
-            fit(training, report)
+        with Monitor(training) if distributed.is_first() else Silence() as monitor:
+            fit(training, monitor)
         return finish(training)
 
 

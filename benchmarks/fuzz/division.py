@@ -14,7 +14,7 @@ _DTYPES = {**draw.DTYPES, "float64": torch.float64}
 _NEAR = Format(8, 4)
 
 
-class Kept(NamedTuple):
+class Compressed(NamedTuple):
     """What a map is kept as; float32 arrays hold numbers of bfloat16."""
 
     means: Array  # (planes, blocks)
@@ -84,19 +84,21 @@ def _default_spatial(dimensions: int) -> int:
     return (0, 1, 1, 1, 2)[dimensions] if dimensions < 5 else 3
 
 
-def _kept(planes: Array, block: int | None, bits: int, drawn: Array) -> Kept:
+def _kept(planes: Array, block: int | None, bits: int, drawn: Array) -> Compressed:
     count, elements = len(planes), planes[0].size
     nothing = np.zeros((count, 0), np.int64)
     with np.errstate(all="ignore"):
         if elements == 1 and block is not None:
             means = oracle.stored(planes.reshape(count, 1), "bfloat16")
-            return Kept(means, nothing, np.zeros((0, 2), np.float32), means)
+            return Compressed(means, nothing, np.zeros((0, 2), np.float32), means)
         means = np.zeros((count, 0), np.float32)
         spread = np.zeros_like(planes)
         if block is not None:
             means, spread = _means(planes, block)
         if not bits:
-            return Kept(means, nothing, np.zeros((0, 2), np.float32), spread.reshape(count, -1))
+            return Compressed(
+                means, nothing, np.zeros((0, 2), np.float32), spread.reshape(count, -1)
+            )
         residual = planes - spread if block is not None else planes
         residual = residual.reshape(count, -1)
         low, step = _ranges(residual, bits)
@@ -108,7 +110,7 @@ def _kept(planes: Array, block: int | None, bits: int, drawn: Array) -> Kept:
         codes = np.clip(np.nan_to_num(below + up, nan=0.0), 0, 2**bits - 1).astype(np.int64)
         values = low[:, None] + codes.astype(np.float32) * step[:, None]
         restored = values + spread.reshape(count, -1) if block is not None else values
-        return Kept(means, codes, np.stack([low, step], 1), restored)
+        return Compressed(means, codes, np.stack([low, step], 1), restored)
 
 
 def _means(planes: Array, block: int) -> tuple[Array, Array]:
@@ -164,7 +166,7 @@ def _down(x: Array) -> Array:
     return np.where(near > x, lower, near)
 
 
-def _check_error(planes: Array, want: Kept) -> None:
+def _check_error(planes: Array, want: Compressed) -> None:
     """Fail unless errors are below one step, as the page promises; float64."""
     step = want.ranges[:, 1:].astype(np.float64)
     with np.errstate(invalid="ignore"):

@@ -92,7 +92,7 @@ def test_only_known_variants(capsys):
 
 
 def test_a_policy_may_end_a_run_early(tmp_path):
-    run = comparison.Run("MuPPET", 0, tmp_path, ())
+    run = comparison.PlannedRun("MuPPET", 0, tmp_path, ())
     (tmp_path / "config.json").write_text('{"epochs": 9}')
     assert run.result(9) is None
     (tmp_path / "result.json").write_text('{"epochs": 5}')
@@ -111,7 +111,7 @@ def test_seeds_of_all_rows_tell_what_a_difference_means(tmp_path):
             (folder / "result.json").write_text(
                 json.dumps({"test_accuracy": accuracy, "test_loss": 1.0})
             )
-            runs.append(comparison.Run(variant, seed, folder, ()))
+            runs.append(comparison.PlannedRun(variant, seed, folder, ()))
     # -5, -6 and -1 points: squares 1 + 4 + 9, 2 degrees of freedom, a deviation of sqrt(7)
     finished = comparison.finished_runs(experiment, runs, 1)
     assert comparison.spread_of_seeds(finished) == (
@@ -172,7 +172,7 @@ class Slow:
 
 
 def test_time_over_interrupts_and_the_next_call_goes_on(tmp_path, monkeypatch):
-    runs = [comparison.Run(name, 0, tmp_path / name, ("--width", "4")) for name in "abc"]
+    runs = [comparison.PlannedRun(name, 0, tmp_path / name, ("--width", "4")) for name in "abc"]
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text('{"epochs": 1}')
@@ -191,7 +191,7 @@ def test_the_picture_of_a_comparison_without_word_lengths_has_losses(tmp_path):
     folder = tmp_path / "exact-seed0"
     folder.mkdir()
     (folder / "metrics.csv").write_text("train_loss,validation_loss\n2.0,2.5\n1.0,\n")
-    run = comparison.Run("exact", 0, folder, ())
+    run = comparison.PlannedRun("exact", 0, folder, ())
     curve = reproduce.curve("exact", [(run, {})])
     assert curve == figure.Curve("exact", [[2.0, 1.0]], [[2.5]])
     other = figure.Curve("2 bits", [[3.0, 2.0], [1.0, 0.0]], [[2.0, 2.0], [1.0, 3.0]])
@@ -210,7 +210,7 @@ def test_the_picture_of_a_comparison_without_word_lengths_has_losses(tmp_path):
     ],
 )
 def test_a_damaged_run_is_named(tmp_path, name, content):
-    run = comparison.Run("exact", 0, tmp_path, ())
+    run = comparison.PlannedRun("exact", 0, tmp_path, ())
     (tmp_path / "config.json").write_text('{"epochs": 9}')
     (tmp_path / "result.json").write_text('{"test_accuracy": 0.5, "test_loss": 1.0}')
     experiment = reproduce.EXPERIMENTS["few-bit"]

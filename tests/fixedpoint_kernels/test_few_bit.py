@@ -70,7 +70,7 @@ def test_every_reader_knows_the_table():
     for name, kind in ((name, entry.kind) for name, entry in ENTRIES.items()):
         assert memory.kind_of(name) == memory.kind_of(name + "_") == "activation"
         saver = memory.Saver("", "activation", name, kind.__name__)
-        codes = memory.few_bit(4)(memory.Kept(4096, (1024,), 4, (saver,)))
+        codes = memory.few_bit(4)(memory.SavedStorage(4096, (1024,), 4, (saver,)))
         assert codes == (128 if name in STEPWISE else 512)
         assert isinstance(getattr(few_bit, kind.__name__)(*NEEDED.get(name, ())), kind)
 

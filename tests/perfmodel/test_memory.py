@@ -3,8 +3,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from perfmodel import memory
 from perfmodel.forward_save import Division, few_bit_bytes
-from perfmodel.memory import Kept, Saver, division, few_bit, kind_of, largest_batch, saved_bytes
+from perfmodel.memory import (
+    SavedStorage,
+    Saver,
+    division,
+    few_bit,
+    kind_of,
+    largest_batch,
+    saved_bytes,
+)
 from train.resnet20 import resnet20
 
 
@@ -173,7 +182,7 @@ def test_kinds(op, kind):
 
 def kept(*ops, shape=(2, 3, 8, 8), itemsize=4):
     savers = tuple(Saver(str(i), kind_of(op), op, "") for i, op in enumerate(ops))
-    return Kept(torch.Size(shape).numel() * itemsize, shape, itemsize, savers)
+    return SavedStorage(torch.Size(shape).numel() * itemsize, shape, itemsize, savers)
 
 
 def test_few_bit_saves_what_the_activation_alone_keeps():
@@ -219,3 +228,9 @@ def test_options_agree_with_the_whole():
 def test_largest_batch():
     assert largest_batch(100, 10, 30) == 3
     assert largest_batch(100, 110, 30) == 0
+
+
+def test_the_earlier_name_works_and_warns():
+    message = r"^perfmodel\.memory\.Kept is now perfmodel\.memory\.SavedStorage$"
+    with pytest.warns(DeprecationWarning, match=message):
+        assert memory.Kept is SavedStorage

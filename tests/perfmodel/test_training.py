@@ -10,7 +10,7 @@ from perfmodel.summary import totals
 from perfmodel.trace import Trace
 from train import demo, main, resnet20
 from train.config import Config
-from train.report import Report
+from train.monitor import Monitor
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_speedup_after_a_resume(config, tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Report, "epoch", stop)
+    monkeypatch.setattr(Monitor, "epoch", stop)
     with pytest.raises(KeyboardInterrupt):
         run(config)
     monkeypatch.undo()
@@ -79,10 +79,10 @@ def test_the_progress_bar_shows_it(config):
             pass
 
     training = main.prepare(config, resnet20.resnet20, resnet20.MIN_SIDE)
-    report, bar = Report(training), Bar()
-    report._bar = bar
+    monitor, bar = Monitor(training), Bar()
+    monitor._bar = bar
     training.progress.add(1.0, 1, 32)
-    report.step(training, 1.0)
+    monitor.step(training, 1.0)
     su = speedup(Trace((), 1, 8, (3, 6)), training.layers, 32)
     assert bar.shown["SU modelled"] == f"{su:.2f}"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from train import cifar, data, fashion_mnist
-from train.cifar import LAYOUTS
+from train.cifar import RELEASES
 from train.dataset import Images, make_dataset
 from train.errors import UserError
 
@@ -25,9 +25,9 @@ def _only_what_a_test_writes(monkeypatch, tmp_path):
     """No system folder, no network, and files of 4 or 2 records instead of 10,000."""
     monkeypatch.setattr(fashion_mnist, "DEBIAN", tmp_path / "debian")
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    for name, layout in LAYOUTS.items():
-        few = {"train": dict.fromkeys(layout.train, 4), "test": dict.fromkeys(layout.test, 2)}
-        monkeypatch.setitem(LAYOUTS, name, dataclasses.replace(layout, **few))
+    for name, release in RELEASES.items():
+        few = {"train": dict.fromkeys(release.train, 4), "test": dict.fromkeys(release.test, 2)}
+        monkeypatch.setitem(RELEASES, name, dataclasses.replace(release, **few))
 
 
 def refuse(url: str, timeout: float):
@@ -35,17 +35,17 @@ def refuse(url: str, timeout: float):
 
 
 def cifar_files(name: str) -> dict[str, bytes]:
-    layout = LAYOUTS[name]
+    release = RELEASES[name]
     files = {}
-    for file, records in layout.files.items():
-        content = RNG.integers(256, size=(records, layout.record_bytes), dtype=np.uint8)
-        content[:, : layout.label_bytes] = RNG.integers(layout.classes, size=(records, 1))
+    for file, records in release.files.items():
+        content = RNG.integers(256, size=(records, release.record_bytes), dtype=np.uint8)
+        content[:, : release.label_bytes] = RNG.integers(release.classes, size=(records, 1))
         files[file] = content.tobytes()
     return files
 
 
 def write_cifar(name: str, data_dir: Path) -> dict[str, bytes]:
-    folder, files = data_dir / LAYOUTS[name].folder, cifar_files(name)
+    folder, files = data_dir / RELEASES[name].folder, cifar_files(name)
     folder.mkdir(parents=True)
     for file, content in files.items():
         (folder / file).write_bytes(content)
@@ -78,20 +78,20 @@ def write_fashion(folder: Path) -> dict[str, np.ndarray]:
 def test_cifar_is_read_as_it_is_written(name, tmp_path):
     files = write_cifar(name, tmp_path)
     got = data.load(name, tmp_path)
-    layout = LAYOUTS[name]
-    raw = np.frombuffer(b"".join(files[f] for f in layout.train), np.uint8)
-    raw = raw.reshape(-1, layout.record_bytes)
+    release = RELEASES[name]
+    raw = np.frombuffer(b"".join(files[f] for f in release.train), np.uint8)
+    raw = raw.reshape(-1, release.record_bytes)
     assert got.train.images.dtype == torch.uint8
     assert got.train.labels.dtype == torch.int64
-    assert got.train.images.shape == (4 * len(layout.train), 3, 32, 32)
+    assert got.train.images.shape == (4 * len(release.train), 3, 32, 32)
     assert got.test.images.shape == (2, 3, 32, 32)
     assert got.train.images.flatten(1).numpy().tobytes() == raw[:, -3072:].tobytes()
-    assert got.train.labels.tolist() == raw[:, layout.label_bytes - 1].tolist()
-    assert got.classes == layout.classes
+    assert got.train.labels.tolist() == raw[:, release.label_bytes - 1].tolist()
+    assert got.classes == release.classes
 
 
 def test_cifar100_takes_the_fine_label(tmp_path):
-    folder = tmp_path / LAYOUTS["cifar100"].folder
+    folder = tmp_path / RELEASES["cifar100"].folder
     write_cifar("cifar100", tmp_path)
     content = np.fromfile(folder / "test.bin", np.uint8).reshape(2, -1)
     content[:, 0], content[:, 1] = 3, (97, 98)
@@ -127,7 +127,7 @@ def archive(name: str, files: dict[str, bytes], extra: str = "") -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
         for file, content in files.items():
-            info = tarfile.TarInfo(f"{LAYOUTS[name].folder}/{file}")
+            info = tarfile.TarInfo(f"{RELEASES[name].folder}/{file}")
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
         if extra:
@@ -138,7 +138,7 @@ def archive(name: str, files: dict[str, bytes], extra: str = "") -> bytes:
 def serve(monkeypatch, name: str, content: bytes, md5: str = "") -> None:
     """Let the official address answer ``content``."""
     md5 = md5 or hashlib.md5(content).hexdigest()
-    monkeypatch.setitem(LAYOUTS, name, dataclasses.replace(LAYOUTS[name], md5=md5))
+    monkeypatch.setitem(RELEASES, name, dataclasses.replace(RELEASES[name], md5=md5))
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(content))
 
 
@@ -149,10 +149,10 @@ def test_download_unpacks_the_expected_files_only(name, tmp_path, monkeypatch):
     data_dir = tmp_path / "new" / "data"
     got = data.load(name, data_dir)
     assert len(got.test) == 2
-    folder = data_dir / LAYOUTS[name].folder
+    folder = data_dir / RELEASES[name].folder
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == files
     assert not list(tmp_path.rglob("escaped"))
-    assert {p.name for p in data_dir.iterdir()} == {LAYOUTS[name].archive, folder.name}
+    assert {p.name for p in data_dir.iterdir()} == {RELEASES[name].archive, folder.name}
 
 
 def test_nothing_is_unpacked_when_the_checksum_is_wrong(tmp_path, monkeypatch):

@@ -17,8 +17,8 @@ from perfmodel.run import read_run
 from train import loop, main, plot, resnet20, table
 from train.config import Config
 from train.errors import UserError
+from train.monitor import Silence
 from train.records import RunFolder
-from train.report import Silence
 
 DEEP = "[" * 100_000
 NAMES = ("config.json", "environment.json", "result.json", "checkpoint.pt")

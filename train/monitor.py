@@ -12,13 +12,13 @@ from perfmodel.run import start_of
 from train.config import to_dict
 from train.training import Progress, Training
 
-__all__ = ["Report", "Silence"]
+__all__ = ["Monitor", "Silence"]
 
 Row = dict[str, float | None]
 
 
-class Report:
-    """The eyes of a run; nothing it does changes a bit of the result.
+class Monitor:
+    """Shows a run while it trains; nothing it does changes a bit of the result.
 
     Args:
         training: The run; TensorBoard files go to its folder, without the steps it will repeat.
@@ -34,7 +34,7 @@ class Report:
         if next_step > 1 and isinstance(training.optimizer, marvin.Quantized):
             self._switches = len(training.optimizer.trace)
 
-    def __enter__(self) -> "Report":
+    def __enter__(self) -> "Monitor":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,7 +106,7 @@ class Report:
             self._writer.add_scalar(name, value, step)
 
 
-class Silence(Report):
+class Silence(Monitor):
     """What the other processes show."""
 
     def __init__(self) -> None:  # pyright: ignore[reportMissingSuperCall]
