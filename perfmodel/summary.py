@@ -28,7 +28,7 @@ class LayerRow:
         kind: As ``Layer.kind``, or the shape of its weight where that alone is recorded.
         madds: Multiply-adds of one sample's forward pass.
         elements: Of its weight.
-        wl_min: Shortest word of any step, bits.
+        wl_min: Shortest word length of any step.
         wl_mean: Mean over the steps, bits.
         wl_last: After the last step, bits.
         input_wl_mean: Of the layer's inputs: mean over the steps, bits.

@@ -161,7 +161,7 @@ class Trace:
         return self.segments(layer)[-1].wl
 
     def lowest(self, layer: str) -> int:
-        """Return the shortest word of any step, bits."""
+        """Return the shortest word length of any step."""
         return min((s.wl for s in self.segments(layer) if s.steps), default=self.final(layer))
 
     def word_lengths(self, layer: str) -> list[int]:

@@ -19,7 +19,7 @@ KINDS = {
     str: "text without zero bytes",
     bool: "true or false",
 }
-MAY_BE_INFINITE = "kl_eps", "strategy_margin"  # never a longer word, never another strategy
+MAY_BE_INFINITE = "kl_eps", "strategy_margin"  # never more bits, never another strategy
 # name: smallest, largest
 RANGES = {
     **dict.fromkeys(("epochs", "batch_size", "accumulation_steps"), (1, MOST)),

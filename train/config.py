@@ -97,7 +97,7 @@ class Config:
     )
     policy_bits: tuple[int, int] = option(
         (0, 0),
-        "loss-budget: shortest and longest word, 0 0 for 4 8; static: bits of weights and of "
+        "loss-budget: shortest and longest word length, 0 0 for 4 8; static: bits of weights and of "
         "layers' inputs, 0 0 for 6 6",
     )
     per_channel: bool = option(

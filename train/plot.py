@@ -121,7 +121,7 @@ def draw(history: History) -> Figure:
     """Return the figure: a heat map, and below it mean word length and accuracy.
 
     Where layers' inputs have formats of their own, the same of them stands beside it. The scale
-    ends at the longest word after the first step, 8, 16 or 32 bits.
+    ends at the longest word length after the first step, 8, 16 or 32 bits.
     """
     columns = {"word length of each layer": history.word_lengths}
     if history.input_lengths is not None:

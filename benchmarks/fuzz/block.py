@@ -78,12 +78,12 @@ def _magnitudes(x: Array) -> Array:
     with np.errstate(invalid="ignore"):  # NaN that signals
         size = np.abs(x.ravel().astype(np.float64))
     powers = 2.0 ** np.arange(-127, 128)
-    places = np.searchsorted(powers, size, side="left")
+    indices = np.searchsorted(powers, size, side="left")
     # the first two are 0 and what is below 2**-126; the last two above 2**127 and NaN
     tiny = (size > 0) & (size < 2.0**-126)
-    places = np.where(size == 0, 0, np.where(tiny, 1, places))
-    places = np.where(np.isnan(size), 256, places)
-    return np.bincount(places, minlength=257)
+    indices = np.where(size == 0, 0, np.where(tiny, 1, indices))
+    indices = np.where(np.isnan(size), 256, indices)
+    return np.bincount(indices, minlength=257)
 
 
 def _check_squares(got: float, x: Array) -> None:

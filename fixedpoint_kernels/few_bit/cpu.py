@@ -123,8 +123,8 @@ def _decode_tile(_context, grad, at, words, bits, levels, out):
         packed = _data(*arguments, 2)
         target = builder.gep(_data(*arguments, 5), [args[1]])
         for column in range(0, _COLUMNS, LANES):
-            places = [ir.Constant(I32, _COLUMNS * i + column) for i in range(len(bits))]
-            planes = [Vector.load(builder, builder.gep(packed, [i]), LANES) for i in places]
+            indices = [ir.Constant(I32, _COLUMNS * i + column) for i in range(len(bits))]
+            planes = [Vector.load(builder, builder.gep(packed, [i]), LANES) for i in indices]
             with cgutils.for_range(builder, ir.Constant(args[1].type, _ROWS)) as loop:
                 values = Vector.load(builder, _element(builder, source, loop.index, column), LANES)
                 row = _row_bit(builder, loop.index)

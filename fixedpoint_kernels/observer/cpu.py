@@ -44,14 +44,14 @@ def _each_vector(call, at, sums, count):
     def data(i):
         return context.make_array(signature.args[i])(context, builder, args[i]).data
 
-    places = [builder.gep(data(sums), [index(_LANES * row)]) for row in range(count)]
-    loaded = [Vector.load(builder, place, _LANES).value for place in places]
+    pointers = [builder.gep(data(sums), [index(_LANES * row)]) for row in range(count)]
+    loaded = [Vector.load(builder, pointer, _LANES).value for pointer in pointers]
     rows = [cgutils.alloca_once_value(builder, row) for row in loaded]
     with cgutils.for_range(builder, args[at + 1]) as loop:
-        place = builder.add(args[at], builder.mul(loop.index, index(_LANES)))
-        yield lambda i: builder.gep(data(i), [place]), rows
-    for row, place in zip(rows, places, strict=True):
-        Vector(builder, builder.load(row)).store(place)
+        first = builder.add(args[at], builder.mul(loop.index, index(_LANES)))
+        yield lambda i: builder.gep(data(i), [first]), rows
+    for row, pointer in zip(rows, pointers, strict=True):
+        Vector(builder, builder.load(row)).store(pointer)
 
 
 @intrinsic
@@ -143,8 +143,8 @@ def _count(x, counts):
     tables = np.zeros((_TABLES, MAGNITUDES), np.int32)
     for i in range(bits.size):
         # the biased exponent, one more where the mantissa is not 0; NaN gives 256
-        place = ((bits[i] & np.uint32(0x7FFFFFFF)) + np.uint32(0x7FFFFF)) >> np.uint32(23)
-        tables[i % _TABLES, place] += 1
+        index = ((bits[i] & np.uint32(0x7FFFFFFF)) + np.uint32(0x7FFFFF)) >> np.uint32(23)
+        tables[i % _TABLES, index] += 1
     counts += tables.sum(0)
 
 

@@ -51,9 +51,9 @@ def _observe_kernel(
     tl.store(sums + 1, tl.sum(x * x))  # 0 where there is no element
     tl.store(sums + 2, tl.sum((outside & mask).to(tl.float32)))
     # the biased exponent, one more where the mantissa is not 0; NaN gives 256
-    places = ((x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) + 0x7FFFFF) >> 23
-    places = tl.where(mask, places, BINS - 1).to(tl.int32)
-    found = tl.histogram(places, BINS).to(tl.int64)
+    indices = ((x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) + 0x7FFFFF) >> 23
+    indices = tl.where(mask, indices, BINS - 1).to(tl.int32)
+    found = tl.histogram(indices, BINS).to(tl.int64)
     columns = tl.arange(0, BINS)
     tl.atomic_add(counts_ptr + columns, found, mask=(columns < MAGNITUDES) & (found > 0))
 

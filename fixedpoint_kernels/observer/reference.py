@@ -8,7 +8,7 @@ from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.reference import quantize
 
 MAGNITUDES = 257
-"""Length of a table of counts: place ``k`` has the values with ``ceil(log2(|x|)) = k - 127``, the
+"""Length of a table of counts: index ``k`` has the values with ``ceil(log2(|x|)) = k - 127``, the
 first two 0 and numbers below ``2**-126``; the last two are infinity (or above 2**127) and NaN."""
 
 _NO_NOISE = Key(0, 0)
@@ -60,5 +60,5 @@ def _widened(x: Tensor) -> Tensor:
 def _magnitudes(x: Tensor) -> Tensor:
     bits = x.view(torch.int32) & 0x7FFFFFFF  # without the sign
     # the biased exponent, one more where the mantissa is not 0; NaN overflows to 256
-    places = bits.add_(0x7FFFFF).bitwise_right_shift_(23).bitwise_and_(0x1FF)
-    return torch.bincount(places.flatten(), minlength=MAGNITUDES)
+    indices = bits.add_(0x7FFFFF).bitwise_right_shift_(23).bitwise_and_(0x1FF)
+    return torch.bincount(indices.flatten(), minlength=MAGNITUDES)

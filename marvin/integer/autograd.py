@@ -139,8 +139,8 @@ class _Gradients:
 
     def of_bias(self) -> Tensor:
         """Return float sums."""
-        places = [d for d in range(self.grad.dim()) if d != self._channels]
-        return self.grad.sum(places, dtype=torch.float32)
+        dims = [d for d in range(self.grad.dim()) if d != self._channels]
+        return self.grad.sum(dims, dtype=torch.float32)
 
     def of_input(self) -> Tensor:
         """Return the product of the gradient with the weight, shape of the input."""

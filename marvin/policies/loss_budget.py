@@ -25,7 +25,7 @@ class LossBudgetPolicy(RangePolicy):
         h**2 / 12 = 2 * kappa * loss / (2 * n) / G
 
     The format is the shortest whose noise is no larger, from ``min_wl`` to ``max_wl``. A tensor
-    with small gradients would get words in which the layer cannot learn, and so keep them; hence
+    with small gradients would get word lengths at which the layer cannot learn, and so keep them; hence
     noise must also be weak beside the signal. See ``docs/loss_budget.md``.
 
     Args:
@@ -34,8 +34,8 @@ class LossBudgetPolicy(RangePolicy):
             tensor's own.
         window: Steps between switches.
         sat_tol: Share of a layer's inputs that may saturate.
-        min_wl: Shortest word, bits.
-        max_wl: Longest word, bits.
+        min_wl: Shortest word length.
+        max_wl: Longest word length.
         ends_wl: Word length of the first and the last layer, in parameter order; None: as of the
             others.
         per_channel: Weights have a fractional length for each entry of their first dimension: channels

@@ -65,7 +65,7 @@ def suggestions(diversity: float, fl_min: int, variant: PushUp = "adapt") -> tup
 def push_up(
     wl_min: int, fl_min: int, bits: int, *, buffer_bits: int = 4, max_wl: int = 32
 ) -> tuple[int, int]:
-    """Return the new word and fractional length: ``bits`` finer, with room above.
+    """Return the new word length and fractional length: ``bits`` finer, with room above.
 
     Args:
         wl_min: Word length found by PushDown.
@@ -73,7 +73,7 @@ def push_up(
         bits: How many fractional bits to add, at least 1.
         buffer_bits: Word length minus fractional length is at least this, so that weights and
             activations up to ``2**(buffer_bits - 1)`` fit.
-        max_wl: Longest word.
+        max_wl: Longest word length.
 
     Source:
         MARViN, Algorithm 4 and section 3.4. Differs: each line uses the values just updated; as

@@ -134,8 +134,8 @@ class Roberta(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return one vector for each row of tokens."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.words(tokens) + self.positions(places) + self.types(torch.zeros_like(tokens))
+        indices = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.words(tokens) + self.positions(indices) + self.types(torch.zeros_like(tokens))
         return self.tanh(self.pooler(self.blocks(self.norm(x))[:, 0]))
 
 
@@ -158,8 +158,8 @@ class GPT2(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of the next token at each place."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.words(tokens) + self.positions(places)
+        indices = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.words(tokens) + self.positions(indices)
         return self.head(self.norm(self.blocks(x)))
 
 

@@ -122,7 +122,7 @@ class _QuantWriter(FloatWriter):
         return [self._quant(f"{op.name}.bias.quant", names[0], op.bias_fmt)]
 
     def _quant(self, name: str, source: str, fmt: FixedPoint, lsb: Any = None) -> str:
-        """Add a rounding to a format, or to its words in steps of ``lsb``."""
+        """Add a rounding to a format, or to its codes in steps of ``lsb``."""
         numbers = [self.number(hint, value) for hint, value in _numbers(fmt, lsb)]
         return self.graph.node(
             "Quant",

@@ -155,7 +155,7 @@ def in_floats(network: Network) -> dict[str, str]:
     if isinstance(writer, Int8Writer):
         return writer.in_floats
     longest = max(network.words().values(), key=lambda fmt: fmt.wl)
-    why = obstacle(network) or f"words have up to {longest.wl} bits"
+    why = obstacle(network) or f"word lengths are up to {longest.wl} bits"
     return {op.name: why for op in network.operations if isinstance(op, Weighted)}
 
 

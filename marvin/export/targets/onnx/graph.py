@@ -1,6 +1,6 @@
 """An ONNX graph in the making, and the operations that all container dtypes have in common.
 
-Built node by node: exporters of torch drop the bounds of short words.
+Built node by node: exporters of torch drop the bounds of short formats.
 """
 
 import math
