@@ -64,7 +64,7 @@ class FixedPoint:
 
     @property
     def il(self) -> int:
-        """Integer bits: those left of the binary point, without the sign; negative where all numbers are small."""
+        """Integer bits: before the binary point, without the sign; negative where all are small."""
         return self.wl - self.signed - self.fl
 
     @property

@@ -1,4 +1,4 @@
-"""The observer in Numba: a task of elements at a time, rounded on vectors and counted from the cache.
+"""The observer in Numba: a task of elements at a time, rounded on vectors, counted from the cache.
 
 Sums are of tasks, then of all tasks in order: they do not depend on the number of threads.
 """

@@ -25,7 +25,7 @@ class LossBudgetPolicy(RangePolicy):
         h**2 / 12 = 2 * kappa * loss / (2 * n) / G
 
     The format is the shortest whose noise is no larger, from ``min_wl`` to ``max_wl``. A tensor
-    with small gradients would get word lengths at which the layer cannot learn, and so keep them; hence
+    with small gradients would get so few bits that the layer cannot learn, and so keep them; hence
     noise must also be weak beside the signal. See ``docs/loss_budget.md``.
 
     Args:

@@ -35,7 +35,7 @@ class Range:
 
     @property
     def noise_share(self) -> float:
-        """Power of rounding noise, over what it would be with one fractional length for all channels."""
+        """Power of rounding noise, over that with one fractional length for all channels."""
         bits = self.integer_bits
         spare = [0 if n is None or bits is None else bits - n for n in self.channels]
         return sum(4.0**-n for n in spare) / len(spare) if spare else 1.0
@@ -48,7 +48,7 @@ class Limits:
     Args:
         min_wl: Shortest word length, sign included where there is one.
         max_wl: Longest word length.
-        max_noise: Largest power of noise, over the tensor's own; the longest word length may exceed it.
+        max_noise: Largest power of noise, over the tensor's own; a format of ``max_wl`` may exceed it.
     """
 
     min_wl: int
@@ -60,8 +60,8 @@ class Limits:
     ) -> FixedPoint:
         """Return the shortest format whose noise is allowed, or the longest there is.
 
-        Steps of ``h`` make noise of power ``h**2 / 12``. Of the numbers of integer bits
-        that may be, each word length has the one with the least noise.
+        Steps of ``h`` make noise of power ``h**2 / 12``. Each word length takes the number of
+        integer bits with the least noise.
 
         Args:
             signed: Whether there is a sign.
@@ -110,9 +110,9 @@ def integer_bits_of(counts: Sequence[int], tolerance: float) -> int | None:
 def next_integer_bits(before: int, measured: Range, tolerance: float) -> int:
     """Return the next number of integer bits of activations.
 
-    It follows the data up at once. It goes down by single bits, and up by one where more
-    than twice the tolerated share was clamped though the quantile fits (values within half a step
-    of the end are clamped too).
+    It follows the data up at once. It goes down by single bits, and up by one where more than
+    twice the tolerated share was clamped though the quantile fits (values within half a step of
+    the end are clamped too).
     """
     assert measured.integer_bits is not None
     if measured.integer_bits > before:

@@ -54,7 +54,7 @@ def describe(
     Batch normalisation becomes an affine map in fixed point of its own: the scale
     ``weight / sqrt(running_var + eps)`` and the offset ``bias - running_mean * scale``, computed
     in float64, are rounded to nearest: the scale to ``scale_wl`` bits, the offset to the ``fl`` of
-    ``x * scale``. Biases without a format are rounded to the ``fl`` of ``x * weight``, that of their
+    ``x * scale``. Biases without a format get the ``fl`` of ``x * weight``, that of their
     channel where weights have an ``fl`` by channel, or up to 6 bits finer: see
     ``marvin.export.passes.biases``.
 

@@ -22,7 +22,7 @@ def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
     """Return a network in which both terms of every sum are rounded to at most ``wl`` bits.
 
     Training leaves terms of sums as exact as they come, and so does ``describe``; integer hardware
-    adds codes of few bits. Formats are calibrated: the finest in which nothing of the sample saturates,
+    adds short codes. Formats are calibrated: the finest in which nothing of the sample saturates,
     unsigned where no value can be below 0. Terms that are as short already stay. What else rounds
     a term to at most ``wl`` bits takes it as it is rounded for the sum: it is stored once.
 

@@ -145,7 +145,7 @@ def obstacle(network: Network) -> str:
 
 
 def in_floats(network: Network) -> dict[str, str]:
-    """Return the layers that ONNX Runtime computes in floats, and why, in the fastest container dtype.
+    """Return the layers that ONNX Runtime computes in floats, and why; see ``container_of``.
 
     Raises:
         ExportError: As ``container_of``.
