@@ -48,7 +48,7 @@ class Limits:
     Args:
         min_wl: Shortest word length, sign included where there is one.
         max_wl: Longest word length.
-        max_noise: Largest power of noise, over the tensor's own; a format of ``max_wl`` may exceed it.
+        max_noise: Largest power of noise, over the tensor's own; at ``max_wl`` it may be more.
     """
 
     min_wl: int

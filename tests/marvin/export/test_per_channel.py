@@ -181,8 +181,8 @@ def test_offsets_are_as_fine_as_the_words_of_their_channel(channelled, wl, bits_
         products = network.values[layer.inputs[0]].fl + layer.weight_fmt.fl
         # half a step of b, finer than the products, or of the 32 bits of an offset; and what the
         # scale has lost
-        twos = torch.tensor(layer.trailing_zeros)
-        step = rate.abs() * 2.0 ** (twos - bits_more - products) / 2
+        trailing_zeros = torch.tensor(layer.trailing_zeros)
+        step = rate.abs() * 2.0 ** (trailing_zeros - bits_more - products) / 2
         scale = op.scale.double() * op.scale_fmt.lsb
         lost = ((scale - rate) / rate.abs().clamp(min=1e-9)).abs() * want.abs()
         coarsest = op.scale.abs().double() * op.offset_fmt.lsb / 2
@@ -191,7 +191,7 @@ def test_offsets_are_as_fine_as_the_words_of_their_channel(channelled, wl, bits_
         shift = op.shift(network.values[layer.name].fl)
         assert shift is not None
         more = shift[1] - products
-        assert not (shift[0] % 2 ** (twos - bits_more + more).clamp(min=0)).any()
+        assert not (shift[0] % 2 ** (trailing_zeros - bits_more + more).clamp(min=0)).any()
 
 
 @pytest.mark.parametrize("spread", [0, 7, 20])
