@@ -24,7 +24,7 @@ def few_bit_bytes(elements: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class Division:
-    """How DIVISION compresses an activation map.
+    """How DIVISION compresses activations.
 
     Args:
         block: Edge of the blocks whose means are kept in bfloat16.
@@ -37,14 +37,14 @@ class Division:
     is_cut: bool = True
 
     def size_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of one compressed map.
+        """Return the bytes of one compressed tensor.
 
         Args:
             shape: ``(batch, channels, spatial...)``, with one (min, step) pair a plane; or
                 ``(batch..., features)`` of a linear layer, with one pair a row.
 
         Source:
-            DIVISION, equation 55. Differs: whole bytes a map.
+            DIVISION, equation 55. Differs: whole bytes a tensor.
         """
         planes, sides = _planes(shape)
         elements = planes * math.prod(sides)

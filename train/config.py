@@ -56,7 +56,7 @@ class Config:
     activation: str = option("relu", "activation function of every layer", *ACTIVATIONS)
     forward_save: str = option(
         "none",
-        "what is kept for backward: few-bit codes of activation functions, DIVISION of maps, both",
+        "what is kept for backward: few-bit codes of activation functions, DIVISION, both",
         *FORWARD_SAVE,
     )
     bits: int = option(3, "few-bit: bits of a code, 1 to 8")

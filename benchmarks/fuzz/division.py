@@ -15,7 +15,7 @@ _NEAR = Format(8, 4)
 
 
 class Compressed(NamedTuple):
-    """What a map is kept as; float32 arrays hold numbers of bfloat16."""
+    """What activations are kept as; float32 arrays hold numbers of bfloat16."""
 
     means: Array  # (planes, blocks)
     codes: Array  # (planes, elements), int64; no elements where nothing is left over
@@ -24,7 +24,7 @@ class Compressed(NamedTuple):
 
 
 def compress(chance: Random) -> None:
-    """A map of any shape, blocks and bits, kept and given back; planes that are not finite, too."""
+    """Activations of any shape, blocks and bits, there and back; planes that are not finite, too."""
     x, own, dtype = _map(chance)
     spatial = chance.randint(0, min(3, x.dim())) if chance.random() < 0.4 else None
     block, bits = chance.choice((None, 1, 2, 3, 4, 7, 8, 30, 200)), chance.choice((0, 1, 2, 4, 8))
@@ -37,7 +37,7 @@ def compress(chance: Random) -> None:
     planes = own.astype(np.float32).reshape(-1, *sides) if own.size else None
     if planes is None:
         if division.decompress(kept).shape != x.shape:
-            raise Failure("an empty map lost its shape")
+            raise Failure("an empty tensor lost its shape")
         return
     want = _kept(planes, block, bits, oracle.noise(own.size, seed, stream).reshape(len(planes), -1))
     oracle.same(draw.content(kept.means), want.means, "means")
@@ -114,7 +114,7 @@ def _kept(planes: Array, block: int | None, bits: int, drawn: Array) -> Compress
 
 
 def _means(planes: Array, block: int) -> tuple[Array, Array]:
-    """Return the means of blocks, and a map of them."""
+    """Return the means of blocks, and the tensor that they span."""
     _, depth, height, width = planes.shape
     edges = [min(block, side) for side in (depth, height, width)]
     slots = min(128, 1 << (edges[2] - 1).bit_length())

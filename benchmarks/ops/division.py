@@ -1,4 +1,4 @@
-"""Compressing activation maps to block means and 2 bits an element, beside plain PyTorch.
+"""Compressing activations to block means and 2 bits an element, beside plain PyTorch.
 
 Plain PyTorch pools, subtracts, quantises with ``rand_like`` and packs by shifts, without the care
 of ours for edges, infinities and constant planes. The name of a row says how many bytes are kept.
@@ -19,7 +19,7 @@ BLOCK = 8
 
 
 def cases() -> Iterator[Case]:
-    """Yield each shape three times: compress, decompress, both; then one map in other forms."""
+    """Yield each shape three times: compress, decompress, both; then one shape in other forms."""
     for shape in SHAPES:
         yield from _cases(torch.randn(shape), str(shape))
     x = torch.randn(SHAPES[0])

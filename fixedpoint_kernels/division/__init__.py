@@ -1,8 +1,8 @@
-"""DIVISION: activation maps kept for backward as block means and few-bit residuals.
+"""DIVISION: activations kept for backward as block means and few-bit residuals.
 
 from fixedpoint_kernels import division
 kept = division.compress(x, block=8, bits=2, seed=seed, stream=step)
-kept.size_bytes                       # about 1/14 of a float32 map
+kept.size_bytes                       # about 1/14 of float32 activations
 y = division.decompress(kept)         # shape, dtype and memory format of x
 """
 
@@ -77,10 +77,10 @@ def compress(
 
 
 def decompress(compressed: Compressed) -> Tensor:
-    """Return the map that ``compress`` was given, as far as its bits go.
+    """Return the activations that ``compress`` was given, as far as its bits go.
 
     Returns:
-        Shape, dtype and device of the map; contiguous, or channels last where the map was.
+        Shape, dtype and device of the activations; contiguous, or channels last where they were.
 
     Raises:
         TypeError: A tensor does not lie in memory; a number of the layout is not an integer.

@@ -1,7 +1,7 @@
 """DIVISION in Numba: a thread takes some planes, and reads each from memory once.
 
 Residuals wait in a buffer of the thread's, which a plane of usual size leaves in the cache. They
-are coded in pieces of 128 elements counted through the map, whatever the planes: that is how noise
+are coded in pieces of 128 elements counted through the tensor, not the plane: that is how noise
 and bytes are counted. Each kernel is compiled twice from one definition, serial and parallel.
 """
 
@@ -175,7 +175,7 @@ def _to_positions(residual, found, levels, inverse_levels, plane_range):
 
 @njit
 def _code(positions, start, stop, bits, key, codes):
-    """Code elements ``start`` to ``stop`` of the map; ``positions`` start at a whole block."""
+    """Code elements ``start`` to ``stop`` of the tensor; ``positions`` start at a whole block."""
     base = start - start % BLOCK
     rest = np.empty(BLOCK, np.uint8)
     for block in range(base, stop, BLOCK):

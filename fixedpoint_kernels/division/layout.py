@@ -1,4 +1,4 @@
-"""How a compressed activation map lies in memory."""
+"""How compressed activations lie in memory."""
 
 import math
 import operator
@@ -16,15 +16,15 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @dataclass(frozen=True)
 class Layout:
-    """What the three tensors of a compressed map mean.
+    """What the three tensors of compressed activations mean.
 
     Args:
-        shape: Of the map.
-        dtype: Of the map.
+        shape: Of the activations.
+        dtype: Of the activations.
         block: Edge of the blocks whose means are kept; None: no means.
         bits: Of a quantised residual; 0: none.
         spatial: How many trailing dimensions make up a plane.
-        is_channels_last: Whether the map's memory format is channels last.
+        is_channels_last: Whether the activations' memory format is channels last.
     """
 
     shape: tuple[int, ...]
@@ -52,21 +52,23 @@ class Layout:
         return cls(tuple(x.shape), x.dtype, block, bits, spatial, _is_channels_last(x))
 
     def check(self) -> None:
-        """Raise unless the numbers are those of some map.
+        """Raise unless the numbers are those of some activations.
 
         Raises:
             TypeError: ``dtype`` is not floating.
-            ValueError: ``shape``, ``block``, ``bits`` or ``spatial`` is out of range, or a map of
-                so many dimensions is never channels last.
+            ValueError: ``shape``, ``block``, ``bits`` or ``spatial`` is out of range, or tensors of
+                so many dimensions are never channels last.
         """
         if self.dtype not in FLOATS:
-            raise TypeError(f"a map must be of floats of 16, 32 or 64 bits, got {self.dtype}")
+            raise TypeError(f"activations must be floats of 16, 32 or 64 bits, got {self.dtype}")
         if min(self.shape, default=0) < 0:
-            raise ValueError(f"the shape of a map must have no negative size, got {self.shape}")
+            raise ValueError(
+                f"the shape of activations must have no negative size, got {self.shape}"
+            )
         _check_numbers(self.block, self.bits, self.spatial, len(self.shape))
         if self.is_channels_last and len(self.shape) not in _FORMATS:
             raise ValueError(
-                f"only maps of {list(_FORMATS)} dimensions may be channels last, got {self.shape}"
+                f"only tensors of {list(_FORMATS)} dimensions may be channels last, got {self.shape}"
             )
 
     @cached_property
@@ -87,7 +89,7 @@ class Layout:
 
     @cached_property
     def planes(self) -> int:
-        """Of the map; none where they have no elements."""
+        """Of the activations; none where they have no elements."""
         count = math.prod(self.shape[: len(self.shape) - self.spatial])
         return count if self.elements > 0 else 0
 
@@ -158,7 +160,7 @@ class Layout:
 
     @cached_property
     def codes_shape(self) -> tuple[int]:
-        """Bytes of the codes: they lie one behind the other through the whole map."""
+        """Bytes of the codes: they lie one behind the other through the whole tensor."""
         elements = self.planes * self.elements if self.has_codes else 0
         return ((elements * self.bits + 7) // 8,)
 
@@ -170,13 +172,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Compressed:
-    """An activation map in few bits; ``division.decompress`` gives it back.
+    """Activations in few bits; ``division.decompress`` gives them back.
 
     To take it apart and put it together: ``Compressed(*compressed.tensors, compressed.layout)``.
 
     Args:
         means: Block means, bfloat16, shape ``(planes, blocks)``.
-        codes: Quantised residuals, uint8, LSB first, in row-major order of the map.
+        codes: Quantised residuals, uint8, LSB first, in row-major order of the activations.
         ranges: Smallest residual and step of each plane, bfloat16, shape ``(planes, 2)``.
         layout: The rest: plain numbers.
     """
@@ -198,12 +200,12 @@ class Compressed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the map."""
+        """Of the activations."""
         return self.layout.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the map."""
+        """Of the activations."""
         return self.layout.dtype
 
     def without_means(self) -> "Compressed":
@@ -213,7 +215,9 @@ class Compressed:
             ValueError: There are no residuals.
         """
         if not self.layout.has_codes:
-            raise ValueError(f"this map has no residuals: shape {self.shape}, {self.layout}")
+            raise ValueError(
+                f"these activations have no residuals: shape {self.shape}, {self.layout}"
+            )
         means = self.means.new_empty((self.layout.planes, 0))
         return Compressed(means, self.codes, self.ranges, replace(self.layout, block=None))
 
@@ -242,7 +246,7 @@ def _check_numbers(block: int | None, bits: int, spatial: int, dimensions: int) 
     if bits not in BITS:
         raise ValueError(f"bits must be one of {BITS}, got bits={bits}")
     if block is None and bits == 0:
-        raise ValueError("a map without means and bits keeps nothing, got block=None, bits=0")
+        raise ValueError("activations without means and bits keep nothing, got block=None, bits=0")
     if not 0 <= spatial <= min(3, dimensions):
         raise ValueError(
             f"spatial must be 0 to {min(3, dimensions)} for a tensor of {dimensions} dimensions, "

@@ -63,7 +63,7 @@ def kernels_of(x: Tensor):
 
 @lru_cache(maxsize=256)
 def _known(layout: Layout) -> Layout:
-    """Return a layout that has its sizes worked out already: the same maps come step after step."""
+    """Return a layout whose sizes are worked out already: the same shapes come in each step."""
     return layout
 
 
@@ -138,7 +138,9 @@ def _empty_parts(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
 def _check_devices(parts: tuple[Tensor, ...]) -> None:
     if len({part.device for part in parts}) > 1:
         devices = [str(part.device) for part in parts]
-        raise ValueError(f"the tensors of a map must be on one device, got {devices}")
+        raise ValueError(
+            f"the tensors of compressed activations must be on one device, got {devices}"
+        )
 
 
 def _check_parts(parts: tuple[Tensor, ...], layout: Layout) -> None:
@@ -147,6 +149,6 @@ def _check_parts(parts: tuple[Tensor, ...], layout: Layout) -> None:
     dtypes = tuple(part.dtype for part in parts)
     if came != wanted or dtypes != (torch.bfloat16, torch.uint8, torch.bfloat16):
         raise ValueError(
-            f"a map of shape {layout.shape} is kept as bfloat16, uint8 and bfloat16 tensors of "
+            f"activations of shape {layout.shape} are kept as bfloat16, uint8 and bfloat16 tensors of "
             f"shapes {wanted}, got {dtypes} of shapes {came}"
         )

@@ -144,7 +144,7 @@ def choices_of(model: nn.Module, settings: Callable[[str], Settings]) -> Choices
 
 
 def apply(choices: Choices, seed: int) -> None:
-    """Give modules their classes; those with maps share one noise."""
+    """Give modules their classes; those that keep activations share one noise."""
     noise = new_noise(seed)
     for name, (module, choice) in choices.items():
         if choice.bases:

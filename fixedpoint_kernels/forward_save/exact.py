@@ -157,7 +157,7 @@ class _MaxPool(torch.autograd.Function):
 
 
 def _starts(count: int, side: int, window: Any, dimension: int, like: Tensor) -> Tensor:
-    """Return where each output's window begins, outside the map included."""
+    """Return where each output's window begins, outside the input included."""
     _, stride, padding, _ = (sizes[dimension] for sizes in window)
     starts = torch.arange(count, device=like.device) * stride - padding
     dimensions = len(window[0])

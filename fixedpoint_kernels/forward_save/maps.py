@@ -1,6 +1,6 @@
-"""Activation maps in few bits: pack a tensor once, whoever asks, and unpack it in backward.
+"""Activations in few bits: pack a tensor once, whoever asks, and unpack it in backward.
 
-Noise of a conversion is one int64 tensor, its seed and a count of maps packed so far. It is not a
+Noise of a conversion is one int64 tensor, its seed and a count of tensors packed so far. It is not a
 buffer, so it is in no ``state_dict``; copies of a model share it among their layers, not with the
 model; and an operator may write to it, which a compiled graph keeps in order.
 """
@@ -47,7 +47,7 @@ class Form(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A map: three tensors to save for backward, and what they are."""
+    """Activations: three tensors to save for backward, and what they are."""
 
     means: Tensor | None
     codes: Tensor | None
@@ -105,7 +105,7 @@ def pack(x: Tensor, spatial: int, settings: Division, noise: Tensor) -> Packed:
         TypeError: ``x`` is not floating.
     """
     if not x.is_floating_point():
-        raise TypeError(f"a map that is kept in few bits must be floating, got {x.dtype}")
+        raise TypeError(f"activations that are kept in few bits must be floating, got {x.dtype}")
     if x.is_leaf or torch.compiler.is_compiling():  # a graph knows no versions
         return _packed(x.detach(), spatial, settings, noise)
     key = (spatial, settings, id(noise), version_of(x))
@@ -136,7 +136,7 @@ def _grouped(x: Tensor) -> Tensor:
 
 
 def unpack(parts: Sequence[Tensor], form: Form) -> Tensor:
-    """Return the map, as far as its bits go, in the shape and order in memory of the tensor."""
+    """Return the activations, as far as their bits go, in their shape and order in memory."""
     is_whole = form.shape == form.packed_shape
     is_last = form.is_channels_last and is_whole
     means, codes, ranges = parts

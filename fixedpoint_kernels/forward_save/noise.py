@@ -1,4 +1,4 @@
-"""The noise of a conversion: a seed, and a count of the maps packed so far."""
+"""The noise of a conversion: a seed, and a count of the tensors packed so far."""
 
 import operator
 from collections.abc import Mapping

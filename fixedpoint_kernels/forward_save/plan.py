@@ -16,7 +16,7 @@ from fixedpoint_kernels.forward_save.settings import Division, FewBit, Plan, Pla
 
 __all__ = ["LEVELS", "plan"]
 
-LEVELS = ((8, 8), (4, 4), (3, 2), (2, 1), (1, 1))  # bits of a few-bit code, bits of a map
+LEVELS = ((8, 8), (4, 4), (3, 2), (2, 1), (1, 1))  # bits of a few-bit code, bits of DIVISION
 CENTRED = norms.BatchNorm, norms.GroupNorm, norms.LayerNorm  # take the mean away
 Level = int  # -1: exact; otherwise an index of LEVELS
 
@@ -49,8 +49,8 @@ def plan(
 
     The model runs once as it is and once at each of five levels, and what autograd saves is
     counted, so predicted bytes are those of a real run; parameters and buffers are left out.
-    The error of a layer is estimated on the sample: for a map, the squared error of what comes
-    back over the squared map (of what varies, where the layer normalises); for an activation
+    The error of a layer is estimated on the sample: for DIVISION, the squared error of what comes
+    back over its square (of what varies, where the layer normalises); for an activation
     function, that of its derivative. Starting from exact, the step with the least added error for
     each byte saved is taken until the budget holds. Layers that keep a tensor in common change
     together, for one alone would save nothing.
@@ -59,7 +59,7 @@ def plan(
         model: Any module in training mode, not converted; left as it was.
         sample_input: What to call it with, of the batch size that the budget is for.
         budget_bytes: Most bytes to keep between forward and backward pass.
-        block: Edge of the blocks of maps.
+        block: Edge of DIVISION's blocks.
 
     Returns:
         The plan; ``convert(model, plan=plan)`` applies it.

@@ -48,7 +48,7 @@ class FewBit:
 
 @dataclass(frozen=True)
 class Division:
-    """How maps are kept that are not exact.
+    """How activations are kept that are not exact.
 
     Args:
         block: Edge of the blocks whose means are kept in bfloat16; unused by ``"fixed"`` and
@@ -91,7 +91,7 @@ class PlannedLayer:
         module: Its class.
         keeps: ``"whole tensors"``, or what instead.
         error: Estimated relative squared error, 0 where the gradient is exact.
-        settings: For activations and for maps; None and None: the layer stays as it is.
+        settings: For activation functions and for DIVISION; None and None: the layer stays as it is.
     """
 
     layer: str

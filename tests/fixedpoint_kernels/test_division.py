@@ -197,7 +197,7 @@ def test_taken_apart_and_put_together():
         ({"bits": 2.0}, TypeError, r"bits must be an integer, got 2.0"),
         ({"block": 0}, ValueError, r"block must be 1 or more.*, got block=0"),
         ({"block": 2.5}, TypeError, r"block must be an integer, got 2.5"),
-        ({"block": None, "bits": 0}, ValueError, r"keeps nothing"),
+        ({"block": None, "bits": 0}, ValueError, r"keep nothing"),
         ({"spatial": 4}, ValueError, r"spatial must be 0 to 3 .* 4 dimensions, got spatial=4"),
         ({"spatial": -1}, ValueError, r"got spatial=-1"),
         ({"seed": -1}, ValueError, r"seed and stream must be"),

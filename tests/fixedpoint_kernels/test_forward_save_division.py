@@ -1,4 +1,4 @@
-"""Whole models whose maps are kept in few bits."""
+"""Whole models whose activations are kept in few bits."""
 
 import copy
 import pickle
