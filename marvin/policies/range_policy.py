@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fixedpoint_kernels import FixedPoint
@@ -154,7 +154,7 @@ class RangePolicy(Policy):
             of_weight = Seen(layer.record.fmt, measured, gradient, limits[0])
             seen = of_weight, _seen_inputs(layer, limits[1])
             record, row = self._switched(layer, seen, share, step.number)
-            after.append(replace(layer, record=record))
+            after.append(layer.but(record=record))
             rows.append(row)
         return Update(Window(), after, rows)
 

@@ -144,6 +144,18 @@ class Layer:
     measured: float | None = None
     inputs: Inputs | None = None
 
+    def but(self, **changes: Any) -> Self:
+        """Return a copy with other values, as ``dataclasses.replace`` does in five times the time.
+
+        Raises:
+            TypeError: One is no field.
+        """
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self), **changes)
+        if len(vars(copy)) != len(vars(self)):
+            raise TypeError(f"a layer has no {', '.join(sorted(changes.keys() - vars(self)))}")
+        return copy
+
 
 @dataclass(frozen=True)
 class Step:
