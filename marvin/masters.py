@@ -73,9 +73,11 @@ class WithMasters(Optimizer):
     def format_of(self, parameter: Tensor) -> Format | None:
         """Return the format of one parameter; None if it stays float."""
         owner = self._layout.owners[parameter]
-        if owner is None or parameter not in self._masters or "layer" not in self.state[owner]:
+        if owner is None or parameter not in self._masters:
             return None
-        fmt = self.state[owner]["layer"].fmt
+        if (record := self.state[owner].get("layer")) is None:
+            return None
+        fmt = record.fmt
         is_other = owner is not parameter  # whose channels may be others
         return fmt.fmt if is_other and isinstance(fmt, ChannelFormat) else fmt
 

@@ -57,11 +57,10 @@ class SGD(torch.optim.SGD):
             old, new = zip(*begun, strict=True)
             foreach_mul_(old, momentum)
             foreach_add_(old, new)
-        if len(begun) < len(masters):
-            for p, step, buffer in zip(masters, steps, buffers, strict=True):
-                if buffer is None:
-                    self.state[p]["momentum_buffer"] = step.clone()
-        return [self.state[p]["momentum_buffer"] for p in masters]
+        for i, buffer in enumerate(buffers):
+            if buffer is None:
+                buffers[i] = self.state[masters[i]]["momentum_buffer"] = steps[i].clone()
+        return [buffer for buffer in buffers if buffer is not None]
 
 
 class MSGD(Quantized):

@@ -408,12 +408,12 @@ class Quantized(WithMasters):
             if not p.requires_grad:
                 continue
             norm, number, new = measured.get(index, (None, None, {}))
-            tensors = {name: v for name, v in own.items() if isinstance(v, Tensor)}
-            del tensors["master"]
+            tensors = {k: v for k, v in own.items() if k != "master" and isinstance(v, Tensor)}
+            tensors |= new
             found.append(
                 layer.but(
                     record=own["layer"],
-                    tensors={**tensors, **new},
+                    tensors=tensors,
                     norm=norm,
                     measured=number,
                     inputs=inputs.get(index),
@@ -426,7 +426,7 @@ class Quantized(WithMasters):
         trained = self._trained_layers()
         for layer in update.layers:
             own = trained[layer.index].state
-            for name in own.keys() - layer.tensors.keys():
+            for name in [name for name in own if name not in layer.tensors]:
                 if name != "master" and isinstance(own[name], Tensor):
                     del own[name]
             if own["layer"].fmt is not layer.record.fmt:
