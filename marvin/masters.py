@@ -179,8 +179,8 @@ class WithMasters(Optimizer):
     @property
     def _known(self) -> Plans:
         """What was looked up and still holds."""
-        if not self._plans.hold(self._layout, self.state):
-            self._plans = Plans(self._layout, list(self.state.values()))
+        if not self._plans.hold(self.state):
+            self._plans = Plans(list(self.state.values()))
         return self._plans
 
     def _members(self, params: Sequence[Tensor]) -> Members:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from marvin.layers import Layout
 from marvin.policies.records import Layer
 from marvin.rounding import Format
 from marvin.shards import Shard
@@ -68,10 +67,10 @@ class Trained(NamedTuple):
 
 
 class Plans:
-    """What was looked up for one layout and the dictionaries in one state.
+    """What was looked up of an optimizer's parameters and the dictionaries in its state.
 
-    They hold until a parameter gets a master, parameter groups bring another layout, or the state
-    has another dictionary, as loaded states bring it, and trainers that move a state to a device.
+    The optimizer begins anew where a parameter gets a master, where a state is loaded, and where
+    it finds other dictionaries in its state: trainers put them there to move it to a device.
     ``rounding`` also ends where a format changes: whoever changes one clears it.
 
     Attributes:
@@ -80,16 +79,12 @@ class Plans:
         trained: By position among the optimizer's parameters; None before it was asked for.
     """
 
-    def __init__(self, layout: Layout | None = None, states: Sequence[Mapping[str, Any]] = ()):
-        self._layout, self._states = layout, states
+    def __init__(self, states: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._states = states
         self.members: dict[tuple[int, ...], Members] = {}
         self.rounding: dict[tuple[int, ...], Rounding] = {}
         self.trained: dict[int, Trained] | None = None
 
-    def hold(self, layout: Layout, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
-        """Say whether this is still so; dictionaries are compared by identity."""
-        return (
-            layout is self._layout
-            and len(state) == len(self._states)
-            and all(map(is_, state.values(), self._states))
-        )
+    def hold(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+        """Say whether these are the dictionaries in ``state``, the very same ones."""
+        return len(state) == len(self._states) and all(map(is_, state.values(), self._states))

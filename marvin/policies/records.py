@@ -153,7 +153,8 @@ class Layer:
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), **changes)
         if len(vars(copy)) != len(vars(self)):
-            raise TypeError(f"a layer has no {', '.join(sorted(changes.keys() - vars(self)))}")
+            unknown = ", ".join(sorted(changes.keys() - vars(self)))
+            raise TypeError(f"but() takes fields of a layer, got no field {unknown}")
         return copy
 
 
