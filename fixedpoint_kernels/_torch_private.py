@@ -3,7 +3,7 @@
 Each entry says which public way is missing. The tests name what is gone after an update of torch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ __all__ = [
     "tree_leaves",
     "uncompiled",
     "version_of",
+    "versions_of",
 ]
 
 # Above, torch has no public name for: the common classes of batch and instance normalisation and
@@ -76,6 +77,14 @@ def version_of(x: Tensor) -> int:
     ``torch.autograd.graph`` can only count one up. Tensors of inference mode count nothing: 0.
     """
     return 0 if x.is_inference() else x._version
+
+
+def versions_of(xs: Sequence[Tensor]) -> list[int]:
+    """Return ``version_of`` many tensors."""
+    try:
+        return [x._version for x in xs]
+    except RuntimeError:  # one is of inference mode
+        return list(map(version_of, xs))
 
 
 def storage_key(x: Tensor) -> int:

@@ -34,8 +34,9 @@ class Carriers:
         """Let the models carry the formats that hold now."""
         for handle in self.handles:
             for entry in handle.entries:
-                if entry.is_live:
-                    entry.rounder.write(entry.module, _formats_for(entry, handle, optimizer))
+                formats = _formats_for(entry, handle, optimizer)
+                if not entry.rounder.has(entry.module, formats) and entry.is_live:
+                    entry.rounder.write(entry.module, formats)
 
     def observe(self, layers: Sequence[tuple[int, Tensor]]) -> None:
         """Let modules show what comes into these layers, and no others; forget what they saw."""

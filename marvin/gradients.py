@@ -3,16 +3,18 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fixedpoint_kernels._torch_private import foreach_div, foreach_norm
+from marvin.plans import Members
 from marvin.policies.base import Policy
 from marvin.policies.records import Measured
 from marvin.rounding import Format, round_many
-from marvin.shards import Shard, accumulate_dtype, local, sum_vectors, whole_norms
+from marvin.shards import Shard, accumulate_dtype, local, locals_of, sum_vectors, whole_norms
 
 __all__ = ["Gradients", "by_layer", "complete", "gather", "nonfinite", "read"]
 
@@ -23,57 +25,45 @@ class Gradients:
 
     Args:
         group: The parameter group.
-        params: Parameters that have a gradient.
+        members: Parameters that have a gradient.
         values: What this process holds of their gradients, float32; normalised by ``complete``.
-        shards: Where in the whole gradients that is.
-        norms: 2-norms before normalisation, shape ``(n,)``: ``accumulate_dtype``, of what this
-            process holds; after ``complete`` float32, of the whole.
-        penalties: L1 penalties, shape ``(n,)``, ``accumulate_dtype``, of what this process holds;
-            None without.
-        layers: Places of the layers in the lists above.
+        norms: 2-norms before normalisation, shape ``(n,)``: ``accumulate_dtype``, of what this process holds;
+            after ``complete`` float32, of the whole.
+        penalties: L1 penalties, shape ``(n,)``, ``accumulate_dtype``, of what this process holds; None without.
         measured: What the policy computed from the layers' gradients.
         numbers: Its norms, of the whole layers, float32, shape ``(layers,)`` or ``(0,)``.
     """
 
     group: dict[str, Any]
-    params: list[Tensor]
+    members: Members
     values: list[Tensor]
-    shards: list[Shard]
     norms: Tensor
     penalties: Tensor | None
-    layers: list[int] = field(default_factory=list)
     measured: Measured = field(default_factory=Measured)
     numbers: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 def gather(
     group: dict[str, Any],
-    shards: Mapping[Tensor, Shard],
+    members: Members,
     format_of: Callable[[Tensor], Format | None],
     noise: tuple[int, int],
-) -> Gradients | None:
+) -> Gradients:
     """Collect a group's gradients; ``noise`` is the seed and first stream of their rounding.
-
-    Returns:
-        None where there are none.
 
     Raises:
         RuntimeError: A gradient is sparse.
     """
-    params = [p for p in group["params"] if p.grad is not None]
-    if not params:
-        return None
-    grads, places = [_dense(p) for p in params], [shards[p] for p in params]
+    params, grads = members.params, _dense(members.params)
     penalties = _add_l1(group, params, grads) if group["l1"] else None
     if group["quantize_gradients"]:
-        grads = _rounded(grads, places, [format_of(p) for p in params], noise)
+        grads = _rounded(grads, members.shards, [format_of(p) for p in params], noise)
     norms = torch.stack(foreach_norm(grads, 2, accumulate_dtype(grads[0].device)))
-    return Gradients(group, params, grads, places, norms, penalties)
+    return Gradients(group, members, grads, norms, penalties)
 
 
 def complete(
     batches: Sequence[Gradients],
-    state: Mapping[Tensor, dict[str, Any]],
     policy: Policy,
     shared: Any,
 ) -> None:
@@ -82,10 +72,11 @@ def complete(
     Where processes share parameters, that takes three collectives at most, whatever the number
     of layers: norms, penalties, and the policy's norms of what was normalised.
     """
-    norms = whole_norms([b.norms for b in batches], [b.shards for b in batches])
+    norms = whole_norms([b.norms for b in batches], [b.members.shards for b in batches])
     with_l1 = [b for b in batches if b.penalties is not None]
     penalties = sum_vectors(
-        [b.penalties for b in with_l1 if b.penalties is not None], [b.shards for b in with_l1]
+        [b.penalties for b in with_l1 if b.penalties is not None],
+        [b.members.shards for b in with_l1],
     )
     for batch, penalty in zip(with_l1, penalties, strict=True):
         batch.penalties = penalty
@@ -94,13 +85,13 @@ def complete(
         if batch.group["normalize_gradients"]:
             divisors = torch.where(norm > 0, norm, 1.0).unbind()
             batch.values = list(foreach_div(batch.values, divisors))
-        batch.layers = [i for i, p in enumerate(batch.params) if "layer" in state[p]]
-        states = [state[batch.params[i]] for i in batch.layers]
-        batch.measured = policy.measure(shared, states, [batch.values[i] for i in batch.layers])
+        members = batch.members
+        grads = [batch.values[i] for i in members.layers]
+        batch.measured = policy.measure(shared, members.states, grads)
     measured = [b for b in batches if b.measured.norms]
     numbers = whole_norms(
         [torch.stack(list(b.measured.norms)) for b in measured],
-        [[b.shards[i] for i in b.layers] for b in measured],
+        [[b.members.shards[i] for i in b.members.layers] for b in measured],
     )
     for batch, vector in zip(measured, numbers, strict=True):
         batch.numbers = vector
@@ -118,8 +109,8 @@ def read(
     values = iter(torch.cat([t.to(device) for t in vectors]).tolist())
     norms, numbers = [], []
     for batch in batches:
-        norms.append([next(values) for _ in batch.params])
-        numbers.append([next(values) for _ in range(len(batch.numbers))])
+        norms.append(list(islice(values, len(batch.values))))
+        numbers.append(list(islice(values, len(batch.numbers))))
     return (None if loss is None else sum(values)), norms, numbers
 
 
@@ -132,7 +123,7 @@ def nonfinite(
     """Name what is not finite."""
     wrong = [] if loss is None or math.isfinite(loss) else [f"loss {loss}"]
     for batch, values in zip(batches, norms, strict=True):
-        for p, norm in zip(batch.params, values, strict=True):
+        for p, norm in zip(batch.members.params, values, strict=True):
             if not math.isfinite(norm):
                 wrong.append(f"gradient of {names[p]} with norm {norm}")
     return wrong
@@ -142,26 +133,29 @@ def by_layer(
     batches: Sequence[Gradients],
     norms: Sequence[Sequence[float]],
     numbers: Sequence[Sequence[float]],
-) -> dict[Tensor, tuple[float, float | None, Mapping[str, Tensor]]]:
-    """Return norm, the policy's number and the policy's tensors of each layer with a gradient."""
+) -> dict[int, tuple[float, float | None, Mapping[str, Tensor]]]:
+    """Return norm, the policy's number and the policy's tensors of each layer with a gradient.
+
+    By position among the optimizer's parameters.
+    """
     found = {}
     for batch, own_norms, own_numbers in zip(batches, norms, numbers, strict=True):
-        for place, i in enumerate(batch.layers):
+        members = batch.members
+        for place, (i, index) in enumerate(zip(members.layers, members.positions, strict=True)):
             number = own_numbers[place] if own_numbers else None
             tensors = {name: values[place] for name, values in batch.measured.tensors.items()}
-            found[batch.params[i]] = own_norms[i], number, tensors
+            found[index] = own_norms[i], number, tensors
     return found
 
 
-def _dense(parameter: Tensor) -> Tensor:
-    grad = parameter.grad
-    if grad is None or grad.layout is not torch.strided:
+def _dense(params: Sequence[Tensor]) -> list[Tensor]:
+    grads = [p.grad for p in params if p.grad is not None]
+    if any(grad.layout is not torch.strided for grad in grads):
         raise RuntimeError("the optimizer needs dense gradients, got a sparse one")
-    grad = local(grad)
-    return grad if grad.dtype is torch.float32 else grad.float()
+    return [grad if grad.dtype is torch.float32 else grad.float() for grad in locals_of(grads)]
 
 
-def _add_l1(group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Tensor:
+def _add_l1(group: dict[str, Any], params: Sequence[Tensor], grads: list[Tensor]) -> Tensor:
     """Add the penalty's gradient, out of place, and return the penalties."""
     wide = accumulate_dtype(grads[0].device)
     penalties = [grads[0].new_zeros((), dtype=wide)] * len(params)
@@ -175,7 +169,7 @@ def _add_l1(group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) ->
 
 def _rounded(
     grads: list[Tensor],
-    shards: list[Shard],
+    shards: Sequence[Shard],
     formats: Sequence[Format | None],
     noise: tuple[int, int],
 ) -> list[Tensor]:

@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fixedpoint_kernels._torch_private import version_of
+from fixedpoint_kernels._torch_private import versions_of
 from marvin.channels import ChannelFormat
 from marvin.layers import ParameterTable
 from marvin.noise import Purpose, stream
+from marvin.plans import Members, Plans, Rounding, Trained
 from marvin.policies.base import Policy
-from marvin.policies.records import ActivationFormats, word_length
+from marvin.policies.records import ActivationFormats, Layer, word_length
 from marvin.rounding import Format, round_many
-from marvin.shards import local
+from marvin.shards import local, locals_of
 
 __all__ = ["Counts", "WithMasters"]
-
-
-_OWNERS: WeakValueDictionary[int, "WithMasters"] = WeakValueDictionary()  # by id of the parameter
 
 
 @dataclass
@@ -33,25 +31,13 @@ class Counts:
     skipped: int = 0
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How to round some parameters; holds until a format changes.
+class _Owners(WeakValueDictionary[int, "WithMasters"]):
+    """Which optimizer was made last for a parameter, by the parameter's id."""
 
-    Args:
-        floats: Parameters without a format, and their masters.
-        rounded: The others.
-        states: Of these, one each; so are the lists below.
-        masters: What this process holds.
-        formats: To which they are rounded.
-        offsets: Where in the whole tensors that begins.
-    """
+    claims = 0  # how often optimizers became owners
 
-    floats: list[tuple[Tensor, Tensor]]
-    rounded: list[Tensor]
-    states: list[dict[str, Any]]
-    masters: list[Tensor]
-    formats: list[Format]
-    offsets: list[int]
+
+_OWNERS = _Owners()
 
 
 class WithMasters(Optimizer):
@@ -68,8 +54,9 @@ class WithMasters(Optimizer):
     _counts: Counts
     _layout: ParameterTable
     _masters: dict[Tensor, Tensor]  # as the wrapped optimizer sees them
-    _versions: dict[Tensor, int]  # of weights, as they were last written
-    _plans: dict[tuple[int, ...], _Plan]  # by the parameters' ids
+    _versions: dict[int, int]  # of weights, as they were last written, by position
+    _plans: Plans
+    _claims: int  # of all optimizers, when this one's parameters were last known to be its own
 
     def __contains__(self, parameter: object) -> bool:
         """Say whether ``parameter`` is one of this optimizer's."""
@@ -86,9 +73,11 @@ class WithMasters(Optimizer):
     def format_of(self, parameter: Tensor) -> Format | None:
         """Return the format of one parameter; None if it stays float."""
         owner = self._layout.owners[parameter]
-        if owner is None or parameter not in self._masters or "layer" not in self.state[owner]:
+        if owner is None or parameter not in self._masters:
             return None
-        fmt = self.state[owner]["layer"].fmt
+        if (record := self.state[owner].get("layer")) is None:
+            return None
+        fmt = record.fmt
         is_other = owner is not parameter  # whose channels may be others
         return fmt.fmt if is_other and isinstance(fmt, ChannelFormat) else fmt
 
@@ -155,13 +144,14 @@ class WithMasters(Optimizer):
     def _show_masters(self, params: Iterable[Tensor]) -> None:
         shards = self._layout.shards
         self._masters |= {p: shards[p].to_dtensor(self.state[p]["master"]) for p in params}
+        self._plans = Plans()  # others were made without these
 
     @contextmanager
     def _on_masters(self) -> Iterator[None]:
         """Let the wrapped optimizer's groups hold the masters in the parameters' place."""
         params = [group["params"] for group in self.param_groups]
         for group, own in zip(self.optimizer.param_groups, params, strict=True):
-            group["params"] = [self._masters.get(p, p) for p in own]
+            group["params"] = list(self._members(own).masters)
         try:
             yield
         finally:
@@ -170,7 +160,7 @@ class WithMasters(Optimizer):
 
     def _write(self, params: Sequence[Tensor], purpose: Purpose) -> None:
         """Round the masters of ``params`` into the model, all in one launch."""
-        plan, first = self._plan(params), stream(purpose, self._counts.step)
+        plan, first = self._rounding(params), stream(purpose, self._counts.step)
         for p, master in plan.floats:
             local(p).copy_(master)
         for i, own in enumerate(plan.states):
@@ -182,16 +172,64 @@ class WithMasters(Optimizer):
             seed=self._seed,
             stream=first,
             offsets=plan.offsets,
-            out=[local(p) for p in plan.rounded],
+            out=locals_of(plan.rounded),
         )
-        self._versions |= {p: version_of(local(p)) for p in params}
+        self._versions.update(zip(plan.positions, versions_of(locals_of(params)), strict=True))
 
-    def _plan(self, params: Sequence[Tensor]) -> _Plan:
-        key = tuple(map(id, params))
-        if key not in self._plans:
+    @property
+    def _known(self) -> Plans:
+        """What was looked up and still holds."""
+        if not self._plans.hold(self.state):
+            self._plans = Plans(list(self.state.values()))
+        return self._plans
+
+    def _members(self, params: Sequence[Tensor]) -> Members:
+        """Return what belongs to some parameters of a group."""
+        known, key = self._known.members, tuple(map(id, params))
+        if key not in known:
+            positions = {p: i for i, p in enumerate(self._layout.names)}
+            layers = [i for i, p in enumerate(params) if "layer" in self.state.get(p, {})]
+            known[key] = Members(
+                params=list(params),
+                shards=[self._layout.shards[p] for p in params],
+                masters=[self._masters.get(p, p) for p in params],
+                layers=layers,
+                positions=[positions[params[i]] for i in layers],
+                states=[self.state[params[i]] for i in layers],
+            )
+        return known[key]
+
+    def _trained_layers(self) -> dict[int, Trained]:
+        """Return the layers that have been trained, by position; records and tensors are not kept."""
+        known, layout = self._known, self._layout
+        if known.trained is None:
+            known.trained = {
+                index: Trained(
+                    p,
+                    own := self.state[p],
+                    Layer(
+                        index=index,
+                        name=layout.names[p],
+                        settings=layout.groups[p],
+                        record=None,
+                        tensors={},
+                        master=own["master"],
+                        shard=layout.shards[p],
+                    ),
+                )
+                for index, p in self._trained()
+            }
+        return known.trained
+
+    def _rounding(self, params: Sequence[Tensor]) -> Rounding:
+        """Return how to round some parameters."""
+        known, key = self._known.rounding, tuple(map(id, params))
+        if key not in known:
             found = [(p, self.state[p], self.format_of(p)) for p in params]
             rounded = [(p, own, fmt) for p, own, fmt in found if fmt is not None]
-            self._plans[key] = _Plan(
+            positions = {p: i for i, p in enumerate(self._layout.names)}
+            known[key] = Rounding(
+                positions=[positions[p] for p in params],
                 floats=[(p, own["master"]) for p, own, fmt in found if fmt is None],
                 rounded=[p for p, _, _ in rounded],
                 states=[own for _, own, _ in rounded],
@@ -199,7 +237,7 @@ class WithMasters(Optimizer):
                 formats=[fmt for _, _, fmt in rounded],
                 offsets=[self._layout.shards[p].offset for p, _, _ in rounded],
             )
-        return self._plans[key]
+        return known[key]
 
     def _rounded(self, p: Tensor) -> Tensor | None:
         """Return what ``_write`` last wrote; None where that is not known."""
@@ -224,15 +262,18 @@ class WithMasters(Optimizer):
         for p in self._masters:
             if (weight := self._rounded(p)) is not None:
                 local(p).copy_(weight)
-        self._versions = {p: version_of(local(p)) for p in self._masters}
+        now = versions_of(locals_of(list(self._layout.names)))
+        self._versions = {i: now[i] for i, p in enumerate(self._layout.names) if p in self._masters}
 
     def _adopted(self) -> list[Tensor]:
         """Take weights that others have changed since they were written as masters; name them."""
-        changed = [p for p, version in self._versions.items() if version_of(local(p)) != version]
+        params = list(self._layout.names)
+        now = versions_of(locals_of(params))
+        changed = [i for i, version in self._versions.items() if now[i] != version]
         adopted = []
-        for p in changed:
+        for i in changed:
+            self._versions[i], p = now[i], params[i]
             own, weight = local(p), self._rounded(p)
-            self._versions[p] = version_of(own)
             if weight is not None and (differs := own != weight).any():
                 master = self.state[p]["master"]
                 master.copy_(torch.where(differs, own.float(), master))
@@ -241,16 +282,21 @@ class WithMasters(Optimizer):
 
     def _check_owner(self) -> None:
         """Refuse to step parameters that another optimizer was made for."""
+        if self._claims == _OWNERS.claims:  # no optimizer was made since
+            return
         for p, name in self._layout.names.items():
             if _OWNERS.get(id(p), self) is not self:
                 raise RuntimeError(
                     f"a parameter must have one optimizer, got another {type(self).__name__} made "
                     f"for {name} since: step that one, and drop this one"
                 )
+        self._claims = _OWNERS.claims
 
     def _claim(self) -> None:
         """Be the optimizer of these parameters from now on."""
         _OWNERS.update({id(p): self for p in self._layout.names})
+        _OWNERS.claims += 1
+        self._claims = _OWNERS.claims
 
     @property
     def _seed(self) -> int:

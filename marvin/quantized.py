@@ -17,6 +17,7 @@ from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, r
 from marvin.layers import is_layer, layout_of
 from marvin.masters import Counts, WithMasters
 from marvin.noise import Purpose, stream
+from marvin.plans import Plans
 from marvin.policies.base import Policy, check_policy
 from marvin.policies.observer import Inputs, inputs_of
 from marvin.policies.records import Layer, Step, Update
@@ -121,7 +122,7 @@ class Quantized(WithMasters):
         self.trace: list[Switch] = []
         self.forward_state = ForwardState(seed, rules.activation_rounding)
         self._counts, self._carriers = Counts(), Carriers()
-        self._masters, self._versions, self._plans = {}, {}, {}
+        self._masters, self._versions, self._plans = {}, {}, Plans()
         super().__init__(optimizer.param_groups, {**optimizer.defaults, **options})
 
     def carry(self, handle: QuantizedActivations) -> None:
@@ -139,7 +140,7 @@ class Quantized(WithMasters):
         try:
             super().add_param_group(param_group)
             self._check(self.param_groups[-1])
-            self._layout, self._plans = layout_of(self.param_groups), {}
+            self._layout = layout_of(self.param_groups)
         except (TypeError, ValueError):
             del self.param_groups[count:]
             if is_new:
@@ -186,7 +187,7 @@ class Quantized(WithMasters):
         if not batches:
             self._check_loss(loss)
             return loss
-        complete(batches, self.state, self.policy, self.shared)
+        complete(batches, self.policy, self.shared)
         mean = mean_over_ranks(loss, batches[0].norms.device)
         total, norms, numbers = read(batches, mean)
         if wrong := nonfinite(batches, total, norms, self._layout.names):
@@ -204,7 +205,7 @@ class Quantized(WithMasters):
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
         self._update(batches)
-        self._take(update, [p for batch in batches for p in batch.params])
+        self._take(update, [p for batch in batches for p in batch.members.params])
         self._observe_next()
         return loss
 
@@ -311,7 +312,7 @@ class Quantized(WithMasters):
                 group.pop("differentiable", None)
             for name, value in own.items():  # options that an older state lacks
                 group.setdefault(name, value)
-        self._layout, self._plans = layout_of(self.param_groups), {}
+        self._layout, self._plans = layout_of(self.param_groups), Plans()
         self._claim()
 
     def _check(self, group: dict[str, Any]) -> None:
@@ -368,7 +369,6 @@ class Quantized(WithMasters):
                 names = self.policy.rules.tensors
                 own |= {name: torch.zeros_like(own["master"]) for name in names}
                 own["layer"] = self.policy.init(self._layout.groups[p], self.shared)
-        self._plans.clear()
         self._show_masters(new)
         for p in new:
             if p in self.optimizer.state:  # some make it in their constructor
@@ -384,8 +384,9 @@ class Quantized(WithMasters):
         gathered = []
         for i, group in enumerate(self.param_groups):
             noise = self._seed, stream(Purpose.GRADIENTS, self._counts.step, i << 12)
-            gathered.append(gather(group, self._layout.shards, self.format_of, noise))
-        return [batch for batch in gathered if batch is not None]
+            if params := [p for p in group["params"] if p.grad is not None]:
+                gathered.append(gather(group, self._members(params), self.format_of, noise))
+        return gathered
 
     def _leave_out(self, wrong: list[str]) -> None:
         self._observe_next()
@@ -398,26 +399,21 @@ class Quantized(WithMasters):
 
     def _layers(
         self,
-        measured: Mapping[Tensor, tuple[float, float | None, Mapping[str, Tensor]]],
+        measured: Mapping[int, tuple[float, float | None, Mapping[str, Tensor]]],
         inputs: Mapping[int, Inputs],
     ) -> list[Layer]:
         """Return what the policy sees."""
-        found, layout = [], self._layout
-        for index, p in self._trained():
+        found = []
+        for index, (p, own, layer) in self._trained_layers().items():
             if not p.requires_grad:
                 continue
-            norm, number, tensors = measured.get(p, (None, None, {}))
-            own = {name: v for name, v in self.state[p].items() if isinstance(v, Tensor)}
-            master = own.pop("master")
+            norm, number, new = measured.get(index, (None, None, {}))
+            tensors = {k: v for k, v in own.items() if k != "master" and isinstance(v, Tensor)}
+            tensors |= new
             found.append(
-                Layer(
-                    index=index,
-                    name=layout.names[p],
-                    settings=layout.groups[p],
-                    record=self.state[p]["layer"],
-                    tensors={**own, **tensors},
-                    master=master,
-                    shard=layout.shards[p],
+                layer.but(
+                    record=own["layer"],
+                    tensors=tensors,
                     norm=norm,
                     measured=number,
                     inputs=inputs.get(index),
@@ -427,14 +423,14 @@ class Quantized(WithMasters):
 
     def _take(self, update: Update, moved: Sequence[Tensor]) -> None:
         """Keep what the policy made of a step; write what moved or has another format."""
-        by_index = dict(self._layout.layers)
+        trained = self._trained_layers()
         for layer in update.layers:
-            own = self.state[by_index[layer.index]]
-            for name in [name for name, v in own.items() if isinstance(v, Tensor)]:
-                if name != "master" and name not in layer.tensors:
+            own = trained[layer.index].state
+            for name in [name for name in own if name not in layer.tensors]:
+                if name != "master" and isinstance(own[name], Tensor):
                     del own[name]
             if own["layer"].fmt is not layer.record.fmt:
-                self._plans.clear()
+                self._plans.rounding.clear()
             own |= layer.tensors
             own["layer"] = layer.record
         self.shared = update.shared
@@ -453,11 +449,11 @@ class Quantized(WithMasters):
 
     def _update(self, batches: Sequence[Gradients]) -> None:
         """Do one step of the wrapped optimizer on the masters."""
-        masters = [self._masters[p] for batch in batches for p in batch.params]
+        masters = [master for batch in batches for master in batch.members.masters]
         grads = [
             shard.to_dtensor(grad)
             for batch in batches
-            for shard, grad in zip(batch.shards, batch.values, strict=True)
+            for shard, grad in zip(batch.members.shards, batch.values, strict=True)
         ]
         with self._on_masters():
             for master, grad in zip(masters, grads, strict=True):

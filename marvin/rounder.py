@@ -119,15 +119,16 @@ class Rounder:
             self._seen = buffer, version_of(buffer)
         return self._formats
 
+    def has(self, module: nn.Module, formats: ModuleFormats) -> bool:
+        """Say whether ``module`` carries these formats, and nobody else has written to them."""
+        buffer, (seen, version) = getattr(module, BUFFER, None), self._seen
+        is_same = buffer is seen and buffer is not None and version_of(buffer) == version
+        return is_same and formats == self._formats
+
     @torch.no_grad()
     def write(self, module: nn.Module, formats: ModuleFormats) -> None:
         """Give ``module`` other formats."""
         buffer = getattr(module, BUFFER, None)
-        is_same = (
-            buffer is self._seen[0] and buffer is not None and version_of(buffer) == self._seen[1]
-        )
-        if is_same and formats == self._formats:
-            return
         numbers = encode_formats(formats, channels_of(module))
         if buffer is None:
             device = next((p.device for p in module.parameters()), numbers.device)

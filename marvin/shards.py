@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from marvin.ranks import reduced
 
-__all__ = ["Shard", "Spread", "accumulate_dtype", "is_sharded", "local", "shard_of", "spread"]
-__all__ += ["sum_vectors", "whole_norms"]
+__all__ = ["Shard", "Spread", "is_sharded", "local", "locals_of", "shard_of", "spread"]
+__all__ += ["accumulate_dtype", "sum_vectors", "whole_norms"]
+
+_PLAIN = {Tensor, nn.Parameter}
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,16 @@ class Spread:
 
 def local(x: Tensor) -> Tensor:
     """Return what this process holds of ``x``: the same memory, a plain tensor."""
-    if type(x) in (Tensor, nn.Parameter) or not is_sharded(x):
+    if type(x) in _PLAIN or not is_sharded(x):
         return x
     spread_tensor: Any = x
     with torch.no_grad():
         return spread_tensor.to_local()
+
+
+def locals_of(xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return what this process holds of each tensor; see ``local``."""
+    return xs if _PLAIN.issuperset(map(type, xs)) else [local(x) for x in xs]
 
 
 def shard_of(parameter: Tensor) -> Shard:

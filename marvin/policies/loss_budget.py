@@ -2,10 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from marvin.policies.range_policy import Observation, RangePolicy, Window, is_word_length
+from marvin.policies.range_policy import (
+    LayerBudget,
+    Observation,
+    RangePolicy,
+    Window,
+    is_word_length,
+)
 from marvin.policies.ranges import Limits, budget_noise
 from marvin.policies.records import Layer, Step, Update
 from marvin.settings import Checks
@@ -146,9 +152,10 @@ def _with_gradient(layer: Layer, step: Step) -> Layer:
     """Add this step's gradient to the window's, if there is one."""
     if layer.norm is None:
         return layer
-    total = layer.record.weight_sum + step.samples * layer.norm**2
-    return replace(
-        layer, record=replace(layer.record, weight_sum=total, count=layer.record.count + 1)
+    old: LayerBudget = layer.record
+    total = old.weight_sum + step.samples * layer.norm**2
+    return layer.but(
+        record=LayerBudget(old.fmt, old.inputs, total, old.count + 1, old.input_gradient)
     )
 
 

@@ -175,7 +175,7 @@ class MarvinPolicy(Policy):
         fmt = replace(record.fmt, wl=wl, fl=fl)
         emptied = LayerState(fmt, record.lookback, record.resolution)
         window = {"grad_sum": torch.zeros_like(layer.tensors["grad_sum"])}
-        return replace(layer, record=emptied, tensors=window), row
+        return layer.but(record=emptied, tensors=window), row
 
 
 def _observed(layer: Layer) -> Layer:
@@ -185,7 +185,7 @@ def _observed(layer: Layer) -> Layer:
     norm = layer.norm
     if layer.settings["normalize_gradients"]:
         norm = float(norm > 0)
-    return replace(layer, record=observe(layer.record, norm, layer.measured, layer.settings))
+    return layer.but(record=observe(layer.record, norm, layer.measured, layer.settings))
 
 
 def _lowest(

@@ -215,7 +215,7 @@ class MuppetPolicy(Policy):
             )
             for layer in layers
         ]
-        after = [replace(_forgotten(layer), record=LayerFormat(fmt)) for layer in layers]
+        after = [_forgotten(layer).but(record=LayerFormat(fmt)) for layer in layers]
         return Update(shared, after, rows)
 
 
@@ -264,9 +264,9 @@ def _remembered(layer: Layer, window: int) -> Layer:
     last = layer.tensors["last_grad"].unsqueeze(0)
     before = layer.tensors.get("epoch_grads", last[:0])
     grads = torch.cat([before, last])[-window:]
-    return replace(layer, tensors={**layer.tensors, "epoch_grads": grads})
+    return layer.but(tensors={**layer.tensors, "epoch_grads": grads})
 
 
 def _forgotten(layer: Layer) -> Layer:
     """Leave nothing but the last gradient."""
-    return replace(layer, tensors={"last_grad": layer.tensors["last_grad"]})
+    return layer.but(tensors={"last_grad": layer.tensors["last_grad"]})

