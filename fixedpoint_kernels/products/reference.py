@@ -64,6 +64,8 @@ def finish(sums: Tensor, exponents: Tensor | None, dim: int, dtype: torch.dtype)
     """Return whole numbers times powers of two, one for each index of ``dim``, or one for all."""
     if exponents is None:
         return sums.to(dtype)
+    if sums.is_floating_point():
+        sums = sums + 0.0  # integers have no -0
     scale = powers_of_two(exponents).view([-1 if i == dim else 1 for i in range(sums.dim())])
     return (sums.to(torch.float32) * scale).to(dtype)
 
