@@ -29,7 +29,8 @@ _PIECE = 2**16  # positions, a multiple of 64: so many products fit in int32
 # what each path replaces, see ``_TILES``
 enter: Any = None
 leave = narrow = wide = narrow_rows = wide_rows = enter
-GRAIN, NARROW_ROWS, WIDE_ROWS, FLIPS = 4, 0, 0, False
+GRAIN, NARROW_ROWS, WIDE_ROWS = 4, 0, 0
+FLIPS = 0  # or 1: True would become what 1 is in loops that Numba runs in parallel
 
 
 @njit
@@ -111,7 +112,7 @@ def _correlate(  # noqa: C901  loops over what lies in the cache
     most_positions,
     threads,
 ):
-    groups = (out_channels + 15) // 16
+    groups, flips = (out_channels + 15) // 16, FLIPS != 0 and signed
     for thread in prange(threads):
         memory = np.empty(buffer_bytes + 64, np.uint8)
         buffer = (memory.ctypes.data + 63) // 64 * 64
@@ -124,7 +125,7 @@ def _correlate(  # noqa: C901  loops over what lies in the cache
         placed_images, placed_row, placed_rows, n = -1, -1, -1, 0
         for k in range(len(jobs) * thread // threads, len(jobs) * (thread + 1) // threads):
             job = (jobs[k, 0], jobs[k, 1], jobs[k, 2], jobs[k, 3])
-            _fill(x, x_steps[0], x_steps[1], geometry, job, order, buffer, FLIPS and signed)
+            _fill(x, x_steps[0], x_steps[1], geometry, job, order, buffer, flips)
             if job[1] != placed_images or job[2] != placed_row or job[3] != placed_rows:
                 _, placed_images, placed_row, placed_rows = job
                 n = _place_outputs(offsets, job, slot_rows, columns, count[0], count[1], out_steps)
@@ -208,7 +209,7 @@ def _correlate_weights(  # noqa: C901
 ):
     down, plane_bytes, channels = geometry[0], geometry[5], geometry[7]
     groups, blocks = (grad_channels + 15) // 16, (channels + 15) // 16
-    padded = blocks * 16
+    padded, flips = blocks * 16, FLIPS != 0 and signed
     longest = (most_positions + 63) // 64 * 64
     reach = 0
     for t in range(taps):
@@ -227,7 +228,7 @@ def _correlate_weights(  # noqa: C901
         flat = (flat_memory.ctypes.data + 63) // 64 * 64
         b_memory = np.empty(groups * run_bytes + 64, np.uint8)
         b = (b_memory.ctypes.data + 63) // 64 * 64
-        ones_memory = np.ones(longest + 64 if FLIPS and signed else 0, np.uint8)
+        ones_memory = np.ones(longest + 64 if flips else 0, np.uint8)
         starts = np.empty(tile_rows + 4, np.int64)
         for t in range(taps):
             pixel = places[t]
@@ -250,10 +251,10 @@ def _correlate_weights(  # noqa: C901
             n = ((images - 1) * slot_rows + rows) * columns
             outputs = images * rows * count[1]
             if held and (shift != shifts[k] or held + outputs > LONGEST_SUM):
-                _fold(sums_view, totals[thread], tile_rows, groups, shift, FLIPS and signed)
+                _fold(sums_view, totals[thread], tile_rows, groups, shift, flips)
                 held = 0
             shift = shifts[k]
-            _fill(x, x_steps[0], x_steps[1], geometry, job, order, buffer, FLIPS and signed)
+            _fill(x, x_steps[0], x_steps[1], geometry, job, order, buffer, flips)
             for plane in range(down):
                 for phase in range(across):
                     source = buffer + plane * plane_bytes + phase * channels
@@ -277,7 +278,7 @@ def _correlate_weights(  # noqa: C901
                 steps = min(_PIECE, whole - piece)
                 table[0, 1] = (steps + GRAIN - 1) // GRAIN
                 if piece:
-                    _fold(sums_view, totals[thread], tile_rows, groups, shift, FLIPS and signed)
+                    _fold(sums_view, totals[thread], tile_rows, groups, shift, flips)
                 group = 0
                 while group < groups:
                     pair = group + 1 < groups and WIDE_ROWS > 0
@@ -297,7 +298,7 @@ def _correlate_weights(  # noqa: C901
                                 starts.ctypes.data + 8 * row, starts[row], line,
                                 table.ctypes.data, weights, run_bytes, place, row_bytes,
                             )  # fmt: skip
-                    if FLIPS and signed:
+                    if flips:
                         for half in range(2 if pair else 1):
                             place = sums + tile_rows * 16 * row_bytes + (group + half) * 64
                             narrow(
@@ -308,7 +309,7 @@ def _correlate_weights(  # noqa: C901
                     group += 2 if pair else 1
             held = held + outputs
         if held:
-            _fold(sums_view, totals[thread], tile_rows, groups, shift, FLIPS and signed)
+            _fold(sums_view, totals[thread], tile_rows, groups, shift, flips)
         leave()
         _keep(memory, turned_memory, flat_memory, b_memory, ones_memory, starts, table)
 
@@ -472,7 +473,7 @@ _TILES: dict[str, dict[str, Any]] = {
         "enter": _enter_amx,
         "leave": _leave_amx,
         "GRAIN": 64,
-        "FLIPS": False,
+        "FLIPS": 0,
         "narrow": _AMX_4X1,
         "NARROW_ROWS": 64,
         "narrow_rows": _narrow_rows_amx,
@@ -484,7 +485,7 @@ _TILES: dict[str, dict[str, Any]] = {
         "enter": _enter_nothing,
         "leave": _enter_nothing,
         "GRAIN": 4,
-        "FLIPS": True,
+        "FLIPS": 1,
         "narrow": _VNNI_16X1,
         "NARROW_ROWS": 16,
         "narrow_rows": _narrow_rows_avx512,
@@ -496,7 +497,7 @@ _TILES: dict[str, dict[str, Any]] = {
         "enter": _enter_nothing,
         "leave": _enter_nothing,
         "GRAIN": 4,
-        "FLIPS": True,
+        "FLIPS": 1,
         "narrow": _VNNI_4X1,
         "NARROW_ROWS": 4,
         "narrow_rows": _narrow_rows_avx,
@@ -559,7 +560,7 @@ def _run_correlation(
     """Write a correlation's part of the results."""
     images, height, width, channels = x.shape
     signed = x.dtype is torch.int8
-    flips = signed and _TILES[path]["FLIPS"]
+    flips = signed and bool(_TILES[path]["FLIPS"])
     macs = images * part.counts[0] * part.counts[1] * len(part.taps) * channels * out.shape[3]
     parallel = is_parallel(macs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1

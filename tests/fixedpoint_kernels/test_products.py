@@ -2,6 +2,7 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -457,3 +458,13 @@ def test_a_path_that_is_not_possible_is_refused(monkeypatch):
     monkeypatch.setenv(paths.VARIABLE, "amx")
     with pytest.raises(ValueError, match="'amx' is not possible here"):
         products.convolve(*GOOD[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [name for name in HERE if name in paths.OWN])
+def test_two_threads_compute_the_same(path):
+    """The tests run on one thread, for which other code is compiled."""
+    script = Path(__file__).with_name("products_on_threads.py")
+    both = {"OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}
+    environment = {**os.environ, **both, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, script, path], env=environment, check=True)
