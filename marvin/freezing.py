@@ -17,7 +17,7 @@ from marvin.nested import mapped, mapped_value
 from marvin.rounder import BUFFER, FLOATS, formats_of
 from marvin.rounding import Format
 
-__all__ = ["FrozenRounding", "freeze", "frozen_formats", "saved_classes"]
+__all__ = ["FrozenRounding", "freeze", "frozen_formats", "nearest_codes", "saved_classes"]
 
 _MOST = 126  # of ``block_fl``
 _POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)])  # a table: jit can trace it
@@ -138,11 +138,15 @@ def _round(x: Tensor, fmt: Format | None, *, per_sample: bool = False) -> Tensor
     if fmt is None or x.dtype not in FLOATS:
         return x
     if isinstance(fmt, FixedPoint):
-        low, high = float_bounds(fmt)
-        codes = (torch.round(x.float() * fmt.scale) + 0.0).clamp(low, high)
-        return (codes * fmt.lsb).to(x.dtype)
+        return (nearest_codes(x, fmt) * fmt.lsb).to(x.dtype)
     assert isinstance(fmt, BlockFloat)
     fl = block_fl(x, fmt, per_sample=per_sample)
     powers, place = _POWERS.to(x.device), fl.long() + _MOST
     codes = torch.round(x.float() * powers[place]) + 0.0
     return (codes.clamp(fmt.min_code, fmt.max_code) * powers[2 * _MOST - place]).to(x.dtype)
+
+
+def nearest_codes(x: Tensor, fmt: FixedPoint) -> Tensor:
+    """Return the codes of the nearest numbers, float32, in operators that can be traced."""
+    low, high = float_bounds(fmt)
+    return (torch.round(x.float() * fmt.scale) + 0.0).clamp(low, high)

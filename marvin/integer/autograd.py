@@ -15,7 +15,7 @@ from torch.nn.grad import conv1d_input, conv1d_weight, conv2d_input, conv2d_weig
 from fixedpoint_kernels import FixedPoint, decode, encode, products
 from fixedpoint_kernels.products.reference import powers_of_two
 from fixedpoint_kernels.products.shapes import NOT_FINITE
-from fixedpoint_kernels.rounding.reference import float_bounds
+from marvin.freezing import nearest_codes
 from marvin.integer.formats import Options, Product
 
 __all__ = ["Layer", "Noise", "multiply", "multiply_traceably"]
@@ -227,9 +227,7 @@ def _codes_of_weight(weight: Tensor, product: Product) -> Tensor:
 
 
 def _traceable(x: Tensor, fmt: FixedPoint) -> Tensor:
-    low, high = float_bounds(fmt)
-    dtype = torch.int8 if fmt.signed else torch.uint8
-    return torch.round(x.float() * fmt.scale).clamp(low, high).to(dtype)
+    return nearest_codes(x, fmt).to(torch.int8 if fmt.signed else torch.uint8)
 
 
 def _of_shifts(shifts: Sequence[int], x: Tensor, dim: int = 0) -> Tensor:
