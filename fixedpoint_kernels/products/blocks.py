@@ -25,6 +25,8 @@ class Blocks(NamedTuple):
     # rows more than outputs have, channels, height and width of an image
     geometry: tuple[int, ...]
     jobs: np.ndarray  # (jobs, 4) int64: first image, images, first row of outputs, rows
+    slots: int  # images of a job, at most
+    band: int  # rows of a job, at most
     columns: int  # positions a row
     slot_rows: int  # rows from one image of a block to the next
     places: np.ndarray  # (taps,) int64: position of each tap's pixel, relative to the first
@@ -75,6 +77,8 @@ def blocks(
     return Blocks(
         geometry=tuple(geometry),
         jobs=_jobs(images, slots, height, rows),
+        slots=slots,
+        band=rows,
         columns=pixels // across,
         slot_rows=slot,
         places=np.array([(r + top) // down * pixels + c + left for r, c in taps], np.int64),

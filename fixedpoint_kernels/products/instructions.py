@@ -1,0 +1,152 @@
+"""The tiles of each path, and kernels made of them: one definition, compiled for each path."""
+
+from functools import cache
+from types import FunctionType, MappingProxyType
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.threads import compile_both
+
+__all__ = ["FLIPS", "GRAINS", "compiled", "keep"]
+
+GRAINS = MappingProxyType({"amx": 64, "avx512_vnni": 4, "avx_vnni": 4})
+"""Bytes of a row that a tile takes at a time, by path."""
+FLIPS = MappingProxyType({"amx": 0, "avx512_vnni": 1, "avx_vnni": 1})
+"""1 where rows must be unsigned: signed codes go in as ``code + 128``."""
+
+
+@njit
+def keep(*_arrays):
+    """Keep arrays alive until here: Numba frees them after their last use, not that of addresses."""
+
+
+_VNNI_16X1 = tiles.vnni_tile(16, 1, 16)
+_VNNI_8X2 = tiles.vnni_tile(8, 2, 16)
+_VNNI_4X1 = tiles.vnni_tile(4, 1, 8)
+_AMX_4X1, _AMX_3X1, _AMX_1X1 = (tiles.amx_tile(rows, 1) for rows in (4, 3, 1))
+_AMX_2X2, _AMX_1X2 = (tiles.amx_tile(rows, 2) for rows in (2, 1))
+
+
+@njit
+def _enter_nothing():
+    pass
+
+
+@njit
+def _enter_amx():
+    configuration = np.zeros(64, np.uint8)
+    configuration[0] = 1
+    for tile in range(8):
+        configuration[16 + 2 * tile] = 64  # bytes of a row
+        configuration[48 + tile] = 16  # rows
+    tiles.configure(configuration.ctypes.data)
+    keep(configuration)
+
+
+@njit
+def _leave_amx():
+    tiles.release(0)
+
+
+@njit
+def _narrow_rows_amx(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
+    """Add 16 rows, or up to four times as many; return how many times."""
+    if left % 4 and left >= 3 and (left % 3 == 0 or left < 4):
+        _AMX_3X1(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+        return 3
+    if left < 4:
+        _AMX_1X1(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+        return 1
+    _AMX_4X1(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+    return 4
+
+
+@njit
+def _wide_rows_amx(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
+    if left == 1:
+        _AMX_1X2(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+        return 1
+    _AMX_2X2(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+    return 2
+
+
+@njit
+def _narrow_rows_avx512(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
+    a += first
+    _VNNI_16X1(signed, a, 0, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+    return 1
+
+
+@njit
+def _wide_rows_avx512(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
+    for row in range(0, 16, 8):
+        here, out = a + first + row * step, place + row * row_bytes
+        _VNNI_8X2(signed, here, 0, step, run, 1, b, group, out, row_bytes, out, row_bytes)
+    return 1
+
+
+@njit
+def _narrow_rows_avx(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
+    for row in range(0, 16, 4):
+        here, out = a + first + row * step, place + row * row_bytes
+        _VNNI_4X1(signed, here, 0, step, run, 1, b, group, out, row_bytes, out, row_bytes)
+    return 1
+
+
+# by the names that the kernels know them by: what has 16 columns is narrow, what has 32 wide
+_TILES: dict[str, dict[str, Any]] = {
+    "amx": {
+        "enter": _enter_amx,
+        "leave": _leave_amx,
+        "narrow": _AMX_4X1,
+        "NARROW_ROWS": 64,
+        "narrow_rows": _narrow_rows_amx,
+        "wide": _AMX_2X2,
+        "WIDE_ROWS": 32,
+        "wide_rows": _wide_rows_amx,
+    },
+    "avx512_vnni": {
+        "enter": _enter_nothing,
+        "leave": _enter_nothing,
+        "narrow": _VNNI_16X1,
+        "NARROW_ROWS": 16,
+        "narrow_rows": _narrow_rows_avx512,
+        "wide": _VNNI_8X2,
+        "WIDE_ROWS": 8,
+        "wide_rows": _wide_rows_avx512,
+    },
+    "avx_vnni": {
+        "enter": _enter_nothing,
+        "leave": _enter_nothing,
+        "narrow": _VNNI_4X1,
+        "NARROW_ROWS": 4,
+        "narrow_rows": _narrow_rows_avx,
+        "wide": _VNNI_4X1,
+        "WIDE_ROWS": 0,
+        "wide_rows": _narrow_rows_avx,
+    },
+}
+
+
+@cache
+def compiled(kernel: Any, path: str, *parts: Any) -> tuple[Any, Any]:
+    """Return a kernel with the tiles of a path, serial and parallel.
+
+    Args:
+        kernel: A plain function of ``prange`` loops, which knows tiles by the names of ``_TILES``.
+        path: One of ``GRAINS``.
+        parts: Plain functions that it calls, and that know tiles too, those called first.
+    """
+    scope: dict[str, Any] = {"FLIPS": FLIPS[path], "GRAIN": GRAINS[path], **_TILES[path]}
+    for part in parts:
+        scope[part.__name__] = njit(_with(part, scope, part.__name__))
+    return compile_both(_with(kernel, scope, f"{kernel.__name__}_{path}"))
+
+
+def _with(function: Any, scope: dict[str, Any], name: str) -> FunctionType:
+    copy = FunctionType(function.__code__, {**function.__globals__, **scope}, name)
+    copy.__qualname__ = name
+    return copy

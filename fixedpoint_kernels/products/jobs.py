@@ -1,0 +1,398 @@
+"""What a thread does with a few images, in Numba: copy them with their border, and multiply.
+
+Functions without ``@njit`` know the tiles of one path by name, see ``instructions.compiled``.
+Addresses are int64. What a job needs to know is a row of int64, whose places have the names below.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray, njit
+
+from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.products.blocks import Blocks, Runs
+from fixedpoint_kernels.products.shapes import Correlation
+
+__all__ = [
+    "PIECE",
+    "describe_outputs",
+    "describe_weights",
+    "flush",
+    "fold",
+    "multiply_weights",
+    "place_outputs",
+    "spread_weights",
+    "write_outputs",
+]
+
+PIECE = 2**16  # positions, a multiple of 64: so many products fit in int32
+
+# of the codes, their blocks and jobs
+X_IMAGE, X_ROW, DOWN, TOP, LEFT, PIXELS, SLOT_ROWS, PLANE_BYTES, EXTRA, CHANNELS = range(10)
+HEIGHT, WIDTH, SIGNED, COLUMNS, COUNT_ROWS, COUNT_COLUMNS, BUFFER_BYTES, POSITIONS = range(10, 18)
+SLOTS, BAND, WORK_BYTES = range(18, 21)
+# of a job that writes outputs
+DEPTH, RUNS, TABLE, STEP, OUT_IMAGE, OUT_ROW, OUT_COLUMN, OUT_CHANNELS, OUT_SIZE = range(21, 30)
+KIND, OFFSETS, STARTS = range(30, 33)
+# of a job that adds up products for weights
+ACROSS, TAPS, GRAD_CHANNELS, LINE, LONGEST, TILE_ROWS, GROUPS, ROW_STARTS = range(21, 29)
+TURNED_AT, FLAT_AT, B_AT, ONES, REACH, SUMS_SIZE = range(29, 35)
+FIELDS = 35
+
+_TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
+wide = narrow = wide_rows = narrow_rows = None
+FLIPS, GRAIN, NARROW_ROWS, WIDE_ROWS = 0, 4, 0, 0
+
+
+class Described(NamedTuple):
+    """A row of numbers, and what it has addresses of."""
+
+    row: np.ndarray
+    kept: tuple[np.ndarray, ...]
+
+
+def describe_outputs(
+    cut: Blocks,
+    runs: Runs,
+    part: Correlation,
+    out: tuple[int, int, int, int],
+    size: int,
+    kind: int,
+    signed: bool,
+) -> Described:
+    """Describe jobs that write outputs.
+
+    Args:
+        cut: Blocks of the codes.
+        runs: Of the taps.
+        part: Outputs and their taps.
+        out: Bytes of an image, a row and a column of results, and channels.
+        size: Bytes of a result.
+        kind: Of results, ``tiles.KINDS``.
+        signed: Whether codes are.
+    """
+    d = _blocks(cut, part, signed)
+    image, row, column, channels = out
+    d[[OUT_IMAGE, OUT_ROW, OUT_COLUMN]] = image, row * part.step[0], column * part.step[1]
+    step = part.stride[1] * d[CHANNELS]
+    starts = np.arange(4) * 16 * step
+    offsets = np.empty(cut.most_positions + 128, np.int64)
+    place_outputs(offsets, cut.slots, cut.band, d)
+    d[[DEPTH, RUNS, TABLE]] = runs.depth, len(runs.table), runs.table.ctypes.data
+    d[[STEP, OUT_CHANNELS, OUT_SIZE, KIND]] = step, channels, size, kind
+    d[[OFFSETS, STARTS]] = offsets.ctypes.data, starts.ctypes.data
+    d[WORK_BYTES] = d[BUFFER_BYTES] + _TILE_BYTES + 12 * (cut.most_positions + 128) + 64
+    return Described(d, (runs.table, offsets, starts))
+
+
+def describe_weights(cut: Blocks, part: Correlation, grad_channels: int, signed: bool) -> Described:
+    """Describe jobs that add up products for weights.
+
+    Args:
+        cut: Blocks of the codes.
+        part: Outputs and their taps.
+        grad_channels: Of the gradient.
+        signed: Whether codes are.
+    """
+    d = _blocks(cut, part, signed)
+    (down, across), channels, taps = part.stride, int(d[CHANNELS]), len(part.taps)
+    blocks, groups = -(channels // -16), -(grad_channels // -16)
+    longest = -(cut.most_positions // -64) * 64
+    reach = int(cut.places.max(initial=0)) // across
+    line = (longest + reach + 64 + 127) // 64 * 64  # bytes of a channel
+    line += 64 * (line % 512 == 0)  # not all in one set of the cache
+    rows = taps * blocks
+    firsts = (cut.planes * across + cut.places % across) * blocks * 16 * line + cut.places // across
+    starts = (firsts[:, None] + np.arange(blocks) * 16 * line).reshape(-1)
+    starts = np.append(starts, starts[-1:].repeat(4))
+    ones = np.ones(longest + 64, np.uint8)
+    turned, flat = down * across * blocks * 16 * line + 128, longest * grad_channels + 256
+    flat = -(flat // -64) * 64
+    d[[ACROSS, TAPS, GRAD_CHANNELS, LINE, LONGEST]] = across, taps, grad_channels, line, longest
+    d[[TILE_ROWS, GROUPS, ROW_STARTS, ONES]] = rows, groups, starts.ctypes.data, ones.ctypes.data
+    d[[TURNED_AT, FLAT_AT]] = d[BUFFER_BYTES], d[BUFFER_BYTES] + turned
+    d[[B_AT, REACH]] = d[BUFFER_BYTES] + turned + flat, reach
+    d[SUMS_SIZE] = ((rows + 4) * 16 + 16) * groups * 16
+    d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
+    return Described(d, (starts, ones))
+
+
+def _blocks(cut: Blocks, part: Correlation, signed: bool) -> np.ndarray:
+    down, top, left, pixels, slot_rows, plane_bytes, extra, channels, height, width = cut.geometry
+    d = np.zeros(FIELDS, np.int64)
+    d[[X_IMAGE, X_ROW, CHANNELS]] = height * width * channels, width * channels, channels
+    d[[HEIGHT, WIDTH, DOWN, TOP, LEFT, PIXELS]] = height, width, down, top, left, pixels
+    d[[SLOT_ROWS, PLANE_BYTES, EXTRA, SIGNED]] = slot_rows, plane_bytes, extra, signed
+    d[[COLUMNS, COUNT_ROWS, COUNT_COLUMNS]] = cut.columns, *part.counts
+    d[[BUFFER_BYTES, POSITIONS]] = -(cut.buffer_bytes // -64) * 64, cut.most_positions
+    d[[SLOTS, BAND]] = cut.slots, cut.band
+    return d
+
+
+@njit
+def number_of(order, i):
+    """Return the number of image ``i``: that at address ``order``, int64, or ``i`` itself."""
+    return carray(pointer_to(order), i + 1, np.int64)[i] if order else i
+
+
+@njit
+def _fill(d, x, order, first, images, first_row, rows, buffer, flip):
+    """Copy images to a buffer, with a border of code 0; flipped, that is 128."""
+    down, left, pixels, channels = d[DOWN], d[LEFT], d[PIXELS], d[CHANNELS]
+    row_bytes, zero = pixels * channels, 128 if flip else 0
+    skipped, begin = max(-left, 0), max(left, 0)
+    count = min(d[WIDTH] - skipped, pixels - begin) * channels
+    tail = (pixels - begin) * channels - count
+    for slot in range(images):
+        image = x + number_of(order, first + slot) * d[X_IMAGE]
+        for plane in range(down):
+            out = buffer + plane * d[PLANE_BYTES] + slot * d[SLOT_ROWS] * row_bytes
+            for i in range(rows + d[EXTRA]):
+                row = (first_row + i) * down + plane - d[TOP]
+                if row < 0 or row >= d[HEIGHT] or count <= 0:
+                    tiles.blank(out, row_bytes, zero)
+                else:
+                    tiles.blank(out, begin * channels, zero)
+                    source = image + row * d[X_ROW] + skipped * channels
+                    target = out + begin * channels
+                    if flip:
+                        tiles.copy_flipped(source, target, count)
+                    else:
+                        tiles.copy(source, target, count)
+                    tiles.blank(target + count, tail, zero)
+                out += row_bytes
+            tiles.blank(out, begin * channels, zero)  # what the last row reads behind it
+
+
+@njit
+def place_outputs(offsets, images, rows, d):
+    """Write where each position of a job goes, in bytes from its first one, or -1.
+
+    Args:
+        offsets: (positions + 128,) int64, to be written.
+        images: Of the job.
+        rows: Of the job.
+        d: Row of numbers.
+    """
+    n = ((images - 1) * d[SLOT_ROWS] + rows) * d[COLUMNS]
+    offsets[: n + 64] = -1
+    for slot in range(images):
+        for i in range(rows):
+            q = (slot * d[SLOT_ROWS] + i) * d[COLUMNS]
+            start = slot * d[OUT_IMAGE] + i * d[OUT_ROW]
+            for j in range(d[COUNT_COLUMNS]):
+                offsets[q + j] = start + j * d[OUT_COLUMN]
+
+
+def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, out, work):
+    """Multiply some images, or some rows of one, and write the results.
+
+    Args:
+        d: Row of numbers, of ``describe_outputs``.
+        x: Address of codes.
+        first: Image.
+        images: How many.
+        row: First one of outputs.
+        rows: How many.
+        b: Address of packed weights.
+        begin: Address of (groups, 16) int32 to start sums from.
+        scales: Address of float32: 16 a group, or one an image.
+        statistics: (groups, 48) int64, to be added to.
+        out: Address of the first image's first output.
+        work: Address of ``d[WORK_BYTES]`` bytes.
+    """
+    flips = FLIPS != 0 and d[SIGNED] != 0
+    buffer = (work + 63) // 64 * 64
+    sums = buffer + d[BUFFER_BYTES]
+    row_scales = sums + _TILE_BYTES
+    spare = row_scales + (d[POSITIONS] + 128) * 4
+    _fill(d, x, 0, first, images, row, rows, buffer, flips)
+    n = ((images - 1) * d[SLOT_ROWS] + rows) * d[COLUMNS]
+    offsets = d[OFFSETS]
+    if images != d[SLOTS] or rows != d[BAND]:
+        offsets = spare
+        place_outputs(carray(pointer_to(spare), d[POSITIONS] + 128, np.int64), images, rows, d)
+    first_out = out + first * d[OUT_IMAGE] + row * d[OUT_ROW]
+    kind, depth, step, out_channels = d[KIND], d[DEPTH], d[STEP], d[OUT_CHANNELS]
+    by_row = kind == 4 or kind == 5
+    if by_row:
+        of_rows = carray(pointer_to(row_scales), d[POSITIONS] + 128, np.float32)
+        of_images = carray(pointer_to(scales), first + images, np.float32)
+        for slot in range(images):
+            here = slot * d[SLOT_ROWS] * d[COLUMNS]
+            of_rows[here : here + d[SLOT_ROWS] * d[COLUMNS]] = of_images[first + slot]
+    group, groups = 0, (out_channels + 15) // 16
+    while group < groups:
+        pair = group + 1 < groups and WIDE_ROWS > 0
+        at_once = WIDE_ROWS if pair else NARROW_ROWS
+        sums_step = 128 if pair else 64
+        weights, start = b + group * depth * 16, begin + group * 64
+        for q in range(0, n, at_once):
+            a = buffer + q * step
+            if pair:
+                wide(
+                    d[SIGNED], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
+                    start, 0, sums, sums_step,
+                )  # fmt: skip
+            else:
+                narrow(
+                    d[SIGNED], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
+                    start, 0, sums, sums_step,
+                )  # fmt: skip
+            for half in range(2 if pair else 1):
+                channel = (group + half) * 16
+                scale = row_scales + 4 * q if by_row else scales + 4 * channel
+                tiles.emit(
+                    kind, sums + 64 * half, sums_step, offsets + 8 * q, at_once,
+                    first_out + channel * d[OUT_SIZE], min(16, out_channels - channel), scale,
+                    statistics[group + half].ctypes.data,
+                )  # fmt: skip
+        group += 2 if pair else 1
+
+
+@njit
+def flush(totals, recent):
+    """Add the sums of a job to those of its thread: sums, and both halves of squares.
+
+    Args:
+        totals: (groups, 48) int64.
+        recent: (groups, 48) int64, of the job; becomes 0.
+    """
+    for group in range(len(recent)):
+        for i in range(16):
+            totals[group, i] += recent[group, i]
+            square = recent[group, 16 + i]
+            totals[group, 16 + i] += square >> 32
+            totals[group, 32 + i] += square & 0xFFFFFFFF
+            recent[group, i] = 0
+            recent[group, 16 + i] = 0
+
+
+def spread_weights(d, x, order, first, images, row, rows, grad, work):
+    """Lay out some images and their gradient for ``multiply_weights``; return how many positions.
+
+    Args:
+        d: Row of numbers, of ``describe_weights``.
+        x: Address of codes.
+        order: Address of the images' numbers, int64, or 0.
+        first: Of ``order``.
+        images: How many.
+        row: First one of outputs.
+        rows: How many.
+        grad: Address of codes of the gradient.
+        work: Address of ``d[WORK_BYTES]`` bytes.
+    """
+    flips = FLIPS != 0 and d[SIGNED] != 0
+    buffer = (work + 63) // 64 * 64
+    turned, flat, b = buffer + d[TURNED_AT], buffer + d[FLAT_AT], buffer + d[B_AT]
+    down, across, channels, line = d[DOWN], d[ACROSS], d[CHANNELS], d[LINE]
+    padded = (channels + 15) // 16 * 16
+    n = ((images - 1) * d[SLOT_ROWS] + rows) * d[COLUMNS]
+    _fill(d, x, order, first, images, row, rows, buffer, flips)
+    for plane in range(down):
+        for phase in range(across):
+            source = buffer + plane * d[PLANE_BYTES] + phase * channels
+            target = turned + (plane * across + phase) * padded * line
+            for q in range(0, n + d[REACH], 16):
+                for c in range(0, channels, 16):
+                    tiles.transpose(
+                        source + q * across * channels + c,
+                        across * channels,
+                        target + c * line + q,
+                        line,
+                    )
+    whole = (n + 63) // 64 * 64
+    grad_channels, run_bytes = d[GRAD_CHANNELS], d[LONGEST] * 16
+    _flatten(d, grad, order, first, images, row, rows, flat, whole)
+    for group in range(d[GROUPS]):
+        target = b + group * run_bytes
+        for q in range(0, whole, 4):
+            source = flat + q * grad_channels + group * 16
+            tiles.interleave(source, grad_channels, target + q * 16)
+    return whole
+
+
+@njit
+def _flatten(d, grad, order, first, images, row, rows, out, positions):
+    """Copy a gradient so that its rows lie as those of the inputs, 0 between."""
+    channels = d[GRAD_CHANNELS]
+    tiles.blank(out, positions * channels, 0)
+    row_bytes = d[COUNT_COLUMNS] * channels
+    for slot in range(images):
+        source = grad + (number_of(order, first + slot) * d[COUNT_ROWS] + row) * row_bytes
+        for i in range(rows):
+            place = out + (slot * d[SLOT_ROWS] + i) * d[COLUMNS] * channels
+            tiles.copy(source + i * row_bytes, place, row_bytes)
+
+
+def multiply_weights(d, piece, steps, sums, work):
+    """Add products of ``PIECE`` positions or fewer to int32 sums.
+
+    Args:
+        d: Row of numbers.
+        piece: First position.
+        steps: Positions, a multiple of 64.
+        sums: Address of ``d[SUMS_SIZE]`` int32, a multiple of 64.
+        work: As of ``spread_weights``.
+    """
+    flips = FLIPS != 0 and d[SIGNED] != 0
+    buffer = (work + 63) // 64 * 64
+    turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]
+    table = carray(pointer_to(buffer), 2, np.int64)  # codes there are read no more
+    table[0], table[1] = 0, (steps + GRAIN - 1) // GRAIN
+    tile_rows, groups, run_bytes, line = d[TILE_ROWS], d[GROUPS], d[LONGEST] * 16, d[LINE]
+    starts = carray(pointer_to(d[ROW_STARTS]), tile_rows, np.int64)
+    row_bytes, group = groups * 64, 0
+    while group < groups:
+        pair = group + 1 < groups and WIDE_ROWS > 0
+        weights = b + group * run_bytes + piece * 16
+        row = 0
+        while row < tile_rows:
+            place = sums + row * 16 * row_bytes + group * 64
+            here = d[ROW_STARTS] + 8 * row
+            if pair:
+                row += wide_rows(
+                    d[SIGNED], tile_rows - row, turned + piece, here, starts[row], line,
+                    buffer, weights, run_bytes, place, row_bytes,
+                )  # fmt: skip
+            else:
+                row += narrow_rows(
+                    d[SIGNED], tile_rows - row, turned + piece, here, starts[row], line,
+                    buffer, weights, run_bytes, place, row_bytes,
+                )  # fmt: skip
+        if flips:
+            for half in range(2 if pair else 1):
+                place = sums + tile_rows * 16 * row_bytes + (group + half) * 64
+                narrow(
+                    0, d[ONES], d[ROW_STARTS], 0, buffer, 1, weights + half * run_bytes,
+                    run_bytes, place, 0, place, 0,
+                )  # fmt: skip
+        group += 2 if pair else 1
+
+
+@njit
+def fold(d, sums, totals, shift, flipped):
+    """Move int32 sums to int64 totals, ``shift`` bits up.
+
+    Args:
+        d: Row of numbers.
+        sums: Address, as of ``multiply_weights``.
+        totals: (rows, 16 * groups) int64.
+        shift: Bits.
+        flipped: Whether codes were unsigned only here.
+    """
+    n = d[GROUPS] * 16
+    held = carray(pointer_to(sums), d[SUMS_SIZE], np.int32)
+    last = held[d[TILE_ROWS] * 16 * n : (d[TILE_ROWS] * 16 + 1) * n]
+    for row in range(d[TILE_ROWS] * 16):
+        values, total = held[row * n : row * n + n], totals[row]
+        if flipped:
+            for i in range(n):
+                total[i] += np.int64(np.int32(values[i] - np.int32(128) * last[i])) << shift
+                values[i] = 0
+        else:
+            for i in range(n):
+                total[i] += np.int64(values[i]) << shift
+                values[i] = 0
+    last[:] = 0
