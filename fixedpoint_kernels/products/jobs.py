@@ -37,8 +37,8 @@ DEPTH, RUNS, TABLE, STEP, OUT_IMAGE, OUT_ROW, OUT_COLUMN, OUT_CHANNELS, OUT_SIZE
 KIND, OFFSETS, STARTS = range(30, 33)
 # of a job that adds up products for weights
 ACROSS, TAPS, GRAD_CHANNELS, LINE, LONGEST, TILE_ROWS, GROUPS, ROW_STARTS = range(21, 29)
-TURNED_AT, FLAT_AT, B_AT, ONES, REACH, SUMS_SIZE = range(29, 35)
-FIELDS = 35
+TURNED_AT, FLAT_AT, B_AT, ONES, REACH, SUMS_SIZE, GRAD_IMAGE = range(29, 36)
+FIELDS = 36
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
 wide = narrow = wide_rows = narrow_rows = None
@@ -113,6 +113,7 @@ def describe_weights(cut: Blocks, part: Correlation, grad_channels: int, signed:
     d[[TILE_ROWS, GROUPS, ROW_STARTS, ONES]] = rows, groups, starts.ctypes.data, ones.ctypes.data
     d[[TURNED_AT, FLAT_AT]] = d[BUFFER_BYTES], d[BUFFER_BYTES] + turned
     d[[B_AT, REACH]] = d[BUFFER_BYTES] + turned + flat, reach
+    d[GRAD_IMAGE] = part.counts[0] * part.counts[1] * grad_channels
     d[SUMS_SIZE] = ((rows + 4) * 16 + 16) * groups * 16
     d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
     return Described(d, (starts, ones))
@@ -320,7 +321,7 @@ def _flatten(d, grad, order, first, images, row, rows, out, positions):
     tiles.blank(out, positions * channels, 0)
     row_bytes = d[COUNT_COLUMNS] * channels
     for slot in range(images):
-        source = grad + (number_of(order, first + slot) * d[COUNT_ROWS] + row) * row_bytes
+        source = grad + number_of(order, first + slot) * d[GRAD_IMAGE] + row * row_bytes
         for i in range(rows):
             place = out + (slot * d[SLOT_ROWS] + i) * d[COLUMNS] * channels
             tiles.copy(source + i * row_bytes, place, row_bytes)

@@ -16,7 +16,7 @@ _MAGIC, _MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # added, whole numbers stand in t
 
 
 @intrinsic
-def _round_block(_context, x, codes, at, block, key, scale):
+def round_block(_context, x, codes, at, block, key, scale):
     """Round ``_BLOCK`` elements from ``x[at]`` on to ``codes``.
 
     x (m,) float32; codes (m,) int8; block: of the noise, int64; key (seed, stream); scale float32.
@@ -40,7 +40,7 @@ def _round_block(_context, x, codes, at, block, key, scale):
 
 
 @compiled()
-def _exponent(bits):
+def exponent_of(bits):
     # as ``reference.exponents_of``
     largest = np.int32(0)
     for i in range(bits.size):
@@ -56,23 +56,23 @@ def _round(x, bits, codes, exponents, powers, seed, stream, first):
     blocks = (elements + 15) // 16  # of noise, a sample
     whole = elements // _BLOCK * _BLOCK
     for sample in prange(n):
-        exponent = _exponent(bits[sample])
+        exponent = exponent_of(bits[sample])
         exponents[sample] = exponent
         if exponent == 128:
             codes[sample] = 0
             continue
         scale, start, key = powers[exponent + 126], (first + sample) * blocks, (seed, stream)
         for at in range(0, whole, _BLOCK):
-            _round_block(x[sample], codes[sample], at, start + at // 16, key, scale)
+            round_block(x[sample], codes[sample], at, start + at // 16, key, scale)
         if whole < elements:
             padded_x, padded_codes = np.zeros(_BLOCK, np.float32), np.empty(_BLOCK, np.int8)
             padded_x[: elements - whole] = x[sample, whole:]
-            _round_block(padded_x, padded_codes, 0, start + whole // 16, key, scale)
+            round_block(padded_x, padded_codes, 0, start + whole // 16, key, scale)
             codes[sample, whole:] = padded_codes[: elements - whole]
 
 
 _round_serial, _round_parallel = compile_both(_round)
-_POWERS = np.ldexp(np.float32(1), np.arange(126, -128, -1)).astype(np.float32)
+POWERS = np.ldexp(np.float32(1), np.arange(126, -128, -1)).astype(np.float32)
 
 
 def round_per_sample(x: Tensor, key: Key) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def round_per_sample(x: Tensor, key: Key) -> tuple[Tensor, Tensor]:
         values.view(torch.int32).numpy(),
         codes.numpy(),
         exponents.numpy(),
-        _POWERS,
+        POWERS,
         *(key.seed, key.stream, key.offset),
     )
     return codes, exponents

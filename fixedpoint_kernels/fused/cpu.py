@@ -1,0 +1,517 @@
+"""One kernel that runs the operations of a program on images, a few at a time; see ``program``.
+
+A thread takes a few images through all operations of a region while they are in its cache.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, prange
+
+from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.llvm import passes, tiles
+from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.products import jobs
+from fixedpoint_kernels.products.instructions import compiled
+from fixedpoint_kernels.products.packing import pack
+from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
+
+__all__ = ["collect", "pack_weights", "run"]
+
+_BLOCK = passes.BLOCK
+_NOISE_BLOCK = f.NOISE_BLOCK
+
+enter: Any = None
+leave = write_outputs = spread_weights = multiply_weights = enter
+FLIPS = 0
+
+
+@njit
+def _floats(address, n):
+    return carray(pointer_to(address), n, np.float32)
+
+
+@njit
+def _doubles(address, n):
+    return carray(pointer_to(address), n, np.float64)
+
+
+@njit
+def _longs(address, n):
+    return carray(pointer_to(address), n, np.int64)
+
+
+# ------------------------------------------------------------------ once a region: coefficients
+
+
+@njit
+def _spread(values, channels, pattern, address):
+    """Write a number for each channel, again and again, as elements lie."""
+    out = _floats(address, pattern)
+    for i in range(pattern):
+        out[i] = values[i % channels]
+
+
+@njit
+def _coefficients(d, threads):
+    """Write by what a layer's sums are multiplied and what is added, from all its sums."""
+    channels, groups = d[f.CHANNELS], (d[f.CHANNELS] + 15) // 16
+    sums = carray(pointer_to(d[f.STATISTICS]), (threads, groups, 48), np.int64)
+    means, inverses = _doubles(d[f.MEANS], channels), _doubles(d[f.INVERSES], channels)
+    variances, numbers = _doubles(d[f.VARIANCES], channels), _doubles(d[f.NUMBERS], 2)
+    a, b = np.empty(channels, np.float32), np.empty(channels, np.float32)
+    count, power, eps = d[f.POSITIONS], numbers[0], numbers[1]
+    for c in range(channels):
+        group, lane = c // 16, c % 16
+        place = 16 + lane // 2 + 8 * (lane % 2)  # even columns, then odd ones
+        total, high, low = np.int64(0), np.int64(0), np.int64(0)
+        for thread in range(threads):
+            total += sums[thread, group, lane]
+            high += sums[thread, group, place]
+            low += sums[thread, group, place + 16]
+        high, low = high + (low >> 32), low & 0xFFFFFFFF
+        squares = np.float64(high) * 2.0**32 + np.float64(low)
+        mean = np.float64(total) / count
+        variance = max(squares / count - mean * mean, 0.0)
+        mean, variance = mean * power, variance * (power * power)
+        inverse = 1.0 / np.sqrt(variance + eps)
+        means[c], variances[c], inverses[c] = mean, variance, inverse
+        scale = np.float64(_floats(d[f.SCALE], channels)[c]) if d[f.SCALE] else 1.0
+        shift = np.float64(_floats(d[f.SHIFT], channels)[c]) if d[f.SHIFT] else 0.0
+        factor = scale * inverse
+        a[c], b[c] = factor, shift - factor * mean
+    _spread(a, channels, d[f.PATTERN], d[f.A])
+    _spread(b, channels, d[f.PATTERN], d[f.B])
+
+
+@njit
+def _bias(d):
+    """Write the coefficients of a layer without batch norm."""
+    channels = d[f.CHANNELS]
+    a, b = np.ones(channels, np.float32), np.zeros(channels, np.float32)
+    if d[f.SHIFT]:
+        b[:] = _floats(d[f.SHIFT], channels)
+    _spread(a, channels, d[f.PATTERN], d[f.A])
+    _spread(b, channels, d[f.PATTERN], d[f.B])
+
+
+@njit
+def _gradient_coefficients(d, images):
+    """Write those of batch norm's backward, and the gradients of its scale and shift."""
+    channels, stride = d[f.CHANNELS], d[f.SUMS_STRIDE]
+    sums = _doubles(d[f.SUMS], images * 3 * stride)
+    of_scale, of_shift = _floats(d[f.OF_SCALE], channels), _floats(d[f.OF_SHIFT], channels)
+    a, b, c = (
+        np.empty(channels, np.float32),
+        np.empty(channels, np.float32),
+        np.empty(channels, np.float32),
+    )
+    count = d[f.POSITIONS]
+    for i in range(channels):
+        first, second = 0.0, 0.0
+        for n in range(images):
+            first += sums[3 * n * stride + i]
+            second += sums[(3 * n + d[f.WHICH]) * stride + i]
+        of_shift[i] = first
+        if not d[f.HAS_NORM]:
+            continue
+        mean = _doubles(d[f.MEANS], channels)[i]
+        inverse = _doubles(d[f.INVERSES], channels)[i]
+        own = (second - mean * first) * inverse
+        of_scale[i] = own
+        scale = np.float64(_floats(d[f.SCALE], channels)[i]) if d[f.SCALE] else 1.0
+        factor = scale * inverse
+        slope = -factor * inverse * own / count
+        a[i], b[i], c[i] = factor, slope, -factor * first / count - slope * mean
+    if d[f.HAS_NORM]:
+        _spread(a, channels, d[f.PATTERN], d[f.GA])
+        _spread(b, channels, d[f.PATTERN], d[f.GB])
+        _spread(c, channels, d[f.PATTERN], d[f.GC])
+
+
+# ------------------------------------------------------------------ on one image
+
+
+@njit
+def _make_value(d, n, spare, scale, low, high):
+    """Make the elements of a value, and codes of them; return how many were clamped."""
+    padded, pattern = d[f.PADDED], d[f.PATTERN]
+    y_step = 4 if d[f.Y] else 0
+    start, clamped, at = n * padded, np.int64(0), np.int64(0)
+    for e in range(0, padded, _BLOCK):
+        here = start + e
+        y = d[f.Y] + 4 * here if y_step else spare
+        if d[f.FIRST] == f.BFLOAT16:
+            passes.scale_bfloat16(d[f.Z] + 2 * here, d[f.A] + 4 * at, d[f.B] + 4 * at, y)
+        elif d[f.FIRST] == f.FLOAT32:
+            passes.scale(d[f.Z] + 4 * here, d[f.A] + 4 * at, d[f.B] + 4 * at, y)
+        elif d[f.X]:
+            passes.move(d[f.X] + 4 * here, y)
+        if d[f.SECOND] == f.BFLOAT16:
+            passes.add_scaled_bfloat16(d[f.Z2] + 2 * here, d[f.A2] + 4 * at, d[f.B2] + 4 * at, y)
+        elif d[f.SECOND] == f.FLOAT32:
+            passes.add_scaled(d[f.Z2] + 4 * here, d[f.A2] + 4 * at, d[f.B2] + 4 * at, y)
+        elif d[f.SECOND] == f.PLAIN:
+            passes.add(d[f.Z2] + 4 * here, y)
+        above = np.int64(-1)
+        if d[f.RELU]:
+            above = passes.relu(y)
+            if d[f.RELU_MASK]:
+                passes.store_mask(above, d[f.RELU_MASK] + here // 8)
+        if d[f.CODES]:
+            inside = passes.code(y, d[f.CODES] + here, scale, low, high)
+            left = d[f.ELEMENTS] - e
+            own = (np.int64(1) << left) - 1 if left < _BLOCK else np.int64(-1)
+            clamped += passes.count(~inside & own)
+            if d[f.CLIP_MASK]:
+                if not d[f.CLIPS]:
+                    inside = np.int64(-1)
+                mask = inside & above if d[f.BOTH] else inside
+                passes.store_mask(mask & own, d[f.CLIP_MASK] + here // 8)
+        at += _BLOCK
+        if at == pattern:
+            at = 0
+    return clamped
+
+
+@njit
+def _round_gradient(d, n, slot, dz, codes, scales):
+    """Round the gradient of what a layer makes, of one image, to codes of its own power of two."""
+    padded, pattern, elements = d[f.PADDED], d[f.PATTERN], d[f.ELEMENTS]
+    start, at = n * padded, np.int64(0)
+    largest = np.zeros(_BLOCK, np.int32)
+    place = largest.ctypes.data
+    for e in range(0, padded, _BLOCK):
+        here, out = start + e, dz + 4 * e
+        if d[f.FIRST] == f.BFLOAT16:
+            passes.gradient_bfloat16(
+                d[f.G] + 4 * here, d[f.Z] + 2 * here, d[f.GA] + 4 * at, d[f.GB] + 4 * at,
+                d[f.GC] + 4 * at, out,
+            )  # fmt: skip
+        else:
+            passes.move(d[f.G] + 4 * here, out)
+        if e + _BLOCK > elements:
+            _floats(out, _BLOCK)[elements - e :] = 0.0
+        passes.largest(out, place)
+        at += _BLOCK
+        if at == pattern:
+            at = 0
+    exponent = exponent_of(largest)
+    powers = _floats(d[f.POWERS], n + 1)
+    powers[n] = 0.0
+    scales[slot] = np.inf if exponent == 128 else np.ldexp(1.0, exponent)
+    moved = min(exponent - d[f.WEIGHT_FL], 127)
+    # inf: what is multiplied into it becomes NaN
+    powers[n] = np.float32(np.inf) if exponent == 128 else np.float32(np.ldexp(1.0, moved))
+    whole = (elements + _NOISE_BLOCK - 1) // _NOISE_BLOCK * _NOISE_BLOCK
+    out = carray(pointer_to(codes), whole, np.int8)
+    if exponent == 128:
+        out[:] = 0
+        return
+    values, first = _floats(dz, whole), n * ((elements + 15) // 16)
+    power = POWERS[exponent + 126]
+    for e in range(0, elements, _NOISE_BLOCK):
+        round_block(values, out, e, first + e // 16, (d[f.SEED], d[f.STREAM]), power)
+
+
+@njit
+def _finish(d, n, dx, spare, sums):
+    """Add up what comes back to a value, of one image; at the last, batch norm's two sums too."""
+    padded, pattern, channels = d[f.PADDED], d[f.PATTERN], d[f.CHANNELS]
+    start, at = n * padded, np.int64(0)
+    second, third = sums + 4 * pattern, sums + 8 * pattern
+    if d[f.IS_LAST]:
+        _floats(sums, 3 * pattern)[:] = 0.0
+    for e in range(0, padded, _BLOCK):
+        here = start + e
+        g = spare  # what is added may lie where the result goes
+        if d[f.HAS_PRODUCT]:
+            if d[f.CLIP_MASK]:
+                passes.masked(dx + 4 * e, d[f.CLIP_MASK] + here // 8, g)
+            else:
+                passes.move(dx + 4 * e, g)
+            if d[f.ADD]:
+                passes.add(d[f.ADD] + 4 * here, g)
+        else:
+            passes.move(d[f.ADD] + 4 * here, g)
+        if d[f.ADD2]:
+            passes.add(d[f.ADD2] + 4 * here, g)
+        if d[f.IS_LAST]:
+            if d[f.RELU_MASK]:
+                passes.masked(g, d[f.RELU_MASK] + here // 8, g)
+            if e + _BLOCK > d[f.ELEMENTS]:
+                _floats(g, _BLOCK)[d[f.ELEMENTS] - e :] = 0.0
+            passes.add_up(g, sums + 4 * at)
+            if d[f.FIRST] == f.BFLOAT16:
+                passes.add_up_products_bfloat16(g, d[f.Z] + 2 * here, second + 4 * at)
+            if d[f.SECOND] == f.BFLOAT16:
+                passes.add_up_products_bfloat16(g, d[f.Z2] + 2 * here, third + 4 * at)
+        passes.move(g, d[f.OUT] + 4 * here)
+        at += _BLOCK
+        if at == pattern:
+            at = 0
+    if d[f.IS_LAST] and d[f.SUMS]:
+        stride = d[f.SUMS_STRIDE]
+        out, found = _doubles(d[f.SUMS] + 24 * n * stride, 3 * stride), _floats(sums, 3 * pattern)
+        out[:] = 0.0
+        for k in range(3):
+            for i in range(pattern):
+                out[k * stride + i % channels] += found[k * pattern + i]
+
+
+@njit
+def _fold(j, sums, totals, scale, flipped):
+    """Add int32 sums times a power of two to float64 totals; the sums become 0."""
+    n = j[jobs.GROUPS] * 16
+    held = carray(pointer_to(sums), j[jobs.SUMS_SIZE], np.int32)
+    last = held[j[jobs.TILE_ROWS] * 16 * n : (j[jobs.TILE_ROWS] * 16 + 1) * n]
+    for row in range(j[jobs.TILE_ROWS] * 16):
+        values, total = held[row * n : row * n + n], totals[row * n : row * n + n]
+        if flipped:
+            for i in range(n):
+                total[i] += np.float64(np.int32(values[i] - np.int32(128) * last[i])) * scale
+                values[i] = 0
+        else:
+            for i in range(n):
+                total[i] += np.float64(values[i]) * scale
+                values[i] = 0
+    last[:] = 0
+
+
+@njit
+def _sort(order, scales, images):
+    """Order images by the power of two of their gradient, largest first."""
+    for i in range(images):
+        order[i] = i
+    for i in range(1, images):
+        own, j = order[i], i - 1
+        while j >= 0 and scales[order[j]] < scales[own]:
+            order[j + 1] = order[j]
+            j -= 1
+        order[j + 1] = own
+
+
+def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums, held):
+    """Add the products of a few images to a layer's weight gradient.
+
+    ``held``: how many positions ``sums`` has, and of what power; it is brought up to date.
+    """
+    flipped = FLIPS != 0 and j[jobs.SIGNED] != 0
+    at = 0
+    while at < images:
+        power, end = scales[order[at]], at + 1
+        while end < images and end - at < j[jobs.SLOTS] and scales[order[end]] == power:
+            end += 1
+        for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
+            rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
+            outputs = (end - at) * rows * j[jobs.COUNT_COLUMNS]
+            if held[0] > 0 and (power != held[1] or held[0] + outputs > f.LONGEST_SUM):
+                _fold(j, sums, totals, held[1], flipped)
+                held[0] = 0
+            held[1] = power
+            source = x + first * j[jobs.X_IMAGE]
+            whole = spread_weights(
+                j, source, order.ctypes.data, at, end - at, row, rows, codes, work
+            )
+            multiply_weights(j, 0, whole, sums, work)
+            held[0] += outputs
+        at = end
+
+
+def region(table, reals, details, begin, end, images, chunk, scratch, scratch_bytes, places, threads):
+    """Run the operations ``begin`` to ``end`` on all images.
+
+    Args:
+        table: (operations, ...) int64, see ``fields``.
+        reals: (operations, 3) float32: scale, lowest and highest code.
+        details: (operations, ...) int64, rows of ``jobs``.
+        begin: First operation.
+        end: After the last one.
+        images: How many.
+        chunk: How many a thread takes at a time.
+        scratch: Address of each thread's memory, one after the other.
+        scratch_bytes: Of a thread.
+        places: (8,) int64: where in it which part begins, see ``fields``.
+        threads: How many.
+    """
+    for k in range(begin, end):
+        d = table[k]
+        if d[f.KIND] == f.COEFFICIENTS:
+            if d[f.HAS_NORM]:
+                _coefficients(d, threads)
+            else:
+                _bias(d)
+        elif d[f.KIND] == f.GRADIENT_COEFFICIENTS:
+            _gradient_coefficients(d, images)
+    for thread in prange(threads):
+        own = scratch + thread * scratch_bytes
+        work, dz, codes, dx = own, own + places[1], own + places[2], own + places[3]
+        spare, sums, recent_at = own + places[4], own + places[5], own + places[6]
+        weight_sums = own + places[7]
+        order, scales = np.empty(chunk, np.int64), np.empty(chunk, np.float64)
+        held = np.zeros((end - begin, 2), np.float64)
+        enter()
+        for k in range(begin, end):
+            if table[k, f.KIND] == f.WEIGHT_PRODUCT:
+                j, at = details[k], weight_sums + table[k, f.SUMS]
+                tiles.blank(at, j[jobs.SUMS_SIZE] * 4, 0)
+                size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
+                tiles.blank(table[k, f.TOTALS] + 8 * thread * size, 8 * size, 0)
+        last = images * (thread + 1) // threads
+        for first in range(images * thread // threads, last, chunk):
+            count = min(chunk, last - first)
+            for k in range(begin, end):
+                d, j = table[k], details[k]
+                kind = d[f.KIND]
+                if kind == f.VALUE:
+                    clamped = np.int64(0)
+                    for n in range(first, first + count):
+                        clamped += _make_value(d, n, spare, reals[k, 0], reals[k, 1], reals[k, 2])
+                    if d[f.CLAMPED]:
+                        _longs(d[f.CLAMPED], thread + 1)[thread] += clamped
+                elif kind == f.PRODUCT:
+                    groups = (j[jobs.OUT_CHANNELS] + 15) // 16
+                    recent = carray(pointer_to(recent_at), (groups, 48), np.int64)
+                    place = d[f.STATISTICS] + thread * groups * 384
+                    totals = carray(pointer_to(place), (groups, 48), np.int64)
+                    if d[f.HAS_NORM]:
+                        tiles.blank(recent_at, groups * 384, 0)
+                    for n in range(first, first + count, j[jobs.SLOTS]):
+                        slots = min(j[jobs.SLOTS], first + count - n)
+                        for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
+                            rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
+                            write_outputs(
+                                j, d[f.X], n, slots, row, rows, d[f.WEIGHTS], d[f.BEGIN],
+                                d[f.POWERS], recent, d[f.OUT], work,
+                            )  # fmt: skip
+                            if d[f.HAS_NORM]:
+                                jobs.flush(totals, recent)
+                elif kind == f.GRADIENT:
+                    for n in range(first, first + count):
+                        slot = n - first
+                        place = codes + slot * d[f.CODES_STEP]
+                        _round_gradient(d, n, slot, dz, place, scales)
+                    _sort(order, scales, count)
+                elif kind == f.WEIGHT_PRODUCT:
+                    size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
+                    totals = _doubles(d[f.TOTALS] + 8 * thread * size, size)
+                    at = weight_sums + d[f.SUMS]
+                    add_weights(
+                        d, j, first, count, d[f.X], codes, order, scales, totals, work, at,
+                        held[k - begin],
+                    )  # fmt: skip
+                elif kind == f.INPUT_PRODUCT:
+                    if d[f.ZEROES]:  # some places meet no weight
+                        tiles.blank(dx, 4 * count * d[f.PADDED], 0)
+                    groups = (j[jobs.OUT_CHANNELS] + 15) // 16
+                    recent = carray(pointer_to(recent_at), (groups, 48), np.int64)
+                    power = d[f.POWERS] + 4 * first
+                    for n in range(0, count, j[jobs.SLOTS]):
+                        slots = min(j[jobs.SLOTS], count - n)
+                        for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
+                            rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
+                            write_outputs(
+                                j, codes, n, slots, row, rows, d[f.WEIGHTS], d[f.BEGIN], power,
+                                recent, dx + d[f.OUT], work,
+                            )  # fmt: skip
+                elif kind == f.FINISH:
+                    for n in range(first, first + count):
+                        place = dx + 4 * (n - first) * d[f.PADDED]
+                        _finish(d, n, place, spare, sums)
+        for k in range(begin, end):
+            if table[k, f.KIND] == f.WEIGHT_PRODUCT and held[k - begin, 0] > 0:
+                j = details[k]
+                size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
+                totals = _doubles(table[k, f.TOTALS] + 8 * thread * size, size)
+                flipped = FLIPS != 0 and j[jobs.SIGNED] != 0
+                _fold(j, weight_sums + table[k, f.SUMS], totals, held[k - begin, 1], flipped)
+        leave()
+
+
+def run(path: str, parallel: bool) -> Any:
+    """Return ``region`` with the tiles of a path."""
+    parts = jobs.write_outputs, jobs.spread_weights, jobs.multiply_weights, add_weights
+    return compiled(region, path, *parts)[parallel]
+
+
+def _pack_weights(tasks, scales, spare, spare_bytes, threads):
+    """Round weights to nearest codes, and lay them out for tiles.
+
+    Args:
+        tasks: (tasks, ...) int64, see ``fields``.
+        scales: (tasks, 3) float32: scale, lowest and highest code.
+        spare: Address of each thread's memory.
+        spare_bytes: Of a thread.
+        threads: How many.
+    """
+    for thread in prange(threads):
+        own = spare + thread * spare_bytes
+        for k in range(thread, len(tasks), threads):
+            d = tasks[k]
+            outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
+            scale, low, high = scales[k]
+            codes = carray(pointer_to(own), outputs * taps * inputs, np.int8)
+            step_o, step_c, step_t = d[f.W_STEP_O], d[f.W_STEP_C], d[f.W_STEP_T]
+            size = (outputs - 1) * step_o + (inputs - 1) * step_c + (taps - 1) * step_t + 1
+            weight = _floats(d[f.WEIGHTS], size)
+            at = 0
+            for o in range(outputs):
+                for t in range(taps):
+                    for c in range(inputs):
+                        value = np.rint(weight[o * step_o + c * step_c + t * step_t] * scale)
+                        bounded = min(max(value, low), high)
+                        codes[at] = np.int8(0) if np.isnan(value) else np.int8(bounded)
+                        at += 1
+            count = d[f.W_PART_TAPS]
+            numbers = carray(pointer_to(d[f.W_NUMBERS]), count, np.int64)
+            offsets = carray(pointer_to(d[f.W_OFFSETS]), count, np.int64)
+            turned = d[f.W_IS_TURNED] != 0
+            columns, depth = (inputs, outputs) if turned else (outputs, inputs)
+            begin = carray(pointer_to(d[f.BEGIN]), (columns + 15) // 16 * 16, np.int32)
+            begin[:] = 0
+            pack(
+                own, numbers, offsets, d[f.W_DEPTH], columns, depth, taps * inputs, turned, begin,
+                d[f.W_PACKED],
+            )  # fmt: skip
+            for i in range(columns):
+                begin[i] *= np.int32(-128) * np.int32(d[f.W_FLIPS])
+
+
+def _collect(tasks, threads):
+    """Add up the threads' totals of weight gradients, and write them as the weights lie."""
+    for k in prange(len(tasks)):
+        d = tasks[k]
+        outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
+        padded, columns = (inputs + 15) // 16 * 16, (outputs + 15) // 16 * 16
+        size = taps * padded * columns
+        totals = _doubles(d[f.TOTALS], threads * size)
+        out = _floats(d[f.OUT], outputs * inputs * taps)
+        lsb = _floats(d[f.POWERS], 1)[0]
+        for t in range(taps):
+            for c in range(inputs):
+                for o in range(outputs):
+                    at, total = (t * padded + c) * columns + o, 0.0
+                    for thread in range(threads):
+                        total += totals[thread * size + at]
+                    out[(o * inputs + c) * taps + t] = np.float32(total) * lsb
+
+
+def pack_weights(parallel: bool) -> Any:
+    """Return the kernel that lays out weights."""
+    return _both(_pack_weights)[parallel]
+
+
+def collect(parallel: bool) -> Any:
+    """Return the kernel that writes weight gradients."""
+    return _both(_collect)[parallel]
+
+
+_made: dict[Any, Any] = {}
+
+
+def _both(kernel: Any) -> Any:
+    from fixedpoint_kernels.threads import compile_both
+
+    if kernel not in _made:
+        _made[kernel] = compile_both(kernel)
+    return _made[kernel]

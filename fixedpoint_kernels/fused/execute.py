@@ -1,0 +1,170 @@
+"""Running a program on tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels.fused import cpu
+from fixedpoint_kernels.fused.graph import INPUT
+from fixedpoint_kernels.fused.program import Addresses, Pass, Program, Shape
+from fixedpoint_kernels.fused.reference import Gradients, Parameters
+
+__all__ = ["backward", "forward", "statistics"]
+
+
+@dataclass
+class _Laid:
+    """A tensor as programs want it: images of ``Shape.padded`` elements each, channels last."""
+
+    tensor: Tensor
+    address: int
+
+
+def _laid(x: Tensor, shape: Shape) -> _Laid:
+    flat = x.detach().permute(0, 2, 3, 1).reshape(len(x), -1)
+    if shape.padded != shape.elements:
+        padded = flat.new_zeros(len(x), shape.padded)
+        padded[:, : shape.elements] = flat
+        flat = padded
+    flat = flat.contiguous()
+    return _Laid(flat, flat.data_ptr())
+
+
+def _empty(images: int, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return memory of some images, and the same as a map, channels last."""
+    flat = torch.empty(images, shape.padded)
+    channels, height, width = shape
+    image = flat[:, : shape.elements].view(images, height, width, channels)
+    return flat, image.permute(0, 3, 1, 2)
+
+
+def forward(
+    program: Program, x: Tensor, parameters: Sequence[Parameters]
+) -> tuple[list[Tensor], Tensor]:
+    """Run a segment forward.
+
+    Args:
+        program: Made for the shape of ``x``.
+        x: (images, channels, height, width), float32, any strides.
+        parameters: Of each layer.
+
+    Returns:
+        The values that leave the segment, float32, channels last; and what backward needs, uint8.
+    """
+    source = _laid(x, program.shapes[INPUT])
+    kept = torch.empty(program.kept_bytes + 64, dtype=torch.uint8)
+    given = {("x", 0): source.address, **_given(parameters)}
+    outputs = []
+    for i, value in enumerate(program.segment.values):
+        if value.is_output:
+            flat, image = _empty(len(x), program.shapes[i])
+            given["y", i] = flat.data_ptr()
+            outputs.append(image)
+    program.clear()
+    _run(program, program.forward, kept, given)
+    return outputs, kept
+
+
+def backward(
+    program: Program, kept: Tensor, parameters: Sequence[Parameters], grads: Sequence[Tensor]
+) -> tuple[Tensor | None, list[Gradients]]:
+    """Run a segment backward.
+
+    Args:
+        program: As of ``forward``.
+        kept: What ``forward`` returned.
+        parameters: As of ``forward``.
+        grads: Of the outputs.
+
+    Returns:
+        The gradient of the input, if the program was made for it, and those of each layer;
+        of weights that need none, empty ones.
+    """
+    given = _given(parameters)
+    outputs = [i for i, value in enumerate(program.segment.values) if value.is_output]
+    held = [_laid(grad, program.shapes[i]) for i, grad in zip(outputs, grads, strict=True)]
+    given |= {("dy", i): own.address for i, own in zip(outputs, held, strict=True)}
+    flat, dx = _empty(program.images, program.shapes[INPUT])
+    given["dx", 0] = flat.data_ptr()
+    found = []
+    for n, (layer, own) in enumerate(zip(program.segment.layers, parameters, strict=True)):
+        outputs_of, seed, stream = layer.shape[0], *own.noise
+        weight = torch.empty(layer.shape if program.totals[n] else 0)
+        scale, shift = torch.empty(outputs_of), torch.empty(outputs_of)
+        given |= {("of_scale", n): scale.data_ptr(), ("of_shift", n): shift.data_ptr()}
+        given |= {("seed", n): seed, ("stream", n): stream}
+        found.append(Gradients(weight, scale, shift))
+    _run(program, program.backward, kept, given)
+    program.collect([own.weight for own in found])
+    return (dx if program.needs_input else None), found
+
+
+def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return mean and (biased) variance of each layer's channels, float64; views of ``kept``."""
+    start = -kept.data_ptr() % 64
+    found = []
+    for means, variances, out in zip(
+        program.means, program.variances, program.outs, strict=True
+    ):
+        size = 8 * out.channels
+        pair = (kept[start + k.offset : start + k.offset + size] for k in (means, variances))
+        found.append(tuple(part.view(torch.float64) for part in pair))
+    return found
+
+
+def _given(parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:
+    found: dict[tuple[str, int], int] = {}
+    for n, own in enumerate(parameters):
+        step_o, step_c, _, step_t = own.weight.stride()
+        found |= {
+            ("weight", n): own.weight.data_ptr(),
+            ("step_o", n): step_o,
+            ("step_c", n): step_c,
+            ("step_t", n): step_t,
+            ("scale", n): 0 if own.scale is None else own.scale.data_ptr(),
+            ("shift", n): 0 if own.shift is None else own.shift.data_ptr(),
+        }
+    return found
+
+
+def _run(
+    program: Program, direction: Pass, kept: Tensor, given: Mapping[tuple[str, int], int]
+) -> None:
+    base = -(kept.data_ptr() // -64) * 64
+    for table, addresses in (
+        (direction.table, direction.addresses),
+        (direction.tasks, direction.task_addresses),
+    ):
+        _fill(table, addresses, base, given)
+    parallel = program.threads > 1
+    cpu.pack_weights(parallel)(
+        direction.tasks, direction.task_reals, program.spare, program.spare_bytes, program.threads
+    )
+    region = cpu.run(program.path, parallel)
+    for begin, end, chunk in direction.regions:
+        region(
+            direction.table,
+            direction.reals,
+            direction.details,
+            begin,
+            end,
+            program.images,
+            chunk,
+            program.scratch,
+            program.scratch_bytes,
+            program.places,
+            program.threads,
+        )
+
+
+def _fill(
+    table: np.ndarray, addresses: Addresses, base: int, given: Mapping[tuple[str, int], int]
+) -> None:
+    rows, places, offsets = addresses.kept
+    table[rows, places] = offsets + base
+    for key, cells in addresses.given.items():
+        for cell in cells:
+            table[cell] = given[key]

@@ -1,0 +1,35 @@
+"""What the numbers of an operation mean: places in a row of int64. Addresses are of elements."""
+
+from fixedpoint_kernels.products.shapes import LONGEST_SUM
+
+NOISE_BLOCK = 512  # elements that are rounded at once
+LONGEST_SUM = LONGEST_SUM
+
+# kinds of operations
+(
+    COEFFICIENTS,  # once: batch norm's, from the sums of all images
+    GRADIENT_COEFFICIENTS,  # once
+    VALUE,  # elements of a value, and codes of them
+    PRODUCT,  # a layer's sums
+    GRADIENT,  # codes of the gradient of what a layer makes
+    WEIGHT_PRODUCT,
+    INPUT_PRODUCT,
+    FINISH,  # the gradient of a value, from what comes back
+) = range(8)
+BFLOAT16, FLOAT32, PLAIN = 1, 2, 3  # kinds of terms; 0: none
+
+(
+    KIND, CHANNELS, ELEMENTS, PADDED, PATTERN, POSITIONS, HAS_NORM,
+    # of a value: its terms, and what is made of it
+    FIRST, Z, A, B, SECOND, Z2, A2, B2, X, RELU, RELU_MASK, Y, CODES, CLIP_MASK, CLIPS, BOTH, CLAMPED,
+    # of batch norm
+    STATISTICS, MEANS, INVERSES, VARIANCES, NUMBERS, SCALE, SHIFT,
+    # of products
+    WEIGHTS, BEGIN, POWERS, OUT, CODES_STEP, WEIGHT_FL, SEED, STREAM, TOTALS, ZEROES,
+    # of gradients
+    G, GA, GB, GC, HAS_PRODUCT, ADD, ADD2, IS_LAST, SUMS, SUMS_STRIDE, WHICH, OF_SCALE, OF_SHIFT,
+    # of weights that are laid out
+    W_OUTPUTS, W_INPUTS, W_TAPS, W_STEP_O, W_STEP_C, W_STEP_T, W_PART_TAPS, W_NUMBERS, W_OFFSETS,
+    W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED,
+) = range(67)  # fmt: skip
+COUNT = 67

@@ -1,0 +1,712 @@
+"""From a segment and a size of images to rows of numbers that one kernel runs.
+
+Work is cut into regions. In a region a thread takes a few images through all operations; between
+regions all threads wait: batch norm needs the sums of all images.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from fixedpoint_kernels.fused import cpu
+from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Segment
+from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.products import jobs, shapes
+from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
+from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
+from fixedpoint_kernels.products.shapes import Correlation
+
+__all__ = ["Addresses", "Program", "Shape"]
+
+_CACHE = 2**19  # bytes of what a thread works on at a time
+_BLOCK = 64
+
+
+class Shape(NamedTuple):
+    """Of an image: channels, height, width."""
+
+    channels: int
+    height: int
+    width: int
+
+    @property
+    def elements(self) -> int:
+        """How many an image has."""
+        return self.channels * self.height * self.width
+
+    @property
+    def padded(self) -> int:
+        """Elements from one image to the next: a multiple of 64."""
+        return -(self.elements // -_BLOCK) * _BLOCK
+
+    @property
+    def pattern(self) -> int:
+        """Elements after which channels begin at a multiple of 64 again."""
+        return math.lcm(self.channels, _BLOCK)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Memory that is known by size first."""
+
+    size: int
+    first: int = 2**31  # region that uses it
+    last: int = -1
+    address: int = 0
+
+
+class _Kept(NamedTuple):
+    offset: int
+
+
+class _Given(NamedTuple):
+    name: str
+    number: int
+
+
+_Number = int | _Buffer | _Kept | _Given
+_Details = Callable[[int], jobs.Described]
+
+
+@dataclass
+class _Operation:
+    numbers: dict[int, _Number]
+    reals: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    details: _Details | None = None
+    bytes_an_image: int = 0
+    scratch: dict[int, int] = field(default_factory=dict)  # bytes, some of them an image
+
+
+class Addresses(NamedTuple):
+    """Where in a table which addresses belong: those of kept memory, and those given at each call."""
+
+    kept: tuple[np.ndarray, np.ndarray, np.ndarray]
+    given: dict[tuple[str, int], list[tuple[int, int]]]
+
+
+class Region(NamedTuple):
+    """Operations ``begin`` to ``end``, on ``chunk`` images at a time."""
+
+    begin: int
+    end: int
+    chunk: int
+
+
+@dataclass
+class Pass:
+    """Operations of one direction, and weights to be laid out before."""
+
+    table: np.ndarray
+    reals: np.ndarray
+    details: np.ndarray
+    regions: list[Region]
+    addresses: Addresses
+    tasks: np.ndarray
+    task_reals: np.ndarray
+    task_addresses: Addresses
+
+
+class Program:
+    """What runs a segment on images of one size.
+
+    Args:
+        segment: Layers and values.
+        images: How many.
+        size: Height and width of the input.
+        path: Of products, one of ``GRAINS``.
+        threads: How many.
+        needs_input: Whether the gradient of the input is wanted.
+        needs_weights: Whether that of each layer's weight is wanted.
+
+    Raises:
+        ValueError: Sums of a layer do not fit in int32 and int64.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        images: int,
+        size: tuple[int, int],
+        path: str,
+        threads: int,
+        needs_input: bool,
+        needs_weights: Sequence[bool],
+    ) -> None:
+        self.segment, self.images, self.path, self.threads = segment, images, path, threads
+        self.needs_input, self._needs_weights = needs_input, needs_weights
+        self.outs = [
+            Shape(layer.shape[0], *found)
+            for layer, found in zip(segment.layers, segment.sizes(size), strict=True)
+        ]
+        self.shapes = {INPUT: Shape(segment.layers[0].shape[1], *size)}
+        for i, value in enumerate(segment.values):
+            self.shapes[i] = self.outs[value.layer]
+        self.kept_bytes = 0
+        self._memory: list[np.ndarray] = []
+        self._hold: list[object] = []
+        self._tasks: list[_Operation] = []
+        self._places = [0] * 9  # bytes of each part of a thread's memory
+        self._allocate()
+        self.forward = self._finished(self._forward())
+        self.backward = self._finished(self._backward())
+        self._make_scratch()
+
+    # ------------------------------------------------------------------ memory
+
+    def _take(self, count: int, dtype: type = np.uint8) -> int:
+        """Return the address of memory of the program's own."""
+        size = np.dtype(dtype).itemsize
+        memory = np.zeros(count * size + 64, np.uint8)
+        self._memory.append(memory)
+        return -(memory.ctypes.data // -64) * 64
+
+    def _keep(self, size: int) -> _Kept:
+        """Return a place in the memory that forward leaves for backward."""
+        offset, self.kept_bytes = self.kept_bytes, self.kept_bytes - (-size // 64) * 64
+        return _Kept(offset)
+
+    def _allocate(self) -> None:
+        n, segment = self.images, self.segment
+        self.codes = [self._keep(n * self._taken(layer).padded) for layer in segment.layers]
+        self._clip = [
+            self._keep(n * self._taken(layer).padded // 8) if self._wants_mask(layer) else None
+            for layer in segment.layers
+        ]
+        self._z: list[_Kept | _Buffer] = [
+            self._keep(2 * n * out.padded) if layer.eps is not None else _Buffer(4 * n * out.padded)
+            for layer, out in zip(segment.layers, self.outs, strict=True)
+        ]
+        self._relu = {
+            i: self._keep(n * self.shapes[i].padded // 8)
+            for i, value in enumerate(segment.values)
+            if value.relu and not self._shares_mask(i)
+        }
+        self.means, self.inverses, self.variances = (
+            [self._keep(8 * out.channels) for out in self.outs] for _ in range(3)
+        )
+        self.statistics_bytes = sum(self._statistics_size(out) for out in self.outs)
+        self._statistics = self._take(self.statistics_bytes)
+        self.clamped = np.zeros((len(segment.layers), self.threads), np.int64)
+        self._lsbs = np.array([layer.inputs.lsb for layer in segment.layers], np.float32)
+        self._exponents = self._take(n, np.float32)
+        self.totals = [
+            self._take(self.threads * self._padded_weights(layer), np.float64)
+            if needed
+            else 0
+            for layer, needed in zip(segment.layers, self._needs_weights, strict=True)
+        ]
+
+    def clear(self) -> None:
+        """Set what forward adds to to 0."""
+        memory = next(m for m in self._memory if 0 <= self._statistics - m.ctypes.data < 64)
+        memory[:] = 0
+        self.clamped[:] = 0
+
+    def collect(self, weights: Sequence[Tensor]) -> None:
+        """Write weight gradients, contiguous, from what backward added up; empty ones are not wanted."""
+        tasks = []
+        for n, (layer, weight) in enumerate(zip(self.segment.layers, weights, strict=True)):
+            if weight.numel():
+                row = np.zeros(f.COUNT, np.int64)
+                outputs, inputs, height, width = layer.shape
+                row[[f.W_OUTPUTS, f.W_INPUTS, f.W_TAPS]] = outputs, inputs, height * width
+                row[[f.TOTALS, f.OUT]] = self.totals[n], weight.data_ptr()
+                row[f.POWERS] = self._lsbs.ctypes.data + 4 * n
+                tasks.append(row)
+        if tasks:
+            cpu.collect(self.threads > 1)(np.stack(tasks), self.threads)
+
+    @staticmethod
+    def _padded_weights(layer: Layer) -> int:
+        outputs, inputs, height, width = layer.shape
+        return height * width * -(inputs // -16) * 16 * -(outputs // -16) * 16
+
+    def _statistics_size(self, out: Shape) -> int:
+        return self.threads * -(out.channels // -16) * 384
+
+    def _taken(self, layer: Layer) -> Shape:
+        return self.shapes[layer.source]
+
+    def _wants_mask(self, layer: Layer) -> bool:
+        if layer.source == INPUT and not self.needs_input:
+            return False
+        return layer.clip or self._shares_mask(layer.source)
+
+    def _shares_mask(self, i: int) -> bool:
+        """Say whether one mask tells both what was below 0 and what was clamped."""
+        if i == INPUT:
+            return False
+        value = self.segment.values[i]
+        return len(self.segment.takers(i)) == 1 and not (
+            value.is_output or self.segment.adders(i)
+        )
+
+    # ------------------------------------------------------------------ operations
+
+    def _of(self, shape: Shape, kind: int, **more: _Number) -> dict[int, _Number]:
+        numbers: dict[int, _Number] = {
+            f.KIND: kind,
+            f.CHANNELS: shape.channels,
+            f.ELEMENTS: shape.elements,
+            f.PADDED: shape.padded,
+            f.PATTERN: shape.pattern,
+            f.POSITIONS: self.images * shape.height * shape.width,
+        }
+        return numbers | {getattr(f, name): number for name, number in more.items()}
+
+    def _term(self, n: int) -> int:
+        return f.FLOAT32 if self.segment.layers[n].eps is None else f.BFLOAT16
+
+    def _forward(self) -> list[list[_Operation]]:
+        segment = self.segment
+        regions: list[list[_Operation]] = [[]]
+        fresh: set[int] = set()  # layers whose sums the open region adds up
+        ys: dict[int, _Number] = {}
+        begin = self._statistics
+        statistics = []
+        for out in self.outs:
+            statistics.append(begin)
+            begin += self._statistics_size(out)
+        coefficients = [
+            [self._take(out.pattern, np.float32) for _ in range(2)] for out in self.outs
+        ]
+        done: set[int] = set()
+
+        def make(i: int) -> None:
+            if i in done:
+                return
+            done.add(i)
+            shape, takers, more = self.shapes[i], segment.takers(i), {}
+            if i == INPUT:
+                more["X"] = y = _Given("x", 0)
+            else:
+                value = segment.values[i]
+                if value.other_value is not None:
+                    make(value.other_value)
+                if any(n in fresh for n in value.layers):
+                    regions.append([])
+                    fresh.clear()
+                for n in value.layers:
+                    regions[-1].append(self._coefficients(n, statistics[n], coefficients[n]))
+                y = 0
+                if value.is_output:
+                    y = _Given("y", i)
+                elif segment.adders(i) or len(takers) > 1:
+                    y = _Buffer(4 * self.images * shape.padded)
+                a, b = coefficients[value.layer]
+                more |= {"FIRST": self._term(value.layer), "Z": self._z[value.layer]}
+                more |= {"A": a, "B": b, "RELU": value.relu, "Y": y}
+                if value.other_layer is not None:
+                    a, b = coefficients[value.other_layer]
+                    n = value.other_layer
+                    more |= {"SECOND": self._term(n), "Z2": self._z[n], "A2": a, "B2": b}
+                elif value.other_value is not None:
+                    more |= {"SECOND": f.PLAIN, "Z2": ys[value.other_value]}
+                if i in self._relu:
+                    more["RELU_MASK"] = self._relu[i]
+            ys[i] = y
+            for n in takers or [None]:
+                operation = _Operation(self._of(shape, f.VALUE, **more), bytes_an_image=8 * shape.padded)
+                if n is not None:
+                    self._with_codes(operation, n)
+                regions[-1].append(operation)
+                more = {"X": y}
+
+        for n, layer in enumerate(segment.layers):
+            make(layer.source)
+            regions[-1].append(self._product(n, statistics[n]))
+            if layer.eps is not None:
+                fresh.add(n)
+        for i, value in enumerate(segment.values):
+            if value.is_output:
+                make(i)
+        return regions
+
+    def _coefficients(self, n: int, statistics: int, places: list[int]) -> _Operation:
+        layer, out = self.segment.layers[n], self.outs[n]
+        power = 2.0 ** (-layer.inputs.fl - layer.weight.fl)
+        numbers = np.array([power, layer.eps or 0.0])
+        self._hold.append(numbers)
+        return _Operation(
+            self._of(
+                out,
+                f.COEFFICIENTS,
+                HAS_NORM=layer.eps is not None,
+                STATISTICS=statistics,
+                MEANS=self.means[n],
+                INVERSES=self.inverses[n],
+                VARIANCES=self.variances[n],
+                NUMBERS=numbers.ctypes.data,
+                SCALE=_Given("scale", n),
+                SHIFT=_Given("shift", n),
+                A=places[0],
+                B=places[1],
+            )
+        )
+
+    def _with_codes(self, operation: _Operation, n: int) -> None:
+        layer = self.segment.layers[n]
+        fmt = layer.inputs
+        operation.reals = fmt.scale, fmt.min_code, fmt.max_code
+        mask = self._clip[n]
+        operation.numbers |= {
+            f.CODES: self.codes[n],
+            f.CLIP_MASK: 0 if mask is None else mask,
+            f.CLIPS: layer.clip,
+            f.BOTH: self._shares_mask(layer.source),
+            f.CLAMPED: self.clamped[n].ctypes.data,
+        }
+
+    def _product(self, n: int, statistics: int) -> _Operation:
+        layer, out, taken = self.segment.layers[n], self.outs[n], self._taken(self.segment.layers[n])
+        part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
+        _check_sums(layer, part, taken)
+        size = 4 if layer.eps is None else 2
+        steps = size * out.padded, size * out.width * out.channels, size * out.channels
+        kind = tiles.KINDS["float32" if layer.eps is None else "bfloat16 and statistics"]
+        scales = np.full(
+            -(out.channels // -16) * 16, 2.0 ** (-layer.inputs.fl - layer.weight.fl), np.float32
+        )
+        self._hold.append(scales)
+
+        def details(chunk: int) -> jobs.Described:
+            cut = blocks(part, chunk, taken[1:], taken.channels, 1)
+            every = *steps, out.channels
+            found = runs(cut, GRAINS[self.path])
+            own = jobs.describe_outputs(cut, found, part, every, size, kind, layer.inputs.signed)
+            own.row[jobs.X_IMAGE] = taken.padded
+            return own
+
+        groups = -(out.channels // -16)
+        return _Operation(
+            self._of(
+                out,
+                f.PRODUCT,
+                X=self.codes[n],
+                HAS_NORM=layer.eps is not None,
+                STATISTICS=statistics,
+                OUT=self._z[n],
+                POWERS=scales.ctypes.data,
+                **self._weights_at(n, part, taken, out.channels, False),
+            ),
+            details=details,
+            bytes_an_image=taken.padded + 2 * out.padded,
+            scratch={6: groups * 384},
+        )
+
+    def _weights_at(
+        self, n: int, part: Correlation, taken: Shape, columns: int, turned: bool
+    ) -> dict[str, _Number]:
+        """Make room for packed weights, and note how to lay them out."""
+        layer = self.segment.layers[n]
+        cut = blocks(part, 1, (taken.height, taken.width), taken.channels, 1)
+        found = runs(cut, GRAINS[self.path])
+        groups = -(columns // -16)
+        packed = self._take(groups * 16 * found.depth + 64)
+        begin = self._take(groups * 16, np.int32)
+        numbers = np.array(part.taps, np.int64)
+        self._hold += [numbers, found]
+        outputs, inputs, height, width = layer.shape
+        flips = FLIPS[self.path] if (turned or layer.inputs.signed) else 0
+        self._tasks.append(
+            _Operation(
+                {
+                    f.W_OUTPUTS: outputs,
+                    f.W_INPUTS: inputs,
+                    f.W_TAPS: height * width,
+                    f.W_PART_TAPS: len(numbers),
+                    f.W_NUMBERS: numbers.ctypes.data,
+                    f.W_OFFSETS: found.offsets.ctypes.data,
+                    f.W_DEPTH: found.depth,
+                    f.W_IS_TURNED: turned,
+                    f.W_FLIPS: flips,
+                    f.W_PACKED: packed,
+                    f.BEGIN: begin,
+                    f.WEIGHTS: _Given("weight", n),
+                    f.W_STEP_O: _Given("step_o", n),
+                    f.W_STEP_C: _Given("step_c", n),
+                    f.W_STEP_T: _Given("step_t", n),
+                },
+                (layer.weight.scale, layer.weight.min_code, layer.weight.max_code),
+            )
+        )
+        return {"WEIGHTS": packed, "BEGIN": begin}
+
+    def _backward(self) -> list[list[_Operation]]:
+        segment, n_images = self.segment, self.images
+        regions: list[list[_Operation]] = [[]]
+        fresh: set[int] = set()  # values whose sums the open region adds up
+        waiting = {
+            i: len(segment.takers(i))
+            + len(segment.adders(i))
+            + (i != INPUT and segment.values[i].is_output)
+            for i in self.shapes
+        }
+        gradients: dict[int, _Number] = {}
+        begun: set[int] = set()
+        plain: dict[int, list[_Number]] = {i: [] for i in self.shapes}
+        widest = max(shape.channels for shape in self.shapes.values())
+        sums = {i: self._take(n_images * 3 * widest, np.float64) for i in self.shapes}
+
+        def finish(i: int, taker: int | None) -> None:
+            shape, added = self.shapes[i], plain[i]
+            if i not in gradients:
+                gradients[i] = (
+                    _Given("dx", 0) if i == INPUT else _Buffer(4 * n_images * shape.padded)
+                )
+            waits = [gradients[i]] if i in begun else []
+            waits += [added.pop() for _ in range(min(len(added), 2 - len(waits)))]
+            is_last = waiting[i] == 0 and not added
+            begun.add(i)
+            more: dict[str, _Number] = {"OUT": gradients[i], "IS_LAST": is_last}
+            more |= dict(zip(("ADD", "ADD2"), waits, strict=False))
+            if taker is not None:
+                mask = self._clip[taker]
+                more |= {"HAS_PRODUCT": 1, "CLIP_MASK": 0 if mask is None else mask}
+            if is_last and i != INPUT:
+                value = segment.values[i]
+                for first, second, n in zip(("FIRST", "SECOND"), ("Z", "Z2"), value.layers, strict=False):
+                    if self._term(n) == f.BFLOAT16:
+                        more |= {first: f.BFLOAT16, second: self._z[n]}
+                more |= {"SUMS": sums[i], "SUMS_STRIDE": widest}
+                if i in self._relu:
+                    more["RELU_MASK"] = self._relu[i]
+                fresh.add(i)
+            regions[-1].append(
+                _Operation(
+                    self._of(shape, f.FINISH, **more),
+                    bytes_an_image=10 * shape.padded,
+                    scratch={5: 12 * shape.pattern, 3: 4 * shape.padded},
+                )
+            )
+            if added:
+                finish(i, None)
+            elif is_last and i != INPUT and segment.values[i].other_value is not None:
+                give(segment.values[i].other_value, gradients[i])
+
+        def give(i: int, gradient: _Number) -> None:
+            if i == INPUT and not self.needs_input:
+                return
+            waiting[i] -= 1
+            plain[i].append(gradient)
+            if waiting[i] == 0:
+                finish(i, None)
+
+        for i, value in enumerate(segment.values):
+            if value.is_output:
+                give(i, _Given("dy", i))
+        for i in reversed(range(len(segment.values))):
+            if i in fresh:
+                regions.append([])
+                fresh.clear()
+            for which, n in enumerate(segment.values[i].layers, 1):
+                layer = segment.layers[n]
+                regions[-1] += self._gradient(n, which, gradients[i], sums[i], widest)
+                if self._needs_weights[n]:
+                    regions[-1].append(self._weight_product(n))
+                if layer.source != INPUT or self.needs_input:
+                    regions[-1] += self._input_products(n)
+                    waiting[layer.source] -= 1
+                    finish(layer.source, n)
+        return regions
+
+    def _gradient(
+        self, n: int, which: int, gradient: _Number, sums: int, widest: int
+    ) -> list[_Operation]:
+        layer, out = self.segment.layers[n], self.outs[n]
+        places = [self._take(out.pattern, np.float32) for _ in range(3)]
+        step = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
+        coefficients = self._of(
+            out,
+            f.GRADIENT_COEFFICIENTS,
+            HAS_NORM=layer.eps is not None,
+            SUMS=sums,
+            SUMS_STRIDE=widest,
+            WHICH=which,
+            MEANS=self.means[n],
+            INVERSES=self.inverses[n],
+            SCALE=_Given("scale", n),
+            OF_SCALE=_Given("of_scale", n),
+            OF_SHIFT=_Given("of_shift", n),
+            **dict(zip(("GA", "GB", "GC"), places, strict=True)),
+        )
+        codes = self._of(
+            out,
+            f.GRADIENT,
+            FIRST=self._term(n),
+            G=gradient,
+            Z=self._z[n] if layer.eps is not None else 0,
+            POWERS=self._exponents,
+            WEIGHT_FL=layer.weight.fl,
+            CODES_STEP=step,
+            SEED=_Given("seed", n),
+            STREAM=_Given("stream", n),
+            **dict(zip(("GA", "GB", "GC"), places, strict=True)),
+        )
+        return [
+            _Operation(coefficients),
+            _Operation(codes, bytes_an_image=6 * out.padded + step, scratch={1: 4 * step, 2: step}),
+        ]
+
+    def _weight_product(self, n: int) -> _Operation:
+        layer, out, taken = self.segment.layers[n], self.outs[n], self._taken(self.segment.layers[n])
+        part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
+
+        def details(chunk: int) -> jobs.Described:
+            cut = blocks(part, chunk, taken[1:], taken.channels, 1, jobs.PIECE - 4096)
+            if cut.most_positions > jobs.PIECE:
+                raise ValueError(f"rows of {taken.width} places are too long to be fused")
+            own = jobs.describe_weights(cut, part, out.channels, layer.inputs.signed)
+            own.row[jobs.X_IMAGE] = taken.padded
+            own.row[jobs.GRAD_IMAGE] = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
+            return own
+
+        return _Operation(
+            self._of(out, f.WEIGHT_PRODUCT, X=self.codes[n], TOTALS=self.totals[n]),
+            details=details,
+            bytes_an_image=taken.padded,
+        )
+
+    def _input_products(self, n: int) -> list[_Operation]:
+        layer, out, taken = self.segment.layers[n], self.outs[n], self._taken(self.segment.layers[n])
+        size = taken.height, taken.width
+        parts = shapes.input_gradient(layer.window, size, layer.shape[2:])
+        step = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
+        covered = shapes.covers(parts, size)
+        found = []
+        for k, part in enumerate(parts):
+            row, column = 4 * taken.width * taken.channels, 4 * taken.channels
+            place = part.first[0] * row + part.first[1] * column
+
+            def details(
+                chunk: int, part: Correlation = part, row: int = row, column: int = column
+            ) -> jobs.Described:
+                cut = blocks(part, chunk, out[1:], out.channels, 1)
+                every = 4 * taken.padded, row, column, taken.channels
+                kind = tiles.KINDS["float32 by row"]
+                own = runs(cut, GRAINS[self.path])
+                described = jobs.describe_outputs(cut, own, part, every, 4, kind, True)
+                described.row[jobs.X_IMAGE] = step
+                return described
+
+            numbers = self._of(
+                taken,
+                f.INPUT_PRODUCT,
+                POWERS=self._exponents,
+                OUT=place,
+                ZEROES=k == 0 and not covered,
+                **self._weights_at(n, part, out, taken.channels, True),
+            )
+            groups = -(taken.channels // -16)
+            found.append(
+                _Operation(
+                    numbers,
+                    details=details,
+                    bytes_an_image=4 * taken.padded,
+                    scratch={3: 4 * taken.padded, 6: groups * 384},
+                )
+            )
+        return found
+
+    # ------------------------------------------------------------------ rows of numbers
+
+    _TAKE = (2, 3)  # parts of a thread's memory of which each image has its own
+
+    def _finished(self, regions: list[list[_Operation]]) -> Pass:
+        regions = [region for region in regions if region]
+        operations, found, details = [], [], []
+        for region in regions:
+            bytes_an_image = max(sum(op.bytes_an_image for op in region), 1)
+            most = -(self.images // -self.threads)
+            chunk = max(1, min(most, _CACHE // bytes_an_image))
+            found.append(Region(len(operations), len(operations) + len(region), chunk))
+            sums = 0
+            for op in region:
+                own = None if op.details is None else op.details(chunk)
+                details.append(own)
+                if own is not None:
+                    self._places[0] = max(self._places[0], int(own.row[jobs.WORK_BYTES]) + 64)
+                    self._hold.append(own)
+                if op.numbers[f.KIND] == f.WEIGHT_PRODUCT and own is not None:
+                    op.numbers[f.SUMS] = sums
+                    sums += -(int(own.row[jobs.SUMS_SIZE]) * 4 // -64) * 64
+                for part, size in op.scratch.items():
+                    times = chunk if part in self._TAKE else 1
+                    self._places[part] = max(self._places[part], size * times)
+            self._places[7] = max(self._places[7], sums)
+            operations += region
+        self._place_buffers(operations, found)
+        rows = np.zeros((len(operations), jobs.FIELDS), np.int64)
+        for row, own in zip(rows, details, strict=True):
+            if own is not None:
+                row[:] = own.row
+        table, reals, addresses = _table(operations)
+        tasks, task_reals, task_addresses = _table(self._tasks)
+        self._tasks = []
+        return Pass(table, reals, rows, found, addresses, tasks, task_reals, task_addresses)
+
+    def _place_buffers(self, operations: list[_Operation], regions: list[Region]) -> None:
+        """Give buffers memory; those that are never needed together share it."""
+        used: dict[_Buffer, None] = {}
+        for k, region in enumerate(regions):
+            for op in operations[region.begin : region.end]:
+                for number in op.numbers.values():
+                    if isinstance(number, _Buffer):
+                        number.first, number.last = min(number.first, k), max(number.last, k)
+                        used[number] = None
+        free: list[tuple[int, int]] = []  # size and address
+        for k in range(len(regions)):
+            for buffer in (b for b in used if b.first == k):
+                fitting = [place for place in free if place[0] >= buffer.size]
+                if fitting:
+                    place = min(fitting)
+                    free.remove(place)
+                else:
+                    place = buffer.size, self._take(buffer.size)
+                buffer.size, buffer.address = place
+            free += [(b.size, b.address) for b in used if b.last == k]
+
+    def _make_scratch(self) -> None:
+        sizes = [-(size // -64) * 64 + 64 for size in self._places]
+        sizes[4] = 64 * 4
+        begins = np.cumsum([0, *sizes])
+        self.places = begins[:8].astype(np.int64)
+        self.scratch_bytes = int(begins[-1])
+        self.scratch = self._take(self.scratch_bytes * self.threads)
+        largest = max(math.prod(layer.shape) for layer in self.segment.layers)
+        self.spare_bytes = largest + 128
+        self.spare = self._take(self.spare_bytes * self.threads)
+
+
+def _table(operations: list[_Operation]) -> tuple[np.ndarray, np.ndarray, Addresses]:
+    table = np.zeros((len(operations), f.COUNT), np.int64)
+    reals = np.array([op.reals for op in operations], np.float32).reshape(-1, 3)
+    kept: list[tuple[int, int, int]] = []
+    given: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for k, op in enumerate(operations):
+        for place, number in op.numbers.items():
+            if isinstance(number, _Kept):
+                kept.append((k, place, number.offset))
+            elif isinstance(number, _Given):
+                given.setdefault((number.name, number.number), []).append((k, place))
+            elif isinstance(number, _Buffer):
+                table[k, place] = number.address
+            else:
+                table[k, place] = number
+    rows, places, offsets = np.array(kept, np.int64).reshape(-1, 3).T
+    return table, reals, Addresses((rows, places, offsets), given)
+
+
+def _check_sums(layer: Layer, part: Correlation, taken: Shape) -> None:
+    """Refuse a layer whose sums int32, or the sums of their squares int64, could not hold."""
+    largest = 255 * 128 * math.prod(layer.shape[1:])
+    cut: Blocks = blocks(part, 1, taken[1:], taken.channels, 1)
+    if 4 * largest >= 2**31 or largest**2 * cut.most_positions >= 2**63:
+        raise ValueError(f"sums of {math.prod(layer.shape[1:])} products are too long to be fused")
+
+

@@ -1,0 +1,183 @@
+"""A segment in plain PyTorch operators and exact products: what the fused kernels are tested against.
+
+Forward is equal to the bit. Backward differs only in the order in which float32 sums over a batch
+are added: those of batch norm's two reductions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels import products
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Segment
+from fixedpoint_kernels.rounding import encode, quantize_with_mask
+
+__all__ = ["Parameters", "backward", "forward"]
+
+
+@dataclass
+class Parameters:
+    """What a layer has besides its formats.
+
+    Args:
+        weight: Values of the weight's format, float32.
+        scale: Of batch norm, or None.
+        shift: Of batch norm, or the bias; None: none.
+        noise: Seed and stream of the gradient's rounding.
+    """
+
+    weight: Tensor
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    noise: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class _Made:
+    codes: Tensor  # that the layer took
+    inside: Tensor
+    weight: Tensor  # codes
+    z: Tensor
+    mean: Tensor
+    inverse: Tensor  # 1 / standard deviation
+    variance: Tensor
+
+
+@dataclass
+class Kept:
+    """What backward needs."""
+
+    layers: list[_Made]
+    values: dict[int, Tensor]
+
+    def statistics(self) -> list[tuple[Tensor, Tensor]]:
+        """Return mean and (biased) variance of each layer's channels, float64."""
+        return [(made.mean, made.variance) for made in self.layers]
+
+
+def forward(
+    segment: Segment, x: Tensor, parameters: Sequence[Parameters]
+) -> tuple[list[Tensor], Kept]:
+    """Return the values that leave a segment, float32, and what backward needs."""
+    kept = Kept([], {INPUT: x})
+    for n, layer in enumerate(segment.layers):
+        source = _value(segment, layer.source, kept, parameters)
+        kept.layers.append(_layer(layer, source, parameters[n]))
+    outputs = [i for i, value in enumerate(segment.values) if value.is_output]
+    return [_value(segment, i, kept, parameters) for i in outputs], kept
+
+
+def _layer(layer: Layer, x: Tensor, own: Parameters) -> _Made:
+    _, inside = quantize_with_mask(x, layer.inputs, rounding="nearest")
+    codes = encode(x, layer.inputs, rounding="nearest")
+    weight = encode(own.weight, layer.weight, rounding="nearest")
+    exponent = -layer.inputs.fl - layer.weight.fl
+    kind = torch.float32 if layer.eps is None else torch.bfloat16
+    window = dict(zip(("stride", "padding", "dilation"), layer.window[:3], strict=True))
+    y, sums = products.convolve_with_statistics(
+        codes, weight, exponents=exponent, dtype=kind, **window
+    )
+    count = y.numel() // y.shape[1]
+    mean = sums.sums.double() / count
+    variance = (sums.squares / count - mean * mean).clamp(min=0)
+    mean, variance = mean * 2.0**exponent, variance * 4.0**exponent
+    inverse = torch.ones_like(mean) if layer.eps is None else 1 / (variance + layer.eps).sqrt()
+    return _Made(codes, inside, weight, y, mean, inverse, variance)
+
+
+def _term(layer: Layer, made: _Made, own: Parameters) -> Tensor:
+    """Return what a layer makes, float32: its sums, scaled and shifted."""
+    a, b = coefficients(layer, made.mean, made.inverse, own.scale, own.shift)
+    return made.z.float() * a.view(-1, 1, 1) + b.view(-1, 1, 1)
+
+
+def coefficients(
+    layer: Layer, mean: Tensor, inverse: Tensor, scale: Tensor | None, shift: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return by what each channel is multiplied, and what is added; float32, from float64."""
+    offset = torch.zeros_like(mean) if shift is None else shift.detach().double()
+    if layer.eps is None:
+        return torch.ones_like(mean).float(), offset.float()
+    a = inverse if scale is None else scale.detach().double() * inverse
+    return a.float(), (offset - a * mean).float()
+
+
+def _value(segment: Segment, i: int, kept: Kept, parameters: Sequence[Parameters]) -> Tensor:
+    if i not in kept.values:
+        value = segment.values[i]
+        n = value.layer
+        y = _term(segment.layers[n], kept.layers[n], parameters[n])
+        if value.other_layer is not None:
+            n = value.other_layer
+            y = y + _term(segment.layers[n], kept.layers[n], parameters[n])
+        if value.other_value is not None:
+            y = y + _value(segment, value.other_value, kept, parameters)
+        kept.values[i] = y.relu() if value.relu else y
+    return kept.values[i]
+
+
+@dataclass
+class Gradients:
+    """Of a layer: of its weight, and of batch norm's or its bias."""
+
+    weight: Tensor
+    scale: Tensor
+    shift: Tensor
+
+
+def backward(
+    segment: Segment, kept: Kept, parameters: Sequence[Parameters], grads: Sequence[Tensor]
+) -> tuple[Tensor, list[Gradients]]:
+    """Return the gradient of the input and of each layer, from those of the outputs."""
+    total: dict[int, Tensor] = {}
+
+    def give(i: int, gradient: Tensor) -> None:
+        total[i] = total[i] + gradient if i in total else gradient
+
+    outputs = [i for i, value in enumerate(segment.values) if value.is_output]
+    for i, grad in zip(outputs, grads, strict=True):
+        give(i, grad)
+    found: list[Gradients | None] = [None] * len(segment.layers)
+    for i in reversed(range(len(segment.values))):
+        value = segment.values[i]
+        g = total[i]
+        if value.relu:
+            g = torch.where(kept.values[i] > 0, g, 0.0)
+        if value.other_value is not None:
+            give(value.other_value, g)
+        for n in value.layers:
+            layer = segment.layers[n]
+            found[n], back = _layer_backward(layer, kept.layers[n], parameters[n], g)
+            give(layer.source, back)
+    return total[INPUT], [own for own in found if own is not None]
+
+
+def _layer_backward(
+    layer: Layer, made: _Made, own: Parameters, g: Tensor
+) -> tuple[Gradients, Tensor]:
+    first, second = (s.sum((0, 2, 3), dtype=torch.float64) for s in (g, g * made.z.float()))
+    of_scale = (second - made.mean * first) * made.inverse
+    if layer.eps is not None:
+        a = made.inverse if own.scale is None else own.scale.detach().double() * made.inverse
+        count = g.numel() // g.shape[1]
+        b = -a * made.inverse * of_scale / count
+        c = -a * first / count - b * made.mean
+        a, b, c = (t.float().view(-1, 1, 1) for t in (a, b, c))
+        g = g * a + (made.z.float() * b + c)
+    seed, stream = own.noise
+    codes, exponents = products.round_per_sample(g, seed=seed, stream=stream)
+    window = dict(zip(("stride", "padding", "dilation"), layer.window[:3], strict=True))
+    weight = products.convolve_weight_gradient(
+        made.codes, codes, layer.shape[2:], exponents=exponents, **window
+    )
+    powers = torch.where(exponents == 128, exponents, (exponents - layer.weight.fl).clamp(max=127))
+    back = products.convolve_input_gradient(
+        codes, made.weight, made.codes.shape[2:], exponents=powers, **window
+    )
+    if layer.clip:
+        back = torch.where(made.inside, back, 0.0)
+    return Gradients(weight * layer.inputs.lsb, of_scale.float(), first.float()), back
+
+
