@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -87,6 +88,11 @@ def _cache_class() -> Any:
     from numba.core.caching import FunctionCache
 
     class Cache(FunctionCache):
+        def __init__(self, function: Any) -> None:
+            super().__init__(function)
+            # Numba looks at the function's own file; kernels are made of others too
+            self._cache_file._source_stamp = _stamp()
+
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             return self._tried(super().load_overload, sig, target_context)
 
@@ -102,6 +108,14 @@ def _cache_class() -> Any:
                 return None
 
     return Cache
+
+
+@cache
+def _stamp() -> tuple[Any, ...]:
+    """Return what changes when a file of this package does."""
+    folder = Path(__file__).parent
+    found = [(path.name, path.stat()) for path in sorted(folder.rglob("*.py"))]
+    return tuple((name, own.st_mtime, own.st_size) for name, own in found)
 
 
 def _warn(error: Exception) -> None:

@@ -11,7 +11,7 @@ from fixedpoint_kernels._torch_private import hook_wrapper, hooks_of
 from fixedpoint_kernels.block import block_fl
 from fixedpoint_kernels.rounding.reference import float_bounds
 from marvin.channels import ChannelFormat
-from marvin.hooks import rounders_of, unhook
+from marvin.hooks import restore_forwards, rounders_of, unhook
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_value
 from marvin.rounder import BUFFER, FLOATS, formats_of
@@ -41,6 +41,7 @@ def freeze(model: nn.Module) -> nn.Module:
         >>> torch.export.export(marvin.freeze(model), (images,))
     """
     frozen = copy.deepcopy(model).eval().requires_grad_(False)
+    restore_forwards(frozen)
     found = [(m, rounder) for m in frozen.modules() for rounder in rounders_of(m)]
     if not found:
         raise ValueError(

@@ -10,7 +10,15 @@ from fixedpoint_kernels._torch_private import hooks_of, remove_hooks
 from marvin.model_formats import decode_formats
 from marvin.rounder import BUFFER, ForwardState, Rounder
 
-__all__ = ["detach", "hook", "rounders_of", "state_of", "unhook"]
+__all__ = [
+    "OtherForward",
+    "detach",
+    "hook",
+    "restore_forwards",
+    "rounders_of",
+    "state_of",
+    "unhook",
+]
 
 
 class _Hook:
@@ -84,3 +92,14 @@ def _keep_out_of_compilation() -> None:
     for kind in (_Inputs, _Outputs):  # takes a second the first time
         disabled: Any = torch.compiler.disable(kind.__call__)
         kind.__call__ = disabled
+
+
+class OtherForward:
+    """What a module runs in place of its class's ``forward``; see ``marvin.integer.fusion``."""
+
+
+def restore_forwards(model: nn.Module) -> None:
+    """Let modules run the ``forward`` of their class again."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), OtherForward):
+            del module.forward

@@ -133,41 +133,35 @@ def _gradient_coefficients(d, images):
 
 
 @njit
-def _make_value(d, n, spare, scale, low, high):
+def _in_block(left):
+    """Return a mask of the elements of a block that are there, of ``left`` that follow."""
+    return (np.int64(1) << left) - 1 if left < _BLOCK else np.int64(-1)
+
+
+@njit
+def _moved(address, bytes):
+    """Return an address some bytes further; 0 stays 0."""
+    return address + bytes if address else np.int64(0)
+
+
+@njit
+def _make_value(d, n, scale, low, high):
     """Make the elements of a value, and codes of them; return how many were clamped."""
-    padded, pattern = d[f.PADDED], d[f.PATTERN]
-    y_step = 4 if d[f.Y] else 0
+    padded, pattern, elements = d[f.PADDED], d[f.PATTERN], d[f.ELEMENTS]
+    first, second, relu, clips, both = d[f.FIRST], d[f.SECOND], d[f.RELU], d[f.CLIPS], d[f.BOTH]
+    size = 2 if first == passes.BFLOAT16 else 4
+    size2 = 2 if second == passes.BFLOAT16 else 4
     start, clamped, at = n * padded, np.int64(0), np.int64(0)
+    z, z2 = d[f.Z] + start * size, d[f.Z2] + start * size2
+    y, codes = _moved(d[f.Y], 4 * start), _moved(d[f.CODES], start)
+    relu_mask, clip_mask = _moved(d[f.RELU_MASK], start // 8), _moved(d[f.CLIP_MASK], start // 8)
+    a, b, a2, b2 = d[f.A], d[f.B], d[f.A2], d[f.B2]
     for e in range(0, padded, _BLOCK):
-        here = start + e
-        y = d[f.Y] + 4 * here if y_step else spare
-        if d[f.FIRST] == f.BFLOAT16:
-            passes.scale_bfloat16(d[f.Z] + 2 * here, d[f.A] + 4 * at, d[f.B] + 4 * at, y)
-        elif d[f.FIRST] == f.FLOAT32:
-            passes.scale(d[f.Z] + 4 * here, d[f.A] + 4 * at, d[f.B] + 4 * at, y)
-        elif d[f.X]:
-            passes.move(d[f.X] + 4 * here, y)
-        if d[f.SECOND] == f.BFLOAT16:
-            passes.add_scaled_bfloat16(d[f.Z2] + 2 * here, d[f.A2] + 4 * at, d[f.B2] + 4 * at, y)
-        elif d[f.SECOND] == f.FLOAT32:
-            passes.add_scaled(d[f.Z2] + 4 * here, d[f.A2] + 4 * at, d[f.B2] + 4 * at, y)
-        elif d[f.SECOND] == f.PLAIN:
-            passes.add(d[f.Z2] + 4 * here, y)
-        above = np.int64(-1)
-        if d[f.RELU]:
-            above = passes.relu(y)
-            if d[f.RELU_MASK]:
-                passes.store_mask(above, d[f.RELU_MASK] + here // 8)
-        if d[f.CODES]:
-            inside = passes.code(y, d[f.CODES] + here, scale, low, high)
-            left = d[f.ELEMENTS] - e
-            own = (np.int64(1) << left) - 1 if left < _BLOCK else np.int64(-1)
-            clamped += passes.count(~inside & own)
-            if d[f.CLIP_MASK]:
-                if not d[f.CLIPS]:
-                    inside = np.int64(-1)
-                mask = inside & above if d[f.BOTH] else inside
-                passes.store_mask(mask & own, d[f.CLIP_MASK] + here // 8)
+        clamped += passes.make_value(
+            first, z + e * size, a + 4 * at, b + 4 * at, second, z2 + e * size2, a2 + 4 * at,
+            b2 + 4 * at, relu, _moved(relu_mask, e // 8), _moved(y, 4 * e), _moved(codes, e),
+            clips, both, _moved(clip_mask, e // 8), _in_block(elements - e), scale, low, high,
+        )  # fmt: skip
         at += _BLOCK
         if at == pattern:
             at = 0
@@ -175,88 +169,77 @@ def _make_value(d, n, spare, scale, low, high):
 
 
 @njit
-def _round_gradient(d, n, slot, dz, codes, scales):
+def _round_gradient(d, n, slot, dz, codes, scales, largest):
     """Round the gradient of what a layer makes, of one image, to codes of its own power of two."""
     padded, pattern, elements = d[f.PADDED], d[f.PATTERN], d[f.ELEMENTS]
-    start, at = n * padded, np.int64(0)
-    largest = np.zeros(_BLOCK, np.int32)
+    first, at = d[f.FIRST], np.int64(0)
+    largest[:] = 0
     place = largest.ctypes.data
+    g, z = d[f.G] + 2 * n * padded, d[f.Z] + 2 * n * padded
+    a, b, c = d[f.GA], d[f.GB], d[f.GC]
     for e in range(0, padded, _BLOCK):
-        here, out = start + e, dz + 4 * e
-        if d[f.FIRST] == f.BFLOAT16:
-            passes.gradient_bfloat16(
-                d[f.G] + 4 * here, d[f.Z] + 2 * here, d[f.GA] + 4 * at, d[f.GB] + 4 * at,
-                d[f.GC] + 4 * at, out,
-            )  # fmt: skip
-        else:
-            passes.move(d[f.G] + 4 * here, out)
-        if e + _BLOCK > elements:
-            _floats(out, _BLOCK)[elements - e :] = 0.0
-        passes.largest(out, place)
+        passes.make_gradient(
+            first, g + 2 * e, z + 2 * e, a + 4 * at, b + 4 * at, c + 4 * at, dz + 4 * e,
+            _in_block(elements - e), place,
+        )  # fmt: skip
         at += _BLOCK
         if at == pattern:
             at = 0
     exponent = exponent_of(largest)
     powers = _floats(d[f.POWERS], n + 1)
-    powers[n] = 0.0
-    scales[slot] = np.inf if exponent == 128 else np.ldexp(1.0, exponent)
     moved = min(exponent - d[f.WEIGHT_FL], 127)
     # inf: what is multiplied into it becomes NaN
+    scales[slot] = np.inf if exponent == 128 else np.ldexp(1.0, exponent)
     powers[n] = np.float32(np.inf) if exponent == 128 else np.float32(np.ldexp(1.0, moved))
     whole = (elements + _NOISE_BLOCK - 1) // _NOISE_BLOCK * _NOISE_BLOCK
-    out = carray(pointer_to(codes), whole, np.int8)
     if exponent == 128:
-        out[:] = 0
+        tiles.blank(codes, whole, 0)
         return
-    values, first = _floats(dz, whole), n * ((elements + 15) // 16)
-    power = POWERS[exponent + 126]
+    out = carray(pointer_to(codes), whole, np.int8)
+    values, start = _floats(dz, whole), n * ((elements + 15) // 16)
+    power, key = POWERS[exponent + 126], (d[f.SEED], d[f.STREAM])
     for e in range(0, elements, _NOISE_BLOCK):
-        round_block(values, out, e, first + e // 16, (d[f.SEED], d[f.STREAM]), power)
+        round_block(values, out, e, start + e // 16, key, power)
 
 
 @njit
-def _finish(d, n, dx, spare, sums):
+def _finish(d, n, dx, sums):
     """Add up what comes back to a value, of one image; at the last, batch norm's two sums too."""
-    padded, pattern, channels = d[f.PADDED], d[f.PATTERN], d[f.CHANNELS]
+    padded, pattern, elements = d[f.PADDED], d[f.PATTERN], d[f.ELEMENTS]
+    has_product, first, second = d[f.HAS_PRODUCT], d[f.FIRST], d[f.SECOND]
     start, at = n * padded, np.int64(0)
-    second, third = sums + 4 * pattern, sums + 8 * pattern
-    if d[f.IS_LAST]:
-        _floats(sums, 3 * pattern)[:] = 0.0
+    own_sums = sums if d[f.SUMS] else np.int64(0)
+    if own_sums:
+        tiles.blank(sums, 12 * pattern, 0)
+    clip_mask, relu_mask = _moved(d[f.CLIP_MASK], start // 8), _moved(d[f.RELU_MASK], start // 8)
+    add, add2 = _moved(d[f.ADD], 2 * start), _moved(d[f.ADD2], 2 * start)
+    outer, outer_out = _moved(d[f.OUTER], 4 * start), _moved(d[f.OUTER_OUT], 4 * start)
+    out, z, z2 = _moved(d[f.OUT], 2 * start), d[f.Z] + 2 * start, d[f.Z2] + 2 * start
     for e in range(0, padded, _BLOCK):
-        here = start + e
-        g = spare  # what is added may lie where the result goes
-        if d[f.HAS_PRODUCT]:
-            if d[f.CLIP_MASK]:
-                passes.masked(dx + 4 * e, d[f.CLIP_MASK] + here // 8, g)
-            else:
-                passes.move(dx + 4 * e, g)
-            if d[f.ADD]:
-                passes.add(d[f.ADD] + 4 * here, g)
-        else:
-            passes.move(d[f.ADD] + 4 * here, g)
-        if d[f.ADD2]:
-            passes.add(d[f.ADD2] + 4 * here, g)
-        if d[f.IS_LAST]:
-            if d[f.RELU_MASK]:
-                passes.masked(g, d[f.RELU_MASK] + here // 8, g)
-            if e + _BLOCK > d[f.ELEMENTS]:
-                _floats(g, _BLOCK)[d[f.ELEMENTS] - e :] = 0.0
-            passes.add_up(g, sums + 4 * at)
-            if d[f.FIRST] == f.BFLOAT16:
-                passes.add_up_products_bfloat16(g, d[f.Z] + 2 * here, second + 4 * at)
-            if d[f.SECOND] == f.BFLOAT16:
-                passes.add_up_products_bfloat16(g, d[f.Z2] + 2 * here, third + 4 * at)
-        passes.move(g, d[f.OUT] + 4 * here)
+        passes.finish(
+            has_product, dx + 4 * e, _moved(clip_mask, e // 8), _moved(add, 2 * e),
+            _moved(add2, 2 * e), _moved(outer, 4 * e), _moved(relu_mask, e // 8),
+            _moved(out, 2 * e), _moved(outer_out, 4 * e), _in_block(elements - e), first,
+            z + 2 * e, second, z2 + 2 * e, _moved(own_sums, 4 * at), 4 * pattern,
+        )  # fmt: skip
         at += _BLOCK
         if at == pattern:
             at = 0
-    if d[f.IS_LAST] and d[f.SUMS]:
-        stride = d[f.SUMS_STRIDE]
-        out, found = _doubles(d[f.SUMS] + 24 * n * stride, 3 * stride), _floats(sums, 3 * pattern)
-        out[:] = 0.0
-        for k in range(3):
-            for i in range(pattern):
-                out[k * stride + i % channels] += found[k * pattern + i]
+    if own_sums:
+        _fold_pattern(d, n, sums)
+
+
+@njit
+def _fold_pattern(d, n, sums):
+    """Add up the sums of an image by channel."""
+    pattern, channels, stride = d[f.PATTERN], d[f.CHANNELS], d[f.SUMS_STRIDE]
+    out, found = _doubles(d[f.SUMS] + 24 * n * stride, 3 * stride), _floats(sums, 3 * pattern)
+    for k in range(3):
+        for i in range(channels):
+            total = 0.0
+            for j in range(i, pattern, channels):
+                total += found[k * pattern + j]
+            out[k * stride + i] = total
 
 
 @njit
@@ -331,7 +314,7 @@ def region(table, reals, details, begin, end, images, chunk, scratch, scratch_by
         chunk: How many a thread takes at a time.
         scratch: Address of each thread's memory, one after the other.
         scratch_bytes: Of a thread.
-        places: (8,) int64: where in it which part begins, see ``fields``.
+        places: (7,) int64: where in it which part begins, see ``fields``.
         threads: How many.
     """
     for k in range(begin, end):
@@ -346,9 +329,10 @@ def region(table, reals, details, begin, end, images, chunk, scratch, scratch_by
     for thread in prange(threads):
         own = scratch + thread * scratch_bytes
         work, dz, codes, dx = own, own + places[1], own + places[2], own + places[3]
-        spare, sums, recent_at = own + places[4], own + places[5], own + places[6]
-        weight_sums = own + places[7]
+        sums, recent_at = own + places[4], own + places[5]
+        weight_sums = own + places[6]
         order, scales = np.empty(chunk, np.int64), np.empty(chunk, np.float64)
+        largest = np.zeros(_BLOCK, np.int32)
         held = np.zeros((end - begin, 2), np.float64)
         enter()
         for k in range(begin, end):
@@ -366,7 +350,7 @@ def region(table, reals, details, begin, end, images, chunk, scratch, scratch_by
                 if kind == f.VALUE:
                     clamped = np.int64(0)
                     for n in range(first, first + count):
-                        clamped += _make_value(d, n, spare, reals[k, 0], reals[k, 1], reals[k, 2])
+                        clamped += _make_value(d, n, reals[k, 0], reals[k, 1], reals[k, 2])
                     if d[f.CLAMPED]:
                         _longs(d[f.CLAMPED], thread + 1)[thread] += clamped
                 elif kind == f.PRODUCT:
@@ -390,7 +374,7 @@ def region(table, reals, details, begin, end, images, chunk, scratch, scratch_by
                     for n in range(first, first + count):
                         slot = n - first
                         place = codes + slot * d[f.CODES_STEP]
-                        _round_gradient(d, n, slot, dz, place, scales)
+                        _round_gradient(d, n, slot, dz, place, scales, largest)
                     _sort(order, scales, count)
                 elif kind == f.WEIGHT_PRODUCT:
                     size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
@@ -417,7 +401,7 @@ def region(table, reals, details, begin, end, images, chunk, scratch, scratch_by
                 elif kind == f.FINISH:
                     for n in range(first, first + count):
                         place = dx + 4 * (n - first) * d[f.PADDED]
-                        _finish(d, n, place, spare, sums)
+                        _finish(d, n, place, sums)
         for k in range(begin, end):
             if table[k, f.KIND] == f.WEIGHT_PRODUCT and held[k - begin, 0] > 0:
                 j = details[k]

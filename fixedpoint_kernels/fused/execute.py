@@ -33,12 +33,23 @@ def _laid(x: Tensor, shape: Shape) -> _Laid:
     return _Laid(flat, flat.data_ptr())
 
 
-def _empty(images: int, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return memory of some images, and the same as a map, channels last."""
-    flat = torch.empty(images, shape.padded)
-    channels, height, width = shape
-    image = flat[:, : shape.elements].view(images, height, width, channels)
-    return flat, image.permute(0, 3, 1, 2)
+class _Result:
+    """An image map for a program to write, channels last."""
+
+    def __init__(self, images: int, shape: Shape) -> None:
+        self._shape, size = shape, (images, *shape)
+        self.image = torch.empty(size, memory_format=torch.channels_last)
+        is_dense = shape.padded == shape.elements
+        self._padded = None if is_dense else torch.empty(images, shape.padded)
+        self.address = (self.image if self._padded is None else self._padded).data_ptr()
+
+    def take(self) -> Tensor:
+        """Return the map, once it is written."""
+        if self._padded is not None:
+            channels, height, width = self._shape
+            own = self._padded[:, : self._shape.elements]
+            self.image.copy_(own.view(-1, height, width, channels).permute(0, 3, 1, 2))
+        return self.image
 
 
 def forward(
@@ -60,12 +71,11 @@ def forward(
     outputs = []
     for i, value in enumerate(program.segment.values):
         if value.is_output:
-            flat, image = _empty(len(x), program.shapes[i])
-            given["y", i] = flat.data_ptr()
-            outputs.append(image)
+            outputs.append(_Result(len(x), program.shapes[i]))
+            given["y", i] = outputs[-1].address
     program.clear()
     _run(program, program.forward, kept, given)
-    return outputs, kept
+    return [result.take() for result in outputs], kept
 
 
 def backward(
@@ -87,8 +97,8 @@ def backward(
     outputs = [i for i, value in enumerate(program.segment.values) if value.is_output]
     held = [_laid(grad, program.shapes[i]) for i, grad in zip(outputs, grads, strict=True)]
     given |= {("dy", i): own.address for i, own in zip(outputs, held, strict=True)}
-    flat, dx = _empty(program.images, program.shapes[INPUT])
-    given["dx", 0] = flat.data_ptr()
+    dx = _Result(program.images, program.shapes[INPUT]) if program.needs_input else None
+    given["dx", 0] = 0 if dx is None else dx.address
     found = []
     for n, (layer, own) in enumerate(zip(program.segment.layers, parameters, strict=True)):
         outputs_of, seed, stream = layer.shape[0], *own.noise
@@ -99,7 +109,7 @@ def backward(
         found.append(Gradients(weight, scale, shift))
     _run(program, program.backward, kept, given)
     program.collect([own.weight for own in found])
-    return (dx if program.needs_input else None), found
+    return (None if dx is None else dx.take()), found
 
 
 def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:

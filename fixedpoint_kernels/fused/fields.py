@@ -1,9 +1,11 @@
 """What the numbers of an operation mean: places in a row of int64. Addresses are of elements."""
 
+from fixedpoint_kernels.llvm.passes import BFLOAT16, FLOAT32, PLAIN
 from fixedpoint_kernels.products.shapes import LONGEST_SUM
 
+__all__ = ["BFLOAT16", "FLOAT32", "LONGEST_SUM", "PLAIN"]
+
 NOISE_BLOCK = 512  # elements that are rounded at once
-LONGEST_SUM = LONGEST_SUM
 
 # kinds of operations
 (
@@ -16,7 +18,6 @@ LONGEST_SUM = LONGEST_SUM
     INPUT_PRODUCT,
     FINISH,  # the gradient of a value, from what comes back
 ) = range(8)
-BFLOAT16, FLOAT32, PLAIN = 1, 2, 3  # kinds of terms; 0: none
 
 (
     KIND, CHANNELS, ELEMENTS, PADDED, PATTERN, POSITIONS, HAS_NORM,
@@ -27,9 +28,9 @@ BFLOAT16, FLOAT32, PLAIN = 1, 2, 3  # kinds of terms; 0: none
     # of products
     WEIGHTS, BEGIN, POWERS, OUT, CODES_STEP, WEIGHT_FL, SEED, STREAM, TOTALS, ZEROES,
     # of gradients
-    G, GA, GB, GC, HAS_PRODUCT, ADD, ADD2, IS_LAST, SUMS, SUMS_STRIDE, WHICH, OF_SCALE, OF_SHIFT,
+    G, GA, GB, GC, HAS_PRODUCT, ADD, ADD2, OUTER, OUTER_OUT, SUMS, SUMS_STRIDE, WHICH, OF_SCALE, OF_SHIFT,
     # of weights that are laid out
     W_OUTPUTS, W_INPUTS, W_TAPS, W_STEP_O, W_STEP_C, W_STEP_T, W_PART_TAPS, W_NUMBERS, W_OFFSETS,
     W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED,
-) = range(67)  # fmt: skip
-COUNT = 67
+) = range(68)  # fmt: skip
+COUNT = 68

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.fused import cpu
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.graph import INPUT, Layer, Segment
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Return, Segment
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.products import jobs, shapes
 from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
@@ -150,7 +150,7 @@ class Program:
         self._memory: list[np.ndarray] = []
         self._hold: list[object] = []
         self._tasks: list[_Operation] = []
-        self._places = [0] * 9  # bytes of each part of a thread's memory
+        self._places = [0] * 7  # bytes of each part of a thread's memory
         self._allocate()
         self.forward = self._finished(self._forward())
         self.backward = self._finished(self._backward())
@@ -283,7 +283,8 @@ class Program:
             done.add(i)
             shape, takers, more = self.shapes[i], segment.takers(i), {}
             if i == INPUT:
-                more["X"] = y = _Given("x", 0)
+                y = _Given("x", 0)
+                more |= {"FIRST": f.PLAIN, "Z": y}
             else:
                 value = segment.values[i]
                 if value.other_value is not None:
@@ -315,7 +316,7 @@ class Program:
                 if n is not None:
                     self._with_codes(operation, n)
                 regions[-1].append(operation)
-                more = {"X": y}
+                more = {"FIRST": f.PLAIN, "Z": y}
 
         for n, layer in enumerate(segment.layers):
             make(layer.source)
@@ -396,7 +397,7 @@ class Program:
             ),
             details=details,
             bytes_an_image=taken.padded + 2 * out.padded,
-            scratch={6: groups * 384},
+            scratch={5: groups * 384},
         )
 
     def _weights_at(
@@ -438,82 +439,61 @@ class Program:
         return {"WEIGHTS": packed, "BEGIN": begin}
 
     def _backward(self) -> list[list[_Operation]]:
-        segment, n_images = self.segment, self.images
+        segment = self.segment
         regions: list[list[_Operation]] = [[]]
         fresh: set[int] = set()  # values whose sums the open region adds up
-        waiting = {
-            i: len(segment.takers(i))
-            + len(segment.adders(i))
-            + (i != INPUT and segment.values[i].is_output)
-            for i in self.shapes
+        gradients = {
+            i: _Buffer(2 * self.images * shape.padded) for i, shape in self.shapes.items()
         }
-        gradients: dict[int, _Number] = {}
-        begun: set[int] = set()
-        plain: dict[int, list[_Number]] = {i: [] for i in self.shapes}
         widest = max(shape.channels for shape in self.shapes.values())
-        sums = {i: self._take(n_images * 3 * widest, np.float64) for i in self.shapes}
-
-        def finish(i: int, taker: int | None) -> None:
-            shape, added = self.shapes[i], plain[i]
-            if i not in gradients:
-                gradients[i] = (
-                    _Given("dx", 0) if i == INPUT else _Buffer(4 * n_images * shape.padded)
-                )
-            waits = [gradients[i]] if i in begun else []
-            waits += [added.pop() for _ in range(min(len(added), 2 - len(waits)))]
-            is_last = waiting[i] == 0 and not added
-            begun.add(i)
-            more: dict[str, _Number] = {"OUT": gradients[i], "IS_LAST": is_last}
-            more |= dict(zip(("ADD", "ADD2"), waits, strict=False))
-            if taker is not None:
-                mask = self._clip[taker]
-                more |= {"HAS_PRODUCT": 1, "CLIP_MASK": 0 if mask is None else mask}
-            if is_last and i != INPUT:
-                value = segment.values[i]
-                for first, second, n in zip(("FIRST", "SECOND"), ("Z", "Z2"), value.layers, strict=False):
-                    if self._term(n) == f.BFLOAT16:
-                        more |= {first: f.BFLOAT16, second: self._z[n]}
-                more |= {"SUMS": sums[i], "SUMS_STRIDE": widest}
-                if i in self._relu:
-                    more["RELU_MASK"] = self._relu[i]
-                fresh.add(i)
-            regions[-1].append(
-                _Operation(
-                    self._of(shape, f.FINISH, **more),
-                    bytes_an_image=10 * shape.padded,
-                    scratch={5: 12 * shape.pattern, 3: 4 * shape.padded},
-                )
-            )
-            if added:
-                finish(i, None)
-            elif is_last and i != INPUT and segment.values[i].other_value is not None:
-                give(segment.values[i].other_value, gradients[i])
-
-        def give(i: int, gradient: _Number) -> None:
-            if i == INPUT and not self.needs_input:
-                return
-            waiting[i] -= 1
-            plain[i].append(gradient)
-            if waiting[i] == 0:
-                finish(i, None)
-
-        for i, value in enumerate(segment.values):
-            if value.is_output:
-                give(i, _Given("dy", i))
-        for i in reversed(range(len(segment.values))):
+        sums = {i: self._take(self.images * 3 * widest, np.float64) for i in self.shapes}
+        made_by = {n: i for i, value in enumerate(segment.values) for n in value.layers}
+        for step in segment.backward(self.needs_input):
+            if isinstance(step, Return):
+                regions[-1].append(self._finish(step, gradients, sums, widest))
+                if step.is_last:
+                    fresh.add(step.value)
+                continue
+            n, i = step, made_by[step]
             if i in fresh:
                 regions.append([])
                 fresh.clear()
-            for which, n in enumerate(segment.values[i].layers, 1):
-                layer = segment.layers[n]
-                regions[-1] += self._gradient(n, which, gradients[i], sums[i], widest)
-                if self._needs_weights[n]:
-                    regions[-1].append(self._weight_product(n))
-                if layer.source != INPUT or self.needs_input:
-                    regions[-1] += self._input_products(n)
-                    waiting[layer.source] -= 1
-                    finish(layer.source, n)
+            which = 1 + segment.values[i].layers.index(n)
+            regions[-1] += self._gradient(n, which, gradients[i], sums[i], widest)
+            if self._needs_weights[n]:
+                regions[-1].append(self._weight_product(n))
+            if segment.layers[n].source != INPUT or self.needs_input:
+                regions[-1] += self._input_products(n)
         return regions
+
+    def _finish(
+        self, step: Return, gradients: dict[int, _Buffer], sums: dict[int, int], widest: int
+    ) -> _Operation:
+        i, shape = step.value, self.shapes[step.value]
+        waits = [gradients[i]] if step.continues else []
+        waits += [gradients[k] for k in step.added]
+        more: dict[str, _Number] = dict(zip(("ADD", "ADD2"), waits, strict=False))
+        more["OUT"] = gradients[i]
+        if step.outer:
+            more["OUTER"] = _Given("dy", i)
+        if step.layer is not None:
+            mask = self._clip[step.layer]
+            more |= {"HAS_PRODUCT": 1, "CLIP_MASK": 0 if mask is None else mask}
+        if step.is_last and i == INPUT:
+            more |= {"OUT": 0, "OUTER_OUT": _Given("dx", 0)}
+        elif step.is_last:
+            terms = ("FIRST", "Z"), ("SECOND", "Z2")
+            for (kind, place), n in zip(terms, self.segment.values[i].layers, strict=False):
+                if self._term(n) == f.BFLOAT16:
+                    more |= {kind: f.BFLOAT16, place: self._z[n]}
+            more |= {"SUMS": sums[i], "SUMS_STRIDE": widest}
+            if i in self._relu:
+                more["RELU_MASK"] = self._relu[i]
+        return _Operation(
+            self._of(shape, f.FINISH, **more),
+            bytes_an_image=10 * shape.padded,
+            scratch={4: 12 * shape.pattern, 3: 4 * shape.padded},
+        )
 
     def _gradient(
         self, n: int, which: int, gradient: _Number, sums: int, widest: int
@@ -608,7 +588,7 @@ class Program:
                     numbers,
                     details=details,
                     bytes_an_image=4 * taken.padded,
-                    scratch={3: 4 * taken.padded, 6: groups * 384},
+                    scratch={3: 4 * taken.padded, 5: groups * 384},
                 )
             )
         return found
@@ -638,7 +618,7 @@ class Program:
                 for part, size in op.scratch.items():
                     times = chunk if part in self._TAKE else 1
                     self._places[part] = max(self._places[part], size * times)
-            self._places[7] = max(self._places[7], sums)
+            self._places[6] = max(self._places[6], sums)
             operations += region
         self._place_buffers(operations, found)
         rows = np.zeros((len(operations), jobs.FIELDS), np.int64)
@@ -673,9 +653,8 @@ class Program:
 
     def _make_scratch(self) -> None:
         sizes = [-(size // -64) * 64 + 64 for size in self._places]
-        sizes[4] = 64 * 4
         begins = np.cumsum([0, *sizes])
-        self.places = begins[:8].astype(np.int64)
+        self.places = begins[:7].astype(np.int64)
         self.scratch_bytes = int(begins[-1])
         self.scratch = self._take(self.scratch_bytes * self.threads)
         largest = max(math.prod(layer.shape) for layer in self.segment.layers)

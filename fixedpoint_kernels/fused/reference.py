@@ -1,7 +1,8 @@
 """A segment in plain PyTorch operators and exact products: what the fused kernels are tested against.
 
 Forward is equal to the bit. Backward differs only in the order in which float32 sums over a batch
-are added: those of batch norm's two reductions.
+are added: those of batch norm's two reductions. What is kept between two passes is rounded once: a
+convolution's sums before batch norm, and the gradient of a value, to bfloat16.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import products
-from fixedpoint_kernels.fused.graph import INPUT, Layer, Segment
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Return, Segment
 from fixedpoint_kernels.rounding import encode, quantize_with_mask
 
 __all__ = ["Parameters", "backward", "forward"]
@@ -131,27 +132,28 @@ def backward(
     segment: Segment, kept: Kept, parameters: Sequence[Parameters], grads: Sequence[Tensor]
 ) -> tuple[Tensor, list[Gradients]]:
     """Return the gradient of the input and of each layer, from those of the outputs."""
-    total: dict[int, Tensor] = {}
-
-    def give(i: int, gradient: Tensor) -> None:
-        total[i] = total[i] + gradient if i in total else gradient
-
     outputs = [i for i, value in enumerate(segment.values) if value.is_output]
-    for i, grad in zip(outputs, grads, strict=True):
-        give(i, grad)
-    found: list[Gradients | None] = [None] * len(segment.layers)
-    for i in reversed(range(len(segment.values))):
-        value = segment.values[i]
-        g = total[i]
-        if value.relu:
+    outer = dict(zip(outputs, grads, strict=True))
+    total: dict[int, Tensor] = {}
+    back: dict[int, Tensor] = {}
+    found: dict[int, Gradients] = {}
+    made_by = {n: i for i, value in enumerate(segment.values) for n in value.layers}
+    for step in segment.backward(needs_input=True):
+        if not isinstance(step, Return):
+            g, own = total[made_by[step]], parameters[step]
+            found[step], back[step] = _layer_backward(
+                segment.layers[step], kept.layers[step], own, g
+            )
+            continue
+        i = step.value
+        parts = [] if step.layer is None else [back.pop(step.layer)]
+        parts += [total[k] for k in ((i,) if step.continues else ()) + step.added]
+        parts += [outer[i]] if step.outer else []
+        g = sum(parts[1:], parts[0])
+        if step.is_last and i != INPUT and segment.values[i].relu:
             g = torch.where(kept.values[i] > 0, g, 0.0)
-        if value.other_value is not None:
-            give(value.other_value, g)
-        for n in value.layers:
-            layer = segment.layers[n]
-            found[n], back = _layer_backward(layer, kept.layers[n], parameters[n], g)
-            give(layer.source, back)
-    return total[INPUT], [own for own in found if own is not None]
+        total[i] = g if step.is_last and i == INPUT else g.bfloat16().float()
+    return total[INPUT], [found[n] for n in range(len(segment.layers))]
 
 
 def _layer_backward(

@@ -1,12 +1,14 @@
 """Giving layers integer products, taking them back, and saying what runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from fixedpoint_kernels import products
 from marvin.integer.formats import BITS, Execution, Options, carried, choose, why_no_kernel
+from marvin.integer.fusion import fuse, fused_layers
 from marvin.integer.layers import CLASSES, OPTIONS, keep_out_of_compilation
+from marvin.hooks import restore_forwards
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
 
@@ -23,6 +25,8 @@ class Row:
         input_gradient: What computes the gradient of its input.
         weight_gradient: What computes the gradient of its weight.
         reason: Why not all of them are integer; "" where they are.
+        is_fused: Whether it runs with its neighbours as one in training, codes going from layer to
+            layer, where ``marvin.integer.convert`` says that this can be.
     """
 
     name: str
@@ -30,6 +34,7 @@ class Row:
     input_gradient: str
     weight_gradient: str
     reason: str = ""
+    is_fused: bool = False
 
     @property
     def is_integer(self) -> bool:
@@ -54,7 +59,9 @@ class Report:
         lines = [f"{count} of {len(self.rows)} layers multiply integers ({self.path})"]
         for row in self.rows:
             ways = f"{row.forward}, {row.input_gradient}, {row.weight_gradient}"
-            lines.append(f"{row.name}: {ways}" + (f" ({row.reason})" if row.reason else ""))
+            notes = [row.reason] if row.reason else []
+            notes += ["fused"] if row.is_fused else []
+            lines.append(f"{row.name}: {ways}" + (f" ({', '.join(notes)})" if notes else ""))
         return "\n".join(lines)
 
 
@@ -66,6 +73,7 @@ def convert(
     *,
     gradient_bits: int | tuple[int | None, int | None] | None = BITS,
     execution: Execution = "integer",
+    fused: bool = True,
 ) -> Report:
     """Let layers multiply integer codes: output, gradient of the input, gradient of the weight.
 
@@ -104,16 +112,20 @@ def convert(
     if execution not in ("integer", "simulation"):
         raise ValueError(f"execution must be 'integer' or 'simulation', got {execution!r}")
     keep_out_of_compilation()
+    restore_forwards(model)
     for module in model.modules():
         if type(module) in CLASSES:
             module.__class__ = CLASSES[type(module)]
         if type(module) in CLASSES.values():
             setattr(module, OPTIONS, Options(*pair, execution))
+    if fused and Options(*pair, execution) == Options():
+        fuse(model)
     return report(model)
 
 
 def revert(model: nn.Module) -> None:
     """Undo ``convert``: layers compute in float again."""
+    restore_forwards(model)
     original = {own: kind for kind, own in CLASSES.items()}
     for module in model.modules():
         if type(module) in original:
@@ -127,10 +139,12 @@ def report(model: nn.Module) -> Report:
     Args:
         model: Converted or not.
     """
+    fused = fused_layers(model)
     rows = [
-        _row(name, module)
+        replace(row, is_fused=name in fused and not row.reason)
         for name, module in model.named_modules()
         if any(is_layer(p) for p in module.parameters(recurse=False))
+        for row in [_row(name, module)]
     ]
     path = products.path()
     return Report(tuple(rows), f"{path.name}: {path.reason}")

@@ -21,6 +21,7 @@ from marvin.export.graph.formats import Formats, activation_formats, weight_form
 from marvin.export.graph.nodes import Add, Flatten, Network, Relu
 from marvin.export.passes.shorten_scales import shorten_scales
 from marvin.rounding import Format
+from marvin.tracing import Tracer
 
 __all__ = ["describe"]
 
@@ -29,10 +30,6 @@ _RELUS = torch.relu, torch.relu_, F.relu, "relu", "relu_"
 _IN_PLACE = operator.iadd, "add_", torch.relu_, "relu_"
 _FLATTENS = torch.flatten, "flatten"
 _SAME = nn.Identity, nn.Dropout  # which give back the tensor they take
-_OPERATORS = (  # in place, which torch.fx would trace as others
-    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
-    "iand", "ior", "ixor", "ilshift", "irshift",
-)  # fmt: skip
 _SHAPES = nn.Flatten, *_SAME  # values go through them unchanged
 
 
@@ -91,7 +88,7 @@ def describe(
         )
     with evaluating(model):
         try:
-            tracer = _Tracer()
+            tracer = Tracer()
             graph = tracer.trace(model)
         except Exception as error:  # whatever the model's own code raises on a tracer's proxies
             first_line = str(error).partition("\n")[0]
@@ -114,7 +111,7 @@ def _output_of(rounds: Mapping[str, Formats], module: str) -> FixedPoint | None:
     return rounds[module].output if module in rounds else None
 
 
-def _check_rounded(tracer: "_Tracer", layers: set[str], activations: Mapping[str, Formats]) -> None:
+def _check_rounded(tracer: Tracer, layers: set[str], activations: Mapping[str, Formats]) -> None:
     """Refuse modules that round something and have calls inside that are traced one by one."""
     inner = [name for name in tracer.called if name in activations and name not in layers]
     if inner:
@@ -257,44 +254,3 @@ def _output(builder: Builder, node: fx.Node) -> None:
     if not isinstance(result, fx.Node):
         raise ExportError(f"a network must have one output, got {result}")
     builder.end(builder.memory.read(result, "the output"))
-
-
-class _Proxy(fx.Proxy):
-    """A proxy that keeps ``x += y``, which torch.fx would trace as ``x = x + y``."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("tracer", "node"):
-            raise ExportError(f"an attribute of a value is set, {name}, which no trace can see")
-        super().__setattr__(name, value)
-
-
-def _keep(name: str) -> Any:
-    def method(self: fx.Proxy, other: Any) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
-
-    return method
-
-
-for _name in _OPERATORS:
-    setattr(_Proxy, f"__{_name}__", _keep(_name))
-
-
-class _Tracer(fx.Tracer):
-    """Traces a model, operators in place included.
-
-    Attributes:
-        called: Names of the modules that were called, those that are traced through included.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: dict[str, None] = {"": None}
-
-    def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Remember the name of a module that is called."""
-        self.called[self.path_of_module(m)] = None
-        return super().call_module(m, *args, **kwargs)
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return what stands for a value while the model's code runs."""
-        return _Proxy(node, self)

@@ -1,0 +1,366 @@
+"""Running chains of layers as one, forward and backward, where the model is in training."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+
+from fixedpoint_kernels import products
+from fixedpoint_kernels._torch_private import foreach_add_, global_forward_hooks, own_forward_hooks
+from fixedpoint_kernels.fused import Layer, Parameters, Segment
+from fixedpoint_kernels.products.shapes import Window
+from fixedpoint_kernels.threads import is_parallel, thread_count
+from marvin.hooks import OtherForward, restore_forwards, rounders_of
+from marvin.integer.formats import Options, Product, choose
+from marvin.integer.graph import Chain, Traced, trace
+from marvin.integer.layers import OPTIONS, IntegerConv2d
+from marvin.rounder import Rounder
+
+__all__ = ["fuse", "fused_layers", "restore_forwards"]
+
+_PROGRAMS = 4  # that a chain keeps: formats and batches change
+
+
+class Fused(OtherForward):
+    """Runs a module's chains of layers fused where that can be, and the module's own code elsewhere.
+
+    It can be in training, with gradients, for float32 images on the CPU, where layers round to
+    nearest and have formats that fit, no policy observes, and nobody else has hooks on what would
+    not be called.
+
+    Args:
+        module: Whose ``forward`` this replaces.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._traced: Traced | str | None = None
+        self._runs: fx.GraphModule | None = None
+        self._seen: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["module"])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do as ``forward`` of the module's class."""
+        runs = None if kwargs or len(args) != 1 else self._ready(args[0])
+        if runs is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return runs(args[0])
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the module's own ``forward``."""
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+    def why_not(self) -> str:
+        """Say why the module's chains are not fused; "" where they are."""
+        traced = self._trace()
+        return traced if isinstance(traced, str) else ""
+
+    def layers(self) -> list[str]:
+        """Return the names of the layers in chains, within the module."""
+        traced = self._trace()
+        chains = [] if isinstance(traced, str) else traced.chains
+        return [layer.name for chain in chains for layer in chain.layers]
+
+    def _ready(self, x: Any) -> fx.GraphModule | None:
+        if (
+            type(x) not in (Tensor, nn.Parameter)
+            or x.dim() != 4
+            or x.dtype is not torch.float32
+            or x.device.type != "cpu"
+            or not len(x)
+            or not self.module.training
+            or not torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or torch.compiler.is_compiling()
+            or not products.path().is_own
+        ):
+            return None
+        traced = self._trace()
+        if not isinstance(traced, str) and self._seen != self._snapshot(traced):
+            self._traced = self._runs = None
+            traced = self._trace()
+        if isinstance(traced, str) or any(global_forward_hooks()):
+            return None
+        if any(map(_has_hooks, (self.module.get_submodule(n) for n in traced.inner if n))):
+            return None
+        self._runs = self._runs or _built(self.module, traced)
+        return self._runs if all(run.ready() for run in _chains_of(self._runs)) else None
+
+    def _trace(self) -> Traced | str:
+        if self._traced is None:
+            before = [_plain_attributes(m) for m in self.module.modules()]
+            self._traced = trace(self.module)
+            if [_plain_attributes(m) for m in self.module.modules()] != before:
+                self._traced = "its forward changes attributes of modules"
+            else:
+                self._seen = self._snapshot(self._traced)
+        return self._traced
+
+    def _snapshot(self, traced: Traced | str) -> list[Any]:
+        """Return what the code that was traced through may depend on."""
+        names = () if isinstance(traced, str) else traced.inner
+        return [_plain_attributes(self.module.get_submodule(name)) for name in names]
+
+
+def fuse(model: nn.Module) -> None:
+    """Let the chains of a model run fused; those of its children where it cannot be traced."""
+    restore_forwards(model)
+    for module in _roots(model):
+        module.forward = Fused(module)
+
+
+def fused_layers(model: nn.Module) -> set[str]:
+    """Return the names of the layers of a model that run fused in training."""
+    found = set()
+    for name, module in model.named_modules():
+        own = vars(module).get("forward")
+        if isinstance(own, Fused):
+            found |= {f"{name}.{layer}".lstrip(".") for layer in own.layers()}
+    return found
+
+
+def _roots(module: nn.Module) -> Iterator[nn.Module]:
+    if not any(isinstance(m, IntegerConv2d) for m in module.modules()):
+        return
+    if isinstance(module, IntegerConv2d):
+        return
+    if not isinstance(trace(module), str):
+        yield module
+        return
+    for child in module.children():
+        yield from _roots(child)
+
+
+def _plain_attributes(module: nn.Module) -> list[Any]:
+    return [pair for pair in vars(module).items() if type(pair[1]) in (bool, int, float, str)]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    before, after = own_forward_hooks(module)
+    own = len(rounders_of(module))
+    return len(before) > own or len(after) > own or bool(module._backward_hooks)
+
+
+def _built(module: nn.Module, traced: Traced) -> fx.GraphModule:
+    """Return the traced module with its chains in place of their layers."""
+    graph, copies = fx.Graph(), {}
+    graph.output(graph.graph_copy(traced.graph, copies))
+    runs = fx.GraphModule(module, graph)
+    for i, chain in enumerate(traced.chains):
+        name = f"chain_{i}"
+        runs.add_module(name, _Run(module, chain))
+        inside = [copies[node] for node in chain.replaced]
+        outputs = [copies[node] for node in chain.outputs]
+        source = copies[chain.input]
+        with graph.inserting_after(source):
+            call = graph.call_module(name, (source,))
+        before = call
+        for k, output in enumerate(outputs):
+            with graph.inserting_after(before):
+                before = graph.call_function(_item, (call, k))
+            for user in list(output.users):
+                if user not in inside:
+                    user.replace_input_with(output, before)
+        for node in reversed(inside):
+            if not node.users:
+                graph.erase_node(node)
+    graph.lint()
+    runs.recompile()
+    return runs
+
+
+def _item(values: tuple[Tensor, ...], k: int) -> Tensor:
+    return values[k]
+
+
+def _chains_of(runs: fx.GraphModule) -> Iterator["_Run"]:
+    for module in runs.children():
+        if isinstance(module, _Run):
+            yield module
+
+
+class _Run(nn.Module):
+    """One chain of a module, as a module of the traced graph."""
+
+    def __init__(self, module: nn.Module, chain: Chain) -> None:
+        super().__init__()
+        self.chain = chain
+        layers = chain.layers
+        # in a tuple, so that they are not this module's own
+        self.convolutions = tuple(module.get_submodule(layer.name) for layer in layers)
+        self.norms = tuple(
+            None if layer.norm is None else module.get_submodule(layer.norm) for layer in layers
+        )
+        self.others = tuple(
+            own
+            for own in map(module.get_submodule, chain.modules)
+            if not isinstance(own, IntegerConv2d)
+        )
+        self.rounders: tuple[Rounder, ...] = ()
+        self._formats: list[Any] = []
+        self._segment: Segment | None = None
+        self._programs: dict[Any, Any] = {}
+
+    def ready(self) -> bool:
+        """Say whether the chain can run fused now."""
+        self.rounders = tuple(r for conv in self.convolutions for r in rounders_of(conv))
+        if len(self.rounders) != len(self.convolutions):
+            return False
+        for conv, rounder in zip(self.convolutions, self.rounders, strict=True):
+            if rounder.observer is not None or not conv.training or _has_hooks(conv):
+                return False
+            if rounder.state.rounding != "nearest" or conv.weight.dtype is not torch.float32:
+                return False
+        for own in self.others:
+            weight = getattr(own, "weight", None)
+            if _has_hooks(own) or not own.training:
+                return False
+            if weight is not None and weight.dtype is not torch.float32:
+                return False
+        formats = [
+            r.formats(conv) for r, conv in zip(self.rounders, self.convolutions, strict=True)
+        ]
+        if len(formats) != len(self._formats) or any(
+            a is not b for a, b in zip(formats, self._formats, strict=True)
+        ):
+            self._formats, self._segment = formats, self._described(formats)
+        return self._segment is not None
+
+    def _described(self, formats: list[Any]) -> Segment | None:
+        layers = []
+        for own, conv, norm, found in zip(
+            self.chain.layers, self.convolutions, self.norms, formats, strict=True
+        ):
+            product, options = choose(conv, found), getattr(conv, OPTIONS)
+            if not _fits(product, options, found):
+                return None
+            stride, padding, dilation = product.window
+            window = Window(stride, padding, dilation)
+            eps, clip = (None if norm is None else norm.eps), found.ste == "clip"
+            layers.append(
+                Layer(
+                    own.source, product.inputs, product.weight, tuple(conv.weight.shape), window,
+                    eps, clip,
+                )
+            )  # fmt: skip
+        return Segment(tuple(layers), tuple(self.chain.values))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return what leaves the chain."""
+        parameters: list[Tensor | None] = []
+        for conv, norm in zip(self.convolutions, self.norms, strict=True):
+            pair = (None, conv.bias) if norm is None else (norm.weight, norm.bias)
+            parameters += [conv.weight, *pair]
+        for rounder in self.rounders:
+            rounder.state.waiting.discard(rounder.name)
+            if rounder.counts_samples:
+                rounder.state.samples += len(x)
+        noise = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
+        return _Chain.apply(x, self, noise, *parameters)  # pyright: ignore[reportReturnType]
+
+    def program(self, x: Tensor, needs_input: bool, needs_weights: tuple[bool, ...]) -> Any:
+        """Return the program for images like ``x``."""
+        from fixedpoint_kernels.fused.program import Program  # Numba takes a second to import
+
+        path = products.path().name
+        threads = min(thread_count() if is_parallel(x.numel() * 16) else 1, len(x))
+        key = self._segment, tuple(x.shape), path, threads, needs_input, needs_weights
+        program = self._programs.pop(key, None)
+        if program is None:
+            assert self._segment is not None
+            size = x.shape[2], x.shape[3]
+            program = Program(
+                self._segment, len(x), size, path, threads, needs_input, needs_weights
+            )
+            while len(self._programs) >= _PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+        self._programs[key] = program
+        return program
+
+    def note(self, program: Any, x: Tensor, kept: Tensor) -> None:
+        """Count what was clamped, and bring batch norm's statistics up to date."""
+        from fixedpoint_kernels.fused import execute
+
+        clamped = program.clamped.sum(1)
+        for i, (layer, rounder) in enumerate(
+            zip(program.segment.layers, self.rounders, strict=True)
+        ):
+            if layer.clip and (layer.source >= 0 or x.requires_grad):
+                shape = program.shapes[layer.source]
+                rounder.tally.add(int(clamped[i]), shape.elements * len(x))
+        tracked = [norm for norm in self.norms if norm is not None and norm.track_running_stats]
+        if not tracked:
+            return
+        foreach_add_([norm.num_batches_tracked for norm in tracked], 1)
+        for norm, out, (mean, variance) in zip(
+            self.norms, program.outs, execute.statistics(program, kept), strict=True
+        ):
+            if norm is None or not norm.track_running_stats:
+                continue
+            momentum = norm.momentum
+            if momentum is None:
+                momentum = 1.0 / float(norm.num_batches_tracked)
+            count = len(x) * out.height * out.width
+            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
+            unbiased = variance * (count / max(count - 1, 1))
+            norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), momentum)
+
+
+def _fits(product: Product | str, options: Options, formats: Any) -> bool:
+    return (
+        not isinstance(product, str)
+        and not product.shifts
+        and options == Options()
+        and formats.outputs is formats.samples is formats.gradients is None
+        and len(product.window or ()) == 3
+    )
+
+
+class _Chain(torch.autograd.Function):
+    """A chain, forward and backward; keeps codes, what batch norm needs, and masks of bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, run: _Run, noise: list[tuple[int, int]], *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        from fixedpoint_kernels.fused import execute
+
+        needed = ctx.needs_input_grad[3:]
+        program = run.program(x, ctx.needs_input_grad[0], tuple(needed[::3]))
+        outputs, kept = execute.forward(program, x, _own(parameters, noise))
+        run.note(program, x, kept)
+        ctx.save_for_backward(kept, *parameters)
+        ctx.program, ctx.noise = program, noise
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        from fixedpoint_kernels.fused import execute
+
+        kept, *parameters = ctx.saved_tensors
+        dx, found = execute.backward(ctx.program, kept, _own(parameters, ctx.noise), grads)
+        back: list[Tensor | None] = [dx, None, None]
+        for i, own in enumerate(found):
+            ways = own.weight, own.scale, own.shift
+            for k, way in enumerate(ways):
+                back.append(way if ctx.needs_input_grad[3 + 3 * i + k] else None)
+        return tuple(back)
+
+
+def _own(
+    parameters: list[Tensor | None] | tuple[Tensor | None, ...], noise: list[tuple[int, int]]
+) -> list[Parameters]:
+    triples = zip(parameters[::3], parameters[1::3], parameters[2::3], noise, strict=True)
+    return [Parameters(*triple) for triple in triples]

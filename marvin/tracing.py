@@ -1,0 +1,71 @@
+"""Traces of models by torch.fx that keep operations in place, and name what was called."""
+
+import operator
+from typing import Any
+
+from torch import fx, nn
+
+__all__ = ["Tracer", "changes_in_place"]
+
+_OPERATORS = (  # in place, which torch.fx would trace as others
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
+    "iand", "ior", "ixor", "ilshift", "irshift",
+)  # fmt: skip
+
+
+class _Proxy(fx.Proxy):
+    """A proxy that keeps ``x += y``, which torch.fx would trace as ``x = x + y``."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node"):
+            raise AttributeError(
+                f"an attribute of a value is set, {name}, which no trace can see"
+            )
+        super().__setattr__(name, value)
+
+
+def _keep(name: str) -> Any:
+    def method(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
+
+    return method
+
+
+for _name in _OPERATORS:
+    setattr(_Proxy, f"__{_name}__", _keep(_name))
+
+
+class Tracer(fx.Tracer):
+    """Traces a model, operators in place included.
+
+    Attributes:
+        called: Names of the modules that were called, those that are traced through included.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: dict[str, None] = {"": None}
+
+    def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Remember the name of a module that is called."""
+        self.called[self.path_of_module(m)] = None
+        return super().call_module(m, *args, **kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return what stands for a value while the model's code runs."""
+        return _Proxy(node, self)
+
+
+def changes_in_place(node: fx.Node, module: nn.Module) -> bool:
+    """Say whether a call of a trace of ``module`` writes to what it takes."""
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if node.kwargs.get("inplace") or "out" in node.kwargs:
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    own = getattr(operator, name, None)
+    return (own is node.target and name in (*_OPERATORS, "setitem")) or (
+        name.endswith("_") and not name.endswith("__")
+    )
