@@ -5,11 +5,13 @@ regions all threads wait: batch norm needs the sums of all images.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fixedpoint_kernels.fused import cpu
@@ -111,6 +113,32 @@ class Pass:
     task_addresses: Addresses
 
 
+class Memory:
+    """Lends tensors of one size, and takes their memory back when nobody holds it any more.
+
+    New memory costs as much time as the layers that fill it: the system clears each page.
+
+    Args:
+        size: Bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free: list[np.ndarray] = []
+
+    def lend(self) -> Tensor:
+        """Return a tensor, uint8, of any content."""
+        memory = self._free.pop() if self._free else np.empty(self.size, np.uint8)
+        lease = memory[:]
+        weakref.finalize(lease, _take_back, self._free, memory).atexit = False
+        return torch.from_numpy(lease)
+
+
+def _take_back(free: list[np.ndarray], memory: np.ndarray) -> None:
+    if not free:  # one is enough for a step after the other
+        free.append(memory)
+
+
 class Program:
     """What runs a segment on images of one size.
 
@@ -155,6 +183,7 @@ class Program:
         self.forward = self._finished(self._forward())
         self.backward = self._finished(self._backward())
         self._make_scratch()
+        self.memory = Memory(self.kept_bytes + 64)
 
     # ------------------------------------------------------------------ memory
 
