@@ -18,9 +18,7 @@ class _Proxy(fx.Proxy):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("tracer", "node"):
-            raise AttributeError(
-                f"an attribute of a value is set, {name}, which no trace can see"
-            )
+            raise AttributeError(f"an attribute of a value is set, {name}, which no trace can see")
         super().__setattr__(name, value)
 
 

@@ -301,7 +301,9 @@ def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums
         at = end
 
 
-def region(table, reals, details, begin, end, images, chunk, scratch, scratch_bytes, places, threads):
+def region(
+    table, reals, details, begin, end, images, chunk, scratch, scratch_bytes, places, threads
+):
     """Run the operations ``begin`` to ``end`` on all images.
 
     Args:

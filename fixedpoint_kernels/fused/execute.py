@@ -116,9 +116,7 @@ def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return mean and (biased) variance of each layer's channels, float64; views of ``kept``."""
     start = -kept.data_ptr() % 64
     found = []
-    for means, variances, out in zip(
-        program.means, program.variances, program.outs, strict=True
-    ):
+    for means, variances, out in zip(program.means, program.variances, program.outs, strict=True):
         size = 8 * out.channels
         pair = (kept[start + k.offset : start + k.offset + size] for k in (means, variances))
         found.append(tuple(part.view(torch.float64) for part in pair))

@@ -224,9 +224,7 @@ class Program:
         self._lsbs = np.array([layer.inputs.lsb for layer in segment.layers], np.float32)
         self._exponents = self._take(n, np.float32)
         self.totals = [
-            self._take(self.threads * self._padded_weights(layer), np.float64)
-            if needed
-            else 0
+            self._take(self.threads * self._padded_weights(layer), np.float64) if needed else 0
             for layer, needed in zip(segment.layers, self._needs_weights, strict=True)
         ]
 
@@ -271,9 +269,7 @@ class Program:
         if i == INPUT:
             return False
         value = self.segment.values[i]
-        return len(self.segment.takers(i)) == 1 and not (
-            value.is_output or self.segment.adders(i)
-        )
+        return len(self.segment.takers(i)) == 1 and not (value.is_output or self.segment.adders(i))
 
     # ------------------------------------------------------------------ operations
 
@@ -341,7 +337,9 @@ class Program:
                     more["RELU_MASK"] = self._relu[i]
             ys[i] = y
             for n in takers or [None]:
-                operation = _Operation(self._of(shape, f.VALUE, **more), bytes_an_image=8 * shape.padded)
+                operation = _Operation(
+                    self._of(shape, f.VALUE, **more), bytes_an_image=8 * shape.padded
+                )
                 if n is not None:
                     self._with_codes(operation, n)
                 regions[-1].append(operation)
@@ -393,7 +391,11 @@ class Program:
         }
 
     def _product(self, n: int, statistics: int) -> _Operation:
-        layer, out, taken = self.segment.layers[n], self.outs[n], self._taken(self.segment.layers[n])
+        layer, out, taken = (
+            self.segment.layers[n],
+            self.outs[n],
+            self._taken(self.segment.layers[n]),
+        )
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
         _check_sums(layer, part, taken)
         size = 4 if layer.eps is None else 2
@@ -471,9 +473,7 @@ class Program:
         segment = self.segment
         regions: list[list[_Operation]] = [[]]
         fresh: set[int] = set()  # values whose sums the open region adds up
-        gradients = {
-            i: _Buffer(2 * self.images * shape.padded) for i, shape in self.shapes.items()
-        }
+        gradients = {i: _Buffer(2 * self.images * shape.padded) for i, shape in self.shapes.items()}
         widest = max(shape.channels for shape in self.shapes.values())
         sums = {i: self._take(self.images * 3 * widest, np.float64) for i in self.shapes}
         made_by = {n: i for i, value in enumerate(segment.values) for n in value.layers}
@@ -563,7 +563,11 @@ class Program:
         ]
 
     def _weight_product(self, n: int) -> _Operation:
-        layer, out, taken = self.segment.layers[n], self.outs[n], self._taken(self.segment.layers[n])
+        layer, out, taken = (
+            self.segment.layers[n],
+            self.outs[n],
+            self._taken(self.segment.layers[n]),
+        )
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
 
         def details(chunk: int) -> jobs.Described:
@@ -582,7 +586,11 @@ class Program:
         )
 
     def _input_products(self, n: int) -> list[_Operation]:
-        layer, out, taken = self.segment.layers[n], self.outs[n], self._taken(self.segment.layers[n])
+        layer, out, taken = (
+            self.segment.layers[n],
+            self.outs[n],
+            self._taken(self.segment.layers[n]),
+        )
         size = taken.height, taken.width
         parts = shapes.input_gradient(layer.window, size, layer.shape[2:])
         step = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
@@ -716,5 +724,3 @@ def _check_sums(layer: Layer, part: Correlation, taken: Shape) -> None:
     cut: Blocks = blocks(part, 1, taken[1:], taken.channels, 1)
     if 4 * largest >= 2**31 or largest**2 * cut.most_positions >= 2**63:
         raise ValueError(f"sums of {math.prod(layer.shape[1:])} products are too long to be fused")
-
-

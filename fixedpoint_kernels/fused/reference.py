@@ -181,5 +181,3 @@ def _layer_backward(
     if layer.clip:
         back = torch.where(made.inside, back, 0.0)
     return Gradients(weight * layer.inputs.lsb, of_scale.float(), first.float()), back
-
-

@@ -93,7 +93,9 @@ def trace(module: nn.Module) -> Traced | str:
         return "its forward does other things at each call"
     if sum(node.op == "placeholder" for node in graph.nodes) != 1:
         return "it takes more than one argument"
-    if any(changes_in_place(n, module) and len(n.all_input_nodes[0].users) > 1 for n in graph.nodes):
+    if any(
+        changes_in_place(n, module) and len(n.all_input_nodes[0].users) > 1 for n in graph.nodes
+    ):
         return "it changes a value in place that is used again"
     chains = _Search(module, graph).chains()
     if not chains:
@@ -209,6 +211,8 @@ class _Search:
         a, b = (self.known.get(source) for source in node.all_input_nodes)
         if isinstance(b, _Sum) and not isinstance(a, _Sum):
             a, b = b, a
+        if isinstance(a, _Sum) and a.chain.input in node.all_input_nodes:
+            b = _Made(a.chain, INPUT)
         if not isinstance(a, _Sum) or b is None or a.chain is not b.chain:
             return False
         more = {"other_layer": b.layer} if isinstance(b, _Sum) else {"other_value": b.number}
