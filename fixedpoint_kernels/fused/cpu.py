@@ -37,8 +37,9 @@ def _doubles(address, n):
 
 
 @njit
-def _longs(address, n):
-    return carray(pointer_to(address), n, np.int64)
+def _count(address, thread, n):
+    """Add to a thread's count; in a parallel loop, Numba takes such a line for dead code."""
+    carray(pointer_to(address), thread + 1, np.int64)[thread] += n
 
 
 # ------------------------------------------------------------------ once a region: coefficients
@@ -354,7 +355,7 @@ def region(
                     for n in range(first, first + count):
                         clamped += _make_value(d, n, reals[k, 0], reals[k, 1], reals[k, 2])
                     if d[f.CLAMPED]:
-                        _longs(d[f.CLAMPED], thread + 1)[thread] += clamped
+                        _count(d[f.CLAMPED], thread, clamped)
                 elif kind == f.PRODUCT:
                     groups = (j[jobs.OUT_CHANNELS] + 15) // 16
                     recent = carray(pointer_to(recent_at), (groups, 48), np.int64)

@@ -151,5 +151,7 @@ class _Order:
         self._begun.add(i)
         if self._left[i] == 0 and not is_last:
             self._return(i, None)
-        elif is_last and i != INPUT and self.segment.values[i].other_value is not None:
-            self._give(self.segment.values[i].other_value, i)
+        elif is_last and i != INPUT:
+            other = self.segment.values[i].other_value
+            if other is not None:
+                self._give(other, i)

@@ -6,7 +6,7 @@ regions all threads wait: batch norm needs the sums of all images.
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -155,7 +155,7 @@ class Program:
         ValueError: Sums of a layer do not fit in int32 and int64.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         segment: Segment,
         images: int,
@@ -201,9 +201,11 @@ class Program:
 
     def _allocate(self) -> None:
         n, segment = self.images, self.segment
-        self.codes = [self._keep(n * self._taken(layer).padded) for layer in segment.layers]
+        self.codes = [self._keep(n * self.shapes[layer.source].padded) for layer in segment.layers]
         self._clip = [
-            self._keep(n * self._taken(layer).padded // 8) if self._wants_mask(layer) else None
+            self._keep(n * self.shapes[layer.source].padded // 8)
+            if self._wants_mask(layer)
+            else None
             for layer in segment.layers
         ]
         self._z: list[_Kept | _Buffer] = [
@@ -218,8 +220,10 @@ class Program:
         self.means, self.inverses, self.variances = (
             [self._keep(8 * out.channels) for out in self.outs] for _ in range(3)
         )
-        self.statistics_bytes = sum(self._statistics_size(out) for out in self.outs)
-        self._statistics = self._take(self.statistics_bytes)
+        sizes = [self.threads * -(out.channels // -16) * 384 for out in self.outs]
+        self._statistics = self._take(sum(sizes))
+        self._sums_at = [self._statistics + sum(sizes[:n]) for n in range(len(sizes))]
+        self._factors = [[self._take(out.pattern, np.float32) for _ in "ab"] for out in self.outs]
         self.clamped = np.zeros((len(segment.layers), self.threads), np.int64)
         self._lsbs = np.array([layer.inputs.lsb for layer in segment.layers], np.float32)
         self._exponents = self._take(n, np.float32)
@@ -253,12 +257,6 @@ class Program:
         outputs, inputs, height, width = layer.shape
         return height * width * -(inputs // -16) * 16 * -(outputs // -16) * 16
 
-    def _statistics_size(self, out: Shape) -> int:
-        return self.threads * -(out.channels // -16) * 384
-
-    def _taken(self, layer: Layer) -> Shape:
-        return self.shapes[layer.source]
-
     def _wants_mask(self, layer: Layer) -> bool:
         if layer.source == INPUT and not self.needs_input:
             return False
@@ -288,74 +286,44 @@ class Program:
         return f.FLOAT32 if self.segment.layers[n].eps is None else f.BFLOAT16
 
     def _forward(self) -> list[list[_Operation]]:
-        segment = self.segment
-        regions: list[list[_Operation]] = [[]]
-        fresh: set[int] = set()  # layers whose sums the open region adds up
-        ys: dict[int, _Number] = {}
-        begin = self._statistics
-        statistics = []
-        for out in self.outs:
-            statistics.append(begin)
-            begin += self._statistics_size(out)
-        coefficients = [
-            [self._take(out.pattern, np.float32) for _ in range(2)] for out in self.outs
-        ]
-        done: set[int] = set()
-
-        def make(i: int) -> None:
-            if i in done:
-                return
-            done.add(i)
-            shape, takers, more = self.shapes[i], segment.takers(i), {}
-            if i == INPUT:
-                y = _Given("x", 0)
-                more |= {"FIRST": f.PLAIN, "Z": y}
-            else:
-                value = segment.values[i]
-                if value.other_value is not None:
-                    make(value.other_value)
-                if any(n in fresh for n in value.layers):
-                    regions.append([])
-                    fresh.clear()
-                for n in value.layers:
-                    regions[-1].append(self._coefficients(n, statistics[n], coefficients[n]))
-                y = 0
-                if value.is_output:
-                    y = _Given("y", i)
-                elif segment.adders(i) or len(takers) > 1:
-                    y = _Buffer(4 * self.images * shape.padded)
-                a, b = coefficients[value.layer]
-                more |= {"FIRST": self._term(value.layer), "Z": self._z[value.layer]}
-                more |= {"A": a, "B": b, "RELU": value.relu, "Y": y}
-                if value.other_layer is not None:
-                    a, b = coefficients[value.other_layer]
-                    n = value.other_layer
-                    more |= {"SECOND": self._term(n), "Z2": self._z[n], "A2": a, "B2": b}
-                elif value.other_value is not None:
-                    more |= {"SECOND": f.PLAIN, "Z2": ys[value.other_value]}
-                if i in self._relu:
-                    more["RELU_MASK"] = self._relu[i]
-            ys[i] = y
-            for n in takers or [None]:
-                operation = _Operation(
-                    self._of(shape, f.VALUE, **more), bytes_an_image=8 * shape.padded
-                )
-                if n is not None:
-                    self._with_codes(operation, n)
-                regions[-1].append(operation)
-                more = {"FIRST": f.PLAIN, "Z": y}
-
-        for n, layer in enumerate(segment.layers):
-            make(layer.source)
-            regions[-1].append(self._product(n, statistics[n]))
-            if layer.eps is not None:
-                fresh.add(n)
-        for i, value in enumerate(segment.values):
+        order = _Forward(self)
+        for n, layer in enumerate(self.segment.layers):
+            order.make(layer.source)
+            order.multiply(n)
+        for i, value in enumerate(self.segment.values):
             if value.is_output:
-                make(i)
-        return regions
+                order.make(i)
+        return order.regions
 
-    def _coefficients(self, n: int, statistics: int, places: list[int]) -> _Operation:
+    def _value(self, i: int, y: _Number, ys: Mapping[int, _Number]) -> list[_Operation]:
+        """Return what makes a value: once for each layer that takes codes of it."""
+        shape, takers, more = self.shapes[i], self.segment.takers(i), self._terms(i, y, ys)
+        found = []
+        for n in takers or [None]:
+            operation = _Operation(
+                self._of(shape, f.VALUE, **more), bytes_an_image=8 * shape.padded
+            )
+            if n is not None:
+                self._with_codes(operation, n)
+            found.append(operation)
+            more = {"FIRST": f.PLAIN, "Z": y}
+        return found
+
+    def _terms(self, i: int, y: _Number, ys: Mapping[int, _Number]) -> dict[str, _Number]:
+        """Return of what a value is the sum, and where it goes."""
+        if i == INPUT:
+            return {"FIRST": f.PLAIN, "Z": y}
+        value, more = self.segment.values[i], {"Y": y}
+        names = ("FIRST", "Z", "A", "B"), ("SECOND", "Z2", "A2", "B2")
+        for own, n in zip(names, value.layers, strict=False):
+            more |= dict(zip(own, (self._term(n), self._z[n], *self._factors[n]), strict=True))
+        if value.other_value is not None:
+            more |= {"SECOND": f.PLAIN, "Z2": ys[value.other_value]}
+        if i in self._relu:
+            more["RELU_MASK"] = self._relu[i]
+        return more | {"RELU": value.relu}
+
+    def _coefficients(self, n: int) -> _Operation:
         layer, out = self.segment.layers[n], self.outs[n]
         power = 2.0 ** (-layer.inputs.fl - layer.weight.fl)
         numbers = np.array([power, layer.eps or 0.0])
@@ -365,15 +333,15 @@ class Program:
                 out,
                 f.COEFFICIENTS,
                 HAS_NORM=layer.eps is not None,
-                STATISTICS=statistics,
+                STATISTICS=self._sums_at[n],
                 MEANS=self.means[n],
                 INVERSES=self.inverses[n],
                 VARIANCES=self.variances[n],
                 NUMBERS=numbers.ctypes.data,
                 SCALE=_Given("scale", n),
                 SHIFT=_Given("shift", n),
-                A=places[0],
-                B=places[1],
+                A=self._factors[n][0],
+                B=self._factors[n][1],
             )
         )
 
@@ -390,12 +358,9 @@ class Program:
             f.CLAMPED: self.clamped[n].ctypes.data,
         }
 
-    def _product(self, n: int, statistics: int) -> _Operation:
-        layer, out, taken = (
-            self.segment.layers[n],
-            self.outs[n],
-            self._taken(self.segment.layers[n]),
-        )
+    def _product(self, n: int) -> _Operation:
+        layer, out = self.segment.layers[n], self.outs[n]
+        taken = self.shapes[layer.source]
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
         _check_sums(layer, part, taken)
         size = 4 if layer.eps is None else 2
@@ -421,7 +386,7 @@ class Program:
                 f.PRODUCT,
                 X=self.codes[n],
                 HAS_NORM=layer.eps is not None,
-                STATISTICS=statistics,
+                STATISTICS=self._sums_at[n],
                 OUT=self._z[n],
                 POWERS=scales.ctypes.data,
                 **self._weights_at(n, part, taken, out.channels, False),
@@ -563,11 +528,8 @@ class Program:
         ]
 
     def _weight_product(self, n: int) -> _Operation:
-        layer, out, taken = (
-            self.segment.layers[n],
-            self.outs[n],
-            self._taken(self.segment.layers[n]),
-        )
+        layer, out = self.segment.layers[n], self.outs[n]
+        taken = self.shapes[layer.source]
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
 
         def details(chunk: int) -> jobs.Described:
@@ -586,11 +548,8 @@ class Program:
         )
 
     def _input_products(self, n: int) -> list[_Operation]:
-        layer, out, taken = (
-            self.segment.layers[n],
-            self.outs[n],
-            self._taken(self.segment.layers[n]),
-        )
+        layer, out = self.segment.layers[n], self.outs[n]
+        taken = self.shapes[layer.source]
         size = taken.height, taken.width
         parts = shapes.input_gradient(layer.window, size, layer.shape[2:])
         step = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
@@ -697,6 +656,52 @@ class Program:
         largest = max(math.prod(layer.shape) for layer in self.segment.layers)
         self.spare_bytes = largest + 128
         self.spare = self._take(self.spare_bytes * self.threads)
+
+
+class _Forward:
+    """Operations in order: a value is made when something first takes it.
+
+    What needs a layer's statistics begins a region: they are sums over all images.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.segment = program, program.segment
+        self.regions: list[list[_Operation]] = [[]]
+        self._fresh: set[int] = set()  # layers whose sums the open region adds up
+        self._ys: dict[int, _Number] = {}
+
+    def multiply(self, n: int) -> None:
+        """Compute what a layer makes."""
+        self.regions[-1].append(self.program._product(n))
+        if self.segment.layers[n].eps is not None:
+            self._fresh.add(n)
+
+    def make(self, i: int) -> None:
+        """Make a value, unless it is there."""
+        if i in self._ys:
+            return
+        if i != INPUT:
+            self._prepare(i)
+        self._ys[i] = self._place(i)
+        self.regions[-1] += self.program._value(i, self._ys[i], self._ys)
+
+    def _prepare(self, i: int) -> None:
+        value = self.segment.values[i]
+        if value.other_value is not None:
+            self.make(value.other_value)
+        if not self._fresh.isdisjoint(value.layers):
+            self.regions.append([])
+            self._fresh.clear()
+        self.regions[-1] += [self.program._coefficients(n) for n in value.layers]
+
+    def _place(self, i: int) -> _Number:
+        if i == INPUT:
+            return _Given("x", 0)
+        if self.segment.values[i].is_output:
+            return _Given("y", i)
+        if self.segment.adders(i) or len(self.segment.takers(i)) > 1:
+            return _Buffer(4 * self.program.images * self.program.shapes[i].padded)
+        return 0
 
 
 def _table(operations: list[_Operation]) -> tuple[np.ndarray, np.ndarray, Addresses]:

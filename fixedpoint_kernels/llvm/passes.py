@@ -107,7 +107,7 @@ def _made(names: str, body: Callable[..., Any], floats: int = 0) -> Any:
     return intrinsic(typing)
 
 
-def _make_value(  # noqa: PLR0913
+def _make_value(
     to: _Builder, first, z, a, b, second, z2, a2, b2, relu, relu_mask, y, codes, clips, both,
     clip_mask, own, scale, low, high,
 ):  # fmt: skip
@@ -180,7 +180,7 @@ def _make_gradient(to: _Builder, first, g, z, a, b, c, out, own, largest):
     to.store((magnitudes > before).where(magnitudes, before), largest)
 
 
-def _finish(  # noqa: PLR0913
+def _finish(
     to: _Builder, has_product, dx, clip_mask, add, add2, outer, relu_mask, out, outer_out, own,
     first, z, second, z2, sums, step,
 ):  # fmt: skip

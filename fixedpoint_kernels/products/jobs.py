@@ -4,7 +4,7 @@ Functions without ``@njit`` know the tiles of one path by name, see ``instructio
 Addresses are int64. What a job needs to know is a row of int64, whose places have the names below.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit
@@ -41,7 +41,8 @@ TURNED_AT, FLAT_AT, B_AT, ONES, REACH, SUMS_SIZE, GRAD_IMAGE = range(29, 36)
 FIELDS = 36
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
-wide = narrow = wide_rows = narrow_rows = None
+wide: Any = None  # the tiles of a path
+narrow = wide_rows = narrow_rows = wide
 FLIPS, GRAIN, NARROW_ROWS, WIDE_ROWS = 0, 4, 0, 0
 
 

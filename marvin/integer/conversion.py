@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fixedpoint_kernels import products
+from marvin.hooks import restore_forwards
 from marvin.integer.formats import BITS, Execution, Options, carried, choose, why_no_kernel
 from marvin.integer.fusion import fuse, fused_layers
 from marvin.integer.layers import CLASSES, OPTIONS, keep_out_of_compilation
-from marvin.hooks import restore_forwards
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
 
@@ -96,6 +96,9 @@ def convert(
             and that of the weight.
         execution: ``"integer"``; or ``"simulation"``, the same step in PyTorch's float32, equal to
             the bit where its sums are exact.
+        fused: Whether convolutions, batch norm, sums and ReLU that follow each other run as one in
+            training, and pass codes on; see ``docs/integer.md``. It needs integer products of both
+            gradients.
 
     Returns:
         What runs in each layer, and why not integers where they do not.

@@ -1,7 +1,7 @@
 """Running chains of layers as one, forward and backward, where the model is in training."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,14 +9,15 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
 from fixedpoint_kernels import products
-from fixedpoint_kernels._torch_private import foreach_add_, global_forward_hooks, own_forward_hooks
+from fixedpoint_kernels._torch_private import global_forward_hooks, own_forward_hooks
 from fixedpoint_kernels.fused import Layer, Parameters, Segment
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.hooks import OtherForward, restore_forwards, rounders_of
-from marvin.integer.formats import Options, Product, choose
+from marvin.integer.formats import Options, Product, choose, window_of
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.layers import OPTIONS, IntegerConv2d
+from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
 __all__ = ["fuse", "fused_layers", "restore_forwards"]
@@ -188,18 +189,27 @@ def _chains_of(runs: fx.GraphModule) -> Iterator["_Run"]:
             yield module
 
 
+def _convolution(module: nn.Module, name: str) -> nn.Conv2d:
+    found = module.get_submodule(name)
+    assert isinstance(found, nn.Conv2d)
+    return found
+
+
+def _norm(module: nn.Module, name: str | None) -> nn.BatchNorm2d | None:
+    found = None if name is None else module.get_submodule(name)
+    assert found is None or isinstance(found, nn.BatchNorm2d)
+    return found
+
+
 class _Run(nn.Module):
     """One chain of a module, as a module of the traced graph."""
 
     def __init__(self, module: nn.Module, chain: Chain) -> None:
         super().__init__()
         self.chain = chain
-        layers = chain.layers
-        # in a tuple, so that they are not this module's own
-        self.convolutions = tuple(module.get_submodule(layer.name) for layer in layers)
-        self.norms = tuple(
-            None if layer.norm is None else module.get_submodule(layer.norm) for layer in layers
-        )
+        # in tuples, so that they are not this module's own
+        self.convolutions = tuple(_convolution(module, own.name) for own in chain.layers)
+        self.norms = tuple(_norm(module, own.norm) for own in chain.layers)
         self.others = tuple(
             own
             for own in map(module.get_submodule, chain.modules)
@@ -240,16 +250,15 @@ class _Run(nn.Module):
         for own, conv, norm, found in zip(
             self.chain.layers, self.convolutions, self.norms, formats, strict=True
         ):
-            product, options = choose(conv, found), getattr(conv, OPTIONS)
-            if not _fits(product, options, found):
+            product = choose(conv, found)
+            if isinstance(product, str) or not _fits(product, getattr(conv, OPTIONS), found):
                 return None
-            stride, padding, dilation = product.window
-            window = Window(stride, padding, dilation)
             eps, clip = (None if norm is None else norm.eps), found.ste == "clip"
+            sizes = conv.weight.shape
             layers.append(
                 Layer(
-                    own.source, product.inputs, product.weight, tuple(conv.weight.shape), window,
-                    eps, clip,
+                    own.source, product.inputs, product.weight_fmt,
+                    (sizes[0], sizes[1], sizes[2], sizes[3]), _window(conv), eps, clip,
                 )
             )  # fmt: skip
         return Segment(tuple(layers), tuple(self.chain.values))
@@ -297,32 +306,40 @@ class _Run(nn.Module):
             if layer.clip and (layer.source >= 0 or x.requires_grad):
                 shape = program.shapes[layer.source]
                 rounder.tally.add(int(clamped[i]), shape.elements * len(x))
-        tracked = [norm for norm in self.norms if norm is not None and norm.track_running_stats]
-        if not tracked:
-            return
-        foreach_add_([norm.num_batches_tracked for norm in tracked], 1)
-        for norm, out, (mean, variance) in zip(
-            self.norms, program.outs, execute.statistics(program, kept), strict=True
-        ):
-            if norm is None or not norm.track_running_stats:
-                continue
-            momentum = norm.momentum
-            if momentum is None:
-                momentum = 1.0 / float(norm.num_batches_tracked)
-            count = len(x) * out.height * out.width
-            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
-            unbiased = variance * (count / max(count - 1, 1))
-            norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), momentum)
+        found = execute.statistics(program, kept)
+        for norm, out, pair in zip(self.norms, program.outs, found, strict=True):
+            if norm is not None and norm.track_running_stats:
+                _track(norm, pair, len(x) * out.height * out.width)
 
 
-def _fits(product: Product | str, options: Options, formats: Any) -> bool:
-    return (
-        not isinstance(product, str)
-        and not product.shifts
-        and options == Options()
-        and formats.outputs is formats.samples is formats.gradients is None
-        and len(product.window or ()) == 3
+def _track(norm: nn.BatchNorm2d, found: tuple[Tensor, Tensor], count: int) -> None:
+    """Bring the running statistics of a norm up to date, as it would do itself."""
+    mean, variance = found
+    running, running_variance, batches = (
+        norm.running_mean,
+        norm.running_var,
+        norm.num_batches_tracked,
     )
+    if running is None or running_variance is None or batches is None:
+        return
+    batches += 1
+    momentum = 1 / int(batches) if norm.momentum is None else norm.momentum
+    unbiased = variance * (count / max(count - 1, 1))
+    running.lerp_(mean.to(running.dtype), momentum)
+    running_variance.lerp_(unbiased.to(running.dtype), momentum)
+
+
+def _fits(product: Product, options: Options, formats: ModuleFormats) -> bool:
+    others = formats.outputs, formats.samples, formats.gradients
+    is_plain = all(fmt is None for fmt in others)
+    return is_plain and not product.shifts and options == Options()
+
+
+def _window(conv: nn.Conv2d) -> Window:
+    found = window_of(conv)
+    assert isinstance(found, tuple)
+    stride, padding, dilation = ((pair[0], pair[1]) for pair in found)
+    return Window(stride, padding, dilation)
 
 
 class _Chain(torch.autograd.Function):
@@ -359,8 +376,10 @@ class _Chain(torch.autograd.Function):
         return tuple(back)
 
 
-def _own(
-    parameters: list[Tensor | None] | tuple[Tensor | None, ...], noise: list[tuple[int, int]]
-) -> list[Parameters]:
+def _own(parameters: Sequence[Tensor | None], noise: list[tuple[int, int]]) -> list[Parameters]:
+    found = []
     triples = zip(parameters[::3], parameters[1::3], parameters[2::3], noise, strict=True)
-    return [Parameters(*triple) for triple in triples]
+    for weight, scale, shift, own in triples:
+        assert weight is not None
+        found.append(Parameters(weight, scale, shift, own))
+    return found

@@ -41,7 +41,7 @@ def round_block(_context, x, codes, at, block, key, scale):
 
 @compiled()
 def exponent_of(bits):
-    # as ``reference.exponents_of``
+    """Return the exponent of a sample whose numbers have these bits, as ``reference`` has it."""
     largest = np.int32(0)
     for i in range(bits.size):
         largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))

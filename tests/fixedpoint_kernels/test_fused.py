@@ -1,0 +1,280 @@
+"""Fused segments: against their reference in plain PyTorch, and that against autograd in float64."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.fused import INPUT, Layer, Parameters, Segment, Value, execute, reference
+from fixedpoint_kernels.fused import program as programs
+from fixedpoint_kernels.fused.program import Memory, Program
+from fixedpoint_kernels.products import paths
+from fixedpoint_kernels.products.shapes import Window
+
+HERE = [name for name in paths.OWN if name not in paths.unavailable()]
+SIGNED, UNSIGNED = FixedPoint(8, 5), FixedPoint(8, 5, signed=False)
+PADDED, STRIDED, PROJECTED = Window((1, 1), (1, 1)), Window((2, 2), (1, 1)), Window((2, 2))
+
+pytestmark = pytest.mark.skipif(not HERE, reason="no own path of products on this processor")
+
+
+def layer(source, outputs, inputs, *, size=3, window=PADDED, eps=1e-5, **more):
+    fmt = SIGNED if source == INPUT else UNSIGNED
+    shape = (outputs, inputs, size, size)
+    return Layer(source, fmt, FixedPoint(8, 7), shape, window, eps, **more)
+
+
+def residual(width=8, eps=1e-5, inputs=3):
+    """Two blocks, the second with a projection and a stride; the last value leaves."""
+    layers = (
+        layer(INPUT, width, inputs, eps=eps),
+        layer(0, width, width, eps=eps),
+        layer(1, width, width, eps=eps),
+        layer(2, 2 * width, width, window=STRIDED, eps=eps),
+        layer(3, 2 * width, 2 * width, eps=eps),
+        layer(2, 2 * width, width, size=1, window=PROJECTED, eps=eps),
+    )
+    values = (
+        Value(0, relu=True),
+        Value(1, relu=True),
+        Value(2, other_value=0, relu=True),
+        Value(3, relu=True),
+        Value(4, other_layer=5, relu=True, is_output=True),
+    )
+    return Segment(layers, values)
+
+
+def branches(width=4):
+    """Values without ReLU, two that leave, the input added, layers that do not clip."""
+    layers = (
+        layer(INPUT, width, width, clip=False),
+        layer(0, width, width, size=1, window=Window(), eps=None),
+        layer(0, width, width, clip=False),
+        layer(2, width, width, size=2, window=Window((2, 1), (1, 0), (2, 1)), eps=None),
+    )
+    values = (
+        Value(0, other_value=INPUT),
+        Value(1, relu=True, is_output=True),
+        Value(2, other_value=0, relu=True),
+        Value(3, is_output=True),
+    )
+    return Segment(layers, values)
+
+
+SEGMENTS = {
+    "residual": (residual(), 3, (12, 10)),
+    "odd": (residual(5, inputs=2), 3, (9, 7)),
+    "wide": (residual(20), 2, (8, 8)),
+    "biases": (residual(8, None), 3, (8, 8)),
+    "branches": (branches(), 3, (9, 7)),
+}
+
+
+def parameters(segment, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for n, own in enumerate(segment.layers):
+        outputs, inputs, height, width = own.shape
+        weight = (
+            torch.randn(own.shape, generator=generator) * (2 / (inputs * height * width)) ** 0.5
+        )
+        weight = (weight * own.weight.scale).round().clamp(-128, 127) * own.weight.lsb
+        scale = 1 + 0.1 * torch.randn(outputs, generator=generator)
+        shift = 0.1 * torch.randn(outputs, generator=generator)
+        found.append(Parameters(weight, None if own.eps is None else scale, shift, (seed, n)))
+    return found
+
+
+def images(segment, count, size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, segment.layers[0].shape[1], *size, generator=generator)
+
+
+def program(segment, x, path=None, threads=1, needs_input=True, needs_weights=None):
+    path = path or HERE[0]
+    paths.chosen(1, 1, path)  # asks for AMX
+    wanted = needs_weights or [True] * len(segment.layers)
+    return Program(segment, len(x), tuple(x.shape[2:]), path, threads, needs_input, wanted)
+
+
+def check(segment, x, made, seed=0):
+    own = parameters(segment, seed)
+    expected, kept = reference.forward(segment, x, own)
+    outputs, memory = execute.forward(made, x, own)
+    assert len(outputs) == len(expected)
+    assert all(map(torch.equal, outputs, expected))
+    statistics = kept.statistics(), execute.statistics(made, memory)
+    for own_layer, wanted, found in zip(segment.layers, *statistics, strict=True):
+        if own_layer.eps is not None:
+            assert all(map(torch.equal, wanted, found))
+    for n, (one, counts) in enumerate(zip(kept.layers, made.clamped.sum(1), strict=True)):
+        assert counts == (~one.inside).sum(), n
+    generator = torch.Generator().manual_seed(seed + 1)
+    grads = [torch.randn(y.shape, generator=generator) * 1e-3 for y in outputs]
+    dx, wanted = reference.backward(segment, kept, own, grads)
+    found_dx, found = execute.backward(made, memory, own, grads)
+    # one float32 sum in another order may move one code of a gradient
+    close = {"rtol": 1e-3, "atol": 1e-5}
+    torch.testing.assert_close(found_dx, dx if made.needs_input else None, **close)
+    for own_layer, a, b in zip(segment.layers, wanted, found, strict=True):
+        torch.testing.assert_close(b.weight, a.weight, **close)
+        torch.testing.assert_close(b.shift, a.shift, rtol=1e-4, atol=1e-6)
+        if own_layer.eps is not None:
+            torch.testing.assert_close(b.scale, a.scale, rtol=1e-4, atol=1e-6)
+    return outputs, found
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_every_path_equals_the_reference(name, path):
+    segment, count, size = SEGMENTS[name]
+    x = images(segment, count, size)
+    check(segment, x, program(segment, x, path))
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_threads_and_small_pieces_change_nothing(name, monkeypatch):
+    segment, count, size = SEGMENTS[name]
+    x = images(segment, count, size)
+    whole = check(segment, x, program(segment, x))
+    monkeypatch.setattr(programs, "_CACHE", 1)
+    parts = check(segment, x, program(segment, x, threads=2))
+    assert all(map(torch.equal, whole[0], parts[0]))
+    for a, b in zip(whole[1], parts[1], strict=True):
+        assert torch.equal(a.weight, b.weight)
+        assert torch.equal(a.shift, b.shift)
+
+
+def test_what_is_not_needed_is_not_computed():
+    segment, count, size = SEGMENTS["residual"]
+    x = images(segment, count, size)
+    wanted = [True, False, True, True, False, True]
+    made = program(segment, x, needs_input=False, needs_weights=wanted)
+    own = parameters(segment)
+    outputs, memory = execute.forward(made, x, own)
+    dx, found = execute.backward(made, memory, own, [torch.ones_like(outputs[0])])
+    assert dx is None
+    assert [bool(one.weight.numel()) for one in found] == wanted
+    assert made.kept_bytes < program(segment, x).kept_bytes
+
+
+def test_strides_do_not_matter():
+    segment, count, size = SEGMENTS["residual"]
+    x = images(segment, count, size)
+    own = parameters(segment)
+    made = program(segment, x)
+    (y,), kept = execute.forward(made, x, own)
+    for one in own:
+        one.weight = one.weight.contiguous(memory_format=torch.channels_last)
+    (other,), other_kept = execute.forward(
+        made, x.contiguous(memory_format=torch.channels_last), own
+    )
+    assert torch.equal(y, other)
+    grad = torch.randn(y.shape)
+    dx, _ = execute.backward(made, kept, own, [grad])
+    other_dx, _ = execute.backward(made, other_kept, own, [grad.contiguous()])
+    assert torch.equal(dx, other_dx)
+
+
+def test_a_gradient_that_is_not_finite_is_seen():
+    segment, count, size = SEGMENTS["residual"]
+    x = images(segment, count, size)
+    own = parameters(segment)
+    made = program(segment, x)
+    (y,), kept = execute.forward(made, x, own)
+    dx, found = execute.backward(made, kept, own, [torch.full_like(y, float("inf"))])
+    assert not found[4].weight.isfinite().any()
+    assert not dx.isfinite().all()
+
+
+def test_reference_is_the_gradient_of_batch_norm_and_convolutions():
+    """Averaged over the noise of gradients, that of float64 under autograd.
+
+    What is left is bfloat16, of z and of gradients: 2**-9 a layer, and codes that it moves by one.
+    """
+    segment, count, size = SEGMENTS["residual"]
+    x = images(segment, count, size)
+    own = parameters(segment)
+    (y,), kept = reference.forward(segment, x, own)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) * 1e-3
+    draws = []
+    for draw in range(64):
+        for n, one in enumerate(own):
+            one.noise = draw, n
+        dx, found = reference.backward(segment, kept, own, [grad])
+        draws.append([dx, *(t for one in found for t in (one.weight, one.scale, one.shift))])
+    leaves = [
+        [t.double().requires_grad_() for t in (one.weight, one.scale, one.shift)] for one in own
+    ]
+    source = x.double().requires_grad_()
+    values = {INPUT: source}
+
+    def term(n):
+        one, made = segment.layers[n], kept.layers[n]
+        value = values[one.source]
+        # forward values are the reference's own, so that only gradients are compared
+        rounded = made.codes * one.inputs.lsb + (value - value.detach()) * made.inside
+        z = F.conv2d(rounded, leaves[n][0], None, *one.window[:3])
+        return F.batch_norm(z, None, None, *leaves[n][1:], True, 0.1, one.eps)
+
+    for i, value in enumerate(segment.values):
+        h = term(value.layer)
+        if value.other_layer is not None:
+            h = h + term(value.other_layer)
+        if value.other_value is not None:
+            h = h + values[value.other_value]
+        torch.testing.assert_close(h.relu().float(), kept.values[i], rtol=0.02, atol=0.03)
+        values[i] = h * (kept.values[i] > 0)
+    values[4].backward(grad.double())
+    wanted = [source.grad, *(t.grad for one in leaves for t in one)]
+    for number, exact in enumerate(wanted):
+        mean = torch.stack([draw[number].double() for draw in draws]).mean(0)
+        assert (mean - exact).norm() < 0.02 * exact.norm(), number
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    count=st.integers(1, 5),
+    size=st.tuples(st.integers(3, 12), st.integers(3, 12)),
+    widths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    relu=st.booleans(),
+    norm=st.booleans(),
+)
+def test_chains_of_any_shape(seed, count, size, widths, relu, norm):
+    layers, values, before = [], [], 2
+    for i, width in enumerate(widths):
+        fmt = UNSIGNED if relu and i else SIGNED
+        window = STRIDED if (seed >> i) % 2 and min(size) > 6 else PADDED
+        shape, eps = (width, before, 3, 3), 1e-5 if norm else None
+        layers.append(Layer(i - 1, fmt, FixedPoint(6, 5), shape, window, eps))
+        values.append(Value(i, relu=relu, is_output=i == len(widths) - 1))
+        before = width
+    segment = Segment(tuple(layers), tuple(values))
+    x = images(segment, count, size, seed)
+    check(segment, x, program(segment, x), seed)
+
+
+def test_memory_is_lent_to_one_at_a_time():
+    memory = Memory(128)
+    first, second = memory.lend(), memory.lend()
+    assert first.data_ptr() != second.data_ptr()
+    place, view = first.data_ptr(), first[64:].view(torch.float32)
+    del first
+    gc.collect()
+    third = memory.lend()  # ``view`` still holds the first
+    assert third.data_ptr() not in (place, second.data_ptr())
+    del view
+    gc.collect()
+    assert memory.lend().data_ptr() == place
+
+
+def test_sums_that_do_not_fit_are_refused():
+    segment = Segment((layer(INPUT, 4, 2000),), (Value(0, is_output=True),))
+    x = images(segment, 1, (4, 4))
+    with pytest.raises(ValueError, match="18000 products"):
+        program(segment, x)

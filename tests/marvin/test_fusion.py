@@ -1,0 +1,437 @@
+"""Chains of layers that run fused: beside the same model unfused, and through what people do."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import marvin
+from fixedpoint_kernels import products
+from fixedpoint_kernels.fused import INPUT, Value
+from marvin.hooks import state_of
+from marvin.integer import convert, report, revert
+from marvin.integer.fusion import Fused
+from marvin.integer.graph import trace
+from marvin.rounder import formats_of
+from train.resnet20 import Block
+
+pytestmark = pytest.mark.skipif(
+    not products.path().is_own, reason="no own path of products on this processor"
+)
+
+
+class Features(nn.Module):
+    """Convolutions that all become one chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.blocks = nn.Sequential(Block(8, 8), Block(8, 16))
+
+    def forward(self, x):
+        return self.blocks(self.relu(self.bn(self.conv(x)))).mean((2, 3))
+
+
+class Net(Features):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.fc(super().forward(x))
+
+
+CHAINED = 6  # convolutions of ``Net``
+
+
+def make(seed=0, model=None, fused=True, policy=None, steps=2):
+    """Return a model and its optimizer, after the two steps that the policy observes first."""
+    torch.manual_seed(seed)
+    model = Net() if model is None else model
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.02, momentum=0.9)
+    optimizer = marvin.Quantized(sgd, policy or marvin.LossBudgetPolicy(), seed=seed)
+    optimizer.activations = marvin.quantize_activations(model, optimizer)
+    convert(model, fused=fused)
+    for i in range(steps):
+        x, _ = batch(-i)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    return model, optimizer
+
+
+def batch(seed, n=8):
+    generator = torch.Generator().manual_seed(100 + seed)
+    x = torch.randn(n, 3, 8, 8, generator=generator)
+    return x, torch.randint(0, 4, (n,), generator=generator)
+
+
+def step(model, optimizer, seed, n=8):
+    x, y = batch(seed, n)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step(loss=loss)
+    return loss.item()
+
+
+def train(model, optimizer, steps, first=0):
+    return [step(model, optimizer, first + i) for i in range(steps)]
+
+
+def same(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def is_fused(model, *args):
+    """Say whether a forward pass goes through chains."""
+    y = model(*args or batch(0)[:1])
+    seen, waiting = set(), [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [next_node for next_node, _ in node.next_functions]
+    return any("Chain" in type(node).__name__ for node in seen)
+
+
+def test_report_names_what_is_fused():
+    model, _ = make()
+    rows = {row.name: row for row in report(model).rows}
+    assert sum(row.is_fused for row in rows.values()) == CHAINED
+    assert not rows["fc"].is_fused
+    assert "conv: " in str(report(model))
+    assert "(fused)" in str(report(model))
+    assert is_fused(model)
+    convert(model, fused=False)
+    assert not any(row.is_fused for row in report(model).rows)
+    assert not is_fused(model)
+
+
+def gradients(model, x, y, draws=32):
+    """Return the mean of gradients, each with other noise."""
+    model.zero_grad()
+    for _ in range(draws):
+        (F.cross_entropy(model(x), y) / draws).backward()
+    return [p.grad for p in model.parameters()]
+
+
+class ToBfloat16(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.bfloat16().float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_gradients_are_those_of_unfused_layers_as_far_as_bfloat16_goes():
+    """Of the sums before batch norm, chains keep bfloat16: rounding these moves others as far."""
+    model, optimizer = make()
+    train(model, optimizer, 4)
+    twin, rounded = copy.deepcopy(model), copy.deepcopy(model)
+    for one in (twin, rounded):
+        convert(one, fused=False)
+    for module in rounded.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(lambda module, args, y: ToBfloat16.apply(y))
+    assert is_fused(copy.deepcopy(model))
+    assert not is_fused(copy.deepcopy(twin))
+    x, y = batch(9, 32)
+    found, wanted, moved = (gradients(m, x, y, 8) for m in (model, twin, rounded))
+    for (name, _), a, b, c in zip(model.named_parameters(), found, wanted, moved, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).norm() < 1.5 * (c - b).norm() + 0.01 * b.norm(), name
+    for (name, a), b in zip(model.named_buffers(), twin.buffers(), strict=True):
+        if "running" in name:
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+
+
+def test_what_forward_passes_count_is_counted():
+    model, optimizer = make()
+    twin, other = make(fused=False)
+    for one in (model, twin):
+        one(batch(0)[0]).sum().backward()
+    state, wanted = (state_of(m) for m in (model, twin))
+    assert (state.samples, state.gradients) == (wanted.samples, wanted.gradients)
+    assert state.waiting == wanted.waiting == set()
+    activations = [o.activations.saturation() for o in (optimizer, other)]
+    assert activations[0].keys() == activations[1].keys()
+    for name, share in activations[0].items():
+        assert share == pytest.approx(activations[1][name], abs=2e-3), name
+
+
+def test_the_policy_observes_unfused_and_changes_formats():
+    model, optimizer = make(policy=marvin.LossBudgetPolicy(window=3), steps=0)
+    before, fused = formats_of(model), []
+    for i in range(9):
+        fused.append(is_fused(copy.deepcopy(model)))
+        step(model, optimizer, i)
+    assert [i for i in range(9) if fused[i]] == [3, 6, 7]
+    assert formats_of(model) != before
+
+
+def test_resume_changes_no_bit():
+    model, optimizer = make()
+    train(model, optimizer, 4)
+    saved = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], saved)
+    expected = train(model, optimizer, 4, 4)
+    saved.seek(0)
+    states = torch.load(saved, weights_only=True)
+    other, its_optimizer = make(seed=5, policy=marvin.LossBudgetPolicy(kappa=0.5), steps=0)
+    other.load_state_dict(states[0])
+    its_optimizer.load_state_dict(states[1])
+    assert train(other, its_optimizer, 4, 4) == expected
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        same(a, b)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_train_on_by_themselves(copied):
+    pair = make()
+    train(*pair, 3)
+    twin = copied(pair)
+    assert is_fused(copy.deepcopy(twin[0]))
+    assert twin[0].forward.module is twin[0]
+    expected = train(*pair, 3, 3)
+    assert train(*twin, 3, 3) == expected
+
+
+def test_eval_and_no_grad_are_not_fused():
+    model, optimizer = make()
+    train(model, optimizer, 3)
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    x, _ = batch(3)
+    for one in (model, twin):
+        one.eval()
+    same(model(x), twin(x))
+    with torch.inference_mode():
+        same(model(x), twin(x))
+    model.train()
+    with torch.no_grad():
+        assert model(x).grad_fn is None
+
+
+def test_revert_and_freeze_leave_nothing():
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    frozen = marvin.freeze(model)
+    assert isinstance(model.forward, Fused)
+    assert not any("forward" in vars(m) for m in frozen.modules())
+    revert(model)
+    assert not any("forward" in vars(m) for m in model.modules())
+    x, _ = batch(1)
+    same(frozen(x), model.eval()(x))
+
+
+def test_the_signature_stays():
+    model, _ = make()
+    assert list(inspect.signature(model.forward).parameters) == ["x"]
+    same(model.forward(x=batch(0)[0]).shape, torch.Size([8, 4]))
+
+
+@pytest.mark.parametrize("where", ["conv", "bn", "blocks.0", "blocks.1.relu2"])
+def test_hooks_of_others_are_called(where):
+    model, _ = make()
+    calls = []
+    handle = model.get_submodule(where).register_forward_hook(lambda *_: calls.append(1))
+    assert not is_fused(model)
+    assert calls
+    handle.remove()
+    assert is_fused(model)
+
+
+def test_several_passes_before_one_backward():
+    model, _ = make(model=Features())  # a layer that is not fused takes its noise in backward
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+    losses = [F.cross_entropy(model(x), y) for x, y in map(batch, range(3))]
+    sum(losses).backward()
+    for i in range(3):
+        x, y = batch(i)
+        F.cross_entropy(twin(x), y).backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_backward_twice_over_one_graph():
+    model, _ = make(model=Features())
+    model.zero_grad()
+    x, y = batch(0)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    model(batch(1)[0]).sum()  # other work in between
+    model.zero_grad()
+    loss.backward()
+    for a, b in zip(first, model.parameters(), strict=True):
+        same(a, b.grad)
+
+
+def test_batches_of_other_sizes():
+    model, optimizer = make()
+    for i, n in enumerate((8, 3, 8, 1, 5, 8)):
+        assert step(model, optimizer, i, n) < 10
+    assert len(list(model.children())) == 5  # nothing became part of the model
+
+
+def test_weights_that_are_frozen_get_no_gradient():
+    model, _ = make()
+    model.zero_grad()
+    model.blocks[0].conv1.weight.requires_grad_(False)
+    model.bn.bias.requires_grad_(False)
+    x, y = batch(0)
+    assert is_fused(model)
+    F.cross_entropy(model(x), y).backward()
+    assert model.blocks[0].conv1.weight.grad is None
+    assert model.bn.bias.grad is None
+    assert model.conv.weight.grad is not None
+
+
+def test_weights_changed_between_forward_and_backward_are_refused():
+    model, _ = make()
+    loss = model(batch(0)[0]).sum()
+    with torch.no_grad():
+        model.conv.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_activation_checkpointing():
+    """A second forward pass takes other noise."""
+    model, _ = make()
+    twin = copy.deepcopy(model)
+    x, y = batch(0)
+    one, other = gradients(twin, x, y, 1), gradients(twin, x, y, 1)
+    model.zero_grad()
+    F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+    for p, a, b in zip(model.parameters(), one, other, strict=True):
+        assert (p.grad - a).norm() <= 2 * (b - a).norm() + 0.02 * a.norm()
+
+
+class Changing(nn.Module):
+    """Reuses a value after it was changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        h = self.a(x)
+        before = h
+        h += self.b(x)
+        return torch.relu(h + before)
+
+
+class Counting(nn.Module):
+    """Depends on what its code did before."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.b(self.a(x))
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+        self.short = False
+
+    def forward(self, x):
+        h = F.relu(self.b(F.relu(self.a(x))))
+        return h if self.short else self.c(h)
+
+
+@pytest.mark.parametrize("kind", [Changing, Counting])
+def test_code_that_a_trace_cannot_tell_runs_as_it_is(kind):
+    model, _ = make(model=kind())
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    x, _ = batch(0)
+    before = getattr(model, "calls", 0)
+    assert not is_fused(model, x)
+    model(x)
+    same(model(x), twin(x))
+    assert getattr(model, "calls", 3) == before + 3
+
+
+def test_a_flag_that_changes_is_seen():
+    model, _ = make(model=Branching())
+    x, _ = batch(0)
+    assert model(x).shape[-1] == 2
+    model.short = True
+    assert is_fused(model, x)
+    assert model(x).shape[-1] == 4
+
+
+def test_layers_that_stop_fitting_run_unfused():
+    model, _ = make(policy=marvin.StaticPolicy(12, 8))
+    assert not is_fused(model)
+    model, _ = make(policy=marvin.FixedPolicy(8, 5))  # rounds stochastically
+    assert not is_fused(model)
+
+
+def test_children_are_fused_where_the_model_cannot_be_traced():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x):
+            return self.net(x) if x.sum() > -1e9 else x
+
+    model, _ = make(model=Outer())
+    assert isinstance(model.net.forward, Fused)
+    assert is_fused(model)
+
+
+def found(model):
+    convert(model)
+    traced = trace(model)
+    return traced if isinstance(traced, str) else [chain.values for chain in traced.chains]
+
+
+def test_chains_that_are_found():
+    c, bn = nn.Conv2d, nn.BatchNorm2d
+    assert "pass codes on" in found(nn.Sequential(c(3, 4, 3), nn.Flatten()))
+    assert found(nn.Sequential(c(3, 4, 3, bias=False), bn(4), nn.MaxPool2d(2), c(4, 4, 3))) == [
+        [Value(0, is_output=True)]
+    ]
+    assert found(
+        nn.Sequential(c(3, 4, 3), nn.ReLU(), nn.Identity(), c(4, 4, 3, bias=False), bn(4))
+    ) == [[Value(0, relu=True), Value(1, is_output=True)]]
+    assert found(Net())[0][4] == Value(4, other_layer=5, relu=True, is_output=True)
+    assert found(Net())[0][2] == Value(2, other_value=0, relu=True)
+
+
+def test_the_input_of_a_chain_may_be_added():
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Conv2d(3, 4, 3, groups=1, padding=1, padding_mode="circular")
+            self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x):
+            x = self.first(x)
+            return torch.relu(self.b(torch.relu(self.a(x))) + x)
+
+    model = Added()
+    values = found(model)
+    assert values == [[Value(0, relu=True), Value(1, other_value=INPUT, relu=True, is_output=True)]]
