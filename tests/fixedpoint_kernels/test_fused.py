@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels.fused import INPUT, Layer, Parameters, Segment, Value, execute, reference
 from fixedpoint_kernels.fused import program as programs
+from fixedpoint_kernels.fused.graph import Return
 from fixedpoint_kernels.fused.program import Memory, Program
 from fixedpoint_kernels.products import paths
 from fixedpoint_kernels.products.shapes import Window
@@ -147,6 +148,21 @@ def test_threads_and_small_pieces_change_nothing(name, monkeypatch):
     for a, b in zip(whole[1], parts[1], strict=True):
         assert torch.equal(a.weight, b.weight)
         assert torch.equal(a.shift, b.shift)
+
+
+def test_adding_a_value_twice_returns_both_gradients():
+    """Value 0 is added to values 1 and 2, and taken by a layer."""
+    layers = tuple(layer(k - 1, 4, 4) for k in range(3))
+    values = (
+        Value(0, relu=True),
+        Value(1, other_value=0, relu=True),
+        Value(2, other_value=0, is_output=True),
+    )
+    segment = Segment(layers, values)
+    x = images(segment, 3, (6, 6))
+    check(segment, x, program(segment, x))
+    steps = [s for s in segment.backward(True) if isinstance(s, Return) and s.value == 0]
+    assert sorted(k for s in steps for k in s.added) == [1, 2]
 
 
 def test_what_is_not_needed_is_not_computed():

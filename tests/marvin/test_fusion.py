@@ -171,6 +171,24 @@ def test_what_forward_passes_count_is_counted():
         assert share == pytest.approx(activations[1][name], abs=2e-3), name
 
 
+def test_running_statistics_are_those_of_batch_norm():
+    """Of exact sums, where the norm itself would take float32 ones."""
+    model, _ = make(model=Features())
+    model.bn.momentum = None
+    model.blocks[0].bn1.momentum = 0.3
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    for one in (model, twin):
+        for i in range(3):
+            one(batch(i, 3)[0])
+    assert model.bn.num_batches_tracked == twin.bn.num_batches_tracked == 5
+    for where in ("bn", "blocks.0.bn1"):
+        a, b = model.get_submodule(where), twin.get_submodule(where)
+        rtol = 1e-5 if where == "bn" else 2e-3  # of the second, inputs differ by codes
+        torch.testing.assert_close(a.running_mean, b.running_mean, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(a.running_var, b.running_var, rtol=rtol, atol=rtol)
+
+
 def test_the_policy_observes_unfused_and_changes_formats():
     model, optimizer = make(policy=marvin.LossBudgetPolicy(window=3), steps=0)
     before, fused = formats_of(model), []
@@ -402,6 +420,19 @@ def test_children_are_fused_where_the_model_cannot_be_traced():
     assert is_fused(model)
 
 
+class Twice(nn.Module):
+    """Takes what a convolution makes once with batch norm and once without."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, bias=False), nn.Conv2d(4, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        z = self.a(x)
+        return self.bn(z).mean() + torch.relu(self.b(z))
+
+
 def found(model):
     convert(model)
     traced = trace(model)
@@ -417,6 +448,9 @@ def test_chains_that_are_found():
     assert found(
         nn.Sequential(c(3, 4, 3), nn.ReLU(), nn.Identity(), c(4, 4, 3, bias=False), bn(4))
     ) == [[Value(0, relu=True), Value(1, is_output=True)]]
+    assert found(Twice()) == [[Value(0, is_output=True), Value(1, relu=True, is_output=True)]]
+    bias_first = nn.Sequential(c(3, 4, 3), bn(4), c(4, 4, 3), nn.ReLU())
+    assert "pass codes on" in found(bias_first)
     assert found(Net())[0][4] == Value(4, other_layer=5, relu=True, is_output=True)
     assert found(Net())[0][2] == Value(2, other_value=0, relu=True)
 

@@ -53,7 +53,7 @@ def make(policy="budget", seed=0, **options):
     optimizer = marvin.Quantized(sgd, POLICIES[policy](), seed=seed)
     marvin.quantize_activations(model, optimizer)
     if options.pop("converted", True):
-        convert(model, **options)
+        convert(model, **{"fused": False} | options)  # fused ones: test_fusion
     return model, optimizer
 
 
@@ -526,7 +526,7 @@ def train(model, optimizer):
         yield y.detach()
 
 model = own.net()
-own.convert(model)
+own.convert(model, fused=False)
 whole = [*train(DistributedDataParallel(model), optimizer_of(model))]
 sharded = own.net()
 own.convert(sharded)
@@ -536,7 +536,13 @@ for layer in (sharded[0], sharded[3]):
 fully_shard(sharded)
 outputs = [*train(sharded, optimizer_of(sharded))]
 assert sum(row.is_integer for row in own.report(sharded).rows) == 4
-torch.save([whole, outputs, *model.parameters()], f"{folder}/{{rank}}")
+chained = own.net()
+own.convert(chained)
+fused = [*train(DistributedDataParallel(chained), optimizer_of(chained))]
+assert sum(row.is_fused for row in own.report(chained).rows) == 2
+for a, b in zip(fused, whole):
+    assert (a - b).norm() < 0.1 * b.norm(), (a, b)
+torch.save([whole, outputs, *model.parameters(), *chained.parameters()], f"{folder}/{{rank}}")
 """
 
 
