@@ -128,6 +128,9 @@ def prepare(
     Returns:
         A handle: ``remove()`` undoes it.
 
+    Raises:
+        ValueError: ``include`` or ``exclude`` names what the model does not have.
+
     Examples:
         >>> marvin.prepare(model)
         >>> model.load_state_dict(torch.load("model.pt"))

@@ -38,6 +38,9 @@ def round_many(  # noqa: PLR0913  noise has three coordinates
     """Round tensors, tensor ``j`` with noise of ``stream + j`` from ``offsets[j]`` on.
 
     One launch where all formats are fixed-point; see ``quantize_many``.
+
+    Raises:
+        ValueError: A format is block floating point, and a tensor a part of a whole.
     """
     if any(isinstance(fmt, ChannelFormat) for fmt in fmts):
         scales = _scales(xs, fmts, offsets or [0] * len(xs))

@@ -85,7 +85,11 @@ def shown_value(value: Any) -> str:
 
 
 def refuse(name: str, required: str, got: Any) -> None:
-    """Raise ``ValueError``, with the flag of a field."""
+    """Raise ``ValueError``, with the flag of a field.
+
+    Raises:
+        ValueError: Always.
+    """
     raise ValueError(f"{flag(name)} must be {required}, got {got!s:.60}")
 
 

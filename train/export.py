@@ -91,7 +91,8 @@ def open_run(path: Path, data_dir: str | None = None) -> TrainedRun:
             None: where the run found its data; what is absent there is not downloaded.
 
     Raises:
-        ValueError: The folder, or the data, cannot be read; says why.
+        ExportError: The run has no checkpoint yet.
+        UserError: The folder, or the data, cannot be read, or the data is not the run's; says why.
     """
     folder = RunFolder(path)
     config = folder.read_config()

@@ -127,7 +127,11 @@ def prepare(config: Config, build: Build, min_side: int, *, may_fetch: bool = Tr
 
 
 def check_shares(config: Config, images: int) -> None:
-    """Refuse batches in which a process would have no image."""
+    """Refuse batches in which a process would have no image.
+
+    Raises:
+        UserError: There is such a batch.
+    """
     step = min(images, config.batch_size * config.accumulation_steps)
     smallest = step % config.batch_size or config.batch_size
     if smallest < distributed.world():
@@ -236,7 +240,11 @@ def resume(training: Training) -> None:
 
 
 def check_data(state: dict[str, Any], dataset: Dataset) -> None:
-    """Refuse to continue with other images than those the run began with."""
+    """Refuse to continue with other images than those the run began with.
+
+    Raises:
+        UserError: The images are others.
+    """
     got = dataset.fingerprint()
     if state["data"] != got:
         raise UserError(f"the data must have fingerprint {state['data']:.40} to resume, got {got}")

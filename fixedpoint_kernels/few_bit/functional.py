@@ -91,7 +91,11 @@ def numbers(values: Iterable[Any]) -> Parameters:
 
 
 def refuse_inplace(inplace: bool) -> None:
-    """Raise if an activation was asked to overwrite its input."""
+    """Raise if an activation was asked to overwrite its input.
+
+    Raises:
+        ValueError: ``inplace`` is true.
+    """
     if inplace:
         raise ValueError("few-bit activations work out of place, got inplace=True")
 

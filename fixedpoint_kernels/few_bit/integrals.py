@@ -36,7 +36,11 @@ class Integrals:
         self.prefix = np.concatenate([np.zeros((3, 1)), self.cells.cumsum(1)], 1)
 
     def derivative(self, x: np.ndarray) -> np.ndarray:
-        """Return f' at points of any shape."""
+        """Return f' at points of any shape.
+
+        Raises:
+            ValueError: The function changes the shape, or the derivative is not finite.
+        """
         points = torch.from_numpy(np.ascontiguousarray(x, np.float64)).requires_grad_()
         with torch.enable_grad():
             y = self._function(points)
@@ -51,7 +55,11 @@ class Integrals:
         return slope.numpy()
 
     def weight(self, x: np.ndarray) -> np.ndarray:
-        """Return w at points of any shape."""
+        """Return w at points of any shape.
+
+        Raises:
+            ValueError: The weight is no known name, changes the shape, or is negative somewhere.
+        """
         if self._weight == "uniform":
             return np.ones_like(x)
         if self._weight == "normal":

@@ -45,7 +45,12 @@ def _with_parameters(function: Callable[..., Tensor], parameters: Parameters, x:
 
 @lru_cache(maxsize=256)
 def table_of(name: str, parameters: Parameters, bits: int, weight: Weight) -> Table:
-    """Return the exact table, the one that ships, or else solve for it."""
+    """Return the exact table, the one that ships, or else solve for it.
+
+    Raises:
+        TypeError: ``bits`` is no integer.
+        ValueError: ``bits`` is not 1 to 8.
+    """
     checked_bits(bits)
     entry = ENTRIES[name]
     if entry.exact:

@@ -43,14 +43,23 @@ def solve_function(
 
 
 def solve_by_value(function: Function, bits: Iterable[int], weight: Weight) -> list[Table]:
-    """Return the default table for each number of bits; f' is integrated once for all."""
+    """Return the default table for each number of bits; f' is integrated once for all.
+
+    Raises:
+        ValueError: The weight is zero wherever f' changes, or as of ``solve_function``.
+    """
     integrals = Integrals(function, weight, (-10.0, 10.0), 8000)
     _check_weight(integrals)
     return [_finish(*_optimum(integrals, _by_value(integrals, 1 << count))) for count in bits]
 
 
 def checked_bits(bits: int) -> int:
-    """Return ``bits`` as an integer of 1 to 8, or refuse it."""
+    """Return ``bits`` as an integer of 1 to 8, or refuse it.
+
+    Raises:
+        TypeError: ``bits`` is no integer.
+        ValueError: It is not 1 to 8.
+    """
     try:
         value = operator.index(bits)
     except TypeError:

@@ -112,7 +112,11 @@ def _settings_of(model: nn.Module, plan: Plan) -> Callable[[str], Settings]:
 
 
 def refuse_converted(model: nn.Module) -> None:
-    """Raise if a module is converted."""
+    """Raise if a module is converted.
+
+    Raises:
+        ValueError: A module is; names it.
+    """
     for name, module in model.named_modules():
         if swap.is_converted(module):
             raise ValueError(

@@ -36,6 +36,7 @@ class FewBit:
         weight: Where the table is accurate, see ``few_bit.solve``.
 
     Raises:
+        TypeError: ``bits`` is no integer.
         ValueError: ``bits`` is out of range.
     """
 
@@ -147,7 +148,12 @@ def bit_count(bits: int) -> str:
 
 
 def division_settings(value: Division | Mapping[str, Any] | bool | None) -> Division | None:
-    """Return the settings that ``division=`` stands for: None, True, or a mapping."""
+    """Return the settings that ``division=`` stands for: None, True, or a mapping.
+
+    Raises:
+        TypeError: ``value`` is something else.
+        ValueError: A setting is unknown, or out of range.
+    """
     if value is None or isinstance(value, Division):
         return value
     if value is True:

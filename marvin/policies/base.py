@@ -53,6 +53,10 @@ class Policy(ABC):
     ``settings`` are the hyper-parameters that ``settings()`` names: each parameter group has them
     and may change them. Weights take ``record.fmt``; ``activation_formats`` may give activations
     others. ``rules`` says what the policy wants beside formats.
+
+    Raises:
+        TypeError: A subclass has a method of policies that had a memory of their own; names what
+            it is now.
     """
 
     rules: ClassVar[Rules] = Rules()

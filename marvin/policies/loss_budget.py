@@ -96,7 +96,11 @@ class LossBudgetPolicy(RangePolicy):
         return budget_noise(settings["kappa"] * share, observation.gradient or 0.0)
 
     def update(self, shared: Window, layers: Sequence[Layer], step: Step) -> Update:
-        """Add to the window; at its end, change formats."""
+        """Add to the window; at its end, change formats.
+
+        Raises:
+            ValueError: The loss or the number of samples is not known.
+        """
         if step.loss is None or not step.samples:
             raise ValueError(
                 "LossBudgetPolicy needs step(loss=loss), and batch_size or quantize_activations "

@@ -102,7 +102,11 @@ class MarvinPolicy(Policy):
         return Measured({"grad_sum": sums}, foreach_norm(sums, 2, accumulate_dtype(sums[0].device)))
 
     def update(self, shared: Losses, layers: Sequence[Layer], step: Step) -> Update:
-        """Adapt the strategy, then each layer; full windows switch."""
+        """Adapt the strategy, then each layer; full windows switch.
+
+        Raises:
+            FloatingPointError: A weight of a layer that switches is not finite.
+        """
         shared = self._adapted(shared, layers, step)
         after = [_observed(layer) for layer in layers]
         due = [i for i, layer in enumerate(after) if layer.norm is not None and layer.record.is_due]

@@ -77,6 +77,9 @@ class RangePolicy(Policy):
     They differ in the noise that they allow. The first step is in float32. At its end, at that of steps 2, 5 and 12, and of every
     ``window``-th step all layers switch. Weights and inputs of layers are rounded to nearest,
     outputs are left to the layer that takes them; biases and normalisation stay float32.
+
+    Raises:
+        ValueError: A setting is out of range.
     """
 
     rules = Rules(

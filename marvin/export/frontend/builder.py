@@ -124,7 +124,11 @@ class Builder:
         return next(op for op in self.operations if op.name == name)
 
     def rounded(self, name: str, user: str) -> str:
-        """Return ``name``, unless it is the input, which only a rounding can take."""
+        """Return ``name``, unless it is the input, which only a rounding can take.
+
+        Raises:
+            ExportError: It is the input.
+        """
         if name not in self.values:
             raise ExportError(f"{user} takes the network's input before any layer rounds it")
         return name

@@ -100,7 +100,11 @@ def weight_formats(model: nn.Module) -> dict[str, Format]:
 
 
 def fitting(bounds: tuple[float, float], wl: int, signed: bool = True) -> FixedPoint:
-    """Return the finest format of ``wl`` bits that holds both bounds without saturating."""
+    """Return the finest format of ``wl`` bits that holds both bounds without saturating.
+
+    Raises:
+        ExportError: No format does.
+    """
     low, high = bounds
     for fl in range(_LONGEST_FL, -_LONGEST_FL - 1, -1):
         fmt = FixedPoint(wl, fl, signed=signed)

@@ -57,6 +57,7 @@ def save(
 
     Raises:
         ExportError: As ``to_model``.
+        TypeError: As ``to_model``.
     """
     container = _container(container, spelling)
     content = to_model(network, container, vnni=vnni).SerializeToString()
@@ -87,6 +88,7 @@ def to_model(
     Raises:
         ExportError: The outputs would not be exact; names the operation and its bits. Or the
             package ``onnx`` is not installed.
+        TypeError: ``container`` comes under its earlier name too.
     """
     container = _container(container, spelling) or container_of(network)
     if container not in get_args(Container):

@@ -40,6 +40,9 @@ class Graph:
 
     Args:
         source: Name of what comes in.
+
+    Raises:
+        ExportError: The package ``onnx`` is not installed.
     """
 
     def __init__(self, source: str) -> None:

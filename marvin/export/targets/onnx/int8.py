@@ -56,14 +56,22 @@ class Int8Writer(Int16Writer):
         """Layers that no integer kernel computes, and why."""
 
     def write(self) -> str:
-        """Add all that the output needs; return its name."""
+        """Add all that the output needs; return its name.
+
+        Raises:
+            ExportError: A value may not be exact in float32; names it and its bits.
+        """
         for op in self.network.operations:
             if isinstance(op, Round | AveragePool):  # in order, so that no recursion is deep
                 self._as_bytes(op.name)
         return self.float(self.network.output)
 
     def float(self, name: str) -> str:
-        """Return the name of a value as floats, which is added if it is not there."""
+        """Return the name of a value as floats, which is added if it is not there.
+
+        Raises:
+            ExportError: A value may not be exact in float32; names it and its bits.
+        """
         if name not in self.names:
             found = self._as_bytes(name)
             if found:
@@ -74,19 +82,31 @@ class Int8Writer(Int16Writer):
         return self.names[name]
 
     def rounded_mean(self, op: AveragePool, mean: str) -> str:
-        """Round what average pooling gives; the value becomes floats when it is asked for."""
+        """Round what average pooling gives; the value becomes floats when it is asked for.
+
+        Raises:
+            ExportError: A value may not be exact in float32; names it and its bits.
+        """
         self._check_exact(op.name)
         self._bytes[op.name] = self._quantized(mean, op.fmt, op.fmt.min_code), op.fmt
         return ""
 
     def conv(self, op: Conv) -> str:
-        """Add a convolution whose result stays floats: no integer kernel gives these."""
+        """Add a convolution whose result stays floats: no integer kernel gives these.
+
+        Raises:
+            ExportError: A value may not be exact in float32; names it and its bits.
+        """
         users = ", ".join(user.name for user in self.network.users.get(op.name, []))
         self.in_floats[op.name] = f"{users or 'the output'} takes its sums unrounded"
         return self._unrounded(op) or super().conv(self._in_floats(op))
 
     def linear(self, op: Linear) -> str:
-        """Add a linear layer whose result stays floats."""
+        """Add a linear layer whose result stays floats.
+
+        Raises:
+            ExportError: A value may not be exact in float32; names it and its bits.
+        """
         return self._unrounded(op) or super().linear(self._in_floats(op))
 
     def _in_floats(self, op: Any) -> Any:
