@@ -100,7 +100,10 @@ def complete(
 def read(
     batches: Sequence[Gradients], loss: float | Tensor | None
 ) -> tuple[float | None, list[list[float]], list[list[float]]]:
-    """Bring loss (with its penalties), norms and the policy's numbers to the host in one go."""
+    """Bring loss (with its penalties), norms and the policy's numbers to the host in one go.
+
+    ``loss`` has one element; norms are of each gradient, numbers of each layer, group by group.
+    """
     device = batches[0].norms.device
     vectors = [t for batch in batches for t in (batch.norms, batch.numbers)]
     vectors += [b.penalties.sum().float().view(1) for b in batches if b.penalties is not None]

@@ -26,7 +26,7 @@ def mean_over_ranks(loss: float | Tensor | None, device: torch.device) -> float 
     """Return the mean of ``loss`` over the default group's processes, the same bits on each.
 
     Args:
-        loss: Of this process; None, if so on all of them.
+        loss: Of this process, one element; None, if so on all of them.
         device: Where the group communicates.
     """
     if loss is None or not _is_distributed():

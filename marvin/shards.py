@@ -77,7 +77,7 @@ class Shard:
         return self.to_dtensor(torch.empty_like(local(self.template), dtype=dtype))
 
     def rows(self, values: Tensor) -> Tensor:
-        """Return one number of each row of the whole tensor, from those of the rows held."""
+        """Return one number of each row of the whole tensor, (rows,), from those of the rows held."""
         if self.group is None:
             return values
         whole = values.new_zeros(self.shape[0])

@@ -59,7 +59,10 @@ def steps_per_epoch(count: int, batch_size: int, accumulation_steps: int) -> int
 def step_indices(
     order: Tensor, step: int, batch_size: int, accumulation_steps: int
 ) -> list[Tensor]:
-    """Return the image indices of each micro-batch of an optimiser step."""
+    """Return the image indices of each micro-batch of an optimiser step, int64 vectors.
+
+    ``order`` are the indices of an epoch, (images,) int64.
+    """
     size = batch_size * accumulation_steps
     return list(order[step * size : (step + 1) * size].split(batch_size))
 
@@ -111,7 +114,10 @@ def batch(
     generator: torch.Generator | None = None,
     share: slice = slice(None),
 ) -> tuple[Tensor, Tensor]:
-    """Return normalised images and labels of a share, augmented when a generator is given."""
+    """Return normalised images and labels of a share, augmented when a generator is given.
+
+    Images are (n, channels, height, width) float32, labels (n,) int64; ``indices`` is a vector.
+    """
     chosen = part[indices[share].to(part.labels.device)]
     images = chosen.images
     if generator is not None:

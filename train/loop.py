@@ -78,6 +78,8 @@ def is_checkpoint_due(config: Config, progress: Progress, steps: int) -> bool:
 def train_step(training: Training, indices: list[Tensor]) -> tuple[float, int]:
     """Do one optimiser step with the mean gradient over its micro-batches, and all processes.
 
+    ``indices`` are the images of each micro-batch, int64 vectors.
+
     Returns:
         Mean loss over the images, and number of right answers.
     """

@@ -78,6 +78,8 @@ def histogram_candidates(
 def bins_of(x: Tensor, resolution: int) -> Bins:
     """Return ``resolution`` equal bins over the range of ``x``; waits for the device.
 
+    ``x`` is a floating tensor of any shape.
+
     Raises:
         TypeError: ``x`` is not a floating tensor.
         ValueError: ``x`` is empty, constant or not finite; ``resolution`` is out of range.

@@ -43,7 +43,7 @@ class Trained:
     notes: tuple[str, ...] = ()
 
     def accuracy(self, logits: Tensor) -> float:
-        """Return the share of right answers for the first samples, as many as there are logits."""
+        """Return the share of right answers; ``logits`` (samples, classes) are of the first samples."""
         assert self.labels is not None
         return float((logits.argmax(1) == self.labels[: len(logits)]).double().mean())
 

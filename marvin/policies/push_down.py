@@ -111,7 +111,7 @@ def sampled_divergence(
 ) -> Divergence:
     """Return the divergence of formats from one stochastic rounding of each.
 
-    Each call reads ``values`` once, whatever the number of formats.
+    Each call reads ``values`` (float32, any shape) once, whatever the number of formats.
 
     Raises:
         ValueError: As ``expected_divergence``; ``seed`` or ``stream`` is out of range.

@@ -38,7 +38,7 @@ class NewGELU(nn.Module):
     """GELU by its tanh formula, written out: autograd keeps four tensors of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the activation."""
+        """Return the activation of each element."""
         inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
         return 0.5 * x * (1 + torch.tanh(inner))
 
@@ -133,7 +133,7 @@ class Roberta(nn.Module):
         self.tanh = nn.Tanh()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return one vector for each row of tokens."""
+        """Return one vector for each row of tokens (rows, length), int64."""
         indices = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.words(tokens) + self.positions(indices) + self.types(torch.zeros_like(tokens))
         return self.tanh(self.pooler(self.blocks(self.norm(x))[:, 0]))
@@ -157,7 +157,7 @@ class GPT2(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of the next token at each place."""
+        """Return logits (rows, length, vocabulary) of the next token; tokens (rows, length) int64."""
         indices = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.words(tokens) + self.positions(indices)
         return self.head(self.norm(self.blocks(x)))
@@ -181,7 +181,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits of images."""
+        """Return logits (n, classes) of images (n, 3, height, width)."""
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
         return self.head(self.norm(self.blocks(x))[:, 0])
@@ -201,5 +201,5 @@ class LanguageLSTM(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of the next token at each place."""
+        """Return logits (rows, length, vocabulary) of the next token; tokens (rows, length) int64."""
         return self.head(self.lstm(self.words(tokens))[0])

@@ -66,7 +66,10 @@ def _like(codes: Tensor, fmt: FixedPoint, x: Tensor) -> Tensor:
 
 
 def products(op: Weighted, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return sums of products as a layer adds them, with any weights and bias."""
+    """Return sums of products as a layer adds them, with any weights and bias.
+
+    ``x``, ``weight`` and ``bias`` have the shapes of ``F.conv2d`` or ``F.linear``, and one dtype.
+    """
     if not isinstance(op, Conv):
         return F.linear(x, weight, bias)
     return F.conv2d(x, weight, bias, op.stride, op.padding, op.dilation, op.groups)

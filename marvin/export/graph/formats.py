@@ -115,7 +115,10 @@ def fitting(bounds: tuple[float, float], wl: int, signed: bool = True) -> FixedP
 
 
 def exact_format(x: Tensor) -> FixedPoint | None:
-    """Return the shortest signed format that has every one of some values; None if none has."""
+    """Return the shortest signed format that has every one of some values; None if none has.
+
+    ``x`` is a floating tensor of any shape.
+    """
     values = x.detach().cpu().double().flatten()
     values = values[values != 0]
     if not len(values):
@@ -134,6 +137,9 @@ def exact_format(x: Tensor) -> FixedPoint | None:
 
 def codes_of(name: str, x: Tensor, fmt: FixedPoint) -> Tensor:
     """Return the integer codes of values that are numbers of ``fmt``.
+
+    ``x`` is a floating tensor; the codes have its shape, on the CPU, in the smallest integer dtype
+    that ``fixedpoint_kernels.encode`` has for ``fmt``.
 
     Raises:
         ExportError: One is not.
