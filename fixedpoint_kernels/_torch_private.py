@@ -161,7 +161,7 @@ def remove_hooks(module: nn.Module, kind: type) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _unwrapped(hook: Any) -> Any:
+def _unwrapped(hook: object) -> Any:
     """Return what was registered: torch wraps hooks that want the module."""
     return getattr(hook, "hook", hook)
 

@@ -88,18 +88,18 @@ def _cache_class() -> Any:
     from numba.core.caching import FunctionCache
 
     class Cache(FunctionCache):
-        def __init__(self, function: Any) -> None:
+        def __init__(self, function: object) -> None:
             super().__init__(function)
             # Numba looks at the function's own file; kernels are made of others too
             self._cache_file._source_stamp = _stamp()
 
-        def load_overload(self, sig: Any, target_context: Any) -> Any:
+        def load_overload(self, sig: object, target_context: object) -> Any:
             return self._tried(super().load_overload, sig, target_context)
 
-        def save_overload(self, sig: Any, data: Any) -> None:
+        def save_overload(self, sig: object, data: object) -> None:
             self._tried(super().save_overload, sig, data)
 
-        def _tried(self, access: Callable[..., Any], *arguments: Any) -> Any:
+        def _tried(self, access: Callable[..., Any], *arguments: object) -> Any:
             try:
                 return access(*arguments)
             except OSError as error:

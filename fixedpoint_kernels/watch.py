@@ -75,10 +75,10 @@ class Running:
         """Class of the innermost module that is running."""
         return type(self._running[-1]).__name__ if self._running else ""
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, _: object) -> None:
         self._running.append(module)
 
-    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+    def _leave(self, module: nn.Module, _: object, __: object) -> None:
         while self._running and self._running.pop() is not module:
             pass
 
@@ -112,7 +112,7 @@ class Watch(TorchFunctionMode):
         self._hooks.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.close()
         super().__exit__(*error)
 
@@ -136,6 +136,6 @@ class Watch(TorchFunctionMode):
         return Caller(self._running.name, self._function, self._running.kind)
 
 
-def is_torchs(hook: Any) -> bool:
+def is_torchs(hook: object) -> bool:
     """Whether torch itself put a hook on a module, such as for weight normalisation."""
     return type(hook).__module__.startswith("torch.nn.utils.")

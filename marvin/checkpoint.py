@@ -33,7 +33,7 @@ def save_sharded(
     folder: Path | str,
     model: nn.Module,
     optimizer: Quantized,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
 ) -> None:
     """Save with ``torch.distributed.checkpoint``: each process writes what it holds.
 
@@ -132,7 +132,7 @@ def _target(name: str, saved: Any, shards: Sequence[Shard]) -> Tensor:
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
-def _plain(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _plain(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
     """Return ``value`` as JSON has it, and put its tensors into ``tensors``."""
     if isinstance(value, Tensor):
         tensors[path] = value
@@ -147,7 +147,7 @@ def _plain(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise TypeError(f"a checkpoint takes plain values and tensors, got {type(value)} in {path}")
 
 
-def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _restored(value: object, tensors: Mapping[str, Tensor]) -> Any:
     """Return what ``_plain`` was given."""
     if not isinstance(value, dict):
         return value

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels._torch_private import hook_wrapper, hooks_of
@@ -114,7 +115,7 @@ class _Loading:
     def __init__(self, rounding: FrozenRounding) -> None:
         self.rounding = rounding
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def __call__(self, module: nn.Module, state: StateDict, prefix: str, *rest: Any) -> None:
         errors: list[str] = rest[-1]
         loaded = state.setdefault(prefix + BUFFER, getattr(module, BUFFER).detach().clone())
         try:

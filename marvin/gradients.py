@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from marvin.plans import Members
 from marvin.policies.base import Policy
 from marvin.policies.records import Measured
 from marvin.rounding import Format, round_many
+from marvin.settings import Group
 from marvin.shards import Shard, accumulate_dtype, local, locals_of, sum_vectors, whole_norms
 
 __all__ = ["Gradients", "by_layer", "complete", "gather", "nonfinite", "read"]
@@ -34,7 +34,7 @@ class Gradients:
         numbers: Its norms, of the whole layers, float32, shape ``(layers,)`` or ``(0,)``.
     """
 
-    group: dict[str, Any]
+    group: Group
     members: Members
     values: list[Tensor]
     norms: Tensor
@@ -44,7 +44,7 @@ class Gradients:
 
 
 def gather(
-    group: dict[str, Any],
+    group: Group,
     members: Members,
     format_of: Callable[[Tensor], Format | None],
     noise: tuple[int, int],
@@ -65,7 +65,7 @@ def gather(
 def complete(
     batches: Sequence[Gradients],
     policy: Policy,
-    shared: Any,
+    shared: object,
 ) -> None:
     """Normalise the gradients, and let the policy measure them.
 
@@ -158,7 +158,7 @@ def _dense(params: Sequence[Tensor]) -> list[Tensor]:
     return [grad if grad.dtype is torch.float32 else grad.float() for grad in locals_of(grads)]
 
 
-def _add_l1(group: dict[str, Any], params: Sequence[Tensor], grads: list[Tensor]) -> Tensor:
+def _add_l1(group: Group, params: Sequence[Tensor], grads: list[Tensor]) -> Tensor:
     """Add the penalty's gradient, out of place, and return the penalties."""
     wide = accumulate_dtype(grads[0].device)
     penalties = [grads[0].new_zeros((), dtype=wide)] * len(params)

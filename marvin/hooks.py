@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels._torch_private import hooks_of, remove_hooks
 from marvin.model_formats import decode_formats
@@ -27,25 +28,25 @@ class _Hook:
     def __init__(self, rounder: Rounder) -> None:
         self.rounder = rounder
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         vars(self).update(state)
         _keep_out_of_compilation()
 
 
 class _Inputs(_Hook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         return self.rounder.round_inputs(module, args, kwargs)
 
 
 class _Outputs(_Hook):
-    def __call__(self, module: nn.Module, _args: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, _args: object, output: object) -> Any:
         return self.rounder.round_outputs(module, output)
 
 
 class _Loading(_Hook):
     """Refuses numbers that are no formats; where a state has none, those of the module stay."""
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def __call__(self, module: nn.Module, state: StateDict, prefix: str, *rest: Any) -> None:
         errors: list[str] = rest[-1]
         own = getattr(module, BUFFER)
         loaded = state.setdefault(prefix + BUFFER, own.detach().clone())

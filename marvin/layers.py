@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from marvin.settings import Group
 from marvin.shards import Shard, shard_of
 
 __all__ = ["ParameterTable", "is_layer", "layout_of", "owners_of"]
@@ -25,13 +25,13 @@ class ParameterTable:
     """
 
     names: dict[Tensor, str]
-    groups: dict[Tensor, dict[str, Any]]
+    groups: dict[Tensor, Group]
     owners: dict[Tensor, Tensor | None]
     layers: list[tuple[int, Tensor]]
     shards: dict[Tensor, Shard]
 
 
-def layout_of(param_groups: Sequence[dict[str, Any]]) -> ParameterTable:
+def layout_of(param_groups: Sequence[Group]) -> ParameterTable:
     """Return the layout of an optimizer's parameter groups.
 
     Raises:

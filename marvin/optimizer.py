@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from marvin.policies.marvin import MarvinPolicy
 from marvin.policies.push_up import Level
 from marvin.quantized import Quantized
 from marvin.settings import SGD as SGD_CHECKS
-from marvin.settings import check_settings
+from marvin.settings import Group, check_settings
 
 __all__ = ["MSGD"]
 
@@ -29,7 +29,7 @@ class SGD(torch.optim.SGD):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: object = None) -> None:
         """Do one update; ``closure`` must be None."""
         rare = "dampening", "maximize", "nesterov"
         if any(group[name] for group in self.param_groups for name in rare):
@@ -190,6 +190,6 @@ class MSGD(Quantized):
         """The level at which the adaptive strategy stands."""
         return self.shared.level
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check(self, group: Group) -> None:
         check_settings(group, SGD_CHECKS)
         super()._check(group)

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from marvin.policies.records import Layer
 from marvin.rounding import Format
@@ -32,7 +33,7 @@ class Members:
     masters: Sequence[Tensor]
     layers: Sequence[int]
     positions: Sequence[int]
-    states: Sequence[dict[str, Any]]
+    states: Sequence[StateDict]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Rounding:
     positions: list[int]
     floats: list[tuple[Tensor, Tensor]]
     rounded: list[Tensor]
-    states: list[dict[str, Any]]
+    states: list[StateDict]
     masters: list[Tensor]
     formats: list[Format]
     offsets: list[int]
@@ -62,7 +63,7 @@ class Trained(NamedTuple):
     """A layer that is trained: its weight, its state, and what a policy sees that stays as it is."""
 
     weight: Tensor
-    state: dict[str, Any]
+    state: StateDict
     layer: Layer
 
 
@@ -79,12 +80,12 @@ class Plans:
         trained: By position among the optimizer's parameters; None before it was asked for.
     """
 
-    def __init__(self, states: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, states: Sequence[Mapping[str, object]] = ()) -> None:
         self._states = states
         self.members: dict[tuple[int, ...], Members] = {}
         self.rounding: dict[tuple[int, ...], Rounding] = {}
         self.trained: dict[int, Trained] | None = None
 
-    def hold(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+    def hold(self, state: Mapping[Tensor, Mapping[str, object]]) -> bool:
         """Say whether these are the dictionaries in ``state``, the very same ones."""
         return len(state) == len(self._states) and all(map(is_, state.values(), self._states))

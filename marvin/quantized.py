@@ -4,11 +4,12 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from marvin import state as states
 from marvin.activations import QuantizedActivations
@@ -24,7 +25,7 @@ from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch
 from marvin.ranks import mean_over_ranks
 from marvin.rounder import ForwardState
-from marvin.settings import OPTIONS, check_dtypes, check_settings, check_step, check_wrapped
+from marvin.settings import OPTIONS, Group, check_dtypes, check_settings, check_step, check_wrapped
 from marvin.shards import is_sharded, local
 
 __all__ = ["Quantized"]
@@ -131,7 +132,7 @@ class Quantized(WithMasters):
         self._carriers.publish(self)
         self._observe_next()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add parameters to both optimizers, and quantise them."""
         is_new = all(group is not param_group for group in self.optimizer.param_groups)
         if is_new:
@@ -224,7 +225,7 @@ class Quantized(WithMasters):
             if self.lr_scale != before:
                 group["lr"] = group["lr"] * (self.lr_scale / before)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return everything that decides the future, and the trace, as plain values.
 
         ``"optimizer"`` is the wrapped one's state.
@@ -249,7 +250,7 @@ class Quantized(WithMasters):
         return packed
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a state, its policy's hyper-parameters included.
 
         The model gets the weights and formats that it had when the state was saved, whether its
@@ -298,12 +299,12 @@ class Quantized(WithMasters):
         self._carriers.publish(self)
         self._observe_next()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         names = "optimizer", "policy", "shared", "trace", "forward_state", "_counts", "_masters"
         names += "_versions", "_carriers"
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         own = dict(state.get("defaults", self.__dict__.get("defaults", {})))
         super().__setstate__(state)
         self.defaults = own  # torch adds "differentiable": then only loaded states would have it
@@ -315,7 +316,7 @@ class Quantized(WithMasters):
         self._layout, self._plans = layout_of(self.param_groups), Plans()
         self._claim()
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check(self, group: Group) -> None:
         """Refuse a parameter group; subclasses add checks of their own."""
         self.policy.check(group)
         check_settings(group, OPTIONS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, quantize_block
 from fixedpoint_kernels._torch_private import version_of
@@ -45,7 +46,7 @@ class ForwardState:
         self.waiting: set[str] = set()
         self._rounded: dict[int, tuple[weakref.ref[Tensor], Format, int]] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**vars(self), "_rounded": {}}  # tensors of this process
 
     def options(self, is_training: bool, eval_rounding: Rounding) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class Rounder:
         self._formats = ModuleFormats()
         self._seen: tuple[Tensor | None, int] = None, 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**vars(self), "_seen": (None, 0)}
 
     def formats(self, module: nn.Module) -> ModuleFormats:
@@ -142,7 +143,7 @@ class Rounder:
             self._formats, self._seen = formats, (buffer, version_of(buffer))
 
     def round_inputs(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Round what comes into ``module``; masks are left as they are."""
         formats = self.formats(module)
@@ -164,7 +165,7 @@ class Rounder:
 
         return mapped(rounded, args, kwargs, self.arguments)
 
-    def round_outputs(self, module: nn.Module, output: Any) -> Any:
+    def round_outputs(self, module: nn.Module, output: object) -> Any:
         """Round what ``module`` returns."""
         formats = self.formats(module)
         if formats.outputs is None:

@@ -13,6 +13,8 @@ __all__ = [
     "OPTIONS",
     "SGD",
     "Checks",
+    "Group",
+    "Settings",
     "check_dtypes",
     "check_settings",
     "check_step",
@@ -20,7 +22,10 @@ __all__ = [
 ]
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
-_Rule = tuple[str, Callable[[Mapping[str, Any]], bool], str]
+# hyper-parameters by name, each of its own type: what torch gives for a parameter group
+Group = dict[str, Any]
+Settings = Mapping[str, Any]
+_Rule = tuple[str, Callable[[Settings], bool], str]
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ MARVIN = Checks(
 )
 
 
-def check_settings(settings: Mapping[str, Any], checks: Checks) -> None:
+def check_settings(settings: Settings, checks: Checks) -> None:
     """Refuse settings that are out of range.
 
     Raises:
@@ -120,7 +125,7 @@ def check_dtypes(params: Iterable[torch.Tensor], who: str) -> None:
             raise TypeError(f"{who} needs float32, bfloat16 or float16 parameters, got {p.dtype}")
 
 
-def check_wrapped(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
     """Refuse what ``Quantized`` cannot wrap.
 
     Raises:
@@ -164,7 +169,7 @@ def check_step(closure: object) -> None:
         )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and value >= 0
 
 

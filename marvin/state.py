@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from marvin.policies.base import Policy, fields_of
 from marvin.policies.records import restored
@@ -28,7 +29,7 @@ VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
 _EARLIER_SHARED = "level", "losses", "loss_sum"  # were beside the trace
 
 
-def packed(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
+def packed(state: StateDict, shard: Shard) -> dict[str, Any]:
     """Return one parameter's state as plain values, and tensors as spread as the parameter."""
     wrapped = {name: shard.to_dtensor(v) for name, v in state.items() if isinstance(v, Tensor)}
     return {**state, **wrapped, **({"layer": asdict(state["layer"])} if "layer" in state else {})}
@@ -55,7 +56,7 @@ def unpacked(
     return own
 
 
-def packed_policy(policy: Policy, shared: Any) -> dict[str, Any]:
+def packed_policy(policy: Policy, shared: object) -> dict[str, Any]:
     """Return a policy's name, hyper-parameters and shared record as plain values."""
     return {
         "name": type(policy).__name__,
@@ -124,7 +125,7 @@ def checked(
     return states
 
 
-def of_wrapped(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def of_wrapped(state_dict: Mapping[str, Any]) -> StateDict:
     """Return the state of the wrapped optimizer; earlier versions of MSGD had none."""
     if "optimizer" in state_dict:
         return state_dict["optimizer"]
@@ -150,7 +151,7 @@ def spread_state(state_dict: Mapping[str, Any], shards: Sequence[Shard]) -> dict
     return {**state_dict, "state": states}
 
 
-def kept_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def kept_dtypes(loaded: dict[str, Any], saved: Mapping[str, object]) -> None:
     """Give tensors of a loaded state the dtypes that they were saved with: torch casts them."""
     for name, value in saved.items():
         own = loaded.get(name)
@@ -158,7 +159,7 @@ def kept_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
             loaded[name] = value.to(own.device, copy=True)
 
 
-def float_masters(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+def float_masters(state: Mapping[str, object], parameter: Tensor) -> dict[str, Any]:
     """Return what an optimizer remembers of a low-precision parameter, for its float32 master.
 
     Some make their state in their constructor, in the dtype of the parameter: in bfloat16, sums

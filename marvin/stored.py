@@ -49,7 +49,7 @@ class StoredCodes:
         self._codes.clear()
 
     @torch.no_grad()
-    def store(self, *_: Any) -> None:
+    def store(self, *_: object) -> None:
         """Encode the weights as they are now, and let go of their values."""
         self.restore()
         self._codes.clear()
@@ -64,7 +64,7 @@ class StoredCodes:
         """Decode ``weights`` for each forward of ``module``, and again for backward."""
         contexts: list[Any] = []
 
-        def before(*_: Any) -> None:
+        def before(*_: object) -> None:
             for p in weights:
                 if p in self._codes:
                     self._fill(p)
@@ -74,7 +74,7 @@ class StoredCodes:
             context.__enter__()
             contexts.append(context)
 
-        def after(*_: Any) -> None:
+        def after(*_: object) -> None:
             contexts.pop().__exit__(None, None, None)
             for p in weights:
                 if p in self._codes:

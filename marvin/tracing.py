@@ -16,14 +16,14 @@ _OPERATORS = (  # in place, which torch.fx would trace as others
 class _Proxy(fx.Proxy):
     """A proxy that keeps ``x += y``, which torch.fx would trace as ``x = x + y``."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name not in ("tracer", "node"):
             raise AttributeError(f"an attribute of a value is set, {name}, which no trace can see")
         super().__setattr__(name, value)
 
 
 def _keep(name: str) -> Any:
-    def method(self: fx.Proxy, other: Any) -> fx.Proxy:
+    def method(self: fx.Proxy, other: object) -> fx.Proxy:
         return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
 
     return method

@@ -131,7 +131,7 @@ class _Counter(TorchDispatchMode):
                 shape = tuple(p.shape)
                 yield self._with_weight(Layer(_module(name), kind, 0, 0, shape, shape), name)
 
-    def _add(self, found: Product, output: Any) -> None:
+    def _add(self, found: Product, output: object) -> None:
         left, right = self._source(found.left), self._source(found.right)
         source = right or left
         kind = found.kind
@@ -141,11 +141,11 @@ class _Counter(TorchDispatchMode):
         activation = found.left if right or not left else found.right
         self._record(kind, found.madds, activation, output, source)
 
-    def _embedding(self, weight: Tensor, indices: Tensor, output: Any) -> None:
+    def _embedding(self, weight: Tensor, indices: Tensor, output: object) -> None:
         self._record("embedding", 0, indices, output, self._source(weight))
 
     def _record(
-        self, kind: str, madds: int, x: Tensor, output: Any, source: _Source | None
+        self, kind: str, madds: int, x: Tensor, output: object, source: _Source | None
     ) -> None:
         weight = source.name if source else ""
         key = (self._running.name, kind, weight)
@@ -167,7 +167,7 @@ class _Counter(TorchDispatchMode):
         parameters = elements + (bias.numel() if bias is not None and has_bias else 0)
         return replace(row, weight=weight, elements=elements, parameters=parameters)
 
-    def _add_unknown(self, func: Any, tensors: list[Tensor], output: Any) -> None:
+    def _add_unknown(self, func: object, tensors: list[Tensor], output: object) -> None:
         first = _first(output)
         into = _sample(tensors[0], "") if tensors else ()
         key = (self._running.name, str(func))
@@ -181,7 +181,7 @@ class _Counter(TorchDispatchMode):
         self._alive.append(tensor)
         self._sources[storage_key(tensor)] = source
 
-    def _inherit(self, tensors: list[Tensor], output: Any) -> None:
+    def _inherit(self, tensors: list[Tensor], output: object) -> None:
         """A tensor made of weights alone (cast, normalised, re-parametrised) counts as weight."""
         sources = [self._source(t) for t in tensors]
         if not sources or None in sources:
@@ -196,7 +196,7 @@ def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _first(output: Any) -> Tensor | None:
+def _first(output: object) -> Tensor | None:
     return next((t for t in tree_leaves(output) if isinstance(t, Tensor)), None)
 
 

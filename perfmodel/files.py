@@ -144,7 +144,7 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
     return rows
 
 
-def whole(path: Path, values: Mapping[str, Any], name: str, low: int, high: int) -> int:
+def whole(path: Path, values: Mapping[str, object], name: str, low: int, high: int) -> int:
     """Return a whole number that a file holds: in JSON as one, in a table as text.
 
     Args:
@@ -183,7 +183,7 @@ def number(path: Path, values: Mapping[str, Any], name: str) -> float:
     return found
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value that a file holds as a message shows it: short, and whatever is in it."""
     is_plain = value is None or isinstance(value, bool | int | float | str)
     return f"{value!r:.60}" if is_plain else f"a {type(value).__name__}"

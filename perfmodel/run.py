@@ -162,7 +162,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _check_marvin(path: Path, values: Mapping[str, Any]) -> None:
+def _check_marvin(path: Path, values: Mapping[str, object]) -> None:
     if missing := [name for name in MARVIN_ONLY if name not in values]:
         raise RunError(f"{path} must have {', '.join(MARVIN_ONLY)}, missing {', '.join(missing)}")
     whole(path, values, "init_wl", 2, 32)
@@ -189,7 +189,7 @@ def _layers(path: Path, rows: Sequence[Mapping[str, str]]) -> list[Layer]:
     return found
 
 
-def _trace(path: Path, config: Mapping[str, Any], names: set[str]) -> Trace:
+def _trace(path: Path, config: Mapping[str, object], names: set[str]) -> Trace:
     steps = _steps(path / METRICS)
     if _method(config) == "sgd":
         return Trace((), steps, 32, kept={"*": 32})

@@ -60,7 +60,7 @@ def _copy(
     return copy
 
 
-def _attribute(value: Any, module: nn.Module, copy: nn.Module) -> Any:
+def _attribute(value: object, module: nn.Module, copy: nn.Module) -> Any:
     """Return an attribute for the copy: a ``forward`` put on the module moves with it."""
     if isinstance(value, types.MethodType) and value.__self__ is module:
         return types.MethodType(value.__func__, copy)

@@ -13,7 +13,7 @@ __all__ = ["check_alike", "check_names"]
 MOST = 2**53  # whole numbers up to here are exact as floats, too
 
 
-def check_names(what: str, want: Mapping[str, Any], got: Mapping[str, Any]) -> None:
+def check_names(what: str, want: Mapping[str, object], got: Mapping[str, object]) -> None:
     """Refuse a dictionary of other names.
 
     Raises:
@@ -54,7 +54,7 @@ def check_alike(where: str, want: Any, got: Any) -> None:
         _check_plain(where, want, got)
 
 
-def _check_unknown(where: str, got: Any) -> None:
+def _check_unknown(where: str, got: object) -> None:
     """Refuse what is no number, nor a dictionary or list of numbers, such as a format."""
     if isinstance(got, Mapping):
         for name, value in got.items():
@@ -74,7 +74,7 @@ def _check_tensor(where: str, want: Tensor, got: Any) -> None:
         raise ValueError(f"{where} must be {tuple(want.shape)}, {want.dtype}, got {what}")
 
 
-def _check_plain(where: str, want: Any, got: Any) -> None:
+def _check_plain(where: str, want: object, got: object) -> None:
     """Compare two numbers, words or truths; a whole number is a number, too."""
     numbers = (int,) if isinstance(want, int) else (int, float)
     kinds = type(want) if isinstance(want, bool | str) else numbers
@@ -83,6 +83,6 @@ def _check_plain(where: str, want: Any, got: Any) -> None:
     _require(where, f"like {shown(want)}", is_alike, got)
 
 
-def _require(where: str, what: str, is_met: bool, got: Any) -> None:
+def _require(where: str, what: str, is_met: bool, got: object) -> None:
     if not is_met:
         raise ValueError(f"{where} must be {what}, got {shown(got)}")

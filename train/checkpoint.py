@@ -102,7 +102,9 @@ def _check_progress(training: Training, got: Mapping[str, Any]) -> None:
         check_alike("metrics", dict.fromkeys(known, 0.0), known)
 
 
-def _check_schedule(scheduler: Any, want: Mapping[str, Any], got: Mapping[str, Any]) -> None:
+def _check_schedule(
+    scheduler: object, want: Mapping[str, object], got: Mapping[str, object]
+) -> None:
     missing = [name for name in OF_THE_SCHEDULE if name not in got]
     strange = [n for n in got if not isinstance(n, str) or hasattr(type(scheduler), n)]
     if missing or strange:
@@ -150,7 +152,7 @@ def _check_optimizer(want: Mapping[str, Any], got: Any, steps: int) -> None:
         _check_state(f"parameter {index}", groups[0], got["state"].get(index, {}), needed)
 
 
-def _without_streams(state: Mapping[Any, Any]) -> dict[Any, Any]:
+def _without_streams(state: Mapping[Any, object]) -> dict[Any, Any]:
     """Return states without the numbers of their noise, which are longer than others."""
     return {
         index: {n: v for n, v in own.items() if n != "stream"} if isinstance(own, Mapping) else own

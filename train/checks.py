@@ -61,7 +61,7 @@ def check(config: Any) -> None:
             refuse(f.name, f"one of {', '.join(choices)}", shown(value))
 
 
-def _check_number(name: str, value: Any) -> None:
+def _check_number(name: str, value: object) -> None:
     if isinstance(value, float):
         is_fine = math.isfinite(value) or (name in MAY_BE_INFINITE and not math.isnan(value))
         if not is_fine:
@@ -79,12 +79,12 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def shown_value(value: Any) -> str:
+def shown_value(value: object) -> str:
     """Return a value as a message shows it."""
     return f"{list(value)!r:.60}" if isinstance(value, tuple) else shown(value)
 
 
-def refuse(name: str, required: str, got: Any) -> None:
+def refuse(name: str, required: str, got: object) -> None:
     """Raise ``ValueError``, with the flag of a field.
 
     Raises:
@@ -115,7 +115,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) and not (hint is str and "\0" in value)
 
 
-def _kind(hint: Any) -> str:
+def _kind(hint: object) -> str:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(parts)}"

@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 
-def option(default: Any, meaning: str, *choices: str) -> Any:
+def option(default: object, meaning: str, *choices: str) -> Any:
     """Return a field with its meaning, and its values where they are words."""
     return field(default=default, metadata={"help": meaning, "choices": choices})
 
 
-def keyword(default: Any, meaning: str, *choices: str) -> Any:
+def keyword(default: object, meaning: str, *choices: str) -> Any:
     """Return an ``option`` that is also an argument of ``marvin.MSGD``."""
     metadata = {"help": meaning, "choices": choices, "msgd": True}
     return field(default=default, metadata=metadata)
@@ -258,7 +258,7 @@ def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:
         parser.error(str(error))
 
 
-def _argument(f: dataclasses.Field[Any], default: Any) -> dict[str, Any]:
+def _argument(f: dataclasses.Field[Any], default: object) -> dict[str, Any]:
     """Return what argparse needs to know about one field."""
     shown = "runs/MODEL-DATASET-OPTIMIZER-seedSEED" if f.name == "run" else _words(default)
     argument: dict[str, Any] = {
@@ -280,7 +280,7 @@ def _argument(f: dataclasses.Field[Any], default: Any) -> dict[str, Any]:
     return argument | {"type": type(default), "metavar": type(default).__name__.upper()}
 
 
-def _words(default: Any) -> str:
+def _words(default: object) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
@@ -315,7 +315,7 @@ def to_dict(config: Config) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
 
 
-def from_dict(values: Mapping[str, Any]) -> Config:
+def from_dict(values: Mapping[str, object]) -> Config:
     """Return the configuration that ``to_dict`` made ``values`` of.
 
     Raises:

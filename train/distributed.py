@@ -64,7 +64,7 @@ def process_group(device: str) -> Iterator[None]:
         "--resume continues from the last checkpoint"
     )
 
-    def terminate(*_: Any) -> None:
+    def terminate(*_: object) -> None:
         raise lost
 
     before = signal.signal(signal.SIGTERM, terminate)  # torchrun's, when one has ended

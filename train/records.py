@@ -147,7 +147,7 @@ class RunFolder:
         if config.epochs < old.epochs:
             raise UserError(f"--epochs must be {old.epochs} or more to resume, got {config.epochs}")
 
-    def save_environment(self, values: Mapping[str, Any]) -> list[str]:
+    def save_environment(self, values: Mapping[str, object]) -> list[str]:
         """Store where the run began; later, return what has changed since then."""
         path = self.path / ENVIRONMENT
         if not path.exists():
@@ -158,7 +158,7 @@ class RunFolder:
         names = [name for name in now if name in old and old[name] != now[name]]
         return [f"{name} was {shown(old[name])}, is {shown(now[name])}" for name in names]
 
-    def save_checkpoint(self, state: Mapping[str, Any]) -> None:
+    def save_checkpoint(self, state: Mapping[str, object]) -> None:
         """Replace the checkpoint at once."""
         buffer = io.BytesIO()
         torch.save({"version": VERSION, **state}, buffer)
@@ -202,11 +202,11 @@ class SilentFolder(RunFolder):
     def begin(self, config: Config) -> None:
         """Leave this to the first process."""
 
-    def save_environment(self, values: Mapping[str, Any]) -> list[str]:
+    def save_environment(self, values: Mapping[str, object]) -> list[str]:
         """Leave this to the first process."""
         return []
 
-    def save_checkpoint(self, state: Mapping[str, Any]) -> None:
+    def save_checkpoint(self, state: Mapping[str, object]) -> None:
         """Leave this to the first process."""
 
     def save_rows(self, name: str, rows: Iterable[Row], columns: Sequence[str]) -> None:
@@ -316,5 +316,5 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _to_json(values: Mapping[str, Any]) -> str:
+def _to_json(values: Mapping[str, object]) -> str:
     return json.dumps(values, indent=2) + "\n"

@@ -52,7 +52,7 @@ class _Transformable(torch.autograd.Function):
         return _back(y, order), planes
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
         _keep(ctx, inputs, output)

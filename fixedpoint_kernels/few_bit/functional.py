@@ -37,10 +37,10 @@ def make(entry: Entry) -> Callable[..., Tensor]:
 
     def function(
         input: Tensor,
-        *arguments: Any,
+        *arguments: object,
         bits: int = entry.bits,
         weight: Weight = "uniform",
-        **named: Any,
+        **named: object,
     ) -> Tensor:
         if is_optional and not arguments and not named:
             return run(name, input, defaults, bits, weight)

@@ -8,7 +8,6 @@ Values are float32 arithmetic in torch's order, without fused multiply-adds. ``t
 # pyright: reportGeneralTypeIssues=false
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -237,7 +236,7 @@ def encode(x: Tensor, planes: Tensor, table: Table) -> None:
     value_and_encode(x, planes, planes, table, (None, 0.0, 0.0, 0.0))
 
 
-def value_and_encode(x: Tensor, y: Tensor, planes: Tensor, table: Table, fused: Any) -> None:
+def value_and_encode(x: Tensor, y: Tensor, planes: Tensor, table: Table, fused: object) -> None:
     """See ``fixedpoint_kernels.few_bit.operators.value_and_encode``; ``x`` is contiguous."""
     borders, codes, _ = _tensors(table, x.device)
     tiles = triton.cdiv(x.numel(), _TILE)

@@ -5,7 +5,7 @@ its namesake in ``torch.nn``, with the same arguments, that does what the functi
 does (``fixedpoint_kernels.few_bit.functional``).
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -23,7 +23,11 @@ class _FewBit(nn.Module):
     weight: Weight
 
     def __init__(
-        self, *arguments: Any, bits: int | None = None, weight: Weight = "uniform", **named: Any
+        self,
+        *arguments: object,
+        bits: int | None = None,
+        weight: Weight = "uniform",
+        **named: object,
     ) -> None:
         super().__init__(*arguments, **named)
         functional.refuse_inplace(getattr(self, "inplace", False))

@@ -119,7 +119,7 @@ def _encode(x: Tensor, table: str) -> Tensor:
     return planes
 
 
-def _value_and_encode(x: Tensor, table: str, *fused: Any) -> tuple[Tensor, Tensor]:
+def _value_and_encode(x: Tensor, table: str, *fused: object) -> tuple[Tensor, Tensor]:
     if x.dtype not in DTYPES:
         raise TypeError(f"one pass for value and code needs one of {DTYPES}, got {x.dtype}")
     one_pass = getattr(kernels_of(x), "value_and_encode", None)  # a GPU has it
@@ -176,7 +176,7 @@ def _empty_product(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _empty_pair(x: Tensor, table: str, *_fused: Any) -> tuple[Tensor, Tensor]:
+def _empty_pair(x: Tensor, table: str, *_fused: object) -> tuple[Tensor, Tensor]:
     return _empty_product(x, x.dtype), _empty_planes(x, table)
 
 

@@ -121,7 +121,7 @@ def _kind(module: nn.Module, known: dict[Any, Any]) -> Any:
     return known[kind] if is_torchs else None
 
 
-def _unsuited(module: Any) -> str:
+def _unsuited(module: object) -> str:
     """Say why a pooling has no small form."""
     if getattr(module, "return_indices", False):
         return "its indices are asked for"

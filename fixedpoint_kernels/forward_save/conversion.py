@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -27,8 +26,8 @@ Settings = tuple[FewBit | None, Division | None]
 def convert(
     model: nn.Module,
     *,
-    few_bit: FewBit | Mapping[str, Any] | int | None = None,
-    division: Division | Mapping[str, Any] | bool | None = None,
+    few_bit: FewBit | Mapping[str, object] | int | None = None,
+    division: Division | Mapping[str, object] | bool | None = None,
     plan: Plan | None = None,
     sample_input: sample.Inputs | None = None,
     seed: int = 0,

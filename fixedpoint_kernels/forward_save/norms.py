@@ -194,5 +194,5 @@ def _last(count: int) -> tuple[int, ...]:
     return tuple(range(-count, 0))
 
 
-def _wanted(gradients: tuple[Any, ...], needed: list[bool]) -> list[Any]:
+def _wanted(gradients: tuple[object, ...], needed: list[bool]) -> list[Any]:
     return [g if is_needed else None for g, is_needed in zip(gradients, needed, strict=True)]

@@ -147,7 +147,7 @@ def bit_count(bits: int) -> str:
     return f"{bits} bit{'s' if bits > 1 else ''}"
 
 
-def division_settings(value: Division | Mapping[str, Any] | bool | None) -> Division | None:
+def division_settings(value: Division | Mapping[str, object] | bool | None) -> Division | None:
     """Return the settings that ``division=`` stands for: None, True, or a mapping.
 
     Raises:
@@ -163,7 +163,7 @@ def division_settings(value: Division | Mapping[str, Any] | bool | None) -> Divi
     raise TypeError(f"division must be a mapping such as {{'block': 8, 'bits': 2}}, got {value!r}")
 
 
-def few_bit_settings(value: FewBit | Mapping[str, Any] | int | None) -> FewBit | None:
+def few_bit_settings(value: FewBit | Mapping[str, object] | int | None) -> FewBit | None:
     """Return the settings that ``few_bit=`` stands for: None, a number of bits, or a mapping."""
     if value is None or isinstance(value, FewBit):
         return value
@@ -172,7 +172,7 @@ def few_bit_settings(value: FewBit | Mapping[str, Any] | int | None) -> FewBit |
     return FewBit(value)
 
 
-def known(values: Mapping[str, Any], kind: type, argument: str) -> dict[str, Any]:
+def known(values: Mapping[str, object], kind: type, argument: str) -> dict[str, Any]:
     """Return ``values``, whose names are all fields of ``kind``.
 
     Raises:

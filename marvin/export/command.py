@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -144,7 +144,7 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
 
 
 def _write(
-    given: argparse.Namespace, trained: Trained, deployed: Deployed, place: tuple[Path, Any]
+    given: argparse.Namespace, trained: Trained, deployed: Deployed, place: tuple[Path, object]
 ) -> Written:
     out, rows = place
     if out.exists() and not (out.is_dir() and (out / "export.json").is_file()):

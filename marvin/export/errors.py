@@ -13,7 +13,7 @@ class ExportError(ValueError):
     """A network or a file that cannot be exported or read; says what, and why."""
 
 
-def fixed_point(name: str, fmt: Any) -> FixedPoint:
+def fixed_point(name: str, fmt: object) -> FixedPoint:
     """Return ``fmt``, if it is a format that every target has.
 
     Of a weight whose channels have an ``fl`` of their own, it is the shortest that has all their values.

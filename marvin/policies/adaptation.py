@@ -4,13 +4,14 @@ Pure functions: a frozen record in, a frozen record out.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from fixedpoint_kernels import FixedPoint
 from marvin.policies.push_up import Level, diversity
 from marvin.policies.records import PlainRecord
+from marvin.settings import Settings
 
 __all__ = ["LayerState", "adapt_lookback", "adapt_resolution", "adapt_strategy", "observe"]
 
@@ -44,9 +45,7 @@ class LayerState(PlainRecord):
         return self.count >= self.lookback
 
 
-def observe(
-    state: LayerState, norm: float, sum_norm: float, settings: Mapping[str, Any]
-) -> LayerState:
+def observe(state: LayerState, norm: float, sum_norm: float, settings: Settings) -> LayerState:
     """Take one gradient into the window, and adapt lookback and resolution to its diversity.
 
     Args:

@@ -19,6 +19,7 @@ from marvin.policies.records import (
     Update,
     restored,
 )
+from marvin.settings import Group, Settings
 
 __all__ = ["FixedPolicy", "Policy", "check_policy", "fields_of"]
 
@@ -73,11 +74,11 @@ class Policy(ABC):
             raise AttributeError(f"a policy remembers nothing: read optimizer.{now} instead")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Group:
         """Return the hyper-parameters that a parameter group may change: by default, the fields."""
         return fields_of(self)
 
-    def check(self, settings: Mapping[str, Any]) -> None:
+    def check(self, settings: Settings) -> None:
         """Refuse hyper-parameters that are out of range.
 
         Raises:
@@ -98,7 +99,7 @@ class Policy(ABC):
         return restored(self.init_shared(), values)
 
     @abstractmethod
-    def init(self, settings: Mapping[str, Any], shared: Any) -> Any:
+    def init(self, settings: Settings, shared: Any) -> Any:
         """Return the record of a layer that has seen no step."""
 
     def activation_formats(self, record: Any) -> ActivationFormats:
@@ -117,7 +118,7 @@ class Policy(ABC):
         """
         return Measured()
 
-    def samples(self, settings: Mapping[str, Any], counted: int) -> int:
+    def samples(self, settings: Settings, counted: int) -> int:
         """Return how many samples of a step this process saw.
 
         Args:
@@ -126,7 +127,7 @@ class Policy(ABC):
         """
         return counted
 
-    def observes(self, step: int, settings: Mapping[str, Any]) -> bool:
+    def observes(self, step: int, settings: Settings) -> bool:
         """Say whether to observe what layers' inputs are like in a step.
 
         Args:
@@ -178,7 +179,7 @@ class FixedPolicy(Policy):
     def __post_init__(self) -> None:
         self.check(self.settings())
 
-    def init(self, settings: Mapping[str, Any], shared: None) -> LayerFormat:
+    def init(self, settings: Settings, shared: None) -> LayerFormat:
         """See ``Policy``."""
         return LayerFormat(FixedPoint(settings["wl"], settings["fl"], settings["symmetric"]))
 

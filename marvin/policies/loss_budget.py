@@ -1,9 +1,9 @@
 """Policies for integer hardware: word lengths from a loss budget, or given; ranges from data."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from marvin.policies.range_policy import (
     LayerBudget,
@@ -14,7 +14,7 @@ from marvin.policies.range_policy import (
 )
 from marvin.policies.ranges import Limits, budget_noise
 from marvin.policies.records import Layer, Step, Update
-from marvin.settings import Checks
+from marvin.settings import Checks, Settings
 
 __all__ = ["LossBudgetPolicy", "StaticPolicy"]
 
@@ -77,19 +77,17 @@ class LossBudgetPolicy(RangePolicy):
         )
     )
 
-    def samples(self, settings: Mapping[str, Any], counted: int) -> int:
+    def samples(self, settings: Settings, counted: int) -> int:
         """See ``Policy``."""
         return settings["batch_size"] or counted
 
-    def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
+    def limits(self, settings: Settings) -> tuple[Limits, Limits]:
         """See ``RangePolicy``."""
         lengths = settings["min_wl"], settings["max_wl"]
         weights, inputs = settings["max_noise"]
         return Limits(*lengths, weights), Limits(*lengths, inputs)
 
-    def noise(
-        self, settings: Mapping[str, Any], observation: Observation, share: float
-    ) -> float | None:
+    def noise(self, settings: Settings, observation: Observation, share: float) -> float | None:
         """See ``RangePolicy``; after the first step there is no window, and no budget."""
         if observation.before is None:
             return math.inf
@@ -140,14 +138,12 @@ class StaticPolicy(RangePolicy):
         )
     )
 
-    def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
+    def limits(self, settings: Settings) -> tuple[Limits, Limits]:
         """See ``RangePolicy``."""
         weights, activations = settings["weights"], settings["activations"]
         return Limits(weights, weights), Limits(activations, activations)
 
-    def noise(
-        self, settings: Mapping[str, Any], observation: Observation, share: float
-    ) -> float | None:
+    def noise(self, settings: Settings, observation: Observation, share: float) -> float | None:
         """See ``RangePolicy``; the limits leave no choice."""
         return 0.0
 
@@ -163,5 +159,5 @@ def _with_gradient(layer: Layer, step: Step) -> Layer:
     )
 
 
-def _is_pair(values: Any) -> bool:
+def _is_pair(values: object) -> bool:
     return isinstance(values, (tuple, list)) and len(values) == 2 and all(v > 0 for v in values)

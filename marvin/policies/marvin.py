@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from marvin.policies.base import Policy
 from marvin.policies.push_up import Level
 from marvin.policies.records import Layer, Measured, PlainRecord, Rules, Step, Update
 from marvin.policies.trace import Switch
-from marvin.settings import MARVIN, check_settings
+from marvin.settings import MARVIN, Settings, check_settings
 from marvin.shards import Spread, accumulate_dtype, spread
 
 __all__ = ["Losses", "MarvinPolicy"]
@@ -79,7 +79,7 @@ class MarvinPolicy(Policy):
     def __post_init__(self) -> None:
         self.check(self.settings())
 
-    def check(self, settings: Mapping[str, Any]) -> None:
+    def check(self, settings: Settings) -> None:
         """See ``Policy``."""
         check_settings(settings, MARVIN)
 
@@ -87,7 +87,7 @@ class MarvinPolicy(Policy):
         """See ``Policy``."""
         return Losses()
 
-    def init(self, settings: Mapping[str, Any], shared: Losses) -> LayerState:
+    def init(self, settings: Settings, shared: Losses) -> LayerState:
         """See ``Policy``."""
         fmt = FixedPoint(settings["init_wl"], settings["init_fl"], settings["symmetric"])
         return LayerState(fmt, settings["lookback"][0], settings["resolution"][0])
@@ -193,7 +193,7 @@ def _observed(layer: Layer) -> Layer:
 
 
 def _lowest(
-    record: LayerState, master: Spread, settings: Mapping[str, Any], key: tuple[int, int]
+    record: LayerState, master: Spread, settings: Settings, key: tuple[int, int]
 ) -> push_down.Lowest:
     """Run PushDown; weights that are all equal have no distribution and keep their format."""
     if not master.low < master.high:

@@ -23,6 +23,7 @@ from marvin.policies.records import (
 )
 from marvin.policies.trace import Switch
 from marvin.rounding import Format
+from marvin.settings import Group, Settings
 
 __all__ = ["MuppetPolicy", "Stage", "epoch_diversity", "threshold"]
 
@@ -124,7 +125,7 @@ class MuppetPolicy(Policy):
                 f"threshold_epoch must be absolute or since_switch, got {self.threshold_epoch!r}"
             )
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Group:
         """See ``Policy``: the network has one word length, so no group may differ."""
         return {}
 
@@ -153,7 +154,7 @@ class MuppetPolicy(Policy):
             raise ValueError(f"the state's level must be one of {self.levels}, got {got}")
         return shared
 
-    def init(self, settings: Mapping[str, Any], shared: Stage) -> LayerFormat:
+    def init(self, settings: Settings, shared: Stage) -> LayerFormat:
         """See ``Policy``."""
         return LayerFormat(_format(self.word_length_at(shared)))
 

@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from marvin.policies.ranges import Limits, Range, next_integer_bits
 from marvin.policies.records import ActivationFormats, Layer, PlainRecord, Rules, Step, Update
 from marvin.policies.trace import Switch
 from marvin.ranks import sums_over_ranks
-from marvin.settings import Checks, check_settings
+from marvin.settings import Checks, Settings, check_settings
 
 __all__ = ["LayerBudget", "Observation", "RangePolicy", "Window", "is_word_length"]
 
@@ -106,13 +106,11 @@ class RangePolicy(Policy):
         self.check(self.settings())
 
     @abstractmethod
-    def limits(self, settings: Mapping[str, Any]) -> tuple[Limits, Limits]:
+    def limits(self, settings: Settings) -> tuple[Limits, Limits]:
         """Return what the formats of a layer's weights and of its inputs must keep to."""
 
     @abstractmethod
-    def noise(
-        self, settings: Mapping[str, Any], observation: Observation, share: float
-    ) -> float | None:
+    def noise(self, settings: Settings, observation: Observation, share: float) -> float | None:
         """Return the noise, mean square, that is allowed beside the limits; None to keep the format.
 
         Args:
@@ -121,7 +119,7 @@ class RangePolicy(Policy):
             share: Mean loss of the window, divided by the number of tensors.
         """
 
-    def check(self, settings: Mapping[str, Any]) -> None:
+    def check(self, settings: Settings) -> None:
         """See ``Policy``."""
         check_settings(settings, RangePolicy.checks)
         check_settings(settings, self.checks)
@@ -130,7 +128,7 @@ class RangePolicy(Policy):
         """See ``Policy``."""
         return Window()
 
-    def init(self, settings: Mapping[str, Any], shared: Window) -> LayerBudget:
+    def init(self, settings: Settings, shared: Window) -> LayerBudget:
         """See ``Policy``."""
         return LayerBudget()
 
@@ -138,7 +136,7 @@ class RangePolicy(Policy):
         """See ``Policy``."""
         return ActivationFormats(inputs=record.inputs)
 
-    def observes(self, step: int, settings: Mapping[str, Any]) -> bool:
+    def observes(self, step: int, settings: Settings) -> bool:
         """See ``Policy``."""
         return step in _EARLY or step % settings["window"] == 0
 
@@ -201,7 +199,7 @@ class RangePolicy(Policy):
         return LayerBudget(fmt, inputs, input_gradient=mean), row
 
     def _next(
-        self, settings: Mapping[str, Any], observation: Observation, share: float, *, follows: bool
+        self, settings: Settings, observation: Observation, share: float, *, follows: bool
     ) -> tuple[TensorFormat | None, str]:
         """Return a tensor's next format, and why it is the one before where it had to stay.
 

@@ -13,6 +13,7 @@ from marvin.channels import ChannelFormat
 from marvin.policies.observer import Inputs
 from marvin.policies.trace import Switch
 from marvin.rounding import Format
+from marvin.settings import Settings
 from marvin.shards import Shard
 
 __all__ = [
@@ -35,7 +36,7 @@ class PlainRecord:
     Trainers (Lightning) that move an optimizer's state ask whatever is in it to move.
     """
 
-    def to(self, *_: Any, **__: Any) -> Self:
+    def to(self, *_: object, **__: object) -> Self:
         """Return itself."""
         return self
 
@@ -135,7 +136,7 @@ class Layer:
 
     index: int
     name: str
-    settings: Mapping[str, Any]
+    settings: Settings
     record: Any
     tensors: Mapping[str, Tensor]
     master: Tensor
@@ -144,7 +145,7 @@ class Layer:
     measured: float | None = None
     inputs: Inputs | None = None
 
-    def but(self, **changes: Any) -> Self:
+    def but(self, **changes: object) -> Self:
         """Return a copy with other values, as ``dataclasses.replace`` does in five times the time.
 
         Raises:
@@ -172,7 +173,7 @@ class Step:
 
     number: int
     seed: int
-    settings: Mapping[str, Any]
+    settings: Settings
     loss: float | None = None
     samples: int = 0
 
@@ -210,7 +211,7 @@ def restored(record: Any, values: Mapping[str, Any] | None) -> Any:
     return dataclasses.replace(record, **{name: _value(values[name]) for name in names})
 
 
-def _value(value: Any) -> Any:
+def _value(value: object) -> Any:
     if isinstance(value, list | tuple):
         return tuple(value)
     if not isinstance(value, Mapping):

@@ -113,7 +113,7 @@ class _Follower:
             self._input = x.clone()  # which the module may change
             return None if self.rounds else (x, *inputs[1:])
 
-        def after(module: nn.Module, _inputs: Any, output: Tensor) -> Any:
+        def after(module: nn.Module, _inputs: object, output: Tensor) -> Any:
             step = self.steps[self.position]
             y = output if self.rounds else _rounded(output, step.output_fmt)
             self._compare(step, module, self._input, y)
@@ -127,7 +127,7 @@ class _Follower:
         ):
             stack.callback(handle.remove)
 
-    def end(self, output: Any) -> None:
+    def end(self, output: object) -> None:
         """Compare what the model gives."""
         self._compute()
         wanted = self.values[self.network.output].double()
@@ -226,7 +226,7 @@ def _rounded(x: Tensor, fmt: FixedPoint | None) -> Tensor:
     return x if fmt is None else apply(Round("", (), fmt), x)
 
 
-def _refuse(what: str, bounds: _Bounds, got: Any) -> None:
+def _refuse(what: str, bounds: _Bounds, got: object) -> None:
     """Refuse values outside what is explained."""
     low, high = bounds
     if not isinstance(got, Tensor) or got.shape != low.shape:

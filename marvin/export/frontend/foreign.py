@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -61,7 +60,7 @@ def kind_of(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> type[nn.Modu
     return next((k for k in kinds if isinstance(module, k) and k.forward is own), None)
 
 
-def _foreign(hook: Any) -> str:
+def _foreign(hook: object) -> str:
     """Return the name of a hook that is not of this package, or ``""``."""
     while isinstance(hook, functools.partial):
         hook = hook.func

@@ -229,14 +229,14 @@ def _names(builder: Builder, before: int) -> tuple[str, ...]:
     return tuple(op.name for op in builder.operations[before:])
 
 
-def _inplace(rest: list[Any], kwargs: Mapping[str, Any]) -> bool | None:
+def _inplace(rest: list[Any], kwargs: Mapping[str, object]) -> bool | None:
     """Return whether a ReLU with these arguments works in place; None if it has others."""
     given = [*rest, *kwargs.values()]
     is_known = len(given) <= 1 and set(kwargs) <= {"inplace"}
     return bool(given and given[0]) if is_known else None
 
 
-def _flattens_all(rest: list[Any], kwargs: Mapping[str, Any]) -> bool:
+def _flattens_all(rest: list[Any], kwargs: Mapping[str, object]) -> bool:
     arguments = dict(zip(("start_dim", "end_dim"), rest, strict=False)) | dict(kwargs)
     return arguments.pop("start_dim", 0) == 1 and arguments.pop("end_dim", -1) == -1
 

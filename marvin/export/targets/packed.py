@@ -226,7 +226,7 @@ def _fields(metadata: Mapping[str, str]) -> dict[str, Any]:
     return fields
 
 
-def _described(name: str, entry: Any) -> tuple[FixedPoint, tuple[int, ...], torch.dtype]:
+def _described(name: str, entry: object) -> tuple[FixedPoint, tuple[int, ...], torch.dtype]:
     if not isinstance(entry, dict) or set(entry) != _FORMAT_FIELDS:
         raise ExportError(f"{name} must have {sorted(_FORMAT_FIELDS)}, got {entry!r:.80}")
     shape, dtype = entry["shape"], entry["dtype"]
@@ -265,7 +265,7 @@ def _unpacked(name: str, x: Tensor | None, fmt: FixedPoint, shape: tuple[int, ..
     return codes
 
 
-def _digest(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> str:
+def _digest(tensors: Mapping[str, Tensor], fields: Mapping[str, object]) -> str:
     """Return the SHA-256 of everything else in a file."""
     digest = hashlib.sha256()
     rest = {key: value for key, value in fields.items() if key != "sha256"}

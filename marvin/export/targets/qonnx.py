@@ -121,7 +121,7 @@ class _QuantWriter(FloatWriter):
             return names
         return [self._quant(f"{op.name}.bias.quant", names[0], op.bias_fmt)]
 
-    def _quant(self, name: str, source: str, fmt: FixedPoint, lsb: Any = None) -> str:
+    def _quant(self, name: str, source: str, fmt: FixedPoint, lsb: object = None) -> str:
         """Add a rounding to a format, or to its codes in steps of ``lsb``."""
         numbers = [self.number(hint, value) for hint, value in _numbers(fmt, lsb)]
         return self.graph.node(
@@ -135,6 +135,6 @@ class _QuantWriter(FloatWriter):
         )
 
 
-def _numbers(fmt: FixedPoint, lsb: Any) -> list[tuple[str, Any]]:
+def _numbers(fmt: FixedPoint, lsb: object) -> list[tuple[str, Any]]:
     scale = fmt.lsb if lsb is None else lsb
     return [("scale", scale), ("zero_point", 0.0), ("bits", float(fmt.wl))]

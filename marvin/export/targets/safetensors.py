@@ -106,7 +106,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def are_sizes(values: Any) -> bool:
+def are_sizes(values: object) -> bool:
     """Say whether these are sizes that torch takes, of an empty tensor too; True is no size."""
     if not isinstance(values, list) or len(values) > _MOST_DIMENSIONS:
         return False

@@ -61,7 +61,7 @@ class Graph:
             self._constants[name] = self.onnx.numpy_helper.from_array(array, name)
         return self._known[key]
 
-    def node(self, kind: str, inputs: list[str], hint: str, **attributes: Any) -> str:
+    def node(self, kind: str, inputs: list[str], hint: str, **attributes: object) -> str:
         """Add a node with one output; return the output's name."""
         output = self._new(hint)
         node = self.onnx.helper.make_node(kind, inputs, [output], name=output, **attributes)
@@ -77,7 +77,7 @@ class Graph:
         self,
         network: Network,
         output: str,
-        dtype: Any,
+        dtype: object,
         domains: dict[str, int] | None = None,
         batch: int | str = "batch",
     ) -> Any:
@@ -134,7 +134,7 @@ class FloatWriter:
         """Return the name of a value as floats."""
         return self.names[name]
 
-    def number(self, hint: str, values: Any) -> str:
+    def number(self, hint: str, values: object) -> str:
         """Return the name of a constant of real numbers."""
         return self.graph.constant(hint, np.asarray(values, dtype=self.real))
 
