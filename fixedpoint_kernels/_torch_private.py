@@ -161,17 +161,21 @@ def remove_hooks(module: nn.Module, kind: type) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _unwrapped(hook: object) -> Any:
+def _unwrapped(hook: object) -> object:
     """Return what was registered: torch wraps hooks that want the module."""
     return getattr(hook, "hook", hook)
 
 
-def own_forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+def own_forward_hooks(
+    module: nn.Module,
+) -> tuple[dict[int, Callable[..., object]], dict[int, Callable[..., object]]]:
     """Return the hooks before and after a module's ``forward``."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
-def global_forward_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+def global_forward_hooks() -> tuple[
+    dict[int, Callable[..., object]], dict[int, Callable[..., object]]
+]:
     """Return the hooks before and after every module's ``forward``."""
     return torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
 

@@ -3,7 +3,7 @@
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 __all__ = ["BlockFloat", "FixedPoint"]
 
@@ -166,7 +166,7 @@ class BlockFloat:
         return math.frexp(min(ratios))[1] - 1
 
 
-def _as_int(name: str, value: Any) -> int:
+def _as_int(name: str, value: SupportsIndex) -> int:
     try:
         return operator.index(value)
     except TypeError:

@@ -12,9 +12,9 @@ __all__ = ["mapped", "mapped_value"]
 def mapped(
     function: Callable[[Tensor], Tensor],
     args: tuple[object, ...],
-    kwargs: dict[str, Any],
+    kwargs: dict[str, object],
     names: Sequence[str],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return arguments with their tensors replaced, also inside of tuples, lists and dictionaries.
 
     Args:
@@ -28,7 +28,7 @@ def mapped(
     return own, {name: mapped_value(function, x, name) for name, x in kwargs.items()}
 
 
-def mapped_value(function: Callable[[Tensor], Tensor], value: object, name: str = "") -> Any:
+def mapped_value(function: Callable[[Tensor], Tensor], value: Any, name: str = "") -> Any:
     """Return ``value`` with its tensors replaced; what is named a mask stays."""
     if "mask" in name:
         return value

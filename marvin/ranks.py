@@ -1,7 +1,6 @@
 """Training on several processes: what they must agree on."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +52,9 @@ def sums_over_ranks(values: Sequence[float], device: torch.device | None) -> lis
     return sum_over_ranks(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
 
 
-def reduced(x: Tensor, operation: Any, group: Any = None) -> Tensor:
+def reduced(
+    x: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Return what ``operation`` makes of a group's tensors, the same bits on each process.
 
     Args:

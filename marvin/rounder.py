@@ -143,8 +143,8 @@ class Rounder:
             self._formats, self._seen = formats, (buffer, version_of(buffer))
 
     def round_inputs(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Round what comes into ``module``; masks are left as they are."""
         formats = self.formats(module)
         self.state.waiting.discard(self.name)
@@ -165,7 +165,7 @@ class Rounder:
 
         return mapped(rounded, args, kwargs, self.arguments)
 
-    def round_outputs(self, module: nn.Module, output: object) -> Any:
+    def round_outputs(self, module: nn.Module, output: object) -> object:
         """Round what ``module`` returns."""
         formats = self.formats(module)
         if formats.outputs is None:

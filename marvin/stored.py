@@ -1,7 +1,7 @@
 """Weights as integer codes while nothing computes with them: memory for time."""
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class StoredCodes:
 
     def attach(self, module: nn.Module, weights: Sequence[Tensor]) -> None:
         """Decode ``weights`` for each forward of ``module``, and again for backward."""
-        contexts: list[Any] = []
+        contexts: list[AbstractContextManager[object]] = []
 
         def before(*_: object) -> None:
             for p in weights:

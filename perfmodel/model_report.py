@@ -4,7 +4,6 @@ import ast
 import importlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -79,7 +78,7 @@ def load_model(name: str) -> nn.Module:
     return model
 
 
-def _parse(call: str) -> tuple[str, dict[str, Any]]:
+def _parse(call: str) -> tuple[str, dict[str, object]]:
     """Return the name and the keyword arguments of ``name`` or ``name(argument=value)``."""
     try:
         tree = ast.parse(call, mode="eval").body
@@ -187,7 +186,7 @@ def _options(found: Facts) -> str:
     return table(("", "a sample", "smaller", "batch"), lines)
 
 
-def as_dict(question: Question, found: Facts) -> dict[str, Any]:
+def as_dict(question: Question, found: Facts) -> dict[str, object]:
     """Return all of it for JSON."""
     options = {n: {"sample_bytes": s, "largest_batch": b} for n, (s, b) in found.options.items()}
     return {

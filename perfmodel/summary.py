@@ -1,7 +1,6 @@
 """What a run cost and saved, as plain values: the content of the report, the figure and JSON."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from perfmodel.cost import (
     float32_cost,
@@ -165,7 +164,7 @@ def what_ifs(run: Run) -> list[WhatIf]:
     return found
 
 
-def as_dict(run: Run) -> dict[str, Any]:
+def as_dict(run: Run) -> dict[str, object]:
     """Return all of it for JSON."""
     return {
         "run": str(run.path),

@@ -94,7 +94,7 @@ def refuse(name: str, required: str, got: object) -> None:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: type) -> dict[str, object]:
     return typing.get_type_hints(kind)
 
 

@@ -309,7 +309,7 @@ def _float_or_noise(text: str) -> float | str:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def to_dict(config: Config) -> dict[str, Any]:
+def to_dict(config: Config) -> dict[str, object]:
     """Return the configuration as JSON knows it: tuples are lists."""
     items = dataclasses.asdict(config).items()
     return {name: list(value) if isinstance(value, tuple) else value for name, value in items}

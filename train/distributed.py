@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,7 +100,7 @@ def parallel(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
 
-def no_sync(model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
+def no_sync(model: nn.Module, *, is_last: bool) -> AbstractContextManager[object]:
     """Leave the exchange of gradients to the last micro-batch of a step."""
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()

@@ -250,7 +250,7 @@ def check_data(state: dict[str, Any], dataset: Dataset) -> None:
         raise UserError(f"the data must have fingerprint {state['data']:.40} to resume, got {got}")
 
 
-def layer_rows(training: Training) -> list[dict[str, Any]]:
+def layer_rows(training: Training) -> list[dict[str, object]]:
     """Return name, shape and multiply-adds of each layer that has a format, in parameter order."""
     named = training.model.named_parameters()
     madds = {w.name: w.madds for w in weights_of(training.layers)}

@@ -285,7 +285,7 @@ def _check_sums(path: Path) -> None:
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, object]:
     """Return what a run's last bits and its speed depend on."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {

@@ -1,6 +1,6 @@
 """``compress`` and ``decompress`` as operators of PyTorch, which ``torch.compile`` keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -104,7 +104,7 @@ def _fake_decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any
     return out.contiguous(memory_format=layout.memory_format)
 
 
-def _define(schema: str, run: Any, fake: Any) -> None:
+def _define(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
     """Register an operator without the checks of ``custom_op``, which take 10 us a call."""
     name = "fixedpoint_kernels::" + schema.partition("(")[0]
     _library.define(schema)

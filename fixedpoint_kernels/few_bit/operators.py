@@ -1,5 +1,6 @@
 """``encode`` and ``decode`` as operators of PyTorch, which ``torch.compile`` keeps in its graphs."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -202,7 +203,7 @@ def _each(operator: Any, info: Any, in_dims: Any, *arguments: Any) -> tuple[Any,
     return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
 
-def _define(schema: str, run: Any, fake: Any) -> None:
+def _define(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
     """Register an operator without the checks of ``custom_op``, which take 10 us a call."""
     name = "few_bit_" + schema.partition("(")[0]
     _library.define("few_bit_" + schema)

@@ -142,7 +142,7 @@ class _Convolution(torch.autograd.Function):
     """``aten::convolution``, which keeps what ``pack`` returned."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         *parts, ctx.form, ctx.geometry = rest
         ctx.save_for_backward(weight, *parts)
         ctx.shape, ctx.bias_sizes = x.shape, None if bias is None else list(bias.shape)
@@ -164,7 +164,7 @@ class _Linear(torch.autograd.Function):
     """``linear``, which keeps what ``pack`` returned."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, *kept: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *kept: Any) -> Tensor:
         *parts, ctx.form = kept
         ctx.save_for_backward(weight, *parts)
         return F.linear(x, weight, bias)

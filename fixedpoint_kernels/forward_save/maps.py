@@ -6,7 +6,7 @@ model; and an operator may write to it, which a compiled graph keeps in order.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ def pack(x: Tensor, spatial: int, settings: Division, noise: Tensor) -> Packed:
     if x.is_leaf or torch.compiler.is_compiling():  # a graph knows no versions
         return _packed(x.detach(), spatial, settings, noise)
     key = (spatial, settings, id(noise), version_of(x))
-    known: dict[Any, Packed] = getattr(x, MEMORY, {})
+    known: dict[object, Packed] = getattr(x, MEMORY, {})
     if key not in known:
         known = {key: _packed(x.detach(), spatial, settings, noise)}
         setattr(x, MEMORY, known)

@@ -102,7 +102,9 @@ def _momentum(norm: Any) -> float:
 
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+    ) -> Tensor:
         *parts, ctx.form, (mean, variance), (momentum, ctx.eps) = rest
         running = None if mean is None else (mean, variance)
         made = batch_norm(x, weight, bias, running, momentum, ctx.eps)
@@ -122,7 +124,9 @@ class _BatchNorm(torch.autograd.Function):
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+    ) -> Tensor:
         *parts, ctx.form, ctx.shape, eps = rest
         out, *statistics = torch.native_layer_norm(x, ctx.shape, weight, bias, eps)
         ctx.save_for_backward(weight, bias, *statistics, *parts)
@@ -141,7 +145,9 @@ class _LayerNorm(torch.autograd.Function):
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+    ) -> Tensor:
         *parts, ctx.form, ctx.groups, eps = rest
         # as torch's own, which knows channels last on CPU alone
         ctx.order = maps.order_of(x) if x.is_cpu else torch.contiguous_format
@@ -166,7 +172,7 @@ class _GroupNorm(torch.autograd.Function):
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, *rest: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
         *parts, ctx.form, shape, eps = rest
         ctx.count, ctx.dtype = len(shape), x.dtype
         eps = torch.finfo(x.dtype).eps if eps is None else eps

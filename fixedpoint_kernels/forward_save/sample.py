@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from fixedpoint_kernels.watch import Caller, Running, Storage, Watch, is_torchs
 
 __all__ = ["ForwardPass", "Inputs", "observe", "visit"]
 
-Inputs = Tensor | Sequence[Any]
+Inputs = Tensor | Sequence[object]
 
 
 class ForwardPass(NamedTuple):
@@ -38,7 +38,7 @@ class ForwardPass(NamedTuple):
         return bool(mine) and all(layers - gone for layers in mine)
 
 
-def _arguments(inputs: Inputs) -> tuple[Any, ...]:
+def _arguments(inputs: Inputs) -> tuple[object, ...]:
     """Return a sample as positional arguments."""
     return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
 
@@ -55,7 +55,7 @@ def observe(model: nn.Module, inputs: Inputs) -> ForwardPass:
 
 
 def visit(
-    model: nn.Module, inputs: Inputs, see: Callable[[str, nn.Module, tuple[Any, ...]], None]
+    model: nn.Module, inputs: Inputs, see: Callable[[str, nn.Module, tuple[object, ...]], None]
 ) -> None:
     """Run a forward pass without gradients, and call ``see`` before each module."""
     with without_hooks(model), torch.no_grad():
@@ -68,7 +68,7 @@ def _copies(model: nn.Module) -> dict[str, Tensor]:
     return {name: b.detach().clone() for name, b in model.named_buffers()}
 
 
-def _forward(model: nn.Module, buffers: dict[str, Tensor], inputs: Inputs) -> Any:
+def _forward(model: nn.Module, buffers: dict[str, Tensor], inputs: Inputs) -> object:
     """Call ``model`` on ``buffers``, leaving the random numbers as they were."""
     devices = {t.device for t in model.parameters() if t.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,7 @@ class Trained:
         return float((logits.argmax(1) == self.labels[: len(logits)]).double().mean())
 
 
-def layer_rows(deployed: Deployed, sample: Tensor) -> list[dict[str, Any]]:
+def layer_rows(deployed: Deployed, sample: Tensor) -> list[dict[str, object]]:
     """Return format, bytes and verdict of each layer.
 
     ``float32`` says what the simulation of training makes of the layer: ``exact`` whatever comes
@@ -59,7 +58,7 @@ def layer_rows(deployed: Deployed, sample: Tensor) -> list[dict[str, Any]]:
     return [_layer(row, deployed.network, stored) for row in rows if row.kind in _SHOWN]
 
 
-def _layer(row: Row, network: Network, stored: dict[str, Size]) -> dict[str, Any]:
+def _layer(row: Row, network: Network, stored: dict[str, Size]) -> dict[str, object]:
     own = [stored[n] for n in (f"{row.name}.weight", f"{row.name}.bias") if n in stored]
     outputs = network.formats()
     output = outputs.get(f"{row.name}.out", outputs.get(row.name))
@@ -84,7 +83,7 @@ def _weights(row: Row, op: Operation) -> str:
     return str(row.fmt) if row.kind != "averagepool" else ""
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, object]]) -> str:
     """Return rows as text, one line each, under a header."""
     names = list(rows[0])
     cells = [names, *([str(row[name]) for name in names] for row in rows)]
@@ -101,7 +100,9 @@ def weight_line(deployed: Deployed) -> str:
 
 
 @torch.no_grad()
-def proof_lines(trained: Trained, deployed: Deployed, rows: Sequence[dict[str, Any]]) -> list[str]:
+def proof_lines(
+    trained: Trained, deployed: Deployed, rows: Sequence[dict[str, object]]
+) -> list[str]:
     """Return what is known of the network beside the trained model, on its samples."""
     exact = sum(row["float32"] == "exact" for row in rows)
     samples = trained.samples

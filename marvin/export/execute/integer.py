@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -145,7 +144,7 @@ def _flatten(_op: Flatten, x: _Parts) -> Codes:
     return x[0].reshape(len(x[0]), -1)
 
 
-_COMPUTE: dict[type, Callable[..., Any]] = {
+_COMPUTE: dict[type, Callable[..., Codes]] = {
     Round: _round,
     Conv: _weighted,
     Linear: _weighted,

@@ -1,7 +1,6 @@
 """The exported network in floats: the same operations by torch, as training simulates them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +93,7 @@ def _average_pool(op: AveragePool, x: Tensor) -> Tensor:
     return _rounded(F.avg_pool2d(x, op.kernel, op.stride, op.padding), op.fmt)
 
 
-_APPLY: dict[type, Callable[..., Any]] = {
+_APPLY: dict[type, Callable[..., Tensor]] = {
     Input: _input,
     Round: lambda op, x: _rounded(x, op.fmt),
     Conv: lambda op, x: products(op, x, *_weights(op, x)),

@@ -147,7 +147,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _keep(seen: dict[str, Tensor], name: str, _module: nn.Module, _inputs: Any, y: Any) -> None:
+def _keep(
+    seen: dict[str, Tensor], name: str, _module: nn.Module, _inputs: object, y: Tensor
+) -> None:
     seen.setdefault(name, y.detach().double())  # of several calls, the first has the name
 
 

@@ -107,13 +107,13 @@ class _Follower:
     def watch(self, stack: contextlib.ExitStack, name: str, module: nn.Module) -> None:
         """Compare a module whenever it is called, behind all its other hooks."""
 
-        def before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+        def before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> object:
             step = self._reach(name)
             x = inputs[0] if self.rounds else _rounded(inputs[0], step.input_fmt)
             self._input = x.clone()  # which the module may change
             return None if self.rounds else (x, *inputs[1:])
 
-        def after(module: nn.Module, _inputs: object, output: Tensor) -> Any:
+        def after(module: nn.Module, _inputs: object, output: Tensor) -> object:
             step = self.steps[self.position]
             y = output if self.rounds else _rounded(output, step.output_fmt)
             self._compare(step, module, self._input, y)

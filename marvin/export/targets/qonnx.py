@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from marvin.export.errors import ExportError
 from marvin.export.graph.nodes import Network, Round, Weighted
 from marvin.export.targets.onnx.graph import FloatWriter, require_exact
 from marvin.files import write_atomic
+
+if TYPE_CHECKING:  # an extra
+    import onnx
 
 __all__ = ["execute", "is_exact", "save", "to_model"]
 
@@ -63,7 +66,7 @@ def save(network: Network, path: str | Path) -> int:
     return len(content)
 
 
-def to_model(network: Network) -> Any:
+def to_model(network: Network) -> "onnx.ModelProto":
     """Return a network as an ``onnx.ModelProto`` with ``Quant`` nodes; float32, batches of one.
 
     Raises:
@@ -135,6 +138,6 @@ class _QuantWriter(FloatWriter):
         )
 
 
-def _numbers(fmt: FixedPoint, lsb: object) -> list[tuple[str, Any]]:
+def _numbers(fmt: FixedPoint, lsb: object) -> list[tuple[str, object]]:
     scale = fmt.lsb if lsb is None else lsb
     return [("scale", scale), ("zero_point", 0.0), ("bits", float(fmt.wl))]

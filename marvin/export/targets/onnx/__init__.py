@@ -14,7 +14,7 @@ them, so windows are gathered and multiplied as matrices. Slow, and exact.
 
 import warnings
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from marvin.export.errors import ExportError
 from marvin.export.graph.nodes import Network, Round, Weighted
@@ -23,6 +23,9 @@ from marvin.export.targets.onnx.graph import FloatWriter, require_exact
 from marvin.export.targets.onnx.int8 import Int8Writer
 from marvin.export.targets.onnx.int16 import Int16Writer
 from marvin.files import write_atomic
+
+if TYPE_CHECKING:  # an extra
+    import onnx
 
 __all__ = ["Container", "container_of", "in_floats", "obstacle", "original", "save", "to_model"]
 
@@ -71,7 +74,7 @@ def to_model(
     *,
     vnni: bool = False,
     spelling: Container | None = None,
-) -> Any:
+) -> "onnx.ModelProto":
     """Return a network as an ``onnx.ModelProto``.
 
     Args:
@@ -116,7 +119,7 @@ def container_of(network: Network) -> Container:
     raise reasons[-1]
 
 
-def original(network: Network) -> Any:
+def original(network: Network) -> "onnx.ModelProto":
     """Return the network in float32, without any rounding: to measure the others beside it.
 
     As exporters of float32 models write it; ONNX Runtime folds its batch normalisation.

@@ -4,7 +4,7 @@ Built node by node: exporters of torch drop the bounds of short formats.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from marvin.export.graph.nodes import (
 )
 from marvin.export.passes.fold import absorbed
 
+if TYPE_CHECKING:  # an extra
+    import onnx
+
 __all__ = ["FloatWriter", "Graph", "container", "require_exact", "window"]
 
 _FLOAT32_BITS = 24
@@ -47,9 +50,9 @@ class Graph:
 
     def __init__(self, source: str) -> None:
         self.onnx = require("onnx", "onnx")
-        self.nodes: list[Any] = []
+        self.nodes: list[onnx.NodeProto] = []
         self._names = {source: 1}  # how often each was asked for
-        self._constants: dict[str, Any] = {}
+        self._constants: dict[str, onnx.TensorProto] = {}
         self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
     def constant(self, hint: str, array: Codes) -> str:
@@ -77,10 +80,10 @@ class Graph:
         self,
         network: Network,
         output: str,
-        dtype: object,
+        dtype: int,
         domains: dict[str, int] | None = None,
         batch: int | str = "batch",
-    ) -> Any:
+    ) -> "onnx.ModelProto":
         """Return the checked model; samples come in as float32, ``output`` goes out.
 
         What ``output`` does not need is left out.
