@@ -16,6 +16,7 @@ from torch.nn.modules.pooling import _AdaptiveAvgPoolNd as AdaptiveAvgPoolBase
 from torch.nn.modules.pooling import _AvgPoolNd as AvgPoolBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef as WeakTensor
 
 __all__ = [
     "FORWARDS",
@@ -27,6 +28,7 @@ __all__ = [
     "NormBase",
     "OpOverload",
     "TorchDispatchMode",
+    "WeakTensor",
     "adaptive_avg_pool_backward",
     "batch_norm",
     "compiled_as_constant",
@@ -56,7 +58,8 @@ __all__ = [
 ]
 
 # Above, torch has no public name for: the common classes of batch and instance normalisation and
-# of average pooling, the type of an operator, a mode that sees operators, and nested containers.
+# of average pooling, the type of an operator, a mode that sees operators, nested containers, and a
+# reference that ends with a tensor: weakref's own ends with the Python object, which autograd lets go.
 
 # Tensors. The public operators take one tensor: one call, and on a GPU one launch, for each.
 foreach_abs = torch._foreach_abs

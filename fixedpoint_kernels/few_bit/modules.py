@@ -2,7 +2,7 @@
 
 There is one for each entry of the table (``fixedpoint_kernels.few_bit.activations``): a subclass of
 its namesake in ``torch.nn``, with the same arguments, that does what the function of the same name
-does (``fixedpoint_kernels.few_bit.functional``).
+does (``fixedpoint_kernels.few_bit.functional``). In eval mode gradients are exact: torch's own runs.
 """
 
 from typing import ClassVar
@@ -35,7 +35,9 @@ class _FewBit(nn.Module):
         self.weight = weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what the function of the same name returns."""
+        """Return what the function of the same name returns; in eval mode, torch's own does."""
+        if not self.training:
+            return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
         entry = self._entry
         parameters = functional.numbers([getattr(self, name) for name in entry.parameters])
         return functional.run(entry.name, input, parameters, self.bits, self.weight)
@@ -92,8 +94,8 @@ class Activation(nn.Module):
         self._key = register(self.table)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return ``function(input)``."""
-        return apply(self.function, input, self._key)
+        """Return ``function(input)``; in eval mode, with its own gradient."""
+        return apply(self.function, input, self._key) if self.training else self.function(input)
 
     def extra_repr(self) -> str:
         """Return the bits, those that the table needs."""

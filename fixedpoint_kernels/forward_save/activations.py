@@ -24,6 +24,8 @@ class InPlace(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input``, which holds the value from then on."""
+        if not self.training:  # torch's own writes to it
+            return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
         return input.copy_(super().forward(input))  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -49,8 +49,8 @@ def convert(
         division: ``{"block": 8, "bits": 2}``, or True for that; see
             ``fixedpoint_kernels.division``. ``"method"`` may name another way, to compare.
         plan: What ``forward_save.plan`` chose for each layer, in place of the two above.
-        sample_input: What to call the model with, a tensor or a tuple; it runs once, in the mode
-            it is in. Then the report also names functions called in a ``forward``, and layers
+        sample_input: What to call the model with, a tensor, a tuple of arguments or a mapping of
+            keywords; it runs once, in the mode it is in. Then the report also names functions called in a ``forward``, and layers
             whose replacement saves nothing.
         seed: Of the noise of ``division``, which nothing else uses; in a distributed run, give
             each process its own. ``state`` tells how much of it is used.

@@ -12,7 +12,9 @@ from fixedpoint_kernels._torch_private import ConvolutionHook, padding_around
 from fixedpoint_kernels.forward_save import maps
 from fixedpoint_kernels.forward_save.settings import Division
 
-__all__ = ["Convolution", "Divided", "Linear", "TransposedConvolution"]
+__all__ = ["Convolution", "Divided", "Linear", "TransposedConvolution", "linear"]
+
+Pack = Callable[[Tensor, torch.dtype | None], maps.Packed]
 
 
 class Divided(nn.Module):
@@ -32,9 +34,9 @@ class Divided(nn.Module):
         """Return how many trailing dimensions of ``x`` make up a plane: features alone."""
         return 1
 
-    def _pack(self, x: Tensor) -> maps.Packed:
+    def _pack(self, x: Tensor, dtype: torch.dtype | None = None) -> maps.Packed:
         try:
-            return maps.pack(x, self.spatial(x), self._division, self._noise)
+            return maps.pack(x, self.spatial(x), self._division, self._noise, dtype)
         except TypeError as error:
             raise TypeError(f"layer {self._layer!r}: {error}") from error
 
@@ -99,19 +101,26 @@ class Linear(Divided):
         """Return torch's own."""
         if not self._keeps(input):
             return super().forward(input)
-        if input.dim() == 1:  # views stay outside of the Function
-            return self.forward(input[None])[0]
-        x, weight, bias = cast(input, self.weight, self.bias)
-        kept = self._pack(x) if weight.requires_grad else maps.NOTHING
-        return _Linear.apply(x, weight, bias, *kept)  # pyright: ignore
+        return linear(input, self.weight, self.bias, self._pack)
 
 
-def cast(x: Tensor, *others: Tensor | None) -> list[Any]:
-    """Return tensors in the type that autocast would give them; the casts are differentiable."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, pack: Pack) -> Tensor:
+    """Return ``F.linear``, whose backward has of ``x`` what ``pack`` keeps."""
     dtype = maps.autocast_dtype(x)
-    if dtype is None:
-        return [x, *others]
-    return [t if t is None else t.to(dtype) for t in (x, *others)]
+    kept = pack(x, dtype) if weight.requires_grad else maps.NOTHING
+    rows = x[None] if x.dim() == 1 else x.flatten(0, -2)  # views stay outside of the Function
+    out = _Linear.apply(rows, made_small(weight, dtype), bias, dtype, *kept)  # pyright: ignore
+    return out.view(*x.shape[:-1], out.shape[-1])  # pyright: ignore
+
+
+def made_small(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return what to keep of a weight: the parameter, which is there anyway, or its cast."""
+    return weight if weight.is_leaf or dtype is None else weight.to(dtype)
+
+
+def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
+    """Return tensors in the type that autocast gives them; None: it leaves them alone."""
+    return [t if t is None or dtype is None else t.to(dtype) for t in tensors]
 
 
 def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -133,9 +142,10 @@ def _convolve(
 ) -> Tensor:
     if x.dim() == len(geometry.stride) + 1:  # one sample; views stay outside of the Function
         return _convolve(module, x[None], weight, bias, geometry)[0]
-    x, weight, bias = cast(x, weight, bias)
-    kept = module._pack(x) if weight.requires_grad else maps.NOTHING
-    return _Convolution.apply(x, weight, bias, *kept, geometry)  # pyright: ignore
+    dtype = maps.autocast_dtype(x)
+    kept = module._pack(x, dtype) if weight.requires_grad else maps.NOTHING
+    weight = made_small(weight, dtype)
+    return _Convolution.apply(x, weight, bias, dtype, *kept, geometry)  # pyright: ignore
 
 
 class _Convolution(torch.autograd.Function):
@@ -143,10 +153,10 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        *parts, ctx.form, ctx.geometry = rest
+        dtype, *parts, ctx.form, ctx.geometry = rest
         ctx.save_for_backward(weight, *parts)
         ctx.shape, ctx.bias_sizes = x.shape, None if bias is None else list(bias.shape)
-        return torch.convolution(x, weight, bias, *ctx.geometry)
+        return torch.convolution(*cast(dtype, x, weight, bias), *ctx.geometry)
 
     @staticmethod
     @once_differentiable
@@ -155,31 +165,30 @@ class _Convolution(torch.autograd.Function):
         x = grad.new_empty(ctx.shape) if ctx.form is None else maps.unpack(parts, ctx.form)
         needed = list(ctx.needs_input_grad[:3])
         gradients = torch.ops.aten.convolution_backward(
-            grad, x, weight, ctx.bias_sizes, *ctx.geometry, needed
+            grad, x, weight.to(grad.dtype), ctx.bias_sizes, *ctx.geometry, needed
         )
-        return *gradients, *(None,) * 5
+        return *gradients, *(None,) * 6
 
 
 class _Linear(torch.autograd.Function):
     """``linear``, which keeps what ``pack`` returned."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *kept: Any) -> Tensor:
-        *parts, ctx.form = kept
-        ctx.save_for_backward(weight, *parts)
-        return F.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        dtype, *parts, ctx.form = rest
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *parts)
+        return F.linear(*cast(dtype, x, weight, bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         weight, *parts = ctx.saved_tensors
         dx = dw = db = None
-        rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[0]:
-            dx = grad @ weight
+            dx = grad @ weight.to(grad.dtype)
         if ctx.needs_input_grad[1]:
             x = maps.unpack(parts, ctx.form)
-            dw = rows.t() @ x.reshape(-1, x.shape[-1])
+            dw = grad.t() @ x.reshape(-1, x.shape[-1])
         if ctx.needs_input_grad[2]:
-            db = rows.sum(0)
-        return dx, dw, db, *(None,) * 4
+            db = grad.sum(0)
+        return dx, dw, db, *(None,) * 5

@@ -5,6 +5,7 @@ buffer, so it is in no ``state_dict``; copies of a model share it among their la
 model; and an operator may write to it, which a compiled graph keeps in order.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import version_of
+from fixedpoint_kernels._torch_private import WeakTensor, version_of
 from fixedpoint_kernels.division import operators
 from fixedpoint_kernels.division.layout import Layout
 from fixedpoint_kernels.forward_save.settings import Division
@@ -89,35 +90,75 @@ torch.library.register_fake("fixedpoint_kernels::forward_save_compress", _fake, 
 compress = torch.ops.fixedpoint_kernels.forward_save_compress.default
 
 
-def pack(x: Tensor, spatial: int, settings: Division, noise: Tensor) -> Packed:
-    """Return ``x`` in few bits; a tensor that was packed the same way is not packed again.
+def pack(
+    x: Tensor,
+    spatial: int,
+    settings: Division,
+    noise: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Packed:
+    """Return ``x`` in few bits; what was packed the same way, of the same memory, is not packed again.
 
-    What was packed is remembered on the tensor itself, until it is written to. Leaves, such as a
-    batch of images, are the user's and stay: nothing is put on them.
+    The memory of ``x`` remembers what was packed, also for views of it, until it is written to, and
+    as long as a graph keeps it: nothing outlives the backward pass.
 
     Args:
         x: A floating tensor.
         spatial: How many trailing dimensions make up a plane.
         settings: How to compress.
         noise: Of the conversion.
+        dtype: Of what comes back; that of ``x`` where None.
 
     Raises:
         TypeError: ``x`` is not floating.
     """
     if not x.is_floating_point():
         raise TypeError(f"activations that are kept in few bits must be floating, got {x.dtype}")
-    if x.is_leaf or torch.compiler.is_compiling():  # a graph knows no versions
-        return _packed(x.detach(), spatial, settings, noise)
-    key = (spatial, settings, id(noise), version_of(x))
-    known: dict[object, Packed] = getattr(x, MEMORY, {})
-    if key not in known:
-        known = {key: _packed(x.detach(), spatial, settings, noise)}
-        setattr(x, MEMORY, known)
-    return known[key]
+    x = x.detach()
+    if torch.compiler.is_compiling():  # a graph knows no versions
+        return _packed(x, spatial, settings, noise, dtype)
+    memory, key = x.untyped_storage(), (*_place(x, spatial), spatial, settings, id(noise))
+    known: dict[object, _Known] = vars(memory).setdefault(MEMORY, {})
+    found = known[key].packed() if key in known else None
+    if found is not None and found.form is not None:
+        form = found.form._replace(shape=tuple(x.shape), dtype=dtype or x.dtype)
+        return found._replace(form=form)
+    for old in [key for key, packed in known.items() if packed.packed() is None]:
+        del known[old]
+    packed = _packed(x, spatial, settings, noise, dtype)
+    known[key] = _Known.of(packed)
+    return packed
 
 
-def _packed(x: Tensor, spatial: int, settings: Division, noise: Tensor) -> Packed:
-    shape, dtype, method = tuple(x.shape), x.dtype, settings.method
+class _Known(NamedTuple):
+    """What was packed, as long as somebody keeps it."""
+
+    references: list[WeakTensor | None]
+    form: Form | None
+
+    @classmethod
+    def of(cls, packed: Packed) -> "_Known":
+        return cls([None if t is None else WeakTensor(t) for t in packed[:3]], packed.form)
+
+    def packed(self) -> Packed | None:
+        parts = [None if reference is None else reference() for reference in self.references]
+        is_gone = [part is None for part in parts] != [part is None for part in self.references]
+        means, codes, ranges = parts
+        return None if is_gone else Packed(means, codes, ranges, self.form)
+
+
+def _place(x: Tensor, spatial: int) -> tuple[object, ...]:
+    """Return where the planes of ``x`` lie: views that have the same ones are packed alike."""
+    place = version_of(x), x.dtype, x.storage_offset()
+    if x.is_contiguous():
+        return *place, x.numel(), tuple(x.shape[x.dim() - spatial :])
+    return *place, tuple(x.shape), x.stride()
+
+
+def _packed(
+    x: Tensor, spatial: int, settings: Division, noise: Tensor, as_dtype: torch.dtype | None
+) -> Packed:
+    shape, dtype, method = tuple(x.shape), as_dtype or x.dtype, settings.method
     is_last = is_channels_last(x)
     if method == "per_group":
         x, spatial = _grouped(x), 1
@@ -144,10 +185,7 @@ def unpack(parts: Sequence[Tensor], form: Form) -> Tensor:
     x = operators.decompress(means, codes, ranges, *numbers)
     if is_whole:
         return x
-    count = 1
-    for size in form.shape:
-        count *= size
-    return x.view(-1)[:count].view(form.shape)
+    return x.view(-1)[: math.prod(form.shape)].view(form.shape)
 
 
 def is_channels_last(x: Tensor) -> bool:

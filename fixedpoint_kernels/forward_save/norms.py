@@ -43,8 +43,8 @@ class LayerNorm(Divided):
         if not self._keeps(input):
             return super().forward(input)
         shape = self.normalized_shape
-        input = _cast(input, lambda: F.layer_norm(input.new_zeros(shape), shape))
-        kept = self._pack(input)
+        whole = _cast(input, lambda: F.layer_norm(input.new_zeros(shape), shape))
+        kept, input = self._pack(input, whole.dtype), whole
         return _LayerNorm.apply(input, self.weight, self.bias, *kept, shape, self.eps)  # pyright: ignore
 
 
@@ -60,8 +60,8 @@ class GroupNorm(Divided):
         if not self._keeps(input) or not input.numel():
             return super().forward(input)
         one = 1, self.num_channels, 2
-        input = _cast(input, lambda: F.group_norm(input.new_zeros(one), self.num_groups))
-        kept = self._pack(input)
+        whole = _cast(input, lambda: F.group_norm(input.new_zeros(one), self.num_groups))
+        kept, input = self._pack(input, whole.dtype), whole
         numbers = self.num_groups, self.eps
         return _GroupNorm.apply(input, self.weight, self.bias, *kept, *numbers)  # pyright: ignore
 
@@ -74,8 +74,9 @@ class RMSNorm(Divided):
         if not self._keeps(x):
             return super().forward(x)
         shape = self.normalized_shape
-        x = _cast(x, lambda: F.rms_norm(x.new_zeros(shape), shape))
-        return _RMSNorm.apply(x, self.weight, *self._pack(x), shape, self.eps)  # pyright: ignore
+        whole = _cast(x, lambda: F.rms_norm(x.new_zeros(shape), shape))
+        kept = self._pack(x, whole.dtype)
+        return _RMSNorm.apply(whole, self.weight, *kept, shape, self.eps)  # pyright: ignore
 
 
 def _cast(x: Tensor, probe: Callable[[], Tensor]) -> Tensor:

@@ -57,7 +57,8 @@ def plan(
 
     Args:
         model: Any module in training mode, not converted; left as it was.
-        sample_input: What to call it with, of the batch size that the budget is for.
+        sample_input: What to call it with, of the batch size that the budget is for: a tensor, a
+            tuple of arguments, or a mapping of keywords.
         budget_bytes: Most bytes to keep between forward and backward pass.
         block: Edge of DIVISION's blocks.
 
@@ -187,12 +188,12 @@ def _estimates(
     errors: dict[str, dict[Level, float]] = {}
     noise = new_noise(0)
 
-    def see(name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if not swap.is_converted(module) or not arguments:
+    def see(name: str, module: nn.Module, x: Tensor) -> None:
+        if not swap.is_converted(module):
             return
         found = errors.setdefault(name, {})
         for level in range(len(LEVELS)):
-            error = _error(module, arguments[0].detach(), _settings(level, block), noise)
+            error = _error(module, x.detach(), _settings(level, block), noise)
             found[level] = max(found.get(level, 0.0), error)
 
     with _converted(model, 0, block):

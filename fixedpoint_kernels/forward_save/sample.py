@@ -1,6 +1,6 @@
 """Run a model once on a sample, and see who calls what and who keeps which tensor."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -13,7 +13,8 @@ from fixedpoint_kernels.watch import Caller, Running, Storage, Watch, is_torchs
 
 __all__ = ["ForwardPass", "Inputs", "observe", "visit"]
 
-Inputs = Tensor | Sequence[object]
+Inputs = Tensor | Sequence[object] | Mapping[str, object]
+Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
 class ForwardPass(NamedTuple):
@@ -38,9 +39,11 @@ class ForwardPass(NamedTuple):
         return bool(mine) and all(layers - gone for layers in mine)
 
 
-def _arguments(inputs: Inputs) -> tuple[object, ...]:
-    """Return a sample as positional arguments."""
-    return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+def _arguments(inputs: Inputs) -> Arguments:
+    """Return a sample as arguments by position and by keyword."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
 
 
 def observe(model: nn.Module, inputs: Inputs) -> ForwardPass:
@@ -54,13 +57,19 @@ def observe(model: nn.Module, inputs: Inputs) -> ForwardPass:
     return ForwardPass(tuple(watch.calls), tuple(s for s in watch.saved() if s.size_bytes))
 
 
-def visit(
-    model: nn.Module, inputs: Inputs, see: Callable[[str, nn.Module, tuple[object, ...]], None]
-) -> None:
-    """Run a forward pass without gradients, and call ``see`` before each module."""
+def visit(model: nn.Module, inputs: Inputs, see: Callable[[str, nn.Module, Tensor], None]) -> None:
+    """Run a forward pass without gradients, and call ``see`` with each module's first tensor."""
+
+    def hook(
+        name: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if tensors:
+            see(name, module, tensors[0])
+
     with without_hooks(model), torch.no_grad():
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(partial(see, name))
+            module.register_forward_pre_hook(partial(hook, name), with_kwargs=True)
         _forward(model, _copies(model), inputs)
 
 
@@ -72,7 +81,7 @@ def _forward(model: nn.Module, buffers: dict[str, Tensor], inputs: Inputs) -> ob
     """Call ``model`` on ``buffers``, leaving the random numbers as they were."""
     devices = {t.device for t in model.parameters() if t.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):
-        return torch.func.functional_call(model, buffers, _arguments(inputs))
+        return torch.func.functional_call(model, buffers, *_arguments(inputs))
 
 
 @contextmanager

@@ -92,8 +92,16 @@ def run(layer, x, autocast=False):
 def whole(monkeypatch):
     """Keep maps as they are, so that nothing but the layers' arithmetic is tested."""
     form = maps.Form((), (), torch.float32, 8, 2, 1, False)
-    monkeypatch.setattr(maps, "_packed", lambda x, *_: maps.Packed(x, None, None, form))
-    monkeypatch.setattr(maps, "unpack", lambda parts, form: parts[0])
+
+    def packed(x, spatial, settings, noise, dtype):
+        return maps.Packed(
+            x, None, None, form._replace(shape=tuple(x.shape), dtype=dtype or x.dtype)
+        )
+
+    monkeypatch.setattr(maps, "_packed", packed)
+    monkeypatch.setattr(
+        maps, "unpack", lambda parts, form: parts[0].view(form.shape).to(form.dtype)
+    )
 
 
 def converted(layer):
