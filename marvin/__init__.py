@@ -8,6 +8,7 @@ from typing import Any
 
 from marvin import integer, tensorboard
 from marvin.activations import QuantizedActivations
+from marvin.batch_norm import reestimate_batch_norm
 from marvin.checkpoint import load_sharded, save_sharded
 from marvin.conversion import prepare, quantize_activations
 from marvin.freezing import freeze
@@ -40,6 +41,7 @@ __all__ = [
     "load_sharded",
     "prepare",
     "quantize_activations",
+    "reestimate_batch_norm",
     "save_sharded",
     "store_codes",
     "tensorboard",

@@ -26,6 +26,7 @@ RANGES = {
     **dict.fromkeys(
         ("limit", "checkpoint_steps", "plateau_patience", "plateau_threshold"), (0, MOST)
     ),
+    "batch_norm_batches": (0, MOST),
     **dict.fromkeys(("lr", "weight_decay", "l1", "init_scale"), (0, 10**6)),
     **dict.fromkeys(("kappa", "max_noise", "kl_smoothing"), (0, MOST)),
     **dict.fromkeys(MAY_BE_INFINITE, (0, math.inf)),

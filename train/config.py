@@ -80,6 +80,11 @@ class Config:
     epochs: int = option(100, "passes over the training images")
     batch_size: int = option(256, "images of a forward pass")
     accumulation_steps: int = option(1, "forward passes whose mean gradient makes one step")
+    batch_norm_batches: int = option(
+        16,
+        "training batches over which batch norm's statistics are estimated anew before each "
+        "validation and the test; 0: running averages",
+    )
     plateau_patience: int = option(10, "epochs without a lower validation loss before lr falls")
     plateau_factor: float = option(0.1, "what lr is then multiplied by")
     plateau_threshold: float = option(1e-6, "relative gain that counts as a lower loss")
@@ -118,6 +123,9 @@ class Config:
         "three products of a layer",
         "float32",
         "int8",
+    )
+    gradient_bits: int = option(
+        8, "with --execution int8: bits of a layer's gradient, 8; 0: its products in float32"
     )
     init_scale: float = option(0.5, "s of TNVS: weights have variance 0.66 * s / inputs")
 
@@ -201,6 +209,7 @@ def _check_rules(config: Config) -> None:
         ("momentum", 0 <= config.momentum < 1, "0 to below 1"),
         ("bits", 1 <= config.bits <= 8, "1 to 8"),
         ("init_scale", config.init_scale > 0, "above 0"),
+        ("gradient_bits", config.gradient_bits in (0, 8), "8, or 0 for float32"),
         ("division_bits", config.division_bits in (1, 2, 4, 8), "1, 2, 4 or 8"),
         (
             "policy",

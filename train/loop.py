@@ -21,7 +21,7 @@ from train.optimizers import prepare_gradients_
 from train.records import TIMES
 from train.training import COLUMNS, Progress, Training
 
-__all__ = ["Score", "evaluate", "fit"]
+__all__ = ["Score", "evaluate", "fit", "reestimate"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ def end_epoch(training: Training) -> dict[str, float | None]:
     lr = training.optimizer.param_groups[0]["lr"]
     train = Score(progress.loss_sum / progress.seen, progress.correct / progress.seen)
     held_out = None
+    reestimate(training)
     if len(parts.validation):
         held_out = evaluate(training.model, parts.validation, training.dataset, config.batch_size)
     if training.policy is None or not training.policy.rules.owns_lr:
@@ -144,6 +145,28 @@ def end_epoch(training: Training) -> dict[str, float | None]:
         training.optimizer.end_epoch()
     progress.finish_epoch(row)
     return row
+
+
+def reestimate(training: Training) -> None:
+    """Estimate batch norm's statistics anew, over training images, the same ones each time.
+
+    They stay in the model: what is tested is what the checkpoint holds and an export takes. Training
+    does not read them.
+    """
+    config, part = training.config, training.parts.train
+    if not config.batch_norm_batches:
+        return
+    order = torch.randperm(len(part), generator=private_generator(config.seed, "statistics order"))
+    size = min(config.batch_size, len(part))
+    every = order[: len(part) // size * size].split(size)[: config.batch_norm_batches]
+    own = range(distributed.rank(), len(every), distributed.world())
+    marvin.reestimate_batch_norm(
+        training.model,
+        (
+            batch(part, every[i], training.dataset, private_generator(config.seed, "statistics", i))
+            for i in own
+        ),
+    )
 
 
 @torch.no_grad()

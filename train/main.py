@@ -26,7 +26,7 @@ from train.augment import private_generator
 from train.config import Config, parse, run_folder
 from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
-from train.loop import evaluate, fit
+from train.loop import evaluate, fit, reestimate
 from train.monitor import Monitor, Silence
 from train.optimizers import make_optimizer
 from train.records import RunFolder, SilentFolder, environment
@@ -119,7 +119,7 @@ def prepare(config: Config, build: Build, min_side: int, *, may_fetch: bool = Tr
     learning["layers"] = perfmodel.layers(model, shape, unknown="list")
     keep_less(config, model)
     if config.execution == "int8":
-        marvin.integer.convert(model)
+        marvin.integer.convert(model, gradient_bits=config.gradient_bits or None)
     check_shares(config, len(parts.train))
     own_folder = RunFolder(folder) if distributed.is_first() else SilentFolder(folder)
     parallel = distributed.parallel(model)
@@ -269,6 +269,7 @@ def layer_rows(training: Training) -> list[dict[str, object]]:
 def finish(training: Training) -> str:
     """Measure the test part, once, store the result and draw the word lengths."""
     config, folder = training.config, training.folder
+    reestimate(training)
     score = evaluate(training.model, training.parts.test, training.dataset, config.batch_size)
     bits, lengths = training.mean_word_length, mean_word_lengths(training)
     result = {

@@ -53,3 +53,12 @@ def test_stopped_and_resumed_is_the_same_run(run, prepare, tiny, tmp_path, monke
     assert whole["optimizer"]["marvin"]["gradients"] > 100
     torch.testing.assert_close(whole["model"], stopped["model"], rtol=0, atol=0)
     assert not any(row.is_integer for row in report(prepare(tiny).model).rows)  # no formats yet
+
+
+def test_gradients_may_be_float(prepare, tiny):
+    tiny = dataclasses.replace(tiny, policy="static", execution="int8", gradient_bits=0)
+    options = [vars(m).get("integer_options") for m in prepare(tiny).model.modules()]
+    found = {own.input_gradient_bits for own in options if own is not None}
+    assert found == {None}
+    with pytest.raises(ValueError, match="--gradient-bits must be 8, or 0 for float32, got 4"):
+        dataclasses.replace(tiny, gradient_bits=4)

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 
 import pytest
@@ -219,3 +220,33 @@ def test_a_run_leaves_its_records(run, tiny, tmp_path, optimizer):
         ("3", "15"),
     ]
     assert len(read_csv(folder / "timing.csv")) == 3
+
+
+@pytest.mark.parametrize("policy", ["marvin", "loss-budget", "none"])
+def test_statistics_estimated_anew_change_no_bit_of_training(run, tiny, tmp_path, policy):
+    states = {}
+    for count in (0, 3):
+        folder = tmp_path / f"{count}"
+        run(dataclasses.replace(tiny, policy=policy, batch_norm_batches=count, run=str(folder)))
+        states[count] = torch.load(folder / "checkpoint.pt", weights_only=True)
+        states[count]["validation"] = [
+            row.pop("validation_loss") for row in states[count]["progress"]["rows"]
+        ]
+        for row in states[count]["progress"]["rows"]:
+            row.pop("validation_accuracy")
+        running = {k: v for k, v in states[count]["model"].items() if "running" in k}
+        states[count]["running"] = [states[count]["model"].pop(name) for name in running]
+    plain, anew = states[0], states[3]
+    assert plain["validation"] != anew["validation"]
+    assert plain["progress"] == anew["progress"]
+    assert repr(plain["optimizer"]) == repr(anew["optimizer"])
+    torch.testing.assert_close(plain["model"], anew["model"], rtol=0, atol=0)
+    assert not torch.equal(plain["running"][0], anew["running"][0])
+
+
+def test_the_checkpoint_holds_the_statistics_that_were_tested(run, prepare, tiny, tmp_path):
+    run(dataclasses.replace(tiny, epochs=1, checkpoint_steps=0))
+    training = prepare(dataclasses.replace(tiny, resume=True, batch_norm_batches=0))
+    training.load(torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True))
+    score = loop.evaluate(training.model, training.parts.test, training.dataset, 32)
+    assert score.loss == json.loads((tmp_path / "run" / "result.json").read_text())["test_loss"]
