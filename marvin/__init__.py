@@ -8,6 +8,7 @@ from typing import Any
 
 from marvin import integer, tensorboard
 from marvin.activations import QuantizedActivations
+from marvin.averaging import MasterAverage
 from marvin.batch_norm import reestimate_batch_norm
 from marvin.checkpoint import load_sharded, save_sharded
 from marvin.conversion import prepare, quantize_activations
@@ -28,6 +29,7 @@ __all__ = [
     "FixedPolicy",
     "LossBudgetPolicy",
     "MarvinPolicy",
+    "MasterAverage",
     "MuppetPolicy",
     "Policy",
     "Quantized",

@@ -59,7 +59,20 @@ def _check(training: Training, state: Mapping[str, Any]) -> None:
     if isinstance(training.optimizer, marvin.Quantized):
         _check_policy(want["optimizer"]["marvin"]["policy"], common)
         _check_optimizer(want["optimizer"]["optimizer"], of_wrapped(state["optimizer"]), steps)
+    check_names("parts", {**want, "forward_save": 0}, {**state, "forward_save": 0})
+    _check_average(want.get("average"), state.get("average"))
     check_alike("forward_save", want.get("forward_save", {}), state.get("forward_save", {}))
+
+
+def _check_average(want: Mapping[str, Any] | None, got: Mapping[str, Any] | None) -> None:
+    """Refuse averages of other parameters or of another decay."""
+    if want is None or got is None:
+        return
+    check_names("average", want, got)
+    check_alike("average", want, got)
+    check_names("average", want["masters"], got["masters"])
+    if got["decay"] != want["decay"] or got["steps"] < 0:
+        raise ValueError(f"its average has decay {got['decay']} after {got['steps']} steps")
 
 
 def _is_format(name: str) -> bool:

@@ -85,9 +85,21 @@ class Config:
         "training batches over which batch norm's statistics are estimated anew before each "
         "validation and the test; 0: running averages",
     )
+    schedule: str = option(
+        "plateau",
+        "learning rate: falls where validation stands still; or by step, to 0 at the last epoch",
+        "plateau",
+        "cosine",
+        "one-cycle",
+    )
     plateau_patience: int = option(10, "epochs without a lower validation loss before lr falls")
     plateau_factor: float = option(0.1, "what lr is then multiplied by")
     plateau_threshold: float = option(1e-6, "relative gain that counts as a lower loss")
+
+    ema: float = option(
+        0.0,
+        "evaluate the moving average of masters, of which a step keeps so much, such as .999; 0: off",
+    )
 
     optimizer: str = option("msgd", "msgd: fixed point; sgd: float32, to compare", "msgd", "sgd")
     policy: str = option(
@@ -207,6 +219,7 @@ def _check_rules(config: Config) -> None:
         ("validation_share", 0 <= config.validation_share < 1, "0 to below 1"),
         ("plateau_factor", 0 < config.plateau_factor < 1, "between 0 and 1"),
         ("momentum", 0 <= config.momentum < 1, "0 to below 1"),
+        ("ema", 0 <= config.ema < 1, "0 to below 1"),
         ("bits", 1 <= config.bits <= 8, "1 to 8"),
         ("init_scale", config.init_scale > 0, "above 0"),
         ("gradient_bits", config.gradient_bits in (0, 8), "8, or 0 for float32"),
@@ -224,6 +237,11 @@ def _check_rules(config: Config) -> None:
         raise ValueError(
             f"--policy {config.policy} must be without --optimizer sgd, which trains in float32: "
             f"write --policy {config.policy} alone, or --optimizer sgd alone"
+        )
+    if config.schedule != "plateau" and config.policy == "muppet":
+        raise ValueError(
+            f"--schedule {config.schedule} must be without --policy muppet, which lowers the rate "
+            "itself: leave one of them out"
         )
     if config.execution == "int8" and (
         config.method == "sgd" or config.policy == "none" or not config.quantize_activations

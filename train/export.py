@@ -23,6 +23,7 @@ from marvin.export.report import Trained
 from marvin.quantized import Quantized
 from train import alexnet, augment, checkpoint, resnet20, vit
 from train.config import Config
+from train.loop import reestimate
 from train.main import check_data, prepare
 from train.records import RunFolder
 
@@ -43,7 +44,8 @@ class TrainedRun:
     Args:
         path: The folder.
         title: What was trained on what, by which optimiser.
-        model: At the end of training; rounds activations if it did in training.
+        model: At the end of training, as it was tested; rounds activations if it did in training.
+        masters: Float32 masters of its quantised parameters, by name; None in float32.
         optimizer: Has formats and masters, if it is one of fixed point.
         train: Training images, normalised, shape ``(n, channels, side, side)``.
         test: Test images, likewise.
@@ -53,6 +55,7 @@ class TrainedRun:
     path: Path
     title: str
     model: nn.Module
+    masters: dict[str, Tensor] | None
     optimizer: torch.optim.Optimizer
     train: Tensor
     test: Tensor
@@ -114,7 +117,13 @@ def open_run(path: Path, data_dir: str | None = None) -> TrainedRun:
     train, _ = augment.batch(parts.train, chosen, training.dataset)
     test, labels = augment.batch(parts.test, torch.arange(len(parts.test)), training.dataset)
     title = f"{config.model} on {config.dataset}, {config.optimizer}"
-    return TrainedRun(path, title, training.model.eval(), training.optimizer, train, test, labels)
+    model, optimizer = training.evaluated, training.optimizer
+    masters = masters_of(training.model, optimizer) if isinstance(optimizer, Quantized) else None
+    if training.average is not None:
+        reestimate(training, model)
+        averages = training.average.masters
+        masters = None if masters is None else {name: averages[name] for name in masters}
+    return TrainedRun(path, title, model.eval(), masters, optimizer, train, test, labels)
 
 
 def deploy(run: TrainedRun, options: Options, weights: str = "nearest") -> Deployed:
@@ -136,7 +145,7 @@ def deploy(run: TrainedRun, options: Options, weights: str = "nearest") -> Deplo
         formats, masters = formats_of_weights(run.model, options.wl), None
     else:
         formats = run.optimizer.formats()
-        masters = masters_of(run.model, run.optimizer) if weights == "nearest" else None
+        masters = run.masters if weights == "nearest" else None
     model = nearest_weights(run.model, formats, masters)
     return deploy_model(model, formats, run.train, options)
 

@@ -19,6 +19,7 @@ from train.dataset import Dataset, Images
 from train.monitor import Monitor
 from train.optimizers import prepare_gradients_
 from train.records import TIMES
+from train.schedule import rate
 from train.training import COLUMNS, Progress, Training
 
 __all__ = ["Score", "evaluate", "fit", "reestimate"]
@@ -99,7 +100,12 @@ def train_step(training: Training, indices: list[Tensor]) -> tuple[float, int]:
         sums += torch.stack([loss.detach().double(), correct.double()])
     loss, correct = sum_over_ranks(sums).tolist()
     loss /= distributed.world()
+    lr = rate(config, progress.total_steps, config.epochs * training.steps)
+    for group in training.optimizer.param_groups if lr is not None else ():
+        group["lr"] = lr
     update(training, loss)
+    if training.average is not None:
+        training.average.update()
     return loss, int(correct)
 
 
@@ -125,10 +131,12 @@ def end_epoch(training: Training) -> dict[str, float | None]:
     lr = training.optimizer.param_groups[0]["lr"]
     train = Score(progress.loss_sum / progress.seen, progress.correct / progress.seen)
     held_out = None
-    reestimate(training)
+    model = training.evaluated
+    reestimate(training, model)
     if len(parts.validation):
-        held_out = evaluate(training.model, parts.validation, training.dataset, config.batch_size)
-    if training.policy is None or not training.policy.rules.owns_lr:
+        held_out = evaluate(model, parts.validation, training.dataset, config.batch_size)
+    is_plateau = config.schedule == "plateau"
+    if is_plateau and (training.policy is None or not training.policy.rules.owns_lr):
         training.scheduler.step((held_out or train).loss)
     values = (
         progress.epoch + 1,
@@ -147,11 +155,15 @@ def end_epoch(training: Training) -> dict[str, float | None]:
     return row
 
 
-def reestimate(training: Training) -> None:
+def reestimate(training: Training, model: nn.Module) -> None:
     """Estimate batch norm's statistics anew, over training images, the same ones each time.
 
     They stay in the model: what is tested is what the checkpoint holds and an export takes. Training
     does not read them.
+
+    Args:
+        training: Has the images.
+        model: Whose statistics: the run's, or one with its weights averaged.
     """
     config, part = training.config, training.parts.train
     if not config.batch_norm_batches:
@@ -161,7 +173,7 @@ def reestimate(training: Training) -> None:
     every = order[: len(part) // size * size].split(size)[: config.batch_norm_batches]
     own = range(distributed.rank(), len(every), distributed.world())
     marvin.reestimate_batch_norm(
-        training.model,
+        model,
         (
             batch(part, every[i], training.dataset, private_generator(config.seed, "statistics", i))
             for i in own

@@ -180,7 +180,7 @@ def on_device(parts: Parts, device: torch.device) -> Parts:
 
 
 def make_learning(config: Config, model: nn.Module) -> dict[str, Any]:
-    """Return optimizer, schedule and quantised activations; in fixed point, quantise the model.
+    """Return optimizer, schedule, quantised activations and average; quantise the model if asked.
 
     Raises:
         UserError: A hyper-parameter is out of range.
@@ -198,7 +198,13 @@ def make_learning(config: Config, model: nn.Module) -> dict[str, Any]:
     activations = None
     if isinstance(optimizer, marvin.Quantized) and config.quantize_activations:
         activations = marvin.quantize_activations(model, optimizer, ste=config.ste)
-    return {"optimizer": optimizer, "scheduler": scheduler, "activations": activations}
+    average = marvin.MasterAverage(model, optimizer, config.ema) if config.ema else None
+    return {
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "activations": activations,
+        "average": average,
+    }
 
 
 def make_model(config: Config, dataset: Dataset, build: Build) -> nn.Module:
@@ -269,8 +275,9 @@ def layer_rows(training: Training) -> list[dict[str, object]]:
 def finish(training: Training) -> str:
     """Measure the test part, once, store the result and draw the word lengths."""
     config, folder = training.config, training.folder
-    reestimate(training)
-    score = evaluate(training.model, training.parts.test, training.dataset, config.batch_size)
+    model = training.evaluated
+    reestimate(training, model)
+    score = evaluate(model, training.parts.test, training.dataset, config.batch_size)
     bits, lengths = training.mean_word_length, mean_word_lengths(training)
     result = {
         "epochs": training.progress.epoch,

@@ -40,7 +40,7 @@ FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
 TIMES = ("epoch", "images", "train_s", "epoch_s", "images_per_s")
 VERSION = 1  # of checkpoints; those without one are of version 0, and otherwise the same
 PARTS = {"model": dict, "optimizer": dict, "scheduler": dict, "progress": dict, "data": str}
-OPTIONAL = {"forward_save": dict}
+OPTIONAL = {"forward_save": dict, "average": dict}
 
 Row = Mapping[str, Any]
 
@@ -146,6 +146,11 @@ class RunFolder:
             raise UserError(f"{self.path} can be resumed as it was begun only: {changed}")
         if config.epochs < old.epochs:
             raise UserError(f"--epochs must be {old.epochs} or more to resume, got {config.epochs}")
+        if config.epochs != old.epochs and config.schedule != "plateau":
+            raise UserError(
+                f"--epochs must be {old.epochs} to resume --schedule {config.schedule}, which ends "
+                f"there, got {config.epochs}"
+            )
 
     def save_environment(self, values: Mapping[str, object]) -> list[str]:
         """Store where the run began; later, return what has changed since then."""

@@ -76,7 +76,7 @@ class Training:
     """All that takes part in a run.
 
     ``layers`` are what the model multiplies; ``parallel`` is the model, for training steps, with
-    gradients over all processes.
+    gradients over all processes; ``average`` is that of its masters, if it is wanted.
     """
 
     config: Config
@@ -88,6 +88,7 @@ class Training:
     scheduler: ReduceLROnPlateau
     folder: RunFolder
     activations: marvin.QuantizedActivations | None = None
+    average: marvin.MasterAverage | None = None
     layers: list[perfmodel.Layer] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
 
@@ -101,6 +102,7 @@ class Training:
             "progress": dataclasses.asdict(self.progress),
             "data": self.dataset.fingerprint(),
             **({"forward_save": noise} if noise else {}),
+            **({"average": self.average.state_dict()} if self.average is not None else {}),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -109,6 +111,8 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         forward_save.load_state(self.model, state.get("forward_save", {}))
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
         for name, value in state["progress"].items():
             setattr(self.progress, name, value)
 
@@ -117,6 +121,11 @@ class Training:
         """Optimiser steps of an epoch."""
         config = self.config
         return steps_per_epoch(len(self.parts.train), config.batch_size, config.accumulation_steps)
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that is evaluated and exported: with averaged weights where they are averaged."""
+        return self.model if self.average is None else self.average.averaged()
 
     @property
     def mean_word_length(self) -> float | None:

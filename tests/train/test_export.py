@@ -290,3 +290,17 @@ def test_a_checkpoint_of_another_run_is_one_line(run, tmp_path):
     assert "checkpoint.pt must hold a checkpoint of this run, got a foreign one" in str(
         caught.value.code
     )
+
+
+def test_what_was_averaged_and_tested_is_exported(tmp_path):
+    folder = train(tmp_path / "run", policy="loss-budget", ema=0.9, schedule="one-cycle", epochs=2)
+    run = open_run(folder)
+    result = json.loads((folder / "result.json").read_text())
+    logits = run.model(run.test)
+    loss = torch.nn.functional.cross_entropy(logits, run.labels).item()
+    assert loss == pytest.approx(result["test_loss"], rel=1e-5)  # means of other batches
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert run.masters is not None
+    for name, master in run.masters.items():
+        torch.testing.assert_close(master, state["average"]["masters"][name], rtol=0, atol=0)
+    assert not torch.equal(run.model.fc.bias, state["model"]["fc.bias"])

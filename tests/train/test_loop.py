@@ -250,3 +250,17 @@ def test_the_checkpoint_holds_the_statistics_that_were_tested(run, prepare, tiny
     training.load(torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True))
     score = loop.evaluate(training.model, training.parts.test, training.dataset, 32)
     assert score.loss == json.loads((tmp_path / "run" / "result.json").read_text())["test_loss"]
+
+
+def test_an_average_is_tested_and_training_does_not_notice(run, prepare, tiny, tmp_path):
+    states = []
+    for ema in (0.0, 0.9):
+        folder = tmp_path / f"{ema}"
+        run(dataclasses.replace(tiny, ema=ema, run=str(folder)))
+        states.append(torch.load(folder / "checkpoint.pt", weights_only=True))
+    plain, averaged = states
+    assert repr(plain["optimizer"]) == repr(averaged["optimizer"])
+    first = "conv.weight"
+    torch.testing.assert_close(plain["model"][first], averaged["model"][first], rtol=0, atol=0)
+    losses = [state["progress"]["rows"][-1]["validation_loss"] for state in states]
+    assert losses[0] != losses[1]

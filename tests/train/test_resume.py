@@ -180,3 +180,31 @@ def test_killed_inside_an_epoch_and_resumed(tmp_path):
     assert_same_run(killed, whole)
     assert (killed / "word_lengths.png").exists()
     assert curves(killed) == curves(whole)
+
+
+@pytest.mark.parametrize("changes", [{"ema": 0.9}, {"schedule": "cosine", "policy": "loss-budget"}])
+def test_averages_and_schedules_resume_to_the_bit(run, tiny, tmp_path, monkeypatch, changes):
+    tiny = dataclasses.replace(tiny, **changes)
+    run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
+    config = dataclasses.replace(tiny, run=str(tmp_path / "stopped"))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", stop_after(8, loop.train_step))
+        with pytest.raises(Stop):
+            run(config)
+    run(dataclasses.replace(config, resume=True))
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_an_average_of_another_decay_is_refused(run, tiny, tmp_path):
+    run(dataclasses.replace(tiny, ema=0.9, epochs=1))
+    path = tmp_path / "run" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    for value, reason in ((0.5, "its average has decay 0.5"), ("x", "average.decay must be like")):
+        state["average"]["decay"] = value
+        torch.save(state, path)
+        with pytest.raises(UserError, match=reason):
+            run(dataclasses.replace(tiny, ema=0.9, epochs=2, resume=True))
+    del state["average"]
+    torch.save(state, path)
+    with pytest.raises(UserError, match="others are \\['average'\\]"):
+        run(dataclasses.replace(tiny, ema=0.9, epochs=2, resume=True))

@@ -1,0 +1,107 @@
+"""The average of float32 masters over the steps of training."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from marvin.quantized import Quantized
+from marvin.rounding import round_one
+from marvin.shards import is_sharded
+
+__all__ = ["MasterAverage"]
+
+
+class MasterAverage:
+    """An exponential moving average of a model's masters, for evaluation and deployment.
+
+    Weights that an optimizer rounds move in steps of their format; their float32 masters do not, so
+    it is these that are averaged. Early on the average follows fast: step ``n`` has the weight
+    ``1 - min(decay, n / (n + 9))``, all of it at first. Training is not changed.
+
+    Args:
+        model: In training. Parameters without a master, and all those of a float32 optimizer, are
+            averaged themselves.
+        optimizer: Its optimizer.
+        decay: What is left of the average in a step.
+
+    Raises:
+        ValueError: ``decay`` is not from 0 to below 1, or a parameter is sharded.
+
+    Examples:
+        >>> average = marvin.MasterAverage(model, optimizer)
+        >>> optimizer.step(loss=loss)
+        >>> average.update()
+        >>> evaluated = average.averaged()
+        >>> marvin.reestimate_batch_norm(evaluated, batches)
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, decay: float = 0.999
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be 0 or more and below 1, got {decay}")
+        if any(map(is_sharded, model.parameters())):
+            raise ValueError(
+                "parameters must be whole, got sharded ones: average before fully_shard"
+            )
+        self.model, self.optimizer, self.decay = model, optimizer, decay
+        self.steps = 0
+        self.masters = {
+            name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the masters of now; call it after each step of the optimizer."""
+        weight = 1 - min(self.decay, self.steps / (self.steps + 9))
+        self.steps += 1
+        for name, p in self.model.named_parameters():
+            self.masters[name].lerp_(self._master(p), weight)
+
+    @torch.no_grad()
+    def averaged(self) -> nn.Module:
+        """Return a copy of the model with averaged weights, rounded to nearest to the formats of now.
+
+        Batch norm's statistics are those of the model: they fit other weights, so estimate them
+        anew with ``marvin.reestimate_batch_norm``. The copy is tied to nothing.
+
+        Raises:
+            ValueError: Nothing was averaged yet.
+        """
+        if not self.steps:
+            raise ValueError("update() must come before averaged(), got no step to average")
+        found = copy.deepcopy(self.model)
+        for (name, p), own in zip(self.model.named_parameters(), found.parameters(), strict=True):
+            optimizer = self.optimizer
+            is_quantized = isinstance(optimizer, Quantized) and p in optimizer
+            fmt = optimizer.format_of(p) if is_quantized else None
+            value = self.masters[name]
+            own.copy_(value if fmt is None else round_one(value, fmt, rounding="nearest"))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``load_state_dict`` takes: plain numbers, and tensors by parameter name."""
+        return {"decay": self.decay, "steps": self.steps, "masters": dict(self.masters)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned.
+
+        Raises:
+            ValueError: It is of a model with other parameters.
+        """
+        own, loaded = self.masters, state["masters"]
+        if {n: v.shape for n, v in own.items()} != {n: v.shape for n, v in loaded.items()}:
+            raise ValueError(
+                f"masters must have the names and shapes of {len(own)} parameters, got others: "
+                f"{', '.join(sorted(own.keys() ^ loaded.keys())[:3]) or 'shapes'}"
+            )
+        self.decay, self.steps = state["decay"], state["steps"]
+        for name, value in loaded.items():
+            own[name].copy_(value)
+
+    def _master(self, p: Tensor) -> Tensor:
+        own = self.optimizer.state.get(p, {}) if isinstance(self.optimizer, Quantized) else {}
+        return own.get("master", p).to(torch.float32)

@@ -1,0 +1,114 @@
+"""The average of masters: against float64, and that training does not notice."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import marvin
+from fixedpoint_kernels import quantize
+
+POLICIES = {
+    "float": None,
+    "marvin": lambda: marvin.MarvinPolicy(lookback=(2, 5), resolution=(10, 20), max_wl=8),
+    "budget": lambda: marvin.LossBudgetPolicy(window=3),
+    "channels": lambda: marvin.LossBudgetPolicy(window=3, per_channel=True),
+}
+
+
+def make(policy: str, seed: int = 1):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    if POLICIES[policy] is None:
+        return model, sgd
+    optimizer = marvin.Quantized(sgd, POLICIES[policy](), seed=3)
+    marvin.quantize_activations(model, optimizer)
+    return model, optimizer
+
+
+def train(model, optimizer, steps: int, average=None, seed: int = 5):
+    """Yield the masters after each step."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = torch.randn(16, 6, generator=generator)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), (x[:, :3]).argmax(1))
+        loss.backward()
+        is_float = isinstance(optimizer, torch.optim.SGD)
+        optimizer.step() if is_float else optimizer.step(loss=loss.item())
+        if average is not None:
+            average.update()
+        state = optimizer.state
+        yield [(p if is_float else state[p]["master"]).detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_is_the_moving_average_of_the_masters(policy):
+    model, optimizer = make(policy)
+    average = marvin.MasterAverage(model, optimizer, decay=0.7)
+    want = [p.detach().double() * 0 for p in model.parameters()]
+    for n, masters in enumerate(train(model, optimizer, 40, average)):
+        keep = min(0.7, n / (n + 9))
+        want = [keep * a + (1 - keep) * m.double() for a, m in zip(want, masters, strict=True)]
+    got = [value.double() for value in average.masters.values()]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)  # float32 recursion
+    assert not torch.equal(got[0].float(), masters[0])
+
+
+@pytest.mark.parametrize("policy", ["budget", "marvin"])
+def test_the_copy_has_weights_of_the_formats_of_now(policy):
+    model, optimizer = make(policy)
+    average = marvin.MasterAverage(model, optimizer)
+    list(train(model, optimizer, 12, average))
+    before = copy.deepcopy(model.state_dict())
+    found = average.averaged()
+    formats = optimizer.formats()
+    for name, p in found.named_parameters():
+        master = average.masters[name]
+        want = quantize(master, formats[name], rounding="nearest") if name in formats else master
+        torch.testing.assert_close(p.detach(), want, rtol=0, atol=0)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert not torch.equal(next(found.parameters()), next(model.parameters()))
+    x = torch.randn(5, 6)
+    frozen = marvin.freeze(found)
+    torch.testing.assert_close(frozen(x), found.eval()(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training_does_not_notice(policy):
+    plain, averaged = make(policy), make(policy)
+    average = marvin.MasterAverage(*averaged)
+    for own, other in zip(train(*plain, 14), train(*averaged, 14, average), strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=0)
+        marvin.reestimate_batch_norm(average.averaged(), [torch.randn(9, 6)])
+
+
+def test_resumed_is_never_stopped():
+    model, optimizer = make("budget")
+    average = marvin.MasterAverage(model, optimizer, decay=0.9)
+    list(train(model, optimizer, 5, average))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), average.state_dict()))
+    list(train(model, optimizer, 5, average, seed=6))
+    other, again = make("budget", seed=2)
+    resumed = marvin.MasterAverage(other, again, decay=0.5)
+    for own, state in zip((other, again, resumed), saved, strict=True):
+        own.load_state_dict(state)
+    list(train(other, again, 5, resumed, seed=6))
+    assert resumed.steps == average.steps == 10
+    torch.testing.assert_close(resumed.masters, average.masters, rtol=0, atol=0)
+
+
+def test_refusals():
+    model, optimizer = make("budget")
+    with pytest.raises(ValueError, match="decay must be 0 or more and below 1, got 1"):
+        marvin.MasterAverage(model, optimizer, decay=1)
+    average = marvin.MasterAverage(model, optimizer)
+    with pytest.raises(ValueError, match="update\\(\\) must come before averaged"):
+        average.averaged()
+    other = nn.Linear(2, 2)
+    strange = marvin.MasterAverage(other, torch.optim.SGD(other.parameters())).state_dict()
+    with pytest.raises(ValueError, match="masters must have the names and shapes of 6"):
+        average.load_state_dict(strange)
