@@ -1,7 +1,7 @@
 """The average of float32 masters over the steps of training."""
 
 import copy
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,15 @@ from marvin.quantized import Quantized
 from marvin.rounding import round_one
 from marvin.shards import is_sharded
 
-__all__ = ["MasterAverage"]
+__all__ = ["AverageState", "MasterAverage"]
+
+
+class AverageState(TypedDict):
+    """The state of a ``MasterAverage``; tensors by parameter name."""
+
+    decay: float
+    steps: int
+    masters: dict[str, Tensor]
 
 
 class MasterAverage:
@@ -74,19 +82,19 @@ class MasterAverage:
             raise ValueError("update() must come before averaged(), got no step to average")
         found = copy.deepcopy(self.model)
         for (name, p), own in zip(self.model.named_parameters(), found.parameters(), strict=True):
-            optimizer = self.optimizer
-            is_quantized = isinstance(optimizer, Quantized) and p in optimizer
-            fmt = optimizer.format_of(p) if is_quantized else None
+            optimizer, fmt = self.optimizer, None
+            if isinstance(optimizer, Quantized) and p in optimizer:
+                fmt = optimizer.format_of(p)
             value = self.masters[name]
             own.copy_(value if fmt is None else round_one(value, fmt, rounding="nearest"))
         return found
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> AverageState:
         """Return what ``load_state_dict`` takes: plain numbers, and tensors by parameter name."""
         return {"decay": self.decay, "steps": self.steps, "masters": dict(self.masters)}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: AverageState) -> None:
         """Continue from what ``state_dict`` returned.
 
         Raises:

@@ -1,7 +1,6 @@
 """Batch norm's statistics, estimated anew for the weights of now."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +11,11 @@ from marvin.ranks import sum_over_ranks
 
 __all__ = ["reestimate_batch_norm"]
 
+_Batch = Tensor | Sequence[object] | Mapping[str, object]
+
 
 @torch.no_grad()
-def reestimate_batch_norm(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
+def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[str, ...]:
     """Set the running statistics of batch norm to the means over some batches of training.
 
     Training leaves averages over the weights of many steps behind. While weights move fast, they fit
@@ -80,17 +81,19 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Any]) -> tuple[str
 class _Statistics:
     """Makes a module in eval mode normalise by its batch, and adds up what the batches were like."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: BatchNormBase) -> None:
+        assert module.running_mean is not None
+        assert module.running_var is not None
         self.module = module
-        self.running: tuple[Tensor, Tensor] = module.running_mean, module.running_var
+        self.running = module.running_mean, module.running_var
         self.before = [own.clone() for own in self.running]
         self.sums = torch.zeros(
             2, len(self.before[0]), dtype=torch.float64, device=self.before[0].device
         )
         self.batches = 0
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x: Tensor = args[0] if args else kwargs["input"]
+    def __call__(self, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        x = args[0] if args else kwargs["input"]
         if x.dtype is not torch.float64:
             x = x.float()
         mean, variance = x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
@@ -118,7 +121,7 @@ class _Statistics:
         return True
 
 
-def _forward(model: nn.Module, batch: Any) -> None:
+def _forward(model: nn.Module, batch: _Batch) -> None:
     if isinstance(batch, Mapping):
         model(**batch)
     else:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import marvin
+from marvin.averaging import AverageState
 from marvin.policies.push_up import Level
 from marvin.rounder import BUFFER
 from marvin.state import of_wrapped
@@ -64,7 +65,7 @@ def _check(training: Training, state: Mapping[str, Any]) -> None:
     check_alike("forward_save", want.get("forward_save", {}), state.get("forward_save", {}))
 
 
-def _check_average(want: Mapping[str, Any] | None, got: Mapping[str, Any] | None) -> None:
+def _check_average(want: AverageState | None, got: AverageState | None) -> None:
     """Refuse averages of other parameters or of another decay."""
     if want is None or got is None:
         return
