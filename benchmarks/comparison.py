@@ -1,6 +1,5 @@
 """The table and the picture of an experiment, from the folders of its runs."""
 
-import math
 import re
 import statistics
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
 from benchmarks.experiments import Experiment
+from benchmarks.paired import MARGIN, Paired, paired
 from perfmodel.files import CONFIG, METRICS, RESULT, RunError, number, read_json, read_rows, whole
 from perfmodel.run import MOST, read_run
 from perfmodel.summary import totals
@@ -23,8 +23,8 @@ __all__ = [
     "clamped",
     "epochs_of",
     "lengths",
+    "meaning",
     "slug",
-    "spread_of_seeds",
     "table",
 ]
 
@@ -85,20 +85,22 @@ def table(experiment: Experiment, finished: Mapping[str, Finished]) -> list[str]
     Variants of which no run is finished have no row; ``not_finished`` names them.
     """
     first = next(iter(experiment.variants))
-    header = ["", "seeds", "test accuracy, %", f"points above {first}", "test loss"]
+    header = ["", "seeds", "test accuracy, %", f"points above {first}"]
+    header += [f"no worse by {MARGIN}?", f"training loss above {first}", "test loss"]
     if experiment.has_word_lengths:
         header += ["validation accuracy, %", "weights, bits", "inputs, bits", *MODELLED]
         header += ["clamped, %"]
     lines = [header, ["---"] * len(header)]
-    gains = _gains(finished)
+    gains, losses = (_differences(finished, what) for what in ("test_accuracy", "train_loss"))
     for variant, found in finished.items():
         if not found:
             continue
         seeds = ", ".join(str(run.seed) for run, _ in found)
         accuracy = spread([100 * result["test_accuracy"] for _, result in found])
         loss = spread([result["test_loss"] for _, result in found], digits=3)
-        gain = spread(gains[variant]) if gains.get(variant) else ""
-        lines.append([variant, seeds, accuracy, gain, loss])
+        gain, above = gains.get(variant), losses.get(variant)
+        shown = [gain.shown(), gain.verdict()] if gain else ["", ""]
+        lines.append([variant, seeds, accuracy, *shown, above.shown(3) if above else "", loss])
         if experiment.has_word_lengths:
             lines[-1] += _word_lengths(found)
     return [f"| {' | '.join(cells)} |" for cells in lines]
@@ -110,41 +112,32 @@ def not_finished(finished: Mapping[str, Finished]) -> str:
     return f"No run finished: {'; '.join(missing)}." if missing else ""
 
 
-def spread_of_seeds(finished: Mapping[str, Finished]) -> str:
-    """Return how sure differences to the first row are, in one sentence; empty without two seeds.
-
-    The rows' differences are taken to spread alike over seeds, since a few seeds tell little of
-    one row.
-    """
-    rows = [row for row in _gains(finished).values() if row]
-    freedom = sum(len(row) - 1 for row in rows)
-    if not freedom:
+def meaning(finished: Mapping[str, Finished]) -> str:
+    """Say what the differences to the first row mean; empty without one."""
+    if not any(_differences(finished, "test_accuracy").values()):
         return ""
-    squares = sum(statistics.pvariance(row) * len(row) for row in rows)
-    deviation = math.sqrt(squares / freedom)
-    errors = [
-        f"{deviation / math.sqrt(seeds):.2f} for {seeds} seed{'s' if seeds > 1 else ''}"
-        for seeds in sorted({*map(len, rows)})
-    ]
     return (
-        "Points above the first row are means over the seeds that both rows have. Pooled over the rows, those of "
-        f"single seeds have a standard deviation of {deviation:.2f}: means have a standard error of "
-        f"{', '.join(errors)}."
+        "Differences to the first row are means over the seeds that both rows have, seed by seed, with "
+        "their standard error. That a row is no worse by half a point is shown where the one-sided "
+        "95 % bound, by Student's t, is above -0.5; else these seeds do not decide it, or show that it "
+        "is worse."
     )
 
 
-def _gains(finished: Mapping[str, Finished]) -> dict[str, list[float]]:
-    """Return how far each variant but the first is above it, in points, seed by seed."""
-    first, *others = finished
-    base = {run.seed: result for run, result in finished[first]}
-    return {
-        variant: [
-            100 * (result["test_accuracy"] - base[run.seed]["test_accuracy"])
-            for run, result in finished[variant]
-            if run.seed in base
-        ]
-        for variant in others
+def _differences(finished: Mapping[str, Finished], what: str) -> dict[str, Paired | None]:
+    """Return how far each variant but the first is above it, seed by seed."""
+    values = {
+        variant: {run.seed: _value(run, result, what) for run, result in found}
+        for variant, found in finished.items()
     }
+    first, *others = values
+    return {variant: paired(values[variant], values[first]) for variant in others}
+
+
+def _value(run: PlannedRun, result: Mapping[str, Any], what: str) -> float:
+    if what == "train_loss":
+        return epochs_of(run.folder, what)[-1]
+    return 100 * result[what]
 
 
 def finished_runs(

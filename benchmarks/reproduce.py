@@ -26,9 +26,9 @@ from benchmarks.comparison import (
     epochs_of,
     finished_runs,
     mean_bits,
+    meaning,
     not_finished,
     slug,
-    spread_of_seeds,
     table,
 )
 from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
@@ -166,7 +166,7 @@ def write_section(
         "",
         *table(experiment, finished),
     ]
-    for sentence in (not_finished(finished), spread_of_seeds(finished)):
+    for sentence in (not_finished(finished), meaning(finished)):
         lines += ["", sentence] if sentence else []
     return "\n".join(lines)
 

@@ -86,7 +86,7 @@ def adapt_lookback(
     above 0), then ``momentum * new + (1 - momentum) * lookback``, rounded, within ``bounds``.
 
     Source:
-        MARViN, section 3.5. Differs: the rounding has a tolerance of 1e-9. ``"ceil"`` as printed
+        MARViN, section 3.3. Differs: the rounding has a tolerance of 1e-9. ``"ceil"`` as printed
         never comes down to the lower bound; ``"nearest"`` does.
     """
     lower, upper = bounds
@@ -104,7 +104,7 @@ def adapt_resolution(
     """Return the next resolution: one more at the longest lookback, one less at the shortest.
 
     Source:
-        MARViN, section 3.5. Differs: between the bounds of the lookback, which the paper leaves
+        MARViN, section 3.3. Differs: between the bounds of the lookback, which the paper leaves
         out, it stays.
     """
     lower, upper = lookbacks
@@ -125,7 +125,7 @@ def adapt_strategy(
         margin: Go up only from ``(1 + margin)`` times the average on.
 
     Source:
-        MARViN, section 3.6. Differs: both branches compare the current loss; ``"max"`` stays.
+        MARViN, section 3.3. Differs: both branches compare the current loss; ``"max"`` stays.
     """
     if len(losses) < lookback:
         return strategy

@@ -100,32 +100,36 @@ def test_a_policy_may_end_a_run_early(tmp_path):
     assert run.result(10) is None  # it was asked for 9
 
 
-def test_seeds_of_all_rows_tell_what_a_difference_means(tmp_path):
-    experiment = EXPERIMENTS["marvin"]
+def test_differences_are_paired_and_say_what_they_show(tmp_path):
+    experiment = dataclasses.replace(EXPERIMENTS["marvin"], has_word_lengths=False)
     runs = []
     for variant, accuracies in (("float32", (0.9, 0.92, 0.91)), ("MARViN", (0.85, 0.86, 0.9, 0.1))):
         for seed, accuracy in enumerate(accuracies):
             folder = tmp_path / f"{variant}-{seed}"
             folder.mkdir()
             (folder / "config.json").write_text('{"epochs": 1}')
+            (folder / "metrics.csv").write_text(f"train_loss\n9\n{2 - accuracy}\n")
             (folder / "result.json").write_text(
                 json.dumps({"test_accuracy": accuracy, "test_loss": 1.0})
             )
             runs.append(comparison.PlannedRun(variant, seed, folder, ()))
-    # -5, -6 and -1 points: squares 1 + 4 + 9, 2 degrees of freedom, a deviation of sqrt(7)
+    # -5, -6 and -1 points: a deviation of sqrt(7), over sqrt(3); Student's t of 2: 2.92
     finished = comparison.finished_runs(experiment, runs, 1)
-    assert comparison.spread_of_seeds(finished) == (
-        "Points above the first row are means over the seeds that both rows have. Pooled over the "
-        "rows, those of single seeds have a standard deviation of 2.65: means have a standard error "
-        "of 1.53 for 3 seeds."
+    assert "seed by seed, with their standard error" in comparison.meaning(finished)
+    header, _, first, second = comparison.table(experiment, finished)
+    assert header == (
+        "|  | seeds | test accuracy, % | points above float32 | no worse by 0.5? | training loss "
+        "above float32 | test loss |"
     )
-    plain = dataclasses.replace(experiment, has_word_lengths=False)
-    header, _, first, second = comparison.table(plain, finished)
-    assert header == "|  | seeds | test accuracy, % | points above float32 | test loss |"
-    assert first.startswith("| float32 | 0, 1, 2 | 91.00 ± 1.00 |  | 1.000")
-    assert second.startswith("| MARViN | 0, 1, 2, 3 | 67.75 ± 38.56 | -4.00 ± 2.65 | 1.000")
+    assert first.startswith("| float32 | 0, 1, 2 | 91.00 ± 1.00 |  |  |  | 1.000")
+    assert second.startswith(
+        "| MARViN | 0, 1, 2, 3 | 67.75 ± 38.56 | -4.00 ± 1.53 | not decided (bound -8.46) | "
+        "+0.040 ± 0.015 | 1.000"
+    )
     singles = comparison.finished_runs(experiment, [runs[0], runs[3]], 1)
-    assert comparison.spread_of_seeds(singles) == ""
+    assert "-5.00 | one seed: not decided |" in comparison.table(experiment, singles)[3]
+    alone = comparison.finished_runs(experiment, runs[:3], 1)
+    assert comparison.meaning(alone) == ""
 
 
 def test_the_picture_has_every_variant():
