@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from marvin.quantized import Quantized
+from marvin.rounder import BUFFER
 from marvin.shards import Shard, shard_of
 
 __all__ = ["load_sharded", "save_sharded"]
@@ -92,8 +93,13 @@ def load_sharded(folder: Path | str, model: nn.Module, optimizer: Quantized) -> 
         names = [name for name in known if name.startswith("tensors.")]
         shards = [shard_of(p) for group in optimizer.param_groups for p in group["params"]]
         tensors = {n.removeprefix("tensors."): _target(n, known[n], shards) for n in names}
+        own = {  # earlier versions kept no formats with the model: they come with the optimizer
+            name: value
+            for name, value in model.state_dict().items()
+            if f"model.{name}" in known or name.rpartition(".")[2] != BUFFER
+        }
         with _alone_is_fine():
-            dcp.load({"model": model.state_dict(), "tensors": tensors}, storage_reader=reader)
+            dcp.load({"model": own, "tensors": tensors}, storage_reader=reader)
         state, extra = (_restored(trees[name], tensors) for name in ("optimizer", "extra"))
         optimizer.load_state_dict(state)
     except (Exception, dcp.api.CheckpointException) as error:  # which is no Exception

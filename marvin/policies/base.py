@@ -23,11 +23,15 @@ from marvin.settings import Group, Settings
 
 __all__ = ["FixedPolicy", "Policy", "check_policy", "fields_of"]
 
-_NOW_OF_THE_OPTIMIZER = {
-    "level": "strategy",
-    "lr_scale": "lr_scale",
-    "should_stop": "should_stop",
-    "word_length": "mean_word_length()",
+_NOW = {  # what policies had before they became records, and where it is
+    "level": "optimizer.strategy",
+    "load_state_dict": "optimizer.load_state_dict",
+    "lr_scale": "optimizer.lr_scale",
+    "observations": "policy.rules.observes_inputs",
+    "should_stop": "optimizer.should_stop",
+    "state_dict": "optimizer.state_dict()['marvin']['policy']",
+    "word_length": "optimizer.mean_word_length()",
+    **{f.name: f"policy.rules.{f.name}" for f in dataclasses.fields(Rules)},
 }
 _EARLIER = {
     "start": "init",
@@ -69,9 +73,8 @@ class Policy(ABC):
             raise TypeError(f"a policy is pure functions from records to records: {now}")
 
     def __getattr__(self, name: str) -> Any:
-        if name in _NOW_OF_THE_OPTIMIZER:
-            now = _NOW_OF_THE_OPTIMIZER[name]
-            raise AttributeError(f"a policy remembers nothing: read optimizer.{now} instead")
+        if name in _NOW:
+            raise AttributeError(f"a policy remembers nothing: read {_NOW[name]} instead")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def settings(self) -> Group:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from marvin.rounder import BUFFER
 from train import loop
 from train.errors import UserError
 from train.records import RunFolder
@@ -208,3 +209,31 @@ def test_an_average_of_another_decay_is_refused(run, tiny, tmp_path):
     torch.save(state, path)
     with pytest.raises(UserError, match="others are \\['average'\\]"):
         run(dataclasses.replace(tiny, ema=0.9, epochs=2, resume=True))
+
+
+def test_a_checkpoint_of_before_models_carried_formats_goes_on(
+    run, prepare, tiny, tmp_path, monkeypatch
+):
+    """What that version wrote, made of what this one writes."""
+    whole = dataclasses.replace(tiny, run=str(tmp_path / "whole"))
+    run(whole)
+    config = dataclasses.replace(tiny, run=str(tmp_path / "old"))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", stop_after(8, loop.train_step))
+        with pytest.raises(Stop):
+            run(config)
+    folder = RunFolder(Path(config.run))
+    state = folder.load_checkpoint()
+    state["model"] = {n: v for n, v in state["model"].items() if not n.endswith(BUFFER)}
+    optimizer = state["optimizer"]
+    common, wrapped = optimizer["marvin"], optimizer.pop("optimizer")
+    shared = {**common["policy"]["shared"], "losses": [*common["policy"]["shared"]["losses"]]}
+    for name in ("version", "policy", "wrapped", "gradients"):
+        del common[name]
+    common |= {"policy": "MarvinPolicy", **shared}
+    for index, own in optimizer["state"].items():
+        del own["stream"]
+        own |= wrapped["state"][index]
+    folder.save_checkpoint(state)
+    run(dataclasses.replace(config, resume=True))
+    assert_same_run(Path(config.run), Path(whole.run))
