@@ -28,7 +28,7 @@ __all__ = [
     "table",
 ]
 
-MODELLED = "SU", "SZ", "MEM"
+MODELLED = "SU", "SZ", "MEM", "EBOPs"
 WEIGHTS, INPUTS = "mean_word_length", "mean_input_word_length"
 
 
@@ -215,9 +215,7 @@ def clamped(folder: Path) -> float | None:
 
 
 def _modelled(run: PlannedRun, result: dict[str, Any]) -> list[float | None]:
-    """Return SU, SZ and MEM of a run, None where they have no model; those of float32 are known."""
-    if result.get(WEIGHTS) is None:
-        return [1.0] * len(MODELLED)
+    """Return SU, SZ, MEM and EBOPs (millions) of a run, None where they have no model."""
     try:
         found = totals(read_run(run.folder))
     except RunError as error:

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from perfmodel.layers import Layer
-from perfmodel.trace import Schedule, Trace
+from perfmodel.trace import Schedule, Segment, Trace
 
 __all__ = [
     "Overhead",
     "Weight",
     "check_match",
+    "ebops",
     "float32_cost",
     "inference_speedup",
     "layer_cost",
@@ -221,6 +222,28 @@ def inference_speedup(trace: Trace, layers: Iterable[Layer]) -> float:
         w.madds * (trace.segments(w.name)[-1].product_wl if w.name else FLOAT_BITS) for w in found
     )
     return FLOAT_BITS * sum(w.madds for w in found) / bits if bits else 1.0
+
+
+def ebops(trace: Trace, layers: Iterable[Layer]) -> int:
+    """Return EBOPs of the trained model: weight bits times input bits, over its multiply-adds.
+
+    Bits are those after the last step, without signs. Float32 counts as 32 bits, and so do products of
+    two activations, which are not rounded. Every multiply-add counts: zeros of weights, and bits that
+    are 0 in all of a weight's values, are not taken away.
+
+    Args:
+        trace: Word lengths of the run.
+        layers: Of its model.
+
+    Source:
+        HGQ (Sun et al., Gradient-based Automatic Mixed Precision Quantization for Neural Networks
+        On-Chip, 2024), section III: an estimate of LUT + 55 DSP of an unrolled design on an FPGA.
+    """
+    float_once = Segment(FLOAT_BITS, 0, math.inf, FLOAT_BITS).ebops
+    return sum(
+        w.madds * (trace.segments(w.name)[-1].ebops if w.name else float_once)
+        for w in weights_of(layers)
+    )
 
 
 def _sized(layers: Iterable[Layer]) -> list[Weight]:

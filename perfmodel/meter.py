@@ -30,6 +30,7 @@ class Meter:
             w.name: _Row(w, samples, start, overhead) for w in weights_of(layers) if w.name
         }
         loose = sum(row.madds for row in layers if not row.weight)
+        self._loose_madds = loose
         self._loose_cost = loose * samples * 2 * FLOAT_BITS
         self._float32_cost = sum(row.madds for row in layers) * samples * 2 * FLOAT_BITS
         self._seen = 0
@@ -52,22 +53,32 @@ class Meter:
         cost = steps * self._loose_cost + sum(row.cost(steps) for row in self._rows.values())
         return steps * self._float32_cost / cost if cost else 1.0
 
+    def ebops(self) -> int:
+        """Return what ``cost.ebops`` would, of the formats after the switches seen so far."""
+        loose = self._loose_madds * Segment(FLOAT_BITS, 0, 1, FLOAT_BITS).ebops
+        return loose + sum(row.ebops for row in self._rows.values())
+
 
 class _Row:
     """One layer: what its closed windows cost, and what a step of the open one does."""
 
     def __init__(self, weight: Weight, samples: int, start: Trace, overhead: Overhead):
-        self._madds = weight.madds * samples
+        self._madds, self._once = weight.madds * samples, weight.madds
         self._search = pushdown_ops(weight.elements, start.resolution[1], overhead)
         self._search += pushup_ops(weight.elements, start.lookback[1], overhead)
         self._closed, self._since = 0.0, 0
         self._start, self._last = start, start.segments(weight.name)[-1]
 
     def switch(self, switch: SwitchLike) -> None:
-        lookback = self._start.spread(switch.lookback)
-        self._closed += self._steps_cost(switch.step - self._since, lookback)
+        self._closed += self._steps_cost(
+            switch.step - self._since, self._start.spread(switch.lookback)
+        )
         self._since = switch.step
-        self._last = Segment(switch.wl, 0, lookback, self._start.input_bits(switch))
+        self._last = self._start.segment_after(switch)
+
+    @property
+    def ebops(self) -> int:
+        return self._once * self._last.ebops
 
     def cost(self, steps: int) -> float:
         return self._closed + self._steps_cost(steps - self._since, self._last.lookback)

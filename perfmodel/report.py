@@ -30,10 +30,10 @@ def report(run: Run) -> str:
 
 
 def one_line(run: Run) -> str:
-    """Return SU, MEM and SZ in one line."""
+    """Return SU, MEM, SZ and EBOPs in one line."""
     values = {t.name: t.value for t in totals(run)}
     named = "  ".join(f"{name} {values[name]:.2f}" for name in ("SU", "MEM", "SZ"))
-    return f"{named} (modelled)"
+    return f"{named}  EBOPs {values['EBOPs']:.3g} M (modelled)"
 
 
 def _layers(rows: list[LayerRow], has_inputs: bool) -> str:

@@ -39,6 +39,7 @@ class Switch:
     wl: int
     lookback: int
     input_wl: int
+    input_signed: bool = True
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,10 @@ def _switch(path: Path, row: Mapping[str, str], searches: bool) -> Switch:
     step, wl = whole(path, row, "step", 0, MOST), whole(path, row, "wl", 2, 32)
     lookback = whole(path, row, "lookback", int(searches), MOST)
     input_wl = whole(path, row, "input_wl", 0, 32) if "input_wl" in row else 0
-    return Switch(step, row["layer"], wl, lookback, input_wl)
+    signed = row.get("input_signed", "True")
+    if signed not in ("True", "False"):
+        raise RunError(f"{path}: input_signed must be True or False, got {shown(signed)}")
+    return Switch(step, row["layer"], wl, lookback, input_wl, signed == "True")
 
 
 def _steps(path: Path) -> int:

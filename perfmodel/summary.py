@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from perfmodel.cost import (
+    ebops,
     float32_cost,
     inference_speedup,
     layer_cost,
@@ -133,6 +134,8 @@ def totals(run: Run) -> list[Total]:
             "size of the trained weights over float32",
         ),
     ]
+    meaning = "weight bits times input bits over multiply-adds, last formats, millions"
+    found.append(Total("EBOPs", ebops(trace, layers) / 1e6, meaning))
     return [*found, *_input_totals(run)] if trace.has_inputs else found
 
 

@@ -37,6 +37,11 @@ class SwitchLike(Protocol):
         """Word length of the layer's inputs from the next step on, bits; 0: the weight's."""
         ...
 
+    @property
+    def input_signed(self) -> bool:
+        """Whether one of these bits is a sign; without meaning where ``input_wl`` is 0."""
+        ...
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -48,17 +53,24 @@ class Segment:
         lookback: The paper's ``lb`` in each of them: steps over which the search for the next
             format is spread; infinite where none is made.
         input_wl: Bits of the layer's inputs.
+        input_signed: Whether one of these is a sign.
     """
 
     wl: int
     steps: int
     lookback: float
     input_wl: int
+    input_signed: bool = True
 
     @property
     def product_wl(self) -> int:
         """Bits that a product costs: those of the longer factor."""
         return max(self.wl, self.input_wl)
+
+    @property
+    def ebops(self) -> int:
+        """Effective bit operations of one multiply-add: weight bits times input bits, without signs."""
+        return (self.wl - 1) * (self.input_wl - self.input_signed)
 
 
 @dataclass(frozen=True)
@@ -119,22 +131,29 @@ class Trace:
         wl = self._kept(layer)
         if wl is not None:
             return [Segment(wl, self.steps, math.inf, wl)]
-        wl, since, lookback, input_wl = self.init_wl, 0, self.lookback[0], self.init_wl
+        wl, since, lookback = self.init_wl, 0, self.lookback[0]
+        inputs = self.init_wl, True
         segments = []
         for switch in self.by_layer.get(layer, ()):
             steps = switch.step - since
-            segments.append(Segment(wl, steps, self.spread(switch.lookback), input_wl))
+            segments.append(Segment(wl, steps, self.spread(switch.lookback), *inputs))
             wl, since, lookback = switch.wl, switch.step, switch.lookback
-            input_wl = self.input_bits(switch)
-        return [*segments, Segment(wl, self.steps - since, self.spread(lookback), input_wl)]
+            inputs = self.input_bits(switch)
+        return [*segments, Segment(wl, self.steps - since, self.spread(lookback), *inputs)]
+
+    def segment_after(self, switch: SwitchLike) -> Segment:
+        """Return what begins with a switch, and has no steps yet."""
+        return Segment(switch.wl, 0, self.spread(switch.lookback), *self.input_bits(switch))
 
     def spread(self, lookback: int) -> float:
         """Return the steps over which a search is spread: ``lookback``, infinite without one."""
         return lookback if self.searches else math.inf
 
-    def input_bits(self, switch: SwitchLike) -> int:
-        """Return the word length that the layer's inputs count with after a switch, bits."""
-        return switch.input_wl if self.rounds_inputs and switch.input_wl else switch.wl
+    def input_bits(self, switch: SwitchLike) -> tuple[int, bool]:
+        """Return the bits that the layer's inputs count with after a switch, and if one is a sign."""
+        if self.rounds_inputs and switch.input_wl:
+            return switch.input_wl, switch.input_signed
+        return switch.wl, True
 
     @cached_property
     def has_inputs(self) -> bool:

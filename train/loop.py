@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 import marvin
 from marvin.ranks import sum_over_ranks
+from perfmodel.cost import weights_of
 from perfmodel.files import METRICS, TIMING, TRACE
+from perfmodel.run import start_of
 from train import distributed
 from train.augment import batch, epoch_order, private_generator, step_indices
-from train.config import Config
+from train.config import Config, to_dict
 from train.dataset import Dataset, Images
 from train.monitor import Monitor
 from train.optimizers import prepare_gradients_
@@ -208,8 +210,14 @@ def save_tables(training: Training) -> None:
     training.folder.save_rows(METRICS, training.progress.rows, COLUMNS)
     if isinstance(training.optimizer, marvin.Quantized):
         columns = [f.name for f in dataclasses.fields(marvin.Switch)]
-        rows = (dataclasses.asdict(switch) for switch in training.optimizer.trace)
-        training.folder.save_rows(TRACE, rows, columns)
+        start = start_of(to_dict(training.config))
+        madds = {w.name: w.madds for w in weights_of(training.layers)}
+        rows = (
+            dataclasses.asdict(switch)
+            | {"ebops": madds[switch.layer] * start.segment_after(switch).ebops}
+            for switch in training.optimizer.trace
+        )
+        training.folder.save_rows(TRACE, rows, [*columns, "ebops"])
 
 
 def save_timing(training: Training, images: int, train_s: float, epoch_s: float) -> None:

@@ -67,6 +67,7 @@ class Monitor:
             self._formats(training.optimizer, progress.total_steps)
             speedup = self._meter.speedup(training.optimizer.trace, progress.total_steps)
             self._writer.add_scalar("speedup/so_far_modelled", speedup, progress.total_steps)
+            self._writer.add_scalar("ebops_modelled", self._meter.ebops(), progress.total_steps)
         if bar is not None and not bar.disable:
             shown = {
                 "loss": f"{progress.loss_sum / progress.seen:.3f}",
@@ -76,6 +77,7 @@ class Monitor:
                 shown["bits"] = f"{training.mean_word_length:.1f}"
             if speedup is not None:
                 shown["SU modelled"] = f"{speedup:.2f}"
+                shown["EBOPs"] = f"{self._meter.ebops() / 1e6:.3g}M"
             bar.set_postfix(shown, refresh=False)
             bar.update(progress.seen - bar.n)
 

@@ -18,6 +18,7 @@ class Change:
     wl: int
     lookback: int = 25
     input_wl: int = 0
+    input_signed: bool = True
 
 
 def layer(weight, madds, elements):

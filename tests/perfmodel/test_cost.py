@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import perfmodel
 from perfmodel.cost import (
     check_match,
+    ebops,
     float32_cost,
     inference_speedup,
     layer_cost,
@@ -38,6 +39,7 @@ class Change:
     wl: int
     lookback: int = 25
     input_wl: int = 0
+    input_signed: bool = True
 
 
 def layer(weight, madds, elements):
@@ -224,3 +226,33 @@ def test_the_meter_shows_what_speedup_returns(found, overhead, searches):
 def test_the_meter_refuses_another_models_layers(two_layers):
     with pytest.raises(ValueError, match="must have every layer, got c"):
         Meter(two_layers, 1, always(8)).speedup([Change(1, "c", 9)], 2)
+
+
+def test_ebops_by_hand():
+    """Magnitude bits of weights times those of inputs, over multiply-adds; the last formats count."""
+    layers = [layer("a.weight", 1000, 10), layer("b.weight", 3000, 90), layer("", 7, 0)]
+    changes = [
+        Change(1, "a.weight", 7, input_wl=8, input_signed=True),
+        Change(1, "b.weight", 5, input_wl=6, input_signed=False),
+        Change(9, "a.weight", 4, input_wl=6, input_signed=True),
+    ]
+    trace = Trace(changes, STEPS, 32, searches=False)
+    assert ebops(trace, layers) == 1000 * 3 * 5 + 3000 * 4 * 6 + 7 * 31 * 31
+    alike = Trace(changes, STEPS, 32, searches=False, rounds_inputs=False)  # as the weight's
+    assert ebops(alike, layers[:2]) == 1000 * 3 * 3 + 3000 * 4 * 4
+    assert ebops(Trace((), STEPS, 32, kept={"*": 32}), layers) == 4007 * 31 * 31
+
+
+def test_the_meter_counts_ebops_as_the_trace_does():
+    layers = [layer("a.weight", 1000, 10), layer("b.weight", 3000, 90), layer("", 7, 0)]
+    changes = [
+        Change(1, "a.weight", 7, input_wl=8),
+        Change(2, "b.weight", 5, input_wl=6, input_signed=False),
+        Change(9, "a.weight", 4, input_wl=6),
+    ]
+    start = Trace((), 0, 32, searches=False)
+    meter = Meter(layers, 16, start)
+    for count in range(len(changes) + 1):
+        meter.speedup(changes[:count], 10)
+        so_far = Trace(changes[:count], 10, 32, searches=False)
+        assert meter.ebops() == ebops(so_far, layers)

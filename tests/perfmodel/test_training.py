@@ -11,6 +11,7 @@ from perfmodel.trace import Trace
 from train import demo, main, resnet20
 from train.config import Config
 from train.monitor import Monitor
+from train.records import read_csv
 
 
 @pytest.fixture
@@ -39,6 +40,12 @@ def logged(path):
     return events.Scalars("speedup/so_far_modelled")
 
 
+def logged_ebops(path):
+    events = EventAccumulator(str(path / "tensorboard"))
+    events.Reload()
+    return events.Scalars("ebops_modelled")
+
+
 def test_speedup_on_tensorboard_and_in_the_summary(config, tmp_path):
     summary = run(config)
     found = read_run(tmp_path / "run")
@@ -47,6 +54,12 @@ def test_speedup_on_tensorboard_and_in_the_summary(config, tmp_path):
     assert len(found.trace.switches) > 20
     assert (last.step, last.value) == (found.trace.steps, pytest.approx(su, rel=1e-6))
     assert one_line(found) in summary
+    ebops = {t.name: t.value for t in totals(found)}["EBOPs"]
+    assert logged_ebops(tmp_path / "run")[-1].value == pytest.approx(1e6 * ebops, rel=1e-6)
+    assert f"EBOPs {ebops:.3g} M" in summary
+    rows = read_csv(tmp_path / "run" / "trace.csv")
+    last = {row["layer"]: int(row["ebops"]) for row in rows}
+    assert sum(last.values()) == pytest.approx(1e6 * ebops, rel=1e-12)
     assert {row.kind for row in found.layers} >= {"4x1x3x3", "10x16"}
 
 
