@@ -96,6 +96,7 @@ def test_lightning_fits_twice(lightning, tmp_path):
         assert optimizer.trace
         same(dict(module.state_dict()), dict(own.state_dict()))
         same(outputs(module), outputs(own))
+        module.train()  # Lightning leaves a module in eval mode as it is
     hooks = [len(m._forward_pre_hooks) for m in module.model.modules()]
     assert hooks == [1, 1, 0, 1]
 
