@@ -46,6 +46,7 @@ def of_table(path, heading):
 MSGD = of_signature(marvin.MSGD)
 CONFIG = of_fields(Config)
 KL = {"smoothing": "kl_smoothing", "direction": "kl_direction"}
+BUDGET_FLAGS = "kappa", "max_noise", "per_channel", "free_zeros", "loss_floor", "late"
 BUDGET, STATIC = marvin.LossBudgetPolicy, marvin.StaticPolicy
 PLACES = {  # what must agree: where the defaults come from, and other places of the same names
     "MSGD": (
@@ -76,7 +77,7 @@ PLACES = {  # what must agree: where the defaults come from, and other places of
         of_fields(BUDGET),
         {
             "docs": of_table("docs/loss_budget.md", "LossBudgetPolicy"),
-            "flags": {name: CONFIG[name] for name in ("kappa", "max_noise", "per_channel")},
+            "flags": {name: CONFIG[name] for name in BUDGET_FLAGS},
             "StaticPolicy": {n: v for n, v in of_fields(STATIC).items() if n in of_fields(BUDGET)},
         },
     ),

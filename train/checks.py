@@ -26,7 +26,9 @@ RANGES = {
     **dict.fromkeys(
         ("limit", "checkpoint_steps", "plateau_patience", "plateau_threshold"), (0, MOST)
     ),
-    "batch_norm_batches": (0, MOST),
+    **dict.fromkeys(("batch_norm_batches", "target_bits"), (0, MOST)),
+    "target_ebops": (0, 10**18),
+    "loss_floor": (0, 1),
     **dict.fromkeys(("lr", "weight_decay", "l1", "init_scale"), (0, 10**6)),
     **dict.fromkeys(("kappa", "max_noise", "kl_smoothing"), (0, MOST)),
     **dict.fromkeys(MAY_BE_INFINITE, (0, math.inf)),

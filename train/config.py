@@ -112,6 +112,18 @@ class Config:
         (0.01, 0.001),
         "loss-budget: power of noise in weights and in layers' inputs, at most, over the tensor's own",
     )
+    target_bits: float = option(
+        0.0, "loss-budget: mean of weights' and inputs' word lengths that formats keep to; 0: none"
+    )
+    target_ebops: float = option(
+        0.0, "loss-budget: bits of weights times bits of inputs over multiply-adds; 0: no target"
+    )
+    free_zeros: bool = option(False, "loss-budget: inputs that are 0 are charged no noise")
+    loss_floor: float = option(
+        0.0,
+        "loss-budget: share of the first losses below which the budget does not follow the loss",
+    )
+    late: bool = option(False, "loss-budget: longest words until lr has fallen by half")
     policy_bits: tuple[int, int] = option(
         (0, 0),
         "loss-budget: shortest and longest word length, 0 0 for 4 8; static: bits of weights and of "
@@ -237,6 +249,13 @@ def _check_rules(config: Config) -> None:
         raise ValueError(
             f"--policy {config.policy} must be without --optimizer sgd, which trains in float32: "
             f"write --policy {config.policy} alone, or --optimizer sgd alone"
+        )
+    of_the_budget = "target_bits", "target_ebops", "free_zeros", "loss_floor", "late"
+    given = [name for name in of_the_budget if getattr(config, name)]
+    if given and config.policy != "loss-budget":
+        raise ValueError(
+            f"--{given[0].replace('_', '-')} must be with --policy loss-budget, got --policy "
+            f"{config.policy}"
         )
     if config.schedule != "plateau" and config.policy == "muppet":
         raise ValueError(

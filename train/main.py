@@ -114,9 +114,9 @@ def prepare(config: Config, build: Build, min_side: int, *, may_fetch: bool = Tr
     model = make_model(config, dataset, build)
     marvin.tnvs_(model, config.init_scale, generator=private_generator(config.seed, "weights"))
     parts = on_device(split(dataset, config.validation_share, config.limit), device)
-    learning = make_learning(config, model.to(device))
     shape = dataset.channels, dataset.side, dataset.side
-    learning["layers"] = perfmodel.layers(model, shape, unknown="list")
+    layers = perfmodel.layers(model.to(device), shape, unknown="list")
+    learning = make_learning(config, model, layers)
     keep_less(config, model)
     if config.execution == "int8":
         marvin.integer.convert(model, gradient_bits=config.gradient_bits or None)
@@ -179,14 +179,16 @@ def on_device(parts: Parts, device: torch.device) -> Parts:
     return Parts(parts.train.to(device), parts.validation.to(device), parts.test.to(device))
 
 
-def make_learning(config: Config, model: nn.Module) -> dict[str, Any]:
+def make_learning(
+    config: Config, model: nn.Module, layers: list[perfmodel.Layer]
+) -> dict[str, Any]:
     """Return optimizer, schedule, quantised activations and average; quantise the model if asked.
 
     Raises:
         UserError: A hyper-parameter is out of range.
     """
     try:
-        optimizer = make_optimizer(config, model)
+        optimizer = make_optimizer(config, model, layers)
     except ValueError as error:
         raise UserError(str(error)) from error
     scheduler = ReduceLROnPlateau(
@@ -204,6 +206,7 @@ def make_learning(config: Config, model: nn.Module) -> dict[str, Any]:
         "scheduler": scheduler,
         "activations": activations,
         "average": average,
+        "layers": layers,
     }
 
 

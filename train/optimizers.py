@@ -1,20 +1,29 @@
 """The optimizers a run can have: fixed point, and float32 to compare it with."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import marvin
+import perfmodel
+from perfmodel.cost import weights_of
 from train import distributed
 from train.config import MSGD_KEYWORDS, QUANTIZED_KEYWORDS, SGD_KEYWORDS, Config
 
 __all__ = ["add_l1_", "make_optimizer", "normalize_gradients_", "prepare_gradients_"]
 
 
-def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(
+    config: Config, model: nn.Module, layers: Sequence[perfmodel.Layer]
+) -> torch.optim.Optimizer:
     """Return the optimizer ``config`` asks for; a fixed-point one quantises ``model`` at once.
+
+    Args:
+        config: What is asked for.
+        model: To train.
+        layers: What it multiplies.
 
     Raises:
         ValueError: A hyper-parameter is out of range.
@@ -26,22 +35,22 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return sgd
     keywords = _keywords(config, QUANTIZED_KEYWORDS)
     own = config.quantize_gradients or None  # None: as the policy wants
-    policy = _policy(config)
+    policy = _policy(config, layers)
     if config.is_range:
         keywords["one_dim"] = policy.rules.one_dim
     return marvin.Quantized(sgd, policy, quantize_gradients=own, **keywords)
 
 
-def _policy(config: Config) -> marvin.Policy:
+def _policy(config: Config, layers: Sequence[perfmodel.Layer]) -> marvin.Policy:
     if config.policy == "muppet":
         return marvin.MuppetPolicy()
     if config.is_range:
-        return _range_policy(config)
+        return _range_policy(config, layers)
     wl, fl = map(int, config.policy.removeprefix("fixed:").split(","))
     return marvin.FixedPolicy(wl, fl, config.symmetric)
 
 
-def _range_policy(config: Config) -> marvin.Policy:
+def _range_policy(config: Config, layers: Sequence[perfmodel.Layer]) -> marvin.Policy:
     first, second = config.policy_bits
     ends_wl = config.ends_bits or None
     common = {"ends_wl": ends_wl, "per_channel": config.per_channel}
@@ -53,6 +62,14 @@ def _range_policy(config: Config) -> marvin.Policy:
         config.kappa,
         config.max_noise,
         batch_size=batch_size,
+        target_bits=config.target_bits or None,
+        target_ebops=config.target_ebops or None,
+        madds=tuple(
+            (w.name, w.madds) for w in weights_of(layers) if w.name and config.target_ebops
+        ),
+        free_zeros=config.free_zeros,
+        loss_floor=config.loss_floor,
+        late=config.late,
         **_given(min_wl=first, max_wl=second),
         **common,
     )

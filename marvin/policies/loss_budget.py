@@ -1,22 +1,31 @@
 """Policies for integer hardware: word lengths from a loss budget, or given; ranges from data."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from fixedpoint_kernels import FixedPoint
 from marvin.policies.range_policy import (
     LayerBudget,
     Observation,
+    Observed,
     RangePolicy,
+    TensorFormat,
     Window,
     is_word_length,
 )
 from marvin.policies.ranges import Limits, budget_noise
-from marvin.policies.records import Layer, Step, Update
+from marvin.policies.records import Layer, Step, Update, word_length
 from marvin.settings import Checks, Settings
 
 __all__ = ["LossBudgetPolicy", "StaticPolicy"]
+
+
+_Lengths = tuple[
+    str, TensorFormat | None, TensorFormat | None
+]  # of a weight, and its layer's inputs
+_REACH, _HALVINGS = 16.0, 16  # powers of 4, each about a bit; to 1/2000 bit
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,17 @@ class LossBudgetPolicy(RangePolicy):
             use the integer bits that they do not need as fractional ones.
         batch_size: Samples of a step, in each process. None: the first dimension of what the first layer sees,
             summed over a step's forward passes; needs ``marvin.quantize_activations``.
+        target_bits: Mean of weights' and inputs' word lengths that the formats must have: at each
+            switch ``kappa`` and ``max_noise`` are multiplied by what gives it, so that only their
+            ratio matters. None: as ``kappa`` has it.
+        target_ebops: The same for EBOPs: bits of weights times bits of inputs, without signs, over
+            ``madds``.
+        madds: Pairs of a weight's name and its multiply-adds, such as of ``perfmodel.layers``.
+        free_zeros: Only inputs that are not 0 are charged noise: zeros, as behind a ReLU, are not
+            rounded.
+        loss_floor: The budget follows the loss down to this share of the first window's.
+        late: All words have ``max_wl`` bits until the learning rate has fallen to half of its
+            highest.
 
     Raises:
         ValueError: An argument is out of range; in ``step``, loss or batch size is not known.
@@ -62,6 +82,12 @@ class LossBudgetPolicy(RangePolicy):
     ends_wl: int | None = None
     per_channel: bool = False
     batch_size: int | None = None
+    target_bits: float | None = None
+    target_ebops: float | None = None
+    madds: tuple[tuple[str, int], ...] = ()
+    free_zeros: bool = False
+    loss_floor: float = 0.0
+    late: bool = False
 
     checks: ClassVar[Checks] = Checks(
         rules=(
@@ -74,6 +100,29 @@ class LossBudgetPolicy(RangePolicy):
                 lambda s: s["batch_size"] is None or s["batch_size"] >= 1,
                 "1 or more",
             ),
+            (
+                "target_bits",
+                lambda s: (
+                    s["target_bits"] is None or s["min_wl"] <= s["target_bits"] <= s["max_wl"]
+                ),
+                "min_wl to max_wl bits",
+            ),
+            (
+                "target_ebops",
+                lambda s: s["target_ebops"] is None or s["target_ebops"] > 0,
+                "above 0",
+            ),
+            (
+                "target_ebops",
+                lambda s: s["target_ebops"] is None or s["target_bits"] is None,
+                "without target_bits",
+            ),
+            (
+                "madds",
+                lambda s: s["target_ebops"] is None or bool(s["madds"]),
+                "given with target_ebops",
+            ),
+            ("loss_floor", lambda s: 0 <= s["loss_floor"] <= 1, "0 to 1"),
         )
     )
 
@@ -81,9 +130,10 @@ class LossBudgetPolicy(RangePolicy):
         """See ``Policy``."""
         return settings["batch_size"] or counted
 
-    def limits(self, settings: Settings) -> tuple[Limits, Limits]:
+    def limits(self, settings: Settings, shared: Window) -> tuple[Limits, Limits]:
         """See ``RangePolicy``."""
-        lengths = settings["min_wl"], settings["max_wl"]
+        is_early = settings["late"] and shared.lr > shared.highest_lr / 2
+        lengths = settings["max_wl" if is_early else "min_wl"], settings["max_wl"]
         weights, inputs = settings["max_noise"]
         return Limits(*lengths, weights), Limits(*lengths, inputs)
 
@@ -93,18 +143,58 @@ class LossBudgetPolicy(RangePolicy):
             return math.inf
         return budget_noise(settings["kappa"] * share, observation.gradient or 0.0)
 
+    def share(self, shared: Window, tensors: int, settings: Settings) -> float:
+        """See ``RangePolicy``."""
+        loss = max(shared.mean_loss, settings["loss_floor"] * shared.first_loss)
+        return loss / max(tensors, 1)
+
+    def factor(self, layers: Sequence[Observed], share: float, step: Step) -> float:
+        """Return what gives the formats that come nearest to the target; 1 without one."""
+        bits, ebops = step.settings["target_bits"], step.settings["target_ebops"]
+        if bits is None and ebops is None:
+            return 1.0
+        madds = dict(step.settings["madds"])
+
+        def excess(power: float) -> float:
+            found = [self._lengths(row, share, 4.0**power) for row in layers]
+            if bits is not None:
+                return _mean_bits(found) - bits
+            return sum(_madds_of(madds, name) * w * x for name, w, x in _magnitudes(found)) - ebops
+
+        low, high = -_REACH, _REACH  # less noise, more bits; more noise, fewer bits
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+        return 4.0 ** min(low, high, key=lambda power: abs(excess(power)))
+
+    def _lengths(self, row: Observed, share: float, factor: float) -> _Lengths:
+        layer, of_weight, of_inputs = row
+        own = of_weight.scaled(factor)
+        weight, _ = self.next_format(layer.settings, own, share * factor, follows=False)
+        inputs = layer.record.inputs
+        if of_inputs is not None:
+            own = of_inputs.scaled(factor)
+            inputs, _ = self.next_format(layer.settings, own, share * factor, follows=True)
+        return layer.name, weight, inputs
+
     def update(self, shared: Window, layers: Sequence[Layer], step: Step) -> Update:
         """Add to the window; at its end, change formats.
 
         Raises:
-            ValueError: The loss or the number of samples is not known.
+            ValueError: The loss, the number of samples, or with ``late`` the learning rate, is not
+                known; with ``target_ebops``, the multiply-adds of a layer are not.
         """
         if step.loss is None or not step.samples:
             raise ValueError(
                 "LossBudgetPolicy needs step(loss=loss), and batch_size or quantize_activations "
                 f"to know the batch, got loss={step.loss} and {step.samples} samples"
             )
-        shared = Window(shared.loss_sum + step.loss, shared.losses + 1)
+        shared = replace(shared, loss_sum=shared.loss_sum + step.loss, losses=shared.losses + 1)
+        if step.settings["late"]:
+            if "lr" not in step.settings:
+                raise ValueError("late=True needs an optimizer with lr, got one without")
+            lr = float(step.settings["lr"])
+            shared = replace(shared, lr=lr, highest_lr=max(lr, shared.highest_lr))
         return super().update(shared, [_with_gradient(layer, step) for layer in layers], step)
 
 
@@ -138,7 +228,7 @@ class StaticPolicy(RangePolicy):
         )
     )
 
-    def limits(self, settings: Settings) -> tuple[Limits, Limits]:
+    def limits(self, settings: Settings, shared: Window) -> tuple[Limits, Limits]:
         """See ``RangePolicy``."""
         weights, activations = settings["weights"], settings["activations"]
         return Limits(weights, weights), Limits(activations, activations)
@@ -157,6 +247,30 @@ def _with_gradient(layer: Layer, step: Step) -> Layer:
     return layer.but(
         record=LayerBudget(old.fmt, old.inputs, total, old.count + 1, old.input_gradient)
     )
+
+
+def _mean_bits(found: Sequence[_Lengths]) -> float:
+    """Return the mean of the mean word lengths of weights and of inputs, where there are some."""
+    columns = zip(*((weight, inputs) for _, weight, inputs in found), strict=True)
+    lengths = [[fmt.wl for fmt in column if fmt is not None] for column in columns]
+    means = [sum(own) / len(own) for own in lengths if own]
+    return sum(means) / max(len(means), 1)
+
+
+def _magnitudes(found: Sequence[_Lengths]) -> Iterator[tuple[str, int, int]]:
+    """Yield each layer's bits without signs, of weights and inputs; float32 counts as 32."""
+    for name, weight, inputs in found:
+        signed = inputs.signed if isinstance(inputs, FixedPoint) else True
+        yield name, word_length(weight) - 1, word_length(inputs) - signed
+
+
+def _madds_of(madds: Mapping[str, int], name: str) -> int:
+    if name not in madds:
+        raise ValueError(
+            f"madds must have every layer with target_ebops, got none of {name}: give the pairs of "
+            "perfmodel.layers"
+        )
+    return madds[name]
 
 
 def _is_pair(values: object) -> bool:

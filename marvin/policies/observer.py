@@ -106,8 +106,9 @@ class Inputs:
 
     def range(self, tolerance: float) -> Range:
         """Return the range that leaves out at most a share of ``tolerance``."""
-        bits = integer_bits_of(self.counts, tolerance)
-        return Range(self.lowest < 0, bits, self.power, self.saturated)
+        bits, total = integer_bits_of(self.counts, tolerance), sum(self.counts)
+        rounded = 1 - self.counts[0] / total if total else 1.0
+        return Range(self.lowest < 0, bits, self.power, self.saturated, rounded=rounded)
 
 
 class Observer:

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fixedpoint_kernels import FixedPoint
@@ -16,7 +16,8 @@ from marvin.policies.trace import Switch
 from marvin.ranks import sums_over_ranks
 from marvin.settings import Checks, Settings, check_settings
 
-__all__ = ["LayerBudget", "Observation", "RangePolicy", "Window", "is_word_length"]
+__all__ = ["LayerBudget", "Observation", "Observed", "RangePolicy", "TensorFormat", "Window"]
+__all__ += ["is_word_length"]
 
 TensorFormat = FixedPoint | ChannelFormat
 _EARLY = 1, 2, 5, 12  # formats change at the end of these steps too: weights move fast then
@@ -48,10 +49,26 @@ class Window(PlainRecord):
     Args:
         loss_sum: Sum of the window's losses.
         losses: How many there were.
+        first_loss: Mean loss of the first window of several steps; 0 before.
+        lr: Learning rate of the first group, where the policy asks for it.
+        highest_lr: Highest of these so far.
     """
 
     loss_sum: float = 0.0
     losses: int = 0
+    first_loss: float = 0.0
+    lr: float = 0.0
+    highest_lr: float = 0.0
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss of the window; 0 where it has none."""
+        return self.loss_sum / self.losses if self.losses else 0.0
+
+    def emptied(self) -> "Window":
+        """Return the next window."""
+        first = self.first_loss or (self.mean_loss if self.losses > 1 else 0.0)
+        return Window(first_loss=first, lr=self.lr, highest_lr=self.highest_lr)
 
 
 @dataclass(frozen=True)
@@ -69,6 +86,14 @@ class Observation:
     range: Range
     gradient: float | None
     limits: Limits
+
+    def scaled(self, factor: float) -> "Observation":
+        """Return it with other limits of noise."""
+        limits = replace(self.limits, max_noise=self.limits.max_noise * factor)
+        return replace(self, limits=limits)
+
+
+Observed = tuple[Layer, Observation, Observation | None]  # a layer, its weight, its inputs
 
 
 class RangePolicy(Policy):
@@ -106,7 +131,7 @@ class RangePolicy(Policy):
         self.check(self.settings())
 
     @abstractmethod
-    def limits(self, settings: Settings) -> tuple[Limits, Limits]:
+    def limits(self, settings: Settings, shared: Window) -> tuple[Limits, Limits]:
         """Return what the formats of a layer's weights and of its inputs must keep to."""
 
     @abstractmethod
@@ -118,6 +143,14 @@ class RangePolicy(Policy):
             observation: What is known of the tensor.
             share: Mean loss of the window, divided by the number of tensors.
         """
+
+    def share(self, shared: Window, tensors: int, settings: Settings) -> float:
+        """Return the loss that the budget follows, divided by the number of tensors."""
+        return shared.mean_loss / max(tensors, 1)
+
+    def factor(self, layers: Sequence[Observed], share: float, step: Step) -> float:
+        """Return by what all noise that is allowed is multiplied."""
+        return 1.0
 
     def check(self, settings: Settings) -> None:
         """See ``Policy``."""
@@ -147,19 +180,22 @@ class RangePolicy(Policy):
         masters, shards = [layer.master for layer in layers], [layer.shard for layer in layers]
         wanted = [layer.settings["per_channel"] for layer in layers]
         weights = zip(weight_ranges(masters, shards, wanted), _gradients(layers), strict=True)
-        loss = shared.loss_sum / shared.losses if shared.losses else 0.0
-        share = loss / max(2 * len(layers), 1)
-        after, rows = [], []
+        observed: list[Observed] = []
         for place, (layer, (measured, gradient)) in enumerate(zip(layers, weights, strict=True)):
-            limits = self.limits(layer.settings)
+            limits = self.limits(layer.settings, shared)
             if place in (0, len(layers) - 1) and (wl := layer.settings["ends_wl"]) is not None:
                 limits = Limits(wl, wl), Limits(wl, wl)
             of_weight = Observation(layer.record.fmt, measured, gradient, limits[0])
-            observations = of_weight, _observed_inputs(layer, limits[1])
-            record, row = self._switched(layer, observations, share, step.number)
+            observed.append((layer, of_weight, _observed_inputs(layer, limits[1])))
+        share = self.share(shared, 2 * len(layers), step.settings)
+        factor = self.factor(observed, share, step)
+        after, rows = [], []
+        for layer, of_weight, of_inputs in observed:
+            own = of_weight.scaled(factor), of_inputs and of_inputs.scaled(factor)
+            record, row = self._switched(layer, own, share * factor, step.number)
             after.append(layer.but(record=record))
             rows.append(row)
-        return Update(Window(), after, rows)
+        return Update(shared.emptied(), after, rows)
 
     def _switched(
         self,
@@ -171,10 +207,10 @@ class RangePolicy(Policy):
         """Give a layer its formats, and begin a window."""
         record: LayerBudget = layer.record
         of_weight, of_inputs = observations
-        fmt, note = self._next(layer.settings, of_weight, share, follows=False)
+        fmt, note = self.next_format(layer.settings, of_weight, share, follows=False)
         notes, inputs, mean = [f"weight: {note}"] if note else [], record.inputs, None
         if of_inputs is not None:
-            inputs, note = self._next(layer.settings, of_inputs, share, follows=True)
+            inputs, note = self.next_format(layer.settings, of_inputs, share, follows=True)
             notes += [f"inputs: {note}"] if note else []
             mean = of_inputs.gradient
         if mean is None or not math.isfinite(mean):
@@ -198,7 +234,7 @@ class RangePolicy(Policy):
         )
         return LayerBudget(fmt, inputs, input_gradient=mean), row
 
-    def _next(
+    def next_format(
         self, settings: Settings, observation: Observation, share: float, *, follows: bool
     ) -> tuple[TensorFormat | None, str]:
         """Return a tensor's next format, and why it is the one before where it had to stay.
@@ -213,6 +249,8 @@ class RangePolicy(Policy):
         if (noise := self.noise(settings, observation, share)) is None:
             return before, "loss or gradient 0, or not finite"
         noise = min(noise, observation.limits.max_noise * measured.power) / measured.noise_share
+        if settings.get("free_zeros"):
+            noise /= max(measured.rounded, 1e-3)
         fmt = observation.limits.format(measured.signed, integer_bits, noise, measured.clipping)
         return (channel_format(fmt, measured.channels) if measured.channels else fmt), ""
 

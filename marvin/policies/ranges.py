@@ -24,6 +24,7 @@ class Range:
         channels: ``integer_bits`` of each channel, where they have fractional lengths of their own.
         clipping: Mean square of what clipping takes away with 1, 2, ... integer bits fewer than
             ``integer_bits``, as far as that may be.
+        rounded: Share of values that rounding can change: those that are not 0.
     """
 
     signed: bool
@@ -32,6 +33,7 @@ class Range:
     saturated: float = 0.0
     channels: tuple[int | None, ...] = ()
     clipping: tuple[float, ...] = ()
+    rounded: float = 1.0
 
     @property
     def noise_share(self) -> float:

@@ -9,6 +9,8 @@ import torch
 
 import marvin
 from fixedpoint_kernels import BlockFloat, FixedPoint
+from perfmodel.run import read_run
+from perfmodel.summary import totals
 from train import loop
 from train.config import Config, parse, run_folder
 from train.records import RunFolder, read_csv
@@ -121,10 +123,26 @@ def test_muppet_owns_the_rate_and_the_end(run, tiny, tmp_path, monkeypatch):
     short = marvin.MuppetPolicy(levels=(8, 32), window=1, patience=1, epochs_per_lr=1, lr_decays=1)
     # a diversity of one epoch is always 1: no violation, so say when
     falling = (1.0 / epoch for epoch in itertools.count(2))
-    monkeypatch.setattr("marvin.policies.muppet.epoch_diversity", lambda _: next(falling))
-    monkeypatch.setattr("marvin.policies.muppet.threshold", lambda _: 1.0)
-    monkeypatch.setattr("train.optimizers._policy", lambda _: short)
+    monkeypatch.setattr("marvin.policies.muppet.epoch_diversity", lambda *_: next(falling))
+    monkeypatch.setattr("marvin.policies.muppet.threshold", lambda *_: 1.0)
+    monkeypatch.setattr("train.optimizers._policy", lambda *_: short)
     run(dataclasses.replace(tiny, policy="muppet", epochs=9, plateau_patience=0))
     rows = read_csv(tmp_path / "run" / "metrics.csv")
     assert [float(r["mean_word_length"]) for r in rows] == [8, 8, 32, 32]
     assert [float(r["lr"]) for r in rows] == pytest.approx([0.02, 0.02, 0.02, 0.002])
+
+
+def test_targets_of_the_loss_budget(run, tiny, tmp_path):
+    run(dataclasses.replace(tiny, policy="loss-budget", target_bits=5.0))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    bits = (result["mean_word_length"] + result["mean_input_word_length"]) / 2
+    assert bits == pytest.approx(5.0, rel=0.02)
+    folder = tmp_path / "ebops"
+    run(dataclasses.replace(tiny, policy="loss-budget", target_ebops=2e6, run=str(folder)))
+    found = {total.name: total.value for total in totals(read_run(folder))}
+    assert found["EBOPs"] == pytest.approx(2.0, rel=0.02)
+
+
+def test_options_of_the_loss_budget_are_of_no_other_policy():
+    with pytest.raises(ValueError, match="--target-bits must be with --policy loss-budget"):
+        Config(policy="static", target_bits=5.0)

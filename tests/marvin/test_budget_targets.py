@@ -1,0 +1,175 @@
+"""Targets and options of the loss budget, judged by the formats that the optimizer ends with."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import marvin
+from marvin import LossBudgetPolicy, Quantized
+
+WIDTHS = 8, 24, 20, 16, 24, 12, 20, 16, 24, 12, 16, 4
+
+
+def make(lr: float = 0.05, **options):
+    torch.manual_seed(0)
+    layers = [
+        layer for a, b in itertools.pairwise(WIDTHS) for layer in (nn.Linear(a, b), nn.ReLU())
+    ]
+    model = nn.Sequential(*layers[:-1])
+    sgd = torch.optim.SGD(model.named_parameters(), lr=lr, momentum=0.9)
+    optimizer = Quantized(sgd, LossBudgetPolicy(window=4, **options), normalize_gradients=True)
+    marvin.quantize_activations(model, optimizer)
+    return model, optimizer
+
+
+def train(model, optimizer, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 8, generator=generator)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), x[:, :4].argmax(1))
+        loss.backward()
+        optimizer.step(loss=loss.item())
+
+
+def mean_bits(optimizer) -> float:
+    """Means of weights and of inputs, by hand."""
+    own, inputs = optimizer.formats(), optimizer.input_formats()
+    assert len(own) == len(inputs) == len(WIDTHS) - 1
+    every = [fmt.wl for fmt in own.values()] + [fmt.wl for fmt in inputs.values()]
+    return sum(every) / len(every)
+
+
+MADDS = tuple((f"{2 * i}.weight", a * b) for i, (a, b) in enumerate(itertools.pairwise(WIDTHS)))
+
+
+def ebops(optimizer) -> int:
+    own, inputs = optimizer.formats(), optimizer.input_formats()
+    return sum(
+        madds * (own[name].wl - 1) * (inputs[name].wl - inputs[name].signed)
+        for name, madds in MADDS
+    )
+
+
+@pytest.mark.parametrize("target", [4.3, 5.0, 6.5, 7.8])
+@pytest.mark.parametrize("kappa", [1e-6, 0.01, 10.0])
+def test_bits_are_met_whatever_kappa(target, kappa):
+    model, optimizer = make(target_bits=target, kappa=kappa)
+    for steps in (1, 4, 15):  # to the first switch, and to later ones
+        train(model, optimizer, steps)
+        assert mean_bits(optimizer) == pytest.approx(target, abs=0.5 / 22 + 1e-9, rel=0)
+
+
+@pytest.mark.parametrize("target", [60_000, 90_000])
+def test_ebops_are_met(target):
+    model, optimizer = make(target_ebops=target, madds=MADDS)
+    train(model, optimizer, 20)
+    assert ebops(optimizer) == pytest.approx(target, rel=0.02)
+    free, without = make()
+    train(free, without, 20)
+    assert ebops(without) != pytest.approx(target, rel=0.02)
+
+
+def test_out_of_reach_the_nearest_is_taken():
+    model, optimizer = make(target_ebops=1.0, madds=MADDS)
+    train(model, optimizer, 8)
+    assert {fmt.wl for fmt in optimizer.formats().values()} == {4}
+    model, optimizer = make(target_ebops=1e12, madds=MADDS)
+    train(model, optimizer, 8)
+    assert {fmt.wl for fmt in optimizer.formats().values()} == {8}
+
+
+def test_the_target_keeps_the_order_of_the_rule():
+    """A factor on all noise: who had longer words without a target has no shorter ones with it."""
+    options = {"kappa": 1e-3, "max_noise": (1e3, 1e3), "max_wl": 16, "min_wl": 2}
+    found = []
+    for target in (None, 5.0):
+        model, optimizer = make(target_bits=target, **options)
+        train(model, optimizer, 2)  # both switches of the same steps
+        found.append([row for row in optimizer.trace if row.step == 2])
+    plain, steered = found
+    assert [r.weight_gradient for r in plain] != [r.weight_gradient for r in steered]
+    gradients = [row.weight_gradient for row in steered]
+    lengths = [row.fl for row in steered]
+    assert len(set(lengths)) > 1
+    finest = [fl for _, fl in sorted(zip(gradients, lengths, strict=True))]
+    assert finest == sorted(finest)  # steps follow gradients alone, where noise has no other limit
+
+
+def test_resume_equals_never_stopping():
+    options = {"target_bits": 5.5, "free_zeros": True, "loss_floor": 0.3, "late": True}
+    model, optimizer = make(**options)
+    train(model, optimizer, 7)
+    optimizer.param_groups[0]["lr"] = 0.02
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, 9, start=7)
+    other, again = make(lr=0.3)
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    assert again.policy == optimizer.policy
+    train(other, again, 9, start=7)
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert again.shared == optimizer.shared
+    assert again.trace == optimizer.trace
+
+
+def test_late_words_are_long_until_the_rate_falls():
+    model, optimizer = make(late=True, kappa=10.0, max_noise=(1.0, 1.0))
+    train(model, optimizer, 8)
+    assert mean_bits(optimizer) == 8
+    optimizer.param_groups[0]["lr"] *= 0.6
+    train(model, optimizer, 4, start=8)
+    assert mean_bits(optimizer) == 8
+    optimizer.param_groups[0]["lr"] *= 0.6
+    train(model, optimizer, 4, start=12)
+    assert mean_bits(optimizer) < 6.5
+
+
+def test_zeros_are_charged_nothing():
+    """Behind a ReLU, steps may be coarser by the square root of the share of zeros."""
+    one, other = make(max_wl=16, min_wl=2), make(max_wl=16, min_wl=2, free_zeros=True)
+    for model, optimizer in (one, other):
+        train(model, optimizer, 1)  # the same float step, so the same observations
+    before, after = one[1].input_formats(), other[1].input_formats()
+    differences = [before[name].fl - after[name].fl for name in before]
+    assert differences[0] == 0  # of images: no zeros
+    assert set(differences) <= {0, 1}
+    assert sum(differences) >= 2
+    assert one[1].formats() == other[1].formats()
+
+
+def test_the_budget_has_a_floor():
+    shared = marvin.policies.range_policy.Window(loss_sum=0.3, losses=3, first_loss=2.0)
+    for floor, loss in ((0.0, 0.1), (0.01, 0.1), (0.4, 0.8)):
+        policy = LossBudgetPolicy(loss_floor=floor)
+        assert policy.share(shared, 4, policy.settings()) == pytest.approx(loss / 4)
+    model, optimizer = make()
+    train(model, optimizer, 9)
+    losses = optimizer.shared.first_loss
+    assert 0.5 < losses < 3
+    assert optimizer.shared.emptied().first_loss == losses
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_bits": 3}, "target_bits must be min_wl to max_wl bits, got target_bits=3"),
+        ({"target_bits": 5, "target_ebops": 9.0, "madds": MADDS}, "must be without target_bits"),
+        ({"target_ebops": 0, "madds": MADDS}, "target_ebops must be above 0"),
+        ({"target_ebops": 5.0}, "madds must be given with target_ebops"),
+        ({"loss_floor": 1.5}, "loss_floor must be 0 to 1"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        LossBudgetPolicy(**options)
+
+
+def test_a_layer_without_multiply_adds_is_named():
+    model, optimizer = make(target_ebops=5.0, madds=MADDS[:-1])
+    with pytest.raises(ValueError, match=r"madds must have every layer .* got none of 20\.weight"):
+        train(model, optimizer, 1)
