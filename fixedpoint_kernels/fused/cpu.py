@@ -464,23 +464,38 @@ def _pack_weights(tasks, scales, spare, spare_bytes, threads):
                 begin[i] *= np.int32(-128) * np.int32(d[f.W_FLIPS])
 
 
-def _collect(tasks, threads):
-    """Add up the threads' totals of weight gradients, and write them as the weights lie."""
-    for k in prange(len(tasks)):
-        d = tasks[k]
-        outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
-        padded, columns = (inputs + 15) // 16 * 16, (outputs + 15) // 16 * 16
-        size = taps * padded * columns
-        totals = _doubles(d[f.TOTALS], threads * size)
-        out = _floats(d[f.OUT], outputs * inputs * taps)
-        lsb = _floats(d[f.POWERS], 1)[0]
+def _collect(tasks, items, threads):
+    """Add up the threads' totals of weight gradients, and write them as the weights lie.
+
+    Args:
+        tasks: (layers, ...) int64, see ``fields``.
+        items: (items, 2) int64: a layer, and the first of 16 outputs.
+        threads: That added up.
+    """
+    for k in prange(len(items)):
+        d, first = tasks[items[k, 0]], items[k, 1]
+        if d[f.OUT]:
+            _collect_outputs(d, first, threads)
+
+
+@njit
+def _collect_outputs(d, first, threads):
+    outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
+    padded, columns = (inputs + 15) // 16 * 16, (outputs + 15) // 16 * 16
+    size, count = taps * padded * columns, min(16, outputs - first)
+    totals = _doubles(d[f.TOTALS], threads * size)
+    out = _floats(d[f.OUT], outputs * inputs * taps)
+    lsb, sums = _floats(d[f.POWERS], 1)[0], np.empty(16, np.float64)
+    for c in range(inputs):
         for t in range(taps):
-            for c in range(inputs):
-                for o in range(outputs):
-                    at, total = (t * padded + c) * columns + o, 0.0
-                    for thread in range(threads):
-                        total += totals[thread * size + at]
-                    out[(o * inputs + c) * taps + t] = np.float32(total) * lsb
+            at = (t * padded + c) * columns + first
+            for o in range(16):
+                sums[o] = totals[at + o]
+            for thread in range(1, threads):
+                for o in range(16):
+                    sums[o] += totals[thread * size + at + o]
+            for o in range(count):
+                out[((first + o) * inputs + c) * taps + t] = np.float32(sums[o]) * lsb
 
 
 def pack_weights(parallel: bool) -> Any:

@@ -25,7 +25,7 @@ from fixedpoint_kernels.products.shapes import Correlation
 
 __all__ = ["Addresses", "Program", "Shape"]
 
-_CACHE = 2**19  # bytes of what a thread works on at a time
+_CACHE = 2**20
 _BLOCK = 64
 
 
@@ -231,6 +231,7 @@ class Program:
             self._take(self.threads * self._padded_weights(layer), np.float64) if needed else 0
             for layer, needed in zip(segment.layers, self._needs_weights, strict=True)
         ]
+        self._collected = self._collecting()
 
     def clear(self) -> None:
         """Set what forward adds to to 0."""
@@ -240,17 +241,20 @@ class Program:
 
     def collect(self, weights: Sequence[Tensor]) -> None:
         """Write weight gradients, contiguous, from what backward added up; empty ones are not wanted."""
-        tasks = []
-        for n, (layer, weight) in enumerate(zip(self.segment.layers, weights, strict=True)):
-            if weight.numel():
-                row = np.zeros(f.COUNT, np.int64)
-                outputs, inputs, height, width = layer.shape
-                row[[f.W_OUTPUTS, f.W_INPUTS, f.W_TAPS]] = outputs, inputs, height * width
-                row[[f.TOTALS, f.OUT]] = self.totals[n], weight.data_ptr()
-                row[f.POWERS] = self._lsbs.ctypes.data + 4 * n
-                tasks.append(row)
-        if tasks:
-            cpu.collect(self.threads > 1)(np.stack(tasks), self.threads)
+        tasks, items = self._collected
+        tasks[:, f.OUT] = [weight.data_ptr() if weight.numel() else 0 for weight in weights]
+        cpu.collect(self.threads > 1)(tasks, items, self.threads)
+
+    def _collecting(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return what ``cpu.collect`` takes: layers, and the outputs of each in sixteens."""
+        tasks = np.zeros((len(self.segment.layers), f.COUNT), np.int64)
+        items = []
+        for n, layer in enumerate(self.segment.layers):
+            outputs, inputs, height, width = layer.shape
+            tasks[n, [f.W_OUTPUTS, f.W_INPUTS, f.W_TAPS]] = outputs, inputs, height * width
+            tasks[n, [f.TOTALS, f.POWERS]] = self.totals[n], self._lsbs.ctypes.data + 4 * n
+            items += [(n, first) for first in range(0, outputs, 16)]
+        return tasks, np.array(items, np.int64)
 
     @staticmethod
     def _padded_weights(layer: Layer) -> int:
