@@ -54,12 +54,19 @@ def _spread(values, channels, pattern, address):
 
 
 @njit
+def _mix(address, c, value, share):
+    """Move a running statistic towards a value, as batch norm does."""
+    running = _floats(address, c + 1)
+    running[c] = running[c] + np.float32(share) * (np.float32(value) - running[c])
+
+
+@njit
 def _coefficients(d, threads):
     """Write by what a layer's sums are multiplied and what is added, from all its sums."""
     channels, groups = d[f.CHANNELS], (d[f.CHANNELS] + 15) // 16
     sums = carray(pointer_to(d[f.STATISTICS]), (threads, groups, 48), np.int64)
     means, inverses = _doubles(d[f.MEANS], channels), _doubles(d[f.INVERSES], channels)
-    variances, numbers = _doubles(d[f.VARIANCES], channels), _doubles(d[f.NUMBERS], 2)
+    variances, numbers = _doubles(d[f.VARIANCES], channels), _doubles(d[f.NUMBERS], 3)
     a, b = np.empty(channels, np.float32), np.empty(channels, np.float32)
     count, power, eps = d[f.POSITIONS], numbers[0], numbers[1]
     for c in range(channels):
@@ -77,6 +84,10 @@ def _coefficients(d, threads):
         mean, variance = mean * power, variance * (power * power)
         inverse = 1.0 / np.sqrt(variance + eps)
         means[c], variances[c], inverses[c] = mean, variance, inverse
+        if d[f.RUNNING_MEAN]:
+            share, unbiased = numbers[2], variance * (count / max(count - 1, 1))
+            _mix(d[f.RUNNING_MEAN], c, mean, share)
+            _mix(d[f.RUNNING_VARIANCE], c, unbiased, share)
         scale = np.float64(_floats(d[f.SCALE], channels)[c]) if d[f.SCALE] else 1.0
         shift = np.float64(_floats(d[f.SHIFT], channels)[c]) if d[f.SHIFT] else 0.0
         factor = scale * inverse
@@ -263,8 +274,8 @@ def _fold(j, sums, totals, scale, flipped):
 
 
 @njit
-def _sort(order, scales, images):
-    """Order images by the power of two of their gradient, largest first."""
+def _sort(order, scales, images, is_turned):
+    """Order images by the power of two of their gradient, largest first, or last."""
     for i in range(images):
         order[i] = i
     for i in range(1, images):
@@ -273,6 +284,9 @@ def _sort(order, scales, images):
             order[j + 1] = order[j]
             j -= 1
         order[j + 1] = own
+    if is_turned:
+        for i in range(images // 2):
+            order[i], order[images - 1 - i] = order[images - 1 - i], order[i]
 
 
 def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums, held):
@@ -378,7 +392,8 @@ def region(
                         slot = n - first
                         place = codes + slot * d[f.CODES_STEP]
                         _round_gradient(d, n, slot, dz, place, scales, largest)
-                    _sort(order, scales, count)
+                    # those of the power that comes last come first the next time
+                    _sort(order, scales, count, first // chunk % 2 == 1)
                 elif kind == f.WEIGHT_PRODUCT:
                     size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
                     totals = _doubles(d[f.TOTALS] + 8 * thread * size, size)
@@ -469,33 +484,38 @@ def _collect(tasks, items, threads):
 
     Args:
         tasks: (layers, ...) int64, see ``fields``.
-        items: (items, 2) int64: a layer, and the first of 16 outputs.
+        items: (items, 2) int64: a layer, and the first of 16 inputs.
         threads: That added up.
     """
     for k in prange(len(items)):
         d, first = tasks[items[k, 0]], items[k, 1]
         if d[f.OUT]:
-            _collect_outputs(d, first, threads)
+            _collect_inputs(d, first, threads)
 
 
 @njit
-def _collect_outputs(d, first, threads):
+def _collect_inputs(d, first, threads):
+    """Write what belongs to 16 inputs: totals lie by tap, input and output."""
     outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
     padded, columns = (inputs + 15) // 16 * 16, (outputs + 15) // 16 * 16
-    size, count = taps * padded * columns, min(16, outputs - first)
-    totals = _doubles(d[f.TOTALS], threads * size)
+    size, rows = taps * padded * columns, min(16, inputs - first) * taps
+    totals, lsb = _doubles(d[f.TOTALS], threads * size), _floats(d[f.POWERS], 1)[0]
     out = _floats(d[f.OUT], outputs * inputs * taps)
-    lsb, sums = _floats(d[f.POWERS], 1)[0], np.empty(16, np.float64)
-    for c in range(inputs):
-        for t in range(taps):
-            at = (t * padded + c) * columns + first
-            for o in range(16):
-                sums[o] = totals[at + o]
-            for thread in range(1, threads):
-                for o in range(16):
-                    sums[o] += totals[thread * size + at + o]
-            for o in range(count):
-                out[((first + o) * inputs + c) * taps + t] = np.float32(sums[o]) * lsb
+    values, sums = np.empty((rows, columns), np.float32), np.empty(columns, np.float64)
+    for row in range(rows):
+        at = (row % taps * padded + first + row // taps) * columns
+        sums[:] = totals[at : at + columns]
+        for thread in range(1, threads):
+            own = totals[thread * size + at : thread * size + at + columns]
+            for o in range(columns):
+                sums[o] += own[o]
+        for o in range(columns):
+            values[row, o] = np.float32(sums[o]) * lsb
+    for o in range(outputs):
+        start = (o * inputs + first) * taps
+        own_out = out[start : start + rows]
+        for row in range(rows):
+            own_out[row] = values[row, o]
 
 
 def pack_weights(parallel: bool) -> Any:

@@ -74,6 +74,7 @@ def forward(
             outputs.append(_Result(len(x), program.shapes[i]))
             given["y", i] = outputs[-1].address
     program.clear()
+    program.momenta[:] = [own.momentum for own in parameters]
     _run(program, program.forward, kept, given)
     return [result.take() for result in outputs], kept
 
@@ -135,6 +136,8 @@ def _given(parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:
             ("scale", n): 0 if own.scale is None else own.scale.data_ptr(),
             ("shift", n): 0 if own.shift is None else own.shift.data_ptr(),
         }
+        running = (0, 0) if own.running is None else (r.data_ptr() for r in own.running)
+        found |= zip((("running_mean", n), ("running_variance", n)), running, strict=True)
     return found
 
 

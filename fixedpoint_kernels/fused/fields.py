@@ -24,7 +24,7 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     # of a value: its terms, and what is made of it
     FIRST, Z, A, B, SECOND, Z2, A2, B2, X, RELU, RELU_MASK, Y, CODES, CLIP_MASK, CLIPS, BOTH, CLAMPED,
     # of batch norm
-    STATISTICS, MEANS, INVERSES, VARIANCES, NUMBERS, SCALE, SHIFT,
+    STATISTICS, MEANS, INVERSES, VARIANCES, NUMBERS, SCALE, SHIFT, RUNNING_MEAN, RUNNING_VARIANCE,
     # of products
     WEIGHTS, BEGIN, POWERS, OUT, CODES_STEP, WEIGHT_FL, SEED, STREAM, TOTALS, ZEROES,
     # of gradients
@@ -32,5 +32,5 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     # of weights that are laid out
     W_OUTPUTS, W_INPUTS, W_TAPS, W_STEP_O, W_STEP_C, W_STEP_T, W_PART_TAPS, W_NUMBERS, W_OFFSETS,
     W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED,
-) = range(68)  # fmt: skip
-COUNT = 68
+) = range(70)  # fmt: skip
+COUNT = 70

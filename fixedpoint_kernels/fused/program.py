@@ -25,7 +25,7 @@ from fixedpoint_kernels.products.shapes import Correlation
 
 __all__ = ["Addresses", "Program", "Shape"]
 
-_CACHE = 2**20
+_CACHE = 2**21
 _BLOCK = 64
 
 
@@ -224,6 +224,8 @@ class Program:
         self._statistics = self._take(sum(sizes))
         self._sums_at = [self._statistics + sum(sizes[:n]) for n in range(len(sizes))]
         self._factors = [[self._take(out.pattern, np.float32) for _ in "ab"] for out in self.outs]
+        self._numbers = np.zeros((len(segment.layers), 3))  # power of two, eps, momentum
+        self.momenta = self._numbers[:, 2]
         self.clamped = np.zeros((len(segment.layers), self.threads), np.int64)
         self._lsbs = np.array([layer.inputs.lsb for layer in segment.layers], np.float32)
         self._exponents = self._take(n, np.float32)
@@ -246,14 +248,14 @@ class Program:
         cpu.collect(self.threads > 1)(tasks, items, self.threads)
 
     def _collecting(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return what ``cpu.collect`` takes: layers, and the outputs of each in sixteens."""
+        """Return what ``cpu.collect`` takes: layers, and the inputs of each in sixteens."""
         tasks = np.zeros((len(self.segment.layers), f.COUNT), np.int64)
         items = []
         for n, layer in enumerate(self.segment.layers):
             outputs, inputs, height, width = layer.shape
             tasks[n, [f.W_OUTPUTS, f.W_INPUTS, f.W_TAPS]] = outputs, inputs, height * width
             tasks[n, [f.TOTALS, f.POWERS]] = self.totals[n], self._lsbs.ctypes.data + 4 * n
-            items += [(n, first) for first in range(0, outputs, 16)]
+            items += [(n, first) for first in range(0, inputs, 16)]
         return tasks, np.array(items, np.int64)
 
     @staticmethod
@@ -330,8 +332,8 @@ class Program:
     def _coefficients(self, n: int) -> _Operation:
         layer, out = self.segment.layers[n], self.outs[n]
         power = 2.0 ** (-layer.inputs.fl - layer.weight.fl)
-        numbers = np.array([power, layer.eps or 0.0])
-        self._hold.append(numbers)
+        numbers = self._numbers[n]
+        numbers[:2] = power, layer.eps or 0.0
         return _Operation(
             self._of(
                 out,
@@ -344,6 +346,8 @@ class Program:
                 NUMBERS=numbers.ctypes.data,
                 SCALE=_Given("scale", n),
                 SHIFT=_Given("shift", n),
+                RUNNING_MEAN=_Given("running_mean", n),
+                RUNNING_VARIANCE=_Given("running_variance", n),
                 A=self._factors[n][0],
                 B=self._factors[n][1],
             )

@@ -27,12 +27,17 @@ class Parameters:
         scale: Of batch norm, or None.
         shift: Of batch norm, or the bias; None: none.
         noise: Seed and stream of the gradient's rounding.
+        running: Mean and variance of batch norm for eval mode, float32, contiguous, which the
+            kernels move by ``momentum``; None: none.
+        momentum: Share of a batch in these.
     """
 
     weight: Tensor
     scale: Tensor | None = None
     shift: Tensor | None = None
     noise: tuple[int, int] = (0, 0)
+    running: tuple[Tensor, Tensor] | None = None
+    momentum: float = 0.0
 
 
 @dataclass

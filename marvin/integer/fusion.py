@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from fixedpoint_kernels import products
-from fixedpoint_kernels._torch_private import global_forward_hooks, own_forward_hooks
+from fixedpoint_kernels._torch_private import foreach_add_, global_forward_hooks, own_forward_hooks
 from fixedpoint_kernels.fused import Layer, Parameters, Segment
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
@@ -145,8 +146,14 @@ def _plain_attributes(module: nn.Module) -> list[Any]:
     return [pair for pair in vars(module).items() if type(pair[1]) in (bool, int, float, str)]
 
 
+def _rounds(module: nn.Module) -> bool:
+    return any(rounder.formats(module).rounds for rounder in rounders_of(module))
+
+
 def _has_hooks(module: nn.Module) -> bool:
     before, after = own_forward_hooks(module)
+    if not (before or after or module._backward_hooks):
+        return False
     own = len(rounders_of(module))
     return len(before) > own or len(after) > own or bool(module._backward_hooks)
 
@@ -231,10 +238,10 @@ class _Run(nn.Module):
             if rounder.state.rounding != "nearest" or conv.weight.dtype is not torch.float32:
                 return False
         for own in self.others:
-            weight = getattr(own, "weight", None)
-            if _has_hooks(own) or not own.training:
+            if _has_hooks(own) or _rounds(own) or not own.training:
                 return False
-            if weight is not None and weight.dtype is not torch.float32:
+        for norm in self.norms:
+            if norm is not None and not _is_float32(norm):
                 return False
         formats = [
             r.formats(conv) for r, conv in zip(self.rounders, self.convolutions, strict=True)
@@ -295,10 +302,8 @@ class _Run(nn.Module):
         self._programs[key] = program
         return program
 
-    def note(self, program: Any, x: Tensor, kept: Tensor) -> None:
-        """Count what was clamped, and bring batch norm's statistics up to date."""
-        from fixedpoint_kernels.fused import execute
-
+    def note(self, program: Any, x: Tensor) -> None:
+        """Count what was clamped."""
         clamped = program.clamped.sum(1)
         for i, (layer, rounder) in enumerate(
             zip(program.segment.layers, self.rounders, strict=True)
@@ -306,27 +311,26 @@ class _Run(nn.Module):
             if layer.clip and (layer.source >= 0 or x.requires_grad):
                 shape = program.shapes[layer.source]
                 rounder.tally.add(int(clamped[i]), shape.elements * len(x))
-        found = execute.statistics(program, kept)
-        for norm, out, pair in zip(self.norms, program.outs, found, strict=True):
-            if norm is not None and norm.track_running_stats:
-                _track(norm, pair, len(x) * out.height * out.width)
+
+    def track(self, parameters: Sequence[Parameters]) -> None:
+        """Let the kernels move the running statistics of batch norm, as it would do itself."""
+        norms = [norm for norm in self.norms if norm is not None and norm.track_running_stats]
+        batches = [n.num_batches_tracked for n in norms if n.num_batches_tracked is not None]
+        if batches:
+            foreach_add_(batches, 1)
+        for norm, own in zip(self.norms, parameters, strict=True):
+            if norm is None or norm.running_mean is None or norm.running_var is None:
+                continue
+            own.running = norm.running_mean, norm.running_var
+            increment_version(own.running)
+            own.momentum = norm.momentum or 0.0
+            if norm.momentum is None and norm.num_batches_tracked is not None:
+                own.momentum = 1 / int(norm.num_batches_tracked)
 
 
-def _track(norm: nn.BatchNorm2d, found: tuple[Tensor, Tensor], count: int) -> None:
-    """Bring the running statistics of a norm up to date, as it would do itself."""
-    mean, variance = found
-    running, running_variance, batches = (
-        norm.running_mean,
-        norm.running_var,
-        norm.num_batches_tracked,
-    )
-    if running is None or running_variance is None or batches is None:
-        return
-    batches += 1
-    momentum = 1 / int(batches) if norm.momentum is None else norm.momentum
-    unbiased = variance * (count / max(count - 1, 1))
-    running.lerp_(mean.to(running.dtype), momentum)
-    running_variance.lerp_(unbiased.to(running.dtype), momentum)
+def _is_float32(norm: nn.BatchNorm2d) -> bool:
+    own = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    return all(t is None or (t.dtype is torch.float32 and t.is_contiguous()) for t in own)
 
 
 def _fits(product: Product, options: Options, formats: ModuleFormats) -> bool:
@@ -353,8 +357,10 @@ class _Chain(torch.autograd.Function):
 
         needed = ctx.needs_input_grad[3:]
         program = run.program(x, ctx.needs_input_grad[0], tuple(needed[::3]))
-        outputs, kept = execute.forward(program, x, _own(parameters, noise))
-        run.note(program, x, kept)
+        own = _own(parameters, noise)
+        run.track(own)
+        outputs, kept = execute.forward(program, x, own)
+        run.note(program, x)
         ctx.save_for_backward(kept, *parameters)
         ctx.program, ctx.noise = program, noise
         return tuple(outputs)

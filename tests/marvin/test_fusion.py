@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import marvin
-from fixedpoint_kernels import products
+from fixedpoint_kernels import FixedPoint, products
 from fixedpoint_kernels.fused import INPUT, Value
-from marvin.hooks import state_of
+from marvin.hooks import rounders_of, state_of
 from marvin.integer import convert, report, revert
 from marvin.integer.fusion import Fused
 from marvin.integer.graph import trace
@@ -269,6 +270,13 @@ def test_hooks_of_others_are_called(where):
     assert calls
     handle.remove()
     assert is_fused(model)
+
+
+def test_a_norm_that_rounds_is_not_passed_over():
+    model, _ = make()
+    rounder = rounders_of(model.bn)[0]
+    rounder.write(model.bn, replace(rounder.formats(model.bn), inputs=FixedPoint(8, 4)))
+    assert not is_fused(model)
 
 
 def test_several_passes_before_one_backward():

@@ -1,0 +1,99 @@
+"""A whole step of training on integer codes, beside float32, bfloat16 autocast and the simulation.
+
+"ours": the loss budget's formats on integer units, ``marvin.integer.convert``. "simulated": the same
+without ``convert``. All others are PyTorch's own, by SGD with momentum. Each step has its loss,
+backward, and the optimizer with its policy. The policy observes one step of 25, which then runs
+unfused: a row of its own. One element is one image.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import marvin
+from benchmarks.steps import Step
+from benchmarks.timing import Case
+from fixedpoint_kernels import products
+from train.alexnet import alexnet
+from train.resnet20 import resnet20
+from train.vit import vit
+
+TESTS = "tests/marvin/test_fusion.py"
+SECONDS = 60.0  # a row: steps are long
+WINDOW = 25
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "ResNet20, 128 images of 32x32": (resnet20, 128),
+    "ResNet20 of width 64, 32 images of 32x32": (lambda: resnet20(width=64), 32),
+    "AlexNet, 128 images of 32x32": (alexnet, 128),
+    "ViT, 128 images of 32x32": (vit, 128),
+}
+
+
+def cases() -> Iterator[Case]:
+    """Yield a step of each network, then the step that the policy observes."""
+    print(f"path: {products.path()}")
+    for name, (make, images) in NETWORKS.items():
+        x, y = torch.randn(images, 3, 32, 32), torch.randint(10, (images,))
+        contestants: dict[str, Step] = {"ours": fixed_point(make, x, y, integer=True)}
+        for dtype in (torch.float32, torch.bfloat16):
+            for layout in (torch.contiguous_format, torch.channels_last):
+                kind = f"{str(dtype)[6:]}" + " channels last" * (layout is torch.channels_last)
+                contestants[kind] = floats(make, x, y, dtype, layout)
+        contestants["simulated"] = fixed_point(make, x, y, integer=False)
+        yield Case(name, images, contestants)
+    make, images = next(iter(NETWORKS.values()))
+    x, y = torch.randn(images, 3, 32, 32), torch.randint(10, (images,))
+    observed: dict[str, Step] = {
+        name: fixed_point(make, x, y, integer=name == "ours", window=1)
+        for name in ("ours", "simulated")
+    }
+    yield Case("ResNet20, 128 images of 32x32, an observed step", images, observed)
+
+
+def fixed_point(
+    make: Callable[[], nn.Module], x: Tensor, y: Tensor, *, integer: bool, window: int = 10**6
+) -> Step:
+    """Return a step in the loss budget's formats, which it has found."""
+    torch.manual_seed(0)
+    model = make().to(memory_format=torch.channels_last)
+    x = x.contiguous(memory_format=torch.channels_last)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy(window=window))
+    marvin.quantize_activations(model, optimizer)
+    if integer:
+        marvin.integer.convert(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step(loss=loss.detach())
+
+    for _ in range(4):  # the first steps are observed
+        step()
+    return step
+
+
+def floats(
+    make: Callable[[], nn.Module],
+    x: Tensor,
+    y: Tensor,
+    dtype: torch.dtype,
+    layout: torch.memory_format,
+) -> Step:
+    """Return a step of PyTorch's own, under autocast where ``dtype`` is not float32."""
+    torch.manual_seed(0)
+    model = make().to(memory_format=layout)
+    x = x.contiguous(memory_format=layout)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+
+    def step() -> None:
+        sgd.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        sgd.step()
+
+    return step
