@@ -57,7 +57,8 @@ def fixed_point(
 ) -> Step:
     """Return a step in the loss budget's formats, which it has found."""
     torch.manual_seed(0)
-    model = make().to(memory_format=torch.channels_last)
+    model = make()
+    model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]: torch has it
     x = x.contiguous(memory_format=torch.channels_last)
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy(window=window))
@@ -85,7 +86,8 @@ def floats(
 ) -> Step:
     """Return a step of PyTorch's own, under autocast where ``dtype`` is not float32."""
     torch.manual_seed(0)
-    model = make().to(memory_format=layout)
+    model = make()
+    model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
     x = x.contiguous(memory_format=layout)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
 
