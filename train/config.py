@@ -74,6 +74,9 @@ class Config:
     run: str = option("", "run folder")
     resume: bool = option(False, "continue the run in the run folder where it was stopped")
     checkpoint_steps: int = option(100, "optimiser steps between checkpoints; 0: epoch ends only")
+    keep_front: bool = option(
+        False, "keep checkpoints of epochs that none beats in accuracy and EBOPs, in RUN/front"
+    )
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: cuda where there is one")
     seed: int = keyword(0, "seed of weights, batches and rounding")
 

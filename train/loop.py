@@ -14,7 +14,7 @@ from marvin.ranks import sum_over_ranks
 from perfmodel.cost import weights_of
 from perfmodel.files import METRICS, TIMING, TRACE
 from perfmodel.run import start_of
-from train import distributed
+from train import distributed, front
 from train.augment import batch, epoch_order, private_generator, step_indices
 from train.config import Config, to_dict
 from train.dataset import Dataset, Images
@@ -44,6 +44,8 @@ def fit(training: Training, monitor: Monitor) -> None:
         train_s = time.perf_counter() - begin
         row = end_epoch(training)
         monitor.epoch(row, training, images / train_s)
+        if training.config.keep_front and distributed.is_first():
+            front.keep(training)
         training.folder.save_checkpoint(training.state())
         save_tables(training)
         save_timing(training, images, train_s, time.perf_counter() - begin)

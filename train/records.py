@@ -163,11 +163,11 @@ class RunFolder:
         names = [name for name in now if name in old and old[name] != now[name]]
         return [f"{name} was {shown(old[name])}, is {shown(now[name])}" for name in names]
 
-    def save_checkpoint(self, state: Mapping[str, object]) -> None:
-        """Replace the checkpoint at once."""
+    def save_checkpoint(self, state: Mapping[str, object], path: Path | None = None) -> None:
+        """Replace the checkpoint at once, or a file at ``path``."""
         buffer = io.BytesIO()
         torch.save({"version": VERSION, **state}, buffer)
-        write_atomic(self.checkpoint, buffer.getvalue())
+        write_atomic(path or self.checkpoint, buffer.getvalue())
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Return the checkpoint, or None where the run was stopped before its first one.
@@ -211,7 +211,7 @@ class SilentFolder(RunFolder):
         """Leave this to the first process."""
         return []
 
-    def save_checkpoint(self, state: Mapping[str, object]) -> None:
+    def save_checkpoint(self, state: Mapping[str, object], path: Path | None = None) -> None:
         """Leave this to the first process."""
 
     def save_rows(self, name: str, rows: Iterable[Row], columns: Sequence[str]) -> None:

@@ -1,0 +1,59 @@
+"""The front of accuracy and cost, against a search by hand, and the checkpoints that a run keeps."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+
+from perfmodel.run import read_run
+from perfmodel.summary import totals
+from train.front import Candidate, candidates_of, front, main
+from train.records import read_csv
+
+
+def test_nobody_on_the_front_is_beaten_and_everybody_else_is(tmp_path):
+    generator = random.Random(1)
+    for count in (1, 2, 7, 30):
+        every = [
+            Candidate(tmp_path, i, generator.randint(0, 9) / 10, generator.randint(1, 9))
+            for i in range(count)
+        ]
+        found = front(every)
+        pairs = {(own.accuracy, own.ebops) for own in every}
+        best = {
+            (a, c)
+            for a, c in pairs
+            if not any((x >= a and y < c) or (x > a and y <= c) for x, y in pairs)
+        }
+        assert {(own.accuracy, own.ebops) for own in found} == best
+        costs = [own.ebops for own in found]
+        assert costs == sorted(costs)
+        for one, other in itertools.pairwise(found):
+            assert one.ebops == other.ebops or one.accuracy < other.accuracy
+
+
+@pytest.mark.parametrize("policy", ["loss-budget", "none"])
+def test_a_run_keeps_the_checkpoints_of_its_front(run, tiny, tmp_path, capsys, policy):
+    run(dataclasses.replace(tiny, policy=policy, epochs=5, keep_front=True))
+    folder = tmp_path / "run"
+    found = candidates_of(folder)
+    rows = read_csv(folder / "metrics.csv")
+    assert [own.accuracy for own in found] == [float(row["validation_accuracy"]) for row in rows]
+    last = {total.name: total.value for total in totals(read_run(folder))}["EBOPs"]
+    assert found[-1].ebops == pytest.approx(1e6 * last)
+    best = front(found)
+    assert sorted((folder / "front").iterdir()) == sorted(own.checkpoint for own in best)
+    for own in best:
+        state = torch.load(own.checkpoint, weights_only=True)
+        assert state["progress"]["epoch"] == own.epoch
+    main([str(folder)])
+    text = capsys.readouterr().out
+    assert all(str(own.checkpoint) in text for own in best)
+    assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"python -m train\.front: error: .*config\.json"):
+        main([str(tmp_path)])
