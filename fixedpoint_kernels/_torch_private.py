@@ -30,6 +30,7 @@ __all__ = [
     "TorchDispatchMode",
     "WeakTensor",
     "adaptive_avg_pool_backward",
+    "base_of",
     "batch_norm",
     "compiled_as_constant",
     "fake_tensor_mode",
@@ -46,6 +47,7 @@ __all__ = [
     "hook_wrapper",
     "hooks_of",
     "int_mm",
+    "is_checkpointed",
     "is_watched",
     "own_forward_hooks",
     "padding_around",
@@ -90,6 +92,11 @@ def versions_of(xs: Sequence[Tensor]) -> list[int]:
         return list(map(version_of, xs))
 
 
+def base_of(x: Tensor) -> Tensor:
+    """Return the tensor of which ``x`` is a view, or ``x``; torch tells only whether it is one."""
+    return x if x._base is None else x._base
+
+
 def storage_key(x: Tensor) -> int:
     """Return a number that tensors with one memory share, also without an address (meta, fake)."""
     return x.untyped_storage()._cdata
@@ -99,6 +106,15 @@ def is_watched() -> bool:
     """Say whether a mode or a transformation of ``torch.func`` sees what operators do."""
     # torch.overrides tells of neither
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
+
+
+def is_checkpointed() -> bool:
+    """Say whether a checkpoint that is not reentrant drops what is saved just now, or makes it again.
+
+    ``torch.utils.checkpoint`` does not tell; its hooks are on top of those for saved tensors.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def fake_tensor_mode() -> Any:

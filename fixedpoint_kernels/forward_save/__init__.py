@@ -6,9 +6,14 @@ chosen = forward_save.plan(model, batch, budget_bytes=200_000_000)  # or bits fo
 forward_save.convert(model, plan=chosen)                            # so that it fits
 forward_save.state(model)   # what the noise of division needs in a checkpoint
 forward_save.revert(model)
+with forward_save.saving(few_bit=3, division=True):  # without a conversion
+    loss = model(batch)
+forward_save.register(MyGELU, "activation", name="gelu")  # what a class does
 """
 
+from fixedpoint_kernels.forward_save.calls import saving
 from fixedpoint_kernels.forward_save.conversion import convert, revert
+from fixedpoint_kernels.forward_save.known import register
 from fixedpoint_kernels.forward_save.noise import load_state, state
 from fixedpoint_kernels.forward_save.plan import LEVELS, plan
 from fixedpoint_kernels.forward_save.report import Call, Kept, Replaced, Report
@@ -34,6 +39,8 @@ __all__ = [
     "convert",
     "load_state",
     "plan",
+    "register",
     "revert",
+    "saving",
     "state",
 ]

@@ -1,12 +1,33 @@
 """Which activation modules have a few-bit one, and what it needs."""
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn.modules import activation as torchs
 
 from fixedpoint_kernels.few_bit.activations import ENTRIES
+from fixedpoint_kernels.few_bit.autograd import apply
+from fixedpoint_kernels.few_bit.integrals import Weight
 from fixedpoint_kernels.few_bit.modules import MODULES as FEW_BIT
+from fixedpoint_kernels.few_bit.named import resolve, table_of
+from fixedpoint_kernels.few_bit.operators import register
+from fixedpoint_kernels.few_bit.solver import solve_function
+from fixedpoint_kernels.few_bit.table import Table
+from fixedpoint_kernels.forward_save.scope import paused
 
-__all__ = ["CALLS", "FEW_BIT", "SMOOTH", "STEPWISE", "InPlace", "few_bit_of", "is_activation"]
+__all__ = [
+    "CALLS",
+    "FEW_BIT",
+    "SMOOTH",
+    "STEPWISE",
+    "Exactly",
+    "InPlace",
+    "OwnValues",
+    "few_bit_of",
+    "is_activation",
+]
 
 SMOOTH = tuple(entry.kind for entry in ENTRIES.values() if not entry.exact)
 STEPWISE = tuple(entry.kind for entry in ENTRIES.values() if entry.exact)  # exact with 1 bit
@@ -19,14 +40,68 @@ WHY_NOT = {
 }
 
 
+class Exactly(nn.Module):
+    """Goes first: in eval mode torch's own runs, also inside of a model that trains."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return what the next class returns."""
+        own: Callable[[Tensor], Tensor] = super().forward
+        if self.training:
+            return own(input)
+        with paused():
+            return own(input)
+
+
 class InPlace(nn.Module):
     """Keeps ``inplace=True``: the input is overwritten, as the model may rely on it."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input``, which holds the value from then on."""
-        if not self.training:  # torch's own writes to it
-            return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
-        return input.copy_(super().forward(input))  # pyright: ignore[reportAttributeAccessIssue]
+        own: Callable[[Tensor], Tensor] = super().forward
+        return input.copy_(own(input)) if self.training else own(input)  # torch's own writes to it
+
+
+class OwnValues(nn.Module):
+    """Goes before an activation of another package: its own values, a few-bit gradient."""
+
+    _name: str
+    bits: int
+    weight: Weight
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the class itself returns."""
+        own = super().forward
+        if not self.training or len(args) != 1 or kwargs:
+            with paused():
+                return own(*args, **kwargs)
+        return apply(own, args[0], register(self.table(own)))
+
+    def table(self, own: Callable[[Tensor], Tensor]) -> Table:
+        """Return the table of its name, or solve for it on its own forward."""
+        if self._name:
+            return table_of(*resolve(self._name), self.bits, self.weight)
+        plain = int, float, str, bool
+        settings = {k: v for k, v in vars(self).items() if isinstance(v, plain) and k != "training"}
+        return _solved(_Function(own, f"{type(self)} {settings}"), self.bits, self.weight)
+
+
+class _Function:
+    """A function that equals another of the same class and settings."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor], key: str):
+        self.run, self.key = run, key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Function) and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@lru_cache(maxsize=256)
+def _solved(function: _Function, bits: int, weight: Weight) -> Table:
+    with paused():
+        return solve_function(function.run, bits, weight=weight)
 
 
 def few_bit_of(module: nn.Module) -> type[nn.Module] | None:

@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fixedpoint_kernels._torch_private import FORWARDS
-from fixedpoint_kernels.forward_save import activations, exact, layers, norms
+from fixedpoint_kernels.forward_save import activations, calls, exact, layers, norms
+from fixedpoint_kernels.forward_save.known import Known, known
 from fixedpoint_kernels.forward_save.settings import Division, FewBit, bit_count
 
 __all__ = ["Choice", "choose"]
@@ -26,6 +27,7 @@ DIVIDED = {
     nn.LayerNorm: norms.LayerNorm,
     nn.GroupNorm: norms.GroupNorm,
     nn.RMSNorm: norms.RMSNorm,
+    nn.SyncBatchNorm: norms.BatchNorm,
 }
 EXACT = {
     nn.Dropout: (exact.Dropout, "1 bit an element"),
@@ -39,7 +41,8 @@ EXACT = {
     nn.AdaptiveAvgPool2d: (exact.AdaptiveAvgPool, "no tensor"),
     nn.AdaptiveAvgPool3d: (exact.AdaptiveAvgPool, "no tensor"),
 }
-OWN = "it has a forward of its own"
+OWN = "its forward is its own, and keeps what the functions keep that it calls; see register"
+NONE = "there is no small form of it"
 SILENT = (  # keep no tensor
     nn.Flatten,
     nn.Identity,
@@ -67,12 +70,51 @@ class Choice(NamedTuple):
     note: str = ""
     reason: str = ""
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether it is a layer of the report, and not only a place where functions are called."""
+        return bool(self.keeps or self.reason)
+
 
 def choose(module: nn.Module, few_bit: FewBit | None, division: Division | None) -> Choice | None:
     """Return what becomes of one module; None: it is no matter of a report."""
+    entry = known(module)
+    if entry is not None and not _unfit(module):
+        return _known(module, entry, few_bit, division)
     if activations.is_activation(module):
         return _activation(module, few_bit, division)
     return None if division is None else _layer(module, division)
+
+
+def caller(module: nn.Module, few_bit: FewBit | None, division: Division | None) -> Choice | None:
+    """Return what makes the functions keep less that a module calls; None: it calls none."""
+    is_layer = type(module).__module__.startswith("torch.nn.") and not [*module.children()]
+    if isinstance(module, SILENT) or _unfit(module) or is_layer:
+        return None
+    if type(module).forward is nn.Module.forward:
+        return None
+    return Choice((calls.Scoped,), {"_saving": (few_bit, division)})
+
+
+def _known(
+    module: nn.Module, entry: Known, few_bit: FewBit | None, division: Division | None
+) -> Choice | None:
+    """Return what becomes of a module of another package."""
+    if entry.kind == "activation" and not getattr(module, "inplace", False):
+        if few_bit is None:
+            return Choice(reason="few_bit is not asked for")
+        attributes = {"bits": few_bit.bits, "weight": few_bit.weight, "_name": entry.name}
+        keeps = f"{bit_count(few_bit.bits)} an element"
+        return Choice((activations.OwnValues,), attributes, keeps)
+    if division is None:
+        return None
+    if entry.kind == "rms_norm":
+        attributes = {"_division": division, "_eps": entry.eps, "_offset": entry.offset}
+        return Choice((norms.OwnRMSNorm,), attributes, str(division))
+    if entry.kind == "recompute":
+        return Choice((layers.Recomputed,), {"_division": division}, f"{division}; runs again")
+    scope = caller(module, few_bit, division)
+    return scope and scope._replace(keeps=str(division), note="by the functions it calls")
 
 
 def _activation(
@@ -87,10 +129,13 @@ def _activation(
         return Choice(reason="few_bit is not asked for") if division else None
     settings = few_bit or FewBit(1)
     bits = 1 if is_exact else settings.bits
-    bases: tuple[type, ...] = (activations.FEW_BIT[kind],)
+    bases: tuple[type, ...] = activations.Exactly, activations.FEW_BIT[kind]
     note = ""
     if getattr(module, "inplace", False):
-        bases, note = (activations.InPlace, *bases), "works in place by a copy"
+        bases, note = (
+            (activations.Exactly, activations.InPlace, bases[1]),
+            "works in place by a copy",
+        )
     attributes = {"bits": bits, "weight": settings.weight}
     return Choice(bases, attributes, f"{bit_count(bits)} an element", note)
 
@@ -108,7 +153,8 @@ def _layer(module: nn.Module, division: Division) -> Choice | None:
     if next(module.children(), None) is not None or isinstance(module, SILENT):
         return None
     kinds = (*DIVIDED, *EXACT)
-    return Choice(reason=OWN if isinstance(module, kinds) else "there is no small form of it")
+    is_torchs = type(module).__module__.startswith("torch.nn.")
+    return Choice(reason=NONE if is_torchs and not isinstance(module, kinds) else OWN)
 
 
 def _kind(module: nn.Module, known: dict[Any, Any]) -> Any:

@@ -3,10 +3,12 @@
 import warnings
 from collections.abc import Callable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from fixedpoint_kernels.forward_save import activations, sample, swap
-from fixedpoint_kernels.forward_save.choices import Choice, choose
+from fixedpoint_kernels.forward_save.calls import Scoped
+from fixedpoint_kernels.forward_save.choices import Choice, caller, choose
+from fixedpoint_kernels.forward_save.handlers import keeps
 from fixedpoint_kernels.forward_save.noise import new_noise
 from fixedpoint_kernels.forward_save.report import Call, Kept, Replaced, Report
 from fixedpoint_kernels.forward_save.settings import (
@@ -23,12 +25,13 @@ Choices = dict[str, tuple[nn.Module, Choice]]
 Settings = tuple[FewBit | None, Division | None]
 
 
-def convert(
+def convert(  # noqa: PLR0913  each is one choice of the user
     model: nn.Module,
     *,
     few_bit: FewBit | Mapping[str, object] | int | None = None,
     division: Division | Mapping[str, object] | bool | None = None,
     plan: Plan | None = None,
+    calls: bool = True,
     sample_input: sample.Inputs | None = None,
     seed: int = 0,
 ) -> Report:
@@ -48,7 +51,9 @@ def convert(
             ``{"bits": 3, "weight": "normal"}``; see ``fixedpoint_kernels.few_bit``.
         division: ``{"block": 8, "bits": 2}``, or True for that; see
             ``fixedpoint_kernels.division``. ``"method"`` may name another way, to compare.
-        plan: What ``forward_save.plan`` chose for each layer, in place of the two above.
+        plan: What ``forward_save.plan`` chose for each layer, in place of the two above; functions
+            that a forward calls then stay as they are.
+        calls: Whether functions called in a ``forward`` keep less, too: see ``saving``.
         sample_input: What to call the model with, a tensor, a tuple of arguments or a mapping of
             keywords; it runs once, in the mode it is in. Then the report also names functions called in a ``forward``, and layers
             whose replacement saves nothing.
@@ -66,11 +71,13 @@ def convert(
     if (settings == (None, None)) == (plan is None):
         raise ValueError("convert needs few_bit and division, one of them, or a plan alone")
     refuse_converted(model)
-    choices = choices_of(model, _settings_of(model, plan) if plan else lambda _: settings)
-    forward = None if sample_input is None else sample.observe(model, sample_input)
-    report = _report(choices, forward, is_all=division is not None or plan is not None)
-    apply(choices, seed)
-    return report
+    of_layer = _settings_of(model, plan) if plan else lambda _: settings
+    choices = choices_of(model, of_layer, calls=calls and plan is None)
+    before = None if sample_input is None else sample.observe(model, sample_input)
+    noise = apply(choices, seed)
+    after = None if sample_input is None else sample.observe(model, sample_input)
+    noise[1] = 0  # the sample used some
+    return _report(choices, before, after, settings if calls and not plan else (None, None))
 
 
 def revert(model: nn.Module) -> None:
@@ -116,16 +123,19 @@ def refuse_converted(model: nn.Module) -> None:
     Raises:
         ValueError: A module is; names it.
     """
-    for name, module in model.named_modules():
-        if swap.is_converted(module):
-            raise ValueError(
-                f"the model must not be converted yet, got layer {name!r} converted: "
-                "revert first, and ask for everything in one call"
-            )
+    found = {name: m for name, m in model.named_modules() if swap.is_converted(m)}
+    layers = [name for name, module in found.items() if not isinstance(module, Scoped)]
+    for name in layers or found:
+        raise ValueError(
+            f"the model must not be converted yet, got layer {name!r} converted: "
+            "revert first, and ask for everything in one call"
+        )
 
 
-def choices_of(model: nn.Module, settings: Callable[[str], Settings]) -> Choices:
-    """Return what becomes of each module, by name.
+def choices_of(
+    model: nn.Module, settings: Callable[[str], Settings], *, calls: bool = False
+) -> Choices:
+    """Return what becomes of each module, by name; with ``calls``, also of those that call functions.
 
     Raises:
         ValueError: Nothing becomes of any.
@@ -138,6 +148,8 @@ def choices_of(model: nn.Module, settings: Callable[[str], Settings]) -> Choices
         if isinstance(module, nn.MultiheadAttention):
             hidden = (*hidden, name + "." if name else "")  # it never calls its modules
         choice = choose(module, *settings(name))
+        if calls and choice is None:
+            choice = caller(module, *settings(name))
         if choice is not None:
             found[name] = module, choice
     if not any(choice.bases for _, choice in found.values()):
@@ -146,35 +158,51 @@ def choices_of(model: nn.Module, settings: Callable[[str], Settings]) -> Choices
     return found
 
 
-def apply(choices: Choices, seed: int) -> None:
-    """Give modules their classes; those that keep activations share one noise."""
+def apply(choices: Choices, seed: int) -> Tensor:
+    """Give modules their classes; return the noise, which those share that keep activations."""
     noise = new_noise(seed)
     for name, (module, choice) in choices.items():
         if choice.bases:
             attributes = dict(choice.attributes or {})
             if "_division" in attributes:
                 attributes |= {"_noise": noise, "_layer": name}
+            elif "_saving" in attributes and attributes["_saving"][1] is not None:
+                attributes |= {"_noise": noise}
             swap.swap_(module, choice.bases, attributes)
+    return noise
 
 
-def _report(choices: Choices, forward: sample.ForwardPass | None, is_all: bool) -> Report:
-    """Return the report; ``is_all``: every function that keeps a tensor is named."""
-    named = [(name, type(module).__name__, choice) for name, (module, choice) in choices.items()]
+def _report(
+    choices: Choices,
+    before: sample.ForwardPass | None,
+    after: sample.ForwardPass | None,
+    settings: Settings,
+) -> Report:
+    """Return the report, from what was kept before the conversion and is kept after it."""
+    listed = {name: pair for name, pair in choices.items() if pair[1].is_listed}
+    named = [(name, type(module).__name__, choice) for name, (module, choice) in listed.items()]
     replaced = tuple(Replaced(n, kind, c.keeps, c.note) for n, kind, c in named if c.bases)
     kept = tuple(Kept(n, kind, c.reason) for n, kind, c in named if not c.bases)
-    if forward is None:
+    if before is None or after is None:
         return Report(replaced, kept)
     names = {row.layer for row in replaced}
-    calls = [call for call in forward.calls if call.function in activations.CALLS]
-    if is_all:
-        calls += [saver for storage in forward.saved for saver in storage.savers]
-    named = dict.fromkeys(Call(call.layer, call.function) for call in calls)
-    own = tuple(call for call in named if call.layer not in choices)
-    idle = tuple(row.layer for row in replaced if forward.is_idle(row.layer, names))
+    still = {(who.layer, who.function) for storage in after.saved for who in storage.savers}
+    rest = {at for at in still if at[0] not in names}
+    idle = tuple(row.layer for row in replaced if before.is_idle(row.layer, rest))
     if idle:
         warnings.warn(
             f"these layers save nothing, for another operation keeps the same tensor: "
             f"{', '.join(idle)}",
             stacklevel=3,
         )
+    found = [call for call in before.calls if call.function in activations.CALLS]
+    if settings[0] is None or settings[1] is not None:  # all is asked for, not activations alone
+        found += [saver for storage in before.saved for saver in storage.savers]
+    rows = {}
+    for call in found:
+        at = call.layer, call.function
+        is_less = at not in still
+        if call.layer not in names:
+            rows[at] = Call(*at, keeps(call.function, *settings) if is_less else "")
+    own = tuple(row for row in rows.values() if row.layer not in listed)
     return Report(replaced, kept, own, idle)

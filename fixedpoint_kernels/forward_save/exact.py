@@ -29,7 +29,7 @@ class Dropout(nn.Module):
         """Return torch's own."""
         if not _keeps(self, input) or not 0 < self.p < 1:
             return super().forward(input)
-        out = _Dropout.apply(input, self.p)
+        out = dropout(input, self.p)
         return input.copy_(out) if self.inplace else out  # pyright: ignore
 
 
@@ -77,6 +77,11 @@ class AdaptiveAvgPool(nn.Module):
             flat = 1, *_numbers(size, 1)
             return _AdaptiveAvgPool.apply(input.unsqueeze(-2), flat, 2).squeeze(-2)  # pyright: ignore
         return _AdaptiveAvgPool.apply(input, size, _spatial(self))  # pyright: ignore
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Return ``F.dropout``, which keeps 1 bit an element."""
+    return _Dropout.apply(x, p)  # pyright: ignore[reportReturnType]
 
 
 def window_size(module: Any) -> int:

@@ -1,6 +1,6 @@
 """Convolution and linear layers that keep their input in few bits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +9,19 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fixedpoint_kernels._torch_private import ConvolutionHook, padding_around
-from fixedpoint_kernels.forward_save import maps
+from fixedpoint_kernels.forward_save import maps, recompute, scope
 from fixedpoint_kernels.forward_save.settings import Division
 
-__all__ = ["Convolution", "Divided", "Linear", "TransposedConvolution", "linear"]
+__all__ = [
+    "Convolution",
+    "Divided",
+    "Linear",
+    "Pack",
+    "Recomputed",
+    "TransposedConvolution",
+    "convolution",
+    "linear",
+]
 
 Pack = Callable[[Tensor, torch.dtype | None], maps.Packed]
 
@@ -39,6 +48,13 @@ class Divided(nn.Module):
             return maps.pack(x, self.spatial(x), self._division, self._noise, dtype)
         except TypeError as error:
             raise TypeError(f"layer {self._layer!r}: {error}") from error
+
+    def _own(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Run torch's own layer, exactly where it does not train."""
+        if self.training or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with scope.paused():
+            return forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """Return torch's own, and how the input is kept."""
@@ -68,7 +84,7 @@ class Convolution(Divided, ConvolutionHook):
     ) -> Tensor:
         """See ``ConvolutionHook``."""
         if not self._keeps(x):
-            return own(x, weight, bias)
+            return self._own(own, x, weight, bias)
         x, padding = _padded(self, x)
         zeros = (0,) * len(padding)
         geometry = _Geometry(self.stride, padding, self.dilation, False, zeros, self.groups)  # pyright: ignore
@@ -85,7 +101,7 @@ class TransposedConvolution(Divided):
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Return torch's own."""
         if not self._keeps(input):
-            return super().forward(input, output_size)
+            return self._own(super().forward, input, output_size)
         extra = self._output_padding(
             *(input, output_size, self.stride, self.padding, self.kernel_size),
             *(len(self.kernel_size), self.dilation),
@@ -100,8 +116,32 @@ class Linear(Divided):
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return torch's own."""
         if not self._keeps(input):
-            return super().forward(input)
+            return self._own(super().forward, input)
         return linear(input, self.weight, self.bias, self._pack)
+
+
+class Recomputed(Divided):
+    """Goes before any class: keeps the input alone, and computes the rest again."""
+
+    def spatial(self, x: Tensor) -> int:
+        """Return all dimensions but batch and channels; features where there are none."""
+        return max(1, min(x.dim() - 2, 3))
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the class itself returns."""
+        own = super().forward
+        if len(args) != 1 or kwargs or not self._keeps(args[0]):
+            return self._own(own, *args, **kwargs)
+        parameters = [p for p in self.parameters() if p.requires_grad]
+
+        def run(x: Tensor, *_: Tensor) -> Tensor:
+            with scope.paused():
+                return own(x)
+
+        def pack(x: Tensor) -> maps.Packed:
+            return maps.whole(x) if maps.is_parameter(x) else self._pack(x)
+
+        return recompute.again(run, [args[0], *parameters], pack, is_random=False)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, pack: Pack) -> Tensor:
@@ -115,7 +155,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, pack: Pack) -> Tensor
 
 def made_small(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return what to keep of a weight: the parameter, which is there anyway, or its cast."""
-    return weight if weight.is_leaf or dtype is None else weight.to(dtype)
+    return weight if dtype is None or maps.is_parameter(weight) else weight.to(dtype)
 
 
 def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
@@ -140,10 +180,36 @@ def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def _convolve(
     module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry
 ) -> Tensor:
+    return _run(x, weight, bias, geometry, module._pack)
+
+
+def convolution(  # noqa: PLR0913  torch's own arguments
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    pack: Pack,
+) -> Tensor:
+    """Return ``F.conv1d`` to ``conv3d``, whose backward has of ``input`` what ``pack`` keeps."""
+    sides = weight.dim() - 2
+
+    def each(n: int | Sequence[int]) -> tuple[int, ...]:
+        return (n,) * sides if isinstance(n, int) else tuple(n) * (sides // len(n))
+
+    window = each(stride), each(padding), each(dilation)
+    geometry = _Geometry(*window, False, (0,) * sides, groups)
+    return _run(input, weight, bias, geometry, pack)
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry, pack: Pack) -> Tensor:
     if x.dim() == len(geometry.stride) + 1:  # one sample; views stay outside of the Function
-        return _convolve(module, x[None], weight, bias, geometry)[0]
+        return _run(x[None], weight, bias, geometry, pack)[0]
     dtype = maps.autocast_dtype(x)
-    kept = module._pack(x, dtype) if weight.requires_grad else maps.NOTHING
+    kept = pack(x, dtype) if weight.requires_grad else maps.NOTHING
     weight = made_small(weight, dtype)
     return _Convolution.apply(x, weight, bias, dtype, *kept, geometry)  # pyright: ignore
 
@@ -155,6 +221,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         dtype, *parts, ctx.form, ctx.geometry = rest
         ctx.save_for_backward(weight, *parts)
+        ctx.is_kept = parts[0] is not None
         ctx.shape, ctx.bias_sizes = x.shape, None if bias is None else list(bias.shape)
         return torch.convolution(*cast(dtype, x, weight, bias), *ctx.geometry)
 
@@ -162,7 +229,7 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         weight, *parts = ctx.saved_tensors
-        x = grad.new_empty(ctx.shape) if ctx.form is None else maps.unpack(parts, ctx.form)
+        x = maps.restore(parts, ctx.form) if ctx.is_kept else grad.new_empty(ctx.shape)
         needed = list(ctx.needs_input_grad[:3])
         gradients = torch.ops.aten.convolution_backward(
             grad, x, weight.to(grad.dtype), ctx.bias_sizes, *ctx.geometry, needed
@@ -187,7 +254,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = grad @ weight.to(grad.dtype)
         if ctx.needs_input_grad[1]:
-            x = maps.unpack(parts, ctx.form)
+            x = maps.restore(parts, ctx.form)
             dw = grad.t() @ x.reshape(-1, x.shape[-1])
         if ctx.needs_input_grad[2]:
             db = grad.sum(0)

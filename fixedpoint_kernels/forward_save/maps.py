@@ -13,12 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import WeakTensor, version_of
+from fixedpoint_kernels._torch_private import WeakTensor, base_of, version_of
 from fixedpoint_kernels.division import operators
 from fixedpoint_kernels.division.layout import Layout
 from fixedpoint_kernels.forward_save.settings import Division
 
-__all__ = ["NOTHING", "Form", "Packed", "autocast_dtype", "pack", "unpack"]
+__all__ = [
+    "NOTHING",
+    "Form",
+    "Packed",
+    "autocast_dtype",
+    "is_parameter",
+    "is_smaller",
+    "pack",
+    "restore",
+    "unpack",
+    "whole",
+]
 
 MEMORY = "_forward_save_maps"
 GROUP = 256
@@ -117,7 +128,7 @@ def pack(
     x = x.detach()
     if torch.compiler.is_compiling():  # a graph knows no versions
         return _packed(x, spatial, settings, noise, dtype)
-    memory, key = x.untyped_storage(), (*_place(x, spatial), spatial, settings, id(noise))
+    memory, key = x.untyped_storage(), (*_place(x), settings, id(noise))
     known: dict[object, _Known] = vars(memory).setdefault(MEMORY, {})
     found = known[key].packed() if key in known else None
     if found is not None and found.form is not None:
@@ -147,12 +158,10 @@ class _Known(NamedTuple):
         return None if is_gone else Packed(means, codes, ranges, self.form)
 
 
-def _place(x: Tensor, spatial: int) -> tuple[object, ...]:
-    """Return where the planes of ``x`` lie: views that have the same ones are packed alike."""
+def _place(x: Tensor) -> tuple[object, ...]:
+    """Return where ``x`` lies; who packs first decides what the planes are."""
     place = version_of(x), x.dtype, x.storage_offset()
-    if x.is_contiguous():
-        return *place, x.numel(), tuple(x.shape[x.dim() - spatial :])
-    return *place, tuple(x.shape), x.stride()
+    return (*place, x.numel()) if x.is_contiguous() else (*place, tuple(x.shape), x.stride())
 
 
 def _packed(
@@ -186,6 +195,32 @@ def unpack(parts: Sequence[Tensor], form: Form) -> Tensor:
     if is_whole:
         return x
     return x.view(-1)[: math.prod(form.shape)].view(form.shape)
+
+
+def whole(x: Tensor) -> Packed:
+    """Return ``x`` as it is."""
+    return Packed(x, None, None, None)
+
+
+def restore(parts: Sequence[Tensor], form: Form | None) -> Tensor:
+    """Return what ``pack`` or ``whole`` kept."""
+    return parts[0] if form is None else unpack(parts, form)
+
+
+def is_parameter(x: Tensor) -> bool:
+    """Whether ``x`` is a parameter or a view of one: memory that is there anyway."""
+    base = base_of(x)
+    return base.is_leaf and base.requires_grad
+
+
+def is_smaller(x: Tensor, spatial: int, settings: Division) -> bool:
+    """Whether ``x`` takes less memory packed than it has now."""
+    if not x.is_floating_point() or not x.numel():
+        return False
+    layout = Layout(tuple(x.shape), x.dtype, settings.block, settings.bits, spatial)
+    packed = 2 * math.prod(layout.means_shape) + math.prod(layout.codes_shape)
+    packed += 2 * math.prod(layout.ranges_shape)
+    return packed < min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
 
 
 def is_channels_last(x: Tensor) -> bool:

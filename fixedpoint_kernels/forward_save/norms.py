@@ -1,24 +1,38 @@
 """Normalisation layers that keep their input in few bits, and its statistics exactly."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import batch_norm
+from fixedpoint_kernels._torch_private import batch_norm as native_batch_norm
 from fixedpoint_kernels.forward_save import maps
-from fixedpoint_kernels.forward_save.layers import Divided
+from fixedpoint_kernels.forward_save.layers import Divided, Pack
 
-__all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "RMSNorm"]
+__all__ = [
+    "BatchNorm",
+    "GroupNorm",
+    "LayerNorm",
+    "OwnRMSNorm",
+    "RMSNorm",
+    "batch_norm",
+    "group_norm",
+    "layer_norm",
+    "rms_norm",
+]
 
 aten = torch.ops.aten
 
 
 class BatchNorm(Divided):
-    """Goes before ``nn.BatchNorm1d``, ``nn.BatchNorm2d`` or ``nn.BatchNorm3d``."""
+    """Goes before ``nn.BatchNorm1d``, ``nn.BatchNorm2d``, ``nn.BatchNorm3d`` or ``nn.SyncBatchNorm``.
+
+    Where processes exchange statistics, torch's own runs.
+    """
 
     def spatial(self, x: Tensor) -> int:
         """Return all dimensions but batch and channels; features where there are none."""
@@ -26,13 +40,12 @@ class BatchNorm(Divided):
 
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return torch's own, and move the running statistics as torch does."""
-        if not self._keeps(input) or _is_one_value_a_channel(input):
+        if not self._keeps(input) or _is_one_value_a_channel(input) or _is_synchronised(self):
             return super().forward(input)
         self._check_input_dim(input)
-        kept = self._pack(input)
         running = self.running_mean, self.running_var
-        numbers = _momentum(self), self.eps
-        return _BatchNorm.apply(input, self.weight, self.bias, *kept, running, numbers)  # pyright: ignore
+        rest = self.weight, self.bias, True, _momentum(self), self.eps
+        return batch_norm(input, *running, *rest, pack=self._pack)
 
 
 class LayerNorm(Divided):
@@ -41,11 +54,9 @@ class LayerNorm(Divided):
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return torch's own."""
         if not self._keeps(input):
-            return super().forward(input)
-        shape = self.normalized_shape
-        whole = _cast(input, lambda: F.layer_norm(input.new_zeros(shape), shape))
-        kept, input = self._pack(input, whole.dtype), whole
-        return _LayerNorm.apply(input, self.weight, self.bias, *kept, shape, self.eps)  # pyright: ignore
+            return self._own(super().forward, input)
+        rest = self.normalized_shape, self.weight, self.bias, self.eps
+        return layer_norm(input, *rest, pack=self._pack)
 
 
 class GroupNorm(Divided):
@@ -58,12 +69,9 @@ class GroupNorm(Divided):
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return torch's own."""
         if not self._keeps(input) or not input.numel():
-            return super().forward(input)
-        one = 1, self.num_channels, 2
-        whole = _cast(input, lambda: F.group_norm(input.new_zeros(one), self.num_groups))
-        kept, input = self._pack(input, whole.dtype), whole
-        numbers = self.num_groups, self.eps
-        return _GroupNorm.apply(input, self.weight, self.bias, *kept, *numbers)  # pyright: ignore
+            return self._own(super().forward, input)
+        rest = self.num_groups, self.weight, self.bias, self.eps
+        return group_norm(input, *rest, pack=self._pack)
 
 
 class RMSNorm(Divided):
@@ -72,11 +80,95 @@ class RMSNorm(Divided):
     def forward(self: Any, x: Tensor) -> Tensor:
         """Return torch's own."""
         if not self._keeps(x):
-            return super().forward(x)
-        shape = self.normalized_shape
-        whole = _cast(x, lambda: F.rms_norm(x.new_zeros(shape), shape))
-        kept = self._pack(x, whole.dtype)
-        return _RMSNorm.apply(whole, self.weight, *kept, shape, self.eps)  # pyright: ignore
+            return self._own(super().forward, x)
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps, pack=self._pack)
+
+
+class OwnRMSNorm(Divided):
+    """Goes before an RMS norm of another package: its own values, the formula's gradient."""
+
+    _eps: str
+    _offset: float
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what the class itself returns."""
+        own = super().forward
+        if len(args) != 1 or kwargs or not self._keeps(args[0]):
+            return self._own(own, *args, **kwargs)
+        x, weight, eps = args[0], self.weight, getattr(self, self._eps)
+        norm = _RMS(tuple(weight.shape), eps, self._offset, lambda x, *_: own(x))
+        return _RMSNorm.apply(x, weight, *self._pack(x), norm)  # pyright: ignore
+
+
+def batch_norm(  # noqa: PLR0913  torch's own arguments
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    pack: Pack,
+) -> Tensor:
+    """Return ``F.batch_norm``; outside of training, ``input`` is kept for the weight alone."""
+    running = running_mean, running_var
+    if training:
+        if _is_one_value_a_channel(input):
+            return F.batch_norm(input, *running, weight, bias, True, momentum, eps)
+        kept = pack(input, None)
+        return _BatchNorm.apply(input, weight, bias, *kept, running, (momentum, eps))  # pyright: ignore
+    is_needed = weight is not None and weight.requires_grad
+    kept = pack(input, None) if is_needed else maps.NOTHING
+    return _FrozenBatchNorm.apply(input, weight, bias, *running, eps, *kept)  # pyright: ignore
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    pack: Pack,
+) -> Tensor:
+    """Return ``F.layer_norm``."""
+    shape = tuple(normalized_shape)
+    whole = _cast(input, lambda: F.layer_norm(input.new_zeros(shape), shape))
+    kept = pack(input, whole.dtype)
+    return _LayerNorm.apply(whole, weight, bias, *kept, shape, eps)  # pyright: ignore
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    pack: Pack,
+) -> Tensor:
+    """Return ``F.group_norm``."""
+    one = 1, input.shape[1], 2
+    whole = _cast(input, lambda: F.group_norm(input.new_zeros(one), num_groups))
+    kept = pack(input, whole.dtype)
+    return _GroupNorm.apply(whole, weight, bias, *kept, num_groups, eps)  # pyright: ignore
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    pack: Pack,
+) -> Tensor:
+    """Return ``F.rms_norm``."""
+    shape = tuple(normalized_shape)
+    whole = _cast(input, lambda: F.rms_norm(input.new_zeros(shape), shape))
+    kept = pack(input, whole.dtype)
+    return _RMSNorm.apply(whole, weight, *kept, _RMS(shape, eps))  # pyright: ignore
 
 
 def _cast(x: Tensor, probe: Callable[[], Tensor]) -> Tensor:
@@ -89,6 +181,13 @@ def _cast(x: Tensor, probe: Callable[[], Tensor]) -> Tensor:
 def _is_one_value_a_channel(x: Tensor) -> bool:
     """Whether torch refuses to normalise ``x``; its own layer then says so."""
     return x.dim() < 2 or x.numel() <= x.shape[1]
+
+
+def _is_synchronised(norm: nn.Module) -> bool:
+    """Whether processes exchange statistics, as torch's own layer knows how to."""
+    if not isinstance(norm, nn.SyncBatchNorm) or not dist.is_available():
+        return False
+    return dist.is_initialized() and dist.get_world_size(norm.process_group) > 1
 
 
 def _momentum(norm: Any) -> float:
@@ -108,7 +207,7 @@ class _BatchNorm(torch.autograd.Function):
     ) -> Tensor:
         *parts, ctx.form, (mean, variance), (momentum, ctx.eps) = rest
         running = None if mean is None else (mean, variance)
-        made = batch_norm(x, weight, bias, running, momentum, ctx.eps)
+        made = native_batch_norm(x, weight, bias, running, momentum, ctx.eps)
         ctx.save_for_backward(weight, *made[1:], *parts)
         return made[0]
 
@@ -116,11 +215,35 @@ class _BatchNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         weight, mean, scale, *parts = ctx.saved_tensors
-        x, needed = maps.unpack(parts, ctx.form), list(ctx.needs_input_grad[:3])
+        x, needed = maps.restore(parts, ctx.form), list(ctx.needs_input_grad[:3])
         gradients = aten.native_batch_norm_backward(
             grad, x, weight, None, None, mean, scale, True, ctx.eps, needed
         )
         return *_wanted(gradients, needed), *(None,) * 6
+
+
+class _FrozenBatchNorm(torch.autograd.Function):
+    """Batch normalisation by running statistics, which are buffers and there anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+    ) -> Tensor:
+        mean, variance, ctx.eps, *parts, ctx.form = rest
+        ctx.save_for_backward(weight, mean, variance, *parts)
+        ctx.shape, ctx.is_kept = x.shape, parts[0] is not None
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, ctx.eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        weight, mean, variance, *parts = ctx.saved_tensors
+        x = maps.restore(parts, ctx.form) if ctx.is_kept else grad.new_empty(ctx.shape)
+        needed = list(ctx.needs_input_grad[:3])
+        gradients = aten.native_batch_norm_backward(
+            *(grad, x, weight, mean, variance, None, None, False, ctx.eps, needed)
+        )
+        return *_wanted(gradients, needed), *(None,) * 7
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -137,7 +260,7 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         weight, bias, mean, scale, *parts = ctx.saved_tensors
-        x, needed = maps.unpack(parts, ctx.form).to(grad.dtype), list(ctx.needs_input_grad[:3])
+        x, needed = maps.restore(parts, ctx.form).to(grad.dtype), list(ctx.needs_input_grad[:3])
         gradients = aten.native_layer_norm_backward(
             grad, x, ctx.shape, mean, scale, weight, bias, needed
         )
@@ -163,7 +286,7 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         weight, mean, scale, *parts = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[:3])
-        x = maps.unpack(parts, ctx.form).to(grad.dtype).contiguous(memory_format=ctx.order)
+        x = maps.restore(parts, ctx.form).to(grad.dtype).contiguous(memory_format=ctx.order)
         grad = grad.contiguous(memory_format=ctx.order)
         gradients = aten.native_group_norm_backward(
             grad, x, mean, scale, weight, *ctx.sizes, ctx.groups, needed
@@ -171,30 +294,46 @@ class _GroupNorm(torch.autograd.Function):
         return *_wanted(gradients, needed), *(None,) * 6
 
 
+class _RMS(NamedTuple):
+    """An RMS norm.
+
+    Args:
+        shape: Of the rows.
+        eps: Added to the mean square; None: torch's own number.
+        offset: Added to the weight.
+        run: Computes the values, called as ``F.rms_norm``.
+    """
+
+    shape: tuple[int, ...]
+    eps: float | None
+    offset: float = 0.0
+    run: Callable[..., Tensor] = F.rms_norm
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
-        *parts, ctx.form, shape, eps = rest
-        ctx.count, ctx.dtype = len(shape), x.dtype
-        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        *parts, ctx.form, norm = rest
+        ctx.count, ctx.dtype, ctx.offset = len(norm.shape), x.dtype, norm.offset
+        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
         scale = x.float().square().mean(_last(ctx.count), keepdim=True).add(eps).rsqrt()
         ctx.save_for_backward(weight, scale, *parts)
-        return F.rms_norm(x, shape, weight, eps)
+        return norm.run(x, norm.shape, weight, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         weight, scale, *parts = ctx.saved_tensors
-        normal = maps.unpack(parts, ctx.form).float() * scale
+        normal = maps.restore(parts, ctx.form).float() * scale
         wide = grad.float()
-        inner = wide if weight is None else wide * weight
+        inner = wide if weight is None else wide * (weight.float() + ctx.offset)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             shared = (inner * normal).mean(_last(ctx.count), keepdim=True)
             dx = ((inner - normal * shared) * scale).to(ctx.dtype)
         if weight is not None and ctx.needs_input_grad[1]:
             dw = (wide * normal).reshape(-1, *weight.shape).sum(0).to(weight.dtype)
-        return dx, dw, *(None,) * 6
+        return dx, dw, *(None,) * 5
 
 
 def _last(count: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels.forward_save import activations, conversion, maps, norms, sample, swap
+from fixedpoint_kernels.forward_save.calls import Scoped
 from fixedpoint_kernels.forward_save.layers import Divided
 from fixedpoint_kernels.forward_save.noise import new_noise
 from fixedpoint_kernels.forward_save.settings import Division, FewBit, Plan, PlannedLayer
@@ -209,12 +210,15 @@ def _error(
         packed: Any = maps.pack(x, module.spatial(x), division, noise)
         back = maps.unpack(packed[:-1], packed.form)
         return _relative(back, x, isinstance(module, CENTRED))
-    if not (isinstance(module, activations.SMOOTH) and few_bit):
+    if isinstance(module, Scoped) and division:
+        packed = maps.pack(x, max(1, min(x.dim() - 2, 3)), division, noise)
+        return _relative(maps.restore(packed[:-1], packed.form), x)
+    if not (isinstance(module, (*activations.SMOOTH, activations.OwnValues)) and few_bit):
         return 0.0
-    undo = swap.undo_of(module)
-    bits, module.bits = module.bits, few_bit.bits  # pyright: ignore
+    undo, few = swap.undo_of(module), vars(module)
+    bits, few["bits"] = few["bits"], few_bit.bits
     got = _slope(partial(undo.bases[-1].forward, module), x)
-    module.bits = bits
+    few["bits"] = bits
     return _relative(got, _slope(partial(undo.original.forward, module), x))
 
 

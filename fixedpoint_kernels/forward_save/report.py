@@ -6,6 +6,9 @@ from dataclasses import dataclass
 __all__ = ["Call", "Kept", "Replaced", "Report"]
 
 
+WHOLE = "no small form is known of it, or it is not asked for"
+
+
 @dataclass(frozen=True)
 class Replaced:
     """A module that now keeps less.
@@ -40,15 +43,17 @@ class Kept:
 
 @dataclass(frozen=True)
 class Call:
-    """A function that a module calls, which a conversion cannot replace.
+    """A function that a module calls.
 
     Args:
         layer: The module that calls it, ``""`` for the model itself.
         function: Its name.
+        keeps: What it keeps in place of a tensor, ``""`` if it keeps the tensor.
     """
 
     layer: str
     function: str
+    keeps: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ class Report:
     Args:
         replaced: Modules that keep less, in the model's order; a module with two names once.
         kept: Modules that stay as they were, and why.
-        calls: Activation functions called in a ``forward``; None where no sample input was given.
+        calls: Functions called in a ``forward`` that keep a tensor, and activation functions; None
+            where no sample input was given.
         saves_nothing: Layers replaced whose tensors another operation keeps anyway; None where no
             sample input was given.
     """
@@ -74,10 +80,11 @@ class Report:
             _part("not replaced", [(k.layer, k.module, k.reason) for k in self.kept]),
         ]
         if self.calls is None:
-            parts.append("functions called in a forward are not looked for without sample_input\n")
+            parts.append("functions that a forward calls keep less, too; sample_input names them\n")
         else:
-            calls = [(c.layer, c.function, "a call is not a module") for c in self.calls]
-            parts.append(_part("called and not replaced", calls))
+            less = [(c.layer, c.function, c.keeps) for c in self.calls if c.keeps]
+            rest = [(c.layer, c.function, WHOLE) for c in self.calls if not c.keeps]
+            parts += [_part("called, and keep less", less), _part("called, and keep all", rest)]
         if self.saves_nothing:
             names = ", ".join(name or "the model" for name in self.saves_nothing)
             parts.append(f"save nothing, for another operation keeps the same tensor: {names}\n")

@@ -33,10 +33,12 @@ class ForwardPass(NamedTuple):
         """Bytes kept."""
         return sum(storage.size_bytes for storage in self.saved)
 
-    def is_idle(self, layer: str, gone: set[str]) -> bool:
-        """Whether all that a layer keeps is also kept by a layer outside of ``gone``."""
-        mine = [storage.layers for storage in self.saved if layer in storage.layers]
-        return bool(mine) and all(layers - gone for layers in mine)
+    def is_idle(self, layer: str, rest: set[tuple[str, str]]) -> bool:
+        """Whether all that a layer keeps is also kept by ``rest``: layers and their functions."""
+        mine = [storage.savers for storage in self.saved if layer in storage.layers]
+        return bool(mine) and all(
+            any((who.layer, who.function) in rest for who in savers) for savers in mine
+        )
 
 
 def _arguments(inputs: Inputs) -> Arguments:

@@ -215,8 +215,14 @@ def test_functional_calls_are_named_and_the_sample_changes_nothing():
     x = torch.randn(3, 4)
     before, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     report = forward_save.convert(model, few_bit=3, sample_input=x)
-    calls = [(c.layer, c.function) for c in report.calls]
-    assert calls == [("1", "gelu"), ("1", "relu"), ("1", "sigmoid"), ("1", "relu_")]
+    few = "3 bits an element"
+    calls = [(c.layer, c.function, c.keeps) for c in report.calls]
+    assert calls == [
+        ("1", "gelu", few),
+        ("1", "relu", ""),
+        ("1", "sigmoid", few),
+        ("1", "relu_", ""),
+    ]
     assert not called
     exact_bits(torch.get_rng_state(), noise)
     exact_bits(model.state_dict(), before)
@@ -241,7 +247,8 @@ def test_the_report_reads_well():
         "  3  Hardtanh  1 bit an element\n"
         "not replaced: 1\n"
         "  2  PReLU  its slope learns\n"
-        "called and not replaced: nothing"
+        "called, and keep less: nothing\n"
+        "called, and keep all: nothing"
     )
 
 

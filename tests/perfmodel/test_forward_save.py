@@ -65,7 +65,7 @@ def test_division_on_a_resnet(settings):
 def test_division_and_few_bit_on_a_transformer_block():
     model, x = block(), torch.randn(2, 3, 32, 32)
     exact, tokens = saved_bytes(model, x), 2 * 17
-    forward_save.convert(model, division=True, few_bit=3)
+    forward_save.convert(model, division=True, few_bit=3, calls=False)
 
     def both(kept):
         is_smooth = {s.op for s in kept.savers} == {"gelu"}
@@ -74,6 +74,13 @@ def test_division_and_few_bit_on_a_transformer_block():
     # the head reads one token of 17: packed by itself, where the option keeps the whole storage
     token = tokens * 64 * 4 - Division().size_bytes((2, 64))
     assert measured(model, x) == exact.with_option(both) + 3 * per_layer_norm(tokens) - token
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_converted_transformer_is_predicted_on_shapes(calls):
+    model, x = block(), torch.randn(2, 3, 32, 32)
+    forward_save.convert(model, division=True, few_bit=3, calls=calls)
+    assert saved_bytes(model, x).total_bytes == measured(model, x)
 
 
 def test_a_plan_keeps_what_it_predicts():
