@@ -44,6 +44,7 @@ __all__ = [
     "foreach_norm",
     "foreach_sub",
     "global_forward_hooks",
+    "has_backward_hooks",
     "hook_wrapper",
     "hooks_of",
     "int_mm",
@@ -190,6 +191,14 @@ def own_forward_hooks(
 ) -> tuple[dict[int, Callable[..., object]], dict[int, Callable[..., object]]]:
     """Return the hooks before and after a module's ``forward``."""
     return module._forward_pre_hooks, module._forward_hooks
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Say whether a module has hooks on gradients, or all modules have."""
+    own = module._backward_hooks or module._backward_pre_hooks
+    return bool(
+        own or torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+    )
 
 
 def global_forward_hooks() -> tuple[

@@ -10,7 +10,12 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from fixedpoint_kernels import products
-from fixedpoint_kernels._torch_private import foreach_add_, global_forward_hooks, own_forward_hooks
+from fixedpoint_kernels._torch_private import (
+    foreach_add_,
+    global_forward_hooks,
+    has_backward_hooks,
+    own_forward_hooks,
+)
 from fixedpoint_kernels.fused import Layer, Parameters, Segment
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
@@ -152,10 +157,10 @@ def _rounds(module: nn.Module) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     before, after = own_forward_hooks(module)
-    if not (before or after or module._backward_hooks):
-        return False
+    if not before and not after:
+        return has_backward_hooks(module)
     own = len(rounders_of(module))
-    return len(before) > own or len(after) > own or bool(module._backward_hooks)
+    return len(before) > own or len(after) > own or has_backward_hooks(module)
 
 
 def _built(module: nn.Module, traced: Traced) -> fx.GraphModule:

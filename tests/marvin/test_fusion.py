@@ -272,6 +272,18 @@ def test_hooks_of_others_are_called(where):
     assert is_fused(model)
 
 
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_on_gradients_are_called(kind):
+    model, _ = make()
+    calls = []
+    register = getattr(model.blocks[0].conv1, f"register_{kind}")  # what follows is not in place
+    handle = register(lambda *_: calls.append(1))
+    model(batch(0)[0]).sum().backward()
+    assert calls
+    handle.remove()
+    assert is_fused(model)
+
+
 def test_a_norm_that_rounds_is_not_passed_over():
     model, _ = make()
     rounder = rounders_of(model.bn)[0]
