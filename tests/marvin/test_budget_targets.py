@@ -14,10 +14,10 @@ from marvin import LossBudgetPolicy, Quantized
 WIDTHS = 8, 24, 20, 16, 24, 12, 20, 16, 24, 12, 16, 4
 
 
-def make(lr: float = 0.05, **options):
+def make(lr: float = 0.05, activation: type[nn.Module] = nn.ReLU, **options):
     torch.manual_seed(0)
     layers = [
-        layer for a, b in itertools.pairwise(WIDTHS) for layer in (nn.Linear(a, b), nn.ReLU())
+        layer for a, b in itertools.pairwise(WIDTHS) for layer in (nn.Linear(a, b), activation())
     ]
     model = nn.Sequential(*layers[:-1])
     sgd = torch.optim.SGD(model.named_parameters(), lr=lr, momentum=0.9)
@@ -65,11 +65,12 @@ def test_bits_are_met_whatever_kappa(target, kappa):
 
 
 @pytest.mark.parametrize("target", [60_000, 90_000])
-def test_ebops_are_met(target):
-    model, optimizer = make(target_ebops=target, madds=MADDS)
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])  # inputs without signs, and with them
+def test_ebops_are_met(target, activation):
+    model, optimizer = make(activation=activation, target_ebops=target, madds=MADDS)
     train(model, optimizer, 20)
     assert ebops(optimizer) == pytest.approx(target, rel=0.02)
-    free, without = make()
+    free, without = make(activation=activation)
     train(free, without, 20)
     assert ebops(without) != pytest.approx(target, rel=0.02)
 
