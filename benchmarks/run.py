@@ -30,6 +30,12 @@ def main() -> None:
         "--seconds", type=real(), help="for each row, about (default: 4, or the op's)"
     )
     parser.add_argument("--threads", type=whole(1), default=torch.get_num_threads(), help="torch's")
+    parser.add_argument(
+        "--malloc",
+        choices=("keep", "default"),
+        default="keep",
+        help="whether malloc keeps freed memory, as jemalloc does (default), or is as it comes",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     op = importlib.import_module(f"benchmarks.ops.{arguments.op}")
@@ -38,15 +44,15 @@ def main() -> None:
     if hasattr(op, "table"):  # an op that counts, and takes no time
         print("\n".join(op.table()))
         return
-    kept = "kept" if machine.keep_freed_memory() else "as malloc likes"
-    before = {**machine.describe(), "freed memory": kept}
+    kept = arguments.malloc == "keep" and machine.keep_freed_memory()
+    before = {**machine.describe(), "freed memory": "kept" if kept else "as malloc likes"}
     rows = [(case, measure(case, seconds)) for case in op.cases()]
     facts = {**before, "load average after": machine.describe()["load average"]}
-    print(_table(arguments.op, rows, facts))
     if arguments.json:
         record = {"op": arguments.op, "machine": facts, "rows": [_record(*row) for row in rows]}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    print(_table(arguments.op, rows, facts))
 
 
 def _require_green(tests: str) -> None:
@@ -62,12 +68,12 @@ def _table(op: str, rows: list[tuple[Case, Timing]], facts: dict[str, object]) -
     lines = [header, ["---", *("---:" for _ in header[1:])]]
     for case, timing in rows:
         ratios = _ratios(timing)
-        times = (timing.medians_s[name] / case.elements * 1e9 for name in ("ours", *others))
+        times = {name: s / case.elements * 1e9 for name, s in timing.medians_s.items()}
         lines.append(
             [
                 case.name,
-                *(_times_faster(ratios[name]) for name in others),
-                *(f"{ns:.3g}" for ns in times),
+                *(_times_faster(ratios[name]) if name in ratios else "" for name in others),
+                *(f"{times[name]:.3g}" if name in times else "" for name in ("ours", *others)),
                 str(timing.runs),
             ]
         )
