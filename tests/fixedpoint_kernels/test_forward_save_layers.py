@@ -38,6 +38,7 @@ OTHERS = [
     (lambda: nn.BatchNorm2d(6, affine=False), (3, 6, 5, 4)),
     (lambda: nn.BatchNorm2d(6, track_running_stats=False), (3, 6, 5, 4)),
     (lambda: nn.BatchNorm3d(4, eps=1e-3), (2, 4, 3, 4, 5)),
+    (lambda: nn.SyncBatchNorm(6), (3, 6, 5, 4)),  # of one process
     (lambda: nn.LayerNorm(16), (3, 5, 16)),
     (lambda: nn.LayerNorm((4, 6), bias=False), (3, 4, 6)),
     (lambda: nn.LayerNorm(16, elementwise_affine=False), (16,)),
