@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.modules import module as torch_module
@@ -45,6 +46,7 @@ __all__ = [
     "foreach_sub",
     "global_forward_hooks",
     "has_backward_hooks",
+    "has_step_hooks",
     "hook_wrapper",
     "hooks_of",
     "int_mm",
@@ -126,6 +128,16 @@ def fake_tensor_mode() -> Any:
 
 
 # Operators that nn.functional calls, which give what backward needs, or take it.
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether hooks wait for a step: torch registers them publicly, and does not list them."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
+
+
 def batch_norm(
     x: Tensor,
     weight: Tensor | None,

@@ -9,8 +9,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
+from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private import versions_of
+from fixedpoint_kernels.sgd import Moves, Targets, step_many
 from marvin.channels import ChannelFormat
 from marvin.layers import ParameterTable
 from marvin.noise import Purpose, stream
@@ -163,8 +166,6 @@ class WithMasters(Optimizer):
         plan, first = self._rounding(params), stream(purpose, self._counts.step)
         for p, master in plan.floats:
             local(p).copy_(master)
-        for i, own in enumerate(plan.states):
-            own["stream"] = first + i
         round_many(
             plan.masters,
             plan.formats,
@@ -174,7 +175,33 @@ class WithMasters(Optimizer):
             offsets=plan.offsets,
             out=locals_of(plan.rounded),
         )
-        self._versions.update(zip(plan.positions, versions_of(locals_of(params)), strict=True))
+        self._note_written(plan, first, locals_of(params))
+
+    def _write_moved(self, params: Sequence[Tensor], moved: Sequence[Tensor], moves: Moves) -> bool:
+        """Move masters and round those of ``params`` in one pass; say whether that was done.
+
+        Args:
+            params: What to write.
+            moved: Those of them that move.
+            moves: How these do; its rows are their positions.
+        """
+        plan, first = self._rounding(params), stream(Purpose.WEIGHTS, self._counts.step)
+        if plan.targets is None:
+            return False
+        if list(map(id, params)) != list(map(id, moved)):  # others change their format alone
+            rows = {id(p): row for row, p in enumerate(params)}
+            moves = moves._replace(rows=[rows[id(p)] for p in moved])
+        rounding = self.policy.rules.weight_rounding
+        done = step_many(plan.targets, moves, rounding=rounding, seed=self._seed, stream=first)
+        if done:
+            self._note_written(plan, first, locals_of(params))
+        return done
+
+    def _note_written(self, plan: Rounding, first: int, weights: Sequence[Tensor]) -> None:
+        """Remember the noise of what was rounded, and that the weights are this optimizer's."""
+        for i, own in enumerate(plan.states):
+            own["stream"] = first + i
+        self._versions.update(zip(plan.positions, versions_of(weights), strict=True))
 
     @property
     def _known(self) -> Plans:
@@ -236,8 +263,22 @@ class WithMasters(Optimizer):
                 masters=[own["master"] for _, own, _ in rounded],
                 formats=[fmt for _, _, fmt in rounded],
                 offsets=[self._layout.shards[p].offset for p, _, _ in rounded],
+                targets=self._targets(found),
             )
         return known[key]
+
+    def _targets(self, found: Sequence[tuple[Tensor, StateDict, Format | None]]) -> Targets | None:
+        """Return parameters, with their states and formats, for moving and rounding in one pass."""
+        fmts = [fmt for _, _, fmt in found]
+        fixed = [fmt if isinstance(fmt, FixedPoint) else None for fmt in fmts]
+        if fixed != fmts:
+            return None
+        return Targets(
+            [own["master"] for _, own, _ in found],
+            locals_of([p for p, _, _ in found]),
+            fixed,
+            [self._layout.shards[p].offset for p, _, _ in found],
+        )
 
     def _rounded(self, p: Tensor) -> Tensor | None:
         """Return what ``_write`` last wrote; None where that is not known."""

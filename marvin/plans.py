@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
+from fixedpoint_kernels.sgd import Targets
 from marvin.policies.records import Layer
 from marvin.rounding import Format
 from marvin.shards import Shard
@@ -48,6 +49,8 @@ class Rounding:
         masters: What this process holds.
         formats: To which they are rounded.
         offsets: Where in the whole tensors that begins.
+        targets: All of them, for moving and rounding in one pass; None where a format is of
+            another kind than ``FixedPoint``.
     """
 
     positions: list[int]
@@ -57,6 +60,7 @@ class Rounding:
     masters: list[Tensor]
     formats: list[Format]
     offsets: list[int]
+    targets: Targets | None
 
 
 class Trained(NamedTuple):

@@ -26,6 +26,7 @@ from marvin.policies.trace import Switch
 from marvin.ranks import mean_over_ranks
 from marvin.rounder import ForwardState
 from marvin.settings import OPTIONS, Group, check_dtypes, check_settings, check_step, check_wrapped
+from marvin.sgd import keep_momenta, moves_of
 from marvin.shards import is_sharded, local
 
 __all__ = ["Quantized"]
@@ -205,8 +206,7 @@ class Quantized(WithMasters):
 
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
-        self._update(batches)
-        self._take(update, [p for batch in batches for p in batch.members.params])
+        self._move(batches, update)
         self._observe_next()
         return loss
 
@@ -220,7 +220,10 @@ class Quantized(WithMasters):
         self._adopt_changed()
         before = self.lr_scale
         now = Step(self._counts.step, self._seed, self.param_groups[0])
-        self._take(self.policy.end_epoch(self.shared, self._layers({}, {}), now), [])
+        update = self.policy.end_epoch(self.shared, self._layers({}, {}), now)
+        self._write(self._keep(update, []), Purpose.WEIGHTS)
+        if update.switches:
+            self._carriers.publish(self)
         for group in self.param_groups:
             if self.lr_scale != before:
                 group["lr"] = group["lr"] * (self.lr_scale / before)
@@ -422,8 +425,25 @@ class Quantized(WithMasters):
             )
         return found
 
-    def _take(self, update: Update, moved: Sequence[Tensor]) -> None:
-        """Keep what the policy made of a step; write what moved or has another format."""
+    def _move(self, batches: Sequence[Gradients], update: Update) -> None:
+        """Move the masters, keep what the policy made of the step, and write the weights."""
+        moved = [p for batch in batches for p in batch.members.params]
+        moves = moves_of(self.optimizer, batches)
+        if moves is None:
+            self._update(batches)
+        written = self._keep(update, moved)
+        if moves is not None and not self._write_moved(written, moved, moves):
+            self._update(batches)
+            moves = None
+        if moves is None:
+            self._write(written, Purpose.WEIGHTS)
+        else:
+            keep_momenta(self.optimizer, batches, moves)
+        if update.switches:
+            self._carriers.publish(self)
+
+    def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Keep what the policy made of a step; return what moved or has another format."""
         trained = self._trained_layers()
         for layer in update.layers:
             own = trained[layer.index].state
@@ -438,15 +458,13 @@ class Quantized(WithMasters):
         self.trace += update.switches
         switched = {row.layer for row in update.switches}
         if not switched:
-            self._write(moved, Purpose.WEIGHTS)
-            return
+            return moved
         names, chosen = self._layout.names, set(moved)
         for p, owner in self._layout.owners.items():
             is_trained = p in self._masters and p.requires_grad
             if is_trained and owner is not None and names[owner] in switched:
                 chosen.add(p)
-        self._write([p for p in names if p in chosen], Purpose.WEIGHTS)
-        self._carriers.publish(self)
+        return [p for p in names if p in chosen]
 
     def _update(self, batches: Sequence[Gradients]) -> None:
         """Do one step of the wrapped optimizer on the masters."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -13,6 +14,7 @@ PACKAGES = "fixedpoint_kernels", "marvin", "perfmodel", "train"
 FILE = "fixedpoint_kernels/_torch_private.py"
 MODULE = nn.Conv2d(1, 1, 1)
 AN_OBJECT = torch.empty(0)
+SGD = torch.optim.SGD(MODULE.parameters())
 OWNERS = [  # who must have which private names
     (
         torch,
@@ -35,6 +37,8 @@ OWNERS = [  # who must have which private names
     (MODULE, "_forward_pre_hooks_with_kwargs _load_state_dict_pre_hooks _modules _parameters"),
     (MODULE, "_reversed_padding_repeated_twice"),
     (torch.compile(MODULE), "_orig_mod"),
+    (SGD, "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),
+    (torch_optimizer, "_global_optimizer_pre_hooks _global_optimizer_post_hooks"),
     (torch.compiler.assume_constant_result(lambda: 0), "_dynamo_marked_constant"),
 ]
 NAMES = {name: owner for owner, names in OWNERS for name in names.split()}

@@ -160,6 +160,16 @@ def intrinsic(typing: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @intrinsic
+def multiply_add(_context, a, b, c):
+    """Return ``a * b + c``, rounded once; all are float32."""
+
+    def codegen(_context, builder, _signature, args):
+        return builder.fma(*args)
+
+    return a(a, b, c), codegen
+
+
+@intrinsic
 def pointer_to(_context, address):
     """Return an integer as a pointer, for ``numba.carray`` with a dtype."""
 

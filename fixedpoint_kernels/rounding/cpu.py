@@ -22,7 +22,7 @@ from fixedpoint_kernels.rounding.reference import Rounding, float_bounds
 from fixedpoint_kernels.threads import compile_both, is_parallel, thread_count
 
 _BLOCK = 128  # elements of one vector: four of the longest that processors have, as 64-bit lanes
-_TASK = 32 * _BLOCK  # elements of one tensor that a thread takes at a time
+TASK = 32 * _BLOCK  # elements of one tensor that a thread takes at a time
 # no kernel writes these: it writes the other, and torch converts
 _BESIDE = {
     torch.uint8: torch.int16,
@@ -72,9 +72,9 @@ def _round_block(_context, x, y, inside, at, first, number, key):
 
 
 @njit(inline="always")
-def _round_task(x, y, inside, start, offset, number, key):
-    # from element ``start`` on, which is not above 0 where the tensor begins inside a vector
-    begin, stop = max(start, 0), min(start + _TASK, x.size)
+def round_task(x, y, inside, start, offset, number, key):
+    """Round a piece, from element ``start`` on: below 0 where the tensor begins inside a vector."""
+    begin, stop = max(start, 0), min(start + TASK, x.size)
     head = min(max(start + _BLOCK, 0), stop) if start < 0 else begin
     if begin < head:
         _round_rest(x[begin:head], y[begin:head], inside, begin, offset, number, key)
@@ -103,8 +103,8 @@ def _round_rest(x, y, inside, at, offset, number, key):
 
 def _quantize(x, y, inside, offset, number, key):
     lead = offset % _BLOCK
-    for task in prange((x.size + lead + _TASK - 1) // _TASK):
-        _round_task(x, y, inside, task * _TASK - lead, offset, number, key)
+    for task in prange((x.size + lead + TASK - 1) // TASK):
+        round_task(x, y, inside, task * TASK - lead, offset, number, key)
 
 
 def _quantize_many(pointers, sizes, numbers, tasks, key):
@@ -118,10 +118,10 @@ def _quantize_many(pointers, sizes, numbers, tasks, key):
         row = numbers[tensor]
         number = (row[0], row[1], row[2], row[3])
         if key is None:
-            _round_task(x, y, None, start, sizes[tensor, 1], number, None)
+            round_task(x, y, None, start, sizes[tensor, 1], number, None)
         else:
             own = key[0], key[1] + tensor
-            _round_task(x, y, None, start, sizes[tensor, 1], number, own)
+            round_task(x, y, None, start, sizes[tensor, 1], number, own)
 
 
 _quantize_serial, _quantize_parallel = compile_both(_quantize)
@@ -175,32 +175,39 @@ def quantize_many(
     kernel = _quantize_many_parallel if is_large else _quantize_many_serial
     own_key = (first.seed, first.stream) if rounding == "stochastic" else None
     pointers, counts, tasks = _tables(places, tuple(offsets))
-    kernel(pointers, counts, _numbers(tuple(fmts)), tasks, own_key)
+    kernel(pointers, counts, numbers_of(tuple(fmts)), tasks, own_key)
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
 def _tables(places: Places, offsets: tuple[int, ...]) -> list[np.ndarray]:
     """Return addresses, sizes, and tensor and first element of each piece of work."""
-    elements, before = np.array([places.elements, offsets], np.int64)
+    addresses = np.array([places.xs, places.ys], np.int64).T.copy()
+    return [addresses, *pieces_of(places.elements, offsets)]
+
+
+@lru_cache(maxsize=16)
+def pieces_of(sizes: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return elements of tensors and those before them, and tensor and first element of each piece."""
+    elements, before = np.array([sizes, offsets], np.int64)
     lead = before % _BLOCK
-    counts = np.where(elements > 0, (elements + lead + _TASK - 1) // _TASK, 0)
+    counts = np.where(elements > 0, (elements + lead + TASK - 1) // TASK, 0)
     tensor = np.repeat(np.arange(len(offsets)), counts)
     first = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
-    tasks = np.stack([tensor, first * _TASK - lead[tensor]], axis=1)
+    tasks = np.stack([tensor, first * TASK - lead[tensor]], axis=1)
     left = elements[tensor] - tasks[:, 1]
-    addresses = np.array([places.xs, places.ys], np.int64).T.copy()
-    return [addresses, np.stack([elements, before], axis=1), tasks[_shared(left)]]
+    return np.stack([elements, before], axis=1), tasks[_shared(left)]
 
 
 def _shared(left: np.ndarray) -> np.ndarray:
     """Order tasks so that each thread, which gets an equal stretch of them, has as much to do."""
-    by_size = np.argsort(-np.minimum(left, _TASK), kind="stable")
+    by_size = np.argsort(-np.minimum(left, TASK), kind="stable")
     threads = thread_count()
     return np.concatenate([by_size[thread::threads] for thread in range(threads)])
 
 
 @lru_cache(maxsize=16)
-def _numbers(fmts: tuple[FixedPoint, ...]) -> np.ndarray:
+def numbers_of(fmts: tuple[FixedPoint, ...]) -> np.ndarray:
+    """Return ``_number`` of each format, (formats, 4) float32."""
     return np.array([_number(fmt, False) for fmt in fmts], np.float32)
 
 
