@@ -5,117 +5,18 @@ torch's ``add_`` of ``alpha`` times a tensor rounds once (it has fused multiply-
 the same; where it rounds twice, there is no kernel: see ``has_bits_of_torch``.
 """
 
-from collections.abc import Sequence
 from functools import cache
-from operator import attrgetter, is_
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.nn import Parameter
 
-from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.memory import Places, are_apart, places_of
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.reference import Rounding
+from fixedpoint_kernels.sgd.targets import Moves, Rates, Targets, places_on_cpu
 
 __all__ = ["Moves", "Rates", "Targets", "has_bits_of_torch", "step_many"]
-
-_PLAIN = {Tensor, Parameter}
-_DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
-
-
-class Rates(NamedTuple):
-    """The hyper-parameters of one parameter, as ``torch.optim.SGD`` names them; dampening is 0."""
-
-    lr: float
-    momentum: float
-    weight_decay: float
-    nesterov: bool
-
-
-class Moves(NamedTuple):
-    """Which masters move, and how; sequences of one length.
-
-    Args:
-        rows: Positions among the masters, ascending.
-        grads: float32, contiguous, as many elements as the master; not changed.
-        momenta: The same; None where ``momentum`` is 0. Changed.
-        is_first: Whether the momentum is not begun: it becomes the gradient, what it holds is
-            not read.
-        rates: Hyper-parameters.
-    """
-
-    rows: Sequence[int]
-    grads: Sequence[Tensor]
-    momenta: Sequence[Tensor | None]
-    is_first: Sequence[bool]
-    rates: Sequence[Rates]
-
-
-class Targets:
-    """What steps write: masters, weights and momenta. Where they lie is checked once, until it changes.
-
-    Args:
-        masters: float32, any shapes, contiguous, on a CPU.
-        weights: Where the rounded masters go, like these.
-        fmts: Of each weight; None: the weight is the master.
-        offsets: Position of each weight's first element in its stream of noise.
-    """
-
-    def __init__(
-        self,
-        masters: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        fmts: Sequence[FixedPoint | None],
-        offsets: Sequence[int],
-    ) -> None:
-        self.fmts, self.offsets = tuple(fmts), tuple(offsets)
-        self._own = [*masters, *weights]
-        self._momenta: list[Tensor] = []
-        self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        self._starts = self._ends = np.empty(0, np.int64)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each master; those of its weight are as many."""
-        return self._seen[1][: len(self.fmts)] if self._seen else ()
-
-    def find(self, momenta: list[Tensor]) -> np.ndarray | None:
-        """Return addresses of masters, weights and momenta, int64; None where a kernel takes them not."""
-        tensors = [*self._own, *momenta]
-        is_known = len(momenta) == len(self._momenta) and all(map(is_, momenta, self._momenta))
-        if is_known and self._seen is not None:
-            now = tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.numel, tensors))
-            if now == self._seen and all(map(Tensor.is_contiguous, tensors)):
-                return self._addresses
-        self._seen = None
-        places = _places(tensors)
-        if places is None or not are_apart(places._replace(ys=places.xs)):
-            return None
-        count, sizes = len(self.fmts), places.elements
-        if sizes[count : 2 * count] != sizes[:count]:
-            return None
-        self._addresses = np.array(places.xs, np.int64)
-        self._seen, self._momenta = (places.xs, sizes), momenta
-        filled = np.array(sizes) > 0
-        self._starts = self._addresses[filled]
-        order = np.argsort(self._starts)
-        self._ends = (self._starts + 4 * np.array(sizes)[filled])[order]
-        self._starts = self._starts[order]
-        return self._addresses
-
-    def written(self) -> list[Tensor]:
-        """Return all tensors."""
-        return [*self._own, *self._momenta]
-
-    def shares(self, starts: np.ndarray, sizes: np.ndarray) -> bool:
-        """Say whether spans of float32 elements share memory with these tensors."""
-        at = np.searchsorted(self._ends, starts, side="right")  # the first that ends behind a start
-        behind = np.append(self._starts, np.iinfo(np.int64).max)[at]
-        return bool(((starts + 4 * sizes > behind) & (sizes > 0)).any())
 
 
 def step_many(
@@ -145,7 +46,7 @@ def step_many(
         return False
     read = np.empty(0, np.int64)
     if moves.grads:
-        places = _places(moves.grads)
+        places = places_on_cpu(moves.grads)
         if places is None:
             return False
         read, sizes = np.array(places.xs, np.int64), places.elements
@@ -163,12 +64,6 @@ def step_many(
     increment_version(written)
     cpu.step_many(targets, addresses, read, moves, key if rounding == "stochastic" else None)
     return True
-
-
-def _places(tensors: Sequence[Tensor]) -> Places | None:
-    """Return where plain, contiguous float32 tensors on a CPU lie; None where one is something else."""
-    is_plain = set(map(type, tensors)) <= _PLAIN and set(map(_DTYPE, tensors)) <= {torch.float32}
-    return places_of(tensors, []) if is_plain and all(map(_IS_CPU, tensors)) else None
 
 
 @cache

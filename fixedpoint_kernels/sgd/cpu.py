@@ -9,7 +9,7 @@ from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.llvm.vectors import multiply_add, pointer_to
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.cpu import TASK, numbers_of, pieces_of, round_task
-from fixedpoint_kernels.sgd import Moves, Rates, Targets
+from fixedpoint_kernels.sgd.targets import Moves, Rates, Targets
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
 _FREE = FixedPoint(2, 0)  # stands where there is no format

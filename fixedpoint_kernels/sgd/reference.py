@@ -8,7 +8,7 @@ from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import reference
 from fixedpoint_kernels.rounding.reference import Rounding
-from fixedpoint_kernels.sgd import Moves
+from fixedpoint_kernels.sgd.targets import Moves
 
 
 def step_many(  # noqa: PLR0913  noise has three coordinates
