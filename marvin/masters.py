@@ -34,7 +34,7 @@ class Counts:
     skipped: int = 0
 
 
-class _Owners(WeakValueDictionary[int, "WithMasters"]):
+class _Owners(WeakValueDictionary[int, Optimizer]):
     """Which optimizer was made last for a parameter, by the parameter's id."""
 
     claims = 0  # how often optimizers became owners
