@@ -57,9 +57,10 @@ def fixed_point(
 ) -> Step:
     """Return a step in the loss budget's formats, which it has found."""
     torch.manual_seed(0)
-    model = make()
-    model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]: torch has it
-    x = x.contiguous(memory_format=torch.channels_last)
+    model, layout = make(), torch.channels_last
+    if not integer:  # integer layers read weights as they lie
+        model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]: torch has it
+    x = x.contiguous(memory_format=layout)
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy(window=window))
     marvin.quantize_activations(model, optimizer)
