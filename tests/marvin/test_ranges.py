@@ -173,7 +173,7 @@ def test_observations_by_hand():
     # mean over 2 samples, each has twice that gradient
     assert found.gradient == (2**2 + 1**2 + 4**2) / 16 * 4 / 2
     # two of six are 0, which rounding does not move
-    assert found.range(1 / 6) == Range(True, 2, found.power, found.saturated, rounded=4 / 6)
+    assert found.range(1 / 6) == Range(True, 2, found.power, found.saturated, rounded=1 - 2 / 6)
     assert inputs_of({7: Observer()}, 0) == {}
 
 
