@@ -24,21 +24,27 @@ def _move(master, grad, momentum, start, rate, is_first, is_nesterov):
     """
     begin, stop = max(start, 0), min(start + TASK, master.size)
     step, kept, decay = rate[0], rate[1], rate[2]
-    decays, has_momentum = decay != 0, momentum.size > 0
-    for i in range(begin, stop):
-        g = multiply_add(master[i], decay, grad[i]) if decays else grad[i]
-        if has_momentum:
-            own = g if is_first else kept * momentum[i] + g
-            momentum[i] = own
-            g = multiply_add(own, kept, g) if is_nesterov else own
-        master[i] = multiply_add(g, step, master[i])
+    # slices, for LLVM makes vectors only where no index can be negative
+    own, grads = master[begin:stop], grad[begin:stop]
+    if momentum.size == 0:
+        for i in range(own.size):
+            g = multiply_add(own[i], decay, grads[i]) if decay != 0 else grads[i]
+            own[i] = multiply_add(g, step, own[i])
+        return
+    momenta = momentum[begin:stop]
+    for i in range(own.size):
+        g = multiply_add(own[i], decay, grads[i]) if decay != 0 else grads[i]
+        moved = g if is_first else kept * momenta[i] + g
+        momenta[i] = moved
+        g = multiply_add(moved, kept, g) if is_nesterov else moved
+        own[i] = multiply_add(g, step, own[i])
 
 
 @njit
 def _copy(master, weight, start):
     # a function of its own: a slice that is assigned in a parallel loop was not written
-    for i in range(max(start, 0), min(start + TASK, master.size)):
-        weight[i] = master[i]
+    begin, stop = max(start, 0), min(start + TASK, master.size)
+    weight[begin:stop] = master[begin:stop]
 
 
 def _step_many(pointers, sizes, moved, rates, kinds, numbers, streams, tasks, key):
