@@ -25,7 +25,7 @@ from fixedpoint_kernels.products.shapes import Correlation
 
 __all__ = ["Addresses", "Program", "Shape"]
 
-_CACHE = 2**21
+_CACHE = 2**21  # bytes of what a thread works on at a time
 _BLOCK = 64
 
 

@@ -20,7 +20,7 @@ from fixedpoint_kernels.fused import Layer, Parameters, Segment
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.hooks import OtherForward, restore_forwards, rounders_of
-from marvin.integer.formats import Options, Product, choose, window_of
+from marvin.integer.formats import Options, Product, choose
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.layers import OPTIONS, IntegerConv2d
 from marvin.model_formats import ModuleFormats
@@ -270,7 +270,7 @@ class _Run(nn.Module):
             layers.append(
                 Layer(
                     own.source, product.inputs, product.weight_fmt,
-                    (sizes[0], sizes[1], sizes[2], sizes[3]), _window(conv), eps, clip,
+                    (sizes[0], sizes[1], sizes[2], sizes[3]), _window(product), eps, clip,
                 )
             )  # fmt: skip
         return Segment(tuple(layers), tuple(self.chain.values))
@@ -319,12 +319,13 @@ class _Run(nn.Module):
 
     def track(self, parameters: Sequence[Parameters]) -> None:
         """Let the kernels move the running statistics of batch norm, as it would do itself."""
-        norms = [norm for norm in self.norms if norm is not None and norm.track_running_stats]
-        batches = [n.num_batches_tracked for n in norms if n.num_batches_tracked is not None]
+        pairs = zip(self.norms, parameters, strict=True)
+        tracked = [(n, own) for n, own in pairs if n is not None and n.track_running_stats]
+        batches = [n.num_batches_tracked for n, _ in tracked if n.num_batches_tracked is not None]
         if batches:
             foreach_add_(batches, 1)
-        for norm, own in zip(self.norms, parameters, strict=True):
-            if norm is None or norm.running_mean is None or norm.running_var is None:
+        for norm, own in tracked:
+            if norm.running_mean is None or norm.running_var is None:
                 continue
             own.running = norm.running_mean, norm.running_var
             increment_version(own.running)
@@ -344,10 +345,9 @@ def _fits(product: Product, options: Options, formats: ModuleFormats) -> bool:
     return is_plain and not product.shifts and options == Options()
 
 
-def _window(conv: nn.Conv2d) -> Window:
-    found = window_of(conv)
-    assert isinstance(found, tuple)
-    stride, padding, dilation = ((pair[0], pair[1]) for pair in found)
+def _window(product: Product) -> Window:
+    assert product.window is not None
+    stride, padding, dilation = ((pair[0], pair[1]) for pair in product.window)
     return Window(stride, padding, dilation)
 
 

@@ -190,6 +190,14 @@ def test_running_statistics_are_those_of_batch_norm():
         torch.testing.assert_close(a.running_var, b.running_var, rtol=rtol, atol=rtol)
 
 
+def test_a_norm_that_was_told_to_track_no_more_keeps_its_statistics():
+    model, _ = make(model=Features())
+    model.bn.track_running_stats = False
+    before = [t.clone() for t in (model.bn.running_mean, model.bn.running_var)]
+    assert is_fused(model)
+    same([model.bn.running_mean, model.bn.running_var], before)
+
+
 def test_the_policy_observes_unfused_and_changes_formats():
     model, optimizer = make(policy=marvin.LossBudgetPolicy(window=3), steps=0)
     before, fused = formats_of(model), []
