@@ -101,10 +101,14 @@ def augment(
 
 
 def normalize(images: Tensor, dataset: Dataset) -> Tensor:
-    """Return float32 images of mean 0 and deviation 1 in each channel of the training part."""
+    """Return float32 images of mean 0 and deviation 1 in each channel of the training part.
+
+    They lie in memory as ``dataset.memory_format`` says.
+    """
     mean = torch.tensor(dataset.mean, device=images.device).view(-1, 1, 1)
     std = torch.tensor(dataset.std, device=images.device).view(-1, 1, 1)
-    return images.float().sub_(mean).div_(std).contiguous()
+    scaled = images.float().sub_(mean).div_(std)
+    return scaled.contiguous(memory_format=dataset.memory_format)
 
 
 def batch(

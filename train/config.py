@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fixedpoint_kernels.few_bit.activations import ENTRIES
 from fixedpoint_kernels.forward_save import METHODS
 from perfmodel.arguments import Parser
-from train.activations import ACTIVATIONS
 from train.checks import check, flag, refuse
 from train.data import NAMES
 
 __all__ = [
+    "ACTIVATIONS",
     "MSGD_KEYWORDS",
     "QUANTIZED_KEYWORDS",
     "SGD_KEYWORDS",
@@ -37,6 +38,12 @@ def keyword(default: object, meaning: str, *choices: str) -> Any:
     return field(default=default, metadata=metadata)
 
 
+ACTIVATIONS = {
+    name: entry.kind
+    for name, entry in ENTRIES.items()
+    if all(p.default is not p.empty for p in entry.signature.parameters.values())
+}
+BEFORE = {"batch_norm_batches": 0}  # of runs older than the option
 POLICY = re.compile(r"marvin|muppet|loss-budget|static|none|fixed:\d{1,3},-?\d{1,3}", re.ASCII)
 FORWARD_SAVE = "none", "few-bit", "division", "few-bit+division"
 
@@ -58,6 +65,9 @@ class Config:
         "none",
         "what is kept for backward: few-bit codes of activation functions, DIVISION, both",
         *FORWARD_SAVE,
+    )
+    channels_last: bool = option(
+        False, "images lie channels last, which CPUs convolve faster in ResNets; AlexNet slower"
     )
     bits: int = option(3, "few-bit: bits of a code, 1 to 8")
     block: int = option(8, "division: edge of the blocks whose means are kept")
@@ -367,6 +377,8 @@ def to_dict(config: Config) -> dict[str, object]:
 def from_dict(values: Mapping[str, object]) -> Config:
     """Return the configuration that ``to_dict`` made ``values`` of.
 
+    Options that are not in ``values`` are younger than the run: it did what they now name.
+
     Raises:
         ValueError: ``values`` has a name that no configuration has, or a value out of range.
     """
@@ -376,7 +388,8 @@ def from_dict(values: Mapping[str, object]) -> Config:
         got = ", ".join(f"{name:.40}" for name in unknown[:5])
         raise ValueError(f"configuration must have known names only, got {got}")
     pairs = values.items()
-    arguments: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in pairs}
+    given = {n: tuple(v) if isinstance(v, list) else v for n, v in pairs}
+    arguments: dict[str, Any] = {**BEFORE, **given}
     return Config(**arguments)
 
 

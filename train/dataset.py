@@ -44,6 +44,7 @@ class Dataset:
         mean: Mean of each channel over the training images, in units of 0..255.
         std: Standard deviation of each channel, likewise.
         source: Where the images came from, and their licence where one is known.
+        memory_format: How images of a batch lie in memory.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     source: str
+    memory_format: torch.memory_format = torch.contiguous_format
 
     @property
     def channels(self) -> int:

@@ -21,9 +21,8 @@ from perfmodel.files import LAYERS, UserError
 from perfmodel.report import one_line
 from perfmodel.run import read_run
 from train import checkpoint, distributed, plot
-from train.activations import ACTIVATIONS
 from train.augment import private_generator
-from train.config import Config, parse, run_folder
+from train.config import ACTIVATIONS, Config, parse, run_folder
 from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
 from train.loop import evaluate, fit, reestimate
@@ -108,6 +107,8 @@ def prepare(config: Config, build: Build, min_side: int, *, may_fetch: bool = Tr
     with distributed.first_alone():
         folder = Path(config.data_dir)
         dataset = enlarge(load(config.dataset, folder, may_fetch=may_fetch), min_side)
+    if config.channels_last:
+        dataset = dataclasses.replace(dataset, memory_format=torch.channels_last)
     config = dataclasses.replace(config, dataset=dataset.name, device=str(device))
     folder = run_folder(config)
     config = dataclasses.replace(config, run=str(folder))

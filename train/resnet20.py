@@ -9,7 +9,7 @@ from train.config import Config
 __all__ = ["DEFAULTS", "MIN_SIDE", "ResNet20", "resnet20"]
 
 MIN_SIDE = 8  # two halvings leave 2x2
-DEFAULTS = Config(model="resnet20", width=16, buffer_bits=8)
+DEFAULTS = Config(model="resnet20", width=16, buffer_bits=8, channels_last=True)
 
 
 class Block(nn.Module):

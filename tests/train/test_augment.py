@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,6 +104,21 @@ def test_normalised_training_images_have_mean_0_and_deviation_1():
     # float32 sums of 12,800 values
     torch.testing.assert_close(channels.mean(1), torch.zeros(3), rtol=0, atol=1e-5)
     torch.testing.assert_close(channels.std(1, correction=0), torch.ones(3), rtol=1e-5, atol=0)
+
+
+def test_images_lie_as_the_dataset_says():
+    x = images(20, 3, 8)
+    part = Images(x, torch.zeros(20, dtype=torch.int64))
+    dataset = make_dataset("x", part, part, 1, "")
+    last = dataclasses.replace(dataset, memory_format=torch.channels_last)
+    for generator in None, torch.Generator():
+        want, _ = augment.batch(
+            part, torch.arange(20), dataset, generator and generator.manual_seed(0)
+        )
+        got, _ = augment.batch(part, torch.arange(20), last, generator and generator.manual_seed(0))
+        assert want.is_contiguous()
+        assert got.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(got, want)
 
 
 def test_digits_move_by_one_pixel_and_are_not_mirrored(tmp_path):

@@ -8,8 +8,7 @@ from torch import nn
 
 from fixedpoint_kernels import few_bit, forward_save
 from train import loop
-from train.activations import ACTIVATIONS
-from train.config import parse
+from train.config import ACTIVATIONS, parse
 from train.main import prepare
 from train.resnet20 import DEFAULTS, MIN_SIDE, resnet20
 

@@ -81,6 +81,17 @@ def test_resume_names_what_differs(begun):
     assert begun.read_config() == Config()
 
 
+def test_a_run_that_began_before_an_option_was_there_is_not_given_its_default(begun):
+    path = begun.path / "config.json"
+    values = json.loads(path.read_text())
+    del values["batch_norm_batches"], values["channels_last"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="batch_norm_batches was 0, got 16"):
+        begun.begin(Config(resume=True))
+    begun.begin(Config(resume=True, batch_norm_batches=0))
+    assert begun.read_config() == Config(batch_norm_batches=0)
+
+
 def test_epochs_may_grow_but_not_shrink(begun):
     begun.begin(Config(resume=True, epochs=150, data_dir="elsewhere"))
     assert begun.read_config() == Config(epochs=150, data_dir="elsewhere")
