@@ -3,6 +3,9 @@
 # make docs: the site, in build/site    make bench: all CPU benchmarks
 VENV ?= .venv
 PYTHON ?= python3
+# where torch comes from: its CPU build, which brings no CUDA, unless this machine has a GPU;
+# make demo TORCH_INDEX= takes the one pip would take
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP = $(VENV)/bin/python -m pip install --quiet -c constraints.txt
 
 .PHONY: bench demo docs lint test
@@ -28,6 +31,7 @@ docs: $(VENV)/installed-dev
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(PIP) --no-deps --retries 1 --index-url $(TORCH_INDEX) torch || true)
 	$(PIP) -e .
 	touch $@
 

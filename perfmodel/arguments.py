@@ -1,11 +1,15 @@
-"""What commands share: an error of the user is one line."""
+"""What commands share: an error of the user is one line, and ``--version``.
+
+Loads no torch: commands read their arguments before anything slow is imported.
+"""
 
 import argparse
 import math
 from collections.abc import Callable
+from importlib import metadata
 from typing import NoReturn
 
-__all__ = ["Parser", "message_of", "real", "whole"]
+__all__ = ["Parser", "message_of", "real", "version", "whole"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,10 +23,19 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.add_argument("--version", action="version", version=version())
 
     def error(self, message: str) -> NoReturn:
         """End the process with status 2."""
         self.exit(2, f"{self.prog}: error: {message} (--help tells more)\n")
+
+
+def version() -> str:
+    """Return name and version of the package; a tree that nobody installed has none."""
+    try:
+        return f"marvin-fixedpoint {metadata.version('marvin-fixedpoint')}"
+    except metadata.PackageNotFoundError:
+        return "marvin-fixedpoint, not installed"
 
 
 def message_of(error: BaseException) -> str:

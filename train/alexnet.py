@@ -1,15 +1,18 @@
 """``python -m train.alexnet``: train AlexNet in fixed point or in float32."""
 
+from train.config import Config, parse
+
+DEFAULTS = Config(model="alexnet", width=64, buffer_bits=4, lr=0.02)
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    parse(DEFAULTS)
+
 from collections import OrderedDict
 
 from torch import nn
 
-from train.config import Config
-
 __all__ = ["DEFAULTS", "MIN_SIDE", "alexnet"]
 
 MIN_SIDE = 32  # a stride of 4 and three poolings leave 1x1
-DEFAULTS = Config(model="alexnet", width=64, buffer_bits=4, lr=0.02)
 
 
 def alexnet(

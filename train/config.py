@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fixedpoint_kernels.few_bit.activations import ENTRIES
-from fixedpoint_kernels.forward_save import METHODS
 from perfmodel.arguments import Parser
 from train.checks import check, flag, refuse
-from train.data import NAMES
 
 __all__ = [
     "ACTIVATIONS",
+    "DATASETS",
+    "DIVISION_METHODS",
     "MSGD_KEYWORDS",
     "QUANTIZED_KEYWORDS",
     "SGD_KEYWORDS",
@@ -38,13 +37,16 @@ def keyword(default: object, meaning: str, *choices: str) -> Any:
     return field(default=default, metadata=metadata)
 
 
-ACTIVATIONS = {
-    name: entry.kind
-    for name, entry in ENTRIES.items()
-    if all(p.default is not p.empty for p in entry.signature.parameters.values())
-}
+# Names that packages with torch know too; a test compares them. Here they load no torch.
+ACTIVATIONS = (
+    *("relu", "celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish"),
+    *("hardtanh", "leaky_relu", "logsigmoid", "mish", "relu6", "selu", "sigmoid"),
+    *("silu", "softplus", "softshrink", "softsign", "tanh", "tanhshrink"),
+)
 BEFORE = {"batch_norm_batches": 0}  # of runs older than the option
 POLICY = re.compile(r"marvin|muppet|loss-budget|static|none|fixed:\d{1,3},-?\d{1,3}", re.ASCII)
+DATASETS = "auto", "cifar10", "cifar100", "fashion-mnist", "digits"
+DIVISION_METHODS = "division", "low", "high", "fixed", "per_group"
 FORWARD_SAVE = "none", "few-bit", "division", "few-bit+division"
 
 
@@ -73,10 +75,10 @@ class Config:
     block: int = option(8, "division: edge of the blocks whose means are kept")
     division_bits: int = option(2, "division: bits of a residual: 1, 2, 4 or 8")
     division_method: str = option(
-        "division", "division, or one of the methods it is compared with", *METHODS
+        "division", "division, or one of the methods it is compared with", *DIVISION_METHODS
     )
 
-    dataset: str = option("auto", "what to learn; auto: the first that is present", *NAMES)
+    dataset: str = option("auto", "what to learn; auto: the first that is present", *DATASETS)
     data_dir: str = option("data", "folder of data sets; cifar10 and cifar100 are downloaded to it")
     validation_share: float = option(0.1, "share of training images held out to drive the schedule")
     limit: int = option(0, "use only so many training and test images, for trials; 0: all")

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from train import cifar, fashion_mnist
+from train.config import DATASETS
 from train.dataset import Dataset, Images, make_dataset
 from train.errors import UserError
 
-__all__ = ["NAMES", "Parts", "choose", "enlarge", "load", "split"]
+__all__ = ["Parts", "choose", "enlarge", "load", "split"]
 
-NAMES = ("auto", "cifar10", "cifar100", "fashion-mnist", "digits")
 DIGITS_SOURCE = (
     "Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI; CC BY 4.0"
 )
@@ -39,7 +39,7 @@ def load(name: str, data_dir: Path, *, may_fetch: bool = True) -> Dataset:
     """Load a data set into memory.
 
     Args:
-        name: One of ``NAMES``. cifar10 and cifar100 are downloaded when asked for by name and
+        name: One of ``train.config.DATASETS``. cifar10 and cifar100 are downloaded when asked for by name and
             absent.
         data_dir: Folder of the user's data sets; need not exist.
         may_fetch: Whether anything may be downloaded to ``data_dir``, or unpacked there.
@@ -55,7 +55,7 @@ def load(name: str, data_dir: Path, *, may_fetch: bool = True) -> Dataset:
         return fashion_mnist.load(data_dir)
     if name == "digits":
         return _load_digits()
-    raise UserError(f"data set must be one of {', '.join(NAMES)}, got {name!r}")
+    raise UserError(f"data set must be one of {', '.join(DATASETS)}, got {name!r}")
 
 
 def _load_digits() -> Dataset:

@@ -37,7 +37,7 @@ class Dataset:
     """A data set in memory.
 
     Args:
-        name: One of ``train.data.NAMES``, without ``auto``.
+        name: One of ``train.config.DATASETS``, without ``auto``.
         train: The training part, which a validation part may still be taken from.
         test: The test part.
         classes: Number of classes; labels are 0 to ``classes - 1``.

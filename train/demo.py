@@ -1,12 +1,24 @@
 """``python -m train.demo``: ResNet20 on the embedded digits, fixed point beside float32."""
 
+from perfmodel.arguments import Parser, message_of
+
+PARSER = Parser(
+    "python -m train.demo",
+    """Train ResNet20 on the embedded digits, in float32 and in fixed point, and compare.
+
+Takes some minutes on a CPU, and has no options: python -m train.resnet20 --help lists those of a
+run. What an earlier call began in runs/demo-sgd and runs/demo-msgd is finished.""",
+)
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perfmodel.arguments import Parser, message_of
 from perfmodel.files import CONFIG
 from perfmodel.run import read_run
 from perfmodel.summary import totals
@@ -17,17 +29,13 @@ from train.records import RunFolder
 
 __all__ = ["main"]
 
-DESCRIPTION = """Train ResNet20 on the embedded digits, in float32 and in fixed point, and compare.
-
-Takes some minutes on a CPU, and has no options: python -m train.resnet20 --help lists those of a
-run. What an earlier call began in runs/demo-sgd and runs/demo-msgd is finished."""
 RUNS = Path("runs")
 DEMO = replace(resnet20.DEFAULTS, dataset="digits", epochs=40, batch_size=64, plateau_patience=4)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train both, or finish what an earlier call began, and print the comparison."""
-    Parser("python -m train.demo", DESCRIPTION).parse_args(argv)
+    PARSER.parse_args(argv)
     results = {}
     for optimizer, meaning in (("sgd", "float32"), ("msgd", "fixed point")):
         folder = RUNS / f"demo-{optimizer}"

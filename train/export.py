@@ -6,16 +6,33 @@ Prints format, bytes and verdict of each layer and writes RUN/export/TARGET, as 
 all. With --verify the files are run, and must compute what the integer reference computes.
 """
 
+from pathlib import Path
+
+from marvin.export import command
+
+PARSER = command.Parser("python -m train.export", __doc__)
+PARSER.add_argument("run", type=Path, metavar="RUN", help="run folder of train")
+PARSER.add_flags("RUN/export/TARGET")
+PARSER.add_argument(
+    "--weights",
+    choices=("nearest", "last"),
+    default="nearest",
+    help="masters rounded to nearest, or the last stochastic draw (default: nearest)",
+)
+PARSER.add_argument("--data-dir", help="folder of data sets, where it has moved or is to be made")
+
+if __name__ == "__main__":  # --help and slips are answered before the trainer loads
+    PARSER.parse_args()
+
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from marvin.export import command, formats_of_weights, masters_of, nearest_weights
+from marvin.export import formats_of_weights, masters_of, nearest_weights
 from marvin.export.deployed import Deployed, Options
 from marvin.export.deployed import deploy as deploy_model
 from marvin.export.errors import ExportError
@@ -64,20 +81,8 @@ class TrainedRun:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Do what the command line asks; what the user can put right ends with one line."""
-    parser = command.Parser("python -m train.export", __doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder of train")
-    parser.add_flags("RUN/export/TARGET")
-    parser.add_argument(
-        "--weights",
-        choices=("nearest", "last"),
-        default="nearest",
-        help="masters rounded to nearest, or the last stochastic draw (default: nearest)",
-    )
-    parser.add_argument(
-        "--data-dir", help="folder of data sets, where it has moved or is to be made"
-    )
-    given = parser.parse_args(argv)
-    with command.one_line(parser.prog):
+    given = PARSER.parse_args(argv)
+    with command.one_line(PARSER.prog):
         run = open_run(given.run, given.data_dir)
         deployed = deploy(run, command.options(given), given.weights)
         folder = given.run / "export"

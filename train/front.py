@@ -5,18 +5,26 @@ with ``--keep-front`` keeps the checkpoints of its own front in ``RUN/front``. T
 ``front.png`` in the first run's folder.
 """
 
+from pathlib import Path
+
+from perfmodel.arguments import Parser, message_of
+
+PARSER = Parser("python -m train.front", (__doc__ or "").partition("\n")[0])
+PARSER.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import io
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import marvin
 from marvin.files import write_atomic
-from perfmodel.arguments import Parser, message_of
 from perfmodel.cost import ebops
 from perfmodel.files import METRICS, RunError, UserError, number, read_rows, whole
 from perfmodel.run import MOST_STEPS, read_run, start_of
@@ -126,9 +134,7 @@ def draw(candidates: Sequence[Candidate]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print and draw the front of the runs on the command line."""
-    parser = Parser("python -m train.front", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    runs: list[Path] = parser.parse_args(argv).runs
+    runs: list[Path] = PARSER.parse_args(argv).runs
     try:
         found = [own for run in runs for own in candidates_of(run)]
         for own in front(found):

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import marvin
 import perfmodel
 from fixedpoint_kernels import forward_save, products
+from fixedpoint_kernels.few_bit.activations import ENTRIES
 from perfmodel.arguments import message_of
 from perfmodel.cost import weights_of
 from perfmodel.files import LAYERS, UserError
@@ -22,7 +23,7 @@ from perfmodel.report import one_line
 from perfmodel.run import read_run
 from train import checkpoint, distributed, plot
 from train.augment import private_generator
-from train.config import ACTIVATIONS, Config, parse, run_folder
+from train.config import Config, parse, run_folder
 from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
 from train.loop import evaluate, fit, reestimate
@@ -219,7 +220,10 @@ def make_model(config: Config, dataset: Dataset, build: Build) -> nn.Module:
     """
     try:
         return build(
-            dataset.classes, dataset.channels, config.width, ACTIVATIONS[config.activation]
+            dataset.classes,
+            dataset.channels,
+            config.width,
+            ENTRIES[config.activation].kind,
         )
     except (RuntimeError, MemoryError) as error:  # of torch's allocator
         reason = str(error).partition("\n")[0]

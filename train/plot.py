@@ -1,9 +1,18 @@
 """``python -m train.plot RUN``: the word length of each layer over a run, as RUN/word_lengths.png."""
 
+from pathlib import Path
+
+from perfmodel.arguments import Parser, message_of
+
+PARSER = Parser("python -m train.plot", __doc__ or "")
+PARSER.add_argument("run", type=Path, metavar="RUN", help="folder of a run of msgd")
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import io
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,7 +22,6 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from marvin.files import write_atomic
-from perfmodel.arguments import Parser, message_of
 from perfmodel.files import LAYERS, METRICS, TRACE, RunError, UserError, number, read_rows, whole
 from perfmodel.run import MOST_STEPS, start_of
 from train.config import to_dict
@@ -218,10 +226,9 @@ def save(path: Path) -> Path:
 
 def main(argv: list[str] | None = None) -> None:
     """Draw the figure of the run folder named on the command line."""
-    parser = Parser("python -m train.plot", __doc__ or "")
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run of msgd")
+    given = PARSER.parse_args(argv)
     try:
-        print(save(parser.parse_args(argv).run))
+        print(save(given.run))
     except (UserError, OSError) as error:
         sys.exit(f"python -m train.plot: error: {message_of(error)}")
 

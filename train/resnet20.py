@@ -1,15 +1,18 @@
 """``python -m train.resnet20``: train ResNet20 in fixed point or in float32."""
 
+from train.config import Config, parse
+
+DEFAULTS = Config(model="resnet20", width=16, buffer_bits=8, channels_last=True)
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    parse(DEFAULTS)
+
 import itertools
 
 from torch import Tensor, nn
 
-from train.config import Config
-
 __all__ = ["DEFAULTS", "MIN_SIDE", "ResNet20", "resnet20"]
 
 MIN_SIDE = 8  # two halvings leave 2x2
-DEFAULTS = Config(model="resnet20", width=16, buffer_bits=8, channels_last=True)
 
 
 class Block(nn.Module):

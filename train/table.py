@@ -1,13 +1,21 @@
 """``python -m train.table RUN ...``: finished runs as a Markdown table, seeds taken together."""
 
+from pathlib import Path
+
+from perfmodel.arguments import Parser, message_of
+
+PARSER = Parser("python -m train.table", __doc__ or "")
+PARSER.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a finished run's folder")
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from perfmodel.arguments import Parser, message_of
 from train.config import Config
 from train.errors import UserError
 from train.records import RunFolder
@@ -24,10 +32,9 @@ Finished = tuple[Config, dict[str, Any]]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table of the run folders on the command line."""
-    parser = Parser("python -m train.table", __doc__ or "")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a finished run's folder")
+    given = PARSER.parse_args(argv)
     try:
-        print(table(parser.parse_args(argv).runs))
+        print(table(given.runs))
     except UserError as error:
         sys.exit(f"python -m train.table: error: {message_of(error)}")
 

@@ -1,10 +1,15 @@
 """``python -m train.vit``: train a small vision transformer in fixed point or in float32."""
 
+from train.config import Config, parse
+
+DEFAULTS = Config(model="vit", width=64, activation="gelu", buffer_bits=8, lr=0.02)
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    parse(DEFAULTS)
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import Config
 from train.errors import UserError
 
 __all__ = ["DEFAULTS", "MIN_SIDE", "PATCH", "VisionTransformer", "vit"]
@@ -13,7 +18,6 @@ MIN_SIDE = 32
 PATCH = 8  # edge, so that an image is 16 tokens
 TOKENS = (MIN_SIDE // PATCH) ** 2
 HEADS = 4
-DEFAULTS = Config(model="vit", width=64, activation="gelu", buffer_bits=8, lr=0.02)
 
 
 class Positions(nn.Module):

@@ -8,6 +8,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +37,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self.add_argument("--version", action="version", version=_version())
 
     def error(self, message: str) -> NoReturn:
         """End the process with status 2."""
@@ -77,6 +79,13 @@ class Parser(argparse.ArgumentParser):
         )
         add("--backend", choices=("Vitis", "Vivado"), default="Vitis", help="of hls4ml")
         add("--python", default=sys.executable, help="interpreter with qonnx, to verify qonnx")
+
+
+def _version() -> str:
+    try:
+        return f"marvin-fixedpoint {metadata.version('marvin-fixedpoint')}"
+    except metadata.PackageNotFoundError:  # a tree that nobody installed
+        return "marvin-fixedpoint, not installed"
 
 
 def _whole(low: int, high: int) -> Callable[[str], int]:

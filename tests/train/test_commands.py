@@ -1,0 +1,101 @@
+"""Commands read their arguments before they load torch, and have names of their own."""
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from fixedpoint_kernels import forward_save
+from fixedpoint_kernels.few_bit.activations import ENTRIES
+from train import commands
+from train.config import ACTIVATIONS, DIVISION_METHODS
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+import runpy, sys
+sys.argv[1:] = {words!r}
+try:
+    runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    print("torch" in sys.modules, end.code)
+"""
+SCRIPTS = [f"train.{name}" for name in commands.SCRIPTS]
+
+
+def answer(module, *words):
+    """Return the last line that a command prints: whether torch was loaded, and its status."""
+    code = RUN.format(words=[*words], module=module)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()[-1], done
+
+
+@pytest.mark.parametrize("module", [*SCRIPTS, "perfmodel"])
+def test_help_is_printed_before_torch_loads(module):
+    last, done = answer(module, "--help")
+    assert last == "False 0"
+    assert f"usage: python -m {module} " in done.stdout
+
+
+def test_slips_are_answered_before_torch_loads_with_one_line_and_a_hint():
+    last, done = answer("train.resnet20", "--epochs", "0")
+    assert last == "False 2"
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith("got 0 (--help tells more)\n")
+
+
+@pytest.mark.parametrize("module", ["train.vit", "perfmodel", "marvin.export"])
+def test_version(module):
+    last, done = answer(module, "--version")
+    assert last.endswith(" 0")
+    assert importlib.metadata.version("marvin-fixedpoint") in done.stdout
+
+
+def test_flags_know_what_their_packages_know():
+    """An activation is one that needs no argument."""
+    known = {name: entry.signature.parameters.values() for name, entry in ENTRIES.items()}
+    free = {name for name, all_ in known.items() if all(p.default is not p.empty for p in all_)}
+    assert set(ACTIVATIONS) == free
+    assert len(set(ACTIVATIONS)) == len(ACTIVATIONS)
+    assert tuple(forward_save.METHODS) == DIVISION_METHODS
+
+
+def test_console_commands_exist():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {"marvin-train", "marvin-export", "marvin-perf"}
+    for place in scripts.values():
+        module, name = place.split(":")
+        assert callable(getattr(import_module(module), name))
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "module", "rest"),
+    [
+        ("train", ["vit", "--lr", "1"], "train.vit", ["--lr", "1"]),
+        ("export", ["runs/a", "--to", "onnx"], "train.export", ["runs/a", "--to", "onnx"]),
+        ("export", [str(ROOT / "README.md")], "marvin.export", [str(ROOT / "README.md")]),
+        ("perf", ["runs/a", "--json"], "perfmodel", ["runs/a", "--json"]),
+    ],
+)
+def test_a_console_command_is_another_name_of_a_module(command, words, module, rest, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "argv", [f"marvin-{command}", *words])
+    monkeypatch.setattr(
+        commands.runpy, "run_module", lambda name, **_: seen.append((name, sys.argv[1:]))
+    )
+    getattr(commands, command)()
+    assert seen == [(module, rest)]
+
+
+@pytest.mark.parametrize("words", [["resnet"], [], ["--helpp"]])
+def test_a_script_that_is_none_is_one_line(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["marvin-train", *words])
+    with pytest.raises(SystemExit) as caught:
+        commands.train()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
