@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import fixed_point
 from marvin.export.frontend.calibrate import calibrate
 from marvin.export.frontend.trace import describe
@@ -47,13 +46,14 @@ class Deployed:
     """
 
     model: nn.Module
-    formats: Mapping[str, FixedPoint]
+    formats: Mapping[str, Format]
     network: Network
     exact: Network
 
     def packed(self) -> Packed:
-        """Return weights as integers, and formats of activations beside them."""
-        return pack_state(self.model.state_dict(), self.formats, self.network.formats())
+        """Return the model's state and the network, both as integers, what both have once."""
+        state, activations = self.model.state_dict(), self.network.formats()
+        return pack_state(state, self.formats, activations, self.network)
 
 
 def deploy(
@@ -74,10 +74,11 @@ def deploy(
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
     """
-    plain = {name: fixed_point(name, fmt) for name, fmt in formats.items()}
+    for name, fmt in formats.items():
+        fixed_point(name, fmt)
     activations = None if activation_formats(model) else calibrate(model, [samples], options.wl)
     sample = samples[:_COMPARED]
     exact = describe(model, sample, formats, activations, scale_wl=options.scale_wl)
     wl = options.sums_wl
     network = exact if wl is None else round_sums(exact, samples, wl)
-    return Deployed(model, plain, network, exact)
+    return Deployed(model, formats, network, exact)

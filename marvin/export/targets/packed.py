@@ -1,10 +1,13 @@
-"""Weights as integers of their own word length, in a safetensors file."""
+"""A network, and weights as integers of their own word length, in a safetensors file.
+
+``docs/packed.md`` says what is in such a file; ``docs/read_packed.py`` computes with one.
+"""
 
 import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,20 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint, decode, pack, unpack
+from marvin.channels import ChannelFormat, scale_of
 from marvin.export.errors import ExportError, fixed_point
 from marvin.export.graph.formats import codes_of
-from marvin.export.graph.nodes import Affine, Network, Weighted
+from marvin.export.graph.nodes import Network
 from marvin.export.targets import safetensors
+from marvin.export.targets.packed_network import (
+    Tensors,
+    read_format,
+    read_network,
+    write_format,
+    write_network,
+)
 from marvin.files import write_atomic
+from marvin.rounding import Format
 
 __all__ = [
     "Packed",
@@ -30,54 +42,60 @@ __all__ = [
     "to_bytes",
 ]
 
-VERSION = 2
+VERSION = 3
 _KEY = "marvin"
 _FIELDS = {"version", "sha256", "fixed_point", "activations"}
+_ADDED = {2: set[str](), 3: {"network"}}  # by the versions that are read
 _FORMAT_FIELDS = {"wl", "fl", "symmetric", "signed", "shape", "dtype"}
+_SHIFTS = "shifts"  # of the channels, of weights with an ``fl`` for each; from version 3 on
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The weights of a network, without loss.
+    """The weights of a network, without loss, and the network itself.
 
     Args:
         codes: Integer codes of the tensors that have a format, in parameter order.
-        formats: Of each of ``codes``.
-        dtypes: What each of ``codes`` was in the model.
+        formats: Of each of ``codes``; with an ``fl`` for each channel, codes are at their own.
+        dtypes: What each of ``codes`` was in the model; None of those that the network alone has.
         others: All other tensors of the state, as they were.
         activations: Formats of activations, by the name of what is rounded.
+        network: What is computed with them; None where that is not known.
     """
 
     codes: dict[str, Tensor]
-    formats: dict[str, FixedPoint]
-    dtypes: dict[str, torch.dtype]
+    formats: Mapping[str, FixedPoint | ChannelFormat]
+    dtypes: Mapping[str, torch.dtype | None]
     others: dict[str, Tensor]
     activations: dict[str, FixedPoint]
+    network: Network | None = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as ``load_state_dict`` takes it: the model's own values, every bit."""
         values = {
-            name: decode(codes, self.formats[name], dtype=torch.float64).to(self.dtypes[name])
-            for name, codes in self.codes.items()
+            name: _decoded(self.codes[name], self.formats[name]).to(dtype)
+            for name, dtype in self.dtypes.items()
+            if dtype is not None
         }
         return values | {name: x.clone() for name, x in self.others.items()}
 
 
 @dataclass(frozen=True)
 class Size:
-    """Int8Writer of one tensor: packed, and as the model has it."""
+    """Bytes of one tensor: packed, and as the model has it; 0 there of what the network alone has."""
 
     name: str
-    fmt: FixedPoint | None
+    fmt: FixedPoint | ChannelFormat | None
     packed_bytes: int
     float_bytes: int
 
 
 def pack_state(
     state: Mapping[str, Tensor],
-    formats: Mapping[str, FixedPoint],
+    formats: Mapping[str, Format],
     activations: Mapping[str, FixedPoint] | None = None,
+    network: Network | None = None,
 ) -> Packed:
     """Return a model's state with integer codes where there are formats.
 
@@ -85,23 +103,24 @@ def pack_state(
         state: ``model.state_dict()``.
         formats: Of weights, such as ``optimizer.formats()``; keys are names of ``state``.
         activations: Formats of activations, to be kept with the weights.
+        network: What the model computes. Its numbers are kept, once where they are in ``state``.
 
     Raises:
         ExportError: A name is not in ``state``, or its values are not numbers of its format.
     """
     if unknown := sorted(set(formats) - set(state)):
         raise ExportError(f"formats must be of tensors in the state, got {', '.join(unknown)}")
-    formats = {name: fixed_point(name, fmt) for name, fmt in formats.items()}
+    known = {name: _known(name, fmt) for name, fmt in formats.items()}
     for name, fmt in dict(activations or {}).items():
         fixed_point(name, fmt)
-    codes = {name: codes_of(name, state[name], fmt) for name, fmt in formats.items()}
-    others = {name: x.detach().cpu().clone() for name, x in state.items() if name not in formats}
-    dtypes = {name: state[name].dtype for name in formats}
-    return Packed(codes, formats, dtypes, others, dict(activations or {}))
+    codes = {name: _codes(name, state[name], fmt) for name, fmt in known.items()}
+    others = {name: x.detach().cpu().clone() for name, x in state.items() if name not in known}
+    dtypes = {name: state[name].dtype for name in known}
+    return _with_network(Packed(codes, known, dtypes, others, dict(activations or {}), network))
 
 
 def pack_network(network: Network) -> Packed:
-    """Return all numbers of a network, as integers of their own formats.
+    """Return a network and all its numbers, as integers of their own formats.
 
     They are named by operation: ``weight`` and ``bias`` of layers, ``scale`` and ``offset`` of
     batch normalisation.
@@ -109,19 +128,39 @@ def pack_network(network: Network) -> Packed:
     Args:
         network: From ``describe``.
     """
-    found: dict[str, tuple[Tensor, FixedPoint]] = {}
-    for op in network.operations:
-        if isinstance(op, Weighted):
-            found[f"{op.name}.weight"] = op.weight, op.weight_fmt
-            if op.bias is not None:
-                found[f"{op.name}.bias"] = op.bias, op.bias_fmt
-        elif isinstance(op, Affine):
-            found[f"{op.name}.scale"] = op.scale, op.scale_fmt
-            found[f"{op.name}.offset"] = op.offset, op.offset_fmt
-    codes = {name: codes for name, (codes, _) in found.items()}
-    formats = {name: fmt for name, (_, fmt) in found.items()}
-    dtypes = dict.fromkeys(codes, torch.float32)
-    return Packed(codes, formats, dtypes, {}, network.formats())
+    packed = _with_network(Packed({}, {}, {}, {}, network.formats(), network))
+    return replace(packed, dtypes=dict.fromkeys(packed.codes, torch.float32))
+
+
+def _with_network(packed: Packed) -> Packed:
+    """Return the same with those numbers of the network that are not there yet."""
+    if packed.network is None:
+        return packed
+    tensors = Tensors(dict(packed.codes), dict(packed.formats), set(packed.others))
+    write_network(packed.network, tensors)
+    dtypes = {name: packed.dtypes.get(name) for name in tensors.codes}
+    return replace(packed, codes=tensors.codes, formats=tensors.formats, dtypes=dtypes)
+
+
+def _known(name: str, fmt: Format) -> FixedPoint | ChannelFormat:
+    """Return a format that has codes."""
+    whole = fixed_point(name, fmt)
+    return fmt if isinstance(fmt, ChannelFormat) else whole
+
+
+def _codes(name: str, x: Tensor, fmt: FixedPoint | ChannelFormat) -> Tensor:
+    """Return the codes of values; those of channels at the ``fl`` of their own."""
+    if isinstance(fmt, FixedPoint):
+        return codes_of(name, x, fmt)
+    if len(fmt.shifts) != len(x):
+        raise ExportError(f"{name} must have {len(fmt.shifts)} channels, got {len(x)}")
+    return codes_of(name, x.detach().cpu() * scale_of(fmt, x.detach().cpu()), fmt.fmt)
+
+
+def _decoded(codes: Tensor, fmt: FixedPoint | ChannelFormat) -> Tensor:
+    if isinstance(fmt, FixedPoint):
+        return decode(codes, fmt, dtype=torch.float64)
+    return decode(codes, fmt.fmt, dtype=torch.float64) / scale_of(fmt, codes).double()
 
 
 def sizes(packed: Packed) -> list[Size]:
@@ -130,7 +169,9 @@ def sizes(packed: Packed) -> list[Size]:
     for name, codes in packed.codes.items():
         fmt = packed.formats[name]
         packed_bytes = (codes.numel() * fmt.wl + 7) // 8
-        rows.append(Size(name, fmt, packed_bytes, codes.numel() * packed.dtypes[name].itemsize))
+        dtype = packed.dtypes[name]
+        float_bytes = 0 if dtype is None else codes.numel() * dtype.itemsize
+        rows.append(Size(name, fmt, packed_bytes, float_bytes))
     for name, x in packed.others.items():
         size = x.numel() * x.element_size()
         rows.append(Size(name, None, size, size))
@@ -167,16 +208,18 @@ def load(path: str | Path) -> Packed:
 
 def to_bytes(packed: Packed) -> bytes:
     """Return the content of a file."""
+    packed = _with_network(packed)
     tensors = {n: pack(codes, packed.formats[n].wl) for n, codes in packed.codes.items()}
     tensors = safetensors.in_file_order(tensors | packed.others)
     fields = {
         "version": VERSION,
         "fixed_point": {name: _describe(packed, name) for name in packed.codes},
-        "activations": {
-            name: [fmt.wl, fmt.fl, fmt.symmetric, fmt.signed]
-            for name, fmt in packed.activations.items()
-        },
+        "activations": {name: write_format(fmt) for name, fmt in packed.activations.items()},
+        "network": None,
     }
+    if packed.network is not None:
+        own = Tensors(dict(packed.codes), dict(packed.formats), set(packed.others))
+        fields["network"] = write_network(packed.network, own)
     fields["sha256"] = _digest(tensors, fields)
     return safetensors.write(tensors, {_KEY: json.dumps(fields)})
 
@@ -193,65 +236,74 @@ def from_bytes(content: bytes) -> Packed:
         raise ExportError("the content does not have its own SHA-256: the file is damaged")
     codes, formats, dtypes = {}, {}, {}
     for name, entry in fields["fixed_point"].items():
-        formats[name], shape, dtypes[name] = _described(name, entry)
+        formats[name], shape, dtypes[name] = _described(name, entry, fields["version"])
         codes[name] = _unpacked(name, tensors.pop(name, None), formats[name], shape)
-    activations = {name: _format(name, v) for name, v in fields["activations"].items()}
-    return Packed(codes, formats, dtypes, tensors, activations)
+    activations = {name: read_format(name, v) for name, v in fields["activations"].items()}
+    table = fields.get("network")
+    network = None if table is None else read_network(table, Tensors(codes, formats))
+    return Packed(codes, formats, dtypes, tensors, activations, network)
 
 
 def _describe(packed: Packed, name: str) -> dict[str, Any]:
     fmt, dtype = packed.formats[name], packed.dtypes[name]
-    return {
-        "wl": fmt.wl,
-        "fl": fmt.fl,
-        "symmetric": fmt.symmetric,
-        "signed": fmt.signed,
-        "shape": list(packed.codes[name].shape),
-        "dtype": str(dtype).removeprefix("torch."),
-    }
+    word = fmt.fmt if isinstance(fmt, ChannelFormat) else fmt
+    table = dict(zip(("wl", "fl", "symmetric", "signed"), write_format(word), strict=True))
+    table |= {"shape": list(packed.codes[name].shape)}
+    table |= {"dtype": None if dtype is None else str(dtype).removeprefix("torch.")}
+    return table | ({_SHIFTS: list(fmt.shifts)} if isinstance(fmt, ChannelFormat) else {})
 
 
 def _fields(metadata: Mapping[str, str]) -> dict[str, Any]:
     if _KEY not in metadata:
         raise ExportError(f"the metadata must have {_KEY!r}, got {sorted(metadata)!r:.80}")
     fields = safetensors.parse("metadata", metadata[_KEY])
-    if not isinstance(fields, dict) or fields.get("version") != VERSION:
-        version = fields.get("version") if isinstance(fields, dict) else fields
-        raise ExportError(f"the version must be {VERSION}, got {version!r:.80}")
-    if set(fields) != _FIELDS:
-        raise ExportError(f"the metadata must have {sorted(_FIELDS)}, got {sorted(fields)!r:.80}")
+    version = fields.get("version") if isinstance(fields, dict) else fields
+    if not isinstance(fields, dict) or type(version) is not int or version not in _ADDED:
+        raise ExportError(
+            f"the version must be {' or '.join(map(str, _ADDED))}, got {version!r:.80}"
+        )
+    wanted = _FIELDS | _ADDED[version]
+    if set(fields) != wanted:
+        raise ExportError(f"the metadata must have {sorted(wanted)}, got {sorted(fields)!r:.80}")
     for name in ("fixed_point", "activations"):
         if not isinstance(fields[name], dict):
             raise ExportError(f"{name} must be a table, got {fields[name]!r:.80}")
     return fields
 
 
-def _described(name: str, entry: object) -> tuple[FixedPoint, tuple[int, ...], torch.dtype]:
-    if not isinstance(entry, dict) or set(entry) != _FORMAT_FIELDS:
+def _described(
+    name: str, entry: object, version: int
+) -> tuple[FixedPoint | ChannelFormat, tuple[int, ...], torch.dtype | None]:
+    is_new = version > 2  # with the tables of networks came tensors of no model, and channels
+    fields = _FORMAT_FIELDS | (
+        {_SHIFTS} & set(entry) if is_new and isinstance(entry, dict) else set()
+    )
+    if not isinstance(entry, dict) or set(entry) != fields:
         raise ExportError(f"{name} must have {sorted(_FORMAT_FIELDS)}, got {entry!r:.80}")
     shape, dtype = entry["shape"], entry["dtype"]
     if not safetensors.are_sizes(shape):
         raise ExportError(f"{name} must have a shape of whole sizes, got {shape!r:.80}")
-    if not isinstance(dtype, str) or dtype not in _FLOATS:
+    if not (dtype is None and is_new) and (not isinstance(dtype, str) or dtype not in _FLOATS):
         raise ExportError(f"{name} must be one of {sorted(_FLOATS)}, got {dtype!r:.80}")
-    fmt = _format(name, [entry[field] for field in ("wl", "fl", "symmetric", "signed")])
-    return fmt, tuple(shape), _FLOATS[dtype]
+    fmt = read_format(name, [entry[field] for field in ("wl", "fl", "symmetric", "signed")])
+    if _SHIFTS in entry:
+        fmt = _channels(name, fmt, entry[_SHIFTS], shape)
+    return fmt, tuple(shape), None if dtype is None else _FLOATS[dtype]
 
 
-def _format(name: str, values: Any) -> FixedPoint:
-    try:
-        wl, fl, symmetric, signed = values
-        if not {type(wl), type(fl)} == {int} or not {type(symmetric), type(signed)} == {bool}:
-            raise TypeError(
-                f"got wl={wl!r:.20}, fl={fl!r:.20}, symmetric={symmetric!r:.20}, "
-                f"signed={signed!r:.20}"
-            )
-        return FixedPoint(wl, fl, symmetric, signed)
-    except (TypeError, ValueError) as error:
-        raise ExportError(f"{name} must have a format: {error}") from error
+def _channels(name: str, fmt: FixedPoint, shifts: object, shape: list[int]) -> ChannelFormat:
+    """Return the format of a weight whose channels have an ``fl`` each."""
+    if not isinstance(shifts, list) or not shifts or shape[:1] != [len(shifts)] or not fmt.signed:
+        raise ExportError(f"{name} must have a shift for each channel, got {shifts!r:.80}")
+    if not all(type(shift) is int and 0 <= shift <= 31 - fmt.fl for shift in shifts):
+        raise ExportError(f"{name} must have shifts of 0 to {31 - fmt.fl}, got {shifts!r:.80}")
+    return ChannelFormat(fmt, tuple(shifts))
 
 
-def _unpacked(name: str, x: Tensor | None, fmt: FixedPoint, shape: tuple[int, ...]) -> Tensor:
+def _unpacked(
+    name: str, x: Tensor | None, found: FixedPoint | ChannelFormat, shape: tuple[int, ...]
+) -> Tensor:
+    fmt = found.fmt if isinstance(found, ChannelFormat) else found
     if x is None or x.dtype is not torch.uint8:
         raise ExportError(f"{name} must be there as bytes, got {None if x is None else x.dtype}")
     size = (math.prod(shape) * fmt.wl + 7) // 8

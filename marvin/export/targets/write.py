@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,16 @@ def _packed(order: Order) -> Written:
     size = packed.save(order.deployed.packed(), path)
     if order.samples is None:
         return Written(size, path.name)
-    state, loaded = order.deployed.model.state_dict(), packed.load(path).state_dict()
+    loaded = packed.load(path)
+    state, found = order.deployed.model.state_dict(), loaded.state_dict()
     names = sorted(state)
-    same = sorted(loaded) == names and all(torch.equal(loaded[n], state[n]) for n in names)
-    if not same:
+    same = sorted(found) == names and all(torch.equal(found[n], state[n]) for n in names)
+    if not same or loaded.network is None:
         raise ExportError("the packed weights differ from the model's")
-    return Written(size, path.name, proof=f"all {len(names)} tensors come back, every bit")
+    got = integer.run(loaded.network, order.samples)
+    proved = _proved(order, size, path.name, got, "the network read back")
+    proof = f"all {len(names)} tensors come back, every bit; {proved.proof}"
+    return replace(proved, proof=proof)
 
 
 def _onnx(order: Order) -> Written:

@@ -182,17 +182,17 @@ def weight(**values):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f, _: f.update(version=1), "version must be 2, got 1"),
+        (lambda f, _: f.update(version=1), "version must be 2 or 3, got 1"),
         (lambda f, _: f.update(more=2), "metadata must have"),
         (lambda f, _: f.update(activations=[]), "activations must be a table"),
         (lambda f, _: f["activations"].update(x=[8, 4]), "x must have a format"),
         (lambda f, _: f["fixed_point"].update(other={}), "other must have"),
         (weight(wl=33), "word length must be 2 to 32 bits, got wl=33"),
-        (weight(wl=True), "got wl=True"),
+        (weight(wl=True), "two whole numbers, two truths, got .True"),
         (weight(fl=40), "fractional length must be -31 to 31"),
-        (weight(fl="4"), "fl='4'"),
-        (weight(symmetric=1), "symmetric=1"),
-        (weight(signed=0), "signed=0"),
+        (weight(fl="4"), "got .7, '4'"),
+        (weight(symmetric=1), "two truths, got .7, 5, 1"),
+        (weight(signed=0), "two truths, got .7, 5, False, 0"),
         (weight(symmetric=True, signed=False), "a symmetric format must be signed"),
         (weight(shape=[3, 5, 3]), "must take 40 bytes, got shape"),
         (weight(shape=[-3, -10]), "must have a shape of whole sizes"),
@@ -364,7 +364,9 @@ def test_no_hostile_file_raises_anything_else(cases):
         except ExportError:
             continue
         read += 1
-        assert loaded.state_dict().keys() == loaded.codes.keys() | loaded.others.keys()
+        of_model = {name for name, dtype in loaded.dtypes.items() if dtype is not None}
+        assert loaded.state_dict().keys() == of_model | loaded.others.keys()
+        assert loaded.dtypes.keys() == loaded.codes.keys()
         assert len(packed.sizes(loaded)) == len(loaded.codes) + len(loaded.others)
     assert read < cases / 3
 

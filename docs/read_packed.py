@@ -1,0 +1,164 @@
+"""Compute with a packed network: Python's integers, json and struct, nothing else.
+
+    python read_packed.py network.safetensors < sample.json
+
+The sample is a list of numbers, as long as one input, channel by channel, row by row. What is printed
+are the numbers that come out. Written to be read, and to be written anew in another language.
+"""
+
+import json
+import struct
+import sys
+from itertools import product
+from math import prod
+
+
+def load(path):
+    """Return the operations of a file, and its tensors: flat codes, shape, and fl by channel."""
+    with open(path, "rb") as file:
+        content = file.read()
+    (length,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + length])
+    fields = json.loads(header["__metadata__"]["marvin"])
+    assert fields["version"] == 3, "versions before 3 have weights alone"
+    tensors = {}
+    for name, entry in fields["fixed_point"].items():
+        begin, end = header[name]["data_offsets"]
+        data = content[8 + length + begin : 8 + length + end]
+        tensors[name] = unpack(data, entry), entry["shape"], fl_of(entry)
+    return fields["network"]["operations"], tensors
+
+
+def unpack(data, entry):
+    """Return codes of ``wl`` bits each, least significant bit first, in two's complement."""
+    wl, stream = entry["wl"], int.from_bytes(data, "little")
+    codes = [stream >> wl * i & (1 << wl) - 1 for i in range(prod(entry["shape"]))]
+    return [c - (1 << wl) if entry["signed"] and c >> wl - 1 else c for c in codes]
+
+
+def fl_of(entry):
+    """Return the fractional length of each index of the first dimension."""
+    shifts = entry.get("shifts") or [0] * (entry["shape"] or [1])[0]
+    return [entry["fl"] + shift for shift in shifts]
+
+
+def round_to(code, fl, fmt, divisor=1):
+    """Return ``code / divisor`` at another fl: nearest, ties to even, saturated."""
+    wl, to_fl, is_symmetric, is_signed = fmt
+    shift = fl - to_fl
+    top, bottom = code << max(0, -shift), divisor << max(0, shift)
+    quotient, rest = divmod(top, bottom)
+    quotient += 2 * rest > bottom or (2 * rest == bottom and quotient % 2)
+    low = is_symmetric - (1 << wl - 1) if is_signed else 0
+    return min(max(quotient, low), (1 << wl - is_signed) - 1)
+
+
+class Value:
+    """Codes of one sample, each worth ``2**-fl``; images are channels, rows, columns."""
+
+    def __init__(self, codes, shape, fl):
+        self.codes, self.shape, self.fl = codes, shape, fl
+
+    def channel(self, index):
+        """Return the channel of a code."""
+        return index // prod(self.shape[1:])
+
+
+def window(op, x, place, size, fill):
+    """Yield what lies in a window, ``fill`` around the image; None leaves that out."""
+    channel, row, column = place
+    _, height, width = x.shape
+    (stride, across), (top, left) = op["stride"], op["padding"]
+    down, right = op.get("dilation", (1, 1))
+    for i, j in product(range(size[0]), range(size[1])):
+        y, z = row * stride - top + i * down, column * across - left + j * right
+        if 0 <= y < height and 0 <= z < width:
+            yield x.codes[(channel * height + y) * width + z]
+        elif fill is not None:
+            yield fill
+
+
+def weighted(op, x, tensors):
+    """Convolution and linear layer: sums of products, and a bias."""
+    weight, shape, fls = tensors[op["weight"]]
+    biases, _, bias_fl = tensors[op["bias"]] if op["bias"] else ([0] * shape[0], None, [op["fl"]])
+    each, found = prod(shape[1:]), []
+    for index in range(prod(op["shape"])):
+        out, place = divmod(index, prod(op["shape"][1:]))
+        if op["kind"] == "Linear":
+            inputs = x.codes
+        else:
+            row, column = divmod(place, op["shape"][2])
+            first = out // (shape[0] // op["groups"]) * shape[1]
+            inputs = [
+                code
+                for channel in range(first, first + shape[1])
+                for code in window(op, x, (channel, row, column), shape[2:], 0)
+            ]
+        total = sum(a * b for a, b in zip(inputs, weight[out * each :], strict=False))
+        total <<= op["fl"] - x.fl - fls[out]
+        found.append(total + (biases[out] << op["fl"] - bias_fl[0]))
+    return found
+
+
+def affine(op, x, tensors):
+    """Batch normalisation: a scale and an offset in each channel."""
+    scale, _, (scale_fl, *_) = tensors[op["scale"]]
+    offset, _, (offset_fl, *_) = tensors[op["offset"]]
+    left, right = op["fl"] - x.fl - scale_fl, op["fl"] - offset_fl
+    channels = [x.channel(i) for i in range(len(x.codes))]
+    return [
+        (code * scale[c] << left) + (offset[c] << right)
+        for code, c in zip(x.codes, channels, strict=True)
+    ]
+
+
+def pooled(op, x, fill):
+    """Yield the windows of every channel."""
+    for place in product(*map(range, op["shape"])):
+        yield list(window(op, x, place, op["kernel"], fill))
+
+
+def average_pool(op, x, _tensors):
+    """The mean of each window, zeros around the image included, rounded once."""
+    count = prod(op["kernel"])
+    return [round_to(sum(codes), x.fl, op["fmt"], count) for codes in pooled(op, x, 0)]
+
+
+def add(op, x, y):
+    """Sum at the larger fl."""
+    left, right = op["fl"] - x.fl, op["fl"] - y.fl
+    return [(a << left) + (b << right) for a, b in zip(x.codes, y.codes, strict=True)]
+
+
+KINDS = {
+    "Round": lambda op, x, _: [round_to(code, x.fl, op["fmt"]) for code in x.codes],
+    "Conv": weighted,
+    "Linear": weighted,
+    "Affine": affine,
+    "Relu": lambda _op, x, _: [max(code, 0) for code in x.codes],
+    "MaxPool": lambda op, x, _: [max(codes) for codes in pooled(op, x, None)],
+    "AveragePool": average_pool,
+    "Flatten": lambda _op, x, _: x.codes,
+}
+
+
+def run(operations, tensors, sample):
+    """Return the value of the last operation, of one sample of floats."""
+    source, values = operations[0]["name"], {}
+    for op in operations[1:]:
+        if op["inputs"] == [source]:
+            # a float is an integer over a power of two
+            exact = [float(x).as_integer_ratio() for x in sample]
+            codes = [round_to(n, 0, op["fmt"], d) for n, d in exact]
+        elif op["kind"] == "Add":
+            codes = add(op, *(values[name] for name in op["inputs"]))
+        else:
+            codes = KINDS[op["kind"]](op, values[op["inputs"][0]], tensors)
+        values[op["name"]] = Value(codes, op["shape"], op["fl"])
+    return values[operations[-1]["name"]]
+
+
+if __name__ == "__main__":
+    output = run(*load(sys.argv[1]), json.load(sys.stdin))
+    print(json.dumps([code * 2.0**-output.fl for code in output.codes]))

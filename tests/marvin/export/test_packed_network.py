@@ -1,0 +1,275 @@
+"""A packed file is the whole network: other readers compute with it, and nothing else comes in."""
+
+import copy
+import dataclasses
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+
+from fixedpoint_kernels import FixedPoint
+from marvin.channels import ChannelFormat
+from marvin.export import ExportError, describe, integer, packed, round_sums
+from marvin.export.graph.nodes import Weighted
+from marvin.export.targets import packed_network, safetensors
+
+READER = Path(__file__).parents[3] / "docs/read_packed.py"
+
+
+@pytest.fixture(scope="module")
+def reader():
+    spec = importlib.util.spec_from_file_location("read_packed", READER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def assert_reads(reader, network, x, path):
+    """The reader of the docs, and the package, compute what the integer reference computes."""
+    packed.save(network, path)
+    operations, tensors = reader.load(path)
+    want = integer.run_all(network, x)[network.output]
+    for sample, codes in zip(x, want, strict=True):
+        got = reader.run(operations, tensors, sample.flatten().tolist())
+        assert got.codes == codes.flatten().tolist()
+        assert got.fl == network.values[network.output].fl
+    loaded = packed.load(path).network
+    assert loaded is not None
+    again = integer.run_all(loaded, x)
+    for name, codes in integer.run_all(network, x).items():
+        assert (again[name] == codes).all(), name
+    assert loaded.values == dict(network.values)
+    assert loaded.origin == network.origin
+
+
+@pytest.mark.parametrize(("wl", "fl"), [(2, 0), (4, 2), (8, 5), (16, 10), (24, 16)])
+def test_the_reader_computes_every_output(reader, digits, plain, wl, fl, tmp_path):
+    for make in (digits, plain):
+        _, network, x = make(wl, fl)
+        assert_reads(reader, network, x[:1], tmp_path / "net")
+
+
+def test_the_reader_knows_every_branch(reader, ranged, tmp_path):
+    _, network, x = ranged()
+    assert_reads(reader, network, x[:1], tmp_path / "net")
+    assert_reads(reader, round_sums(network, x), x[:1], tmp_path / "net")
+
+
+def test_the_reader_knows_channels(reader, channelled, tmp_path):
+    model, formats, x = channelled()
+    network = describe(model, x, formats)
+    assert any(op.per_channel for op in network.operations if isinstance(op, Weighted))
+    assert_reads(reader, network, x[:1], tmp_path / "net")
+
+
+def test_the_reader_is_a_program_of_at_most_200_lines(digits, tmp_path):
+    text = READER.read_text()
+    assert len(text.splitlines()) <= 200
+    assert "import torch" not in text
+    assert "numpy" not in text
+    _, network, x = digits()
+    packed.save(network, tmp_path / "net")
+    command = [sys.executable, "-S", str(READER), str(tmp_path / "net")]
+    sample = json.dumps(x[0].flatten().tolist())
+    done = subprocess.run(command, input=sample, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == integer.run(network, x[:1])[0].tolist()
+
+
+def test_a_state_and_its_network_share_what_they_have_in_common(ranged, tmp_path):
+    model, network, _ = ranged()
+    formats = {f"{n}.weight": f for n, f in network.weight_formats().items()}
+    file = packed.pack_state(model.state_dict(), formats, network.formats(), network)
+    size = packed.save(file, tmp_path / "both")
+    loaded = packed.load(tmp_path / "both")
+    for name, x in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], x)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    # the depthwise layer's bias is a float in the state, integers in the network
+    assert loaded.others["depthwise.bias"].dtype is torch.float32
+    assert loaded.formats["network.depthwise.bias"].wl == 32
+    alone = packed.save(packed.pack_state(model.state_dict(), formats), tmp_path / "state")
+    weights = sum(row.packed_bytes for row in packed.sizes(file) if row.name in formats)
+    assert size < alone + packed.save(network, tmp_path / "network") - weights
+
+
+def test_weights_of_channels_have_their_own_word_length(channelled, tmp_path):
+    model, formats, x = channelled(spread=8)
+    network = describe(model, x, formats)
+    file = packed.pack_state(model.state_dict(), formats, None, network)
+    packed.save(file, tmp_path / "net")
+    loaded = packed.load(tmp_path / "net")
+    for name, values in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], values)
+    fmt = loaded.formats["conv.weight"]
+    assert isinstance(fmt, ChannelFormat)
+    assert fmt == formats["conv.weight"]
+    row = next(row for row in packed.sizes(loaded) if row.name == "conv.weight")
+    assert row.packed_bytes == (loaded.codes["conv.weight"].numel() * 6 + 7) // 8
+    packed.save(network, tmp_path / "alone")
+    assert packed.load(tmp_path / "alone").formats["conv.weight"] == fmt
+
+
+def test_formats_of_channels_must_fit():
+    fmt = ChannelFormat(FixedPoint(4, 2), (0, 1, 2))
+    with pytest.raises(ExportError, match="w must have 3 channels, got 2"):
+        packed.pack_state({"w": torch.zeros(2, 2)}, {"w": fmt})
+    with pytest.raises(ExportError, match="w must hold numbers of <4, 2>, got 1 of 6"):
+        packed.pack_state({"w": torch.tensor([[0.125, 0], [0, 0], [0, 0]])}, {"w": fmt})
+
+
+def test_every_operation_is_written_by_its_fields():
+    """A record with a field of a new type must get a reader of that type."""
+    for kind in packed_network._KINDS.values():
+        hints = typing.get_type_hints(kind)
+        for name in packed_network._own_fields(kind):
+            is_tensor = hints[name] in (torch.Tensor, torch.Tensor | None)
+            assert is_tensor or hints[name] in packed_network._READERS, (kind, name)
+
+
+def content(network):
+    """Return the fields and tensors of a file."""
+    tensors, metadata = safetensors.read(packed.to_bytes(packed.pack_network(network)))
+    return json.loads(metadata["marvin"]), tensors
+
+
+def written(fields, tensors):
+    """Return a file with a checksum that is right."""
+    tensors = safetensors.in_file_order(tensors)
+    fields["sha256"] = packed._digest(tensors, fields)
+    return safetensors.write(tensors, {"marvin": json.dumps(fields)})
+
+
+def operation(of_kind, **values):
+    def change(fields):
+        entries = fields["network"]["operations"]
+        next(op for op in entries if op["kind"] == of_kind).update(values)
+
+    return change
+
+
+def of_network(change):
+    return lambda fields: change(fields["network"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.update(version=2), "metadata must have"),
+        (lambda f: f.update(version=2.0), "version must be 2 or 3"),
+        (lambda f: f.update(version=4), "version must be 2 or 3, got 4"),
+        (lambda f: f.update(network=[]), "network must have origin and operations"),
+        (of_network(lambda n: n.update(origin="x")), "must be trained or calibrated, got 'x'"),
+        (of_network(lambda n: n.update(operations=[])), "must have operations, got none"),
+        (of_network(lambda n: n["operations"].pop(0)), "an input must be the first"),
+        (of_network(lambda n: n["operations"].append(n["operations"][0])), "must be unique"),
+        (of_network(lambda n: n["operations"].append(n["operations"][-1])), "must be unique"),
+        (of_network(lambda n: n["operations"].append([])), "must be a table with a name"),
+        (operation("Conv", kind="Eval"), "must be one of .*, got 'Eval'"),
+        (operation("Conv", kind="Weighted"), "must be one of .*, got 'Weighted'"),
+        (operation("Conv", more=1), "must have .*groups"),
+        (operation("Conv", inputs=["7"]), "must take values of before, got '7'"),
+        (operation("Conv", inputs=[]), "must be an operation on its inputs"),
+        (operation("Conv", inputs="4.in"), "must have names of inputs"),
+        (operation("Conv", weight="7.scale"), "must be the name of a tensor with a format"),
+        (operation("Conv", weight=None), "must be the name of a tensor with a format"),
+        (operation("Conv", weight="1.scale"), "must be an operation on its inputs"),
+        (operation("Conv", stride=[0, 1]), "must be a whole number from 1, got 0"),
+        (operation("Conv", stride=[1]), "must be two whole numbers"),
+        (operation("Conv", stride=[True, 1]), "must be a whole number from 1, got True"),
+        (operation("Conv", stride=[2, 2]), "must have shape"),
+        (operation("Conv", padding=[-1, 1]), "must be a whole number from 0, got -1"),
+        (operation("Conv", padding=[2**13, 2**13]), "must have 1 to 67,108,864 codes"),
+        (operation("Conv", dilation=[2**30, 1]), "must be an operation on its inputs"),
+        (operation("Conv", groups=0), "must be a whole number from 1, got 0"),
+        (operation("Conv", groups=3), "must be an operation on its inputs"),
+        (operation("Conv", shape=[6, 8, 9]), r"must have shape \[6, 8, 8\]"),
+        (operation("Conv", fl=99), "must have fl 10, got 99"),
+        (operation("Conv", fl=True), "must have fl 10, got True"),
+        (operation("Conv", bits=2), "bits or more, got 2"),
+        (operation("Conv", bits="9"), "bits or more, got '9'"),
+        (operation("Affine", scale="1.offset"), "must have shape|must have fl|bits or more"),
+        (operation("Affine", scale="7.bias"), "must be an operation on its inputs"),
+        (operation("Round", fmt=[8, 5, False]), "must have a format"),
+        (operation("Round", fmt=8), "must have a format"),
+        (operation("Round", fmt=[99, 5, False, True]), "word length must be 2 to 32"),
+        (operation("Add", inputs=["3", "7"]), "must take values of before|must add values"),
+        (operation("MaxPool", kernel=[9, 9]), "must be an operation on its inputs"),
+        (operation("MaxPool", kernel=[2**20, 2**20]), "must be smaller"),
+        (operation("Input", shape=[1, 8]), "must be an operation on its inputs|must have shape"),
+        (operation("Input", shape=[1] * 40), "must be up to 16 whole numbers"),
+        (operation("Input", shape=[1, 2**14, 2**14]), "must have 1 to 67,108,864 codes"),
+        (lambda f: f["fixed_point"]["0.weight"].update(shifts=[0]), "a shift for each channel"),
+        (lambda f: f["fixed_point"]["0.weight"].update(shifts=[-1] * 6), "must have shifts of 0"),
+        (lambda f: f["fixed_point"]["0.weight"].update(shifts=[0, 26] * 3), "more than 32 bits|32"),
+        (lambda f: f["fixed_point"]["0.bias"].update(shifts=[0] * 6), "must have one format"),
+    ],
+)
+def test_each_wrong_field_of_a_network_is_named(change, message, digits):
+    fields, tensors = content(digits()[1])
+    change(fields)
+    with pytest.raises(ExportError, match=message):
+        packed.from_bytes(written(fields, tensors))
+
+
+def test_a_scale_for_all_channels_is_none_for_each(digits):
+    network = digits()[1]
+    op = network.operation("1")
+    short = dataclasses.replace(op, scale=op.scale[:1], offset=op.offset[:1])
+    operations = tuple(short if o is op else o for o in network.operations)
+    content = packed.to_bytes(
+        packed.pack_network(dataclasses.replace(network, operations=operations))
+    )
+    with pytest.raises(ExportError, match="1 must have 6 scales, got 1"):
+        packed.from_bytes(content)
+
+
+ANYTHING = [None, True, 0, 1, 2, 3, -1, 31, 2**20, 2**47, 2**63, 10**300, 1.5, "", "x", [], {}]
+
+
+def mutate(tree, chance):
+    """Put something else in one place of a tree of JSON, or nothing."""
+    while True:
+        keys = list(tree) if isinstance(tree, dict) else range(len(tree))
+        key = chance.choice(keys)
+        inner = tree[key]
+        if isinstance(inner, dict | list) and inner and chance.random() < 0.9:
+            tree = inner
+            continue
+        if chance.random() < 0.1:
+            del tree[key]
+        else:
+            tree[key] = copy.deepcopy(chance.choice([*ANYTHING, [chance.choice(ANYTHING)] * 2]))
+        return
+
+
+def test_no_hostile_network_raises_anything_else(digits, ranged):
+    chance = random.Random(0)
+    for _, network, x in (digits(), ranged()):
+        fields, tensors = content(network)
+        names = [op["name"] for op in fields["network"]["operations"]]
+        read = 0
+        for _ in range(150):
+            changed = copy.deepcopy(fields)
+            for _ in range(chance.randrange(1, 3)):
+                mutate(changed["network"], chance)
+            if chance.random() < 0.3:
+                operations = changed["network"].get("operations")
+                op = chance.choice(operations) if isinstance(operations, list) else None
+                if isinstance(op, dict):
+                    op["inputs"] = [chance.choice(names) for _ in range(chance.randrange(3))]
+            try:
+                loaded = packed.from_bytes(written(changed, dict(tensors))).network
+            except ExportError:
+                continue
+            read += 1
+            if loaded is not None and x.shape[1:] == loaded.input.shape:
+                integer.run(loaded, x[:1])
+        assert read < 50
