@@ -17,6 +17,7 @@ from marvin.model_formats import ModuleFormats
 from marvin.policies.records import Rules
 from marvin.quantized import Quantized
 from marvin.rounder import ForwardState, Rounder, channels_of
+from marvin.settings import check_model
 from marvin.straight_through import StraightThrough
 
 __all__ = ["prepare", "quantize_activations"]
@@ -66,7 +67,7 @@ def quantize_activations(
         ``saturation()`` tells how much was clamped.
 
     Raises:
-        TypeError: ``optimizer`` is not one of fixed point.
+        TypeError: ``model`` is no module, or ``optimizer`` not one of fixed point.
         ValueError: No module of ``model`` has a parameter of ``optimizer``; an argument is
             unknown, or ``include`` or ``exclude`` names no module.
 
@@ -74,6 +75,7 @@ def quantize_activations(
         MARViN, section 3.2; that inputs and outputs are rounded comes from its authors' code.
         Differs: ``"clip"``, where theirs passes the gradient of saturated values too.
     """
+    check_model(model, "quantize_activations(model, optimizer)")
     if not isinstance(optimizer, Quantized):
         raise TypeError(
             "quantize_activations needs an optimizer of fixed point, such as marvin.MSGD(...) or "
@@ -129,12 +131,14 @@ def prepare(
         A handle: ``remove()`` undoes it.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: ``include`` or ``exclude`` names what the model does not have.
 
     Examples:
         >>> marvin.prepare(model)
         >>> model.load_state_dict(torch.load("model.pt"))
     """
+    check_model(model, "prepare(model)")
     handle = _attached(model, ForwardState(), include, exclude)
     for entry in handle.entries:
         own = len(channels_of(entry.module))

@@ -17,6 +17,7 @@ from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_value
 from marvin.rounder import BUFFER, FLOATS, formats_of
 from marvin.rounding import Format
+from marvin.settings import check_model
 
 __all__ = ["FrozenRounding", "freeze", "frozen_formats", "nearest_codes", "saved_classes"]
 
@@ -36,11 +37,13 @@ def freeze(model: nn.Module) -> nn.Module:
         model: With ``marvin.quantize_activations`` or ``marvin.prepare`` on it; stays as it is.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: ``model`` carries no formats, or rounds stochastically in eval mode.
 
     Examples:
         >>> torch.export.export(marvin.freeze(model), (images,))
     """
+    check_model(model, "freeze(model)")
     frozen = copy.deepcopy(model).eval().requires_grad_(False)
     restore_forwards(frozen)
     found = [(m, rounder) for m in frozen.modules() for rounder in rounders_of(m)]

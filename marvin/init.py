@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from marvin.settings import check_model
+
 __all__ = ["tnvs_"]
 
 _TRUNCATION = math.sqrt(3)  # in standard deviations
@@ -38,6 +40,7 @@ def tnvs_(
         ``target``.
 
     Raises:
+        TypeError: ``target`` is neither a module nor a tensor.
         ValueError: ``scale`` is not above 0, or a single weight has fewer than two dimensions.
 
     Source:
@@ -49,6 +52,7 @@ def tnvs_(
     if isinstance(target, Tensor):
         _draw(target, scale, correct_variance, generator)
         return target
+    check_model(target, "tnvs_(model)")
     for module in target.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim >= 2:

@@ -12,7 +12,7 @@ from marvin.policies.marvin import MarvinPolicy
 from marvin.policies.push_up import Level
 from marvin.quantized import Quantized
 from marvin.settings import SGD as SGD_CHECKS
-from marvin.settings import Group, check_settings
+from marvin.settings import Group, check_params, check_settings
 from marvin.sgd import SGD
 
 __all__ = ["MSGD"]
@@ -77,7 +77,7 @@ class MSGD(Quantized):
         seed: Of the rounding noise; torch's generators are not used.
 
     Raises:
-        TypeError: A parameter is not float32, bfloat16 or float16.
+        TypeError: A parameter is not float32, bfloat16 or float16; ``params`` is a model.
         ValueError: An argument is out of range.
         FloatingPointError: In ``step``, before anything has changed: see ``nonfinite``.
 
@@ -131,6 +131,7 @@ class MSGD(Quantized):
         nonfinite: Literal["raise", "skip"] = "raise",
         seed: int = 0,
     ) -> None:
+        check_params(params, "MSGD(model.named_parameters())")
         own = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
         check_settings(own, SGD_CHECKS)
         names = {f.name for f in fields(MarvinPolicy)}

@@ -25,7 +25,15 @@ from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch
 from marvin.ranks import mean_over_ranks
 from marvin.rounder import ForwardState
-from marvin.settings import OPTIONS, Group, check_dtypes, check_settings, check_step, check_wrapped
+from marvin.settings import (
+    OPTIONS,
+    Group,
+    check_dtypes,
+    check_loss,
+    check_settings,
+    check_step,
+    check_wrapped,
+)
 from marvin.sgd import keep_momenta, moves_of
 from marvin.shards import is_sharded, local
 
@@ -173,13 +181,15 @@ class Quantized(WithMasters):
             FloatingPointError: The loss or a gradient is not finite.
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, or another
                 optimizer was made for the same parameters since.
-            TypeError: ``closure`` is a loss.
+            TypeError: ``closure`` is a loss, or ``loss`` no number.
+            ValueError: ``loss`` has more than one element.
         """
         check_step(closure)
         self._check_owner()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_loss(loss)
         self._carriers.name_uncalled(self.forward_state.waiting)
         self._adopt_changed()
         self._begin(p for p in self._layout.names if p.grad is not None)

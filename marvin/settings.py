@@ -3,9 +3,11 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 __all__ = [
@@ -16,6 +18,9 @@ __all__ = [
     "Group",
     "Settings",
     "check_dtypes",
+    "check_loss",
+    "check_model",
+    "check_params",
     "check_settings",
     "check_step",
     "check_wrapped",
@@ -98,12 +103,15 @@ def check_settings(settings: Settings, checks: Checks) -> None:
     """Refuse settings that are out of range.
 
     Raises:
+        TypeError: A number is none.
         ValueError: With the name, what is required and what came.
     """
     for name in checks.at_least_0:
         value = settings[name]
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise ValueError(f"{name} must be one number, got a tensor of {value.numel()}")
+        if not isinstance(value, int | float | torch.Tensor):
+            raise TypeError(f"{name} must be a number, got {name}={value!r}")
         if not value >= 0:
             raise ValueError(f"{name} must be 0 or more, got {name}={value}")
     for name, choices in checks.choices.items():
@@ -112,6 +120,54 @@ def check_settings(settings: Settings, checks: Checks) -> None:
     for name, holds, requirement in checks.rules:
         if not holds(settings):
             raise ValueError(f"{name} must be {requirement}, got {name}={settings[name]!r}")
+
+
+def check_model(model: object, call: str) -> None:
+    """Refuse what is no model where one comes first.
+
+    Args:
+        model: What came.
+        call: How it is written, such as ``"freeze(model)"``.
+
+    Raises:
+        TypeError: It is no ``torch.nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"a model (torch.nn.Module) must come first, got {got}: write {call}")
+
+
+def check_params(params: object, call: str) -> None:
+    """Refuse a model in place of its parameters.
+
+    Raises:
+        TypeError: It is one.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"parameters must come first, got the model ({type(params).__name__}): write {call}"
+        )
+
+
+def check_loss(loss: object) -> None:
+    """Refuse what is no loss of a step.
+
+    Raises:
+        TypeError: It is no number and no tensor.
+        ValueError: It is a tensor of more or fewer than one element.
+    """
+    if loss is None or isinstance(loss, Real):
+        return
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"a loss must be a number or a tensor of one, got {type(loss).__name__}: "
+            "write step(loss=loss)"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"a loss must be one number, got a tensor of shape {tuple(loss.shape)}: "
+            "write step(loss=loss.mean())"
+        )
 
 
 def check_dtypes(params: Iterable[torch.Tensor], who: str) -> None:

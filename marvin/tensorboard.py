@@ -22,7 +22,16 @@ def log_formats(writer: "SummaryWriter", optimizer: Quantized, step: int) -> Non
         writer: A TensorBoard writer.
         optimizer: Whose layers to write.
         step: The optimizer step they belong to.
+
+    Raises:
+        TypeError: ``writer`` writes no scalars, or ``optimizer`` has no formats.
     """
+    if not hasattr(writer, "add_scalar") or not isinstance(optimizer, Quantized):
+        came = f"{type(writer).__name__} and {type(optimizer).__name__}"
+        raise TypeError(
+            f"log_formats needs a writer and an optimizer of fixed point, got {came}: "
+            "write log_formats(SummaryWriter(folder), optimizer, step)"
+        )
     formats = optimizer.formats()
     for layer in optimizer.layers():
         fmt = formats.get(layer)

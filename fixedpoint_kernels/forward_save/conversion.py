@@ -64,9 +64,13 @@ def convert(  # noqa: PLR0913  each is one choice of the user
         What was replaced, what was not and why; print it.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: Nothing is asked for, there is nothing to convert, or the model was converted
             before; a setting is out of range; the plan is of another model.
     """
+    if not isinstance(model, nn.Module):
+        came = type(model).__name__
+        raise TypeError(f"convert needs a model (torch.nn.Module) first, got {came}")
     settings = few_bit_settings(few_bit), division_settings(division)
     if (settings == (None, None)) == (plan is None):
         raise ValueError("convert needs few_bit and division, one of them, or a plan alone")

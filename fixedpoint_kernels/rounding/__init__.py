@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.formats import BlockFloat, FixedPoint
 from fixedpoint_kernels.memory import Places, are_apart, check_apart, check_memory, places_of
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.reference import Rounding
@@ -310,7 +310,8 @@ def check_values(x: Tensor, name: str) -> None:
     """
     if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
         came = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} needs a float32, bfloat16 or float16 tensor, got {came}")
+        instead = ": write x.float()" if isinstance(x, Tensor) and not x.is_complex() else ""
+        raise TypeError(f"{name} needs a float32, bfloat16 or float16 tensor, got {came}{instead}")
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} has no gradient, and got a tensor that requires one: detach it, use "
@@ -321,7 +322,10 @@ def check_values(x: Tensor, name: str) -> None:
 
 def _check_mode(fmt: FixedPoint, rounding: Rounding) -> None:
     if not isinstance(fmt, FixedPoint):
-        raise TypeError(f"the format must be a FixedPoint, got {type(fmt).__name__}")
+        instead = ": write quantize_block(x, fmt)" if isinstance(fmt, BlockFloat) else ""
+        raise TypeError(
+            f"the format must be a FixedPoint, such as FixedPoint(8, 4), got {fmt!r:.60}{instead}"
+        )
     if rounding not in _ROUNDINGS:
         raise ValueError(f"rounding must be one of {_ROUNDINGS}, got {rounding!r}")
 

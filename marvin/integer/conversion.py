@@ -11,6 +11,7 @@ from marvin.integer.fusion import fuse, fused_layers
 from marvin.integer.layers import CLASSES, OPTIONS, keep_out_of_compilation
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
+from marvin.settings import check_model
 
 __all__ = ["Report", "Row", "convert", "report", "revert"]
 
@@ -104,8 +105,10 @@ def convert(
         What runs in each layer, and why not integers where they do not.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: An argument is unknown.
     """
+    check_model(model, "integer.convert(model)")
     pair = gradient_bits if isinstance(gradient_bits, tuple) else (gradient_bits, gradient_bits)
     if len(pair) != 2 or any(bits not in (BITS, None) for bits in pair):
         raise ValueError(

@@ -172,6 +172,7 @@ class FixedPolicy(Policy):
         symmetric: Leave out the format's smallest code.
 
     Raises:
+        TypeError: A number of bits is none.
         ValueError: There is no such format.
     """
 
@@ -180,6 +181,8 @@ class FixedPolicy(Policy):
     symmetric: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(fmt := self.wl, FixedPoint):
+            raise TypeError(f"wl must be bits, got {fmt}: write FixedPolicy({fmt.wl}, {fmt.fl})")
         self.check(self.settings())
 
     def init(self, settings: Settings, shared: None) -> LayerFormat:

@@ -104,6 +104,7 @@ class RangePolicy(Policy):
     outputs are left to the layer that takes them; biases and normalisation stay float32.
 
     Raises:
+        TypeError: A number is none.
         ValueError: A setting is out of range.
     """
 

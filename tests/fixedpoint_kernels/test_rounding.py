@@ -306,7 +306,7 @@ def test_seeds_and_streams_differ():
     [
         ({"x": torch.arange(3)}, TypeError, r"float16 tensor, got torch\.int64"),
         ({"x": [1.0]}, TypeError, "float16 tensor, got list"),
-        ({"fmt": (8, 4)}, TypeError, "must be a FixedPoint, got tuple"),
+        ({"fmt": (8, 4)}, TypeError, r"must be a FixedPoint, such as .*, got \(8, 4\)"),
         ({"rounding": "up"}, ValueError, "rounding must be one of .* got 'up'"),
         ({"seed": -1}, ValueError, "seed and stream must be 0 to"),
         ({"out": torch.ones(2)}, ValueError, r"out must be a floating tensor of shape \(3,\)"),

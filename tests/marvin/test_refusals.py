@@ -3,10 +3,12 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import fixedpoint_kernels
 import marvin
 
 
@@ -69,3 +71,82 @@ def test_a_loss_that_is_not_finite_is_one_without_gradients_too(loss):
     assert skipping.skipped_steps == 1
     for finite in (0.5, torch.tensor(0.5, requires_grad=True), None):
         assert optimizer.step(loss=finite) is finite
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "message"),
+    [
+        ("0.5", TypeError, r"got str: write step\(loss=loss\)"),
+        (torch.ones(3), ValueError, r"shape \(3,\): write step\(loss=loss.mean\(\)\)"),
+    ],
+)
+def test_a_loss_is_one_number(loss, kind, message):
+    net = model()
+    optimizer = marvin.MSGD(net.parameters())
+    net(torch.ones(2, 4)).sum().backward()
+    before = copy.deepcopy(net.state_dict())
+    for how in ({"loss": loss}, {"closure": lambda: loss}):
+        with pytest.raises(kind, match=message):
+            optimizer.step(**how)
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    for number in (np.float32(0.5), np.float64(0.5), 1, torch.tensor([0.5])):
+        assert optimizer.step(loss=number) is number
+
+
+def test_a_rate_is_a_number():
+    with pytest.raises(TypeError, match=r"lr must be a number, got lr='0.1'"):
+        marvin.MSGD(model().parameters(), lr="0.1")
+
+
+def test_msgd_takes_parameters_and_not_the_model():
+    with pytest.raises(TypeError, match=r"write MSGD\(model.named_parameters\(\)\)"):
+        marvin.MSGD(model())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda other: marvin.quantize_activations(other, model()),
+        marvin.prepare,
+        marvin.freeze,
+        marvin.tnvs_,
+        marvin.integer.convert,
+        lambda other: fixedpoint_kernels.forward_save.convert(other, few_bit=3),
+    ],
+)
+def test_a_model_comes_first(call):
+    """What came in its place is named; the optimizer, most often."""
+    with pytest.raises(TypeError, match=r"a model \(torch.nn.Module\).* got MSGD"):
+        call(marvin.MSGD(model().parameters()))
+
+
+def test_a_fixed_policy_takes_bits():
+    with pytest.raises(TypeError, match=r"got <6, 3>: write FixedPolicy\(6, 3\)"):
+        marvin.FixedPolicy(fixedpoint_kernels.FixedPoint(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "message"),
+    [
+        ((8, 4), r"such as FixedPoint\(8, 4\), got \(8, 4\)"),
+        (8, r"such as FixedPoint\(8, 4\), got 8"),
+        (fixedpoint_kernels.BlockFloat(8), r"write quantize_block\(x, fmt\)"),
+    ],
+)
+def test_a_format_is_named(fmt, message):
+    with pytest.raises(TypeError, match=message):
+        fixedpoint_kernels.quantize(torch.ones(2), fmt)
+
+
+def test_tensors_of_other_types_are_told_what_to_write():
+    fmt = fixedpoint_kernels.FixedPoint(8, 4)
+    with pytest.raises(TypeError, match=r"got torch.float64: write x.float\(\)"):
+        fixedpoint_kernels.quantize(torch.ones(2).double(), fmt)
+
+
+def test_curves_need_a_writer_and_an_optimizer():
+    optimizer = marvin.MSGD(model().named_parameters())
+    for arguments in (("runs", optimizer, 1), (optimizer, None, 1)):
+        with pytest.raises(TypeError, match=r"write log_formats\(SummaryWriter\(folder\)"):
+            marvin.tensorboard.log_formats(*arguments)
