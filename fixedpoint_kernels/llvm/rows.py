@@ -1,0 +1,402 @@
+"""What happens to rows of float32 between two products, as Numba intrinsics of loops over 16 lanes.
+
+All counts are multiples of 16 elements. Addresses are int64, 0 where there is nothing; masks have a
+bit an element. Every operation rounds by itself, in the order written here: plain PyTorch can do the
+same (``fixedpoint_kernels.tokens.reference``).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic
+from fixedpoint_kernels.tokens.functions import ERF, EXP, ERF_FROM, LN2, LOG2_E, LOWEST, NORMAL
+
+_LANES = 16
+_FLOATS, _BITS = ir.VectorType(F32, _LANES), ir.VectorType(ir.IntType(1), _LANES)
+_WHOLE = ir.VectorType(I32, _LANES)
+
+
+class _To:
+    """Short words for what the loops are made of."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def at(self, address: Any, index: Any, size: int) -> Any:
+        return self.builder.add(address, self.builder.mul(index, I64(size)))
+
+    def place(self, address: Any, element: Any) -> Any:
+        return self.builder.inttoptr(address, element.as_pointer())
+
+    def load(self, address: Any, element: Any = F32) -> Vector:
+        return Vector.load(self.builder, self.place(address, element), _LANES)
+
+    def load_bfloat16(self, address: Any) -> Vector:
+        bits = self.load(address, I16).converted(I32)
+        shifted = self.builder.shl(bits.value, bits.constant(16).value)
+        return Vector(self.builder, shifted).viewed(F32)
+
+    def store_bfloat16(self, value: Vector, address: Any) -> None:
+        bits = value.viewed(I32)
+        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
+        kept = value.is_nan().where(bits, nearest)
+        (kept >> 16).truncated(I16).store(self.place(address, I16))
+
+    def store(self, value: Vector, address: Any) -> None:
+        value.store(self.place(address, value.element))
+
+    def one(self, address: Any, kind: Any = F32) -> Any:
+        return self.builder.load(self.place(address, kind))
+
+    def splat(self, scalar: Any) -> Vector:
+        return Vector.splat(self.builder, scalar, _LANES)
+
+    def constant(self, number: float) -> Vector:
+        return Vector(self.builder, ir.Constant(_FLOATS, [number] * _LANES))
+
+    def variable(self, value: Vector) -> Any:
+        place = cgutils.alloca_once(self.builder, value.value.type)
+        self.builder.store(value.value, place)
+        return place
+
+    def get(self, variable: Any) -> Vector:
+        return Vector(self.builder, self.builder.load(variable))
+
+    def put(self, value: Vector, variable: Any) -> None:
+        self.builder.store(value.value, variable)
+
+    def is_set(self, number: Any) -> Any:
+        return self.builder.icmp_signed("!=", number, I64(0))
+
+    def there(self, number: Any) -> Any:
+        return self.builder.if_then(self.is_set(number))
+
+    def lanes(self, mask: Any) -> Vector:
+        return Vector(self.builder, self.builder.bitcast(mask, _BITS))
+
+    def below(self, count: Any) -> Vector:
+        """Return conditions: lanes whose number is below a count, which may be negative or large."""
+        numbers = ir.Constant(_WHOLE, list(range(_LANES)))
+        narrow = self.splat(self.builder.trunc(count, I32))
+        return Vector(self.builder, self.builder.icmp_signed("<", numbers, narrow.value))
+
+    @contextmanager
+    def loop(self, count: Any) -> Iterator[Any]:
+        """Repeat for each 16 of ``count`` elements; yields the first one's number."""
+        slices = cgutils.for_range_slice(self.builder, I64(0), count, I64(_LANES), I64)
+        with slices as (at, _):
+            yield at
+
+    def added(self, value: Vector, address: Any, adds: Any) -> None:
+        """Write a value, or add it to what is there."""
+        old = self.builder.select(self.is_set(adds), self.load(address).value, self.zero.value)
+        self.store(value + Vector(self.builder, old), address)
+
+    @property
+    def zero(self) -> Vector:
+        return self.constant(0.0)
+
+    def total(self, value: Vector) -> Vector:
+        """Add up all lanes: halves, again and again; in each lane."""
+        for half in (8, 4, 2, 1):
+            order = [i ^ half for i in range(_LANES)]
+            value = value + value.shuffled(value, order)
+        return value
+
+    def largest(self, value: Vector) -> Vector:
+        for half in (8, 4, 2, 1):
+            other = value.shuffled(value, [i ^ half for i in range(_LANES)])
+            value = (other > value).where(other, value)
+        return value
+
+    def divided(self, a: Vector, b: Vector) -> Vector:
+        return Vector(self.builder, self.builder.fdiv(a.value, b.value))
+
+    def root(self, a: Vector) -> Vector:
+        return a._intrinsic(f"sqrt.v{_LANES}f32", a)
+
+    def polynomial(self, x: Vector, factors: tuple[float, ...]) -> Vector:
+        value = x.constant(factors[-1])
+        for factor in factors[-2::-1]:
+            value = value * x + factor
+        return value
+
+    def exp(self, x: Vector) -> Vector:
+        """Return the exponential of numbers that are not above 0; see ``functions``."""
+        low = x.constant(LOWEST)
+        x = (x < low).where(low, x)
+        whole = (x * LOG2_E).rint()
+        rest = x - whole * LN2[0] - whole * LN2[1]
+        known = whole.is_nan().where(whole.constant(0.0), whole)
+        bits = known.converted(I32) + 127
+        power = Vector(self.builder, self.builder.shl(bits.value, bits.constant(23).value))
+        return self.polynomial(rest, EXP) * power.viewed(F32)
+
+    def normal(self, z: Vector) -> Vector:
+        """Return the share of a normal distribution below ``z``."""
+        t = z * NORMAL[0]
+        low, high = t.constant(-ERF_FROM), t.constant(ERF_FROM)
+        t = (t < low).where(low, (t > high).where(high, t))
+        square = t * t
+        above, below = (self.polynomial(square, factors) for factors in ERF)
+        return (self.divided(t * above, below) + 1.0) * 0.5
+
+
+def _made(names: str, body: Callable[..., Any], floats: int = 0) -> Any:
+    """Return an intrinsic of int64 and then ``floats`` float32; it returns int64."""
+    count = len(names.split())
+
+    def codegen(_context, builder, _signature, arguments):
+        found = body(_To(builder), *arguments)
+        return I64(0) if found is None else found
+
+    signature = types.int64(*[types.int64] * (count - floats), *[types.float32] * floats)
+    scope = {"made": (signature, codegen)}
+    exec(f"def typing(_context, {', '.join(names.split())}): return made", scope)
+    typing: Any = scope["typing"]
+    return intrinsic(typing)
+
+
+def _encode(to: _To, x, count, codes, mask, flip, scale, low, high):
+    """Write codes, to nearest, ties to even, their bits xor ``flip``; return how many were clamped.
+
+    A bit of ``mask`` says that an element was not.
+    """
+    clamped = cgutils.alloca_once(to.builder, I64)
+    to.builder.store(I64(0), clamped)
+    lowest, highest, flips = to.splat(low), to.splat(high), to.builder.trunc(flip, I8)
+    scales = to.splat(scale)
+    count16 = ir.FunctionType(I16, [I16])
+    ones = cgutils.get_or_insert_function(to.builder.module, count16, "llvm.ctpop.i16")
+    with to.loop(count) as at:
+        whole = (to.load(to.at(x, at, 4)) * scales).rint()
+        under, over = whole < lowest, whole > highest
+        bounded = over.where(highest, under.where(lowest, whole))
+        known = bounded.is_nan().where(bounded.constant(0.0), bounded)
+        own = known.converted(I32).truncated(I8)
+        to.store(own ^ Vector.splat(to.builder, flips, _LANES), to.at(codes, at, 1))
+        outside = to.builder.bitcast((under | over).value, I16)
+        with to.there(mask):
+            place = to.builder.add(mask, to.builder.lshr(at, I64(3)))
+            to.builder.store(to.builder.not_(outside), to.place(place, I16))
+        found = to.builder.zext(to.builder.call(ones, [outside]), I64)
+        to.builder.store(to.builder.add(to.builder.load(clamped), found), clamped)
+    return to.builder.load(clamped)
+
+
+def _finish_product(to: _To, sums, step, rows, out, out_step, bias, groups, scale):
+    """Write int32 sums of 16 columns, or twice as many, times a power of two, plus a bias."""
+    scales = to.splat(scale)
+    for j in range(2):
+        with to.builder.if_then(to.builder.icmp_signed(">", groups, I64(j))):
+            own = to.load(to.builder.add(bias, I64(64 * j)))
+            with cgutils.for_range(to.builder, rows, intp=I64) as loop:
+                place = to.builder.add(sums, to.builder.mul(loop.index, step))
+                found = to.load(to.builder.add(place, I64(64 * j)), I32).converted(F32)
+                target = to.builder.add(out, to.builder.mul(loop.index, out_step))
+                to.store(found * scales + own, to.builder.add(target, I64(64 * j)))
+
+
+def _finish_gradient(to: _To, sums, step, rows, out, out_step, mask, mask_step, groups, adds, powers):
+    """Write, or add, int32 sums times the power of two of each row, where ``mask`` has a bit."""
+    for j in range(2):
+        with (
+            to.builder.if_then(to.builder.icmp_signed(">", groups, I64(j))),
+            cgutils.for_range(to.builder, rows, intp=I64) as loop,
+        ):
+            place = to.builder.add(sums, to.builder.mul(loop.index, step))
+            power = to.splat(to.one(to.at(powers, loop.index, 4)))
+            found = to.load(to.builder.add(place, I64(64 * j)), I32).converted(F32) * power
+            kept = to.variable(found)
+            with to.there(mask):
+                bits = to.builder.add(mask, to.builder.mul(loop.index, mask_step))
+                inside = to.lanes(to.one(to.builder.add(bits, I64(2 * j)), I16))
+                to.put(inside.where(found, to.zero), kept)
+            target = to.builder.add(out, to.builder.mul(loop.index, out_step))
+            to.added(to.get(kept), to.builder.add(target, I64(64 * j)), adds)
+
+
+def _normalize(to: _To, x, count, y, kept, inverse, scale, shift, size, eps):
+    """Normalise a row: ``y``, bfloat16 ``kept`` without scale and shift, and the inverse deviation."""
+    number = to.splat(size)
+
+    def mean(of: Callable[[Vector], Vector]) -> Vector:
+        total = to.variable(to.zero)
+        with to.loop(count) as at:
+            to.put(to.get(total) + of(to.load(to.at(x, at, 4))), total)
+        return to.divided(to.total(to.get(total)), number)
+
+    middle = mean(lambda own: own)
+    variance = mean(lambda own: (own - middle) * (own - middle))
+    one = middle.constant(1.0)
+    found = to.divided(one, to.root(variance + to.splat(eps)))
+    to.builder.store(to.builder.extract_element(found.value, I32(0)), to.place(inverse, F32))
+    with to.loop(count) as at:
+        own = (to.load(to.at(x, at, 4)) - middle) * found
+        to.store_bfloat16(own, to.at(kept, at, 2))
+        to.store(own * to.load(to.at(scale, at, 4)) + to.load(to.at(shift, at, 4)), to.at(y, at, 4))
+
+
+def _normalize_backward(to: _To, dy, count, kept, inverse, scale, dx, adds, of_scale, of_shift, size):
+    """Write, or add, the gradient of a row; add to those of scale and shift."""
+    first, second = to.variable(to.zero), to.variable(to.zero)
+    with to.loop(count) as at:
+        grad, own = to.load(to.at(dy, at, 4)), to.load_bfloat16(to.at(kept, at, 2))
+        product = grad * own
+        scaled = to.load(to.at(scale, at, 4))
+        to.put(to.get(first) + grad * scaled, first)
+        to.put(to.get(second) + product * scaled, second)
+        to.store(to.load(to.at(of_scale, at, 4)) + product, to.at(of_scale, at, 4))
+        to.store(to.load(to.at(of_shift, at, 4)) + grad, to.at(of_shift, at, 4))
+    number = to.splat(size)
+    one, other = (to.divided(to.total(to.get(v)), number) for v in (first, second))
+    factor = to.splat(to.one(inverse))
+    with to.there(dx), to.loop(count) as at:
+        grad, own = to.load(to.at(dy, at, 4)), to.load_bfloat16(to.at(kept, at, 2))
+        found = grad * to.load(to.at(scale, at, 4)) - one - own * other
+        to.added(found * factor, to.at(dx, at, 4), adds)
+
+
+def _gelu(to: _To, x, count, y, kept):
+    with to.loop(count) as at:
+        z = to.load(to.at(x, at, 4))
+        to.store_bfloat16(z, to.at(kept, at, 2))
+        to.store(z * to.normal(z), to.at(y, at, 4))
+
+
+def _gelu_backward(to: _To, dy, count, kept, dx, adds):
+    with to.loop(count) as at:
+        z = to.load_bfloat16(to.at(kept, at, 2))
+        density = to.exp(z * z * -0.5) * NORMAL[1]
+        slope = to.normal(z) + z * density
+        to.added(to.load(to.at(dy, at, 4)) * slope, to.at(dx, at, 4), adds)
+
+
+def _relu(to: _To, x, count, y, mask):
+    with to.loop(count) as at:
+        z = to.load(to.at(x, at, 4))
+        below = Vector(to.builder, to.builder.fcmp_ordered("<=", z.value, to.zero.value))
+        to.store(below.where(to.zero, z), to.at(y, at, 4))
+        place = to.builder.add(mask, to.builder.lshr(at, I64(3)))
+        bits = to.builder.bitcast((z > to.zero).value, I16)
+        to.builder.store(bits, to.place(place, I16))
+
+
+def _relu_backward(to: _To, dy, count, mask, dx, adds):
+    with to.loop(count) as at:
+        place = to.builder.add(mask, to.builder.lshr(at, I64(3)))
+        own = to.lanes(to.one(place, I16)).where(to.load(to.at(dy, at, 4)), to.zero)
+        to.added(own, to.at(dx, at, 4), adds)
+
+
+def _add(to: _To, x, other, count, y):
+    with to.loop(count) as at:
+        to.store(to.load(to.at(x, at, 4)) + to.load(to.at(other, at, 4)), to.at(y, at, 4))
+
+
+def _pass_on(to: _To, dy, count, dx, adds):
+    with to.loop(count) as at:
+        to.added(to.load(to.at(dy, at, 4)), to.at(dx, at, 4), adds)
+
+
+def _add_rows(to: _To, x, rows, count, out):
+    """Add rows, one after the other, to sums."""
+    with to.loop(count) as at:
+        total = to.variable(to.load(to.at(out, at, 4)))
+        place, step = to.at(x, at, 4), to.builder.mul(count, I64(4))
+        with cgutils.for_range(to.builder, rows, intp=I64) as loop:
+            row = to.builder.add(place, to.builder.mul(loop.index, step))
+            to.put(to.get(total) + to.load(row), total)
+        to.store(to.get(total), to.at(out, at, 4))
+
+
+def _softmax(to: _To, x, count, valid, scale):
+    """Replace ``valid`` numbers of a row by their softmax after scaling, others by 0."""
+    scales, none = to.splat(scale), to.constant(float("-inf"))
+    top, total = to.variable(none), to.variable(to.zero)
+
+    def inside(at: Any) -> Vector:
+        return to.below(to.builder.sub(valid, at))
+
+    with to.loop(count) as at:
+        own = inside(at).where(to.load(to.at(x, at, 4)) * scales, none)
+        to.store(own, to.at(x, at, 4))
+        to.put((own > to.get(top)).where(own, to.get(top)), top)
+    largest = to.largest(to.get(top))
+    with to.loop(count) as at:
+        own = inside(at).where(to.exp(to.load(to.at(x, at, 4)) - largest), to.zero)
+        to.store(own, to.at(x, at, 4))
+        to.put(to.get(total) + own, total)
+    whole = to.total(to.get(total))
+    with to.loop(count) as at:
+        to.store(to.divided(to.load(to.at(x, at, 4)), whole), to.at(x, at, 4))
+
+
+def _softmax_backward(to: _To, p, grad, count, scale):
+    """Replace a row's gradient of softmax by that of what was scaled."""
+    total = to.variable(to.zero)
+    with to.loop(count) as at:
+        to.put(to.get(total) + to.load(to.at(p, at, 4)) * to.load(to.at(grad, at, 4)), total)
+    whole, scales = to.total(to.get(total)), to.splat(scale)
+    with to.loop(count) as at:
+        own = to.load(to.at(p, at, 4)) * (to.load(to.at(grad, at, 4)) - whole)
+        to.store(own * scales, to.at(grad, at, 4))
+
+
+_TILE_ROWS = 8
+
+
+def _float_tile(to: _To, a, a_row, a_step, b, b_step, depth, out, out_step, adds):
+    """Write, or add, 8 rows by 16 columns of products of float32, added up one after the other.
+
+    Element k of row i of ``a`` is at ``a + i * a_row + k * a_step``; row k of ``b`` has 16 elements.
+    """
+    totals = [to.variable(to.zero) for _ in range(_TILE_ROWS)]
+    rows = [to.builder.add(a, to.builder.mul(a_row, I64(i))) for i in range(_TILE_ROWS)]
+    with cgutils.for_range(to.builder, depth, intp=I64) as loop:
+        column = to.load(to.builder.add(b, to.builder.mul(b_step, loop.index)))
+        offset = to.builder.mul(a_step, loop.index)
+        for row, total in zip(rows, totals, strict=True):
+            own = to.splat(to.one(to.builder.add(row, offset)))
+            to.put(to.get(total) + own * column, total)
+    for i, total in enumerate(totals):
+        place = to.builder.add(out, to.builder.mul(out_step, I64(i)))
+        to.added(to.get(total), place, adds)
+
+
+def _fold(to: _To, sums, count, totals, scale):
+    """Add int32 sums times a power of two to float64 totals."""
+    wide = ir.VectorType(ir.DoubleType(), _LANES)
+    scales = to.builder.fpext(to.splat(scale).value, wide)
+    with to.loop(count) as at:
+        own = to.builder.sitofp(to.load(to.at(sums, at, 4), I32).value, wide)
+        place = to.builder.inttoptr(to.at(totals, at, 8), wide.as_pointer())
+        old = to.builder.load(place, align=8)
+        to.builder.store(to.builder.fadd(old, to.builder.fmul(own, scales)), place, align=8)
+
+
+encode = _made("x count codes mask flip scale low high", _encode, 3)
+finish_product = _made("sums step rows out out_step bias groups scale", _finish_product, 1)
+finish_gradient = _made(
+    "sums step rows out out_step mask mask_step groups adds powers", _finish_gradient
+)
+normalize = _made("x count y kept inverse scale shift size eps", _normalize, 2)
+normalize_backward = _made(
+    "dy count kept inverse scale dx adds of_scale of_shift size", _normalize_backward, 1
+)
+gelu = _made("x count y kept", _gelu)
+gelu_backward = _made("dy count kept dx adds", _gelu_backward)
+relu = _made("x count y mask", _relu)
+relu_backward = _made("dy count mask dx adds", _relu_backward)
+add = _made("x other count y", _add)
+pass_on = _made("dy count dx adds", _pass_on)
+add_rows = _made("x rows count out", _add_rows)
+softmax = _made("x count valid scale", _softmax, 1)
+softmax_backward = _made("p grad count scale", _softmax_backward, 1)
+float_tile = _made("a a_row a_step b b_step depth out out_step adds", _float_tile)
+fold = _made("sums count totals scale", _fold, 1)

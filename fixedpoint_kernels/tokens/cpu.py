@@ -1,0 +1,600 @@
+"""Kernels that run the operations of a program on samples, a few at a time; see ``program``.
+
+A thread takes the rows of a few samples through all operations while they are in its cache. Functions
+without ``@njit`` know the tiles of one path by name, see ``products.instructions.compiled``.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, prange
+
+from fixedpoint_kernels.llvm import rows as passes
+from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.products.instructions import compiled
+from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
+from fixedpoint_kernels.threads import compile_both
+from fixedpoint_kernels.tokens import fields as f
+
+__all__ = ["PIECE", "add_weights", "pack_weights", "run"]
+
+PIECE = 1024
+"""Rows whose products are added up before they become float64."""
+_NOISE_BLOCK = 512
+_SIXTEEN = 16
+
+enter: Any = None
+leave = wide = narrow = wide_rows = narrow_rows = multiply = operate = add_piece = enter
+FLIPS, GRAIN, NARROW_ROWS, WIDE_ROWS = 0, 4, 0, 0
+
+
+@njit
+def _floats(address, n):
+    return carray(pointer_to(address), n, np.float32)
+
+
+@njit
+def _count(address, n):
+    """Add to a count; in a parallel loop, Numba takes such a line for dead code."""
+    carray(pointer_to(address), 1, np.int64)[0] += n
+
+
+@njit
+def _place(d, operand, own, first):
+    """Return where the rows of a chunk lie."""
+    row_bytes = d[operand + 1]
+    return d[operand] + first * row_bytes if row_bytes else own + d[operand]
+
+
+def multiply(
+    d, signed, a, step, groups, rows, sums, out, bias, scale, mask, adds, powers
+):  # fmt: skip
+    """Multiply rows of codes, and write outputs (``powers`` is 0) or gradients.
+
+    Args:
+        d: Row of numbers: weights and where sums start.
+        signed: Whether codes are.
+        a: Address of codes.
+        step: Bytes of a row of them.
+        groups: Of 16 columns.
+        rows: How many.
+        sums: Address of room for int32 of 32 columns, and for 64 rows more.
+        out: Address of float32.
+        bias: Address of float32.
+        scale: Power of two.
+        mask: Address of bits of gradients, or 0.
+        adds: Whether gradients are added.
+        powers: Address of float32, one a row.
+    """
+    group, out_step = 0, groups * 64
+    while group < groups:
+        pair = group + 1 < groups and WIDE_ROWS > 0
+        at_once, count = (WIDE_ROWS, 2) if pair else (NARROW_ROWS, 1)
+        weights, start = d[f.WEIGHTS] + group * d[f.GROUP_BYTES], d[f.BEGIN] + group * 64
+        sums_step = count * 64
+        for q in range(0, rows, at_once):
+            if pair:
+                wide(
+                    signed, a + q * step, d[f.STARTS], step, d[f.RUNS], 1, weights,
+                    d[f.GROUP_BYTES], start, 0, sums + q * sums_step, sums_step,
+                )  # fmt: skip
+            else:
+                narrow(
+                    signed, a + q * step, d[f.STARTS], step, d[f.RUNS], 1, weights,
+                    d[f.GROUP_BYTES], start, 0, sums + q * sums_step, sums_step,
+                )  # fmt: skip
+        target = out + group * 64
+        if powers:
+            own_mask = mask + 2 * group if mask else np.int64(0)
+            passes.finish_gradient(
+                sums, sums_step, rows, target, out_step, own_mask, 2 * groups, count, adds, powers
+            )
+        else:
+            passes.finish_product(
+                sums, sums_step, rows, target, out_step, bias + 64 * group, count, scale
+            )
+        group += count
+
+
+@njit
+def _round_gradient(d, g, samples, first, tokens, own, places):
+    """Round each sample to codes of its own power of two; write the power of each row."""
+    width, padded = tokens * d[f.WIDTH], _NOISE_BLOCK
+    codes, powers_at = own + places[f.ROUNDED], own + places[f.POWERS]
+    powers = _floats(powers_at, samples * tokens)
+    exponents = carray(pointer_to(d[f.EXPONENTS]), first + samples, np.int32)
+    key = d[f.SEED], d[f.STREAM]
+    blocks = (width + 15) // 16
+    for i in range(samples):
+        values = _floats(g + 4 * i * width, width + padded)
+        exponent = exponent_of(carray(pointer_to(g + 4 * i * width), width, np.int32))
+        exponents[first + i] = exponent
+        moved = min(exponent - d[f.WEIGHT_FL], 127)
+        power = np.float32(np.inf) if exponent == 128 else np.float32(np.ldexp(1.0, moved))
+        powers[i * tokens : i * tokens + tokens] = power
+        if exponent == 128:
+            tiles.blank(codes + i * width, width, 0)
+            continue
+        out = carray(pointer_to(codes + i * width), width + padded, np.int8)
+        start = (first + i) * blocks
+        for e in range(0, width, _NOISE_BLOCK):
+            round_block(values, out, e, start + e // 16, key, POWERS[exponent + 126])
+
+
+@njit
+def _transposed(source, line, tokens, size, out, padded):
+    """Write (tokens, size) float32, ``line`` bytes apart, as (size, padded); 0 behind the tokens."""
+    target = _floats(out, size * padded)
+    for t in range(tokens):
+        row = _floats(source + t * line, size)
+        for e in range(size):
+            target[e * padded + t] = row[e]
+    for t in range(tokens, padded):
+        for e in range(size):
+            target[e * padded + t] = np.float32(0.0)
+
+
+@njit
+def _products(a, a_row, a_step, b, b_step, rows, columns, depth, out, out_step, adds, spare):
+    """Write, or add, products of float32; ``spare``: memory for 8 rows."""
+    for i in range(0, rows, 8):
+        if i + 8 <= rows:
+            for j in range(0, columns, 16):
+                passes.float_tile(
+                    a + i * a_row, a_row, a_step, b + 4 * j, b_step, depth,
+                    out + i * out_step + 4 * j, out_step, adds,
+                )  # fmt: skip
+            continue
+        for j in range(0, columns, 16):  # fewer rows than a tile has
+            passes.float_tile(
+                a + i * a_row, a_row, a_step, b + 4 * j, b_step, depth, spare, 64, 0
+            )
+            for k in range(rows - i):
+                passes.pass_on(spare + 64 * k, 16, out + (i + k) * out_step + 4 * j, adds)
+
+
+@njit
+def _scores(d, scale, q, k, tokens, padded, turned, scores, spare):
+    """Write the softmax of products of queries and keys of one head."""
+    size, line = d[f.SIZE], 4 * padded
+    _transposed(k, d[f.K_LINE], tokens, size, turned, padded)
+    _products(
+        q, d[f.Q_LINE], 4, turned, line, tokens, padded, size, scores, line, 0, spare
+    )
+    for i in range(tokens):
+        passes.softmax(scores + i * line, padded, i + 1 if d[f.CAUSAL] else tokens, scale)
+
+
+@njit
+def _attend(d, scale, own, places, first, samples, tokens):
+    padded = (tokens + 15) // 16 * 16
+    size, heads = d[f.SIZE], d[f.HEADS]
+    q0, k0 = _place(d, f.Q, own, first * tokens), _place(d, f.K, own, first * tokens)
+    v0, y0 = _place(d, f.V, own, first * tokens), _place(d, f.Y, own, first * tokens)
+    spare = own + places[f.HEAD]
+    turned = spare + 512
+    scores = turned + 4 * size * padded
+    line = 4 * padded
+    for n in range(samples):
+        row = n * tokens
+        q = q0 + row * d[f.Q_LINE] + d[f.Q_START]
+        k = k0 + row * d[f.K_LINE] + d[f.K_START]
+        v = v0 + row * d[f.V_LINE] + d[f.V_START]
+        for head in range(heads):
+            _scores(
+                d, scale, q + head * d[f.Q_STEP], k + head * d[f.K_STEP], tokens, padded, turned,
+                scores, spare,
+            )  # fmt: skip
+            y = y0 + 4 * (row * heads + head) * size
+            _products(
+                scores, line, 4, v + head * d[f.V_STEP], d[f.V_LINE], tokens, size, tokens, y,
+                4 * heads * size, 0, spare,
+            )  # fmt: skip
+
+
+@njit
+def _attend_backward(d, scale, own, places, first, samples, tokens):
+    padded = (tokens + 15) // 16 * 16
+    size, heads, row0 = d[f.SIZE], d[f.HEADS], first * tokens
+    q0, k0, v0 = _place(d, f.Q, own, row0), _place(d, f.K, own, row0), _place(d, f.V, own, row0)
+    dq0, dk0 = _place(d, f.DQ, own, row0), _place(d, f.DK, own, row0)
+    dv0, g0 = _place(d, f.DV, own, row0), _place(d, f.X, own, row0)
+    spare = own + places[f.HEAD]
+    turned = spare + 512
+    scores = turned + 4 * size * padded
+    grads = scores + 4 * padded * padded
+    line, g_line = 4 * padded, 4 * heads * size
+    for n in range(samples):
+        for head in range(heads):
+            row = n * tokens
+            of_q = row * d[f.Q_LINE] + d[f.Q_START] + head * d[f.Q_STEP]
+            of_k = row * d[f.K_LINE] + d[f.K_START] + head * d[f.K_STEP]
+            of_v = row * d[f.V_LINE] + d[f.V_START] + head * d[f.V_STEP]
+            g = g0 + row * g_line + 4 * head * size
+            q, k, v = q0 + of_q, k0 + of_k, v0 + of_v
+            _scores(d, scale, q, k, tokens, padded, turned, scores, spare)
+            _products(
+                scores, 4, line, g, g_line, tokens, size, tokens, dv0 + of_v, d[f.V_LINE],
+                d[f.DV_ADDS], spare,
+            )  # fmt: skip
+            _transposed(v, d[f.V_LINE], tokens, size, turned, padded)
+            _products(g, g_line, 4, turned, line, tokens, padded, size, grads, line, 0, spare)
+            for i in range(tokens):
+                passes.softmax_backward(scores + i * line, grads + i * line, padded, scale)
+            _products(
+                grads, line, 4, k, d[f.K_LINE], tokens, size, tokens, dq0 + of_q, d[f.Q_LINE],
+                d[f.ADDS], spare,
+            )  # fmt: skip
+            _products(
+                grads, 4, line, q, d[f.Q_LINE], tokens, size, tokens, dk0 + of_k, d[f.K_LINE],
+                d[f.DK_ADDS], spare,
+            )  # fmt: skip
+
+
+def operate(d, r, thread, own, places, first, samples, tokens, partial):
+    """Do one operation on the rows of a few samples.
+
+    Args:
+        d: Row of numbers, see ``fields``.
+        r: Row of float32.
+        thread: Number of the thread.
+        own: Address of its memory.
+        places: (5,) int64: where its parts begin.
+        first: Sample.
+        samples: How many.
+        tokens: Rows of a sample.
+        partial: Address of sums over the rows of this chunk, float32.
+    """
+    kind, width, rows, row = d[f.KIND], d[f.WIDTH], samples * tokens, first * tokens
+    count = rows * width
+    if kind == f.ATTENTION:
+        _attend(d, r[0], own, places, first, samples, tokens)
+        return
+    if kind == f.ATTENTION_BACKWARD:
+        _attend_backward(d, r[0], own, places, first, samples, tokens)
+        return
+    x, y = _place(d, f.X, own, row), _place(d, f.Y, own, row)
+    sums = own + places[f.WORK]
+    if kind == f.LINEAR:
+        depth = d[f.DEPTH]
+        codes = d[f.CODES] + row * depth
+        mask = d[f.MASK] + row * depth // 8 if d[f.MASK] else np.int64(0)
+        clamped = passes.encode(x, rows * depth, codes, mask, d[f.FLIP], r[0], r[1], r[2])
+        _count(d[f.CLAMPED] + 8 * thread, clamped)
+        multiply(
+            d, d[f.SIGNED], codes, depth, width // 16, rows, sums, y, d[f.BIAS], r[3], 0, 0, 0
+        )
+    elif kind == f.LINEAR_BACKWARD:
+        _round_gradient(d, x, samples, first, tokens, own, places)
+        codes = own + places[f.ROUNDED]
+        tiles.copy(codes, d[f.GRAD_CODES] + row * width, count)
+        if d[f.SUMS] >= 0:
+            passes.add_rows(x, rows, width, partial + 4 * d[f.SUMS])
+        if d[f.WEIGHTS]:
+            if FLIPS:
+                tiles.copy_flipped(codes, codes, count)
+            depth = d[f.DEPTH]
+            mask = d[f.MASK] + row * depth // 8 if d[f.MASK] else np.int64(0)
+            multiply(
+                d, 1, codes, width, depth // 16, rows, sums, y, 0, r[3], mask, d[f.ADDS],
+                own + places[f.POWERS],
+            )  # fmt: skip
+    elif kind == f.NORM:
+        for i in range(rows):
+            passes.normalize(
+                x + 4 * i * width, width, y + 4 * i * width, d[f.KEPT] + 2 * (row + i) * width,
+                d[f.INVERSE] + 4 * (row + i), d[f.SCALE], d[f.SHIFT], r[0], r[1],
+            )  # fmt: skip
+    elif kind == f.NORM_BACKWARD:
+        for i in range(rows):
+            dx = y + 4 * i * width if d[f.Y] >= 0 else np.int64(0)
+            passes.normalize_backward(
+                x + 4 * i * width, width, d[f.KEPT] + 2 * (row + i) * width,
+                d[f.INVERSE] + 4 * (row + i), d[f.SCALE], dx, d[f.ADDS],
+                partial + 4 * d[f.SUMS], partial + 4 * d[f.SUMS2], r[0],
+            )  # fmt: skip
+    elif kind == f.GELU:
+        passes.gelu(x, count, y, d[f.KEPT] + 2 * row * width)
+    elif kind == f.GELU_BACKWARD:
+        passes.gelu_backward(x, count, d[f.KEPT] + 2 * row * width, y, d[f.ADDS])
+    elif kind == f.RELU:
+        passes.relu(x, count, y, d[f.KEPT] + row * width // 8)
+    elif kind == f.RELU_BACKWARD:
+        passes.relu_backward(x, count, d[f.KEPT] + row * width // 8, y, d[f.ADDS])
+    elif kind == f.ADD:
+        passes.add(x, _place(d, f.OTHER, own, row), count, y)
+    elif kind == f.PASS_ON:
+        passes.pass_on(x, count, y, d[f.ADDS])
+    elif kind == f.BLANK:
+        tiles.blank(y, 4 * count, 0)
+
+
+def _run(
+    table, reals, samples, tokens, chunk, scratch, scratch_bytes, places, partial, partial_bytes,
+    threads,
+):  # fmt: skip
+    """Run operations on all samples.
+
+    Args:
+        table: (operations, ...) int64, see ``fields``.
+        reals: (operations, 4) float32.
+        samples: How many.
+        tokens: Rows of a sample.
+        chunk: Samples that a thread takes at a time.
+        scratch: Address of each thread's memory, one after the other.
+        scratch_bytes: Of a thread.
+        places: (5,) int64: where in it which part begins.
+        partial: Address of a row of sums for each chunk.
+        partial_bytes: Of a row.
+        threads: How many.
+    """
+    chunks = (samples + chunk - 1) // chunk
+    for thread in prange(threads):
+        own = scratch + thread * scratch_bytes
+        enter()
+        for c in range(chunks * thread // threads, chunks * (thread + 1) // threads):
+            first = c * chunk
+            count = min(chunk, samples - first)
+            row = partial + c * partial_bytes
+            tiles.blank(row, partial_bytes, 0)
+            for k in range(len(table)):
+                operate(table[k], reals[k], thread, own, places, first, count, tokens, row)
+        leave()
+
+
+def run(path: str, parallel: bool) -> Any:
+    """Return the kernel of operations with the tiles of a path."""
+    return compiled(_run, path, multiply, operate)[parallel]
+
+
+# ------------------------------------------------------------------ weights
+
+
+def _pack(tasks, reals, spare, spare_bytes, threads):
+    """Round weights to nearest codes, and lay them out for tiles, as they are and turned.
+
+    Args:
+        tasks: (layers, ...) int64, see ``fields``.
+        reals: (layers, 3) float32: scale, lowest and highest code.
+        spare: Address of each thread's memory.
+        spare_bytes: Of a thread.
+        threads: How many.
+    """
+    for thread in prange(threads):
+        for k in range(thread, len(tasks), threads):
+            _pack_layer(tasks[k], reals[k], spare + thread * spare_bytes)
+
+
+@njit
+def _pack_layer(d, r, codes):
+    outputs, inputs = d[f.OUTPUTS], d[f.DEPTH]
+    passes.encode(d[f.WEIGHTS], outputs * inputs, codes, 0, 0, r[0], r[1], r[2])
+    depth = d[f.DEPTH_PADDED]
+    quads, whole = depth // 4, inputs // 4
+    source = carray(pointer_to(codes), outputs * whole, np.int32)
+    target = carray(pointer_to(d[f.PACKED]), outputs * quads, np.int32)
+    for group in range(outputs // 16):
+        for k in range(whole):
+            start = (group * quads + k) * 16
+            for c in range(16):
+                target[start + c] = source[(group * 16 + c) * whole + k]
+    all_codes = carray(pointer_to(codes), outputs * inputs, np.int8)
+    begin = carray(pointer_to(d[f.PACKED_BEGIN]), outputs, np.int32)
+    for o in range(outputs):
+        total = np.int32(0)
+        for k in range(inputs):
+            total += np.int32(all_codes[o * inputs + k])
+        begin[o] = total * np.int32(-128) if d[f.FLIP] else np.int32(0)
+    if not d[f.TURNED]:
+        return
+    size = d[f.TURNED_PADDED] * 16
+    for group in range(inputs // 16):
+        for o in range(0, outputs, 4):
+            place = d[f.TURNED] + group * size + o * 16
+            tiles.interleave(codes + o * inputs + group * 16, inputs, place)
+    back = carray(pointer_to(d[f.TURNED_BEGIN]), inputs, np.int32)
+    back[:] = 0
+    for o in range(outputs):
+        own = all_codes[o * inputs : o * inputs + inputs]
+        for k in range(inputs):
+            back[k] += np.int32(own[k])
+    for k in range(inputs):
+        back[k] *= np.int32(-128) * np.int32(d[f.FLIPS])
+
+
+@njit
+def _sorted(exponents, order):
+    """Order samples by their exponent, largest first, others as they come."""
+    starts = np.zeros(300, np.int64)
+    for e in exponents:
+        starts[129 - e] += 1  # one further than its own place
+    total = np.int64(0)
+    for i in range(300):
+        total += starts[i]
+        starts[i] = total
+    for i in range(len(exponents)):
+        place = 128 - exponents[i]
+        order[starts[place]] = i
+        starts[place] += 1
+
+
+def add_piece(d, order, at, tokens, rows, first_row, channels, first, work, places):
+    """Add the products of some rows of samples, ``first_row`` to ``rows`` of these, to int32 sums.
+
+    Args:
+        d: Row of numbers.
+        order: Numbers of samples.
+        at: First of ``order``.
+        tokens: Rows of a sample.
+        rows: End of the rows, counted from the first sample on.
+        first_row: First of them; ``PIECE`` or fewer are left.
+        channels: How many inputs, a multiple of 16.
+        first: Of these.
+        work: Address of the thread's memory.
+        places: Where its parts begin: sums, turned inputs, gradients, 16 rows of each, starts, runs.
+    """
+    depth, outputs = d[f.DEPTH], d[f.OUTPUTS]
+    sums, turned, grads, few = work, work + places[1], work + places[2], work + places[3]
+    few_grads = few + 16 * channels + 64
+    line = PIECE + 64
+    unit = max(GRAIN, _SIXTEEN)
+    n = rows - first_row
+    whole = (n + unit - 1) // unit * unit
+    run_bytes = whole * 16
+    for q in range(0, whole, 16):
+        row = first_row + q
+        own, own_grad, step, grad_step = few, few_grads, channels, outputs
+        if tokens % 16 == 0 and q < n:
+            place = order[at + row // tokens] * tokens + row % tokens
+            own, step = d[f.CODES] + place * depth + first, depth
+            own_grad, grad_step = d[f.GRAD_CODES] + place * outputs, outputs
+        else:
+            for i in range(16):
+                if q + i < n:
+                    place = order[at + (row + i) // tokens] * tokens + (row + i) % tokens
+                    tiles.copy(d[f.CODES] + place * depth + first, few + i * channels, channels)
+                    source = d[f.GRAD_CODES] + place * outputs
+                    tiles.copy(source, few_grads + i * outputs, outputs)
+                else:
+                    tiles.blank(few_grads + i * outputs, outputs, 0)
+        for c in range(0, channels, 16):
+            tiles.transpose(own + c, step, turned + c * line + q, line)
+        for o in range(0, outputs, 16):
+            target = grads + o // 16 * run_bytes + q * 16
+            for i in range(0, 16, 4):
+                tiles.interleave(own_grad + i * grad_step + o, grad_step, target + i * 16)
+    table = carray(pointer_to(work + places[5]), 2, np.int64)
+    table[0], table[1] = 0, (whole + GRAIN - 1) // GRAIN
+    starts = carray(pointer_to(work + places[4]), channels // 16 + 4, np.int64)
+    groups, tile_rows, row_bytes, group = outputs // 16, channels // 16, outputs * 4, 0
+    for i in range(tile_rows + 4):
+        starts[i] = min(i, tile_rows - 1) * 16 * line
+    runs = work + places[5]
+    while group < groups:
+        pair = group + 1 < groups and WIDE_ROWS > 0
+        weights, tile_row = grads + group * run_bytes, 0
+        while tile_row < tile_rows:
+            place = sums + tile_row * 16 * row_bytes + group * 64
+            here = work + places[4] + 8 * tile_row
+            if pair:
+                tile_row += wide_rows(
+                    d[f.SIGNED], tile_rows - tile_row, turned, here, starts[tile_row], line, runs,
+                    weights, run_bytes, place, row_bytes,
+                )  # fmt: skip
+            else:
+                tile_row += narrow_rows(
+                    d[f.SIGNED], tile_rows - tile_row, turned, here, starts[tile_row], line, runs,
+                    weights, run_bytes, place, row_bytes,
+                )  # fmt: skip
+        if FLIPS and d[f.SIGNED]:
+            for half in range(2 if pair else 1):
+                place = sums + tile_rows * 16 * row_bytes + (group + half) * 64
+                narrow(
+                    0, work + places[6], work + places[4], 0, runs, 1, weights + half * run_bytes,
+                    run_bytes, place, 0, place, 0,
+                )  # fmt: skip
+        group += 2 if pair else 1
+
+
+@njit
+def _fold(sums, channels, outputs, totals, power, flips):
+    """Move int32 sums to float64 totals; they become 0."""
+    last = carray(pointer_to(sums + 4 * channels * outputs), outputs, np.int32)
+    held = carray(pointer_to(sums), channels * outputs, np.int32)
+    if flips:
+        for c in range(channels):
+            row = held[c * outputs : c * outputs + outputs]
+            for o in range(outputs):
+                row[o] -= np.int32(128) * last[o]
+    passes.fold(sums, channels * outputs, totals, power)
+    tiles.blank(sums, 4 * (channels + 1) * outputs, 0)
+
+
+@njit
+def _write_weights(totals, channels, first, depth, outputs, lsb, out):
+    held = carray(pointer_to(totals), channels * outputs, np.float64)
+    weight = _floats(out, outputs * depth)
+    for o in range(outputs):
+        row = weight[o * depth + first : o * depth + first + channels]
+        for c in range(channels):
+            row[c] = np.float32(held[c * outputs + o]) * lsb
+
+
+def add_layer(d, lsb, first, channels, samples, tokens, own, places):
+    """Write the gradients of a layer's weights of some inputs.
+
+    Args:
+        d: Row of numbers, see ``fields``.
+        lsb: Of the input's format.
+        first: Of the inputs.
+        channels: How many.
+        samples: How many.
+        tokens: Rows of a sample.
+        own: Address of the thread's memory.
+        places: (8,) int64: where its parts begin.
+    """
+    outputs = d[f.OUTPUTS]
+    exponents = carray(pointer_to(d[f.EXPONENTS]), samples, np.int32)
+    order = np.empty(samples, np.int64)
+    _sorted(exponents, order)
+    totals = own + places[7]
+    tiles.blank(totals, 8 * channels * outputs, 0)
+    tiles.blank(own, 4 * (channels + 1) * outputs, 0)
+    tiles.blank(own + places[6], PIECE + 64, 1)
+    flips = FLIPS != 0 and d[f.SIGNED] != 0
+    at = 0
+    while at < samples:
+        exponent, end = exponents[order[at]], at + 1
+        while end < samples and exponents[order[end]] == exponent:
+            end += 1
+        power = np.float32(np.inf) if exponent == 128 else np.float32(np.ldexp(1.0, exponent))
+        rows = (end - at) * tokens
+        for row in range(0, rows, PIECE):
+            add_piece(
+                d, order, at, tokens, min(row + PIECE, rows), row, channels, first, own, places
+            )
+            _fold(own, channels, outputs, totals, power, flips)
+        at = end
+    _write_weights(totals, channels, first, d[f.DEPTH], outputs, lsb, d[f.OUT])
+
+
+def _add_weights(table, lsbs, tasks, begins, samples, tokens, scratch, scratch_bytes, places, threads):
+    """Write gradients of weights.
+
+    Args:
+        table: (layers, ...) int64, see ``fields``.
+        lsbs: (layers,) float32.
+        tasks: (tasks, 3) int64: a layer, the first of its inputs, and how many.
+        begins: (threads + 1,) int64: which tasks a thread has.
+        samples: How many.
+        tokens: Rows of a sample.
+        scratch: Address of each thread's memory, one after the other.
+        scratch_bytes: Of a thread.
+        places: (8,) int64: where in it which part begins.
+        threads: How many.
+    """
+    for thread in prange(threads):
+        own = scratch + thread * scratch_bytes
+        enter()
+        for k in range(begins[thread], begins[thread + 1]):
+            layer = tasks[k, 0]
+            add_layer(
+                table[layer], lsbs[layer], tasks[k, 1], tasks[k, 2], samples, tokens, own, places
+            )
+        leave()
+
+
+def add_weights(path: str, parallel: bool) -> Any:
+    """Return the kernel of gradients of weights with the tiles of a path."""
+    return compiled(_add_weights, path, add_piece, add_layer)[parallel]
+
+
+def pack_weights(parallel: bool) -> Any:
+    """Return the kernel that lays out weights."""
+    if not _packs:
+        _packs.extend(compile_both(_pack))
+    return _packs[parallel]
+
+
+_packs: list[Any] = []

@@ -1,0 +1,149 @@
+"""Running a program on tensors."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels.tokens import cpu
+from fixedpoint_kernels.tokens.graph import Linear
+from fixedpoint_kernels.tokens.program import Pass, Program
+from fixedpoint_kernels.tokens.reference import Parameters
+
+__all__ = ["backward", "forward"]
+
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+def forward(
+    program: Program, xs: Sequence[Tensor], parameters: Sequence[Parameters]
+) -> tuple[list[Tensor], Tensor]:
+    """Run a segment forward.
+
+    Args:
+        program: Made for so many samples and tokens.
+        xs: (samples, ..., features), float32, any strides.
+        parameters: Of each operation; weights, scales and shifts are contiguous.
+
+    Returns:
+        The values that leave the segment, float32, contiguous; and what backward needs, uint8.
+    """
+    held = [x.detach().contiguous() for x in xs]
+    kept = program.memory.lend()
+    given = _given(program, parameters)
+    given |= {("x", i): x.data_ptr() for i, x in enumerate(held)}
+    outputs = []
+    for v in program.segment.outputs:
+        outputs.append(torch.empty(*xs[0].shape[:-1], program.widths[v]))
+        given["y", v] = outputs[-1].data_ptr()
+    program.clamped[:] = 0
+    for k, i in enumerate(program.linear):
+        program.layers[k, cpu.f.WEIGHTS] = given["first", i]
+    is_parallel = program.threads > 1
+    cpu.pack_weights(is_parallel)(
+        program.layers, program.formats, program.spare, program.spare_bytes, program.threads
+    )
+    _run(program, program.forward, kept, given)
+    return outputs, kept
+
+
+def backward(
+    program: Program, kept: Tensor, parameters: Sequence[Parameters], grads: Sequence[Tensor]
+) -> tuple[list[Tensor | None], list[Pair]]:
+    """Run a segment backward.
+
+    Args:
+        program: As of ``forward``.
+        kept: What ``forward`` returned.
+        parameters: As of ``forward``.
+        grads: Of the outputs.
+
+    Returns:
+        The gradients of what came in, where the program was made for them; and for each operation
+        those of its weight or scale, and of its bias or shift.
+    """
+    held = [grad.detach().contiguous() for grad in grads]
+    given = _given(program, parameters)
+    pairs = zip(program.segment.outputs, held, strict=True)
+    given |= {("dy", v): grad.data_ptr() for v, grad in pairs}
+    dxs: list[Tensor | None] = []
+    for i, needed in enumerate(program.needs_inputs):
+        width = program.widths[i]
+        dxs.append(torch.empty(*held[0].shape[:-1], width) if needed else None)
+        given["dx", i] = dxs[-1].data_ptr() if needed else 0  # pyright: ignore[reportOptionalMemberAccess]
+    for i, own in enumerate(parameters):
+        given |= {("seed", i): own.noise[0], ("stream", i): own.noise[1]}
+    _run(program, program.backward, kept, given)
+    weights = _weights(program, kept)
+    sums = torch.from_numpy(program.partial).sum(0, dtype=torch.float64).float()
+    found: list[Pair] = []
+    for i, op in enumerate(program.segment.operations):
+        width = program.widths[len(program.widths) - len(parameters) + i]
+        parts = [sums[start : start + width].clone() for start in program.partials.get(i, ())]
+        first = weights.get(i) if isinstance(op, Linear) else (parts[0] if parts else None)
+        found.append((first, parts[-1] if parts else None))
+    return dxs, found
+
+
+def _weights(program: Program, kept: Tensor) -> dict[int, Tensor]:
+    """Return the gradients of weights."""
+    base = _base(kept)
+    found: dict[int, Tensor] = {}
+    for k, i in enumerate(program.linear):
+        op = program.segment.operations[i]
+        assert isinstance(op, Linear)
+        program.layers[k, cpu.f.CODES] = base + program.codes[i].offset
+        if program.needs_weights[i]:
+            found[i] = torch.empty(op.shape)
+            program.layers[k, cpu.f.OUT] = found[i].data_ptr()
+    if found:
+        cpu.add_weights(program.path, program.threads > 1)(
+            program.layers,
+            program.lsbs,
+            program.tasks,
+            program.begins,
+            program.samples,
+            program.tokens,
+            program.weight_scratch,
+            program.weight_bytes,
+            program.weight_places,
+            program.threads,
+        )
+    return found
+
+
+def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:
+    found: dict[tuple[str, int], int] = {}
+    for i, own in enumerate(parameters):
+        first, second = own.first, own.second
+        found["first", i] = program.ones if first is None else first.data_ptr()
+        found["second", i] = program.zeros if second is None else second.data_ptr()
+    return found
+
+
+def _base(kept: Tensor) -> int:
+    return -(kept.data_ptr() // -64) * 64
+
+
+def _run(
+    program: Program, direction: Pass, kept: Tensor, given: Mapping[tuple[str, int], int]
+) -> None:
+    rows, places, offsets = direction.kept
+    direction.table[rows, places] = offsets + _base(kept)
+    for key, cells in direction.given.items():
+        for cell in cells:
+            direction.table[cell] = given[key]
+    cpu.run(program.path, program.threads > 1)(
+        direction.table,
+        direction.reals,
+        program.samples,
+        program.tokens,
+        program.chunk,
+        program.scratch,
+        program.scratch_bytes,
+        program.places,
+        program.partial.ctypes.data,
+        program.partial_bytes,
+        program.threads,
+    )

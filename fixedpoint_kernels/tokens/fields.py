@@ -1,0 +1,32 @@
+"""What the numbers of an operation mean: places in a row of int64.
+
+An operand has an address and bytes of a row: 0 where the address counts from a thread's own memory,
+which holds the rows of one chunk.
+"""
+
+# kinds of operations
+(
+    LINEAR, LINEAR_BACKWARD, NORM, NORM_BACKWARD, GELU, GELU_BACKWARD, RELU, RELU_BACKWARD,
+    ADD, PASS_ON, BLANK, ATTENTION, ATTENTION_BACKWARD,
+) = range(13)  # fmt: skip
+
+(
+    KIND, WIDTH, X, X_ROW, OTHER, OTHER_ROW, Y, Y_ROW,
+    # of gradients: whether they are added to what is there; where sums over rows begin in a partial
+    ADDS, SUMS, SUMS2,
+    # of linear layers
+    DEPTH, OUTPUTS, CODES, MASK, FLIP, SIGNED, CLAMPED, WEIGHTS, BEGIN, BIAS, GROUP_BYTES, RUNS, STARTS,
+    GRAD_CODES, EXPONENTS, WEIGHT_FL, SEED, STREAM,
+    # of norms and activation functions
+    KEPT, INVERSE, SCALE, SHIFT,
+    # of attention: queries, keys and values, and their gradients
+    Q, Q_ROW, Q_STEP, K, K_ROW, K_STEP, V, V_ROW, V_STEP, Q_LINE, K_LINE, V_LINE,
+    Q_START, K_START, V_START,
+    DQ, DQ_ROW, DK, DK_ROW, DV, DV_ROW, DK_ADDS, DV_ADDS, HEADS, SIZE, CAUSAL,
+    # of weights: what is laid out, and gradients
+    PACKED, PACKED_BEGIN, TURNED, TURNED_BEGIN, DEPTH_PADDED, TURNED_PADDED, OUT, FLIPS,
+) = range(67)  # fmt: skip
+COUNT = 67
+
+# parts of a thread's memory
+WORK, ROUNDED, POWERS, HEAD, LOCAL = range(5)

@@ -1,0 +1,503 @@
+"""From a segment and a number of samples and tokens to rows of numbers that one kernel runs.
+
+A thread takes the rows of a few samples through all operations, forward and then backward; between
+operations values lie in its own memory, which others take when nobody needs them any more. Gradients
+of weights come last: they are sums over all samples.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from fixedpoint_kernels.fused.program import Memory
+from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
+from fixedpoint_kernels.tokens import fields as f
+from fixedpoint_kernels.tokens.cpu import PIECE
+from fixedpoint_kernels.tokens.graph import (
+    Add,
+    Attention,
+    Gelu,
+    Linear,
+    Norm,
+    Operation,
+    Part,
+    Segment,
+)
+
+__all__ = ["Program"]
+
+_CACHE = 2**18  # bytes of values that a thread works on at a time
+_SPARE_ROWS = 64  # that tiles, and rounding of gradients, reach behind the last row
+_TASKS_A_THREAD = 4
+_CHANNELS = 64  # inputs of a piece of work on weights, at least
+
+
+class _Kept(NamedTuple):
+    """A place in what forward leaves for backward."""
+
+    offset: int
+
+
+class _Given(NamedTuple):
+    """An address that each call brings."""
+
+    name: str
+    number: int
+
+
+@dataclass(eq=False)
+class _Local:
+    """Rows of a value, or of its gradient, in a thread's memory."""
+
+    width: int
+    first: int
+    last: int = -1
+    size: int = 0
+    offset: int = 0
+
+
+_Number = int | _Kept | _Given | _Local
+
+
+@dataclass
+class Pass:
+    """Operations of one direction.
+
+    Args:
+        table: See ``fields``.
+        reals: Row of float32 of each.
+        kept: Rows and places of the table, and offsets in kept memory.
+        given: Cells of each address that calls bring.
+    """
+
+    table: np.ndarray
+    reals: np.ndarray
+    kept: tuple[np.ndarray, np.ndarray, np.ndarray]
+    given: dict[tuple[str, int], list[tuple[int, int]]]
+
+
+@dataclass
+class _Rows:
+    """Rows of numbers in the making, and who needs which memory of a thread until when."""
+
+    numbers: list[dict[int, _Number]] = field(default_factory=list)
+    reals: list[tuple[float, ...]] = field(default_factory=list)
+    locals: list[_Local] = field(default_factory=list)
+
+    def add(self, kind: int, reals: tuple[float, ...] = (), **numbers: _Number) -> None:
+        row = {f.KIND: kind} | {getattr(f, name): number for name, number in numbers.items()}
+        for number in numbers.values():
+            if isinstance(number, _Local):
+                number.last = len(self.numbers)
+        self.numbers.append(row)
+        self.reals.append((*reals, 0.0, 0.0, 0.0, 0.0)[:4])
+
+    def local(self, width: int) -> _Local:
+        self.locals.append(_Local(width, len(self.numbers)))
+        return self.locals[-1]
+
+    def place(self, rows: int) -> int:
+        """Give memory to what is local, and return how much that takes."""
+        free: list[tuple[int, int]] = []  # size and offset
+        end = 0
+        for k in range(len(self.numbers)):
+            for own in (v for v in self.locals if v.first == k):
+                size = 4 * own.width * (rows + _SPARE_ROWS)
+                fitting = [place for place in free if place[0] >= size]
+                if fitting:
+                    place = min(fitting)
+                    free.remove(place)
+                else:
+                    place = size, end
+                    end += size
+                own.size, own.offset = place
+            free += [(v.size, v.offset) for v in self.locals if v.last == k]
+        return end
+
+
+class Program:
+    """What runs a segment on samples of one number of tokens.
+
+    Args:
+        segment: What is computed.
+        samples: How many.
+        tokens: Of a sample.
+        path: Of products, one of ``GRAINS``.
+        threads: How many.
+        needs_inputs: Whether the gradient of each value that comes in is wanted.
+        needs_weights: Whether that of each operation's weight is wanted.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        segment: Segment,
+        samples: int,
+        tokens: int,
+        path: str,
+        threads: int,
+        needs_inputs: Sequence[bool],
+        needs_weights: Sequence[bool],
+    ) -> None:
+        self.segment, self.samples, self.tokens = segment, samples, tokens
+        self.path, self.threads, self.rows = path, threads, samples * tokens
+        self.needs_inputs, self.needs_weights = tuple(needs_inputs), tuple(needs_weights)
+        self._flips, self._grain = FLIPS[path], GRAINS[path]
+        self.widths, self._count = segment.widths(), len(segment.inputs)
+        self._memory: list[np.ndarray] = []
+        self._kept_bytes = 0
+        self.chunk = self._chunk()
+        self.chunks = -(samples // -self.chunk)
+        self._allocate()
+        forward, backward = self._forward(), self._backward()
+        self._make_scratch(forward, backward)
+        self.forward, self.backward = self._finished(forward), self._finished(backward)
+        self._weights_tasks()
+        self.memory = Memory(self._kept_bytes + 64)
+
+    # ------------------------------------------------------------------ memory
+
+    def _take(self, count: int, dtype: type = np.uint8) -> int:
+        """Return the address of memory of the program's own, 0 at first."""
+        memory = np.zeros(count * np.dtype(dtype).itemsize + 128, np.uint8)
+        self._memory.append(memory)
+        return -(memory.ctypes.data // -64) * 64
+
+    def _hold(self, numbers: Sequence[float], dtype: type) -> int:
+        """Return the address of an array of the program's own."""
+        array = np.array(numbers, dtype)
+        self._memory.append(array)
+        return array.ctypes.data
+
+    def _keep(self, size: int) -> _Kept:
+        offset, self._kept_bytes = self._kept_bytes, self._kept_bytes - (-size // 64) * 64
+        return _Kept(offset)
+
+    def _chunk(self) -> int:
+        """Return how many samples a thread takes at a time: the same for any number of threads."""
+        widest = 4 * max(self.widths) * self.tokens
+        return max(1, min(_CACHE // (6 * widest), self.samples // 8))
+
+    def _allocate(self) -> None:
+        n = self.rows
+        self.codes, self.masks, self.extra, self.inverses = {}, {}, {}, {}
+        self.partial_width, self.partials = 0, {}
+        self.packed: dict[int, tuple[int, ...]] = {}
+        operations = self.segment.operations
+        self.clamped = np.zeros((len(operations), self.threads), np.int64)
+        self.exponents, self.grad_codes = {}, {}
+        for i, op in enumerate(operations):
+            width = self.widths[self._count + i]
+            if isinstance(op, Linear):
+                self.codes[i] = self._keep((n + _SPARE_ROWS) * op.shape[1] + 64)
+                if op.clip and self._needs_gradient(op.source):
+                    self.masks[i] = self._keep(n * op.shape[1] // 8)
+                self.partials[i] = (self._partial(width),)
+                self.packed[i] = self._room_of_weights(op)
+                self.exponents[i] = self._take(self.samples, np.int32)
+                self.grad_codes[i] = self._take(n * width + 64)
+            elif isinstance(op, Norm):
+                self.extra[i], self.inverses[i] = self._keep(2 * n * width), self._keep(4 * n)
+                self.partials[i] = self._partial(width), self._partial(width)
+            elif not isinstance(op, Add | Attention):
+                size = 2 * n * width if isinstance(op, Gelu) else n * width // 8
+                self.extra[i] = self._keep(size)
+        attended = {s for op in operations if isinstance(op, Attention) for s in op.sources}
+        self._values = {v: self._keep(4 * n * self.widths[v]) for v in sorted(attended)}
+        self.partial_bytes = max(4 * self.partial_width, 64)
+        self.partial = np.zeros((self.chunks, self.partial_bytes // 4), np.float32)
+        most = max(self.widths)
+        self.ones, self.zeros = (self._hold([x] * most, np.float32) for x in (1.0, 0.0))
+
+    def _partial(self, width: int) -> int:
+        start, self.partial_width = self.partial_width, self.partial_width + width
+        return start
+
+    def _room_of_weights(self, op: Linear) -> tuple[int, ...]:
+        """Return addresses: weights, where sums start, and both turned; then both depths."""
+        (outputs, inputs), grain = op.shape, self._grain
+        depth, turned = (-(size // -grain) * grain for size in (inputs, outputs))
+        return (
+            self._take(outputs * depth + 64),
+            self._take(outputs, np.int32),
+            self._take(inputs * turned + 64),
+            self._take(inputs, np.int32),
+            depth,
+            turned,
+        )
+
+    def _needs_gradient(self, v: int) -> bool:
+        """Say whether a value's gradient is wanted: all that operations make has parameters before."""
+        return v >= self._count or self.needs_inputs[v]
+
+    def _make_scratch(self, *directions: _Rows) -> None:
+        rows, most = self.chunk * self.tokens, max(self.widths)
+        padded = -(self.tokens // -16) * 16
+        heads = [op.size for op in self.segment.operations if isinstance(op, Attention)]
+        head = max([512 + 4 * size * padded + 8 * padded * (padded + 8) for size in heads] or [0])
+        local = max(direction.place(rows) for direction in directions)
+        sizes = (
+            (rows + _SPARE_ROWS) * 128,
+            (rows + _SPARE_ROWS) * most + 1024,
+            4 * rows + 64,
+            head + 64,
+            local + 4096,
+        )
+        sizes = [-(size // -64) * 64 for size in sizes]
+        begins = np.cumsum([0, *sizes])
+        self.places, self.scratch_bytes = begins[:5].astype(np.int64), int(begins[-1])
+        self.scratch = self._take(self.scratch_bytes * self.threads)
+
+    # ------------------------------------------------------------------ forward
+
+    def _forward(self) -> _Rows:
+        rows = _Rows()
+        where: dict[int, _Number] = {i: _Given("x", i) for i in range(self._count)}
+        for i, op in enumerate(self.segment.operations):
+            v = self._count + i
+            leaves = v in self.segment.outputs
+            if v in self._values:
+                where[v] = self._values[v]
+            elif leaves:
+                where[v] = _Given("y", v)
+            else:
+                where[v] = rows.local(self.widths[v])
+            self._do(rows, i, op, where)
+            if leaves and v in self._values:
+                out = self._operand("Y", _Given("y", v), v)
+                rows.add(f.PASS_ON, WIDTH=self.widths[v], **self._operand("X", where[v], v), **out)
+        return rows
+
+    def _operand(self, name: str, place: _Number, v: int) -> dict[str, _Number]:
+        """Return where rows of a value are."""
+        row = 0 if isinstance(place, _Local) else 4 * self.widths[v]
+        return {name: place, f"{name}_ROW": row}
+
+    def _do(self, rows: _Rows, i: int, op: Operation, where: dict[int, _Number]) -> None:
+        v = self._count + i
+        more = self._operand("Y", where[v], v) | {"WIDTH": self.widths[v]}
+        if isinstance(op, Attention):
+            for name, part in zip("QKV", op.parts, strict=True):
+                more |= self._part(name, where[part.value], part)
+            kind = {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal}
+            rows.add(f.ATTENTION, (op.scale,), **more, **kind)
+            return
+        more |= self._operand("X", where[op.source], op.source)
+        if isinstance(op, Linear):
+            weights, begin, _, _, depth, _ = self.packed[i]
+            signed = op.inputs.signed
+            exponent = -op.inputs.fl - op.weight.fl
+            reals = op.inputs.scale, op.inputs.min_code, op.inputs.max_code, 2.0**exponent
+            more |= self._tiles(weights, begin, depth, op.shape[1])
+            rows.add(
+                f.LINEAR,
+                reals,
+                DEPTH=op.shape[1],
+                CODES=self.codes[i],
+                MASK=self.masks.get(i, 0),
+                FLIP=128 * self._is_flipped(op),
+                SIGNED=signed,
+                CLAMPED=self.clamped[i].ctypes.data,
+                BIAS=_Given("second", i),
+                **more,
+            )
+        elif isinstance(op, Norm):
+            more |= {"SCALE": _Given("first", i), "SHIFT": _Given("second", i)}
+            own = {"KEPT": self.extra[i], "INVERSE": self.inverses[i]}
+            rows.add(f.NORM, (self.widths[v], op.eps), **more, **own)
+        elif isinstance(op, Add):
+            rows.add(f.ADD, **more, **self._operand("OTHER", where[op.other], op.other))
+        else:
+            kind = f.GELU if isinstance(op, Gelu) else f.RELU
+            rows.add(kind, KEPT=self.extra[i], **more)
+
+    def _is_flipped(self, op: Linear) -> bool:
+        return bool(self._flips and op.inputs.signed)
+
+    def _tiles(self, weights: int, begin: int, depth: int, step: int) -> dict[str, _Number]:
+        """Return what tiles need to know of packed weights and of rows ``step`` bytes apart."""
+        return {
+            "WEIGHTS": weights,
+            "BEGIN": begin,
+            "GROUP_BYTES": 16 * depth,
+            "RUNS": self._hold([0, depth // self._grain], np.int64),
+            "STARTS": self._hold([16 * step * i for i in range(4)], np.int64),
+        }
+
+    def _part(self, name: str, place: _Number, part: Part) -> dict[str, _Number]:
+        """Return where queries, keys or values lie."""
+        line = 4 * self.widths[part.value]
+        own: dict[str, _Number] = {name: place, f"{name}_ROW": line, f"{name}_LINE": line}
+        return own | {f"{name}_START": 4 * part.start, f"{name}_STEP": 4 * part.step}
+
+    # ------------------------------------------------------------------ backward
+
+    def _backward(self) -> _Rows:
+        rows = _Rows()
+        self._back: dict[int, _Number] = {}
+        self._touched: set[int] = set()
+        outputs = set(self.segment.outputs)
+        for i in reversed(range(len(self.segment.operations))):
+            v = self._count + i
+            if v in outputs:
+                to = self._contribute(rows, v, "Y")
+                given = self._operand("X", _Given("dy", v), v)
+                rows.add(f.PASS_ON, WIDTH=self.widths[v], **given, **to)
+            self._undo(rows, i, self.segment.operations[i])
+        for i in range(self._count):
+            if self.needs_inputs[i]:
+                assert i in self._touched
+        return rows
+
+    def _contribute(self, rows: _Rows, v: int, name: str, adds: str = "ADDS") -> dict[str, _Number]:
+        """Return where to write, or add to, a value's gradient."""
+        if v not in self._back:
+            is_input = v < self._count
+            self._back[v] = _Given("dx", v) if is_input else rows.local(self.widths[v])
+        found = self._operand(name, self._back[v], v) | {adds: v in self._touched}
+        self._touched.add(v)
+        return found
+
+    def _undo(self, rows: _Rows, i: int, op: Operation) -> None:
+        v = self._count + i
+        grad = self._operand("X", self._back[v], v)
+        if isinstance(op, Attention):
+            self._undo_attention(rows, op, grad)
+            return
+        width: dict[str, _Number] = {"WIDTH": self.widths[v]}
+        if isinstance(op, Add):
+            for source in (op.source, op.other):
+                if self._needs_gradient(source):
+                    rows.add(f.PASS_ON, **width, **grad, **self._contribute(rows, source, "Y"))
+            return
+        needed = self._needs_gradient(op.source)
+        if isinstance(op, Linear):
+            self._undo_linear(rows, i, op, width | grad)
+            return
+        if isinstance(op, Norm):
+            to = self._contribute(rows, op.source, "Y") if needed else {"Y": -1}
+            own = {"KEPT": self.extra[i], "INVERSE": self.inverses[i], "SCALE": _Given("first", i)}
+            sums = dict(zip(("SUMS", "SUMS2"), self.partials[i], strict=True))
+            rows.add(f.NORM_BACKWARD, (self.widths[v],), **width, **grad, **to, **own, **sums)
+        elif needed:
+            kind = f.GELU_BACKWARD if isinstance(op, Gelu) else f.RELU_BACKWARD
+            to = self._contribute(rows, op.source, "Y")
+            rows.add(kind, KEPT=self.extra[i], **width, **grad, **to)
+
+    def _undo_linear(self, rows: _Rows, i: int, op: Linear, more: dict[str, _Number]) -> None:
+        if self._needs_gradient(op.source):
+            _, _, turned, begin, _, depth = self.packed[i]
+            more |= self._contribute(rows, op.source, "Y")
+            more |= self._tiles(turned, begin, depth, op.shape[0])
+        rows.add(
+            f.LINEAR_BACKWARD,
+            (0.0, 0.0, 0.0, 1.0),
+            DEPTH=op.shape[1],
+            MASK=self.masks.get(i, 0),
+            SUMS=self.partials[i][0],
+            GRAD_CODES=self.grad_codes[i],
+            EXPONENTS=self.exponents[i],
+            WEIGHT_FL=op.weight.fl,
+            SEED=_Given("seed", i),
+            STREAM=_Given("stream", i),
+            **more,
+        )
+
+    def _undo_attention(self, rows: _Rows, op: Attention, grad: dict[str, _Number]) -> None:
+        more: dict[str, _Number] = dict(grad)
+        for v in op.sources:
+            own = [part for part in op.parts if part.value == v]
+            covered = np.zeros(self.widths[v], np.int64)
+            for part in own:
+                for head in range(op.heads):
+                    covered[part.start + head * part.step :][: op.size] += 1
+            if v not in self._touched and not (covered == 1).all():
+                to = self._contribute(rows, v, "Y")
+                rows.add(f.BLANK, WIDTH=self.widths[v], **to)
+        touched = set(self._touched)
+        adds = {"Q": "ADDS", "K": "DK_ADDS", "V": "DV_ADDS"}
+        for name, part in zip("QKV", op.parts, strict=True):
+            more |= self._part(name, self._values[part.value], part)
+            more |= self._contribute(rows, part.value, f"D{name}", adds[name])
+            more[adds[name]] = part.value in touched  # three parts of one value are apart
+        kind = {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal}
+        rows.add(f.ATTENTION_BACKWARD, (op.scale,), WIDTH=op.heads * op.size, **more, **kind)
+
+    # ------------------------------------------------------------------ rows of numbers
+
+    def _finished(self, rows: _Rows) -> Pass:
+        table = np.zeros((len(rows.numbers), f.COUNT), np.int64)
+        kept: list[tuple[int, int, int]] = []
+        given: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        local = int(self.places[f.LOCAL])
+        for k, numbers in enumerate(rows.numbers):
+            for place, number in numbers.items():
+                if isinstance(number, _Kept):
+                    kept.append((k, place, number.offset))
+                elif isinstance(number, _Given):
+                    given.setdefault(tuple(number), []).append((k, place))
+                else:
+                    is_local = isinstance(number, _Local)
+                    table[k, place] = local + number.offset if is_local else number
+        cells = np.array(kept, np.int64).reshape(-1, 3).T
+        reals = np.array(rows.reals, np.float32).reshape(-1, 4)
+        return Pass(table, reals, (cells[0], cells[1], cells[2]), given)
+
+    def _weights_tasks(self) -> None:
+        """Describe what lays out weights, and what adds up their gradients."""
+        linear = [(i, op) for i, op in enumerate(self.segment.operations) if isinstance(op, Linear)]
+        self.linear = [i for i, _ in linear]
+        self.layers = np.zeros((len(linear), f.COUNT), np.int64)
+        self.formats = np.zeros((len(linear), 3), np.float32)
+        self.lsbs = np.array([op.inputs.lsb for _, op in linear], np.float32)
+        for k, (i, op) in enumerate(linear):
+            d = self.layers[k]
+            d[[f.OUTPUTS, f.DEPTH]] = op.shape
+            d[[f.PACKED, f.PACKED_BEGIN, f.TURNED, f.TURNED_BEGIN]] = self.packed[i][:4]
+            d[[f.DEPTH_PADDED, f.TURNED_PADDED]] = self.packed[i][4:]
+            d[f.TURNED] *= self._needs_gradient(op.source)
+            d[f.FLIP], d[f.FLIPS] = 128 * self._is_flipped(op), self._flips
+            d[f.SIGNED] = op.inputs.signed
+            d[[f.EXPONENTS, f.GRAD_CODES]] = self.exponents[i], self.grad_codes[i]
+            self.formats[k] = op.weight.scale, op.weight.min_code, op.weight.max_code
+        self.spare_bytes = max([op.shape[0] * op.shape[1] for _, op in linear] or [0]) + 128
+        self.spare = self._take(self.spare_bytes * self.threads)
+        self._share_weights(linear)
+
+    def _share_weights(self, linear: Sequence[tuple[int, Linear]]) -> None:
+        """Cut gradients of weights into tasks, and give each thread as many products."""
+        wanted = [k for k, (i, _) in enumerate(linear) if self.needs_weights[i]]
+        total = sum(math.prod(linear[k][1].shape) for k in wanted)
+        tasks: list[tuple[int, int, int]] = []
+        for k in wanted:
+            outputs, inputs = linear[k][1].shape
+            share = total / (_TASKS_A_THREAD * self.threads) / outputs
+            size = max(_CHANNELS, -(int(share) // -16) * 16) if self.threads > 1 else inputs
+            tasks += [(k, c, min(size, inputs - c)) for c in range(0, inputs, size)]
+        tasks.sort(key=lambda task: -task[2] * linear[task[0]][1].shape[0])
+        shares: list[list[tuple[int, int, int]]] = [[] for _ in range(self.threads)]
+        loads = [0] * self.threads
+        for task in tasks:
+            thread = loads.index(min(loads))
+            shares[thread].append(task)
+            loads[thread] += task[2] * linear[task[0]][1].shape[0]
+        self.tasks = np.array(sum(shares, []), np.int64).reshape(-1, 3)
+        self.begins = np.cumsum([0, *map(len, shares)]).astype(np.int64)
+        channels = max((task[2] for task in tasks), default=16)
+        outputs = max((linear[k][1].shape[0] for k in wanted), default=16)
+        line = PIECE + 64
+        sizes = (
+            4 * (channels + 1 + 64) * outputs,
+            channels * line + 64,
+            outputs * line + 64,
+            16 * (channels + outputs) + 256,
+            8 * (channels // 16 + 8),
+            64,
+            line + 64,
+            8 * channels * outputs,
+        )
+        begins = np.cumsum([0, *(-(size // -64) * 64 + 64 for size in sizes)])
+        self.weight_places, self.weight_bytes = begins[:8].astype(np.int64), int(begins[-1])
+        self.weight_scratch = self._take(self.weight_bytes * self.threads)

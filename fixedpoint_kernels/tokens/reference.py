@@ -1,0 +1,225 @@
+"""A segment in plain PyTorch operators and exact products: what the kernels are tested against.
+
+Forward is equal to the bit: sums of float32 are added up in the order written here. Backward differs
+in the order of sums over features, tokens and samples, which may move a code of a gradient by one.
+What is kept between the two passes is rounded once, to bfloat16: what a norm makes before scale and
+shift, and what GELU takes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels import products
+from fixedpoint_kernels.rounding import encode, quantize_with_mask
+from fixedpoint_kernels.tokens import functions
+from fixedpoint_kernels.tokens.graph import (
+    Add,
+    Attention,
+    Gelu,
+    Linear,
+    Norm,
+    Operation,
+    Part,
+    Relu,
+    Segment,
+)
+
+__all__ = ["Parameters", "attend", "backward", "forward", "normalize"]
+
+_LANES = 16
+
+
+@dataclass
+class Parameters:
+    """What an operation has besides its description.
+
+    Args:
+        first: Weight of a linear layer, values of its format; scale of a norm. None: none.
+        second: Bias of a linear layer; shift of a norm. None: none.
+        noise: Seed and stream of the gradient's rounding in a linear layer.
+    """
+
+    first: Tensor | None = None
+    second: Tensor | None = None
+    noise: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class Kept:
+    """What backward needs: of each operation, and values."""
+
+    made: list[tuple[Tensor, ...]]
+    values: list[Tensor]
+
+
+def forward(
+    segment: Segment, xs: Sequence[Tensor], parameters: Sequence[Parameters]
+) -> tuple[list[Tensor], Kept]:
+    """Return the values that leave a segment, float32, and what backward needs.
+
+    Args:
+        segment: What is computed.
+        xs: What comes in, (samples, tokens, features), float32.
+        parameters: Of each operation.
+    """
+    kept = Kept([], list(xs))
+    for op, own in zip(segment.operations, parameters, strict=True):
+        y, made = _forward(op, kept.values, own)
+        kept.values.append(y)
+        kept.made.append(made)
+    return [kept.values[v] for v in segment.outputs], kept
+
+
+def _forward(
+    op: Operation, values: list[Tensor], own: Parameters
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    if isinstance(op, Attention):
+        q, k, v = (_heads(values[part.value], part, op) for part in op.parts)
+        y = attend(_scores(q, k, op), v)
+        return y.transpose(1, 2).flatten(2), ()
+    x = values[op.source]
+    if isinstance(op, Linear):
+        assert own.first is not None
+        _, inside = quantize_with_mask(x, op.inputs, rounding="nearest")
+        codes = encode(x, op.inputs, rounding="nearest")
+        weight = encode(own.first.detach(), op.weight, rounding="nearest")
+        y = products.linear(codes, weight, exponents=-op.inputs.fl - op.weight.fl)
+        return (y if own.second is None else y + own.second.detach()), (codes, inside, weight)
+    if isinstance(op, Norm):
+        found, inverse = normalize(x, op.eps)
+        y = found * (1.0 if own.first is None else own.first.detach())
+        y = y + (0.0 if own.second is None else own.second.detach())
+        return y, (found.bfloat16().float(), inverse)
+    if isinstance(op, Gelu):
+        return x * functions.normal(x), (x.bfloat16().float(),)
+    if isinstance(op, Relu):
+        return torch.where(x <= 0, 0.0, x), ()
+    return x + values[op.other], ()
+
+
+def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return features without their mean, divided by their deviation, and its inverse."""
+    size = float(x.shape[-1])
+    centred = x - _total(x)[..., None] / size
+    variance = _total(centred * centred)[..., None] / size
+    variance = variance + torch.tensor(eps, dtype=torch.float32)
+    inverse = 1.0 / variance.double().sqrt().float()  # torch's root of float32 may round otherwise
+    return centred * inverse, inverse
+
+
+def _total(x: Tensor) -> Tensor:
+    """Add up the last dimension: in 16 lanes one after the other, then halves of the lanes."""
+    lanes = x.unflatten(-1, (-1, _LANES))
+    total = torch.zeros_like(lanes[..., 0, :])
+    for i in range(lanes.shape[-2]):
+        total = total + lanes[..., i, :]
+    for half in (8, 4, 2, 1):
+        total = total[..., :half] + total[..., half:]
+    return total[..., 0]
+
+
+def _heads(value: Tensor, part: Part, op: Attention) -> Tensor:
+    """Return a part of features as (samples, heads, tokens, size)."""
+    starts = [part.start + part.step * head for head in range(op.heads)]
+    return torch.stack([value[..., s : s + op.size] for s in starts], 1)
+
+
+def _scores(q: Tensor, k: Tensor, op: Attention) -> Tensor:
+    """Return the softmax of products of queries and keys; the tokens seen filled up to sixteens."""
+    products = torch.zeros(*q.shape[:-1], k.shape[-2])
+    for d in range(op.size):
+        products = products + q[..., d, None] * k[..., None, :, d]
+    products = products * torch.tensor(op.scale, dtype=torch.float32)
+    tokens = k.shape[-2]
+    seen = torch.ones(tokens, tokens, dtype=torch.bool)
+    seen = seen.tril() if op.causal else seen
+    products = products.masked_fill(~seen, -torch.inf)
+    powers = functions.exp(products - products.amax(-1, keepdim=True)).masked_fill(~seen, 0.0)
+    filled = torch.nn.functional.pad(powers, (0, -tokens % _LANES))
+    return powers / _total(filled)[..., None]
+
+
+def attend(scores: Tensor, v: Tensor) -> Tensor:
+    """Return the mean of values by scores."""
+    y = torch.zeros(*scores.shape[:-1], v.shape[-1])
+    for j in range(v.shape[-2]):
+        y = y + scores[..., j, None] * v[..., None, j, :]
+    return y
+
+
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+def backward(
+    segment: Segment, kept: Kept, parameters: Sequence[Parameters], grads: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Pair]]:
+    """Return the gradients of what came in, and of each operation's parameters."""
+    back: list[Any] = [None] * len(kept.values)
+    for v, grad in zip(segment.outputs, grads, strict=True):
+        back[v] = grad if back[v] is None else back[v] + grad
+    found: list[Pair] = []
+    count = len(segment.inputs)
+    for i in reversed(range(len(segment.operations))):
+        op, own = segment.operations[i], parameters[i]
+        ways, pair = _backward(op, kept, kept.made[i], own, back[count + i])
+        found.insert(0, pair)
+        for source, way in ways:
+            back[source] = way if back[source] is None else back[source] + way
+    return back[:count], found
+
+
+def _backward(
+    op: Operation, kept: Kept, made: tuple[Tensor, ...], own: Parameters, g: Tensor
+) -> tuple[list[tuple[int, Tensor]], Pair]:
+    if isinstance(op, Linear):
+        return _linear_backward(op, made, own, g)
+    if isinstance(op, Norm):
+        normal, inverse = made
+        scaled = g if own.first is None else g * own.first.detach()
+        first, second = scaled.mean(-1, keepdim=True), (scaled * normal).mean(-1, keepdim=True)
+        back = (scaled - first - normal * second) * inverse
+        return [(op.source, back)], ((g * normal).sum((0, 1)), g.sum((0, 1)))
+    if isinstance(op, Gelu):
+        (z,) = made
+        density = functions.exp(z * z * -0.5) * functions.NORMAL[1]
+        return [(op.source, g * (functions.normal(z) + z * density))], (None, None)
+    if isinstance(op, Relu):
+        return [(op.source, torch.where(kept.values[op.source] > 0, g, 0.0))], (None, None)
+    if isinstance(op, Add):
+        return [(op.source, g), (op.other, g)], (None, None)
+    return _attention_backward(op, kept, g), (None, None)
+
+
+def _linear_backward(
+    op: Linear, made: tuple[Tensor, ...], own: Parameters, g: Tensor
+) -> tuple[list[tuple[int, Tensor]], Pair]:
+    x, inside, weight = made
+    seed, stream = own.noise
+    codes, exponents = products.round_per_sample(g.flatten(1), seed=seed, stream=stream)
+    codes = codes.view(g.shape)
+    of_weight = products.linear_weight_gradient(x, codes, exponents=exponents) * op.inputs.lsb
+    powers = torch.where(exponents == 128, exponents, (exponents - op.weight.fl).clamp(max=127))
+    back = products.linear_input_gradient(codes, weight, exponents=powers)
+    if op.clip:
+        back = torch.where(inside, back, 0.0)
+    return [(op.source, back)], (of_weight, g.sum((0, 1)))
+
+
+def _attention_backward(op: Attention, kept: Kept, g: Tensor) -> list[tuple[int, Tensor]]:
+    q, k, v = (_heads(kept.values[part.value], part, op) for part in op.parts)
+    scores = _scores(q, k, op)
+    g = g.unflatten(-1, (op.heads, op.size)).transpose(1, 2)
+    of_scores = g @ v.mT
+    of_products = scores * (of_scores - (scores * of_scores).sum(-1, keepdim=True)) * op.scale
+    ways = of_products @ k, of_products.mT @ q, scores.mT @ g
+    found: dict[int, Tensor] = {}
+    for part, way in zip(op.parts, ways, strict=True):
+        own = found.setdefault(part.value, torch.zeros_like(kept.values[part.value]))
+        for head in range(op.heads):
+            start = part.start + part.step * head
+            own[..., start : start + op.size] += way[:, head]
+    return list(found.items())
