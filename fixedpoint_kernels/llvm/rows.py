@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic
-from fixedpoint_kernels.tokens.functions import ERF, EXP, ERF_FROM, LN2, LOG2_E, LOWEST, NORMAL
+from fixedpoint_kernels.tokens.functions import ERF, ERF_FROM, EXP, LN2, LOG2_E, LOWEST, NORMAL
 
 _LANES = 16
 _FLOATS, _BITS = ir.VectorType(F32, _LANES), ir.VectorType(ir.IntType(1), _LANES)
@@ -202,7 +202,9 @@ def _finish_product(to: _To, sums, step, rows, out, out_step, bias, groups, scal
                 to.store(found * scales + own, to.builder.add(target, I64(64 * j)))
 
 
-def _finish_gradient(to: _To, sums, step, rows, out, out_step, mask, mask_step, groups, adds, powers):
+def _finish_gradient(
+    to: _To, sums, step, rows, out, out_step, mask, mask_step, groups, adds, powers
+):
     """Write, or add, int32 sums times the power of two of each row, where ``mask`` has a bit."""
     for j in range(2):
         with (
@@ -242,7 +244,9 @@ def _normalize(to: _To, x, count, y, kept, inverse, scale, shift, size, eps):
         to.store(own * to.load(to.at(scale, at, 4)) + to.load(to.at(shift, at, 4)), to.at(y, at, 4))
 
 
-def _normalize_backward(to: _To, dy, count, kept, inverse, scale, dx, adds, of_scale, of_shift, size):
+def _normalize_backward(
+    to: _To, dy, count, kept, inverse, scale, dx, adds, of_scale, of_shift, size
+):
     """Write, or add, the gradient of a row; add to those of scale and shift."""
     first, second = to.variable(to.zero), to.variable(to.zero)
     with to.loop(count) as at:

@@ -25,7 +25,7 @@ _NOISE_BLOCK = 512
 _SIXTEEN = 16
 
 enter: Any = None
-leave = wide = narrow = wide_rows = narrow_rows = multiply = operate = add_piece = enter
+leave = wide = narrow = wide_rows = narrow_rows = enter
 FLIPS, GRAIN, NARROW_ROWS, WIDE_ROWS = 0, 4, 0, 0
 
 
@@ -147,9 +147,7 @@ def _products(a, a_row, a_step, b, b_step, rows, columns, depth, out, out_step, 
                 )  # fmt: skip
             continue
         for j in range(0, columns, 16):  # fewer rows than a tile has
-            passes.float_tile(
-                a + i * a_row, a_row, a_step, b + 4 * j, b_step, depth, spare, 64, 0
-            )
+            passes.float_tile(a + i * a_row, a_row, a_step, b + 4 * j, b_step, depth, spare, 64, 0)
             for k in range(rows - i):
                 passes.pass_on(spare + 64 * k, 16, out + (i + k) * out_step + 4 * j, adds)
 
@@ -159,9 +157,7 @@ def _scores(d, scale, q, k, tokens, padded, turned, scores, spare):
     """Write the softmax of products of queries and keys of one head."""
     size, line = d[f.SIZE], 4 * padded
     _transposed(k, d[f.K_LINE], tokens, size, turned, padded)
-    _products(
-        q, d[f.Q_LINE], 4, turned, line, tokens, padded, size, scores, line, 0, spare
-    )
+    _products(q, d[f.Q_LINE], 4, turned, line, tokens, padded, size, scores, line, 0, spare)
     for i in range(tokens):
         passes.softmax(scores + i * line, padded, i + 1 if d[f.CAUSAL] else tokens, scale)
 
@@ -262,22 +258,21 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
         mask = d[f.MASK] + row * depth // 8 if d[f.MASK] else np.int64(0)
         clamped = passes.encode(x, rows * depth, codes, mask, d[f.FLIP], r[0], r[1], r[2])
         _count(d[f.CLAMPED] + 8 * thread, clamped)
-        multiply(
-            d, d[f.SIGNED], codes, depth, width // 16, rows, sums, y, d[f.BIAS], r[3], 0, 0, 0
-        )
+        multiply(d, d[f.SIGNED], codes, depth, width // 16, rows, sums, y, d[f.BIAS], r[3], 0, 0, 0)
     elif kind == f.LINEAR_BACKWARD:
         _round_gradient(d, x, samples, first, tokens, own, places)
         codes = own + places[f.ROUNDED]
-        tiles.copy(codes, d[f.GRAD_CODES] + row * width, count)
+        grad_codes = d[f.GRAD_CODES] + row * width
+        tiles.copy(codes, grad_codes, count)
         if d[f.SUMS] >= 0:
             passes.add_rows(x, rows, width, partial + 4 * d[f.SUMS])
         if d[f.WEIGHTS]:
             if FLIPS:
-                tiles.copy_flipped(codes, codes, count)
+                tiles.copy_flipped(grad_codes, codes, count)
             depth = d[f.DEPTH]
             mask = d[f.MASK] + row * depth // 8 if d[f.MASK] else np.int64(0)
             multiply(
-                d, 1, codes, width, depth // 16, rows, sums, y, 0, r[3], mask, d[f.ADDS],
+                d, 1, codes, width, depth // 16, rows, sums, y, 0, r[0], mask, d[f.ADDS],
                 own + places[f.POWERS],
             )  # fmt: skip
     elif kind == f.NORM:
@@ -559,7 +554,9 @@ def add_layer(d, lsb, first, channels, samples, tokens, own, places):
     _write_weights(totals, channels, first, d[f.DEPTH], outputs, lsb, d[f.OUT])
 
 
-def _add_weights(table, lsbs, tasks, begins, samples, tokens, scratch, scratch_bytes, places, threads):
+def _add_weights(
+    table, lsbs, tasks, begins, samples, tokens, scratch, scratch_bytes, places, threads
+):
     """Write gradients of weights.
 
     Args:

@@ -6,7 +6,7 @@ of weights come last: they are sums over all samples.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ class _Rows:
     reals: list[tuple[float, ...]] = field(default_factory=list)
     locals: list[_Local] = field(default_factory=list)
 
-    def add(self, kind: int, reals: tuple[float, ...] = (), **numbers: _Number) -> None:
+    def add(self, kind: int, numbers: Mapping[str, _Number], *reals: float) -> None:
         row = {f.KIND: kind} | {getattr(f, name): number for name, number in numbers.items()}
         for number in numbers.values():
             if isinstance(number, _Local):
@@ -205,7 +205,9 @@ class Program:
                 size = 2 * n * width if isinstance(op, Gelu) else n * width // 8
                 self.extra[i] = self._keep(size)
         attended = {s for op in operations if isinstance(op, Attention) for s in op.sources}
-        self._values = {v: self._keep(4 * n * self.widths[v]) for v in sorted(attended)}
+        self._values = {
+            v: self._keep(4 * (n + _SPARE_ROWS) * self.widths[v]) for v in sorted(attended)
+        }
         self.partial_bytes = max(4 * self.partial_width, 64)
         self.partial = np.zeros((self.chunks, self.partial_bytes // 4), np.float32)
         most = max(self.widths)
@@ -266,8 +268,8 @@ class Program:
                 where[v] = rows.local(self.widths[v])
             self._do(rows, i, op, where)
             if leaves and v in self._values:
-                out = self._operand("Y", _Given("y", v), v)
-                rows.add(f.PASS_ON, WIDTH=self.widths[v], **self._operand("X", where[v], v), **out)
+                more = self._operand("X", where[v], v) | self._operand("Y", _Given("y", v), v)
+                rows.add(f.PASS_ON, more | {"WIDTH": self.widths[v]})
         return rows
 
     def _operand(self, name: str, place: _Number, v: int) -> dict[str, _Number]:
@@ -281,37 +283,32 @@ class Program:
         if isinstance(op, Attention):
             for name, part in zip("QKV", op.parts, strict=True):
                 more |= self._part(name, where[part.value], part)
-            kind = {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal}
-            rows.add(f.ATTENTION, (op.scale,), **more, **kind)
+            more |= {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal}
+            rows.add(f.ATTENTION, more, op.scale)
             return
         more |= self._operand("X", where[op.source], op.source)
         if isinstance(op, Linear):
             weights, begin, _, _, depth, _ = self.packed[i]
-            signed = op.inputs.signed
-            exponent = -op.inputs.fl - op.weight.fl
-            reals = op.inputs.scale, op.inputs.min_code, op.inputs.max_code, 2.0**exponent
-            more |= self._tiles(weights, begin, depth, op.shape[1])
-            rows.add(
-                f.LINEAR,
-                reals,
-                DEPTH=op.shape[1],
-                CODES=self.codes[i],
-                MASK=self.masks.get(i, 0),
-                FLIP=128 * self._is_flipped(op),
-                SIGNED=signed,
-                CLAMPED=self.clamped[i].ctypes.data,
-                BIAS=_Given("second", i),
-                **more,
-            )
+            more |= self._tiles(weights, begin, depth, op.shape[1]) | {
+                "DEPTH": op.shape[1],
+                "CODES": self.codes[i],
+                "MASK": self.masks.get(i, 0),
+                "FLIP": 128 * self._is_flipped(op),
+                "SIGNED": op.inputs.signed,
+                "CLAMPED": self.clamped[i].ctypes.data,
+                "BIAS": _Given("second", i),
+            }
+            numbers = op.inputs.scale, op.inputs.min_code, op.inputs.max_code
+            rows.add(f.LINEAR, more, *numbers, 2.0 ** (-op.inputs.fl - op.weight.fl))
         elif isinstance(op, Norm):
             more |= {"SCALE": _Given("first", i), "SHIFT": _Given("second", i)}
-            own = {"KEPT": self.extra[i], "INVERSE": self.inverses[i]}
-            rows.add(f.NORM, (self.widths[v], op.eps), **more, **own)
+            more |= {"KEPT": self.extra[i], "INVERSE": self.inverses[i]}
+            rows.add(f.NORM, more, self.widths[v], op.eps)
         elif isinstance(op, Add):
-            rows.add(f.ADD, **more, **self._operand("OTHER", where[op.other], op.other))
+            rows.add(f.ADD, more | self._operand("OTHER", where[op.other], op.other))
         else:
             kind = f.GELU if isinstance(op, Gelu) else f.RELU
-            rows.add(kind, KEPT=self.extra[i], **more)
+            rows.add(kind, more | {"KEPT": self.extra[i]})
 
     def _is_flipped(self, op: Linear) -> bool:
         return bool(self._flips and op.inputs.signed)
@@ -342,13 +339,9 @@ class Program:
         for i in reversed(range(len(self.segment.operations))):
             v = self._count + i
             if v in outputs:
-                to = self._contribute(rows, v, "Y")
-                given = self._operand("X", _Given("dy", v), v)
-                rows.add(f.PASS_ON, WIDTH=self.widths[v], **given, **to)
+                to = self._contribute(rows, v, "Y") | {"WIDTH": self.widths[v]}
+                rows.add(f.PASS_ON, to | self._operand("X", _Given("dy", v), v))
             self._undo(rows, i, self.segment.operations[i])
-        for i in range(self._count):
-            if self.needs_inputs[i]:
-                assert i in self._touched
         return rows
 
     def _contribute(self, rows: _Rows, v: int, name: str, adds: str = "ADDS") -> dict[str, _Number]:
@@ -362,51 +355,45 @@ class Program:
 
     def _undo(self, rows: _Rows, i: int, op: Operation) -> None:
         v = self._count + i
-        grad = self._operand("X", self._back[v], v)
+        more = self._operand("X", self._back[v], v) | {"WIDTH": self.widths[v]}
         if isinstance(op, Attention):
-            self._undo_attention(rows, op, grad)
-            return
-        width: dict[str, _Number] = {"WIDTH": self.widths[v]}
-        if isinstance(op, Add):
+            self._undo_attention(rows, op, more)
+        elif isinstance(op, Linear):
+            self._undo_linear(rows, i, op, more)
+        elif isinstance(op, Norm):
+            needed = self._needs_gradient(op.source)
+            more |= self._contribute(rows, op.source, "Y") if needed else {"Y": -1}
+            more |= {"KEPT": self.extra[i], "INVERSE": self.inverses[i]}
+            more |= {"SCALE": _Given("first", i)}
+            more |= dict(zip(("SUMS", "SUMS2"), self.partials[i], strict=True))
+            rows.add(f.NORM_BACKWARD, more, self.widths[v])
+        elif isinstance(op, Add):
             for source in (op.source, op.other):
                 if self._needs_gradient(source):
-                    rows.add(f.PASS_ON, **width, **grad, **self._contribute(rows, source, "Y"))
-            return
-        needed = self._needs_gradient(op.source)
-        if isinstance(op, Linear):
-            self._undo_linear(rows, i, op, width | grad)
-            return
-        if isinstance(op, Norm):
-            to = self._contribute(rows, op.source, "Y") if needed else {"Y": -1}
-            own = {"KEPT": self.extra[i], "INVERSE": self.inverses[i], "SCALE": _Given("first", i)}
-            sums = dict(zip(("SUMS", "SUMS2"), self.partials[i], strict=True))
-            rows.add(f.NORM_BACKWARD, (self.widths[v],), **width, **grad, **to, **own, **sums)
-        elif needed:
+                    rows.add(f.PASS_ON, more | self._contribute(rows, source, "Y"))
+        elif self._needs_gradient(op.source):
             kind = f.GELU_BACKWARD if isinstance(op, Gelu) else f.RELU_BACKWARD
-            to = self._contribute(rows, op.source, "Y")
-            rows.add(kind, KEPT=self.extra[i], **width, **grad, **to)
+            more |= self._contribute(rows, op.source, "Y") | {"KEPT": self.extra[i]}
+            rows.add(kind, more)
 
     def _undo_linear(self, rows: _Rows, i: int, op: Linear, more: dict[str, _Number]) -> None:
         if self._needs_gradient(op.source):
             _, _, turned, begin, _, depth = self.packed[i]
             more |= self._contribute(rows, op.source, "Y")
             more |= self._tiles(turned, begin, depth, op.shape[0])
-        rows.add(
-            f.LINEAR_BACKWARD,
-            (0.0, 0.0, 0.0, 1.0),
-            DEPTH=op.shape[1],
-            MASK=self.masks.get(i, 0),
-            SUMS=self.partials[i][0],
-            GRAD_CODES=self.grad_codes[i],
-            EXPONENTS=self.exponents[i],
-            WEIGHT_FL=op.weight.fl,
-            SEED=_Given("seed", i),
-            STREAM=_Given("stream", i),
-            **more,
-        )
+        more |= {
+            "DEPTH": op.shape[1],
+            "MASK": self.masks.get(i, 0),
+            "SUMS": self.partials[i][0],
+            "GRAD_CODES": self.grad_codes[i],
+            "EXPONENTS": self.exponents[i],
+            "WEIGHT_FL": op.weight.fl,
+            "SEED": _Given("seed", i),
+            "STREAM": _Given("stream", i),
+        }
+        rows.add(f.LINEAR_BACKWARD, more)
 
-    def _undo_attention(self, rows: _Rows, op: Attention, grad: dict[str, _Number]) -> None:
-        more: dict[str, _Number] = dict(grad)
+    def _undo_attention(self, rows: _Rows, op: Attention, more: dict[str, _Number]) -> None:
         for v in op.sources:
             own = [part for part in op.parts if part.value == v]
             covered = np.zeros(self.widths[v], np.int64)
@@ -414,16 +401,16 @@ class Program:
                 for head in range(op.heads):
                     covered[part.start + head * part.step :][: op.size] += 1
             if v not in self._touched and not (covered == 1).all():
-                to = self._contribute(rows, v, "Y")
-                rows.add(f.BLANK, WIDTH=self.widths[v], **to)
+                to = self._contribute(rows, v, "Y") | {"WIDTH": self.widths[v]}
+                rows.add(f.BLANK, to)
         touched = set(self._touched)
         adds = {"Q": "ADDS", "K": "DK_ADDS", "V": "DV_ADDS"}
         for name, part in zip("QKV", op.parts, strict=True):
             more |= self._part(name, self._values[part.value], part)
             more |= self._contribute(rows, part.value, f"D{name}", adds[name])
             more[adds[name]] = part.value in touched  # three parts of one value are apart
-        kind = {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal}
-        rows.add(f.ATTENTION_BACKWARD, (op.scale,), WIDTH=op.heads * op.size, **more, **kind)
+        more |= {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal}
+        rows.add(f.ATTENTION_BACKWARD, more, op.scale)
 
     # ------------------------------------------------------------------ rows of numbers
 
@@ -437,7 +424,7 @@ class Program:
                 if isinstance(number, _Kept):
                     kept.append((k, place, number.offset))
                 elif isinstance(number, _Given):
-                    given.setdefault(tuple(number), []).append((k, place))
+                    given.setdefault((number.name, number.number), []).append((k, place))
                 else:
                     is_local = isinstance(number, _Local)
                     table[k, place] = local + number.offset if is_local else number
@@ -483,7 +470,7 @@ class Program:
             thread = loads.index(min(loads))
             shares[thread].append(task)
             loads[thread] += task[2] * linear[task[0]][1].shape[0]
-        self.tasks = np.array(sum(shares, []), np.int64).reshape(-1, 3)
+        self.tasks = np.array([task for own in shares for task in own], np.int64).reshape(-1, 3)
         self.begins = np.cumsum([0, *map(len, shares)]).astype(np.int64)
         channels = max((task[2] for task in tasks), default=16)
         outputs = max((linear[k][1].shape[0] for k in wanted), default=16)

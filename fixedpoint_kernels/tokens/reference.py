@@ -8,7 +8,6 @@ shift, and what GELU takes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,9 +157,9 @@ def backward(
     segment: Segment, kept: Kept, parameters: Sequence[Parameters], grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Pair]]:
     """Return the gradients of what came in, and of each operation's parameters."""
-    back: list[Any] = [None] * len(kept.values)
+    back: dict[int, Tensor] = {}
     for v, grad in zip(segment.outputs, grads, strict=True):
-        back[v] = grad if back[v] is None else back[v] + grad
+        back[v] = grad
     found: list[Pair] = []
     count = len(segment.inputs)
     for i in reversed(range(len(segment.operations))):
@@ -168,8 +167,8 @@ def backward(
         ways, pair = _backward(op, kept, kept.made[i], own, back[count + i])
         found.insert(0, pair)
         for source, way in ways:
-            back[source] = way if back[source] is None else back[source] + way
-    return back[:count], found
+            back[source] = back[source] + way if source in back else way
+    return [back[v] for v in range(count)], found
 
 
 def _backward(

@@ -1,0 +1,359 @@
+"""Fused transformers: against their reference in plain PyTorch, and that against autograd in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fixedpoint_kernels import FixedPoint, decode, encode
+from fixedpoint_kernels.products import paths
+from fixedpoint_kernels.tokens import (
+    Add,
+    Attention,
+    Gelu,
+    Linear,
+    Norm,
+    Parameters,
+    Part,
+    Relu,
+    Segment,
+    execute,
+    functions,
+    reference,
+)
+from fixedpoint_kernels.tokens.program import Program
+
+HERE = [name for name in paths.OWN if name not in paths.unavailable()]
+SIGNED, UNSIGNED, WEIGHT = FixedPoint(8, 5), FixedPoint(7, 5, signed=False), FixedPoint(8, 7)
+
+pytestmark = pytest.mark.skipif(not HERE, reason="no own path of products on this processor")
+
+
+def block(width=32, heads=2, *, causal=False):
+    """One of a pre-norm transformer."""
+    size = width // heads
+    parts = (Part(2, i * width, size) for i in range(3))
+    operations = (
+        Norm(0),
+        Linear(1, SIGNED, WEIGHT, (3 * width, width)),
+        Attention(*parts, heads, size, size**-0.5, causal),
+        Linear(3, SIGNED, WEIGHT, (width, width), clip=False),
+        Add(0, 4),
+        Norm(5, 1e-3),
+        Linear(6, SIGNED, WEIGHT, (2 * width, width)),
+        Gelu(7),
+        Linear(8, UNSIGNED, WEIGHT, (width, 2 * width)),
+        Add(9, 5),
+    )
+    return Segment((width,), operations, (10,))
+
+
+def separate():
+    """Queries, keys and values of layers of their own, keys and values of one head after the other."""
+    operations = (
+        Linear(0, SIGNED, WEIGHT, (48, 32)),
+        Linear(0, SIGNED, WEIGHT, (112, 32)),
+        Attention(Part(1, 0, 16), Part(2, 0, 32), Part(2, 16, 32), 3, 16, 0.3),
+    )
+    return Segment((32,), operations, (3, 2))
+
+
+def two_inputs():
+    """A sum of what comes in, values that leave and are taken, and no linear layer behind one."""
+    operations = (
+        Linear(0, SIGNED, WEIGHT, (48, 16)),
+        Add(2, 1),
+        Relu(3),
+        Norm(3),
+        Linear(4, UNSIGNED, WEIGHT, (48, 48)),
+        Add(6, 3),
+    )
+    return Segment((16, 48), operations, (5, 7))
+
+
+SEGMENTS = {
+    "block": block(),
+    "causal": block(48, 3, causal=True),
+    "separate": separate(),
+    "two inputs": two_inputs(),
+    "linear": Segment((64,), (Linear(0, UNSIGNED, WEIGHT, (96, 64)),), (1,)),
+}
+
+
+def parameters(segment, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    widths, found = segment.widths()[len(segment.inputs) :], []
+    for n, (op, width) in enumerate(zip(segment.operations, widths, strict=True)):
+        shift = 0.1 * torch.randn(width, generator=generator)
+        if isinstance(op, Linear):
+            weight = torch.randn(op.shape, generator=generator) * op.shape[1] ** -0.5
+            found.append(Parameters(weight, shift if n % 2 else None, (seed, n)))
+        elif isinstance(op, Norm):
+            scale = 1 + 0.1 * torch.randn(width, generator=generator)
+            found.append(Parameters(scale, shift) if n != 5 else Parameters())
+        else:
+            found.append(Parameters())
+    return found
+
+
+def inputs(segment, samples, tokens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(samples, tokens, width, generator=generator) for width in segment.inputs]
+
+
+def program(segment, samples, tokens, path=None, threads=1, needs=None, weights=None):
+    path = path or HERE[0]
+    paths.chosen(1, 1, path)  # asks for AMX
+    needs = needs or [True] * len(segment.inputs)
+    weights = weights or [True] * len(segment.operations)
+    return Program(segment, samples, tokens, path, threads, needs, weights)
+
+
+def close(found, wanted, rtol=1e-4):
+    assert found.shape == wanted.shape
+    assert (found - wanted).norm() <= rtol * wanted.norm() + 1e-12
+
+
+def check(segment, made, seed=0, tokens=None):
+    xs, own = inputs(segment, made.samples, made.tokens, seed), parameters(segment, seed)
+    expected, kept = reference.forward(segment, xs, own)
+    ys, memory = execute.forward(made, xs, own)
+    assert all(map(torch.equal, ys, expected))
+    for i, op in enumerate(segment.operations):
+        if isinstance(op, Linear):
+            assert made.clamped[i].sum() == (~kept.made[i][1]).sum()
+    generator = torch.Generator().manual_seed(seed + 1)
+    grads = [torch.randn(y.shape, generator=generator) * 1e-3 for y in ys]
+    dxs, found = execute.backward(made, memory, own, grads)
+    wanted_dxs, wanted = reference.backward(segment, kept, own, grads)
+    # a code of a gradient that differs moves all that follow
+    rtol = 3e-2 if len(segment.operations) > 1 else 1e-5
+    for dx, other, needed in zip(dxs, wanted_dxs, made.needs_inputs, strict=True):
+        assert (dx is not None) == needed
+        if needed:
+            close(dx, other, rtol)
+    for op, pair, pair_wanted in zip(segment.operations, found, wanted, strict=True):
+        if isinstance(op, Linear | Norm):
+            for one, other in zip(pair, pair_wanted, strict=True):
+                if one is not None:
+                    close(one, other, rtol)
+    return ys, dxs, found
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+@pytest.mark.parametrize(("samples", "tokens"), [(3, 16), (5, 5), (2, 21), (9, 1)])
+def test_kernels_equal_their_reference(name, samples, tokens):
+    check(SEGMENTS[name], program(SEGMENTS[name], samples, tokens))
+
+
+@pytest.mark.parametrize("path", HERE[1:])
+def test_other_paths_have_the_same_bits(path):
+    check(block(), program(block(), 3, 12, path))
+
+
+def test_threads_have_the_same_bits():
+    found = [check(block(), program(block(), 40, 9, threads=threads), seed=3) for threads in (1, 2)]
+    (ys, dxs, grads), (other_ys, other_dxs, other_grads) = found
+    assert all(map(torch.equal, ys, other_ys))
+    assert all(map(torch.equal, dxs, other_dxs))
+    for pair, other in zip(grads, other_grads, strict=True):
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(pair, other, strict=True))
+
+
+def test_what_needs_no_gradient_gets_none():
+    segment = two_inputs()
+    weights = [True, False, False, False, False, False]
+    made = program(segment, 4, 6, needs=[False, True], weights=weights)
+    _, dxs, found = check(segment, made)
+    assert dxs[0] is None
+    assert found[0][0] is not None
+    assert found[4][0] is None
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 2**31),
+)
+def test_a_linear_layer_has_the_bits_of_its_products(samples, tokens, outputs, features, seed):
+    shape = 16 * outputs, 16 * features
+    segment = Segment((shape[1],), (Linear(0, SIGNED, WEIGHT, shape),), (1,))
+    made = program(segment, samples, tokens)
+    xs, own = inputs(segment, samples, tokens, seed), parameters(segment, seed)
+    grad = torch.randn(samples, tokens, shape[0], generator=torch.Generator().manual_seed(seed))
+    _, memory = execute.forward(made, xs, own)
+    (dx,), ((weight, bias),) = execute.backward(made, memory, own, [grad])
+    _, kept = reference.forward(segment, xs, own)
+    (wanted,), ((of_weight, of_bias),) = reference.backward(segment, kept, own, [grad])
+    assert torch.equal(dx, wanted)
+    assert torch.equal(weight, of_weight)
+    close(bias, of_bias, 1e-5)
+
+
+def test_gradients_far_apart_and_many_rows_are_exact():
+    """Sums of more rows than a piece has, of samples of other powers of two."""
+    segment = Segment((16,), (Linear(0, UNSIGNED, WEIGHT, (32, 16)),), (1,))
+    samples, tokens = 12, 300
+    made = program(segment, samples, tokens)
+    xs, own = inputs(segment, samples, tokens), parameters(segment)
+    powers = 2.0 ** torch.tensor([0, -3, 0, 5, -9, 2, 2, 0, -3, 1, 0, 3])
+    grad = torch.randn(samples, tokens, 32) * powers[:, None, None]
+    _, memory = execute.forward(made, xs, own)
+    _, ((weight, _),) = execute.backward(made, memory, own, [grad])
+    _, kept = reference.forward(segment, xs, own)
+    _, ((wanted, _),) = reference.backward(segment, kept, own, [grad])
+    assert torch.equal(weight, wanted)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_seen(bad):
+    segment = block()
+    made, xs, own = program(segment, 4, 8), inputs(segment, 4, 8), parameters(segment)
+    ys, memory = execute.forward(made, xs, own)
+    grad = torch.randn_like(ys[0])
+    grad[2, 3, 1] = bad
+    (dx,), found = execute.backward(made, memory, own, [grad])
+    assert not dx[2].isfinite().any()
+    assert dx[[0, 1, 3]].isfinite().all()
+    assert found[8][0].isnan().all()
+
+
+def test_two_passes_before_their_backward():
+    segment = block()
+    made, own = program(segment, 4, 8), parameters(segment)
+    xs = [inputs(segment, 4, 8, seed) for seed in range(2)]
+    grad = torch.randn(4, 8, 32)
+    alone = []
+    for x in xs:
+        _, memory = execute.forward(made, x, own)
+        alone.append(execute.backward(made, memory, own, [grad])[0][0])
+    memories = [execute.forward(made, x, own)[1] for x in xs]
+    for memory, wanted in zip(memories, alone, strict=True):
+        assert torch.equal(execute.backward(made, memory, own, [grad])[0][0], wanted)
+
+
+# ------------------------------------------------------------------ the reference itself
+
+
+class Round(torch.autograd.Function):
+    """Rounds float64 to a format; backward passes the gradient where nothing was clamped."""
+
+    @staticmethod
+    def forward(ctx, x, fmt):
+        ctx.save_for_backward((x * fmt.scale).round().clamp(fmt.min_code, fmt.max_code) * fmt.lsb)
+        ctx.inside = ((x * fmt.scale).round() >= fmt.min_code) & (
+            (x * fmt.scale).round() <= fmt.max_code
+        )
+        return decode(encode(x.float(), fmt, rounding="nearest"), fmt).double()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.where(ctx.inside, grad, 0.0), None
+
+
+def in_float64(segment, xs, own):
+    values = [x.double().requires_grad_() for x in xs]
+    xs, leaves = list(values), []
+    for op, mine in zip(segment.operations, own, strict=True):
+        first, second = (
+            None if p is None else p.double().requires_grad_() for p in (mine.first, mine.second)
+        )
+        leaves.append((first, second))
+        if isinstance(op, Linear):
+            weight = Round.apply(first, op.weight)
+            y = F.linear(Round.apply(values[op.source], op.inputs), weight, second)
+        elif isinstance(op, Norm):
+            x = values[op.source]
+            y = F.layer_norm(x, x.shape[-1:], first, second, op.eps)
+        elif isinstance(op, Gelu):
+            y = F.gelu(values[op.source])
+        elif isinstance(op, Add):
+            y = values[op.source] + values[op.other]
+        else:
+            heads = [
+                torch.stack(
+                    [
+                        values[p.value][..., p.start + p.step * h :][..., : op.size]
+                        for h in range(op.heads)
+                    ],
+                    1,
+                )
+                for p in op.parts
+            ]
+            y = F.scaled_dot_product_attention(*heads, is_causal=op.causal, scale=op.scale)
+            y = y.transpose(1, 2).flatten(2)
+        values.append(y)
+    return [values[v] for v in segment.outputs], xs, leaves
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_reference_is_near_autograd_in_float64(causal):
+    """Rounding to formats as fine as 8 bits allow, and a mean over the noise of gradients."""
+    segment = block(causal=causal)
+    wide = FixedPoint(8, 5)
+    operations = [
+        replace(op, inputs=wide, clip=True) if isinstance(op, Linear) else op
+        for op in segment.operations
+    ]
+    segment = replace(segment, operations=tuple(operations))
+    xs, own = inputs(segment, 4, 11), parameters(segment)
+    for mine in own:  # so that rounding changes no weight
+        if mine.first is not None and mine.first.dim() == 2:
+            mine.first = decode(encode(mine.first, WEIGHT, rounding="nearest"), WEIGHT)
+    ys, kept = reference.forward(segment, xs, own)
+    (wanted,), leaves, parameters64 = in_float64(segment, xs, own)
+    close(ys[0].double(), wanted, 2e-2)  # a code may lie on the other side of a middle
+    grad = torch.randn(ys[0].shape, generator=torch.Generator().manual_seed(5))
+    wanted.backward(grad.double())
+    draws, total, of_weights = 64, 0, [0] * len(own)
+    for i in range(draws):
+        noisy = [replace(mine, noise=(i + 1, mine.noise[1])) for mine in own]
+        (dx,), found = reference.backward(segment, kept, noisy, [grad])
+        total = total + dx / draws
+        for n, (first, _) in enumerate(found):
+            of_weights[n] = of_weights[n] + (0 if first is None else first / draws)
+    close(total.double(), leaves[0].grad, 3e-2)
+    for n, (first, _) in enumerate(parameters64):
+        if first is not None:
+            close(of_weights[n].double(), first.grad, 3e-2)
+
+
+def test_functions_are_near_those_of_float64():
+    x = torch.cat([torch.linspace(-87, 0, 10001), torch.tensor([0.0, -1e-30])])
+    exact = x.double().exp()
+    assert ((functions.exp(x) - exact).abs() <= 2.4e-7 * exact).all()
+    z = torch.linspace(-8, 8, 20001)
+    wanted = 0.5 * (1 + torch.erf(z.double() * 0.5**0.5))
+    assert ((functions.normal(z) - wanted).abs() <= 2.5e-7).all()
+    assert functions.exp(torch.tensor([float("nan")])).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Segment((24,), (Norm(0),), (1,)), "multiples of 16"),
+        (lambda: Segment((32,), (Linear(0, SIGNED, WEIGHT, (32, 16)),), (1,)), "takes 32"),
+        (lambda: Segment((32,), (Add(0, 1),), (1,)), "not made before"),
+        (lambda: Segment((32,), (Norm(0),), (0,)), "outputs must be"),
+        (lambda: Segment((32,), (Norm(0), Norm(0)), (1,)), "each value"),
+        (lambda: Segment((32,), (Linear(0, SIGNED, UNSIGNED, (32, 32)),), (1,)), "8 bits"),
+        (lambda: Segment((16, 32), (Add(0, 1),), (2,)), "adds 16 and 32"),
+        (
+            lambda: Segment((32,), (Norm(0), Attention(*[Part(1, 0, 8)] * 3, 4, 8, 1.0)), (2,)),
+            "of a head",
+        ),
+        (
+            lambda: Segment((32,), (Norm(0), Attention(*[Part(1, 16, 16)] * 3, 2, 16, 1.0)), (2,)),
+            "does not lie",
+        ),
+    ],
+)
+def test_segments_that_are_none(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
