@@ -15,11 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["Places", "are_apart", "check_apart", "check_memory", "in_memory", "places_of"]
+__all__ = [
+    "Places",
+    "are_apart",
+    "check_apart",
+    "check_memory",
+    "in_memory",
+    "places_of",
+    "places_on_cpu",
+]
 
 _PLAIN = {Tensor, Parameter}
 _DISPATCH = attrgetter("__torch_dispatch__")
 _IS_NESTED = attrgetter("is_nested")
+_DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 class Places(NamedTuple):
@@ -240,3 +249,9 @@ def _bytes_of(tensors: Sequence[Tensor]) -> int:
         steps = [step * item for step in x.stride()]
         marks.as_strided((*shape, item), (*steps, 1), (start - low) // unit).fill_(True)
     return int(marks.count_nonzero()) * unit
+
+
+def places_on_cpu(tensors: Sequence[Tensor]) -> Places | None:
+    """Return where plain, contiguous float32 tensors on a CPU lie; None where one is something else."""
+    is_plain = set(map(type, tensors)) <= _PLAIN and set(map(_DTYPE, tensors)) <= {torch.float32}
+    return places_of(tensors, []) if is_plain and all(map(_IS_CPU, tensors)) else None

@@ -8,7 +8,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels._torch_private import foreach_div, foreach_norm
+from fixedpoint_kernels._torch_private import foreach_div
+from fixedpoint_kernels.norms import norms_many
 from marvin.plans import Members
 from marvin.policies.base import Policy
 from marvin.policies.records import Measured
@@ -58,7 +59,7 @@ def gather(
     penalties = _add_l1(group, params, grads) if group["l1"] else None
     if group["quantize_gradients"]:
         grads = _rounded(grads, members.shards, [format_of(p) for p in params], noise)
-    norms = torch.stack(foreach_norm(grads, 2, accumulate_dtype(grads[0].device)))
+    norms = norms_many(grads, dtype=accumulate_dtype(grads[0].device))
     return Gradients(group, members, grads, norms, penalties)
 
 

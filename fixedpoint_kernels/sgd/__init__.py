@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fixedpoint_kernels.memory import places_on_cpu
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.reference import Rounding
-from fixedpoint_kernels.sgd.targets import Moves, Rates, Targets, places_on_cpu
+from fixedpoint_kernels.sgd.targets import Moves, Rates, Targets
 
 __all__ = ["Moves", "Rates", "Targets", "has_bits_of_torch", "step_many"]
 

@@ -1,21 +1,16 @@
 """What a step of SGD reads and writes, and whether a kernel may."""
 
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.memory import Places, are_apart, places_of
+from fixedpoint_kernels.memory import are_apart, places_on_cpu
 
-__all__ = ["Moves", "Rates", "Targets", "places_on_cpu"]
-
-_PLAIN = {Tensor, Parameter}
-_DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
+__all__ = ["Moves", "Rates", "Targets"]
 
 
 class Rates(NamedTuple):
@@ -107,9 +102,3 @@ class Targets:
         at = np.searchsorted(self._ends, starts, side="right")  # the first that ends behind a start
         behind = np.append(self._starts, np.iinfo(np.int64).max)[at]
         return bool(((starts + 4 * sizes > behind) & (sizes > 0)).any())
-
-
-def places_on_cpu(tensors: Sequence[Tensor]) -> Places | None:
-    """Return where plain, contiguous float32 tensors on a CPU lie; None where one is something else."""
-    is_plain = set(map(type, tensors)) <= _PLAIN and set(map(_DTYPE, tensors)) <= {torch.float32}
-    return places_of(tensors, []) if is_plain and all(map(_IS_CPU, tensors)) else None

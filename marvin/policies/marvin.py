@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
-from fixedpoint_kernels._torch_private import foreach_add, foreach_norm
+from fixedpoint_kernels._torch_private import foreach_add
+from fixedpoint_kernels.norms import norms_many
 from marvin.noise import Purpose, stream
 from marvin.policies import push_down, push_up
 from marvin.policies.adaptation import LayerState, LookbackRounding, adapt_strategy, observe
@@ -100,7 +101,8 @@ class MarvinPolicy(Policy):
         if not tensors:
             return Measured()
         sums = foreach_add([own["grad_sum"] for own in tensors], list(grads))
-        return Measured({"grad_sum": sums}, foreach_norm(sums, 2, accumulate_dtype(sums[0].device)))
+        norms = norms_many(sums, dtype=accumulate_dtype(sums[0].device))
+        return Measured({"grad_sum": sums}, norms.unbind())
 
     def update(self, shared: Losses, layers: Sequence[Layer], step: Step) -> Update:
         """Adapt the strategy, then each layer; full windows switch.

@@ -13,9 +13,9 @@ from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private import (
     foreach_abs,
     foreach_clamp_min_,
-    foreach_norm,
     foreach_sub,
 )
+from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.observer import mask_and_observe, round_and_observe
 from marvin.policies.ranges import Range, integer_bits_of
 from marvin.ranks import min_over_ranks, sum_over_ranks
@@ -187,11 +187,11 @@ def weight_ranges(
     limits = [[2.0 ** ((n or 0) - bits) for n in lengths] for bits in _FEWER]
     wide = accumulate_dtype(masters[0].device)
     sizes = foreach_abs(list(masters))
-    parts = [torch.stack(foreach_norm(sizes, 2, wide))]
+    parts = [norms_many(sizes, dtype=wide)]
     for limit in limits:
         over = foreach_sub(sizes, limit)
         foreach_clamp_min_(over, 0.0)
-        parts.append(torch.stack(foreach_norm(over, 2, wide)))
+        parts.append(norms_many(over, dtype=wide))
     norms = torch.stack(whole_norms(parts, [shards] * len(parts))).T.tolist()
     return [
         Range(
