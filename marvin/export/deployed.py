@@ -62,7 +62,7 @@ def deploy(
     """Return the network of a model.
 
     Formats of activations are those that the model carries. Where it carries none, activations get
-    formats of ``options.wl`` bits that hold those of ``samples``. So do terms of sums, of
+    formats of ``options.wl`` bits that hold those of ``samples``. So do terms of sums and means, of
     ``options.sums_wl`` bits.
 
     Args:
@@ -78,7 +78,8 @@ def deploy(
         fixed_point(name, fmt)
     activations = None if activation_formats(model) else calibrate(model, [samples], options.wl)
     sample = samples[:_COMPARED]
-    exact = describe(model, sample, formats, activations, scale_wl=options.scale_wl)
+    lengths = {"scale_wl": options.scale_wl, "wl": options.wl}
+    exact = describe(model, sample, formats, activations, **lengths, calibration=samples)
     wl = options.sums_wl
     network = exact if wl is None else round_sums(exact, samples, wl)
     return Deployed(model, formats, network, exact)

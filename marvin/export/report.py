@@ -14,7 +14,7 @@ from marvin.export.graph.nodes import Network, Operation, Weighted
 from marvin.export.passes.round_sums import sum_formats
 from marvin.export.targets.packed import Size, sizes
 
-__all__ = ["Trained", "layer_rows", "proof_lines", "table", "weight_line"]
+__all__ = ["Trained", "first_head", "layer_rows", "proof_lines", "table", "weight_line"]
 
 _SHOWN = "conv", "linear", "affine", "averagepool"
 
@@ -106,10 +106,12 @@ def proof_lines(
     """Return what is known of the network beside the trained model, on its samples."""
     exact = sum(row["float32"] == "exact" for row in rows)
     samples = trained.samples
-    wanted = trained.model(samples)
-    logits = integer.run(deployed.network, samples)
+    wanted = first_head(trained.model(samples))
+    logits = first_head(integer.run_heads(deployed.network, samples))
     is_rounded = deployed.exact is not deployed.network
-    exact_logits = integer.run(deployed.exact, samples) if is_rounded else logits
+    exact_logits = logits
+    if is_rounded:
+        exact_logits = first_head(integer.run_heads(deployed.exact, samples))
     gaps = compare(deployed.network, deployed.model, samples[:64])
     moved = [gap for gap in gaps if gap.different]
     first = f"from {moved[0].name} on" if moved else "nowhere"
@@ -121,7 +123,12 @@ def proof_lines(
         f"outputs differ from the trained model's by {far.mean():.2g} on average, {far.max():.2g} at "
         f"most, of up to {wanted.abs().max():.2g}: batch normalisation and biases are rounded",
         *_sum_lines(deployed.network),
+        *_chosen_lines(deployed.network),
     ]
+    if len(deployed.network.outputs) > 1:
+        lines.append(
+            f"outputs: {', '.join(deployed.network.outputs)}; these lines tell of the first"
+        )
     if trained.labels is not None:
         before = f"with exact sums {trained.accuracy(exact_logits):.2%}, " if is_rounded else ""
         lines.append(
@@ -146,9 +153,24 @@ def _bias_lines(deployed: Deployed) -> list[str]:
     return [f"biases that training left in floats are rounded: {named}"]
 
 
+def first_head(outputs: object) -> Tensor:
+    """Return the first tensor of what a model gives: a tensor, or tuples, lists and dictionaries."""
+    while not isinstance(outputs, Tensor):
+        assert isinstance(outputs, tuple | list | dict)
+        outputs = next(iter(outputs.values() if isinstance(outputs, dict) else outputs))
+    return outputs
+
+
+def _chosen_lines(network: Network) -> list[str]:
+    if not network.chosen:
+        return []
+    named = ", ".join(f"{name} {fmt}" for name, fmt in network.chosen.items())
+    return [f"formats that training left open, calibrated: {named}"]
+
+
 def _sum_lines(network: Network) -> list[str]:
     formats = sum_formats(network)
     if not formats:
         return []
     named = ", ".join(f"{name} {fmt}" for name, fmt in formats.items())
-    return [f"terms of sums, calibrated: {named}"]
+    return [f"terms of sums and means, calibrated: {named}"]

@@ -103,7 +103,8 @@ def _in_float64(op: Weighted, codes: Codes, weight: Codes) -> Codes:
         y = F.linear(x, w)
     else:
         assert isinstance(op, Conv)
-        y = F.conv2d(x, w, None, op.stride, op.padding, op.dilation, op.groups)
+        conv = F.conv1d if w.ndim == 3 else F.conv2d
+        y = conv(x, w, None, op.stride, op.padding, op.dilation, op.groups)
     return y.to(torch.int64).numpy()
 
 

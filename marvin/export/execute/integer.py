@@ -11,6 +11,7 @@ from torch import Tensor
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import Codes, align, magnitude, round_codes, weigh
+from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -25,8 +26,9 @@ from marvin.export.graph.nodes import (
     Round,
     Weighted,
 )
+from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 
-__all__ = ["encode_input", "run", "run_all"]
+__all__ = ["encode_input", "run", "run_all", "run_heads"]
 
 _Parts = tuple[Codes, int]  # codes, and their ``fl``
 
@@ -35,15 +37,29 @@ def run(network: Network, x: Tensor) -> Tensor:
     """Return the network's output as float64 values, each a code times ``2**-fl``.
 
     Args:
-        network: From ``describe``.
+        network: From ``describe``, with one output.
         x: Samples, shape ``(n, *network.input.shape)``, float32.
+
+    Raises:
+        ExportError: ``x`` has another shape, or holds a NaN; or the network has several outputs.
+    """
+    found = run_heads(network, x)
+    if len(found) > 1:
+        raise ExportError(f"the network has outputs {', '.join(found)}: take integer.run_heads")
+    return next(iter(found.values()))
+
+
+def run_heads(network: Network, x: Tensor) -> dict[str, Tensor]:
+    """Return each of the network's outputs, by its label; else as ``run``.
 
     Raises:
         ExportError: ``x`` has another shape, or holds a NaN.
     """
-    codes = run_all(network, x)[network.output]
-    lsb = 2.0 ** -network.values[network.output].fl
-    return torch.from_numpy(codes.astype(np.float64)) * lsb
+    codes = run_all(network, x)
+    return {
+        label: torch.from_numpy(codes[name].astype(np.float64)) * 2.0 ** -network.values[name].fl
+        for label, name in network.outputs.items()
+    }
 
 
 def run_all(network: Network, x: Tensor) -> dict[str, Codes]:
@@ -117,31 +133,60 @@ def _relu(_op: Relu, x: _Parts) -> Codes:
 def _max_pool(op: MaxPool, x: _Parts) -> Codes:
     codes, _ = x
     least = int(codes.min()) if codes.size else 0
-    return _windows(op.kernel, op.stride, op.padding, codes, least, op.dilation).max((-2, -1))
+    windows = _windows(op.kernel, op.stride, op.padding, codes, least, op.dilation)
+    return windows.max(tuple(range(-len(op.kernel), 0)))
 
 
 def _average_pool(op: AveragePool, x: _Parts) -> Codes:
     codes, fl = x
-    total = _windows(op.kernel, op.stride, op.padding, codes, 0).sum((-2, -1))
+    windows = _windows(op.kernel, op.stride, op.padding, codes, 0)
+    total = windows.sum(tuple(range(-len(op.kernel), 0)))
     return round_codes(total, fl, op.fmt, math.prod(op.kernel))
 
 
 def _windows(
     kernel: Pair, stride: Pair, padding: Pair, codes: Codes, fill: int, dilation: Pair = (1, 1)
 ) -> Codes:
-    """Return the windows of images, shape ``(n, channels, height, width, *kernel)``."""
+    """Return the windows of images or sequences, shape ``(n, channels, *sides, *kernel)``."""
     sides = (side + 2 * p for side, p in zip(codes.shape[2:], padding, strict=True))
     padded = np.full((*codes.shape[:2], *sides), fill, codes.dtype)
     # not np.pad, which puts int64 among Python's integers, and int64 overflows
     inner = (slice(p, p + side) for side, p in zip(codes.shape[2:], padding, strict=True))
     padded[(slice(None), slice(None), *inner)] = codes
-    size = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
-    views = sliding_window_view(padded, size, axis=(2, 3))  # pyright: ignore[reportCallIssue, reportArgumentType]
-    return views[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
+    size = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=False)]
+    axes = tuple(range(2, codes.ndim))
+    views = sliding_window_view(padded, size, axis=axes)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    steps = (*stride, *dilation[: len(kernel)])
+    return views[(slice(None), slice(None), *(slice(None, None, step) for step in steps))]
 
 
 def _flatten(_op: Flatten, x: _Parts) -> Codes:
     return x[0].reshape(len(x[0]), -1)
+
+
+def _reshape(op: Reshape, x: _Parts) -> Codes:
+    return x[0].reshape(len(x[0]), *op.shape)
+
+
+def _transpose(op: Transpose, x: _Parts) -> Codes:
+    return x[0].transpose(0, *(i + 1 for i in op.order))
+
+
+def _slice(op: Slice, x: _Parts) -> Codes:
+    return x[0][(*(slice(None),) * (op.axis + 1), slice(op.start, op.stop, op.step))]
+
+
+def _concat(op: Concat, *parts: _Parts) -> Codes:
+    fl = max(at_fl for _, at_fl in parts)
+    return np.concatenate([align(codes, fl - at_fl) for codes, at_fl in parts], op.axis + 1)
+
+
+def _clip(op: Clip, x: _Parts) -> Codes:
+    return np.clip(x[0], op.low, op.high)
+
+
+def _table(op: Table, x: _Parts) -> Codes:
+    return op.codes.numpy()[x[0] - op.low]
 
 
 _COMPUTE: dict[type, Callable[..., Codes]] = {
@@ -154,4 +199,10 @@ _COMPUTE: dict[type, Callable[..., Codes]] = {
     MaxPool: _max_pool,
     AveragePool: _average_pool,
     Flatten: _flatten,
+    Reshape: _reshape,
+    Transpose: _transpose,
+    Slice: _slice,
+    Concat: _concat,
+    Clip: _clip,
+    Table: _table,
 }

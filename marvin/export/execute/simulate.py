@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint, quantize
+from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -22,8 +23,9 @@ from marvin.export.graph.nodes import (
     Round,
     Weighted,
 )
+from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 
-__all__ = ["apply", "products", "simulate"]
+__all__ = ["apply", "mean", "products", "simulate"]
 
 
 @torch.no_grad()
@@ -67,11 +69,13 @@ def _like(codes: Tensor, fmt: FixedPoint, x: Tensor) -> Tensor:
 def products(op: Weighted, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return sums of products as a layer adds them, with any weights and bias.
 
-    ``x``, ``weight`` and ``bias`` have the shapes of ``F.conv2d`` or ``F.linear``, and one dtype.
+    ``x``, ``weight`` and ``bias`` have the shapes of ``F.conv2d``, ``F.conv1d`` or ``F.linear``, and one
+    dtype.
     """
     if not isinstance(op, Conv):
         return F.linear(x, weight, bias)
-    return F.conv2d(x, weight, bias, op.stride, op.padding, op.dilation, op.groups)
+    conv = F.conv1d if weight.ndim == 3 else F.conv2d
+    return conv(x, weight, bias, op.stride, op.padding, op.dilation, op.groups)
 
 
 def _weights(op: Weighted, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -86,11 +90,34 @@ def _affine(op: Affine, x: Tensor) -> Tensor:
 
 
 def _max_pool(op: MaxPool, x: Tensor) -> Tensor:
-    return F.max_pool2d(x, op.kernel, op.stride, op.padding, op.dilation)
+    pool = F.max_pool1d if len(op.kernel) == 1 else F.max_pool2d
+    return pool(x, op.kernel, op.stride, op.padding, op.dilation)
 
 
 def _average_pool(op: AveragePool, x: Tensor) -> Tensor:
-    return _rounded(F.avg_pool2d(x, op.kernel, op.stride, op.padding), op.fmt)
+    return _rounded(mean(op, x), op.fmt)
+
+
+def mean(op: AveragePool, x: Tensor) -> Tensor:
+    """Return what average pooling gives before it is rounded; ``x`` is (n, channels, *sides)."""
+    pool = F.avg_pool1d if len(op.kernel) == 1 else F.avg_pool2d
+    return pool(x, op.kernel, op.stride, op.padding)
+
+
+def _table(op: Table, x: Tensor) -> Tensor:
+    if x.is_meta:
+        return x
+    indices = (x.double() * 2.0**op.source_fl).to(torch.int64) - op.low
+    return (op.codes[indices].double() * op.fmt.lsb).to(x)
+
+
+def _clip(op: Clip, x: Tensor) -> Tensor:
+    return x.clamp(op.low * 2.0**-op.source_fl, op.high * 2.0**-op.source_fl)
+
+
+def _slice(op: Slice, x: Tensor) -> Tensor:
+    index = (slice(None),) * (op.axis + 1)
+    return x[(*index, slice(op.start, op.stop, op.step))]
 
 
 _APPLY: dict[type, Callable[..., Tensor]] = {
@@ -104,4 +131,10 @@ _APPLY: dict[type, Callable[..., Tensor]] = {
     MaxPool: _max_pool,
     AveragePool: _average_pool,
     Flatten: lambda _op, x: x.flatten(1),
+    Reshape: lambda op, x: x.reshape(len(x), *op.shape),
+    Transpose: lambda op, x: x.permute(0, *(i + 1 for i in op.order)),
+    Slice: _slice,
+    Concat: lambda op, *xs: torch.cat(xs, op.axis + 1),
+    Clip: _clip,
+    Table: _table,
 }

@@ -1,18 +1,19 @@
 """A network in the making, and which value each tensor of the trace has."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError, fixed_point
-from marvin.export.graph.bounds import first_value, value_of
-from marvin.export.graph.formats import Formats
+from marvin.export.frontend.observe import Observed
+from marvin.export.graph.bounds import first_value, shape_of, value_of
+from marvin.export.graph.formats import Formats, fitting
 from marvin.export.graph.nodes import Input, Network, Operation, Round, Value
 from marvin.rounding import Format
 
-__all__ = ["Builder", "Memory"]
+__all__ = ["Builder", "Make", "Memory", "Pending"]
 
 
 @dataclass(eq=False)
@@ -81,6 +82,33 @@ class Memory:
         return cell.value
 
 
+_WAITING = " before rounding"
+
+Make = Callable[[str, str, FixedPoint], Operation]  # of a name, of what is taken, and of a format
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A value that has no codes before something rounds it: the input, a mean, a function of codes.
+
+    Or what is made of such a value without changing the order of numbers: then it is made of the
+    rounded one, which is the same.
+
+    Args:
+        source: Name of what it takes: a value, or another that is pending.
+        make: Makes the operation, once the format is known.
+        shape: Of one sample.
+        node: Of the trace, whose range gives a format where nothing else does.
+        why_not: Why the export chooses no format itself; ``""`` where it does.
+    """
+
+    source: str
+    make: Make
+    shape: tuple[int, ...]
+    node: str
+    why_not: str = ""
+
+
 @dataclass
 class Builder:
     """A network in the making.
@@ -90,22 +118,84 @@ class Builder:
         weights: Formats of parameters by name.
         activations: What modules round, by name.
         scale_wl: Word length of batch normalisation's scale.
+        wl: Word length of formats that training left open.
+        observed: What the calls of the trace give on samples.
         memory: The value of each node of the trace.
         operations: So far.
         values: Of ``operations``, without the input.
+        pending: Values that nothing has rounded yet.
+        found: Formats that the export has chosen, by the name of what is rounded.
+        results: The values that the model gives, by label.
+        heads: Of a network of several outputs, what gives their codes.
+        origins: What each rounded value was before, by the name of the rounded one, where the model
+            itself does not round.
     """
 
     model: nn.Module
     weights: Mapping[str, Format]
     activations: Mapping[str, Formats]
     scale_wl: int
+    wl: int = 8
+    observed: Observed = field(default_factory=Observed)
     memory: Memory = field(default_factory=Memory)
     operations: list[Operation] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
+    pending: dict[str, Pending] = field(default_factory=dict)
+    found: dict[str, FixedPoint] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    results: dict[str, str] = field(default_factory=dict)
+    heads: tuple[tuple[str, str], ...] = ()
+    node: str = ""
+    """Of the trace: what is being translated."""
+    taken: str = ""
+    """Of the trace: what it takes."""
+    _made: dict[tuple[str, FixedPoint], str] = field(default_factory=dict)
 
     def begin(self, name: str, shape: tuple[int, ...]) -> None:
         """Add the input."""
         self.operations.append(Input(name, (), shape))
+        why_not = "takes the network's input before any layer rounds it"
+        self.pending[name] = Pending(
+            "", lambda n, _, fmt: Round(n, (name,), fmt), shape, name, why_not
+        )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a value, of one sample."""
+        return self.pending[name].shape if name in self.pending else self.values[name].shape
+
+    def wait(self, name: str, pending: Pending) -> str:
+        """Add a value that is made when something rounds it; return its name until then."""
+        waiting = name + _WAITING
+        self.pending[waiting] = pending
+        return waiting
+
+    def keep(self, name: str, source: str, make: Make) -> str:
+        """Add an operation that keeps the order of numbers; it waits if what it takes does.
+
+        Args:
+            name: Of the operation.
+            source: What it takes.
+            make: Makes it; the format is the one that what waits is rounded to.
+        """
+        if source not in self.pending:
+            return self.add(make(name, source, FixedPoint(8, 0)))
+        before = self.pending[source]
+        shape = shape_of(make(name, source, FixedPoint(8, 0)), before.shape)
+        return self.wait(name, replace(before, source=source, make=make, shape=shape))
+
+    def _realised(self, name: str, fmt: FixedPoint, hint: str) -> str:
+        """Return the name of a pending value, rounded to ``fmt``."""
+        key = name, fmt
+        if key not in self._made:
+            pending = self.pending[name]
+            source = pending.source
+            if source in self.pending:
+                source = self._realised(source, fmt, hint)
+            own = hint if name == self.operations[0].name else name.removesuffix(_WAITING)
+            own = self._free(own, {op.name for op in self.operations})
+            self._made[key] = self.add(pending.make(own, source, fmt))
+            self.origins[self._made[key]] = name
+        return self._made[key]
 
     def add(self, op: Operation) -> str:
         """Add an operation; return its name."""
@@ -124,18 +214,33 @@ class Builder:
         return next(op for op in self.operations if op.name == name)
 
     def rounded(self, name: str, user: str) -> str:
-        """Return ``name``, unless it is the input, which only a rounding can take.
+        """Return the name of a value's codes; what is pending gets a format by its range.
 
         Raises:
-            ExportError: It is the input.
+            ExportError: It is the input, which only a rounding can take.
         """
-        if name not in self.values:
-            raise ExportError(f"{user} takes the network's input before any layer rounds it")
-        return name
+        if name not in self.pending:
+            return name
+        pending = self.pending[name]
+        if pending.why_not:
+            raise ExportError(f"{user} {pending.why_not}")
+        fmt = self.fitting(pending.node)
+        made = self._realised(name, fmt, name.removesuffix(_WAITING))
+        self.found[made] = fmt
+        return made
+
+    def fitting(self, node: str) -> FixedPoint:
+        """Return the finest format of ``wl`` bits that holds what a node of the trace gave."""
+        low, high = self.observed.range_of(node)
+        return fitting((low, high), self.wl, signed=low < 0)
 
     def unused(self, name: str) -> str:
         """Return ``name``, with a number behind it where it is taken."""
-        taken = {op.name for op in self.operations}
+        waiting = {other.removesuffix(_WAITING) for other in self.pending}
+        return self._free(name, {op.name for op in self.operations} | waiting)
+
+    @staticmethod
+    def _free(name: str, taken: set[str]) -> str:
         names = (name, *(f"{name}.{i}" for i in range(2, len(taken) + 3)))
         return next(n for n in names if n not in taken)
 
@@ -165,6 +270,8 @@ class Builder:
     def round(self, name: str, source: str, fmt: FixedPoint) -> str:
         """Round a value, unless that would change nothing; return the name of the result."""
         fixed_point(name, fmt)
+        if source in self.pending:
+            return self._realised(source, fmt, name)
         value = self.values.get(source)
         if value is not None and value.fl <= fmt.fl:
             shift = fmt.fl - value.fl
@@ -172,16 +279,21 @@ class Builder:
                 return source
         return self.add(Round(name, (source,), fmt))
 
-    def end(self, name: str) -> None:
-        """Take ``name`` as the output."""
-        used = self.needed(self.rounded(name, "the output"))
+    def end(self, heads: Mapping[str, str]) -> None:
+        """Take values as the outputs, by label."""
+        self.results = dict(heads)
+        names = {label: self.rounded(name, "the output") for label, name in heads.items()}
+        used = self.needed(names.values())
         self.operations = [op for op in self.operations if op.name in used]
-        self.operations.sort(key=lambda op: op.name == name)
+        if len(names) == 1:
+            self.operations.sort(key=lambda op: op.name in names.values())
+        else:
+            self.heads = tuple(names.items())
 
-    def needed(self, name: str) -> set[str]:
-        """Return the names of all that a value depends on."""
+    def needed(self, names: Iterable[str]) -> set[str]:
+        """Return the names of all that some values depend on."""
         inputs = {op.name: op.inputs for op in self.operations}
-        found, waiting = {self.operations[0].name}, [name]
+        found, waiting = {self.operations[0].name}, list(names)
         while waiting:
             current = waiting.pop()
             if current not in found:
@@ -192,4 +304,5 @@ class Builder:
     def network(self, origin: str) -> Network:
         """Return what was built."""
         values = {op.name: self.values[op.name] for op in self.operations[1:]}
-        return Network(tuple(self.operations), values, origin)
+        chosen = {name: fmt for name, fmt in self.found.items() if name in values}
+        return Network(tuple(self.operations), values, origin, self.heads, chosen)

@@ -8,26 +8,36 @@ are from these. What is left is float32's rounding, which has a bound too.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
-from marvin.export.execute.simulate import apply, products
+from marvin.export.execute.simulate import apply, mean, products
 from marvin.export.execute.verify import evaluating
-from marvin.export.graph.nodes import Affine, AveragePool, Network, Round, Value, Weighted
+from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.nodes import (
+    Add,
+    Affine,
+    AveragePool,
+    Network,
+    Operation,
+    Round,
+    Value,
+    Weighted,
+)
 from marvin.export.passes.batch_norm import exact_norm
 
-__all__ = ["Step", "check_numbers", "follow"]
+__all__ = ["Follower", "Step", "check_numbers"]
 
 _SIGNIFICAND = 24  # of a float32
 _UNIT = 2.0**-24  # float32 rounds to within this share of a result
 _TF32_UNIT = 2.0**-11  # as accelerators may multiply
+_FUNCTION_ROUNDINGS = 16  # of an activation function
 _NORM_ROUNDINGS = 8  # of statistics, of the scale, of the offset, and of the result
 
 _Bounds = tuple[Tensor, Tensor]  # smallest and largest value that is explained, float64
@@ -38,56 +48,39 @@ class Step:
     """A call of the model, and what is exported in its place.
 
     Args:
-        module: Name of the module; ``""`` of a function.
+        module: Name of the module; None of a function.
         sources: Names of the values it takes.
         result: Name of the value it gives.
         operations: Names of the operations that compute it.
+        waiting: Operations that are added when something rounds their result, as they would be for
+            some format.
         input_fmt: What the module rounds its input to; None where it does not.
         output_fmt: What it rounds its result to; None where it does not.
+        exact: What an activation function computes, for float64.
+        call: What a function gives, for the tensors of ``sources``.
     """
 
-    module: str
+    module: str | None
     sources: tuple[str, ...]
     result: str
     operations: tuple[str, ...]
+    waiting: tuple[Operation, ...] = ()
     input_fmt: FixedPoint | None = None
     output_fmt: FixedPoint | None = None
-
-
-@torch.no_grad()
-def follow(
-    model: nn.Module, network: Network, steps: Sequence[Step], sample: Tensor, *, rounds: bool
-) -> None:
-    """Compare a network with its model on a sample.
-
-    Args:
-        model: What was exported.
-        network: As what.
-        steps: The calls of the model, in order.
-        sample: What the model takes, shape ``(n, *network.input.shape)``, float32.
-        rounds: Whether the model rounds by itself; else it is run with the formats of ``steps``.
-
-    Raises:
-        ExportError: They differ by more than roundings explain; names the first module that does,
-            and the size of the gap.
-    """
-    follower = _Follower(network, steps, rounds, {network.input.name: sample})
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(evaluating(model))
-        for name in dict.fromkeys(step.module for step in steps if step.module):
-            follower.watch(stack, name, model.get_submodule(name))
-        output = model(sample.clone())
-    follower.end(output)
+    exact: Callable[[Tensor], Tensor] | None = None
+    call: Callable[[Sequence[Tensor]], Tensor] | None = None
 
 
 @dataclass
-class _Follower:
-    """Takes the steps while the model runs.
+class Follower:
+    """Compares a network with its model, step by step while the model runs.
 
     Args:
         network: What is exported.
-        steps: The calls of the model.
-        rounds: Whether the model rounds by itself.
+        steps: The calls of the model, in order.
+        rounds: Whether the model rounds by itself; else it is run with the formats of ``steps``.
+        results: Name of the value of each output, by its label.
+        origins: What a rounded value was before, where the model does not round it.
         values: What the model computes, float32, by name of the exported value; while needed.
         position: Of the next step.
     """
@@ -95,16 +88,39 @@ class _Follower:
     network: Network
     steps: Sequence[Step]
     rounds: bool
-    values: dict[str, Tensor]
+    results: Mapping[str, str]
+    origins: Mapping[str, str]
+    values: dict[str, Tensor] = field(default_factory=dict)
     position: int = 0
     _input: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def __post_init__(self) -> None:
         self._kept = {op.name for op in self.network.operations}
         self._last = {name: i for i, step in enumerate(self.steps) for name in step.sources}
-        self._last[self.network.output] = len(self.steps)
+        self._last |= dict.fromkeys(self.results.values(), len(self.steps))
 
-    def watch(self, stack: contextlib.ExitStack, name: str, module: nn.Module) -> None:
+    @torch.no_grad()
+    def follow(self, model: nn.Module, sample: Tensor) -> None:
+        """Compare a network with its model on a sample.
+
+        Args:
+            model: What was exported.
+            sample: What the model takes, shape ``(n, *network.input.shape)``, float32.
+
+        Raises:
+            ExportError: They differ by more than roundings explain; names the first module that does,
+                and the size of the gap.
+        """
+        self.values[self.network.input.name] = sample
+        modules = [step.module for step in self.steps if step.module is not None]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(evaluating(model))
+            for name in dict.fromkeys(modules):
+                self._watch(stack, name, model.get_submodule(name))
+            output = model(sample.clone())
+        self._end(output)
+
+    def _watch(self, stack: contextlib.ExitStack, name: str, module: nn.Module) -> None:
         """Compare a module whenever it is called, behind all its other hooks."""
 
         def before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> object:
@@ -127,11 +143,18 @@ class _Follower:
         ):
             stack.callback(handle.remove)
 
-    def end(self, output: object) -> None:
+    def _end(self, output: object) -> None:
         """Compare what the model gives."""
         self._compute()
-        wanted = self.values[self.network.output].double()
-        _refuse("the model gives something else than its last call", (wanted, wanted), output)
+        found = dict(_tensors(output, ""))
+        if set(found) != set(self.results):
+            raise ExportError(
+                f"the model must give {', '.join(self.results)}, got {', '.join(found)}"
+            )
+        for label, name in self.results.items():
+            wanted = self.values[name].double()
+            what = f"the model gives something else than its last call as {label}"
+            _refuse(what, (wanted, wanted), found[label])
 
     def _reach(self, name: str) -> Step:
         """Return the step at which a module is called."""
@@ -143,11 +166,16 @@ class _Follower:
 
     def _compute(self) -> None:
         """Compute functions until a module comes."""
-        while self.position < len(self.steps) and not self.steps[self.position].module:
+        while self.position < len(self.steps) and self.steps[self.position].module is None:
             step = self.steps[self.position]
-            if step.result in self._kept:
-                found = (self.values[name] for name in step.sources)
-                self.values[step.result] = apply(self.network.operation(step.result), *found)
+            sources = [self.values.get(name) for name in step.sources]
+            given = [x for x in sources if x is not None]
+            if step.call is not None and len(given) == len(sources):
+                y = step.call(given)
+                if all(name in self._kept for name in step.operations):
+                    bounds = self._explained(step, None, [x.double() for x in given])
+                    _refuse(f"{step.result} is something else than its call gives", bounds, y)
+                self.values[step.result] = y
             self._forget()
 
     def _forget(self) -> None:
@@ -165,27 +193,51 @@ class _Follower:
             return
         wanted = _rounded(source, step.input_fmt).double()
         _refuse(f"{step.module} takes something else than {step.sources[0]}", (wanted, wanted), x)
-        bounds = self._explained(step, module, x.double())
+        bounds = self._explained(step, module, [x.double()])
         _refuse(f"{step.module} computes something else than what is exported for it", bounds, y)
 
-    def _explained(self, step: Step, module: nn.Module, x: Tensor) -> _Bounds:
-        """Return what the operations of a step may give, in float32 and with the model's numbers.
+    def _explained(self, step: Step, module: Any, inputs: Sequence[Tensor]) -> _Bounds:
+        """Return what the operations of a step may give, in float32 and with the model's numbers."""
+        found: dict[str, _Bounds] = {
+            name: (x, x) for name, x in zip(step.sources, inputs, strict=True)
+        }
+        result = found[step.sources[0]]
+        for op in (*map(self.network.operation, step.operations), *step.waiting):
+            taken = [self._taken(name, found) for name in op.inputs]
+            result = found[op.name] = self._bounds(step, op, module, taken)
+        if not step.waiting:
+            return result
+        low, high = result
+        return _rounded(low, step.output_fmt), _rounded(high, step.output_fmt)
 
-        All but sums, batch normalisation and averages keep the order of values, so they take
-        bounds to bounds.
+    def _taken(self, name: str, found: Mapping[str, _Bounds]) -> _Bounds:
+        while name not in found:
+            name = self.origins[name]
+        return found[name]
+
+    def _bounds(self, step: Step, op: Operation, module: Any, taken: Sequence[_Bounds]) -> _Bounds:
+        """Return the bounds of one operation.
+
+        Sums, batch normalisation, averages and tables take exact values, which have gone through
+        roundings and orders alone. The others keep the order of values: they take bounds to bounds.
         """
-        low = high = x
-        for name in step.operations:
-            op = self.network.operation(name)
-            if isinstance(op, Weighted):
-                low, high = self._sums(op, module, low)
-            elif isinstance(op, Affine):
-                low, high = _norm(module, low)
-            elif isinstance(op, AveragePool):
-                low, high = (_rounded(bound, step.output_fmt) for bound in _mean(op, low))
-            else:
-                low, high = apply(op, low), apply(op, high)
-        return low, high
+        x = taken[0][0]
+        if isinstance(op, Weighted):
+            return self._sums(op, module, x)
+        if isinstance(op, Affine):
+            return _norm(module, x)
+        if isinstance(op, AveragePool):
+            return _around(mean(op, x), mean(op, x.abs()), _product(op.kernel) + 2)
+        if isinstance(op, Clip | Table):
+            assert step.exact is not None
+            y = step.exact(x)
+            return _around(y, y.abs() + x.abs() + 1, _FUNCTION_ROUNDINGS)
+        lows, highs = zip(*taken, strict=True)
+        if isinstance(op, Add):
+            size = lows[0].abs() + lows[1].abs()
+            low, high = apply(op, *lows), apply(op, *highs)
+            return _around(low, size, 2)[0], _around(high, size, 2)[1]
+        return apply(op, *lows), apply(op, *highs)
 
     def _sums(self, op: Weighted, module: Any, x: Tensor) -> _Bounds:
         weight = (op.weight.double() * op.weight_fmt.lsb).to(x.device)
@@ -200,6 +252,21 @@ class _Follower:
         return _around(total, size, weight[0].numel() + 2)
 
 
+def _tensors(output: object, label: str) -> Iterator[tuple[str, object]]:
+    """Yield label and tensor of each output."""
+    if isinstance(output, tuple | list | dict):
+        pairs = output.items() if isinstance(output, dict) else enumerate(output)
+        for key, inner in pairs:
+            own = str(key) if isinstance(output, dict) else f"output{key}"
+            yield from _tensors(inner, f"{label}.{own}".lstrip("."))
+    else:
+        yield label or "output", output
+
+
+def _product(sides: Sequence[int]) -> int:
+    return int(torch.Size(sides).numel())
+
+
 def _norm(module: Any, x: Tensor) -> _Bounds:
     shape = -1, *[1] * (x.ndim - 2)
     scale, offset = (n.to(x.device).view(shape) for n in exact_norm(module))
@@ -208,11 +275,6 @@ def _norm(module: Any, x: Tensor) -> _Bounds:
     if module.bias is not None:
         size = size + module.bias.detach().double().abs().view(shape)
     return _around(x * scale + offset, size, _NORM_ROUNDINGS)
-
-
-def _mean(op: AveragePool, x: Tensor) -> _Bounds:
-    mean, size = (F.avg_pool2d(n, op.kernel, op.stride, op.padding) for n in (x, x.abs()))
-    return _around(mean, size, op.kernel[0] * op.kernel[1] + 2)
 
 
 def _around(total: Tensor, size: Tensor, roundings: int) -> _Bounds:
@@ -258,6 +320,8 @@ def check_numbers(model: nn.Module, network: Network, steps: Sequence[Step]) -> 
     for step in steps:
         for name in step.operations:
             op = network.operation(name) if name in kept else None
+            if step.module is None:
+                continue
             if isinstance(op, Weighted):
                 _check_layer(op, model.get_submodule(step.module), network.values[op.inputs[0]])
             elif isinstance(op, Affine):
@@ -266,7 +330,13 @@ def check_numbers(model: nn.Module, network: Network, steps: Sequence[Step]) -> 
 
 def _check_layer(op: Weighted, module: Any, x: Value) -> None:
     weight = op.weight.double() * op.weight_fmt.lsb
-    _check(f"{op.name}.weight", weight, module.weight, torch.zeros(()))
+    own = tuple(
+        slice(before - side, None)
+        for before, side in zip(weight.shape, module.weight.shape, strict=True)
+    )  # behind taps of 0
+    if weight.count_nonzero() != weight[own].count_nonzero():
+        raise ExportError(f"{op.name}.weight has taps that the model has not")
+    _check(f"{op.name}.weight", weight[own], module.weight, torch.zeros(()))
     if op.bias is not None:
         products = _step(x.fl + op.weight_fmt.fl) * _powers(op.trailing_zeros)
         half = torch.clamp(products, min=op.bias_fmt.lsb) / 2

@@ -1,15 +1,18 @@
 """Layers as operations: one handler a kind of module."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
 from marvin.export.errors import ExportError, fixed_point
-from marvin.export.frontend.builder import Builder
+from marvin.export.frontend.builder import Builder, Pending
+from marvin.export.graph.bounds import shape_of
 from marvin.export.graph.formats import codes_of
 from marvin.export.graph.nodes import (
     Affine,
@@ -20,18 +23,23 @@ from marvin.export.graph.nodes import (
     MaxPool,
     Pair,
     Relu,
+    Weighted,
 )
+from marvin.export.graph.views import Reshape
 from marvin.export.passes.batch_norm import fixed_norm, spare_of
 from marvin.export.passes.biases import float_bias, spare_bits
 
-__all__ = ["MODULES"]
+__all__ = ["MODULES", "SAME", "average", "reshape"]
+
+# which give back the tensor they take
+SAME = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 def _numbers(
-    builder: Builder, module: str, m: nn.Conv2d | nn.Linear, source: str
+    builder: Builder, module: str, m: nn.Conv1d | nn.Conv2d | nn.Linear, source: str
 ) -> dict[str, Any]:
     """Return the fields of ``Weighted``."""
-    name = f"{module}.weight"
+    name = f"{module}.weight".lstrip(".")
     if name not in builder.weights:
         raise ExportError(f"{name} has no format: its layer stayed in floats")
     given = builder.weights[name]
@@ -78,30 +86,53 @@ def _bias(
     builder: Builder, module: str, x: Tensor, fls: Tensor, spare: int
 ) -> tuple[Tensor, FixedPoint]:
     """Return a bias with its own format, or ``spare`` bits finer than each channel's products."""
-    name = f"{module}.bias"
+    name = f"{module}.bias".lstrip(".")
     if name in builder.weights:
         fmt = fixed_point(name, builder.weights[name])
         return codes_of(name, x, fmt).to(torch.int64), fmt
     return float_bias(x.detach().cpu().double(), fls, spare)
 
 
-def _conv(builder: Builder, name: str, module: str, m: nn.Conv2d, source: str) -> str:
-    if m.padding_mode != "zeros" or isinstance(m.padding, str):
+def _conv(builder: Builder, name: str, module: str, m: nn.Conv1d | nn.Conv2d, source: str) -> str:
+    if m.padding_mode != "zeros":
         raise ExportError(
-            f"{module}: padding must be zeros, their number given, got {m.padding_mode} "
-            f"and padding={m.padding!r}"
+            f"{module}: padding must be zeros, got {m.padding_mode}: use padding_mode='zeros'"
         )
     source = builder.round_input(name, module, source)
+    numbers, sides = _numbers(builder, module, m, source), m.weight.ndim - 2
+    kernel, dilation = m.weight.shape[2:], _each(m.dilation, sides)
+    padding, before = _padding(module, m, kernel, dilation)
+    if any(before):  # of an even kernel, "same" pads more behind than before: so does a tap of 0
+        pads = [n for tap in reversed(before) for n in (tap, 0)]
+        numbers["weight"] = F.pad(numbers["weight"], pads)
     op = Conv(
         name,
         (source,),
-        **_numbers(builder, module, m, source),
-        stride=_pair(m.stride),
-        padding=_pair(m.padding),
-        dilation=_pair(m.dilation),
+        **numbers,
+        stride=_each(m.stride, sides),
+        padding=padding,
+        dilation=dilation,
         groups=m.groups,
     )
     return builder.round_output(name, module, builder.add(op))
+
+
+def _padding(
+    module: str, m: nn.Conv1d | nn.Conv2d, kernel: Sequence[int], dilation: Pair
+) -> tuple[Pair, Pair]:
+    """Return zeros on both ends of each side, and taps of 0 in front of the kernel's own."""
+    if m.padding == "valid":
+        return (0,) * len(kernel), (0,) * len(kernel)
+    if not isinstance(m.padding, str):
+        return _each(m.padding, len(kernel)), (0,) * len(kernel)
+    totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    odd = tuple(total % 2 for total in totals)
+    if any(tap and d > 1 for tap, d in zip(odd, dilation, strict=True)):
+        raise ExportError(
+            f"{module}: padding='same' must pad both ends alike, got kernel {tuple(kernel)} with "
+            f"dilation {dilation}: use an odd kernel"
+        )
+    return tuple((total + 1) // 2 for total in totals), odd
 
 
 def _linear(builder: Builder, name: str, module: str, m: nn.Linear, source: str) -> str:
@@ -122,88 +153,165 @@ def _norm(
     source = builder.round_input(name, module, source)
     x = builder.values[source]
     before = builder.operation(source)
-    spare = spare_of(before, x, builder.values[before.inputs[0]].fl)
-    numbers = fixed_norm(module, m, x, spare, builder.scale_wl)
+    fl = builder.values[before.inputs[0]].fl if isinstance(before, Weighted) else 0
+    numbers = fixed_norm(module, m, x, spare_of(before, x, fl), builder.scale_wl)
     return builder.round_output(name, module, builder.add(Affine(name, (source,), *numbers)))
 
 
-def _max_pool(builder: Builder, name: str, module: str, m: nn.MaxPool2d, source: str) -> str:
-    if m.ceil_mode or m.return_indices:
-        raise ExportError(f"{module}: max pooling must have no ceil_mode and no return_indices")
-    kernel = _pair(m.kernel_size)
-    stride = _pair(m.stride if m.stride is not None else m.kernel_size)
-    source = builder.rounded(source, module)
-    op = MaxPool(name, (source,), kernel, stride, _pair(m.padding), _pair(m.dilation))
-    return builder.add(op)
+def _max_pool(
+    builder: Builder, name: str, module: str, m: nn.MaxPool1d | nn.MaxPool2d, source: str
+) -> str:
+    if m.return_indices:
+        raise ExportError(f"{module}: max pooling must have return_indices=False")
+    sides = builder.shape(source)[1:]
+    stride = m.stride if m.stride is not None else m.kernel_size
+    window = [_each(x, len(sides)) for x in (m.kernel_size, stride, m.padding, m.dilation)]
+    if m.ceil_mode:
+        _check_ceil(module, sides, window)
+    return builder.keep(name, source, lambda n, x, _fmt: MaxPool(n, (x,), *window))
 
 
-def _average_pool(builder: Builder, name: str, module: str, m: nn.AvgPool2d, source: str) -> str:
-    padding = _pair(m.padding)
-    if m.ceil_mode or m.divisor_override or (any(padding) and not m.count_include_pad):
+def _check_ceil(module: str, sides: Sequence[int], window: Sequence[Pair]) -> None:
+    """Refuse ``ceil_mode`` where it adds a window."""
+    for side, kernel, stride, padding, dilation in zip(sides, *window, strict=True):
+        rest = (side + 2 * padding - dilation * (kernel - 1) - 1) % stride
+        if rest:
+            raise ExportError(
+                f"{module}: ceil_mode must add no window, got one of {kernel} with stride {stride} on a "
+                f"side of {side}: use sides of {side - rest} or {side + stride - rest}, or "
+                "ceil_mode=False"
+            )
+
+
+def _average_pool(
+    builder: Builder, name: str, module: str, m: nn.AvgPool1d | nn.AvgPool2d, source: str
+) -> str:
+    sides = builder.shape(source)[1:]
+    stride = m.stride if m.stride is not None else m.kernel_size
+    kernel, stride, padding = (_each(x, len(sides)) for x in (m.kernel_size, stride, m.padding))
+    if m.ceil_mode:
+        _check_ceil(module, sides, (kernel, stride, padding, (1,) * len(sides)))
+    divisor = getattr(m, "divisor_override", None) or math.prod(kernel)
+    if divisor != math.prod(kernel) or (any(padding) and not m.count_include_pad):
         raise ExportError(
-            f"{module}: average pooling must divide by the size of the window, without ceil_mode, "
-            "divisor_override and count_include_pad=False"
+            f"{module}: average pooling must divide by the size of the window, without "
+            "divisor_override and, where it pads, with count_include_pad=True"
         )
-    return _average(builder, name, module, source, (m.kernel_size, m.stride, padding))
+    return _average(builder, name, module, source, (kernel, stride, padding))
+
+
+def _adaptive_window(builder: Builder, module: str, m: Any, source: str) -> tuple[Pair, Pair]:
+    """Return kernel and stride of an adaptive pooling, whose windows must be of one size."""
+    sides = builder.shape(source)[1:]
+    wanted = m.output_size if isinstance(m.output_size, tuple) else (m.output_size,) * len(sides)
+    given = [s if w is None else w for s, w in zip(sides, wanted, strict=True)]
+    if any(s % w for s, w in zip(sides, given, strict=True)):
+        raise ExportError(
+            f"{module}: windows must be of one size, got {sides} to {tuple(given)}: take samples whose "
+            "sides here are multiples of these"
+        )
+    kernel = tuple(s // w for s, w in zip(sides, given, strict=True))
+    return kernel, kernel
 
 
 def _adaptive_pool(
     builder: Builder, name: str, module: str, m: nn.AdaptiveAvgPool2d, source: str
 ) -> str:
-    size = builder.values[builder.rounded(source, module)].shape[-2:]
-    wanted = m.output_size if isinstance(m.output_size, tuple) else (m.output_size,) * 2
-    given = [s if w is None else w for s, w in zip(size, wanted, strict=True)]
-    if any(s % w for s, w in zip(size, given, strict=True)):
-        raise ExportError(f"{module}: windows must be of one size, got {size} to {tuple(given)}")
-    kernel = tuple(s // w for s, w in zip(size, given, strict=True))
-    return _average(builder, name, module, source, (kernel, kernel, (0, 0)))
+    window = _adaptive_window(builder, module, m, source)
+    return _average(builder, name, module, source, (*window, (0,) * len(window[0])))
 
 
-def _average(builder: Builder, name: str, module: str, source: str, window: Any) -> str:
+def _adaptive_max_pool(
+    builder: Builder, name: str, module: str, m: nn.AdaptiveMaxPool2d, source: str
+) -> str:
+    if m.return_indices:
+        raise ExportError(f"{module}: max pooling must have return_indices=False")
+    kernel, stride = _adaptive_window(builder, module, m, source)
+    rest = (0,) * len(kernel), (1,) * len(kernel)
+    return builder.keep(name, source, lambda n, x, _fmt: MaxPool(n, (x,), kernel, stride, *rest))
+
+
+def _average(
+    builder: Builder, name: str, module: str, source: str, window: tuple[Pair, Pair, Pair]
+) -> str:
     source = builder.round_input(name, module, source)
-    formats = builder.activations.get(module)
-    if formats is None or formats.output is None:
-        raise ExportError(
-            f"{module}: average pooling must have a format for its output, its own or that of one "
-            "layer which takes it"
-        )
-    fixed_point(name, formats.output)
-    kernel, stride, padding = window
-    op = AveragePool(
-        name, (source,), _pair(kernel), _pair(stride or kernel), padding, formats.output
-    )
-    return builder.add(op)
+    result = average(builder, name, source, window, builder.node)
+    return builder.round_output(name, module, result)
 
 
-def _relu(builder: Builder, name: str, module: str, _m: nn.ReLU, source: str) -> str:
-    return builder.add(Relu(name, (builder.rounded(source, module),)))
+def average(
+    builder: Builder, name: str, source: str, window: tuple[Pair, Pair, Pair], node: str
+) -> str:
+    """Add the means of windows, which wait for what rounds them; return the name.
+
+    Args:
+        builder: Of the network.
+        name: Of the operation.
+        source: What it takes, with codes.
+        window: Kernel, stride and padding.
+        node: Of the trace, see ``Pending``.
+    """
+
+    def make(own: str, taken: str, fmt: FixedPoint) -> AveragePool:
+        return AveragePool(own, (taken,), *window, fmt)
+
+    shape = shape_of(make(name, source, FixedPoint(8, 0)), builder.values[source].shape)
+    return builder.wait(name, Pending(source, make, shape, node))
+
+
+def _relu(builder: Builder, name: str, _module: str, _m: nn.ReLU, source: str) -> str:
+    return builder.keep(name, source, lambda n, x, _fmt: Relu(n, (x,)))
 
 
 def _flatten(builder: Builder, name: str, module: str, m: nn.Flatten, source: str) -> str:
-    if (m.start_dim, m.end_dim) != (1, -1):
-        raise ExportError(f"{module}: must flatten a whole sample, got {m}")
-    return builder.add(Flatten(name, (builder.rounded(source, module),)))
+    shape = builder.shape(source)
+    last = m.end_dim % (len(shape) + 1)
+    if m.start_dim < 1:
+        raise ExportError(f"{module}: must leave the batch alone, got {m}: use start_dim=1")
+    if (m.start_dim, last) == (1, len(shape)):
+        return builder.keep(name, source, lambda n, x, _fmt: Flatten(n, (x,)))
+    merged = math.prod(shape[m.start_dim - 1 : last])
+    return reshape(builder, name, source, (*shape[: m.start_dim - 1], merged, *shape[last:]))
+
+
+def _unflatten(builder: Builder, name: str, module: str, m: nn.Unflatten, source: str) -> str:
+    if not isinstance(m.dim, int) or m.dim < 1:
+        raise ExportError(f"{module}: must leave the batch alone, got {m}: give a dim from 1 on")
+    shape = builder.shape(source)
+    after = torch.empty(1, *shape, device="meta").unflatten(m.dim, m.unflattened_size)
+    return reshape(builder, name, source, tuple(after.shape[1:]))
+
+
+def reshape(builder: Builder, name: str, source: str, shape: tuple[int, ...]) -> str:
+    """Add another shape for the same codes; return the name."""
+    return builder.keep(name, source, lambda n, x, _fmt: Reshape(n, (x,), shape))
 
 
 def _nothing(_builder: Builder, _name: str, _module: str, _m: nn.Module, source: str) -> str:
     return source
 
 
-def _pair(x: Any) -> Pair:
-    first, second = x if isinstance(x, tuple) else (x, x)
-    return int(first), int(second)
+def _each(x: Any, sides: int) -> Pair:
+    """Return a number for each side."""
+    return tuple(int(n) for n in x) if isinstance(x, tuple | list) else (int(x),) * sides
 
 
 MODULES: dict[type[nn.Module], Callable[..., str]] = {
+    nn.Conv1d: _conv,
     nn.Conv2d: _conv,
     nn.Linear: _linear,
     nn.BatchNorm1d: _norm,
     nn.BatchNorm2d: _norm,
     nn.ReLU: _relu,
+    nn.MaxPool1d: _max_pool,
     nn.MaxPool2d: _max_pool,
+    nn.AvgPool1d: _average_pool,
     nn.AvgPool2d: _average_pool,
+    nn.AdaptiveAvgPool1d: _adaptive_pool,
     nn.AdaptiveAvgPool2d: _adaptive_pool,
+    nn.AdaptiveMaxPool1d: _adaptive_max_pool,
+    nn.AdaptiveMaxPool2d: _adaptive_max_pool,
     nn.Flatten: _flatten,
-    nn.Identity: _nothing,
-    nn.Dropout: _nothing,
+    nn.Unflatten: _unflatten,
+    **dict.fromkeys(SAME, _nothing),
 }

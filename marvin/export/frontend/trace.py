@@ -1,52 +1,55 @@
 """From a model to a network: traced by torch.fx, each call translated or refused by name."""
 
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
 from marvin.export.execute.verify import evaluating
+from marvin.export.frontend.activations import ACTIVATIONS, exact
 from marvin.export.frontend.builder import Builder
-from marvin.export.frontend.calibrate import POOLS
-from marvin.export.frontend.follow import Step, check_numbers, follow
+from marvin.export.frontend.calls import CALLS, Call
+from marvin.export.frontend.follow import Follower, Step, check_numbers
 from marvin.export.frontend.foreign import check_own, kind_of
-from marvin.export.frontend.layers import MODULES
+from marvin.export.frontend.functions import layer_of
+from marvin.export.frontend.layers import MODULES, SAME
+from marvin.export.frontend.observe import observe
 from marvin.export.graph.formats import Formats, activation_formats, weight_formats
-from marvin.export.graph.nodes import Add, Flatten, Network, Relu
+from marvin.export.graph.nodes import Network
 from marvin.export.passes.shorten_scales import shorten_scales
 from marvin.rounding import Format
 from marvin.tracing import Tracer
 
 __all__ = ["describe"]
 
-_ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
-_RELUS = torch.relu, torch.relu_, F.relu, "relu", "relu_"
-_IN_PLACE = operator.iadd, "add_", torch.relu_, "relu_"
-_FLATTENS = torch.flatten, "flatten"
-_SAME = nn.Identity, nn.Dropout  # which give back the tensor they take
-_SHAPES = nn.Flatten, *_SAME  # values go through them unchanged
+_KINDS = {**MODULES, **ACTIVATIONS}
+_SOME = FixedPoint(8, 0)  # format: which one does not matter
+_VIEWS = nn.Flatten, nn.Unflatten
 
 
-def describe(
+def describe(  # noqa: PLR0913  each is a choice of the user's
     model: nn.Module,
     sample: Tensor,
     weights: Mapping[str, Format] | None = None,
     activations: Mapping[str, Formats] | None = None,
     *,
     scale_wl: int = 16,
+    wl: int = 8,
+    calibration: Tensor | None = None,
 ) -> Network:
     """Return a model as exact operations and roundings, which can be exported.
 
-    Supported are straight-line models of ``Conv2d``, ``Linear``, ``BatchNorm1d`` and
-    ``BatchNorm2d``, ``ReLU``, ``MaxPool2d``, ``AvgPool2d``, ``AdaptiveAvgPool2d`` (windows of one
-    size), ``Flatten``, ``Identity``, ``Dropout``, sums of two values, and the functions of the
-    same meaning. Anything else is refused by name.
+    Supported are models that ``torch.fx`` traces, of convolutions, linear layers, batch normalisation,
+    pooling (adaptive in windows of one size), activation functions, dropout, sums, concatenation,
+    shapes, parts and orders of tensors, and the functions of the same meaning; with one input and any
+    number of outputs. Anything else is refused by name.
+
+    Activation functions other than ReLU and bounds are tables of codes: each value computed in float64
+    and rounded once, so exact by construction. What they take has up to 16 bits where something has
+    rounded it; longer codes, and sums that training did not round, are rounded to ``wl`` bits for it.
 
     Batch normalisation becomes an affine map in fixed point of its own: the scale
     ``weight / sqrt(running_var + eps)`` and the offset ``bias - running_mean * scale``, computed
@@ -67,6 +70,10 @@ def describe(
             the model carries.
         activations: Formats from ``calibrate``; default: those that the model carries.
         scale_wl: Word length of batch normalisation's scale, bits.
+        wl: Word length of formats that neither training nor ``activations`` decide, bits: what a
+            table of an activation function takes, and means or results of tables that nothing rounds.
+            ``Network.chosen`` names them.
+        calibration: Samples whose ranges decide these formats; default: ``sample``.
 
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
@@ -86,29 +93,40 @@ def describe(
             f"formats of activations must be given for a model that rounds none, got them for one "
             f"that rounds at {next(iter(own))}: leave them out"
         )
-    with evaluating(model):
-        try:
-            tracer = Tracer()
-            graph = tracer.trace(model)
-        except Exception as error:  # whatever the model's own code raises on a tracer's proxies
-            first_line = str(error).partition("\n")[0]
-            raise ExportError(f"the model must be traceable by torch.fx: {first_line}") from error
+    graph, tracer = _traced(model)
     layers = {str(node.target): None for node in graph.nodes if node.op == "call_module"}
     check_own(model, layers)
-    with_pools = _with_pools(graph, model, activations)
-    builder = Builder(model, weights, with_pools, scale_wl)
+    observed = observe(model, graph, sample)
+    if calibration is not None:
+        observed = replace(observed, ranges=observe(model, graph, calibration).ranges)
+    builder = Builder(model, weights, activations, scale_wl, wl, observed)
     steps = [step for node in graph.nodes if (step := _translate(builder, node, sample))]
     _check_rounded(tracer, set(layers), activations)
     network = shorten_scales(builder.network(origin))
-    rounds = with_pools if origin == "calibrated" else activations
-    steps = [replace(step, output_fmt=_output_of(rounds, step.module)) for step in steps]
+    steps = [replace(step, output_fmt=_output_of(activations, step.module)) for step in steps]
     check_numbers(model, network, steps)
-    follow(model, network, steps, sample, rounds=origin == "trained")
+    follower = Follower(network, steps, origin == "trained", builder.results, builder.origins)
+    follower.follow(model, sample)
     return network
 
 
-def _output_of(rounds: Mapping[str, Formats], module: str) -> FixedPoint | None:
-    return rounds[module].output if module in rounds else None
+def _traced(model: nn.Module) -> tuple[fx.Graph, Tracer]:
+    """Return the calls of a model; of a model that is one layer, this call."""
+    tracer = Tracer()
+    if kind_of(model, _KINDS) is not None:
+        graph = fx.Graph()
+        graph.output(graph.create_node("call_module", "", (graph.placeholder("x"),)))
+        return graph, tracer
+    with evaluating(model):
+        try:
+            return tracer.trace(model), tracer
+        except Exception as error:  # whatever the model's own code raises on a tracer's proxies
+            first_line = str(error).partition("\n")[0]
+            raise ExportError(f"the model must be traceable by torch.fx: {first_line}") from error
+
+
+def _output_of(rounds: Mapping[str, Formats], module: str | None) -> FixedPoint | None:
+    return rounds[module].output if module is not None and module in rounds else None
 
 
 def _check_rounded(tracer: Tracer, layers: set[str], activations: Mapping[str, Formats]) -> None:
@@ -119,126 +137,102 @@ def _check_rounded(tracer: Tracer, layers: set[str], activations: Mapping[str, F
         raise ExportError(f"{shown} rounds activations and is not called as one layer")
 
 
-def _with_pools(
-    graph: fx.Graph, model: nn.Module, activations: Mapping[str, Formats]
-) -> dict[str, Formats]:
-    """Return formats in which an average that is not rounded has the format of what takes it."""
-    found = dict(activations)
-    for node in graph.nodes:
-        name = str(node.target)
-        if node.op == "call_module" and isinstance(model.get_submodule(name), POOLS):
-            own = found.get(name, Formats(None, None))
-            taken = set(_formats_of_users(node, model, activations))
-            if own.output is None and len(taken) == 1:
-                found[name] = replace(own, output=taken.pop())
-    return found
-
-
-def _formats_of_users(
-    node: fx.Node, model: nn.Module, activations: Mapping[str, Formats]
-) -> Iterator[FixedPoint | None]:
-    """Yield what those round to that take a value, whatever its shape."""
-    for user in node.users:
-        name = str(user.target)
-        if (
-            user.op == "call_module" and isinstance(model.get_submodule(name), _SHAPES)
-        ) or user.target in _FLATTENS:
-            yield from _formats_of_users(user, model, activations)
-        else:
-            is_layer = user.op == "call_module" and name in activations
-            yield activations[name].input if is_layer else None
-
-
 def _translate(builder: Builder, node: fx.Node, sample: Tensor) -> Step | None:
     """Add what one node of the trace computes; return the step, if it is one."""
+    builder.node = node.name
     if node.op == "call_module":
-        return _module(builder, node)
+        module = builder.model.get_submodule(str(node.target))
+        return _layer(builder, node, str(node.target), module)
     if node.op in ("call_function", "call_method"):
         return _function(builder, node)
     if node.op == "placeholder":
         _placeholder(builder, node, sample)
     elif node.op == "output":
         _output(builder, node)
-    else:
+    elif node.name not in builder.observed.plain:
         raise ExportError(f"{node.target}: a tensor used outside a layer cannot be exported")
     return None
 
 
 def _placeholder(builder: Builder, node: fx.Node, sample: Tensor) -> None:
     if builder.operations:
+        if node.args:  # a default, which is what the model takes when it is called with one tensor
+            return
         raise ExportError(f"a network must have one input, got another: {node.name}")
     builder.begin(node.name, tuple(sample.shape[1:]))
     builder.memory.new(node, node.name)
 
 
-def _module(builder: Builder, node: fx.Node) -> Step:
-    name = str(node.target)
-    module = builder.model.get_submodule(name)
-    kind = kind_of(module, MODULES)
+def _layer(builder: Builder, node: fx.Node, name: str, module: nn.Module, key: str = "") -> Step:
+    """Add what a layer computes.
+
+    Args:
+        builder: Of the network.
+        node: Of the trace.
+        name: Of the layer, or of the call of a function.
+        module: The layer, or one of the same meaning as the function.
+        key: Name of its formats, if that is another.
+    """
+    kind = kind_of(module, _KINDS)
+    shown = name or type(module).__name__.lower()
     if kind is None:
-        raise ExportError(f"{name}: {type(module).__name__} cannot be exported")
-    taken, source = _source(builder, node, name)
-    rounds, before = builder.input_format(name, source), len(builder.operations)
-    result = MODULES[kind](builder, builder.unused(name), name, module, source)
-    if kind in _SAME:
+        raise ExportError(f"{shown}: {type(module).__name__} cannot be exported{_instead(module)}")
+    taken, source = _source(builder, node, shown)
+    builder.taken = taken.name
+    rounds, before = builder.input_format(key or name, source), len(builder.operations)
+    result = _KINDS[kind](builder, builder.unused(shown), key or name, module, source)
+    if kind in SAME:
         builder.memory.same(node, taken)
-    elif kind is nn.Flatten:
+    elif kind in _VIEWS:
         builder.memory.view(node, taken, result)
     elif getattr(module, "inplace", False):
         builder.memory.write(node, taken, result)
     else:
         builder.memory.new(node, result)
-    return Step(name, (source,), result, _names(builder, before), rounds)
+    function = exact(module) if kind in ACTIVATIONS else None
+    return _step(builder, name, (source,), result, before, input_fmt=rounds, exact=function)
 
 
-def _function(builder: Builder, node: fx.Node) -> Step:
-    target = node.target
-    values = [x for x in node.args if isinstance(x, fx.Node)]
-    rest = [x for x in node.args if not isinstance(x, fx.Node)]
-    name, before = builder.unused(node.name), len(builder.operations)
-    in_place = target in _IN_PLACE
-    if target in _ADDS and len(values) == 2 and not rest and not node.kwargs:
-        sources = tuple(builder.rounded(builder.memory.read(v, name), name) for v in values)
-        result = builder.add(Add(name, sources))
-    elif (
-        target in _RELUS
-        and len(values) == 1
-        and (inplace := _inplace(rest, node.kwargs)) is not None
-    ):
-        in_place |= inplace
-        sources = (_source(builder, node, name)[1],)
-        result = builder.add(Relu(name, sources))
-    elif target in _FLATTENS and _flattens_all(rest, node.kwargs):
-        sources = (_source(builder, node, name)[1],)
-        result = builder.add(Flatten(name, sources))
-    else:
-        text = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        arguments = ", ".join(map(str, node.args))
-        raise ExportError(f"{node.name}: {text}({arguments}) cannot be exported")
-    if in_place:
-        builder.memory.write(node, values[0], result)
-    elif target in _FLATTENS:
-        builder.memory.view(node, values[0], result)
-    else:
-        builder.memory.new(node, result)
-    return Step("", sources, result, _names(builder, before))
+def _instead(module: nn.Module) -> str:
+    """Return what to use instead of a layer that cannot be exported."""
+    near = next((k.__name__ for k in _KINDS if isinstance(module, k)), "")
+    return f": its forward is not that of {near}" if near else ""
 
 
-def _names(builder: Builder, before: int) -> tuple[str, ...]:
-    """Return the names of the operations added since there were ``before``."""
-    return tuple(op.name for op in builder.operations[before:])
+def _function(builder: Builder, node: fx.Node) -> Step | None:
+    """Add what a function or a method computes."""
+    if node.name in builder.observed.plain:
+        return None  # a size, or several tensors, which the calls that take them look up
+    call = Call.of(builder, node)
+    if CALLS.get(node.target) is None:
+        module = layer_of(node.target, call.args[1:], call.kwargs)
+        if module is None or not isinstance(call.args[0], fx.Node):
+            raise call.refusal()
+        step = _layer(builder, node, node.name, module, f"{node.name}()")
+        return replace(step, module=None, call=call.replay)
+    before = len(builder.operations)
+    sources = tuple(call.value(taken) for taken in call.nodes)
+    result = CALLS[node.target](builder, call)
+    return _step(builder, None, sources, result, before, call=call.replay)
 
 
-def _inplace(rest: list[Any], kwargs: Mapping[str, object]) -> bool | None:
-    """Return whether a ReLU with these arguments works in place; None if it has others."""
-    given = [*rest, *kwargs.values()]
-    is_known = len(given) <= 1 and set(kwargs) <= {"inplace"}
-    return bool(given and given[0]) if is_known else None
-
-
-def _flattens_all(rest: list[Any], kwargs: Mapping[str, object]) -> bool:
-    arguments = dict(zip(("start_dim", "end_dim"), rest, strict=False)) | dict(kwargs)
-    return arguments.pop("start_dim", 0) == 1 and arguments.pop("end_dim", -1) == -1
+def _step(
+    builder: Builder,
+    module: str | None,
+    sources: tuple[str, ...],
+    result: str,
+    before: int,
+    **more: Any,
+) -> Step:
+    """Return a step that has added operations since there were ``before``."""
+    added = [op.name for op in builder.operations[before:]]
+    waiting, name = [], builder.origins.get(result, result)
+    while name in builder.pending and name not in sources:
+        pending = builder.pending[name]
+        waiting.append(pending.make(name, pending.source, _SOME))
+        name = pending.source
+    operations = tuple(n for n in added if n not in builder.origins)
+    return Step(module, sources, result, operations, waiting=tuple(waiting[::-1]), **more)
 
 
 def _source(builder: Builder, node: fx.Node, name: str) -> tuple[fx.Node, str]:
@@ -250,7 +244,21 @@ def _source(builder: Builder, node: fx.Node, name: str) -> tuple[fx.Node, str]:
 
 
 def _output(builder: Builder, node: fx.Node) -> None:
-    result = node.args[0]
-    if not isinstance(result, fx.Node):
-        raise ExportError(f"a network must have one output, got {result}")
-    builder.end(builder.memory.read(result, "the output"))
+    heads = dict(_heads(builder, node.args[0], ""))
+    builder.end(heads)
+
+
+def _heads(builder: Builder, result: Any, label: str) -> Iterator[tuple[str, str]]:
+    """Yield label and value of each output."""
+    if isinstance(result, fx.Node) and result in builder.memory:
+        yield label or "output", builder.memory.read(result, "the output")
+    elif isinstance(result, tuple | list | dict) and result:
+        pairs = result.items() if isinstance(result, dict) else enumerate(result)
+        for key, inner in pairs:
+            own = str(key) if isinstance(result, dict) else f"output{key}"
+            yield from _heads(builder, inner, f"{label}.{own}".lstrip("."))
+    else:
+        raise ExportError(
+            "a network must give tensors, or tuples, lists and dictionaries of them, got "
+            f"{label or 'the output'}={result}"
+        )

@@ -11,6 +11,7 @@ import torch
 from fixedpoint_kernels import FixedPoint
 from marvin.export.execute.arithmetic import round_fraction, trailing_zeros
 from marvin.export.execute.simulate import apply
+from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -26,15 +27,16 @@ from marvin.export.graph.nodes import (
     Value,
     Weighted,
 )
+from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 
-__all__ = ["first_value", "value_of"]
+__all__ = ["first_value", "shape_of", "value_of"]
 
 _ALL = 64  # what divides 0
 
 
 def value_of(op: Operation, inputs: Sequence[Value]) -> Value:
     """Return the value of an operation on inputs of these values."""
-    shape = _shape(op, [v.shape for v in inputs])
+    shape = shape_of(op, *(v.shape for v in inputs))
     return _VALUES[type(op)](op, shape, *inputs)
 
 
@@ -43,7 +45,8 @@ def first_value(op: Round, shape: tuple[int, ...]) -> Value:
     return _of_format(shape, op.fmt, op.fmt.min_code, op.fmt.max_code)
 
 
-def _shape(op: Operation, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def shape_of(op: Operation, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an operation's value, of one sample, for inputs of these shapes."""
     metas = [torch.empty((1, *shape), device="meta") for shape in shapes]
     return tuple(apply(op, *metas).shape[1:])
 
@@ -150,6 +153,33 @@ def _same(_op: Operation, shape: tuple[int, ...], x: Value) -> Value:
     return Value(shape, x.fl, x.low, x.high, max(abs(x.low), abs(x.high)), channels=channels)
 
 
+def _moved(_op: Operation, shape: tuple[int, ...], x: Value) -> Value:
+    return Value(shape, x.fl, x.low, x.high, max(abs(x.low), abs(x.high)))
+
+
+def _concat(_op: Concat, shape: tuple[int, ...], *parts: Value) -> Value:
+    fl = max(x.fl for x in parts)
+    low, high = min(x.low << fl - x.fl for x in parts), max(x.high << fl - x.fl for x in parts)
+    return Value(shape, fl, low, high, max(abs(low), abs(high)))
+
+
+def _clip(op: Clip, shape: tuple[int, ...], x: Value) -> Value:
+    def bounded(code: int) -> int:
+        return min(max(code, op.low), op.high)
+
+    if op.source_fl != x.fl or op.low > op.high:
+        raise ValueError(f"{op.name} must have ordered bounds at fl={x.fl}, got {op.source_fl}")
+    low, high = bounded(x.low), bounded(x.high)
+    return Value(shape, x.fl, low, high, max(abs(x.low), abs(x.high), abs(low), abs(high)))
+
+
+def _table(op: Table, shape: tuple[int, ...], x: Value) -> Value:
+    if op.source_fl != x.fl or not op.low <= x.low <= x.high < op.low + len(op.codes):
+        raise ValueError(f"{op.name} must have all codes from {x.low} to {x.high}, at fl={x.fl}")
+    reached = op.codes[x.low - op.low : x.high - op.low + 1]
+    return _of_format(shape, op.fmt, int(reached.min()), int(reached.max()))
+
+
 _VALUES: dict[type, Callable[..., Any]] = {
     Round: _round,
     Conv: _weighted,
@@ -160,4 +190,10 @@ _VALUES: dict[type, Callable[..., Any]] = {
     MaxPool: _same,
     AveragePool: _average_pool,
     Flatten: _same,
+    Reshape: _moved,
+    Transpose: _moved,
+    Slice: _moved,
+    Concat: _concat,
+    Clip: _clip,
+    Table: _table,
 }

@@ -34,7 +34,7 @@ __all__ = [
     "Weighted",
 ]
 
-Pair = tuple[int, int]
+Pair = tuple[int, ...]  # of images two numbers, of sequences one
 _INT64_BITS = 62
 
 
@@ -74,7 +74,8 @@ class Weighted(Operation):
     """Multiplies by weights and sums.
 
     Args:
-        weight: Codes, int64; shape ``(out, in / groups, height, width)`` or ``(out, in)``.
+        weight: Codes, int64; shape ``(out, in / groups, height, width)``, of sequences
+            ``(out, in / groups, length)``, or ``(out, in)``.
         weight_fmt: Of ``weight``.
         bias: Codes, int64, shape ``(out,)``, or None.
         bias_fmt: Of ``bias``; unused where there is none.
@@ -104,7 +105,7 @@ class Weighted(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Conv(Weighted):
-    """A convolution of images, with zeros around them."""
+    """A convolution of images, or of sequences, with zeros around them."""
 
     stride: Pair
     padding: Pair
@@ -270,11 +271,15 @@ class Network:
             gives the output.
         values: Of each operation but the input.
         origin: Where the formats of activations come from: ``"trained"`` or ``"calibrated"``.
+        heads: Label and value of each output of a model that has several; empty where it has one.
+        chosen: Formats that neither training nor calibration decided, but the range of samples.
     """
 
     operations: tuple[Operation, ...]
     values: Mapping[str, Value]
     origin: str
+    heads: tuple[tuple[str, str], ...] = ()
+    chosen: Mapping[str, FixedPoint] = field(default_factory=dict)
 
     @property
     def input(self) -> Input:
@@ -285,8 +290,13 @@ class Network:
 
     @property
     def output(self) -> str:
-        """The name of what comes out."""
-        return self.operations[-1].name
+        """The name of what comes out; of several heads, of the first."""
+        return next(iter(self.outputs.values()))
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        """The name of the value of each head, by its label; of one output, the label is ``"output"``."""
+        return dict(self.heads) or {"output": self.operations[-1].name}
 
     @cached_property
     def users(self) -> dict[str, list[Operation]]:
@@ -306,9 +316,9 @@ class Network:
         return self._by_name[name]
 
     def formats(self) -> dict[str, FixedPoint]:
-        """Return the format of each rounding, by its name."""
-        kinds = (Round, AveragePool)
-        return {op.name: op.fmt for op in self.operations if isinstance(op, kinds)}
+        """Return the format of each rounding, by its name; tables and averages round too."""
+        found = ((op.name, getattr(op, "fmt", None)) for op in self.operations)
+        return {name: fmt for name, fmt in found if isinstance(fmt, FixedPoint)}
 
     def weight_formats(self) -> dict[str, FixedPoint]:
         """Return the format of each layer's weights, by the layer's name."""

@@ -25,14 +25,12 @@ from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.execute.arithmetic import Codes, align, round_codes, trailing_zeros
+from marvin.export.graph.functions import KEEP_ORDER
 from marvin.export.graph.nodes import (
     Affine,
     Conv,
-    Flatten,
-    MaxPool,
     Network,
     Operation,
-    Relu,
     Round,
     Value,
     Weighted,
@@ -128,7 +126,7 @@ def roundings(network: Network, name: str) -> tuple[list[str], list[Round]]:
         users = network.users.get(current, [])
         rounds += [op for op in users if isinstance(op, Round)]
         others = [op for op in users if not isinstance(op, Round)]
-        if not users or not all(isinstance(op, Relu | MaxPool | Flatten) for op in others):
+        if not users or not all(isinstance(op, KEEP_ORDER) for op in others):
             return [], []
         between += [op.name for op in others]
     return between, rounds
@@ -232,9 +230,10 @@ def _scaled(op: Affine, sums: Folded, fmt: FixedPoint, fl: int) -> Folded:
 
 
 def _ones(op: Affine, x: Value) -> Conv | None:
-    """Return a convolution that gives each channel of images back."""
-    if len(x.shape) != 3:
+    """Return a convolution that gives each channel of images or sequences back."""
+    sides = len(x.shape) - 1
+    if sides not in (1, 2):
         return None
-    one = torch.ones(x.shape[0], 1, 1, 1, dtype=torch.int64)
-    fmt, same = FixedPoint(8, 0), ((1, 1), (0, 0), (1, 1), x.shape[0])
+    one = torch.ones(x.shape[0], 1, *[1] * sides, dtype=torch.int64)
+    fmt, same = FixedPoint(8, 0), ((1,) * sides, (0,) * sides, (1,) * sides, x.shape[0])
     return Conv(op.name, op.inputs, one, fmt, None, fmt, *same)

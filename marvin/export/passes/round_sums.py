@@ -1,4 +1,4 @@
-"""Sums of rounded values, for integer hardware: what is added gets a format of its own."""
+"""Sums and means of rounded values, for integer hardware: what is added gets a format of its own."""
 
 from dataclasses import dataclass, field, replace
 
@@ -10,19 +10,20 @@ from marvin.export.errors import ExportError
 from marvin.export.execute.simulate import apply
 from marvin.export.graph.bounds import value_of
 from marvin.export.graph.formats import fitting
-from marvin.export.graph.nodes import Add, Network, Operation, Round, Value
+from marvin.export.graph.nodes import Add, AveragePool, Network, Operation, Round, Value
 from marvin.export.passes.shorten_scales import shorten_scales
 
 __all__ = ["round_sums", "sum_formats"]
 
 _ENDING = ".term"
+_SUMS = Add, AveragePool
 
 
 def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
-    """Return a network in which both terms of every sum are rounded to at most ``wl`` bits.
+    """Return a network in which the terms of every sum and mean are rounded to at most ``wl`` bits.
 
-    Training leaves terms of sums as exact as they come, and so does ``describe``; integer hardware
-    adds short codes. Formats are calibrated: the finest in which nothing of the sample saturates,
+    Training leaves terms as exact as they come, and so does ``describe``; integer hardware adds short
+    codes. Formats are calibrated: the finest in which nothing of the sample saturates,
     unsigned where no value can be below 0. Terms that are as short already stay. What else rounds
     a term to at most ``wl`` bits takes it as it is rounded for the sum: it is stored once.
 
@@ -45,7 +46,7 @@ def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
 
 def sum_formats(network: Network) -> dict[str, FixedPoint]:
     """Return the formats that ``round_sums`` has found, by the name of the rounding."""
-    terms = {n for op in network.operations if isinstance(op, Add) for n in op.inputs}
+    terms = {n for op in network.operations if isinstance(op, _SUMS) for n in op.inputs}
     found = network.formats().items()
     return {name: fmt for name, fmt in found if name in terms and name.endswith(_ENDING)}
 
@@ -70,13 +71,13 @@ class _Rewriter:
 
     def rewrite(self, op: Operation) -> list[Operation]:
         """Return an operation, and behind it its rounding where it is a term of a sum."""
-        if isinstance(op, Add) or (isinstance(op, Round) and op.fmt.wl <= self.wl):
+        if isinstance(op, _SUMS) or (isinstance(op, Round) and op.fmt.wl <= self.wl):
             op = replace(op, inputs=tuple(self.terms.get(name, name) for name in op.inputs))
         self._compute(op)
         users = self.network.users.get(op.name, [])
         value = self.values[op.name]
         bits = value.bits - (value.low >= 0)
-        if bits <= self.wl or not any(isinstance(user, Add) for user in users):
+        if bits <= self.wl or not any(isinstance(user, _SUMS) for user in users):
             return [op]
         term = Round(op.name + _ENDING, (op.name,), self._fitting(op.name, value.low < 0))
         self.terms[op.name] = term.name

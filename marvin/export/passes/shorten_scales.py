@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from marvin.export.graph.bounds import value_of
-from marvin.export.graph.nodes import Affine, Network, Round, Value
+from marvin.export.graph.nodes import Affine, Network, Round, Value, Weighted
 from marvin.export.passes.batch_norm import spare_of, zeros_of
 from marvin.export.passes.fold import roundings, rounds_exactly, total_of
 
@@ -30,7 +30,8 @@ def shorten_scales(network: Network) -> Network:
             rounds = roundings(network, op.name)[1]
             if rounds and all(r.fmt.wl <= _BYTE for r in rounds):
                 x, before = values[op.inputs[0]], network.operation(op.inputs[0])
-                spare = spare_of(before, x, values[before.inputs[0]].fl)
+                fl = values[before.inputs[0]].fl if isinstance(before, Weighted) else 0
+                spare = spare_of(before, x, fl)
                 new = _shortened(op, x, spare, rounds)
         operations.append(new)
         is_first = new.inputs in ((), (network.input.name,))  # what comes in has no value

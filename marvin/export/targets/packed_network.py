@@ -1,6 +1,6 @@
 """A network as JSON: one table an operation, whose tensors lie beside it by name.
 
-Every field of a record of ``graph.nodes`` is written by its type, so a new record needs no line here.
+Every field of a record of ``graph.nodes``, ``views`` and ``functions`` is written by its type, so a new record needs no line here.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from torch import Tensor
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
 from marvin.export.errors import ExportError
-from marvin.export.graph import nodes
+from marvin.export.graph import functions, nodes, views
 from marvin.export.graph.bounds import first_value, value_of
 from marvin.export.graph.nodes import Add, Affine, Input, Network, Operation, Round, Value
 
@@ -24,10 +24,12 @@ __all__ = ["Tensors", "read_format", "read_network", "write_format", "write_netw
 Json = object
 _MOST_CODES = 2**26  # of one value: what a reader must be able to hold
 _LARGEST = 2**31
-_FROM_0 = "padding", "axis", "fl"  # other numbers are sizes, from 1
+_FROM_0 = "padding", "axis", "fl", "start", "order"  # other numbers are sizes, from 1
+_SIGNED = "low", "high", "source_fl"
 _KINDS: dict[str, type[Operation]] = {
     kind.__name__: kind
-    for kind in vars(nodes).values()
+    for module in (nodes, views, functions)
+    for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Operation) and not kind.__subclasses__()
 }
 
@@ -96,7 +98,8 @@ def write_network(network: Network, tensors: Tensors) -> dict[str, Json]:
             bits = max(value.bits, value.magnitude.bit_length() + 1)
             table |= {"shape": list(value.shape), "fl": value.fl, "bits": bits}
         operations.append(table)
-    return {"origin": network.origin, "operations": operations}
+    heads = {"heads": [list(head) for head in network.heads]} if network.heads else {}
+    return {"origin": network.origin, "operations": operations, **heads}
 
 
 def _write_fields(op: Operation, tensors: Tensors) -> dict[str, Json]:
@@ -148,7 +151,7 @@ def read_network(table: Json, tensors: Tensors) -> Network:
     Raises:
         ExportError: It is no network; says what is wrong.
     """
-    if not isinstance(table, dict) or set(table) != {"origin", "operations"}:
+    if not isinstance(table, dict) or set(table) - {"heads"} != {"origin", "operations"}:
         raise ExportError(f"network must have origin and operations, got {table!r:.80}")
     origin, entries = table["origin"], table["operations"]
     if origin not in ("trained", "calibrated") or not isinstance(entries, list):
@@ -166,7 +169,22 @@ def read_network(table: Json, tensors: Tensors) -> Network:
         operations.append(op)
     if not values:
         raise ExportError("a network must have operations, got none")
-    return Network(tuple(operations), values, origin)
+    return Network(tuple(operations), values, origin, _heads(table.get("heads", []), values))
+
+
+def _heads(pairs: Json, values: Mapping[str, Value]) -> tuple[tuple[str, str], ...]:
+    """Return label and value of each of several outputs."""
+    if not isinstance(pairs, list):
+        raise ExportError(f"heads must be pairs of label and value, got {pairs!r:.80}")
+    found = {}
+    for pair in pairs:
+        label, name = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
+        if not isinstance(label, str) or not isinstance(name, str) or name not in values:
+            raise ExportError(f"heads must be pairs of label and value, got {pair!r:.80}")
+        found[label] = name
+    if len(found) < len(pairs):
+        raise ExportError("labels of heads must be unique")
+    return tuple(found.items())
 
 
 def _operation(entry: Json, tensors: Tensors) -> Operation:
@@ -252,8 +270,10 @@ def _check_value(name: str, value: Value, entry: Mapping[str, Json]) -> None:
 
 
 def _number(where: str, value: Json) -> int:
-    least = 0 if where.rpartition(".")[2] in _FROM_0 else 1
-    if type(value) is not int or not least <= value < _LARGEST:
+    what = where.rpartition(".")[2]
+    least = -(2**62) if what in _SIGNED else 0 if what in _FROM_0 else 1
+    most = -least if what in _SIGNED else _LARGEST
+    if type(value) is not int or not least <= value < most:
         raise ExportError(f"{where} must be a whole number from {least}, got {value!r:.80}")
     return value
 
@@ -273,6 +293,12 @@ def _pair(where: str, value: Json) -> tuple[int, ...]:
     return _numbers(where, value)
 
 
+def _text(where: str, value: Json) -> str:
+    if not isinstance(value, str) or len(value) > 99:
+        raise ExportError(f"{where} must be a short text, got {value!r:.80}")
+    return value
+
+
 def _bool(where: str, value: Json) -> bool:
     if not isinstance(value, bool):
         raise ExportError(f"{where} must be true or false, got {value!r:.80}")
@@ -282,6 +308,7 @@ def _bool(where: str, value: Json) -> bool:
 _READERS: dict[object, Callable[[str, Json], object]] = {
     int: _number,
     bool: _bool,
+    str: _text,
     tuple[int, ...]: _numbers,
     tuple[int, int]: _pair,
     FixedPoint: read_format,

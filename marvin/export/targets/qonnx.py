@@ -23,7 +23,7 @@ from marvin.files import write_atomic
 if TYPE_CHECKING:  # an extra
     import onnx
 
-__all__ = ["execute", "is_exact", "save", "to_model"]
+__all__ = ["execute", "execute_heads", "is_exact", "save", "to_model"]
 
 _DOMAIN = "qonnx.custom_op.general"
 _FLOAT32_BITS = 24
@@ -36,9 +36,10 @@ from qonnx.core.onnx_exec import execute_onnx
 from qonnx.transformation.infer_shapes import InferShapes
 model = ModelWrapper(sys.argv[1]).transform(InferShapes())
 name, = (value.name for value in model.graph.input)
-output, = (value.name for value in model.graph.output)
+outputs = [value.name for value in model.graph.output]
 samples = np.load(sys.argv[2])
-np.save(sys.argv[3], np.concatenate([execute_onnx(model, {name: x[None]})[output] for x in samples]))
+found = [execute_onnx(model, {name: x[None]}) for x in samples]
+np.savez(sys.argv[3], *[np.concatenate([one[output] for one in found]) for output in outputs])
 """
 
 
@@ -76,13 +77,23 @@ def to_model(network: Network) -> "onnx.ModelProto":
         if fmt.wl > _FLOAT32_BITS:
             raise ExportError(f"{name}: QONNX is float32 and holds {_FLOAT32_BITS} bits, got {fmt}")
     writer = _QuantWriter(network)
-    output = writer.write()
-    types = writer.graph.onnx.TensorProto
-    return writer.graph.model(network, output, types.FLOAT, {_DOMAIN: 1}, batch=1)
+    return writer.graph.model(network, writer.write(), {_DOMAIN: 1}, batch=1)
 
 
 def execute(path: str | Path, samples: Tensor, python: str = sys.executable) -> Tensor:
-    """Return what qonnx's executor makes of a file, sample by sample.
+    """Return what qonnx's executor makes of a file with one output: see ``execute_heads``.
+
+    Raises:
+        ExportError: The executor failed, or there is none; or the file has several outputs.
+    """
+    found = execute_heads(path, samples, python)
+    if len(found) > 1:
+        raise ExportError(f"the file has {len(found)} outputs: take qonnx.execute_heads")
+    return found[0]
+
+
+def execute_heads(path: str | Path, samples: Tensor, python: str = sys.executable) -> list[Tensor]:
+    """Return what qonnx's executor makes of a file, sample by sample; each output in order.
 
     Args:
         path: Of the file.
@@ -93,7 +104,7 @@ def execute(path: str | Path, samples: Tensor, python: str = sys.executable) -> 
         ExportError: The executor failed, or there is none.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given, found = Path(folder, "given.npy"), Path(folder, "found.npy")
+        given, found = Path(folder, "given.npy"), Path(folder, "found.npz")
         np.save(given, samples.numpy())
         command = [python, "-c", _SCRIPT, str(path), str(given), str(found)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -104,7 +115,8 @@ def execute(path: str | Path, samples: Tensor, python: str = sys.executable) -> 
             )
         if done.returncode:
             raise ExportError(f"qonnx could not execute {path}: {done.stderr.strip()[-300:]}")
-        return torch.from_numpy(np.load(found))
+        with np.load(found) as arrays:
+            return [torch.from_numpy(arrays[f"arr_{i}"]) for i in range(len(arrays.files))]
 
 
 class _QuantWriter(FloatWriter):

@@ -1,7 +1,7 @@
 """The four things an export can be: how each is written, and proved."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def _packed(order: Order) -> Written:
     same = sorted(found) == names and all(torch.equal(found[n], state[n]) for n in names)
     if not same or loaded.network is None:
         raise ExportError("the packed weights differ from the model's")
-    got = integer.run(loaded.network, order.samples)
+    got = list(integer.run_heads(loaded.network, order.samples).values())
     proved = _proved(order, size, path.name, got, "the network read back")
     proof = f"all {len(names)} tensors come back, every bit; {proved.proof}"
     return replace(proved, proof=proof)
@@ -94,8 +94,9 @@ def _onnx(order: Order) -> Written:
         return Written(size, what)
     runtime = require("onnxruntime", "onnx")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (got,) = session.run(None, {network.input.name: order.samples.numpy()})
-    return _proved(order, size, what, torch.from_numpy(got), f"ONNX Runtime {runtime.__version__}")
+    found = session.run(None, {network.input.name: order.samples.numpy()})
+    got = [torch.from_numpy(x) for x in found]
+    return _proved(order, size, what, got, f"ONNX Runtime {runtime.__version__}")
 
 
 def _kernels(in_floats: dict[str, str], network: Network) -> str:
@@ -114,11 +115,12 @@ def _qonnx(order: Order) -> Written:
     size = qonnx.save(network, path)
     if order.samples is None:
         return Written(size, path.name)
-    got = qonnx.execute(path, order.samples, order.python)
+    found = qonnx.execute_heads(path, order.samples, order.python)
     if qonnx.is_exact(network):
-        return _proved(order, size, path.name, got, "qonnx's executor")
-    want = integer.run(network, order.samples)
-    gap = (got.double() - want).abs() * 2.0 ** network.values[network.output].fl
+        return _proved(order, size, path.name, found, "qonnx's executor")
+    got, want = found[0], integer.run_heads(network, order.samples)
+    first = next(iter(want.values()))
+    gap = (got.double() - first).abs() * 2.0 ** network.values[network.output].fl
     proof = (
         f"qonnx's executor is float32, which is not exact here: {int((gap > 0).sum())} of "
         f"{gap.numel()} outputs differ from the integers, by {gap.max():g} steps at most"
@@ -132,20 +134,23 @@ def _hls4ml(order: Order) -> Written:
     what = f"{order.backend} project"
     if order.samples is None:
         return Written(size, what)
-    return _proved(order, size, what, project.predict(order.samples), "the C++ emulation")
+    return _proved(order, size, what, [project.predict(order.samples)], "the C++ emulation")
 
 
-def _proved(order: Order, size: int, what: str, got: Tensor, who: str) -> Written:
+def _proved(order: Order, size: int, what: str, found: Sequence[Tensor], who: str) -> Written:
+    """Compare each output with the integer reference; the first is kept."""
     samples = order.samples
     assert samples is not None
-    want = integer.run(order.deployed.network, samples)
-    different = int((got.double() != want).sum())
-    if different or got.shape != want.shape:
+    wanted = integer.run_heads(order.deployed.network, samples).values()
+    total = sum(want.numel() for want in wanted)
+    pairs = list(zip(found, wanted, strict=True))
+    different = sum(int((got.double() != want).sum()) for got, want in pairs)
+    if different or any(got.shape != want.shape for got, want in pairs):
         raise ExportError(
-            f"{who} differs from the integer reference in {different} of {want.numel()} outputs"
+            f"{who} differs from the integer reference in {different} of {total} outputs"
         )
-    proof = f"{who}: all {want.numel()} outputs of {len(samples)} samples equal the integers"
-    return Written(size, what, got, proof)
+    proof = f"{who}: all {total} outputs of {len(samples)} samples equal the integers"
+    return Written(size, what, found[0], proof)
 
 
 TARGETS: dict[str, Any] = {"packed": _packed, "onnx": _onnx, "qonnx": _qonnx, "hls4ml": _hls4ml}

@@ -189,6 +189,17 @@ class Call(nn.Module):
         return self.function(self, self.conv(x))
 
 
+class Bare(nn.Module):
+    """Calls one function on the output of a layer, perhaps another on its input; has nothing else."""
+
+    def __init__(self, function, first=lambda x: x):
+        super().__init__()
+        self.conv, self.function, self.first = nn.Conv2d(1, 2, 1), function, first
+
+    def forward(self, x):
+        return self.function(self, self.conv(self.first(x)))
+
+
 def tied(layer):
     return lambda: nn.Sequential(nn.Conv2d(1, 2, 1), layer)
 
@@ -196,24 +207,35 @@ def tied(layer):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (tied(nn.Sigmoid()), "1: Sigmoid cannot be exported"),
+        (tied(nn.GLU(1)), "1: GLU cannot be exported"),
+        (tied(nn.PReLU(2)), "1: a PReLU must have one slope, got 2"),
         (tied(nn.ConvTranspose2d(2, 2, 2)), "1: ConvTranspose2d cannot"),
-        (tied(nn.MaxPool2d(2, ceil_mode=True)), "1: max pooling must have no ceil_mode"),
-        (tied(nn.AvgPool2d(2, ceil_mode=True)), "1: average pooling must divide"),
+        (tied(nn.MaxPool2d(3, ceil_mode=True)), "ceil_mode must add no window, .* use sides of 3"),
+        (tied(nn.AvgPool2d(3, ceil_mode=True)), "ceil_mode must add no window, .* use sides of 3"),
+        (tied(nn.AvgPool2d(2, divisor_override=3)), "1: average pooling must divide"),
+        (tied(nn.MaxPool2d(2, return_indices=True)), "return_indices=False"),
         (tied(nn.AvgPool2d(2, padding=1, count_include_pad=False)), "count_include_pad"),
         (tied(nn.AdaptiveAvgPool2d(3)), r"windows must be of one size, got \(4, 4\) to \(3, 3\)"),
-        (tied(nn.Conv2d(2, 2, 3, padding="same")), "padding must be zeros"),
+        (tied(nn.Conv2d(2, 2, 2, padding="same", dilation=3)), "use an odd kernel"),
         (tied(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")), "got circular"),
         (tied(nn.Linear(4, 3)), "1: a linear layer must take vectors"),
-        (tied(nn.Flatten(2)), "1: must flatten a whole sample"),
+        (tied(nn.Flatten(0)), "1: must leave the batch alone"),
+        (lambda: Bare(lambda m, y: y.flatten()), "flatten: flatten.* must leave the batch alone"),
+        (lambda: Bare(lambda m, y: y.transpose(0, 1)), "must leave the batch alone"),
+        (lambda: Bare(lambda m, y: y.mean()), "mean: .* give the dimensions"),
+        (lambda: Bare(lambda m, y: y.mean((0, 2))), "mean: .* must leave the batch alone"),
+        (lambda: Bare(lambda m, y: y[1:]), "getitem: .* must leave the batch alone"),
+        (lambda: Bare(lambda m, y: y[:, [0, 0]]), "getitem: .* indices must be slices in order"),
+        (lambda: Bare(lambda m, y: F.dropout(y)), r"dropout: dropout\(conv\) cannot be exported"),
         (tied(nn.BatchNorm2d(2, track_running_stats=False)), "must have running statistics"),
         (lambda: Call(lambda m, y: y * m.scale), "scale: a tensor used outside a layer"),
         (lambda: Call(lambda m, y: y * 2), r"mul: mul\(conv, 2\) cannot be exported"),
         (lambda: Call(lambda m, y: y + 1), r"add: add\(conv, 1\) cannot be exported"),
-        (lambda: Call(lambda m, y: torch.cat([y, y])), "cat: cat"),
-        (lambda: Call(lambda m, y: (y, y)), "one output"),
+        (lambda: Call(lambda m, y: torch.cat([y, y])), "cat: cat.* must leave the batch alone"),
+        (lambda: Bare(lambda m, y: (y, None)), "must give tensors, or tuples.* got output1=None"),
+        (lambda: Bare(lambda m, y: y + y[:, :1]), r"must have one shape, got \(2, 4, 4\) and \(1,"),
         (lambda: Call(lambda m, y: y if y.sum() > 0 else -y), "must be traceable"),
-        (lambda: nn.Sequential(nn.ReLU(), nn.Conv2d(1, 1, 1)), "0 takes the network's input"),
+        (lambda: Bare(lambda m, y: y, lambda x: x + x), "add takes the network's input"),
     ],
 )
 def test_what_cannot_be_exported_is_named(build, message, make):
@@ -334,7 +356,7 @@ def model_format(model, name):
     return activation_formats(model)[name].input
 
 
-def test_an_average_between_two_formats_is_refused():
+def test_an_average_has_the_format_of_each_layer_that_takes_it():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -352,7 +374,17 @@ def test_an_average_between_two_formats_is_refused():
     weights = {name: FixedPoint(8, 5) for name, p in model.named_parameters() if p.ndim > 1}
     model = nearest_weights(model, weights)
     network = describe(model, x, weights, formats(conv=4, left=5, right=5))
-    assert network.formats()["pool"] == FixedPoint(8, 5)
-    for given in (formats(conv=4, left=5, right=6), formats(conv=4, left=5)):
-        with pytest.raises(ExportError, match="or that of one layer which takes it"):
-            describe(model, x, weights, given)
+    assert averages(network) == {"pool": FixedPoint(8, 5)}
+    network = describe(model, x, weights, formats(conv=4, left=5, right=6))
+    assert averages(network) == {"pool": FixedPoint(8, 5), "pool.2": FixedPoint(8, 6)}
+    assert network.chosen == {}
+    # one of the layers rounds nothing: the means get a format by their range
+    network = describe(model, x, weights, formats(conv=4, left=5), wl=7)
+    found = averages(network)
+    assert found["pool"] == FixedPoint(8, 5)
+    assert network.chosen == {"pool.2": found["pool.2"]}
+    assert found["pool.2"].wl == 7
+
+
+def averages(network):
+    return {op.name: op.fmt for op in network.operations if isinstance(op, AveragePool)}

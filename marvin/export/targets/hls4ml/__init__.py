@@ -18,7 +18,7 @@ from torch import Tensor
 
 from marvin.export.errors import ExportError, require
 from marvin.export.graph.nodes import Add, Affine, Conv, Linear, Network, Operation, Relu, Round
-from marvin.export.targets.hls4ml.layers import LAYERS, channels_last, exact, rounding
+from marvin.export.targets.hls4ml.layers import LAYERS, channels_last, check, exact, rounding
 
 __all__ = ["Project", "save", "write"]
 
@@ -103,6 +103,9 @@ def write(network: Network, folder: str | Path, backend: str = "Vitis") -> Proje
     """
     if backend not in ("Vitis", "Vivado"):
         raise ExportError(f"the backend must be Vitis or Vivado, got {backend!r}")
+    if len(network.outputs) > 1:
+        named = ", ".join(network.outputs)
+        raise ExportError(f"hls4ml gets one output, got {named}: export a model that gives one")
     writer = _Writer(network)
     writer.write()
     require("hls4ml", "hls4ml")
@@ -166,6 +169,7 @@ class _Writer:
         name = self._identifier(op.name)
         if op.inputs[0] in self.orders and not isinstance(op, Linear):
             self.orders[op.name] = self.orders[op.inputs[0]]
+        check(op)
         layer, types = LAYERS[type(op)](self, op, value)
         result = rounding(rounded.fmt) if rounded else types.pop("result", exact(value))
         self.types[name] = {**types, "result": result}

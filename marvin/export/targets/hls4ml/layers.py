@@ -17,12 +17,13 @@ from marvin.export.graph.nodes import (
     Linear,
     MaxPool,
     Network,
+    Operation,
     Relu,
     Round,
     Value,
 )
 
-__all__ = ["LAYERS", "channels_last", "exact", "rounding"]
+__all__ = ["LAYERS", "channels_last", "check", "exact", "rounding"]
 
 
 class Writer(Protocol):
@@ -189,6 +190,24 @@ def _flatten(writer: Writer, op: Flatten, value: Value) -> Layer:
         indices = np.arange(math.prod(shape)).reshape(shape)
         writer.orders[op.name] = indices.transpose(1, 2, 0).reshape(-1)
     return {"class_name": "Reshape", "target_shape": [math.prod(value.shape)]}, {}
+
+
+def check(op: Operation) -> None:
+    """Refuse what is not written for hls4ml.
+
+    Raises:
+        ExportError: Names the operation, and what to use instead.
+    """
+    if type(op) not in LAYERS:
+        kind = getattr(op, "function", type(op).__name__)
+        raise ExportError(
+            f"{op.name}: {kind} is not written for hls4ml: use ReLU and max pooling, or another target"
+        )
+    kernel = op.weight.shape[2:] if isinstance(op, Conv) else getattr(op, "kernel", (1, 1))
+    if len(kernel) != 2:
+        raise ExportError(
+            f"{op.name}: sequences are not written for hls4ml: give images of height 1 to Conv2d"
+        )
 
 
 def channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -96,10 +96,8 @@ def to_model(
     container = _container(container, spelling) or container_of(network)
     if container not in get_args(Container):
         raise ExportError(f"container must be one of {get_args(Container)}, got {container!r}")
-    writer, output = _written(network, container, vnni)
-    types = writer.graph.onnx.TensorProto
-    dtype = types.DOUBLE if container == "float64" else types.FLOAT
-    return writer.graph.model(network, output, dtype)
+    writer, outputs = _written(network, container, vnni)
+    return writer.graph.model(network, outputs)
 
 
 def container_of(network: Network) -> Container:
@@ -128,7 +126,7 @@ def original(network: Network) -> "onnx.ModelProto":
         ExportError: The package ``onnx`` is not installed.
     """
     writer = _Unrounded(network)
-    return writer.graph.model(network, writer.write(), writer.graph.onnx.TensorProto.FLOAT)
+    return writer.graph.model(network, writer.write())
 
 
 class _Unrounded(FloatWriter):
@@ -174,8 +172,10 @@ def _container(container: Container | None, spelling: Container | None) -> Conta
     return spelling
 
 
-def _written(network: Network, container: Container, vnni: bool = False) -> tuple[FloatWriter, str]:
-    """Return what has written a network, and the name of its output."""
+def _written(
+    network: Network, container: Container, vnni: bool = False
+) -> tuple[FloatWriter, dict[str, tuple[str, int]]]:
+    """Return what has written a network, and name and dtype of its outputs."""
     longest = {"int8": 8, "int16": 16, "float64": 32}[container]
     for name, fmt in network.words().items():
         if fmt.wl > longest:

@@ -58,23 +58,24 @@ class Float64Writer(FloatWriter):
         out, _, *kernel = op.weight.shape
         windows = self._windows(
             op.name, self.float(op.inputs[0]), self.network.values[op.inputs[0]].shape,
-            ((kernel[0], kernel[1]), op.stride, op.padding, op.dilation),
+            (tuple(kernel), op.stride, op.padding, op.dilation),
         )  # fmt: skip
         terms = channels // op.groups * math.prod(kernel)
-        shape = self.network.values[op.name].shape
+        shape = self.network.values[op.name].shape  # (channels, *sides)
         columns = self._reshape(
             f"{op.name}.columns", windows, (0, op.groups, terms, math.prod(shape[1:]))
         )
         weight = self._weight(op, op.weight.numpy().reshape(op.groups, out // op.groups, terms))
         product = self.graph.node("MatMul", [weight, columns], f"{op.name}.product")
-        return self._add_bias(op, self._reshape(f"{op.name}.sum", product, (0, *shape)), (-1, 1, 1))
+        total = self._reshape(f"{op.name}.sum", product, (0, *shape))
+        return self._add_bias(op, total, (-1, *[1] * len(kernel)))
 
     def average_pool(self, op: AveragePool) -> str:
         """Add the sum of each window, divided and rounded once."""
         source, shape = op.inputs[0], self.network.values[op.inputs[0]].shape
-        options = op.kernel, op.stride, op.padding, (1, 1)
+        options = op.kernel, op.stride, op.padding, (1,) * len(op.kernel)
         windows = self._windows(op.name, self.float(source), shape, options)
-        axes = self.graph.constant("axes", np.array([2, 3], np.int64))
+        axes = self.graph.constant("axes", np.arange(2, 2 + len(op.kernel)))
         total = self.graph.node("ReduceSum", [windows, axes], f"{op.name}.sum", keepdims=0)
         count = self.number("count", math.prod(op.kernel))
         mean = self.graph.node("Div", [total, count], f"{op.name}.mean")
@@ -95,18 +96,21 @@ class Float64Writer(FloatWriter):
         shape: tuple[int, ...],
         options: tuple[Pair, Pair, Pair, Pair],
     ) -> str:
-        """Return windows, shape ``(n, channels, *kernel, *out)``: rows gathered, then columns."""
+        """Return windows, shape ``(n, channels, *kernel, *out)``: gathered one side after the other."""
         kernel, stride, padding, dilation = options
         node, x = self.graph.node, source
         if any(padding):
             pads = np.array([0, 0, *padding, 0, 0, *padding], np.int64)
             x = node("Pad", [x, self.graph.constant("pads", pads)], f"{name}.padded")
-        for axis, at, what in ((0, 2, "rows"), (1, 4, "windows")):
+        sides = len(kernel)
+        for axis, what in zip(range(sides), ("rows", "windows"), strict=False):
             size = shape[1 + axis] + 2 * padding[axis] - dilation[axis] * (kernel[axis] - 1)
             starts = np.arange(0, size, stride[axis])
             indices = np.arange(kernel[axis])[:, None] * dilation[axis] + starts
             taken = self.graph.constant("indices", indices.astype(np.int64))
-            x = node("Gather", [x, taken], f"{name}.{what}", axis=at)
+            x = node("Gather", [x, taken], f"{name}.{what}", axis=2 + 2 * axis)
+        if sides == 1:
+            return x
         return node("Transpose", [x], f"{name}.ordered", perm=[0, 1, 2, 4, 3, 5])
 
     def _reshape(self, name: str, source: str, shape: tuple[int, ...]) -> str:

@@ -4,6 +4,7 @@ Built node by node: exporters of torch drop the bounds of short formats.
 """
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError, require
 from marvin.export.execute.arithmetic import Codes
+from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -26,6 +28,7 @@ from marvin.export.graph.nodes import (
     Round,
     Weighted,
 )
+from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 from marvin.export.passes.fold import absorbed
 
 if TYPE_CHECKING:  # an extra
@@ -79,26 +82,37 @@ class Graph:
     def model(
         self,
         network: Network,
-        output: str,
-        dtype: int,
+        outputs: Mapping[str, tuple[str, int]],
         domains: dict[str, int] | None = None,
         batch: int | str = "batch",
     ) -> "onnx.ModelProto":
-        """Return the checked model; samples come in as float32, ``output`` goes out.
+        """Return the checked model; samples come in as float32.
 
-        What ``output`` does not need is left out.
+        What no output needs is left out.
+
+        Args:
+            network: What was written.
+            outputs: Name and dtype of each of ``network.outputs``, by its label. One has the name
+                that it has in the graph; of several, each has its label, if that is free.
+            domains: Versions of other sets of operators.
+            batch: Size of the batch, or the name of it.
         """
         helper, types = self.onnx.helper, self.onnx.TensorProto
-        shapes = [batch, *network.input.shape], [batch, *network.values[network.output].shape]
-        source = helper.make_tensor_value_info(network.input.name, types.FLOAT, shapes[0])
-        result = helper.make_tensor_value_info(output, dtype, shapes[1])
-        nodes, used = [], {output}
+        source = helper.make_tensor_value_info(
+            network.input.name, types.FLOAT, [batch, *network.input.shape]
+        )
+        results = []
+        for label, (name, dtype) in outputs.items():
+            shape = [batch, *network.values[network.outputs[label]].shape]
+            name = name if len(outputs) == 1 else self.node("Identity", [name], label)
+            results.append(helper.make_tensor_value_info(name, dtype, shape))
+        nodes, used = [], {result.name for result in results}
         for node in reversed(self.nodes):
             if node.output[0] in used:
                 nodes.append(node)
                 used.update(node.input)
         constants = [c for name, c in self._constants.items() if name in used]
-        graph = helper.make_graph(nodes[::-1], "marvin", [source], [result], constants)
+        graph = helper.make_graph(nodes[::-1], "marvin", [source], results, constants)
         opsets = [helper.make_opsetid("", OPSET)]
         opsets += [helper.make_opsetid(name, version) for name, version in (domains or {}).items()]
         model = helper.make_model(graph, opset_imports=opsets, producer_name="marvin-fixedpoint")
@@ -120,12 +134,13 @@ class FloatWriter:
         self.graph = Graph(network.input.name)
         self.names = {network.input.name: network.input.name}  # floats, by value
 
-    def write(self) -> str:
-        """Add all operations; return the name of the output."""
+    def write(self) -> dict[str, tuple[str, int]]:
+        """Add all operations; return name and dtype of each output, by its label."""
         for op in self.network.operations:
             if not isinstance(op, Input):
                 self.add(op)
-        return self.float(self.network.output)
+        dtype = self.graph.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(self.real))
+        return {label: (self.float(n), dtype) for label, n in self.network.outputs.items()}
 
     def add(self, op: Operation) -> None:
         """Add one operation."""
@@ -231,6 +246,40 @@ class FloatWriter:
         """Add a flattening."""
         return self.graph.node("Flatten", [self.float(op.inputs[0])], op.name)
 
+    def moved(self, op: Operation, source: str, name: str) -> str:
+        """Add an operation that only moves what ``source`` holds, whatever that is."""
+        if isinstance(op, Reshape):
+            shape = self.graph.constant("shape", np.array([0, *op.shape], np.int64))
+            return self.graph.node("Reshape", [source, shape], name)
+        if isinstance(op, Transpose):
+            order = [0, *(i + 1 for i in op.order)]
+            return self.graph.node("Transpose", [source], name, perm=order)
+        assert isinstance(op, Slice)
+        ends = [op.start], [op.stop], [op.axis + 1], [op.step]
+        given = [self.graph.constant("index", np.array(end, np.int64)) for end in ends]
+        return self.graph.node("Slice", [source, *given], name)
+
+    def concat(self, op: Concat) -> str:
+        """Add values one behind the other."""
+        sources = [self.float(name) for name in op.inputs]
+        return self.graph.node("Concat", sources, op.name, axis=op.axis + 1)
+
+    def clip(self, op: Clip) -> str:
+        """Add bounds."""
+        ends = [self.number("bound", end * 2.0**-op.source_fl) for end in (op.low, op.high)]
+        return self.graph.node("Clip", [self.float(op.inputs[0]), *ends], op.name)
+
+    def table(self, op: Table) -> str:
+        """Add a function by its table: codes as indices, values from the table."""
+        node, types = self.graph.node, self.graph.onnx.TensorProto
+        scale = self.number("scale", 2.0**op.source_fl)
+        codes = node("Mul", [self.float(op.inputs[0]), scale], f"{op.name}.codes")
+        first = self.number("first", float(op.low))
+        places = node("Sub", [codes, first], f"{op.name}.places")
+        indices = node("Cast", [places], f"{op.name}.indices", to=types.INT32)
+        values = self.number(f"{op.name}.table", op.codes.numpy() * op.fmt.lsb)
+        return node("Gather", [values, indices], op.name)
+
     def sum(self, op: Add) -> str:
         """Add a sum."""
         return self.graph.node("Add", [self.float(name) for name in op.inputs], op.name)
@@ -277,4 +326,10 @@ _WRITE: dict[type, Any] = {
     MaxPool: lambda writer, op: writer.max_pool(op),
     AveragePool: lambda writer, op: writer.average_pool(op),
     Flatten: lambda writer, op: writer.flatten(op),
+    Reshape: lambda writer, op: writer.moved(op, writer.float(op.inputs[0]), op.name),
+    Transpose: lambda writer, op: writer.moved(op, writer.float(op.inputs[0]), op.name),
+    Slice: lambda writer, op: writer.moved(op, writer.float(op.inputs[0]), op.name),
+    Concat: lambda writer, op: writer.concat(op),
+    Clip: lambda writer, op: writer.clip(op),
+    Table: lambda writer, op: writer.table(op),
 }

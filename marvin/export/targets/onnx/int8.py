@@ -6,17 +6,19 @@ exact by the rule of ``fold``. So is the sum of two rounded values. ReLU, max po
 keep the order of values, so rounding comes before them, and they work on bytes.
 """
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
+from marvin.export.execute.arithmetic import round_fraction
+from marvin.export.graph.functions import KEEP_ORDER, Clip, Table
 from marvin.export.graph.nodes import (
     Add,
     AveragePool,
     Conv,
-    Flatten,
     Linear,
     MaxPool,
     Network,
@@ -25,6 +27,7 @@ from marvin.export.graph.nodes import (
     Round,
     Weighted,
 )
+from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 from marvin.export.passes.fold import Folded, fold
 from marvin.export.targets.onnx.graph import window
 from marvin.export.targets.onnx.int16 import Int16Writer
@@ -33,6 +36,7 @@ __all__ = ["Int8Writer"]
 
 _SIGNIFICAND = 24
 _INT16_MAX = 2**15 - 1
+_MOVES = Reshape, Transpose, Slice
 
 
 class Int8Writer(Int16Writer):
@@ -50,13 +54,13 @@ class Int8Writer(Int16Writer):
         super().__init__(network)
         self._vnni = vnni
         self._bytes: dict[str, tuple[str, FixedPoint]] = {}  # of values
-        self._rounded: dict[tuple[str, FixedPoint, int], str] = {}
-        self._unclipped: dict[str, str] = {}
+        self._rounded: dict[tuple[str, FixedPoint, int, int], str] = {}
+        self._unclipped: dict[str, tuple[str, tuple[int, int]]] = {}
         self.in_floats: dict[str, str] = {}
         """Layers that no integer kernel computes, and why."""
 
-    def write(self) -> str:
-        """Add all that the output needs; return its name.
+    def write(self) -> dict[str, tuple[str, int]]:
+        """Add all that the outputs need; return name and dtype of each, by its label.
 
         Raises:
             ExportError: A value may not be exact in float32; names it and its bits.
@@ -64,7 +68,8 @@ class Int8Writer(Int16Writer):
         for op in self.network.operations:
             if isinstance(op, Round | AveragePool):  # in order, so that no recursion is deep
                 self._as_bytes(op.name)
-        return self.float(self.network.output)
+        float32 = self.graph.onnx.TensorProto.FLOAT
+        return {label: (self.float(n), float32) for label, n in self.network.outputs.items()}
 
     def float(self, name: str) -> str:
         """Return the name of a value as floats, which is added if it is not there.
@@ -88,7 +93,7 @@ class Int8Writer(Int16Writer):
             ExportError: A value may not be exact in float32; names it and its bits.
         """
         self._check_exact(op.name)
-        self._bytes[op.name] = self._quantized(mean, op.fmt, op.fmt.min_code), op.fmt
+        self._bytes[op.name] = self._quantized(mean, op.fmt, *_range(op.fmt)), op.fmt
         return ""
 
     def conv(self, op: Conv) -> str:
@@ -139,15 +144,17 @@ class Int8Writer(Int16Writer):
         if name not in self._bytes and name != self.network.input.name:
             op = self.network.operation(name)
             if isinstance(op, Round):
-                self._bytes[name] = self._round(op.inputs[0], op.fmt, op.fmt.min_code), op.fmt
+                self._bytes[name] = self._round(op.inputs[0], op.fmt, *_range(op.fmt)), op.fmt
             elif isinstance(op, AveragePool):
                 self.add(op)
-            elif isinstance(op, Relu | MaxPool | Flatten) and (
-                found := self._as_bytes(op.inputs[0])
-            ):
+            elif isinstance(op, Table) and op.fmt.wl <= 8:
+                self._bytes[name] = self._looked_up(op), op.fmt
+            elif isinstance(op, KEEP_ORDER) and (found := self._as_bytes(op.inputs[0])):
                 self._bytes[name] = self._ordered(op, *found), found[1]
+            elif isinstance(op, Concat) and (found := self._beside(op)):
+                self._bytes[name] = found
             elif fmt := self._implied(name):
-                self._bytes[name] = self._round(name, fmt, fmt.min_code), fmt
+                self._bytes[name] = self._round(name, fmt, *_range(fmt)), fmt
         return self._bytes.get(name)
 
     def _implied(self, name: str) -> FixedPoint | None:
@@ -156,31 +163,67 @@ class Int8Writer(Int16Writer):
         signed = value.low < 0
         if value.bits - (not signed) > 8 or abs(value.fl) > 31:
             return None
-        while isinstance(op, Relu | MaxPool | Flatten):
+        while isinstance(op, KEEP_ORDER):
             op = self.network.operation(op.inputs[0])
         is_fused = isinstance(op, Add) and all(map(self._as_bytes, op.inputs))
         return FixedPoint(8, value.fl, signed=signed) if is_fused else None
 
+    def _beside(self, op: Concat) -> tuple[str, FixedPoint] | None:
+        """Return values one behind the other as bytes, where all have one format of 8 bits."""
+        found = [self._as_bytes(name) for name in op.inputs]
+        formats = {part[1] for part in found if part}
+        if None in found or len(formats) > 1:
+            return None
+        codes = [part[0] for part in found if part]
+        name = self.graph.node("Concat", codes, f"{op.name}.codes", axis=op.axis + 1)
+        return name, formats.pop()
+
+    def _looked_up(self, op: Table) -> str:
+        """Add a table of bytes, which bytes or other codes choose from."""
+        found = self._as_bytes(op.inputs[0])
+        codes = op.codes.numpy() + _zero(op.fmt)
+        node, types = self.graph.node, self.graph.onnx.TensorProto
+        if found and found[1].fl == op.source_fl:
+            places = np.arange(256) - _zero(found[1]) - op.low  # of each byte
+            codes, source = codes[places.clip(0, len(codes) - 1)], found[0]
+        else:
+            value = self.float(op.inputs[0])
+            scaled = node("Mul", [value, self.number("scale", 2.0**op.source_fl)], f"{op.name}.at")
+            source = node("Sub", [scaled, self.number("first", float(op.low))], f"{op.name}.places")
+        indices = node("Cast", [source], f"{op.name}.indices", to=types.INT32)
+        table = self.graph.constant(f"{op.name}.table", codes.astype(np.uint8))
+        return node("Gather", [table, indices], f"{op.name}.codes")
+
     def _ordered(self, op: Operation, codes: str, fmt: FixedPoint) -> str:
         """Add an operation that keeps the order of values, on bytes."""
+        low, high = _range(fmt)
         if isinstance(op, Relu):
-            return self._clipped(codes, fmt, max(0, fmt.min_code))
+            return self._clipped(codes, fmt, max(0, low), max(0, high))
+        if isinstance(op, Clip):
+            return self._clipped(codes, fmt, *_within(op, fmt, low, high))
+        if isinstance(op, _MOVES):
+            return self.moved(op, codes, f"{op.name}.codes")
         attributes = window(op) if isinstance(op, MaxPool) else {}
         return self.graph.node(type(op).__name__, [codes], f"{op.name}.codes", **attributes)
 
-    def _round(self, source: str, fmt: FixedPoint, low: int) -> str:
-        """Return the codes of a value rounded to ``fmt``, and ``low`` where they are below."""
-        key = source, fmt, low
+    def _round(self, source: str, fmt: FixedPoint, low: int, high: int) -> str:
+        """Return the codes of a value rounded to ``fmt``, within ``low`` and ``high``."""
+        key = source, fmt, low, high
         if key not in self._rounded:
             op, found = self.network.operation(source), self._bytes.get(source)
             if found and found[1] == fmt:
-                codes = self._clipped(found[0], fmt, low)
+                codes = self._clipped(found[0], fmt, low, high)
             elif isinstance(op, Relu):
-                codes = self._round(op.inputs[0], fmt, max(0, low))
-            elif isinstance(op, MaxPool | Flatten):
-                codes = self._ordered(op, self._round(op.inputs[0], fmt, low), fmt)
+                codes = self._round(op.inputs[0], fmt, min(max(0, low), high), high)
+            elif isinstance(op, Clip):
+                codes = self._round(op.inputs[0], fmt, *_within(op, fmt, low, high))
+            elif isinstance(op, KEEP_ORDER):
+                codes = self._ordered(op, self._round(op.inputs[0], fmt, low, high), fmt)
+            elif isinstance(op, Concat):
+                parts = [self._round(name, fmt, low, high) for name in op.inputs]
+                codes = self.graph.node("Concat", parts, f"{source}.codes", axis=op.axis + 1)
             else:
-                codes = self._quantized(self._unrounded_value(op, fmt), fmt, low)
+                codes = self._quantized(self._unrounded_value(op, fmt), fmt, low, high)
             self._rounded[key] = codes
         return self._rounded[key]
 
@@ -236,20 +279,21 @@ class Int8Writer(Int16Writer):
 
         The runtime has no fast kernel for other numbers of them.
         """
-        missing = -codes.shape[1] % 4
+        missing, sides = -codes.shape[1] % 4, codes.ndim - 2
         if not missing:
             return source, codes
-        pads = self.graph.constant("pads", np.array([0, 0, 0, 0, 0, missing, 0, 0]))
+        pads = np.array([0, 0, *[0] * sides, 0, missing, *[0] * sides])
+        pads = self.graph.constant("pads", pads)
         zero = self._scale_and_zero(found[1])[1]
         wide = self.graph.node("Pad", [found[0], pads, zero], f"{found[0]}.wide")
-        weight = np.pad(codes, [(0, 0), (0, missing), (0, 0), (0, 0)])
+        weight = np.pad(codes, [(0, 0), (0, missing), *[(0, 0)] * sides])
         return self._dequantized(wide, found[1], f"{wide}.float"), weight
 
-    def _quantized(self, source: str, fmt: FixedPoint, low: int) -> str:
+    def _quantized(self, source: str, fmt: FixedPoint, low: int, high: int) -> str:
         codes = self.graph.node(
             "QuantizeLinear", [source, *self._scale_and_zero(fmt)], f"{source}.codes"
         )
-        return self._clipped(codes, fmt, low)
+        return self._clipped(codes, fmt, low, high)
 
     def _dequantized(self, codes: str, fmt: FixedPoint, name: str) -> str:
         return self.graph.node("DequantizeLinear", [codes, *self._scale_and_zero(fmt)], name)
@@ -258,20 +302,33 @@ class Int8Writer(Int16Writer):
         zero = self.graph.constant("zero", np.array(_zero(fmt), np.uint8))
         return [self.number("scale", fmt.lsb), zero]
 
-    def _clipped(self, codes: str, fmt: FixedPoint, low: int) -> str:
-        """Add a clip to the codes from ``low`` on that ``fmt`` has, where bytes have others."""
-        bounds = [code + _zero(fmt) for code in (low, fmt.max_code)]
+    def _clipped(self, codes: str, fmt: FixedPoint, low: int, high: int) -> str:
+        """Add a clip to the codes from ``low`` to ``high``, where bytes have others."""
+        bounds = [code + _zero(fmt) for code in (low, high)]
         if bounds == [0, 255]:
             return codes
         limits = [self.graph.constant("bound", np.array(bound, np.uint8)) for bound in bounds]
-        source = self._unclipped.get(codes, codes)  # the narrower clip alone is enough
+        before, (low_byte, high_byte) = self._unclipped.get(codes, (codes, (0, 255)))
+        is_narrower = low_byte <= bounds[0] and bounds[1] <= high_byte
+        source = before if is_narrower else codes  # the narrower clip alone is enough
         clipped = self.graph.node("Clip", [source, *limits], f"{source}.clipped")
-        self._unclipped[clipped] = source
+        self._unclipped[clipped] = source, (bounds[0], bounds[1])
         return clipped
 
 
 def _zero(fmt: FixedPoint) -> int:
     return 128 if fmt.signed else 0
+
+
+def _range(fmt: FixedPoint) -> tuple[int, int]:
+    return fmt.min_code, fmt.max_code
+
+
+def _within(op: Clip, fmt: FixedPoint, low: int, high: int) -> tuple[int, int]:
+    """Return the bounds that clipping, rounding to ``fmt`` and clipping to two more codes make."""
+    ends = (Fraction(end) * Fraction(2) ** -op.source_fl for end in (op.low, op.high))
+    first, last = (min(max(round_fraction(end, fmt), low), high) for end in ends)
+    return first, last
 
 
 def _stored(codes: Any, fmt: FixedPoint, vnni: bool) -> tuple[Any, int]:

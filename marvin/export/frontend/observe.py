@@ -1,0 +1,89 @@
+"""What each call of a traced model gives on samples: shapes, plain numbers, and ranges."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from marvin.export.errors import ExportError
+from marvin.export.execute.verify import evaluating
+
+__all__ = ["Observed", "observe"]
+
+_Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the calls of a trace gave.
+
+    Args:
+        shapes: Of each tensor, batch included, by the name of its node.
+        plain: What is no tensor, such as a size, by the name of its node.
+        ranges: Smallest and largest value of each floating tensor, by the name of its node.
+    """
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+    ranges: dict[str, _Range] = field(default_factory=dict)
+
+    def range_of(self, node: str) -> _Range:
+        """Return the range of a node's values.
+
+        Raises:
+            ExportError: They were not all finite.
+        """
+        low, high = self.ranges[node]
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ExportError(f"{node} must be finite to get a format, got {low} to {high}")
+        return low, high
+
+
+@torch.no_grad()
+def observe(model: nn.Module, graph: fx.Graph, samples: Tensor) -> Observed:
+    """Run a trace in eval mode, call by call.
+
+    Args:
+        model: What was traced; hooks on its layers run.
+        graph: Its trace.
+        samples: What it takes, shape ``(n, ...)``.
+
+    Raises:
+        ExportError: The model does not take the samples.
+    """
+    watcher = _Watcher(model, graph)
+    with evaluating(model):
+        try:
+            watcher.run(samples.clone())
+        except Exception as error:  # whatever the model's own code raises
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+            shape = tuple(samples.shape)
+            raise ExportError(
+                f"the model must take samples of shape {shape}, got {reason}"
+            ) from error
+    return watcher.observed
+
+
+class _Watcher(fx.Interpreter):
+    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(model, graph=graph)
+        self.extra_traceback = False
+        self.observed = Observed()
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call a layer; the model itself where it is one."""
+        return self.module.get_submodule(str(target))(*args, **kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one call and remember what it gave."""
+        result = super().run_node(n)
+        found = self.observed
+        if not isinstance(result, Tensor):
+            found.plain[n.name] = result
+            return result
+        found.shapes[n.name] = tuple(result.shape)
+        if result.is_floating_point() and result.numel():
+            found.ranges[n.name] = float(result.min()), float(result.max())
+        return result
