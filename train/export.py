@@ -1,6 +1,6 @@
 """Export a training run.
 
-python -m train.export RUN --to packed|onnx|qonnx|hls4ml [--verify] [--out DIR]
+python -m train.export RUN --to packed|onnx|qonnx|hls4ml|c [--verify] [--out DIR]
 
 Prints format, bytes and verdict of each layer and writes RUN/export/TARGET, as a whole or not at
 all. With --verify the files are run, and must compute what the integer reference computes.

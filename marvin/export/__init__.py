@@ -10,7 +10,7 @@ One export, from the model to the file:
 5. ``passes.shorten_scales`` fits its scales to integer kernels, ``passes.round_sums`` what is added, if asked.
 6. ``frontend.follow`` compares it with the model, ``execute.verify`` with ``execute.integer``, layer by layer.
 7. ``command.export`` prints that by ``report``, and hands the network to ``targets.write``.
-8. There ``targets.packed``, ``onnx`` (by ``passes.fold``), ``qonnx`` or ``hls4ml`` saves the file, runs it, and
+8. There ``targets.packed``, ``onnx`` (by ``passes.fold``), ``qonnx``, ``hls4ml`` or ``c`` saves the file, runs it, and
    compares every output with ``execute.integer``.
 """
 
@@ -33,7 +33,7 @@ from marvin.export.graph.formats import (
 )
 from marvin.export.graph.nodes import Network
 from marvin.export.passes.round_sums import round_sums
-from marvin.export.targets import hls4ml, onnx, packed, qonnx
+from marvin.export.targets import c, hls4ml, onnx, packed, qonnx
 
 __all__ = [
     "Deployed",
@@ -41,6 +41,7 @@ __all__ = [
     "Formats",
     "Network",
     "Options",
+    "c",
     "calibrate",
     "compare",
     "deploy",
@@ -60,6 +61,13 @@ __all__ = [
 ]
 
 # whoever uses these wants no rooms in their names: from marvin.export.onnx import save
-_PATHS = {"hls4ml": hls4ml, "integer": integer, "network": nodes, "onnx": onnx, "packed": packed}
+_PATHS = {
+    "c": c,
+    "hls4ml": hls4ml,
+    "integer": integer,
+    "network": nodes,
+    "onnx": onnx,
+    "packed": packed,
+}
 _PATHS |= {"qonnx": qonnx, "simulate": simulate}
 sys.modules.update({f"{__name__}.{name}": module for name, module in _PATHS.items()})

@@ -1,6 +1,6 @@
 """Export a frozen model.
 
-python -m marvin.export MODEL --to packed|onnx|qonnx|hls4ml --inputs FILE|--shape 1,28,28
+python -m marvin.export MODEL --to packed|onnx|qonnx|hls4ml|c --inputs FILE|--shape 1,28,28
 
 MODEL is a file of torch.save(marvin.freeze(model), path); no code of it is run. Prints format,
 bytes and verdict of each layer and writes MODEL-export/TARGET beside it, as a whole or not at all.
@@ -57,7 +57,7 @@ def _names_a_folder(words: Sequence[str]) -> bool:
     """Say whether the word that is no flag's is the name of a folder."""
     for before, word in zip(["", *words], words, strict=False):
         has_value = before.startswith("--") and "=" not in before
-        is_value = has_value and before not in ("--verify", "--vnni")
+        is_value = has_value and before not in ("--verify", "--vnni", "--nibbles")
         if not word.startswith("-") and not is_value:
             return Path(word).is_dir()
     return False

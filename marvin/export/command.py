@@ -77,6 +77,11 @@ class Parser(argparse.ArgumentParser):
             default=0,
             help="samples to verify on (default: all; of the slow qonnx and hls4ml, 8)",
         )
+        add(
+            "--nibbles",
+            action="store_true",
+            help="of c: weights of 4 bits or fewer two to a byte: less flash, more time",
+        )
         add("--backend", choices=("Vitis", "Vivado"), default="Vitis", help="of hls4ml")
         add("--python", default=sys.executable, help="interpreter with qonnx, to verify qonnx")
 
@@ -145,6 +150,7 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
     out = given.out or folder / given.to
     written = _write(given, trained, deployed, (out, rows))
     print(f"{out}: {written.what}, {written.size_bytes:,} bytes")
+    print(*written.notes, sep="\n", end="\n" if written.notes else "")
     verdict = "verified" if written.is_equal else "not equal"
     print(f"{verdict}: {written.proof}" if written.proof else "not verified: add --verify")
     if written.outputs is not None and trained.labels is not None:
@@ -161,7 +167,9 @@ def _write(
     count = given.samples or (8 if given.to in ("qonnx", "hls4ml") else len(trained.samples))
     samples = trained.samples[:count] if given.verify else None
     with new_folder(out) as folder:
-        order = Order(deployed, folder, samples, given.backend, given.python, given.vnni)
+        order = Order(
+            deployed, folder, samples, given.backend, given.python, given.vnni, given.nibbles
+        )
         written = TARGETS[given.to](order)
         facts = {
             "run": str(trained.path),
@@ -170,6 +178,7 @@ def _write(
             "activations": deployed.network.origin,
             "what": written.what,
             "proof": written.proof,
+            "notes": written.notes,
             "layers": rows,
         }
         (folder / "export.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The four things an export can be: how each is written, and proved."""
+"""The five things an export can be: how each is written, and proved."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +13,8 @@ from marvin.export.deployed import Deployed
 from marvin.export.errors import ExportError, require
 from marvin.export.execute import integer
 from marvin.export.graph.nodes import Add, Network, Weighted
-from marvin.export.targets import hls4ml, onnx, packed, qonnx
+from marvin.export.targets import c, hls4ml, onnx, packed, qonnx
+from marvin.export.targets.c.proof import prove, report
 
 __all__ = ["TARGETS", "Order", "Target", "Written"]
 
@@ -28,6 +29,7 @@ class Written:
         outputs: What the file computes of the samples it was proved on, None where not proved.
         proof: In words; ``""`` where there is none.
         is_equal: Whether it computes what the integers do; False only where no float32 could.
+        notes: What it takes, line by line.
     """
 
     size_bytes: int
@@ -35,6 +37,7 @@ class Written:
     outputs: Tensor | None = None
     proof: str = ""
     is_equal: bool = True
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Order:
         backend: Of hls4ml.
         python: Interpreter of an environment with qonnx.
         vnni: Of ONNX: the processor has VNNI.
+        nibbles: Of C: weights of 4 bits or fewer are two to a byte.
     """
 
     deployed: Deployed
@@ -56,6 +60,7 @@ class Order:
     backend: str = "Vitis"
     python: str = sys.executable
     vnni: bool = False
+    nibbles: bool = False
 
 
 Target = Callable[[Order], Written]
@@ -137,6 +142,18 @@ def _hls4ml(order: Order) -> Written:
     return _proved(order, size, what, [project.predict(order.samples)], "the C++ emulation")
 
 
+def _c(order: Order) -> Written:
+    network, path = order.deployed.network, order.folder / "network.c"
+    size = c.save(network, path, nibbles=order.nibbles)
+    source = c.write(network, path.stem, nibbles=order.nibbles)
+    what = f"{path.name} and {path.stem}.h"
+    notes = tuple(report(network, source, path))
+    if order.samples is None:
+        return Written(size, what, notes=notes)
+    got, who = prove(network, source, path, order.samples)
+    return replace(_proved(order, size, what, [got], who), notes=notes)
+
+
 def _proved(order: Order, size: int, what: str, found: Sequence[Tensor], who: str) -> Written:
     """Compare each output with the integer reference; the first is kept."""
     samples = order.samples
@@ -153,4 +170,10 @@ def _proved(order: Order, size: int, what: str, found: Sequence[Tensor], who: st
     return Written(size, what, found[0], proof)
 
 
-TARGETS: dict[str, Any] = {"packed": _packed, "onnx": _onnx, "qonnx": _qonnx, "hls4ml": _hls4ml}
+TARGETS: dict[str, Any] = {
+    "packed": _packed,
+    "onnx": _onnx,
+    "qonnx": _qonnx,
+    "hls4ml": _hls4ml,
+    "c": _c,
+}

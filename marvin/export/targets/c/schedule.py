@@ -1,0 +1,140 @@
+"""Which operations are computed together, in which order: a layer, and what is done to each result."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from marvin.export.errors import ExportError
+from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.nodes import (
+    Add,
+    Affine,
+    AveragePool,
+    Conv,
+    Flatten,
+    Linear,
+    MaxPool,
+    Network,
+    Operation,
+    Relu,
+    Round,
+)
+
+__all__ = ["Step", "input_round", "schedule"]
+
+_HEADS = Conv, Linear, MaxPool, AveragePool
+_POINTWISE = Add, Affine, Clip, Flatten, Relu, Round, Table
+
+
+@dataclass(eq=False)
+class Step:
+    """One function of the C file.
+
+    Args:
+        operations: The first may be a layer or a pool; all others take one code at a time.
+        stored: Those whose values are kept for others.
+        inputs: Names of values of other steps, or of the input, that it takes.
+    """
+
+    operations: list[Operation]
+    stored: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+
+    @property
+    def head(self) -> Operation | None:
+        """The layer or pool, if there is one."""
+        first = self.operations[0]
+        return first if isinstance(first, _HEADS) else None
+
+
+def input_round(network: Network) -> Round:
+    """Return the rounding of what comes in, whose codes the C function takes.
+
+    Raises:
+        ExportError: There are several with different formats.
+    """
+    source = network.input.name
+    rounds = [op for op in network.operations if op.inputs == (source,) and isinstance(op, Round)]
+    formats = {op.fmt for op in rounds}
+    if len(formats) != 1:
+        found = ", ".join(f"{op.name} {op.fmt}" for op in rounds)
+        raise ExportError(f"C takes an input of one format, got {found or 'none'}")
+    return rounds[0]
+
+
+def schedule(network: Network, given: set[str]) -> list[Step]:
+    """Return the steps of a network, in an order in which they can be computed.
+
+    An operation on single codes joins the step that makes its input, so that no long sum is stored.
+
+    Args:
+        network: From ``describe``.
+        given: Names of values that are there before the first step.
+
+    Raises:
+        ExportError: There is an operation that C code has no word for.
+    """
+    steps: dict[str, Step] = {}
+    for op in network.operations[1:]:
+        if op.name in given:
+            continue
+        if type(op) not in _HEADS + _POINTWISE:
+            raise ExportError(f"{op.name}: {type(op).__name__} cannot be written as C")
+        found = None if isinstance(op, _HEADS) else _joined(op, steps)
+        if found is None:
+            found = Step([])
+        found.operations.append(op)
+        steps[op.name] = found
+    ordered = _ordered(list(dict.fromkeys(steps.values())), steps)
+    for step in ordered:
+        own = {op.name for op in step.operations}
+        step.inputs = _outside(step)
+        for op in step.operations:
+            users = network.users.get(op.name, [])
+            if op.name == network.output or any(user.name not in own for user in users):
+                step.stored.append(op.name)
+    return ordered
+
+
+def _outside(step: Step) -> list[str]:
+    own = {op.name for op in step.operations}
+    names = [name for op in step.operations for name in op.inputs if name not in own]
+    return list(dict.fromkeys(names))
+
+
+def _joined(op: Operation, steps: dict[str, Step]) -> Step | None:
+    """Return the last step that makes an input of ``op`` and that no other input is made from."""
+    makers = [steps[name] for name in op.inputs if name in steps]
+    for step in reversed(list(dict.fromkeys(makers))):
+        others = [other for other in makers if other is not step]
+        if not any(_needs(other, step, steps) for other in others):
+            return step
+    return None
+
+
+def _needs(step: Step, other: Step, steps: dict[str, Step]) -> bool:
+    """Say whether a step can be computed only after another."""
+    return other in _before(step, lambda s: [steps[n] for n in _outside(s) if n in steps])
+
+
+def _before(step: Step, sources: Callable[[Step], list[Step]]) -> list[Step]:
+    """Return a step and all that it is made from, itself last."""
+    done: dict[Step, None] = {}
+    waiting = [step]
+    while waiting:
+        current = waiting[-1]
+        missing = [s for s in sources(current) if s not in done and s is not current]
+        if missing:
+            waiting += missing
+        else:
+            done[current] = None
+            waiting.pop()
+    return list(done)
+
+
+def _ordered(found: list[Step], steps: dict[str, Step]) -> list[Step]:
+    done: dict[Step, None] = {}
+    for step in found:
+        done |= dict.fromkeys(
+            _before(step, lambda s: [steps[n] for n in _outside(s) if n in steps])
+        )
+    return list(done)

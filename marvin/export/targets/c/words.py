@@ -1,0 +1,96 @@
+"""C's types, numbers, names and tables, as text."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from marvin.export.errors import ExportError
+
+__all__ = ["Tables", "bits_of", "computing", "identifier", "literal", "loop", "size_of", "storing"]
+
+_STORED = (("int8_t", 8), ("int16_t", 16), ("int32_t", 32), ("int64_t", 64))
+_LINE = 96
+
+
+def storing(low: int, high: int) -> str:
+    """Return the shortest type that holds all numbers of a range; unsigned where none is below 0.
+
+    Raises:
+        ExportError: None does.
+    """
+    for name, bits in _STORED:
+        if low >= 0 and high < 2**bits and bits <= 16:
+            return f"u{name}"
+        if -(2 ** (bits - 1)) <= low and high < 2 ** (bits - 1):
+            return name
+    raise ExportError(f"int64 holds no numbers from {low} to {high}")
+
+
+def computing(name: str, largest: int) -> str:
+    """Return the type to compute in with numbers up to a magnitude: int32 or int64.
+
+    Raises:
+        ExportError: Neither is long enough.
+    """
+    if largest < 2**31:
+        return "int32_t"
+    if largest < 2**63:
+        return "int64_t"
+    raise ExportError(
+        f"{name} needs sums of {largest.bit_length() + 1} bits, C has 64: shorter words, or a "
+        "shorter --scale-wl"
+    )
+
+
+def size_of(word: str) -> int:
+    """Return the bytes of a type."""
+    return bits_of(word) // 8
+
+
+def bits_of(word: str) -> int:
+    """Return the bits of a type."""
+    return int(re.sub(r"\D", "", word))
+
+
+def literal(value: int) -> str:
+    """Return a number as it stands in code."""
+    if abs(value) >= 2**31:
+        return f"INT64_C({value})"
+    return str(value)
+
+
+def identifier(name: str) -> str:
+    """Return a name without what C does not allow in one."""
+    return re.sub(r"\W", "_", name, flags=re.ASCII).strip("_") or "value"
+
+
+def loop(variable: str, count: int) -> str:
+    """Return the head of a loop."""
+    return f"for (size_t {variable} = 0; {variable} < {count}; {variable}++)"
+
+
+@dataclass
+class Tables:
+    """Constant arrays.
+
+    Args:
+        texts: The definitions.
+        size_bytes: Of all of them.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    size_bytes: int = 0
+
+    def add(self, name: str, values: Sequence[int], word: str | None = None) -> str:
+        """Define an array of the shortest type that holds it, or of a given one; return its name."""
+        word = word or storing(min(values), max(values))
+        lines, line = [], "   "
+        for text in (f" {value}," for value in values):
+            if len(line) + len(text) > _LINE:
+                lines.append(line)
+                line = "   "
+            line += text
+        body = "\n".join([*lines, line])
+        self.texts.append(f"static const {word} {name}[{len(values)}] = {{\n{body}\n}};\n")
+        self.size_bytes += len(values) * size_of(word)
+        return name

@@ -1,0 +1,403 @@
+"""C files compute what the integer reference computes, under sanitizers and warnings as errors."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export import ExportError, c, describe, integer, round_sums
+from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.nodes import (
+    Add,
+    Affine,
+    AveragePool,
+    Conv,
+    Flatten,
+    Input,
+    Linear,
+    MaxPool,
+    Network,
+    Relu,
+    Round,
+)
+from marvin.export.targets.c import compiler
+from marvin.export.targets.c.memory import Buffer, plan
+from marvin.export.targets.c.proof import prove, report
+from marvin.export.targets.c.schedule import schedule
+from marvin.export.targets.c.terms import Lines, Term, _rounded
+from marvin.export.targets.c.words import Tables
+
+needs_gcc = pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
+needs_clang = pytest.mark.skipif(not shutil.which("clang"), reason="clang is not installed")
+needs_arm = pytest.mark.skipif(
+    not compiler.cortex_m4(), reason="arm-none-eabi-gcc or qemu-system-arm is not installed"
+)
+
+
+def outputs(network, x, folder, tool="gcc", **options):
+    """Return what the C file computes, checked by sanitizers."""
+    source = c.write(network, "net", **options)
+    c.save(network, folder / "net", **options)
+    flags = compiler.SANITIZE if tool == "gcc" else ()
+    compiler.compile_program(tool, folder / "net.c", folder / "net", ("-O1", *flags))
+    got = compiler.run_program([str(folder / "net")], c.input_codes(network, x))
+    return c.output_codes(network, got, source.output.image)
+
+
+def assert_same(network, x, folder, tool="gcc", **options):
+    got = outputs(network, x, folder, tool, **options)
+    torch.testing.assert_close(got, integer.run(network, x), rtol=0, atol=0)
+
+
+@needs_gcc
+@pytest.mark.parametrize("wl", range(2, 17))
+def test_every_word_length(digits, wl, tmp_path):
+    _, network, x = digits(wl, max(0, wl - 4))
+    assert_same(network, x, tmp_path, nibbles=wl % 2 == 0)
+
+
+@needs_clang
+@pytest.mark.parametrize("wl", [3, 8, 16])
+def test_another_compiler(ranged, digits, wl, tmp_path):
+    _, network, x = ranged(bits=(wl, wl)) if wl <= 8 else digits(wl, 12)
+    assert_same(network, x, tmp_path, "clang", nibbles=True)
+
+
+@needs_gcc
+@pytest.mark.parametrize(("wl", "fl"), [(4, 2), (8, 5), (16, 10), (24, 16)])
+def test_strides_groups_and_averages(plain, wl, fl, tmp_path):
+    _, network, x = plain(wl, fl)
+    assert_same(network, x, tmp_path)
+
+
+@needs_gcc
+def test_branches(ranged, tmp_path):
+    _, network, x = ranged()
+    assert_same(network, x, tmp_path)
+    assert_same(round_sums(network, x), x, tmp_path)
+
+
+@needs_gcc
+def test_weights_of_channels_are_as_short_as_in_training(channelled, tmp_path):
+    model, formats, x = channelled(bits=(4, 6))
+    network = describe(model, x, formats)
+    assert_same(network, x, tmp_path, nibbles=True)
+    code = (tmp_path / "net.c").read_text()
+    assert not re.search(r"int(16|32)_t \w+_weight", code)
+
+
+def network_of(shape, *ops, fmt=None):
+    """Return a network of operations by hand; the first rounds what comes in."""
+    fmt = fmt or FixedPoint(8, 4)
+    operations = Input("x", (), shape), Round("in", ("x",), fmt), *ops
+    values = {"in": first_value(operations[1], shape)}
+    for op in ops:
+        is_first = op.inputs == ("x",)
+        inputs = [values[name] for name in op.inputs if name in values]
+        values[op.name] = first_value(op, shape) if is_first else value_of(op, inputs)
+    return Network(operations, values, "trained")
+
+
+def conv(name, x, weight, fmt=None, bias=None, **options):
+    found = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1} | options
+    fmt = fmt or FixedPoint(8, 3)
+    return Conv(name, (x,), weight, fmt, bias, FixedPoint(16, 5), **found)
+
+
+def codes(*shape, wl=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2 ** (wl - 1)), 2 ** (wl - 1), shape, generator=generator)
+
+
+@needs_gcc
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": (2, 1), "dilation": (2, 1), "stride": (1, 2)},
+        {"padding": (0, 3), "groups": 2},
+        {"groups": 4, "padding": (1, 1), "stride": (2, 2)},
+        {"stride": (3, 1)},
+        {"padding": (4, 4), "stride": (2, 3), "groups": 4, "dilation": (1, 3)},
+    ],
+    ids=str,
+)
+def test_windows(options, tmp_path):
+    weight = codes(8 if options.get("groups") != 4 else 4, 4 // options.get("groups", 1), 3, 2)
+    op = conv("c", "in", weight, bias=codes(len(weight)), **options)
+    network = network_of((4, 7, 5), op)
+    assert_same(network, 8 * torch.randn(4, 4, 7, 5), tmp_path)
+
+
+@needs_gcc
+def test_layers_of_one_by_one_read_in_place(tmp_path):
+    network = network_of((4, 5, 5), conv("c", "in", codes(6, 4, 1, 1), stride=(2, 2)))
+    assert_same(network, 8 * torch.randn(4, 4, 5, 5), tmp_path)
+    assert "memory" not in (tmp_path / "net.c").read_text()
+
+
+@needs_gcc
+def test_pools_with_zeros_around_and_odd_windows(tmp_path):
+    big, small = FixedPoint(9, 6), FixedPoint(4, -2)
+    network = network_of(
+        (3, 7, 6),
+        MaxPool("m", ("in",), (3, 2), (2, 1), (1, 1), (1, 1)),
+        AveragePool("a", ("m",), (3, 3), (1, 2), (1, 0), big),
+        AveragePool("b", ("a",), (3, 1), (1, 1), (0, 0), small),
+        MaxPool("d", ("b",), (2, 2), (1, 1), (0, 0), (1, 1)),
+    )
+    assert_same(network, 8 * torch.randn(20, 3, 7, 6), tmp_path)
+
+
+@needs_gcc
+def test_images_are_flattened_in_the_networks_order(tmp_path):
+    scale = codes(2 * 3 * 4, wl=5)
+    same = Linear("l", ("f",), codes(24, 24), FixedPoint(8, 5), codes(24), FixedPoint(8, 2))
+    network = network_of(
+        (2, 3, 4),
+        conv("c", "in", codes(2, 2, 1, 1)),
+        Flatten("f", ("c",)),
+        Affine("n", ("f",), scale, FixedPoint(5, 3), codes(24), FixedPoint(8, 1)),
+        same,
+        Add("s", ("l", "n")),
+        Relu("r", ("s",)),
+    )
+    x = 8 * torch.randn(9, 2, 3, 4)
+    assert_same(network, x, tmp_path)
+    flat = network_of((2, 3, 4), Flatten("f", ("in",)), replace(same, name="g"))
+    assert_same(flat, x, tmp_path)
+    assert_same(network_of((2, 3, 4), Relu("f", ("in",))), x, tmp_path)
+
+
+@needs_gcc
+def test_formats_of_every_kind(tmp_path):
+    formats = [
+        FixedPoint(8, 9),
+        FixedPoint(5, -3),
+        FixedPoint(7, 2, symmetric=True),
+        FixedPoint(6, 1, signed=False),
+        FixedPoint(32, 31),
+        FixedPoint(2, -31),
+    ]
+    ops = [Round(f"r{i}", ("in",), fmt) for i, fmt in enumerate(formats)]
+    for i in range(1, len(ops)):
+        before = f"s{i - 1}" if i > 1 else "r0"
+        ops.append(Add(f"s{i}", (before, f"r{i}")))
+    network = network_of((40,), *ops, fmt=FixedPoint(16, 8))
+    assert_same(network, 64 * torch.randn(20, 40), tmp_path)
+
+
+@needs_gcc
+@given(
+    st.integers(-(2**20), 2**20),
+    st.integers(-12, 40),
+    st.integers(0, 200),
+    st.booleans(),
+)
+def test_bounds_of_roundings_hold(code, shift, divisor, is_symmetric):
+    """What a rounding can be is what its ends become."""
+    odd = 2 * divisor + 1
+    want = round(Fraction(code, odd) * Fraction(2) ** -shift)
+    assert _rounded(code, shift, odd) == want
+    lines = Lines("s", Tables(), set(), [])
+    fmt = FixedPoint(12, 3, is_symmetric)
+    term = Term("v", 3 + shift, (-abs(code),), (abs(code),))
+    got = lines.rounded(term, fmt, "r", odd)
+    assert got.lows[0] <= min(max(want, fmt.min_code), fmt.max_code) <= got.highs[0]
+
+
+@needs_gcc
+@pytest.mark.parametrize(("wl", "fl"), [(2, 0), (8, 5), (8, -2), (16, 12), (24, 3), (32, 31)])
+@pytest.mark.parametrize("signed", [True, False])
+def test_floats_are_encoded_as_training_rounds_them(wl, fl, signed, tmp_path):
+    fmt = FixedPoint(wl - (not signed), fl, signed=signed)
+    ends = [fmt.min, fmt.max, fmt.min - fmt.lsb / 2, fmt.max + fmt.lsb / 2]
+    steps = [(k + half) * fmt.lsb for k in (-3, -2, -1, 0, 1, 2, 3) for half in (0.25, 0.5, 0.75)]
+    special = [0.0, -0.0, float("inf"), -float("inf"), 1e30, -1e30, 1e-40]
+    x = torch.tensor([*ends, *steps, *special, *(torch.randn(60) * fmt.max).tolist()])
+    network = network_of((len(x),), Relu("r", ("in",)), fmt=fmt)
+    c.save(network, tmp_path / "net")
+    numbers = ", ".join("NAN" if v != v else f"{v!r}F" if abs(v) < 1e35 else "HUGE_VALF" if v > 0 else "-HUGE_VALF" for v in x.tolist())  # fmt: skip
+    (tmp_path / "main.c").write_text(
+        f"#include <math.h>\n#include <stdio.h>\n#include <stdint.h>\n"
+        f'#include "net.h"\nint main(void) {{ static const float x[] = {{{numbers}}};\n'
+        "static net_input codes[NET_INPUTS]; net_encode(x, codes);\n"
+        'for (int i = 0; i < NET_INPUTS; i++) printf("%lld\\n", (long long)codes[i]); return 0; }'
+    )
+    words = ["gcc", "-std=c99", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+    words += [str(tmp_path / "main.c"), str(tmp_path / "net.c"), "-o", str(tmp_path / "main")]
+    subprocess.run(words, check=True)
+    done = subprocess.run([str(tmp_path / "main")], capture_output=True, text=True, check=True)
+    want = integer.encode_input(x[None], fmt)[0].tolist()
+    assert [int(line) for line in done.stdout.split()] == want
+
+
+@needs_arm
+@pytest.mark.parametrize("wl", [4, 8, 16])
+def test_a_microcontroller_computes_the_same(digits, wl, tmp_path):
+    _, network, x = digits(wl, wl - 4)
+    c.save(network, tmp_path / "net", nibbles=True)
+    got = compiler.run_on_cortex_m4(tmp_path / "net.c", tmp_path, c.input_codes(network, x))
+    want = integer.run_all(network, x)[network.output]
+    assert got.tolist() == want.tolist()
+
+
+@needs_gcc
+def test_a_proof_names_what_differs(digits, tmp_path, monkeypatch):
+    _, network, x = digits()
+    c.save(network, tmp_path / "network")
+    source, path = c.write(network), tmp_path / "network.c"
+    got, who = prove(network, source, path, x)
+    torch.testing.assert_close(got, integer.run(network, x), rtol=0, atol=0)
+    assert "under address and undefined sanitizers" in who
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(ExportError, match="no-such-compiler cannot be run"):
+        prove(network, source, path, x)
+    monkeypatch.setenv("CC", "gcc -DNETWORK_H")
+    with pytest.raises(ExportError, match=r"must compile network\.c, got .*error"):
+        prove(network, source, path, x)
+
+
+@needs_gcc
+def test_memory_is_read_and_written_in_bounds(digits, tmp_path):
+    """The sanitizers see what is beyond a buffer."""
+    _, network, x = digits()
+    c.save(network, tmp_path / "net")
+    code = (tmp_path / "net.c").read_text()
+    (tmp_path / "net.c").write_text(re.sub(r"memory_8\[\d+\]", "memory_8[400]", code))
+    compiler.compile_program(
+        "gcc", tmp_path / "net.c", tmp_path / "net", ("-O1", *compiler.SANITIZE)
+    )
+    with pytest.raises(ExportError, match="must run, got"):
+        compiler.run_program([str(tmp_path / "net")], c.input_codes(network, x))
+
+
+@needs_gcc
+def test_what_it_takes_is_reported(digits, tmp_path):
+    _, network, _ = digits()
+    c.save(network, tmp_path / "network")
+    source = c.write(network)
+    lines = "\n".join(report(network, source, tmp_path / "network.c"))
+    weights = 54 + 324 + 60
+    first, block, last = 54 * 64, 324 * 16, 60
+    assert source.tables_bytes > weights
+    # 64 bytes come in; 16 pixels of 6 channels each before and behind the block, 64 before the pool
+    assert source.memory.peak_bytes == 64 * 6 + 16 * 6
+    assert f"RAM: {source.memory.size_bytes:,} bytes" in lines
+    assert f"multiply-adds: {first + block + last:,}:" in lines
+    assert f"EBOPs: {first * 7 * 7 + (block + last) * 7 * 7:,}" in lines
+
+
+def test_words_of_four_bits_are_half_as_long(digits):
+    _, network, _ = digits(4, 2)
+    saved = c.write(network).tables_bytes - c.write(network, nibbles=True).tables_bytes
+    assert saved == 54 // 9 * 4 + 324 // 2 + 60 // 2
+
+
+def test_memory_that_is_needed_together_is_apart():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        words = ["int8_t", "uint8_t", "int16_t", "int64_t"]
+        buffers = [
+            Buffer(words[generator.integers(4)], int(generator.integers(1, 50)), t, t + int(generator.integers(4)))
+            for t in range(12)
+        ]  # fmt: skip
+        memory = plan(buffers)
+        assert memory.size_bytes >= memory.peak_bytes
+        for i, x in enumerate(buffers):
+            bits = int(re.sub(r"\D", "", x.word))
+            assert x.offset + x.count <= memory.counts[bits]
+            for y in buffers[:i]:
+                is_alive = x.first <= y.last and y.first <= x.last
+                is_apart = x.offset >= y.offset + y.count or y.offset >= x.offset + x.count
+                assert not is_alive or is_apart or bits != int(re.sub(r"\D", "", y.word))
+
+
+def test_no_long_sum_is_stored(digits):
+    _, network, _ = digits()
+    steps = schedule(network, {"0.in"})
+    assert [len(step.stored) for step in steps] == [1] * len(steps)
+    assert [type(step.operations[0]).__name__ for step in steps] == [
+        "Conv", "MaxPool", "Conv", "AveragePool", "Linear"
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_written_is_named(digits, tmp_path):
+    _, network, _ = digits()
+    for name in ("my-net", "9", "", "näme"):
+        with pytest.raises(ExportError, match="letters, digits and _, got"):
+            c.save(network, tmp_path / f"{name}.c" if name else tmp_path / "a b")
+    assert not list(tmp_path.iterdir())
+    two = network_of((3,), Round("other", ("x",), FixedPoint(4, 2)), Add("s", ("in", "other")))
+    with pytest.raises(ExportError, match="C takes an input of one format, got in <8, 4>, other"):
+        c.write(two)
+    with pytest.raises(ExportError, match="must compute something"):
+        c.write(network_of((3,)))
+    fmt = FixedPoint(32, 0)
+    wide = Linear("wide", ("in",), torch.full((2, 9), 2**31 - 1), fmt, None, fmt)
+    with pytest.raises(ExportError, match=r"wide needs sums of 6[6-8] bits, C has 64"):
+        c.write(network_of((9,), wide, fmt=fmt))
+
+
+def test_an_unknown_operation_is_named(digits):
+    class Strange(Relu):
+        pass
+
+    network = network_of((3,), Relu("r", ("in",)))
+    operations = (*network.operations[:2], Strange("odd", ("in",)))
+    values = {"in": network.values["in"], "odd": network.values["r"]}
+    with pytest.raises(ExportError, match="odd: Strange cannot be written as C"):
+        c.write(Network(operations, values, "trained"))
+
+
+@needs_gcc
+def test_a_header_is_for_cplusplus_too(digits, tmp_path):
+    if not shutil.which("g++"):
+        pytest.skip("g++ is not installed")
+    _, network, _ = digits()
+    c.save(network, tmp_path / "net")
+    (tmp_path / "main.cpp").write_text('#include "net.h"\nint main() { return NET_INPUTS - 64; }')
+    subprocess.run(
+        ["g++", "-Wall", "-Werror", str(tmp_path / "main.cpp"), "-o", str(tmp_path / "main")],
+        check=True,
+    )
+    subprocess.run([str(tmp_path / "main")], check=True)
+
+
+def test_nets_of_one_pixel_or_channel(make, tmp_path):
+    if not shutil.which("gcc"):
+        pytest.skip("gcc is not installed")
+
+    def build():
+        return nn.Sequential(
+            nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(9, 2)
+        )
+
+    _, network, x = make(build, (1, 3, 3))
+    assert_same(network, x, tmp_path)
+
+
+@needs_gcc
+def test_tables_and_bounds(tmp_path):
+    fmt, wide = FixedPoint(9, 6), torch.arange(-128, 128) ** 2 - 900
+    eight = conv("c", "in", codes(2, 2, 1, 1) << 3, FixedPoint(16, 6))  # its codes end with zeros
+    network = network_of(
+        (2, 3, 3),
+        Table("t", ("in",), wide.clamp(-256, 255), -128, 4, fmt, "square"),
+        Clip("b", ("t",), -77, 200, 6),
+        eight,
+        Clip("e", ("c",), -1001, 20003, 10),
+        Round("r", ("e",), FixedPoint(8, 4)),
+        Table("u", ("r",), torch.arange(256) - 256, -128, 4, FixedPoint(10, 3), "shifted"),
+        Add("s", ("u", "b")),
+    )
+    assert_same(network, 8 * torch.randn(50, 2, 3, 3), tmp_path)
