@@ -13,7 +13,7 @@ from fixedpoint_kernels.llvm import passes, tiles
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products import jobs
 from fixedpoint_kernels.products.instructions import compiled
-from fixedpoint_kernels.products.packing import pack
+from fixedpoint_kernels.products.packing import pack, sum_taps
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
 
 __all__ = ["collect", "pack_weights", "run"]
@@ -274,8 +274,12 @@ def _fold(j, sums, totals, scale, flipped):
 
 
 @njit
-def _sort(order, scales, images, is_turned):
-    """Order images by the power of two of their gradient, largest first, or last."""
+def _sort(order, scales, images, is_odd):
+    """Order images by the power of two of their gradient, largest first.
+
+    Where there are few powers, every other time the largest comes last: what comes last then comes
+    first the next time.
+    """
     for i in range(images):
         order[i] = i
     for i in range(1, images):
@@ -284,7 +288,10 @@ def _sort(order, scales, images, is_turned):
             order[j + 1] = order[j]
             j -= 1
         order[j + 1] = own
-    if is_turned:
+    powers = 1
+    for i in range(1, images):
+        powers += scales[order[i]] != scales[order[i - 1]]
+    if is_odd and powers < 4:
         for i in range(images // 2):
             order[i], order[images - 1 - i] = order[images - 1 - i], order[i]
 
@@ -292,7 +299,8 @@ def _sort(order, scales, images, is_turned):
 def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums, held):
     """Add the products of a few images to a layer's weight gradient.
 
-    ``held``: how many positions ``sums`` has, and of what power; it is brought up to date.
+    ``held``: how many positions ``sums`` has, and of what power; it is brought up to date. Sums of a
+    larger power are doubled until they are of the smaller one: each then counts as so many positions.
     """
     flipped = FLIPS != 0 and j[jobs.SIGNED] != 0
     at = 0
@@ -303,9 +311,13 @@ def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums
         for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
             rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
             outputs = (end - at) * rows * j[jobs.COUNT_COLUMNS]
-            if held[0] > 0 and (power != held[1] or held[0] + outputs > f.LONGEST_SUM):
+            times = held[1] / power if held[0] > 0 else 1.0
+            if times < 1 or held[0] * times + outputs > f.LONGEST_SUM:
                 _fold(j, sums, totals, held[1], flipped)
                 held[0] = 0
+            elif times > 1:
+                jobs.double(j, sums, np.int64(np.log2(times)))
+                held[0] *= times
             held[1] = power
             source = x + first * j[jobs.X_IMAGE]
             whole = spread_weights(
@@ -392,7 +404,6 @@ def region(
                         slot = n - first
                         place = codes + slot * d[f.CODES_STEP]
                         _round_gradient(d, n, slot, dz, place, scales, largest)
-                    # those of the power that comes last come first the next time
                     _sort(order, scales, count, first // chunk % 2 == 1)
                 elif kind == f.WEIGHT_PRODUCT:
                     size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
@@ -432,8 +443,21 @@ def region(
 
 def run(path: str, parallel: bool) -> Any:
     """Return ``region`` with the tiles of a path."""
-    parts = jobs.write_outputs, jobs.spread_weights, jobs.multiply_weights, add_weights
+    parts = jobs.write_spots, jobs.write_outputs, jobs.spread_weights
+    parts += jobs.multiply_spots, jobs.multiply_weights, add_weights
     return compiled(region, path, *parts)[parallel]
+
+
+@njit
+def _begin(d, channels, sums):
+    """Make of the sums of weights what sums of products start from: in all, then place by place."""
+    rows = carray(pointer_to(d[f.BEGIN]), (1 + d[f.W_SPOTS], len(sums)), np.int32)
+    if d[f.W_SPOTS] and d[f.W_FLIPS]:
+        meets = carray(pointer_to(d[f.W_MEETS]), (d[f.W_SPOTS], d[f.W_PART_TAPS]), np.uint8)
+        sum_taps(d[f.W_PACKED], d[f.W_DEPTH], len(sums) // 16, channels, meets, rows[1:])
+    for row in range(len(rows)):
+        for i in range(len(sums)):
+            rows[row, i] *= np.int32(-128) * np.int32(d[f.W_FLIPS])
 
 
 def _pack_weights(tasks, scales, spare, spare_bytes, threads):
@@ -475,8 +499,7 @@ def _pack_weights(tasks, scales, spare, spare_bytes, threads):
                 own, numbers, offsets, d[f.W_DEPTH], columns, depth, taps * inputs, turned, begin,
                 d[f.W_PACKED],
             )  # fmt: skip
-            for i in range(columns):
-                begin[i] *= np.int32(-128) * np.int32(d[f.W_FLIPS])
+            _begin(d, depth, begin)
 
 
 def _collect(tasks, items, threads):

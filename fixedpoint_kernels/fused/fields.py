@@ -31,6 +31,6 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     G, GA, GB, GC, HAS_PRODUCT, ADD, ADD2, OUTER, OUTER_OUT, SUMS, SUMS_STRIDE, WHICH, OF_SCALE, OF_SHIFT,
     # of weights that are laid out
     W_OUTPUTS, W_INPUTS, W_TAPS, W_STEP_O, W_STEP_C, W_STEP_T, W_PART_TAPS, W_NUMBERS, W_OFFSETS,
-    W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED,
-) = range(70)  # fmt: skip
-COUNT = 70
+    W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED, W_SPOTS, W_MEETS,
+) = range(72)  # fmt: skip
+COUNT = 72

@@ -22,6 +22,7 @@ from fixedpoint_kernels.products import jobs, shapes
 from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
 from fixedpoint_kernels.products.shapes import Correlation
+from fixedpoint_kernels.products.spots import spots
 
 __all__ = ["Addresses", "Program", "Shape"]
 
@@ -380,9 +381,10 @@ class Program:
         self._hold.append(scales)
 
         def details(chunk: int) -> jobs.Described:
-            cut = blocks(part, chunk, taken[1:], taken.channels, 1)
+            grain = GRAINS[self.path]
+            cut = blocks(part, chunk, taken[1:], taken.channels, 1, grain=grain)
             every = *steps, out.channels
-            found = runs(cut, GRAINS[self.path])
+            found = runs(cut, grain)
             own = jobs.describe_outputs(cut, found, part, every, size, kind, layer.inputs.signed)
             own.row[jobs.X_IMAGE] = taken.padded
             return own
@@ -413,9 +415,11 @@ class Program:
         found = runs(cut, GRAINS[self.path])
         groups = -(columns // -16)
         packed = self._take(groups * 16 * found.depth + 64)
-        begin = self._take(groups * 16, np.int32)
+        own = spots(part, (taken.height, taken.width), taken.channels, GRAINS[self.path])
+        meets = np.empty((0, 0), np.uint8) if own is None else own.meets
+        begin = self._take((1 + len(meets)) * groups * 16, np.int32)
         numbers = np.array(part.taps, np.int64)
-        self._hold += [numbers, found]
+        self._hold += [numbers, found, meets]
         outputs, inputs, height, width = layer.shape
         flips = FLIPS[self.path] if (turned or layer.inputs.signed) else 0
         self._tasks.append(
@@ -431,6 +435,8 @@ class Program:
                     f.W_IS_TURNED: turned,
                     f.W_FLIPS: flips,
                     f.W_PACKED: packed,
+                    f.W_SPOTS: len(meets),
+                    f.W_MEETS: meets.ctypes.data,
                     f.BEGIN: begin,
                     f.WEIGHTS: _Given("weight", n),
                     f.W_STEP_O: _Given("step_o", n),
@@ -541,7 +547,8 @@ class Program:
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
 
         def details(chunk: int) -> jobs.Described:
-            cut = blocks(part, chunk, taken[1:], taken.channels, 1, jobs.PIECE - 4096)
+            grain = 0 if layer.inputs.signed else GRAINS[self.path]
+            cut = blocks(part, chunk, taken[1:], taken.channels, 1, jobs.PIECE - 4096, grain)
             if cut.most_positions > jobs.PIECE:
                 raise ValueError(f"rows of {taken.width} places are too long to be fused")
             own = jobs.describe_weights(cut, part, out.channels, layer.inputs.signed)
@@ -570,7 +577,7 @@ class Program:
             def details(
                 chunk: int, part: Correlation = part, row: int = row, column: int = column
             ) -> jobs.Described:
-                cut = blocks(part, chunk, out[1:], out.channels, 1)
+                cut = blocks(part, chunk, out[1:], out.channels, 1, grain=GRAINS[self.path])
                 every = 4 * taken.padded, row, column, taken.channels
                 kind = tiles.KINDS["float32 by row"]
                 own = runs(cut, GRAINS[self.path])

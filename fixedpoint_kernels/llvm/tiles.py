@@ -194,14 +194,12 @@ def amx_tile(rows: int, groups: int) -> Any:  # noqa: C901
 
 def _runs(builder: Any, runs: Any, count: Any, b: Any, column_bytes: int) -> Iterator[tuple]:
     """Generate the code of a loop over runs: offset, length, and where its weights are."""
-    at = cgutils.alloca_once(builder, I64)
-    builder.store(b, at)
     with cgutils.for_range(builder, count, intp=I64) as run:
-        entry = builder.add(runs, builder.shl(run.index, I64(4)))
-        length = load(builder, builder.add(entry, I64(8)), I64, 8)
-        column = builder.load(at)
-        builder.store(builder.add(column, builder.mul(length, I64(column_bytes))), at)
-        yield load(builder, entry, I64, 8), length, column
+        entry = builder.add(runs, builder.mul(run.index, I64(24)))
+        first, length, column = (
+            load(builder, builder.add(entry, I64(8 * i)), I64, 8) for i in range(3)
+        )
+        yield first, length, builder.add(b, builder.mul(column, I64(column_bytes)))
 
 
 def _configure(builder: Any, address: Any) -> None:

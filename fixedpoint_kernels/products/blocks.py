@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation
+from fixedpoint_kernels.products.spots import Spots, spots
 
 _BLOCK_BYTES = 2**17  # of codes with their border: they and what is made of them fit in a cache
 _ROWS = 64  # that a tile reads at most, whether there are so many or not
@@ -33,6 +34,7 @@ class Blocks(NamedTuple):
     planes: np.ndarray  # (taps,) int64: which plane it is in
     most_positions: int
     buffer_bytes: int
+    spots: Spots | None = None  # then a block holds whole images without a border, place by place
 
 
 @lru_cache(maxsize=256)
@@ -43,6 +45,7 @@ def blocks(
     channels: int,
     least_jobs: int,
     positions: int = LONGEST_SUM,
+    grain: int = 0,
 ) -> Blocks:
     """Return the blocks of a correlation over ``images`` images of ``size``.
 
@@ -53,6 +56,7 @@ def blocks(
         channels: Bytes of a pixel.
         least_jobs: How many jobs to make if there are so many images.
         positions: Most outputs of a block.
+        grain: Bytes of a row that a tile takes at a time, if small images may go place by place.
     """
     (down, across), (height, width) = correlation.stride, correlation.counts
     top, left = -min(correlation.rows), -min(correlation.columns)
@@ -74,7 +78,7 @@ def blocks(
     plane_bytes = -((plane_rows * row_bytes + 128) // -64) * 64
     geometry = [down, top, left, pixels, slot, plane_bytes, extra, channels, *size]
     taps = list(zip(correlation.rows, correlation.columns, strict=True))
-    return Blocks(
+    found = Blocks(
         geometry=tuple(geometry),
         jobs=_jobs(images, slots, height, rows),
         slots=slots,
@@ -85,6 +89,22 @@ def blocks(
         planes=np.array([(r + top) % down for r, _ in taps], np.int64),
         most_positions=((slots - 1) * slot + rows) * (pixels // across),
         buffer_bytes=down * plane_bytes + _ROWS * across * channels + 128,
+    )
+    own = spots(correlation, size, channels, grain)
+    if own is None:
+        return found
+    image_bytes = size[0] * size[1] * channels
+    slots = min(_BLOCK_BYTES // image_bytes, images // least_jobs, positions // (height * width))
+    if slots < 8:  # a row of a tile is an image
+        return found
+    slots -= slots % 8
+    return found._replace(
+        spots=own,
+        jobs=_jobs(images, slots, height, height),
+        slots=slots,
+        band=height,
+        most_positions=slots * height * width,
+        buffer_bytes=(slots + 16) * image_bytes + 128,
     )
 
 
@@ -104,7 +124,7 @@ def _jobs(images: int, slots: int, height: int, rows: int) -> np.ndarray:
 class Runs(NamedTuple):
     """Taps that lie one after the other in memory, read as one."""
 
-    table: np.ndarray  # (runs, 2) int64: byte offset, and steps of ``grain`` bytes
+    table: np.ndarray  # (runs, 3) int64: byte offset, steps of ``grain`` bytes, those before
     offsets: np.ndarray  # (taps,) int64: of each tap in the bytes of a column of weights
     depth: int  # bytes of such a column
 
@@ -122,5 +142,7 @@ def runs(blocks: Blocks, grain: int) -> Runs:
         offsets.append(depth)
         table[-1][1] += channels
         depth, end = depth + channels, start + channels
-    steps = [[start, -(length // -grain)] for start, length in table]
-    return Runs(np.array(steps, np.int64), np.array(offsets), -(depth // -grain) * grain)
+    lengths = [-(length // -grain) for _, length in table]
+    before = np.cumsum([0, *lengths])[:-1]
+    steps = np.array([[start for start, _ in table], lengths, before], np.int64).T.copy()
+    return Runs(steps, np.array(offsets), -(depth // -grain) * grain)

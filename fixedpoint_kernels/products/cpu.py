@@ -15,7 +15,7 @@ from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, compiled, keep
-from fixedpoint_kernels.products.packing import pack
+from fixedpoint_kernels.products.packing import pack, sum_taps
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
@@ -84,9 +84,13 @@ def _correlate_weights(d, x, table, order, shifts, grad, totals, flips, threads)
         for k in range(len(table) * thread // threads, len(table) * (thread + 1) // threads):
             first, images, row, rows = table[k]
             outputs = images * rows * d[_COLUMNS]
-            if held and (shift != shifts[k] or held + outputs > LONGEST_SUM):
+            down = shift - shifts[k] if held else 0  # jobs come by falling shift
+            if held and (down > 16 or (held << down) + outputs > LONGEST_SUM):
                 jobs.fold(d, sums, totals[thread], shift, flips)
                 held = 0
+            elif down:
+                jobs.double(d, sums, down)
+                held <<= down
             shift = shifts[k]
             whole = spread_weights(d, x, order.ctypes.data, first, images, row, rows, grad, work)
             for piece in range(0, whole, _PIECE):
@@ -105,7 +109,9 @@ class _Weights(NamedTuple):
 
     memory: np.ndarray
     address: int
-    begin: np.ndarray  # (16 * groups,) int32: what sums start from
+    begin: (
+        np.ndarray
+    )  # (1 or 1 + places, 16 * groups) int32: what sums start from, in all and by place
     runs: Runs
 
 
@@ -121,10 +127,13 @@ def _packed(
     padded = -(outputs // -16) * 16
     memory = np.empty(padded * found.depth + 64, np.uint8)
     address = -(memory.ctypes.data // -64) * 64
-    begin = np.zeros(padded, np.int32)
+    own = cut.spots
+    begin = np.zeros((1 if own is None else 1 + len(own.meets), padded), np.int32)
     taps, step = np.array(part.taps), laid[:1].size
-    rest = outputs, inputs, step, is_turned, begin, address
+    rest = outputs, inputs, step, is_turned, begin[0], address
     pack(laid.ctypes.data, taps, found.offsets, found.depth, *rest)
+    if own is not None and flips:
+        sum_taps(address, found.depth, padded // 16, inputs, own.meets, begin[1:])
     begin *= np.int32(-128) if flips else np.int32(0)
     return _Weights(memory, address, begin, found)
 
@@ -147,10 +156,11 @@ def _run_correlation(
     macs = images * part.counts[0] * part.counts[1] * len(part.taps) * channels * out.shape[3]
     parallel = is_parallel(macs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1
-    cut = blocks(part, images, (height, width), channels, 2 * threads if parallel else 1)
+    least = 2 * threads if parallel else 1
+    cut = blocks(part, images, (height, width), channels, least, grain=GRAINS[path])
     packed = _packed(weight, part, cut, path, is_turned, flips)
     kind = tiles.KINDS[str(out.dtype).removeprefix("torch.")] + 3 * by_image
-    groups = len(packed.begin) // 16
+    groups = packed.begin.shape[1] // 16
     if statistics is not None:
         kind += 6
         both = np.zeros((2, threads, groups, 48), np.int64)
@@ -163,7 +173,7 @@ def _run_correlation(
     start = out.data_ptr() + part.first[0] * row + part.first[1] * column
     steps = image, row, column, out.shape[3]
     found = jobs.describe_outputs(cut, packed.runs, part, steps, size, kind, signed)
-    compiled(_correlate, path, jobs.write_outputs)[parallel](
+    compiled(_correlate, path, jobs.write_spots, jobs.write_outputs)[parallel](
         found.row,
         x.data_ptr(),
         cut.jobs,
@@ -259,12 +269,13 @@ def weight_gradient(
     totals = np.zeros((threads, taps * padded, groups * 16), np.int64)
     if len(order) and positions and channels and outputs:
         least = 2 * threads if parallel else 1
-        cut = blocks(part, images, (height, width), channels, least, LONGEST_SUM)
+        signed = x.dtype is torch.int8
+        grain = 0 if signed else GRAINS[path]
+        cut = blocks(part, images, (height, width), channels, least, LONGEST_SUM, grain)
         table, job_shifts = _sorted_jobs(cut, shifts)
         source, target = _laid(x), _laid(grad)
-        signed = x.dtype is torch.int8
         found = jobs.describe_weights(cut, part, outputs, signed)
-        parts = jobs.spread_weights, jobs.multiply_weights
+        parts = jobs.spread_weights, jobs.multiply_spots, jobs.multiply_weights
         compiled(_correlate_weights, path, *parts)[parallel](
             found.row,
             source.data_ptr(),

@@ -52,47 +52,51 @@ def _leave_amx():
 
 
 @njit
-def _narrow_rows_amx(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
+def _narrow_rows_amx(signed, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     """Add 16 rows, or up to four times as many; return how many times."""
     if left % 4 and left >= 3 and (left % 3 == 0 or left < 4):
-        _AMX_3X1(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+        _AMX_3X1(signed, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
         return 3
     if left < 4:
-        _AMX_1X1(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+        _AMX_1X1(signed, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
         return 1
-    _AMX_4X1(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+    _AMX_4X1(signed, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
     return 4
 
 
 @njit
-def _wide_rows_amx(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
+def _wide_rows_amx(signed, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     if left == 1:
-        _AMX_1X2(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+        _AMX_1X2(signed, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
         return 1
-    _AMX_2X2(signed, a, starts, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+    _AMX_2X2(signed, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
     return 2
 
 
 @njit
-def _narrow_rows_avx512(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
+def _narrow_rows_avx512(
+    signed, left, a, starts, first, step, runs, count, b, group, place, row_bytes
+):
     a += first
-    _VNNI_16X1(signed, a, 0, step, run, 1, b, group, place, row_bytes, place, row_bytes)
+    _VNNI_16X1(signed, a, 0, step, runs, count, b, group, place, row_bytes, place, row_bytes)
     return 1
 
 
 @njit
-def _wide_rows_avx512(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
+def _wide_rows_avx512(
+    signed, left, a, starts, first, step, runs, count, b, group, place, row_bytes
+):
     for row in range(0, 16, 8):
         here, out = a + first + row * step, place + row * row_bytes
-        _VNNI_8X2(signed, here, 0, step, run, 1, b, group, out, row_bytes, out, row_bytes)
+        _VNNI_8X2(signed, here, 0, step, runs, count, b, group, out, row_bytes, out, row_bytes)
     return 1
 
 
 @njit
-def _narrow_rows_avx(signed, left, a, starts, first, step, run, b, group, place, row_bytes):
+def _narrow_rows_avx(signed, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     for row in range(0, 16, 4):
         here, out = a + first + row * step, place + row * row_bytes
-        _VNNI_4X1(signed, here, 0, step, run, 1, b, group, out, row_bytes, out, row_bytes)
+        _VNNI_4X1(signed, here, 0, step, runs, count, b, group, out, row_bytes, out, row_bytes)
     return 1
 
 

@@ -13,17 +13,21 @@ from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.blocks import Blocks, Runs
 from fixedpoint_kernels.products.shapes import Correlation
+from fixedpoint_kernels.products.spots import Spots
 
 __all__ = [
     "PIECE",
     "describe_outputs",
     "describe_weights",
+    "double",
     "flush",
     "fold",
+    "multiply_spots",
     "multiply_weights",
     "place_outputs",
     "spread_weights",
     "write_outputs",
+    "write_spots",
 ]
 
 PIECE = 2**16  # positions, a multiple of 64: so many products fit in int32
@@ -38,7 +42,11 @@ KIND, OFFSETS, STARTS = range(30, 33)
 # of a job that adds up products for weights
 ACROSS, TAPS, GRAD_CHANNELS, LINE, LONGEST, TILE_ROWS, GROUPS, ROW_STARTS = range(21, 29)
 TURNED_AT, FLAT_AT, B_AT, ONES, REACH, SUMS_SIZE, GRAD_IMAGE = range(29, 36)
-FIELDS = 36
+# of blocks that go place by place
+SPOTS = 36
+RUN_FIRSTS, OUT_PLACES, BEGIN_STEP = range(37, 40)
+PAIRS, PAIR_FIRSTS, GRAD_BYTES = range(37, 40)
+FIELDS = 40
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
 wide: Any = None  # the tiles of a path
@@ -79,12 +87,21 @@ def describe_outputs(
     step = part.stride[1] * d[CHANNELS]
     starts = np.arange(4) * 16 * step
     offsets = np.empty(cut.most_positions + 128, np.int64)
-    place_outputs(offsets, cut.slots, cut.band, d)
+    if cut.spots is None:
+        place_outputs(offsets, cut.slots, cut.band, d)
     d[[DEPTH, RUNS, TABLE]] = runs.depth, len(runs.table), runs.table.ctypes.data
     d[[STEP, OUT_CHANNELS, OUT_SIZE, KIND]] = step, channels, size, kind
     d[[OFFSETS, STARTS]] = offsets.ctypes.data, starts.ctypes.data
     d[WORK_BYTES] = d[BUFFER_BYTES] + _TILE_BYTES + 12 * (cut.most_positions + 128) + 64
-    return Described(d, (runs.table, offsets, starts))
+    kept = runs.table, offsets, starts
+    if (own := cut.spots) is not None:
+        i, j = np.indices(part.counts).reshape(2, -1)
+        places = (i * d[OUT_ROW] + j * d[OUT_COLUMN]).astype(np.int64)
+        d[[SPOTS, TABLE]] = len(places), own.runs.ctypes.data
+        d[[RUN_FIRSTS, OUT_PLACES]] = own.firsts.ctypes.data, places.ctypes.data
+        d[[STEP, BEGIN_STEP]] = d[HEIGHT] * d[X_ROW], signed * -(channels // -16) * 64
+        kept += own.runs, own.firsts, places
+    return Described(d, kept)
 
 
 def describe_weights(cut: Blocks, part: Correlation, grad_channels: int, signed: bool) -> Described:
@@ -108,6 +125,8 @@ def describe_weights(cut: Blocks, part: Correlation, grad_channels: int, signed:
     starts = (firsts[:, None] + np.arange(blocks) * 16 * line).reshape(-1)
     starts = np.append(starts, starts[-1:].repeat(4))
     ones = np.ones(longest + 64, np.uint8)
+    if (own := cut.spots) is not None:
+        return _weights_by_spot(d, cut, own, part, grad_channels)
     turned, flat = down * across * blocks * 16 * line + 128, longest * grad_channels + 256
     flat = -(flat // -64) * 64
     d[[ACROSS, TAPS, GRAD_CHANNELS, LINE, LONGEST]] = across, taps, grad_channels, line, longest
@@ -118,6 +137,29 @@ def describe_weights(cut: Blocks, part: Correlation, grad_channels: int, signed:
     d[SUMS_SIZE] = ((rows + 4) * 16 + 16) * groups * 16
     d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
     return Described(d, (starts, ones))
+
+
+def _weights_by_spot(
+    d: np.ndarray, cut: Blocks, own: Spots, part: Correlation, grad_channels: int
+) -> Described:
+    """``describe_weights``, place by place: of a channel lie all images of a place, then the next place."""
+    channels, taps, places = int(d[CHANNELS]), len(part.taps), part.counts[0] * part.counts[1]
+    blocks, groups, slots = -(channels // -16), -(grad_channels // -16), -(cut.slots // -4) * 4
+    line = (int(d[HEIGHT] * d[WIDTH]) * slots + 64 + 63) // 64 * 64
+    line += 64 * (line % 512 == 0)
+    starts = np.tile(np.arange(blocks) * 16 * line, taps)
+    rows, longest = taps * blocks, -(places * slots // -64) * 64
+    turned, flat = blocks * 16 * line + 128, (slots + 4) * places * grad_channels + 256
+    turned, flat = -(turned // -64) * 64, -(flat // -64) * 64
+    d[[TAPS, GRAD_CHANNELS, LINE, LONGEST]] = taps, grad_channels, line, longest
+    d[[TILE_ROWS, GROUPS, ROW_STARTS]] = rows, groups, starts.ctypes.data
+    d[[TURNED_AT, FLAT_AT]] = d[BUFFER_BYTES], d[BUFFER_BYTES] + turned
+    d[B_AT] = d[FLAT_AT] + flat
+    d[[SPOTS, PAIRS, PAIR_FIRSTS]] = places, own.pairs.ctypes.data, own.pair_firsts.ctypes.data
+    d[[GRAD_BYTES, GRAD_IMAGE]] = places * grad_channels
+    d[SUMS_SIZE] = ((rows + 4) * 16 + 16) * groups * 16
+    d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
+    return Described(d, (starts, own.pairs, own.pair_firsts))
 
 
 def _blocks(cut: Blocks, part: Correlation, signed: bool) -> np.ndarray:
@@ -187,6 +229,72 @@ def place_outputs(offsets, images, rows, d):
                 offsets[q + j] = start + j * d[OUT_COLUMN]
 
 
+@njit
+def _copy_images(x, order, first, images, step, buffer, size, flip):
+    """Copy images, ``step`` bytes apart, one behind the other."""
+    for i in range(images):
+        source, target = x + number_of(order, first + i) * step, buffer + i * size
+        if flip:
+            tiles.copy_flipped(source, target, size)
+        else:
+            tiles.copy(source, target, size)
+
+
+@njit
+def _place_images(out, images, step):
+    """Write where each image goes, in bytes, (images + 64,) int64; -1 behind the last."""
+    offsets = carray(pointer_to(out), images + 64, np.int64)
+    for i in range(images):
+        offsets[i] = i * step
+    offsets[images:] = -1
+
+
+def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
+    """``write_outputs`` of whole images, place by place; ``begin`` has rows for each place, too."""
+    step = d[STEP]
+    buffer = (work + 63) // 64 * 64
+    sums = buffer + d[BUFFER_BYTES]
+    offsets = sums + _TILE_BYTES
+    _copy_images(
+        x, 0, first, images, d[X_IMAGE], buffer, step, FLIPS != 0 and d[SIGNED] != 0
+    )  # fmt: skip
+    _place_images(offsets, images, d[OUT_IMAGE])
+    firsts = carray(pointer_to(d[RUN_FIRSTS]), d[SPOTS] + 1, np.int64)
+    places = carray(pointer_to(d[OUT_PLACES]), d[SPOTS], np.int64)
+    kind, depth, out_channels = d[KIND], d[DEPTH], d[OUT_CHANNELS]
+    by_row = kind == 4 or kind == 5
+    group, groups = 0, (out_channels + 15) // 16
+    while group < groups:
+        pair = group + 1 < groups and WIDE_ROWS > 0
+        at_once = WIDE_ROWS if pair else NARROW_ROWS
+        sums_step = 128 if pair else 64
+        weights = b + group * depth * 16
+        for spot in range(d[SPOTS]):
+            table, count = d[TABLE] + 24 * firsts[spot], firsts[spot + 1] - firsts[spot]
+            start = begin + (spot + 1) * d[BEGIN_STEP] + group * 64
+            own_out = out + first * d[OUT_IMAGE] + places[spot]
+            for q in range(0, images, at_once):
+                if pair:
+                    wide(
+                        d[SIGNED], buffer + q * step, d[STARTS], step, table, count, weights,
+                        depth * 16, start, 0, sums, sums_step,
+                    )  # fmt: skip
+                else:
+                    narrow(
+                        d[SIGNED], buffer + q * step, d[STARTS], step, table, count, weights,
+                        depth * 16, start, 0, sums, sums_step,
+                    )  # fmt: skip
+                for half in range(2 if pair else 1):
+                    channel = (group + half) * 16
+                    scale = scales + 4 * (first + q) if by_row else scales + 4 * channel
+                    tiles.emit(
+                        kind, sums + 64 * half, sums_step, offsets + 8 * q, at_once,
+                        own_out + channel * d[OUT_SIZE], min(16, out_channels - channel), scale,
+                        statistics[group + half].ctypes.data,
+                    )  # fmt: skip
+        group += 2 if pair else 1
+
+
 def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, out, work):
     """Multiply some images, or some rows of one, and write the results.
 
@@ -204,6 +312,9 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
         out: Address of the first image's first output.
         work: Address of ``d[WORK_BYTES]`` bytes.
     """
+    if d[SPOTS]:
+        write_spots(d, x, first, images, b, begin, scales, statistics, out, work)
+        return
     flips = FLIPS != 0 and d[SIGNED] != 0
     buffer = (work + 63) // 64 * 64
     sums = buffer + d[BUFFER_BYTES]
@@ -271,6 +382,72 @@ def flush(totals, recent):
             recent[group, 16 + i] = 0
 
 
+@njit
+def spread_spots(d, x, order, first, images, grad, work):
+    """``spread_weights``, place by place; return how many images, a multiple of 4."""
+    buffer, image, places = (work + 63) // 64 * 64, d[HEIGHT] * d[X_ROW], d[HEIGHT] * d[WIDTH]
+    turned, flat, b = buffer + d[TURNED_AT], buffer + d[FLAT_AT], buffer + d[B_AT]
+    channels, line, whole, own = d[CHANNELS], d[LINE], (images + 3) // 4 * 4, d[GRAD_BYTES]
+    _copy_images(x, order, first, images, d[X_IMAGE], buffer, image, False)
+    _copy_images(grad, order, first, images, d[GRAD_IMAGE], flat, own, False)
+    tiles.blank(flat + images * own, (whole - images) * own, 0)
+    for c in range(0, channels, 16):
+        for place in range(places):
+            for i in range(0, whole, 16):  # what is too much is written over, by the next place
+                source = buffer + i * image + place * channels + c
+                tiles.transpose(source, image, turned + c * line + place * whole + i, line)
+    for group in range(d[GROUPS]):
+        target = b + group * d[LONGEST] * 16
+        for place in range(d[SPOTS]):
+            for i in range(0, whole, 4):
+                source = flat + i * own + place * d[GRAD_CHANNELS] + group * 16
+                tiles.interleave(source, own, target + (place * whole + i) * 16)
+    return whole
+
+
+@njit
+def _runs_of_pairs(pairs, count, images, out):
+    """Write pairs of places as runs of images: byte offset, steps of 4 bytes, those before."""
+    rows, runs = (
+        carray(pointer_to(pairs), (count, 3), np.int64),
+        carray(pointer_to(out), (count, 3), np.int64),
+    )
+    for i in range(count):
+        runs[i, 0] = rows[i, 0] * images
+        runs[i, 1], runs[i, 2] = rows[i, 1] * images // 4, rows[i, 2] * images // 4
+
+
+def multiply_spots(d, images, sums, work):
+    """``multiply_weights``, place by place: a tap has the pairs of places that it joins."""
+    buffer = (work + 63) // 64 * 64
+    turned, b, line = buffer + d[TURNED_AT], buffer + d[B_AT], d[LINE]
+    firsts = carray(pointer_to(d[PAIR_FIRSTS]), d[TAPS] + 1, np.int64)
+    _runs_of_pairs(d[PAIRS], firsts[d[TAPS]], images, buffer)  # codes there are read no more
+    groups, run_bytes, blocks = d[GROUPS], d[LONGEST] * 16, d[TILE_ROWS] // d[TAPS]
+    starts = carray(pointer_to(d[ROW_STARTS]), d[TILE_ROWS], np.int64)
+    row_bytes, group = groups * 64, 0
+    while group < groups:
+        pair = group + 1 < groups and WIDE_ROWS > 0
+        weights = b + group * run_bytes
+        for tap in range(d[TAPS]):
+            runs, count = buffer + 24 * firsts[tap], firsts[tap + 1] - firsts[tap]
+            row = tap * blocks if count else (tap + 1) * blocks
+            while row < (tap + 1) * blocks:
+                place = sums + row * 16 * row_bytes + group * 64
+                here, left = d[ROW_STARTS] + 8 * row, (tap + 1) * blocks - row
+                if pair:
+                    row += wide_rows(
+                        0, left, turned, here, starts[row], line, runs, count, weights, run_bytes,
+                        place, row_bytes,
+                    )  # fmt: skip
+                else:
+                    row += narrow_rows(
+                        0, left, turned, here, starts[row], line, runs, count, weights, run_bytes,
+                        place, row_bytes,
+                    )  # fmt: skip
+        group += 2 if pair else 1
+
+
 def spread_weights(d, x, order, first, images, row, rows, grad, work):
     """Lay out some images and their gradient for ``multiply_weights``; return how many positions.
 
@@ -285,6 +462,8 @@ def spread_weights(d, x, order, first, images, row, rows, grad, work):
         grad: Address of codes of the gradient.
         work: Address of ``d[WORK_BYTES]`` bytes.
     """
+    if d[SPOTS]:
+        return spread_spots(d, x, order, first, images, grad, work)
     flips = FLIPS != 0 and d[SIGNED] != 0
     buffer = (work + 63) // 64 * 64
     turned, flat, b = buffer + d[TURNED_AT], buffer + d[FLAT_AT], buffer + d[B_AT]
@@ -338,11 +517,14 @@ def multiply_weights(d, piece, steps, sums, work):
         sums: Address of ``d[SUMS_SIZE]`` int32, a multiple of 64.
         work: As of ``spread_weights``.
     """
+    if d[SPOTS]:
+        multiply_spots(d, steps, sums, work)
+        return
     flips = FLIPS != 0 and d[SIGNED] != 0
     buffer = (work + 63) // 64 * 64
     turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]
-    table = carray(pointer_to(buffer), 2, np.int64)  # codes there are read no more
-    table[0], table[1] = 0, (steps + GRAIN - 1) // GRAIN
+    table = carray(pointer_to(buffer), 3, np.int64)  # codes there are read no more
+    table[0], table[1], table[2] = 0, (steps + GRAIN - 1) // GRAIN, 0
     tile_rows, groups, run_bytes, line = d[TILE_ROWS], d[GROUPS], d[LONGEST] * 16, d[LINE]
     starts = carray(pointer_to(d[ROW_STARTS]), tile_rows, np.int64)
     row_bytes, group = groups * 64, 0
@@ -356,12 +538,12 @@ def multiply_weights(d, piece, steps, sums, work):
             if pair:
                 row += wide_rows(
                     d[SIGNED], tile_rows - row, turned + piece, here, starts[row], line,
-                    buffer, weights, run_bytes, place, row_bytes,
+                    buffer, 1, weights, run_bytes, place, row_bytes,
                 )  # fmt: skip
             else:
                 row += narrow_rows(
                     d[SIGNED], tile_rows - row, turned + piece, here, starts[row], line,
-                    buffer, weights, run_bytes, place, row_bytes,
+                    buffer, 1, weights, run_bytes, place, row_bytes,
                 )  # fmt: skip
         if flips:
             for half in range(2 if pair else 1):
@@ -371,6 +553,15 @@ def multiply_weights(d, piece, steps, sums, work):
                     run_bytes, place, 0, place, 0,
                 )  # fmt: skip
         group += 2 if pair else 1
+
+
+@njit
+def double(d, sums, times):
+    """Double int32 sums ``times`` times."""
+    n = d[TILE_ROWS] * 16 * d[GROUPS] * 16 + d[GROUPS] * 16  # the last row is that of ``ONES``
+    held = carray(pointer_to(sums), d[SUMS_SIZE], np.int32)[:n]
+    for i in range(n):
+        held[i] <<= np.int32(times)
 
 
 @njit

@@ -8,7 +8,7 @@ from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.instructions import keep
 from fixedpoint_kernels.threads import compiled
 
-__all__ = ["pack"]
+__all__ = ["pack", "sum_taps"]
 
 
 @njit
@@ -58,3 +58,26 @@ def pack(weight, taps, offsets, depth, outputs, inputs, step, is_turned, sums, o
             total += np.int32(codes[column * depth + k])
         sums[column] = total
     keep(memory)
+
+
+@compiled()
+def sum_taps(packed, depth, groups, channels, meets, sums):
+    """Add up packed weights over the taps that each place meets.
+
+    packed: address of ``[groups][depth / 4][16][4]`` int8; meets (places, taps) uint8; sums
+    (places, 16 * groups) int32.
+    """
+    sums[:] = 0
+    quads = channels // 4
+    codes = carray(pointer_to(packed), (groups, depth // 4, 16, 4), np.int8)
+    own = np.empty(16, np.int32)
+    for group in range(groups):
+        for tap in range(meets.shape[1]):
+            own[:] = 0
+            for k in range(tap * quads, (tap + 1) * quads):
+                for lane in range(16):
+                    for i in range(4):
+                        own[lane] += np.int32(codes[group, k, lane, i])
+            for place in range(meets.shape[0]):
+                if meets[place, tap]:
+                    sums[place, group * 16 : group * 16 + 16] += own
