@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def blocks(
+def blocks(  # noqa: PLR0913
     correlation: Correlation,
     images: int,
     size: tuple[int, int],

@@ -17,15 +17,15 @@ def codes(dtype, *shape):
     return torch.randint(low, high, shape, generator=generator).to(dtype)
 
 
-for dtype in (torch.uint8, torch.int8):
-    x, weight = codes(dtype, 40, 20, 32, 32), codes(torch.int8, 40, 20, 3, 3)
-    grad = codes(torch.int8, 40, 40, 32, 32)
+for dtype, side in ((torch.uint8, 32), (torch.int8, 32), (torch.uint8, 4), (torch.int8, 4)):
+    x, weight = codes(dtype, 40, 20, side, side), codes(torch.int8, 40, 20, 3, 3)
+    grad = codes(torch.int8, 40, 40, side, side)
     exponents = torch.randint(-12, -8, (40,), generator=generator, dtype=torch.int32)
     with products.force(sys.argv[1]):
         found = (
             products.convolve(x, weight, padding=1),
             products.convolve_with_statistics(x, weight, padding=1)[1].sums,
-            products.convolve_input_gradient(grad, weight, (32, 32), padding=1),
+            products.convolve_input_gradient(grad, weight, (side, side), padding=1),
             products.convolve_weight_gradient(x, grad, (3, 3), padding=1),
             products.convolve_weight_gradient(x, grad, (3, 3), padding=1, exponents=exponents),
         )
@@ -34,7 +34,7 @@ for dtype in (torch.uint8, torch.int8):
     wanted = (
         y,
         statistics[0],
-        reference.input_gradient(grad, weight, None, (32, 32), window, torch.int32),
+        reference.input_gradient(grad, weight, None, (side, side), window, torch.int32),
         reference.weight_gradient(x, grad, None, (3, 3), window),
         reference.weight_gradient(x, grad, exponents, (3, 3), window),
     )

@@ -72,6 +72,8 @@ SEGMENTS = {
     "wide": (residual(20), 2, (8, 8)),
     "biases": (residual(8, None), 3, (8, 8)),
     "branches": (branches(), 3, (9, 7)),
+    "places": (residual(16, inputs=4), 20, (4, 4)),
+    "few places": (residual(20, None, inputs=20), 19, (3, 2)),
 }
 
 

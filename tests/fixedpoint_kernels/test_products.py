@@ -12,11 +12,27 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fixedpoint_kernels import products
-from fixedpoint_kernels.products import paths
-from fixedpoint_kernels.products.shapes import LONGEST_SUM
+from fixedpoint_kernels.products import paths, shapes
+from fixedpoint_kernels.products.shapes import LONGEST_SUM, Window
+from fixedpoint_kernels.products.spots import spots
 
 HERE = [name for name in paths.PATHS if name not in paths.unavailable()]
 FEW = settings(max_examples=25 * settings().max_examples // 100)
+
+
+# images, inputs, outputs, size, kernel; stride, padding, dilation
+SMALL = (
+    ((40, 32, 40, (2, 2), (3, 3)), ((1, 1), (1, 1), (1, 1))),
+    ((17, 8, 20, (4, 4), (5, 5)), ((1, 1), (2, 2), (1, 1))),
+    ((21, 20, 16, (5, 4), (3, 3)), ((2, 1), (1, 1), (1, 1))),
+    ((70, 4, 33, (3, 7), (3, 3)), ((1, 2), (2, 1), (2, 1))),
+    ((9, 16, 48, (8, 8), (3, 3)), ((1, 1), (1, 1), (1, 1))),
+    ((33, 12, 16, (2, 3), (3, 2)), ((3, 1), (2, 1), (1, 2))),
+)
+
+
+def windowed(window):
+    return {name: value for name, value in window.items() if name != "groups"}
 
 
 def codes(*shape, dtype=torch.int8):
@@ -211,6 +227,38 @@ def test_long_input_gradients_are_split(path):
     with products.force(path):
         back = products.linear_input_gradient(grad, weight, dtype=torch.int64)
     assert back.unique().tolist() == [128 * 128 * (LONGEST_SUM + 9)]
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("case", SMALL)
+def test_small_images_go_place_by_place(case, dtype, path):
+    (images, inputs, outputs, size, kernel), (stride, padding, dilation) = case
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
+    torch.manual_seed(0)
+    x, weight = codes(images, inputs, *size, dtype=dtype), codes(outputs, inputs, *kernel)
+    expected = oracle(x, weight, **window)
+    grad = codes(*expected.shape)
+    part = shapes.forward(Window(stride, padding, dilation), size, kernel)
+    assert spots(part, size, inputs, 4) is not None
+    exponents = torch.randint(-9, -4, (images,), dtype=torch.int32)
+    with products.force(path):
+        sums, statistics = products.convolve_with_statistics(x, weight, **windowed(window))
+        dx = products.convolve_input_gradient(grad, weight, size, **windowed(window))
+        scaled = products.convolve_input_gradient(
+            grad, weight, size, exponents=exponents, **windowed(window)
+        )
+        dw = products.convolve_weight_gradient(
+            x, grad, kernel, exponents=exponents, **windowed(window)
+        )
+    assert torch.equal(sums.long(), expected)
+    assert_statistics(statistics, expected)
+    expected = oracle_input_gradient(grad, weight, size, **window)
+    assert torch.equal(dx.long(), expected)
+    powers = 2.0 ** exponents.double()
+    assert torch.equal(scaled, (expected * powers.view(-1, 1, 1, 1)).float())
+    each = oracle_weight_gradient(x, grad, kernel, **window)
+    assert torch.equal(dw, (each * powers.view(-1, 1, 1, 1, 1)).sum(0).float())  # exact in float64
 
 
 @pytest.mark.parametrize("path", HERE)
