@@ -2,7 +2,7 @@
 
 from fixedpoint_kernels import division, few_bit, forward_save
 from fixedpoint_kernels.block import quantize_block
-from fixedpoint_kernels.formats import BlockFloat, FixedPoint
+from fixedpoint_kernels.formats import BlockFloat, FixedPoint, Minifloat
 from fixedpoint_kernels.histogram import histogram_candidates
 from fixedpoint_kernels.packing import pack, unpack
 from fixedpoint_kernels.rounding import (
@@ -16,6 +16,7 @@ from fixedpoint_kernels.rounding import (
 __all__ = [
     "BlockFloat",
     "FixedPoint",
+    "Minifloat",
     "decode",
     "division",
     "encode",

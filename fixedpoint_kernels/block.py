@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.formats import BlockFloat, FixedPoint
 from fixedpoint_kernels.rounding import Rounding, check_values, quantize
+from fixedpoint_kernels.rounding.reference import power
 
 __all__ = ["block_fl", "quantize_block"]
 
@@ -52,11 +53,11 @@ def quantize_block(
     if not x.numel():
         return x.clone()
     fl = block_fl(x, fmt, per_sample=per_sample)
-    scaled = x.float() * _power(fl)
+    scaled = x.float() * power(fl)
     codes = quantize(
         scaled, FixedPoint(fmt.wl, 0), rounding=rounding, seed=seed, stream=stream, out=None
     )
-    return (codes * _power(-fl)).to(x.dtype)
+    return (codes * power(-fl)).to(x.dtype)
 
 
 def block_fl(x: Tensor, fmt: BlockFloat, *, per_sample: bool = False) -> Tensor:
@@ -77,8 +78,3 @@ def block_fl(x: Tensor, fmt: BlockFloat, *, per_sample: bool = False) -> Tensor:
     fl = torch.frexp(ratio).exponent - 1  # of m * 2**e with 1/2 <= m < 1
     known = (ratio > 0) & ratio.isfinite()
     return torch.where(known, fl, 0).clamp(-_MOST, _MOST)
-
-
-def _power(fl: Tensor) -> Tensor:
-    """Return ``2**fl`` exactly, float32: its exponent bits."""
-    return ((fl.to(torch.int32) + 127) << 23).view(torch.float32)

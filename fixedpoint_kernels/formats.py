@@ -3,9 +3,11 @@
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex, get_args
 
-__all__ = ["BlockFloat", "FixedPoint"]
+__all__ = ["BlockFloat", "FixedPoint", "Minifloat", "Specials"]
+
+Specials = Literal["none", "nan", "ieee"]
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,100 @@ class BlockFloat:
         if not ratios or not 0 < min(ratios) < math.inf:
             return 0
         return math.frexp(min(ratios))[1] - 1
+
+
+@dataclass(frozen=True)
+class Minifloat:
+    """A floating-point format of few bits: sign, exponent, mantissa; with subnormal numbers.
+
+    A number is ``man + 1`` significant bits times a power of two. Below the smallest normal number
+    steps stay as long as there (subnormal numbers). Values outside the range saturate: no result is
+    infinite. What float32 cannot hold is left out: the largest exponent is 127 at most, and a step is
+    ``2**-126`` at least, which concerns formats of 8 exponent bits alone.
+
+    Args:
+        exp: Bits of the exponent, 1 to 8; its bias is ``2**(exp - 1) - 1``.
+        man: Stored bits of the mantissa, 1 to 23.
+        specials: Which codes are no numbers, which decides the largest number. ``"none"``: all are
+            numbers, as in QPyTorch and the 4- and 6-bit formats of OCP. ``"nan"``: the largest code
+            is NaN, as in torch's ``float8_e4m3fn``. ``"ieee"``: the largest exponent is for
+            infinities and NaN, as in ``float8_e5m2`` and ``float16``.
+
+    Raises:
+        TypeError: ``exp`` or ``man`` is not an integer.
+        ValueError: One of them is out of range; ``specials`` is unknown, or leaves no numbers.
+
+    Examples:
+        >>> Minifloat(4, 3, "nan").max, Minifloat(5, 2, "ieee").max
+        (448.0, 57344.0)
+    """
+
+    exp: int
+    man: int
+    specials: Specials = "none"
+
+    def __post_init__(self) -> None:
+        for name, high in (("exp", 8), ("man", 23)):
+            value = _as_int(name, getattr(self, name))
+            if not 1 <= value <= high:
+                raise ValueError(f"{name} must be 1 to {high} bits, got {name}={value}")
+            object.__setattr__(self, name, value)
+        if self.specials not in get_args(Specials):
+            raise ValueError(f"specials must be one of {get_args(Specials)}, got {self.specials!r}")
+        if self.specials == "ieee" and self.exp == 1:
+            raise ValueError('exp must be 2 bits or more with specials="ieee", got exp=1')
+
+    def __str__(self) -> str:
+        return f"e{self.exp}m{self.man}" + {"none": "", "nan": "fn", "ieee": " ieee"}[self.specials]
+
+    @property
+    def wl(self) -> int:
+        """Bits of a number, sign included."""
+        return 1 + self.exp + self.man
+
+    @property
+    def bias(self) -> int:
+        """What is taken from a stored exponent."""
+        return 2 ** (self.exp - 1) - 1
+
+    @property
+    def min_exponent(self) -> int:
+        """The exponent of the smallest normal number, and of the numbers below it."""
+        return max(1 - self.bias, self.man - 126)
+
+    @property
+    def lsb(self) -> float:
+        """The smallest number above 0."""
+        return 2.0 ** (self.min_exponent - self.man)
+
+    @property
+    def max(self) -> float:
+        """The largest number."""
+        last = 2**self.exp - 1 - (self.specials == "ieee") - self.bias
+        top = 2 ** (self.man + 1) - 1 - (self.specials == "nan" and last <= 127)
+        return top * 2.0 ** (min(last, 127) - self.man)
+
+    @property
+    def min(self) -> float:
+        """The smallest number, ``-max``."""
+        return -self.max
+
+    def to_qtorch(self) -> Any:
+        """Return the same format as a ``qtorch.FloatingPoint``; needs the extra ``[qtorch]``.
+
+        Raises:
+            ValueError: Some codes are no numbers: QPyTorch has no such format.
+        """
+        import qtorch
+
+        if self.specials != "none":
+            raise ValueError(f'a format of QPyTorch has specials="none", got {self!r}')
+        return qtorch.FloatingPoint(self.exp, self.man)
+
+    @classmethod
+    def from_qtorch(cls, number: Any) -> "Minifloat":
+        """Return the format of a ``qtorch.FloatingPoint``."""
+        return cls(number.exp, number.man)
 
 
 def _as_int(name: str, value: SupportsIndex) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from operator import attrgetter, index, is_
+from types import UnionType
 from typing import get_args
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from fixedpoint_kernels.formats import BlockFloat, FixedPoint
+from fixedpoint_kernels.formats import BlockFloat, FixedPoint, Minifloat
 from fixedpoint_kernels.memory import Places, are_apart, check_apart, check_memory, places_of
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.reference import Rounding
@@ -26,7 +27,7 @@ _ROUNDINGS = get_args(Rounding)
 
 def quantize(  # noqa: PLR0913  noise has three coordinates
     x: Tensor,
-    fmt: FixedPoint,
+    fmt: FixedPoint | Minifloat,
     *,
     rounding: Rounding = "stochastic",
     seed: int = 0,
@@ -39,7 +40,8 @@ def quantize(  # noqa: PLR0913  noise has three coordinates
     ``"stochastic"`` goes up with a probability equal to the distance from the number below, in
     units of ``fmt.lsb``: unbiased inside the range (to 2**-24 of an lsb), and a number of the
     format never moves. ``"nearest"`` sends ties to the even code. Then values outside the range
-    saturate; NaN stays NaN and infinities saturate. A result is never -0.0.
+    saturate; NaN stays NaN and infinities saturate. A result is never -0.0. Of a ``Minifloat``,
+    ``lsb`` is the step between its numbers where ``x`` lies.
 
     The noise of element ``i``, counted in row-major order whatever the strides, is a function of
     ``(seed, stream, offset + i)`` alone (``fixedpoint_kernels.philox``): every device gives the
@@ -63,7 +65,7 @@ def quantize(  # noqa: PLR0913  noise has three coordinates
         float16) is rounded to it.
 
     Raises:
-        TypeError: ``x`` is not floating, or ``fmt`` is not a ``FixedPoint``; ``x`` or ``out`` does
+        TypeError: ``x`` is not floating, or ``fmt`` neither ``FixedPoint`` nor ``Minifloat``; ``x`` or ``out`` does
             not lie in memory (sparse, fake, a subclass such as ``DTensor``).
         ValueError: ``rounding``, ``seed``, ``stream``, ``offset`` or ``out`` is not as above; the
             storage of ``x`` or ``out`` was freed.
@@ -92,7 +94,7 @@ def quantize(  # noqa: PLR0913  noise has three coordinates
 
 def quantize_with_mask(
     x: Tensor,
-    fmt: FixedPoint,
+    fmt: FixedPoint | Minifloat,
     *,
     rounding: Rounding = "stochastic",
     seed: int = 0,
@@ -116,7 +118,7 @@ def quantize_with_mask(
 
 def quantize_many(  # noqa: PLR0913  noise has three coordinates
     xs: Sequence[Tensor],
-    fmts: Sequence[FixedPoint],
+    fmts: Sequence[FixedPoint | Minifloat],
     *,
     rounding: Rounding = "stochastic",
     seed: int = 0,
@@ -130,7 +132,8 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
     ``quantize(xs[j], fmts[j], seed=seed, stream=stream + j, offset=offsets[j])``.
 
     Args:
-        xs: Values, on one device; one launch where all are float32 and contiguous, as is ``out``.
+        xs: Values, on one device; one launch where all are float32 and contiguous, as is ``out``,
+            and all formats fixed point.
         fmts: One format a tensor.
         rounding: ``"stochastic"`` or ``"nearest"``.
         seed: Of the noise.
@@ -158,9 +161,10 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
         return []
     Key.checked(seed, stream + len(xs) - 1, max(positions))
     first = Key.checked(seed, stream, min(positions))
-    for fmt in fmts if set(map(type, fmts)) != {FixedPoint} else fmts[:1]:
+    is_fixed = set(map(type, fmts)) == {FixedPoint}
+    for fmt in fmts[:1] if is_fixed else fmts:
         _check_mode(fmt, rounding)
-    places = _one_launch(xs, outs)
+    places = _one_launch(xs, outs) if is_fixed else None
     if places is None:
         _check_each(xs, outs)
     if outs is not None:
@@ -170,7 +174,7 @@ def quantize_many(  # noqa: PLR0913  noise has three coordinates
         if outs is None:
             places = places._replace(ys=tuple(map(Tensor.data_ptr, ys)))
         kernels = kernels_of(xs[0])  # of a CPU or a GPU: other devices have no places
-        kernels.quantize_many(places, fmts, rounding, first, positions, xs[0].device)  # pyright: ignore[reportAttributeAccessIssue]
+        kernels.quantize_many(places, fmts, rounding, first, positions, xs[0].device)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         return ys
     for j, (x, y, fmt, position) in enumerate(zip(xs, ys, fmts, positions, strict=True)):
         _run(x, y, None, fmt, rounding, Key(first.seed, first.stream + j, position))
@@ -196,7 +200,7 @@ def encode(
         TypeError, ValueError, RuntimeError: As ``quantize``.
     """
     check_values(x, "encode")
-    _check_mode(fmt, rounding)
+    _check_mode(fmt, rounding, FixedPoint)
     codes = torch.empty_like(x, dtype=_code_dtype(fmt))
     _run(x, codes, None, fmt, rounding, Key.checked(seed, stream))
     return codes
@@ -236,7 +240,12 @@ def _code_dtype(fmt: FixedPoint) -> torch.dtype:
 
 
 def _run(
-    x: Tensor, y: Tensor, inside: Tensor | None, fmt: FixedPoint, rounding: Rounding, key: Key
+    x: Tensor,
+    y: Tensor,
+    inside: Tensor | None,
+    fmt: FixedPoint | Minifloat,
+    rounding: Rounding,
+    key: Key,
 ) -> None:
     """Round into ``y`` and ``inside`` of any strides."""
     x = x.resolve_neg() if x.is_neg() else x
@@ -320,8 +329,10 @@ def check_values(x: Tensor, name: str) -> None:
     check_memory(x)
 
 
-def _check_mode(fmt: FixedPoint, rounding: Rounding) -> None:
-    if not isinstance(fmt, FixedPoint):
+def _check_mode(
+    fmt: object, rounding: Rounding, kinds: UnionType | type = FixedPoint | Minifloat
+) -> None:
+    if not isinstance(fmt, kinds):
         instead = ": write quantize_block(x, fmt)" if isinstance(fmt, BlockFloat) else ""
         raise TypeError(
             f"the format must be a FixedPoint, such as FixedPoint(8, 4), got {fmt!r:.60}{instead}"

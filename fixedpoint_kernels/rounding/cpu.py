@@ -13,8 +13,8 @@ from numba import carray, njit, prange, types
 from numba.core import cgutils
 from torch import Tensor
 
-from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.llvm.vectors import I8, Vector, intrinsic, pointer_to
+from fixedpoint_kernels.formats import FixedPoint, Minifloat
+from fixedpoint_kernels.llvm.vectors import F32, I8, I32, Vector, intrinsic, pointer_to
 from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import uniform
@@ -35,7 +35,7 @@ def _round_block(_context, x, y, inside, at, first, number, key):
     """Round ``_BLOCK`` elements from ``x[at]`` on to ``y``, as elements ``first`` on of a tensor.
 
     x (m,) float32; y (m,) float32, or integer for codes; inside (m,) bool or None; number: see
-    ``_number``; key (seed, stream) int64, or None for nearest.
+    ``_number`` and ``_minifloat``; key (seed, stream) int64, or None for nearest.
     """
     signature = types.void(x, y, inside, at, first, number, key)
 
@@ -47,8 +47,15 @@ def _round_block(_context, x, y, inside, at, first, number, key):
         def unpacked(i):
             return cgutils.unpack_tuple(builder, args[i])
 
-        scale, lsb, low, high = (Vector.splat(builder, v, _BLOCK) for v in unpacked(5))
-        scaled = Vector.load(builder, pointer(0), _BLOCK) * scale
+        numbers = [Vector.splat(builder, v, _BLOCK) for v in unpacked(5)]
+        values, is_fixed = Vector.load(builder, pointer(0), _BLOCK), len(numbers) == 4
+        if is_fixed:
+            scale, lsb, low, high = numbers
+        else:
+            least, shift, high = numbers
+            low = high * -1.0
+            scale, lsb = _own_scale(values.viewed(I32), least, shift)
+        scaled = values * scale
         if key == types.none:
             codes = scaled.rint() + 0.0  # -0.0 becomes 0.0
         else:
@@ -57,18 +64,32 @@ def _round_block(_context, x, y, inside, at, first, number, key):
             seed, stream = unpacked(6)
             up = uniform(builder, block, seed, stream, _BLOCK // 4) < scaled - below
             codes = below + up.where(below.constant(1.0), below.constant(0.0))
+        if not is_fixed:
+            codes = codes * lsb
         under, over = codes < low, codes > high
         bounded = over.where(high, under.where(low, codes))
         if isinstance(y.dtype, types.Integer):
             known = bounded.is_nan().where(bounded.constant(0.0), bounded)
             known.converted(context.get_data_type(y.dtype)).store(pointer(1))
         else:
-            (bounded * lsb).store(pointer(1))
+            (bounded * lsb if is_fixed else bounded).store(pointer(1))
         if inside != types.none:
             (~(under | over)).converted(I8).store(pointer(2))
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+def _own_scale(bits: Vector, least: Vector, shift: Vector) -> tuple[Vector, Vector]:
+    """Return ``2**fl`` and ``2**-fl`` of minifloats, each with an exponent of its own.
+
+    bits: of the values; least and shift: see ``_minifloat``.
+    """
+    exponent = bits & 0x7F800000
+    exponent = (exponent < least).where(least, exponent)
+    most = exponent.constant(254 << 23)  # infinities and NaN have one more
+    exponent = (exponent > most).where(most, exponent)
+    return (shift + (254 << 23) - exponent).viewed(F32), (exponent - shift).viewed(F32)
 
 
 @njit(inline="always")
@@ -132,7 +153,7 @@ def quantize(
     x: Tensor,
     y: Tensor,
     inside: Tensor | None,
-    fmt: FixedPoint,
+    fmt: FixedPoint | Minifloat,
     rounding: Rounding,
     key: Key,
 ) -> None:
@@ -148,7 +169,7 @@ def quantize(
         _flat(result),
         None if inside is None else _flat(inside),
         key.offset,
-        _number(fmt, integer),
+        _minifloat(fmt) if isinstance(fmt, Minifloat) else _number(fmt, integer),
         (key.seed, key.stream) if rounding == "stochastic" else None,
     )
     if result is not y:
@@ -216,3 +237,10 @@ def _number(fmt: FixedPoint, integer: bool) -> tuple[np.float32, ...]:
     """Return scale, lsb (1 for codes), and the smallest and largest code."""
     low, high = float_bounds(fmt)
     return tuple(map(np.float32, (fmt.scale, 1.0 if integer else fmt.lsb, low, high)))
+
+
+@lru_cache(maxsize=256)
+def _minifloat(fmt: Minifloat) -> tuple[np.uint32, np.uint32, np.float32]:
+    """Return the exponent bits of the smallest normal number, ``man`` where these are, the largest."""
+    least, shift = (fmt.min_exponent + 127) << 23, fmt.man << 23
+    return np.uint32(least), np.uint32(shift), np.float32(fmt.max)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.formats import FixedPoint, Minifloat
 from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.gpu import jit, uniform
@@ -52,6 +52,19 @@ def saturate(codes, low, high):
 
 
 @jit
+def own_scale(x, MAN: tl.constexpr, LEAST: tl.constexpr):
+    """Return ``2**fl`` and ``2**-fl`` of minifloats, each with an exponent of its own.
+
+    LEAST: exponent bits of the smallest normal number, as a number.
+    """
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.where(exponent < LEAST, LEAST, exponent)
+    exponent = tl.where(exponent > 254, 254, exponent)  # infinities and NaN have one more
+    scale = ((MAN + 254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, ((exponent - MAN) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
 def _to_float32(x):
     """Widen to float32; bfloat16 by hand, of which Triton's interpreter loses tiny numbers."""
     if x.dtype == tl.bfloat16:
@@ -73,9 +86,9 @@ def _quantize_kernel(
     y_ptr,  # (n,) the same, or int8, int16, int32 for codes
     inside_ptr,  # (n,) bool; y_ptr where WITH_MASK is false
     n,
-    scale,  # 2**fl: a power of two, so both products below are exact
+    scale,  # 2**fl: a power of two, so both products below are exact; not of minifloats
     lsb,  # 2**-fl, or 1 for codes
-    low,
+    low,  # smallest and largest code; of minifloats, number
     high,
     seed: tl.int64,
     stream: tl.int64,
@@ -84,6 +97,8 @@ def _quantize_kernel(
     STOCHASTIC: tl.constexpr,
     WITH_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
+    MAN: tl.constexpr,  # of minifloats, see ``own_scale``; 0 of fixed point
+    LEAST: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = first + tl.arange(0, BLOCK) - LEAD
@@ -92,7 +107,12 @@ def _quantize_kernel(
         mask = mask & (offsets >= 0)
     x = _to_float32(tl.load(x_ptr + offsets, mask=mask, other=0.0))
     noise = noise_of(block.to(tl.int64) + (first >> 2), seed, stream, STOCHASTIC, BLOCK)
+    if MAN > 0:
+        scale, lsb = own_scale(x, MAN, LEAST)
     codes = codes_of(x, noise, scale, STOCHASTIC)
+    if MAN > 0:
+        codes = codes * lsb
+        lsb = 1.0
     if WITH_MASK:
         inside = (codes < low) | (codes > high)
         tl.store(inside_ptr + offsets, inside == 0, mask=mask)
@@ -136,19 +156,23 @@ def quantize(
     x: Tensor,
     y: Tensor,
     inside: Tensor | None,
-    fmt: FixedPoint,
+    fmt: FixedPoint | Minifloat,
     rounding: Rounding,
     key: Key,
 ) -> None:
     """See ``fixedpoint_kernels.rounding.quantize``; integer ``y`` takes codes."""
-    low, high = float_bounds(fmt)
-    lsb = fmt.lsb if y.dtype.is_floating_point else 1.0
+    if isinstance(fmt, Minifloat):
+        scale, lsb, low, high = 1.0, 1.0, fmt.min, fmt.max
+        man, least = fmt.man, fmt.min_exponent + 127
+    else:
+        scale, lsb = fmt.scale, fmt.lsb if y.dtype.is_floating_point else 1.0
+        (low, high), (man, least) = float_bounds(fmt), (0, 0)
     _quantize_kernel[(triton.cdiv(x.numel() + key.lead, _BLOCK),)](
         x.detach(),
         y.detach(),
         y.detach() if inside is None else inside,
         x.numel(),
-        fmt.scale,
+        scale,
         lsb,
         low,
         high,
@@ -159,6 +183,8 @@ def quantize(
         STOCHASTIC=rounding == "stochastic",
         WITH_MASK=inside is not None,
         BLOCK=_BLOCK,
+        MAN=man,
+        LEAST=least,
         enable_fp_fusion=False,
     )
 

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import fixedpoint_kernels
-from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels import FixedPoint, Minifloat
 from fixedpoint_kernels.division import Layout
 from fixedpoint_kernels.division import gpu as division
 from fixedpoint_kernels.few_bit import gpu as few_bit
@@ -53,6 +53,7 @@ EVERY_SIZE = 1, 1024, 1027, 2**31 + 16, 2**31 + 1
 FLOATS = torch.float32, torch.bfloat16, torch.float16
 CODES = torch.int8, torch.uint8, torch.int16, torch.int32
 FMT, KEY = FixedPoint(8, 4), Key(1, 1)  # Triton takes an argument of 1 for a constant
+MINIFLOAT = Minifloat(4, 3, "nan")
 
 
 def empty(n, dtype=torch.float32):
@@ -65,6 +66,9 @@ def round_every_way(sizes):
         rounding.quantize(empty(1027), empty(1027), empty(1027, torch.bool), FMT, mode, KEY)
     for x, y in itertools.product(FLOATS, FLOATS + CODES):
         rounding.quantize(empty(1027, x), empty(1027, y), None, FMT, "stochastic", KEY)
+    for mode, dtype in itertools.product(("stochastic", "nearest"), FLOATS):
+        mask = empty(1027, torch.bool)
+        rounding.quantize(empty(1027, dtype), empty(1027, dtype), mask, MINIFLOAT, mode, KEY)
     unaligned = empty(1028)[1:]
     rounding.quantize(unaligned, unaligned, None, FMT, "nearest", KEY)
     for mode in ("stochastic", "nearest"):

@@ -1,4 +1,4 @@
-"""Beside QPyTorch, wherever QPyTorch is right: nearest for word lengths up to 24 bits.
+"""Beside QPyTorch, wherever QPyTorch is right: nearest for word lengths up to 24 bits, floats but for ties.
 
 Importing ``qtorch.quant`` compiles C++ into torch's extensions folder. A build that was killed
 leaves a lock file there on which the next import waits for ever, so the build has a folder of its
@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fixedpoint_kernels import FixedPoint, quantize
+from fixedpoint_kernels import FixedPoint, Minifloat, quantize
 
 NEEDS = {
     "the package qtorch": importlib.util.find_spec("qtorch"),
@@ -108,3 +108,23 @@ def test_stochastic_takes_the_same_neighbours(qtorch):
     high = quantize(torch.ceil(x / fmt.lsb) * fmt.lsb, fmt, rounding="nearest")
     for y in (ours, theirs):
         assert ((y == low) | (y == high)).all()
+
+
+@pytest.mark.parametrize(("exp", "man"), [(4, 3), (5, 2), (2, 1), (6, 9), (3, 4)])
+def test_minifloats_are_the_same(qtorch, exp, man):
+    """But for ties, which QPyTorch rounds away from 0, and what it makes ties of below ``lsb``."""
+    fmt = Minifloat(exp, man)
+    assert Minifloat.from_qtorch(fmt.to_qtorch()) == fmt
+    x = torch.cat([torch.randn(20_000) * 4 * fmt.lsb, torch.randn(20_000) * fmt.max])
+    places = fmt.man - torch.frexp(x).exponent.sub(1).clamp(min=fmt.min_exponent)
+    rest = (x.double().abs() * places.double().exp2()) % 1
+    is_clear = (rest - 0.5).abs() > 1e-3
+    assert is_clear.double().mean() > 0.9
+    expected = qtorch.quant.float_quantize(x, exp, man, rounding="nearest")
+    actual = quantize(x, fmt, rounding="nearest")
+    torch.testing.assert_close(actual[is_clear], expected[is_clear] + 0.0, rtol=0, atol=0)
+
+
+def test_a_minifloat_that_qpytorch_has_not_is_refused():
+    with pytest.raises(ValueError, match='has specials="none"'):
+        Minifloat(4, 3, "nan").to_qtorch()
