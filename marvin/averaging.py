@@ -6,6 +6,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
+from marvin.compact import master_of
 from marvin.quantized import Quantized
 from marvin.rounding import round_one
 from marvin.shards import is_sharded
@@ -112,4 +113,4 @@ class MasterAverage:
 
     def _master(self, p: Tensor) -> Tensor:
         own = self.optimizer.state.get(p, {}) if isinstance(self.optimizer, Quantized) else {}
-        return own.get("master", p).to(torch.float32)
+        return (master_of(own) if own else p).to(torch.float32)

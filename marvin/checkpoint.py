@@ -133,8 +133,9 @@ def _target(name: str, saved: Any, shards: Sequence[Shard]) -> Tensor:
     """Return an empty tensor, spread as the parameter is to whose state it belongs."""
     found = _STATE_OF.search(name)
     index = int(found[1]) if found else len(shards)
-    if index < len(shards) and shards[index].shape == saved.size:
-        return shards[index].empty(saved.properties.dtype)
+    has_rows = name.endswith(("_codes", "_scales"))
+    if index < len(shards) and (has_rows or shards[index].shape == saved.size):
+        return shards[index].empty(saved.size, saved.properties.dtype)
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fixedpoint_kernels._torch_private import foreach_div
 from fixedpoint_kernels.norms import norms_many
+from marvin.compact import floats_of, is_compact
 from marvin.plans import Members
 from marvin.policies.base import Policy
 from marvin.policies.records import Measured
@@ -88,7 +89,11 @@ def complete(
             batch.values = list(foreach_div(batch.values, divisors))
         members = batch.members
         grads = [batch.values[i] for i in members.layers]
-        batch.measured = policy.measure(shared, members.states, grads)
+        tensors = [
+            floats_of(own, policy.rules.tensors) if is_compact(own) else own
+            for own in members.states
+        ]
+        batch.measured = policy.measure(shared, tensors, grads)
     measured = [b for b in batches if b.measured.norms]
     numbers = whole_norms(
         [torch.stack(list(b.measured.norms)) for b in measured],

@@ -1,6 +1,6 @@
 """Float32 masters, the weights that are rounded from them, and what is asked about their formats."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,12 @@ from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private import versions_of
+from fixedpoint_kernels.compact import Row
+from fixedpoint_kernels.compact import step_many as step_compact
 from fixedpoint_kernels.sgd import Moves, Targets, step_many
 from marvin.channels import ChannelFormat
+from marvin.compact import codes_of, is_compact, layer_of, master_of, placeholder, put_master
+from marvin.compact_moves import Moved
 from marvin.layers import ParameterTable
 from marvin.noise import Purpose, stream
 from marvin.plans import Members, Plans, Rounding, Trained
@@ -137,7 +141,7 @@ class WithMasters(Optimizer):
         Formats, momentum and windows stay.
         """
         for p in self._masters:
-            self.state[p]["master"].copy_(local(p))
+            put_master(self.state[p], local(p))
         self._write([*self._masters], Purpose.INITIAL)
 
     def _trained(self) -> list[tuple[int, Tensor]]:
@@ -146,7 +150,7 @@ class WithMasters(Optimizer):
 
     def _show_masters(self, params: Iterable[Tensor]) -> None:
         shards = self._layout.shards
-        self._masters |= {p: shards[p].to_dtensor(self.state[p]["master"]) for p in params}
+        self._masters |= {p: shards[p].to_dtensor(placeholder(self.state[p])) for p in params}
         self._plans = Plans()  # others were made without these
 
     @contextmanager
@@ -164,10 +168,10 @@ class WithMasters(Optimizer):
     def _write(self, params: Sequence[Tensor], purpose: Purpose) -> None:
         """Round the masters of ``params`` into the model, all in one launch."""
         plan, first = self._rounding(params), stream(purpose, self._counts.step)
-        for p, master in plan.floats:
-            local(p).copy_(master)
+        for p, own in plan.floats:
+            local(p).copy_(master_of(own))
         round_many(
-            plan.masters,
+            [master_of(own) for own in plan.states],
             plan.formats,
             rounding=self.policy.rules.weight_rounding,
             seed=self._seed,
@@ -197,6 +201,28 @@ class WithMasters(Optimizer):
             self._note_written(plan, first, locals_of(params))
         return done
 
+    def _write_rows(self, params: Sequence[Tensor], moved: Mapping[Tensor, Moved]) -> None:
+        """Move the compact masters of ``moved``, and round those of ``params``, in one pass."""
+        plan, first = self._rounding(params), stream(Purpose.WEIGHTS, self._counts.step)
+        streams = {p: first + i for i, p in enumerate(plan.rounded)}
+        rows = []
+        for p, index in zip(params, plan.positions, strict=True):
+            own, fmt = self.state[p], self.format_of(p)
+            how = moved.get(p)
+            row = Row(
+                master=codes_of(own, "master") if is_compact(own) else own["master"],
+                weight=local(p),
+                fmt=fmt if isinstance(fmt, FixedPoint) else None,
+                stream=streams.get(p, 0),
+                offset=self._layout.shards[p].offset,
+                noise=stream(Purpose.STATES, self._counts.step, 2 * index),
+            )
+            if how is not None:
+                row = row._replace(move=how.move, grad=how.grad, moments=how.moments)
+            rows.append(row)
+        step_compact(rows, rounding=self.policy.rules.weight_rounding, seed=self._seed)
+        self._note_written(plan, first, locals_of(params))
+
     def _note_written(self, plan: Rounding, first: int, weights: Sequence[Tensor]) -> None:
         """Remember the noise of what was rounded, and that the weights are this optimizer's."""
         for i, own in enumerate(plan.states):
@@ -217,6 +243,7 @@ class WithMasters(Optimizer):
             positions = {p: i for i, p in enumerate(self._layout.names)}
             layers = [i for i, p in enumerate(params) if "layer" in self.state.get(p, {})]
             known[key] = Members(
+                compact={p for p in params if is_compact(self.state.get(p, {}))},
                 params=list(params),
                 shards=[self._layout.shards[p] for p in params],
                 masters=[self._masters.get(p, p) for p in params],
@@ -234,14 +261,17 @@ class WithMasters(Optimizer):
                 index: Trained(
                     p,
                     own := self.state[p],
-                    Layer(
-                        index=index,
-                        name=layout.names[p],
-                        settings=layout.groups[p],
-                        record=None,
-                        tensors={},
-                        master=own["master"],
-                        shard=layout.shards[p],
+                    layer_of(
+                        Layer(
+                            index=index,
+                            name=layout.names[p],
+                            settings=layout.groups[p],
+                            record=None,
+                            tensors={},
+                            master=p,
+                            shard=layout.shards[p],
+                        ),
+                        own,
                     ),
                 )
                 for index, p in self._trained()
@@ -257,10 +287,9 @@ class WithMasters(Optimizer):
             positions = {p: i for i, p in enumerate(self._layout.names)}
             known[key] = Rounding(
                 positions=[positions[p] for p in params],
-                floats=[(p, own["master"]) for p, own, fmt in found if fmt is None],
+                floats=[(p, own) for p, own, fmt in found if fmt is None],
                 rounded=[p for p, _, _ in rounded],
                 states=[own for _, own, _ in rounded],
-                masters=[own["master"] for _, own, _ in rounded],
                 formats=[fmt for _, _, fmt in rounded],
                 offsets=[self._layout.shards[p].offset for p, _, _ in rounded],
                 targets=self._targets(found),
@@ -271,7 +300,7 @@ class WithMasters(Optimizer):
         """Return parameters, with their states and formats, for moving and rounding in one pass."""
         fmts = [fmt for _, _, fmt in found]
         fixed = [fmt if isinstance(fmt, FixedPoint) else None for fmt in fmts]
-        if fixed != fmts:
+        if fixed != fmts or any(is_compact(own) for _, own, _ in found):
             return None
         return Targets(
             [own["master"] for _, own, _ in found],
@@ -284,11 +313,11 @@ class WithMasters(Optimizer):
         """Return what ``_write`` last wrote; None where that is not known."""
         own, fmt = self.state[p], self.format_of(p)
         if fmt is None:
-            return own["master"].to(p.dtype)
+            return master_of(own).to(p.dtype)
         if "stream" not in own:
             return None
         (y,) = round_many(
-            [own["master"]],
+            [master_of(own)],
             [fmt],
             rounding=self.policy.rules.weight_rounding,
             seed=self._seed,
@@ -316,8 +345,8 @@ class WithMasters(Optimizer):
             self._versions[i], p = now[i], params[i]
             own, weight = local(p), self._rounded(p)
             if weight is not None and (differs := own != weight).any():
-                master = self.state[p]["master"]
-                master.copy_(torch.where(differs, own.float(), master))
+                master = master_of(self.state[p])
+                put_master(self.state[p], torch.where(differs, own.float(), master))
                 adopted.append(p)
         return adopted
 

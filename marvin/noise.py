@@ -14,6 +14,7 @@ class Purpose(IntEnum):
     PUSH_DOWN = 3
     ACTIVATIONS = 4
     PRODUCTS = 5
+    STATES = 6
 
 
 def stream(purpose: Purpose, step: int, index: int = 0) -> int:

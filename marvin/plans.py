@@ -27,6 +27,7 @@ class Members:
         layers: Places of the layers among the parameters; so many are the lists below.
         positions: Of the layers among all of the optimizer's parameters.
         states: Of the layers.
+        compact: Those of the parameters whose state is compact.
     """
 
     params: Sequence[Tensor]
@@ -35,6 +36,7 @@ class Members:
     layers: Sequence[int]
     positions: Sequence[int]
     states: Sequence[StateDict]
+    compact: set[Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,9 @@ class Rounding:
 
     Args:
         positions: Of all of them among the optimizer's parameters.
-        floats: Parameters without a format, and their masters.
+        floats: Parameters without a format, and their states.
         rounded: The others.
         states: Of these, one each; so are the lists below.
-        masters: What this process holds.
         formats: To which they are rounded.
         offsets: Where in the whole tensors that begins.
         targets: All of them, for moving and rounding in one pass; None where a format is of
@@ -54,10 +55,9 @@ class Rounding:
     """
 
     positions: list[int]
-    floats: list[tuple[Tensor, Tensor]]
+    floats: list[tuple[Tensor, StateDict]]
     rounded: list[Tensor]
     states: list[StateDict]
-    masters: list[Tensor]
     formats: list[Format]
     offsets: list[int]
     targets: Targets | None

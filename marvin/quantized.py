@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Literal
 
@@ -11,9 +11,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
+from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.philox import Key
 from marvin import state as states
 from marvin.activations import QuantizedActivations
 from marvin.carriers import Carriers
+from marvin.compact import (
+    CompactMember,
+    conform,
+    floats_of,
+    in_float,
+    is_compact,
+    master_of,
+    put_master,
+    put_tensors,
+    size_bytes,
+    wants_compact,
+)
+from marvin.compact_moves import moves_of_compact
 from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, read
 from marvin.layers import is_layer, layout_of
 from marvin.masters import Counts, WithMasters
@@ -76,6 +91,7 @@ class Quantized(WithMasters):
         one_dim: As of ``marvin.MSGD``; None: as the policy wants it.
         master_init: As of ``marvin.MSGD``.
         nonfinite: As of ``marvin.MSGD``.
+        compact_state: As of ``marvin.MSGD``; moments of torch's optimizers are kept in 8 bits.
         seed: Of the rounding noise.
 
     Attributes:
@@ -108,6 +124,7 @@ class Quantized(WithMasters):
         one_dim: Literal["previous", "float"] | None = None,
         master_init: Literal["float", "quantized"] = "float",
         nonfinite: Literal["raise", "skip"] = "raise",
+        compact_state: bool = False,
         seed: int = 0,
     ) -> None:
         check_policy(policy)
@@ -122,6 +139,7 @@ class Quantized(WithMasters):
             "one_dim": rules.one_dim if one_dim is None else one_dim,
             "master_init": master_init,
             "nonfinite": nonfinite,
+            "compact_state": compact_state,
             "seed": seed,
             **policy.settings(),
         }
@@ -285,7 +303,7 @@ class Quantized(WithMasters):
         shared = policy.load_shared(values)
         for p, values in zip(self._layout.names, saved, strict=False):
             if not values and p in self._masters:  # it was frozen, in float
-                local(p).copy_(self.state[p]["master"])
+                local(p).copy_(master_of(self.state[p]))
         super().load_state_dict(state_dict)
         self.policy, self.shared = policy, shared
         self._masters = {}
@@ -306,6 +324,7 @@ class Quantized(WithMasters):
             own = self.optimizer.state.get(self._masters.get(p, p), {})
             states.kept_dtypes(own, wrapped["state"].get(index, {}))
         self.__setstate__({"param_groups": list(self.optimizer.param_groups)})
+        self._conform()
         self.forward_state.forwards, self.forward_state.seed = common["forwards"], self._seed
         self.forward_state.gradients = common.get("gradients", 0)  # older states have none
         self._write_as_saved()
@@ -328,6 +347,18 @@ class Quantized(WithMasters):
                 group.setdefault(name, value)
         self._layout, self._plans = layout_of(self.param_groups), Plans()
         self._claim()
+
+    def state_bytes(self) -> dict[str, int]:
+        """Return the bytes of the state of each parameter, by name, as this process holds it.
+
+        Masters, the policy's tensors and those of the wrapped optimizer; the weights are the model's.
+        """
+        found = self._layout.names.items()
+        moments = self.optimizer.state
+        return {
+            name: size_bytes(self.state.get(p, {}), moments.get(self._masters.get(p, p), {}))
+            for p, name in found
+        }
 
     def _check(self, group: Group) -> None:
         """Refuse a parameter group; subclasses add checks of their own."""
@@ -388,10 +419,11 @@ class Quantized(WithMasters):
             if p in self.optimizer.state:  # some make it in their constructor
                 made = states.float_masters(self.optimizer.state.pop(p), p)
                 self.optimizer.state[self._masters[p]] = made
+        self._conform()
         self._write(new, Purpose.INITIAL)
         for p in new:
             if self._layout.groups[p]["master_init"] == "quantized":
-                self.state[p]["master"].copy_(local(p))
+                put_master(self.state[p], local(p))
         self._carriers.publish(self)
 
     def _gather(self) -> list[Gradients]:
@@ -401,6 +433,17 @@ class Quantized(WithMasters):
             if params := [p for p in group["params"] if p.grad is not None]:
                 gathered.append(gather(group, self._members(params), self.format_of, noise))
         return gathered
+
+    def _conform(self) -> None:
+        """Make states compact or float32, as the groups say: older ones know nothing of that."""
+        for p, master in list(self._masters.items()):
+            wanted = wants_compact(self._layout.groups[p], p)
+            if is_compact(self.state[p]) != wanted:
+                moments = self.optimizer.state.pop(master, {})
+                conform(self.state[p], moments, self._layout.shards[p], wanted)
+                self._show_masters([p])
+                if moments:
+                    self.optimizer.state[self._masters[p]] = moments
 
     def _leave_out(self, wrong: list[str]) -> None:
         self._observe_next()
@@ -422,8 +465,8 @@ class Quantized(WithMasters):
             if not p.requires_grad:
                 continue
             norm, number, new = measured.get(index, (None, None, {}))
-            tensors = {k: v for k, v in own.items() if k != "master" and isinstance(v, Tensor)}
-            tensors |= new
+            names = [name for name in self.policy.rules.tensors if name not in new]
+            tensors = {**floats_of(own, names), **new}
             found.append(
                 layer.but(
                     record=own["layer"],
@@ -438,6 +481,9 @@ class Quantized(WithMasters):
     def _move(self, batches: Sequence[Gradients], update: Update) -> None:
         """Move the masters, keep what the policy made of the step, and write the weights."""
         moved = [p for batch in batches for p in batch.members.params]
+        if any(batch.members.compact for batch in batches):
+            self._move_compact(batches, update, moved)
+            return
         moves = moves_of(self.optimizer, batches)
         if moves is None:
             self._update(batches)
@@ -452,17 +498,31 @@ class Quantized(WithMasters):
         if update.switches:
             self._carriers.publish(self)
 
+    def _move_compact(
+        self, batches: Sequence[Gradients], update: Update, moved: Sequence[Tensor]
+    ) -> None:
+        """Do as ``_move`` does where masters are compact."""
+        written = self._keep(update, moved)
+        fmts = [self.format_of(p) for p in written]
+        is_fixed = all(fmt is None or isinstance(fmt, FixedPoint) for fmt in fmts)
+        rows = moves_of_compact(self.optimizer, batches) if is_fixed else None
+        self._update(batches, rows or {})
+        if rows is None:
+            self._write(written, Purpose.WEIGHTS)
+        else:
+            self._write_rows(written, rows)
+        if update.switches:
+            self._carriers.publish(self)
+
     def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keep what the policy made of a step; return what moved or has another format."""
         trained = self._trained_layers()
         for layer in update.layers:
             own = trained[layer.index].state
-            for name in [name for name in own if name not in layer.tensors]:
-                if name != "master" and isinstance(own[name], Tensor):
-                    del own[name]
+            key = Key(self._seed, stream(Purpose.STATES, self._counts.step, 2 * layer.index + 1))
+            put_tensors(own, layer.tensors, layer.shard, key)
             if own["layer"].fmt is not layer.record.fmt:
                 self._plans.rounding.clear()
-            own |= layer.tensors
             own["layer"] = layer.record
         self.shared = update.shared
         self.trace += update.switches
@@ -476,15 +536,25 @@ class Quantized(WithMasters):
                 chosen.add(p)
         return [p for p in names if p in chosen]
 
-    def _update(self, batches: Sequence[Gradients]) -> None:
-        """Do one step of the wrapped optimizer on the masters."""
-        masters = [master for batch in batches for master in batch.members.masters]
-        grads = [
-            shard.to_dtensor(grad)
-            for batch in batches
-            for shard, grad in zip(batch.members.shards, batch.values, strict=True)
-        ]
-        with self._on_masters():
+    def _update(self, batches: Sequence[Gradients], done: Container[Tensor] = ()) -> None:
+        """Do one step of the wrapped optimizer on the masters, but for those of ``done``."""
+        positions = {p: i for i, p in enumerate(self._layout.names)}
+        compact: list[CompactMember] = []
+        masters, grads = [], []
+        for batch in batches:
+            members = batch.members
+            rows = zip(members.params, members.masters, members.shards, batch.values, strict=True)
+            for p, master, shard, grad in rows:
+                if p in done:
+                    continue
+                masters.append(master)
+                grads.append(shard.to_dtensor(grad))
+                if p in members.compact:
+                    compact.append(CompactMember(master, self.state[p], shard, positions[p]))
+        with (
+            self._on_masters(),
+            in_float(self.optimizer, compact, self._seed, self._counts.step),
+        ):
             for master, grad in zip(masters, grads, strict=True):
                 master.grad = grad
             try:

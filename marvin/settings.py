@@ -39,12 +39,12 @@ class Checks:
 
     Args:
         at_least_0: Names of numbers that are 0 or more.
-        choices: Names, and the words allowed.
+        choices: Names, and the values allowed.
         rules: Name, test of all settings, and the requirement in words.
     """
 
     at_least_0: tuple[str, ...] = ()
-    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str | bool, ...]] = field(default_factory=dict)
     rules: tuple[_Rule, ...] = ()
 
 
@@ -55,6 +55,7 @@ OPTIONS = Checks(
         "one_dim": ("previous", "float"),
         "master_init": ("float", "quantized"),
         "nonfinite": ("raise", "skip"),
+        "compact_state": (False, True),
     },
 )
 SGD = Checks(

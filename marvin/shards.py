@@ -45,17 +45,24 @@ class Shard:
         return self.shape.numel()
 
     def to_dtensor(self, part: Tensor) -> Tensor:
-        """Return the whole tensor of which this process holds ``part``: the same memory."""
+        """Return the whole tensor of which this process holds ``part``: the same memory.
+
+        It has the parameter's rows, and may have other columns: then it is contiguous.
+        """
         like = self.template
         if like is None:
             return part
+        shape, stride = like.shape, like.stride()
+        if part.shape[1:] != shape[1:]:
+            shape = torch.Size((*shape[:1], *part.shape[1:]))
+            stride = torch.empty(shape, device="meta").stride()
         return type(like).from_local(
             part,
             like.device_mesh,
             like.placements,
             run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
+            shape=shape,
+            stride=stride,
         )
 
     def to_local(self, whole: Tensor) -> Tensor:
@@ -70,11 +77,13 @@ class Shard:
         first = self.offset // (self.numel // self.shape[0])
         return whole[first : first + rows].contiguous()
 
-    def empty(self, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, sharded as this one is."""
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor with the parameter's rows, sharded as it is."""
         if self.template is None:
-            return torch.empty(self.shape, dtype=dtype)
-        return self.to_dtensor(torch.empty_like(local(self.template), dtype=dtype))
+            return torch.empty(shape, dtype=dtype)
+        part = local(self.template)
+        rows = part.new_empty((*part.shape[:1], *shape[1:]), dtype=dtype)
+        return self.to_dtensor(torch.empty_like(part, dtype=dtype) if shape == self.shape else rows)
 
     def rows(self, values: Tensor) -> Tensor:
         """Return one number of each row of the whole tensor, (rows,), from those of the rows held."""

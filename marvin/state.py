@@ -26,12 +26,16 @@ __all__ = [
 ]
 
 VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
+_CODES = "master_codes"  # saved as pairs of bytes
 _EARLIER_SHARED = "level", "losses", "loss_sum"  # were beside the trace
 
 
 def packed(state: StateDict, shard: Shard) -> dict[str, Any]:
     """Return one parameter's state as plain values, and tensors as spread as the parameter."""
-    wrapped = {name: shard.to_dtensor(v) for name, v in state.items() if isinstance(v, Tensor)}
+    tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
+    if _CODES in tensors:  # 16-bit integers have no collectives
+        tensors[_CODES] = tensors[_CODES].view(torch.int8)
+    wrapped = {name: shard.to_dtensor(v) for name, v in tensors.items()}
     return {**state, **wrapped, **({"layer": asdict(state["layer"])} if "layer" in state else {})}
 
 
@@ -50,6 +54,8 @@ def unpacked(
     for name, value in values.items():
         if isinstance(value, Tensor):
             own[name] = shard.to_local(value.detach()).to(device, copy=True)
+            if name == _CODES:
+                own[name] = own[name].view(torch.int16)
         else:
             own[name] = restored(record, value) if name == "layer" else value
     own.pop("momentum_buffer", None)  # of earlier versions: the wrapped optimizer has it
@@ -118,11 +124,19 @@ def checked(
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     states = [state_dict["state"].get(index, {}) for index in indices]
     for (parameter, shape), values in zip(names, states, strict=False):
-        master = values.get("master")
-        if values and (master is None or master.shape != shape):
-            got = "none" if master is None else tuple(master.shape)
+        found = _shape_of(values)
+        if values and found != shape:
+            got = "none" if found is None else tuple(found)
             raise ValueError(f"the state of {parameter} must have shape {tuple(shape)}, got {got}")
     return states
+
+
+def _shape_of(values: StateDict) -> torch.Size | None:
+    """Return the shape of a saved master; None where there is none."""
+    if _CODES in values:
+        *rest, last = values[_CODES].shape
+        return torch.Size((*rest, last // 2))
+    return values["master"].shape if "master" in values else None
 
 
 def of_wrapped(state_dict: Mapping[str, Any]) -> StateDict:
@@ -144,11 +158,16 @@ def spread_state(state_dict: Mapping[str, Any], shards: Sequence[Shard]) -> dict
         if index in states:
             states[index] = {
                 name: shard.to_dtensor(shard.to_local(value))
-                if isinstance(value, Tensor) and value.shape == shard.shape
+                if isinstance(value, Tensor) and _is_spread(name, value, shard)
                 else value
                 for name, value in states[index].items()
             }
     return {**state_dict, "state": states}
+
+
+def _is_spread(name: str, value: Tensor, shard: Shard) -> bool:
+    """Say whether a tensor of a state has the rows of its parameter."""
+    return value.shape == shard.shape or name.endswith("_scales")
 
 
 def kept_dtypes(loaded: dict[str, Any], saved: Mapping[str, object]) -> None:

@@ -206,6 +206,7 @@ class Config:
     )
     symmetric: bool = keyword(False, "leave out the most negative code")
     nonfinite: str = keyword("raise", "an infinite or NaN loss or gradient", "raise", "skip")
+    compact_state: bool = keyword(False, "masters in 16 bits, momenta and windows in 8")
     quantize_activations: bool = option(True, "layers round their inputs and outputs too")
     ste: Literal["clip", "identity"] = option(
         "clip", "gradient of a saturated activation: none, or as if it fitted", "clip", "identity"
@@ -236,6 +237,7 @@ QUANTIZED_KEYWORDS = (
     "one_dim",
     "master_init",
     "nonfinite",
+    "compact_state",
     "seed",
 )
 MSGD_KEYWORDS = tuple(f.name for f in dataclasses.fields(Config) if f.metadata.get("msgd"))

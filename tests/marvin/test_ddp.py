@@ -29,7 +29,7 @@ def run(world, folder):
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_are_the_same_to_the_bit_and_one_process_too(world, tmp_path):
     run(world, tmp_path)
-    for kind in ("msgd", "adamw"):
+    for kind in ("msgd", "adamw", "compact"):
         ranks = [torch.load(tmp_path / f"{kind}{i}.pt") for i in range(world)]
         first = ranks[0]
         assert first["world"] == world

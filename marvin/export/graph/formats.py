@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint, decode, encode
+from marvin.compact import master_of
 from marvin.export.errors import ExportError, fixed_point
 from marvin.quantized import Quantized
 from marvin.rounder import formats_of
@@ -160,7 +161,7 @@ def masters_of(model: nn.Module, optimizer: Quantized) -> dict[str, Tensor]:
     """Return the float32 masters of a model's quantised parameters, by name."""
     named = ((name, p) for name, p in model.named_parameters() if p in optimizer)
     return {
-        name: optimizer.state[p]["master"]
+        name: master_of(optimizer.state[p])
         for name, p in named
         if optimizer.format_of(p) is not None
     }

@@ -13,14 +13,15 @@ import marvin
 
 def make_model():
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+    model = nn.Sequential(nn.Linear(6, 70), nn.LayerNorm(70), nn.ReLU(), nn.Linear(70, 3))
     return marvin.tnvs_(model)
 
 
 def make_optimizer(model, kind):
     policy = {"lookback": (2, 4), "resolution": (10, 20)}
-    if kind == "msgd":
-        return marvin.MSGD(model.named_parameters(), lr=0.05, **policy)
+    compact = kind == "compact"
+    if kind in ("msgd", "compact"):
+        return marvin.MSGD(model.named_parameters(), lr=0.05, compact_state=compact, **policy)
     adamw = torch.optim.AdamW(model.named_parameters(), lr=5e-3)
     return marvin.Quantized(adamw, marvin.MarvinPolicy(**policy))
 
@@ -53,6 +54,6 @@ def main(folder, kind):
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for name in ("msgd", "adamw"):
+    for name in ("msgd", "adamw", "compact"):
         main(sys.argv[1], name)
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ import marvin
 
 STEPS, SAVED_AFTER = 14, 7
 ADAPTIVE = {"lookback": (2, 4), "resolution": (10, 20)}
-SAVED = "msgd", "adamw"
+SAVED = "msgd", "adamw", "compact", "compact_adamw"
 
 
 class Balance(torch.optim.Optimizer):
@@ -40,9 +40,10 @@ def msgd(model, **settings):
     return marvin.MSGD(model.named_parameters(), lr=0.05, **ADAPTIVE, **settings)
 
 
-def adamw(model):
+def adamw(model, **settings):
     wrapped = torch.optim.AdamW(model.named_parameters(), lr=5e-3)
-    return marvin.Quantized(wrapped, marvin.MarvinPolicy(**ADAPTIVE), normalize_gradients=True)
+    policy = marvin.MarvinPolicy(**ADAPTIVE)
+    return marvin.Quantized(wrapped, policy, normalize_gradients=True, **settings)
 
 
 def budget(model):
@@ -64,6 +65,12 @@ def whole(model):
     return marvin.Quantized(Balance(model.named_parameters()), marvin.FixedPolicy(8, 5))
 
 
+def compact_amsgrad(model):
+    """Not in one pass: torch moves the decoded masters."""
+    wrapped = torch.optim.AdamW(model.named_parameters(), lr=5e-3, amsgrad=True)
+    return marvin.Quantized(wrapped, marvin.FixedPolicy(8, 6), compact_state=True)
+
+
 OPTIMIZERS = {
     "msgd": msgd,
     "adamw": adamw,
@@ -71,6 +78,9 @@ OPTIMIZERS = {
     "channels": channels,
     "fixed": fixed,
     "whole": whole,
+    "compact": lambda model: msgd(model, compact_state=True),
+    "compact_adamw": lambda model: adamw(model, compact_state=True),
+    "compact_amsgrad": compact_amsgrad,
     "fine": lambda model: msgd(model, pushdown_range="full", kl_eps=1e-7),
     "options": lambda model: msgd(
         model,
@@ -89,7 +99,7 @@ OPTIMIZERS = {
 def make_model():
     """Rows that no number of processes divides: a shard of one row, and empty ones."""
     torch.manual_seed(1)
-    layers = [nn.Conv1d(3, 5, 3), nn.Flatten(), nn.ReLU(), nn.Linear(20, 17), nn.LayerNorm(17)]
+    layers = [nn.Conv1d(3, 5, 3), nn.Flatten(), nn.ReLU(), nn.Linear(90, 17), nn.LayerNorm(17)]
     return marvin.tnvs_(nn.Sequential(*layers, nn.ReLU(), nn.Linear(17, 1)))
 
 
@@ -102,7 +112,7 @@ def shard(model):
 
 def backward(model, step):
     g = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    x = torch.randn(8, 3, 6, generator=g)
+    x = torch.randn(8, 3, 20, generator=g)
     target = (x[:, 0, :1] > 0).float()
     loss = nn.functional.binary_cross_entropy_with_logits(model(x), target)
     loss.backward()
@@ -235,9 +245,14 @@ def weights_that_are_not_finite_are_named_by_all():
 
 
 def a_whole_state_loads():
-    """A state of one process goes to sharded parameters."""
+    """A state of one process goes to sharded parameters, compact or not."""
+    for settings in ({}, {"compact_state": True}):
+        _a_whole_state_loads(settings)
+
+
+def _a_whole_state_loads(settings):
     twin, model = make_model(), shard(make_model())
-    optimizers = [adamw(twin), adamw(model)]
+    optimizers = [adamw(twin, **settings), adamw(model)]
     for step in range(5):
         twin.zero_grad()
         loss = backward(twin, step)

@@ -1,0 +1,93 @@
+"""An optimizer's state in few bytes: what the functions promise, and the choice of a kernel.
+
+Three kinds of codes; 256 elements of a row share a float32 scale, which follows their largest
+magnitude in each write.
+
+``"fixed"``: 16-bit fixed point, ``code * scale``; the scale is a power of two. For masters.
+``"signed"``: 8 bits, ``code * |code| * scale``. For momenta and sums of gradients: steps are as fine
+as those of equal steps for typical values, and finer below, down to 1/16129 of the largest.
+``"squares"``: 8 bits, ``code**4 * scale``. For means of squares; a value above 0 never becomes 0,
+for Adam divides by it.
+
+Rounding is stochastic, and unbiased inside of the range, to 2**-17 of a step; a value of the codes does not
+move where the scale stays. Blocks begin anew in each row, so that a part of whole rows has the bits
+of the whole tensor. A block with a value that is not finite becomes NaN.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fixedpoint_kernels.compact import reference
+from fixedpoint_kernels.compact.records import BLOCK, Adam, Codes, Kind, Noise, Row, Sgd, blocks_of
+from fixedpoint_kernels.rounding.reference import Rounding
+
+__all__ = ["BLOCK", "Adam", "Codes", "Kind", "Noise", "Row", "Sgd"]
+__all__ += ["blocks_of", "decode", "encode", "step_many", "zeros"]
+
+_PLAIN = {Tensor, Parameter}
+
+
+def encode(x: Tensor, kind: Kind, noise: Noise | None = None) -> Codes:
+    """Return ``x`` in few bytes.
+
+    Args:
+        x: Values, two or more dimensions, any strides, floating; for ``"squares"`` none below 0.
+        kind: Of the codes.
+        noise: Of stochastic rounding; None: to nearest.
+
+    Raises:
+        ValueError: ``x`` has fewer than two dimensions.
+    """
+    if x.ndim < 2:
+        raise ValueError(f"x must have two or more dimensions, got shape {tuple(x.shape)}")
+    if _has_kernel([x]):
+        from fixedpoint_kernels.compact import cpu
+
+        return cpu.encode(x.detach().float().contiguous(), kind, noise)
+    return reference.encode(x, kind, noise)
+
+
+def decode(codes: Codes, kind: Kind) -> Tensor:
+    """Return the values of codes: float32, contiguous, shape of the codes."""
+    if _has_kernel(codes):
+        from fixedpoint_kernels.compact import cpu
+
+        return cpu.decode(codes, kind)
+    return reference.decode(codes, kind)
+
+
+def zeros(like: Tensor, kind: Kind) -> Codes:
+    """Return the codes of zeros, of the shape and on the device of ``like``."""
+    return encode(torch.zeros_like(like, dtype=torch.float32), kind)
+
+
+def step_many(rows: Sequence[Row], *, rounding: Rounding, seed: int) -> None:
+    """Move masters by SGD or Adam, keep them and their moments as codes, and round the weights.
+
+    One pass over memory on a CPU. The bits are those of torch's optimizer on the decoded states,
+    of ``encode`` with 16 bits of noise for each, and of ``quantize``; where torch rounds sums of
+    products otherwise than the kernel, plain PyTorch does it.
+
+    Args:
+        rows: The parameters; their states and weights are changed. No two share memory.
+        rounding: Of the weights, ``"stochastic"`` or ``"nearest"``.
+        seed: Of the noise, 0 to 2**63 - 1.
+    """
+    tensors = [x for row in rows for x in (row.weight, row.grad)]
+    tensors += [x for row in rows if isinstance(row.master, Tensor) for x in [row.master]]
+    is_plain = all(x.is_contiguous() and x.dtype is torch.float32 for x in tensors)
+    if is_plain and _has_kernel(tensors):
+        from fixedpoint_kernels.compact import cpu
+
+        if cpu.has_bits_of_torch():
+            torch.autograd.graph.increment_version([row.weight for row in rows])
+            cpu.step_many(rows, rounding=rounding, seed=seed)
+            return
+    reference.step_many(rows, rounding=rounding, seed=seed)
+
+
+def _has_kernel(tensors: Sequence[Tensor]) -> bool:
+    return all(x.is_cpu and type(x) in _PLAIN for x in tensors)

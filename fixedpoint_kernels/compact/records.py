@@ -1,0 +1,101 @@
+"""What compact states are made of."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.philox import Key
+
+__all__ = ["BLOCK", "FACTORS", "Adam", "Codes", "Kind", "Noise", "Row", "Sgd", "blocks_of"]
+
+FACTORS = 1, 0x9E35, 0x6A0B, 0xC2B3  # odd; of the noise of each tensor of a parameter
+BLOCK = 256  # elements that share a scale, at most
+Kind = Literal["fixed", "signed", "squares"]
+
+
+class Codes(NamedTuple):
+    """A tensor in few bytes.
+
+    Args:
+        codes: Shape of the tensor, contiguous; int16 (``"fixed"``), int8 (``"signed"``) or uint8
+            (``"squares"``).
+        scales: float32, ``(rows, blocks)``: a row is what one index of the first dimension has,
+            a block ``BLOCK`` of its elements, fewer at its end.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+class Noise(NamedTuple):
+    """Sixteen bits of noise an element: half of a word, the lower one first.
+
+    The tensors of one parameter share them: each takes them times an odd number of its own, modulo
+    2**16, which makes each as even as the bits are.
+
+    Args:
+        key: Where the words come from; element ``i`` has a half of word ``i >> 1``.
+        lane: Which tensor of the parameter, 0 to 3.
+    """
+
+    key: Key
+    lane: int = 0
+
+
+class Sgd(NamedTuple):
+    """One step of ``torch.optim.SGD``; dampening is 0."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+
+
+class Adam(NamedTuple):
+    """One step of ``torch.optim.Adam``, or of ``AdamW`` where the decay is ``decoupled``."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    step: int  # counted from 1
+
+
+class Row(NamedTuple):
+    """One parameter in ``step_many``.
+
+    Args:
+        master: ``Codes`` of kind ``"fixed"``, or float32, contiguous, which does not move here.
+        weight: float32, where the master goes, rounded.
+        fmt: Of the weight; None: it is the master.
+        stream: Of the noise of the weight.
+        offset: Position of the first element in the whole tensor.
+        move: How the master moves; None: not at all.
+        grad: float32, contiguous.
+        moments: For ``Sgd`` the momentum (``"signed"``), or none where it is 0; for ``Adam`` the
+            first moment (``"signed"``) and the second (``"squares"``).
+        noise: Stream of the noise of the states.
+    """
+
+    master: Codes | Tensor
+    weight: Tensor
+    fmt: FixedPoint | None
+    stream: int
+    offset: int
+    move: Sgd | Adam | None = None
+    grad: Tensor = torch.empty(0)
+    moments: tuple[Codes, ...] = ()
+    noise: int = 0
+
+
+def blocks_of(shape: torch.Size) -> tuple[int, int]:
+    """Return the rows of a tensor of two or more dimensions, and the blocks of each."""
+    return shape[0], -(-shape[1:].numel() // BLOCK)

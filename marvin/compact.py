@@ -1,0 +1,262 @@
+"""Masters, moments and windows in few bytes: where they lie, and how they get there and back.
+
+A compact parameter has ``"master_codes"`` and ``"master_scales"`` in its state in place of
+``"master"``; so has each tensor of the policy, and each moment in the wrapped optimizer's state. The
+wrapped optimizer knows the master as a tensor of NaN that takes no memory; during its step it holds
+the values.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
+
+from fixedpoint_kernels.compact import Codes, Kind, Noise, decode, encode, zeros
+from fixedpoint_kernels.philox import Key
+from marvin.noise import Purpose, stream
+from marvin.policies.records import Layer
+from marvin.settings import Group
+from marvin.shards import Shard, local
+
+__all__ = [
+    "CompactMember",
+    "codes_of",
+    "conform",
+    "floats_of",
+    "in_float",
+    "is_compact",
+    "layer_of",
+    "master_of",
+    "moment_of",
+    "placeholder",
+    "put_master",
+    "put_tensors",
+    "size_bytes",
+    "wants_compact",
+]
+
+_LEAST = 64  # elements of a row; scales of shorter ones would take too many bytes
+_CODES, _SCALES = "_codes", "_scales"
+_MOMENTS: Mapping[str, tuple[Kind, int]] = {  # of torch's optimizers: kind, and lane of the noise
+    "momentum_buffer": ("signed", 1),
+    "exp_avg": ("signed", 1),
+    "grad_avg": ("signed", 3),
+    "exp_avg_sq": ("squares", 2),
+    "max_exp_avg_sq": ("squares", 3),
+    "square_avg": ("squares", 2),
+    "acc_delta": ("squares", 3),
+    "sum": ("squares", 2),
+    "exp_inf": ("squares", 2),
+}
+
+
+class CompactLayer(Layer):
+    """A layer whose master is decoded when a policy asks for it; see ``layer_of``."""
+
+    @property
+    def master(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The float32 weight."""
+        return master_of(vars(self)["master"])
+
+
+def layer_of(layer: Layer, own: StateDict) -> Layer:
+    """Return a layer that finds its master in its state, where that is compact."""
+    if not is_compact(own):
+        return layer.but(master=own["master"])
+    found = object.__new__(CompactLayer)
+    vars(found).update(vars(layer), master=own)
+    return found
+
+
+class CompactMember(NamedTuple):
+    """A parameter whose state is compact.
+
+    Args:
+        master: As the wrapped optimizer knows it.
+        own: The parameter's state.
+        shard: What this process holds of it.
+        position: Among the optimizer's parameters; numbers its noise.
+    """
+
+    master: Tensor
+    own: StateDict
+    shard: Shard
+    position: int
+
+
+def wants_compact(group: Group, p: Tensor) -> bool:
+    """Say whether a parameter's state is to be compact: rows of 64 elements or more."""
+    return bool(group["compact_state"]) and p.ndim >= 2 and p.shape[1:].numel() >= _LEAST
+
+
+def is_compact(own: StateDict) -> bool:
+    """Say whether a parameter's state is compact."""
+    return "master" + _CODES in own
+
+
+def master_of(own: StateDict) -> Tensor:
+    """Return a parameter's float32 master, as this process holds it."""
+    return _decoded(own, "master", "fixed") if is_compact(own) else own["master"]
+
+
+def put_master(own: StateDict, values: Tensor) -> None:
+    """Give a parameter another master: rounded to nearest where it is compact."""
+    if is_compact(own):
+        _put(own, "master", encode(values, "fixed"))
+    else:
+        own["master"].copy_(values)
+
+
+def placeholder(own: StateDict) -> Tensor:
+    """Return what the wrapped optimizer knows as the master between two steps."""
+    if not is_compact(own):
+        return own["master"]
+    codes = codes_of(own, "master").codes
+    return torch.full((), torch.nan, device=codes.device).expand(codes.shape)
+
+
+def codes_of(own: StateDict, name: str) -> Codes:
+    """Return what this process holds of a compact tensor."""
+    return Codes(local(own[name + _CODES]), local(own[name + _SCALES]))
+
+
+def floats_of(own: StateDict, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return a policy's tensors of a layer: those of ``names``, in float32."""
+    if not is_compact(own):
+        return {k: v for k, v in own.items() if k != "master" and isinstance(v, Tensor)}
+    return {name: _decoded(own, name, "signed") for name in names if name + _CODES in own}
+
+
+def put_tensors(own: StateDict, tensors: Mapping[str, Tensor], shard: Shard, key: Key) -> None:
+    """Keep a policy's tensors of a layer; those that are not among ``tensors`` go.
+
+    Args:
+        own: The layer's state.
+        tensors: New values.
+        shard: What this process holds of them.
+        key: Noise of the compact ones.
+    """
+    coded = is_compact(own)
+    known = [k for k, v in own.items() if isinstance(v, Tensor) and not k.startswith("master")]
+    for name in known:
+        if coded or name not in tensors:
+            del own[name]
+    if not coded:
+        own.update(tensors)
+        return
+    for lane, (name, values) in enumerate(tensors.items()):
+        noise = Noise(key._replace(offset=shard.offset), lane)
+        _put(own, name, encode(values, "signed", noise))
+
+
+def conform(own: StateDict, moments: StateDict, shard: Shard, wanted: bool) -> None:
+    """Make a state compact, or float32; what is compact is rounded to nearest.
+
+    Args:
+        own: A parameter's state.
+        moments: Its state in the wrapped optimizer.
+        shard: What this process holds.
+        wanted: Whether it is to be compact.
+    """
+    if is_compact(own) == wanted:
+        return
+    if wanted:
+        names = [k for k, v in own.items() if isinstance(v, Tensor) and k != "master"]
+        for name in ("master", *names):
+            _put(own, name, encode(own.pop(name), "fixed" if name == "master" else "signed"))
+        _pack_moments(moments, shard, None)
+        return
+    for name in _names(own):
+        values = _decoded(own, name, "fixed" if name == "master" else "signed")
+        del own[name + _CODES], own[name + _SCALES]
+        own[name] = values
+    _un_pack_moments(moments, shard)
+
+
+def size_bytes(own: StateDict, moments: StateDict) -> int:
+    """Return the bytes of a parameter's tensors, as this process holds them."""
+    tensors = [*own.values(), *moments.values()]
+    return sum(local(x).nbytes for x in tensors if isinstance(x, Tensor))
+
+
+@contextmanager
+def in_float(
+    optimizer: Optimizer, members: Sequence[CompactMember], seed: int, step: int
+) -> Iterator[None]:
+    """Let the wrapped optimizer find masters and moments in float32, and keep what it leaves.
+
+    Args:
+        optimizer: The wrapped one.
+        members: Parameters that it moves.
+        seed: Of the noise.
+        step: Number of the step.
+    """
+    for master, own, shard, _ in members:
+        local(master).data = master_of(own)
+        _un_pack_moments(optimizer.state.get(master, {}), shard)
+    try:
+        yield
+    finally:
+        for master, own, shard, position in members:
+            key = Key(seed, stream(Purpose.STATES, step, 2 * position), shard.offset)
+            _put(own, "master", encode(local(master), "fixed", Noise(key)))
+            local(master).data = placeholder(own)
+            if master in optimizer.state:
+                _pack_moments(optimizer.state[master], shard, key)
+
+
+def moment_of(state: StateDict, name: str, master: Tensor, shard: Shard) -> Codes:
+    """Return what this process holds of a moment; one that is not begun is made.
+
+    Args:
+        state: Of a parameter, in the wrapped optimizer.
+        name: Of the moment.
+        master: Of its shape.
+        shard: What this process holds.
+    """
+    if name + _CODES not in state:
+        _put(state, name, zeros(local(master), _MOMENTS[name][0]), shard)
+    return codes_of(state, name)
+
+
+def _pack_moments(state: StateDict, shard: Shard, key: Key | None) -> None:
+    """Make the moments of a parameter compact; ``key``: noise, None for nearest."""
+    for name, value in list(state.items()):
+        if not isinstance(value, Tensor) or value.shape != shard.shape or name.endswith(_CODES):
+            continue
+        if name not in _MOMENTS:
+            warnings.warn(
+                f"compact_state keeps {', '.join(_MOMENTS)} in few bytes; {name} stays as it is",
+                stacklevel=5,
+            )
+            continue
+        kind, lane = _MOMENTS[name]
+        noise = None if key is None else Noise(key, lane)
+        del state[name]
+        _put(state, name, encode(local(value), kind, noise), shard)
+
+
+def _un_pack_moments(state: StateDict, shard: Shard) -> None:
+    for name in _names(state):
+        values = _decoded(state, name, _MOMENTS[name][0])
+        del state[name + _CODES], state[name + _SCALES]
+        state[name] = shard.to_dtensor(values)
+
+
+def _names(state: StateDict) -> list[str]:
+    """Return the names of what is compact in a state."""
+    return [name.removesuffix(_CODES) for name in state if name.endswith(_CODES)]
+
+
+def _decoded(own: StateDict, name: str, kind: Kind) -> Tensor:
+    return decode(codes_of(own, name), kind)
+
+
+def _put(own: StateDict, name: str, codes: Codes, shard: Shard | None = None) -> None:
+    wrap = shard.to_dtensor if shard else lambda x: x
+    own[name + _CODES], own[name + _SCALES] = wrap(codes.codes), wrap(codes.scales)

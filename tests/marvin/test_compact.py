@@ -1,0 +1,277 @@
+"""Optimizers whose state is compact: steps, states, resuming, and what stays as it was."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import marvin
+from fixedpoint_kernels import compact, sgd
+from marvin import quantized
+from marvin.compact import master_of
+
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+FIXED, STATIC = marvin.FixedPolicy(8, 6), marvin.StaticPolicy(window=3)
+KINDS = {
+    "msgd": lambda ps, **o: marvin.MSGD(ps, lr=0.05, lookback=(2, 4), resolution=(5, 9), **o),
+    "sgd": lambda ps, **o: marvin.Quantized(torch.optim.SGD(ps, nesterov=True, **SGD), FIXED, **o),
+    "plain": lambda ps, **o: marvin.Quantized(torch.optim.SGD(ps, lr=0.1), STATIC, **o),
+    "adamw": lambda ps, **o: marvin.Quantized(torch.optim.AdamW(ps, lr=1e-3), FIXED, **o),
+    "adam": lambda ps, **o: marvin.Quantized(
+        torch.optim.Adam(ps, lr=1e-3, weight_decay=0.1), marvin.MarvinPolicy(lookback=(2, 4)), **o
+    ),
+    "amsgrad": lambda ps, **o: marvin.Quantized(
+        torch.optim.AdamW(ps, lr=1e-3, amsgrad=True), FIXED, **o
+    ),
+    "adagrad": lambda ps, **o: marvin.Quantized(torch.optim.Adagrad(ps, lr=1e-2), FIXED, **o),
+    "rmsprop": lambda ps, **o: marvin.Quantized(
+        torch.optim.RMSprop(ps, lr=1e-3, momentum=0.9, centered=True), STATIC, **o
+    ),
+    "blocks": lambda ps, **o: marvin.Quantized(
+        torch.optim.SGD(ps, **SGD), marvin.MuppetPolicy(), **o
+    ),
+    "per_channel": lambda ps, **o: marvin.Quantized(
+        torch.optim.SGD(ps, **SGD), marvin.StaticPolicy(window=3, per_channel=True), **o
+    ),
+}
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    layers = nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(48, 20), nn.ReLU(), nn.Linear(20, 300, bias=False))
+
+
+def train(net, optimizer, steps):
+    for i in steps:
+        g = torch.Generator().manual_seed(i)
+        optimizer.zero_grad()
+        loss = net(torch.randn(6, 8, 4, 4, generator=g)).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss.detach())
+
+
+def make(kind, seed=0, **options):
+    net = model(seed)
+    return net, KINDS[kind](list(net.named_parameters()), compact_state=True, **options)
+
+
+def facts(net, optimizer):
+    state = optimizer.state_dict()
+    own = [{k: v for k, v in values.items() if k != "layer"} for values in state["state"].values()]
+    return [dict(net.state_dict()), own, [*state["optimizer"]["state"].values()]]
+
+
+def same(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resuming_equals_never_having_stopped(kind):
+    """Into an optimizer that was built with other arguments, through a file that runs no code."""
+    net, optimizer = make(kind)
+    train(net, optimizer, range(5))
+    file = io.BytesIO()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = model(9)
+    twin = KINDS[kind](list(other.named_parameters()), seed=7)  # not compact
+    train(other, twin, range(20, 22))
+    other.load_state_dict(saved["model"])
+    twin.load_state_dict(saved["optimizer"])
+    same(facts(other, twin), facts(net, optimizer))
+    for n, o in ((net, optimizer), (other, twin)):
+        train(n, o, range(5, 9))
+    same(facts(other, twin), facts(net, optimizer))
+    copied, pickled = copy.deepcopy((net, optimizer)), pickle.loads(pickle.dumps((net, optimizer)))
+    for n, o in ((net, optimizer), copied, pickled):
+        train(n, o, range(9, 11))
+        same(facts(n, o), facts(net, optimizer))
+
+
+@pytest.mark.parametrize("kind", ["msgd", "sgd", "plain"])
+def test_one_pass_has_the_bits_of_torchs_step_on_decoded_states(kind, monkeypatch):
+    if not sgd.has_bits_of_torch():
+        pytest.skip("torch rounds sums of products twice on this processor")
+    found = make(kind)
+    train(*found, range(7))
+    monkeypatch.setattr(quantized, "moves_of_compact", lambda *_: None)
+    wanted = make(kind)
+    train(*wanted, range(7))
+    same(facts(*found), facts(*wanted))
+
+
+def test_adam_in_one_pass_is_torchs_but_for_the_last_bit_of_square_roots(monkeypatch):
+    found = make("adamw")
+    train(*found, range(1))
+    monkeypatch.setattr(quantized, "moves_of_compact", lambda *_: None)
+    wanted = make("adamw")
+    train(*wanted, range(1))
+    for own, other in zip(*(m[1].state.values() for m in (found, wanted)), strict=True):
+        off = (master_of(own) - master_of(other)).abs().max()
+        assert off <= 2.0**-16  # a code of a block below 1: noise may be on either side
+
+
+def test_the_step_is_done_in_one_pass(monkeypatch):
+    calls = []
+    step = compact.step_many
+    monkeypatch.setattr(
+        "marvin.masters.step_compact", lambda rows, **o: calls.append(len(rows)) or step(rows, **o)
+    )
+    for kind, count in (("msgd", 2), ("adamw", 2), ("amsgrad", 0), ("blocks", 0)):
+        del calls[:]
+        net, optimizer = make(kind)
+        train(net, optimizer, range(2))
+        assert len(calls) == count, kind
+    net, optimizer = make("adamw")
+    optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+    del calls[:]
+    train(net, optimizer, range(2))
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [("plain", 2.2), ("sgd", 3.3), ("msgd", 4.4), ("adamw", 4.4), ("amsgrad", 5.5)],
+)
+def test_bytes_of_a_parameter(kind, most):
+    """In layers with long rows; a scale of each 256 elements or less."""
+    net = nn.Sequential(nn.Linear(600, 40), nn.ReLU(), nn.Linear(40, 10))
+    options = {"compact_state": True}
+    optimizer = KINDS[kind](list(net.named_parameters()), **options)
+    other = KINDS[kind](list(net.named_parameters()))
+    del other
+    optimizer._claim()
+    net(torch.randn(3, 600)).sum().backward()
+    optimizer.step(loss=1.0)
+    found = optimizer.state_bytes()
+    assert found["0.weight"] / 24000 < most
+    assert found["2.weight"] == 400 * 4 * round(found["2.weight"] / 1600) + (
+        4 if "a" in kind[0] else 0
+    )
+    tensors = [x for own in optimizer.state.values() for x in own.values()]
+    tensors += [x for own in optimizer.optimizer.state.values() for x in own.values()]
+    tensors += [*optimizer._masters.values()]
+    held = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for x in tensors
+        if isinstance(x, torch.Tensor)
+    }
+    assert sum(held.values()) <= sum(found.values()) + 4 * len(optimizer._masters) + 64
+
+
+def test_what_is_short_stays_float32():
+    _, optimizer = make("sgd")
+    names = optimizer._layout.names
+    coded = {names[p] for p, own in optimizer.state.items() if "master_codes" in own}
+    assert coded == {"0.weight"}  # 72 numbers a row; the others have 48 and 20, or one dimension
+
+
+def test_groups_may_differ():
+    net = model()
+    groups = [
+        {"params": [net[0].weight], "compact_state": True},
+        {"params": [p for p in net.parameters() if p is not net[0].weight]},
+    ]
+    optimizer = KINDS["sgd"](groups)
+    assert [("master_codes" in own) for own in optimizer.state.values()].count(True) == 1
+    train(net, optimizer, range(2))
+    with pytest.raises(ValueError, match=r"compact_state must be one of \(False, True\), got 3"):
+        KINDS["sgd"](list(net.parameters()), compact_state=3)
+
+
+def test_an_older_state_becomes_what_the_optimizer_was_built_for():
+    """States of before know nothing of ``compact_state``: masters are rounded to 16 bits."""
+    net = model()
+    optimizer = KINDS["msgd"](list(net.named_parameters()))
+    train(net, optimizer, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    for groups in (state["param_groups"], state["optimizer"]["param_groups"]):
+        for group in groups:
+            group.pop("compact_state", None)
+    other, twin = make("msgd")
+    twin.load_state_dict(state)
+    old, new = (list(o.state.values()) for o in (optimizer, twin))
+    assert "master_codes" in new[0]
+    most = old[0]["master"].abs().max()
+    assert (master_of(new[0]) - old[0]["master"]).abs().max() <= most * 2.0**-15
+    train(other, twin, range(3, 6))
+
+
+def test_weights_that_others_change_are_the_new_masters():
+    net, optimizer = make("sgd")
+    train(net, optimizer, range(2))
+    with torch.no_grad():
+        net[0].weight.fill_(0.3)
+    with pytest.warns(UserWarning, match="new masters"):
+        train(net, optimizer, range(2, 3))
+    net, optimizer = make("sgd")
+    net[0].weight.data.fill_(0.25)
+    optimizer.adopt_weights()
+    assert (master_of(optimizer.state[net[0].weight]) == 0.25).all()
+    assert (net[0].weight == 0.25).all()
+
+
+def test_small_steps_arrive_in_the_mean():
+    """Each is a hundredth of a code: 16 bits and nearest rounding would never move."""
+    p = nn.Parameter(torch.full((64, 256), 0.5))
+    optimizer = marvin.Quantized(
+        torch.optim.SGD([p], lr=1.0), marvin.FixedPolicy(16, 14), compact_state=True
+    )
+    lsb = 2.0**-15  # of codes whose largest is .5
+    for _ in range(100):
+        p.grad = torch.full_like(p, 0.01 * lsb)
+        optimizer.step()
+    found = (0.5 - master_of(optimizer.state[p])).double().mean() / lsb
+    # 100 draws of 1 at .01: deviation of a mean over 64 * 256, times 5
+    assert abs(float(found) - 1.0) < 5 * (100 * 0.01 / (64 * 256)) ** 0.5
+
+
+def test_moments_that_are_not_known_stay_and_are_named():
+    class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                own = self.state[p].setdefault("odd", torch.zeros_like(p))
+                own.add_(1.0)
+
+    net = model()
+    optimizer = marvin.Quantized(Odd(net.parameters(), lr=0.1), FIXED, compact_state=True)
+    with pytest.warns(UserWarning, match="odd stays as it is"):
+        train(net, optimizer, range(1))
+
+
+@pytest.mark.parametrize("kind", ["msgd", "adamw"])
+def test_bfloat16_models_and_channels_last(kind):
+    for change in (lambda m: m.bfloat16(), lambda m: m.to(memory_format=torch.channels_last)):
+        net = change(model())
+        optimizer = KINDS[kind](list(net.named_parameters()), compact_state=True)
+        for i in range(3):
+            for p in net.parameters():
+                g = torch.Generator().manual_seed(i)
+                p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
+            optimizer.step(loss=1.0)
+        twin = copy.deepcopy(optimizer)
+        twin.load_state_dict(optimizer.state_dict())
+        assert all(p.isfinite().all() for p in net.parameters())
+    plain = model()
+    twin = KINDS[kind](list(plain.named_parameters()), compact_state=True)
+    for i in range(3):
+        for p in plain.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        twin.step(loss=1.0)
+    same([*plain.parameters()], [p.contiguous() for p in net.parameters()])
+
+
+def test_an_exception_in_the_wrapped_step_leaves_compact_states(monkeypatch):
+    net, optimizer = make("amsgrad")
+    train(net, optimizer, range(2))
+    monkeypatch.setattr(optimizer.optimizer, "step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(net, optimizer, range(2, 3))
+    own = optimizer.state[net[0].weight]
+    assert "master_codes" in own
+    assert optimizer._masters[net[0].weight].untyped_storage().nbytes() == 4
