@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,19 @@ def test_int8(tmp_path, capsys):
     assert verdict == "equal to the integer reference"
     assert f"{file}: {file.stat().st_size:,} bytes" in written
     assert float(re.findall(r"^[\d.]+", ratio)[0]) > 0
+
+
+def test_microcontroller(tmp_path, capsys):
+    if not shutil.which("cc"):
+        pytest.skip("cc is not installed")
+    file = tmp_path / "digits.c"
+    load("microcontroller").main(steps=60, width=8, path=file)
+    trained, written, verdict, takes = capsys.readouterr().out.splitlines()
+    accuracies = [float(re.findall(r"([\d.]+)%", line)[0]) for line in (trained, written)]
+    assert min(accuracies) > 60  # 359 images; chance is 10
+    assert abs(accuracies[0] - accuracies[1]) < 4  # batch norm in fixed point
+    assert verdict == "equal to the integer reference"
+    tables, memory, madds = (int(x.replace(",", "")) for x in re.findall(r"[\d,]*\d", takes))
+    assert madds == 8 * 9 * 64 + 16 * 8 * 9 * 16 + 16 * 16 * 9 * 16 + 64 * 10
+    assert (72 + 1152 + 2304 + 640) // 2 < tables < 3000
+    assert 8 * 64 < memory < 2000

@@ -142,7 +142,7 @@ def test_windows(options, tmp_path):
 def test_layers_of_one_by_one_read_in_place(tmp_path):
     network = network_of((4, 5, 5), conv("c", "in", codes(6, 4, 1, 1), stride=(2, 2)))
     assert_same(network, 8 * torch.randn(4, 4, 5, 5), tmp_path)
-    assert "memory" not in (tmp_path / "net.c").read_text()
+    assert "ky" not in (tmp_path / "net.c").read_text()
 
 
 @needs_gcc
@@ -290,7 +290,7 @@ def test_what_it_takes_is_reported(digits, tmp_path):
     weights = 54 + 324 + 60
     first, block, last = 54 * 64, 324 * 16, 60
     assert source.tables_bytes > weights
-    # 64 bytes come in; 16 pixels of 6 channels each before and behind the block, 64 before the pool
+    # 64 pixels of 6 channels, and 16 of them behind the pool
     assert source.memory.peak_bytes == 64 * 6 + 16 * 6
     assert f"RAM: {source.memory.size_bytes:,} bytes" in lines
     assert f"multiply-adds: {first + block + last:,}:" in lines

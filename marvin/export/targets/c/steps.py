@@ -316,15 +316,22 @@ def _weighted(writer: _Writer, op: Weighted) -> list[str]:
     is_wide = max(int(np.abs(codes).max()), 1) * max(-x.low, x.high) >= 2**31
     dots = _dots(writer, codes, name, "int64_t" if is_wide else "int32_t")
     term = _biased(op, Term("sum", x.fl + op.weight_fmt.fl, lows, highs, "c", word=word))
-    body = [f"{word} sum = 0;", *dots, *_results(writer, op, term)]
+    before, row, place = [], writer.source(op.inputs[0]), "c"
+    if isinstance(op, Conv):
+        before, place = _gather(writer, op, x), f"pixel * {len(codes)} + c"
+        row = f"window + c / {len(codes) // op.groups} * {terms}" if op.groups > 1 else "window"
+    sums = f"s{len(writer.scratch)}"
+    writer.scratch.append((word, len(codes)))
     channels = f"{loop('c', len(codes))} {{"
-    if not isinstance(op, Conv):
-        return [f"const {x.word} *restrict row = {writer.source(op.inputs[0])};", channels,
-                "const size_t i = c;", *body, "}"]  # fmt: skip
-    groups = f" + c / {len(codes) // op.groups} * {terms}" if op.groups > 1 else ""
-    inner = [channels, f"const size_t i = pixel * {len(codes)} + c;",
-             f"const {x.word} *restrict row = window{groups};", *body, "}"]  # fmt: skip
-    return _over_pixels(shape, [*_gather(writer, op, x), *inner])
+    # all sums first: so compilers see two loops that they can make vectors of
+    body = [
+        *before,
+        channels, f"const {x.word} *restrict row = {row};", f"{word} sum = 0;", *dots,
+        f"{sums}[c] = sum;", "}",
+        channels, f"const size_t i = {place};",
+        f"const {word} sum = {sums}[c];", *_results(writer, op, term), "}",
+    ]  # fmt: skip
+    return _over_pixels(shape, body) if before else body
 
 
 def _rows(op: Weighted, x: Stored) -> tuple[Codes, int]:
