@@ -72,6 +72,11 @@ class Parser(argparse.ArgumentParser):
             help="of onnx: 8-bit weights as int8, fast on processors with VNNI, wrong without",
         )
         add(
+            "--int4",
+            action="store_true",
+            help="of onnx: weights of up to 4 bits take 4 bits each; ONNX Runtime 1.20 or later",
+        )
+        add(
             "--samples",
             type=_whole(0, 10**9),
             default=0,
@@ -167,9 +172,8 @@ def _write(
     count = given.samples or (8 if given.to in ("qonnx", "hls4ml") else len(trained.samples))
     samples = trained.samples[:count] if given.verify else None
     with new_folder(out) as folder:
-        order = Order(
-            deployed, folder, samples, given.backend, given.python, given.vnni, given.nibbles
-        )
+        flags = {"vnni": given.vnni, "nibbles": given.nibbles, "int4": given.int4}
+        order = Order(deployed, folder, samples, given.backend, given.python, **flags)
         written = TARGETS[given.to](order)
         facts = {
             "run": str(trained.path),

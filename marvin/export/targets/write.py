@@ -12,7 +12,7 @@ from torch import Tensor
 from marvin.export.deployed import Deployed
 from marvin.export.errors import ExportError, require
 from marvin.export.execute import integer
-from marvin.export.graph.nodes import Add, Network, Weighted
+from marvin.export.graph.nodes import Add, AveragePool, Network, Weighted
 from marvin.export.targets import c, hls4ml, onnx, packed, qonnx
 from marvin.export.targets.c.proof import prove, report
 
@@ -52,6 +52,7 @@ class Order:
         python: Interpreter of an environment with qonnx.
         vnni: Of ONNX: the processor has VNNI.
         nibbles: Of C: weights of 4 bits or fewer are two to a byte.
+        int4: Of ONNX: weights of up to 4 bits take 4 bits each.
     """
 
     deployed: Deployed
@@ -61,6 +62,7 @@ class Order:
     python: str = sys.executable
     vnni: bool = False
     nibbles: bool = False
+    int4: bool = False
 
 
 Target = Callable[[Order], Written]
@@ -86,15 +88,19 @@ def _packed(order: Order) -> Written:
 def _onnx(order: Order) -> Written:
     network, path = order.deployed.network, order.folder / "network.onnx"
     container = onnx.container_of(network)
-    size = onnx.save(network, path, container, vnni=order.vnni)
+    size = onnx.save(network, path, container, vnni=order.vnni, int4=order.int4)
     what = f"{path.name} ({container})"
     if obstacle := onnx.obstacle(network):
         what += f"; not int8: {obstacle}"
-        if order.deployed.exact is network and any(
-            isinstance(op, Add) for op in network.operations
-        ):
-            what += "; try --sums-wl 8"
     what += _kernels(onnx.in_floats(network), network)
+    sums = (Add, AveragePool)
+    slow = [name for name in onnx.unfused(network) if network.users.get(name)]
+    if (
+        slow
+        and order.deployed.exact is network
+        and any(isinstance(op, sums) for op in network.operations)
+    ):
+        what += f"; sums of {', '.join(slow)} are not rounded, which is slower: try --sums-wl 8"
     if order.samples is None:
         return Written(size, what)
     runtime = require("onnxruntime", "onnx")

@@ -142,12 +142,14 @@ def test_vectors_are_normalised_in_integers_too(ranged, wl, tmp_path):
     assert not {"Gemm", "Mul"} & set(found)
 
 
-def test_exact_sums_are_not_written_as_short_ones(ranged):
+def test_exact_sums_are_written_alone(ranged):
+    """Sums of more bits than float32 has are int32 and float64; the rest stays bytes."""
     _, network, x = ranged()
-    with pytest.raises(ExportError, match=r"sums take \d+ bits, int8 is exact up to 24 at most"):
-        exporter.to_model(network, "int8")
-    assert exporter.container_of(network) == "float64"
+    assert any(not value.is_exact(24) for value in network.values.values())
+    assert exporter.container_of(network) == "int8"
+    assert set(exporter.unfused(network)) >= {"pointwise", "down", "shortcut"}
     assert_exact(network, x)
+    assert exporter.unfused(round_sums(network, x)) == []
 
 
 @pytest.mark.parametrize("container", ["int8", "int16", "float64"])
@@ -206,7 +208,8 @@ def test_an_average_of_long_sums_is_no_byte():
     }
     x = torch.randint(0, 256, (2, 32, 8, 8)).float()
     network = describe(model, x, {"0.weight": FixedPoint(8, 0)}, rounds)
-    assert exporter.obstacle(network) == "1: sums take 26 bits, int8 is exact up to 24 at most"
+    assert not network.values["1"].is_exact(24)
+    assert exporter.container_of(network) == "int8"
     assert_exact(network, x)
 
 
@@ -236,10 +239,9 @@ def test_biases_finer_than_products(layer, weight, act, container):
         if container == "int16":
             assert_exact(network, x, container)
         else:
+            assert exporter.container_of(network) == "int8"
             is_fine = fl == 3 + fmt.fl
-            assert exporter.container_of(network) == ("int8" if is_fine else "int16")
-            reason = "0: bytes do not hold its weights at the fl of its bias"
-            assert exporter.obstacle(network) == ("" if is_fine else reason)
+            assert ("0" in exporter.unfused(network)) == (not is_fine)
         assert_exact(network, x)
 
 
@@ -399,32 +401,37 @@ def pooled():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("build", [pooled, None])
-def test_layers_in_floats_are_those_of_the_runtime(ranged, build, sums, tmp_path):
+def test_layers_in_floats_are_those_of_the_runtime(ranged, build, rounds, tmp_path):
     _, network, x = ranged(build, (6, 6)) if build else ranged()
-    network = round_sums(network, x) if sums else network
+    network = round_sums(network, x) if rounds else network
     layers = [op.name for op in network.operations if isinstance(op, Weighted)]
     named = exporter.in_floats(network)
     found = kernels(assert_exact(network, x), tmp_path / "optimized.onnx")
-    integers = found["QLinearConv"] + found["QGemm"]
+    sums = found["ConvInteger"] + found["MatMulInteger"] + found["MatMulIntegerToFloat"]
+    integers = found["QLinearConv"] + found["QGemm"] + sums
     assert set(named) <= set(layers)
     assert integers == len(layers) - len(named)
     if exporter.container_of(network) == "int8":
         assert found["Conv"] + found["FusedConv"] + found["Gemm"] == len(named)
+    assert named == {}
+    assert exporter.container_of(network) == "int8"
+    assert sums == len(exporter.unfused(network))
     if build is pooled:  # an average is rounded once, so nothing is rounded before it
-        assert named == {"2": "3 takes its sums unrounded"}
-    elif sums:
-        assert named == {}
+        assert exporter.unfused(network) == ([] if rounds else ["2"])
 
 
-def test_one_long_sum_takes_all_layers_to_floats():
+def test_one_long_sum_is_written_alone(tmp_path):
     model = nn.Sequential(nn.Linear(4, 2100), nn.ReLU(), nn.Linear(2100, 3))
     formats = {name: FixedPoint(8, 7) for name in ("0.weight", "2.weight")}
     model[0].weight.data.fill_(1)
     model[2].weight.data.fill_(1)
     model = nearest_weights(model, formats)
     rounds = {name: Formats(FixedPoint(8, 4, signed=False), None) for name in ("0", "2")}
-    network = describe(model, torch.rand(8, 4), formats, rounds)
-    why = "2: sums take 27 bits, int8 is exact up to 24 at most"
-    assert exporter.in_floats(network) == {"0": why, "2": why}
+    x = torch.rand(8, 4)
+    network = describe(model, x, formats, rounds)
+    assert exporter.in_floats(network) == {}
+    assert exporter.unfused(network) == ["2"]
+    found = kernels(assert_exact(network, x), tmp_path / "optimized.onnx")
+    assert (found["QGemm"], found["MatMulInteger"]) == (1, 1)

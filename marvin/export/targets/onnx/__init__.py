@@ -3,7 +3,8 @@
 Three container dtypes, of which the first that is exact is taken:
 
 ``"int8"``: formats up to 8 bits, in bytes, which ONNX Runtime computes with integer kernels: see
-``marvin.export.int8``.
+``marvin.export.int8``. Sums that float32 does not hold are int32 and float64, for themselves alone; an
+output of such sums is float64.
 
 ``"int16"``: formats up to 16 bits, in int16; layers are computed in float32, without
 error because no sum takes more than 24 bits.
@@ -27,7 +28,16 @@ from marvin.files import write_atomic
 if TYPE_CHECKING:  # an extra
     import onnx
 
-__all__ = ["Container", "container_of", "in_floats", "obstacle", "original", "save", "to_model"]
+__all__ = [
+    "Container",
+    "container_of",
+    "in_floats",
+    "obstacle",
+    "original",
+    "save",
+    "to_model",
+    "unfused",
+]
 
 Container = Literal["int8", "int16", "float64"]
 _RENAMED = {"Spelling": "Container", "spelling_of": "container_of"}
@@ -47,6 +57,7 @@ def save(
     container: Container | None = None,
     *,
     vnni: bool = False,
+    int4: bool = False,
     spelling: Container | None = None,
 ) -> int:
     """Write a network as an ONNX file, at once; return its bytes.
@@ -56,6 +67,7 @@ def save(
         path: Of the file; its folder is made if it is not there.
         container: As in ``to_model``.
         vnni: As in ``to_model``.
+        int4: As in ``to_model``.
         spelling: Earlier name of ``container``.
 
     Raises:
@@ -63,7 +75,7 @@ def save(
         TypeError: As ``to_model``.
     """
     container = _container(container, spelling)
-    content = to_model(network, container, vnni=vnni).SerializeToString()
+    content = to_model(network, container, vnni=vnni, int4=int4).SerializeToString()
     write_atomic(Path(path), content)
     return len(content)
 
@@ -73,6 +85,7 @@ def to_model(
     container: Container | None = None,
     *,
     vnni: bool = False,
+    int4: bool = False,
     spelling: Container | None = None,
 ) -> "onnx.ModelProto":
     """Return a network as an ``onnx.ModelProto``.
@@ -82,6 +95,9 @@ def to_model(
         container: Dtype that holds the codes, see above; default: ``container_of(network)``.
         vnni: In ``"int8"``, write every weight as int8: faster where weights have 8 bits, and
             wrong on x86 processors without VNNI.
+        int4: In ``"int8"``, store weights of up to 4 bits in 4 bits each. ONNX Runtime reads such files
+            from version 1.20 on, and makes bytes of them when it loads them: the same kernels, the same
+            outputs.
         spelling: Earlier name of ``container``.
 
     Returns:
@@ -96,7 +112,7 @@ def to_model(
     container = _container(container, spelling) or container_of(network)
     if container not in get_args(Container):
         raise ExportError(f"container must be one of {get_args(Container)}, got {container!r}")
-    writer, outputs = _written(network, container, vnni)
+    writer, outputs = _written(network, container, vnni, int4)
     return writer.graph.model(network, outputs)
 
 
@@ -162,6 +178,19 @@ def in_floats(network: Network) -> dict[str, str]:
     return {op.name: why for op in network.operations if isinstance(op, Weighted)}
 
 
+def unfused(network: Network) -> list[str]:
+    """Return the layers that ONNX Runtime sums with integers and does not round at once.
+
+    What takes their sums takes them as they are; their kernels are slower than those that round. To
+    round what is added and averaged, as ``round_sums`` does, makes them fast.
+
+    Raises:
+        ExportError: As ``container_of``.
+    """
+    writer = _written(network, container_of(network))[0]
+    return sorted(writer.unfused) if isinstance(writer, Int8Writer) else []
+
+
 def _container(container: Container | None, spelling: Container | None) -> Container | None:
     """Return the one of two arguments that is given: the second is its earlier name."""
     if spelling is None:
@@ -173,7 +202,7 @@ def _container(container: Container | None, spelling: Container | None) -> Conta
 
 
 def _written(
-    network: Network, container: Container, vnni: bool = False
+    network: Network, container: Container, vnni: bool = False, int4: bool = False
 ) -> tuple[FloatWriter, dict[str, tuple[str, int]]]:
     """Return what has written a network, and name and dtype of its outputs."""
     longest = {"int8": 8, "int16": 16, "float64": 32}[container]
@@ -183,7 +212,8 @@ def _written(
                 f"{name}: {container} holds word lengths of up to {longest} bits, got {fmt}"
             )
     if container == "int8":
-        writer = Int8Writer(network, vnni=vnni)
+        require_exact(network, 53, "int8 is exact up to")
+        writer = Int8Writer(network, vnni=vnni, int4=int4)
     else:
         bits = 53 if container == "float64" else 24
         require_exact(network, bits, f"{container} is exact up to")

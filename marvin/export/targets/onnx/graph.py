@@ -11,7 +11,7 @@ import numpy as np
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError, require
-from marvin.export.execute.arithmetic import Codes
+from marvin.export.execute.arithmetic import Codes, trailing_zeros
 from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import (
     Add,
@@ -56,6 +56,8 @@ class Graph:
         self.nodes: list[onnx.NodeProto] = []
         self._names = {source: 1}  # how often each was asked for
         self._constants: dict[str, onnx.TensorProto] = {}
+        self.in_4_bits = False
+        """Store weights of up to 4 bits in 4 bits each."""
         self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
     def constant(self, hint: str, array: Codes) -> str:
@@ -66,6 +68,30 @@ class Graph:
             name = self._known[key] = self._new(hint)
             self._constants[name] = self.onnx.numpy_helper.from_array(array, name)
         return self._known[key]
+
+    def weights(self, hint: str, codes: Codes) -> str:
+        """Return the name of weights as bytes, stored in 4 bits each where ``in_4_bits`` and they fit.
+
+        Runtimes make bytes of them once, when they load the file.
+        """
+        rows = np.bitwise_or.reduce(codes.reshape(len(codes), -1), axis=1)
+        zeros = np.array([trailing_zeros(int(row), 7) for row in rows])
+        if (zeros[rows != 0] == zeros.min()).all():
+            zeros = zeros[:1] * 0 + zeros.min()
+        zeros = zeros.reshape(-1, *[1] * (codes.ndim - 1))  # of each channel, or of all
+        short = codes.astype(np.int64) >> zeros
+        if not self.in_4_bits or codes.dtype != np.int8 or short.min() < -8 or short.max() > 7:
+            return self.constant(hint, codes)
+        types, name = self.onnx.TensorProto, self._new(f"{hint}.short")
+        flat = np.pad(short.reshape(-1), (0, short.size % 2)) & 15
+        packed = (flat[::2] | flat[1::2] << 4).astype(np.uint8).tobytes()
+        stored = self.onnx.helper.make_tensor(name, types.INT4, codes.shape, packed, raw=True)
+        self._constants[name] = stored
+        if zeros.any():
+            whole = self.node("Cast", [name], f"{hint}.whole", to=types.INT32)
+            step = self.constant("step", (2**zeros).astype(np.int32))
+            name = self.node("Mul", [whole, step], f"{hint}.shifted")
+        return self.node("Cast", [name], hint, to=types.INT8)
 
     def node(self, kind: str, inputs: list[str], hint: str, **attributes: object) -> str:
         """Add a node with one output; return the output's name."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from fixedpoint_kernels import FixedPoint
-from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import round_fraction
 from marvin.export.graph.functions import KEEP_ORDER, Clip, Table
 from marvin.export.graph.nodes import (
@@ -31,6 +30,7 @@ from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 from marvin.export.passes.fold import Folded, fold
 from marvin.export.targets.onnx.graph import window
 from marvin.export.targets.onnx.int16 import Int16Writer
+from marvin.export.targets.onnx.wide import WideWriter, integer_sums, value_of_sums
 
 __all__ = ["Int8Writer"]
 
@@ -48,96 +48,95 @@ class Int8Writer(Int16Writer):
     Args:
         network: What is written.
         vnni: The processor has VNNI.
+        int4: Weights of up to 4 bits take 4 bits each in the file.
     """
 
-    def __init__(self, network: Network, *, vnni: bool = False) -> None:
+    def __init__(self, network: Network, *, vnni: bool = False, int4: bool = False) -> None:
         super().__init__(network)
+        self.graph.in_4_bits = int4
         self._vnni = vnni
         self._bytes: dict[str, tuple[str, FixedPoint]] = {}  # of values
         self._rounded: dict[tuple[str, FixedPoint, int, int], str] = {}
         self._unclipped: dict[str, tuple[str, tuple[int, int]]] = {}
         self.in_floats: dict[str, str] = {}
         """Layers that no integer kernel computes, and why."""
+        self.unfused: set[str] = set()
+        """Layers whose sums are written as int32, before anything rounds them."""
+        self._wide = WideWriter(self, lambda w, fmt: _stored(w, fmt, vnni), self.in_floats)
 
     def write(self) -> dict[str, tuple[str, int]]:
-        """Add all that the outputs need; return name and dtype of each, by its label.
-
-        Raises:
-            ExportError: A value may not be exact in float32; names it and its bits.
-        """
+        """Add all that the outputs need; return name and dtype of each, by its label."""
         for op in self.network.operations:
             if isinstance(op, Round | AveragePool):  # in order, so that no recursion is deep
                 self._as_bytes(op.name)
-        float32 = self.graph.onnx.TensorProto.FLOAT
-        return {label: (self.float(n), float32) for label, n in self.network.outputs.items()}
+        types, found = self.graph.onnx.TensorProto, {}
+        for label, name in self.network.outputs.items():
+            is_short = self.codes(name) is not None or self.holds(name)
+            value = self.float(name) if is_short else self._wide.float(name)
+            found[label] = value, types.FLOAT if is_short else types.DOUBLE
+        return found
+
+    def codes(self, name: str) -> tuple[str, FixedPoint] | None:
+        """Return codes and format of a value; None where it has none of 8 bits."""
+        return self._as_bytes(name)
+
+    def holds(self, name: str) -> bool:
+        """Say whether float32 has every code of a value."""
+        value = self.network.values.get(name)  # what comes in is float32, and has none
+        return value is None or value.is_exact(_SIGNIFICAND)
 
     def float(self, name: str) -> str:
-        """Return the name of a value as floats, which is added if it is not there.
-
-        Raises:
-            ExportError: A value may not be exact in float32; names it and its bits.
-        """
+        """Return the name of a value as float32, which is added if it is not there."""
         if name not in self.names:
-            found = self._as_bytes(name)
-            if found:
+            if found := self._as_bytes(name):
                 self.names[name] = self._dequantized(*found, f"{name}.float")
-            else:
-                self._check_exact(name)
+            elif self.holds(name):
                 self.add(self.network.operation(name))
+            else:
+                raise AssertionError(f"float32 does not hold {name}")
         return self.names[name]
 
     def rounded_mean(self, op: AveragePool, mean: str) -> str:
-        """Round what average pooling gives; the value becomes floats when it is asked for.
-
-        Raises:
-            ExportError: A value may not be exact in float32; names it and its bits.
-        """
-        self._check_exact(op.name)
+        """Round what average pooling gives; the value becomes floats when it is asked for."""
         self._bytes[op.name] = self._quantized(mean, op.fmt, *_range(op.fmt)), op.fmt
         return ""
 
-    def conv(self, op: Conv) -> str:
-        """Add a convolution whose result stays floats: no integer kernel gives these.
+    def _mean_of(self, op: AveragePool) -> None:
+        """Add average pooling; in float64 if float32 does not hold the sums."""
+        if self.holds(op.inputs[0]) and self.holds(op.name):
+            self.add(op)
+        else:
+            self._wide.names[op.name] = self._wide.mean_of(op)
+            codes = self._wide.bytes_of(op.name, op.fmt, *_range(op.fmt), _zero(op.fmt))
+            self._bytes[op.name] = codes, op.fmt
 
-        Raises:
-            ExportError: A value may not be exact in float32; names it and its bits.
-        """
-        users = ", ".join(user.name for user in self.network.users.get(op.name, []))
-        self.in_floats[op.name] = f"{users or 'the output'} takes its sums unrounded"
-        return self._unrounded(op) or super().conv(self._in_floats(op))
+    def conv(self, op: Conv) -> str:
+        """Add a convolution whose sums something takes before they are rounded."""
+        return self._unrounded(op) or self._summed(op) or super().conv(self._in_floats(op))
 
     def linear(self, op: Linear) -> str:
-        """Add a linear layer whose result stays floats.
+        """Add a linear layer whose sums something takes before they are rounded."""
+        return self._unrounded(op) or self._summed(op) or super().linear(self._in_floats(op))
 
-        Raises:
-            ExportError: A value may not be exact in float32; names it and its bits.
-        """
-        return self._unrounded(op) or super().linear(self._in_floats(op))
+    def _summed(self, op: Weighted) -> str:
+        """Add a layer as sums in int32 and their value in float32."""
+        sums = integer_sums(self, op, lambda w, fmt: _stored(w, fmt, self._vnni))
+        return value_of_sums(self, op, sums) if sums else ""
 
     def _in_floats(self, op: Any) -> Any:
-        """Return a layer that can be computed in floats.
-
-        ONNX Runtime rounds biases behind bytes to the ``fl`` of the products, and says nothing.
-        """
-        why = "bytes, int32 or float32 do not hold its sums"
+        """Return a layer that is computed in floats, because bytes do not hold what it multiplies."""
+        why = "bytes and int32 do not hold its products"
         if not self._as_bytes(op.inputs[0]):
             why = f"{op.inputs[0]} is not rounded to bytes"
         self.in_floats[op.name] = why
-        if op.bias is not None and self._as_bytes(op.inputs[0]):
-            raise ExportError(f"{op.name}: bytes do not hold its weights at the fl of its bias")
         return op
 
     def _unrounded(self, op: Weighted) -> str:
+        """Add a linear layer as one kernel that gives float32; ``""`` where there is none."""
+        if isinstance(op, Conv):
+            return ""
         folded = fold(self.network, op, None)
         return self._layer(op.name, folded) if folded and self._takes_bytes(folded) else ""
-
-    def _check_exact(self, name: str) -> None:
-        value = self.network.values[name]
-        if not value.is_exact(_SIGNIFICAND):
-            raise ExportError(
-                f"{name}: sums take {value.significand.bit_length()} bits, int8 is exact up to "
-                f"{_SIGNIFICAND} at most"
-            )
 
     def _as_bytes(self, name: str) -> tuple[str, FixedPoint] | None:
         """Return codes and format of a value; None where it has none of 8 bits."""
@@ -145,8 +144,8 @@ class Int8Writer(Int16Writer):
             op = self.network.operation(name)
             if isinstance(op, Round):
                 self._bytes[name] = self._round(op.inputs[0], op.fmt, *_range(op.fmt)), op.fmt
-            elif isinstance(op, AveragePool):
-                self.add(op)
+            elif isinstance(op, AveragePool) and op.fmt.wl <= 8:
+                self._mean_of(op)
             elif isinstance(op, Table) and op.fmt.wl <= 8:
                 self._bytes[name] = self._looked_up(op), op.fmt
             elif isinstance(op, KEEP_ORDER) and (found := self._as_bytes(op.inputs[0])):
@@ -223,12 +222,19 @@ class Int8Writer(Int16Writer):
                 parts = [self._round(name, fmt, low, high) for name in op.inputs]
                 codes = self.graph.node("Concat", parts, f"{source}.codes", axis=op.axis + 1)
             else:
-                codes = self._quantized(self._unrounded_value(op, fmt), fmt, low, high)
+                value = self._unrounded_value(op, fmt)
+                if value:
+                    codes = self._quantized(value, fmt, low, high)
+                else:
+                    codes = self._wide.bytes_of(source, fmt, low, high, _zero(fmt))
             self._rounded[key] = codes
         return self._rounded[key]
 
     def _unrounded_value(self, op: Operation, fmt: FixedPoint) -> str:
-        """Return a value as floats, written so that with the rounding it is one integer kernel."""
+        """Return a value as floats, written so that with the rounding it is one integer kernel.
+
+        ``""`` where float32 does not hold it.
+        """
         if isinstance(op, Add) and all(map(self._as_bytes, op.inputs)):
             return self._sum(op)
         if found := self._as_bytes(op.name):
@@ -236,14 +242,13 @@ class Int8Writer(Int16Writer):
         folded = fold(self.network, op, fmt)
         if folded and self._takes_bytes(folded):
             return self._layer(op.name, folded)
-        return self.float(op.name)
+        return self.float(op.name) if self.holds(op.name) else ""
 
     def _takes_bytes(self, folded: Folded) -> bool:
         return self._as_bytes(folded.layer.inputs[0]) is not None
 
     def _sum(self, op: Add) -> str:
         """Add a sum, once for each rounding: with one alone it is an integer kernel."""
-        self._check_exact(op.name)
         return self.graph.node("Add", [self.float(name) for name in op.inputs], op.name)
 
     def _again(self, name: str, fmt: FixedPoint) -> str:
@@ -262,7 +267,7 @@ class Int8Writer(Int16Writer):
         if isinstance(op, Conv) and op.groups == 1 and codes.dtype == np.int8:
             source, codes = self._widened(source, found, codes)
         axis = {"axis": 0} if folded.scales.ndim else {}
-        weight = self.graph.constant(f"{name}.weight", codes)
+        weight = self.graph.weights(f"{name}.weight", codes)
         zeros = self.graph.constant("zero", np.full(folded.scales.shape, zero, codes.dtype))
         parts = [(weight, f"{name}.weight", folded.scales, [zeros])]
         if folded.bias is not None:

@@ -1,0 +1,163 @@
+"""Sums that float32 does not hold, in a file of integer kernels: int32 and float64, for these alone."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.execute.arithmetic import Codes
+from marvin.export.graph.nodes import AveragePool, Conv, Linear, Network, Weighted
+from marvin.export.targets.onnx.float64 import Float64Writer
+from marvin.export.targets.onnx.graph import FloatWriter, Graph
+
+__all__ = ["WideWriter", "integer_sums", "value_of_sums"]
+
+_INT32 = 2**31 - 1
+
+
+Stored = Callable[[Codes, FixedPoint], tuple[Codes, int]]
+
+
+class Bytes(Protocol):
+    """What a writer of bytes knows of values: see ``int8.Int8Writer``."""
+
+    network: Network
+    graph: Graph
+
+    def codes(self, name: str) -> tuple[str, FixedPoint] | None:
+        """Return codes and format of a value; None where it has none of 8 bits."""
+        ...
+
+    def holds(self, name: str) -> bool:
+        """Say whether float32 has every code of a value."""
+        ...
+
+    def float(self, name: str) -> str:
+        """Return the name of a value as float32."""
+        ...
+
+    @property
+    def unfused(self) -> set[str]:
+        """Layers whose sums are written as int32."""
+        ...
+
+
+class WideWriter(Float64Writer):
+    """Adds values as float64 to a graph whose other values are bytes and float32.
+
+    Layers of bytes are summed in int32 by an integer kernel. Others are computed in float64.
+
+    Args:
+        narrow: Writes the rest of the graph.
+        stored: Returns weights as bytes, and their zero point, for inputs of a format.
+        in_floats: Gets the layers that no integer kernel computes, and why.
+    """
+
+    def __init__(
+        self,
+        narrow: Bytes,
+        stored: Stored,
+        in_floats: dict[str, str],
+    ) -> None:
+        self.network, self.graph, self.narrow = narrow.network, narrow.graph, narrow
+        self.stored, self.in_floats = stored, in_floats
+        self.names = {}
+
+    def float(self, name: str) -> str:
+        """Return the name of a value as float64, which is added if it is not there."""
+        if name not in self.names:
+            if self.narrow.codes(name) or self.narrow.holds(name):
+                source = self.narrow.float(name)
+                double = self.graph.onnx.TensorProto.DOUBLE
+                self.names[name] = self.graph.node("Cast", [source], f"{name}.double", to=double)
+            else:
+                self.add(self.network.operation(name))
+        return self.names[name]
+
+    def bytes_of(self, name: str, fmt: FixedPoint, low: int, high: int, zero: int) -> str:
+        """Return the codes of a value rounded to ``fmt``, from ``low`` to ``high``, as bytes."""
+        node, number = self.graph.node, self.number
+        scaled = node("Mul", [self.float(name), number("scale", fmt.scale)], f"{name}.scaled")
+        whole = node("Round", [scaled], f"{name}.whole")
+        bounds = [number("bound", bound) for bound in (low, high)]
+        codes = node("Clip", [whole, *bounds], f"{name}.within")
+        if zero:
+            codes = node("Add", [codes, number("zero", zero)], f"{name}.around")
+        return node("Cast", [codes], f"{name}.codes", to=self.graph.onnx.TensorProto.UINT8)
+
+    def mean_of(self, op: AveragePool) -> str:
+        """Return means, rounded once, as float64."""
+        return super().average_pool(op)
+
+    def conv(self, op: Conv) -> str:
+        """Add a convolution: by an integer kernel if bytes hold what it multiplies."""
+        return self._sums(op) or super().conv(op)
+
+    def linear(self, op: Linear) -> str:
+        """Add a linear layer: by an integer kernel if bytes hold what it multiplies."""
+        return self._sums(op) or super().linear(op)
+
+    def _sums(self, op: Weighted) -> str:
+        """Add a layer by an integer kernel; ``""`` where there is none, which is noted."""
+        if sums := integer_sums(self.narrow, op, self.stored):
+            return value_of_sums(self, op, sums)
+        why = "bytes and int32 do not hold its products"
+        if not self.narrow.codes(op.inputs[0]):
+            why = f"{op.inputs[0]} is not rounded to bytes"
+        self.in_floats[op.name] = why
+        return ""
+
+
+def value_of_sums(writer: FloatWriter, op: Weighted, sums: str) -> str:
+    """Add the value of a layer's sums, with its bias, in the floats that ``writer`` has."""
+    shape = (-1, *[1] * (op.weight.ndim - 2))
+    dtype = writer.graph.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(writer.real))
+    total = writer.graph.node("Cast", [sums], f"{op.name}.total", to=dtype)
+    lsb = 2.0 ** -(writer.network.values[op.inputs[0]].fl + op.weight_fmt.fl)
+    scales = lsb * 2.0 ** np.array(op.trailing_zeros).reshape(shape)
+    scale = writer.number(f"{op.name}.scale", scales if op.per_channel else lsb)
+    value = writer.graph.node("Mul", [total, scale], f"{op.name}.product")
+    if op.bias is None:
+        return value
+    bias = writer.number(f"{op.name}.bias", op.bias.numpy().reshape(shape) * op.bias_fmt.lsb)
+    return writer.graph.node("Add", [value, bias], f"{op.name}.value")
+
+
+def integer_sums(narrow: Bytes, op: Weighted, stored: Stored) -> str:
+    """Add the sums of a layer without bias as int32, by an integer kernel; return their name.
+
+    Args:
+        narrow: Writes the graph.
+        op: The layer.
+        stored: As in ``WideWriter``.
+
+    Returns:
+        ``""`` where bytes do not hold what it takes or its weights, or int32 its sums.
+    """
+    found = narrow.codes(op.inputs[0])
+    zeros = np.array(op.trailing_zeros).reshape(-1, *[1] * (op.weight.ndim - 1))
+    weight = op.weight.numpy() >> zeros
+    low, high = int(weight.min()), int(weight.max())
+    is_byte = low >= -128 and (high <= 127 or (low >= 0 and high <= 255))
+    most = 255 * np.abs(weight).reshape(len(weight), -1).sum(1).max()
+    if found is None or not is_byte or 2 * most > _INT32:
+        return ""
+    narrow.unfused.add(op.name)
+    codes, zero = stored(weight, found[1])
+    graph = narrow.graph
+    zeros = [128 if found[1].signed else 0, zero]
+    given = [
+        graph.constant("zero", np.array(z, k))
+        for z, k in zip(zeros, (np.uint8, codes.dtype), strict=True)
+    ]
+    if isinstance(op, Conv):
+        kept = graph.weights(f"{op.name}.weight", codes)
+        pads, kernel = [*op.padding, *op.padding], list(op.weight.shape[2:])
+        attributes = {"strides": op.stride, "dilations": op.dilation, "group": op.groups}
+        return graph.node(
+            "ConvInteger", [found[0], kept, *given], f"{op.name}.sums",
+            pads=pads, kernel_shape=kernel, **attributes,
+        )  # fmt: skip
+    kept = graph.weights(f"{op.name}.weight.columns", np.ascontiguousarray(codes.T))
+    return graph.node("MatMulInteger", [found[0], kept, *given], f"{op.name}.sums")
