@@ -1,4 +1,4 @@
-"""``python -m train.demo``: ResNet20 on the embedded digits, fixed point beside float32."""
+"""``python -m train.demo``: ResNet20 on the embedded digits, fixed point and integers beside float32."""
 
 from perfmodel.arguments import Parser, message_of
 
@@ -6,8 +6,9 @@ PARSER = Parser(
     "python -m train.demo",
     """Train ResNet20 on the embedded digits, in float32 and in fixed point, and compare.
 
-Takes some minutes on a CPU, and has no options: python -m train.resnet20 --help lists those of a
-run. What an earlier call began in runs/demo-sgd and runs/demo-msgd is finished.""",
+In fixed point twice: simulated by MSGD, and on the integer units of the CPU by the loss budget, where
+it has them. Takes some minutes, and has no options: python -m train.resnet20 --help lists those of a
+run. What an earlier call began in runs/demo-sgd, demo-msgd and demo-int8 is finished.""",
 )
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
@@ -17,69 +18,94 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from perfmodel.files import CONFIG
+from fixedpoint_kernels import products
+from perfmodel.files import CONFIG, TIMING
 from perfmodel.run import read_run
 from perfmodel.summary import totals
 from train import resnet20
 from train.config import Config
 from train.main import ERRORS, own_process, run
-from train.records import RunFolder
+from train.records import TIMES, RunFolder, read_csv
 
 __all__ = ["main"]
 
 RUNS = Path("runs")
 DEMO = replace(resnet20.DEFAULTS, dataset="digits", epochs=40, batch_size=64, plateau_patience=4)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": "sgd"},
+    "msgd": {},
+    "int8": {"policy": "loss-budget", "execution": "int8"},
+}
+NAMES = {
+    "sgd": "float32",
+    "msgd": "fixed point, simulated",
+    "int8": "fixed point, on integer units",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train both, or finish what an earlier call began, and print the comparison."""
+    """Train all, or finish what an earlier call began, and print the comparison."""
     PARSER.parse_args(argv)
     results = {}
-    for optimizer, meaning in (("sgd", "float32"), ("msgd", "fixed point")):
-        folder = RUNS / f"demo-{optimizer}"
-        config = replace(DEMO, optimizer=optimizer, run=str(folder))
-        print(f"ResNet20 on handwritten digits, {meaning}", flush=True)
+    for name, settings in SETTINGS.items():
+        if name == "int8" and not (path := products.path()).is_own:
+            print(f"No run on integer units: {path.name}, {path.reason}")
+            continue
+        folder = RUNS / f"demo-{name}"
+        config = replace(DEMO, run=str(folder), resume=(folder / CONFIG).exists(), **settings)
+        print(f"ResNet20 on handwritten digits, {NAMES[name]}", flush=True)
         try:
-            results[optimizer] = train(replace(config, resume=(folder / CONFIG).exists()))
+            results[name] = train(config)
         except ERRORS as error:
             sys.exit(f"python -m train.demo: error: {message_of(error)}")
         except KeyboardInterrupt:
             sys.exit("\nstopped; the same command continues from the last checkpoint")
-    print(comparison(results, modelled()))
+    print(comparison(results))
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Train as configured; return the stored result."""
+    """Train as configured; return the stored result, the speed, and the modelled costs."""
     own_process(config)
     run(config, resnet20.resnet20, resnet20.MIN_SIDE)
-    return RunFolder(Path(config.run)).read_result()
+    folder = RunFolder(Path(config.run))
+    speeds = [float(row["images_per_s"]) for row in read_csv(folder.path / TIMING, TIMES)]
+    costs = (
+        {t.name: t.value for t in totals(read_run(folder.path))} if config.method != "sgd" else {}
+    )
+    return folder.read_result() | {"images_per_s": median(speeds)} | costs
 
 
-def modelled() -> dict[str, float]:
-    """Return SU, MEM and SZ of the run in fixed point."""
-    return {t.name: t.value for t in totals(read_run(RUNS / "demo-msgd"))}
-
-
-def comparison(results: dict[str, dict[str, Any]], model: dict[str, float]) -> str:
-    """Return what a reader wants to see of both runs."""
-    sgd, msgd = results["sgd"], results["msgd"]
+def comparison(results: dict[str, dict[str, Any]]) -> str:
+    """Return what a reader wants to see of the runs, a column each."""
+    heads = {"sgd": "float32 SGD", "msgd": "MSGD", "int8": "int8"}
     rows = [
-        ("speedup SU, modelled", "SU"),
-        ("  without the search", "SU, no search"),
-        ("  of inference", "SU, inference"),
-        ("word lengths MEM", "MEM"),
-        ("model size SZ", "SZ"),
+        ("test accuracy", "test_accuracy", ".2%", ""),
+        ("weights, mean bits", "mean_word_length", ".1f", "32"),
+        ("inputs, mean bits", "mean_input_word_length", ".1f", "32"),
+        ("images a second", "images_per_s", ",.0f", ""),
+        ("speedup SU, modelled", "SU", ".2f", "1"),
+        ("  without the search", "SU, no search", ".2f", "1"),
+        ("  of inference", "SU, inference", ".2f", "1"),
+        ("word lengths MEM", "MEM", ".2f", "1"),
+        ("model size SZ", "SZ", ".2f", "1"),
     ]
+    table = [f"{'':24}" + "".join(f"{heads[name]:>14}" for name in results)]
+    for label, key, form, of_float in rows:
+        cells = (
+            format(own[key], form) if own.get(key) is not None else (of_float or "-")
+            for own in results.values()
+        )
+        table.append(f"{label:24}" + "".join(f"{cell:>14}" for cell in cells))
+    msgd = results["msgd"]
     return "\n".join(
         [
             "",
-            f"{'':24}{'float32 SGD':>14}{'MSGD':>14}",
-            f"{'test accuracy':24}{sgd['test_accuracy']:>14.2%}{msgd['test_accuracy']:>14.2%}",
-            f"{'mean word length, bits':24}{32:>14}{msgd['mean_word_length']:>14.1f}",
-            *(f"{label:24}{1:>14}{model[name]:>14.2f}" for label, name in rows),
-            f"({msgd['test_images']} test images, {msgd['epochs']} epochs, one seed)",
+            *table,
+            f"({msgd['test_images']} test images, {msgd['epochs']} epochs, one seed; images a second: "
+            "median of the epochs, on this machine)",
             "",
             "word lengths  runs/demo-msgd/word_lengths.png",
             "by layer      .venv/bin/python -m perfmodel runs/demo-msgd",

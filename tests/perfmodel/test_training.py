@@ -100,12 +100,12 @@ def test_the_progress_bar_shows_it(config):
     assert bar.shown["SU modelled"] == f"{su:.2f}"
 
 
-def test_the_demo_prints_it(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "RUNS", tmp_path)
-    run(Config(**{**vars(config), "run": str(tmp_path / "demo-msgd")}))
-    modelled = demo.modelled()
+def test_the_demo_prints_it(config, tmp_path):
+    own = Config(**{**vars(config), "run": str(tmp_path / "demo-msgd")})
+    run(own)
+    modelled = demo.modelled(own)
     sgd = {"test_accuracy": 0.9}
     msgd = {"test_accuracy": 0.8, "mean_word_length": 12.0, "test_images": 9, "epochs": 3}
-    text = demo.comparison({"sgd": sgd, "msgd": msgd}, modelled)
+    text = demo.comparison({"sgd": sgd, "msgd": msgd | modelled})
     lines = [line for line in text.splitlines() if "SU, modelled" in line]
     assert lines[0].split()[-2:] == ["1", f"{modelled['SU']:.2f}"]

@@ -1,6 +1,10 @@
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
+from fixedpoint_kernels import products
 from train import demo
 from train import main as main_module
 from train.main import choose_device, main
@@ -73,6 +77,35 @@ def test_the_demo_has_help_and_no_arguments(monkeypatch, capsys):
         demo.main(["--epochs", "3"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_demo_compares_what_it_trained(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "own_process", lambda config: None)
+    monkeypatch.setattr(demo, "DEMO", replace(demo.DEMO, width=4, epochs=2, limit=128))
+    demo.main([])
+    printed = capsys.readouterr().out
+    runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    has_units = products.path().is_own
+    assert runs == (["demo-int8"] if has_units else []) + ["demo-msgd", "demo-sgd"]
+    table = {line[:24].strip(): line[24:].split() for line in printed.splitlines()}
+    for row, (name, run) in enumerate(zip(table[""], sorted(runs, reverse=True), strict=False)):
+        assert name == {"demo-sgd": "float32", "demo-msgd": "MSGD"}.get(run, "int8")
+        result = json.loads((tmp_path / "runs" / run / "result.json").read_text())
+        assert table["test accuracy"][row] == f"{result['test_accuracy']:.2%}"
+        assert float(table["images a second"][row].replace(",", "")) > 0
+    assert table["weights, mean bits"][0] == "32"
+    assert "-" not in table["model size SZ"]
+
+
+def test_the_demo_says_where_there_are_no_integer_units(monkeypatch, capsys):
+    result = {"test_accuracy": 0.5, "test_images": 10, "epochs": 2, "images_per_s": 1.0}
+    monkeypatch.setattr(demo, "train", lambda config: result)
+    with products.force("float"):
+        demo.main([])
+    printed = capsys.readouterr().out
+    assert "No run on integer units: float, it is forced" in printed
+    assert "int8" not in printed
 
 
 def test_a_model_that_has_no_room_is_one_line(tmp_path, monkeypatch):
