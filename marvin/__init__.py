@@ -21,6 +21,8 @@ from marvin.policies.marvin import MarvinPolicy
 from marvin.policies.muppet import MuppetPolicy
 from marvin.policies.trace import Switch
 from marvin.quantized import Quantized
+from marvin.quantizer import Quantizer
+from marvin.state_rounding import round_state
 from marvin.stored import StoredCodes, store_codes
 from marvin.straight_through import fake_quantize
 
@@ -34,6 +36,7 @@ __all__ = [
     "Policy",
     "Quantized",
     "QuantizedActivations",
+    "Quantizer",
     "StaticPolicy",
     "StoredCodes",
     "Switch",
@@ -44,6 +47,7 @@ __all__ = [
     "prepare",
     "quantize_activations",
     "reestimate_batch_norm",
+    "round_state",
     "save_sharded",
     "store_codes",
     "tensorboard",

@@ -15,6 +15,7 @@ class Purpose(IntEnum):
     ACTIVATIONS = 4
     PRODUCTS = 5
     STATES = 6
+    QUANTIZER = 7  # and, from index 2**19 on, ``round_state``
 
 
 def stream(purpose: Purpose, step: int, index: int = 0) -> int:

@@ -4,7 +4,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fixedpoint_kernels import BlockFloat, FixedPoint, quantize, quantize_block, quantize_many
+from fixedpoint_kernels import (
+    BlockFloat,
+    FixedPoint,
+    Minifloat,
+    quantize,
+    quantize_block,
+    quantize_many,
+)
 from fixedpoint_kernels.rounding import Rounding
 from marvin.channels import ChannelFormat, scale_of
 
@@ -14,7 +21,12 @@ Format = FixedPoint | BlockFloat | ChannelFormat
 
 
 def round_one(
-    x: Tensor, fmt: Format, *, rounding: Rounding = "stochastic", seed: int = 0, stream: int = 0
+    x: Tensor,
+    fmt: Format | Minifloat,
+    *,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
+    stream: int = 0,
 ) -> Tensor:
     """Round ``x`` to ``fmt``; see ``quantize`` and ``quantize_block``."""
     if isinstance(fmt, ChannelFormat):

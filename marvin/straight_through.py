@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fixedpoint_kernels import FixedPoint, quantize_with_mask
+from fixedpoint_kernels import FixedPoint, Minifloat, quantize_with_mask
 from fixedpoint_kernels.rounding import Rounding
 from marvin.rounding import Format, round_one
 
 __all__ = ["StraightThrough", "Tally", "fake_quantize", "round_with_gradient"]
 
 StraightThrough = Literal["clip", "identity"]
-_Back = tuple[Format, dict[str, Any]] | None  # how to round the gradient that comes back
+_Back = (
+    tuple[Format | Minifloat, dict[str, Any]] | None
+)  # how to round the gradient that comes back
 
 
 class Tally:
@@ -40,7 +42,7 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        fmt: FixedPoint,
+        fmt: FixedPoint | Minifloat,
         options: dict[str, Any],
         tally: Tally | None,
         back: _Back,
@@ -68,12 +70,14 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 class _RoundedIdentity(torch.autograd.Function):
-    """Rounds forward; backward passes the gradient everywhere."""
+    """Rounds forward, or does not; backward passes the gradient everywhere."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fmt: Format, options: dict[str, Any], back: _Back) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, fmt: Format | Minifloat | None, options: dict[str, Any], back: _Back
+    ) -> Tensor:
         ctx.back = back
-        return round_one(x, fmt, **options)
+        return x.view_as(x) if fmt is None else round_one(x, fmt, **options)
 
     @staticmethod
     @once_differentiable
@@ -85,7 +89,7 @@ class _RoundedIdentity(torch.autograd.Function):
 
 def fake_quantize(
     x: Tensor,
-    fmt: FixedPoint,
+    fmt: FixedPoint | Minifloat,
     *,
     rounding: Rounding = "stochastic",
     seed: int = 0,
@@ -121,7 +125,7 @@ def fake_quantize(
 
 def round_with_gradient(
     x: Tensor,
-    fmt: Format,
+    fmt: Format | Minifloat | None,
     options: dict[str, Any],
     *,
     ste: StraightThrough,
@@ -132,15 +136,15 @@ def round_with_gradient(
 
     Args:
         x: Values, float32, bfloat16 or float16.
-        fmt: The format.
+        fmt: The format; None: ``x`` stays.
         options: Of ``round_one``.
         ste: See ``fake_quantize``; block floating point does not clamp.
         tally: Counts what ``"clip"`` clamps.
         back: Format and options by which to round the gradient that comes back; None: not.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return round_one(x.detach(), fmt, **options)
-    if ste == "identity" or not isinstance(fmt, FixedPoint):
+        return x if fmt is None else round_one(x.detach(), fmt, **options)
+    if ste == "identity" or not isinstance(fmt, FixedPoint | Minifloat):
         return _RoundedIdentity.apply(x, fmt, options, back)  # pyright: ignore[reportReturnType]
     return _FakeQuantize.apply(x, fmt, options, tally, back)  # pyright: ignore[reportReturnType]
 

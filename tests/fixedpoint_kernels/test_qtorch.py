@@ -8,17 +8,20 @@ own and is made first in a child, with a timeout.
 import importlib.util
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fixedpoint_kernels import FixedPoint, Minifloat, quantize
+import marvin
+from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat, quantize, quantize_block
 
 NEEDS = {
     "the package qtorch": importlib.util.find_spec("qtorch"),
@@ -128,3 +131,81 @@ def test_minifloats_are_the_same(qtorch, exp, man):
 def test_a_minifloat_that_qpytorch_has_not_is_refused():
     with pytest.raises(ValueError, match='has specials="none"'):
         Minifloat(4, 3, "nan").to_qtorch()
+
+
+# Rows of docs/migration.md, both sides.
+
+
+@pytest.mark.parametrize("wl", [4, 8])
+def test_block_floating_point_rounds_to_its_own_grid(qtorch, wl):
+    """Equal where both take the same power of two and nobody saturates."""
+    x = torch.randn(4000).clamp(-3.4, 3.4)
+    x[0] = 3.25  # 2 <= largest < 4 - half a step, for both
+    ours = quantize_block(x, BlockFloat(wl), rounding="nearest")
+    theirs = qtorch.quant.block_quantize(x, wl, rounding="nearest")
+    step = 2.0 ** (3 - wl)  # of codes to 2**(wl - 1)
+    is_clear = ((x.double().abs() / step) % 1 - 0.5).abs() > 1e-3
+    torch.testing.assert_close(ours[is_clear], theirs[is_clear] + 0.0, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_float", [False, True])
+def test_quantizers_are_the_same_there_and_back(qtorch, is_float):
+    fmt = Minifloat(5, 9) if is_float else FixedPoint(9, 5)
+    gradient, values = torch.randn(4000), torch.randn(4000) * 2
+    results = []
+    for quantizer in (
+        marvin.Quantizer(
+            fmt, fmt, forward_rounding="nearest", backward_rounding="nearest", ste="identity"
+        ),
+        qtorch.quant.Quantizer(fmt.to_qtorch(), fmt.to_qtorch(), "nearest", "nearest"),
+    ):
+        x = values.clone().requires_grad_()
+        y = quantizer(x * 1.0)
+        y.backward(gradient)
+        results.append((y.detach() + 0.0, x.grad + 0.0))
+    for ours, theirs in zip(*results, strict=True):
+        differ = ours != theirs  # ties alone
+        assert differ.sum() < 20
+        assert (ours - theirs).abs().max() <= 2.0**-5
+
+
+def test_optimizers_move_accumulators_and_momenta_alike(qtorch):
+    """With gradients that do not depend on the weights, in formats in which there are no ties."""
+    from qtorch.optim import OptimLP
+
+    acc, momentum = FixedPoint(14, 10), FixedPoint(12, 8)
+    gradients = torch.randn(8, 6, 5)
+    weights = torch.randn(6, 5)
+
+    def sgd(p):
+        return torch.optim.SGD([p], lr=0.3, momentum=0.9)
+
+    p = torch.nn.Parameter(weights.clone())
+    ours = marvin.Quantized(sgd(p), marvin.FixedPolicy(8, 4))
+    marvin.round_state(ours, momentum=momentum, master=acc, rounding="nearest")
+    q = torch.nn.Parameter(weights.clone())
+    number = {"forward_rounding": "nearest"}
+    theirs = OptimLP(
+        sgd(q),
+        acc_quant=qtorch.quant.quantizer(acc.to_qtorch(), **number),
+        momentum_quant=qtorch.quant.quantizer(momentum.to_qtorch(), **number),
+    )
+    for gradient in gradients:
+        p.grad, q.grad = gradient.clone(), gradient.clone()
+        ours.step(loss=1.0)
+        theirs.step()
+    (state,) = ours.optimizer.state.values()
+    torch.testing.assert_close(ours.state[p]["master"], theirs.weight_acc[q], rtol=0, atol=0)
+    torch.testing.assert_close(
+        state["momentum_buffer"], theirs.optim.state[q]["momentum_buffer"], rtol=0, atol=0
+    )
+
+
+def test_every_name_of_qpytorch_has_its_row(qtorch):
+    from qtorch import auto_low, number, optim
+
+    page = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+    table = page.split("| QPyTorch |")[1].split("\n\n")[0]
+    named = {*re.findall(r"\w+", " ".join(row.split("|")[1] for row in table.splitlines()[2:]))}
+    public = {*qtorch.quant.__all__, *auto_low.__all__, *optim.__all__, *number.__all__}
+    assert public - {"Number"} <= named

@@ -1,0 +1,111 @@
+"""A module that rounds what goes through it, and the gradient that comes back."""
+
+import itertools
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat
+from fixedpoint_kernels.rounding import Rounding
+from marvin.noise import Purpose, stream
+from marvin.straight_through import StraightThrough, Tally, round_with_gradient
+
+__all__ = ["Number", "Quantizer"]
+
+Number = FixedPoint | BlockFloat | Minifloat
+_NUMBERS = itertools.count()  # of the quantizers of this process: each has noise of its own
+
+
+class Quantizer(nn.Module):
+    """Rounds activations to one format, and their gradient to another; formats do not change.
+
+    For formats that change with training see ``marvin.quantize_activations``. In training mode each
+    call has noise of its own; in eval mode the next one's, which stays. The state of the module has
+    the place in the noise, so that a resumed training has the same bits.
+
+    Args:
+        forward_format: Of what goes through: ``FixedPoint``, ``BlockFloat`` or ``Minifloat``. None:
+            it stays.
+        backward_format: Of the gradient that comes back. None: it stays.
+        forward_rounding: ``"stochastic"`` or ``"nearest"``, in training and in eval mode.
+        backward_rounding: The same, for the gradient.
+        ste: ``"clip"``: no gradient where a value saturated; ``"identity"``: as if it fitted. See
+            ``marvin.fake_quantize``; block floating point does not saturate.
+        seed: Of the noise.
+        number: Which of the seed's quantizers this is, 0 to 2**18 - 1. None: the next one of this
+            process.
+
+    Raises:
+        TypeError: A format is none.
+        ValueError: A rounding, ``ste`` or ``number`` is unknown.
+
+    Examples:
+        >>> number = fixedpoint_kernels.FixedPoint(8, 4)
+        >>> model = nn.Sequential(nn.Linear(8, 8), marvin.Quantizer(number, number))
+
+    Source:
+        ``qtorch.quant.Quantizer``. Differs: see docs/migration.md.
+    """
+
+    def __init__(  # noqa: PLR0913  there and back
+        self,
+        forward_format: Number | None = None,
+        backward_format: Number | None = None,
+        *,
+        forward_rounding: Rounding = "stochastic",
+        backward_rounding: Rounding = "stochastic",
+        ste: StraightThrough = "clip",
+        seed: int = 0,
+        number: int | None = None,
+    ) -> None:
+        super().__init__()
+        for fmt in (forward_format, backward_format):
+            if not isinstance(fmt, Number | None):
+                raise TypeError(
+                    "a format must be a FixedPoint, BlockFloat or Minifloat, or None, "
+                    f"got {fmt!r:.60}: write FixedPoint(8, 4), say"
+                )
+        for rounding in (forward_rounding, backward_rounding):
+            if rounding not in get_args(Rounding):
+                raise ValueError(f"rounding must be one of {get_args(Rounding)}, got {rounding!r}")
+        if ste not in get_args(StraightThrough):
+            raise ValueError(f"ste must be one of {get_args(StraightThrough)}, got {ste!r}")
+        number = next(_NUMBERS) if number is None else number
+        if not 0 <= number < 2**18:
+            raise ValueError(f"number must be 0 to {2**18 - 1}, got {number}")
+        self.forward_format, self.backward_format = forward_format, backward_format
+        self.forward_rounding, self.backward_rounding = forward_rounding, backward_rounding
+        self.ste: StraightThrough = ste
+        self.seed, self.number, self.calls = seed, number, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x``, rounded; any shape, float32, bfloat16 or float16."""
+        there, back = self._noise(0), self._noise(1)
+        if self.training:
+            self.calls += 1
+        gradient = None
+        if self.backward_format is not None:
+            gradient = self.backward_format, {"rounding": self.backward_rounding, **back}
+        options = {"rounding": self.forward_rounding, **there}
+        fmt = self.forward_format
+        if fmt is None and gradient is None:
+            return x
+        return round_with_gradient(x, fmt, options, ste=self.ste, tally=Tally(), back=gradient)
+
+    def _noise(self, way: int) -> dict[str, int]:
+        own = stream(Purpose.QUANTIZER, self.calls, 2 * self.number + way)
+        return {"seed": self.seed, "stream": own}
+
+    def get_extra_state(self) -> Tensor:
+        """Return where in the noise this is: seed, number and count of calls."""
+        return torch.tensor([self.seed, self.number, self.calls])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Go on where ``state`` stopped."""
+        self.seed, self.number, self.calls = state.tolist()
+
+    def extra_repr(self) -> str:
+        """Return the formats."""
+        there = f"{self.forward_format or 'float32'}, {self.forward_rounding}"
+        return f"{there}; gradient {self.backward_format or 'float32'}, {self.backward_rounding}"
