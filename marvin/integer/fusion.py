@@ -22,7 +22,8 @@ from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.hooks import OtherForward, restore_forwards, rounders_of
 from marvin.integer.formats import Options, Product, choose
 from marvin.integer.graph import Chain, Traced, trace
-from marvin.integer.layers import OPTIONS, IntegerConv2d
+from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
+from marvin.integer.token_run import TokenRun, put_in
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
@@ -74,14 +75,11 @@ class Fused(OtherForward):
     def layers(self) -> list[str]:
         """Return the names of the layers in chains, within the module."""
         traced = self._trace()
-        chains = [] if isinstance(traced, str) else traced.chains
-        return [layer.name for chain in chains for layer in chain.layers]
+        return [] if isinstance(traced, str) else traced.layers
 
     def _ready(self, x: Any) -> fx.GraphModule | None:
         if (
             type(x) not in (Tensor, nn.Parameter)
-            or x.dim() != 4
-            or x.dtype is not torch.float32
             or x.device.type != "cpu"
             or not len(x)
             or not self.module.training
@@ -96,6 +94,8 @@ class Fused(OtherForward):
             self._traced = self._runs = None
             traced = self._trace()
         if isinstance(traced, str) or any(global_forward_hooks()):
+            return None
+        if traced.chains and (x.dim() != 4 or x.dtype is not torch.float32):
             return None
         if any(map(_has_hooks, (self.module.get_submodule(n) for n in traced.inner if n))):
             return None
@@ -136,9 +136,8 @@ def fused_layers(model: nn.Module) -> set[str]:
 
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:
-    if not any(isinstance(m, IntegerConv2d) for m in module.modules()):
-        return
-    if isinstance(module, IntegerConv2d):
+    layers = IntegerConv2d, IntegerLinear
+    if isinstance(module, layers) or not any(isinstance(m, layers) for m in module.modules()):
         return
     if not isinstance(trace(module), str):
         yield module
@@ -165,9 +164,12 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _built(module: nn.Module, traced: Traced) -> fx.GraphModule:
     """Return the traced module with its chains in place of their layers."""
-    graph, copies = fx.Graph(), {}
-    graph.output(graph.graph_copy(traced.graph, copies))
-    runs = fx.GraphModule(module, graph)
+    named = [(f"tokens_{i}", chain) for i, chain in enumerate(traced.tokens)]
+    graph, copies = put_in(traced.graph, named)
+    runs = fx.GraphModule(module, traced.graph)
+    for name, chain in named:
+        runs.add_module(name, TokenRun(module, chain, _has_hooks))
+    runs.graph = graph
     for i, chain in enumerate(traced.chains):
         name = f"chain_{i}"
         runs.add_module(name, _Run(module, chain))
@@ -195,9 +197,9 @@ def _item(values: tuple[Tensor, ...], k: int) -> Tensor:
     return values[k]
 
 
-def _chains_of(runs: fx.GraphModule) -> Iterator["_Run"]:
+def _chains_of(runs: fx.GraphModule) -> Iterator["_Run | TokenRun"]:
     for module in runs.children():
-        if isinstance(module, _Run):
+        if isinstance(module, _Run | TokenRun):
             yield module
 
 

@@ -12,6 +12,7 @@ from torch import fx, nn
 from fixedpoint_kernels.fused import INPUT, Value
 from marvin.integer.formats import window_of
 from marvin.integer.layers import CLASSES, IntegerConv2d
+from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Tracer, changes_in_place
 
 __all__ = ["Chain", "Found", "Traced", "trace"]
@@ -67,13 +68,21 @@ class Traced:
 
     Args:
         graph: Of ``torch.fx``.
-        chains: Each of two layers, or one with batch norm, or more.
+        chains: Of convolutions, each of two layers, or one with batch norm, or more.
+        tokens: Of linear layers, norms and attention.
         inner: Names of the modules whose ``forward`` became part of the graph.
     """
 
     graph: fx.Graph
     chains: list[Chain]
+    tokens: list[TokenChain]
     inner: tuple[str, ...]
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of all layers in chains."""
+        own = [layer.name for chain in self.chains for layer in chain.layers]
+        return own + [name for chain in self.tokens for name in chain.layers]
 
 
 class _Tracer(Tracer):
@@ -98,10 +107,11 @@ def trace(module: nn.Module) -> Traced | str:
     ):
         return "it changes a value in place that is used again"
     chains = _Search(module, graph).chains()
-    if not chains:
-        return "no convolutions in it pass codes on"
+    tokens = find(module, graph)
+    if not chains and not tokens:
+        return "no layers in it pass codes on"
     leaves = {str(node.target) for node in graph.nodes if node.op == "call_module"}
-    return Traced(graph, chains, tuple(name for name in tracers[0].called if name not in leaves))
+    return Traced(graph, chains, tokens, tuple(name for name in tracers[0].called if name not in leaves))
 
 
 @dataclass

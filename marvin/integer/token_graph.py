@@ -1,0 +1,417 @@
+"""Finding what transformers are made of in a traced model: linear layers, norms, attention, sums.
+
+Nodes that pass values on to each other become one chain. No chain holds a way out and back in: a node
+that takes what others made of a chain's values belongs to a later chain.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fixedpoint_kernels.tokens import Part
+from marvin.integer.layers import IntegerLinear
+
+__all__ = ["Heads", "Member", "TokenChain", "find"]
+
+_ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
+_RELUS = torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_"
+_SHAPES = "size", "dim", "numel"
+_VIEWS = (
+    "view", "reshape", "unflatten", "flatten", "permute", "transpose", "chunk", "split", "unbind",
+    "contiguous", "movedim", "swapaxes", "squeeze", "unsqueeze", "tensor_split",
+)  # fmt: skip
+_FUNCTIONS = (
+    *(getattr(torch, name) for name in _VIEWS if hasattr(torch, name)),
+    operator.getitem, operator.floordiv, operator.mul, operator.add, operator.sub, operator.truediv,
+    int,
+)  # fmt: skip
+_ATTENTION = F.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention in a graph.
+
+    Args:
+        call: The node that attends.
+        wanted: Nodes of queries, keys and values.
+        before: Nodes that make these from values, in order; they change shapes alone.
+        after: Nodes between the call and the value, so too.
+        causal: Whether a token sees those before it only.
+        scale: By which products are multiplied, or None.
+    """
+
+    call: fx.Node
+    wanted: tuple[fx.Node, fx.Node, fx.Node]
+    before: tuple[fx.Node, ...]
+    after: tuple[fx.Node, ...]
+    causal: bool
+    scale: float | None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """All of them."""
+        return *self.before, self.call, *self.after
+
+    def parts(
+        self, values: dict[fx.Node, int], widths: Sequence[int], samples: int, tokens: int
+    ) -> tuple[list[Part], int, int] | None:
+        """Return where the heads lie, how many, and their size; None where they lie otherwise.
+
+        The nodes run on the numbers of places instead of values.
+
+        Args:
+            values: Number of the value of each node that has one.
+            widths: Features of values.
+            samples: Of the batch; two tell as much as many.
+            tokens: Of a sample.
+        """
+        samples = min(samples, 2)
+        env: dict[fx.Node, object] = {}
+        for node, v in values.items():
+            shape = samples, tokens, widths[v]
+            env[node] = torch.arange(samples * tokens * widths[v]).view(shape)
+        try:
+            for node in self.before:
+                env[node] = _evaluated(node, env)
+            found = [env[node] for node in self.wanted]
+            if not _are_maps(found):
+                return None
+            heads, size = found[0].shape[1], found[0].shape[3]
+            y = torch.arange(found[0].numel()).view(found[0].shape)
+            env[self.call] = y
+            for node in self.after:
+                env[node] = _evaluated(node, env)
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
+            return None
+        last = env[self.nodes[-1]]
+        own = y.transpose(1, 2).flatten(2)
+        if not isinstance(last, Tensor) or last.shape != own.shape or not torch.equal(last, own):
+            return None
+        parts = []
+        for node, numbers in zip(self.wanted, found, strict=True):
+            value = values[_source(node)]
+            part = _part(numbers, value, widths[value])
+            if part is None or numbers.shape != (samples, heads, tokens, size):
+                return None
+            parts.append(part)
+        return parts, heads, size
+
+
+def _are_maps(found: list[object]) -> TypeGuard[list[Tensor]]:
+    return all(isinstance(x, Tensor) and x.dim() == 4 for x in found)
+
+
+def _part(numbers: Tensor, value: int, width: int) -> Part | None:
+    """Return where heads lie whose features have these places; None where that is no even pattern."""
+    samples, heads, tokens, size = numbers.shape
+    start = int(numbers[0, 0, 0, 0])
+    step = int(numbers[0, 1, 0, 0]) - start if heads > 1 else size
+    own = (
+        torch.arange(samples).view(-1, 1, 1, 1) * tokens * width
+        + torch.arange(heads).view(-1, 1, 1) * step
+        + torch.arange(tokens).view(-1, 1) * width
+        + torch.arange(size)
+        + start
+    )
+    return Part(value, start, step) if step >= 0 and torch.equal(own, numbers) else None
+
+
+def _evaluated(node: fx.Node, env: dict[fx.Node, object]) -> object:
+    """Do what a node does, with other values."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the layer that made what a node is a part of."""
+    while node.op != "call_module":
+        node = node.all_input_nodes[0]
+    return node
+
+
+@dataclass(frozen=True)
+class Member:
+    """What makes one value of a chain.
+
+    Args:
+        node: That has the value.
+        kind: ``"linear"``, ``"norm"``, ``"gelu"``, ``"relu"``, ``"add"`` or ``"attention"``.
+        sources: Nodes of the values that it takes.
+        module: Name, where it is one.
+        heads: Of attention.
+    """
+
+    node: fx.Node
+    kind: str
+    sources: tuple[fx.Node, ...]
+    module: str = ""
+    heads: Heads | None = None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """All that it replaces."""
+        return (self.node,) if self.heads is None else self.heads.nodes
+
+
+@dataclass
+class TokenChain:
+    """Members in order, and what comes in and leaves.
+
+    Args:
+        members: Each makes a value.
+        inputs: Nodes of what comes in.
+        outputs: Nodes of the values that others use.
+        same: Nodes that pass a value on unchanged, and the node that made it.
+        modules: Names of the modules that the chain computes, linear layers among them.
+    """
+
+    members: list[Member]
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    same: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=list)
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the linear layers."""
+        return [member.module for member in self.members if member.kind == "linear"]
+
+    @property
+    def replaced(self) -> set[fx.Node]:
+        """Nodes that the chain computes."""
+        return {node for member in self.members for node in member.nodes} | set(self.same)
+
+
+def find(module: nn.Module, graph: fx.Graph) -> list[TokenChain]:
+    """Return the chains of a traced module: of two values or more, one of a linear layer."""
+    return _Search(module, graph).chains()
+
+
+class _Search:
+    """Finds members, then which belong together."""
+
+    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+        self.module, self.graph = module, graph
+        self.same: dict[fx.Node, fx.Node] = {}  # nodes that pass on what another has
+        self.members: dict[fx.Node, Member] = {}
+
+    def chains(self) -> list[TokenChain]:
+        for node in self.graph.nodes:
+            if self._is_same(node):
+                self.same[node] = self._real(node.all_input_nodes[0])
+                continue
+            member = self._member(node)
+            if member is not None:
+                self.members[node] = member
+        self._drop()
+        groups: dict[fx.Node, list[Member]] = {}
+        roots = self._roots()
+        for node, member in self.members.items():
+            groups.setdefault(roots[node], []).append(member)
+        chains = [self._chain(group) for group in groups.values()]
+        return [chain for chain in chains if chain.layers and len(chain.members) > 1]
+
+    def _real(self, node: fx.Node) -> fx.Node:
+        return self.same.get(node, node)
+
+    def _of(self, node: fx.Node) -> nn.Module | None:
+        return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def _is_same(self, node: fx.Node) -> bool:
+        own = self._of(node)
+        is_off = type(own) is nn.Dropout and own.p == 0
+        return (type(own) is nn.Identity or is_off) and _plain(node)
+
+    def _member(self, node: fx.Node) -> Member | None:
+        if node.target is _ATTENTION:
+            heads = self._heads(node)
+            if heads is None:
+                return None
+            sources = dict.fromkeys(_source(wanted) for wanted in heads.wanted)
+            return Member(heads.nodes[-1], "attention", tuple(sources), heads=heads)
+        inputs = node.all_input_nodes
+        if node.op == "call_module":
+            kind = _kind(self._of(node)) if len(inputs) == 1 and _plain(node) else ""
+            name = str(node.target)
+            return Member(node, kind, (self._real(inputs[0]),), name) if kind else None
+        if node.target in _RELUS and len(inputs) == 1 and _plain(node):
+            return Member(node, "relu", (self._real(inputs[0]),))
+        if node.target is F.gelu and len(inputs) == 1 and _plain_gelu(node):
+            return Member(node, "gelu", (self._real(inputs[0]),))
+        if node.target in _ADDS and len(inputs) == 2 and len(node.args) == 2 and not node.kwargs:
+            a, b = map(self._real, inputs)
+            return Member(node, "add", (a, b))
+        return None
+
+    def _heads(self, node: fx.Node) -> Heads | None:
+        names = "query", "key", "value", "attn_mask", "dropout_p", "is_causal"
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        causal, scale = given.get("is_causal", False), given.get("scale")
+        if given.get("attn_mask") is not None or given.get("dropout_p", 0.0) != 0.0:
+            return None
+        if given.get("enable_gqa") or not isinstance(causal, bool):
+            return None
+        if scale is not None and not isinstance(scale, int | float):
+            return None
+        wanted = [given.get(name) for name in names[:3]]
+        before: dict[fx.Node, None] = {}
+        for own in wanted:
+            if not isinstance(own, fx.Node) or not self._gather(own, before):
+                return None
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        first = tuple(sorted(before, key=order.__getitem__))
+        after: list[fx.Node] = []
+        while len(users := list((after or [node])[-1].users)) == 1 and _is_view(users[0]):
+            if users[0].all_input_nodes[0] is not (after or [node])[-1]:
+                break
+            if not all(self._gather(n, before) for n in users[0].all_input_nodes[1:]):
+                break
+            after.append(users[0])
+        first = tuple(sorted(before, key=order.__getitem__))
+        q, k, v = (own for own in wanted if isinstance(own, fx.Node))
+        return Heads(node, (q, k, v), first, tuple(after), causal, scale)
+
+    def _gather(self, node: fx.Node, found: dict[fx.Node, None]) -> bool:
+        """Gather nodes that change shapes, up to layers; say whether there are no others."""
+        if self._is_base(node) or node in found:
+            return True
+        is_shape = node.op == "call_method" and node.target in _SHAPES
+        is_shape |= node.target is getattr and node.args[1:] == ("shape",)
+        if not (_is_view(node) or is_shape):
+            return False
+        if not is_shape or self._is_base(node.all_input_nodes[0]):
+            found[node] = None
+        elif is_shape:
+            return False
+        return all(self._gather(n, found) for n in node.all_input_nodes)
+
+    def _is_base(self, node: fx.Node) -> bool:
+        """Say whether a node may have a value of a chain."""
+        return node in self.members or any(
+            _kind(self._of(user)) in ("linear", "norm") for user in node.users
+        )
+
+    def _drop(self) -> None:
+        """Leave out sums of what is not known to have one shape, and attention of unknown layers."""
+        while True:
+            bad = [node for node, member in self.members.items() if not self._holds(member)]
+            if not bad:
+                return
+            for node in bad:
+                del self.members[node]
+
+    def _holds(self, member: Member) -> bool:
+        inside = [source for source in member.sources if source in self.members]
+        if member.heads is not None:
+            bases = {n for own in member.heads.nodes for n in own.all_input_nodes}
+            bases -= set(member.heads.nodes)
+            kinds = [self.members[s].kind for s in member.sources if s in self.members]
+            known = all(n in self.members or self._is_taken(n) for n in bases)
+            return len(inside) == len(member.sources) and set(kinds) == {"linear"} and known
+        if member.kind in ("linear", "norm"):
+            return True
+        if member.kind != "add":
+            return len(inside) == 1
+        outside = [source for source in member.sources if source not in self.members]
+        return bool(inside) and all(map(self._is_taken, outside))
+
+    def _is_taken(self, node: fx.Node) -> bool:
+        """Say whether a layer or a norm takes a node, too: it is of tokens, then."""
+        takers = (self.members.get(user) for user in node.users)
+        return any(m is not None and m.kind in ("linear", "norm") for m in takers)
+
+    def _roots(self) -> dict[fx.Node, fx.Node]:
+        """Return for each member's node one that stands for its chain."""
+        levels: dict[fx.Node, int] = {}
+        owner = {node: key for key, m in self.members.items() for node in m.nodes}
+        for node in self.graph.nodes:
+            own = self.members.get(owner[node]) if node in owner else None
+            nodes = own.nodes if own is not None else (node,)
+            taken = {n for inner in nodes for n in inner.all_input_nodes} - set(nodes)
+            passes = own is not None or node in self.same
+            levels[node] = max(
+                (levels.get(n, 0) + (n in owner and not passes) for n in taken), default=0
+            )
+            if node in self.same and self._real(node) in owner:
+                owner[node] = owner[self._real(node)]
+        roots = {node: node for node in self.members}
+
+        def root(node: fx.Node) -> fx.Node:
+            while roots[node] is not node:
+                node = roots[node]
+            return node
+
+        takers: dict[tuple[fx.Node, int], fx.Node] = {}
+        for node, member in self.members.items():
+            level = max(levels[n] for n in member.nodes)
+            for source in member.sources:
+                key = source, level
+                near = takers.setdefault(key, node)
+                roots[root(node)] = root(near)
+                if source in self.members and self._level(source, levels) == level:
+                    roots[root(node)] = root(source)
+        return {node: root(node) for node in self.members}
+
+    def _level(self, node: fx.Node, levels: dict[fx.Node, int]) -> int:
+        return max(levels[n] for n in self.members[node].nodes)
+
+    def _chain(self, members: list[Member]) -> TokenChain:
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        members = sorted(members, key=lambda member: order[member.node])
+        chain = TokenChain(members)
+        made = {member.node for member in members}
+        chain.same = {n: real for n, real in self.same.items() if real in made}
+        chain.inputs = list(
+            dict.fromkeys(s for m in members for s in m.sources if s not in made)
+        )
+        inside = chain.replaced
+        for member in members:
+            aliases = [member.node, *(n for n, real in chain.same.items() if real is member.node)]
+            if any(user not in inside for node in aliases for user in node.users):
+                chain.outputs.append(member.node)
+        chain.modules = [member.module for member in members if member.module]
+        chain.modules += [str(n.target) for n in chain.same]
+        return chain
+
+
+def _kind(own: nn.Module | None) -> str:
+    """Return what a module is to a chain; "" if it is none."""
+    if type(own) is IntegerLinear and own.in_features % 16 == 0 and own.out_features % 16 == 0:
+        return "linear"
+    if type(own) is nn.LayerNorm and len(own.normalized_shape) == 1:
+        return "norm" if own.normalized_shape[0] % 16 == 0 else ""
+    if type(own) is nn.GELU and own.approximate == "none":
+        return "gelu"
+    return "relu" if type(own) is nn.ReLU else ""
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _VIEWS
+    return node.op == "call_function" and node.target in _FUNCTIONS
+
+
+def _plain(node: fx.Node) -> bool:
+    """Say whether a call has nothing but its input, and perhaps ``inplace``."""
+    keywords = set(node.kwargs) - {"inplace", "input"}
+    return len(node.args) <= 1 and not keywords
+
+
+def _plain_gelu(node: fx.Node) -> bool:
+    others = dict(node.kwargs)
+    return len(node.args) <= 1 and others.pop("approximate", "none") == "none" and not others
+
+
+def names(chains: Iterable[TokenChain]) -> Iterator[str]:
+    """Yield the names of all layers in chains."""
+    for chain in chains:
+        yield from chain.layers

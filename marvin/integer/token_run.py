@@ -1,0 +1,329 @@
+"""Running chains of a transformer as one, forward and backward; see ``fusion``."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+
+from fixedpoint_kernels import products, tokens
+from fixedpoint_kernels.threads import is_parallel, thread_count
+from fixedpoint_kernels.tokens import Parameters, Segment
+from marvin.hooks import rounders_of
+from marvin.integer.formats import Options, Product, choose
+from marvin.integer.layers import OPTIONS, IntegerLinear
+from marvin.integer.token_graph import Heads, TokenChain
+from marvin.model_formats import ModuleFormats
+from marvin.rounder import Rounder
+
+__all__ = ["TokenRun", "put_in"]
+
+_PROGRAMS = 4  # that a chain keeps: formats and batches change
+_MOST_TOKENS = 512  # that attention takes: a thread has the products of all with all
+_NO_NOISE = 0, 0
+
+
+def put_in(
+    graph: fx.Graph, named: Sequence[tuple[str, TokenChain]]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Return a graph with chains in place of their nodes, and the copies of the others.
+
+    Args:
+        graph: Of a module; the chains are of its nodes.
+        named: Names under which the chains are called, and chains.
+    """
+    made = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    owner = {node: own for own in named for node in own[1].replaced}
+
+    def emit(node: fx.Node) -> fx.Node:
+        if node in copies:
+            return copies[node]
+        if node in owner:
+            name, chain = owner[node]
+            call = made.call_module(name, tuple(emit(own) for own in chain.inputs))
+            for k, output in enumerate(chain.outputs):
+                copies[output] = made.call_function(_item, (call, k))
+            for other, real in chain.same.items():
+                if real in copies:
+                    copies[other] = copies[real]
+            return copies[node]
+        for own in node.all_input_nodes:
+            emit(own)
+        copies[node] = made.node_copy(node, copies.__getitem__)
+        return copies[node]
+
+    for node in graph.nodes:
+        if node not in owner:
+            emit(node)
+    return made, copies
+
+
+def _item(values: tuple[Tensor, ...], k: int) -> Tensor:
+    return values[k]
+
+
+class TokenRun(nn.Module):
+    """One chain of a module, as a module of the traced graph.
+
+    Args:
+        module: Whose graph it is.
+        chain: Of its nodes.
+        is_hooked: Says whether a module has hooks of others.
+    """
+
+    def __init__(
+        self, module: nn.Module, chain: TokenChain, is_hooked: Callable[[nn.Module], bool]
+    ) -> None:
+        super().__init__()
+        self.chain, self._is_hooked = chain, is_hooked
+        # in tuples, so that they are not this module's own
+        self.own = tuple(
+            module.get_submodule(member.module) if member.module else None
+            for member in chain.members
+        )
+        self.layers = tuple(own for own in self.own if isinstance(own, IntegerLinear))
+        self.others = tuple(
+            own
+            for own in map(module.get_submodule, chain.modules)
+            if not isinstance(own, IntegerLinear)
+        )
+        self._plain = (fx.GraphModule(module, _alone(chain)),)
+        self.rounders: tuple[Rounder, ...] = ()
+        self._formats: list[ModuleFormats] = []
+        self._products: list[tuple[Product, bool]] | None = None
+        self._segments: dict[tuple[int, int], Segment | None] = {}
+        self._programs: dict[Any, Any] = {}
+
+    def ready(self) -> bool:
+        """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
+        self.rounders = tuple(r for layer in self.layers for r in rounders_of(layer))
+        if len(self.rounders) != len(self.layers):
+            return False
+        for layer, rounder in zip(self.layers, self.rounders, strict=True):
+            if rounder.observer is not None or not layer.training or self._is_hooked(layer):
+                return False
+            if rounder.state.rounding != "nearest" or not _are_plain(layer):
+                return False
+        for own in self.others:
+            rounds = any(rounder.formats(own).rounds for rounder in rounders_of(own))
+            if rounds or self._is_hooked(own) or not own.training or not _are_plain(own):
+                return False
+            if isinstance(own, nn.Dropout) and own.p:
+                return False
+        formats = [
+            rounder.formats(layer)
+            for rounder, layer in zip(self.rounders, self.layers, strict=True)
+        ]
+        if len(formats) != len(self._formats) or any(
+            a is not b for a, b in zip(formats, self._formats, strict=True)
+        ):
+            self._formats, self._products, self._segments = formats, self._chosen(formats), {}
+        return self._products is not None
+
+    def _chosen(self, formats: list[ModuleFormats]) -> list[tuple[Product, bool]] | None:
+        found = []
+        for layer, own in zip(self.layers, formats, strict=True):
+            product = choose(layer, own)
+            others = own.outputs, own.samples, own.gradients
+            if isinstance(product, str) or product.shifts or any(o is not None for o in others):
+                return None
+            if getattr(layer, OPTIONS) != Options():
+                return None
+            found.append((product, own.ste == "clip"))
+        return found
+
+    def forward(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Return what leaves the chain."""
+        segment = self._segment_of(xs)
+        if segment is None:
+            return self._plain[0](*xs)
+        for rounder in self.rounders:
+            rounder.state.waiting.discard(rounder.name)
+            if rounder.counts_samples:
+                rounder.state.samples += len(xs[0])
+        noise = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
+        parameters: list[Tensor | None] = []
+        for own in self.own:
+            has = isinstance(own, IntegerLinear | nn.LayerNorm)
+            parameters += (own.weight, own.bias) if has else (None, None)
+        return _Tokens.apply(self, segment, noise, *xs, *parameters)  # pyright: ignore[reportReturnType]
+
+    def _segment_of(self, xs: Sequence[Tensor]) -> Segment | None:
+        """Return what is computed for values of these shapes; None where it cannot be fused."""
+        for x in xs:
+            if type(x) not in (Tensor, nn.Parameter) or x.dtype is not torch.float32:
+                return None
+            if x.device.type != "cpu" or x.dim() < 2 or not x.numel():
+                return None
+            if x.shape[:-1] != xs[0].shape[:-1]:
+                return None
+        has_heads = any(member.heads is not None for member in self.chain.members)
+        count = xs[0].shape[:-1].numel() // len(xs[0])
+        if has_heads and (xs[0].dim() != 3 or count > _MOST_TOKENS):
+            return None
+        widths = tuple(x.shape[-1] for x in xs)
+        key = (count, min(len(xs[0]), 2), *widths)
+        if key not in self._segments:
+            if len(self._segments) >= 64:
+                self._segments.clear()
+            self._segments[key] = self._described(widths, *key[:2][::-1])
+        return self._segments[key]
+
+    def _described(self, inputs: tuple[int, ...], samples: int, count: int) -> Segment | None:
+        """Return the segment of ``count`` tokens; None where the features do not fit."""
+        values = {node: i for i, node in enumerate(self.chain.inputs)}
+        widths, found = list(inputs), []
+        chosen = iter(self._products or ())
+        for member, own in zip(self.chain.members, self.own, strict=True):
+            sources = [values[node] for node in member.sources]
+            width = widths[sources[0]]
+            operation: tokens.Operation | None
+            if isinstance(own, IntegerLinear):
+                product, clip = next(chosen)
+                shape = own.out_features, own.in_features
+                fmt = product.weight_fmt
+                operation = tokens.Linear(sources[0], product.inputs, fmt, shape, clip)
+                width = own.out_features
+            elif isinstance(own, nn.LayerNorm):
+                is_whole = own.normalized_shape == (width,)
+                operation = tokens.Norm(sources[0], own.eps) if is_whole else None
+            elif member.heads is not None:
+                operation = _attention(member.heads, values, widths, samples, count)
+                width = operation.heads * operation.size if operation else 0
+            elif member.kind == "add":
+                operation = tokens.Add(sources[0], sources[1])
+            else:
+                kind = tokens.Gelu if member.kind == "gelu" else tokens.Relu
+                operation = kind(sources[0])
+            if operation is None:
+                return None
+            found.append(operation)
+            values[member.node] = len(widths)
+            for other, real in self.chain.same.items():
+                if real is member.node:
+                    values[other] = len(widths)
+            widths.append(width)
+        outputs = tuple(values[node] for node in self.chain.outputs)
+        try:
+            return Segment(inputs, tuple(found), outputs)
+        except ValueError:  # features that are no multiples of 16, or too few or too many
+            return None
+
+    def program(
+        self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
+    ) -> Any:
+        """Return the program for values of the shape of ``x``."""
+        from fixedpoint_kernels.tokens.program import Program  # Numba takes a second to import
+
+        path, rows = products.path().name, x.shape[:-1].numel()
+        threads = min(thread_count() if is_parallel(rows * 256) else 1, len(x))
+        key = segment, len(x), rows, path, threads, tuple(inputs), tuple(weights)
+        program = self._programs.pop(key, None)
+        if program is None:
+            program = Program(segment, len(x), rows // len(x), path, threads, inputs, weights)
+            while len(self._programs) >= _PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+        self._programs[key] = program
+        return program
+
+    def note(self, program: Any, xs: Sequence[Tensor]) -> None:
+        """Count what was clamped."""
+        rounders = iter(self.rounders)
+        for operation, clamped in zip(
+            program.segment.operations, program.clamped.sum(1), strict=True
+        ):
+            if not isinstance(operation, tokens.Linear):
+                continue
+            rounder, source = next(rounders), operation.source
+            if operation.clip and (source >= len(xs) or xs[source].requires_grad):
+                rounder.tally.add(int(clamped), program.rows * operation.shape[1])
+
+
+def _attention(
+    heads: Heads, values: dict[fx.Node, int], widths: list[int], samples: int, count: int
+) -> tokens.Attention | None:
+    found = heads.parts(values, widths, samples, count)
+    if found is None:
+        return None
+    (queries, keys, own), number, size = found
+    scale = size**-0.5 if heads.scale is None else heads.scale
+    return tokens.Attention(queries, keys, own, number, size, scale, heads.causal)
+
+
+def _alone(chain: TokenChain) -> fx.Graph:
+    """Return the chain's nodes as a graph of their own."""
+    graph, copies = fx.Graph(), {}
+    for i, node in enumerate(chain.inputs):
+        copies[node] = graph.placeholder(f"x{i}")
+    inside = chain.replaced
+    for node in chain.inputs[0].graph.nodes:
+        if node in inside:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in chain.outputs))
+    return graph
+
+
+def _are_plain(own: nn.Module) -> bool:
+    """Say whether all parameters are float32 and lie one after the other on the CPU."""
+    return all(
+        type(p) in (Tensor, nn.Parameter)
+        and p.dtype is torch.float32
+        and p.is_contiguous()
+        and p.device.type == "cpu"
+        for p in own.parameters(recurse=False)
+    )
+
+
+class _Tokens(torch.autograd.Function):
+    """A chain, forward and backward; keeps codes, and what norms, GELU and attention need."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: TokenRun,
+        segment: Segment,
+        noise: list[tuple[int, int]],
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        from fixedpoint_kernels.tokens import execute
+
+        count = len(segment.inputs)
+        xs = [x for x in tensors[:count] if x is not None]
+        needed = ctx.needs_input_grad[3:]
+        program = run.program(segment, xs[0], needed[:count], needed[count::2])
+        own = _parameters(segment, tensors[count:], noise)
+        outputs, kept = execute.forward(program, xs, own)
+        run.note(program, xs)
+        ctx.save_for_backward(kept, *tensors[count:])
+        ctx.program, ctx.noise = program, noise
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        from fixedpoint_kernels.tokens import execute
+
+        kept, *parameters = ctx.saved_tensors
+        own = _parameters(ctx.program.segment, parameters, ctx.noise)
+        dxs, found = execute.backward(ctx.program, kept, own, grads)
+        back = [None, None, None, *dxs, *(way for pair in found for way in pair)]
+        pairs = zip(back, ctx.needs_input_grad, strict=True)
+        return tuple(way if needed else None for way, needed in pairs)
+
+
+def _parameters(
+    segment: Segment, tensors: Sequence[Tensor | None], noise: list[tuple[int, int]]
+) -> list[Parameters]:
+    streams = iter(noise)
+    return [
+        Parameters(
+            first, second, next(streams) if isinstance(operation, tokens.Linear) else _NO_NOISE
+        )
+        for operation, first, second in zip(
+            segment.operations, tensors[::2], tensors[1::2], strict=True
+        )
+    ]
