@@ -108,12 +108,6 @@ class _To:
             value = value + value.shuffled(value, order)
         return value
 
-    def largest(self, value: Vector) -> Vector:
-        for half in (8, 4, 2, 1):
-            other = value.shuffled(value, [i ^ half for i in range(_LANES)])
-            value = (other > value).where(other, value)
-        return value
-
     def divided(self, a: Vector, b: Vector) -> Vector:
         return Vector(self.builder, self.builder.fdiv(a.value, b.value))
 
@@ -319,37 +313,66 @@ def _add_rows(to: _To, x, rows, count, out):
         to.store(to.get(total), to.at(out, at, 4))
 
 
-def _softmax(to: _To, x, count, valid, scale):
-    """Replace ``valid`` numbers of a row by their softmax after scaling, others by 0."""
+def _softmax(to: _To, x, count, first, causal, scale):
+    """Replace 16 columns of ``count`` rows by their softmax after scaling.
+
+    Column ``i`` belongs to the token ``first + i``, row ``j`` to token ``j``; where ``causal``, what is
+    behind the column's own token counts as 0.
+    """
     scales, none = to.splat(scale), to.constant(float("-inf"))
     top, total = to.variable(none), to.variable(to.zero)
+    every = to.is_set(causal)
 
-    def inside(at: Any) -> Vector:
-        return to.below(to.builder.sub(valid, at))
+    def hidden(j: Any) -> Vector:
+        behind = to.below(to.builder.sub(j, first))
+        off = to.builder.select(every, behind.value, ir.Constant(_BITS, [0] * _LANES))
+        return Vector(to.builder, off)
 
-    with to.loop(count) as at:
-        own = inside(at).where(to.load(to.at(x, at, 4)) * scales, none)
-        to.store(own, to.at(x, at, 4))
+    with cgutils.for_range(to.builder, count, intp=I64) as loop:
+        place = to.at(x, loop.index, 64)
+        own = hidden(loop.index).where(none, to.load(place) * scales)
+        to.store(own, place)
         to.put((own > to.get(top)).where(own, to.get(top)), top)
-    largest = to.largest(to.get(top))
-    with to.loop(count) as at:
-        own = inside(at).where(to.exp(to.load(to.at(x, at, 4)) - largest), to.zero)
-        to.store(own, to.at(x, at, 4))
+    with cgutils.for_range(to.builder, count, intp=I64) as loop:
+        place = to.at(x, loop.index, 64)
+        own = hidden(loop.index).where(to.zero, to.exp(to.load(place) - to.get(top)))
+        to.store(own, place)
         to.put(to.get(total) + own, total)
-    whole = to.total(to.get(total))
-    with to.loop(count) as at:
-        to.store(to.divided(to.load(to.at(x, at, 4)), whole), to.at(x, at, 4))
+    with cgutils.for_range(to.builder, count, intp=I64) as loop:
+        place = to.at(x, loop.index, 64)
+        to.store(to.divided(to.load(place), to.get(total)), place)
 
 
 def _softmax_backward(to: _To, p, grad, count, scale):
-    """Replace a row's gradient of softmax by that of what was scaled."""
-    total = to.variable(to.zero)
-    with to.loop(count) as at:
-        to.put(to.get(total) + to.load(to.at(p, at, 4)) * to.load(to.at(grad, at, 4)), total)
-    whole, scales = to.total(to.get(total)), to.splat(scale)
-    with to.loop(count) as at:
-        own = to.load(to.at(p, at, 4)) * (to.load(to.at(grad, at, 4)) - whole)
-        to.store(own * scales, to.at(grad, at, 4))
+    """Replace the gradient of 16 columns of a softmax by that of what was scaled."""
+    total, scales = to.variable(to.zero), to.splat(scale)
+    with cgutils.for_range(to.builder, count, intp=I64) as loop:
+        own = to.load(to.at(p, loop.index, 64)) * to.load(to.at(grad, loop.index, 64))
+        to.put(to.get(total) + own, total)
+    with cgutils.for_range(to.builder, count, intp=I64) as loop:
+        place = to.at(grad, loop.index, 64)
+        own = to.load(to.at(p, loop.index, 64)) * (to.load(place) - to.get(total))
+        to.store(own * scales, place)
+
+
+def _transpose(to: _To, source, step, valid, out):
+    """Write 16 rows of 16 float32 as columns, 64 bytes apart; rows from ``valid`` on count as 0."""
+    rows = []
+    for i in range(_LANES):
+        is_there = to.builder.icmp_signed("<", I64(i), valid)
+        row = to.load(to.builder.add(source, to.builder.mul(step, I64(i)))).value
+        rows.append(Vector(to.builder, to.builder.select(is_there, row, to.zero.value)))
+    for bit in (8, 4, 2, 1):  # rows and columns change places, one bit of their numbers at a time
+        others = list(rows)
+        for i in range(_LANES):
+            low, high = rows[i & ~bit], rows[i | bit]
+            order = [j & ~bit | 16 * bool(j & bit) for j in range(_LANES)]
+            if i & bit:
+                order = [j | bit for j in order]
+            others[i] = low.shuffled(high, order)
+        rows = others
+    for i, row in enumerate(rows):
+        to.store(row, to.builder.add(out, I64(64 * i)))
 
 
 _TILE_ROWS = 8
@@ -400,7 +423,8 @@ relu_backward = _made("dy count mask dx adds", _relu_backward)
 add = _made("x other count y", _add)
 pass_on = _made("dy count dx adds", _pass_on)
 add_rows = _made("x rows count out", _add_rows)
-softmax = _made("x count valid scale", _softmax, 1)
+softmax = _made("x count first causal scale", _softmax, 1)
 softmax_backward = _made("p grad count scale", _softmax_backward, 1)
+transpose = _made("source step valid out", _transpose)
 float_tile = _made("a a_row a_step b b_step depth out out_step adds", _float_tile)
 fold = _made("sums count totals scale", _fold, 1)

@@ -123,16 +123,10 @@ def _round_gradient(d, g, samples, first, tokens, own, places):
 
 
 @njit
-def _transposed(source, line, tokens, size, out, padded):
-    """Write (tokens, size) float32, ``line`` bytes apart, as (size, padded); 0 behind the tokens."""
-    target = _floats(out, size * padded)
-    for t in range(tokens):
-        row = _floats(source + t * line, size)
-        for e in range(size):
-            target[e * padded + t] = row[e]
-    for t in range(tokens, padded):
-        for e in range(size):
-            target[e * padded + t] = np.float32(0.0)
+def _turned(source, line, valid, size, out):
+    """Write 16 rows of ``size`` float32, ``line`` bytes apart, as columns; others than ``valid`` as 0."""
+    for e in range(0, size, 16):
+        passes.transpose(source + 4 * e, line, valid, out + 64 * e)
 
 
 @njit
@@ -153,79 +147,80 @@ def _products(a, a_row, a_step, b, b_step, rows, columns, depth, out, out_step, 
 
 
 @njit
-def _scores(d, scale, q, k, tokens, padded, turned, scores, spare):
-    """Write the softmax of products of queries and keys of one head."""
-    size, line = d[f.SIZE], 4 * padded
-    _transposed(k, d[f.K_LINE], tokens, size, turned, padded)
-    _products(q, d[f.Q_LINE], 4, turned, line, tokens, padded, size, scores, line, 0, spare)
-    for i in range(tokens):
-        passes.softmax(scores + i * line, padded, i + 1 if d[f.CAUSAL] else tokens, scale)
+def _scores(a, line, turned, size, tokens, out):
+    """Write products of rows with 16 turned ones, (tokens, 16); rows up to the next 8 are written."""
+    for j in range(0, tokens, 8):
+        passes.float_tile(a + j * line, line, 4, turned, 64, size, out + 64 * j, 64, 0)
 
 
 @njit
 def _attend(d, scale, own, places, first, samples, tokens):
-    padded = (tokens + 15) // 16 * 16
-    size, heads = d[f.SIZE], d[f.HEADS]
-    q0, k0 = _place(d, f.Q, own, first * tokens), _place(d, f.K, own, first * tokens)
-    v0, y0 = _place(d, f.V, own, first * tokens), _place(d, f.Y, own, first * tokens)
+    """Attend, 16 tokens at a time: their scores are columns."""
+    size, heads, row0 = d[f.SIZE], d[f.HEADS], first * tokens
+    q0, k0, v0 = _place(d, f.Q, own, row0), _place(d, f.K, own, row0), _place(d, f.V, own, row0)
+    y0 = _place(d, f.Y, own, row0)
     spare = own + places[f.HEAD]
     turned = spare + 512
-    scores = turned + 4 * size * padded
-    line = 4 * padded
+    scores = turned + 64 * size
+    y_line = 4 * heads * size
     for n in range(samples):
         row = n * tokens
-        q = q0 + row * d[f.Q_LINE] + d[f.Q_START]
-        k = k0 + row * d[f.K_LINE] + d[f.K_START]
-        v = v0 + row * d[f.V_LINE] + d[f.V_START]
         for head in range(heads):
-            _scores(
-                d, scale, q + head * d[f.Q_STEP], k + head * d[f.K_STEP], tokens, padded, turned,
-                scores, spare,
-            )  # fmt: skip
-            y = y0 + 4 * (row * heads + head) * size
-            _products(
-                scores, line, 4, v + head * d[f.V_STEP], d[f.V_LINE], tokens, size, tokens, y,
-                4 * heads * size, 0, spare,
-            )  # fmt: skip
+            q = q0 + row * d[f.Q_LINE] + d[f.Q_START] + head * d[f.Q_STEP]
+            k = k0 + row * d[f.K_LINE] + d[f.K_START] + head * d[f.K_STEP]
+            v = v0 + row * d[f.V_LINE] + d[f.V_START] + head * d[f.V_STEP]
+            y = y0 + row * y_line + 4 * head * size
+            for i in range(0, tokens, 16):
+                count = min(16, tokens - i)
+                _turned(q + i * d[f.Q_LINE], d[f.Q_LINE], count, size, turned)
+                _scores(k, d[f.K_LINE], turned, size, tokens, scores)
+                passes.softmax(scores, tokens, i, d[f.CAUSAL], scale)
+                _products(
+                    scores, 4, 64, v, d[f.V_LINE], count, size, tokens, y + i * y_line, y_line, 0,
+                    spare,
+                )  # fmt: skip
 
 
 @njit
 def _attend_backward(d, scale, own, places, first, samples, tokens):
-    padded = (tokens + 15) // 16 * 16
     size, heads, row0 = d[f.SIZE], d[f.HEADS], first * tokens
     q0, k0, v0 = _place(d, f.Q, own, row0), _place(d, f.K, own, row0), _place(d, f.V, own, row0)
     dq0, dk0 = _place(d, f.DQ, own, row0), _place(d, f.DK, own, row0)
     dv0, g0 = _place(d, f.DV, own, row0), _place(d, f.X, own, row0)
     spare = own + places[f.HEAD]
     turned = spare + 512
-    scores = turned + 4 * size * padded
-    grads = scores + 4 * padded * padded
-    line, g_line = 4 * padded, 4 * heads * size
+    scores = turned + 64 * size
+    grads = scores + 64 * (tokens + 8)
+    g_line = 4 * heads * size
+    q_line, k_line, v_line = d[f.Q_LINE], d[f.K_LINE], d[f.V_LINE]
     for n in range(samples):
         for head in range(heads):
             row = n * tokens
-            of_q = row * d[f.Q_LINE] + d[f.Q_START] + head * d[f.Q_STEP]
-            of_k = row * d[f.K_LINE] + d[f.K_START] + head * d[f.K_STEP]
-            of_v = row * d[f.V_LINE] + d[f.V_START] + head * d[f.V_STEP]
-            g = g0 + row * g_line + 4 * head * size
-            q, k, v = q0 + of_q, k0 + of_k, v0 + of_v
-            _scores(d, scale, q, k, tokens, padded, turned, scores, spare)
-            _products(
-                scores, 4, line, g, g_line, tokens, size, tokens, dv0 + of_v, d[f.V_LINE],
-                d[f.DV_ADDS], spare,
-            )  # fmt: skip
-            _transposed(v, d[f.V_LINE], tokens, size, turned, padded)
-            _products(g, g_line, 4, turned, line, tokens, padded, size, grads, line, 0, spare)
-            for i in range(tokens):
-                passes.softmax_backward(scores + i * line, grads + i * line, padded, scale)
-            _products(
-                grads, line, 4, k, d[f.K_LINE], tokens, size, tokens, dq0 + of_q, d[f.Q_LINE],
-                d[f.ADDS], spare,
-            )  # fmt: skip
-            _products(
-                grads, 4, line, q, d[f.Q_LINE], tokens, size, tokens, dk0 + of_k, d[f.K_LINE],
-                d[f.DK_ADDS], spare,
-            )  # fmt: skip
+            of_q = row * q_line + d[f.Q_START] + head * d[f.Q_STEP]
+            of_k = row * k_line + d[f.K_START] + head * d[f.K_STEP]
+            of_v = row * v_line + d[f.V_START] + head * d[f.V_STEP]
+            k, v = k0 + of_k, v0 + of_v
+            for i in range(0, tokens, 16):
+                count = min(16, tokens - i)
+                q, g = q0 + of_q + i * q_line, g0 + row * g_line + 4 * head * size + i * g_line
+                _turned(q, q_line, count, size, turned)
+                _scores(k, k_line, turned, size, tokens, scores)
+                passes.softmax(scores, tokens, i, d[f.CAUSAL], scale)
+                more = 1 if i else d[f.DV_ADDS]
+                _products(
+                    scores, 64, 4, g, g_line, tokens, size, count, dv0 + of_v, v_line, more, spare
+                )
+                _turned(g, g_line, count, size, turned)
+                _scores(v, v_line, turned, size, tokens, grads)
+                passes.softmax_backward(scores, grads, tokens, scale)
+                place = dq0 + of_q + i * q_line
+                _products(
+                    grads, 4, 64, k, k_line, count, size, tokens, place, q_line, d[f.ADDS], spare
+                )
+                more = 1 if i else d[f.DK_ADDS]
+                _products(
+                    grads, 64, 4, q, q_line, tokens, size, count, dk0 + of_k, k_line, more, spare
+                )
 
 
 def operate(d, r, thread, own, places, first, samples, tokens, partial):

@@ -236,9 +236,8 @@ class Program:
 
     def _make_scratch(self, *directions: _Rows) -> None:
         rows, most = self.chunk * self.tokens, max(self.widths)
-        padded = -(self.tokens // -16) * 16
         heads = [op.size for op in self.segment.operations if isinstance(op, Attention)]
-        head = max([512 + 4 * size * padded + 8 * padded * (padded + 8) for size in heads] or [0])
+        head = max([512 + 64 * size + 128 * (self.tokens + 8) for size in heads] or [0])
         local = max(direction.place(rows) for direction in directions)
         sizes = (
             (rows + _SPARE_ROWS) * 128,

@@ -128,7 +128,7 @@ def _heads(value: Tensor, part: Part, op: Attention) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, op: Attention) -> Tensor:
-    """Return the softmax of products of queries and keys; the tokens seen filled up to sixteens."""
+    """Return the softmax of products of queries and keys; sums over features and over tokens in order."""
     products = torch.zeros(*q.shape[:-1], k.shape[-2])
     for d in range(op.size):
         products = products + q[..., d, None] * k[..., None, :, d]
@@ -138,8 +138,10 @@ def _scores(q: Tensor, k: Tensor, op: Attention) -> Tensor:
     seen = seen.tril() if op.causal else seen
     products = products.masked_fill(~seen, -torch.inf)
     powers = functions.exp(products - products.amax(-1, keepdim=True)).masked_fill(~seen, 0.0)
-    filled = torch.nn.functional.pad(powers, (0, -tokens % _LANES))
-    return powers / _total(filled)[..., None]
+    total = torch.zeros(powers.shape[:-1])
+    for j in range(tokens):
+        total = total + powers[..., j]
+    return powers / total[..., None]
 
 
 def attend(scores: Tensor, v: Tensor) -> Tensor:

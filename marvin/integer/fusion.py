@@ -147,7 +147,9 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _plain_attributes(module: nn.Module) -> list[Any]:
-    return [pair for pair in vars(module).items() if type(pair[1]) in (bool, int, float, str)]
+    own = vars(module).items()
+    kinds = bool, int, float, str
+    return [pair for pair in own if type(pair[1]) in kinds and pair[0] != "_is_full_backward_hook"]
 
 
 def _rounds(module: nn.Module) -> bool:

@@ -111,7 +111,9 @@ def trace(module: nn.Module) -> Traced | str:
     if not chains and not tokens:
         return "no layers in it pass codes on"
     leaves = {str(node.target) for node in graph.nodes if node.op == "call_module"}
-    return Traced(graph, chains, tokens, tuple(name for name in tracers[0].called if name not in leaves))
+    return Traced(
+        graph, chains, tokens, tuple(name for name in tracers[0].called if name not in leaves)
+    )
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument, map_arg
 
 from fixedpoint_kernels.tokens import Part
 from marvin.integer.layers import IntegerLinear
@@ -72,7 +73,7 @@ class Heads:
             tokens: Of a sample.
         """
         samples = min(samples, 2)
-        env: dict[fx.Node, object] = {}
+        env: dict[fx.Node, Argument] = {}
         for node, v in values.items():
             shape = samples, tokens, widths[v]
             env[node] = torch.arange(samples * tokens * widths[v]).view(shape)
@@ -103,7 +104,7 @@ class Heads:
         return parts, heads, size
 
 
-def _are_maps(found: list[object]) -> TypeGuard[list[Tensor]]:
+def _are_maps(found: Sequence[object]) -> TypeGuard[list[Tensor]]:
     return all(isinstance(x, Tensor) and x.dim() == 4 for x in found)
 
 
@@ -122,9 +123,9 @@ def _part(numbers: Tensor, value: int, width: int) -> Part | None:
     return Part(value, start, step) if step >= 0 and torch.equal(own, numbers) else None
 
 
-def _evaluated(node: fx.Node, env: dict[fx.Node, object]) -> object:
+def _evaluated(node: fx.Node, env: dict[fx.Node, Argument]) -> Argument:
     """Do what a node does, with other values."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+    args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
@@ -370,9 +371,7 @@ class _Search:
         chain = TokenChain(members)
         made = {member.node for member in members}
         chain.same = {n: real for n, real in self.same.items() if real in made}
-        chain.inputs = list(
-            dict.fromkeys(s for m in members for s in m.sources if s not in made)
-        )
+        chain.inputs = list(dict.fromkeys(s for m in members for s in m.sources if s not in made))
         inside = chain.replaced
         for member in members:
             aliases = [member.node, *(n for n, real in chain.same.items() if real is member.node)]

@@ -20,7 +20,6 @@ from marvin.rounder import Rounder
 __all__ = ["TokenRun", "put_in"]
 
 _PROGRAMS = 4  # that a chain keeps: formats and batches change
-_MOST_TOKENS = 512  # that attention takes: a thread has the products of all with all
 _NO_NOISE = 0, 0
 
 
@@ -93,7 +92,7 @@ class TokenRun(nn.Module):
         self.rounders: tuple[Rounder, ...] = ()
         self._formats: list[ModuleFormats] = []
         self._products: list[tuple[Product, bool]] | None = None
-        self._segments: dict[tuple[int, int], Segment | None] = {}
+        self._segments: dict[tuple[int, ...], Segment | None] = {}
         self._programs: dict[Any, Any] = {}
 
     def ready(self) -> bool:
@@ -161,14 +160,15 @@ class TokenRun(nn.Module):
                 return None
         has_heads = any(member.heads is not None for member in self.chain.members)
         count = xs[0].shape[:-1].numel() // len(xs[0])
-        if has_heads and (xs[0].dim() != 3 or count > _MOST_TOKENS):
+        if has_heads and xs[0].dim() != 3:
             return None
         widths = tuple(x.shape[-1] for x in xs)
-        key = (count, min(len(xs[0]), 2), *widths)
+        samples = min(len(xs[0]), 2)
+        key = count, samples, *widths
         if key not in self._segments:
             if len(self._segments) >= 64:
                 self._segments.clear()
-            self._segments[key] = self._described(widths, *key[:2][::-1])
+            self._segments[key] = self._described(widths, samples, count)
         return self._segments[key]
 
     def _described(self, inputs: tuple[int, ...], samples: int, count: int) -> Segment | None:

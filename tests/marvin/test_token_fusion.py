@@ -1,0 +1,510 @@
+"""Chains of transformers that run fused: beside the same model unfused, and through what people do."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import marvin
+from fixedpoint_kernels import products, tokens
+from marvin.hooks import state_of
+from marvin.integer import convert, report, revert
+from marvin.integer.fusion import Fused
+from marvin.integer.graph import trace
+from marvin.integer.token_run import TokenRun
+from marvin.rounder import formats_of
+
+pytestmark = pytest.mark.skipif(
+    not products.path().is_own, reason="no own path of products on this processor"
+)
+
+
+class Unflattened(nn.Module):
+    """Attention as ``train.vit`` has it."""
+
+    def __init__(self, width, heads, causal=False):
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Viewed(Unflattened):
+    """With sizes from the input's shape, and parts by ``chunk``."""
+
+    def forward(self, x):
+        n, t, w = x.shape
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        q = q.view(n, t, self.heads, w // self.heads).transpose(1, 2)
+        k = k.view(n, t, self.heads, w // self.heads).transpose(1, 2)
+        v = v.view(n, t, self.heads, w // self.heads).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.0, scale=0.2)
+        return self.out(y.transpose(1, 2).contiguous().view(n, t, w))
+
+
+class Separate(nn.Module):
+    """With a layer each for queries, keys and values."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (
+            own(x).reshape(x.size(0), -1, self.heads, 16).permute(0, 2, 1, 3)
+            for own in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.permute(0, 2, 1, 3).flatten(-2))
+
+
+class Mixed(Unflattened):
+    """Heads that lie otherwise than any chain takes: side by side in each feature."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (16, self.heads, 3)).permute(4, 0, 3, 1, 2)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width, attention):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = attention
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.act, self.drop = nn.GELU(), nn.Dropout(0.0)
+
+    def forward(self, x):
+        x = x + self.drop(self.attention(self.norm1(x)))
+        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, attention=Unflattened, depth=2):
+        super().__init__()
+        self.embed = nn.Linear(6, 32)
+        self.blocks = nn.Sequential(*(Block(32, attention(32, 2)) for _ in range(depth)))
+        self.norm, self.fc = nn.LayerNorm(32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.fc(self.norm(self.blocks(self.embed(x))).mean(1))
+
+
+CHAINED = 8  # linear layers of ``Net`` in its chain
+
+
+def make(seed=0, model=None, fused=True, policy=None, steps=2):
+    """Return a model and its optimizer, after the two steps that the policy observes first."""
+    torch.manual_seed(seed)
+    model = Net() if model is None else model
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.02, momentum=0.9)
+    optimizer = marvin.Quantized(sgd, policy or marvin.LossBudgetPolicy(window=10**6), seed=seed)
+    optimizer.activations = marvin.quantize_activations(model, optimizer)
+    convert(model, fused=fused)
+    train(model, optimizer, steps, -steps)
+    return model, optimizer
+
+
+def batch(seed, n=8):
+    generator = torch.Generator().manual_seed(100 + seed)
+    x = torch.randn(n, 9, 6, generator=generator)
+    return x, torch.randint(0, 4, (n,), generator=generator)
+
+
+def step(model, optimizer, seed, n=8):
+    x, y = batch(seed, n)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step(loss=loss)
+    return loss.item()
+
+
+def train(model, optimizer, steps, first=0):
+    return [step(model, optimizer, first + i) for i in range(steps)]
+
+
+def same(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def is_fused(model, *args):
+    """Say whether a forward pass goes through chains."""
+    y = model(*args or batch(0)[:1])
+    seen, waiting = set(), [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [next_node for next_node, _ in node.next_functions]
+    return any("Tokens" in type(node).__name__ for node in seen)
+
+
+def gradients(model, x, y, draws=8):
+    """Return the mean of gradients, each with other noise."""
+    model.zero_grad()
+    for _ in range(draws):
+        (F.cross_entropy(model(x), y) / draws).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def twins(model=None):
+    """Return a model after some steps, and a copy of it that is not fused."""
+    model, optimizer = make(model=model, steps=6)  # the policy looks at the fifth, too
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    return model, twin, optimizer
+
+
+def near(model, twin, draws=8):
+    """Compare outputs, and gradients by how far the noise of gradients moves these itself."""
+    x, y = batch(9, 32)
+    assert (model(x) - twin(x)).abs().max() < 0.05 * twin(x).abs().max()
+    state_of(model).gradients = state_of(twin).gradients = 1000  # the same noise
+    found, wanted = (gradients(m, x, y, draws) for m in (model, twin))
+    other = gradients(copy.deepcopy(twin), x, y, draws)
+    for (name, _), a, b, c in zip(model.named_parameters(), found, wanted, other, strict=True):
+        # that of a bias of keys is 0 but for rounding
+        assert (a - b).norm() < 1.5 * (c - b).norm() + 0.02 * b.norm() + 1e-8, name
+
+
+ATTENTIONS = {
+    "unflattened": Unflattened,
+    "viewed": Viewed,
+    "separate": Separate,
+    "causal": lambda width, heads: Unflattened(width, heads, causal=True),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_a_transformer_is_near_its_unfused_twin(kind):
+    model, twin, _ = twins(Net(ATTENTIONS[kind]))
+    traced = trace(model)
+    assert len(traced.tokens) == 1
+    assert sum(m.kind == "attention" for m in traced.tokens[0].members) == 2
+    assert is_fused(copy.deepcopy(model))
+    assert not is_fused(copy.deepcopy(twin))
+    near(model, twin)
+    run = next(m for m in model.forward._runs.children() if isinstance(m, TokenRun))
+    kinds = {type(op) for op in run._segment_of([torch.zeros(8, 9, 32)]).operations}
+    assert kinds == {tokens.Norm, tokens.Linear, tokens.Attention, tokens.Add, tokens.Gelu}
+
+
+def test_heads_that_lie_otherwise_run_as_they_are():
+    model, twin, _ = twins(Net(Mixed))
+    assert not is_fused(copy.deepcopy(model))
+    x, _ = batch(1)
+    same(model(x), twin(x))
+
+
+def test_linear_layers_alone_have_the_same_bits():
+    """Products of integers, sums of two, ReLU: nothing rounds otherwise."""
+
+    class Perceptron(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return self.c(self.b(torch.relu(self.a(x))) + x).mean(-1)
+
+    model, optimizer = make(model=Perceptron(), steps=0)
+    data = [torch.randn(8, 32) for _ in range(6)]
+
+    def run(own, its, x):
+        its.zero_grad()
+        loss = own(x).square().mean()
+        loss.backward()
+        its.step(loss=loss)
+
+    for x in data:
+        run(model, optimizer, x)
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    x = torch.randn(8, 32, requires_grad=True)
+    assert is_fused(copy.deepcopy(model), x)
+    y, other = model(x), twin(x)
+    same(y, other)
+    for one in (model, twin):
+        one.zero_grad()
+    found = torch.autograd.grad(y.square().mean(), [x, model.c.weight])
+    wanted = torch.autograd.grad(other.square().mean(), [x, twin.c.weight])
+    same(found[1], wanted[1])  # further back, noise comes from other streams
+    assert (found[0] - wanted[0]).norm() < 0.05 * wanted[0].norm()
+
+
+def test_report_names_what_is_fused():
+    model, _ = make()
+    rows = {row.name: row for row in report(model).rows}
+    assert sum(row.is_fused for row in rows.values()) == CHAINED
+    assert not rows["fc"].is_fused
+    assert is_fused(model)
+    convert(model, fused=False)
+    assert not any(row.is_fused for row in report(model).rows)
+    assert not is_fused(model)
+
+
+def test_what_forward_passes_count_is_counted():
+    model, optimizer = make()
+    twin, other = make(fused=False)
+    for one in (model, twin):
+        one(batch(0)[0]).sum().backward()
+    state, wanted = (state_of(m) for m in (model, twin))
+    assert (state.samples, state.gradients) == (wanted.samples, wanted.gradients)
+    assert state.waiting == wanted.waiting == set()
+    activations = [o.activations.saturation() for o in (optimizer, other)]
+    assert activations[0].keys() == activations[1].keys()
+    for name, share in activations[0].items():
+        assert share == pytest.approx(activations[1][name], abs=2e-3), name
+
+
+def test_the_policy_observes_unfused_and_changes_formats():
+    model, optimizer = make(policy=marvin.LossBudgetPolicy(window=3), steps=0)
+    before, fused = formats_of(model), []
+    for i in range(9):
+        fused.append(is_fused(copy.deepcopy(model)))
+        step(model, optimizer, i)
+    assert fused.count(True) >= 3
+    assert not fused[0]
+    assert formats_of(model) != before
+
+
+def test_resume_changes_no_bit():
+    model, optimizer = make()
+    train(model, optimizer, 4)
+    saved = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], saved)
+    expected = train(model, optimizer, 4, 4)
+    saved.seek(0)
+    states = torch.load(saved, weights_only=True)
+    other, its_optimizer = make(seed=5, policy=marvin.LossBudgetPolicy(kappa=0.5), steps=0)
+    other.load_state_dict(states[0])
+    its_optimizer.load_state_dict(states[1])
+    assert train(other, its_optimizer, 4, 4) == expected
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        same(a, b)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_train_on_by_themselves(copied):
+    pair = make()
+    train(*pair, 4)
+    twin = copied(pair)
+    assert is_fused(copy.deepcopy(twin[0]))
+    assert twin[0].forward.module is twin[0]
+    expected = train(*pair, 3, 3)
+    assert train(*twin, 3, 3) == expected
+
+
+def test_eval_and_no_grad_are_not_fused():
+    model, twin, _ = twins()
+    x, _ = batch(3)
+    for one in (model, twin):
+        one.eval()
+    same(model(x), twin(x))
+    with torch.inference_mode():
+        same(model(x), twin(x))
+    model.train()
+    with torch.no_grad():
+        assert model(x).grad_fn is None
+
+
+def test_revert_and_freeze_leave_nothing():
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    frozen = marvin.freeze(model)
+    assert isinstance(model.forward, Fused)
+    assert not any("forward" in vars(m) for m in frozen.modules())
+    revert(model)
+    assert not any("forward" in vars(m) for m in model.modules())
+    x, _ = batch(1)
+    same(frozen(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("where", ["blocks.0.fc1", "blocks.1.norm2", "blocks.0.act", "blocks.1"])
+@pytest.mark.parametrize("kind", ["forward_hook", "full_backward_hook"])
+def test_hooks_of_others_are_called(where, kind):
+    model, _ = make()
+    calls = []
+    handle = getattr(model.get_submodule(where), f"register_{kind}")(lambda *_: calls.append(1))
+    assert not is_fused(model)
+    model(batch(0)[0]).sum().backward()
+    assert calls
+    handle.remove()
+    assert is_fused(model)
+
+
+def test_dropout_that_is_turned_on_is_not_passed_over():
+    model, _ = make()
+    model.blocks[0].drop.p = 0.5
+    assert not is_fused(model)
+
+
+def test_several_passes_before_one_backward():
+    model, _ = make()
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+    noise = state_of(model).gradients
+    losses = [F.cross_entropy(model(x), y) for x, y in map(batch, range(3))]
+    sum(losses).backward()
+    state_of(twin).gradients = noise
+    for i in range(3):
+        x, y = batch(i)
+        F.cross_entropy(twin(x), y).backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_backward_twice_over_one_graph():
+    model, _ = make()
+    model.zero_grad()
+    x, y = batch(0)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    model(batch(1)[0]).sum()  # other work in between
+    model.zero_grad()
+    loss.backward()
+    for a, b in zip(first, model.parameters(), strict=True):
+        same(a, b.grad)
+
+
+def test_batches_and_numbers_of_tokens_may_change():
+    model, optimizer = make()
+    for i, n in enumerate((8, 3, 8, 1, 5, 8)):
+        assert step(model, optimizer, i, n) < 10
+    for count in (1, 4, 17, 40):
+        assert is_fused(model, torch.randn(2, count, 6))
+    assert len(list(model.children())) == 4  # nothing became part of the model
+
+
+def test_weights_that_are_frozen_get_no_gradient():
+    model, _ = make()
+    model.zero_grad()
+    model.blocks[0].fc1.weight.requires_grad_(False)
+    model.norm.bias.requires_grad_(False)
+    x, y = batch(0)
+    assert is_fused(model)
+    F.cross_entropy(model(x), y).backward()
+    assert model.blocks[0].fc1.weight.grad is None
+    assert model.norm.bias.grad is None
+    assert model.blocks[0].norm1.weight.grad is not None
+    model.embed.requires_grad_(False)  # nothing wants the gradient of the chain's input
+    model.zero_grad()
+    assert is_fused(model)
+    F.cross_entropy(model(x), y).backward()
+    assert model.blocks[0].norm1.weight.grad.isfinite().all()
+
+
+def test_weights_changed_between_forward_and_backward_are_refused():
+    model, _ = make()
+    loss = model(batch(0)[0]).sum()
+    with torch.no_grad():
+        model.blocks[0].fc2.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_activation_checkpointing():
+    """A second forward pass takes other noise."""
+    model, _ = make()
+    twin = copy.deepcopy(model)
+    x, y = batch(0)
+    one, other = ([g.clone() for g in gradients(twin, x, y, 1)] for _ in range(2))
+    model.zero_grad()
+    F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+    for p, a, b in zip(model.parameters(), one, other, strict=True):
+        assert (p.grad - a).norm() <= 2 * (b - a).norm() + 0.05 * a.norm()
+
+
+def test_layers_that_stop_fitting_run_unfused():
+    model, _ = make(policy=marvin.StaticPolicy(12, 8))
+    assert not is_fused(model)
+    model, _ = make(policy=marvin.FixedPolicy(8, 5))  # rounds stochastically
+    assert not is_fused(model)
+    model, _ = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_fused(model)
+    assert not is_fused(model.double(), batch(0)[0].double())
+
+
+def test_attention_of_other_makes_ends_a_chain():
+    """What is between runs as it is; nothing runs before what it needs."""
+
+    class Masked(Unflattened):
+        def __init__(self, width, heads):
+            super().__init__(width, heads)
+            self.register_buffer("mask", torch.ones(9, 9).tril().bool())
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    model, twin, _ = twins(Net(Masked))
+    traced = trace(model)
+    assert [len(chain.layers) for chain in traced.tokens] == [1, 4, 3]
+    near(model, twin)
+
+
+def test_children_are_fused_where_the_model_cannot_be_traced():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x):
+            return self.net(x) if x.sum() > -1e9 else x
+
+    model, _ = make(model=Outer())
+    assert isinstance(model.net.forward, Fused)
+    assert is_fused(model)
+
+
+def test_convolutions_and_tokens_in_one_model():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3)
+            self.block, self.fc = Block(32, Unflattened(32, 2)), nn.Linear(32, 4)
+
+        def forward(self, x):
+            h = torch.relu(self.b(torch.relu(self.a(x))))
+            return self.fc(self.block(h.flatten(2).transpose(1, 2)).mean(1))
+
+    torch.manual_seed(0)
+    model = Both()
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.02, momentum=0.9)
+    optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy(window=10**6))
+    marvin.quantize_activations(model, optimizer)
+    convert(model)
+    x = torch.randn(4, 3, 8, 8)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    assert sum(row.is_fused for row in report(model).rows) == 6
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    y = model(x)
+    names = {type(module).__name__ for module in model.forward._runs.children()}
+    assert {"_Run", "TokenRun"} <= names
+    assert (y - twin(x)).abs().max() < 0.05 * twin(x).abs().max()
+
+
+@pytest.mark.parametrize("features", [24, 20])
+def test_features_that_are_no_multiples_of_16_run_as_they_are(features):
+    model = nn.Sequential(nn.Linear(32, features), nn.GELU(), nn.Linear(features, 16))
+    convert(model)
+    assert not any(row.is_fused for row in report(model).rows)
