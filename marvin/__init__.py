@@ -10,6 +10,7 @@ from marvin import integer, tensorboard
 from marvin.activations import QuantizedActivations
 from marvin.averaging import MasterAverage
 from marvin.batch_norm import reestimate_batch_norm
+from marvin.calibration import calibrate
 from marvin.checkpoint import load_sharded, save_sharded
 from marvin.conversion import prepare, quantize_activations
 from marvin.freezing import freeze
@@ -40,6 +41,7 @@ __all__ = [
     "StaticPolicy",
     "StoredCodes",
     "Switch",
+    "calibrate",
     "fake_quantize",
     "freeze",
     "integer",

@@ -1,0 +1,162 @@
+"""Formats from data, for models that were trained without."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import marvin
+from fixedpoint_kernels import FixedPoint, quantize
+from marvin.channels import ChannelFormat
+from marvin.export import describe, integer
+from marvin.rounder import formats_of
+
+
+def build():
+    torch.manual_seed(0)
+    first = nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU()
+    return nn.Sequential(*first, nn.Conv2d(6, 4, 3), nn.SiLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def batches(count=3, size=16):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 2, 8, 8, generator=generator) for _ in range(count)]
+
+
+def inputs_of(model, name, data):
+    """Return all that a layer takes."""
+    found = []
+    layer = model.get_submodule(name)
+    handle = layer.register_forward_pre_hook(lambda _m, x: found.append(x[0]), prepend=True)
+    with torch.no_grad():
+        for x in data:
+            model(x)
+    handle.remove()
+    return torch.cat(found).reshape(-1)
+
+
+@pytest.mark.parametrize("estimator", ["noise", "max", "percentile"])
+@pytest.mark.parametrize("bits", [3, 8])
+def test_each_estimator_does_what_it_says(estimator, bits):
+    model, data = build().eval(), batches()
+    fixed = marvin.calibrate(model, data, bits=bits, estimator=estimator)
+    found = formats_of(fixed)
+    for name in ("0", "3", "6"):
+        x, fmt = inputs_of(model, name, data), found[name].inputs
+        assert isinstance(fmt, FixedPoint)
+        assert fmt.wl == bits
+        assert fmt.signed == bool((x < 0).any())
+        candidates = [FixedPoint(bits, fl, signed=fmt.signed) for fl in range(-9, 20)]
+        kept = [
+            bool(((x >= f.min - f.lsb / 2) & (x <= f.max + f.lsb / 2)).all()) for f in candidates
+        ]
+        widest = max(f.fl for f, is_kept in zip(candidates, kept, strict=True) if is_kept)
+        if estimator == "max":
+            assert fmt.fl == widest
+        elif estimator == "percentile":
+            outside = ((x > fmt.max + fmt.lsb) | (x < fmt.min - fmt.lsb)).double().mean()
+            assert fmt.fl >= widest
+            assert outside <= 1.01e-4
+        else:
+            noise = {
+                f.fl: (quantize(x, f, rounding="nearest") - x).square().sum() for f in candidates
+            }
+            assert fmt.fl == min(noise, key=noise.__getitem__)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_the_copy_rounds_and_the_model_stays_as_it_is(per_channel):
+    model, data = build(), batches()
+    before = copy.deepcopy(model.state_dict())
+    options = {"bits": 8, "weight_bits": 6, "per_channel": per_channel}
+    fixed = marvin.calibrate(model, [(x, None) for x in data], **options)
+    assert model.training
+    assert not fixed.training
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(x, before[name], rtol=0, atol=0)
+    fmt = formats_of(fixed)["3"].weights[0]
+    assert isinstance(fmt, ChannelFormat if per_channel else FixedPoint)
+    assert fmt.wl == 6
+    with torch.no_grad():
+        want, got = model.eval()(data[0]), fixed(data[0])
+        assert not torch.equal(got, want)
+        torch.testing.assert_close(got, want, rtol=0, atol=0.25 * float(want.abs().max()))
+        for other in (
+            copy.deepcopy(fixed),
+            pickle.loads(pickle.dumps(fixed)),
+            marvin.freeze(fixed),
+        ):
+            torch.testing.assert_close(other(data[0]), got, rtol=0, atol=0)
+
+
+def test_channels_have_the_format_that_fits_each():
+    model, data = build(), batches()
+    sizes = 2.0 ** -torch.tensor([0.0, 3, 1, 2])
+    with torch.no_grad():
+        model[3].weight.copy_(torch.sign(model[3].weight) * sizes.view(-1, 1, 1, 1))
+        model[3].weight[2] = 0
+    fixed = marvin.calibrate(model, data, bits=4, per_channel=True, estimator="max")
+    fmt = formats_of(fixed)["3"].weights[0]
+    shifts = {i: fmt.channel(i).fl for i in (0, 1, 3)}
+    assert shifts == {0: 2, 1: 5, 3: 4}
+    torch.testing.assert_close(fixed[3].weight, model[3].weight, rtol=0, atol=0)
+
+
+def test_a_calibrated_model_is_exported_as_it_computes():
+    model, data = build(), batches()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    with torch.no_grad():
+        model(data[0])
+    fixed = marvin.calibrate(model, data, bits=8)
+    network = describe(fixed, data[0])
+    assert network.origin == "trained"  # it carries its formats
+    with torch.no_grad():
+        want = fixed(data[1])
+    gap = (integer.run(network, data[1]) - want).abs().max()
+    # batch normalisation is rounded, and what SiLU takes, to 8 bits
+    assert gap <= 0.05 * want.abs().max()
+
+
+def test_a_trained_model_gets_new_ranges_and_keeps_its_weights():
+    model, data = build(), batches()
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(5, 7), one_dim="float")
+    marvin.quantize_activations(model, optimizer)
+    for x in data[:2]:
+        optimizer.zero_grad()
+        loss = model(x / 16).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    old, state = formats_of(model), copy.deepcopy(model.state_dict())
+    fixed = marvin.calibrate(model, data, estimator="max")
+    new = formats_of(fixed)
+    for name in ("0", "3", "6"):
+        assert new[name].weights == old[name].weights
+        assert new[name].inputs.wl in (old[name].inputs.wl, old[name].inputs.wl + 1)
+        weight = f"{name}.weight"
+        torch.testing.assert_close(fixed.state_dict()[weight], state[weight], rtol=0, atol=0)
+    assert new["0"].inputs.fl < old["0"].inputs.fl  # 16 times as large
+    assert formats_of(model) == old
+    assert new["1"] == old["1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 1}, "bits must be 2 to 32, got 1"),
+        ({"weight_bits": 40}, "weight_bits must be 2 to 32, got 40"),
+        ({"estimator": "mean"}, "estimator must be one of .*got 'mean'"),
+        ({"batches": []}, "must see a batch that goes through a layer"),
+        ({"batches": [torch.full((1, 2, 8, 8), torch.nan)]}, "0 must see finite values"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_named(change, message):
+    given = {"batches": batches(1), **change}
+    with pytest.raises(ValueError, match=message):
+        marvin.calibrate(build(), **given)
+    with pytest.raises(TypeError, match=r"a model .* must come first"):
+        marvin.calibrate(nn.Conv2d, batches(1))
