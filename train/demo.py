@@ -72,10 +72,14 @@ def train(config: Config) -> dict[str, Any]:
     run(config, resnet20.resnet20, resnet20.MIN_SIDE)
     folder = RunFolder(Path(config.run))
     speeds = [float(row["images_per_s"]) for row in read_csv(folder.path / TIMING, TIMES)]
-    costs = (
-        {t.name: t.value for t in totals(read_run(folder.path))} if config.method != "sgd" else {}
-    )
-    return folder.read_result() | {"images_per_s": median(speeds)} | costs
+    return folder.read_result() | {"images_per_s": median(speeds)} | modelled(config)
+
+
+def modelled(config: Config) -> dict[str, float]:
+    """Return SU, MEM and SZ of a run; none of one in float32."""
+    if config.method == "sgd":
+        return {}
+    return {t.name: t.value for t in totals(read_run(Path(config.run)))}
 
 
 def comparison(results: dict[str, dict[str, Any]]) -> str:
