@@ -1,5 +1,6 @@
 # make demo: train ResNet20 on the embedded digits, in fixed point and in float32
-# make test: all tests            make lint: format, lint and types
+# make test: the tests of seconds   make test-all: all tests, as in CI
+# make lint: format, lint and types
 # make docs: the site, in build/site    make bench: all CPU benchmarks
 VENV ?= .venv
 PYTHON ?= python3
@@ -8,12 +9,15 @@ PYTHON ?= python3
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP = $(VENV)/bin/python -m pip install --quiet -c constraints.txt
 
-.PHONY: bench demo docs lint test
+.PHONY: bench demo docs lint test test-all
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m train.demo
 
 test: $(VENV)/installed-dev $(VENV)-qonnx/installed
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto -m "not slow"
+
+test-all: $(VENV)/installed-dev $(VENV)-qonnx/installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto
 
 lint: $(VENV)/installed-dev

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
+RECIPES = PAGE.with_name("recipes.md")
 BLOCKS = re.findall(r"~~~python\n(.*?)~~~", PAGE.read_text(), re.DOTALL)
 
 
@@ -22,6 +23,19 @@ def test_the_example_trains(package, tmp_path, monkeypatch, capsys):
     optimizer = names["trainer"].optimizers[0] if package == "lightning" else names["own"]
     assert len(optimizer.trace) >= 4  # 2 layers: the loss came through, and formats changed
     assert len(optimizer.state_dict()["marvin"]["policy"]["shared"]["losses"]) >= 20
+
+
+@pytest.mark.filterwarnings("ignore")  # those packages' own
+def test_the_trainer_of_transformers_trains(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"~~~python\n(.*?)~~~", RECIPES.read_text(), re.DOTALL)
+    names = {"__name__": "__main__"}
+    exec(compile(code, RECIPES.name, "exec"), names)
+    state = names["optimizer"].state_dict()["marvin"]
+    assert state["step"] == names["trainer"].state.global_step == 8
+    assert names["trainer"].loss > 0  # and came through, for the budget needs it
 
 
 def test_each_example_is_of_a_package():
