@@ -454,8 +454,8 @@ def add_piece(d, order, at, tokens, rows, first_row, channels, first, work, plac
             target = grads + o // 16 * run_bytes + q * 16
             for i in range(0, 16, 4):
                 tiles.interleave(own_grad + i * grad_step + o, grad_step, target + i * 16)
-    table = carray(pointer_to(work + places[5]), 2, np.int64)
-    table[0], table[1] = 0, (whole + GRAIN - 1) // GRAIN
+    table = carray(pointer_to(work + places[5]), 3, np.int64)
+    table[0], table[1], table[2] = 0, (whole + GRAIN - 1) // GRAIN, 0
     starts = carray(pointer_to(work + places[4]), channels // 16 + 4, np.int64)
     groups, tile_rows, row_bytes, group = outputs // 16, channels // 16, outputs * 4, 0
     for i in range(tile_rows + 4):
@@ -470,12 +470,12 @@ def add_piece(d, order, at, tokens, rows, first_row, channels, first, work, plac
             if pair:
                 tile_row += wide_rows(
                     d[f.SIGNED], tile_rows - tile_row, turned, here, starts[tile_row], line, runs,
-                    weights, run_bytes, place, row_bytes,
+                    1, weights, run_bytes, place, row_bytes,
                 )  # fmt: skip
             else:
                 tile_row += narrow_rows(
                     d[f.SIGNED], tile_rows - tile_row, turned, here, starts[tile_row], line, runs,
-                    weights, run_bytes, place, row_bytes,
+                    1, weights, run_bytes, place, row_bytes,
                 )  # fmt: skip
         if FLIPS and d[f.SIGNED]:
             for half in range(2 if pair else 1):

@@ -318,7 +318,7 @@ class Program:
             "WEIGHTS": weights,
             "BEGIN": begin,
             "GROUP_BYTES": 16 * depth,
-            "RUNS": self._hold([0, depth // self._grain], np.int64),
+            "RUNS": self._hold([0, depth // self._grain, 0], np.int64),
             "STARTS": self._hold([16 * step * i for i in range(4)], np.int64),
         }
 
