@@ -11,7 +11,7 @@ from torch import Tensor
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import Codes, align, magnitude, round_codes, weigh
-from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -181,6 +181,13 @@ def _concat(op: Concat, *parts: _Parts) -> Codes:
     return np.concatenate([align(codes, fl - at_fl) for codes, at_fl in parts], op.axis + 1)
 
 
+def _mul(_op: Mul, x: _Parts, y: _Parts) -> Codes:
+    left, right = x[0], y[0]
+    if magnitude(left).bit_length() + magnitude(right).bit_length() > 62:
+        left, right = left.astype(object), right.astype(object)
+    return left * right
+
+
 def _clip(op: Clip, x: _Parts) -> Codes:
     return np.clip(x[0], op.low, op.high)
 
@@ -204,5 +211,6 @@ _COMPUTE: dict[type, Callable[..., Codes]] = {
     Slice: _slice,
     Concat: _concat,
     Clip: _clip,
+    Mul: _mul,
     Table: _table,
 }

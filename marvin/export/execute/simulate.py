@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint, quantize
-from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -136,5 +136,6 @@ _APPLY: dict[type, Callable[..., Tensor]] = {
     Slice: _slice,
     Concat: lambda op, *xs: torch.cat(xs, op.axis + 1),
     Clip: _clip,
+    Mul: lambda _op, x, y: x * y,
     Table: _table,
 }

@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from marvin.export.errors import ExportError
 from marvin.export.frontend.builder import Builder
 from marvin.export.frontend.layers import average, reshape
+from marvin.export.graph.functions import Mul
 from marvin.export.graph.nodes import Add, Flatten
 from marvin.export.graph.views import Concat, Slice, Transpose
 
@@ -130,6 +131,20 @@ def _add(builder: Builder, call: Call) -> str:
         raise call.refusal(f": both must have one shape, got {' and '.join(map(str, shapes))}")
     result = builder.add(Add(call.name, sources))
     if call.node.target in (operator.iadd, "add_"):
+        builder.memory.write(call.node, call.args[0], result)
+    else:
+        builder.memory.new(call.node, result)
+    return result
+
+
+def _mul(builder: Builder, call: Call) -> str:
+    if len(call.args) != 2 or len(call.nodes) != 2 or call.kwargs:
+        raise call.refusal(": two values of the network can be multiplied")
+    sources = call.codes(call.args[0]), call.codes(call.args[1])
+    if len(builder.shape(sources[0])) != len(builder.shape(sources[1])):
+        raise call.refusal(": both must have as many dimensions")
+    result = builder.add(Mul(call.name, sources))
+    if call.node.target in (operator.imul, "mul_"):
         builder.memory.write(call.node, call.args[0], result)
     else:
         builder.memory.new(call.node, result)
@@ -265,6 +280,7 @@ def _mean(builder: Builder, call: Call) -> str:
 
 _HANDLERS: list[tuple[Sequence[object], Callable[[Builder, Call], str]]] = [
     ((operator.add, operator.iadd, torch.add, "add", "add_"), _add),
+    ((operator.mul, operator.imul, torch.mul, "mul", "mul_"), _mul),
     (("view", "reshape", "flatten", "unsqueeze", "squeeze", "unflatten", "contiguous"), _reshape),
     ((torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze), _reshape),
     (("clone", torch.clone), _clone),

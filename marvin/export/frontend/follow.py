@@ -19,7 +19,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
 from marvin.export.execute.simulate import apply, mean, products
 from marvin.export.execute.verify import evaluating
-from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -232,6 +232,9 @@ class Follower:
             assert step.exact is not None
             y = step.exact(x)
             return _around(y, y.abs() + x.abs() + 1, _FUNCTION_ROUNDINGS)
+        if isinstance(op, Mul):
+            y = apply(op, x, taken[1][0])
+            return _around(y, y.abs(), 2)
         lows, highs = zip(*taken, strict=True)
         if isinstance(op, Add):
             size = lows[0].abs() + lows[1].abs()
@@ -330,6 +333,8 @@ def check_numbers(model: nn.Module, network: Network, steps: Sequence[Step]) -> 
 
 def _check_layer(op: Weighted, module: Any, x: Value) -> None:
     weight = op.weight.double() * op.weight_fmt.lsb
+    if weight.numel() == module.weight.numel():  # of a linear layer over positions, too
+        weight = weight.view(module.weight.shape)
     own = tuple(
         slice(before - side, None)
         for before, side in zip(weight.shape, module.weight.shape, strict=True)

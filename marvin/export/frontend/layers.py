@@ -1,7 +1,7 @@
 """Layers as operations: one handler a kind of module."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from marvin.export.graph.nodes import (
     Relu,
     Weighted,
 )
-from marvin.export.graph.views import Reshape
+from marvin.export.graph.views import Reshape, Transpose
 from marvin.export.passes.batch_norm import fixed_norm, spare_of
 from marvin.export.passes.biases import float_bias, spare_bits
 
@@ -137,10 +137,32 @@ def _padding(
 
 def _linear(builder: Builder, name: str, module: str, m: nn.Linear, source: str) -> str:
     source = builder.round_input(name, module, source)
-    if len(builder.values[source].shape) != 1:
-        raise ExportError(f"{module}: a linear layer must take vectors: flatten images before it")
-    op = Linear(name, (source,), **_numbers(builder, module, m, source))
-    return builder.round_output(name, module, builder.add(op))
+    numbers, shape = _numbers(builder, module, m, source), builder.values[source].shape
+    if len(shape) == 1:
+        result = builder.add(Linear(name, (source,), **numbers))
+    else:
+        result = _over_positions(builder, name, source, numbers)
+    return builder.round_output(name, module, result)
+
+
+def _over_positions(builder: Builder, name: str, source: str, numbers: Mapping[str, object]) -> str:
+    """Add a linear layer over the last dimension, as a convolution of all positions with 1 tap."""
+    *before, features = builder.values[source].shape
+    dims, positions = len(before), math.prod(before)
+    order = dims, *range(dims)
+    channels = Transpose(builder.unused(f"{name}.channels"), (source,), order)
+    row = Reshape(builder.unused(f"{name}.row"), (builder.add(channels),), (features, positions))
+    taken = builder.add(row) if dims > 1 else channels.name
+    weight = numbers["weight"]
+    assert isinstance(weight, Tensor)
+    given = {**numbers, "weight": weight[..., None]}
+    one = {"stride": (1,), "padding": (0,), "dilation": (1,), "groups": 1}
+    result = builder.add(Conv(name, (taken,), **given, **one))  # pyright: ignore[reportArgumentType]
+    if dims > 1:
+        shape = len(weight), *before
+        result = builder.add(Reshape(builder.unused(f"{name}.shaped"), (result,), shape))
+    back = *range(1, dims + 1), 0
+    return builder.add(Transpose(builder.unused(f"{name}.last"), (result,), back))
 
 
 def _norm(

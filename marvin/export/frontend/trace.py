@@ -193,10 +193,26 @@ def _layer(builder: Builder, node: fx.Node, name: str, module: nn.Module, key: s
     return _step(builder, name, (source,), result, before, input_fmt=rounds, exact=function)
 
 
+_INSTEAD: dict[type[nn.Module], str] = {
+    nn.LayerNorm: "use BatchNorm1d over the features",
+    nn.GroupNorm: "use BatchNorm2d",
+    nn.InstanceNorm2d: "use BatchNorm2d",
+    nn.RMSNorm: "use BatchNorm1d over the features",
+    nn.MultiheadAttention: "attention has no integers yet: export what comes before it",
+    nn.Embedding: "indices have no codes: export what comes behind it",
+    nn.ConvTranspose2d: "use Conv2d behind a repetition of pixels",
+    nn.Softmax: "leave it out: the largest output is the same",
+    nn.LogSoftmax: "leave it out: the largest output is the same",
+}
+
+
 def _instead(module: nn.Module) -> str:
     """Return what to use instead of a layer that cannot be exported."""
     near = next((k.__name__ for k in _KINDS if isinstance(module, k)), "")
-    return f": its forward is not that of {near}" if near else ""
+    if near:
+        return f": its forward is not that of {near}"
+    found = next((text for kind, text in _INSTEAD.items() if isinstance(module, kind)), "")
+    return f": {found}" if found else ""
 
 
 def _function(builder: Builder, node: fx.Node) -> Step | None:

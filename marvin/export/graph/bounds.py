@@ -11,7 +11,7 @@ import torch
 from fixedpoint_kernels import FixedPoint
 from marvin.export.execute.arithmetic import round_fraction, trailing_zeros
 from marvin.export.execute.simulate import apply
-from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -153,6 +153,12 @@ def _same(_op: Operation, shape: tuple[int, ...], x: Value) -> Value:
     return Value(shape, x.fl, x.low, x.high, max(abs(x.low), abs(x.high)), channels=channels)
 
 
+def _mul(_op: Mul, shape: tuple[int, ...], x: Value, y: Value) -> Value:
+    ends = [a * b for a in (x.low, x.high) for b in (y.low, y.high)]
+    magnitude = max(-x.low, x.high, 0) * max(-y.low, y.high, 0)
+    return Value(shape, x.fl + y.fl, min(ends), max(ends), magnitude)
+
+
 def _moved(_op: Operation, shape: tuple[int, ...], x: Value) -> Value:
     return Value(shape, x.fl, x.low, x.high, max(abs(x.low), abs(x.high)))
 
@@ -195,5 +201,6 @@ _VALUES: dict[type, Callable[..., Any]] = {
     Slice: _moved,
     Concat: _concat,
     Clip: _clip,
+    Mul: _mul,
     Table: _table,
 }

@@ -8,7 +8,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export.graph.nodes import Flatten, MaxPool, Operation, Relu
 from marvin.export.graph.views import Reshape, Slice, Transpose
 
-__all__ = ["KEEP_ORDER", "Clip", "Table"]
+__all__ = ["KEEP_ORDER", "Clip", "Mul", "Table"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +24,11 @@ class Clip(Operation):
     low: int
     high: int
     source_fl: int
+
+
+@dataclass(frozen=True, eq=False)
+class Mul(Operation):
+    """The products of two values, at the sum of their ``fl``; sides of 1 are repeated."""
 
 
 @dataclass(frozen=True, eq=False)

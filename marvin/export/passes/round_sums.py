@@ -10,17 +10,18 @@ from marvin.export.errors import ExportError
 from marvin.export.execute.simulate import apply
 from marvin.export.graph.bounds import value_of
 from marvin.export.graph.formats import fitting
+from marvin.export.graph.functions import Mul
 from marvin.export.graph.nodes import Add, AveragePool, Network, Operation, Round, Value
 from marvin.export.passes.shorten_scales import shorten_scales
 
 __all__ = ["round_sums", "sum_formats"]
 
 _ENDING = ".term"
-_SUMS = Add, AveragePool
+_SUMS = Add, AveragePool, Mul
 
 
 def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
-    """Return a network in which the terms of every sum and mean are rounded to at most ``wl`` bits.
+    """Return a network in which the terms of every sum, mean and product are rounded to at most ``wl`` bits.
 
     Training leaves terms as exact as they come, and so does ``describe``; integer hardware adds short
     codes. Formats are calibrated: the finest in which nothing of the sample saturates,

@@ -365,3 +365,20 @@ def test_bounds_of_tables_and_concatenations_hold():
             assert value.low <= codes.min()
             assert codes.max() <= value.high
             assert math.prod(codes.shape[1:]) == math.prod(value.shape)
+
+
+def test_linear_layers_over_positions():
+    """Of vectors, of rows of them, and of images of them, as the model computes."""
+
+    def forward(m, x):
+        return F.relu(m.second(F.relu(m.first(x)).transpose(1, 2)))[:, :, 1:]
+
+    torch.manual_seed(0)
+    model = Net(forward, first=nn.Linear(5, 6), second=nn.Linear(6, 4))
+    model, x = in_fixed_point(model, (3, 2, 5))
+    network = describe(model, x)
+    with torch.no_grad():
+        want = model(x).double()
+    torch.testing.assert_close(integer.run(network, x), want, rtol=0, atol=0)
+    assert_files_equal(network, x)
+    assert_packed_equal(network, x)

@@ -12,7 +12,7 @@ import numpy as np
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError, require
 from marvin.export.execute.arithmetic import Codes, trailing_zeros
-from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -306,9 +306,9 @@ class FloatWriter:
         values = self.number(f"{op.name}.table", op.codes.numpy() * op.fmt.lsb)
         return node("Gather", [values, indices], op.name)
 
-    def sum(self, op: Add) -> str:
-        """Add a sum."""
-        return self.graph.node("Add", [self.float(name) for name in op.inputs], op.name)
+    def sum(self, op: Add | Mul) -> str:
+        """Add a sum, or a product."""
+        return self.graph.node(type(op).__name__, [self.float(name) for name in op.inputs], op.name)
 
 
 def window(op: MaxPool | AveragePool) -> dict[str, Any]:
@@ -348,6 +348,7 @@ _WRITE: dict[type, Any] = {
     Linear: lambda writer, op: writer.linear(op),
     Affine: lambda writer, op: writer.affine(op),
     Add: lambda writer, op: writer.sum(op),
+    Mul: lambda writer, op: writer.sum(op),
     Relu: lambda writer, op: writer.relu(op),
     MaxPool: lambda writer, op: writer.max_pool(op),
     AveragePool: lambda writer, op: writer.average_pool(op),

@@ -13,7 +13,7 @@ import numpy as np
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.execute.arithmetic import round_fraction
-from marvin.export.graph.functions import KEEP_ORDER, Clip, Table
+from marvin.export.graph.functions import KEEP_ORDER, Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
     AveragePool,
@@ -235,7 +235,7 @@ class Int8Writer(Int16Writer):
 
         ``""`` where float32 does not hold it.
         """
-        if isinstance(op, Add) and all(map(self._as_bytes, op.inputs)):
+        if isinstance(op, Add | Mul) and all(map(self._as_bytes, op.inputs)):
             return self._sum(op)
         if found := self._as_bytes(op.name):
             return self._again(op.name, found[1])
@@ -247,9 +247,9 @@ class Int8Writer(Int16Writer):
     def _takes_bytes(self, folded: Folded) -> bool:
         return self._as_bytes(folded.layer.inputs[0]) is not None
 
-    def _sum(self, op: Add) -> str:
+    def _sum(self, op: Add | Mul) -> str:
         """Add a sum, once for each rounding: with one alone it is an integer kernel."""
-        return self.graph.node("Add", [self.float(name) for name in op.inputs], op.name)
+        return self.graph.node(type(op).__name__, [self.float(name) for name in op.inputs], op.name)
 
     def _again(self, name: str, fmt: FixedPoint) -> str:
         """Add rounded values plus 0, for another rounding: a sum alone is an integer kernel."""
