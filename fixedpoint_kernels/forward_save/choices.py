@@ -146,7 +146,8 @@ def _layer(module: nn.Module, division: Division) -> Choice | None:
     if reason and (divided or small):
         return Choice(reason=reason)
     if divided:
-        return Choice((divided,), {"_division": division}, str(division))
+        words = division.of_linear if divided is layers.Linear else str(division)
+        return Choice((divided,), {"_division": division}, words)
     if small:
         note = "works in place by a copy" if getattr(module, "inplace", False) else ""
         return Choice((small[0],), {}, small[1], note)

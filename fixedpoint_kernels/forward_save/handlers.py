@@ -47,10 +47,17 @@ class Keeper:
         settings, spatial = self.division, max(1, min(x.dim() - 2, 3))
         if settings is None or x.dim() == 0 or maps.is_parameter(x):
             return maps.whole(x)
-        settings = replace(settings, bits=min(FINEST, times * settings.bits))
+        settings = replace(settings, bits=min(FINEST, times * settings.bits), rows=None)
         if not maps.is_smaller(x, spatial, settings):
             return maps.whole(x)
         return maps.pack(x, spatial, settings, self.noise, dtype)
+
+    def pack_rows(self, x: Tensor, dtype: torch.dtype | None = None) -> maps.Packed:
+        """Return the input of a linear layer as ``pack`` does, or some of its rows."""
+        settings = self.division
+        if settings is None or settings.rows is None or maps.is_parameter(x) or x.dim() == 0:
+            return self.pack(x, dtype)
+        return maps.pack(x, 1, settings, self.noise, dtype)
 
     def pack_operand(self, x: Tensor) -> maps.Packed:
         """Return ``x`` in twice the bits: its noise goes on into the gradients of earlier layers.
@@ -73,6 +80,8 @@ def keeps(function: str, few_bit: FewBit | None, division: Division | None) -> s
         return "1 bit an element"
     times = 1 if function in FOR_WEIGHTS else FINEST if function == "softmax" else 2
     finer = replace(division, bits=min(FINEST, times * division.bits))
+    if function in ("linear", "addmm"):
+        return finer.of_linear
     return f"{finer}; computed again" if function in AGAIN else str(finer)
 
 
@@ -180,7 +189,7 @@ def _linear(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> 
     given = _bound("input weight bias", args, kwargs)
     if scope.division is None or given is None or not _is_trained(given["input"], given["weight"]):
         return NotImplemented
-    return layers.linear(given["input"], given["weight"], given.get("bias"), scope.pack)
+    return layers.linear(given["input"], given["weight"], given.get("bias"), scope.pack_rows)
 
 
 def _addmm(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> Made:
@@ -189,7 +198,7 @@ def _addmm(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> M
     bias, x, weight = args
     if bias.dim() != 1 or not _is_trained(x, weight):
         return NotImplemented
-    return layers.linear(x, weight.t(), bias, scope.pack)
+    return layers.linear(x, weight.t(), bias, scope.pack_rows)
 
 
 def _convolution(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> Made:

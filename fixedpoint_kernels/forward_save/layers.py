@@ -1,6 +1,7 @@
 """Convolution and linear layers that keep their input in few bits."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,9 +46,13 @@ class Divided(nn.Module):
 
     def _pack(self, x: Tensor, dtype: torch.dtype | None = None) -> maps.Packed:
         try:
-            return maps.pack(x, self.spatial(x), self._division, self._noise, dtype)
+            return maps.pack(x, self.spatial(x), self._keeping(), self._noise, dtype)
         except TypeError as error:
             raise TypeError(f"layer {self._layer!r}: {error}") from error
+
+    def _keeping(self) -> Division:
+        """Return how the input is kept."""
+        return replace(self._division, rows=None)
 
     def _own(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Run torch's own layer, exactly where it does not train."""
@@ -58,7 +63,10 @@ class Divided(nn.Module):
 
     def extra_repr(self) -> str:
         """Return torch's own, and how the input is kept."""
-        return ", ".join(filter(None, [super().extra_repr(), f"keeps={self._division}"]))
+        return ", ".join(filter(None, [super().extra_repr(), f"keeps={self._words()}"]))
+
+    def _words(self) -> str:
+        return str(self._division)
 
 
 class _Geometry(NamedTuple):
@@ -112,6 +120,12 @@ class TransposedConvolution(Divided):
 
 class Linear(Divided):
     """Goes before ``nn.Linear``."""
+
+    def _keeping(self) -> Division:
+        return self._division
+
+    def _words(self) -> str:
+        return self._division.of_linear
 
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return torch's own."""
@@ -254,8 +268,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = grad @ weight.to(grad.dtype)
         if ctx.needs_input_grad[1]:
-            x = maps.restore(parts, ctx.form)
-            dw = grad.t() @ x.reshape(-1, x.shape[-1])
+            dw = maps.weight_gradient(grad, parts, ctx.form)
         if ctx.needs_input_grad[2]:
             db = grad.sum(0)
         return dx, dw, db, *(None,) * 5

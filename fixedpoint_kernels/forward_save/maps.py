@@ -17,6 +17,7 @@ from fixedpoint_kernels._torch_private import WeakTensor, base_of, version_of
 from fixedpoint_kernels.division import operators
 from fixedpoint_kernels.division.layout import Layout
 from fixedpoint_kernels.forward_save.settings import Division
+from fixedpoint_kernels.philox import Key, words
 
 __all__ = [
     "NOTHING",
@@ -28,6 +29,7 @@ __all__ = [
     "pack",
     "restore",
     "unpack",
+    "weight_gradient",
     "whole",
 ]
 
@@ -47,6 +49,7 @@ class Form(NamedTuple):
         bits: Of a residual; 0: none.
         spatial: Trailing dimensions of a plane.
         is_channels_last: Whether the tensor lies so in memory.
+        rows: Of the tensor as a matrix, where some of them are kept alone; else 0.
     """
 
     shape: tuple[int, ...]
@@ -56,10 +59,14 @@ class Form(NamedTuple):
     bits: int
     spatial: int
     is_channels_last: bool
+    rows: int = 0
 
 
 class Packed(NamedTuple):
-    """Activations: three tensors to save for backward, and what they are."""
+    """Activations: three tensors to save for backward, and what they are.
+
+    Of rows alone: these, and their numbers, int32.
+    """
 
     means: Tensor | None
     codes: Tensor | None
@@ -90,6 +97,18 @@ def _fake(
     )
 
 
+def _draw_rows(x: Tensor, noise: Tensor, count: int) -> Tensor:
+    """Return the numbers of ``count`` rows of a matrix, ascending, with the next stream of ``noise``."""
+    numbers = noise.tolist()
+    noise[1] = numbers[1] + 1
+    drawn = words(x.shape[0], Key(*numbers), x.device)
+    return drawn.argsort(stable=True)[:count].sort().values.to(torch.int32)
+
+
+def _fake_rows(x: Tensor, noise: Tensor, count: int) -> Tensor:
+    return x.new_empty(count, dtype=torch.int32)
+
+
 # not custom_op, whose checks take longer than a small layer
 _library = torch.library.Library("fixedpoint_kernels", "FRAGMENT")
 _library.define(
@@ -98,6 +117,10 @@ _library.define(
 )
 _library.impl("forward_save_compress", _compress, "CompositeExplicitAutograd")
 torch.library.register_fake("fixedpoint_kernels::forward_save_compress", _fake, lib=_library)
+_library.define("forward_save_draw_rows(Tensor x, Tensor(a!) noise, int count) -> Tensor")
+_library.impl("forward_save_draw_rows", _draw_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("fixedpoint_kernels::forward_save_draw_rows", _fake_rows, lib=_library)
+draw_rows = torch.ops.fixedpoint_kernels.forward_save_draw_rows.default
 compress = torch.ops.fixedpoint_kernels.forward_save_compress.default
 
 
@@ -169,6 +192,11 @@ def _packed(
 ) -> Packed:
     shape, dtype, method = tuple(x.shape), as_dtype or x.dtype, settings.method
     is_last = is_channels_last(x)
+    if settings.rows is not None and x.numel():
+        matrix = x.reshape(-1, x.shape[-1])
+        form = Form(shape, tuple(x.shape), dtype, None, 0, spatial, False, len(matrix))
+        index = draw_rows(matrix, noise, math.ceil(settings.rows * len(matrix)))
+        return Packed(matrix[index].to(dtype), index, None, form)
     if method == "per_group":
         x, spatial = _grouped(x), 1
     block = settings.block if method in ("division", "low", "high") else None
@@ -205,6 +233,26 @@ def whole(x: Tensor) -> Packed:
 def restore(parts: Sequence[Tensor], form: Form | None) -> Tensor:
     """Return what ``pack`` or ``whole`` kept."""
     return parts[0] if form is None else unpack(parts, form)
+
+
+def weight_gradient(grad: Tensor, parts: Sequence[Tensor], form: Form | None) -> Tensor:
+    """Return the gradient of a linear layer's weight from what was kept of its input.
+
+    Args:
+        grad: Of the output, ``(rows, outputs)``.
+        parts: Tensors that ``pack`` or ``whole`` gave.
+        form: What they are.
+
+    Source:
+        Drineas, Kannan, Mahoney, 2006, Fast Monte Carlo algorithms for matrices I: sums over random
+        rows. Differs: each row at most once, all as likely.
+    """
+    if form is None or not form.rows:
+        x = restore(parts, form)
+        return grad.t() @ x.reshape(-1, x.shape[-1])
+    kept, index = parts[:2]
+    scale = form.rows / max(len(index), 1)
+    return (grad[index] * scale).t() @ kept.to(grad.dtype)
 
 
 def is_parameter(x: Tensor) -> bool:

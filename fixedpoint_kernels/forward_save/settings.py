@@ -56,6 +56,9 @@ class Division:
             ``"per_group"``.
         bits: Of a residual, or of a value: 1, 2, 4 or 8; unused by ``"low"``.
         method: One of ``METHODS``; all but the first are for comparison.
+        rows: Share of an input's rows that linear layers keep, whole, in place of all in few bits:
+            above 0, below 1. The gradient of the weight is then a product of random rows, scaled so
+            that its mean is exact.
 
     Raises:
         ValueError: A value is out of range.
@@ -64,6 +67,7 @@ class Division:
     block: int = 8
     bits: int = 2
     method: str = "division"
+    rows: float | None = None
 
     def __post_init__(self) -> None:
         if type(self.block) is not int or self.block < 1:
@@ -72,6 +76,13 @@ class Division:
             raise ValueError(f"bits of division must be one of {BITS}, got {self.bits!r}")
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.rows is not None and not 0 < self.rows < 1:
+            raise ValueError(f"rows must be a share above 0 and below 1, got {self.rows!r}")
+
+    @property
+    def of_linear(self) -> str:
+        """What linear layers keep, in words."""
+        return str(self) if self.rows is None else f"{self.rows:.3g} of the rows, by chance"
 
     def __str__(self) -> str:
         return {

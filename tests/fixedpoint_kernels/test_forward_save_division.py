@@ -380,7 +380,7 @@ def test_the_report_names_all_that_still_keeps_a_tensor():
         ({"bits": 3}, r"bits of division must be one of \(1, 2, 4, 8\), got 3"),
         ({"block": 0}, "block must be a whole number of at least 1, got 0"),
         ({"method": "jpeg"}, "method must be one of division, low, high, .*, got 'jpeg'"),
-        ({"edge": 4}, "division takes block, bits, method, got edge"),
+        ({"edge": 4}, "division takes block, bits, method, rows, got edge"),
     ],
 )
 def test_bad_settings(settings, message):
