@@ -56,6 +56,6 @@ def _compiled(network: Network, x: Tensor, flags: tuple[str, ...]) -> Callable[[
         return run(codes.ctypes.data_as(ctypes.c_void_p), output.ctypes.data_as(ctypes.c_void_p))
 
     call()
-    got = c.output_codes(network, output[None].astype(np.int64), source.output.image)
+    got = c.output_codes(network, output[None].astype(np.int64), source.output.order)
     torch.testing.assert_close(got, integer.run(network, x), rtol=0, atol=0)
     return call

@@ -30,6 +30,7 @@ from marvin.export.graph.nodes import (
     Relu,
     Round,
 )
+from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 from marvin.export.targets.c import compiler
 from marvin.export.targets.c.memory import Buffer, plan
 from marvin.export.targets.c.proof import prove, report
@@ -51,7 +52,7 @@ def outputs(network, x, folder, tool="gcc", **options):
     flags = compiler.SANITIZE if tool == "gcc" else ()
     compiler.compile_program(tool, folder / "net.c", folder / "net", ("-O1", *flags))
     got = compiler.run_program([str(folder / "net")], c.input_codes(network, x))
-    return c.output_codes(network, got, source.output.image)
+    return c.output_codes(network, got, source.output.order)
 
 
 def assert_same(network, x, folder, tool="gcc", **options):
@@ -401,3 +402,68 @@ def test_tables_and_bounds(tmp_path):
         Add("s", ("u", "b")),
     )
     assert_same(network, 8 * torch.randn(50, 2, 3, 3), tmp_path)
+
+
+def average(name, x, kernel):
+    return AveragePool(name, (x,), kernel, (1,) * len(kernel), (0,) * len(kernel), FixedPoint(9, 5))
+
+
+@needs_gcc
+def test_channels_are_put_together_and_taken_apart(tmp_path):
+    network = network_of(
+        (4, 5, 3),
+        conv("a", "in", codes(6, 4, 3, 3), padding=(1, 1)),
+        conv("b", "in", codes(2, 4, 1, 1), FixedPoint(8, 5)),
+        Concat("ab", ("a", "in", "b"), 0),
+        Round("r", ("ab",), FixedPoint(8, 1)),
+        Slice("s", ("r",), 0, 1, 12, 2),
+        Slice("t", ("s",), 2, 1, 3),
+        conv("d", "t", codes(3, 6, 2, 1)),
+        Concat("rows", ("d", "d"), 1),
+    )
+    assert_same(network, 8 * torch.randn(9, 4, 5, 3), tmp_path)
+
+
+@needs_gcc
+def test_channels_are_shuffled(tmp_path):
+    network = network_of(
+        (6, 4, 3),
+        Reshape("g", ("in",), (2, 3, 4, 3)),
+        Transpose("t", ("g",), (1, 0, 2, 3)),
+        Reshape("c", ("t",), (6, 4, 3)),
+        conv("d", "c", codes(6, 1, 3, 3), groups=6, padding=(1, 1)),
+        Add("s", ("d", "c")),
+        Relu("u", ("s",)),
+    )
+    assert_same(network, 8 * torch.randn(9, 6, 4, 3), tmp_path)
+
+
+@needs_gcc
+def test_sequences(tmp_path):
+    sides = {"stride": (2,), "padding": (2,), "dilation": (1,), "groups": 1}
+    network = network_of(
+        (3, 11),
+        conv("c", "in", codes(4, 3, 3), bias=codes(4), **sides),
+        Round("r", ("c",), FixedPoint(8, 3)),
+        MaxPool("m", ("r",), (2,), (1,), (1,), (1,)),
+        average("a", "m", (3,)),
+        conv("d", "a", codes(4, 1, 2), **sides | {"groups": 4, "stride": (1,)}),
+        Flatten("f", ("d",)),
+        Linear("l", ("f",), codes(3, 36), FixedPoint(8, 6), None, FixedPoint(8, 6)),
+    )
+    assert_same(network, 8 * torch.randn(9, 3, 11), tmp_path)
+
+
+@needs_gcc
+def test_tokens_of_an_image(tmp_path):
+    network = network_of(
+        (3, 4, 4),
+        conv("c", "in", codes(5, 3, 2, 2), stride=(2, 2)),
+        Reshape("f", ("c",), (5, 4)),
+        Transpose("t", ("f",), (1, 0)),
+        Slice("s", ("t",), 0, 1, 4),
+        Relu("r", ("s",)),
+        Transpose("u", ("r",), (1, 0)),
+        Concat("o", ("u", "f"), 1),
+    )
+    assert_same(network, 8 * torch.randn(9, 3, 4, 4), tmp_path)

@@ -5,7 +5,7 @@ done to each result in it, ``memory`` where values lie; ``compiler`` compiles an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -17,10 +17,19 @@ from marvin.export.errors import ExportError
 from marvin.export.execute import integer
 from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import Conv, Flatten, Network, Weighted
+from marvin.export.graph.views import Reshape
 from marvin.export.targets.c.memory import Buffer, Memory, plan
 from marvin.export.targets.c.runtime import helpers
-from marvin.export.targets.c.schedule import input_round, schedule
-from marvin.export.targets.c.steps import Function, Stored, image_of, order_of, write_step
+from marvin.export.targets.c.schedule import Step, input_round, schedule
+from marvin.export.targets.c.steps import (
+    Function,
+    Stored,
+    channels_last,
+    needed_orders,
+    same_order,
+    write_move,
+    write_step,
+)
 from marvin.export.targets.c.text import header, source
 from marvin.export.targets.c.words import Tables, bits_of, identifier, storing
 from marvin.files import write_atomic
@@ -104,23 +113,22 @@ def write(network: Network, name: str = "network", *, nibbles: bool = False) -> 
     for op in network.operations:  # the same codes by other names
         if op.inputs == (network.input.name,):
             stored[op.name] = stored[first.name]
-        elif isinstance(op, Flatten) and op.inputs[0] in stored:
+        elif isinstance(op, Flatten | Reshape) and op.inputs[0] in stored:
             before = stored[op.inputs[0]]
             shape = network.values[op.name].shape
             stored[op.name] = Stored(
-                before.word, before.fl, shape, before.image, before.low, before.high
+                before.word, before.fl, shape, before.order, before.low, before.high
             )
     given = set(stored)
     if len(network.outputs) > 1:
         raise ExportError(f"C has one output, got {', '.join(network.outputs)}")
     if network.output in given:
         raise ExportError("a network must compute something to be written as C")
-    functions = []
-    for number, step in enumerate(schedule(network, given)):
-        label = f"{name}_{number}_{identifier(step.operations[0].name)}"
-        function = write_step(network, step, stored, (label, tables, called), nibbles)
-        stored |= function.outputs
-        functions.append(function)
+    functions: list[Function] = []
+    for step in schedule(network, given):
+        functions += _functions(
+            network, step, stored, (name, tables, called), nibbles, len(functions)
+        )
     memory, calls = _calls(functions, given, network.output, stored)
     output = stored[network.output]
     facts = name, stored[first.name], output, first.fmt
@@ -133,7 +141,52 @@ def write(network: Network, name: str = "network", *, nibbles: bool = False) -> 
 def _input(network: Network, fmt: FixedPoint, name: str) -> Stored:
     shape = network.input.shape
     word = storing(fmt.min_code, fmt.max_code)
-    return Stored(word, fmt.fl, shape, image_of(shape), fmt.min_code, fmt.max_code)
+    return Stored(
+        word,
+        fmt.fl,
+        shape,
+        channels_last(shape) if len(shape) == 3 else None,
+        fmt.min_code,
+        fmt.max_code,
+    )
+
+
+def _functions(
+    network: Network,
+    step: Step,
+    stored: dict[str, Stored],
+    shared: tuple[str, Tables, set[str]],
+    nibbles: bool,
+    number: int,
+) -> list[Function]:
+    """Return a step as a function, behind those that put its inputs in the order it takes."""
+    name, tables, called = shared
+    found: list[Function] = []
+    label = f"{name}_{{}}_{identifier(step.operations[0].name)}"
+    if step.move is not None:
+        sources = {source: stored[source] for source in step.inputs}
+        shape = network.values[step.move.name].shape
+        order = channels_last(shape) if len(shape) == 3 else None
+        fl = max(value.fl for value in sources.values())
+        fl = network.values[step.move.name].fl if step.move.name == network.output else fl
+        found.append(write_move(label.format(number), step.move, sources, (shape, order, fl)))
+    else:
+        moved = dict(stored)
+        own = {source: source for source in step.inputs}
+        for source, order in needed_orders(network, step, stored).items():
+            value = stored[source]
+            if not same_order(value.order, order):
+                text = f"{label.format(number + len(found))}_order"
+                function = write_move(text, None, {source: value}, (value.shape, order, value.fl))
+                found.append(function)
+                own[source], moved[source] = next(iter(function.outputs.items()))
+        last = write_step(
+            network, step, moved, (label.format(number + len(found)), tables, called), nibbles
+        )
+        found.append(replace(last, inputs=[own[source] for source in step.inputs]))
+    for function in found:
+        stored |= function.outputs
+    return found
 
 
 def _calls(
@@ -203,19 +256,21 @@ def input_codes(network: Network, x: Tensor) -> Codes:
         ExportError: There is a NaN, or the network takes inputs of several formats.
     """
     codes = integer.encode_input(x, input_round(network).fmt).reshape(len(x), -1)
-    return codes[:, order_of(image_of(network.input.shape), codes.shape[1])]
+    order = channels_last(network.input.shape) if len(network.input.shape) == 3 else None
+    return codes if order is None else codes[:, order]
 
 
-def output_codes(network: Network, codes: Codes, image: tuple[int, ...] | None) -> Tensor:
+def output_codes(network: Network, codes: Codes, order: Codes | None) -> Tensor:
     """Return what the C function gave as the integer reference gives it: float64 values.
 
     Args:
         network: From ``describe``.
         codes: Shape ``(n, codes of an output)``.
-        image: ``Source.output.image``.
+        order: ``Source.output.order``.
     """
     value = network.values[network.output]
     ordered = codes.copy()
-    ordered[:, order_of(image, codes.shape[1])] = codes
+    if order is not None:
+        ordered[:, order] = codes
     lsb = 2.0**-value.fl
     return torch.from_numpy(ordered.astype("float64")).reshape(len(codes), *value.shape) * lsb

@@ -101,4 +101,4 @@ def prove(network: Network, source: Source, path: Path, x: Tensor) -> tuple[Tens
             raise ExportError(f"the outputs of {who} differ from those of {found[0]}")
     whole = ", ".join(who for who, got in said if len(got) == len(codes))
     parts = "".join(f"; {who}: {len(got)} samples" for who, got in said if len(got) < len(codes))
-    return output_codes(network, first, source.output.image), f"{whole}{parts}{missing}"
+    return output_codes(network, first, source.output.order), f"{whole}{parts}{missing}"

@@ -18,11 +18,13 @@ from marvin.export.graph.nodes import (
     Relu,
     Round,
 )
+from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 
 __all__ = ["Step", "input_round", "schedule"]
 
+_MOVES = Concat, Slice, Transpose
 _HEADS = Conv, Linear, MaxPool, AveragePool
-_POINTWISE = Add, Affine, Clip, Flatten, Relu, Round, Table
+_POINTWISE = Add, Affine, Clip, Flatten, Relu, Reshape, Round, Table
 
 
 @dataclass(eq=False)
@@ -38,6 +40,12 @@ class Step:
     operations: list[Operation]
     stored: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
+
+    @property
+    def move(self) -> Operation | None:
+        """What moves codes, if that is all the step does."""
+        first = self.operations[0]
+        return first if isinstance(first, _MOVES) else None
 
     @property
     def head(self) -> Operation | None:
@@ -77,9 +85,9 @@ def schedule(network: Network, given: set[str]) -> list[Step]:
     for op in network.operations[1:]:
         if op.name in given:
             continue
-        if type(op) not in _HEADS + _POINTWISE:
+        if type(op) not in _HEADS + _POINTWISE + _MOVES:
             raise ExportError(f"{op.name}: {type(op).__name__} cannot be written as C")
-        found = None if isinstance(op, _HEADS) else _joined(op, steps)
+        found = _joined(op, steps) if isinstance(op, _POINTWISE) else None
         if found is None:
             found = Step([])
         found.operations.append(op)
@@ -104,7 +112,7 @@ def _outside(step: Step) -> list[str]:
 def _joined(op: Operation, steps: dict[str, Step]) -> Step | None:
     """Return the last step that makes an input of ``op`` and that no other input is made from."""
     makers = [steps[name] for name in op.inputs if name in steps]
-    for step in reversed(list(dict.fromkeys(makers))):
+    for step in reversed([s for s in dict.fromkeys(makers) if s.move is None]):
         others = [other for other in makers if other is not step]
         if not any(_needs(other, step, steps) for other in others):
             return step

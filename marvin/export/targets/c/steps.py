@@ -23,11 +23,20 @@ from marvin.export.graph.nodes import (
     Round,
     Weighted,
 )
+from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 from marvin.export.targets.c.schedule import Step
 from marvin.export.targets.c.terms import Lines, Term
 from marvin.export.targets.c.words import Tables, computing, identifier, literal, loop, storing
 
-__all__ = ["Function", "Stored", "image_of", "order_of", "write_step"]
+__all__ = [
+    "Function",
+    "Stored",
+    "channels_last",
+    "needed_orders",
+    "same_order",
+    "write_move",
+    "write_step",
+]
 
 Shape = tuple[int, ...]
 
@@ -40,7 +49,7 @@ class Stored:
         word: Its C type.
         fl: Fractional length; it may be shorter than the network's, where codes end with zeros.
         shape: Of one sample, as the network has it.
-        image: ``(channels, height, width)`` where the memory has rows, columns, channels; else None.
+        order: Which code of the network lies at each place of the memory, int64; None where each is at its own.
         low: Smallest code.
         high: Largest code.
     """
@@ -48,7 +57,7 @@ class Stored:
     word: str
     fl: int
     shape: Shape
-    image: Shape | None
+    order: Codes | None
     low: int
     high: int
 
@@ -86,25 +95,44 @@ class _Writer:
     stored: Mapping[str, Stored]
     lines: Lines
     nibbles: bool
-    image: Shape | None = None
+    order: Codes | None = None
     terms: dict[str, Term] = field(default_factory=dict)
     outputs: dict[str, Stored] = field(default_factory=dict)
     scratch: list[tuple[str, int]] = field(default_factory=list)
 
     def source(self, name: str) -> str:
-        """Return the parameter that has a value."""
+        """Return the parameter that has a value, in whatever order."""
         return f"x{self.step.inputs.index(name)}"
 
 
-def image_of(shape: Shape) -> Shape | None:
-    """Return the shape of an image whose memory is in another order than the network's codes."""
-    return shape if len(shape) == 3 and shape[0] > 1 and prod(shape[1:]) > 1 else None
+def channels_last(shape: Shape) -> Codes | None:
+    """Return the order of memory in which images, and sequences, have their channels side by side."""
+    codes = np.arange(prod(shape))
+    order = codes.reshape(shape[0], -1).T.reshape(-1)
+    return None if np.array_equal(order, codes) else order
 
 
-def order_of(image: Shape | None, count: int) -> Codes:
-    """Return which code of the network lies at each place of the memory."""
-    codes = np.arange(count)
-    return codes if image is None else codes.reshape(image).transpose(1, 2, 0).reshape(-1)
+def same_order(x: Codes | None, y: Codes | None) -> bool:
+    """Say whether two values lie in memory alike."""
+    return y is None if x is None else y is not None and np.array_equal(x, y)
+
+
+def needed_orders(
+    network: Network, step: Step, stored: Mapping[str, Stored]
+) -> dict[str, Codes | None]:
+    """Return the order in which a step takes each of its inputs; any for what is not named."""
+    head = step.head
+    if head is None:
+        return dict.fromkeys(step.inputs, stored[step.inputs[0]].order)
+    shape = network.values[head.name].shape
+    own = None if isinstance(head, Linear) else channels_last(shape)
+    found = dict.fromkeys(step.inputs, own)
+    name = head.inputs[0]
+    if not isinstance(head, Linear):
+        return found | {name: channels_last(stored[name].shape)}
+    if len(shape) == 1 and not any(name in op.inputs for op in step.operations[1:]):
+        del found[name]  # its weights go in any order
+    return found
 
 
 def write_step(
@@ -170,25 +198,10 @@ def _term(writer: _Writer, name: str) -> Term:
     """Return a value as a variable, or as what a variable is yet to become."""
     if name not in writer.terms:
         value = writer.stored[name]
-        place = _place(value.image, writer.image, value.count)
         word = computing(name, max(-value.low, value.high))
-        text = f"{writer.source(name)}[{place}]"
+        text = f"{writer.source(name)}[i]"
         writer.terms[name] = writer.lines.new(word, text, value.fl, value.low, value.high)
     return writer.terms[name]
-
-
-def _place(image: Shape | None, other: Shape | None, count: int) -> str:
-    """Return where the code lies in one order that lies at ``i`` in another."""
-    if image == other:
-        return "i"
-    if image is not None and other is not None:
-        return _place(image, None, count).replace("i", f"({_place(None, other, count)})")
-    if image is not None:  # codes are in the network's order, the memory is not
-        channels, pixels = image[0], prod(image[1:])
-        return f"i % {pixels} * {channels} + i / {pixels}"
-    assert other is not None
-    channels, pixels = other[0], prod(other[1:])
-    return f"i % {channels} * {pixels} + i / {channels}"
 
 
 def _store(writer: _Writer, op: Operation) -> None:
@@ -205,7 +218,7 @@ def _store(writer: _Writer, op: Operation) -> None:
     low, high = min(term.lows), max(term.highs)
     word = storing(low, high)
     shape = writer.network.values[op.name].shape
-    value = Stored(word, term.fl, shape, writer.image, low, high)
+    value = Stored(word, term.fl, shape, writer.order, low, high)
     writer.lines.lines.append(f"y{len(writer.outputs)}[i] = ({word}){term.text};")
     writer.outputs[op.name] = value
 
@@ -251,9 +264,20 @@ def _table(writer: _Writer, op: Table, x: Term) -> Term:
 
 
 def _affine(writer: _Writer, op: Affine, x: Term) -> Term:
-    order, index = np.arange(len(op.scale)), "c"
-    if len(writer.network.values[op.name].shape) == 1 and not isinstance(writer.step.head, Linear):
-        order, index = order_of(writer.image, len(op.scale)), "i"
+    shape, order, index = writer.network.values[op.name].shape, np.arange(len(op.scale)), "c"
+    if len(shape) == 1 and not isinstance(writer.step.head, Linear):
+        order, index = order if writer.order is None else writer.order, "i"
+    elif isinstance(writer.step.head, Linear | None) and len(shape) > 1:
+        is_last = writer.order is not None and same_order(writer.order, channels_last(shape))
+        if writer.step.head is not None or not (is_last or writer.order is None):
+            raise ExportError(f"{op.name} cannot be written as C: it takes values of shape {shape}")
+    head = writer.step.head
+    if (
+        index == "c"
+        and head is not None
+        and len(op.scale) != writer.network.values[head.name].shape[0]
+    ):
+        raise ExportError(f"{op.name} cannot be written as C: it takes values of shape {shape}")
     x = x if x.index in ("", index) else writer.lines.whole(x, op.name)
     scale, offset = op.scale.numpy()[order].tolist(), op.offset.numpy()[order].tolist()
     return x.times(scale, op.scale_fmt.fl, index).plus(offset, op.offset_fmt.fl, index)
@@ -278,6 +302,7 @@ _POINTWISE: dict[type, Callable[..., Term]] = {
     Clip: _clip,
     Flatten: lambda _writer, _op, x: x,
     Relu: _relu,
+    Reshape: lambda _writer, _op, x: x,
     Round: _round,
     Table: _table,
 }
@@ -286,17 +311,11 @@ _POINTWISE: dict[type, Callable[..., Term]] = {
 def _each(writer: _Writer) -> list[str]:
     """A step without a layer: one loop over all codes."""
     values = [writer.stored[name] for name in writer.step.inputs]
-    writer.image = values[0].image
-    count = values[0].count
+    writer.order, count = values[0].order, values[0].count
     body = _results(writer, None, None)
-    shape = values[0].shape
-    channels = (
-        "i"
-        if len(shape) == 1
-        else f"i % {shape[0]}"
-        if writer.image
-        else f"i / {count // shape[0]}"
-    )
+    shapes = [writer.network.values[op.name].shape for op in writer.step.operations]
+    shape = next((s for s in shapes if len(s) > 1), shapes[0])
+    channels = f"i / {count // shape[0]}" if writer.order is None else f"i % {shape[0]}"
     channel = [f"const size_t c = {channels};"] if any("[c]" in line for line in body) else []
     return [f"{loop('i', count)} {{", *channel, *body, "}"]
 
@@ -304,8 +323,8 @@ def _each(writer: _Writer) -> list[str]:
 def _weighted(writer: _Writer, op: Weighted) -> list[str]:
     """A convolution or a linear layer: the window as one row, times the rows of weights."""
     x, shape = writer.stored[op.inputs[0]], writer.network.values[op.name].shape
-    writer.image = image_of(shape)
-    if len(x.shape) != (3 if isinstance(op, Conv) else 1):
+    writer.order = channels_last(shape) if isinstance(op, Conv) else None
+    if not isinstance(op, Conv) and len(x.shape) != 1:
         raise ExportError(f"{op.name} cannot be written as C: it takes values of shape {x.shape}")
     if isinstance(op, Conv) and op.groups > 1 and op.weight.shape[:2] == (op.groups, 1):
         return _depthwise(writer, op, x)
@@ -341,9 +360,9 @@ def _rows(op: Weighted, x: Stored) -> tuple[Codes, int]:
     """
     weight = op.weight.numpy()
     if isinstance(op, Conv):
-        weight = weight.transpose(0, 2, 3, 1)
-    elif x.image is not None:
-        weight = weight[:, order_of(x.image, x.count)]
+        weight = np.moveaxis(weight, 1, -1)
+    elif x.order is not None:
+        weight = weight[:, x.order]
     weight = weight.reshape(len(weight), -1)
     zeros = np.array(op.trailing_zeros)[:, None]
     return weight >> zeros, weight.shape[1]
@@ -402,6 +421,7 @@ def _dots(writer: _Writer, codes: Codes, name: str, word: str) -> list[str]:
 
 
 def _over_pixels(shape: Shape, body: list[str]) -> list[str]:
+    shape = shape if len(shape) == 3 else (shape[0], 1, shape[1])
     return [
         f"{loop('y', shape[1])} {{",
         f"{loop('x', shape[2])} {{",
@@ -412,63 +432,74 @@ def _over_pixels(shape: Shape, body: list[str]) -> list[str]:
     ]
 
 
-def _corner(axis: str, stride: int, padding: int) -> str:
-    text = f"{axis} * {stride}" if stride > 1 else axis
-    return f"{text} - {padding}" if padding else text
+def _corner(axis: str, stride: int) -> str:
+    return f"{axis} * {stride}" if stride > 1 else axis
 
 
-def _inside(op: Conv | MaxPool | AveragePool, shape: Shape) -> str:
-    """Return the condition under which a place of the window is in the image; "" if it always is."""
-    size = op.weight.shape[2:] if isinstance(op, Conv) else op.kernel
-    dilation = (1, 1) if isinstance(op, AveragePool) else op.dilation
-    found = []
-    for axis, side, k, s, p, d in zip(
-        "yx", shape[1:], size, op.stride, op.padding, dilation, strict=True
-    ):
-        last = ((side + 2 * p - (k - 1) * d - 1) // s) * s + (k - 1) * d - p
-        if p or last >= side:
-            found.append(f"{axis}{axis} < {side}")
-    return " && ".join(found)
+@dataclass(frozen=True)
+class _Window:
+    """A window on an image; a sequence is an image of one row."""
+
+    shape: Shape
+    size: Shape
+    stride: Shape
+    padding: Shape
+    dilation: Shape
+
+    def inside(self) -> str:
+        """Return the condition under which a place of the window is in the image; "" if it always is."""
+        found = []
+        numbers = self.shape[1:], self.size, self.stride, self.padding, self.dilation
+        for axis, side, k, s, p, d in zip("yx", *numbers, strict=True):
+            last = ((side + 2 * p - (k - 1) * d - 1) // s) * s + (k - 1) * d - p
+            if p or last >= side:
+                found.append(f"{axis}{axis} < {side}")
+        return " && ".join(found)
+
+    def places(self) -> list[str]:
+        """Return the loops over a window; what is left of the image or above it is a very large number."""
+        lines = []
+        numbers = self.size, self.stride, self.padding, self.dilation
+        for axis, side, s, p, d in zip("yx", *numbers, strict=True):
+            step = f"k{axis} * {d}" if d > 1 else f"k{axis}"
+            start = f"{axis} * {s}" if s > 1 else axis
+            minus = f" - {p}" if p else ""
+            place = f"const size_t {axis}{axis} = {start} + {step}{minus};"
+            lines += [f"{loop(f'k{axis}', side)} {{", place]
+        return lines
 
 
-def _places(op: Conv | MaxPool | AveragePool) -> list[str]:
-    """Return the loops over a window; what is left of the image or above it is a very large number."""
+def _window(op: Conv | MaxPool | AveragePool, x: Stored) -> _Window:
     size = tuple(op.weight.shape[2:]) if isinstance(op, Conv) else op.kernel
-    dilation = (1, 1) if isinstance(op, AveragePool) else op.dilation
-    lines = []
-    for axis, side, s, p, d in zip("yx", size, op.stride, op.padding, dilation, strict=True):
-        step = f"k{axis} * {d}" if d > 1 else f"k{axis}"
-        start = f"{axis} * {s}" if s > 1 else axis
-        minus = f" - {p}" if p else ""
-        lines += [
-            f"{loop(f'k{axis}', side)} {{",
-            f"const size_t {axis}{axis} = {start} + {step}{minus};",
-        ]
-    return lines
+    dilation = (1,) * len(size) if isinstance(op, AveragePool) else op.dilation[: len(size)]
+    if len(size) == 2:
+        return _Window(x.shape, size, op.stride, op.padding, dilation)
+    shape = x.shape[0], 1, x.shape[1]
+    return _Window(shape, (1, *size), (1, *op.stride), (0, *op.padding), (1, *dilation))
 
 
 def _gather(writer: _Writer, op: Conv, x: Stored) -> list[str]:
     """Return the code that makes ``window``: all codes under the kernel, group by group."""
-    name, (channels, _, width) = writer.source(op.inputs[0]), x.shape
+    at = _window(op, x)
+    name, (channels, _, width) = writer.source(op.inputs[0]), at.shape
     pixel = f"(yy * {width} + xx) * {channels}"
-    is_one = op.weight.shape[2:] == (1, 1) and op.padding == (0, 0)
-    if is_one:
-        at = f"({_corner('y', op.stride[0], 0)}) * {width} + {_corner('x', op.stride[1], 0)}"
-        return [f"const {x.word} *restrict window = {name} + ({at}) * {channels};"]
-    size, each = prod(op.weight.shape[2:]), channels // op.groups
+    if at.size == (1, 1) and at.padding == (0, 0):
+        corner = f"({_corner('y', at.stride[0])}) * {width} + {_corner('x', at.stride[1])}"
+        return [f"const {x.word} *restrict window = {name} + ({corner}) * {channels};"]
+    size, each = prod(at.size), channels // op.groups
     window = f"s{len(writer.scratch)}"
     writer.scratch.append((x.word, size * channels))
-    inside = _inside(op, x.shape)
+    inside = at.inside()
     read = f"{name}[at + k]" if not inside else f"is_inside ? {name}[at + k] : ({x.word})0"
     place = "k"
     if op.groups > 1:
         place = f"k / {each} * {size * each} + k % {each}"
     return [
         f"{x.word} *restrict window = {window};",
-        *_places(op),
+        *at.places(),
         *([f"const int is_inside = {inside};"] if inside else []),
         f"const size_t at = {f'is_inside ? {pixel} : 0' if inside else pixel};",
-        f"{x.word} *restrict to = window + (ky * {op.weight.shape[3]} + kx) * {each};",
+        f"{x.word} *restrict to = window + (ky * {at.size[1]} + kx) * {each};",
         f"{loop('k', channels)} {{",
         f"to[{place}] = {read};",
         "}",
@@ -487,17 +518,18 @@ def _depthwise(writer: _Writer, op: Conv, x: Stored) -> list[str]:
     values = codes.T.reshape(-1).tolist()
     kind = storing(min(*values, -1), max(values))
     name = writer.lines.tables.add(f"{writer.lines.name}_weight", values, kind)
-    channels, width, inside = shape[0], x.shape[2], _inside(op, x.shape)
+    at = _window(op, x)
+    channels, width, inside = shape[0], at.shape[2], at.inside()
     writer.scratch.append((word, channels))
     source, product = writer.source(op.inputs[0]), "int64_t" if is_wide else "int32_t"
     term = _biased(op, Term("sum", x.fl + op.weight_fmt.fl, lows, highs, "c", word=word))
     results = _results(writer, op, term)
     body = [
         f"{loop('c', channels)} {{", "s0[c] = 0;", "}",
-        *_places(op),
+        *at.places(),
         *([f"if ({inside}) {{"] if inside else []),
         f"const {x.word} *restrict row = {source} + (yy * {width} + xx) * {channels};",
-        f"const {kind} *restrict w = {name} + (ky * {op.weight.shape[3]} + kx) * {channels};",
+        f"const {kind} *restrict w = {name} + (ky * {at.size[1]} + kx) * {channels};",
         f"{loop('c', channels)} {{", f"s0[c] += ({product})row[c] * w[c];", "}",
         *(["}"] if inside else []), "}", "}",
         f"{loop('c', channels)} {{",
@@ -510,8 +542,9 @@ def _depthwise(writer: _Writer, op: Conv, x: Stored) -> list[str]:
 def _pool(writer: _Writer, op: MaxPool | AveragePool) -> list[str]:
     """The largest or the sum of each window, channel by channel."""
     x, shape = writer.stored[op.inputs[0]], writer.network.values[op.name].shape
-    writer.image = image_of(shape)
-    channels, width, inside = shape[0], x.shape[2], _inside(op, x.shape)
+    writer.order = channels_last(shape)
+    at = _window(op, x)
+    channels, width, inside = shape[0], at.shape[2], at.inside()
     name, is_max = writer.source(op.inputs[0]), isinstance(op, MaxPool)
     low, high = (x.low, x.high) if is_max else _window_sums(op, x)
     word = computing(op.name, max(-low, high))
@@ -525,7 +558,7 @@ def _pool(writer: _Writer, op: MaxPool | AveragePool) -> list[str]:
         f"{loop('c', channels)} {{",
         f"const size_t i = pixel * {channels} + c;",
         f"{word} result = {literal(low) if is_max else 0};",
-        *_places(op),
+        *at.places(),
         *([f"if ({inside}) {{"] if inside else []),
         *([take, f"result = {read};", "}"] if is_max else [take]),
         *(["}"] if inside else []), "}", "}",
@@ -537,6 +570,92 @@ def _pool(writer: _Writer, op: MaxPool | AveragePool) -> list[str]:
 def _window_sums(op: MaxPool | AveragePool, x: Stored) -> tuple[int, int]:
     count = prod(op.kernel)
     return count * min(x.low, 0), count * max(x.high, 0)
+
+
+def write_move(
+    name: str,
+    op: Operation | None,
+    sources: Mapping[str, Stored],
+    result: tuple[Shape, Codes | None, int],
+) -> Function:
+    """Return a function that puts codes elsewhere in memory.
+
+    Args:
+        name: Of the function.
+        op: ``Concat``, ``Slice`` or ``Transpose``; None where the order alone changes.
+        sources: What it takes, by name.
+        result: Shape, order and ``fl`` of what it gives.
+
+    Raises:
+        ExportError: No nested loops do it.
+    """
+    shape, order, fl = result
+    shifts = [fl - x.fl for x in sources.values()]
+    low = min(x.low << shift for x, shift in zip(sources.values(), shifts, strict=True))
+    high = max(x.high << shift for x, shift in zip(sources.values(), shifts, strict=True))
+    word = storing(low, high)
+    places = _moved(op, sources).reshape(-1)
+    places = places if order is None else places[order]
+    lines: list[str] = []
+    ends = np.cumsum([x.count for x in sources.values()])
+    own = np.searchsorted(ends, places, "right")
+    parameters = []
+    for i, (x, shift) in enumerate(zip(sources.values(), shifts, strict=True)):
+        parameters.append(f"const {x.word} *restrict x{i}")
+        targets = np.flatnonzero(own == i)
+        if len(targets):
+            first = int(ends[i]) - x.count
+            lines += _copied(i, places[targets] - first, targets, word, shift)
+    text = f"/* {type(op).__name__ if op else 'order'} {(op.name if op else '').replace('*/', '')} */\n"
+    text += f"static void {name}({', '.join([*parameters, f'{word} *restrict y0'])})\n{{\n"
+    text += "\n".join(_indented(lines)) + "\n}\n"
+    label = op.name if op is not None else f"{next(iter(sources))} as {name} takes it"
+    return Function(name, text, list(sources), {label: Stored(word, fl, shape, order, low, high)})
+
+
+def _moved(op: Operation | None, sources: Mapping[str, Stored]) -> Codes:
+    """Return, for each code of the result, its place in the memory of all sources one behind the other."""
+    found: dict[str, Codes] = {}
+    first = 0
+    for name, x in sources.items():
+        places = np.empty(x.count, np.int64)
+        places[np.arange(x.count) if x.order is None else x.order] = np.arange(x.count) + first
+        found[name] = places.reshape(x.shape)
+        first += x.count
+    if isinstance(op, Concat):
+        return np.concatenate([found[name] for name in op.inputs], op.axis)
+    (places,) = found.values()
+    if isinstance(op, Transpose):
+        return places.transpose(op.order)
+    if isinstance(op, Slice):
+        return places[(*(slice(None),) * op.axis, slice(op.start, op.stop, op.step))]
+    return places
+
+
+def _copied(index: int, reads: Codes, writes: Codes, word: str, shift: int) -> list[str]:
+    """Return nested loops that read and write places which go up by equal steps."""
+    sizes: list[tuple[int, int, int]] = []
+    both = np.stack([reads, writes])
+    while both.shape[1] > 1:
+        steps = np.diff(both)
+        same = (steps == steps[:, :1]).all(0)
+        count = both.shape[1] if same.all() else int(np.argmin(same)) + 1
+        rows = both[:, : both.shape[1] // count * count].reshape(2, -1, count)
+        is_whole = rows.shape[1] * count == both.shape[1]
+        is_whole = is_whole and (np.diff(rows) == steps[:, :1, None]).all()
+        if not is_whole:
+            raise ExportError("an order of memory that no loops have cannot be written as C")
+        sizes.append((count, *steps[:, 0].tolist()))
+        both = rows[:, :, 0]
+    places = [[str(first)] if first else [] for first in both[:, 0].tolist()]
+    lines = []
+    for depth, (count, *steps) in reversed(list(enumerate(sizes))):
+        lines.append(f"{loop(f'k{depth}', count)} {{")
+        for terms, step in zip(places, steps, strict=True):
+            terms.append(f"k{depth} * {step}" if step != 1 else f"k{depth}")
+    read, write = (" + ".join(terms) or "0" for terms in places)
+    scale = f" * {literal(1 << shift)}" if shift else ""
+    return [*lines, f"y0[{write}] = ({word})(x{index}[{read}]{scale});", *["}"] * len(sizes)]
 
 
 _HEADS: dict[type, Callable[..., list[str]]] = {

@@ -115,9 +115,9 @@ int main(void)
 def header(facts: Facts, memory: Memory) -> str:
     """Return the header."""
     name, x, y, fmt = facts
-    orders = {"Images come in": x.image, "Images go out": y.image}
+    orders = {"Images come in": x.order, "Images go out": y.order}
     order = " ".join(
-        f"{what} by rows, columns, channels." for what, image in orders.items() if image
+        f"{what} by rows, columns, channels." for what, order in orders.items() if order is not None
     )
     return _HEADER.format(
         name=name,
