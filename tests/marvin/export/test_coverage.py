@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shutil
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import marvin
-from marvin.export import ExportError, describe, integer, onnx, packed, round_sums
+from marvin.export import ExportError, c, describe, integer, onnx, packed, round_sums
 from marvin.export.execute.simulate import simulate
 from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import Conv, MaxPool, Relu, Round
 from marvin.export.graph.views import Concat, Slice
+from marvin.export.targets.c import compiler
 from marvin.export.targets.hls4ml import layers
 
 
@@ -74,6 +76,17 @@ def assert_packed_equal(network, x):
     assert list(found) == list(wanted)
     for label, want in wanted.items():
         torch.testing.assert_close(found[label], want, rtol=0, atol=0)
+
+
+def assert_c_equal(network, x, folder):
+    if not shutil.which("gcc"):
+        return
+    source = c.write(network)
+    c.save(network, folder / "network")
+    compiler.compile_program("gcc", folder / "network.c", folder / "network", ("-O1",))
+    found = compiler.run_program([str(folder / "network")], c.input_codes(network, x))
+    got = c.output_codes(network, found, source.output.order)
+    torch.testing.assert_close(got, integer.run(network, x), rtol=0, atol=0)
 
 
 def mlp():
@@ -161,7 +174,7 @@ NETS = {
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_networks_are_their_models_on_every_output(name):
+def test_networks_are_their_models_on_every_output(name, tmp_path):
     torch.manual_seed(0)
     build, shape = NETS[name]
     model, x = in_fixed_point(build(), shape)
@@ -174,10 +187,11 @@ def test_networks_are_their_models_on_every_output(name):
     assert_files_equal(network, other)
     assert_files_equal(network, other, "float64")
     assert_packed_equal(network, other)
+    assert_c_equal(network, other, tmp_path)
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_files_of_range_policies_equal_the_integers(name):
+def test_files_of_range_policies_equal_the_integers(name, tmp_path):
     torch.manual_seed(0)
     build, shape = NETS[name]
     model, x = in_fixed_point(build(), shape, bits=(6, 7))
@@ -185,6 +199,7 @@ def test_files_of_range_policies_equal_the_integers(name):
     other = 2 * torch.randn(40, *shape)
     assert onnx.container_of(network) == "int8"
     assert_files_equal(network, other)
+    assert_c_equal(network, other, tmp_path)
     float64 = simulate(network, other, dtype=torch.float64)[network.output]
     torch.testing.assert_close(integer.run(network, other), float64, rtol=0, atol=0)
 
@@ -228,7 +243,7 @@ def test_functions_are_exact_where_training_rounds_what_they_take(function, wl):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
-def test_functions_of_unrounded_sums_take_rounded_ones(function):
+def test_functions_of_unrounded_sums_take_rounded_ones(function, tmp_path):
     torch.manual_seed(0)
     model, x = in_fixed_point(with_function(function), (1, 6, 6), bits=(6, 8))
     network = describe(model, x, wl=8)
@@ -238,6 +253,7 @@ def test_functions_of_unrounded_sums_take_rounded_ones(function):
     assert all(network.chosen[name].wl == 8 for name in rounded)
     assert all(len(op.codes) <= 256 for op in tables)
     assert_files_equal(round_sums(network, x), x)
+    assert_c_equal(network, x, tmp_path)
     with torch.no_grad():
         want = model(x).double()
     # a step of 8 bits of what the function takes, and one of what it gives
@@ -300,7 +316,7 @@ def test_several_heads(kind):
         integer.run(network, x)
 
 
-def test_what_comes_before_the_first_layer_is_rounded_as_the_layer_does():
+def test_what_comes_before_the_first_layer_is_rounded_as_the_layer_does(tmp_path):
     """Order-keeping operations on the input work on its codes."""
 
     def forward(m, x):
@@ -317,6 +333,7 @@ def test_what_comes_before_the_first_layer_is_rounded_as_the_layer_does():
         want = model(x).double()
     torch.testing.assert_close(integer.run(network, x), want, rtol=0, atol=0)
     assert_files_equal(network, x)
+    assert_c_equal(network, x, tmp_path)
 
 
 def test_a_concatenation_aligns_its_values():
