@@ -14,7 +14,7 @@ from math import prod
 
 
 def load(path):
-    """Return the operations of a file, and its tensors: flat codes, shape, and fl by channel."""
+    """Return the network of a file, and its tensors: flat codes, shape, and fl by channel."""
     with open(path, "rb") as file:
         content = file.read()
     (length,) = struct.unpack_from("<Q", content)
@@ -26,7 +26,7 @@ def load(path):
         begin, end = header[name]["data_offsets"]
         data = content[8 + length + begin : 8 + length + end]
         tensors[name] = unpack(data, entry), entry["shape"], fl_of(entry)
-    return fields["network"]["operations"], tensors
+    return fields["network"], tensors
 
 
 def unpack(data, entry):
@@ -59,21 +59,21 @@ class Value:
     def __init__(self, codes, shape, fl):
         self.codes, self.shape, self.fl = codes, shape, fl
 
-    def channel(self, index):
-        """Return the channel of a code."""
-        return index // prod(self.shape[1:])
+
+def pair(numbers, first):
+    """Return two numbers: a sequence is an image of one row."""
+    return [first, *numbers][-2:]
 
 
 def window(op, x, place, size, fill):
-    """Yield what lies in a window, ``fill`` around the image; None leaves that out."""
-    channel, row, column = place
-    _, height, width = x.shape
-    (stride, across), (top, left) = op["stride"], op["padding"]
-    down, right = op.get("dilation", (1, 1))
-    for i, j in product(range(size[0]), range(size[1])):
+    """Yield what lies in a window, ``fill`` around it; None leaves that out."""
+    (height, width), (row, column) = pair(x.shape[1:], 1), pair(place[1:], 0)
+    (stride, across), (top, left) = pair(op["stride"], 1), pair(op["padding"], 0)
+    down, right = pair(op.get("dilation", [1, 1])[: len(op["stride"])], 1)
+    for i, j in product(*map(range, pair(size, 1))):
         y, z = row * stride - top + i * down, column * across - left + j * right
         if 0 <= y < height and 0 <= z < width:
-            yield x.codes[(channel * height + y) * width + z]
+            yield x.codes[(place[0] * height + y) * width + z]
         elif fill is not None:
             yield fill
 
@@ -88,7 +88,7 @@ def weighted(op, x, tensors):
         if op["kind"] == "Linear":
             inputs = x.codes
         else:
-            row, column = divmod(place, op["shape"][2])
+            row, column = divmod(place, op["shape"][-1])
             first = out // (shape[0] // op["groups"]) * shape[1]
             inputs = [
                 code
@@ -106,11 +106,10 @@ def affine(op, x, tensors):
     scale, _, (scale_fl, *_) = tensors[op["scale"]]
     offset, _, (offset_fl, *_) = tensors[op["offset"]]
     left, right = op["fl"] - x.fl - scale_fl, op["fl"] - offset_fl
-    channels = [x.channel(i) for i in range(len(x.codes))]
-    return [
-        (code * scale[c] << left) + (offset[c] << right)
-        for code, c in zip(x.codes, channels, strict=True)
-    ]
+    each, found = prod(x.shape[1:]), []
+    for i, code in enumerate(x.codes):
+        found.append((code * scale[i // each] << left) + (offset[i // each] << right))
+    return found
 
 
 def pooled(op, x, fill):
@@ -131,7 +130,40 @@ def add(op, x, y):
     return [(a << left) + (b << right) for a, b in zip(x.codes, y.codes, strict=True)]
 
 
+def concat(op, *parts):
+    """Values one behind the other along a dimension, at the largest fl."""
+    axis, found = op["axis"], []
+    for outer in range(prod(op["shape"][:axis])):
+        for x in parts:
+            size = prod(x.shape[axis:])
+            codes = x.codes[outer * size : (outer + 1) * size]
+            found += [code << op["fl"] - x.fl for code in codes]
+    return found
+
+
+def picked(op, x, _tensors):
+    """Transpose and slice: each code of the result is one of the source."""
+    found = []
+    for place in product(*map(range, op["shape"])):
+        where, at = list(place), 0
+        if op["kind"] == "Slice":
+            where[op["axis"]] = op["start"] + where[op["axis"]] * op["step"]
+        for i, dimension in enumerate(op.get("order", [])):
+            where[dimension] = place[i]
+        for i, side in zip(where, x.shape, strict=True):
+            at = at * side + i
+        found.append(x.codes[at])
+    return found
+
+
 KINDS = {
+    "Add": add,
+    "Concat": concat,
+    "Clip": lambda op, x, _: [min(max(code, op["low"]), op["high"]) for code in x.codes],
+    "Reshape": lambda _op, x, _: x.codes,
+    "Slice": picked,
+    "Table": lambda op, x, tensors: [tensors[op["codes"]][0][c - op["low"]] for c in x.codes],
+    "Transpose": picked,
     "Round": lambda op, x, _: [round_to(code, x.fl, op["fmt"]) for code in x.codes],
     "Conv": weighted,
     "Linear": weighted,
@@ -143,22 +175,24 @@ KINDS = {
 }
 
 
-def run(operations, tensors, sample):
-    """Return the value of the last operation, of one sample of floats."""
-    source, values = operations[0]["name"], {}
+def run(network, tensors, sample):
+    """Return the value of each output by its label, of one sample of floats."""
+    operations, values = network["operations"], {}
+    source = operations[0]["name"]
     for op in operations[1:]:
         if op["inputs"] == [source]:
             # a float is an integer over a power of two
             exact = [float(x).as_integer_ratio() for x in sample]
             codes = [round_to(n, 0, op["fmt"], d) for n, d in exact]
-        elif op["kind"] == "Add":
-            codes = add(op, *(values[name] for name in op["inputs"]))
+        elif op["kind"] in ("Add", "Concat"):
+            codes = KINDS[op["kind"]](op, *(values[name] for name in op["inputs"]))
         else:
             codes = KINDS[op["kind"]](op, values[op["inputs"][0]], tensors)
         values[op["name"]] = Value(codes, op["shape"], op["fl"])
-    return values[operations[-1]["name"]]
+    heads = network.get("heads") or [["output", operations[-1]["name"]]]
+    return {label: values[name] for label, name in heads}
 
 
 if __name__ == "__main__":
-    output = run(*load(sys.argv[1]), json.load(sys.stdin))
-    print(json.dumps([code * 2.0**-output.fl for code in output.codes]))
+    outputs = run(*load(sys.argv[1]), json.load(sys.stdin))
+    print(json.dumps({label: [c * 2.0**-x.fl for c in x.codes] for label, x in outputs.items()}))

@@ -246,6 +246,10 @@ def _value(op: Operation, source: Operation, values: Mapping[str, Value]) -> Val
     if unknown := [name for name in op.inputs if name not in values]:
         raise ExportError(f"{op.name} must take values of before, got {', '.join(unknown)!r:.80}")
     inputs = [values[name] for name in op.inputs]
+    for name in ("kernel", "stride", "padding"):  # one for each side of an image or a sequence
+        numbers = getattr(op, name, None)
+        if numbers is not None and any(len(numbers) != len(x.shape) - 1 for x in inputs):
+            raise ExportError(f"{op.name}.{name} must have a number for each side, got {numbers}")
     try:
         value = value_of(op, inputs)
     except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -287,12 +291,6 @@ def _numbers(where: str, value: Json) -> tuple[int, ...]:
     return found
 
 
-def _pair(where: str, value: Json) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ExportError(f"{where} must be two whole numbers, got {value!r:.80}")
-    return _numbers(where, value)
-
-
 def _text(where: str, value: Json) -> str:
     if not isinstance(value, str) or len(value) > 99:
         raise ExportError(f"{where} must be a short text, got {value!r:.80}")
@@ -310,6 +308,5 @@ _READERS: dict[object, Callable[[str, Json], object]] = {
     bool: _bool,
     str: _text,
     tuple[int, ...]: _numbers,
-    tuple[int, int]: _pair,
     FixedPoint: read_format,
 }

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
@@ -35,12 +37,14 @@ def reader():
 def assert_reads(reader, network, x, path):
     """The reader of the docs, and the package, compute what the integer reference computes."""
     packed.save(network, path)
-    operations, tensors = reader.load(path)
-    want = integer.run_all(network, x)[network.output]
-    for sample, codes in zip(x, want, strict=True):
-        got = reader.run(operations, tensors, sample.flatten().tolist())
-        assert got.codes == codes.flatten().tolist()
-        assert got.fl == network.values[network.output].fl
+    description, tensors = reader.load(path)
+    found = integer.run_all(network, x)
+    for i, sample in enumerate(x):
+        outputs = reader.run(description, tensors, sample.flatten().tolist())
+        assert outputs.keys() == network.outputs.keys()
+        for label, name in network.outputs.items():
+            assert outputs[label].codes == found[name][i].flatten().tolist()
+            assert outputs[label].fl == network.values[name].fl
     loaded = packed.load(path).network
     assert loaded is not None
     again = integer.run_all(loaded, x)
@@ -70,6 +74,35 @@ def test_the_reader_knows_channels(reader, channelled, tmp_path):
     assert_reads(reader, network, x[:1], tmp_path / "net")
 
 
+class Shuffled(nn.Module):
+    """What moves codes, bounds them, or looks them up; several outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.other = nn.Conv2d(2, 8, 3), nn.Conv2d(4, 4, 1)
+        self.line, self.fc = nn.Conv1d(8, 4, 3, padding=2, stride=2), nn.Linear(12, 3)
+
+    def forward(self, x):
+        left, right = F.relu(self.conv(x)).chunk(2, dim=1)
+        x = torch.cat([left, F.relu6(self.other(F.silu(right)))], dim=1)
+        n, c, h, w = x.shape
+        x = x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h * w)
+        line = F.avg_pool1d(F.max_pool1d(F.relu(self.line(x)), 2, stride=1), 2)
+        return {"fc": self.fc(x[:, 1:7, ::2].flatten(1)), "line": line}
+
+
+def test_the_reader_knows_what_moves_codes(reader, make, tmp_path):
+    _, network, x = make(Shuffled, (2, 4, 4))
+    kinds = {type(op).__name__ for op in network.operations}
+    assert {"Clip", "Concat", "Reshape", "Slice", "Table", "Transpose"} <= kinds
+    assert len(network.outputs) == 2
+    assert_reads(reader, network, x, tmp_path / "net")
+
+
+def test_the_reader_knows_every_operation(reader):
+    assert reader.KINDS.keys() | {"Input"} == packed_network._KINDS.keys()
+
+
 def test_the_reader_is_a_program_of_at_most_200_lines(digits, tmp_path):
     text = READER.read_text()
     assert len(text.splitlines()) <= 200
@@ -80,7 +113,7 @@ def test_the_reader_is_a_program_of_at_most_200_lines(digits, tmp_path):
     command = [sys.executable, "-S", str(READER), str(tmp_path / "net")]
     sample = json.dumps(x[0].flatten().tolist())
     done = subprocess.run(command, input=sample, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == integer.run(network, x[:1])[0].tolist()
+    assert json.loads(done.stdout) == {"output": integer.run(network, x[:1])[0].tolist()}
 
 
 def test_a_state_and_its_network_share_what_they_have_in_common(ranged, tmp_path):
@@ -182,7 +215,8 @@ def of_network(change):
         (operation("Conv", weight=None), "must be the name of a tensor with a format"),
         (operation("Conv", weight="1.scale"), "must be an operation on its inputs"),
         (operation("Conv", stride=[0, 1]), "must be a whole number from 1, got 0"),
-        (operation("Conv", stride=[1]), "must be two whole numbers"),
+        (operation("Conv", stride=[1]), "stride must have a number for each side, got"),
+        (operation("MaxPool", padding=[1]), "padding must have a number for each side, got"),
         (operation("Conv", stride=[True, 1]), "must be a whole number from 1, got True"),
         (operation("Conv", stride=[2, 2]), "must have shape"),
         (operation("Conv", padding=[-1, 1]), "must be a whole number from 0, got -1"),
