@@ -460,6 +460,37 @@ def _begin(d, channels, sums):
             rows[row, i] *= np.int32(-128) * np.int32(d[f.W_FLIPS])
 
 
+@njit
+def _code(value, scale, low, high):
+    rounded = np.rint(value * scale)
+    bounded = min(max(rounded, low), high)
+    return np.int8(bounded) if rounded == rounded else np.int8(0)
+
+
+@njit
+def _round_rows(weight, step_o, taps, inputs, codes, scale, low, high):
+    """Round a contiguous weight; the codes of a row lie by tap, then by input."""
+    size = taps * inputs
+    row = np.empty(size, np.int8)
+    for first in range(0, len(codes), size):
+        start = first // size * step_o
+        values, out = weight[start : start + size], codes[first : first + size]
+        for i in range(size):
+            row[i] = _code(values[i], scale, low, high)
+        for t in range(taps):
+            own, tap = out[t * inputs : (t + 1) * inputs], row[t:]
+            for c in range(inputs):
+                own[c] = tap[c * taps]
+
+
+@njit
+def _round_places(weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high):
+    """``_round_rows`` of any strides."""
+    for at in range(len(codes)):
+        o, t, c = at // (taps * inputs), at // inputs % taps, at % inputs
+        codes[at] = _code(weight[o * step_o + c * step_c + t * step_t], scale, low, high)
+
+
 def _pack_weights(tasks, scales, spare, spare_bytes, threads):
     """Round weights to nearest codes, and lay them out for tiles.
 
@@ -480,14 +511,10 @@ def _pack_weights(tasks, scales, spare, spare_bytes, threads):
             step_o, step_c, step_t = d[f.W_STEP_O], d[f.W_STEP_C], d[f.W_STEP_T]
             size = (outputs - 1) * step_o + (inputs - 1) * step_c + (taps - 1) * step_t + 1
             weight = _floats(d[f.WEIGHTS], size)
-            at = 0
-            for o in range(outputs):
-                for t in range(taps):
-                    for c in range(inputs):
-                        value = np.rint(weight[o * step_o + c * step_c + t * step_t] * scale)
-                        bounded = min(max(value, low), high)
-                        codes[at] = np.int8(0) if np.isnan(value) else np.int8(bounded)
-                        at += 1
+            if step_t == 1 and step_c == taps:
+                _round_rows(weight, step_o, taps, inputs, codes, scale, low, high)
+            else:
+                _round_places(weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high)
             count = d[f.W_PART_TAPS]
             numbers = carray(pointer_to(d[f.W_NUMBERS]), count, np.int64)
             offsets = carray(pointer_to(d[f.W_OFFSETS]), count, np.int64)
