@@ -25,6 +25,9 @@ class Report:
     rounded: tuple[str, ...]
     left: Mapping[str, str]
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         lines = [f"{len(self.rounded)} modules round activations: {', '.join(self.rounded)}"]
         return "\n".join(lines + [f"not {name}: {reason}" for name, reason in self.left.items()])
@@ -67,6 +70,9 @@ class QuantizedActivations:
     ste: StraightThrough = "clip"
     eval_rounding: Rounding = "nearest"
     left: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return str(self.report)
 
     @property
     def report(self) -> Report:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,13 +19,18 @@ from fixedpoint_kernels.sgd import Moves, Targets, step_many
 from marvin.channels import ChannelFormat
 from marvin.compact import codes_of, is_compact, layer_of, master_of, placeholder, put_master
 from marvin.compact_moves import Moved
+from marvin.display import columns, plot_word_lengths
 from marvin.layers import ParameterTable
 from marvin.noise import Purpose, stream
 from marvin.plans import Members, Plans, Rounding, Trained
 from marvin.policies.base import Policy
 from marvin.policies.records import ActivationFormats, Layer, word_length
+from marvin.policies.trace import Switch
 from marvin.rounding import Format, round_many
 from marvin.shards import local, locals_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Counts", "WithMasters"]
 
@@ -58,6 +63,7 @@ class WithMasters(Optimizer):
     optimizer: Optimizer  # the wrapped one
     policy: Policy
     shared: Any
+    trace: list[Switch]
     _counts: Counts
     _layout: ParameterTable
     _masters: dict[Tensor, Tensor]  # as the wrapped optimizer sees them
@@ -94,6 +100,31 @@ class WithMasters(Optimizer):
         if owner is None or owner not in self._masters:
             return None
         return self.policy.activation_formats(self.state[owner]["layer"])
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_counts"):  # while it is made
+            return f"{type(self).__name__} (not ready)"
+        of = "" if type(self.optimizer).__module__.startswith("marvin") else type(self.optimizer)
+        name = type(self).__name__ + (f"({of.__name__})" if of else "")
+        rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups if "lr" in group)
+        head = f"{name} with {type(self.policy).__name__}, {self._counts.step} steps, lr {rates}"
+        formats, inputs = self.formats(), self.input_formats()
+        rows = [(n, str(formats.get(n, "float32")), str(inputs.get(n, ""))) for n in self.layers()]
+        mean = f"{len(rows)} layers, {self.mean_word_length():.1f} bits on average"
+        return f"{head}\n{mean}\n{columns(('layer', 'weight', 'inputs'), rows)}"
+
+    def plot(self) -> "Figure":
+        """Draw each layer's word length over the steps, from ``trace``; a notebook shows it.
+
+        Returns:
+            A figure of matplotlib's: ``savefig(path)`` writes it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        formats = self.formats()
+        own = {name: formats.get(name) for name in self.layers()}
+        return plot_word_lengths(self.trace, own, self._counts.step)
 
     def layers(self) -> list[str]:
         """Return the names of the parameters that have a format of their own."""

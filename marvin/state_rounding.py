@@ -42,7 +42,7 @@ def round_state(
     Raises:
         TypeError: ``optimizer`` is not one of fixed point, or a format is none; in ``step``:
             parameters are sharded.
-        ValueError: Nothing is to be rounded.
+        ValueError: Nothing is to be rounded; the optimizer has ``compact_state``.
 
     Source:
         ``qtorch.optim.OptimLP``.
@@ -54,6 +54,8 @@ def round_state(
         )
     if momentum is None and master is None:
         raise ValueError("round_state needs a format: write momentum= or master=")
+    if any(group["compact_state"] for group in optimizer.param_groups):
+        raise ValueError("state is compact already, got compact_state=True: leave one of them out")
     for fmt in (momentum, master):
         if not isinstance(fmt, Number | None):
             raise TypeError(f"a format must be a FixedPoint, BlockFloat or Minifloat, got {fmt!r}")

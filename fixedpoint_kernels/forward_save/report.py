@@ -74,6 +74,9 @@ class Report:
     calls: tuple[Call, ...] | None = None
     saves_nothing: tuple[str, ...] | None = None
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         parts = [
             _part("replaced", [_replaced(r) for r in self.replaced]),

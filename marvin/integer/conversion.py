@@ -55,6 +55,9 @@ class Report:
     rows: tuple[Row, ...]
     path: str
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         count = sum(row.is_integer for row in self.rows)
         lines = [f"{count} of {len(self.rows)} layers multiply integers ({self.path})"]

@@ -142,6 +142,9 @@ def test_rounding_of_state_ends_and_is_refused():
         marvin.round_state(optimizer, momentum=(8, 4))
     with pytest.raises(ValueError, match="write momentum= or master="):
         marvin.round_state(optimizer)
+    compact = marvin.MSGD(nn.Linear(3, 2).named_parameters(), compact_state=True)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        marvin.round_state(compact, master=FIXED)
     marvin.round_state(optimizer, master=FIXED).remove()
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step(loss=1.0)
