@@ -16,6 +16,7 @@ import torch
 
 from marvin.export.deployed import Deployed, Options
 from marvin.export.report import Trained, layer_rows, proof_lines, table, weight_line
+from marvin.export.targets.hls4ml import Hardware
 from marvin.export.targets.write import TARGETS, Order, Written
 from marvin.files import new_folder
 
@@ -88,6 +89,11 @@ class Parser(argparse.ArgumentParser):
             help="of c: weights of 4 bits or fewer two to a byte: less flash, more time",
         )
         add("--backend", choices=("Vitis", "Vivado"), default="Vitis", help="of hls4ml")
+        add("--part", metavar="NAME", help="of hls4ml: the FPGA (default: hls4ml's)")
+        add("--clock", type=float, default=5.0, metavar="NS", help="of hls4ml: period (default: 5)")
+        add("--io", choices=("io_parallel", "io_stream"), default="io_parallel", help="of hls4ml")
+        add("--strategy", choices=("Latency", "Resource"), default="Latency", help="of hls4ml")
+        add("--reuse-factor", type=_whole(1, 10**6), default=1, metavar="N", help="of hls4ml")
         add("--python", default=sys.executable, help="interpreter with qonnx, to verify qonnx")
 
 
@@ -172,7 +178,14 @@ def _write(
     count = given.samples or (8 if given.to in ("qonnx", "hls4ml") else len(trained.samples))
     samples = trained.samples[:count] if given.verify else None
     with new_folder(out) as folder:
-        flags = {"vnni": given.vnni, "nibbles": given.nibbles, "int4": given.int4}
+        fpga = given.part, given.clock, given.io, given.strategy, given.reuse_factor
+        hardware = Hardware(*fpga)
+        flags = {
+            "vnni": given.vnni,
+            "nibbles": given.nibbles,
+            "int4": given.int4,
+            "hardware": hardware,
+        }
         order = Order(deployed, folder, samples, given.backend, given.python, **flags)
         written = TARGETS[given.to](order)
         facts = {

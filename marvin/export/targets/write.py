@@ -1,5 +1,6 @@
 """The five things an export can be: how each is written, and proved."""
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +50,7 @@ class Order:
         folder: To write to.
         samples: To prove it on, None for no proof.
         backend: Of hls4ml.
+        hardware: Of hls4ml.
         python: Interpreter of an environment with qonnx.
         vnni: Of ONNX: the processor has VNNI.
         nibbles: Of C: weights of 4 bits or fewer are two to a byte.
@@ -63,6 +65,7 @@ class Order:
     vnni: bool = False
     nibbles: bool = False
     int4: bool = False
+    hardware: hls4ml.Hardware = dataclasses.field(default_factory=hls4ml.Hardware)
 
 
 Target = Callable[[Order], Written]
@@ -140,7 +143,7 @@ def _qonnx(order: Order) -> Written:
 
 
 def _hls4ml(order: Order) -> Written:
-    project = hls4ml.write(order.deployed.network, order.folder, order.backend)
+    project = hls4ml.write(order.deployed.network, order.folder, order.backend, order.hardware)
     size = sum(file.stat().st_size for file in order.folder.rglob("*") if file.is_file())
     what = f"{order.backend} project"
     if order.samples is None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import marvin
-from marvin.export import ExportError, c, describe, integer, onnx, packed, round_sums
+from marvin.export import ExportError, c, describe, hls4ml, integer, onnx, packed, round_sums
 from marvin.export.execute.simulate import simulate
 from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import Conv, MaxPool, Relu, Round
@@ -399,3 +399,19 @@ def test_linear_layers_over_positions():
     torch.testing.assert_close(integer.run(network, x), want, rtol=0, atol=0)
     assert_files_equal(network, x)
     assert_packed_equal(network, x)
+
+
+def test_what_hls4ml_is_asked_for_is_checked(tmp_path):
+    for wrong, message in (
+        ({"io": "stream"}, "io must be one of io_parallel, io_stream, got 'stream'"),
+        ({"strategy": "latency"}, "strategy must be one of Latency, Resource"),
+        ({"reuse_factor": 0}, "reuse_factor at least 1, got 5.0 and 0"),
+        ({"clock_ns": 0.0}, "clock_ns must be above 0"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            hls4ml.Hardware(**wrong)
+    torch.manual_seed(0)
+    model, x = in_fixed_point(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1)), (1, 4, 4))
+    network = describe(model, x)
+    with pytest.raises(ExportError, match="0: io_stream does not pad"):
+        hls4ml.write(network, tmp_path, "Vitis", hls4ml.Hardware(io="io_stream"))

@@ -132,3 +132,22 @@ def test_without_the_package_one_line_says_what_to_install(digits, monkeypatch, 
     monkeypatch.setitem(__import__("sys").modules, "hls4ml", None)
     with pytest.raises(ExportError, match=r'pip install "marvin-fixedpoint\[hls4ml\]"'):
         hls4ml.write(network, tmp_path)
+
+
+@needs_compiler
+def test_part_clock_and_strategy_are_in_the_project(make, tmp_path):
+    build = lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))  # noqa: E731
+    _, network, x = make(build, (1, 4, 4), 6, 3)
+    hardware = hls4ml.Hardware("xc7z020clg400-1", 8.0, "io_stream", "Resource", 2)
+    project = hls4ml.write(network, tmp_path / "made", "Vitis", hardware)
+    text = (tmp_path / "made" / "hls4ml_config.yml").read_text()
+    found = dict(line.strip().split(": ", 1) for line in text.splitlines() if ": " in line)
+    assert found["Part"] == "xc7z020clg400-1"
+    assert float(found["ClockPeriod"]) == 8
+    assert (found["IOType"], found["Strategy"], found["ReuseFactor"]) == (
+        "io_stream",
+        "Resource",
+        "2",
+    )
+    assert found["OutputDir"] == "."  # wherever the folder is
+    torch.testing.assert_close(project.predict(x), integer.run(network, x), rtol=0, atol=0)

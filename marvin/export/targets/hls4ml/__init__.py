@@ -20,7 +20,7 @@ from marvin.export.errors import ExportError, require
 from marvin.export.graph.nodes import Add, Affine, Conv, Linear, Network, Operation, Relu, Round
 from marvin.export.targets.hls4ml.layers import LAYERS, channels_last, check, exact, rounding
 
-__all__ = ["Project", "save", "write"]
+__all__ = ["Hardware", "Project", "save", "write"]
 
 _NAME = "network"
 FORGOTTEN = "ap_fixed<2,1>"  # of a type that is not written out: too short for anything
@@ -28,6 +28,45 @@ FORGOTTEN = "ap_fixed<2,1>"  # of a type that is not written out: too short for 
 _NO_FUSION = ["fuse_batch_normalization", "fuse_consecutive_batch_normalization"]
 # whose result is cast to its type; a reshaping casts nothing, and a pooling may round already
 _CASTING = Conv, Linear, Affine, Add, Relu
+
+
+_IO = "io_parallel", "io_stream"
+_STRATEGIES = "Latency", "Resource"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a project is made for; none of it changes what is computed.
+
+    Args:
+        part: Of the maker of the FPGA; None for hls4ml's default.
+        clock_ns: Period of the clock.
+        io: ``"io_parallel"``, or ``"io_stream"``, in which values come one pixel after the other.
+        strategy: ``"Latency"``, or ``"Resource"``, which needs fewer multipliers.
+        reuse_factor: How often each multiplier is used for one layer.
+
+    Raises:
+        ExportError: A value is out of range.
+    """
+
+    part: str | None = None
+    clock_ns: float = 5.0
+    io: str = "io_parallel"
+    strategy: str = "Latency"
+    reuse_factor: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("io", self.io, _IO), ("strategy", self.strategy, _STRATEGIES)):
+            if value not in known:
+                raise ExportError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if not self.clock_ns > 0 or self.reuse_factor < 1:
+            raise ExportError(
+                "clock_ns must be above 0 and reuse_factor at least 1, got "
+                f"{self.clock_ns} and {self.reuse_factor}"
+            )
+
+
+_ANY = Hardware()
 
 
 @dataclass(frozen=True)
@@ -74,28 +113,34 @@ class Project:
         return torch.from_numpy(y.reshape(shape).copy())
 
 
-def save(network: Network, path: str | Path, backend: str = "Vitis") -> int:
+def save(
+    network: Network, path: str | Path, backend: str = "Vitis", hardware: Hardware = _ANY
+) -> int:
     """Write a project to a folder; return the bytes of its files.
 
     Args:
         network: From ``describe``.
         path: The folder, which the project names inside; made if it is not there.
         backend: As in ``write``.
+        hardware: As in ``write``.
 
     Raises:
         ExportError: As ``write``.
     """
-    write(network, path, backend)
+    write(network, path, backend, hardware)
     return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
 
 
-def write(network: Network, folder: str | Path, backend: str = "Vitis") -> Project:
+def write(
+    network: Network, folder: str | Path, backend: str = "Vitis", hardware: Hardware = _ANY
+) -> Project:
     """Write a project, and return it with its emulation.
 
     Args:
         network: From ``describe``.
         folder: To write to.
         backend: ``"Vitis"`` or ``"Vivado"``; the emulations of others are not exact.
+        hardware: What it is made for.
 
     Raises:
         ExportError: An operation has no exact counterpart; named, with the reason. Or hls4ml is
@@ -106,22 +151,39 @@ def write(network: Network, folder: str | Path, backend: str = "Vitis") -> Proje
     if len(network.outputs) > 1:
         named = ", ".join(network.outputs)
         raise ExportError(f"hls4ml gets one output, got {named}: export a model that gives one")
+    padded = [op.name for op in network.operations if any(getattr(op, "padding", ()))]
+    if hardware.io == "io_stream" and padded:
+        named = ", ".join(padded)
+        raise ExportError(
+            f"{named}: io_stream does not pad as the network does: use io_parallel, or padding=0"
+        )
     writer = _Writer(network)
     writer.write()
     require("hls4ml", "hls4ml")
     from hls4ml.model.graph import ModelGraph
     from hls4ml.utils.config import create_config
 
-    config = create_config(output_dir=str(folder), project_name=_NAME, backend=backend)
-    config["IOType"] = "io_parallel"
+    own = {"part": hardware.part, "clock_period": hardware.clock_ns, "io_type": hardware.io}
+    config = create_config(output_dir=str(folder), project_name=_NAME, backend=backend, **own)
     config["HLSConfig"] = {
-        "Model": {"Precision": FORGOTTEN, "ReuseFactor": 1, "Strategy": "Latency"},
+        "Model": {
+            "Precision": FORGOTTEN,
+            "ReuseFactor": hardware.reuse_factor,
+            "Strategy": hardware.strategy,
+        },
         "LayerName": {name: {"Precision": types} for name, types in writer.types.items()},
         "SkipOptimizers": _NO_FUSION,
     }
     graph = ModelGraph.from_layer_list(config, writer.layers)
     graph.write()
+    # the folder may be moved; and an emulation that is fast to compile is the faster one
+    _replace(Path(folder, "hls4ml_config.yml"), r"(?m)^OutputDir: .*$", "OutputDir: .")
+    _replace(Path(folder, "build_lib.sh"), "-O3", "-O0")
     return Project(graph, network, writer.orders.get(network.output))
+
+
+def _replace(path: Path, old: str, new: str) -> None:
+    path.write_text(re.sub(old, new, path.read_text()))
 
 
 @dataclass
