@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numba import prange
 from torch import Tensor
+from torch.nn import functional as F
 
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes
@@ -24,6 +25,7 @@ __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
 
 _MACS_A_THREAD = 64  # as many as one element of another kernel costs
 _PIECE = jobs.PIECE
+_FEW = 8  # channels
 _WORK, _SUMS, _COLUMNS = jobs.WORK_BYTES, jobs.SUMS_SIZE, jobs.COUNT_COLUMNS
 
 enter: Any = None
@@ -257,6 +259,12 @@ def weight_gradient(
     path = paths.chosen(window.groups, 1, forced).name
     if path in portable.MULTIPLY:
         return portable.weight_gradient(x, grad, exponents, kernel, window, path)
+    if x.shape[1] < _FEW and kernel[1] > 1 and window.dilation[1] == 1:
+        merged = _columns_as_channels(x, kernel[1], window, grad.shape[3])
+        rows = Window((window.stride[0], 1), (window.padding[0], 0), (window.dilation[0], 1))
+        total = weight_gradient(merged, grad, exponents, (kernel[0], 1), rows, forced)
+        by_column = total.view(len(total), kernel[1], x.shape[1], kernel[0])
+        return by_column.permute(0, 2, 3, 1).contiguous()
     images, channels, height, width = x.shape
     outputs, positions = grad.shape[1], len(grad) * grad.shape[2] * grad.shape[3]
     room = shapes.shift_room(positions)
@@ -291,6 +299,15 @@ def weight_gradient(
     total = torch.from_numpy(total).view(*kernel, padded, -1)[:, :, :channels, :outputs]
     total = total.permute(3, 2, 0, 1)
     return total if exponents is None else reference.folded(total, torch.tensor(top), room)
+
+
+def _columns_as_channels(x: Tensor, columns: int, window: Window, width: int) -> Tensor:
+    """Return images with a kernel's columns as channels: tiles take 16 channels, whether there are so many or not."""
+    laid = F.pad(_laid(x), (0, 0, window.padding[1], window.padding[1])).contiguous()
+    images, height, across, channels = laid.shape
+    size, row = columns * channels, across * channels
+    steps = height * row, row, window.stride[1] * channels, 1
+    return laid.as_strided((images, height, width, size), steps).permute(0, 3, 1, 2)
 
 
 def _order(exponents: Tensor | None, images: int, room: int) -> tuple[np.ndarray, np.ndarray, int]:
