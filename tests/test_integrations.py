@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fixedpoint_kernels import forward_save
+
 PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
 RECIPES = PAGE.with_name("recipes.md")
 BLOCKS = re.findall(r"~~~python\n(.*?)~~~", PAGE.read_text(), re.DOTALL)
@@ -36,6 +38,22 @@ def test_the_trainer_of_transformers_trains(tmp_path, monkeypatch):
     state = names["optimizer"].state_dict()["marvin"]
     assert state["step"] == names["trainer"].state.global_step == 8
     assert names["trainer"].loss > 0  # and came through, for the budget needs it
+
+
+@pytest.mark.filterwarnings("ignore")  # those packages' own
+@pytest.mark.parametrize("package", ["transformers", "lightning", "accelerate"])
+def test_the_recipe_of_forward_save_keeps_the_noise(package, tmp_path, monkeypatch):
+    pytest.importorskip(package)
+    pytest.importorskip("accelerate")  # which transformers' Trainer needs
+    monkeypatch.chdir(tmp_path)
+    page = PAGE.with_name("forward_save.md")
+    blocks = re.findall(r"~~~python\n(.*?)~~~", page.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if re.search(rf"^(import|from) {package}\b", block, re.M))
+    names = {"__name__": "__main__"}
+    exec(compile(code, page.name, "exec"), names)
+    now, kept = forward_save.state(names["model"]), names["kept"]
+    assert kept["count"] > 0
+    assert now == (kept | {"count": 2 * kept["count"]} if package == "lightning" else kept)
 
 
 def test_each_example_is_of_a_package():

@@ -1,16 +1,14 @@
 """Normalisation layers that keep their input in few bits, and its statistics exactly."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import batch_norm as native_batch_norm
 from fixedpoint_kernels.forward_save import maps
+from fixedpoint_kernels.forward_save import norm_functions as functions
 from fixedpoint_kernels.forward_save.layers import Divided, Pack
 
 __all__ = [
@@ -24,8 +22,6 @@ __all__ = [
     "layer_norm",
     "rms_norm",
 ]
-
-aten = torch.ops.aten
 
 
 class BatchNorm(Divided):
@@ -96,8 +92,8 @@ class OwnRMSNorm(Divided):
         if len(args) != 1 or kwargs or not self._keeps(args[0]):
             return self._own(own, *args, **kwargs)
         x, weight, eps = args[0], self.weight, getattr(self, self._eps)
-        norm = _RMS(tuple(weight.shape), eps, self._offset, lambda x, *_: own(x))
-        return _RMSNorm.apply(x, weight, *self._pack(x), norm)  # pyright: ignore
+        norm = functions.RMS(tuple(weight.shape), eps, self._offset, lambda x, *_: own(x))
+        return functions.RMSNorm.apply(x, weight, *self._pack(x), norm)  # pyright: ignore
 
 
 def batch_norm(  # noqa: PLR0913  torch's own arguments
@@ -118,10 +114,10 @@ def batch_norm(  # noqa: PLR0913  torch's own arguments
         if _is_one_value_a_channel(input):
             return F.batch_norm(input, *running, weight, bias, True, momentum, eps)
         kept = pack(input, None)
-        return _BatchNorm.apply(input, weight, bias, *kept, running, (momentum, eps))  # pyright: ignore
+        return functions.BatchNorm.apply(input, weight, bias, *kept, running, (momentum, eps))  # pyright: ignore
     is_needed = weight is not None and weight.requires_grad
     kept = pack(input, None) if is_needed else maps.NOTHING
-    return _FrozenBatchNorm.apply(input, weight, bias, *running, eps, *kept)  # pyright: ignore
+    return functions.FrozenBatchNorm.apply(input, weight, bias, *running, eps, *kept)  # pyright: ignore
 
 
 def layer_norm(
@@ -137,7 +133,7 @@ def layer_norm(
     shape = tuple(normalized_shape)
     whole = _cast(input, lambda: F.layer_norm(input.new_zeros(shape), shape))
     kept = pack(input, whole.dtype)
-    return _LayerNorm.apply(whole, weight, bias, *kept, shape, eps)  # pyright: ignore
+    return functions.LayerNorm.apply(whole, weight, bias, *kept, shape, eps)  # pyright: ignore
 
 
 def group_norm(
@@ -153,7 +149,7 @@ def group_norm(
     one = 1, input.shape[1], 2
     whole = _cast(input, lambda: F.group_norm(input.new_zeros(one), num_groups))
     kept = pack(input, whole.dtype)
-    return _GroupNorm.apply(whole, weight, bias, *kept, num_groups, eps)  # pyright: ignore
+    return functions.GroupNorm.apply(whole, weight, bias, *kept, num_groups, eps)  # pyright: ignore
 
 
 def rms_norm(
@@ -168,7 +164,7 @@ def rms_norm(
     shape = tuple(normalized_shape)
     whole = _cast(input, lambda: F.rms_norm(input.new_zeros(shape), shape))
     kept = pack(input, whole.dtype)
-    return _RMSNorm.apply(whole, weight, *kept, _RMS(shape, eps))  # pyright: ignore
+    return functions.RMSNorm.apply(whole, weight, *kept, functions.RMS(shape, eps))  # pyright: ignore
 
 
 def _cast(x: Tensor, probe: Callable[[], Tensor]) -> Tensor:
@@ -198,147 +194,3 @@ def _momentum(norm: Any) -> float:
     if norm.momentum is None:  # the mean of all batches
         return 1.0 / float(norm.num_batches_tracked)
     return norm.momentum
-
-
-class _BatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
-    ) -> Tensor:
-        *parts, ctx.form, (mean, variance), (momentum, ctx.eps) = rest
-        running = None if mean is None else (mean, variance)
-        made = native_batch_norm(x, weight, bias, running, momentum, ctx.eps)
-        ctx.save_for_backward(weight, *made[1:], *parts)
-        return made[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        weight, mean, scale, *parts = ctx.saved_tensors
-        x, needed = maps.restore(parts, ctx.form), list(ctx.needs_input_grad[:3])
-        gradients = aten.native_batch_norm_backward(
-            grad, x, weight, None, None, mean, scale, True, ctx.eps, needed
-        )
-        return *_wanted(gradients, needed), *(None,) * 6
-
-
-class _FrozenBatchNorm(torch.autograd.Function):
-    """Batch normalisation by running statistics, which are buffers and there anyway."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
-    ) -> Tensor:
-        mean, variance, ctx.eps, *parts, ctx.form = rest
-        ctx.save_for_backward(weight, mean, variance, *parts)
-        ctx.shape, ctx.is_kept = x.shape, parts[0] is not None
-        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, ctx.eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        weight, mean, variance, *parts = ctx.saved_tensors
-        x = maps.restore(parts, ctx.form) if ctx.is_kept else grad.new_empty(ctx.shape)
-        needed = list(ctx.needs_input_grad[:3])
-        gradients = aten.native_batch_norm_backward(
-            *(grad, x, weight, mean, variance, None, None, False, ctx.eps, needed)
-        )
-        return *_wanted(gradients, needed), *(None,) * 7
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
-    ) -> Tensor:
-        *parts, ctx.form, ctx.shape, eps = rest
-        out, *statistics = torch.native_layer_norm(x, ctx.shape, weight, bias, eps)
-        ctx.save_for_backward(weight, bias, *statistics, *parts)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        weight, bias, mean, scale, *parts = ctx.saved_tensors
-        x, needed = maps.restore(parts, ctx.form).to(grad.dtype), list(ctx.needs_input_grad[:3])
-        gradients = aten.native_layer_norm_backward(
-            grad, x, ctx.shape, mean, scale, weight, bias, needed
-        )
-        return *_wanted(gradients, needed), *(None,) * 6
-
-
-class _GroupNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
-    ) -> Tensor:
-        *parts, ctx.form, ctx.groups, eps = rest
-        # as torch's own, which knows channels last on CPU alone
-        ctx.order = maps.order_of(x) if x.is_cpu else torch.contiguous_format
-        x = x.contiguous(memory_format=ctx.order)
-        ctx.sizes = x.shape[0], x.shape[1], x[0, 0].numel()
-        out, *statistics = torch.native_group_norm(x, weight, bias, *ctx.sizes, ctx.groups, eps)
-        ctx.save_for_backward(weight, *statistics, *parts)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        weight, mean, scale, *parts = ctx.saved_tensors
-        needed = list(ctx.needs_input_grad[:3])
-        x = maps.restore(parts, ctx.form).to(grad.dtype).contiguous(memory_format=ctx.order)
-        grad = grad.contiguous(memory_format=ctx.order)
-        gradients = aten.native_group_norm_backward(
-            grad, x, mean, scale, weight, *ctx.sizes, ctx.groups, needed
-        )
-        return *_wanted(gradients, needed), *(None,) * 6
-
-
-class _RMS(NamedTuple):
-    """An RMS norm.
-
-    Args:
-        shape: Of the rows.
-        eps: Added to the mean square; None: torch's own number.
-        offset: Added to the weight.
-        run: Computes the values, called as ``F.rms_norm``.
-    """
-
-    shape: tuple[int, ...]
-    eps: float | None
-    offset: float = 0.0
-    run: Callable[..., Tensor] = F.rms_norm
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
-        *parts, ctx.form, norm = rest
-        ctx.count, ctx.dtype, ctx.offset = len(norm.shape), x.dtype, norm.offset
-        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-        scale = x.float().square().mean(_last(ctx.count), keepdim=True).add(eps).rsqrt()
-        ctx.save_for_backward(weight, scale, *parts)
-        return norm.run(x, norm.shape, weight, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        weight, scale, *parts = ctx.saved_tensors
-        normal = maps.restore(parts, ctx.form).float() * scale
-        wide = grad.float()
-        inner = wide if weight is None else wide * (weight.float() + ctx.offset)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            shared = (inner * normal).mean(_last(ctx.count), keepdim=True)
-            dx = ((inner - normal * shared) * scale).to(ctx.dtype)
-        if weight is not None and ctx.needs_input_grad[1]:
-            dw = (wide * normal).reshape(-1, *weight.shape).sum(0).to(weight.dtype)
-        return dx, dw, *(None,) * 5
-
-
-def _last(count: int) -> tuple[int, ...]:
-    return tuple(range(-count, 0))
-
-
-def _wanted(gradients: tuple[object, ...], needed: list[bool]) -> list[Any]:
-    return [g if is_needed else None for g, is_needed in zip(gradients, needed, strict=True)]

@@ -1,0 +1,178 @@
+"""What normalisation layers compute, and their gradients from what was kept of the input."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from fixedpoint_kernels._torch_private import batch_norm as native_batch_norm
+from fixedpoint_kernels.forward_save import maps
+
+__all__ = ["RMS", "BatchNorm", "FrozenBatchNorm", "GroupNorm", "LayerNorm", "RMSNorm"]
+
+aten = torch.ops.aten
+
+
+class BatchNorm(torch.autograd.Function):
+    """Batch norm in training, which keeps what ``pack`` returned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+    ) -> Tensor:
+        """Return torch's own values."""
+        *parts, ctx.form, (mean, variance), (momentum, ctx.eps) = rest
+        running = None if mean is None else (mean, variance)
+        made = native_batch_norm(x, weight, bias, running, momentum, ctx.eps)
+        ctx.save_for_backward(weight, *made[1:], *parts)
+        return made[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        """Return gradients, as far as what was kept goes."""
+        weight, mean, scale, *parts = ctx.saved_tensors
+        x, needed = maps.restore(parts, ctx.form), list(ctx.needs_input_grad[:3])
+        gradients = aten.native_batch_norm_backward(
+            grad, x, weight, None, None, mean, scale, True, ctx.eps, needed
+        )
+        return *_wanted(gradients, needed), *(None,) * 6
+
+
+class FrozenBatchNorm(torch.autograd.Function):
+    """Batch normalisation by running statistics, which are buffers and there anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+    ) -> Tensor:
+        """Return torch's own values."""
+        mean, variance, ctx.eps, *parts, ctx.form = rest
+        ctx.save_for_backward(weight, mean, variance, *parts)
+        ctx.shape, ctx.is_kept = x.shape, parts[0] is not None
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, ctx.eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        """Return gradients, as far as what was kept goes."""
+        weight, mean, variance, *parts = ctx.saved_tensors
+        x = maps.restore(parts, ctx.form) if ctx.is_kept else grad.new_empty(ctx.shape)
+        needed = list(ctx.needs_input_grad[:3])
+        gradients = aten.native_batch_norm_backward(
+            *(grad, x, weight, mean, variance, None, None, False, ctx.eps, needed)
+        )
+        return *_wanted(gradients, needed), *(None,) * 7
+
+
+class LayerNorm(torch.autograd.Function):
+    """``layer_norm``, which keeps what ``pack`` returned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+    ) -> Tensor:
+        """Return torch's own values."""
+        *parts, ctx.form, ctx.shape, eps = rest
+        out, *statistics = torch.native_layer_norm(x, ctx.shape, weight, bias, eps)
+        ctx.save_for_backward(weight, bias, *statistics, *parts)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        """Return gradients, as far as what was kept goes."""
+        weight, bias, mean, scale, *parts = ctx.saved_tensors
+        x, needed = maps.restore(parts, ctx.form).to(grad.dtype), list(ctx.needs_input_grad[:3])
+        gradients = aten.native_layer_norm_backward(
+            grad, x, ctx.shape, mean, scale, weight, bias, needed
+        )
+        return *_wanted(gradients, needed), *(None,) * 6
+
+
+class GroupNorm(torch.autograd.Function):
+    """``group_norm``, which keeps what ``pack`` returned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+    ) -> Tensor:
+        """Return torch's own values."""
+        *parts, ctx.form, ctx.groups, eps = rest
+        # as torch's own, which knows channels last on CPU alone
+        ctx.order = maps.order_of(x) if x.is_cpu else torch.contiguous_format
+        x = x.contiguous(memory_format=ctx.order)
+        ctx.sizes = x.shape[0], x.shape[1], x[0, 0].numel()
+        out, *statistics = torch.native_group_norm(x, weight, bias, *ctx.sizes, ctx.groups, eps)
+        ctx.save_for_backward(weight, *statistics, *parts)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        """Return gradients, as far as what was kept goes."""
+        weight, mean, scale, *parts = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:3])
+        x = maps.restore(parts, ctx.form).to(grad.dtype).contiguous(memory_format=ctx.order)
+        grad = grad.contiguous(memory_format=ctx.order)
+        gradients = aten.native_group_norm_backward(
+            grad, x, mean, scale, weight, *ctx.sizes, ctx.groups, needed
+        )
+        return *_wanted(gradients, needed), *(None,) * 6
+
+
+class RMS(NamedTuple):
+    """An RMS norm.
+
+    Args:
+        shape: Of the rows.
+        eps: Added to the mean square; None: torch's own number.
+        offset: Added to the weight.
+        run: Computes the values, called as ``F.rms_norm``.
+    """
+
+    shape: tuple[int, ...]
+    eps: float | None
+    offset: float = 0.0
+    run: Callable[..., Tensor] = F.rms_norm
+
+
+class RMSNorm(torch.autograd.Function):
+    """An RMS norm, which keeps what ``pack`` returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+        """Return torch's own values."""
+        *parts, ctx.form, norm = rest
+        ctx.count, ctx.dtype, ctx.offset = len(norm.shape), x.dtype, norm.offset
+        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+        scale = x.float().square().mean(_last(ctx.count), keepdim=True).add(eps).rsqrt()
+        ctx.save_for_backward(weight, scale, *parts)
+        return norm.run(x, norm.shape, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        """Return gradients, as far as what was kept goes."""
+        weight, scale, *parts = ctx.saved_tensors
+        normal = maps.restore(parts, ctx.form).float() * scale
+        wide = grad.float()
+        inner = wide if weight is None else wide * (weight.float() + ctx.offset)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            shared = (inner * normal).mean(_last(ctx.count), keepdim=True)
+            dx = ((inner - normal * shared) * scale).to(ctx.dtype)
+        if weight is not None and ctx.needs_input_grad[1]:
+            dw = (wide * normal).reshape(-1, *weight.shape).sum(0).to(weight.dtype)
+        return dx, dw, *(None,) * 5
+
+
+def _last(count: int) -> tuple[int, ...]:
+    return tuple(range(-count, 0))
+
+
+def _wanted(gradients: tuple[object, ...], needed: list[bool]) -> list[Any]:
+    return [g if is_needed else None for g, is_needed in zip(gradients, needed, strict=True)]
