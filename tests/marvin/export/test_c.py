@@ -1,5 +1,6 @@
 """C files compute what the integer reference computes, under sanitizers and warnings as errors."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -13,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import marvin
 from fixedpoint_kernels import FixedPoint
 from marvin.export import ExportError, c, describe, integer, round_sums
+from marvin.export.__main__ import main
 from marvin.export.graph.bounds import first_value, value_of
 from marvin.export.graph.functions import Clip, Table
 from marvin.export.graph.nodes import (
@@ -467,3 +470,25 @@ def test_tokens_of_an_image(tmp_path):
         Concat("o", ("u", "f"), 1),
     )
     assert_same(network, 8 * torch.randn(9, 3, 4, 4), tmp_path)
+
+
+@needs_gcc
+def test_the_command_writes_runs_and_reports(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compiler, "_ARM", "no-such-compiler")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = marvin.MSGD(model.named_parameters(), lr=0.0, init_wl=4, init_fl=2)
+    marvin.quantize_activations(model, optimizer)
+    model(torch.randn(4, 12))
+    torch.save(marvin.freeze(model), tmp_path / "net.pt")
+    words = [str(tmp_path / "net.pt"), "--to", "c", "--nibbles", "--shape", "12", "--verify"]
+    main(words)
+    text = capsys.readouterr().out
+    folder = tmp_path / "net-export/c"
+    assert {"network.c", "network.h"} <= {file.name for file in folder.iterdir()}
+    assert "multiply-adds: 120: 96 of 4 x 4 bits, 24 of 4 x 3 bits\nEBOPs: 1,080\n" in text
+    assert "not run for Cortex-M: no arm-none-eabi-gcc or qemu-system-arm" in text
+    assert "all 192 outputs of 64 samples equal the integers" in text
+    assert "((w[k] & 15) ^ 8) - 8" in (folder / "network.c").read_text()
+    facts = json.loads((folder / "export.json").read_text())
+    assert facts["notes"][-1] == "EBOPs: 1,080"
