@@ -10,7 +10,7 @@ from marvin.quantized import Quantized
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["log_formats"]
+__all__ = ["add_layout", "log_formats", "scalars_of"]
 
 
 def log_formats(writer: "SummaryWriter", optimizer: Quantized, step: int) -> None:
@@ -32,16 +32,49 @@ def log_formats(writer: "SummaryWriter", optimizer: Quantized, step: int) -> Non
             f"log_formats needs a writer and an optimizer of fixed point, got {came}: "
             "write log_formats(SummaryWriter(folder), optimizer, step)"
         )
-    formats = optimizer.formats()
+    for name, value in scalars_of(optimizer).items():
+        writer.add_scalar(name, value, step)
+
+
+def scalars_of(optimizer: Quantized) -> dict[str, float]:
+    """Return what ``log_formats`` writes, by the names of the curves, in bits."""
+    formats, found = optimizer.formats(), dict[str, float]()
     for layer in optimizer.layers():
         fmt = formats.get(layer)
-        writer.add_scalar(f"word_length/{layer}", word_length(fmt), step)
+        found[f"word_length/{layer}"] = word_length(fmt)
         if isinstance(fmt, FixedPoint | ChannelFormat):
-            writer.add_scalar(f"fractional_length/{layer}", fmt.fl, step)
-    writer.add_scalar("mean_word_length", optimizer.mean_word_length(), step)
+            found[f"fractional_length/{layer}"] = fmt.fl
+    found["mean_word_length"] = optimizer.mean_word_length()
     inputs = optimizer.input_formats()
     if all(formats.get(layer) == fmt for layer, fmt in inputs.items()):
-        return  # these are the weights' own
-    for layer, fmt in inputs.items():
-        writer.add_scalar(f"input_word_length/{layer}", word_length(fmt), step)
-    writer.add_scalar("mean_input_word_length", optimizer.mean_input_word_length(), step)
+        return found  # these are the weights' own
+    found |= {f"input_word_length/{layer}": word_length(fmt) for layer, fmt in inputs.items()}
+    return found | {"mean_input_word_length": optimizer.mean_input_word_length()}
+
+
+def add_layout(writer: "SummaryWriter") -> None:
+    """Put all layers of a kind into one chart each, on TensorBoard's page *Custom Scalars*.
+
+    Weights stand beside inputs. Once for each writer is enough, before or after the curves.
+
+    Args:
+        writer: A TensorBoard writer.
+    """
+    charts = {
+        "weights, bits": ["^word_length/"],
+        "inputs, bits": ["^input_word_length/"],
+        "means, bits": ["^mean_word_length$", "^mean_input_word_length$"],
+    }
+    run = {
+        "loss": ["^loss/"],
+        "accuracy": ["^accuracy/"],
+        "EBOPs, modelled": ["^ebops_modelled$"],
+        "images a second": ["^images_per_s$"],
+    }
+    layout = {"word lengths": charts, "run": run}
+    writer.add_custom_scalars(
+        {
+            category: {title: ["Multiline", tags] for title, tags in parts.items()}
+            for category, parts in layout.items()
+        }
+    )

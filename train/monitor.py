@@ -31,8 +31,12 @@ class Monitor:
         self._bar: tqdm[Any] | None = None
         self._meter = _meter(training)
         self._switches = -1  # that the curves show
-        if next_step > 1 and isinstance(training.optimizer, marvin.Quantized):
-            self._switches = len(training.optimizer.trace)
+        self._drawn: dict[str, float] = {}  # where the curves are
+        if isinstance(training.optimizer, marvin.Quantized):
+            marvin.tensorboard.add_layout(self._writer)
+            if next_step > 1:
+                self._switches = len(training.optimizer.trace)
+                self._drawn = marvin.tensorboard.scalars_of(training.optimizer)
 
     def __enter__(self) -> "Monitor":
         return self
@@ -82,10 +86,14 @@ class Monitor:
             bar.update(progress.seen - bar.n)
 
     def _formats(self, optimizer: marvin.Quantized, step: int) -> None:
-        """Draw the curves of the layers, where one of them has moved."""
-        if len(optimizer.trace) != self._switches:
-            self._switches = len(optimizer.trace)
-            marvin.tensorboard.log_formats(self._writer, optimizer, step)
+        """Draw the curves of the layers, where one of them has moved: up or down, not aslant."""
+        if len(optimizer.trace) == self._switches:
+            return
+        self._switches = len(optimizer.trace)
+        for name, value in self._drawn.items():
+            self._writer.add_scalar(name, value, step)
+        self._drawn = marvin.tensorboard.scalars_of(optimizer)
+        marvin.tensorboard.log_formats(self._writer, optimizer, step)
 
     def epoch(self, row: Row, training: Training, images_per_s: float) -> None:
         """Show the metrics of a whole epoch."""

@@ -1,4 +1,8 @@
+import re
+
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -20,3 +24,24 @@ def test_a_curve_a_layer(tmp_path):
         "fractional_length/1.weight": (7, 5),
         "mean_word_length": (7, 9),
     }
+
+
+def test_charts_have_the_curves_of_all_layers(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        marvin.tensorboard.add_layout(writer)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (tag,) = [tag for tag in events.Tags()["tensors"] if "custom_scalars" in tag]
+    layout = layout_pb2.Layout()
+    layout.ParseFromString(events.Tensors(tag)[0].tensor_proto.string_val[0])
+    charts = {chart.title: [*chart.multiline.tag] for c in layout.category for chart in c.chart}
+    optimizer = marvin.Quantized(
+        torch.optim.SGD(nn.Linear(3, 4).named_parameters(), lr=0.1), marvin.LossBudgetPolicy()
+    )
+    shown = {
+        name: [title for title, tags in charts.items() if any(re.search(t, name) for t in tags)]
+        for name in [*marvin.tensorboard.scalars_of(optimizer), "input_word_length/x"]
+    }
+    assert shown["word_length/weight"] == ["weights, bits"]
+    assert shown["input_word_length/x"] == ["inputs, bits"]
+    assert shown["mean_word_length"] == ["means, bits"]
