@@ -126,6 +126,12 @@ def the_view_comes_after(m, x):
     return m.fc(m.flat(h) + torch.relu(h).flatten(1)) if early is not None else h
 
 
+def product_in_place(m, x):
+    h = m.c1(x)
+    h *= h
+    return m.fc(h.flatten(1))
+
+
 IN_PLACE = [
     relu_of_what_is_added,
     sum_under_two_names,
@@ -138,6 +144,7 @@ IN_PLACE = [
     doubled,
     only_the_view_is_used,
     the_view_comes_after,
+    product_in_place,
 ]
 
 
@@ -174,12 +181,6 @@ def data_replaced(m, x):
     return m.fc(h.flatten(1))
 
 
-def product_in_place(m, x):
-    h = m.c1(x)
-    h *= h
-    return m.fc(h.flatten(1))
-
-
 def data_changed(m, x):
     h = m.c1(x)
     h.data.relu_()
@@ -199,7 +200,6 @@ def part_written(m, x):
         (view_of_a_base, "fc uses flatten, whose memory relu_ may have changed in place"),
         (base_of_a_module, "flatten uses c1, whose memory relu may have changed in place"),
         (data_replaced, "an attribute of a value is set, data"),
-        (product_in_place, "imul: imul"),
         (data_changed, r"getattr\(c1, data\) cannot be exported"),
         (part_written, "must be traceable by torch.fx"),
     ],
