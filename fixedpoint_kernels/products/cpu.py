@@ -259,6 +259,9 @@ def weight_gradient(
     path = paths.chosen(window.groups, 1, forced).name
     if path in portable.MULTIPLY:
         return portable.weight_gradient(x, grad, exponents, kernel, window, path)
+    if _is_of_patches(window, kernel):
+        found = weight_gradient(_patches(x, kernel), grad, exponents, (1, 1), Window(), forced)
+        return found.view(grad.shape[1], *kernel, x.shape[1]).permute(0, 3, 1, 2)
     if x.shape[1] < _FEW and kernel[1] > 1 and window.dilation[1] == 1:
         merged = _columns_as_channels(x, kernel[1], window, grad.shape[3])
         rows = Window((window.stride[0], 1), (window.padding[0], 0), (window.dilation[0], 1))
@@ -308,6 +311,21 @@ def _columns_as_channels(x: Tensor, columns: int, window: Window, width: int) ->
     size, row = columns * channels, across * channels
     steps = height * row, row, window.stride[1] * channels, 1
     return laid.as_strided((images, height, width, size), steps).permute(0, 3, 1, 2)
+
+
+def _is_of_patches(window: Window, kernel: tuple[int, int]) -> bool:
+    """Say whether each input meets one output: an image is cut into patches."""
+    alone = window.stride == kernel and window.padding == (0, 0) and window.dilation == (1, 1)
+    return alone and kernel != (1, 1)
+
+
+def _patches(x: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """Return patches as positions, their pixels and channels as channels, channels last."""
+    (height, width), (down, across) = _size(x), kernel
+    rows, columns = height // down, width // across
+    whole = x.detach().permute(0, 2, 3, 1)[:, : rows * down, : columns * across]
+    cut = whole.unflatten(2, (columns, across)).unflatten(1, (rows, down))
+    return cut.transpose(2, 3).flatten(3).permute(0, 3, 1, 2)
 
 
 def _order(exponents: Tensor | None, images: int, room: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fixedpoint_kernels import products
-from fixedpoint_kernels.products import paths, shapes
+from fixedpoint_kernels.products import paths, reference, shapes
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Window
 from fixedpoint_kernels.products.spots import spots
 
@@ -516,3 +516,19 @@ def test_two_threads_compute_the_same(path):
     both = {"OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}
     environment = {**os.environ, **both, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, script, path], env=environment, check=True)
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [((5, 3, 32, 32), (8, 8)), ((3, 20, 13, 9), (4, 2)), ((2, 1, 7, 7), (7, 7))],
+)
+def test_weights_of_patches(shape, kernel, path):
+    """Kernels that lie side by side are multiplied as linear layers: rows and columns may be left."""
+    x, sizes = codes(*shape), [n // k for n, k in zip(shape[2:], kernel, strict=True)]
+    grad, exponents = products.round_per_sample(torch.randn(shape[0], 24, *sizes))
+    for own in (None, exponents):
+        with products.force(path):
+            found = products.convolve_weight_gradient(x, grad, kernel, exponents=own, stride=kernel)
+        wanted = reference.weight_gradient(x, grad, own, kernel, Window(kernel))
+        assert torch.equal(found, wanted)
