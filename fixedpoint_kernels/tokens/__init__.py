@@ -9,6 +9,7 @@ A thread takes the tokens of a few samples through all operations while they are
 computes is ``reference``, in plain PyTorch: forward to the bit.
 """
 
+from fixedpoint_kernels.products import paths
 from fixedpoint_kernels.tokens.graph import (
     Add,
     Attention,
@@ -23,6 +24,7 @@ from fixedpoint_kernels.tokens.graph import (
 from fixedpoint_kernels.tokens.reference import Parameters
 
 __all__ = [
+    "PATHS",
     "Add",
     "Attention",
     "Gelu",
@@ -33,4 +35,15 @@ __all__ = [
     "Part",
     "Relu",
     "Segment",
+    "path",
 ]
+
+PATHS = ("avx512_vnni",)
+"""Paths of products that these kernels have run on. A processor with AMX has it too."""
+
+
+def path() -> str | None:
+    """Return the path that these kernels take, as ``products.path``; None: none of ``PATHS``."""
+    own = paths.path().name
+    own = "avx512_vnni" if own == "amx" else own
+    return own if own in PATHS and own not in paths.unavailable() else None

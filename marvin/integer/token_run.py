@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
-from fixedpoint_kernels import products, tokens
+from fixedpoint_kernels import tokens
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from fixedpoint_kernels.tokens import Parameters, Segment
 from marvin.hooks import rounders_of
@@ -98,7 +98,7 @@ class TokenRun(nn.Module):
     def ready(self) -> bool:
         """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
         self.rounders = tuple(r for layer in self.layers for r in rounders_of(layer))
-        if len(self.rounders) != len(self.layers):
+        if len(self.rounders) != len(self.layers) or tokens.path() is None:
             return False
         for layer, rounder in zip(self.layers, self.rounders, strict=True):
             if rounder.observer is not None or not layer.training or self._is_hooked(layer):
@@ -217,7 +217,7 @@ class TokenRun(nn.Module):
         """Return the program for values of the shape of ``x``."""
         from fixedpoint_kernels.tokens.program import Program  # Numba takes a second to import
 
-        path, rows = products.path().name, x.shape[:-1].numel()
+        path, rows = tokens.path() or "", x.shape[:-1].numel()
         threads = min(thread_count() if is_parallel(rows * 256) else 1, len(x))
         key = segment, len(x), rows, path, threads, tuple(inputs), tuple(weights)
         program = self._programs.pop(key, None)

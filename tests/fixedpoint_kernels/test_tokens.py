@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fixedpoint_kernels import FixedPoint, decode, encode
+from fixedpoint_kernels import FixedPoint, decode, encode, tokens
 from fixedpoint_kernels.products import paths
 from fixedpoint_kernels.tokens import (
     Add,
@@ -26,10 +26,10 @@ from fixedpoint_kernels.tokens import (
 )
 from fixedpoint_kernels.tokens.program import Program
 
-HERE = [name for name in paths.OWN if name not in paths.unavailable()]
+HERE = [name for name in tokens.PATHS if name not in paths.unavailable()]
 SIGNED, UNSIGNED, WEIGHT = FixedPoint(8, 5), FixedPoint(7, 5, signed=False), FixedPoint(8, 7)
 
-pytestmark = pytest.mark.skipif(not HERE, reason="no own path of products on this processor")
+pytestmark = pytest.mark.skipif(not HERE, reason="no path of tokens on this processor")
 
 
 def block(width=32, heads=2, *, causal=False):
