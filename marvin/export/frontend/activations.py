@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.few_bit.activations import ENTRIES
 from marvin.export.errors import ExportError
 from marvin.export.frontend.builder import Builder, Pending
 from marvin.export.graph.functions import KEEP_ORDER, Clip, Table
@@ -81,13 +82,9 @@ def _short(builder: Builder, name: str, module: str, source: str) -> str:
     return rounded
 
 
-_TABLES = (
-    nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid,
-    nn.Mish, nn.PReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh,
-    nn.Tanhshrink, nn.Threshold,
-)  # fmt: skip
+_BOUNDED = nn.Hardtanh, nn.ReLU6
+_TABLES = [entry.kind for entry in ENTRIES.values() if entry.kind not in (nn.ReLU, *_BOUNDED)]
 ACTIVATIONS: dict[type[nn.Module], Callable[..., str]] = {
-    nn.Hardtanh: _bounded,
-    nn.ReLU6: _bounded,
-    **dict.fromkeys(_TABLES, _table),
+    **dict.fromkeys(_BOUNDED, _bounded),
+    **dict.fromkeys([*_TABLES, nn.PReLU], _table),
 }
