@@ -2,8 +2,7 @@
 
     python read_packed.py network.safetensors < sample.json
 
-The sample is a list of numbers, as long as one input, channel by channel, row by row. What is printed
-are the numbers that come out. Written to be read, and to be written anew in another language.
+The sample is a list of numbers, as long as one input, channel by channel, row by row. Written to be read.
 """
 
 import json
@@ -106,10 +105,10 @@ def affine(op, x, tensors):
     scale, _, (scale_fl, *_) = tensors[op["scale"]]
     offset, _, (offset_fl, *_) = tensors[op["offset"]]
     left, right = op["fl"] - x.fl - scale_fl, op["fl"] - offset_fl
-    each, found = prod(x.shape[1:]), []
-    for i, code in enumerate(x.codes):
-        found.append((code * scale[i // each] << left) + (offset[i // each] << right))
-    return found
+    parts = [i // prod(x.shape[1:]) for i in range(len(x.codes))]
+    return [
+        (c * scale[i] << left) + (offset[i] << right) for i, c in zip(parts, x.codes, strict=True)
+    ]
 
 
 def pooled(op, x, fill):
@@ -124,10 +123,16 @@ def average_pool(op, x, _tensors):
     return [round_to(sum(codes), x.fl, op["fmt"], count) for codes in pooled(op, x, 0)]
 
 
+def at(x, place):
+    """Return the code at a place; sides of 1 are repeated."""
+    steps = [prod(x.shape[i + 1 :]) for i in range(len(x.shape))]
+    return x.codes[sum(i % n * step for i, n, step in zip(place, x.shape, steps, strict=True))]
+
+
 def add(op, x, y):
     """Sum at the larger fl."""
-    left, right = op["fl"] - x.fl, op["fl"] - y.fl
-    return [(a << left) + (b << right) for a, b in zip(x.codes, y.codes, strict=True)]
+    pairs = zip(x.codes, y.codes, strict=True)
+    return [(a << op["fl"] - x.fl) + (b << op["fl"] - y.fl) for a, b in pairs]
 
 
 def concat(op, *parts):
@@ -145,19 +150,18 @@ def picked(op, x, _tensors):
     """Transpose and slice: each code of the result is one of the source."""
     found = []
     for place in product(*map(range, op["shape"])):
-        where, at = list(place), 0
+        where = list(place)
         if op["kind"] == "Slice":
             where[op["axis"]] = op["start"] + where[op["axis"]] * op["step"]
         for i, dimension in enumerate(op.get("order", [])):
             where[dimension] = place[i]
-        for i, side in zip(where, x.shape, strict=True):
-            at = at * side + i
-        found.append(x.codes[at])
+        found.append(at(x, where))
     return found
 
 
 KINDS = {
     "Add": add,
+    "Mul": lambda op, x, y: [at(x, p) * at(y, p) for p in product(*map(range, op["shape"]))],
     "Concat": concat,
     "Clip": lambda op, x, _: [min(max(code, op["low"]), op["high"]) for code in x.codes],
     "Reshape": lambda _op, x, _: x.codes,
@@ -178,13 +182,11 @@ KINDS = {
 def run(network, tensors, sample):
     """Return the value of each output by its label, of one sample of floats."""
     operations, values = network["operations"], {}
-    source = operations[0]["name"]
     for op in operations[1:]:
-        if op["inputs"] == [source]:
-            # a float is an integer over a power of two
+        if op["inputs"] == [operations[0]["name"]]:
             exact = [float(x).as_integer_ratio() for x in sample]
             codes = [round_to(n, 0, op["fmt"], d) for n, d in exact]
-        elif op["kind"] in ("Add", "Concat"):
+        elif op["kind"] in ("Add", "Mul", "Concat"):
             codes = KINDS[op["kind"]](op, *(values[name] for name in op["inputs"]))
         else:
             codes = KINDS[op["kind"]](op, values[op["inputs"][0]], tensors)

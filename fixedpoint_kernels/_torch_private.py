@@ -22,6 +22,7 @@ from torch.utils.weak import TensorWeakRef as WeakTensor
 __all__ = [
     "FORWARDS",
     "HOOKS",
+    "KIND_OF_BACKWARD_HOOKS",
     "AdaptiveAvgPoolBase",
     "AvgPoolBase",
     "BatchNormBase",
@@ -67,6 +68,7 @@ __all__ = [
 # reference that ends with a tensor: weakref's own ends with the Python object, which autograd lets go.
 
 # Tensors. The public operators take one tensor: one call, and on a GPU one launch, for each.
+KIND_OF_BACKWARD_HOOKS = "_is_full_backward_hook"  # a module remembers it when they are gone
 foreach_abs = torch._foreach_abs
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_

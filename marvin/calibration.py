@@ -139,7 +139,11 @@ class _Values:
 
 
 def best_format(x: Tensor, wl: int, estimator: Estimator, *, signed: bool = True) -> FixedPoint:
-    """Return the format of ``wl`` bits that an estimator chooses for values, float32, 1-d."""
+    """Return the format of ``wl`` bits that an estimator chooses for values, float32, 1-d.
+
+    Raises:
+        ValueError: No format of ``wl`` bits holds the values.
+    """
     ends = x.min(), x.max()
     if estimator == "percentile":
         size = x.abs().sort().values

@@ -205,7 +205,7 @@ class Program:
                 size = 2 * n * width if isinstance(op, Gelu) else n * width // 8
                 self.extra[i] = self._keep(size)
         attended = {s for op in operations if isinstance(op, Attention) for s in op.sources}
-        self._values = {
+        self._made = {
             v: self._keep(4 * (n + _SPARE_ROWS) * self.widths[v]) for v in sorted(attended)
         }
         self.partial_bytes = max(4 * self.partial_width, 64)
@@ -259,14 +259,14 @@ class Program:
         for i, op in enumerate(self.segment.operations):
             v = self._count + i
             leaves = v in self.segment.outputs
-            if v in self._values:
-                where[v] = self._values[v]
+            if v in self._made:
+                where[v] = self._made[v]
             elif leaves:
                 where[v] = _Given("y", v)
             else:
                 where[v] = rows.local(self.widths[v])
             self._do(rows, i, op, where)
-            if leaves and v in self._values:
+            if leaves and v in self._made:
                 more = self._operand("X", where[v], v) | self._operand("Y", _Given("y", v), v)
                 rows.add(f.PASS_ON, more | {"WIDTH": self.widths[v]})
         return rows
@@ -405,7 +405,7 @@ class Program:
         touched = set(self._touched)
         adds = {"Q": "ADDS", "K": "DK_ADDS", "V": "DV_ADDS"}
         for name, part in zip("QKV", op.parts, strict=True):
-            more |= self._part(name, self._values[part.value], part)
+            more |= self._part(name, self._made[part.value], part)
             more |= self._contribute(rows, part.value, f"D{name}", adds[name])
             more[adds[name]] = part.value in touched  # three parts of one value are apart
         more |= {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal}

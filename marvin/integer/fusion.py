@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from fixedpoint_kernels import products
 from fixedpoint_kernels._torch_private import (
+    KIND_OF_BACKWARD_HOOKS,
     foreach_add_,
     global_forward_hooks,
     has_backward_hooks,
@@ -149,7 +150,7 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
 def _plain_attributes(module: nn.Module) -> list[Any]:
     own = vars(module).items()
     kinds = bool, int, float, str
-    return [pair for pair in own if type(pair[1]) in kinds and pair[0] != "_is_full_backward_hook"]
+    return [pair for pair in own if type(pair[1]) in kinds and pair[0] != KIND_OF_BACKWARD_HOOKS]
 
 
 def _rounds(module: nn.Module) -> bool:

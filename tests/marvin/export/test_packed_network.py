@@ -99,6 +99,24 @@ def test_the_reader_knows_what_moves_codes(reader, make, tmp_path):
     assert_reads(reader, network, x, tmp_path / "net")
 
 
+class Squeezed(nn.Module):
+    """Channels times a number each, as in squeeze and excitation."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.gate = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        x = F.relu(self.conv(x))
+        return x * F.hardsigmoid(self.gate(F.adaptive_avg_pool2d(x, 1)))
+
+
+def test_the_reader_knows_products(reader, make, tmp_path):
+    _, network, x = make(Squeezed, (2, 4, 4))
+    assert "Mul" in {type(op).__name__ for op in network.operations}
+    assert_reads(reader, network, x, tmp_path / "net")
+
+
 def test_the_reader_knows_every_operation(reader):
     assert reader.KINDS.keys() | {"Input"} == packed_network._KINDS.keys()
 
