@@ -19,18 +19,12 @@ from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import Conv, Flatten, Network, Weighted
 from marvin.export.graph.views import Reshape
 from marvin.export.targets.c.memory import Buffer, Memory, plan
+from marvin.export.targets.c.moves import write_move
 from marvin.export.targets.c.runtime import helpers
 from marvin.export.targets.c.schedule import Step, input_round, schedule
-from marvin.export.targets.c.steps import (
-    Function,
-    Stored,
-    channels_last,
-    needed_orders,
-    same_order,
-    write_move,
-    write_step,
-)
+from marvin.export.targets.c.steps import needed_orders, write_step
 from marvin.export.targets.c.text import header, source
+from marvin.export.targets.c.values import Function, Stored, channels_last, same_order
 from marvin.export.targets.c.words import Tables, bits_of, identifier, storing
 from marvin.files import write_atomic
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.targets.c.memory import Memory
-from marvin.export.targets.c.steps import Function, Stored
+from marvin.export.targets.c.values import Function, Stored
 
 __all__ = ["Facts", "header", "source"]
 

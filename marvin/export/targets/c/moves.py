@@ -1,0 +1,100 @@
+"""Codes that go elsewhere in memory: parts, orders, values one behind the other."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from marvin.export.errors import ExportError
+from marvin.export.execute.arithmetic import Codes
+from marvin.export.graph.nodes import Operation
+from marvin.export.graph.views import Concat, Slice, Transpose
+from marvin.export.targets.c.values import Function, Shape, Stored, indented
+from marvin.export.targets.c.words import literal, loop, storing
+
+__all__ = ["write_move"]
+
+
+def write_move(
+    name: str,
+    op: Operation | None,
+    sources: Mapping[str, Stored],
+    result: tuple[Shape, Codes | None, int],
+) -> Function:
+    """Return a function that puts codes elsewhere in memory.
+
+    Args:
+        name: Of the function.
+        op: ``Concat``, ``Slice`` or ``Transpose``; None where the order alone changes.
+        sources: What it takes, by name.
+        result: Shape, order and ``fl`` of what it gives.
+
+    Raises:
+        ExportError: No nested loops do it.
+    """
+    shape, order, fl = result
+    shifts = [fl - x.fl for x in sources.values()]
+    low = min(x.low << shift for x, shift in zip(sources.values(), shifts, strict=True))
+    high = max(x.high << shift for x, shift in zip(sources.values(), shifts, strict=True))
+    word = storing(low, high)
+    places = _moved(op, sources).reshape(-1)
+    places = places if order is None else places[order]
+    lines: list[str] = []
+    ends = np.cumsum([x.count for x in sources.values()])
+    own = np.searchsorted(ends, places, "right")
+    parameters = []
+    for i, (x, shift) in enumerate(zip(sources.values(), shifts, strict=True)):
+        parameters.append(f"const {x.word} *restrict x{i}")
+        targets = np.flatnonzero(own == i)
+        if len(targets):
+            first = int(ends[i]) - x.count
+            lines += _copied(i, places[targets] - first, targets, word, shift)
+    text = f"/* {type(op).__name__ if op else 'order'} {(op.name if op else '').replace('*/', '')} */\n"
+    text += f"static void {name}({', '.join([*parameters, f'{word} *restrict y0'])})\n{{\n"
+    text += "\n".join(indented(lines)) + "\n}\n"
+    label = op.name if op is not None else f"{next(iter(sources))} as {name} takes it"
+    return Function(name, text, list(sources), {label: Stored(word, fl, shape, order, low, high)})
+
+
+def _moved(op: Operation | None, sources: Mapping[str, Stored]) -> Codes:
+    """Return, for each code of the result, its place in the memory of all sources one behind the other."""
+    found: dict[str, Codes] = {}
+    first = 0
+    for name, x in sources.items():
+        places = np.empty(x.count, np.int64)
+        places[np.arange(x.count) if x.order is None else x.order] = np.arange(x.count) + first
+        found[name] = places.reshape(x.shape)
+        first += x.count
+    if isinstance(op, Concat):
+        return np.concatenate([found[name] for name in op.inputs], op.axis)
+    (places,) = found.values()
+    if isinstance(op, Transpose):
+        return places.transpose(op.order)
+    if isinstance(op, Slice):
+        return places[(*(slice(None),) * op.axis, slice(op.start, op.stop, op.step))]
+    return places
+
+
+def _copied(index: int, reads: Codes, writes: Codes, word: str, shift: int) -> list[str]:
+    """Return nested loops that read and write places which go up by equal steps."""
+    sizes: list[tuple[int, int, int]] = []
+    both = np.stack([reads, writes])
+    while both.shape[1] > 1:
+        steps = np.diff(both)
+        same = (steps == steps[:, :1]).all(0)
+        count = both.shape[1] if same.all() else int(np.argmin(same)) + 1
+        rows = both[:, : both.shape[1] // count * count].reshape(2, -1, count)
+        is_whole = rows.shape[1] * count == both.shape[1]
+        is_whole = is_whole and (np.diff(rows) == steps[:, :1, None]).all()
+        if not is_whole:
+            raise ExportError("an order of memory that no loops have cannot be written as C")
+        sizes.append((count, *steps[:, 0].tolist()))
+        both = rows[:, :, 0]
+    places = [[str(first)] if first else [] for first in both[:, 0].tolist()]
+    lines = []
+    for depth, (count, *steps) in reversed(list(enumerate(sizes))):
+        lines.append(f"{loop(f'k{depth}', count)} {{")
+        for terms, step in zip(places, steps, strict=True):
+            terms.append(f"k{depth} * {step}" if step != 1 else f"k{depth}")
+    read, write = (" + ".join(terms) or "0" for terms in places)
+    scale = f" * {literal(1 << shift)}" if shift else ""
+    return [*lines, f"y0[{write}] = ({word})(x{index}[{read}]{scale});", *["}"] * len(sizes)]

@@ -1,0 +1,80 @@
+"""Values in memory, functions that make them, and orders in which codes lie."""
+
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from marvin.export.execute.arithmetic import Codes
+
+__all__ = ["Function", "Shape", "Stored", "channels_last", "indented", "same_order"]
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A value in memory.
+
+    Args:
+        word: Its C type.
+        fl: Fractional length; it may be shorter than the network's, where codes end with zeros.
+        shape: Of one sample, as the network has it.
+        order: Which code of the network lies at each place of the memory, int64; None where each is at its own.
+        low: Smallest code.
+        high: Largest code.
+    """
+
+    word: str
+    fl: int
+    shape: Shape
+    order: Codes | None
+    low: int
+    high: int
+
+    @property
+    def count(self) -> int:
+        """How many codes."""
+        return prod(self.shape)
+
+
+@dataclass
+class Function:
+    """A C function.
+
+    Args:
+        name: Its name.
+        text: Its definition.
+        inputs: Values it takes, in the order of its parameters.
+        outputs: Values it stores, likewise.
+        scratch: Types and counts of the memory it needs meanwhile, the last parameters.
+    """
+
+    name: str
+    text: str
+    inputs: list[str]
+    outputs: dict[str, Stored]
+    scratch: list[tuple[str, int]] = field(default_factory=list)
+
+
+def channels_last(shape: Shape) -> Codes | None:
+    """Return the order of memory in which images, and sequences, have their channels side by side."""
+    codes = np.arange(prod(shape))
+    order = codes.reshape(shape[0], -1).T.reshape(-1)
+    return None if np.array_equal(order, codes) else order
+
+
+def same_order(x: Codes | None, y: Codes | None) -> bool:
+    """Say whether two values lie in memory alike."""
+    return y is None if x is None else y is not None and np.array_equal(x, y)
+
+
+def indented(lines: list[str]) -> list[str]:
+    """Return lines with blanks in front, by braces."""
+    found, depth = [], 1
+    for line in lines:
+        depth -= line.startswith("}")
+        found.append("    " * depth + line)
+        depth += line.endswith("{")
+    return found

@@ -1,0 +1,176 @@
+"""What is done to each result of a step, in the loop that makes it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from marvin.export.errors import ExportError
+from marvin.export.execute.arithmetic import Codes
+from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.nodes import (
+    Add,
+    Affine,
+    Flatten,
+    Linear,
+    Network,
+    Operation,
+    Relu,
+    Round,
+)
+from marvin.export.graph.views import Reshape
+from marvin.export.targets.c.schedule import Step
+from marvin.export.targets.c.terms import Lines, Term
+from marvin.export.targets.c.values import Stored, channels_last, same_order
+from marvin.export.targets.c.words import computing, identifier, literal, storing
+
+__all__ = ["Writer", "results"]
+
+
+@dataclass
+class Writer:
+    """What a step is written with."""
+
+    network: Network
+    step: Step
+    stored: Mapping[str, Stored]
+    lines: Lines
+    nibbles: bool
+    order: Codes | None = None
+    terms: dict[str, Term] = field(default_factory=dict)
+    outputs: dict[str, Stored] = field(default_factory=dict)
+    scratch: list[tuple[str, int]] = field(default_factory=list)
+
+    def source(self, name: str) -> str:
+        """Return the parameter that has a value, in whatever order."""
+        return f"x{self.step.inputs.index(name)}"
+
+
+def results(writer: Writer, first: Operation | None, term: Term | None) -> list[str]:
+    """Return the code that makes of each result of a head what is stored.
+
+    ``i`` is the place in memory, ``c`` the channel.
+    """
+    if first is not None and term is not None:
+        writer.terms[first.name] = term
+    for op in writer.step.operations:
+        if op is not first:
+            terms = [_term(writer, name) for name in op.inputs]
+            writer.terms[op.name] = _POINTWISE[type(op)](writer, op, *terms)
+        if op.name in writer.step.stored:
+            _store(writer, op)
+    return writer.lines.lines
+
+
+def _term(writer: Writer, name: str) -> Term:
+    """Return a value as a variable, or as what a variable is yet to become."""
+    if name not in writer.terms:
+        value = writer.stored[name]
+        word = computing(name, max(-value.low, value.high))
+        text = f"{writer.source(name)}[i]"
+        writer.terms[name] = writer.lines.new(word, text, value.fl, value.low, value.high)
+    return writer.terms[name]
+
+
+def _store(writer: Writer, op: Operation) -> None:
+    term = writer.lines.settle(writer.terms[op.name], op.name)
+    if op.name == writer.network.output:  # its codes are those of the network
+        fl = writer.network.values[op.name].fl
+        if term.fl != fl:
+            scaled = (1 << fl - term.fl) * max(-term.lows[0], term.highs[0])
+            word = computing(op.name, scaled)
+            text = f"{term.wide(word)} * {literal(1 << fl - term.fl)}"
+            low, high = (end << fl - term.fl for end in (min(term.lows), max(term.highs)))
+            term = writer.lines.new(word, text, fl, low, high)
+    writer.terms[op.name] = term
+    low, high = min(term.lows), max(term.highs)
+    word = storing(low, high)
+    shape = writer.network.values[op.name].shape
+    value = Stored(word, term.fl, shape, writer.order, low, high)
+    writer.lines.lines.append(f"y{len(writer.outputs)}[i] = ({word}){term.text};")
+    writer.outputs[op.name] = value
+
+
+def _round(writer: Writer, op: Round, x: Term) -> Term:
+    return writer.lines.rounded(writer.lines.settle(x, op.name), op.fmt, op.name)
+
+
+def _relu(writer: Writer, op: Relu, x: Term) -> Term:
+    x = writer.lines.settle(x, op.name)
+    low, high = min(x.lows), max(x.highs)
+    if low >= 0:
+        return x
+    word = computing(op.name, max(-low, high))
+    return writer.lines.new(word, f"{x.text} > 0 ? {x.narrow(word)} : 0", x.fl, 0, max(high, 0))
+
+
+def _clip(writer: Writer, op: Clip, x: Term) -> Term:
+    x = writer.lines.settle(x, op.name)
+    return writer.lines.clipped(
+        x, *(_at(bound, op.source_fl, x.fl, up) for bound, up in ((op.low, True), (op.high, False)))
+    )
+
+
+def _at(code: int, fl: int, to_fl: int, up: bool) -> int:
+    """Return a bound at another ``fl``, at which every code is that is within it."""
+    if to_fl >= fl:
+        return code << to_fl - fl
+    return -(-code >> fl - to_fl) if up else code >> fl - to_fl
+
+
+def _table(writer: Writer, op: Table, x: Term) -> Term:
+    lines = writer.lines
+    x = lines.settle(x, op.name)
+    low, codes = op.low, op.codes.tolist()
+    if x.fl < op.source_fl:  # the source ends with zeros: of the table, every so many
+        step = 1 << op.source_fl - x.fl
+        first = -low % step
+        low, codes = (low + first) // step, codes[first::step]
+    name = lines.tables.add(f"{lines.name}_{identifier(op.name)}", codes)
+    text = f"{name}[{x.text} - {literal(low) if low >= 0 else f'({literal(low)})'}]"
+    return lines.new("int32_t", text, op.fmt.fl, min(codes), max(codes))
+
+
+def _affine(writer: Writer, op: Affine, x: Term) -> Term:
+    shape, order, index = writer.network.values[op.name].shape, np.arange(len(op.scale)), "c"
+    if len(shape) == 1 and not isinstance(writer.step.head, Linear):
+        order, index = order if writer.order is None else writer.order, "i"
+    elif isinstance(writer.step.head, Linear | None) and len(shape) > 1:
+        is_last = writer.order is not None and same_order(writer.order, channels_last(shape))
+        if writer.step.head is not None or not (is_last or writer.order is None):
+            raise ExportError(f"{op.name} cannot be written as C: it takes values of shape {shape}")
+    head = writer.step.head
+    if (
+        index == "c"
+        and head is not None
+        and len(op.scale) != writer.network.values[head.name].shape[0]
+    ):
+        raise ExportError(f"{op.name} cannot be written as C: it takes values of shape {shape}")
+    x = x if x.index in ("", index) else writer.lines.whole(x, op.name)
+    scale, offset = op.scale.numpy()[order].tolist(), op.offset.numpy()[order].tolist()
+    return x.times(scale, op.scale_fmt.fl, index).plus(offset, op.offset_fmt.fl, index)
+
+
+def _add(writer: Writer, op: Add, x: Term, y: Term) -> Term:
+    lines = writer.lines
+    x, y = lines.settle(x, op.name), lines.settle(y, op.name)
+    fl = max(x.fl, y.fl)
+    both = [(t, 1 << fl - t.fl, min(t.lows), max(t.highs)) for t in (x, y)]
+    low = sum(scale * low for _, scale, low, _ in both)
+    high = sum(scale * high for _, scale, _, high in both)
+    largest = sum(scale * max(-low, high) for _, scale, low, high in both)
+    word = computing(op.name, largest)
+    texts = [t.wide(word) + ("" if s == 1 else f" * {literal(s)}") for t, s, *_ in both]
+    return lines.new(word, " + ".join(texts), fl, low, high)
+
+
+_POINTWISE: dict[type, Callable[..., Term]] = {
+    Add: _add,
+    Affine: _affine,
+    Clip: _clip,
+    Flatten: lambda _writer, _op, x: x,
+    Relu: _relu,
+    Reshape: lambda _writer, _op, x: x,
+    Round: _round,
+    Table: _table,
+}
