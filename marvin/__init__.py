@@ -4,28 +4,31 @@ import sys
 import warnings
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from marvin import integer, tensorboard
-from marvin.activations import QuantizedActivations
-from marvin.averaging import MasterAverage
-from marvin.batch_norm import reestimate_batch_norm
-from marvin.calibration import calibrate
-from marvin.checkpoint import load_sharded, save_sharded
-from marvin.conversion import prepare, quantize_activations
-from marvin.freezing import freeze
-from marvin.init import tnvs_
-from marvin.optimizer import MSGD
-from marvin.policies.base import FixedPolicy, Policy
-from marvin.policies.loss_budget import LossBudgetPolicy, StaticPolicy
-from marvin.policies.marvin import MarvinPolicy
-from marvin.policies.muppet import MuppetPolicy
-from marvin.policies.trace import Switch
-from marvin.quantized import Quantized
-from marvin.quantizer import Quantizer
-from marvin.state_rounding import round_state
-from marvin.stored import StoredCodes, store_codes
-from marvin.straight_through import fake_quantize
+from marvin.lazy import load
+
+if TYPE_CHECKING:  # for readers; Python loads each when it is first used
+    from marvin import integer, tensorboard
+    from marvin.activations import QuantizedActivations
+    from marvin.averaging import MasterAverage
+    from marvin.batch_norm import reestimate_batch_norm
+    from marvin.calibration import calibrate
+    from marvin.checkpoint import load_sharded, save_sharded
+    from marvin.conversion import prepare, quantize_activations
+    from marvin.freezing import freeze
+    from marvin.init import tnvs_
+    from marvin.optimizer import MSGD
+    from marvin.policies.base import FixedPolicy, Policy
+    from marvin.policies.loss_budget import LossBudgetPolicy, StaticPolicy
+    from marvin.policies.marvin import MarvinPolicy
+    from marvin.policies.muppet import MuppetPolicy
+    from marvin.policies.trace import Switch
+    from marvin.quantized import Quantized
+    from marvin.quantizer import Quantizer
+    from marvin.state_rounding import round_state
+    from marvin.stored import StoredCodes, store_codes
+    from marvin.straight_through import fake_quantize
 
 __all__ = [
     "MSGD",
@@ -56,6 +59,32 @@ __all__ = [
     "tnvs_",
 ]
 
+_HOMES = {  # the module of each name
+    "FixedPolicy": "policies.base",
+    "LossBudgetPolicy": "policies.loss_budget",
+    "MSGD": "optimizer",
+    "MarvinPolicy": "policies.marvin",
+    "MasterAverage": "averaging",
+    "MuppetPolicy": "policies.muppet",
+    "Policy": "policies.base",
+    "Quantized": "quantized",
+    "QuantizedActivations": "activations",
+    "Quantizer": "quantizer",
+    "StaticPolicy": "policies.loss_budget",
+    "StoredCodes": "stored",
+    "Switch": "policies.trace",
+    "calibrate": "calibration",
+    "fake_quantize": "straight_through",
+    "freeze": "freezing",
+    "load_sharded": "checkpoint",
+    "prepare": "conversion",
+    "quantize_activations": "conversion",
+    "reestimate_batch_norm": "batch_norm",
+    "round_state": "state_rounding",
+    "save_sharded": "checkpoint",
+    "store_codes": "stored",
+    "tnvs_": "init",
+}
 _RENAMED = {"QuantizingOptimizer": "Quantized"}
 _MOVED = {  # modules, and where they are now
     "adaptation": "policies.adaptation",
@@ -90,9 +119,12 @@ for _name in _MOVED:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        warnings.warn(
-            f"marvin.{name} is now marvin.{_RENAMED[name]}", DeprecationWarning, stacklevel=2
-        )
-        return globals()[_RENAMED[name]]
-    raise AttributeError(f"module 'marvin' has no attribute {name!r}")
+    if new := _RENAMED.get(name):
+        warnings.warn(f"marvin.{name} is now marvin.{new}", DeprecationWarning, stacklevel=2)
+        return load("marvin", _HOMES, new)
+    globals()[name] = found = load("marvin", _HOMES, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,9 +8,9 @@ all. With --verify the files are run, and must compute what the integer referenc
 
 from pathlib import Path
 
-from marvin.export import command
+from marvin.export.arguments import Parser
 
-PARSER = command.Parser("python -m train.export", __doc__)
+PARSER = Parser("python -m train.export", __doc__)
 PARSER.add_argument("run", type=Path, metavar="RUN", help="run folder of train")
 PARSER.add_flags("RUN/export/TARGET")
 PARSER.add_argument(
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from marvin.export import formats_of_weights, masters_of, nearest_weights
+from marvin.export import command, formats_of_weights, masters_of, nearest_weights
 from marvin.export.deployed import Deployed, Options
 from marvin.export.deployed import deploy as deploy_model
 from marvin.export.errors import ExportError

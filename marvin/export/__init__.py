@@ -15,25 +15,32 @@ One export, from the model to the file:
 """
 
 import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from marvin.export.deployed import Deployed, Options, deploy
-from marvin.export.errors import ExportError
-from marvin.export.execute import integer, simulate
-from marvin.export.execute.verify import compare, verify
-from marvin.export.frontend.calibrate import calibrate
-from marvin.export.frontend.load import load_frozen
-from marvin.export.frontend.trace import describe
-from marvin.export.graph import nodes
-from marvin.export.graph.formats import (
-    Formats,
-    formats_of_weights,
-    masters_of,
-    nearest_weights,
-    weight_formats,
-)
-from marvin.export.graph.nodes import Network
-from marvin.export.passes.round_sums import round_sums
-from marvin.export.targets import c, hls4ml, onnx, packed, qonnx
+from marvin.lazy import load
+
+if TYPE_CHECKING:  # for readers; Python loads each when it is first used
+    from marvin.export.deployed import Deployed, Options, deploy
+    from marvin.export.errors import ExportError
+    from marvin.export.execute import integer
+    from marvin.export.execute import simulate as simulate
+    from marvin.export.execute.verify import compare, verify
+    from marvin.export.frontend.calibrate import calibrate
+    from marvin.export.frontend.load import load_frozen
+    from marvin.export.frontend.trace import describe
+    from marvin.export.graph import nodes as nodes
+    from marvin.export.graph.formats import (
+        Formats,
+        formats_of_weights,
+        masters_of,
+        nearest_weights,
+        weight_formats,
+    )
+    from marvin.export.graph.nodes import Network
+    from marvin.export.passes.round_sums import round_sums
+    from marvin.export.targets import c, hls4ml, onnx, packed, qonnx
 
 __all__ = [
     "Deployed",
@@ -60,14 +67,60 @@ __all__ = [
     "weight_formats",
 ]
 
-# whoever uses these wants no rooms in their names: from marvin.export.onnx import save
-_PATHS = {
-    "c": c,
-    "hls4ml": hls4ml,
-    "integer": integer,
-    "network": nodes,
-    "onnx": onnx,
-    "packed": packed,
+_HOMES = {  # the module of each name
+    "Deployed": "deployed",
+    "ExportError": "errors",
+    "Formats": "graph.formats",
+    "Network": "graph.nodes",
+    "Options": "deployed",
+    "calibrate": "frontend.calibrate",
+    "compare": "execute.verify",
+    "deploy": "deployed",
+    "describe": "frontend.trace",
+    "formats_of_weights": "graph.formats",
+    "load_frozen": "frontend.load",
+    "masters_of": "graph.formats",
+    "nearest_weights": "graph.formats",
+    "round_sums": "passes.round_sums",
+    "verify": "execute.verify",
+    "weight_formats": "graph.formats",
 }
-_PATHS |= {"qonnx": qonnx, "simulate": simulate}
-sys.modules.update({f"{__name__}.{name}": module for name, module in _PATHS.items()})
+# whoever uses these wants no rooms in their names: from marvin.export.onnx import save
+_MODULES = {
+    "c": "targets.c",
+    "hls4ml": "targets.hls4ml",
+    "integer": "execute.integer",
+    "network": "graph.nodes",
+    "nodes": "graph.nodes",
+    "onnx": "targets.onnx",
+    "packed": "targets.packed",
+    "qonnx": "targets.qonnx",
+    "simulate": "execute.simulate",
+}
+
+
+class _Short(ModuleType):
+    """A module under its short name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":  # tools ask every module for these
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(_module(self.__name__.rpartition(".")[2]), name)
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(f"{__name__}.{_MODULES[name]}")
+
+
+for _name in _MODULES:
+    sys.modules[f"marvin.export.{_name}"] = _Short(f"marvin.export.{_name}")
+
+
+def __getattr__(name: str) -> Any:
+    found = _module(name) if name in _MODULES else load(__name__, _HOMES, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,4 +1,4 @@
-"""What the two commands of an export share: their flags, what they print and what they write.
+"""What the two commands of an export share: what they print and what they write.
 
 ``python -m marvin.export`` takes a frozen model, ``python -m train.export`` the folder of a run.
 """
@@ -7,10 +7,8 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -20,102 +18,7 @@ from marvin.export.targets.hls4ml import Hardware
 from marvin.export.targets.write import TARGETS, Order, Written
 from marvin.files import new_folder
 
-__all__ = ["Parser", "export", "one_line", "options"]
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser of which a flag must be written out, and whose errors are one line.
-
-    Args:
-        prog: The command.
-        description: What it does.
-    """
-
-    def __init__(self, prog: str, description: str | None) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        self.add_argument("--version", action="version", version=_version())
-
-    def error(self, message: str) -> NoReturn:
-        """End the process with status 2."""
-        self.exit(2, f"{self.prog}: error: {message} (--help tells more)\n")
-
-    def add_flags(self, out: str) -> None:
-        """Add the flags of every export; ``out`` is what it writes by default."""
-        add = self.add_argument
-        add("--to", choices=sorted(TARGETS), required=True, help="what to write")
-        add("--verify", action="store_true", help="run what was written, and compare")
-        add("--out", type=Path, metavar="DIR", help=f"default: {out}")
-        add(
-            "--wl",
-            type=_whole(2, 32),
-            default=8,
-            help="bits of formats that training left open (default: 8)",
-        )
-        add(
-            "--scale-wl",
-            type=_whole(2, 32),
-            default=16,
-            help="bits of batch norm's scale (default: 16)",
-        )
-        add(
-            "--sums-wl",
-            type=_whole(2, 32),
-            help="bits of what is added, calibrated; ONNX needs 8 to be fast (default: exact sums)",
-        )
-        add(
-            "--vnni",
-            action="store_true",
-            help="of onnx: 8-bit weights as int8, fast on processors with VNNI, wrong without",
-        )
-        add(
-            "--int4",
-            action="store_true",
-            help="of onnx: weights of up to 4 bits take 4 bits each; ONNX Runtime 1.20 or later",
-        )
-        add(
-            "--samples",
-            type=_whole(0, 10**9),
-            default=0,
-            help="samples to verify on (default: all; of the slow qonnx and hls4ml, 8)",
-        )
-        add(
-            "--nibbles",
-            action="store_true",
-            help="of c: weights of 4 bits or fewer two to a byte: less flash, more time",
-        )
-        add("--backend", choices=("Vitis", "Vivado"), default="Vitis", help="of hls4ml")
-        add("--part", metavar="NAME", help="of hls4ml: the FPGA (default: hls4ml's)")
-        add("--clock", type=float, default=5.0, metavar="NS", help="of hls4ml: period (default: 5)")
-        add("--io", choices=("io_parallel", "io_stream"), default="io_parallel", help="of hls4ml")
-        add("--strategy", choices=("Latency", "Resource"), default="Latency", help="of hls4ml")
-        add("--reuse-factor", type=_whole(1, 10**6), default=1, metavar="N", help="of hls4ml")
-        add("--python", default=sys.executable, help="interpreter with qonnx, to verify qonnx")
-
-
-def _version() -> str:
-    try:
-        return f"marvin-fixedpoint {metadata.version('marvin-fixedpoint')}"
-    except metadata.PackageNotFoundError:  # a tree that nobody installed
-        return "marvin-fixedpoint, not installed"
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value <= high:
-            required = f"a whole number from {low} to {high:,}"
-            raise argparse.ArgumentTypeError(f"must be {required}, got {text[:60]!r}")
-        return value
-
-    return convert
+__all__ = ["export", "one_line", "options"]
 
 
 def options(given: argparse.Namespace) -> Options:
@@ -137,7 +40,7 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
     """Print what is exported, write it, and print what was written.
 
     Args:
-        given: The flags of ``Parser.add_flags``.
+        given: The flags of ``arguments.Parser``.
         trained: What it was made of.
         deployed: What is exported.
         folder: Where exports are if no other is given: each in a folder of its target's name.

@@ -4,11 +4,11 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels import BlockFloat, FixedPoint, Minifloat
 from marvin.policies.records import (
     ActivationFormats,
     Layer,
@@ -61,7 +61,7 @@ class Policy(ABC):
 
     Raises:
         TypeError: A subclass has a method of policies that had a memory of their own; names what
-            it is now.
+            it is now. Or a hyper-parameter that has to be named came without its name.
     """
 
     rules: ClassVar[Rules] = Rules()
@@ -71,6 +71,22 @@ class Policy(ABC):
         if earlier := sorted(set(_EARLIER) & set(vars(cls))):
             now = ", ".join(f"{name} is now {_EARLIER[name]}" for name in earlier)
             raise TypeError(f"a policy is pure functions from records to records: {now}")
+
+    def __new__(cls, *arguments: object, **named: object) -> Self:
+        """Refuse hyper-parameters without a name where a policy has them by name alone."""
+        own = (
+            [f for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
+        )
+        free = [f.name for f in own if not f.kw_only]
+        if own and len(arguments) > len(free) < len(own):
+            got = ", ".join(map(repr, arguments))
+            names = [f.name for f in own]
+            first = ", ".join(free) + " first, and " if free else ""
+            raise TypeError(
+                f"{cls.__name__} takes {first}hyper-parameters by name, got {got}: "
+                f"write {cls.__name__}({names[0]}=...); there are {', '.join(names)}"
+            )
+        return super().__new__(cls)
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOW:
@@ -183,6 +199,11 @@ class FixedPolicy(Policy):
     def __post_init__(self) -> None:
         if isinstance(fmt := self.wl, FixedPoint):
             raise TypeError(f"wl must be bits, got {fmt}: write FixedPolicy({fmt.wl}, {fmt.fl})")
+        if isinstance(fmt, Minifloat | BlockFloat):
+            raise TypeError(
+                f"wl must be bits of fixed point, got {fmt}: policies choose fixed point; "
+                "marvin.Quantizer rounds activations to it, marvin.round_state momenta and masters"
+            )
         self.check(self.settings())
 
     def init(self, settings: Settings, shared: None) -> LayerFormat:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 from fixedpoint_kernels import FixedPoint
@@ -28,7 +28,7 @@ _Lengths = tuple[
 _REACH, _HALVINGS = 16.0, 16  # powers of 4, each about a bit; to 1/2000 bit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossBudgetPolicy(RangePolicy):
     """Words as short as a share of the loss allows: 4 to 8 bits for weights and activations.
 
@@ -216,6 +216,7 @@ class StaticPolicy(RangePolicy):
 
     weights: int = 6
     activations: int = 6
+    _: KW_ONLY
     window: int = 25
     sat_tol: float = 1e-3
     ends_wl: int | None = None

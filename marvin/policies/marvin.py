@@ -38,7 +38,7 @@ class Losses(PlainRecord):
     losses: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MarvinPolicy(Policy):
     """Each layer's format from its weights' distribution and its gradients' diversity.
 

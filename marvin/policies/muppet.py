@@ -54,7 +54,7 @@ class Stage(PlainRecord):
     largest: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MuppetPolicy(Policy):
     """Block floating point with one word length, which only rises, at the end of epochs.
 

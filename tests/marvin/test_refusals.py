@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -124,6 +125,42 @@ def test_a_model_comes_first(call):
 def test_a_fixed_policy_takes_bits():
     with pytest.raises(TypeError, match=r"got <6, 3>: write FixedPolicy\(6, 3\)"):
         marvin.FixedPolicy(fixedpoint_kernels.FixedPoint(6, 3))
+
+
+@pytest.mark.parametrize(
+    "fmt", [fixedpoint_kernels.Minifloat(4, 3), fixedpoint_kernels.BlockFloat(8)]
+)
+def test_a_fixed_policy_names_where_other_formats_go(fmt):
+    with pytest.raises(TypeError, match=r"policies choose fixed point; marvin.Quantizer rounds"):
+        marvin.FixedPolicy(fmt)
+
+
+@pytest.mark.parametrize(
+    ("policy", "arguments", "message"),
+    [
+        (
+            marvin.LossBudgetPolicy,
+            (8,),
+            r"^LossBudgetPolicy takes hyper-parameters by name, got 8: "
+            r"write LossBudgetPolicy\(kappa=...\); there are kappa, max_noise, .*max_wl",
+        ),
+        (marvin.MarvinPolicy, (8, 4), r"got 8, 4: write MarvinPolicy\("),
+        (marvin.MuppetPolicy, ((8, 12),), r"got \(8, 12\): write MuppetPolicy\("),
+        (marvin.StaticPolicy, (4, 8, 25), r"takes weights, activations first, and hyper-para"),
+    ],
+    ids=["loss budget", "marvin", "muppet", "static"],
+)
+def test_a_policy_takes_hyper_parameters_by_name(policy, arguments, message):
+    """8 was taken as the share of the loss that rounding may cost, without a word."""
+    with pytest.raises(TypeError, match=message):
+        policy(*arguments)
+    for copied in (copy.deepcopy(policy()), pickle.loads(pickle.dumps(policy()))):
+        assert copied == policy()
+
+
+def test_policies_that_are_short_take_their_words_in_order():
+    assert marvin.StaticPolicy(4, 8).activations == 8
+    assert marvin.FixedPolicy(8, 4, True).symmetric
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import pytest
 
 from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.few_bit.activations import ENTRIES
+from marvin.export import arguments
+from marvin.export.targets import write
 from train import commands
 from train.config import ACTIVATIONS, DIVISION_METHODS
 
@@ -35,7 +37,7 @@ def answer(module, *words):
     return done.stdout.splitlines()[-1], done
 
 
-@pytest.mark.parametrize("module", [*SCRIPTS, "perfmodel"])
+@pytest.mark.parametrize("module", [*SCRIPTS, "perfmodel", "train.export", "marvin.export"])
 def test_help_is_printed_before_torch_loads(module):
     last, done = answer(module, "--help")
     assert last == "False 0"
@@ -54,6 +56,10 @@ def test_version(module):
     last, done = answer(module, "--version")
     assert last.endswith(" 0")
     assert importlib.metadata.version("marvin-fixedpoint") in done.stdout
+
+
+def test_targets_of_an_export_are_known_before_they_load():
+    assert tuple(sorted(write.TARGETS)) == arguments.TARGETS
 
 
 def test_flags_know_what_their_packages_know():

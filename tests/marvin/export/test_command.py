@@ -403,6 +403,7 @@ def test_wrong_arguments_are_one_line(words, message, capsys):
         ["RUN", "--to", "packed"],
         ["--weights", "last", "--to", "onnx", "RUN"],
         ["--verify", "RUN", "--out=else"],
+        ["--int4", "RUN", "--to", "onnx"],
     ],
 )
 def test_the_folder_of_a_run_is_exported_by_its_trainer(words, tmp_path, monkeypatch):

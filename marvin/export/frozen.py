@@ -1,0 +1,87 @@
+"""Exporting a frozen model, as the command line says."""
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+from marvin.export import command
+from marvin.export.deployed import Deployed, Options, deploy
+from marvin.export.errors import ExportError
+from marvin.export.frontend.load import load_frozen, load_tensor
+from marvin.export.graph.formats import (
+    activation_formats,
+    carried_weights,
+    formats_of_weights,
+    nearest_weights,
+    weight_formats,
+)
+from marvin.export.report import Trained
+
+__all__ = ["export"]
+
+_MADE_UP = 64  # samples
+
+
+def export(given: argparse.Namespace, prog: str) -> None:
+    """Do what the command line asks; what the user can put right ends with one line.
+
+    Args:
+        given: The flags of ``python -m marvin.export``.
+        prog: The command.
+    """
+    with command.one_line(prog):
+        model = load_frozen(given.model, given.allow)
+        samples, labels, notes = _samples(given)
+        _check_taken(model, samples[:1])
+        deployed, note = _deployed(model, samples, command.options(given))
+        title = f"{type(model).__name__}, frozen"
+        facts = given.model, title, model, samples, labels, "samples", (note, *notes)
+        folder = given.model.with_name(f"{given.model.stem}-export")
+        command.export(given, Trained(*facts), deployed, folder)
+
+
+def _samples(given: argparse.Namespace) -> tuple[Tensor, Tensor | None, tuple[str, ...]]:
+    """Return samples, labels if there are some, and what the report says of them."""
+    if given.inputs is None:
+        if given.labels is not None:
+            raise ExportError("--labels must be those of --inputs, got them with --shape")
+        generator = torch.Generator().manual_seed(0)
+        samples = torch.randn(_MADE_UP, *given.shape, generator=generator)
+        note = f"{_MADE_UP} samples are made up, normally distributed: give data with --inputs"
+        return samples, None, (note,)
+    samples = load_tensor(given.inputs)
+    if not samples.is_floating_point() or samples.ndim < 2 or not len(samples):
+        got = f"{samples.dtype} of shape {tuple(samples.shape)}"
+        raise ExportError(f"{given.inputs} must hold samples as the model takes them, got {got}")
+    if given.labels is None:
+        return samples.float(), None, ()
+    labels = load_tensor(given.labels)
+    if labels.is_floating_point() or labels.shape != samples.shape[:1]:
+        got = f"{labels.dtype} of shape {tuple(labels.shape)}"
+        raise ExportError(f"{given.labels} must hold {len(samples)} whole numbers, got {got}")
+    return samples.float(), labels.long(), ()
+
+
+@torch.no_grad()
+def _check_taken(model: nn.Module, sample: Tensor) -> None:
+    """Refuse samples that the model does not take."""
+    try:
+        model(sample)
+    except Exception as error:  # whatever the model's own code raises
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+        shape = tuple(sample.shape[1:])
+        raise ExportError(f"the model must take samples of shape {shape}, got {reason}") from error
+
+
+def _deployed(model: nn.Module, samples: Tensor, options: Options) -> tuple[Deployed, str]:
+    """Return the network of a frozen model, and where the formats of its weights come from."""
+    carried, formats = carried_weights(model), weight_formats(model)
+    if not carried and not activation_formats(model):
+        found = formats_of_weights(model, options.wl)
+        note = f"formats of weights: of {options.wl} bits, the model carries none"
+        return deploy(nearest_weights(model, found), found, samples, options), note
+    others = ", ".join(f"{name} {fmt}" for name, fmt in formats.items() if name not in carried)
+    note = "formats of weights: the model's own"
+    note += f"; found from the values: {others}" if others else ""
+    return deploy(model, formats, samples, options), note
