@@ -50,12 +50,14 @@ def _compiled(network: Network, x: Tensor, flags: tuple[str, ...]) -> Callable[[
         subprocess.run(words, check=True)
         run = ctypes.CDLL(str(library)).network_run
     codes = c.input_codes(network, x)[0].astype(source.input.word.removesuffix("_t"))
-    output = np.zeros(source.output.count, source.output.word.removesuffix("_t"))
+    output = np.zeros(
+        source.outputs["output"].count, source.outputs["output"].word.removesuffix("_t")
+    )
 
     def call() -> object:
         return run(codes.ctypes.data_as(ctypes.c_void_p), output.ctypes.data_as(ctypes.c_void_p))
 
     call()
-    got = c.output_codes(network, output[None].astype(np.int64), source.output.order)
-    torch.testing.assert_close(got, integer.run(network, x), rtol=0, atol=0)
+    got = c.output_codes(network, source, output[None].astype(np.int64))
+    torch.testing.assert_close(got["output"], integer.run(network, x), rtol=0, atol=0)
     return call

@@ -160,7 +160,7 @@ def _c(order: Order) -> Written:
     if order.samples is None:
         return Written(size, what, notes=notes)
     got, who = prove(network, source, path, order.samples)
-    return replace(_proved(order, size, what, [got], who), notes=notes)
+    return replace(_proved(order, size, what, got, who), notes=notes)
 
 
 def _proved(order: Order, size: int, what: str, found: Sequence[Tensor], who: str) -> Written:

@@ -19,7 +19,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export import ExportError, c, describe, integer, round_sums
 from marvin.export.__main__ import main
 from marvin.export.graph.bounds import first_value, value_of
-from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -55,12 +55,14 @@ def outputs(network, x, folder, tool="gcc", **options):
     flags = compiler.SANITIZE if tool == "gcc" else ()
     compiler.compile_program(tool, folder / "net.c", folder / "net", ("-O1", *flags))
     got = compiler.run_program([str(folder / "net")], c.input_codes(network, x))
-    return c.output_codes(network, got, source.output.order)
+    return c.output_codes(network, source, got)
 
 
 def assert_same(network, x, folder, tool="gcc", **options):
     got = outputs(network, x, folder, tool, **options)
-    torch.testing.assert_close(got, integer.run(network, x), rtol=0, atol=0)
+    assert got.keys() == network.outputs.keys()
+    for label, want in integer.run_heads(network, x).items():
+        torch.testing.assert_close(got[label], want, rtol=0, atol=0)
 
 
 @needs_gcc
@@ -260,7 +262,7 @@ def test_a_proof_names_what_differs(digits, tmp_path, monkeypatch):
     _, network, x = digits()
     c.save(network, tmp_path / "network")
     source, path = c.write(network), tmp_path / "network.c"
-    got, who = prove(network, source, path, x)
+    (got,), who = prove(network, source, path, x)
     torch.testing.assert_close(got, integer.run(network, x), rtol=0, atol=0)
     assert "under address and undefined sanitizers" in who
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -344,8 +346,6 @@ def test_what_cannot_be_written_is_named(digits, tmp_path):
     two = network_of((3,), Round("other", ("x",), FixedPoint(4, 2)), Add("s", ("in", "other")))
     with pytest.raises(ExportError, match="C takes an input of one format, got in <8, 4>, other"):
         c.write(two)
-    with pytest.raises(ExportError, match="must compute something"):
-        c.write(network_of((3,)))
     fmt = FixedPoint(32, 0)
     wide = Linear("wide", ("in",), torch.full((2, 9), 2**31 - 1), fmt, None, fmt)
     with pytest.raises(ExportError, match=r"wide needs sums of 6[6-8] bits, C has 64"):
@@ -470,6 +470,111 @@ def test_tokens_of_an_image(tmp_path):
         Concat("o", ("u", "f"), 1),
     )
     assert_same(network, 8 * torch.randn(9, 3, 4, 4), tmp_path)
+
+
+@needs_gcc
+def test_products_of_values(tmp_path):
+    """One number for each channel, for each pixel, for each row; and squares."""
+    network = network_of(
+        (4, 5, 3),
+        conv("c", "in", codes(4, 4, 3, 3), padding=(1, 1)),
+        Round("r", ("c",), FixedPoint(8, 1)),
+        AveragePool("a", ("r",), (5, 3), (5, 3), (0, 0), FixedPoint(9, 5)),
+        conv("gate", "a", codes(4, 4, 1, 1)),
+        Clip("g", ("gate",), 0, 900, 8),
+        Mul("scaled", ("r", "g")),
+        Round("s", ("scaled",), FixedPoint(9, 2)),
+        conv("d", "s", codes(1, 4, 1, 1)),
+        Mul("product", ("d", "r")),
+        Round("by pixel", ("product",), FixedPoint(8, 1)),
+        conv("column", "r", codes(4, 4, 1, 3)),
+        MaxPool("m", ("column",), (5, 1), (5, 1), (0, 0), (1, 1)),
+        Mul("by channel", ("m", "by pixel")),
+        Slice("row", ("r",), 1, 2, 3),
+        Mul("by row", ("row", "by channel")),
+        Round("short", ("by row",), FixedPoint(8, 2)),
+        Mul("square", ("short", "short")),
+    )
+    assert_same(network, 2 * torch.randn(9, 4, 5, 3), tmp_path)
+
+
+@needs_gcc
+def test_channels_are_multiplied_behind_another_shape(tmp_path):
+    network = network_of(
+        (6, 4, 3),
+        conv("c", "in", codes(6, 6, 1, 1)),
+        Reshape("v", ("c",), (2, 12, 3)),
+        Affine("n", ("v",), codes(2), FixedPoint(8, 4), codes(2), FixedPoint(8, 1)),
+        Slice("s", ("in",), 0, 0, 2),
+        AveragePool("a", ("s",), (4, 3), (4, 3), (0, 0), FixedPoint(9, 5)),
+        Mul("m", ("n", "a")),
+        Relu("r", ("v",)),
+        Mul("o", ("a", "r")),
+        Add("both", ("m", "o")),
+    )
+    assert_same(network, 2 * torch.randn(9, 6, 4, 3), tmp_path)
+
+
+class Gated(nn.Module):
+    """Squeeze and excitation, a linear layer over positions, two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.gate = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 1)
+        self.mix, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(16)
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x):
+        x = torch.relu(self.conv(x))
+        x = x * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
+        tokens = self.norm(self.mix(x.flatten(2).transpose(1, 2)))
+        return {"class": self.last(tokens.mean(1)), "tokens": tokens}
+
+
+@needs_gcc
+def test_gates_positions_and_outputs_of_a_model(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 4, 4)
+    network = describe(marvin.calibrate(Gated().eval(), [x]), x)
+    assert_same(network, x, tmp_path)
+    assert_same(round_sums(network, x), x, tmp_path)
+
+
+def with_heads(network, *heads):
+    return replace(network, heads=heads)
+
+
+@needs_gcc
+def test_several_outputs(tmp_path):
+    """Of different lengths of words; one is used again, one is there twice, one is the input's codes."""
+    network = network_of(
+        (3, 4, 4),
+        conv("c", "in", codes(5, 3, 3, 3)),
+        Relu("r", ("c",)),
+        Round("o", ("r",), FixedPoint(4, 1)),
+        Flatten("f", ("o",)),
+        Flatten("flat", ("in",)),
+        Linear("l", ("f",), codes(2, 20), FixedPoint(8, 5), codes(2), FixedPoint(8, 2)),
+    )
+    heads = ("image", "o"), ("0.a", "l"), ("0_a", "l"), ("x", "flat"), ("sum", "r")
+    network = with_heads(network, *heads)
+    assert_same(network, 4 * torch.randn(9, 3, 4, 4), tmp_path)
+    header = (tmp_path / "net.h").read_text()
+    for line in (
+        "#define NET_OUTPUTS_IMAGE 20",
+        "#define NET_OUTPUT_IMAGE_FL (1)",
+        "typedef uint8_t net_output_image;",
+        "net_output_0_a_0 *output_0_a_0, net_output_0_a_1 *output_0_a_1",
+    ):
+        assert line in header
+    one = with_heads(network, ("logits", "l"))
+    assert_same(one, 4 * torch.randn(9, 3, 4, 4), tmp_path)
+    assert "#define NET_OUTPUTS 2\n#define NET_OUTPUT_FL (" in (tmp_path / "net.h").read_text()
+
+
+@needs_gcc
+def test_the_rounded_input_is_a_network_too(tmp_path):
+    assert_same(network_of((3, 4, 4)), 8 * torch.randn(9, 3, 4, 4), tmp_path)
 
 
 @needs_gcc

@@ -4,7 +4,7 @@
 done to each result in it, ``memory`` where values lie; ``compiler`` compiles and runs what was written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,12 +18,13 @@ from marvin.export.execute import integer
 from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import Conv, Flatten, Network, Weighted
 from marvin.export.graph.views import Reshape
+from marvin.export.targets.c.expand import expanded
 from marvin.export.targets.c.memory import Buffer, Memory, plan
-from marvin.export.targets.c.moves import write_move
+from marvin.export.targets.c.moves import write_copy, write_move
 from marvin.export.targets.c.runtime import helpers
 from marvin.export.targets.c.schedule import Step, input_round, schedule
 from marvin.export.targets.c.steps import needed_orders, write_step
-from marvin.export.targets.c.text import header, source
+from marvin.export.targets.c.text import Facts, header, output_name, source
 from marvin.export.targets.c.values import Function, Stored, channels_last, same_order
 from marvin.export.targets.c.words import Tables, bits_of, identifier, storing
 from marvin.files import write_atomic
@@ -42,7 +43,7 @@ class Source:
         tables_bytes: Of weights and all other constants.
         memory: Of values and windows.
         input: What comes in.
-        output: What goes out.
+        outputs: What goes out, by its label.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Source:
     tables_bytes: int
     memory: Memory
     input: Stored
-    output: Stored
+    outputs: Mapping[str, Stored]
 
 
 @dataclass(frozen=True)
@@ -98,51 +99,44 @@ def write(network: Network, name: str = "network", *, nibbles: bool = False) -> 
 
     Raises:
         ExportError: The network has an operation that C has no word for, an input of several
-            formats, or sums that 64 bits do not hold.
+            formats, or sums that 64 bits do not hold; the operation is named.
     """
     if not name.isidentifier() or not name.isascii():
         raise ExportError(f"the name of a C file must be letters, digits and _, got {name!r:.80}")
     first, tables, called = input_round(network), Tables(), set[str]()
-    stored = {first.name: _input(network, first.fmt, first.name)}
+    network = expanded(network)
+    stored = {first.name: _input(network, first.fmt)}
     for op in network.operations:  # the same codes by other names
         if op.inputs == (network.input.name,):
             stored[op.name] = stored[first.name]
         elif isinstance(op, Flatten | Reshape) and op.inputs[0] in stored:
-            before = stored[op.inputs[0]]
-            shape = network.values[op.name].shape
-            stored[op.name] = Stored(
-                before.word, before.fl, shape, before.order, before.low, before.high
-            )
+            stored[op.name] = replace(stored[op.inputs[0]], shape=network.values[op.name].shape)
     given = set(stored)
-    if len(network.outputs) > 1:
-        raise ExportError(f"C has one output, got {', '.join(network.outputs)}")
-    if network.output in given:
-        raise ExportError("a network must compute something to be written as C")
     functions: list[Function] = []
     for step in schedule(network, given):
         functions += _functions(
             network, step, stored, (name, tables, called), nibbles, len(functions)
         )
-    memory, calls = _calls(functions, given, network.output, stored)
-    output = stored[network.output]
-    facts = name, stored[first.name], output, first.fmt
+    places = dict.fromkeys(given, "input")
+    for label, value in network.outputs.items():
+        if value in places:  # of the input, or of two outputs
+            copied = write_copy(f"{name}_{len(functions)}_copy", value, stored[value], label)
+            functions.append(copied)
+            value = next(iter(copied.outputs))
+        places[value] = output_name(network.outputs, label)
+    memory, calls = _calls(functions, places)
+    outputs = {label: stored[value] for label, value in network.outputs.items()}
+    facts = Facts(name, stored[first.name], outputs, first.fmt)
     code = source(facts, tables.texts, helpers(called), functions, memory, calls)
     return Source(
-        name, code, header(facts, memory), tables.size_bytes, memory, stored[first.name], output
+        name, code, header(facts, memory), tables.size_bytes, memory, stored[first.name], outputs
     )
 
 
-def _input(network: Network, fmt: FixedPoint, name: str) -> Stored:
-    shape = network.input.shape
-    word = storing(fmt.min_code, fmt.max_code)
-    return Stored(
-        word,
-        fmt.fl,
-        shape,
-        channels_last(shape) if len(shape) == 3 else None,
-        fmt.min_code,
-        fmt.max_code,
-    )
+def _input(network: Network, fmt: FixedPoint) -> Stored:
+    shape, low, high = network.input.shape, fmt.min_code, fmt.max_code
+    order = channels_last(shape) if len(shape) == 3 else None
+    return Stored(storing(low, high), fmt.fl, shape, order, low, high)
 
 
 def _functions(
@@ -162,7 +156,8 @@ def _functions(
         shape = network.values[step.move.name].shape
         order = channels_last(shape) if len(shape) == 3 else None
         fl = max(value.fl for value in sources.values())
-        fl = network.values[step.move.name].fl if step.move.name == network.output else fl
+        if step.move.name in network.outputs.values():
+            fl = network.values[step.move.name].fl
         found.append(write_move(label.format(number), step.move, sources, (shape, order, fl)))
     else:
         moved = dict(stored)
@@ -183,31 +178,29 @@ def _functions(
     return found
 
 
-def _calls(
-    functions: Sequence[Function], given: set[str], output: str, stored: dict[str, Stored]
-) -> tuple[Memory, list[str]]:
-    """Return the plan of memory, and the calls of all functions."""
+def _calls(functions: Sequence[Function], places: Mapping[str, str]) -> tuple[Memory, list[str]]:
+    """Return the plan of memory, and the calls of all functions.
+
+    Args:
+        functions: In their order.
+        places: Of values that lie elsewhere: the parameter that has them.
+    """
     buffers: dict[str, Buffer] = {}
     scratch: list[list[Buffer]] = []
     for time, function in enumerate(functions):
         for name, value in function.outputs.items():
-            if name != output:
+            if name not in places:
                 buffers[name] = Buffer(value.word, value.count, time, time)
         for name in function.inputs:
             if name in buffers:
                 buffers[name].last = time
         scratch.append([Buffer(word, count, time, time) for word, count in function.scratch])
     memory = plan([*buffers.values(), *(b for own in scratch for b in own)])
-
-    def place(name: str) -> str:
-        if name in given:
-            return "input"
-        return "output" if name == output else _address(buffers[name])
-
     calls = []
     for function, own in zip(functions, scratch, strict=True):
-        places = [place(name) for name in (*function.inputs, *function.outputs)]
-        calls.append(f"{function.name}({', '.join([*places, *map(_address, own)])});")
+        names = *function.inputs, *function.outputs
+        found = [places[name] if name in places else _address(buffers[name]) for name in names]
+        calls.append(f"{function.name}({', '.join([*found, *map(_address, own)])});")
     return memory, calls
 
 
@@ -254,17 +247,22 @@ def input_codes(network: Network, x: Tensor) -> Codes:
     return codes if order is None else codes[:, order]
 
 
-def output_codes(network: Network, codes: Codes, order: Codes | None) -> Tensor:
-    """Return what the C function gave as the integer reference gives it: float64 values.
+def output_codes(network: Network, source: Source, codes: Codes) -> dict[str, Tensor]:
+    """Return what the C program printed as the integer reference gives it: float64 values by label.
 
     Args:
         network: From ``describe``.
-        codes: Shape ``(n, codes of an output)``.
-        order: ``Source.output.order``.
+        source: From ``write``.
+        codes: Shape ``(n, codes of all outputs)``.
     """
-    value = network.values[network.output]
-    ordered = codes.copy()
-    if order is not None:
-        ordered[:, order] = codes
-    lsb = 2.0**-value.fl
-    return torch.from_numpy(ordered.astype("float64")).reshape(len(codes), *value.shape) * lsb
+    found, first = {}, 0
+    for label, name in network.outputs.items():
+        value, stored = network.values[name], source.outputs[label]
+        own = codes[:, first : first + stored.count]
+        ordered = own.copy()
+        if stored.order is not None:
+            ordered[:, stored.order] = own
+        tensor = torch.from_numpy(ordered.astype("float64")).reshape(len(codes), *value.shape)
+        found[label] = tensor * 2.0**-value.fl
+        first += stored.count
+    return found

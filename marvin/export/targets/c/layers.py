@@ -21,11 +21,11 @@ def weighted(writer: Writer, op: Weighted) -> list[str]:
     """Write a convolution or a linear layer: the window as one row, times the rows of weights.
 
     Raises:
-        ExportError: It takes values of a shape that is not written.
+        ExportError: It is a linear layer over several dimensions; ``describe`` makes none.
     """
     x, shape = writer.stored[op.inputs[0]], writer.network.values[op.name].shape
     writer.order = channels_last(shape) if isinstance(op, Conv) else None
-    if not isinstance(op, Conv) and len(x.shape) != 1:
+    if not isinstance(op, Conv) and len(shape) != 1:
         raise ExportError(f"{op.name} cannot be written as C: it takes values of shape {x.shape}")
     if isinstance(op, Conv) and op.groups > 1 and op.weight.shape[:2] == (op.groups, 1):
         return _depthwise(writer, op, x)
@@ -51,7 +51,7 @@ def weighted(writer: Writer, op: Weighted) -> list[str]:
         channels, f"const size_t i = {place};",
         f"const {word} sum = {sums}[c];", *results(writer, op, term), "}",
     ]  # fmt: skip
-    return over_pixels(shape, body) if before else body
+    return over_pixels(shape, body) if isinstance(op, Conv) else body
 
 
 def _rows(op: Weighted, x: Stored) -> tuple[Codes, int]:

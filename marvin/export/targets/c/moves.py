@@ -8,10 +8,11 @@ from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import Operation
 from marvin.export.graph.views import Concat, Slice, Transpose
+from marvin.export.targets.c.expand import Expand
 from marvin.export.targets.c.values import Function, Shape, Stored, indented
 from marvin.export.targets.c.words import literal, loop, storing
 
-__all__ = ["write_move"]
+__all__ = ["write_copy", "write_move"]
 
 
 def write_move(
@@ -24,7 +25,7 @@ def write_move(
 
     Args:
         name: Of the function.
-        op: ``Concat``, ``Slice`` or ``Transpose``; None where the order alone changes.
+        op: ``Concat``, ``Expand``, ``Slice`` or ``Transpose``; None where the order alone changes.
         sources: What it takes, by name.
         result: Shape, order and ``fl`` of what it gives.
 
@@ -55,6 +56,17 @@ def write_move(
     return Function(name, text, list(sources), {label: Stored(word, fl, shape, order, low, high)})
 
 
+def write_copy(name: str, value: str, stored: Stored, label: str) -> Function:
+    """Return a function that copies a value to the output of a label.
+
+    Raises:
+        ExportError: See ``write_move``.
+    """
+    copied = write_move(name, None, {value: stored}, (stored.shape, stored.order, stored.fl))
+    copied.outputs = {f"output {label}": next(iter(copied.outputs.values()))}
+    return copied
+
+
 def _moved(op: Operation | None, sources: Mapping[str, Stored]) -> Codes:
     """Return, for each code of the result, its place in the memory of all sources one behind the other."""
     found: dict[str, Codes] = {}
@@ -69,6 +81,8 @@ def _moved(op: Operation | None, sources: Mapping[str, Stored]) -> Codes:
     (places,) = found.values()
     if isinstance(op, Transpose):
         return places.transpose(op.order)
+    if isinstance(op, Expand):
+        return np.broadcast_to(places, op.shape)
     if isinstance(op, Slice):
         return places[(*(slice(None),) * op.axis, slice(op.start, op.stop, op.step))]
     return places
@@ -94,7 +108,8 @@ def _copied(index: int, reads: Codes, writes: Codes, word: str, shift: int) -> l
     for depth, (count, *steps) in reversed(list(enumerate(sizes))):
         lines.append(f"{loop(f'k{depth}', count)} {{")
         for terms, step in zip(places, steps, strict=True):
-            terms.append(f"k{depth} * {step}" if step != 1 else f"k{depth}")
+            if step:
+                terms.append(f"k{depth} * {step}" if step != 1 else f"k{depth}")
     read, write = (" + ".join(terms) or "0" for terms in places)
     scale = f" * {literal(1 << shift)}" if shift else ""
     return [*lines, f"y0[{write}] = ({word})(x{index}[{read}]{scale});", *["}"] * len(sizes)]

@@ -45,8 +45,8 @@ def report(network: Network, source: Source, path: Path) -> list[str]:
             lines[0] += f", {code:,} of code ({what}, -Os)"
     lines.append(
         f"RAM: {memory.size_bytes:,} bytes, of which {memory.peak_bytes:,} are needed at one time; "
-        f"input {source.input.count:,} {source.input.word}, output {source.output.count:,} "
-        f"{source.output.word}"
+        f"input {source.input.count:,} {source.input.word}, "
+        + ", ".join(f"{label} {y.count:,} {y.word}" for label, y in source.outputs.items())
     )
     rows = costs(network)
     each = ", ".join(f"{r.madds:,} of {r.weight_bits} x {r.input_bits} bits" for r in rows)
@@ -55,7 +55,7 @@ def report(network: Network, source: Source, path: Path) -> list[str]:
     return lines
 
 
-def prove(network: Network, source: Source, path: Path, x: Tensor) -> tuple[Tensor, str]:
+def prove(network: Network, source: Source, path: Path, x: Tensor) -> tuple[list[Tensor], str]:
     """Compile a C file by every compiler that is there, run it, and compare all outputs.
 
     Args:
@@ -65,7 +65,7 @@ def prove(network: Network, source: Source, path: Path, x: Tensor) -> tuple[Tens
         x: Samples, shape ``(n, *network.input.shape)``, float32.
 
     Returns:
-        What it computes, and what was run, in words.
+        What it computes, by its outputs, and what was run, in words.
 
     Raises:
         ExportError: There is no compiler, one warns, or a program computes something else.
@@ -101,4 +101,5 @@ def prove(network: Network, source: Source, path: Path, x: Tensor) -> tuple[Tens
             raise ExportError(f"the outputs of {who} differ from those of {found[0]}")
     whole = ", ".join(who for who, got in said if len(got) == len(codes))
     parts = "".join(f"; {who}: {len(got)} samples" for who, got in said if len(got) < len(codes))
-    return output_codes(network, first, source.output.order), f"{whole}{parts}{missing}"
+    found = list(output_codes(network, source, first).values())
+    return found, f"{whole}{parts}{missing}"

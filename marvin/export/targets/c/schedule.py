@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from marvin.export.errors import ExportError
-from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
@@ -19,12 +19,13 @@ from marvin.export.graph.nodes import (
     Round,
 )
 from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
+from marvin.export.targets.c.expand import Expand, is_by_channel
 
 __all__ = ["Step", "input_round", "schedule"]
 
-_MOVES = Concat, Slice, Transpose
+_MOVES = Concat, Expand, Slice, Transpose
 _HEADS = Conv, Linear, MaxPool, AveragePool
-_POINTWISE = Add, Affine, Clip, Flatten, Relu, Reshape, Round, Table
+_POINTWISE = Add, Affine, Clip, Flatten, Mul, Relu, Reshape, Round, Table
 
 
 @dataclass(eq=False)
@@ -87,7 +88,7 @@ def schedule(network: Network, given: set[str]) -> list[Step]:
             continue
         if type(op) not in _HEADS + _POINTWISE + _MOVES:
             raise ExportError(f"{op.name}: {type(op).__name__} cannot be written as C")
-        found = _joined(op, steps) if isinstance(op, _POINTWISE) else None
+        found = _joined(network, op, steps) if isinstance(op, _POINTWISE) else None
         if found is None:
             found = Step([])
         found.operations.append(op)
@@ -98,7 +99,7 @@ def schedule(network: Network, given: set[str]) -> list[Step]:
         step.inputs = _outside(step)
         for op in step.operations:
             users = network.users.get(op.name, [])
-            if op.name == network.output or any(user.name not in own for user in users):
+            if op.name in network.outputs.values() or any(user.name not in own for user in users):
                 step.stored.append(op.name)
     return ordered
 
@@ -109,10 +110,14 @@ def _outside(step: Step) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _joined(op: Operation, steps: dict[str, Step]) -> Step | None:
+def _joined(network: Network, op: Operation, steps: dict[str, Step]) -> Step | None:
     """Return the last step that makes an input of ``op`` and that no other input is made from."""
+    shape = network.values[op.name].shape
     makers = [steps[name] for name in op.inputs if name in steps]
-    for step in reversed([s for s in dict.fromkeys(makers) if s.move is None]):
+    able = [s for s in dict.fromkeys(makers) if s.move is None]
+    if any(is_by_channel(network.values[name].shape, shape) for name in op.inputs):
+        able = [s for s in able if network.values[s.operations[0].name].shape == shape]
+    for step in reversed(able):
         others = [other for other in makers if other is not step]
         if not any(_needs(other, step, steps) for other in others):
             return step

@@ -1,6 +1,7 @@
 """Each step as a C function."""
 
 from collections.abc import Callable, Mapping
+from math import prod
 
 from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import AveragePool, Linear, MaxPool, Network, Weighted
@@ -20,16 +21,18 @@ def needed_orders(
 ) -> dict[str, Codes | None]:
     """Return the order in which a step takes each of its inputs; any for what is not named."""
     head = step.head
+    shape = network.values[step.operations[0].name].shape
+    whole = [name for name in step.inputs if stored[name].count == prod(shape)]
     if head is None:
-        return dict.fromkeys(step.inputs, stored[step.inputs[0]].order)
-    shape = network.values[head.name].shape
+        is_plain = len(whole) == len(step.inputs)
+        return dict.fromkeys(whole, stored[whole[0]].order if is_plain else channels_last(shape))
     own = None if isinstance(head, Linear) else channels_last(shape)
-    found = dict.fromkeys(step.inputs, own)
-    name = head.inputs[0]
+    found, name = dict.fromkeys(whole, own), head.inputs[0]
     if not isinstance(head, Linear):
         return found | {name: channels_last(stored[name].shape)}
-    if len(shape) == 1 and not any(name in op.inputs for op in step.operations[1:]):
-        del found[name]  # its weights go in any order
+    if any(name in op.inputs for op in step.operations[1:]):
+        return found | {name: None}
+    found.pop(name, None)  # its weights go in any order
     return found
 
 
@@ -68,14 +71,10 @@ def write_step(
 
 def _each(writer: Writer) -> list[str]:
     """A step without a layer: one loop over all codes."""
+    count = prod(writer.network.values[writer.step.operations[0].name].shape)
     values = [writer.stored[name] for name in writer.step.inputs]
-    writer.order, count = values[0].order, values[0].count
-    body = results(writer, None, None)
-    shapes = [writer.network.values[op.name].shape for op in writer.step.operations]
-    shape = next((s for s in shapes if len(s) > 1), shapes[0])
-    channels = f"i / {count // shape[0]}" if writer.order is None else f"i % {shape[0]}"
-    channel = [f"const size_t c = {channels};"] if any("[c]" in line for line in body) else []
-    return [f"{loop('i', count)} {{", *channel, *body, "}"]
+    writer.order = next(value.order for value in values if value.count == count)
+    return [f"{loop('i', count)} {{", *results(writer, None, None), "}"]
 
 
 _HEADS: dict[type, Callable[..., list[str]]] = {

@@ -1,14 +1,42 @@
 """The two files: what stands before and behind the steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.targets.c.memory import Memory
 from marvin.export.targets.c.values import Function, Stored
+from marvin.export.targets.c.words import identifier
 
-__all__ = ["Facts", "header", "source"]
+__all__ = ["Facts", "header", "output_name", "source"]
 
-Facts = tuple[str, Stored, Stored, FixedPoint]  # name, input, output, format of the input
+
+@dataclass(frozen=True)
+class Facts:
+    """What a caller of the C function knows.
+
+    Args:
+        name: Prefix of all names.
+        input: What comes in.
+        outputs: What goes out, by its label.
+        fmt: Of what comes in.
+    """
+
+    name: str
+    input: Stored
+    outputs: Mapping[str, Stored]
+    fmt: FixedPoint
+
+
+def output_name(labels: Iterable[str], label: str) -> str:
+    """Return the name of an output's parameter: ``output``, of several with their label behind it."""
+    labels = list(labels)
+    if len(labels) == 1:
+        return "output"
+    own = f"output_{identifier(label)}"
+    same = [other for other in labels if f"output_{identifier(other)}" == own]
+    return own if len(same) == 1 else f"{own}_{same.index(label)}"
+
 
 _HEADER = """\
 /* A network in integers, written by marvin-fixedpoint. C99, no dependency, no allocation.
@@ -25,18 +53,17 @@ _HEADER = """\
 #define {upper}_INPUT_FL ({input_fl})
 #define {upper}_INPUT_MIN ({input_min})
 #define {upper}_INPUT_MAX {input_max}
-#define {upper}_OUTPUTS {outputs}
-#define {upper}_OUTPUT_FL ({output_fl})
+{defines}
 
 typedef {input_word} {name}_input;
-typedef {output_word} {name}_output;
+{typedefs}
 
 #ifdef __cplusplus
 extern "C" {{
 #endif
 
-/* input: {upper}_INPUTS codes, output: {upper}_OUTPUTS codes */
-void {name}_run(const {name}_input *input, {name}_output *output);
+/* input: {upper}_INPUTS codes, {counts} */
+void {name}_run({parameters});
 
 /* nearest code of each number, ties to even, saturated; NaN becomes the smallest */
 void {name}_encode(const float *numbers, {name}_input *codes);
@@ -60,7 +87,7 @@ typedef char {name}_shifts_are_arithmetic[(-3 >> 1) == -2 ? 1 : -1];
 """
 
 _RUN = """\
-void {name}_run(const {name}_input *input, {name}_output *output)
+void {name}_run({parameters})
 {{
 {calls}
 }}
@@ -93,16 +120,15 @@ void {name}_encode(const float *numbers, {name}_input *codes)
 int main(void)
 {{
     static {name}_input input[{upper}_INPUTS];
-    static {name}_output output[{upper}_OUTPUTS];
+{arrays}
     size_t count = 0;
     long code;
     while (scanf("%ld", &code) == 1) {{
         input[count++] = ({name}_input)code;
         if (count == {upper}_INPUTS) {{
-            {name}_run(input, output);
-            for (size_t i = 0; i < {upper}_OUTPUTS; i++) {{
-                printf("%lld%c", (long long)output[i], i + 1 < {upper}_OUTPUTS ? ' ' : '\\n');
-            }}
+            {name}_run(input, {names});
+{prints}
+            putchar('\\n');
             count = 0;
         }}
     }}
@@ -111,14 +137,30 @@ int main(void)
 #endif
 """
 
+_PRINT = """\
+            for (size_t i = 0; i < {count}; i++) {{
+                printf("%lld ", (long long){own}[i]);
+            }}"""
+
 
 def header(facts: Facts, memory: Memory) -> str:
     """Return the header."""
-    name, x, y, fmt = facts
-    orders = {"Images come in": x.order, "Images go out": y.order}
+    name, x, fmt = facts.name, facts.input, facts.fmt
+    orders = {"Images come in": [x], "Images go out": facts.outputs.values()}
     order = " ".join(
-        f"{what} by rows, columns, channels." for what, order in orders.items() if order is not None
+        f"{what} by rows, columns, channels."
+        for what, values in orders.items()
+        if any(value.order is not None for value in values)
     )
+    defines, typedefs, counts = [], [], []
+    for own, y in _outputs(facts).items():
+        count = _count(facts, own)
+        defines += [
+            f"#define {count} {y.count}",
+            f"#define {f'{name}_{own}'.upper()}_FL ({y.fl})",
+        ]
+        typedefs.append(f"typedef {y.word} {name}_{own};")
+        counts.append(f"{own}: {count} codes")
     return _HEADER.format(
         name=name,
         upper=name.upper(),
@@ -128,11 +170,26 @@ def header(facts: Facts, memory: Memory) -> str:
         input_fl=x.fl,
         input_min=fmt.min_code,
         input_max=fmt.max_code,
-        outputs=y.count,
-        output_fl=y.fl,
         input_word=x.word,
-        output_word=y.word,
+        defines="\n".join(defines),
+        typedefs="\n".join(typedefs),
+        counts=", ".join(counts),
+        parameters=_parameters(facts),
     )
+
+
+def _outputs(facts: Facts) -> dict[str, Stored]:
+    return {output_name(facts.outputs, label): y for label, y in facts.outputs.items()}
+
+
+def _count(facts: Facts, own: str) -> str:
+    return f"{facts.name}_{own.replace('output', 'outputs', 1)}".upper()
+
+
+def _parameters(facts: Facts) -> str:
+    name = facts.name
+    outputs = (f"{name}_{own} *{own}" for own in _outputs(facts))
+    return ", ".join([f"const {name}_input *input", *outputs])
 
 
 def source(
@@ -144,7 +201,8 @@ def source(
     calls: Sequence[str],
 ) -> str:
     """Return the C file."""
-    name, _x, _, fmt = facts
+    name, fmt, outputs = facts.name, facts.fmt, _outputs(facts)
+    prints = [_PRINT.format(own=own, count=_count(facts, own)) for i, own in enumerate(outputs)]
     arrays = [f"static int{bits}_t memory_{bits}[{n}];" for bits, n in memory.counts.items()]
     parts = [
         _TOP.format(name=name, upper=name.upper()),
@@ -157,6 +215,12 @@ def source(
             upper=name.upper(),
             calls="\n".join(f"    {call}" for call in calls),
             inputs=f"{name.upper()}_INPUTS",
+            parameters=_parameters(facts),
+            arrays="\n".join(
+                f"    static {name}_{own} {own}[{_count(facts, own)}];" for own in outputs
+            ),
+            names=", ".join(outputs),
+            prints="\n".join(prints),
             scale=float(fmt.scale),
             low=fmt.min_code,
             high=fmt.max_code,

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
-from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import Codes
-from marvin.export.graph.functions import Clip, Table
+from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
     Affine,
     Flatten,
-    Linear,
     Network,
     Operation,
     Relu,
@@ -21,7 +20,7 @@ from marvin.export.graph.nodes import (
 from marvin.export.graph.views import Reshape
 from marvin.export.targets.c.schedule import Step
 from marvin.export.targets.c.terms import Lines, Term
-from marvin.export.targets.c.values import Stored, channels_last, same_order
+from marvin.export.targets.c.values import Shape, Stored, channels_last, same_order
 from marvin.export.targets.c.words import computing, identifier, literal, storing
 
 __all__ = ["Writer", "results"]
@@ -55,26 +54,27 @@ def results(writer: Writer, first: Operation | None, term: Term | None) -> list[
         writer.terms[first.name] = term
     for op in writer.step.operations:
         if op is not first:
-            terms = [_term(writer, name) for name in op.inputs]
+            terms = [_term(writer, op, name) for name in op.inputs]
             writer.terms[op.name] = _POINTWISE[type(op)](writer, op, *terms)
         if op.name in writer.step.stored:
             _store(writer, op)
     return writer.lines.lines
 
 
-def _term(writer: Writer, name: str) -> Term:
+def _term(writer: Writer, op: Operation, name: str) -> Term:
     """Return a value as a variable, or as what a variable is yet to become."""
     if name not in writer.terms:
-        value = writer.stored[name]
+        value, shape = writer.stored[name], writer.network.values[op.name].shape
         word = computing(name, max(-value.low, value.high))
-        text = f"{writer.source(name)}[i]"
+        place = "i" if value.count == prod(shape) else _by_channel(writer, shape)[0]
+        text = f"{writer.source(name)}[{place}]"
         writer.terms[name] = writer.lines.new(word, text, value.fl, value.low, value.high)
     return writer.terms[name]
 
 
 def _store(writer: Writer, op: Operation) -> None:
     term = writer.lines.settle(writer.terms[op.name], op.name)
-    if op.name == writer.network.output:  # its codes are those of the network
+    if op.name in writer.network.outputs.values():  # its codes are those of the network
         fl = writer.network.values[op.name].fl
         if term.fl != fl:
             scaled = (1 << fl - term.fl) * max(-term.lows[0], term.highs[0])
@@ -132,23 +132,27 @@ def _table(writer: Writer, op: Table, x: Term) -> Term:
 
 
 def _affine(writer: Writer, op: Affine, x: Term) -> Term:
-    shape, order, index = writer.network.values[op.name].shape, np.arange(len(op.scale)), "c"
-    if len(shape) == 1 and not isinstance(writer.step.head, Linear):
-        order, index = order if writer.order is None else writer.order, "i"
-    elif isinstance(writer.step.head, Linear | None) and len(shape) > 1:
-        is_last = writer.order is not None and same_order(writer.order, channels_last(shape))
-        if writer.step.head is not None or not (is_last or writer.order is None):
-            raise ExportError(f"{op.name} cannot be written as C: it takes values of shape {shape}")
-    head = writer.step.head
-    if (
-        index == "c"
-        and head is not None
-        and len(op.scale) != writer.network.values[head.name].shape[0]
-    ):
-        raise ExportError(f"{op.name} cannot be written as C: it takes values of shape {shape}")
+    index, order = _by_channel(writer, writer.network.values[op.name].shape)
     x = x if x.index in ("", index) else writer.lines.whole(x, op.name)
-    scale, offset = op.scale.numpy()[order].tolist(), op.offset.numpy()[order].tolist()
+    scale, offset = (numbers.numpy()[order].tolist() for numbers in (op.scale, op.offset))
     return x.times(scale, op.scale_fmt.fl, index).plus(offset, op.offset_fmt.fl, index)
+
+
+def _by_channel(writer: Writer, shape: Shape) -> tuple[str, Codes]:
+    """Return where numbers of channels are read, and which of them lie there.
+
+    They lie as they are where the place in memory says the channel, else once for each code.
+    """
+    head, rest, order = writer.step.head, prod(shape[1:]), np.arange(shape[0])
+    is_last = same_order(writer.order, channels_last(shape))
+    is_own = head is not None and writer.network.values[head.name].shape == shape
+    if is_own and is_last:
+        return "c", order
+    if writer.order is None:
+        return "i" if rest == 1 else f"i / {rest}", order
+    if is_last:
+        return f"i % {shape[0]}", order
+    return "i", writer.order // rest
 
 
 def _add(writer: Writer, op: Add, x: Term, y: Term) -> Term:
@@ -164,11 +168,22 @@ def _add(writer: Writer, op: Add, x: Term, y: Term) -> Term:
     return lines.new(word, " + ".join(texts), fl, low, high)
 
 
+def _mul(writer: Writer, op: Mul, x: Term, y: Term) -> Term:
+    lines = writer.lines
+    x, y = lines.settle(x, op.name), lines.settle(y, op.name)
+    ends = [a * b for a in (min(x.lows), max(x.highs)) for b in (min(y.lows), max(y.highs))]
+    numbers = (*ends, *x.lows, *x.highs, *y.lows, *y.highs)
+    word = computing(op.name, max(map(abs, numbers)))
+    text = f"{x.wide(word)} * {y.wide(word)}"
+    return lines.new(word, text, x.fl + y.fl, min(ends), max(ends))
+
+
 _POINTWISE: dict[type, Callable[..., Term]] = {
     Add: _add,
     Affine: _affine,
     Clip: _clip,
     Flatten: lambda _writer, _op, x: x,
+    Mul: _mul,
     Relu: _relu,
     Reshape: lambda _writer, _op, x: x,
     Round: _round,
