@@ -201,7 +201,8 @@ def _c(network: Network, x: Tensor) -> str:
     source = c.write(network)
     with tempfile.TemporaryDirectory() as folder:
         c.save(network, Path(folder) / "network.c")
-        return _equal(network, x, prove(network, source, Path(folder) / "network.c", x)[0])
+        (got,), _ = prove(network, source, Path(folder) / "network.c", x)
+        return _equal(network, x, got)
 
 
 _TARGETS: dict[str, Callable[[Network, Tensor], str]] = {
