@@ -59,8 +59,8 @@ def _range_policy(config: Config, layers: Sequence[perfmodel.Layer]) -> marvin.P
     own = len(range(config.batch_size)[distributed.share(config.batch_size)])
     batch_size = None if config.quantize_activations else own * config.accumulation_steps
     return marvin.LossBudgetPolicy(
-        config.kappa,
-        config.max_noise,
+        kappa=config.kappa,
+        max_noise=config.max_noise,
         batch_size=batch_size,
         target_bits=config.target_bits or None,
         target_ebops=config.target_ebops or None,
