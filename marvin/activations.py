@@ -2,13 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import fill
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from fixedpoint_kernels.drawing import draw_cells
 from fixedpoint_kernels.rounding import Rounding
 from marvin.hooks import detach, rounders_of, state_of
 from marvin.rounder import BUFFER, ForwardState, Rounder
 from marvin.straight_through import StraightThrough, Tally
+
+if TYPE_CHECKING:
+    from fixedpoint_kernels.figure import Shown
 
 __all__ = ["BUFFER", "Entry", "QuantizedActivations", "Report", "state_of"]
 
@@ -30,7 +36,27 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{len(self.rounded)} modules round activations: {', '.join(self.rounded)}"]
-        return "\n".join(lines + [f"not {name}: {reason}" for name, reason in self.left.items()])
+        for reason in dict.fromkeys(self.left.values()):
+            names = [name for name, own in self.left.items() if own == reason]
+            lines.append(f"not {', '.join(names)}: {reason}")
+        return "\n".join(fill(line, 100, subsequent_indent="    ") for line in lines)
+
+    def plot(self) -> "Shown":
+        """Draw the modules: coloured where they round, grey where they do not, with the reason.
+
+        Returns:
+            A figure of matplotlib's; a notebook shows it, ``savefig(path)`` writes it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        rows = [
+            (name, [("rounds", True), (self.left.get(name, ""), False)]) for name in self.rounded
+        ]
+        others = [name for name in self.left if name not in self.rounded]
+        rows += [(name, [("float", False), (self.left[name], False)]) for name in others]
+        title = f"{len(self.rounded)} modules round activations"
+        return draw_cells(title, ("activations", ""), rows)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from fixedpoint_kernels.drawing import new_figure
 from marvin.policies.records import word_length
 from marvin.policies.trace import Switch
 from marvin.rounding import Format
@@ -47,15 +48,8 @@ def plot_word_lengths(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ImportError("plot() needs matplotlib: pip install matplotlib") from error
     has_inputs = any(row.input_wl for row in trace)
-    figure = Figure(figsize=(8, 3.5 * (1 + has_inputs)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 3.5 * (1 + has_inputs))
     parts = [("weights, bits", "wl"), ("inputs, bits", "input_wl")][: 1 + has_inputs]
     for place, (label, name) in enumerate(parts):
         axes = figure.add_subplot(len(parts), 1, place + 1)
@@ -66,7 +60,8 @@ def plot_word_lengths(
             if steps:
                 axes.step([*steps, step], [*lengths, lengths[-1]], where="post", label=layer)
         axes.set_ylabel(label)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlim(0, max(step, 1))
+        axes.yaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         if len(formats) <= 12:
             axes.legend(frameon=False, fontsize=7, ncols=3)

@@ -9,9 +9,9 @@ from typing import IO
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from marvin.files import write_atomic
+from train.bars import HIDDEN, tqdm
 from train.dataset import Dataset, Images, make_dataset
 from train.errors import UserError
 
@@ -177,7 +177,7 @@ def _absent(release: Release, data_dir: Path, error: OSError) -> str:
 
 def _copy(response: IO[bytes], file: IO[bytes], name: str) -> None:
     total = int(getattr(response, "headers", {}).get("Content-Length", 0)) or None
-    with tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=None) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=HIDDEN) as bar:
         while chunk := response.read(CHUNK_BYTES):
             file.write(chunk)
             bar.update(len(chunk))

@@ -3,12 +3,12 @@
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 import marvin
 import marvin.tensorboard
 from perfmodel.meter import Meter
 from perfmodel.run import start_of
+from train.bars import HIDDEN, tqdm
 from train.config import to_dict
 from train.training import Progress, Training
 
@@ -58,7 +58,7 @@ class Monitor:
             desc=f"epoch {progress.epoch + 1}",
             unit=" images",
             leave=False,
-            disable=None,  # no bar in a log file
+            disable=HIDDEN,
             dynamic_ncols=True,
         )
 

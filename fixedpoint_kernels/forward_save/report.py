@@ -2,6 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fixedpoint_kernels.drawing import draw_cells
+
+if TYPE_CHECKING:
+    from fixedpoint_kernels.figure import Shown
 
 __all__ = ["Call", "Kept", "Replaced", "Report"]
 
@@ -92,6 +98,26 @@ class Report:
             names = ", ".join(name or "the model" for name in self.saves_nothing)
             parts.append(f"save nothing, for another operation keeps the same tensor: {names}\n")
         return "".join(parts).rstrip("\n")
+
+    def plot(self) -> "Shown":
+        """Draw modules, and functions if they are known: coloured where they keep less.
+
+        Returns:
+            A figure of matplotlib's; a notebook shows it, ``savefig(path)`` writes it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        unsaved = self.saves_nothing or ()
+        done = [(r.layer, r.module, _replaced(r)[2], r.layer not in unsaved) for r in self.replaced]
+        done += [(k.layer, k.module, k.reason, False) for k in self.kept]
+        done += [(c.layer, c.function, c.keeps or WHOLE, bool(c.keeps)) for c in self.calls or ()]
+        rows = [
+            (name or "(model)", [(kind, is_less), (text, is_less)])
+            for name, kind, text, is_less in done
+        ]
+        title = f"{len(self.replaced)} modules keep less for backward"
+        return draw_cells(title, ("module or function", "what it keeps"), rows)
 
 
 def _replaced(row: Replaced) -> tuple[str, str, str]:

@@ -2,10 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fixedpoint_kernels.drawing import draw_cells
 from fixedpoint_kernels.few_bit.integrals import Weight
 from fixedpoint_kernels.few_bit.solver import checked_bits
+
+if TYPE_CHECKING:
+    from fixedpoint_kernels.figure import Shown
 
 __all__ = [
     "METHODS",
@@ -136,6 +140,9 @@ class Plan:
         """Sum of the layers' estimated relative squared errors."""
         return sum(row.error for row in self.layers)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         wide = [max(len(w) for w in ws) for ws in zip(*map(_words, self.layers), strict=True)]
         lines = [
@@ -146,6 +153,22 @@ class Plan:
             cells = [word.ljust(n) for word, n in zip(_words(row), wide, strict=True)]
             lines.append("  ".join(["", *cells]).rstrip())
         return "\n".join(lines)
+
+    def plot(self) -> "Shown":
+        """Draw the layers: coloured where they keep less.
+
+        Returns:
+            A figure of matplotlib's; a notebook shows it, ``savefig(path)`` writes it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        rows = []
+        for row in self.layers:
+            (name, *cells), is_less = _words(row), row.settings != (None, None)
+            rows.append((name, [(text, is_less) for text in cells]))
+        title = f"{self.predicted_bytes:,} bytes of {self.exact_bytes:,} are kept for backward"
+        return draw_cells(title, ("module", "what it keeps", "error, estimated"), rows)
 
 
 def _words(row: PlannedLayer) -> tuple[str, str, str, str]:

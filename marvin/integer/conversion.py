@@ -1,10 +1,12 @@
 """Giving layers integer products, taking them back, and saying what runs."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fixedpoint_kernels import products
+from fixedpoint_kernels.drawing import draw_cells
 from marvin.hooks import restore_forwards
 from marvin.integer.formats import BITS, Execution, Options, carried, choose, why_no_kernel
 from marvin.integer.fusion import fuse, fused_layers
@@ -12,6 +14,9 @@ from marvin.integer.layers import CLASSES, OPTIONS, keep_out_of_compilation
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
 from marvin.settings import check_model
+
+if TYPE_CHECKING:
+    from fixedpoint_kernels.figure import Shown
 
 __all__ = ["Report", "Row", "convert", "report", "revert"]
 
@@ -67,6 +72,27 @@ class Report:
             notes += ["fused"] if row.is_fused else []
             lines.append(f"{row.name}: {ways}" + (f" ({', '.join(notes)})" if notes else ""))
         return "\n".join(lines)
+
+    def plot(self) -> "Shown":
+        """Draw the three products of each layer: coloured on integer units, grey in float32.
+
+        Returns:
+            A figure of matplotlib's; a notebook shows it, ``savefig(path)`` writes it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        count = sum(row.is_integer for row in self.rows)
+        title = f"{count} of {len(self.rows)} layers multiply integers"
+        header = "output", "gradient of the input", "gradient of the weight", ""
+        rows = []
+        for row in self.rows:
+            ways = row.forward, row.input_gradient, row.weight_gradient
+            note = row.reason or ("fused" if row.is_fused else "")
+            rows.append(
+                (row.name, [*((way, way != _FLOAT) for way in ways), (note, not row.reason)])
+            )
+        return draw_cells(title, header, rows)
 
 
 _FLOAT = "float32"

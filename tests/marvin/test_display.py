@@ -1,6 +1,7 @@
 """What a notebook shows of an optimizer, its activations and reports."""
 
 import builtins
+import sys
 
 import pytest
 import torch
@@ -88,6 +89,71 @@ def test_inputs_have_axes_of_their_own_where_they_have_formats_of_their_own():
     assert all(isinstance(fmt, FixedPoint) for fmt in formats.values())
 
 
+def cells_of(figure):
+    """Return the texts of a drawn table with their colours, row by row, by the row's name."""
+    (axes,) = figure.axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    rows = {name: [] for name in names}
+    for text, bar in zip(axes.texts, axes.patches, strict=True):
+        assert bar.get_x() < text.get_position()[0] < bar.get_x() + bar.get_width()
+        rows[names[round(text.get_position()[1])]].append((text.get_text(), bar.get_facecolor()))
+    return rows
+
+
+def test_reports_draw_what_they_say():
+    model, _, handle = trained(marvin.LossBudgetPolicy(window=1), steps=2)
+    drawn = cells_of(handle.report.plot())
+    assert [text for text, _ in drawn["0"]] == ["rounds"]
+
+    model.append(nn.Linear(2, 2))  # which has no formats
+    report = marvin.integer.convert(model, fused=False)
+    drawn = cells_of(report.plot())
+    assert [*drawn] == [row.name for row in report.rows] == ["0", "2", "3"]
+    assert [row.is_integer for row in report.rows] == [True, True, False]
+    for row in report.rows:
+        texts = [text for text, _ in drawn[row.name]]
+        assert texts[:3] == [row.forward, row.input_gradient, row.weight_gradient]
+        assert (drawn[row.name][0][1] == drawn["0"][0][1]) == row.is_integer
+
+    own = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Softmax(1), nn.ReLU())
+    converted = forward_save.convert(own, few_bit=3)
+    drawn = cells_of(converted.plot())
+    kept = {row.layer: row.reason for row in converted.kept}
+    assert kept
+    for name, reason in kept.items():
+        assert drawn[name][1][0] == reason
+        assert drawn[name][1][1] != drawn["1"][1][1]
+
+
+def test_reports_of_activations_name_a_reason_once():
+    model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(30)), nn.Linear(4, 2))
+    adam = torch.optim.Adam(model.named_parameters())
+    handle = marvin.quantize_activations(model, marvin.Quantized(adam, marvin.LossBudgetPolicy()))
+    lines = repr(handle).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert " ".join(repr(handle).split()).count("normalisation in float32") == 1
+    drawn = cells_of(handle.report.plot())
+    assert len(drawn) == 31
+    assert drawn["7"][1][0] == handle.report.left["7"]
+
+
+def test_a_plan_is_drawn():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    plan = forward_save.plan(model, torch.randn(64, 64), budget_bytes=10_000)
+    drawn = cells_of(plan.plot())
+    assert {row.layer: row.keeps for row in plan.layers} == {
+        name: row[1][0] for name, row in drawn.items()
+    }
+    assert repr(plan) == str(plan)
+
+
+def test_a_notebook_shows_a_figure_where_it_stands():
+    """Without ``%matplotlib inline`` a figure of matplotlib's is a line of text."""
+    _, optimizer, handle = trained(steps=1)
+    for figure in (optimizer.plot(), handle.report.plot()):
+        assert figure._repr_png_().startswith(b"\x89PNG")
+
+
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch):
     _, optimizer, _ = trained()
     real = builtins.__import__
@@ -98,5 +164,6 @@ def test_without_matplotlib_it_is_said_what_to_install(monkeypatch):
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.delitem(sys.modules, "fixedpoint_kernels.figure", raising=False)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         optimizer.plot()
