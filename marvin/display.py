@@ -50,6 +50,8 @@ def plot_word_lengths(
     """
     has_inputs = any(row.input_wl for row in trace)
     figure = new_figure(8, 3.5 * (1 + has_inputs))
+    from matplotlib.ticker import MaxNLocator
+
     parts = [("weights, bits", "wl"), ("inputs, bits", "input_wl")][: 1 + has_inputs]
     for place, (label, name) in enumerate(parts):
         axes = figure.add_subplot(len(parts), 1, place + 1)
@@ -61,7 +63,7 @@ def plot_word_lengths(
                 axes.step([*steps, step], [*lengths, lengths[-1]], where="post", label=layer)
         axes.set_ylabel(label)
         axes.set_xlim(0, max(step, 1))
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if len(formats) <= 12:
             axes.legend(frameon=False, fontsize=7, ncols=3)
