@@ -30,8 +30,9 @@ def load(path):
 
 def unpack(data, entry):
     """Return codes of ``wl`` bits each, least significant bit first, in two's complement."""
-    wl, stream = entry["wl"], int.from_bytes(data, "little")
-    codes = [stream >> wl * i & (1 << wl) - 1 for i in range(prod(entry["shape"]))]
+    wl, places = entry["wl"], range(0, entry["wl"] * prod(entry["shape"]), entry["wl"])
+    words = (int.from_bytes(data[i // 8 : i // 8 + 5], "little") >> i % 8 for i in places)
+    codes = [word & (1 << wl) - 1 for word in words]
     return [c - (1 << wl) if entry["signed"] and c >> wl - 1 else c for c in codes]
 
 
@@ -119,8 +120,7 @@ def pooled(op, x, fill):
 
 def average_pool(op, x, _tensors):
     """The mean of each window, zeros around the image included, rounded once."""
-    count = prod(op["kernel"])
-    return [round_to(sum(codes), x.fl, op["fmt"], count) for codes in pooled(op, x, 0)]
+    return [round_to(sum(p), x.fl, op["fmt"], prod(op["kernel"])) for p in pooled(op, x, 0)]
 
 
 def at(x, place):
@@ -181,20 +181,20 @@ KINDS = {
 
 def run(network, tensors, sample):
     """Return the value of each output by its label, of one sample of floats."""
-    operations, values = network["operations"], {}
-    for op in operations[1:]:
-        if op["inputs"] == [operations[0]["name"]]:
+    first, *operations = network["operations"]
+    values = {first["name"]: Value(sample, first["shape"], 0)}
+    for op in operations:
+        taken = [values[name] for name in op["inputs"]]
+        if op["kind"] == "Round" and op["inputs"] == [first["name"]]:
             exact = [float(x).as_integer_ratio() for x in sample]
             codes = [round_to(n, 0, op["fmt"], d) for n, d in exact]
-        elif op["kind"] in ("Add", "Mul", "Concat"):
-            codes = KINDS[op["kind"]](op, *(values[name] for name in op["inputs"]))
         else:
-            codes = KINDS[op["kind"]](op, values[op["inputs"][0]], tensors)
+            codes = KINDS[op["kind"]](op, *taken, *[tensors][: len(taken) < 2])
         values[op["name"]] = Value(codes, op["shape"], op["fl"])
     heads = network.get("heads") or [["output", operations[-1]["name"]]]
     return {label: values[name] for label, name in heads}
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # of transformers: read_packed_transformers.py
     outputs = run(*load(sys.argv[1]), json.load(sys.stdin))
     print(json.dumps({label: [c * 2.0**-x.fl for c in x.codes] for label, x in outputs.items()}))

@@ -11,6 +11,7 @@ from torch import Tensor
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import Codes, align, magnitude, round_codes, weigh
+from marvin.export.execute.transformers import embed, matmul, norm, softmax
 from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
@@ -26,6 +27,7 @@ from marvin.export.graph.nodes import (
     Round,
     Weighted,
 )
+from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 
 __all__ = ["encode_input", "run", "run_all", "run_heads"]
@@ -74,8 +76,12 @@ def run_all(network: Network, x: Tensor) -> dict[str, Codes]:
     found: dict[str, Codes] = {}
     for op in network.operations[1:]:
         if op.inputs == (network.input.name,):
-            assert isinstance(op, Round)
-            found[op.name] = encode_input(x, op.fmt)
+            assert isinstance(op, Round | Embedding)
+            is_round = isinstance(op, Round)
+            found[op.name] = encode_input(x, op.fmt) if is_round else embed(op, x)
+            continue
+        if isinstance(op, Constant):
+            found[op.name] = np.repeat(op.codes.numpy()[None], len(x), 0)
             continue
         parts = [(found[name], network.values[name].fl) for name in op.inputs]
         found[op.name] = _COMPUTE[type(op)](op, *parts)
@@ -213,4 +219,7 @@ _COMPUTE: dict[type, Callable[..., Codes]] = {
     Clip: _clip,
     Mul: _mul,
     Table: _table,
+    MatMul: matmul,
+    Norm: norm,
+    Softmax: softmax,
 }

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint, quantize
+from marvin.export.execute.simulate_transformers import APPLY_TRANSFORMERS
 from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
@@ -41,7 +42,7 @@ def simulate(
     """
     found = {network.input.name: x.to(dtype)}
     for op in network.operations[1:]:
-        found[op.name] = apply(op, *(found[name] for name in op.inputs))
+        found[op.name] = apply(op, *(found[name] for name in op.inputs)).to(dtype)
     return found
 
 
@@ -138,4 +139,5 @@ _APPLY: dict[type, Callable[..., Tensor]] = {
     Clip: _clip,
     Mul: lambda _op, x, y: x * y,
     Table: _table,
+    **APPLY_TRANSFORMERS,
 }

@@ -1,9 +1,9 @@
 """A network in the making, and which value each tensor of the trace has."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError, fixed_point
@@ -11,9 +11,10 @@ from marvin.export.frontend.observe import Observed
 from marvin.export.graph.bounds import first_value, shape_of, value_of
 from marvin.export.graph.formats import Formats, fitting
 from marvin.export.graph.nodes import Input, Network, Operation, Round, Value
+from marvin.export.graph.transformers import Embedding
 from marvin.rounding import Format
 
-__all__ = ["Builder", "Make", "Memory", "Pending"]
+__all__ = ["Builder", "Make", "Memory", "Pending", "Whole"]
 
 
 @dataclass(eq=False)
@@ -24,11 +25,13 @@ class _Cell:
         value: Name of what is in it.
         views: Cells that may share it, this one included: one list for all of them.
         changed_by: The call that has written to a view of it; ``""`` if none.
+        place: The dimension of the batch.
     """
 
     value: str
     views: list["_Cell"] = field(default_factory=list)
     changed_by: str = ""
+    place: int = 0
 
 
 class Memory:
@@ -53,11 +56,15 @@ class Memory:
         """Make a node the same tensor as another."""
         self._cells[node.name] = self._cells[source.name]
 
-    def view(self, node: fx.Node, source: fx.Node, value: str) -> None:
-        """Make a node a tensor that may share the memory of another."""
+    def view(self, node: fx.Node, source: fx.Node, value: str, place: int = 0) -> None:
+        """Make a node a tensor that may share the memory of another; ``place`` is its batch's dimension."""
         views = self._cells[source.name].views
-        cell = self._cells[node.name] = _Cell(value, views)
+        cell = self._cells[node.name] = _Cell(value, views, place=place)
         views.append(cell)
+
+    def place(self, node: fx.Node) -> int:
+        """Return the dimension in which a tensor has its batch."""
+        return self._cells[node.name].place
 
     def write(self, node: fx.Node, target: fx.Node, value: str) -> None:
         """Let a node replace what is in the memory of ``target``, and be that tensor."""
@@ -67,13 +74,19 @@ class Memory:
             if other is not cell:
                 other.changed_by = node.name
 
-    def read(self, node: fx.Node, user: str) -> str:
+    def read(self, node: fx.Node, user: str, *, in_any_order: bool = False) -> str:
         """Return the name of a node's value.
 
         Raises:
-            ExportError: The node is a view of what was changed in place.
+            ExportError: The node is a view of what was changed in place; or its batch is not first, and
+                the order does matter.
         """
         cell = self._cells[node.name]
+        if cell.place and not in_any_order:
+            raise ExportError(
+                f"{user} takes {node.name}, whose batch is dimension {cell.place}: it must leave the batch "
+                "alone, so transpose it back before"
+            )
         if cell.changed_by:
             raise ExportError(
                 f"{user} uses {node.name}, whose memory {cell.changed_by} may have changed in "
@@ -85,6 +98,8 @@ class Memory:
 _WAITING = " before rounding"
 
 Make = Callable[[str, str, FixedPoint], Operation]  # of a name, of what is taken, and of a format
+Whole = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]
+"""What a call computes in float64, and how large the terms are that it adds."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,7 @@ class Pending:
         shape: Of one sample.
         node: Of the trace, whose range gives a format where nothing else does.
         why_not: Why the export chooses no format itself; ``""`` where it does.
+        fmt: What it is rounded to where nothing else rounds it; None: by its range.
     """
 
     source: str
@@ -107,6 +123,7 @@ class Pending:
     shape: tuple[int, ...]
     node: str
     why_not: str = ""
+    fmt: FixedPoint | None = None
 
 
 @dataclass
@@ -149,6 +166,8 @@ class Builder:
     """Of the trace: what is being translated."""
     taken: str = ""
     """Of the trace: what it takes."""
+    whole: Whole | None = None
+    """What is being translated, where it is compared as one."""
     _made: dict[tuple[str, FixedPoint], str] = field(default_factory=dict)
 
     def begin(self, name: str, shape: tuple[int, ...]) -> None:
@@ -201,7 +220,7 @@ class Builder:
         """Add an operation; return its name."""
         source = self.operations[0]
         assert isinstance(source, Input)
-        if op.inputs == (source.name,) and isinstance(op, Round):
+        if op.inputs == (source.name,) and isinstance(op, Round | Embedding):
             value = first_value(op, source.shape)
         else:
             value = value_of(op, [self.values[self.rounded(name, op.name)] for name in op.inputs])
@@ -224,7 +243,7 @@ class Builder:
         pending = self.pending[name]
         if pending.why_not:
             raise ExportError(f"{user} {pending.why_not}")
-        fmt = self.fitting(pending.node)
+        fmt = pending.fmt or self.fitting(pending.node)
         made = self._realised(name, fmt, name.removesuffix(_WAITING))
         self.found[made] = fmt
         return made

@@ -1,24 +1,40 @@
 """Functions and methods that no layer stands for: sums, shapes, orders, parts, means."""
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from fixedpoint_kernels import FixedPoint, quantize
 from marvin.export.errors import ExportError
+from marvin.export.execute.simulate import apply
 from marvin.export.frontend.builder import Builder
 from marvin.export.frontend.layers import average, reshape
+from marvin.export.frontend.observe import has_tensors
+from marvin.export.frontend.transformers import (
+    attention,
+    constant,
+    exact_attention,
+    mask_of,
+    matmul,
+    spelled_attention,
+)
+from marvin.export.graph.formats import exact_format
 from marvin.export.graph.functions import Mul
-from marvin.export.graph.nodes import Add, Flatten
+from marvin.export.graph.nodes import Add, Affine, Flatten, Round
 from marvin.export.graph.views import Concat, Slice, Transpose
+from marvin.export.passes.batch_norm import nearest
 
-__all__ = ["CALLS", "Call"]
+__all__ = ["CALLS", "Call", "round_values"]
 
 _PRIMES = 2, 3, 5, 7, 11, 13
+_DIVISIONS = operator.truediv, operator.itruediv, torch.div, "div", "div_"
 
 
 @dataclass(frozen=True)
@@ -31,7 +47,7 @@ class Call:
         name: Of the operation.
         args: With plain values in place of the nodes that gave them.
         kwargs: Likewise.
-        nodes: The tensors of the network that it takes.
+        nodes: The tensors of the network that it takes; in ``args``, constants are tensors.
     """
 
     builder: Builder
@@ -47,9 +63,11 @@ class Call:
         nodes: list[fx.Node] = []
 
         def resolved(given: fx.Node) -> Any:
+            if given.name in builder.observed.constants:
+                return builder.observed.constants[given.name]
             if given.name in builder.observed.plain:
                 plain = builder.observed.plain[given.name]
-                if not _has_tensors(plain):
+                if not has_tensors(plain):
                     return plain
                 map_arg((given.args, given.kwargs), resolved)
                 return given
@@ -66,7 +84,7 @@ class Call:
         arguments = ", ".join(map(str, self.node.args))
         return ExportError(f"{self.node.name}: {text}({arguments}) cannot be exported{instead}")
 
-    def value(self, node: Any) -> str:
+    def value(self, node: Any, *, in_any_order: bool = False) -> str:
         """Return the value that a node stands for.
 
         Raises:
@@ -74,7 +92,7 @@ class Call:
         """
         if not isinstance(node, fx.Node) or node not in self.builder.memory:
             raise ExportError(f"{self.name} must be called with a value of the network, got {node}")
-        return self.builder.memory.read(node, self.name)
+        return self.builder.memory.read(node, self.name, in_any_order=in_any_order)
 
     def codes(self, node: Any) -> str:
         """Return the value that a node stands for, which gets codes if it has none.
@@ -98,14 +116,19 @@ class Call:
         return shape[1:]
 
     def replay(self, values: Sequence[Tensor]) -> Tensor:
-        """Return what the call gives of tensors in place of ``nodes``."""
-        given = {node: x.clone() for node, x in zip(self.nodes, values, strict=True)}
+        """Return what the call gives of tensors in place of ``nodes``, which have their batch first."""
+        memory, constants = self.builder.memory, self.builder.observed.constants
+        given = {}
+        for node, x in zip(self.nodes, values, strict=True):
+            given[node] = x.movedim(0, memory.place(node) if node in memory else 0).clone()
 
         def resolved(node: fx.Node) -> Any:
             if node in given:
                 return given[node]
+            if node.name in constants:
+                return constants[node.name].clone()
             plain = self.builder.observed.plain[node.name]
-            return called(node) if _has_tensors(plain) else plain
+            return called(node) if has_tensors(plain) else plain
 
         def called(node: fx.Node) -> Any:
             args, kwargs = map_arg((node.args, node.kwargs), resolved)
@@ -115,17 +138,35 @@ class Call:
 
         return called(self.node)
 
+    def whole(self, values: Sequence[Tensor]) -> Tensor:
+        """Return what the call gives, with its batch first; else as ``replay``."""
+        return self.replay(values).movedim(self.builder.memory.place(self.node), 0)
 
-def _has_tensors(plain: object) -> bool:
-    if isinstance(plain, tuple | list):
-        return any(isinstance(x, Tensor) or _has_tensors(x) for x in plain)
-    return isinstance(plain, Tensor)
+    def constant(self, x: Tensor, like: tuple[int, ...]) -> str:
+        """Add a constant of the shape of one sample of a value; return its name.
+
+        Raises:
+            ExportError: It is not the same for each sample, or larger than the value.
+        """
+        batch = self.builder.observed.shapes[self.builder.operations[0].name][0]
+        try:
+            whole = x.double().expand(batch, *like)
+        except RuntimeError as error:
+            raise self.refusal(f": a constant must have the shape {like} of a sample") from error
+        if not torch.equal(whole, whole[:1].expand_as(whole)):
+            raise self.refusal(": a constant must be the same for each sample")
+        name = self.builder.unused(f"{self.name}.constant")
+        return constant(self.builder, name, whole[0].detach().cpu())
 
 
 def _add(builder: Builder, call: Call) -> str:
-    if len(call.args) != 2 or len(call.nodes) != 2 or call.kwargs:
+    is_constant = [isinstance(x, Tensor) for x in call.args]
+    if len(call.args) != 2 or len(call.nodes) + sum(is_constant) != 2 or call.kwargs:
         raise call.refusal()
-    sources = tuple(call.codes(node) for node in call.args)
+    shape = builder.shape(call.codes(call.nodes[0]))
+    sources = tuple(
+        call.constant(x, shape) if isinstance(x, Tensor) else call.codes(x) for x in call.args
+    )
     shapes = {builder.shape(name) for name in sources}
     if len(shapes) > 1:
         raise call.refusal(f": both must have one shape, got {' and '.join(map(str, shapes))}")
@@ -138,6 +179,8 @@ def _add(builder: Builder, call: Call) -> str:
 
 
 def _mul(builder: Builder, call: Call) -> str:
+    if len(call.args) == 2 and len(call.nodes) == 1 and not call.kwargs:
+        return _scaled(builder, call)
     if len(call.args) != 2 or len(call.nodes) != 2 or call.kwargs:
         raise call.refusal(": two values of the network can be multiplied")
     sources = call.codes(call.args[0]), call.codes(call.args[1])
@@ -148,6 +191,87 @@ def _mul(builder: Builder, call: Call) -> str:
         builder.memory.write(call.node, call.args[0], result)
     else:
         builder.memory.new(call.node, result)
+    return result
+
+
+def _scaled(builder: Builder, call: Call) -> str:
+    """Add a product with a number: a power of two exactly, else with ``scale_wl`` bits."""
+    (number,) = (x for x in call.args if not isinstance(x, fx.Node))
+    is_divided = call.node.target in _DIVISIONS
+    if isinstance(number, Tensor) and number.numel() == 1:
+        number = number.item()
+    if not isinstance(number, int | float) or (is_divided and call.nodes[0] is not call.args[0]):
+        raise call.refusal(": two values of the network, or one and a number, can be multiplied")
+    factor = 1 / number if is_divided and number else float(number)
+    source = call.codes(call.nodes[0])
+    channels = builder.shape(source)[0]
+    numbers = torch.full((channels,), factor, dtype=torch.float64)
+    fmt = exact_format(numbers)
+    scale, fmt = nearest(
+        numbers, builder.scale_wl if fmt is None else min(builder.scale_wl, fmt.wl)
+    )
+    offset = torch.zeros_like(scale)
+    result = builder.add(Affine(call.name, (source,), scale, fmt, offset, FixedPoint(2, 0)))
+    builder.whole = lambda inputs: (inputs[0] * factor, inputs[0].abs() * abs(factor))
+    if call.node.target in (operator.imul, operator.itruediv, "mul_", "div_"):
+        builder.memory.write(call.node, call.nodes[0], result)
+    else:
+        builder.memory.new(call.node, result)
+    return result
+
+
+def round_values(x: Tensor, wl: int, fl: int, symmetric: bool, signed: bool) -> Tensor:
+    """Return ``x``, floating, rounded to a format: what a module does around the calls inside of it."""
+    if not x.is_floating_point():
+        return x
+    return quantize(x, FixedPoint(wl, fl, symmetric, signed), rounding="nearest")
+
+
+def _round(builder: Builder, call: Call) -> str:
+    fmt = FixedPoint(*call.args[1:])
+    result = builder.round(call.name, call.value(call.args[0]), fmt)
+    builder.whole = lambda inputs: (apply(Round("", (), fmt), inputs[0]), inputs[0] * 0)
+    builder.memory.new(call.node, result)
+    return result
+
+
+def _divided(builder: Builder, call: Call) -> str:
+    if len(call.args) != 2 or len(call.nodes) != 1 or call.kwargs:
+        raise call.refusal(": a value of the network can be divided by a number")
+    return _scaled(builder, call)
+
+
+def _matmul(builder: Builder, call: Call) -> str:
+    if len(call.args) != 2 or len(call.nodes) != 2 or call.kwargs:
+        raise call.refusal(
+            ": two values of the network can be multiplied; of weights, use nn.Linear"
+        )
+    values = [call.value(node) for node in call.args]
+    shapes = [builder.shape(value) for value in values]
+    if len(shapes[0]) < 2 or shapes[0][:-2] != shapes[1][:-2]:
+        raise call.refusal(f": matrices must have one shape before them, got {shapes}")
+    result = matmul(builder, call.name, values, [node.name for node in call.args])
+    builder.whole = lambda inputs: (inputs[0] @ inputs[1], inputs[0].abs() @ inputs[1].abs())
+    builder.memory.new(call.node, result)
+    return result
+
+
+def _attention(builder: Builder, call: Call) -> str:
+    try:
+        nodes, scale, mask, is_causal = spelled_attention(call.args, call.kwargs)
+        values = [call.value(node) for node in nodes]
+        *before, rows, features = builder.shape(values[0])
+        columns = builder.shape(values[1])[-2]
+        if any(builder.shape(value)[:-2] != tuple(before) for value in values):
+            raise ValueError("queries, keys and values must have the same heads")
+        seen = mask_of(mask, is_causal, rows, columns)
+    except ValueError as error:
+        raise call.refusal(f": {error}") from error
+    scale = 1 / math.sqrt(features) if scale is None else scale
+    names = [node.name for node in nodes if isinstance(node, fx.Node)]
+    result = attention(builder, call.name, values, names, scale, seen)
+    builder.whole = exact_attention(scale, seen)
+    builder.memory.new(call.node, result)
     return result
 
 
@@ -170,16 +294,20 @@ def _clone(builder: Builder, call: Call) -> str:
 
 
 def _transpose(builder: Builder, call: Call) -> str:
-    source = call.value(call.args[0])
+    source = call.value(call.args[0], in_any_order=True)
     dims = len(builder.shape(source)) + 1
     sizes = _PRIMES[:dims]  # which tell where each dimension goes
     moved = Call.replay(call, [torch.empty(sizes)]).shape
     order = tuple(sizes.index(size) for size in moved)
-    if order[0] != 0:
-        raise call.refusal(": it must leave the batch alone")
-    result = _moved(builder, call.name, source, tuple(i - 1 for i in order[1:]))
-    builder.memory.view(call.node, call.args[0], result)
+    result = _moved(builder, call.name, source, tuple(i - 1 for i in order if i))
+    builder.memory.view(call.node, call.args[0], result, order.index(0))
     return result
+
+
+def _attribute(builder: Builder, call: Call) -> str:
+    if call.args[1] != "mT":
+        raise call.refusal()
+    return _transpose(builder, call)
 
 
 def _moved(builder: Builder, name: str, source: str, order: tuple[int, ...]) -> str:
@@ -206,20 +334,34 @@ def _item(builder: Builder, call: Call) -> str:
     whole = of
     if of not in builder.memory:  # one of the tensors of chunk, split or unbind
         whole = of.args[0]
-    source = call.value(whole)
+    source = call.value(whole, in_any_order=True)
     # the indices of each element of one sample say which part it is
     shape = builder.shape(source)
     numbers = torch.arange(_product(shape)).reshape(1, *shape)
     try:
-        batch = builder.observed.shapes[builder.operations[0].name][0]
-        part = call.replay([numbers.expand(batch, *shape)])
+        batch = max(2, builder.observed.shapes[builder.operations[0].name][0])
+        samples = torch.arange(batch).reshape(batch, *[1] * len(shape)).expand(batch, *shape)
+        part, sample = (call.replay([x]) for x in (numbers.expand(batch, *shape), samples))
     except (IndexError, RuntimeError) as error:
         raise call.refusal() from error
-    if part.ndim == 0 or len(part) != batch or not torch.equal(part, part[:1].expand_as(part)):
+    place = _batch_of(sample, batch)
+    if place is None:
+        raise call.refusal(": it must leave the batch alone")
+    part = part.movedim(place, 0)
+    if not torch.equal(part, part[:1].expand_as(part)):
         raise call.refusal(": it must leave the batch alone")
     result = _slices(builder, call, source, part[0])
-    builder.memory.view(call.node, whole, result)
+    builder.memory.view(call.node, whole, result, place)
     return result
+
+
+def _batch_of(sample: Tensor, batch: int) -> int | None:
+    """Return the dimension in which a part has all samples, in order; None where there is none."""
+    for place, size in enumerate(sample.shape):
+        first = torch.arange(size).reshape(-1, *[1] * (sample.ndim - place - 1))
+        if size == batch and torch.equal(sample, first.expand_as(sample)):
+            return place
+    return None
 
 
 def _slices(builder: Builder, call: Call, source: str, part: Tensor) -> str:
@@ -281,6 +423,11 @@ def _mean(builder: Builder, call: Call) -> str:
 _HANDLERS: list[tuple[Sequence[object], Callable[[Builder, Call], str]]] = [
     ((operator.add, operator.iadd, torch.add, "add", "add_"), _add),
     ((operator.mul, operator.imul, torch.mul, "mul", "mul_"), _mul),
+    ((operator.truediv, operator.itruediv, torch.div, "div", "div_"), _divided),
+    ((operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"), _matmul),
+    ((F.scaled_dot_product_attention,), _attention),
+    ((round_values,), _round),
+    ((getattr,), _attribute),
     (("view", "reshape", "flatten", "unsqueeze", "squeeze", "unflatten", "contiguous"), _reshape),
     ((torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze), _reshape),
     (("clone", torch.clone), _clone),

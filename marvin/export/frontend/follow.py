@@ -19,6 +19,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
 from marvin.export.execute.simulate import apply, mean, products
 from marvin.export.execute.verify import evaluating
+from marvin.export.frontend.builder import Whole
 from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
@@ -30,6 +31,7 @@ from marvin.export.graph.nodes import (
     Value,
     Weighted,
 )
+from marvin.export.graph.transformers import Constant, Norm
 from marvin.export.passes.batch_norm import exact_norm
 
 __all__ = ["Follower", "Step", "check_numbers"]
@@ -58,6 +60,7 @@ class Step:
         output_fmt: What it rounds its result to; None where it does not.
         exact: What an activation function computes, for float64.
         call: What a function gives, for the tensors of ``sources``.
+        whole: What all operations together compute, where they are compared as one.
     """
 
     module: str | None
@@ -69,6 +72,7 @@ class Step:
     output_fmt: FixedPoint | None = None
     exact: Callable[[Tensor], Tensor] | None = None
     call: Callable[[Sequence[Tensor]], Tensor] | None = None
+    whole: Whole | None = None
 
 
 @dataclass
@@ -198,6 +202,10 @@ class Follower:
 
     def _explained(self, step: Step, module: Any, inputs: Sequence[Tensor]) -> _Bounds:
         """Return what the operations of a step may give, in float32 and with the model's numbers."""
+        if step.whole is not None:
+            y, size = step.whole(inputs)
+            low, high = _around(y, size, max(x.shape[-1] for x in inputs) + _FUNCTION_ROUNDINGS)
+            return _rounded(low, step.output_fmt), _rounded(high, step.output_fmt)
         found: dict[str, _Bounds] = {
             name: (x, x) for name, x in zip(step.sources, inputs, strict=True)
         }
@@ -221,6 +229,9 @@ class Follower:
         Sums, batch normalisation, averages and tables take exact values, which have gone through
         roundings and orders alone. The others keep the order of values: they take bounds to bounds.
         """
+        if isinstance(op, Constant):
+            y, half = apply(op), op.codes_fmt.lsb / 2
+            return y - half, y + half
         x = taken[0][0]
         if isinstance(op, Weighted):
             return self._sums(op, module, x)
@@ -321,6 +332,9 @@ def check_numbers(model: nn.Module, network: Network, steps: Sequence[Step]) -> 
     """
     kept = {op.name for op in network.operations}
     for step in steps:
+        for op in step.waiting:
+            if isinstance(op, Norm):
+                _check_rows(op, model.get_submodule(str(step.module)))
         for name in step.operations:
             op = network.operation(name) if name in kept else None
             if step.module is None:
@@ -346,6 +360,14 @@ def _check_layer(op: Weighted, module: Any, x: Value) -> None:
         products = _step(x.fl + op.weight_fmt.fl) * _powers(op.trailing_zeros)
         half = torch.clamp(products, min=op.bias_fmt.lsb) / 2
         _check(f"{op.name}.bias", op.bias.double() * op.bias_fmt.lsb, module.bias, half)
+
+
+def _check_rows(op: Norm, module: Any) -> None:
+    for what, codes, fmt in (("weight", op.gain, op.gain_fmt), ("bias", op.bias, op.bias_fmt)):
+        own = getattr(module, what, None)
+        if own is not None and codes is not None:
+            half = torch.tensor(fmt.lsb / 2, dtype=torch.float64)
+            _check(f"{op.name}.{what}", codes.double() * fmt.lsb, own, half)
 
 
 def _check_norm(op: Affine, module: Any, x: Value) -> None:

@@ -18,6 +18,12 @@ def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> nn
     return None if training and p else nn.Identity()
 
 
+def _softmax(
+    dim: int | None = None, _stacklevel: int = 3, dtype: object = None
+) -> nn.Module | None:
+    return nn.Softmax(dim) if dtype is None else None
+
+
 def _clamp(min: object = None, max: object = None) -> nn.Module | None:
     ends = [-_FAR if min is None else min, _FAR if max is None else max]
     numbers = [float(end) for end in ends if isinstance(end, int | float)]
@@ -86,6 +92,7 @@ _LAYERS: list[tuple[Sequence[object], Callable[..., nn.Module | None]]] = [
     ((F.silu,), lambda inplace=False: nn.SiLU(inplace)),
     ((F.mish,), lambda inplace=False: nn.Mish(inplace)),
     ((F.gelu,), lambda approximate="none": nn.GELU(approximate)),
+    ((torch.softmax, F.softmax, "softmax"), _softmax),
     ((F.softplus,), lambda beta=1.0, threshold=20.0: nn.Softplus(beta, threshold)),
     ((F.max_pool2d, torch.max_pool2d), _max_pool(nn.MaxPool2d)),
     ((F.max_pool1d, torch.max_pool1d), _max_pool(nn.MaxPool1d)),

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from marvin.export.errors import ExportError
 from marvin.export.execute.verify import evaluating
 
-__all__ = ["Observed", "observe"]
+__all__ = ["Observed", "has_tensors", "observe"]
 
 _Range = tuple[float, float]
 
@@ -23,11 +23,13 @@ class Observed:
         shapes: Of each tensor, batch included, by the name of its node.
         plain: What is no tensor, such as a size, by the name of its node.
         ranges: Smallest and largest value of each floating tensor, by the name of its node.
+        constants: Tensors that are the same whatever comes in, by the name of their nodes.
     """
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     ranges: dict[str, _Range] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
 
     def range_of(self, node: str) -> _Range:
         """Return the range of a node's values.
@@ -84,6 +86,23 @@ class _Watcher(fx.Interpreter):
             found.plain[n.name] = result
             return result
         found.shapes[n.name] = tuple(result.shape)
+        known = all(self._is_known(source) for source in n.all_input_nodes)
+        if n.op != "placeholder" and known:
+            found.constants[n.name] = result.detach().clone()
         if result.is_floating_point() and result.numel():
             found.ranges[n.name] = float(result.min()), float(result.max())
         return result
+
+    def _is_known(self, node: fx.Node) -> bool:
+        """Say whether a node gives the same whatever comes in."""
+        found = self.observed
+        if node.name in found.constants:
+            return True
+        return node.name in found.plain and not has_tensors(found.plain[node.name])
+
+
+def has_tensors(plain: object) -> bool:
+    """Say whether something is a tensor, or a tuple or list with one inside."""
+    if isinstance(plain, tuple | list):
+        return any(has_tensors(x) for x in plain)
+    return isinstance(plain, Tensor)

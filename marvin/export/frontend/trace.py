@@ -11,12 +11,13 @@ from marvin.export.errors import ExportError
 from marvin.export.execute.verify import evaluating
 from marvin.export.frontend.activations import ACTIVATIONS, exact
 from marvin.export.frontend.builder import Builder
-from marvin.export.frontend.calls import CALLS, Call
+from marvin.export.frontend.calls import CALLS, Call, round_values
 from marvin.export.frontend.follow import Follower, Step, check_numbers
 from marvin.export.frontend.foreign import check_own, kind_of
 from marvin.export.frontend.functions import layer_of
 from marvin.export.frontend.layers import MODULES, SAME
 from marvin.export.frontend.observe import observe
+from marvin.export.frontend.transformers import ROWS, exact_rows
 from marvin.export.graph.formats import Formats, activation_formats, weight_formats
 from marvin.export.graph.nodes import Network
 from marvin.export.passes.shorten_scales import shorten_scales
@@ -25,7 +26,7 @@ from marvin.tracing import Tracer
 
 __all__ = ["describe"]
 
-_KINDS = {**MODULES, **ACTIVATIONS}
+_KINDS = {**MODULES, **ACTIVATIONS, **ROWS}
 _SOME = FixedPoint(8, 0)  # format: which one does not matter
 _VIEWS = nn.Flatten, nn.Unflatten
 
@@ -93,7 +94,7 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
             f"formats of activations must be given for a model that rounds none, got them for one "
             f"that rounds at {next(iter(own))}: leave them out"
         )
-    graph, tracer = _traced(model)
+    graph, tracer = _traced(model, activations)
     layers = {str(node.target): None for node in graph.nodes if node.op == "call_module"}
     check_own(model, layers)
     observed = observe(model, graph, sample)
@@ -101,7 +102,7 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
         observed = replace(observed, ranges=observe(model, graph, calibration).ranges)
     builder = Builder(model, weights, activations, scale_wl, wl, observed)
     steps = [step for node in graph.nodes if (step := _translate(builder, node, sample))]
-    _check_rounded(tracer, set(layers), activations)
+    _check_rounded(tracer, set(layers) | tracer.rounded, activations)
     network = shorten_scales(builder.network(origin))
     steps = [replace(step, output_fmt=_output_of(activations, step.module)) for step in steps]
     check_numbers(model, network, steps)
@@ -110,9 +111,40 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
     return network
 
 
-def _traced(model: nn.Module) -> tuple[fx.Graph, Tracer]:
+class _Tracer(Tracer):
+    """Traces a model, and the roundings of modules that are traced through.
+
+    Args:
+        activations: What modules round, by name.
+    """
+
+    def __init__(self, activations: Mapping[str, Formats]) -> None:
+        super().__init__()
+        self.activations = activations
+        self.rounded: set[str] = set()
+
+    def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Add what a module rounds around the calls inside of it."""
+        name = self.path_of_module(m)
+        formats = self.activations.get(name)
+        if formats is None or self.is_leaf_module(m, name):
+            return super().call_module(m, *args, **kwargs)
+        self.rounded.add(name)
+        forward, inputs, options = args
+        inputs = tuple(self._round(x, formats.input) for x in inputs)
+        result = super().call_module(m, forward, inputs, options, **kwargs)
+        return self._round(result, formats.output)
+
+    def _round(self, x: object, fmt: FixedPoint | None) -> Any:
+        if fmt is None or not isinstance(x, fx.Proxy):
+            return x
+        numbers = fmt.wl, fmt.fl, fmt.symmetric, fmt.signed
+        return self.create_proxy("call_function", round_values, (x, *numbers), {})
+
+
+def _traced(model: nn.Module, activations: Mapping[str, Formats]) -> tuple[fx.Graph, _Tracer]:
     """Return the calls of a model; of a model that is one layer, this call."""
-    tracer = Tracer()
+    tracer = _Tracer(activations)
     if kind_of(model, _KINDS) is not None:
         graph = fx.Graph()
         graph.output(graph.create_node("call_module", "", (graph.placeholder("x"),)))
@@ -139,7 +171,9 @@ def _check_rounded(tracer: Tracer, layers: set[str], activations: Mapping[str, F
 
 def _translate(builder: Builder, node: fx.Node, sample: Tensor) -> Step | None:
     """Add what one node of the trace computes; return the step, if it is one."""
-    builder.node = node.name
+    builder.node, builder.whole = node.name, None
+    if node.name in builder.observed.constants:
+        return None
     if node.op == "call_module":
         module = builder.model.get_submodule(str(node.target))
         return _layer(builder, node, str(node.target), module)
@@ -180,6 +214,7 @@ def _layer(builder: Builder, node: fx.Node, name: str, module: nn.Module, key: s
     taken, source = _source(builder, node, shown)
     builder.taken = taken.name
     rounds, before = builder.input_format(key or name, source), len(builder.operations)
+    rounds = None if kind is nn.Embedding else rounds  # of indices
     result = _KINDS[kind](builder, builder.unused(shown), key or name, module, source)
     if kind in SAME:
         builder.memory.same(node, taken)
@@ -189,19 +224,24 @@ def _layer(builder: Builder, node: fx.Node, name: str, module: nn.Module, key: s
         builder.memory.write(node, taken, result)
     else:
         builder.memory.new(node, result)
-    function = exact(module) if kind in ACTIVATIONS else None
-    return _step(builder, name, (source,), result, before, input_fmt=rounds, exact=function)
+    given = {
+        "exact": exact(module) if kind in ACTIVATIONS else None,
+        "whole": exact_rows(module) if kind in ROWS else None,
+    }
+    return _step(builder, name, (source,), result, before, input_fmt=rounds, **given)
 
 
+_SPELL = "call marvin.spell_attention(model) before it is calibrated or trained"
 _INSTEAD: dict[type[nn.Module], str] = {
-    nn.LayerNorm: "use BatchNorm1d over the features",
     nn.GroupNorm: "use BatchNorm2d",
     nn.InstanceNorm2d: "use BatchNorm2d",
-    nn.RMSNorm: "use BatchNorm1d over the features",
-    nn.MultiheadAttention: "attention has no integers yet: export what comes before it",
-    nn.Embedding: "indices have no codes: export what comes behind it",
+    nn.MultiheadAttention: _SPELL,
+    nn.TransformerEncoderLayer: _SPELL,
+    nn.TransformerEncoder: _SPELL,
+    nn.TransformerDecoderLayer: "decoders have no integers yet: use encoders",
+    nn.Transformer: "decoders have no integers yet: use encoders",
+    nn.EmbeddingBag: "use Embedding and a mean",
     nn.ConvTranspose2d: "use Conv2d behind a repetition of pixels",
-    nn.Softmax: "leave it out: the largest output is the same",
     nn.LogSoftmax: "leave it out: the largest output is the same",
 }
 
@@ -227,9 +267,9 @@ def _function(builder: Builder, node: fx.Node) -> Step | None:
         step = _layer(builder, node, node.name, module, f"{node.name}()")
         return replace(step, module=None, call=call.replay)
     before = len(builder.operations)
-    sources = tuple(call.value(taken) for taken in call.nodes)
+    sources = tuple(call.value(taken, in_any_order=True) for taken in call.nodes)
     result = CALLS[node.target](builder, call)
-    return _step(builder, None, sources, result, before, call=call.replay)
+    return _step(builder, None, sources, result, before, call=call.whole, whole=builder.whole)
 
 
 def _step(

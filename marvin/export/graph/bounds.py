@@ -27,11 +27,13 @@ from marvin.export.graph.nodes import (
     Value,
     Weighted,
 )
+from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 
 __all__ = ["first_value", "shape_of", "value_of"]
 
 _ALL = 64  # what divides 0
+_INT64_BITS = 61  # with one bit to spare: rounding doubles rests
 
 
 def value_of(op: Operation, inputs: Sequence[Value]) -> Value:
@@ -40,8 +42,16 @@ def value_of(op: Operation, inputs: Sequence[Value]) -> Value:
     return _VALUES[type(op)](op, shape, *inputs)
 
 
-def first_value(op: Round, shape: tuple[int, ...]) -> Value:
-    """Return the value of the rounding of what comes in."""
+def first_value(op: Round | Embedding, shape: tuple[int, ...]) -> Value:
+    """Return the value of the rounding of what comes in, or of the rows that it chooses.
+
+    Raises:
+        ValueError: Rows are chosen by something else than one index for each of some positions.
+    """
+    if isinstance(op, Embedding):
+        if len(shape) != 1 or op.weight.ndim != 2:
+            raise ValueError(f"{op.name} must take indices of shape (n, tokens), got {shape}")
+        return _of_codes((*shape, op.weight.shape[1]), op.weight_fmt.fl, op.weight)
     return _of_format(shape, op.fmt, op.fmt.min_code, op.fmt.max_code)
 
 
@@ -186,6 +196,56 @@ def _table(op: Table, shape: tuple[int, ...], x: Value) -> Value:
     return _of_format(shape, op.fmt, int(reached.min()), int(reached.max()))
 
 
+def _of_codes(shape: tuple[int, ...], fl: int, codes: torch.Tensor) -> Value:
+    low, high = int(codes.min()), int(codes.max())
+    return Value(shape, fl, low, high, max(abs(low), abs(high)))
+
+
+def _embedding(op: Embedding, _shape: tuple[int, ...], *_inputs: Value) -> Value:
+    raise ValueError(f"{op.name} must take the network's input")
+
+
+def _matmul(_op: MatMul, shape: tuple[int, ...], x: Value, y: Value) -> Value:
+    if len(x.shape) < 2 or x.shape[:-2] != y.shape[:-2]:
+        raise ValueError(f"{_op.name} must multiply matrices, got {x.shape} and {y.shape}")
+    terms = x.shape[-1]
+    ends = [a * b * terms for a in (x.low, x.high) for b in (y.low, y.high)]
+    magnitude = max(-x.low, x.high, 0) * max(-y.low, y.high, 0) * terms
+    fl = x.fl + y.fl
+    return Value(shape, fl, min(ends), max(ends), magnitude, terms)
+
+
+def _norm(op: Norm, shape: tuple[int, ...], x: Value) -> Value:
+    n, point = shape[-1], op.gain_fmt.fl - op.fmt.fl
+    if max(op.shift, op.precision, abs(point)) > _INT64_BITS or op.epsilon < 0:
+        raise ValueError(f"{op.name} must have shifts of up to {_INT64_BITS} bits")
+    largest = max(-x.low, x.high, 0) + (1 << op.shift >> 1) >> op.shift
+    variance = (n * largest) ** 2 + op.epsilon << 2 * op.precision
+    root = math.isqrt(variance) + 1
+    biases = 0 if op.bias is None else int(op.bias.abs().max())
+    total = (2 * n * largest * int(op.gain.abs().max()) << op.precision) + biases * root
+    longest = max(variance, total << max(0, -point), root << max(0, point))
+    sizes = {len(op.gain), n if op.bias is None else len(op.bias)}
+    if longest.bit_length() > _INT64_BITS or op.source_fl != x.fl or sizes != {n}:
+        raise ValueError(f"{op.name} must have {n} gains at fl={x.fl}, and sums of 62 bits")
+    return _of_format(shape, op.fmt, op.fmt.min_code, op.fmt.max_code)
+
+
+def _softmax(op: Softmax, shape: tuple[int, ...], x: Value) -> Value:
+    if max(op.shift, op.fmt.fl) > _INT64_BITS:
+        raise ValueError(f"{op.name} must have shifts of up to {_INT64_BITS} bits")
+    longest = max(x.high - x.low, shape[-1] * int(op.codes.max()) << abs(op.fmt.fl))
+    is_table = bool((op.codes >= 0).all()) and int(op.codes[0]) > 0
+    if longest.bit_length() > _INT64_BITS or op.source_fl != x.fl or not is_table:
+        raise ValueError(f"{op.name} must have a table at fl={x.fl}, and sums of 62 bits")
+    if op.mask is not None:
+        is_whole = tuple(op.mask.shape) == shape[-2:] and bool(op.mask.any(-1).all())
+        if not is_whole or not torch.equal(op.mask, op.mask.ne(0).long()):
+            raise ValueError(f"{op.name} must see at least one column from each row of {shape}")
+    high = min(op.fmt.max_code, 1 << max(0, op.fmt.fl))
+    return _of_format(shape, op.fmt, 0, high)
+
+
 _VALUES: dict[type, Callable[..., Any]] = {
     Round: _round,
     Conv: _weighted,
@@ -203,4 +263,9 @@ _VALUES: dict[type, Callable[..., Any]] = {
     Clip: _clip,
     Mul: _mul,
     Table: _table,
+    Constant: lambda op, shape: _of_codes(shape, op.codes_fmt.fl, op.codes),
+    Embedding: _embedding,
+    MatMul: _matmul,
+    Norm: _norm,
+    Softmax: _softmax,
 }

@@ -289,6 +289,11 @@ class Network:
         return first
 
     @property
+    def takes_indices(self) -> bool:
+        """Whether what comes in are whole numbers that choose rows of a table."""
+        return all(hasattr(op, "weight") for op in self.users.get(self.input.name, []))
+
+    @property
     def output(self) -> str:
         """The name of what comes out; of several heads, of the first."""
         return next(iter(self.outputs.values()))

@@ -12,6 +12,7 @@ from marvin.export.graph.bounds import value_of
 from marvin.export.graph.formats import fitting
 from marvin.export.graph.functions import Mul
 from marvin.export.graph.nodes import Add, AveragePool, Network, Operation, Round, Value
+from marvin.export.passes.rows import refitted
 from marvin.export.passes.shorten_scales import shorten_scales
 
 __all__ = ["round_sums", "sum_formats"]
@@ -74,6 +75,8 @@ class _Rewriter:
         """Return an operation, and behind it its rounding where it is a term of a sum."""
         if isinstance(op, _SUMS) or (isinstance(op, Round) and op.fmt.wl <= self.wl):
             op = replace(op, inputs=tuple(self.terms.get(name, name) for name in op.inputs))
+        if op.inputs and op.inputs[0] in self.values:
+            op = refitted(op, self.values[op.inputs[0]])
         self._compute(op)
         users = self.network.users.get(op.name, [])
         value = self.values[op.name]

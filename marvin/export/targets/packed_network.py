@@ -15,20 +15,29 @@ from torch import Tensor
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
 from marvin.export.errors import ExportError
-from marvin.export.graph import functions, nodes, views
+from marvin.export.graph import functions, nodes, transformers, views
 from marvin.export.graph.bounds import first_value, value_of
 from marvin.export.graph.nodes import Add, Affine, Input, Network, Operation, Round, Value
+from marvin.export.graph.transformers import Embedding
 
 __all__ = ["Tensors", "read_format", "read_network", "write_format", "write_network"]
 
 Json = object
 _MOST_CODES = 2**26  # of one value: what a reader must be able to hold
 _LARGEST = 2**31
-_FROM_0 = "padding", "axis", "fl", "start", "order"  # other numbers are sizes, from 1
-_SIGNED = "low", "high", "source_fl"
+_FROM_0 = (
+    "padding",
+    "axis",
+    "fl",
+    "start",
+    "order",
+    "shift",
+    "precision",
+)  # other numbers are sizes, from 1
+_SIGNED = "low", "high", "source_fl", "epsilon"
 _KINDS: dict[str, type[Operation]] = {
     kind.__name__: kind
-    for module in (nodes, views, functions)
+    for module in (nodes, views, functions, transformers)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Operation) and not kind.__subclasses__()
 }
@@ -218,7 +227,8 @@ def _tensor(
     """Return a tensor, and the fields that say what its format is."""
     fields = {f.name for f in dataclasses.fields(kind)}
     if value is None and is_optional:
-        return {name: None, f"{name}_fmt": FixedPoint(32, 0)}
+        found = {f"{name}_fmt": FixedPoint(32, 0)} if f"{name}_fmt" in fields else {}
+        return {name: None, **found}
     if not isinstance(value, str) or value not in tensors.codes:
         raise ExportError(f"{where} must be the name of a tensor with a format, got {value!r:.80}")
     codes, fmt = tensors.codes[value].long(), tensors.formats[value]
@@ -241,8 +251,8 @@ def _value(op: Operation, source: Operation, values: Mapping[str, Value]) -> Val
     assert isinstance(source, Input)
     if op.name in values or op.name == source.name:
         raise ExportError(f"names of operations must be unique, got {op.name} twice")
-    if op.inputs == (source.name,) and isinstance(op, Round):
-        return first_value(op, source.shape)
+    if op.inputs == (source.name,) and isinstance(op, Round | Embedding):
+        return _checked(op, lambda: first_value(op, source.shape))
     if unknown := [name for name in op.inputs if name not in values]:
         raise ExportError(f"{op.name} must take values of before, got {', '.join(unknown)!r:.80}")
     inputs = [values[name] for name in op.inputs]
@@ -250,16 +260,20 @@ def _value(op: Operation, source: Operation, values: Mapping[str, Value]) -> Val
         numbers = getattr(op, name, None)
         if numbers is not None and any(len(numbers) != len(x.shape) - 1 for x in inputs):
             raise ExportError(f"{op.name}.{name} must have a number for each side, got {numbers}")
-    try:
-        value = value_of(op, inputs)
-    except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ExportError(f"{op.name} must be an operation on its inputs: {reason:.200}") from error
+    value = _checked(op, lambda: value_of(op, inputs))
     if isinstance(op, Add) and inputs[0].shape != inputs[1].shape:
         raise ExportError(f"{op.name} must add values of one shape")
     if isinstance(op, Affine) and len(op.scale) != inputs[0].shape[0]:
         raise ExportError(f"{op.name} must have {inputs[0].shape[0]} scales, got {len(op.scale)}")
     return value
+
+
+def _checked(op: Operation, found: Callable[[], Value]) -> Value:
+    try:
+        return found()
+    except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ExportError(f"{op.name} must be an operation on its inputs: {reason:.200}") from error
 
 
 def _check_value(name: str, value: Value, entry: Mapping[str, Json]) -> None:

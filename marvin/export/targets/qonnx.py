@@ -17,6 +17,7 @@ from torch import Tensor
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
 from marvin.export.graph.nodes import Network, Round, Weighted
+from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 from marvin.export.targets.onnx.graph import FloatWriter, require_exact
 from marvin.files import write_atomic
 
@@ -76,6 +77,12 @@ def to_model(network: Network) -> "onnx.ModelProto":
     for name, fmt in network.words().items():
         if fmt.wl > _FLOAT32_BITS:
             raise ExportError(f"{name}: QONNX is float32 and holds {_FLOAT32_BITS} bits, got {fmt}")
+    for op in network.operations:
+        if isinstance(op, Constant | Embedding | MatMul | Norm | Softmax):
+            kind = type(op).__name__
+            raise ExportError(
+                f"{op.name}: {kind} is not written as QONNX: use ONNX, or packed files"
+            )
     writer = _QuantWriter(network)
     return writer.graph.model(network, writer.write(), {_DOMAIN: 1}, batch=1)
 

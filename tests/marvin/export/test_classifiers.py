@@ -234,6 +234,7 @@ MODELS = {
     "ResNet-50": resnet50,
     "DenseNet": DenseNet,
     "MLP-Mixer without norms": lambda: Mixer(nn.Identity),
+    "MLP-Mixer": lambda: Mixer(lambda: nn.LayerNorm(8)),
 }
 
 
@@ -283,6 +284,6 @@ def test_products_are_those_of_integers():
         assert value.low <= found[op.name].min() <= found[op.name].max() <= value.high
 
 
-def test_layer_normalisation_is_refused_by_name():
-    with pytest.raises(ExportError, match="norm1: LayerNorm cannot be exported: use BatchNorm"):
-        describe(*calibrated(lambda: Mixer(lambda: nn.LayerNorm(8))))
+def test_group_normalisation_is_refused_by_name():
+    with pytest.raises(ExportError, match="norm1: GroupNorm cannot be exported: use BatchNorm"):
+        describe(*calibrated(lambda: Mixer(lambda: nn.GroupNorm(4, 16))))

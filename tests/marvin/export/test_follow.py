@@ -220,13 +220,21 @@ def larger(*arguments):
     return 1.5 * arguments[2] if len(arguments) == 3 else 1.5 * arguments[1][0]
 
 
-def doubling(name):
+def bent(*arguments):
+    return larger(*arguments).sin()
+
+
+def doubling(name, function=lambda x: 2 * x):
     def change(model):
         module = model.get_submodule(name)
         forward = module.forward
-        module.forward = lambda x: 2 * forward(x)
+        module.forward = lambda x: function(forward(x))
 
     return change
+
+
+def bending(name):
+    return doubling(name, torch.sin)
 
 
 CHANGES = [
@@ -235,10 +243,10 @@ CHANGES = [
     (lambda m: m[2].register_forward_pre_hook(larger), "2 has a hook before forward .*, larger"),
     (lambda m: m.register_forward_hook(larger), "the model has a hook after forward"),
     (lambda m: m.register_forward_pre_hook(larger), "the model has a hook before forward"),
-    (lambda m: m[3].register_forward_hook(larger), "mul.* cannot be exported"),
+    (lambda m: m[3].register_forward_hook(bent), "sin.* cannot be exported"),
     (doubling("2"), "2 has a forward of its own"),
     (doubling(""), "the model has a forward of its own"),
-    (doubling("3"), "mul.* cannot be exported"),
+    (bending("3"), "sin.* cannot be exported"),
     (lambda m: parametrizations.spectral_norm(m[5]), "5 must have plain weights, got a par.* of w"),
     (lambda m: prune.random_unstructured(m[0], "weight", 0.5), "0 has a hook before forward"),
     (lambda m: weight_norm(m[5]), "5 has a hook before forward .*, WeightNorm"),

@@ -14,6 +14,7 @@ from marvin.export import (
     compare,
     describe,
     formats_of_weights,
+    integer,
     masters_of,
     nearest_weights,
     verify,
@@ -218,7 +219,7 @@ def tied(layer):
         (tied(nn.AdaptiveAvgPool2d(3)), r"windows must be of one size, got \(4, 4\) to \(3, 3\)"),
         (tied(nn.Conv2d(2, 2, 2, padding="same", dilation=3)), "use an odd kernel"),
         (tied(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")), "got circular"),
-        (lambda: Bare(lambda m, y: y * 2), r"mul: mul\(conv, 2\) .* two values of the network"),
+        (lambda: Bare(lambda m, y: y**2), r"pow_1: pow\(conv, 2\) cannot be exported"),
         (lambda: Bare(lambda m, y: y * y.flatten(1)), "the model must take samples of shape"),
         (tied(nn.Flatten(0)), "1: must leave the batch alone"),
         (lambda: Bare(lambda m, y: y.flatten()), "flatten: flatten.* must leave the batch alone"),
@@ -229,8 +230,8 @@ def tied(layer):
         (lambda: Bare(lambda m, y: y[:, [0, 0]]), "getitem: .* indices must be slices in order"),
         (lambda: Bare(lambda m, y: F.dropout(y)), r"dropout: dropout\(conv\) cannot be exported"),
         (tied(nn.BatchNorm2d(2, track_running_stats=False)), "must have running statistics"),
-        (lambda: Call(lambda m, y: y * m.scale), "scale: a tensor used outside a layer"),
-        (lambda: Call(lambda m, y: y * 2), r"mul: mul\(conv, 2\) cannot be exported"),
+        (lambda: Call(lambda m, y: y * m.scale.expand(4)), r"mul: .* or one and a number"),
+        (lambda: Call(lambda m, y: y - 2), r"sub: sub\(conv, 2\) cannot be exported"),
         (lambda: Call(lambda m, y: y + 1), r"add: add\(conv, 1\) cannot be exported"),
         (lambda: Call(lambda m, y: torch.cat([y, y])), "cat: cat.* must leave the batch alone"),
         (lambda: Bare(lambda m, y: (y, None)), "must give tensors, or tuples.* got output1=None"),
@@ -291,16 +292,16 @@ class Spare(nn.Module):
         return self.conv(x)
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: nn.Sequential(Spare()), "^0 rounds activations and is not called as one layer"),
-        (Spare, "^the model rounds activations and is not called as one layer"),
-    ],
-)
-def test_what_rounds_around_its_layers_is_refused(build, message, make):
-    with pytest.raises(ExportError, match=message):
-        make(build, (1, 4, 4))
+def test_what_rounds_around_its_layers_is_followed(make):
+    model, network, x = make(lambda: nn.Sequential(Spare(), nn.ReLU()), (1, 4, 4), 6, 2)
+    rounds = [op.fmt for op in network.operations if isinstance(op, Round)]
+    assert FixedPoint(6, 2) in rounds
+    torch.testing.assert_close(integer.run(network, x), outputs(model, x).double(), rtol=0, atol=0)
+
+
+def test_a_model_that_rounds_around_its_layers_is_refused(make):
+    with pytest.raises(ExportError, match=r"^the model rounds activations and is not called"):
+        make(Spare, (1, 4, 4))
 
 
 def test_a_layer_that_is_not_called_does_no_harm(make):

@@ -28,8 +28,10 @@ from marvin.export.graph.nodes import (
     Round,
     Weighted,
 )
+from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 from marvin.export.passes.fold import absorbed
+from marvin.export.targets.onnx.transformers import Integers
 
 if TYPE_CHECKING:  # an extra
     import onnx
@@ -124,8 +126,9 @@ class Graph:
             batch: Size of the batch, or the name of it.
         """
         helper, types = self.onnx.helper, self.onnx.TensorProto
+        dtype = types.INT64 if network.takes_indices else types.FLOAT
         source = helper.make_tensor_value_info(
-            network.input.name, types.FLOAT, [batch, *network.input.shape]
+            network.input.name, dtype, [batch, *network.input.shape]
         )
         results = []
         for label, (name, dtype) in outputs.items():
@@ -306,6 +309,32 @@ class FloatWriter:
         values = self.number(f"{op.name}.table", op.codes.numpy() * op.fmt.lsb)
         return node("Gather", [values, indices], op.name)
 
+    def constant(self, op: Constant) -> str:
+        """Add a constant, for samples of any number."""
+        return self.number(op.name, op.codes.numpy()[None] * op.codes_fmt.lsb)
+
+    def embedding(self, op: Embedding) -> str:
+        """Add rows of a table."""
+        table = self.number(f"{op.name}.weight", op.weight.numpy() * op.weight_fmt.lsb)
+        return self.graph.node("Gather", [table, self.network.input.name], op.name)
+
+    def matmul(self, op: MatMul) -> str:
+        """Add a product of matrices."""
+        return self.graph.node("MatMul", [self.float(name) for name in op.inputs], op.name)
+
+    def row_codes(self, op: Norm | Softmax) -> str:
+        """Add a norm of rows or softmax, computed in int64."""
+        codes = self.integers(op, self.float(op.inputs[0]), self.real)
+        dtype = self.graph.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(self.real))
+        whole = self.graph.node("Cast", [codes], f"{op.name}.whole", to=dtype)
+        return self.graph.node("Mul", [whole, self.number("scale", op.fmt.lsb)], op.name)
+
+    def integers(self, op: Norm | Softmax, values: str, real: Any) -> str:
+        """Return the codes of a norm of rows or of softmax, of floats of dtype ``real``."""
+        integers = Integers(self.graph, op.name)
+        codes = integers.codes(values, op.source_fl, real)
+        return integers.norm(op, codes) if isinstance(op, Norm) else integers.softmax(op, codes)
+
     def sum(self, op: Add | Mul) -> str:
         """Add a sum, or a product."""
         return self.graph.node(type(op).__name__, [self.float(name) for name in op.inputs], op.name)
@@ -359,4 +388,9 @@ _WRITE: dict[type, Any] = {
     Concat: lambda writer, op: writer.concat(op),
     Clip: lambda writer, op: writer.clip(op),
     Table: lambda writer, op: writer.table(op),
+    Constant: lambda writer, op: writer.constant(op),
+    Embedding: lambda writer, op: writer.embedding(op),
+    MatMul: lambda writer, op: writer.matmul(op),
+    Norm: lambda writer, op: writer.row_codes(op),
+    Softmax: lambda writer, op: writer.row_codes(op),
 }

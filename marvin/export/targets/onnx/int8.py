@@ -26,11 +26,18 @@ from marvin.export.graph.nodes import (
     Round,
     Weighted,
 )
+from marvin.export.graph.transformers import Embedding, MatMul, Norm, Softmax
 from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 from marvin.export.passes.fold import Folded, fold
 from marvin.export.targets.onnx.graph import window
 from marvin.export.targets.onnx.int16 import Int16Writer
-from marvin.export.targets.onnx.wide import WideWriter, integer_sums, value_of_sums
+from marvin.export.targets.onnx.wide import (
+    WideWriter,
+    integer_products,
+    integer_sums,
+    value_of_products,
+    value_of_sums,
+)
 
 __all__ = ["Int8Writer"]
 
@@ -67,7 +74,9 @@ class Int8Writer(Int16Writer):
     def write(self) -> dict[str, tuple[str, int]]:
         """Add all that the outputs need; return name and dtype of each, by its label."""
         for op in self.network.operations:
-            if isinstance(op, Round | AveragePool):  # in order, so that no recursion is deep
+            if isinstance(
+                op, Round | AveragePool | Norm | Softmax
+            ):  # in order, so that no recursion is deep
                 self._as_bytes(op.name)
         types, found = self.graph.onnx.TensorProto, {}
         for label, name in self.network.outputs.items():
@@ -148,6 +157,10 @@ class Int8Writer(Int16Writer):
                 self._mean_of(op)
             elif isinstance(op, Table) and op.fmt.wl <= 8:
                 self._bytes[name] = self._looked_up(op), op.fmt
+            elif isinstance(op, Norm | Softmax) and op.fmt.wl <= 8:
+                self._bytes[name] = self._normalised(op), op.fmt
+            elif isinstance(op, Embedding) and op.weight_fmt.wl <= 8:
+                self._bytes[name] = self._chosen(op), op.weight_fmt
             elif isinstance(op, KEEP_ORDER) and (found := self._as_bytes(op.inputs[0])):
                 self._bytes[name] = self._ordered(op, *found), found[1]
             elif isinstance(op, Concat) and (found := self._beside(op)):
@@ -176,6 +189,28 @@ class Int8Writer(Int16Writer):
         codes = [part[0] for part in found if part]
         name = self.graph.node("Concat", codes, f"{op.name}.codes", axis=op.axis + 1)
         return name, formats.pop()
+
+    def _normalised(self, op: Norm | Softmax) -> str:
+        """Add a norm of rows or softmax, computed in int64, as bytes."""
+        source, types = op.inputs[0], self.graph.onnx.TensorProto
+        is_short = self._as_bytes(source) is not None or self.holds(source)
+        writer = self if is_short else self._wide
+        codes = self.integers(op, writer.float(source), writer.real)
+        if zero := _zero(op.fmt):
+            zeros = self.graph.constant("number", np.array(zero, np.int64))
+            codes = self.graph.node("Add", [codes, zeros], f"{op.name}.around")
+        return self.graph.node("Cast", [codes], f"{op.name}.codes", to=types.UINT8)
+
+    def _chosen(self, op: Embedding) -> str:
+        """Add rows of a table of bytes."""
+        codes = (op.weight.numpy() + _zero(op.weight_fmt)).astype(np.uint8)
+        table = self.graph.constant(f"{op.name}.weight", codes)
+        return self.graph.node("Gather", [table, self.network.input.name], f"{op.name}.codes")
+
+    def matmul(self, op: MatMul) -> str:
+        """Add a product of matrices, of bytes by an integer kernel."""
+        total = integer_products(self, op)
+        return value_of_products(self, op, total) if total else super().matmul(op)
 
     def _looked_up(self, op: Table) -> str:
         """Add a table of bytes, which bytes or other codes choose from."""

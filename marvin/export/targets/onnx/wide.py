@@ -8,6 +8,7 @@ import numpy as np
 from fixedpoint_kernels import FixedPoint
 from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import AveragePool, Conv, Linear, Network, Weighted
+from marvin.export.graph.transformers import MatMul
 from marvin.export.targets.onnx.float64 import Float64Writer
 from marvin.export.targets.onnx.graph import FloatWriter, Graph
 
@@ -98,6 +99,11 @@ class WideWriter(Float64Writer):
         """Add a linear layer: by an integer kernel if bytes hold what it multiplies."""
         return self._sums(op) or super().linear(op)
 
+    def matmul(self, op: MatMul) -> str:
+        """Add a product of matrices, of bytes by an integer kernel."""
+        total = integer_products(self.narrow, op)
+        return value_of_products(self, op, total) if total else super().matmul(op)
+
     def _sums(self, op: Weighted) -> str:
         """Add a layer by an integer kernel; ``""`` where there is none, which is noted."""
         if sums := integer_sums(self.narrow, op, self.stored):
@@ -122,6 +128,29 @@ def value_of_sums(writer: FloatWriter, op: Weighted, sums: str) -> str:
         return value
     bias = writer.number(f"{op.name}.bias", op.bias.numpy().reshape(shape) * op.bias_fmt.lsb)
     return writer.graph.node("Add", [value, bias], f"{op.name}.value")
+
+
+def integer_products(narrow: Bytes, op: MatMul) -> str:
+    """Add a product of matrices of bytes as int32; return its name, ``""`` where these do not do."""
+    found = [narrow.codes(name) for name in op.inputs]
+    terms = narrow.network.values[op.name].terms
+    if None in found or 2 * terms * 255**2 > _INT32:
+        return ""
+    parts = [part for part in found if part]
+    zeros = [
+        narrow.graph.constant("zero", np.array(128 if fmt.signed else 0, np.uint8))
+        for _, fmt in parts
+    ]
+    names = [name for name, _ in parts]
+    return narrow.graph.node("MatMulInteger", [*names, *zeros], f"{op.name}.sums")
+
+
+def value_of_products(writer: FloatWriter, op: MatMul, sums: str) -> str:
+    """Add the value of a product of matrices, in the floats that ``writer`` has."""
+    dtype = writer.graph.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(writer.real))
+    total = writer.graph.node("Cast", [sums], f"{op.name}.total", to=dtype)
+    lsb = writer.number("scale", 2.0 ** -writer.network.values[op.name].fl)
+    return writer.graph.node("Mul", [total, lsb], f"{op.name}.value")
 
 
 def integer_sums(narrow: Bytes, op: Weighted, stored: Stored) -> str:

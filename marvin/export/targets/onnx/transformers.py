@@ -1,0 +1,117 @@
+"""What transformers have, in ONNX: int64 arithmetic that is the definition in ``graph.transformers``."""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from fixedpoint_kernels import FixedPoint
+from marvin.export.execute.arithmetic import Codes
+from marvin.export.graph.transformers import Norm, Softmax
+
+__all__ = ["Integers"]
+
+
+class _Graph(Protocol):
+    onnx: Any
+
+    def constant(self, hint: str, array: Codes) -> str: ...
+
+    def node(self, kind: str, inputs: list[str], hint: str, **attributes: object) -> str: ...
+
+
+class Integers:
+    """Adds int64 nodes to a graph.
+
+    Args:
+        graph: Where to.
+        name: Of what is computed: its nodes begin with it.
+    """
+
+    def __init__(self, graph: _Graph, name: str) -> None:
+        self.graph, self.name = graph, name
+        self.types: Any = graph.onnx.TensorProto
+
+    def codes(self, values: str, fl: int, real: Any) -> str:
+        """Return the codes of floats of dtype ``real``."""
+        scale = self.graph.constant("scale", np.array(2.0**fl, real))
+        return self.cast(self("Mul", values, scale), self.types.INT64)
+
+    def __call__(self, kind: str, *inputs: str | int, **attributes: object) -> str:
+        """Add a node; a number stands for a constant."""
+        names = [self.number(x) if isinstance(x, int) else x for x in inputs]
+        return self.graph.node(kind, names, f"{self.name}.{kind.lower()}", **attributes)
+
+    def number(self, x: int) -> str:
+        """Return the name of a constant, int64."""
+        return self.graph.constant("number", np.array(x, np.int64))
+
+    def cast(self, source: str, dtype: int) -> str:
+        """Return numbers in another dtype."""
+        return self("Cast", source, to=dtype)
+
+    def norm(self, op: Norm, codes: str) -> str:
+        """Return the codes of a norm of rows."""
+        x, n = self.shortened(codes, op.shift), len(op.gain)
+        squares = self("Mul", self.total(self("Mul", x, x)), n)
+        apart = self("Mul", x, n)
+        if op.is_centered:
+            total = self.total(x)
+            squares = self("Sub", squares, self("Mul", total, total))
+            apart = self("Sub", apart, total)
+        variance = self("Mul", self("Add", squares, op.epsilon), 4**op.precision)
+        root = self("Max", self.root(variance), 1)
+        gain = self.graph.constant(f"{op.name}.gain", op.gain.numpy() << op.precision)
+        top = self("Mul", apart, gain)
+        if op.bias is not None:
+            bias = self.graph.constant(f"{op.name}.bias", op.bias.numpy())
+            top = self("Add", top, self("Mul", bias, root))
+        return self.rounded(top, root, op.gain_fmt.fl, op.fmt)
+
+    def softmax(self, op: Softmax, codes: str) -> str:
+        """Return the codes of softmax of rows."""
+        seen, least = "", self.number(-(2**62))
+        if op.mask is not None:
+            seen = self.graph.constant(f"{op.name}.mask", op.mask.numpy() == 1)
+        known = self("Where", seen, codes, least) if seen else codes
+        top = self("ReduceMax", known, self.graph.constant("axes", np.array([-1])))
+        places = self.shortened(self("Sub", top, codes), op.shift)
+        places = self("Clip", places, 0, len(op.codes) - 1)
+        table = self.graph.constant(f"{op.name}.table", op.codes.numpy())
+        parts = self("Gather", table, places)
+        parts = self("Where", seen, parts, 0) if seen else parts
+        return self.rounded(parts, self.total(parts), 0, op.fmt)
+
+    def total(self, x: str) -> str:
+        """Return the sum of each row."""
+        return self("ReduceSum", x, self.graph.constant("axes", np.array([-1])))
+
+    def shortened(self, x: str, shift: int) -> str:
+        """Return ``(x + half) // 2**shift``."""
+        if not shift:
+            return x
+        whole = self("Add", x, 1 << shift - 1)
+        return self("Div", self("Sub", whole, self("Mod", whole, 1 << shift)), 1 << shift)
+
+    def root(self, x: str) -> str:
+        """Return integer square roots of numbers below ``2**62``: of float64, which is one off at most."""
+        root = self("Sqrt", self.cast(x, self.types.DOUBLE))
+        root = self.cast(root, self.types.INT64)
+        is_larger = self("Greater", self("Mul", root, root), x)
+        root = self("Sub", root, self.cast(is_larger, self.types.INT64))
+        next_root = self("Add", root, 1)
+        is_smaller = self("LessOrEqual", self("Mul", next_root, next_root), x)
+        return self("Add", root, self.cast(is_smaller, self.types.INT64))
+
+    def rounded(self, top: str, bottom: str, fl: int, fmt: FixedPoint) -> str:
+        """Return quotients at ``fl`` rounded to ``fmt``: nearest, ties to even, saturating."""
+        if fmt.fl > fl:
+            top = self("Mul", top, 1 << fmt.fl - fl)
+        if fmt.fl < fl:
+            bottom = self("Mul", bottom, 1 << fl - fmt.fl)
+        rest = self("Mod", top, bottom)  # at least 0, as the divisor is
+        quotient = self("Div", self("Sub", top, rest), bottom)
+        twice, odd = self("Add", rest, rest), self("Mod", quotient, 2)
+        is_tie = self("And", self("Equal", twice, bottom), self("Equal", odd, 1))
+        is_up = self("Or", self("Greater", twice, bottom), is_tie)
+        whole = self("Add", quotient, self.cast(is_up, self.types.INT64))
+        return self("Clip", whole, fmt.min_code, fmt.max_code)

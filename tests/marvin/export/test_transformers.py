@@ -1,0 +1,354 @@
+"""Transformers as integers: norms of rows, softmax, attention, positions, by all that computes them."""
+
+import importlib
+import json
+import subprocess
+import sys
+from fractions import Fraction
+from math import isqrt
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import marvin
+from fixedpoint_kernels import FixedPoint
+from marvin.export import ExportError, c, describe, hls4ml, integer, onnx, packed, qonnx, round_sums
+from marvin.export.execute.simulate import simulate
+from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.nodes import Input, Network, Round, Value
+from marvin.export.graph.transformers import Constant, MatMul, Norm, Softmax
+from marvin.export.targets import packed_network
+from train.vit import VisionTransformer
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.fixture(scope="module")
+def reader():
+    sys.path.insert(0, str(DOCS))
+    try:
+        return importlib.import_module("read_packed_transformers")
+    finally:
+        del sys.path[0]
+
+
+def assert_all_equal(network, x, reader, path, read=2):
+    """Torch in float64, the reader of the docs and ONNX Runtime compute the integer reference's codes."""
+    import onnxruntime
+
+    want = integer.run_heads(network, x)
+    codes = integer.run_all(network, x)
+    simulated = simulate(network, x, dtype=torch.float64)
+    for name, value in network.values.items():
+        got = simulated[name].expand(len(x), *value.shape) * 2.0**value.fl
+        assert (got.numpy() == codes[name]).all(), name
+        assert value.low <= codes[name].min() <= codes[name].max() <= value.high, name
+    packed.save(network, path)
+    loaded = packed.load(path).network
+    assert loaded is not None
+    for label, y in integer.run_heads(loaded, x).items():
+        assert torch.equal(y, want[label])
+    description, tensors = reader.load(path)
+    for i, sample in enumerate(x[:read]):
+        outputs = reader.run(description, tensors, sample.flatten().tolist())
+        for label, y in outputs.items():
+            assert [code * 2.0**-y.fl for code in y.codes] == want[label][i].flatten().tolist()
+    content = onnx.to_model(network).SerializeToString()
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    found = session.run(None, {network.input.name: x.numpy()})
+    for got, y in zip(found, want.values(), strict=True):
+        torch.testing.assert_close(torch.from_numpy(got).double(), y, rtol=0, atol=0)
+
+
+def test_the_reader_knows_every_operation(reader):
+    text = Path(reader.__file__).read_text()
+    assert len(text.splitlines()) <= 200
+    assert "import torch" not in text
+    assert "numpy" not in text
+    assert reader.KINDS.keys() | {"Input"} == packed_network._KINDS.keys()
+
+
+def test_the_reader_is_a_program(tmp_path):
+    model, x = small_vit()
+    network = describe(marvin.calibrate(model, [x]), x)
+    packed.save(network, tmp_path / "net")
+    sample = json.dumps(x[0].flatten().tolist())
+    command = [
+        sys.executable,
+        "-S",
+        str(DOCS / "read_packed_transformers.py"),
+        str(tmp_path / "net"),
+    ]
+    done = subprocess.run(command, input=sample, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"output": integer.run(network, x[:1])[0].tolist()}
+
+
+def small_vit(depth=1):
+    torch.manual_seed(0)
+    model = VisionTransformer(classes=5, channels=1, width=8, depth=depth)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):  # as training leaves them
+            nn.init.normal_(module.weight, 1, 0.3)
+            nn.init.normal_(module.bias, 0, 0.3)
+    return model, torch.randn(4, 1, 32, 32)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8, 12, 16])
+def test_the_vision_transformer_is_integers(bits, reader, tmp_path):
+    model, x = small_vit()
+    network = describe(marvin.calibrate(model, [x], bits=bits), x, wl=bits)
+    assert {Norm, Softmax, MatMul, Constant} <= {type(op) for op in network.operations}
+    assert_all_equal(network, x, reader, tmp_path / "net", read=1)
+    if bits <= 8:
+        assert onnx.container_of(network) == "int8"
+        assert onnx.in_floats(network) == {}
+
+
+@pytest.mark.parametrize("wl", [4, 8, 16])
+def test_a_trained_vision_transformer_is_integers(wl, reader, tmp_path):
+    """Of MSGD, whose norms and positions are rounded in training: formats are the model's own."""
+    model, x = small_vit()
+    optimizer = marvin.MSGD(model.named_parameters(), lr=0.0, init_wl=wl, init_fl=wl // 2)
+    marvin.quantize_activations(model, optimizer)
+    network = describe(model.eval(), x)
+    norm = network.operation("norm")
+    assert isinstance(norm, Norm)
+    assert norm.fmt == FixedPoint(wl, wl // 2)
+    assert_all_equal(network, x, reader, tmp_path / "net", read=1)
+
+
+def test_rounded_sums_of_a_transformer(reader, tmp_path):
+    model, x = small_vit()
+    exact = describe(marvin.calibrate(model, [x]), x)
+    network = round_sums(exact, x)
+    assert len(network.operations) > len(exact.operations)
+    assert_all_equal(network, x, reader, tmp_path / "net", read=1)
+
+
+def test_integers_are_near_the_model():
+    model, x = small_vit(depth=2)
+    for bits, most in ((8, 0.05), (12, 0.004), (16, 0.0006)):
+        fixed = marvin.calibrate(model, [x], bits=bits)
+        network = describe(fixed, x, wl=bits)
+        with torch.no_grad():
+            want = fixed(x).double()
+        gap = (integer.run(network, x) - want).abs().max() / want.abs().max()
+        assert gap < most, bits  # halves with each bit; measured 0.018, 0.0015 and 0.0002
+
+
+def of_codes(op, low, high, shape, fl):
+    """Return a network of one operation on codes that come in as they are."""
+    bits = max(high.bit_length(), (-low).bit_length()) + 1
+    fmt = FixedPoint(bits, fl)
+    first = Round("in", ("x",), fmt)
+    before = first_value(first, shape)
+    values: dict[str, Value] = {"in": before, op.name: value_of(op, [before])}
+    return Network((Input("x", (), shape), first, op), values, "calibrated")
+
+
+def half_even(x: Fraction, fmt: FixedPoint) -> int:
+    return min(max(round(x), fmt.min_code), fmt.max_code)
+
+
+@pytest.mark.parametrize("is_centered", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("n", "wl", "shift"), [(1, 4, 0), (3, 8, 0), (7, 12, 3), (33, 16, 1)])
+def test_norms_are_those_of_fractions(is_centered, has_bias, n, wl, shift, reader, tmp_path):
+    """An oracle of its own: deviations and variance as fractions, the root by whole numbers."""
+    generator = torch.Generator().manual_seed(n)
+    gain = torch.randint(-200, 200, (n,), generator=generator)
+    bias = torch.randint(-900, 900, (n,), generator=generator) if has_bias else None
+    fmt, fl, precision, epsilon = FixedPoint(wl, wl - 4), 5, 6, 3 * n
+    op = Norm(
+        "norm", ("in",), gain=gain, gain_fmt=FixedPoint(10, 7), bias=bias, bias_fmt=FixedPoint(12, 7),
+        epsilon=epsilon, shift=shift, precision=precision, source_fl=fl, fmt=fmt,
+        is_centered=is_centered,
+    )  # fmt: skip
+    top = 2 ** (wl - 1) - 1
+    network = of_codes(op, -top - 1, top, (n,), fl)
+    codes = torch.randint(-top - 1, top + 1, (40, n), generator=generator)
+    codes[0], codes[1] = 0, top  # nothing but epsilon is left
+    codes[2] = torch.arange(n) % 2 * top
+    x = codes.float() * 2.0**-fl
+    found = integer.run_all(network, x)["norm"]
+    for row, got in zip(codes.tolist(), found.tolist(), strict=True):
+        short = [(Fraction(code, 2**shift) + Fraction(1, 2)).__floor__() for code in row]
+        short = short if shift else row
+        mean = Fraction(sum(short), n) if is_centered else Fraction(0)
+        spread = sum((code - mean) ** 2 for code in short) / n + Fraction(epsilon, n * n)
+        whole = spread * n * n * 4**precision
+        assert whole.denominator == 1
+        root = Fraction(max(1, isqrt(whole.numerator)), 2**precision)
+        for i, code in enumerate(short):
+            y = n * (code - mean) / root * Fraction(int(gain[i]), 2**7)
+            y += Fraction(0 if bias is None else int(bias[i]), 2**7)
+            assert got[i] == half_even(y * Fraction(2) ** fmt.fl, fmt)
+    assert_all_equal(network, x, reader, tmp_path / "net", read=len(x))
+
+
+def test_halves_of_norms_go_to_even():
+    """1.5 and 2.5 are both 2, -0.5 is 0: rows whose root is a power of two."""
+    op = Norm(
+        "norm", ("in",), gain=torch.tensor([3, 5]), gain_fmt=FixedPoint(8, 1), bias=None,
+        bias_fmt=FixedPoint(32, 1), epsilon=0, shift=0, precision=0, source_fl=0,
+        fmt=FixedPoint(8, 0), is_centered=True,
+    )  # fmt: skip
+    network = of_codes(op, -128, 127, (2,), 0)
+    found = integer.run_all(network, torch.tensor([[1.0, -1], [-1, 1], [7, -7]]))["norm"]
+    assert found.tolist() == [[2, -2], [-2, 2], [2, -2]]
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "wl", "shift"), [(1, 1, 2, 0), (3, 5, 8, 2), (4, 4, 16, 0)]
+)
+def test_softmax_is_that_of_fractions(is_masked, rows, columns, wl, shift, reader, tmp_path):
+    generator = torch.Generator().manual_seed(rows)
+    table = (torch.exp(-torch.arange(40.0).double() / 6) * 2**16).round().long()
+    mask = torch.randint(0, 2, (rows, columns), generator=generator) if is_masked else None
+    if mask is not None:
+        mask[:, 0] = 1
+    fmt = FixedPoint(wl, wl, signed=False)
+    op = Softmax("softmax", ("in",), codes=table, shift=shift, mask=mask, source_fl=4, fmt=fmt)
+    network = of_codes(op, -128, 127, (2, rows, columns), 4)
+    codes = torch.randint(-128, 128, (30, 2, rows, columns), generator=generator)
+    codes[0] = 5
+    x = codes.float() / 16
+    found = integer.run_all(network, x)["softmax"]
+    for i, (row, got) in enumerate(
+        zip(codes.reshape(-1, columns).tolist(), found.reshape(-1, columns).tolist(), strict=True)
+    ):
+        seen = [1] * columns if mask is None else mask[i % rows].tolist()
+        top = max(code for code, is_seen in zip(row, seen, strict=True) if is_seen)
+        parts = []
+        for code, is_seen in zip(row, seen, strict=True):
+            place = (
+                (Fraction(top - code, 2**shift) + Fraction(1, 2)).__floor__()
+                if shift
+                else top - code
+            )
+            parts.append(int(table[min(place, 39)]) if is_seen else 0)
+        for part, y in zip(parts, got, strict=True):
+            assert y == half_even(Fraction(part, sum(parts)) * 2**fmt.fl, fmt)
+    assert_all_equal(network, x, reader, tmp_path / "net", read=len(x))
+
+
+class Attending(nn.Module):
+    """One layer and attention, spelled in one way or another."""
+
+    def __init__(self, function, tokens=5, width=12):
+        super().__init__()
+        self.function = function
+        self.qkv = nn.Linear(width, 3 * width)
+        self.last = nn.Linear(width, 3)
+        self.register_buffer("mask", torch.ones(tokens, tokens, dtype=torch.bool).tril(1))
+        self.register_buffer(
+            "added", torch.zeros(tokens, tokens).masked_fill(~self.mask, -torch.inf)
+        )
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (3, -1)).transpose(1, 2) for part in (q, k, v))
+        return self.last(self.function(self, q, k, v).transpose(1, 2).flatten(2))
+
+
+def sdpa(**options):
+    return lambda _net, q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
+
+
+ATTENTIONS = {
+    "plain": sdpa(),
+    "causal": sdpa(is_causal=True),
+    "scale": sdpa(scale=0.3),
+    "mask": lambda net, q, k, v: F.scaled_dot_product_attention(q, k, v, net.mask),
+    "added": lambda net, q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=net.added),
+    "matmul": lambda _net, q, k, v: torch.softmax(q @ k.transpose(-2, -1) / 2, -1) @ v,
+    "scaled": lambda _net, q, k, v: F.softmax(torch.matmul(0.3 * q, k.mT), dim=-1).matmul(v),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_however_it_is_spelled(name, tokens, reader, tmp_path):
+    torch.manual_seed(0)
+    model, x = Attending(ATTENTIONS[name], tokens), 2 * torch.randn(5, tokens, 12)
+    fixed = marvin.calibrate(model, [x])
+    network = describe(fixed, x)
+    assert sum(isinstance(op, MatMul) for op in network.operations) == 2
+    assert sum(isinstance(op, Softmax) for op in network.operations) == 1
+    assert_all_equal(network, x, reader, tmp_path / "net")
+    with torch.no_grad():
+        want = fixed(x)
+    assert (integer.run(network, x) - want).abs().max() < 0.03 * want.abs().max()
+
+
+class Bare(nn.Module):
+    """A layer, then a function of it and of what comes in."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(36))
+
+    def forward(self, x):
+        return self.function(self, self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda _n, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), "write dropout_p=p if"),
+        (lambda _n, x: F.scaled_dot_product_attention(x, x, x, x @ x.mT), "attn_mask must be a constant"),
+        (lambda _n, x: F.scaled_dot_product_attention(x, x, x, torch.ones(4, 4)), "truths or 0 and -inf"),
+        (lambda _n, x: F.scaled_dot_product_attention(x, x, x, torch.zeros(4, 4) > 0), "see a column|NaN"),
+        (lambda _n, x: F.softmax(x, 1), "over the last dimension"),
+        (lambda n, x: x @ n.weight.view(6, 6), "of weights, use nn.Linear"),
+        (lambda _n, x: x / x, "can be divided by a number"),
+        (lambda _n, x: x.transpose(0, 1) + 1, "leave the batch alone|cannot be exported"),
+        (lambda n, x: n.linear(x.transpose(0, 1)), "so transpose it back before"),
+        (lambda _n, x: x + torch.arange(x.shape[0])[:, None, None], "the same for each sample"),
+        (lambda _n, x: F.layer_norm(x, (6,)), "cannot be exported"),
+    ],
+)  # fmt: skip
+def test_what_has_no_integers_is_named(function, message):
+    torch.manual_seed(0)
+    model, x = Bare(function), torch.randn(4, 4, 6)
+    with pytest.raises(ExportError, match=message):
+        describe(marvin.calibrate(model, [x]), x)
+
+
+def test_a_norm_of_several_dimensions_is_named():
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm((4, 6))), torch.randn(4, 4, 6)
+    with pytest.raises(
+        ExportError, match=r"1: must normalise the last dimension alone, got \(4, 6\)"
+    ):
+        describe(marvin.calibrate(model, [x]), x)
+
+
+@pytest.mark.parametrize(("target", "message"), [(c, "C"), (qonnx, "QONNX"), (hls4ml, "hls4ml")])
+def test_targets_without_transformers_say_so(target, message, tmp_path):
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3)), torch.randn(4, 6)
+    network = describe(marvin.calibrate(model, [x]), x)
+    with pytest.raises(ExportError, match=f"1: Norm .*{message}"):
+        target.save(network, tmp_path / "net")
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("is_affine", [True, False])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_norms_of_sums_of_any_size(norm, is_affine, size, reader, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), norm(9, elementwise_affine=is_affine), nn.Linear(9, 4))
+    with torch.no_grad():
+        model[0].weight *= size
+        model[0].bias *= size
+    x = torch.randn(6, 3, 7)
+    fixed = marvin.calibrate(model, [x])
+    network = describe(fixed, x)
+    assert_all_equal(network, x, reader, tmp_path / "net")
+    with torch.no_grad():
+        want = fixed(x).double()
+    assert (integer.run(network, x) - want).abs().max() < 0.01 * want.abs().max()
