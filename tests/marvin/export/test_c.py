@@ -49,20 +49,22 @@ needs_arm = pytest.mark.skipif(
 
 
 def outputs(network, x, folder, tool="gcc", **options):
-    """Return what the C file computes, checked by sanitizers."""
-    source = c.write(network, "net", **options)
-    c.save(network, folder / "net", **options)
-    flags = compiler.SANITIZE if tool == "gcc" else ()
-    compiler.compile_program(tool, folder / "net.c", folder / "net", ("-O1", *flags))
-    got = compiler.run_program([str(folder / "net")], c.input_codes(network, x))
-    return c.output_codes(network, source, got)
+    """Return what the C file computes, with vectors and without, checked by sanitizers."""
+    source, path = c.write(network, "net", **options), folder / "net.c"
+    c.save(network, path, **options)
+    sanitize, found = compiler.SANITIZE if tool == "gcc" else (), []
+    for flags in ((), (compiler.small(path),)) if "ROW(" in source.code else ((),):
+        compiler.compile_program(tool, path, folder / "net", ("-O1", *sanitize, *flags))
+        got = compiler.run_program([str(folder / "net")], c.input_codes(network, x))
+        found.append(c.output_codes(network, source, got))
+    return found
 
 
 def assert_same(network, x, folder, tool="gcc", **options):
-    got = outputs(network, x, folder, tool, **options)
-    assert got.keys() == network.outputs.keys()
-    for label, want in integer.run_heads(network, x).items():
-        torch.testing.assert_close(got[label], want, rtol=0, atol=0)
+    for got in outputs(network, x, folder, tool, **options):
+        assert got.keys() == network.outputs.keys()
+        for label, want in integer.run_heads(network, x).items():
+            torch.testing.assert_close(got[label], want, rtol=0, atol=0)
 
 
 @needs_gcc
@@ -84,6 +86,50 @@ def test_another_compiler(ranged, digits, wl, tmp_path):
 def test_strides_groups_and_averages(plain, wl, fl, tmp_path):
     _, network, x = plain(wl, fl)
     assert_same(network, x, tmp_path)
+
+
+@needs_gcc
+@pytest.mark.parametrize("bits", [(6, 6), (8, 8), (8, 7)])
+@pytest.mark.parametrize("flags", [("-O3", "-march=native"), ("-O3", "-march=x86-64")])
+def test_vectors_of_this_processor(ranged, bits, flags, tmp_path):
+    """Rows of bytes, of 16 bits where no instruction multiplies bytes, and what is behind their end."""
+    _, network, x = ranged(bits=bits)
+    network, path = round_sums(network, x), tmp_path / "net.c"
+    source = c.write(network, "net")
+    c.save(network, path)
+    if not cpu_can(flags):
+        pytest.skip(f"gcc does not know {flags[1]}")
+    compiler.compile_program("gcc", path, tmp_path / "net", flags)
+    got = compiler.run_program([str(tmp_path / "net")], c.input_codes(network, x))
+    (found,) = c.output_codes(network, source, got).values()
+    torch.testing.assert_close(found, integer.run(network, x), rtol=0, atol=0)
+
+
+def cpu_can(flags):
+    words = ["gcc", *flags, "-x", "c", "-E", "-"]
+    return not subprocess.run(
+        words, input="", capture_output=True, text=True, check=False
+    ).returncode
+
+
+@needs_gcc
+@pytest.mark.parametrize("signed", [True, False])
+def test_rows_are_as_long_as_vectors(signed, tmp_path):
+    """Groups, outputs that are no multiple of 4, windows shorter and longer than a vector, one after the other."""
+    fmt = FixedPoint(8, 4, signed=signed)
+    network = network_of(
+        (8, 5, 5),
+        conv("a", "in", codes(6, 8, 3, 3), padding=(1, 1)),
+        Round("r", ("a",), fmt),
+        conv("b", "r", codes(8, 3, 1, 1), groups=2),
+        Round("s", ("b",), fmt),
+        conv("d", "s", codes(12, 2, 3, 3), groups=4, stride=(2, 2)),
+        Round("t", ("d",), fmt),
+        Flatten("f", ("t",)),
+        Linear("l", ("f",), codes(7, 48), FixedPoint(8, 5), None, FixedPoint(8, 5)),
+        fmt=fmt,
+    )
+    assert_same(network, 8 * torch.randn(9, 8, 5, 5), tmp_path)
 
 
 @needs_gcc

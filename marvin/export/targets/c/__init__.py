@@ -21,6 +21,7 @@ from marvin.export.graph.views import Reshape
 from marvin.export.targets.c.expand import expanded
 from marvin.export.targets.c.memory import Buffer, Memory, plan
 from marvin.export.targets.c.moves import write_copy, write_move
+from marvin.export.targets.c.rows import rows_text, scratch_text
 from marvin.export.targets.c.runtime import helpers
 from marvin.export.targets.c.schedule import Step, input_round, schedule
 from marvin.export.targets.c.steps import needed_orders, write_step
@@ -127,7 +128,11 @@ def write(network: Network, name: str = "network", *, nibbles: bool = False) -> 
     memory, calls = _calls(functions, places)
     outputs = {label: stored[value] for label, value in network.outputs.items()}
     facts = Facts(name, stored[first.name], outputs, first.fmt)
-    code = source(facts, tables.texts, helpers(called), functions, memory, calls)
+    rows: dict[str, int] = {}
+    for needed in (s for function in functions for s in function.scratch if s.vectors):
+        rows[needed.word] = max(needed.vectors, rows.get(needed.word, 0))
+    texts = [text for text in (rows_text(name, rows), *tables.texts) if text]
+    code = source(facts, texts, helpers(called), functions, memory, calls)
     return Source(
         name, code, header(facts, memory), tables.size_bytes, memory, stored[first.name], outputs
     )
@@ -194,13 +199,16 @@ def _calls(functions: Sequence[Function], places: Mapping[str, str]) -> tuple[Me
         for name in function.inputs:
             if name in buffers:
                 buffers[name].last = time
-        scratch.append([Buffer(word, count, time, time) for word, count in function.scratch])
-    memory = plan([*buffers.values(), *(b for own in scratch for b in own)])
+        scratch.append([Buffer(s.stored, s.count, time, time) for s in function.scratch])
+    memory = plan([*buffers.values(), *(b for own in scratch for b in own if b.count)])
     calls = []
     for function, own in zip(functions, scratch, strict=True):
         names = *function.inputs, *function.outputs
         found = [places[name] if name in places else _address(buffers[name]) for name in names]
-        calls.append(f"{function.name}({', '.join([*found, *map(_address, own)])});")
+        for needed, buffer in zip(function.scratch, own, strict=True):
+            address = _address(buffer) if needed.count else "NULL"
+            found.append(scratch_text(needed.word, address) if needed.vectors else address)
+        calls.append(f"{function.name}({', '.join(found)});")
     return memory, calls
 
 

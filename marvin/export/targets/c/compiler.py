@@ -22,6 +22,7 @@ __all__ = [
     "run_on_cortex_m4",
     "run_program",
     "section_bytes",
+    "small",
 ]
 
 CORTEX_M4 = "arm-none-eabi-gcc -mcpu=cortex-m4 -mthumb"
@@ -126,8 +127,13 @@ def run_on_cortex_m4(source: Path, folder: Path, codes: Codes) -> Codes:
     return run_program([*_EMULATOR, "-kernel", str(program)], codes)
 
 
-def section_bytes(compiler: str, source: Path, flags: Sequence[str] = ("-Os",)) -> int:
-    """Return the bytes of code and constants that a compiler makes, without ``main``.
+def small(source: Path) -> str:
+    """Return the flag with which a C file takes less memory, and no vectors."""
+    return f"-D{source.stem.upper()}_SMALL"
+
+
+def section_bytes(compiler: str, source: Path) -> int:
+    """Return the bytes of code and constants that a compiler makes for little memory, without ``main``.
 
     Raises:
         ExportError: It does not compile, or there is no ``size`` beside the compiler.
@@ -135,7 +141,16 @@ def section_bytes(compiler: str, source: Path, flags: Sequence[str] = ("-Os",)) 
     target = source.with_suffix(".o")
     prefix = compiler.split()[0].removesuffix("gcc").removesuffix("clang")
     try:
-        words = [*compiler.split(), *STRICT, *flags, "-c", str(source), "-o", str(target)]
+        words = [
+            *compiler.split(),
+            *STRICT,
+            "-Os",
+            small(source),
+            "-c",
+            str(source),
+            "-o",
+            str(target),
+        ]
         subprocess.run(words, capture_output=True, text=True, check=True)
         words = [f"{prefix}size", str(target)]
         done = subprocess.run(words, capture_output=True, text=True, check=True)

@@ -8,8 +8,9 @@ import numpy as np
 from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import Conv, Weighted
+from marvin.export.targets.c.rows import is_row, longest, products, row_word
 from marvin.export.targets.c.terms import Term
-from marvin.export.targets.c.values import Stored, channels_last
+from marvin.export.targets.c.values import Scratch, Stored, channels_last
 from marvin.export.targets.c.windows import corner, over_pixels, window_of
 from marvin.export.targets.c.words import computing, loop, storing
 from marvin.export.targets.c.writer import Writer, results
@@ -32,23 +33,31 @@ def weighted(writer: Writer, op: Weighted) -> list[str]:
     codes, terms = _rows(op, x)
     lows, highs = _sums(codes, x)
     word = computing(op.name, _partial(codes, x))
-    name = f"{writer.lines.name}_weight"
-    is_wide = max(int(np.abs(codes).max()), 1) * max(-x.low, x.high) >= 2**31
-    dots = _dots(writer, codes, name, "int64_t" if is_wide else "int32_t")
+    name, groups = f"{writer.lines.name}_weight", op.groups if isinstance(op, Conv) else 1
     term = _biased(op, Term("sum", x.fl + op.weight_fmt.fl, lows, highs, "c", word=word))
-    before, row, place = [], writer.source(op.inputs[0]), "c"
-    if isinstance(op, Conv):
-        before, place = _gather(writer, op, x), f"pixel * {len(codes)} + c"
-        row = f"window + c / {len(codes) // op.groups} * {terms}" if op.groups > 1 else "window"
-    sums = f"s{len(writer.scratch)}"
-    writer.scratch.append((word, len(codes)))
-    channels = f"{loop('c', len(codes))} {{"
+    if is_row(x, codes, word) and not _in_nibbles(writer, codes):
+        sums = writer.needs("int32_t", len(codes))
+        before, row = _gather(writer, op, x, row_word(x))
+        names = name, row, sums
+        dots = products(writer.lines.tables, codes, names, x, len(codes) // groups)
+    else:
+        before, row = _gather(writer, op, x, x.word)
+        sums = writer.needs(word, len(codes))
+        row = f"{row} + c / {len(codes) // groups} * {terms}" if groups > 1 else row
+        is_wide = max(int(np.abs(codes).max()), 1) * max(-x.low, x.high) >= 2**31
+        dots = [
+            f"{loop('c', len(codes))} {{",
+            f"const {x.word} *restrict row = {row};",
+            f"{word} sum = 0;",
+            *_dots(writer, codes, name, "int64_t" if is_wide else "int32_t"),
+            f"{sums}[c] = sum;",
+            "}",
+        ]
     # all sums first: so compilers see two loops that they can make vectors of
     body = [
-        *before,
-        channels, f"const {x.word} *restrict row = {row};", f"{word} sum = 0;", *dots,
-        f"{sums}[c] = sum;", "}",
-        channels, f"const size_t i = {place};",
+        *before, *dots,
+        f"{loop('c', len(codes))} {{",
+        f"const size_t i = {f'pixel * {len(codes)} + c' if isinstance(op, Conv) else 'c'};",
         f"const {word} sum = {sums}[c];", *results(writer, op, term), "}",
     ]  # fmt: skip
     return over_pixels(shape, body) if isinstance(op, Conv) else body
@@ -92,10 +101,14 @@ def _partial(codes: Codes, x: Stored) -> int:
     return int(np.abs(codes).sum(1).max()) * max(-x.low, x.high, 1)
 
 
+def _in_nibbles(writer: Writer, codes: Codes) -> bool:
+    return writer.nibbles and codes.min() >= -8 and codes.max() < 8 and codes.shape[1] > 1
+
+
 def _dots(writer: Writer, codes: Codes, name: str, word: str) -> list[str]:
     """Return the loops that add products of a row of weights to ``sum``."""
     tables, count = writer.lines.tables, codes.shape[1]
-    if writer.nibbles and codes.min() >= -8 and codes.max() < 8 and count > 1:
+    if _in_nibbles(writer, codes):
         half = (count + 1) // 2
         low, high = codes[:, :half] & 15, np.zeros((len(codes), half), np.int64)
         high[:, : count - half] = codes[:, half:]
@@ -121,34 +134,56 @@ def _dots(writer: Writer, codes: Codes, name: str, word: str) -> list[str]:
     ]
 
 
-def _gather(writer: Writer, op: Conv, x: Stored) -> list[str]:
-    """Return the code that makes ``window``: all codes under the kernel, group by group."""
+def _gather(writer: Writer, op: Weighted, x: Stored, word: str) -> tuple[list[str], str]:
+    """Return the code that makes a row of all codes under the kernel, group by group, and its name."""
+    name = writer.source(op.inputs[0])
+    if not isinstance(op, Conv):
+        return _in_place(writer, name, x, word, x.count)
     at = window_of(op, x)
-    name, (channels, _, width) = writer.source(op.inputs[0]), at.shape
+    channels, _, width = at.shape
     pixel = f"(yy * {width} + xx) * {channels}"
-    if at.size == (1, 1) and at.padding == (0, 0):
+    if at.size == (1, 1) and at.padding == (0, 0) and op.groups == 1:
         start = f"({corner('y', at.stride[0])}) * {width} + {corner('x', at.stride[1])}"
-        return [f"const {x.word} *restrict window = {name} + ({start}) * {channels};"]
+        return _in_place(writer, f"{name} + ({start}) * {channels}", x, word, channels)
     size, each = prod(at.size), channels // op.groups
-    window = f"s{len(writer.scratch)}"
-    writer.scratch.append((x.word, size * channels))
+    row = f"{size * each}" if word == x.word else f"ROW({size * each})"
+    window = _needs_row(writer, x, word, size * each, op.groups)
+    place = "k" if op.groups == 1 else f"k / {each} * {row} + k % {each}"
     inside = at.inside()
-    read = f"{name}[at + k]" if not inside else f"is_inside ? {name}[at + k] : ({x.word})0"
-    place = "k"
-    if op.groups > 1:
-        place = f"k / {each} * {size * each} + k % {each}"
+    copied = [f"{loop('k', channels)} {{", f"to[{place}] = {name}[{pixel} + k];", "}"]
+    zeros = [f"{loop('k', channels)} {{", f"to[{place}] = 0;", "}"]
+    body = [f"if ({inside}) {{", *copied, "} else {", *zeros, "}"] if inside else copied
     return [
-        f"{x.word} *restrict window = {window};",
+        f"{word} *restrict window = {window};",
         *at.places(),
-        *([f"const int is_inside = {inside};"] if inside else []),
-        f"const size_t at = {f'is_inside ? {pixel} : 0' if inside else pixel};",
-        f"{x.word} *restrict to = window + (ky * {at.size[1]} + kx) * {each};",
-        f"{loop('k', channels)} {{",
-        f"to[{place}] = {read};",
-        "}",
-        "}",
-        "}",
-    ]
+        f"{word} *restrict to = window + (ky * {at.size[1]} + kx) * {each};",
+        *body, "}", "}",
+    ], "window"  # fmt: skip
+
+
+def _needs_row(writer: Writer, x: Stored, word: str, terms: int, groups: int = 1) -> str:
+    vectors = 0 if word == x.word else longest(terms, groups)
+    writer.scratch.append(Scratch(word, x.word, terms * groups, vectors))
+    return f"s{len(writer.scratch) - 1}"
+
+
+def _in_place(
+    writer: Writer, place: str, x: Stored, word: str, terms: int
+) -> tuple[list[str], str]:
+    """Return the code for a row that lies in memory already; vectors take a copy of it."""
+    if word == x.word:
+        return [f"const {word} *restrict window = {place};"], "window"
+    writer.scratch.append(Scratch(word, x.word, 0, longest(terms, 1)))
+    own = f"s{len(writer.scratch) - 1}"
+    return [
+        "#ifdef ROWS_ARE_VECTORS",
+        f"{loop('k', terms)} {{", f"{own}[k] = ({place})[k];", "}",
+        f"const {word} *restrict window = {own};",
+        "#else",
+        f"(void){own};",
+        f"const {word} *restrict window = {place};",
+        "#endif",
+    ], "window"  # fmt: skip
 
 
 def _depthwise(writer: Writer, op: Conv, x: Stored) -> list[str]:
@@ -163,20 +198,20 @@ def _depthwise(writer: Writer, op: Conv, x: Stored) -> list[str]:
     name = writer.lines.tables.add(f"{writer.lines.name}_weight", values, kind)
     at = window_of(op, x)
     channels, width, inside = shape[0], at.shape[2], at.inside()
-    writer.scratch.append((word, channels))
+    sums = writer.needs(word, channels)
     source, product = writer.source(op.inputs[0]), "int64_t" if is_wide else "int32_t"
     term = _biased(op, Term("sum", x.fl + op.weight_fmt.fl, lows, highs, "c", word=word))
     each = results(writer, op, term)
     body = [
-        f"{loop('c', channels)} {{", "s0[c] = 0;", "}",
+        f"{loop('c', channels)} {{", f"{sums}[c] = 0;", "}",
         *at.places(),
         *([f"if ({inside}) {{"] if inside else []),
         f"const {x.word} *restrict row = {source} + (yy * {width} + xx) * {channels};",
         f"const {kind} *restrict w = {name} + (ky * {at.size[1]} + kx) * {channels};",
-        f"{loop('c', channels)} {{", f"s0[c] += ({product})row[c] * w[c];", "}",
+        f"{loop('c', channels)} {{", f"{sums}[c] += ({product})row[c] * w[c];", "}",
         *(["}"] if inside else []), "}", "}",
         f"{loop('c', channels)} {{",
-        f"const size_t i = pixel * {channels} + c;", f"const {word} sum = s0[c];",
+        f"const size_t i = pixel * {channels} + c;", f"const {word} sum = {sums}[c];",
         *each, "}",
     ]  # fmt: skip
     return over_pixels(shape, body)

@@ -20,11 +20,12 @@ from marvin.export.targets.c.compiler import (
     run_on_cortex_m4,
     run_program,
     section_bytes,
+    small,
 )
 
 __all__ = ["prove", "report"]
 
-_SANITIZED = 2 * 10**9  # multiply-adds, some seconds
+_SANITIZED = 10**9  # multiply-adds, some seconds
 _EMULATED = 10**8
 _NO_BOARD = "no arm-none-eabi-gcc or qemu-system-arm"
 
@@ -86,10 +87,11 @@ def prove(network: Network, source: Source, path: Path, x: Tensor) -> tuple[list
             first = got if first is None else first
             said.append((compiler, got))
         if has_sanitizers(found[0], folder):
-            compile_program(found[0], path, folder / "sanitized", ("-O1", *SANITIZE))
             some = codes[: max(1, _SANITIZED // each)]
-            got = run_program([str(folder / "sanitized")], some)
-            said.append((f"{found[0]} under address and undefined sanitizers", got))
+            for flags, what in (((), "with vectors"), ((small(path),), "without")):
+                compile_program(found[0], path, folder / "sanitized", ("-O1", *SANITIZE, *flags))
+                got = run_program([str(folder / "sanitized")], some)
+                said.append((f"{found[0]} {what} under address and undefined sanitizers", got))
         else:
             missing += f"; not under sanitizers: {found[0]} has none"
         if cortex_m4():

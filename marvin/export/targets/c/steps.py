@@ -62,7 +62,7 @@ def write_step(
     parameters = [f"const {stored[n].word} *restrict x{i}" for i, n in enumerate(step.inputs)]
     outputs = enumerate(writer.outputs.values())
     parameters += [f"{value.word} *restrict y{i}" for i, value in outputs]
-    parameters += [f"{word} *restrict s{i}" for i, (word, _) in enumerate(writer.scratch)]
+    parameters += [f"{own.word} *restrict s{i}" for i, own in enumerate(writer.scratch)]
     what = ", ".join(f"{type(op).__name__} {op.name}" for op in step.operations)
     text = f"/* {what.replace('*/', '')} */\nstatic void {name}({', '.join(parameters)})\n{{\n"
     text += "\n".join(indented(body)) + "\n}\n"

@@ -7,7 +7,7 @@ import numpy as np
 
 from marvin.export.execute.arithmetic import Codes
 
-__all__ = ["Function", "Shape", "Stored", "channels_last", "indented", "same_order"]
+__all__ = ["Function", "Scratch", "Shape", "Stored", "channels_last", "indented", "same_order"]
 
 
 Shape = tuple[int, ...]
@@ -39,6 +39,23 @@ class Stored:
         return prod(self.shape)
 
 
+@dataclass(frozen=True)
+class Scratch:
+    """Memory that a function needs while it runs.
+
+    Args:
+        word: Type of the parameter.
+        stored: Type of integers that is long enough.
+        count: How many, where memory is short.
+        vectors: Of rows: how many, where there are vectors; else 0.
+    """
+
+    word: str
+    stored: str
+    count: int
+    vectors: int = 0
+
+
 @dataclass
 class Function:
     """A C function.
@@ -48,14 +65,14 @@ class Function:
         text: Its definition.
         inputs: Values it takes, in the order of its parameters.
         outputs: Values it stores, likewise.
-        scratch: Types and counts of the memory it needs meanwhile, the last parameters.
+        scratch: Memory it needs meanwhile, the last parameters.
     """
 
     name: str
     text: str
     inputs: list[str]
     outputs: dict[str, Stored]
-    scratch: list[tuple[str, int]] = field(default_factory=list)
+    scratch: list["Scratch"] = field(default_factory=list)
 
 
 def channels_last(shape: Shape) -> Codes | None:
@@ -75,6 +92,6 @@ def indented(lines: list[str]) -> list[str]:
     found, depth = [], 1
     for line in lines:
         depth -= line.startswith("}")
-        found.append("    " * depth + line)
+        found.append(line if line.startswith("#") else "    " * depth + line)
         depth += line.endswith("{")
     return found

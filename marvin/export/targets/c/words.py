@@ -64,7 +64,7 @@ def identifier(name: str) -> str:
     return re.sub(r"\W", "_", name, flags=re.ASCII).strip("_") or "value"
 
 
-def loop(variable: str, count: int) -> str:
+def loop(variable: str, count: int | str) -> str:
     """Return the head of a loop."""
     return f"for (size_t {variable} = 0; {variable} < {count}; {variable}++)"
 
@@ -84,13 +84,24 @@ class Tables:
     def add(self, name: str, values: Sequence[int], word: str | None = None) -> str:
         """Define an array of the shortest type that holds it, or of a given one; return its name."""
         word = word or storing(min(values), max(values))
-        lines, line = [], "   "
-        for text in (f" {value}," for value in values):
-            if len(line) + len(text) > _LINE:
-                lines.append(line)
-                line = "   "
-            line += text
-        body = "\n".join([*lines, line])
+        body = _numbers(values)
         self.texts.append(f"static const {word} {name}[{len(values)}] = {{\n{body}\n}};\n")
         self.size_bytes += len(values) * size_of(word)
         return name
+
+    def add_rows(self, name: str, rows: Sequence[Sequence[int]], word: str) -> None:
+        """Define rows of weights of a type of the file, a byte each where memory is short; see ``rows``."""
+        body = "\n".join(f"    {{\n{_numbers(row)}\n    }}," for row in rows)
+        size = f"[{len(rows)}][ROW({len(rows[0])})]"
+        self.texts.append(f"static const {word} {name}{size} = {{\n{body}\n}};\n")
+        self.size_bytes += len(rows) * len(rows[0])
+
+
+def _numbers(values: Sequence[int]) -> str:
+    lines, line = [], "   "
+    for text in (f" {value}," for value in values):
+        if len(line) + len(text) > _LINE:
+            lines.append(line)
+            line = "   "
+        line += text
+    return "\n".join([*lines, line])

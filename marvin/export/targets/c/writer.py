@@ -20,7 +20,7 @@ from marvin.export.graph.nodes import (
 from marvin.export.graph.views import Reshape
 from marvin.export.targets.c.schedule import Step
 from marvin.export.targets.c.terms import Lines, Term
-from marvin.export.targets.c.values import Shape, Stored, channels_last, same_order
+from marvin.export.targets.c.values import Scratch, Shape, Stored, channels_last, same_order
 from marvin.export.targets.c.words import computing, identifier, literal, storing
 
 __all__ = ["Writer", "results"]
@@ -38,7 +38,12 @@ class Writer:
     order: Codes | None = None
     terms: dict[str, Term] = field(default_factory=dict)
     outputs: dict[str, Stored] = field(default_factory=dict)
-    scratch: list[tuple[str, int]] = field(default_factory=list)
+    scratch: list[Scratch] = field(default_factory=list)
+
+    def needs(self, word: str, count: int) -> str:
+        """Return the parameter for memory of some integers."""
+        self.scratch.append(Scratch(word, word, count))
+        return f"s{len(self.scratch) - 1}"
 
     def source(self, name: str) -> str:
         """Return the parameter that has a value, in whatever order."""
