@@ -1,41 +1,37 @@
 """Every Python block of the documentation runs; every file it names exists."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+import torch
+
+from fixedpoint_kernels import FixedPoint, Minifloat, quantize
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ALONE = (
-    "README.md",
-    "docs/migration.md",
-    "docs/recipes.md",
-)  # each block of these runs when pasted alone
-WITH_CODE = [
-    page
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCKS = [
+    pytest.param(page, code, id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
-    if "```python" in page.read_text() and page.relative_to(ROOT).as_posix() not in ALONE
+    for number, code in enumerate(PYTHON.findall(page.read_text()))
 ]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    """The blocks of a page continue each other."""
+@pytest.mark.parametrize(("page", "code"), BLOCKS)
+def test_a_block_runs_when_pasted_alone(page, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "__main__"}
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        exec(compile(code, page.name, "exec"), names)
+    exec(compile(code, page.name, "exec"), {"__name__": "__main__"})
 
 
-BLOCKS = [(page, i) for page in ALONE for i in range((ROOT / page).read_text().count("```python"))]
-
-
-@pytest.mark.parametrize(("page", "number"), BLOCKS)
-def test_a_block_runs_when_pasted_alone(page, number, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[number]
-    exec(compile(code, page, "exec"), {"__name__": "__main__"})
+def test_no_block_hides_behind_another_spelling():
+    """Blocks that need a package of others are fenced by tildes, and run in test_integrations."""
+    for page in PAGES:
+        text = page.read_text()
+        assert len(PYTHON.findall(text)) == len(re.findall(r"``` ?py", text, re.IGNORECASE)), page
+        for code in re.findall(r"~~~python\n(.*?)~~~", text, re.DOTALL):
+            assert re.search(r"(import|from) (accelerate|lightning|transformers)", code), page
 
 
 def test_the_first_example_prints_a_format(capsys):
@@ -57,6 +53,27 @@ def test_modules_that_commands_run_exist(page):
         path = ROOT.joinpath(*module.split("."))
         if (ROOT / module.split(".")[0]).is_dir():
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+def test_the_pictures_of_the_concepts_are_drawn_by_their_script(tmp_path):
+    page = (ROOT / "docs/concepts.md").read_text()
+    script = runpy.run_path(str(ROOT / "docs/draw_concepts.py"))
+    script["main"](tmp_path, steps=2)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == set(re.findall(r"images/(concepts-\w+\.png)", page))
+
+
+def test_a_picture_of_formats_has_the_numbers_it_is_titled_with():
+    """Of 6 bits: 32 codes from 0 up, of which a minifloat needs none for what is not a number."""
+    for fmt in (FixedPoint(6, 2), FixedPoint(6, 4), Minifloat(3, 2)):
+        numbers = quantize(torch.linspace(0, 100, 2**17 + 1), fmt, rounding="nearest").unique()
+        assert len(numbers) == 32
+    page = (ROOT / "docs/draw_concepts.py").read_text()
+    assert set(re.findall(r"(?:FixedPoint|Minifloat|BlockFloat)\([36], [24]\)", page)) == {
+        "FixedPoint(6, 2)",
+        "FixedPoint(6, 4)",
+        "Minifloat(3, 2)",
+    }
 
 
 def test_the_site_builds(tmp_path):
