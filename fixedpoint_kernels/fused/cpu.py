@@ -18,7 +18,6 @@ from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_b
 
 __all__ = ["collect", "pack_weights", "run"]
 
-_BLOCK = passes.BLOCK
 _NOISE_BLOCK = f.NOISE_BLOCK
 
 enter: Any = None
@@ -145,12 +144,6 @@ def _gradient_coefficients(d, images):
 
 
 @njit
-def _in_block(left):
-    """Return a mask of the elements of a block that are there, of ``left`` that follow."""
-    return (np.int64(1) << left) - 1 if left < _BLOCK else np.int64(-1)
-
-
-@njit
 def _moved(address, bytes):
     """Return an address some bytes further; 0 stays 0."""
     return address + bytes if address else np.int64(0)
@@ -159,44 +152,25 @@ def _moved(address, bytes):
 @njit
 def _make_value(d, n, scale, low, high):
     """Make the elements of a value, and codes of them; return how many were clamped."""
-    padded, pattern, elements = d[f.PADDED], d[f.PATTERN], d[f.ELEMENTS]
-    first, second, relu, clips, both = d[f.FIRST], d[f.SECOND], d[f.RELU], d[f.CLIPS], d[f.BOTH]
-    size = 2 if first == passes.BFLOAT16 else 4
-    size2 = 2 if second == passes.BFLOAT16 else 4
-    start, clamped, at = n * padded, np.int64(0), np.int64(0)
-    z, z2 = d[f.Z] + start * size, d[f.Z2] + start * size2
-    y, codes = _moved(d[f.Y], 4 * start), _moved(d[f.CODES], start)
-    relu_mask, clip_mask = _moved(d[f.RELU_MASK], start // 8), _moved(d[f.CLIP_MASK], start // 8)
-    a, b, a2, b2 = d[f.A], d[f.B], d[f.A2], d[f.B2]
-    for e in range(0, padded, _BLOCK):
-        clamped += passes.make_value(
-            first, z + e * size, a + 4 * at, b + 4 * at, second, z2 + e * size2, a2 + 4 * at,
-            b2 + 4 * at, relu, _moved(relu_mask, e // 8), _moved(y, 4 * e), _moved(codes, e),
-            clips, both, _moved(clip_mask, e // 8), _in_block(elements - e), scale, low, high,
-        )  # fmt: skip
-        at += _BLOCK
-        if at == pattern:
-            at = 0
-    return clamped
+    start, padded = n * d[f.PADDED], d[f.PADDED]
+    size = 2 if d[f.FIRST] == passes.BFLOAT16 else 4
+    size2 = 2 if d[f.SECOND] == passes.BFLOAT16 else 4
+    return passes.make_value(
+        d[f.ELEMENTS], padded, d[f.PATTERN], d[f.FIRST], d[f.Z] + start * size, d[f.A], d[f.B],
+        d[f.SECOND], d[f.Z2] + start * size2, d[f.A2], d[f.B2], d[f.RELU],
+        _moved(d[f.RELU_MASK], start // 8), _moved(d[f.Y], 4 * start), _moved(d[f.CODES], start),
+        d[f.CLIPS], d[f.BOTH], _moved(d[f.CLIP_MASK], start // 8), scale, low, high,
+    )  # fmt: skip
 
 
 @njit
 def _round_gradient(d, n, slot, dz, codes, scales, largest):
     """Round the gradient of what a layer makes, of one image, to codes of its own power of two."""
-    padded, pattern, elements = d[f.PADDED], d[f.PATTERN], d[f.ELEMENTS]
-    first, at = d[f.FIRST], np.int64(0)
-    largest[:] = 0
-    place = largest.ctypes.data
-    g, z = d[f.G] + 2 * n * padded, d[f.Z] + 2 * n * padded
-    a, b, c = d[f.GA], d[f.GB], d[f.GC]
-    for e in range(0, padded, _BLOCK):
-        passes.make_gradient(
-            first, g + 2 * e, z + 2 * e, a + 4 * at, b + 4 * at, c + 4 * at, dz + 4 * e,
-            _in_block(elements - e), place,
-        )  # fmt: skip
-        at += _BLOCK
-        if at == pattern:
-            at = 0
+    padded, elements = d[f.PADDED], d[f.ELEMENTS]
+    passes.make_gradient(
+        elements, padded, d[f.PATTERN], d[f.FIRST], d[f.G] + 2 * n * padded,
+        d[f.Z] + 2 * n * padded, d[f.GA], d[f.GB], d[f.GC], dz, largest.ctypes.data,
+    )  # fmt: skip
     exponent = exponent_of(largest)
     powers = _floats(d[f.POWERS], n + 1)
     moved = min(exponent - d[f.WEIGHT_FL], 127)
@@ -217,27 +191,15 @@ def _round_gradient(d, n, slot, dz, codes, scales, largest):
 @njit
 def _finish(d, n, dx, sums):
     """Add up what comes back to a value, of one image; at the last, batch norm's two sums too."""
-    padded, pattern, elements = d[f.PADDED], d[f.PATTERN], d[f.ELEMENTS]
-    has_product, first, second = d[f.HAS_PRODUCT], d[f.FIRST], d[f.SECOND]
-    start, at = n * padded, np.int64(0)
-    own_sums = sums if d[f.SUMS] else np.int64(0)
-    if own_sums:
-        tiles.blank(sums, 12 * pattern, 0)
-    clip_mask, relu_mask = _moved(d[f.CLIP_MASK], start // 8), _moved(d[f.RELU_MASK], start // 8)
-    add, add2 = _moved(d[f.ADD], 2 * start), _moved(d[f.ADD2], 2 * start)
-    outer, outer_out = _moved(d[f.OUTER], 4 * start), _moved(d[f.OUTER_OUT], 4 * start)
-    out, z, z2 = _moved(d[f.OUT], 2 * start), d[f.Z] + 2 * start, d[f.Z2] + 2 * start
-    for e in range(0, padded, _BLOCK):
-        passes.finish(
-            has_product, dx + 4 * e, _moved(clip_mask, e // 8), _moved(add, 2 * e),
-            _moved(add2, 2 * e), _moved(outer, 4 * e), _moved(relu_mask, e // 8),
-            _moved(out, 2 * e), _moved(outer_out, 4 * e), _in_block(elements - e), first,
-            z + 2 * e, second, z2 + 2 * e, _moved(own_sums, 4 * at), 4 * pattern,
-        )  # fmt: skip
-        at += _BLOCK
-        if at == pattern:
-            at = 0
-    if own_sums:
+    start = n * d[f.PADDED]
+    passes.finish(
+        d[f.ELEMENTS], d[f.PADDED], d[f.PATTERN], d[f.HAS_PRODUCT], dx,
+        _moved(d[f.CLIP_MASK], start // 8), _moved(d[f.ADD], 2 * start), _moved(d[f.ADD2], 2 * start),
+        _moved(d[f.OUTER], 4 * start), _moved(d[f.RELU_MASK], start // 8),
+        _moved(d[f.OUT], 2 * start), _moved(d[f.OUTER_OUT], 4 * start), d[f.FIRST],
+        d[f.Z] + 2 * start, d[f.SECOND], d[f.Z2] + 2 * start, sums if d[f.SUMS] else 0,
+    )  # fmt: skip
+    if d[f.SUMS]:
         _fold_pattern(d, n, sums)
 
 
@@ -361,7 +323,7 @@ def region(
         sums, recent_at = own + places[4], own + places[5]
         weight_sums = own + places[6]
         order, scales = np.empty(chunk, np.int64), np.empty(chunk, np.float64)
-        largest = np.zeros(_BLOCK, np.int32)
+        largest = np.empty(passes.BLOCK, np.int32)
         held = np.zeros((end - begin, 2), np.float64)
         enter()
         for k in range(begin, end):

@@ -14,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic
+from fixedpoint_kernels.llvm.words import Words
 from fixedpoint_kernels.tokens.functions import ERF, ERF_FROM, EXP, LN2, LOG2_E, LOWEST, NORMAL
 
 _LANES = 16
@@ -21,63 +22,14 @@ _FLOATS, _BITS = ir.VectorType(F32, _LANES), ir.VectorType(ir.IntType(1), _LANES
 _WHOLE = ir.VectorType(I32, _LANES)
 
 
-class _To:
-    """Short words for what the loops are made of."""
+class _To(Words):
+    """Words for rows, 16 elements at a time."""
 
     def __init__(self, builder: Any) -> None:
-        self.builder = builder
+        super().__init__(builder, _LANES)
 
     def at(self, address: Any, index: Any, size: int) -> Any:
         return self.builder.add(address, self.builder.mul(index, I64(size)))
-
-    def place(self, address: Any, element: Any) -> Any:
-        return self.builder.inttoptr(address, element.as_pointer())
-
-    def load(self, address: Any, element: Any = F32) -> Vector:
-        return Vector.load(self.builder, self.place(address, element), _LANES)
-
-    def load_bfloat16(self, address: Any) -> Vector:
-        bits = self.load(address, I16).converted(I32)
-        shifted = self.builder.shl(bits.value, bits.constant(16).value)
-        return Vector(self.builder, shifted).viewed(F32)
-
-    def store_bfloat16(self, value: Vector, address: Any) -> None:
-        bits = value.viewed(I32)
-        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
-        kept = value.is_nan().where(bits, nearest)
-        (kept >> 16).truncated(I16).store(self.place(address, I16))
-
-    def store(self, value: Vector, address: Any) -> None:
-        value.store(self.place(address, value.element))
-
-    def one(self, address: Any, kind: Any = F32) -> Any:
-        return self.builder.load(self.place(address, kind))
-
-    def splat(self, scalar: Any) -> Vector:
-        return Vector.splat(self.builder, scalar, _LANES)
-
-    def constant(self, number: float) -> Vector:
-        return Vector(self.builder, ir.Constant(_FLOATS, [number] * _LANES))
-
-    def variable(self, value: Vector) -> Any:
-        place = cgutils.alloca_once(self.builder, value.value.type)
-        self.builder.store(value.value, place)
-        return place
-
-    def get(self, variable: Any) -> Vector:
-        return Vector(self.builder, self.builder.load(variable))
-
-    def put(self, value: Vector, variable: Any) -> None:
-        self.builder.store(value.value, variable)
-
-    def is_set(self, number: Any) -> Any:
-        return self.builder.icmp_signed("!=", number, I64(0))
-
-    def there(self, number: Any) -> Any:
-        return self.builder.if_then(self.is_set(number))
-
-    def lanes(self, mask: Any) -> Vector:
-        return Vector(self.builder, self.builder.bitcast(mask, _BITS))
 
     def below(self, count: Any) -> Vector:
         """Return conditions: lanes whose number is below a count, which may be negative or large."""
@@ -96,10 +48,6 @@ class _To:
         """Write a value, or add it to what is there."""
         old = self.builder.select(self.is_set(adds), self.load(address).value, self.zero.value)
         self.store(value + Vector(self.builder, old), address)
-
-    @property
-    def zero(self) -> Vector:
-        return self.constant(0.0)
 
     def total(self, value: Vector) -> Vector:
         """Add up all lanes: halves, again and again; in each lane."""
@@ -211,7 +159,7 @@ def _finish_gradient(
             kept = to.variable(found)
             with to.there(mask):
                 bits = to.builder.add(mask, to.builder.mul(loop.index, mask_step))
-                inside = to.lanes(to.one(to.builder.add(bits, I64(2 * j)), I16))
+                inside = to.flags(to.one(to.builder.add(bits, I64(2 * j)), I16))
                 to.put(inside.where(found, to.zero), kept)
             target = to.builder.add(out, to.builder.mul(loop.index, out_step))
             to.added(to.get(kept), to.builder.add(target, I64(64 * j)), adds)
@@ -288,7 +236,7 @@ def _relu(to: _To, x, count, y, mask):
 def _relu_backward(to: _To, dy, count, mask, dx, adds):
     with to.loop(count) as at:
         place = to.builder.add(mask, to.builder.lshr(at, I64(3)))
-        own = to.lanes(to.one(place, I16)).where(to.load(to.at(dy, at, 4)), to.zero)
+        own = to.flags(to.one(place, I16)).where(to.load(to.at(dy, at, 4)), to.zero)
         to.added(own, to.at(dx, at, 4), adds)
 
 

@@ -6,13 +6,13 @@ from numba import prange, types
 from numba.core import cgutils
 from torch import Tensor
 
-from fixedpoint_kernels.llvm.vectors import I8, I32, Vector, intrinsic
+from fixedpoint_kernels.llvm.vectors import I8, I16, Vector, intrinsic
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import words
 from fixedpoint_kernels.threads import compile_both, compiled, is_parallel
 
 _BLOCK = 512  # elements of one vector, from 32 blocks of noise
-_MAGIC, _MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # added, whole numbers stand in the lowest bits
+_MAGIC = 1.5 * 2**23  # added, whole numbers stand in the lowest bits
 
 
 @intrinsic
@@ -29,11 +29,11 @@ def round_block(_context, x, codes, at, block, key, scale):
             return builder.gep(array.data, [args[2]])
 
         seed, stream = cgutils.unpack_tuple(builder, args[4])
-        noise = words(builder, args[3], seed, stream, _BLOCK // 16)
-        noise = noise.viewed(I8).converted(I32)
+        noise = words(builder, args[3], seed, stream, _BLOCK // 16).viewed(I8).converted(I16)
         scaled = Vector.load(builder, pointer(0), _BLOCK) * Vector.splat(builder, args[5], _BLOCK)
-        whole = (scaled * 256.0 + _MAGIC).viewed(I32) - _MAGIC_BITS + noise
-        (whole >> 8).truncated(I8).store(pointer(1))
+        whole = (scaled * 256.0 + _MAGIC).viewed(I16)  # its low halves: at most 127 * 256
+        low = whole.shuffled(whole, range(0, 2 * _BLOCK, 2)) + noise
+        (low >> 8).truncated(I8).store(pointer(1))
         return context.get_dummy_value()
 
     return signature, codegen

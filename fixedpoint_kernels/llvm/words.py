@@ -1,0 +1,102 @@
+"""Short words for LLVM vectors of float32 in memory, of which Numba intrinsics are made."""
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from fixedpoint_kernels.llvm.vectors import F32, I16, I32, I64, Vector
+
+__all__ = ["Words"]
+
+
+class Words:
+    """What is said of ``lanes`` elements at a time; addresses are int64, 0 where there is nothing.
+
+    Args:
+        builder: llvmlite's, where code is being generated.
+        lanes: Elements of a vector.
+    """
+
+    def __init__(self, builder: Any, lanes: int) -> None:
+        self.builder, self.lanes = builder, lanes
+
+    def place(self, address: Any, element: Any) -> Any:
+        """Return an address as a pointer."""
+        return self.builder.inttoptr(address, element.as_pointer())
+
+    def load(self, address: Any, element: Any = F32) -> Vector:
+        """Read a vector."""
+        return Vector.load(self.builder, self.place(address, element), self.lanes)
+
+    def one(self, address: Any, kind: Any = F32) -> Any:
+        """Read a number."""
+        return self.builder.load(self.place(address, kind))
+
+    def store(self, value: Vector, address: Any) -> None:
+        """Write a vector."""
+        value.store(self.place(address, value.element))
+
+    def load_bfloat16(self, address: Any) -> Vector:
+        """Read bfloat16 as float32."""
+        bits = self.load(address, I16).converted(I32)
+        shifted = self.builder.shl(bits.value, bits.constant(16).value)
+        return Vector(self.builder, shifted).viewed(F32)
+
+    def store_bfloat16(self, value: Vector, address: Any) -> Vector:
+        """Write to nearest, ties to even; return what was written."""
+        bits = value.viewed(I32)
+        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
+        kept = value.is_nan().where(bits, nearest) & 0xFFFF0000
+        self.store((kept >> 16).truncated(I16), address)
+        return kept.viewed(F32)
+
+    def splat(self, scalar: Any) -> Vector:
+        """Return a vector with ``scalar`` in each lane."""
+        return Vector.splat(self.builder, scalar, self.lanes)
+
+    def constant(self, number: float) -> Vector:
+        """Return a vector of float32."""
+        return Vector(
+            self.builder, ir.Constant(ir.VectorType(F32, self.lanes), [number] * self.lanes)
+        )
+
+    @property
+    def zero(self) -> Vector:
+        """Return float32 of 0."""
+        return self.constant(0.0)
+
+    @property
+    def ones(self) -> Vector:
+        """Return conditions that are all true."""
+        return Vector(self.builder, ir.Constant(self._conditions, [1] * self.lanes))
+
+    @property
+    def _conditions(self) -> Any:
+        return ir.VectorType(ir.IntType(1), self.lanes)
+
+    def flags(self, bits: Any) -> Vector:
+        """Return the bits of an integer as conditions."""
+        return Vector(self.builder, self.builder.bitcast(bits, self._conditions))
+
+    def variable(self, value: Vector) -> Any:
+        """Return a place for vectors, which LLVM keeps in registers; it holds ``value``."""
+        place = cgutils.alloca_once(self.builder, value.value.type)
+        self.put(value, place)
+        return place
+
+    def get(self, variable: Any) -> Vector:
+        """Return what a variable holds."""
+        return Vector(self.builder, self.builder.load(variable))
+
+    def put(self, value: Vector, variable: Any) -> None:
+        """Let a variable hold ``value``."""
+        self.builder.store(value.value, variable)
+
+    def is_set(self, number: Any) -> Any:
+        """Return a condition: an int64 is not 0."""
+        return self.builder.icmp_signed("!=", number, I64(0))
+
+    def there(self, number: Any) -> Any:
+        """Begin what is done only where a number is not 0."""
+        return self.builder.if_then(self.is_set(number))
