@@ -341,26 +341,31 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
         at_once = WIDE_ROWS if pair else NARROW_ROWS
         sums_step = 128 if pair else 64
         weights, start = b + group * depth * 16, begin + group * 64
-        for q in range(0, n, at_once):
-            a = buffer + q * step
-            if pair:
-                wide(
-                    d[SIGNED], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
-                    start, 0, sums, sums_step,
-                )  # fmt: skip
-            else:
-                narrow(
-                    d[SIGNED], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
-                    start, 0, sums, sums_step,
-                )  # fmt: skip
-            for half in range(2 if pair else 1):
-                channel = (group + half) * 16
-                scale = row_scales + 4 * q if by_row else scales + 4 * channel
-                tiles.emit(
-                    kind, sums + 64 * half, sums_step, offsets + 8 * q, at_once,
-                    first_out + channel * d[OUT_SIZE], min(16, out_channels - channel), scale,
-                    statistics[group + half].ctypes.data,
-                )  # fmt: skip
+        count, line = 1, n
+        if d[COUNT_COLUMNS] % at_once == 0:  # row by row, without what lies between
+            count, line = images * rows, d[COUNT_COLUMNS]
+        for number in range(count):
+            start_q = (number // rows * d[SLOT_ROWS] + number % rows) * d[COLUMNS]
+            for q in range(start_q, start_q + line, at_once):
+                a = buffer + q * step
+                if pair:
+                    wide(
+                        d[SIGNED], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
+                        start, 0, sums, sums_step,
+                    )  # fmt: skip
+                else:
+                    narrow(
+                        d[SIGNED], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
+                        start, 0, sums, sums_step,
+                    )  # fmt: skip
+                for half in range(2 if pair else 1):
+                    channel = (group + half) * 16
+                    scale = row_scales + 4 * q if by_row else scales + 4 * channel
+                    tiles.emit(
+                        kind, sums + 64 * half, sums_step, offsets + 8 * q, at_once,
+                        first_out + channel * d[OUT_SIZE], min(16, out_channels - channel), scale,
+                        statistics[group + half].ctypes.data,
+                    )  # fmt: skip
         group += 2 if pair else 1
 
 
