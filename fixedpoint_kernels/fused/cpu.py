@@ -193,7 +193,7 @@ def _finish(d, n, dx, sums):
     """Add up what comes back to a value, of one image; at the last, batch norm's two sums too."""
     start = n * d[f.PADDED]
     passes.finish(
-        d[f.ELEMENTS], d[f.PADDED], d[f.PATTERN], d[f.HAS_PRODUCT], dx,
+        d[f.ELEMENTS], d[f.PADDED], d[f.PATTERN], d[f.HAS_PRODUCT], dx, _moved(d[f.SEEN], 4 * start),
         _moved(d[f.CLIP_MASK], start // 8), _moved(d[f.ADD], 2 * start), _moved(d[f.ADD2], 2 * start),
         _moved(d[f.OUTER], 4 * start), _moved(d[f.RELU_MASK], start // 8),
         _moved(d[f.OUT], 2 * start), _moved(d[f.OUTER_OUT], 4 * start), d[f.FIRST],

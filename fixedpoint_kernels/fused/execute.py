@@ -53,7 +53,10 @@ class _Result:
 
 
 def forward(
-    program: Program, x: Tensor, parameters: Sequence[Parameters]
+    program: Program,
+    x: Tensor,
+    parameters: Sequence[Parameters],
+    seen: dict[int, Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Run a segment forward.
 
@@ -61,6 +64,8 @@ def forward(
         program: Made for the shape of ``x``.
         x: (images, channels, height, width), float32, any strides.
         parameters: Of each layer.
+        seen: Of a program that observes: takes the values that layers take, by their number,
+            float32, channels last.
 
     Returns:
         The values that leave the segment, float32, channels last; and what backward needs, uint8.
@@ -68,19 +73,29 @@ def forward(
     source = _laid(x, program.shapes[INPUT])
     kept = program.memory.lend()
     given = {("x", 0): source.address, **_given(parameters)}
-    outputs = []
+    outputs, others = {}, {}
     for i, value in enumerate(program.segment.values):
         if value.is_output:
-            outputs.append(_Result(len(x), program.shapes[i]))
-            given["y", i] = outputs[-1].address
+            outputs[i] = _Result(len(x), program.shapes[i])
+            given["y", i] = outputs[i].address
+        elif program.observes and program.segment.takers(i):
+            others[i] = _Result(len(x), program.shapes[i])
+            given["seen", i] = others[i].address
     program.clear()
     program.momenta[:] = [own.momentum for own in parameters]
     _run(program, program.forward, kept, given)
-    return [result.take() for result in outputs], kept
+    found = {i: result.take() for i, result in outputs.items()}
+    if seen is not None:
+        seen |= {INPUT: x} | found | {i: result.take() for i, result in others.items()}
+    return list(found.values()), kept
 
 
 def backward(
-    program: Program, kept: Tensor, parameters: Sequence[Parameters], grads: Sequence[Tensor]
+    program: Program,
+    kept: Tensor,
+    parameters: Sequence[Parameters],
+    grads: Sequence[Tensor],
+    seen: list[Tensor] | None = None,
 ) -> tuple[Tensor | None, list[Gradients]]:
     """Run a segment backward.
 
@@ -89,6 +104,8 @@ def backward(
         kept: What ``forward`` returned.
         parameters: As of ``forward``.
         grads: Of the outputs.
+        seen: Of a program that observes: takes the gradient of what each layer took, before
+            anything is masked, float32, channels last.
 
     Returns:
         The gradient of the input, if the program was made for it, and those of each layer;
@@ -108,8 +125,14 @@ def backward(
         given |= {("of_scale", n): scale.data_ptr(), ("of_shift", n): shift.data_ptr()}
         given |= {("seed", n): seed, ("stream", n): stream}
         found.append(Gradients(weight, scale, shift))
+    back = []
+    if program.observes:
+        back = [_Result(program.images, program.shapes[n.source]) for n in program.segment.layers]
+        given |= {("seen gradient", n): own.address for n, own in enumerate(back)}
     _run(program, program.backward, kept, given)
     program.collect([own.weight for own in found])
+    if seen is not None:
+        seen += [own.take() for own in back]
     return (None if dx is None else dx.take()), found
 
 

@@ -28,9 +28,9 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     # of products
     WEIGHTS, BEGIN, POWERS, OUT, CODES_STEP, WEIGHT_FL, SEED, STREAM, TOTALS, ZEROES,
     # of gradients
-    G, GA, GB, GC, HAS_PRODUCT, ADD, ADD2, OUTER, OUTER_OUT, SUMS, SUMS_STRIDE, WHICH, OF_SCALE, OF_SHIFT,
+    G, GA, GB, GC, HAS_PRODUCT, ADD, ADD2, OUTER, OUTER_OUT, SEEN, SUMS, SUMS_STRIDE, WHICH, OF_SCALE, OF_SHIFT,
     # of weights that are laid out
     W_OUTPUTS, W_INPUTS, W_TAPS, W_STEP_O, W_STEP_C, W_STEP_T, W_PART_TAPS, W_NUMBERS, W_OFFSETS,
     W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED, W_SPOTS, W_MEETS,
-) = range(72)  # fmt: skip
-COUNT = 72
+) = range(73)  # fmt: skip
+COUNT = 73

@@ -151,6 +151,8 @@ class Program:
         threads: How many.
         needs_input: Whether the gradient of the input is wanted.
         needs_weights: Whether that of each layer's weight is wanted.
+        observes: Whether what layers take is written too, and what comes back to each; then
+            ``needs_input``.
 
     Raises:
         ValueError: Sums of a layer do not fit in int32 and int64.
@@ -165,7 +167,9 @@ class Program:
         threads: int,
         needs_input: bool,
         needs_weights: Sequence[bool],
+        observes: bool = False,
     ) -> None:
+        self.observes = observes
         self.segment, self.images, self.path, self.threads = segment, images, path, threads
         self.needs_input, self._needs_weights = needs_input, needs_weights
         self.outs = [
@@ -487,6 +491,8 @@ class Program:
         if step.layer is not None:
             mask = self._clip[step.layer]
             more |= {"HAS_PRODUCT": 1, "CLIP_MASK": 0 if mask is None else mask}
+            if self.observes:
+                more["SEEN"] = _Given("seen gradient", step.layer)
         if step.is_last and i == INPUT:
             more |= {"OUT": 0, "OUTER_OUT": _Given("dx", 0)}
         elif step.is_last:
@@ -714,6 +720,8 @@ class _Forward:
             return _Given("x", 0)
         if self.segment.values[i].is_output:
             return _Given("y", i)
+        if self.program.observes and self.segment.takers(i):
+            return _Given("seen", i)
         if self.segment.adders(i) or len(self.segment.takers(i)) > 1:
             return _Buffer(4 * self.program.images * self.program.shapes[i].padded)
         return 0

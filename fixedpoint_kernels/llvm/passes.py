@@ -187,13 +187,13 @@ def _make_gradient(to: _Image, elements, padded, pattern, first, g, z, a, b, c, 
 
 
 def _finish(
-    to: _Image, elements, padded, pattern, has_product, dx, clip_mask, add, add2, outer, relu_mask,
-    out, outer_out, first, z, second, z2, sums,
+    to: _Image, elements, padded, pattern, has_product, dx, seen, clip_mask, add, add2, outer,
+    relu_mask, out, outer_out, first, z, second, z2, sums,
 ):  # fmt: skip
     """Add up what comes back to a value; and batch norm's sums where ``sums`` is not 0.
 
     ``add``, ``add2``, ``out``: bfloat16; ``outer``, ``outer_out``: float32, what comes from and goes
-    to others. Sums, ``pattern`` of each: of the gradient, and of its products with two layers'
+    to others; ``seen``: where ``dx`` goes as it came. Sums, ``pattern`` of each: of the gradient, and of its products with two layers'
     bfloat16.
     """
     with to.pattern(pattern) as at:
@@ -202,6 +202,8 @@ def _finish(
             value = to.variable(to.zero)
             with to.there(has_product):
                 to.put(to.load(to.moved(dx, e, 32)), value)
+                with to.there(seen):
+                    to.store(to.get(value), to.moved(seen, e, 32))
                 with to.there(clip_mask):
                     _keep(to, value, to.moved(clip_mask, e, 1))
             for address in (add, add2):
@@ -243,7 +245,7 @@ make_value = _made(
 )
 make_gradient = _made("elements padded pattern first g z a b c out largest", _make_gradient)
 finish = _made(
-    "elements padded pattern has_product dx clip_mask add add2 outer relu_mask out outer_out first z "
+    "elements padded pattern has_product dx seen clip_mask add add2 outer relu_mask out outer_out first z "
     "second z2 sums",
     _finish,
 )

@@ -295,6 +295,16 @@ def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
         group += 2 if pair else 1
 
 
+@njit
+def _spread_scales(d, scales, first, images, out):
+    """Write the scale of its image for each position."""
+    of_rows = carray(pointer_to(out), d[POSITIONS] + 128, np.float32)
+    of_images = carray(pointer_to(scales), first + images, np.float32)
+    for slot in range(images):
+        here = slot * d[SLOT_ROWS] * d[COLUMNS]
+        of_rows[here : here + d[SLOT_ROWS] * d[COLUMNS]] = of_images[first + slot]
+
+
 def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, out, work):
     """Multiply some images, or some rows of one, and write the results.
 
@@ -330,11 +340,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
     kind, depth, step, out_channels = d[KIND], d[DEPTH], d[STEP], d[OUT_CHANNELS]
     by_row = kind == 4 or kind == 5
     if by_row:
-        of_rows = carray(pointer_to(row_scales), d[POSITIONS] + 128, np.float32)
-        of_images = carray(pointer_to(scales), first + images, np.float32)
-        for slot in range(images):
-            here = slot * d[SLOT_ROWS] * d[COLUMNS]
-            of_rows[here : here + d[SLOT_ROWS] * d[COLUMNS]] = of_images[first + slot]
+        _spread_scales(d, scales, first, images, row_scales)
     group, groups = 0, (out_channels + 15) // 16
     while group < groups:
         pair = group + 1 < groups and WIDE_ROWS > 0

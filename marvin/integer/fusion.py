@@ -1,7 +1,7 @@
 """Running chains of layers as one, forward and backward, where the model is in training."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -243,7 +243,7 @@ class _Run(nn.Module):
         if len(self.rounders) != len(self.convolutions):
             return False
         for conv, rounder in zip(self.convolutions, self.rounders, strict=True):
-            if rounder.observer is not None or not conv.training or _has_hooks(conv):
+            if not conv.training or _has_hooks(conv):
                 return False
             if rounder.state.rounding != "nearest" or conv.weight.dtype is not torch.float32:
                 return False
@@ -293,19 +293,26 @@ class _Run(nn.Module):
         noise = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
         return _Chain.apply(x, self, noise, *parameters)  # pyright: ignore[reportReturnType]
 
+    @property
+    def observes(self) -> bool:
+        """Whether a policy asks what layers see."""
+        return any(rounder.observer is not None for rounder in self.rounders)
+
     def program(self, x: Tensor, needs_input: bool, needs_weights: tuple[bool, ...]) -> Any:
         """Return the program for images like ``x``."""
         from fixedpoint_kernels.fused.program import Program  # Numba takes a second to import
 
         path = products.path().name
         threads = min(thread_count() if is_parallel(x.numel() * 16) else 1, len(x))
-        key = self._segment, tuple(x.shape), path, threads, needs_input, needs_weights
+        observes = self.observes
+        needs_input = needs_input or observes
+        key = self._segment, tuple(x.shape), path, threads, needs_input, needs_weights, observes
         program = self._programs.pop(key, None)
         if program is None:
             assert self._segment is not None
             size = x.shape[2], x.shape[3]
             program = Program(
-                self._segment, len(x), size, path, threads, needs_input, needs_weights
+                self._segment, len(x), size, path, threads, needs_input, needs_weights, observes
             )
             while len(self._programs) >= _PROGRAMS:
                 del self._programs[next(iter(self._programs))]
@@ -321,6 +328,15 @@ class _Run(nn.Module):
             if layer.clip and (layer.source >= 0 or x.requires_grad):
                 shape = program.shapes[layer.source]
                 rounder.tally.add(int(clamped[i]), shape.elements * len(x))
+
+    def show(self, seen: Mapping[int, Tensor]) -> list[Callable[[Tensor], None] | None]:
+        """Show what layers took to the policy; return what takes the gradients."""
+        assert self._segment is not None
+        layers = zip(self._segment.layers, self.rounders, strict=True)
+        return [
+            None if own.observer is None else own.observer.see(seen[layer.source], layer.inputs)
+            for layer, own in layers
+        ]
 
     def track(self, parameters: Sequence[Parameters]) -> None:
         """Let the kernels move the running statistics of batch norm, as it would do itself."""
@@ -369,8 +385,10 @@ class _Chain(torch.autograd.Function):
         program = run.program(x, ctx.needs_input_grad[0], tuple(needed[::3]))
         own = _own(parameters, noise)
         run.track(own)
-        outputs, kept = execute.forward(program, x, own)
+        seen: dict[int, Tensor] = {}
+        outputs, kept = execute.forward(program, x, own, seen)
         run.note(program, x)
+        ctx.observers = run.show(seen) if program.observes else []
         ctx.save_for_backward(kept, *parameters)
         ctx.program, ctx.noise = program, noise
         return tuple(outputs)
@@ -383,8 +401,13 @@ class _Chain(torch.autograd.Function):
         from fixedpoint_kernels.fused import execute
 
         kept, *parameters = ctx.saved_tensors
-        dx, found = execute.backward(ctx.program, kept, _own(parameters, ctx.noise), grads)
-        back: list[Tensor | None] = [dx, None, None]
+        seen: list[Tensor] = []
+        own = _own(parameters, ctx.noise)
+        dx, found = execute.backward(ctx.program, kept, own, grads, seen)
+        for observe, grad in zip(ctx.observers, seen, strict=True):
+            if observe is not None:
+                observe(grad)
+        back: list[Tensor | None] = [dx if ctx.needs_input_grad[0] else None, None, None]
         for i, own in enumerate(found):
             ways = own.weight, own.scale, own.shift
             for k, way in enumerate(ways):

@@ -1,7 +1,7 @@
 """What the passes of a step tell of the layers' inputs, and masters of their weights."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +142,25 @@ class Observer:
             self.sums,
         )
         return y, self.sums.clamped  # pyright: ignore[reportReturnType]
+
+    def see(self, x: Tensor, fmt: FixedPoint | None) -> Callable[[Tensor], None]:
+        """Measure a layer's input that is rounded elsewhere, by the same format.
+
+        Args:
+            x: As of ``round``.
+            fmt: As of ``round``.
+
+        Returns:
+            What measures the gradient of that input, as it comes back, once.
+        """
+        sums = self.sums = self.sums or _Sums()
+        _, ste_mask, counts, scalars = round_and_observe(x.detach(), fmt)
+        sums.add(counts, scalars)
+
+        def of_gradient(grad: Tensor) -> None:
+            sums.add_gradient(mask_and_observe(grad, ste_mask, clip=False)[1])
+
+        return of_gradient
 
 
 def inputs_of(observers: Mapping[int, Observer], samples: int) -> dict[int, Inputs]:

@@ -19,6 +19,7 @@ from marvin.hooks import rounders_of, state_of
 from marvin.integer import convert, report, revert
 from marvin.integer.fusion import Fused
 from marvin.integer.graph import trace
+from marvin.policies.observer import Observer, inputs_of
 from marvin.rounder import formats_of
 from train.resnet20 import Block
 
@@ -198,14 +199,68 @@ def test_a_norm_that_was_told_to_track_no_more_keeps_its_statistics():
     same([model.bn.running_mean, model.bn.running_var], before)
 
 
-def test_the_policy_observes_unfused_and_changes_formats():
+def test_the_policy_observes_and_changes_formats():
     model, optimizer = make(policy=marvin.LossBudgetPolicy(window=3), steps=0)
     before, fused = formats_of(model), []
     for i in range(9):
         fused.append(is_fused(copy.deepcopy(model)))
         step(model, optimizer, i)
-    assert [i for i in range(9) if fused[i]] == [3, 6, 7]
+    assert fused == [False] + 8 * [True]  # at first there are no formats
     assert formats_of(model) != before
+
+
+def observe(model):
+    """Let a step be observed; return what was seen of each layer, and all gradients."""
+    observers = {}
+    for i, (_, module) in enumerate(layers_of(model)):
+        (rounder,) = rounders_of(module)
+        rounder.observer = observers[i] = Observer()
+    model.zero_grad()
+    x, y = loud()
+    F.cross_entropy(model(x), y).backward()
+    for _, module in layers_of(model):
+        rounders_of(module)[0].observer = None
+    return inputs_of(observers, len(x)), [p.grad for p in model.parameters()]
+
+
+def loud():
+    """Return a batch of which much is clamped."""
+    x, y = batch(3)
+    return 4 * x, y
+
+
+def layers_of(model):
+    kinds = nn.Conv2d, nn.Linear
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, kinds)]
+
+
+def test_observing_changes_no_bit():
+    model, _ = make()
+    twin = copy.deepcopy(model)
+    x, y = loud()
+    F.cross_entropy(twin(x), y).backward()
+    assert is_fused(copy.deepcopy(model))
+    same(observe(model)[1], [p.grad for p in twin.parameters()])
+
+
+def test_chains_show_the_policy_what_layers_do():
+    model, _ = make()
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    assert not is_fused(copy.deepcopy(twin))
+    (found, _), (expected, _) = observe(model), observe(twin)
+    assert len(found) == len(layers_of(model)) == CHAINED + 1
+    first, own = found[0], expected[0]
+    assert (first.counts, first.lowest, first.power) == (own.counts, own.lowest, own.power)
+    assert first.saturated > 0.05
+    for i, own in expected.items():
+        one = found[i]
+        assert sum(one.counts) == sum(own.counts)
+        moved = sum(abs(a - b) for a, b in zip(one.counts, own.counts, strict=True))
+        assert moved < 0.05 * sum(own.counts)
+        assert one.power == pytest.approx(own.power, rel=0.02)
+        assert one.saturated == pytest.approx(own.saturated, abs=0.005)
+        assert one.gradient == pytest.approx(own.gradient, rel=0.2)
 
 
 def test_resume_changes_no_bit():
