@@ -47,6 +47,57 @@ def test_the_files_a_page_names_exist(page):
         assert (page.parent / name).exists(), name
 
 
+def slug(heading):
+    """Return the anchor of a heading, as GitHub and mkdocs make it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def headings(page):
+    return re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_headings_a_page_links_to_exist(page):
+    for name, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        target = page.parent / name if name else page
+        assert anchor in map(slug, headings(target)), f"{name}#{anchor}"
+
+
+PLAIN = {"bound", "code", "exponent", "format", "layer", "network", "noise", "record", "switch"}
+
+
+def without_a_link(text, terms):
+    """Yield the terms of art whose first place in a text does not begin the words of a link."""
+    prose = re.sub(r"```.*?```|^    .*?$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^#+ .*$|!\[.*?\]\(.*?\)", "", prose, flags=re.MULTILINE)
+    for term in terms:
+        words = r"\s+".join(map(re.escape, term.split()))
+        first = re.search(rf"(\[?)\b{words}\b", prose, re.IGNORECASE)
+        if first and not first[1]:
+            yield term
+
+
+def test_terms_of_art_in_the_readme_lead_to_the_glossary():
+    glossary = headings(ROOT / "docs/glossary.md")
+    terms = {t.strip("` ").lower() for heading in glossary for t in heading.split(", ")}
+    assert len(terms) > 40
+    assert [*without_a_link((ROOT / "README.md").read_text(), terms - PLAIN)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("A word length.", ["word length"]),
+        ("A word\nlength, then [word length](docs/glossary.md#word-length).", ["word length"]),
+        ("[Word\nlength](docs/glossary.md#word-length): a word length.", []),
+        ("[one](docs/glossary.md) word length", ["word length"]),
+        ("`word length`", []),
+    ],
+)
+def test_a_term_without_a_link_is_seen(text, found):
+    assert [*without_a_link(text, ["word length"])] == found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_modules_that_commands_run_exist(page):
     for module in re.findall(r"python -m ((?:\w+\.?)+)", page.read_text()):
