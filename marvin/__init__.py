@@ -11,6 +11,7 @@ from marvin.lazy import load
 if TYPE_CHECKING:  # for readers; Python loads each when it is first used
     from marvin import integer, tensorboard
     from marvin.activations import QuantizedActivations
+    from marvin.attention import spell_attention
     from marvin.averaging import MasterAverage
     from marvin.batch_norm import reestimate_batch_norm
     from marvin.calibration import calibrate
@@ -54,6 +55,7 @@ __all__ = [
     "reestimate_batch_norm",
     "round_state",
     "save_sharded",
+    "spell_attention",
     "store_codes",
     "tensorboard",
     "tnvs_",
@@ -82,6 +84,7 @@ _HOMES = {  # the module of each name
     "reestimate_batch_norm": "batch_norm",
     "round_state": "state_rounding",
     "save_sharded": "checkpoint",
+    "spell_attention": "attention",
     "store_codes": "stored",
     "tnvs_": "init",
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint
+from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
 from marvin.conversion import prepare
 from marvin.hooks import rounders_of
@@ -41,8 +42,9 @@ def calibrate(
 
     The copy is in eval mode and rounds as a model does that was trained in fixed point: compare its
     accuracy, then ``marvin.freeze`` it, save it, or export it. Each layer with a weight (convolutions,
-    linear layers) rounds its input and its weight, nearest. Batch normalisation, biases and sums stay in
-    floats, as in the policies that measure ranges; an export rounds them.
+    linear layers) rounds its input and its weight, nearest; embeddings round their weights. Batch
+    normalisation, biases, sums, norms and softmax stay in floats, as in the policies that measure ranges;
+    an export rounds them. Attention is spelled out first: see ``spell_attention``.
 
     A model that already carries formats keeps its weights and their formats: its layers' inputs alone
     get new ones, of their own word lengths unless ``bits`` says otherwise. So the ranges of a training
@@ -76,6 +78,8 @@ def calibrate(
             raise ValueError(f"{name} must be 2 to 32, got {wl}")
     found = copy.deepcopy(model).eval()
     carried = {m: r.formats(m) for m in found.modules() for r in rounders_of(m)}
+    if not carried:
+        found = spell_attention(found)
     seen = _observe(found, batches)
     if not carried:
         prepare(found)
@@ -92,7 +96,18 @@ def calibrate(
             weights = _round_weights(module, weight_bits or bits or 8, estimator, per_channel)
             new = ModuleFormats(values.format(bits or 8, estimator), weights=weights)
         rounder.write(module, new)
+    if not carried:
+        _round_embeddings(found, weight_bits or bits or 8, estimator)
     return found
+
+
+def _round_embeddings(model: nn.Module, wl: int, estimator: Estimator) -> None:
+    """Round the weights of embeddings, which no values come into."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            (rounder,) = rounders_of(module)
+            weights = _round_weights(module, wl, estimator, False)
+            rounder.write(module, ModuleFormats(weights=weights))
 
 
 def _word_length(name: str, fmt: Format, bits: int | None) -> int:
@@ -216,7 +231,7 @@ def _observe(model: nn.Module, batches: _Batches) -> dict[nn.Module, _Values]:
     handles = [
         module.register_forward_pre_hook(see(name), prepend=True)
         for name, module in model.named_modules()
-        if any(map(is_layer, module.parameters(recurse=False)))
+        if any(map(is_layer, module.parameters(recurse=False))) and not any(module.children())
     ]
     try:
         for batch in batches:

@@ -11,6 +11,7 @@ from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels._torch_private import hook_wrapper, hooks_of
 from fixedpoint_kernels.block import block_fl
 from fixedpoint_kernels.rounding.reference import float_bounds
+from marvin.attention import Attention, Encoder, EncoderLayer
 from marvin.channels import ChannelFormat
 from marvin.hooks import restore_forwards, rounders_of, unhook
 from marvin.model_formats import ModuleFormats, decode_formats
@@ -84,7 +85,8 @@ def frozen_formats(model: nn.Module) -> dict[str, ModuleFormats]:
 def saved_classes() -> list[type]:
     """Return the classes that ``torch.save`` of a frozen model writes, besides its modules'."""
     formats = ModuleFormats, FixedPoint, BlockFloat, ChannelFormat
-    return [hook_wrapper(), _Inputs, _Outputs, _Loading, *formats]
+    spelled = Attention, Encoder, EncoderLayer
+    return [hook_wrapper(), _Inputs, _Outputs, _Loading, *formats, *spelled]
 
 
 class FrozenRounding:

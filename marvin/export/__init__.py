@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for readers; Python loads each when it is first used
     from marvin.export.errors import ExportError
     from marvin.export.execute import integer
     from marvin.export.execute import simulate as simulate
+    from marvin.export.execute.exact import exact_module
     from marvin.export.execute.verify import compare, verify
     from marvin.export.frontend.calibrate import calibrate
     from marvin.export.frontend.load import load_frozen
@@ -53,6 +54,7 @@ __all__ = [
     "compare",
     "deploy",
     "describe",
+    "exact_module",
     "formats_of_weights",
     "hls4ml",
     "integer",
@@ -77,6 +79,7 @@ _HOMES = {  # the module of each name
     "compare": "execute.verify",
     "deploy": "deployed",
     "describe": "frontend.trace",
+    "exact_module": "execute.exact",
     "formats_of_weights": "graph.formats",
     "load_frozen": "frontend.load",
     "masters_of": "graph.formats",

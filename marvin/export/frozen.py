@@ -32,7 +32,8 @@ def export(given: argparse.Namespace, prog: str) -> None:
     """
     with command.one_line(prog):
         model = load_frozen(given.model, given.allow)
-        samples, labels, notes = _samples(given)
+        has_indices = any(isinstance(module, nn.Embedding) for module in model.modules())
+        samples, labels, notes = _samples(given, has_indices)
         _check_taken(model, samples[:1])
         deployed, note = _deployed(model, samples, command.options(given))
         title = f"{type(model).__name__}, frozen"
@@ -41,8 +42,17 @@ def export(given: argparse.Namespace, prog: str) -> None:
         command.export(given, Trained(*facts), deployed, folder)
 
 
-def _samples(given: argparse.Namespace) -> tuple[Tensor, Tensor | None, tuple[str, ...]]:
-    """Return samples, labels if there are some, and what the report says of them."""
+def _samples(
+    given: argparse.Namespace, has_indices: bool
+) -> tuple[Tensor, Tensor | None, tuple[str, ...]]:
+    """Return samples, labels if there are some, and what the report says of them.
+
+    Args:
+        given: The flags of the command.
+        has_indices: The model has an embedding, so that samples may be whole numbers.
+    """
+    if given.inputs is None and has_indices:
+        raise ExportError("a model with an embedding must have samples: give indices with --inputs")
     if given.inputs is None:
         if given.labels is not None:
             raise ExportError("--labels must be those of --inputs, got them with --shape")
@@ -51,16 +61,18 @@ def _samples(given: argparse.Namespace) -> tuple[Tensor, Tensor | None, tuple[st
         note = f"{_MADE_UP} samples are made up, normally distributed: give data with --inputs"
         return samples, None, (note,)
     samples = load_tensor(given.inputs)
-    if not samples.is_floating_point() or samples.ndim < 2 or not len(samples):
+    is_known = samples.is_floating_point() or (has_indices and samples.dtype is not torch.bool)
+    if not is_known or samples.ndim < 2 or not len(samples):
         got = f"{samples.dtype} of shape {tuple(samples.shape)}"
         raise ExportError(f"{given.inputs} must hold samples as the model takes them, got {got}")
+    samples = samples.float() if samples.is_floating_point() else samples.long()
     if given.labels is None:
-        return samples.float(), None, ()
+        return samples, None, ()
     labels = load_tensor(given.labels)
     if labels.is_floating_point() or labels.shape != samples.shape[:1]:
         got = f"{labels.dtype} of shape {tuple(labels.shape)}"
         raise ExportError(f"{given.labels} must hold {len(samples)} whole numbers, got {got}")
-    return samples.float(), labels.long(), ()
+    return samples, labels.long(), ()
 
 
 @torch.no_grad()

@@ -127,7 +127,9 @@ def compare(network: Network, model: nn.Module, sample: Tensor) -> list[Differen
                 handle.remove()
     rows = []
     for name, got in seen.items():
-        value = next((n for n in (f"{name}.out", name) if n in codes), None)
+        names = [n for n in (f"{name}.out", f"{name}.last", name) if n in codes]
+        # of a layer over positions, the name alone may be that of another order
+        value = next((n for n in names if network.values[n].shape == got.shape[1:]), None)
         if value is not None:
             fl = network.values[value].fl
             gap = np.abs(_numbers(codes[value], fl) - got.numpy()) * 2.0**fl

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fixedpoint_kernels import FixedPoint, quantize
+from marvin.attention import attention_weights
 from marvin.export.errors import ExportError
 from marvin.export.execute.simulate import apply
 from marvin.export.frontend.builder import Builder
@@ -235,6 +236,11 @@ def _round(builder: Builder, call: Call) -> str:
     return result
 
 
+def _unused(_builder: Builder, _call: Call) -> str:
+    """Leave out what nothing takes; what does is refused."""
+    return ""
+
+
 def _divided(builder: Builder, call: Call) -> str:
     if len(call.args) != 2 or len(call.nodes) != 1 or call.kwargs:
         raise call.refusal(": a value of the network can be divided by a number")
@@ -427,6 +433,7 @@ _HANDLERS: list[tuple[Sequence[object], Callable[[Builder, Call], str]]] = [
     ((operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"), _matmul),
     ((F.scaled_dot_product_attention,), _attention),
     ((round_values,), _round),
+    ((attention_weights,), _unused),
     ((getattr,), _attribute),
     (("view", "reshape", "flatten", "unsqueeze", "squeeze", "unflatten", "contiguous"), _reshape),
     ((torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze), _reshape),

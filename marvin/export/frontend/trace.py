@@ -45,8 +45,9 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
 
     Supported are models that ``torch.fx`` traces, of convolutions, linear layers, batch normalisation,
     pooling (adaptive in windows of one size), activation functions, dropout, sums, concatenation,
-    shapes, parts and orders of tensors, and the functions of the same meaning; with one input and any
-    number of outputs. Anything else is refused by name.
+    shapes, parts and orders of tensors, norms of rows, softmax, attention and embeddings, and the
+    functions of the same meaning; with one input and any number of outputs. Anything else is refused by
+    name.
 
     Activation functions other than ReLU and bounds are tables of codes: each value computed in float64
     and rounded once, so exact by construction. What they take has up to 16 bits where something has
@@ -65,8 +66,8 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
     Args:
         model: Its values of ``weights`` are numbers of their formats. Frozen, or with
             ``marvin.quantize_activations`` on it, unless ``activations`` are given.
-        sample: One batch of what the model takes, float32: what the network is compared on, so
-            samples of the data, not zeros.
+        sample: One batch of what the model takes, float32, or int64 where these are indices: what the
+            network is compared on, so samples of the data, not zeros.
         weights: Formats of parameters by name, such as ``optimizer.formats()``; default: those that
             the model carries.
         activations: Formats from ``calibrate``; default: those that the model carries.
@@ -94,13 +95,30 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
             f"formats of activations must be given for a model that rounds none, got them for one "
             f"that rounds at {next(iter(own))}: leave them out"
         )
+    own = set(vars(model))
+    try:
+        return _described(model, sample, weights, activations, (scale_wl, wl), calibration, origin)
+    finally:
+        for name in set(vars(model)) - own:  # tensors that the tracer leaves there
+            delattr(model, name)
+
+
+def _described(  # noqa: PLR0913  each is a choice of the user's
+    model: nn.Module,
+    sample: Tensor,
+    weights: Mapping[str, Format],
+    activations: Mapping[str, Formats],
+    lengths: tuple[int, int],
+    calibration: Tensor | None,
+    origin: str,
+) -> Network:
     graph, tracer = _traced(model, activations)
     layers = {str(node.target): None for node in graph.nodes if node.op == "call_module"}
     check_own(model, layers)
     observed = observe(model, graph, sample)
     if calibration is not None:
         observed = replace(observed, ranges=observe(model, graph, calibration).ranges)
-    builder = Builder(model, weights, activations, scale_wl, wl, observed)
+    builder = Builder(model, weights, activations, *lengths, observed)
     steps = [step for node in graph.nodes if (step := _translate(builder, node, sample))]
     _check_rounded(tracer, set(layers) | tracer.rounded, activations)
     network = shorten_scales(builder.network(origin))
@@ -269,6 +287,8 @@ def _function(builder: Builder, node: fx.Node) -> Step | None:
     before = len(builder.operations)
     sources = tuple(call.value(taken, in_any_order=True) for taken in call.nodes)
     result = CALLS[node.target](builder, call)
+    if node not in builder.memory:
+        return None
     return _step(builder, None, sources, result, before, call=call.whole, whole=builder.whole)
 
 

@@ -1,5 +1,6 @@
 """Transformers as integers: norms of rows, softmax, attention, positions, by all that computes them."""
 
+import copy
 import importlib
 import json
 import subprocess
@@ -8,6 +9,7 @@ from fractions import Fraction
 from math import isqrt
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,18 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import FixedPoint
-from marvin.export import ExportError, c, describe, hls4ml, integer, onnx, packed, qonnx, round_sums
+from marvin.export import (
+    ExportError,
+    c,
+    describe,
+    exact_module,
+    hls4ml,
+    integer,
+    onnx,
+    packed,
+    qonnx,
+    round_sums,
+)
 from marvin.export.execute.simulate import simulate
 from marvin.export.graph.bounds import first_value, value_of
 from marvin.export.graph.nodes import Input, Network, Round, Value
@@ -352,3 +365,246 @@ def test_norms_of_sums_of_any_size(norm, is_affine, size, reader, tmp_path):
     with torch.no_grad():
         want = fixed(x).double()
     assert (integer.run(network, x) - want).abs().max() < 0.01 * want.abs().max()
+
+
+class Bert(nn.Module):
+    """Indices, positions, an encoder of torch, and a linear head on the first token."""
+
+    def __init__(self, tokens=7, width=12, heads=3, mask=None, **options):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(20, width), nn.Embedding(tokens, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 2 * width, 0.1, **options)
+        norm = nn.LayerNorm(width) if options.get("norm_first") else None
+        self.encoder = nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 4)
+        self.batch_first = options.get("batch_first", False)
+        self.register_buffer("mask", mask)
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = self.encoder(x if self.batch_first else x.transpose(0, 1), self.mask)
+        return self.head(x[:, 0] if self.batch_first else x[0])
+
+
+def bert(tokens=7, **options):
+    torch.manual_seed(0)
+    model = Bert(tokens, **options)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                nn.init.normal_(module.weight, 1, 0.3)
+                nn.init.normal_(module.bias, 0, 0.3)
+            if isinstance(module, nn.MultiheadAttention):
+                nn.init.normal_(module.in_proj_bias, 0, 0.3)
+                nn.init.normal_(module.out_proj.bias, 0, 0.3)
+    return model.eval(), torch.randint(0, 20, (12, tokens))
+
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(7)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("mask", [None, CAUSAL, CAUSAL < 0], ids=["none", "added", "truths"])
+def test_encoders_of_torch_are_integers(batch_first, norm_first, mask, reader, tmp_path):
+    activation = "gelu" if batch_first else "relu"
+    options = {"batch_first": batch_first, "norm_first": norm_first, "activation": activation}
+    model, ids = bert(mask=mask, **options)
+    with torch.no_grad():  # the same arithmetic in the same order
+        torch.testing.assert_close(marvin.spell_attention(model)(ids), model(ids))
+    fixed = marvin.calibrate(model, [ids])
+    network = describe(fixed, ids)
+    assert network.takes_indices
+    assert sum(isinstance(op, Softmax) for op in network.operations) == 2
+    assert_all_equal(network, ids, reader, tmp_path / "net")
+    assert onnx.container_of(network) == "int8"
+    with torch.no_grad():
+        want = fixed(ids)
+    assert (integer.run(network, ids) - want).abs().max() < 0.06 * want.abs().max()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 12, 16])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_encoders_of_any_word_length(bits, tokens, reader, tmp_path):
+    model, ids = bert(tokens, batch_first=True)
+    network = describe(marvin.calibrate(model, [ids], bits=bits), ids, wl=bits)
+    assert_all_equal(network, ids, reader, tmp_path / "net", read=1)
+
+
+@pytest.mark.parametrize("policy", ["MSGD", "ranges"])
+def test_a_spelled_encoder_is_trained(policy, reader, tmp_path):
+    """All that multiplies rounds in training, and the export follows it."""
+    model, ids = bert(batch_first=True)
+    model = marvin.spell_attention(model)
+    if policy == "MSGD":
+        optimizer = marvin.MSGD(model.named_parameters(), lr=0.01, init_wl=8, init_fl=5)
+    else:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(8, 8), one_dim="float")
+    marvin.quantize_activations(model, optimizer)
+    before = model.encoder.layers[0].self_attn.query.weight.detach().clone()
+    for _ in range(3):
+        loss = model.train()(ids).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step(loss=loss)
+    assert not torch.equal(model.encoder.layers[0].self_attn.query.weight, before)
+    network = describe(marvin.freeze(model.eval()), ids)
+    assert_all_equal(network, ids, reader, tmp_path / "net")
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 5, "vdim": 7}, {"bias": False}])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_spelled_attention_is_that_of_torch(options, batch_first):
+    torch.manual_seed(0)
+    given = nn.MultiheadAttention(8, 2, batch_first=batch_first, **options).eval()
+    spelled = marvin.spell_attention(given)
+    x, k, v = (torch.randn(3, 3, size) for size in (8, given.kdim, given.vdim))
+    causal = CAUSAL[:3, :3]
+    padding = torch.tensor([[False, False, True]] * 3)
+    each = (torch.rand(6, 3, 3) < 0.5) & ~torch.eye(3, dtype=torch.bool)
+    for mask in (None, causal, causal < 0, each):
+        for pad in (None, padding):
+            for average in (True, False):
+                own = {"attn_mask": mask, "average_attn_weights": average}
+                own["key_padding_mask"] = None if mask is each else pad  # rows would see nothing
+                if mask is causal and pad is not None:
+                    added = torch.zeros(3, 3).masked_fill(pad, -torch.inf)
+                    own["key_padding_mask"] = added
+                torch.testing.assert_close(spelled(x, k, v, **own), given(x, k, v, **own))
+    own = {"attn_mask": causal, "is_causal": True, "need_weights": False}
+    torch.testing.assert_close(spelled(x, k, v, **own), given(x, k, v, **own))
+
+
+def test_spelling_leaves_the_model_alone_and_names_what_it_cannot(tmp_path):
+    model, ids = bert()
+    keys = list(model.state_dict())
+    spelled = marvin.spell_attention(model.train())
+    assert list(model.state_dict()) == keys
+    assert spelled.training
+    assert marvin.spell_attention(spelled).state_dict().keys() == spelled.state_dict().keys()
+    shared = nn.ModuleList([layer := nn.MultiheadAttention(4, 1), layer])
+    assert len({*marvin.spell_attention(shared).children()}) == 1
+    for option in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(ValueError, match="add_bias_kv=False and add_zero_attn=False"):
+            marvin.spell_attention(nn.MultiheadAttention(4, 1, **{option: True}))
+    with pytest.raises(TypeError, match="spell_attention"):
+        marvin.spell_attention(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="three dimensions, got shape"):
+        spelled.encoder.layers[0].self_attn(*[torch.ones(2, 12)] * 3)
+    optimizer = marvin.MSGD(model.named_parameters(), lr=0.01)
+    marvin.quantize_activations(model, optimizer)
+    with pytest.raises(ValueError, match=r"before marvin\.quantize_activations"):
+        marvin.spell_attention(model)
+    with pytest.raises(ExportError, match=r"call marvin\.spell_attention"):
+        describe(model.eval(), ids)
+
+
+class Padded(Bert):
+    """Has a padding mask that depends on what comes in."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(self.encoder(x, src_key_padding_mask=ids == 0)[:, 0])
+
+
+class Decoding(nn.Module):
+    """A decoder's layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x, x)
+
+
+class Weighed(nn.Module):
+    """Takes the weights of attention, or leaves them."""
+
+    def __init__(self, takes):
+        super().__init__()
+        self.attention, self.takes = nn.MultiheadAttention(6, 2, batch_first=True), takes
+
+    def forward(self, x):
+        y, weights = self.attention(x, x, x)
+        return weights @ y if self.takes else y
+
+
+def test_what_encoders_ask_for_that_has_no_integers_is_named(reader, tmp_path):
+    torch.manual_seed(0)
+    ids, x = torch.randint(1, 20, (5, 7)), torch.randn(5, 4, 6)
+    fixed = marvin.calibrate(Padded(batch_first=True).eval(), [ids])
+    with pytest.raises(ExportError, match="samples of one length, without padding"):
+        describe(fixed, ids)
+    with pytest.raises(
+        ExportError, match="called with a value of the network, got attention_weights"
+    ):
+        describe(marvin.calibrate(Weighed(True), [x]), x)
+    network = describe(marvin.calibrate(Weighed(False), [x]), x)
+    assert_all_equal(network, x, reader, tmp_path / "net")
+    layer = nn.TransformerDecoderLayer(6, 2, 8, batch_first=True).eval()
+    decoder = marvin.calibrate(Decoding(layer), [x])
+    with pytest.raises(
+        ExportError, match=r"layer: TransformerDecoderLayer .* decoders have no integ"
+    ):
+        describe(decoder, x)
+
+
+def test_indices_are_those_of_rows(tmp_path):
+    model, ids = bert()
+    network = describe(marvin.calibrate(model, [ids]), ids)
+    for wrong in (-1, 20, 0.5):
+        samples = ids.double()
+        samples[1, 2] = wrong
+        with pytest.raises(ExportError, match=r"embed must take whole numbers from 0 to 19, got"):
+            integer.run(network, samples)
+    limited = nn.Sequential(nn.Embedding(20, 4, max_norm=1.0), nn.Linear(4, 2))
+    with pytest.raises(ExportError, match=r"0: an embedding must have max_norm=None"):
+        describe(marvin.calibrate(limited, [ids]), ids)
+
+
+def test_exact_modules_are_the_integers(tmp_path):
+    model, ids = bert()
+    network = describe(marvin.calibrate(model, [ids]), ids)
+    exact = exact_module(network)
+    want = integer.run(network, ids)
+    assert torch.equal(exact(ids), want)
+    assert torch.equal(copy.deepcopy(exact)(ids), want)
+    torch.save(exact, tmp_path / "exact.pt")
+    assert torch.equal(torch.load(tmp_path / "exact.pt", weights_only=False)(ids), want)
+    wide = nn.Sequential(nn.Linear(40, 3))
+    x = torch.randn(4, 40)
+    long = describe(marvin.calibrate(wide, [x], bits=32), x)
+    with pytest.raises(ExportError, match="sums must take 53 bits at most"):
+        exact_module(long)
+
+
+def test_a_frozen_encoder_leaves_by_the_command(tmp_path, capsys):
+    from marvin.export.__main__ import main
+
+    model = nn.Sequential(
+        nn.Embedding(20, 8),
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1),
+        nn.Flatten(),
+        nn.Linear(40, 3),
+    ).eval()
+    ids = torch.randint(0, 20, (12, 5))
+    torch.save(marvin.freeze(marvin.calibrate(model, [ids])), tmp_path / "net.pt")
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    np.save(tmp_path / "labels.npy", torch.randint(0, 3, (12,)).numpy())
+    given = [str(tmp_path / "net.pt"), "--inputs", str(tmp_path / "ids.npy"), "--verify"]
+    given += ["--labels", str(tmp_path / "labels.npy")]
+    for target in ("packed", "onnx"):
+        main([*given, "--to", target])
+        assert "equal" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="give indices with --inputs"):
+        main([str(tmp_path / "net.pt"), "--to", "onnx", "--shape", "5"])
+
+
+def test_describing_leaves_no_tensor_in_the_model():
+    model, ids = bert(mask=CAUSAL < 0)
+    fixed = marvin.calibrate(model, [ids])
+    before = set(vars(fixed))
+    describe(fixed, ids)
+    assert set(vars(fixed)) == before

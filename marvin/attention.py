@@ -1,0 +1,268 @@
+"""Attention and encoders of torch, spelled as layers that can be rounded and traced one by one."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from marvin.hooks import rounders_of
+from marvin.settings import check_model
+
+__all__ = ["Attention", "Encoder", "EncoderLayer", "attention_weights", "spell_attention"]
+
+
+def spell_attention(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose attention is made of linear layers.
+
+    ``nn.MultiheadAttention`` multiplies by parameters of its own, where no layer rounds what comes in.
+    In the copy, it has the linear layers ``query``, ``key``, ``value`` and ``out_proj``, with the same
+    numbers, and ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` call these. It computes the
+    same up to float32's rounding, can be trained with any policy, calibrated, frozen and exported.
+    ``marvin.calibrate`` does this by itself. Call it before the optimizer is made: parameters are others.
+
+    Args:
+        model: Stays as it is.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: Its attention already rounds, or has ``add_bias_kv`` or ``add_zero_attn``.
+
+    Examples:
+        >>> model = marvin.spell_attention(nn.TransformerEncoder(layer, 2))
+        >>> optimizer = marvin.MSGD(model.named_parameters(), lr=0.1)
+    """
+    check_model(model, "spell_attention(model)")
+    return _spelled(copy.deepcopy(model), "", {})
+
+
+def _spelled(module: nn.Module, name: str, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return a module with attention spelled; ``done`` has those that were met before."""
+    if module in done:
+        return done[module]
+    for inner, child in [*module.named_modules(remove_duplicate=False)]:
+        if inner and "." not in inner:
+            setattr(module, inner, _spelled(child, f"{name}.{inner}".lstrip("."), done))
+    found = module
+    if type(module) is nn.MultiheadAttention:
+        if rounders_of(module):
+            raise ValueError(
+                f"attention must be spelled before it rounds, got formats at {name!r}: call "
+                "marvin.spell_attention(model) before marvin.quantize_activations or marvin.prepare"
+            )
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ValueError(
+                f"{name!r} must have add_bias_kv=False and add_zero_attn=False to be spelled"
+            )
+        found = Attention(module)
+    elif type(module) is nn.TransformerEncoderLayer and type(module.self_attn) is Attention:
+        found = EncoderLayer(module)
+    elif type(module) is nn.TransformerEncoder:
+        is_spelled = all(type(layer) is EncoderLayer for layer in module.layers)
+        found = Encoder(module) if is_spelled else module
+    found.training = module.training
+    done[module] = found
+    return found
+
+
+class Attention(nn.Module):
+    """What ``nn.MultiheadAttention`` computes, by four linear layers.
+
+    Args:
+        source: Whose numbers to take.
+    """
+
+    def __init__(self, source: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = source.num_heads, source.dropout
+        self.batch_first = source.batch_first
+        if source.in_proj_weight is None:
+            weights = source.q_proj_weight, source.k_proj_weight, source.v_proj_weight
+        else:
+            weights = source.in_proj_weight.chunk(3)
+        biases = [None] * 3 if source.in_proj_bias is None else source.in_proj_bias.chunk(3)
+        self.query, self.key, self.value = map(_linear, weights, biases)
+        self.out_proj = _linear(source.out_proj.weight, source.out_proj.bias)
+
+    def forward(  # noqa: PLR0913  torch's
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the attended values and, if asked for, the weights of attention: see torch's.
+
+        Args:
+            query: Shape ``(n, rows, features)``, or ``(rows, n, features)`` unless ``batch_first``.
+            key: Likewise, ``columns`` for ``rows``.
+            value: As ``key``.
+            key_padding_mask: True where a column of a sample is not seen, shape ``(n, columns)``, or what
+                is added to its scores.
+            need_weights: Return weights, too; exports want False where a mask is given.
+            attn_mask: True where a row does not see a column, or what is added to scores; shape
+                ``(rows, columns)`` or ``(n * heads, rows, columns)``.
+            average_attn_weights: Of all heads.
+            is_causal: Without ``attn_mask``, let each row see columns up to its own.
+
+        Raises:
+            ValueError: A tensor has not three dimensions; or masks depend on what comes in while
+                ``torch.fx`` traces this.
+        """
+        if isinstance(query, Tensor) and query.ndim != 3:
+            raise ValueError(f"query must have three dimensions, got shape {tuple(query.shape)}")
+        taken = [query, key, value]
+        if not self.batch_first:
+            taken = [x.transpose(0, 1) for x in taken]
+        layers = self.query, self.key, self.value
+        q, k, v = (
+            layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for layer, x in zip(layers, taken, strict=True)
+        )
+        if any(isinstance(x, fx.Proxy) for x in (attn_mask, key_padding_mask)):
+            raise ValueError(
+                "masks of attention must be constants to be exported, got one that depends on what "
+                "comes in: take samples of one length, without padding"
+            )
+        mask = _merged(attn_mask, key_padding_mask, self.num_heads)
+        given: dict[str, Any] = {"attn_mask": mask}
+        given["is_causal"] = is_causal and mask is None
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, **given, dropout_p=dropout)
+        y = self.out_proj(y.transpose(1, 2).flatten(2))
+        y = y if self.batch_first else y.transpose(0, 1)
+        weights = attention_weights(q, k, average_attn_weights, **given) if need_weights else None
+        return y, weights
+
+
+@fx.wrap
+def attention_weights(
+    q: Tensor, k: Tensor, is_averaged: bool, attn_mask: Tensor | None, is_causal: bool
+) -> Tensor:
+    """Return the weights of attention, shape ``(n, rows, columns)``, or of each head.
+
+    Args:
+        q: Queries, shape ``(n, heads, rows, features)``.
+        k: Keys, shape ``(n, heads, columns, features)``.
+        is_averaged: Over heads.
+        attn_mask: As of ``F.scaled_dot_product_attention``, or None.
+        is_causal: Each row sees columns up to its own.
+    """
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    if is_causal:
+        attn_mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype is torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
+    weights = scores.softmax(-1)
+    return weights.mean(1) if is_averaged else weights
+
+
+def _merged(mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
+    """Return both masks as one of ``F.scaled_dot_product_attention``: True where a column is seen."""
+    found = []
+    if mask is not None:
+        found.append(mask.unflatten(0, (-1, heads)) if mask.ndim == 3 else mask)
+    if padding is not None:
+        found.append(padding[:, None, None])
+    if not found:
+        return None
+    if all(x.dtype is torch.bool for x in found):
+        return ~(found[0] if len(found) == 1 else found[0] | found[1])
+    added = [
+        torch.zeros(x.shape, device=x.device).masked_fill(x, -torch.inf)
+        if x.dtype is torch.bool
+        else x
+        for x in found
+    ]
+    return added[0] if len(added) == 1 else added[0] + added[1]
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    layer = nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().clone(), bias.requires_grad)
+    return layer
+
+
+class EncoderLayer(nn.Module):
+    """What ``nn.TransformerEncoderLayer`` computes, layer by layer.
+
+    Args:
+        source: Whose layers to take; its attention is spelled.
+    """
+
+    def __init__(self, source: nn.TransformerEncoderLayer) -> None:
+        super().__init__()
+        self.norm_first = source.norm_first
+        self.self_attn: nn.Module = source.self_attn
+        self.batch_first: bool = getattr(self.self_attn, "batch_first", True)
+        self.self_attn.batch_first = True  # pyright: ignore[reportArgumentType]
+        self.linear1, self.linear2 = source.linear1, source.linear2
+        self.norm1, self.norm2 = source.norm1, source.norm2
+        self.dropout, self.dropout1 = source.dropout, source.dropout1
+        self.dropout2 = source.dropout2
+        known: dict[object, type[nn.Module]] = {F.relu: nn.ReLU, F.gelu: nn.GELU}
+        activation: Any = source.activation
+        self.activation = known[activation]() if activation in known else activation
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Return tokens as those that came: see torch's, and the masks of ``Attention``."""
+        x = src if self.batch_first else src.transpose(0, 1)
+        masks = src_mask, src_key_padding_mask, is_causal
+        if self.norm_first:
+            x = x + self._attended(self.norm1(x), masks)
+            x = x + self._perceptron(self.norm2(x))
+        else:
+            x = self.norm1(x + self._attended(x, masks))
+            x = self.norm2(x + self._perceptron(x))
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _attended(self, x: Tensor, masks: tuple[Tensor | None, Tensor | None, bool]) -> Tensor:
+        mask, padding, is_causal = masks
+        y, _ = self.self_attn(x, x, x, padding, False, mask, is_causal=is_causal)
+        return self.dropout1(y)
+
+    def _perceptron(self, x: Tensor) -> Tensor:
+        return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
+
+
+class Encoder(nn.Module):
+    """What ``nn.TransformerEncoder`` computes, layer by layer.
+
+    Args:
+        source: Whose layers to take.
+    """
+
+    def __init__(self, source: nn.TransformerEncoder) -> None:
+        super().__init__()
+        self.layers, self.norm = source.layers, source.norm
+        self.batch_first = all(getattr(layer, "batch_first", True) for layer in self.layers)
+        for layer in self.layers:
+            layer.batch_first = True  # pyright: ignore[reportArgumentType]
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """Return tokens as those that came: see torch's, and the masks of ``Attention``."""
+        x = src if self.batch_first else src.transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x, mask, src_key_padding_mask, bool(is_causal))
+        x = x if self.norm is None else self.norm(x)
+        return x if self.batch_first else x.transpose(0, 1)

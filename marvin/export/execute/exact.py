@@ -1,0 +1,58 @@
+"""A network as a module of torch that computes the integers themselves."""
+
+import torch
+from torch import Tensor, nn
+
+from marvin.export.errors import ExportError
+from marvin.export.execute.simulate import simulate
+from marvin.export.graph.nodes import Network
+
+__all__ = ["ExactModule", "exact_module"]
+
+_DOUBLE_BITS = 53
+
+
+class ExactModule(nn.Module):
+    """See ``exact_module``.
+
+    Args:
+        network: All its values are exact in float64.
+    """
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return the output, float64; of several, each by its label.
+
+        Args:
+            x: Samples, shape ``(n, *network.input.shape)``, float32; int64 where they are indices.
+        """
+        values = simulate(self.network, x, dtype=torch.float64)
+        found = {label: values[name] for label, name in self.network.outputs.items()}
+        return found if self.network.heads else found["output"]
+
+
+def exact_module(network: Network) -> ExactModule:
+    """Return a module of torch whose outputs are those of the integer reference, bit for bit.
+
+    ``marvin.freeze`` keeps the model's own norms, softmax and batch normalisation, in floats. Here they
+    are what is exported, so the module's accuracy is the accuracy of the files. Values are float64, each
+    a code times ``2**-fl``; norms and softmax are int64 inside. It runs where its input is.
+
+    Args:
+        network: From ``describe``, ``round_sums`` or a packed file.
+
+    Raises:
+        ExportError: A sum takes more than 53 bits; named.
+
+    Examples:
+        >>> exact = marvin.export.exact_module(network)
+        >>> assert torch.equal(exact(x), marvin.export.integer.run(network, x))
+    """
+    for name, value in network.values.items():
+        if not value.is_exact(_DOUBLE_BITS):
+            bits = value.significand.bit_length()
+            raise ExportError(f"{name}: sums must take {_DOUBLE_BITS} bits at most, got {bits}")
+    return ExactModule(network)
