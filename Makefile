@@ -48,3 +48,9 @@ $(VENV)-qonnx/installed:
 	$(PYTHON) -m venv $(VENV)-qonnx
 	$(VENV)-qonnx/bin/python -m pip install --quiet qonnx==1.0.0 onnx==1.22.0 onnxruntime==1.31.1
 	touch $@
+
+# OpenVINO, to measure QDQ files: make .venv-openvino/installed
+$(VENV)-openvino/installed:
+	$(PYTHON) -m venv $(VENV)-openvino
+	$(VENV)-openvino/bin/python -m pip install --quiet openvino==2026.4.1 numpy
+	touch $@

@@ -32,11 +32,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     frozen.export(given, _PROG)
 
 
+_SWITCHES = "--verify", "--vnni", "--nibbles", "--int4", "--qdq"
+
+
 def _names_a_folder(words: Sequence[str]) -> bool:
     """Say whether the word that is no flag's is the name of a folder."""
     for before, word in zip(["", *words], words, strict=False):
         has_value = before.startswith("--") and "=" not in before
-        is_value = has_value and before not in ("--verify", "--vnni", "--nibbles", "--int4")
+        is_value = has_value and before not in _SWITCHES
         if not word.startswith("-") and not is_value:
             return Path(word).is_dir()
     return False

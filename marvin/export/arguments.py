@@ -67,6 +67,11 @@ class Parser(argparse.ArgumentParser):
             help="of onnx: weights of up to 4 bits take 4 bits each; ONNX Runtime 1.20 or later",
         )
         add(
+            "--qdq",
+            action="store_true",
+            help="of onnx: float operators between QuantizeLinear and DequantizeLinear, for OpenVINO and TensorRT",
+        )
+        add(
             "--samples",
             type=_whole(0, 10**9),
             default=0,

@@ -87,6 +87,7 @@ def _write(
             "vnni": given.vnni,
             "nibbles": given.nibbles,
             "int4": given.int4,
+            "qdq": given.qdq,
             "hardware": hardware,
         }
         order = Order(deployed, folder, samples, given.backend, given.python, **flags)

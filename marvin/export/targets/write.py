@@ -55,6 +55,7 @@ class Order:
         vnni: Of ONNX: the processor has VNNI.
         nibbles: Of C: weights of 4 bits or fewer are two to a byte.
         int4: Of ONNX: weights of up to 4 bits take 4 bits each.
+        qdq: Of ONNX: float operators between nodes that quantise.
     """
 
     deployed: Deployed
@@ -65,6 +66,7 @@ class Order:
     vnni: bool = False
     nibbles: bool = False
     int4: bool = False
+    qdq: bool = False
     hardware: hls4ml.Hardware = dataclasses.field(default_factory=hls4ml.Hardware)
 
 
@@ -90,11 +92,11 @@ def _packed(order: Order) -> Written:
 
 def _onnx(order: Order) -> Written:
     network, path = order.deployed.network, order.folder / "network.onnx"
+    if order.qdq:
+        return _qdq(order, path)
     container = onnx.container_of(network)
     size = onnx.save(network, path, container, vnni=order.vnni, int4=order.int4)
     what = f"{path.name} ({container})"
-    if obstacle := onnx.obstacle(network):
-        what += f"; not int8: {obstacle}"
     what += _kernels(onnx.in_floats(network), network)
     sums = (Add, AveragePool)
     slow = [name for name in onnx.unfused(network) if network.users.get(name)]
@@ -106,11 +108,29 @@ def _onnx(order: Order) -> Written:
         what += f"; sums of {', '.join(slow)} are not rounded, which is slower: try --sums-wl 8"
     if order.samples is None:
         return Written(size, what)
+    return _proved(order, size, what, *_in_onnx_runtime(network, path, order.samples))
+
+
+def _qdq(order: Order, path: Path) -> Written:
+    network = order.deployed.network
+    size = onnx.save(network, path, "qdq", vnni=order.vnni, int4=order.int4)
+    what = f"{path.name} (QDQ): exact where a runtime computes in float32"
+    is_exact = onnx.qdq_is_exact(network)
+    if not is_exact:
+        what = f"{path.name} (QDQ): sums are longer than the 24 bits of float32, so it is not exact"
+    if order.samples is None:
+        return Written(size, what)
+    got, who = _in_onnx_runtime(network, path, order.samples)
+    proved = _proved if is_exact else _counted
+    return proved(order, size, what, got, who)
+
+
+def _in_onnx_runtime(network: Network, path: Path, x: Tensor) -> tuple[list[Tensor], str]:
+    """Return what ONNX Runtime makes of a file, and its name."""
     runtime = require("onnxruntime", "onnx")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    found = session.run(None, {network.input.name: order.samples.numpy()})
-    got = [torch.from_numpy(x) for x in found]
-    return _proved(order, size, what, got, f"ONNX Runtime {runtime.__version__}")
+    found = session.run(None, {network.input.name: x.numpy()})
+    return [torch.from_numpy(y) for y in found], f"ONNX Runtime {runtime.__version__}"
 
 
 def _kernels(in_floats: dict[str, str], network: Network) -> str:
@@ -132,14 +152,22 @@ def _qonnx(order: Order) -> Written:
     found = qonnx.execute_heads(path, order.samples, order.python)
     if qonnx.is_exact(network):
         return _proved(order, size, path.name, found, "qonnx's executor")
-    got, want = found[0], integer.run_heads(network, order.samples)
-    first = next(iter(want.values()))
-    gap = (got.double() - first).abs() * 2.0 ** network.values[network.output].fl
+    return _counted(order, size, path.name, found, "qonnx's executor")
+
+
+def _counted(order: Order, size: int, what: str, found: Sequence[Tensor], who: str) -> Written:
+    """Say how many outputs differ, where floats are too short to be equal; the first is kept."""
+    network, samples = order.deployed.network, order.samples
+    assert samples is not None
+    pairs = zip(found, integer.run_heads(network, samples).values(), strict=True)
+    steps = [2.0 ** network.values[name].fl for name in network.outputs.values()]
+    gaps = [(x.double() - y).abs() * step for (x, y), step in zip(pairs, steps, strict=True)]
+    gap = torch.cat([gap.reshape(-1) for gap in gaps])
     proof = (
-        f"qonnx's executor is float32, which is not exact here: {int((gap > 0).sum())} of "
+        f"{who} is float32, which is not exact here: {int((gap > 0).sum())} of "
         f"{gap.numel()} outputs differ from the integers, by {gap.max():g} steps at most"
     )
-    return Written(size, path.name, got, proof, is_equal=False)
+    return Written(size, what, found[0], proof, is_equal=False)
 
 
 def _hls4ml(order: Order) -> Written:

@@ -71,7 +71,6 @@ def test_they_run_on_integer_kernels(channelled, bits, spread, tmp_path):
     assert max(max(fmt.shifts) for fmt in formats.values()) >= spread
     network = round_sums(describe(model, x, formats), x)
     assert exporter.container_of(network) == "int8"
-    assert exporter.obstacle(network) == ""
     for scale in (0.3, 1, 20):
         onnx_model = assert_exact(network, scale * x, "int8", tmp_path / "optimized.onnx")
     found = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
@@ -236,14 +235,12 @@ def test_longer_words_are_no_bytes(channelled):
         ExportError, match=r"conv: int8 holds word lengths of up to 8 bits, got <9, \d+>"
     ):
         exporter.to_model(network, "int8")
-    assert exporter.obstacle(network) == ""
     assert_exact(network, x, "int16")
 
 
 def test_sums_that_float32_does_not_hold_are_in_the_way_of_nothing(channelled):
     model, formats, x = channelled(spread=6)
     network = describe(model, x, formats)
-    assert exporter.obstacle(network) == ""
     assert_exact(network, x, "int8")
 
 

@@ -11,6 +11,10 @@ error because no sum takes more than 24 bits.
 
 ``"float64"``: formats up to 32 bits whose sums take up to 53. ONNX Runtime has no convolution for
 them, so windows are gathered and multiplied as matrices. Slow, and exact.
+
+``"qdq"`` is taken where it is asked for: formats up to 16 bits, float32 operators between ``QuantizeLinear`` and
+``DequantizeLinear``, for runtimes that choose kernels from these. Exact where they compute in float32, and no sum
+takes more than 24 bits: see ``qdq_is_exact``.
 """
 
 import warnings
@@ -23,6 +27,7 @@ from marvin.export.targets.onnx.float64 import Float64Writer
 from marvin.export.targets.onnx.graph import FloatWriter, require_exact
 from marvin.export.targets.onnx.int8 import Int8Writer
 from marvin.export.targets.onnx.int16 import Int16Writer
+from marvin.export.targets.onnx.qdq import QdqWriter
 from marvin.files import write_atomic
 
 if TYPE_CHECKING:  # an extra
@@ -32,14 +37,15 @@ __all__ = [
     "Container",
     "container_of",
     "in_floats",
-    "obstacle",
     "original",
+    "qdq_is_exact",
     "save",
     "to_model",
     "unfused",
 ]
 
-Container = Literal["int8", "int16", "float64"]
+Container = Literal["int8", "int16", "float64", "qdq"]
+_EXACT: tuple[Container, ...] = ("int8", "int16", "float64")
 _RENAMED = {"Spelling": "Container", "spelling_of": "container_of"}
 
 
@@ -112,8 +118,19 @@ def to_model(
     container = _container(container, spelling) or container_of(network)
     if container not in get_args(Container):
         raise ExportError(f"container must be one of {get_args(Container)}, got {container!r}")
+    if container == "qdq" and (vnni or int4):
+        raise ExportError("vnni and int4 are of integer kernels, qdq has none: give one of them")
     writer, outputs = _written(network, container, vnni, int4)
     return writer.graph.model(network, outputs)
+
+
+def qdq_is_exact(network: Network) -> bool:
+    """Say whether a QDQ file computes the integers, in a runtime that computes it in float32."""
+    try:
+        require_exact(network, 24, "")
+    except ExportError:
+        return False
+    return True
 
 
 def container_of(network: Network) -> Container:
@@ -123,7 +140,7 @@ def container_of(network: Network) -> Container:
         ExportError: None is: a sum takes more than 53 bits.
     """
     reasons = []
-    for container in get_args(Container):
+    for container in _EXACT:
         try:
             _written(network, container)
         except ExportError as error:
@@ -153,16 +170,6 @@ class _Unrounded(FloatWriter):
         return self.number(f"{op.name}.weight", op.weight.numpy() * op.weight_fmt.lsb)
 
 
-def obstacle(network: Network) -> str:
-    """Return what keeps codes of 8 bits from being integers in ONNX Runtime; ``""`` if nothing."""
-    if all(fmt.wl <= 8 for fmt in network.words().values()):
-        try:
-            _written(network, "int8")
-        except ExportError as error:
-            return str(error)
-    return ""
-
-
 def in_floats(network: Network) -> dict[str, str]:
     """Return the layers that ONNX Runtime computes in floats, and why; see ``container_of``.
 
@@ -174,7 +181,7 @@ def in_floats(network: Network) -> dict[str, str]:
     if isinstance(writer, Int8Writer):
         return writer.in_floats
     longest = max(network.words().values(), key=lambda fmt: fmt.wl)
-    why = obstacle(network) or f"word lengths are up to {longest.wl} bits"
+    why = f"word lengths are up to {longest.wl} bits"
     return {op.name: why for op in network.operations if isinstance(op, Weighted)}
 
 
@@ -205,7 +212,7 @@ def _written(
     network: Network, container: Container, vnni: bool = False, int4: bool = False
 ) -> tuple[FloatWriter, dict[str, tuple[str, int]]]:
     """Return what has written a network, and name and dtype of its outputs."""
-    longest = {"int8": 8, "int16": 16, "float64": 32}[container]
+    longest = {"int8": 8, "int16": 16, "float64": 32, "qdq": 16}[container]
     for name, fmt in network.words().items():
         if fmt.wl > longest:
             raise ExportError(
@@ -214,6 +221,8 @@ def _written(
     if container == "int8":
         require_exact(network, 53, "int8 is exact up to")
         writer = Int8Writer(network, vnni=vnni, int4=int4)
+    elif container == "qdq":
+        writer = QdqWriter(network)
     else:
         bits = 53 if container == "float64" else 24
         require_exact(network, bits, f"{container} is exact up to")

@@ -1,0 +1,80 @@
+"""ONNX with ``QuantizeLinear`` and ``DequantizeLinear`` around float operators, as other runtimes read it."""
+
+import numpy as np
+
+from marvin.export.graph.nodes import Network, Operation, Round, Weighted
+from marvin.export.targets.onnx.graph import container
+from marvin.export.targets.onnx.int16 import Int16Writer
+
+__all__ = ["QdqWriter"]
+
+_INT32 = 2**31
+
+
+class QdqWriter(Int16Writer):
+    """Values in bytes, or in 16 bits where words are longer; every scale is a power of two.
+
+    Operators are those of float32. OpenVINO, TensorRT and ONNX Runtime choose integer kernels by themselves
+    where a layer stands between these nodes.
+    """
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(network)
+        self._codes: dict[
+            str, tuple[str, list[str]]
+        ] = {}  # by the name of the floats, with their scale and zero
+
+    def rounded(self, op: Round) -> str:
+        """Add bounds where the word is shorter than its container, quantise, and dequantise."""
+        source, fmt, graph = self.float(op.inputs[0]), op.fmt, self.graph
+        kind = container(fmt)
+        info = np.iinfo(kind)
+        if (fmt.min_code, fmt.max_code) != (info.min, info.max):
+            bounds = [self.number("bound", bound) for bound in (fmt.min, fmt.max)]
+            source = graph.node("Clip", [source, *bounds], f"{op.name}.clipped")
+        step = [self.number("scale", fmt.lsb), graph.constant("zero", np.array(0, kind))]
+        codes = graph.node("QuantizeLinear", [source, *step], f"{op.name}.codes")
+        return self._dequantized(codes, step, op.name)
+
+    def _dequantized(self, codes: str, step: list[str], name: str) -> str:
+        result = self.graph.node("DequantizeLinear", [codes, *step], f"{name}.float")
+        self._codes[result] = codes, step
+        return result
+
+    def moved(self, op: Operation, source: str, name: str) -> str:
+        """Add an operation that only moves values; it moves codes where there are any.
+
+        Between floats and a layer, ONNX Runtime 1.31 puts nodes of the wrong type.
+        """
+        if source not in self._codes:
+            return super().moved(op, source, name)
+        codes, step = self._codes[source]
+        return self._dequantized(super().moved(op, codes, name), step, name)
+
+    def bias(self, op: Weighted) -> list[str]:
+        """Store codes at the binary point of the products, in int32; a bias that is finer has none there."""
+        left = self._left(op)
+        if op.bias is None or left is None:
+            return []
+        codes = self.graph.constant(f"{op.name}.bias", (op.bias << left).numpy().astype(np.int32))
+        lsb = self.number("scale", op.bias_fmt.lsb * 2.0**-left)
+        return [self.graph.node("DequantizeLinear", [codes, lsb], f"{op.name}.bias.float")]
+
+    def _left(self, op: Weighted) -> int | None:
+        """Return by how many bits the products are finer than the bias; None where int32 is not at their point."""
+        if op.bias is None or op.per_channel:
+            return None
+        left = self.network.values[op.inputs[0]].fl + op.weight_fmt.fl - op.bias_fmt.fl
+        largest = max(map(abs, op.bias.tolist()))
+        return left if left >= 0 and largest << left < _INT32 else None
+
+    def multiplied(self, op: Weighted, inputs: list[str], name: str) -> str:
+        """Add sums of products; behind them a bias that is finer, which ONNX Runtime would round."""
+        total = super().multiplied(op, inputs, name)
+        if op.bias is None or len(inputs) > 2:
+            return total
+        values = op.bias.numpy().astype(np.float64) * op.bias_fmt.lsb
+        values = values.reshape(-1, *[1] * (op.weight.ndim - 2))
+        return self.graph.node(
+            "Add", [total, self.number(f"{op.name}.bias", values)], f"{name}.biased"
+        )
