@@ -105,6 +105,19 @@ class _Shuffle(nn.Module):
         return x.view(n, channels, height, width)
 
 
+class _Encoder(nn.Module):
+    """Patches, two layers of torch's encoder, and a linear head on the mean of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, stride=8)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, activation="gelu", batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
+
+
 def _vgg() -> nn.Module:
     layers = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
     return _Blocks(*layers)
@@ -125,6 +138,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "ShuffleNetV2": lambda: _Blocks(_Shuffle(), _Shuffle()),
     "MLP on images": _mlp,
     "vision transformer": lambda: vit(10, 3, 16),
+    "encoder of `nn.TransformerEncoderLayer`": lambda: _Encoder(),
 }  # fmt: skip
 
 
@@ -153,7 +167,7 @@ def table() -> list[str]:
 
 def _network(build: Callable[[], nn.Module], x: Tensor) -> Network:
     torch.manual_seed(0)
-    model = build()
+    model = marvin.spell_attention(build())
     sgd = torch.optim.SGD(model.named_parameters(), lr=1e-3)
     optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(8, 8), one_dim="float")
     marvin.quantize_activations(model, optimizer)

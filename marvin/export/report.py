@@ -11,12 +11,13 @@ from marvin.export.deployed import Deployed
 from marvin.export.execute import integer
 from marvin.export.execute.verify import Row, compare, verify
 from marvin.export.graph.nodes import Network, Operation, Weighted
+from marvin.export.graph.transformers import Norm, Softmax
 from marvin.export.passes.round_sums import sum_formats
 from marvin.export.targets.packed import Size, sizes
 
 __all__ = ["Trained", "first_head", "layer_rows", "proof_lines", "table", "weight_line"]
 
-_SHOWN = "conv", "linear", "affine", "averagepool"
+_SHOWN = "conv", "linear", "affine", "averagepool", "norm", "softmax", "matmul"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _weights(row: Row, op: Operation) -> str:
     if isinstance(op, Weighted) and op.per_channel:
         fmt = op.per_channel
         return f"<{fmt.wl}, {fmt.fl + min(fmt.shifts)} to {fmt.fl + max(fmt.shifts)}>"
-    return str(row.fmt) if row.kind != "averagepool" else ""
+    return str(row.fmt or "") if row.kind != "averagepool" else ""
 
 
 def table(rows: Sequence[dict[str, object]]) -> str:
@@ -120,8 +121,9 @@ def proof_lines(
         f"float32 simulation is exact in {exact} of {len(rows)} layers",
         f"modules that differ from the trained ones: {len(moved)} of {len(gaps)}, {first}",
         *_bias_lines(deployed),
+        *_integer_lines(deployed.network),
         f"outputs differ from the trained model's by {far.mean():.2g} on average, {far.max():.2g} at "
-        f"most, of up to {wanted.abs().max():.2g}: batch normalisation and biases are rounded",
+        f"most, of up to {wanted.abs().max():.2g}: {_rounded(deployed.network)} are rounded",
         *_sum_lines(deployed.network),
         *_chosen_lines(deployed.network),
     ]
@@ -151,6 +153,23 @@ def _bias_lines(deployed: Deployed) -> list[str]:
         return []
     named = ", ".join(f"{name} by up to {gap:.2g}" for name, gap in gaps.items())
     return [f"biases that training left in floats are rounded: {named}"]
+
+
+def _integer_lines(network: Network) -> list[str]:
+    """Return what training computes in floats, norms of rows and softmax, and the export in integers."""
+    kinds = ((Norm, "norms of rows"), (Softmax, "softmax"))
+    found = [
+        f"{what} {', '.join(op.name for op in network.operations if isinstance(op, kind))}"
+        for kind, what in kinds
+        if any(isinstance(op, kind) for op in network.operations)
+    ]
+    return [f"in floats in training, in integers here: {'; '.join(found)}"] if found else []
+
+
+def _rounded(network: Network) -> str:
+    kinds = {type(op) for op in network.operations}
+    own = "norms, softmax, " if kinds & {Norm, Softmax} else ""
+    return f"{own}batch normalisation and biases"
 
 
 def first_head(outputs: object) -> Tensor:

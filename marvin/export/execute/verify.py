@@ -22,6 +22,7 @@ from marvin.export.graph.nodes import (
     Value,
     Weighted,
 )
+from marvin.export.graph.transformers import Norm
 from marvin.export.passes.fold import absorbed
 
 __all__ = ["Difference", "Row", "compare", "evaluating", "verify"]
@@ -168,6 +169,8 @@ def _row(network: Network, op: Operation, different: int, elements: int) -> Row:
         is_bounded = _is_bounded(network.values[op.inputs[0]], op.word, value.terms)
     elif isinstance(op, Affine):
         fmt = op.scale_fmt
+    elif isinstance(op, Norm):
+        fmt = op.gain_fmt
     elif isinstance(op, Round | AveragePool):
         fmt = op.fmt
     is_exact = value.is_exact(_FLOAT32_BITS)

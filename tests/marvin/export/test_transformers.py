@@ -30,10 +30,14 @@ from marvin.export import (
     round_sums,
 )
 from marvin.export.execute.simulate import simulate
+from marvin.export.execute.simulate_transformers import _root as torch_root
+from marvin.export.execute.transformers import _root as numpy_root
 from marvin.export.graph.bounds import first_value, value_of
 from marvin.export.graph.nodes import Input, Network, Round, Value
 from marvin.export.graph.transformers import Constant, MatMul, Norm, Softmax
 from marvin.export.targets import packed_network
+from marvin.export.targets.onnx.graph import Graph
+from marvin.export.targets.onnx.transformers import Integers
 from train.vit import VisionTransformer
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -597,7 +601,13 @@ def test_a_frozen_encoder_leaves_by_the_command(tmp_path, capsys):
     given += ["--labels", str(tmp_path / "labels.npy")]
     for target in ("packed", "onnx"):
         main([*given, "--to", target])
-        assert "equal" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "equal" in said
+        assert (
+            "in floats in training, in integers here: norms of rows 1.layers.0.norm1, 1.lay" in said
+        )
+        assert "; softmax scaled_dot_product_attention.softmax\n" in said
+        assert "scaled_dot_product_attention.softmax unsigned <8, 8>" in said  # formats left open
     with pytest.raises(SystemExit, match="give indices with --inputs"):
         main([str(tmp_path / "net.pt"), "--to", "onnx", "--shape", "5"])
 
@@ -608,3 +618,41 @@ def test_describing_leaves_no_tensor_in_the_model():
     before = set(vars(fixed))
     describe(fixed, ids)
     assert set(vars(fixed)) == before
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_epsilon_is_that_of_the_model(norm):
+    """Rows that hardly differ: epsilon is most of what is under the root, and codes are shortened."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 400, bias=False), norm(400, eps=0.5), nn.Linear(400, 4))
+    x = torch.randn(6, 300)
+    fixed = marvin.calibrate(model, [x], bits=10)
+    network = describe(fixed, x, wl=10)
+    op = next(op for op in network.operations if isinstance(op, Norm))
+    assert op.shift
+    with torch.no_grad():
+        want = fixed[1](fixed[0](x)).double()
+    got = integer.run_all(network, x)[op.name] * op.fmt.lsb
+    assert abs(torch.from_numpy(got) - want).max() <= op.fmt.lsb * 0.75  # half, and a little
+
+
+def test_roots_of_long_numbers():
+    """Numbers of up to 60 bits, next to squares: float64 has 53."""
+    import onnxruntime
+
+    graph = Graph("x")
+    root = Integers(graph, "root").root("x")
+    helper, types = graph.onnx.helper, graph.onnx.TensorProto
+    ends = [helper.make_tensor_value_info(name, types.INT64, [None]) for name in ("x", root)]
+    parts = graph.nodes, "root", ends[:1], ends[1:], [*graph._constants.values()]
+    opsets = [helper.make_opsetid("", 21)]
+    model = helper.make_model(helper.make_graph(*parts), opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(2**28, 2**30, (400,), generator=generator)
+    for off in (-1, 0, 1):
+        squares = codes**2 + off
+        want = [isqrt(square) for square in squares.tolist()]
+        assert numpy_root(squares.numpy()).tolist() == want
+        assert torch_root(squares).tolist() == want
+        assert session.run(None, {"x": squares.numpy()})[0].tolist() == want
