@@ -217,13 +217,19 @@ def _fold_pattern(d, n, sums):
 
 
 @njit
-def _fold(j, sums, totals, scale, flipped):
-    """Add int32 sums times a power of two to float64 totals; the sums become 0."""
+def _fold(j, sums, totals, held, flipped):
+    """Add int32 sums to float64 totals, which the first time may hold anything; the sums become 0.
+
+    ``held``: how many positions ``sums`` has, of what power, and how often it was folded.
+    """
+    scale, adds = held[1], held[2] > 0
     n = j[jobs.GROUPS] * 16
-    held = carray(pointer_to(sums), j[jobs.SUMS_SIZE], np.int32)
-    last = held[j[jobs.TILE_ROWS] * 16 * n : (j[jobs.TILE_ROWS] * 16 + 1) * n]
+    own = carray(pointer_to(sums), j[jobs.SUMS_SIZE], np.int32)
+    last = own[j[jobs.TILE_ROWS] * 16 * n : (j[jobs.TILE_ROWS] * 16 + 1) * n]
     for row in range(j[jobs.TILE_ROWS] * 16):
-        values, total = held[row * n : row * n + n], totals[row * n : row * n + n]
+        values, total = own[row * n : row * n + n], totals[row * n : row * n + n]
+        if not adds:
+            total[:] = 0.0
         if flipped:
             for i in range(n):
                 total[i] += np.float64(np.int32(values[i] - np.int32(128) * last[i])) * scale
@@ -233,6 +239,8 @@ def _fold(j, sums, totals, scale, flipped):
                 total[i] += np.float64(values[i]) * scale
                 values[i] = 0
     last[:] = 0
+    held[0] = 0
+    held[2] += 1
 
 
 @njit
@@ -261,7 +269,7 @@ def _sort(order, scales, images, is_odd):
 def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums, held):
     """Add the products of a few images to a layer's weight gradient.
 
-    ``held``: how many positions ``sums`` has, and of what power; it is brought up to date. Sums of a
+    ``held``: as of ``_fold``; it is brought up to date. Sums of a
     larger power are doubled until they are of the smaller one: each then counts as so many positions.
     """
     flipped = FLIPS != 0 and j[jobs.SIGNED] != 0
@@ -275,8 +283,7 @@ def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums
             outputs = (end - at) * rows * j[jobs.COUNT_COLUMNS]
             times = held[1] / power if held[0] > 0 else 1.0
             if times < 1 or held[0] * times + outputs > f.LONGEST_SUM:
-                _fold(j, sums, totals, held[1], flipped)
-                held[0] = 0
+                _fold(j, sums, totals, held, flipped)
             elif times > 1:
                 jobs.double(j, sums, np.int64(np.log2(times)))
                 held[0] *= times
@@ -324,14 +331,12 @@ def region(
         weight_sums = own + places[6]
         order, scales = np.empty(chunk, np.int64), np.empty(chunk, np.float64)
         largest = np.empty(passes.BLOCK, np.int32)
-        held = np.zeros((end - begin, 2), np.float64)
+        held = np.zeros((end - begin, 3), np.float64)
         enter()
         for k in range(begin, end):
             if table[k, f.KIND] == f.WEIGHT_PRODUCT:
                 j, at = details[k], weight_sums + table[k, f.SUMS]
                 tiles.blank(at, j[jobs.SUMS_SIZE] * 4, 0)
-                size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
-                tiles.blank(table[k, f.TOTALS] + 8 * thread * size, 8 * size, 0)
         last = images * (thread + 1) // threads
         for first in range(images * thread // threads, last, chunk):
             count = min(chunk, last - first)
@@ -394,12 +399,14 @@ def region(
                         place = dx + 4 * (n - first) * d[f.PADDED]
                         _finish(d, n, place, sums)
         for k in range(begin, end):
-            if table[k, f.KIND] == f.WEIGHT_PRODUCT and held[k - begin, 0] > 0:
+            if table[k, f.KIND] == f.WEIGHT_PRODUCT and (
+                held[k - begin, 0] > 0 or held[k - begin, 2] == 0
+            ):
                 j = details[k]
                 size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
                 totals = _doubles(table[k, f.TOTALS] + 8 * thread * size, size)
                 flipped = FLIPS != 0 and j[jobs.SIGNED] != 0
-                _fold(j, weight_sums + table[k, f.SUMS], totals, held[k - begin, 1], flipped)
+                _fold(j, weight_sums + table[k, f.SUMS], totals, held[k - begin], flipped)
         leave()
 
 
