@@ -116,6 +116,11 @@ def _clip(op: Clip, x: Tensor) -> Tensor:
     return x.clamp(op.low * 2.0**-op.source_fl, op.high * 2.0**-op.source_fl)
 
 
+def _concat(op: Concat, *parts: Tensor) -> Tensor:
+    samples = max(map(len, parts))  # constants have one
+    return torch.cat([x.expand(samples, *x.shape[1:]) for x in parts], op.axis + 1)
+
+
 def _slice(op: Slice, x: Tensor) -> Tensor:
     index = (slice(None),) * (op.axis + 1)
     return x[(*index, slice(op.start, op.stop, op.step))]
@@ -135,7 +140,7 @@ _APPLY: dict[type, Callable[..., Tensor]] = {
     Reshape: lambda op, x: x.reshape(len(x), *op.shape),
     Transpose: lambda op, x: x.permute(0, *(i + 1 for i in op.order)),
     Slice: _slice,
-    Concat: lambda op, *xs: torch.cat(xs, op.axis + 1),
+    Concat: _concat,
     Clip: _clip,
     Mul: lambda _op, x, y: x * y,
     Table: _table,

@@ -325,7 +325,10 @@ def _moved(builder: Builder, name: str, source: str, order: tuple[int, ...]) -> 
 def _concat(builder: Builder, call: Call) -> str:
     arguments = dict(zip(("tensors", "dim"), call.args, strict=False)) | call.kwargs
     dim = arguments.get("dim", arguments.get("axis", 0))
-    sources = tuple(call.codes(node) for node in arguments["tensors"])
+    sources = tuple(
+        call.constant(x, tuple(x.shape[1:])) if isinstance(x, Tensor) else call.codes(x)
+        for x in arguments["tensors"]
+    )
     axis = dim % (len(builder.shape(sources[0])) + 1) - 1
     if axis < 0:
         raise call.refusal(": it must leave the batch alone, give dim=1 or more")

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import random
 import subprocess
 import sys
 from fractions import Fraction
@@ -35,7 +36,7 @@ from marvin.export.execute.transformers import _root as numpy_root
 from marvin.export.graph.bounds import first_value, value_of
 from marvin.export.graph.nodes import Input, Network, Round, Value
 from marvin.export.graph.transformers import Constant, MatMul, Norm, Softmax
-from marvin.export.targets import packed_network
+from marvin.export.targets import packed_network, safetensors
 from marvin.export.targets.onnx.graph import Graph
 from marvin.export.targets.onnx.transformers import Integers
 from train.vit import VisionTransformer
@@ -656,3 +657,93 @@ def test_roots_of_long_numbers():
         assert numpy_root(squares.numpy()).tolist() == want
         assert torch_root(squares).tolist() == want
         assert session.run(None, {"x": squares.numpy()})[0].tolist() == want
+
+
+class Classified(nn.Module):
+    """A vision transformer with a token for the class, and positions as a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(1, 8, 8, 8)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.positions = nn.Parameter(0.5 * torch.randn(1, 17, 8))
+        layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.encoder, self.head = (
+            nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
+            nn.Linear(8, 3),
+        )
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        return self.head(self.encoder(x)[:, 0])
+
+
+def test_tokens_for_the_class(reader, tmp_path):
+    torch.manual_seed(0)
+    model, x = Classified().eval(), torch.randn(5, 1, 32, 32)
+    fixed = marvin.calibrate(model, [x])
+    exact = describe(fixed, x)
+    for network in (exact, round_sums(exact, x)):
+        assert_all_equal(network, x, reader, tmp_path / "net", read=1)
+        assert_all_equal(network, x[:1], reader, tmp_path / "net", read=1)
+    with torch.no_grad():
+        want = fixed(x)
+    assert (integer.run(exact, x) - want).abs().max() < 0.05 * want.abs().max()
+
+
+def test_no_hostile_transformer_raises_anything_else():
+    """Whatever stands in a file in the place of a number, loading names it, or the network computes."""
+    model, ids = bert(3, mask=CAUSAL[:3, :3])
+    network = describe(marvin.calibrate(model, [ids]), ids)
+    tensors, metadata = safetensors.read(packed.to_bytes(packed.pack_network(network)))
+    content, chance = json.loads(metadata["marvin"]), random.Random(0)
+    whole = [
+        None,
+        True,
+        0,
+        1,
+        2,
+        3,
+        -1,
+        31,
+        63,
+        64,
+        2**20,
+        2**47,
+        2**63,
+        10**300,
+        1.5,
+        "",
+        "x",
+        [],
+        {},
+    ]
+    own = [
+        (op, name)
+        for op in content["network"]["operations"]
+        if op["kind"] in ("Constant", "Embedding", "MatMul", "Norm", "Softmax")
+        for name in op
+        if name not in ("kind", "name")
+    ]
+    refused = 0
+    for _ in range(200):
+        op, name = chance.choice(own)
+        before = op[name]
+        others = [op[name] for op, name in own]
+        op[name] = chance.choice([*whole, *others])
+        try:
+            found = packed.from_bytes(written(content, tensors))
+            assert found.network is not None
+            integer.run(found.network, ids)
+        except ExportError:
+            refused += 1
+        op[name] = before
+    assert refused > 100
+
+
+def written(fields, tensors):
+    """Return a file with a checksum that is right."""
+    tensors = safetensors.in_file_order(tensors)
+    fields["sha256"] = packed._digest(tensors, fields)
+    return safetensors.write(tensors, {"marvin": json.dumps(fields)})

@@ -311,7 +311,17 @@ class FloatWriter:
 
     def constant(self, op: Constant) -> str:
         """Add a constant, for samples of any number."""
-        return self.number(op.name, op.codes.numpy()[None] * op.codes_fmt.lsb)
+        value = self.number(op.name, op.codes.numpy()[None] * op.codes_fmt.lsb)
+        if not any(isinstance(user, Concat) for user in self.network.users.get(op.name, [])):
+            return value
+        node, ends = self.graph.node, [np.array([i], np.int64) for i in (0, 1)]
+        whole = node("Shape", [self.network.input.name], f"{op.name}.input")
+        samples = node(
+            "Slice", [whole, *(self.graph.constant("index", i) for i in ends)], "samples"
+        )
+        sides = self.graph.constant("shape", np.array(op.codes.shape, np.int64))
+        shape = node("Concat", [samples, sides], f"{op.name}.shape", axis=0)
+        return node("Expand", [value, shape], f"{op.name}.each")
 
     def embedding(self, op: Embedding) -> str:
         """Add rows of a table."""
