@@ -56,8 +56,7 @@ def _softmax(op: Softmax, values: Tensor) -> Tensor:
 
 def _root(x: Tensor) -> Tensor:
     root = x.double().sqrt().long()
-    root = root - (root.square() > x).long()
-    return root + ((root + 1).square() <= x).long()
+    return root - (root.square() > x).long()  # as in ``execute.transformers``
 
 
 def _rounded(numerator: Tensor, divisor: Tensor, fl: int, fmt: FixedPoint) -> Tensor:

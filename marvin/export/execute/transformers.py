@@ -66,10 +66,12 @@ def _shortened(codes: Codes, shift: int) -> Codes:
 
 
 def _root(x: Codes) -> Codes:
-    """Return integer square roots of numbers below ``2**62``."""
+    """Return integer square roots of numbers below ``2**62``.
+
+    Those of float64 are one too large at most: half of its last bit never brings a square below itself.
+    """
     root = np.sqrt(x.astype(np.float64)).astype(np.int64)
-    root -= root * root > x
-    return root + ((root + 1) * (root + 1) <= x)
+    return root - (root * root > x)
 
 
 def _rounded(numerator: Codes, divisor: Codes, fl: int, fmt: FixedPoint) -> Codes:

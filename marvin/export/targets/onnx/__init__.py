@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from marvin.export.errors import ExportError
 from marvin.export.graph.nodes import Network, Round, Weighted
+from marvin.export.graph.transformers import Norm, Softmax
 from marvin.export.targets.onnx.float64 import Float64Writer
 from marvin.export.targets.onnx.graph import FloatWriter, require_exact
 from marvin.export.targets.onnx.int8 import Int8Writer
@@ -156,7 +157,8 @@ def original(network: Network) -> "onnx.ModelProto":
     As exporters of float32 models write it; ONNX Runtime folds its batch normalisation.
 
     Raises:
-        ExportError: The package ``onnx`` is not installed.
+        ExportError: The package ``onnx`` is not installed; or the network has norms of rows or softmax, whose
+            float32 form is not in the description.
     """
     writer = _Unrounded(network)
     return writer.graph.model(network, writer.write())
@@ -168,6 +170,11 @@ class _Unrounded(FloatWriter):
 
     def weight(self, op: Weighted) -> str:
         return self.number(f"{op.name}.weight", op.weight.numpy() * op.weight_fmt.lsb)
+
+    def row_codes(self, op: Norm | Softmax) -> str:
+        raise ExportError(
+            f"{op.name}: {type(op).__name__} is in integers alone: take torch.onnx.export of the model itself"
+        )
 
 
 def in_floats(network: Network) -> dict[str, str]:

@@ -93,14 +93,11 @@ class Integers:
         return self("Div", self("Sub", whole, self("Mod", whole, 1 << shift)), 1 << shift)
 
     def root(self, x: str) -> str:
-        """Return integer square roots of numbers below ``2**62``: of float64, which is one off at most."""
+        """Return integer square roots of numbers below ``2**62``: of float64, one too large at most."""
         root = self("Sqrt", self.cast(x, self.types.DOUBLE))
         root = self.cast(root, self.types.INT64)
         is_larger = self("Greater", self("Mul", root, root), x)
-        root = self("Sub", root, self.cast(is_larger, self.types.INT64))
-        next_root = self("Add", root, 1)
-        is_smaller = self("LessOrEqual", self("Mul", next_root, next_root), x)
-        return self("Add", root, self.cast(is_smaller, self.types.INT64))
+        return self("Sub", root, self.cast(is_larger, self.types.INT64))
 
     def rounded(self, top: str, bottom: str, fl: int, fmt: FixedPoint) -> str:
         """Return quotients at ``fl`` rounded to ``fmt``: nearest, ties to even, saturating."""
