@@ -8,6 +8,8 @@ PYTHON ?= python3
 # make demo TORCH_INDEX= takes the one pip would take
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP = $(VENV)/bin/python -m pip install --quiet -c constraints.txt
+# a file goes to one process: its kernels are compiled, and its fixtures made, once
+SPREAD = -n auto --dist loadfile
 
 .PHONY: bench demo docs lint test test-all
 
@@ -15,10 +17,10 @@ demo: $(VENV)/installed
 	$(VENV)/bin/python -m train.demo
 
 test: $(VENV)/installed-dev $(VENV)-qonnx/installed
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto -m "not slow"
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(SPREAD) -m "not slow"
 
 test-all: $(VENV)/installed-dev $(VENV)-qonnx/installed
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(SPREAD)
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff format --check .

@@ -50,6 +50,7 @@ def test_one_process_goes_on_from_a_sharded_checkpoint(trained, kind):
     fsdp.resume(trained[0], kind, spread=False)
 
 
+@pytest.mark.slow
 def test_three_processes_go_on_from_a_sharded_checkpoint(trained):
     assert run(3, trained[0], "resume")["msgd"] >= 6
 

@@ -546,6 +546,7 @@ torch.save([whole, outputs, *model.parameters(), *chained.parameters()], f"{fold
 """
 
 
+@pytest.mark.slow
 def test_ranks_train_alike_whole_and_sharded(tmp_path):
     """Two processes: weights end equal, and FSDP2 computes what DDP does."""
     script = tmp_path / "ranks.py"

@@ -15,6 +15,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 import ddp_budget  # noqa: E402  pyright: ignore[reportMissingImports]  it is a script
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_two_processes_decide_as_one(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
