@@ -10,8 +10,8 @@ from marvin.channels import ChannelFormat
 from marvin.export import packed
 from marvin.export.deployed import Options
 from marvin.export.frontend import trace
+from train import demo, resnet20
 from train import main as trainer
-from train import resnet20
 from train.config import Config
 from train.export import deploy, main, open_run
 
@@ -303,3 +303,24 @@ def test_what_was_averaged_and_tested_is_exported(tmp_path):
     for name, master in run.masters.items():
         torch.testing.assert_close(master, state["average"]["masters"][name], rtol=0, atol=0)
     assert not torch.equal(run.model.fc.bias, state["model"]["fc.bias"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
+def test_the_runs_of_the_demo_become_c(monkeypatch, tmp_path, capsys):
+    """As a user types it: what make demo trains, in fixed point, in float32 and on integer units."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "own_process", lambda config: None)
+    monkeypatch.setattr(demo, "DEMO", replace(demo.DEMO, width=4, epochs=1, limit=128))
+    monkeypatch.setenv("CC", "gcc")
+    demo.main([])
+    runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert {"demo-msgd", "demo-sgd"} <= set(runs)
+    capsys.readouterr()
+    for run in runs:
+        main([f"runs/{run}", "--to", "c", "--verify", "--samples", "16"])
+        text = capsys.readouterr().out
+        assert "all 160 outputs of 16 samples equal the integers" in text
+        assert "EBOPs: " in text
+        files = {path.name for path in (tmp_path / "runs" / run / "export/c").iterdir()}
+        assert {"network.c", "network.h", "export.json"} <= files

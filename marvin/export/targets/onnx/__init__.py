@@ -3,7 +3,7 @@
 Three container dtypes, of which the first that is exact is taken:
 
 ``"int8"``: formats up to 8 bits, in bytes, which ONNX Runtime computes with integer kernels: see
-``marvin.export.int8``. Sums that float32 does not hold are int32 and float64, for themselves alone; an
+``marvin.export.int8``. Layers of longer words are computed in floats, if others are not; sums that float32 does not hold are int32 and float64, for themselves alone; an
 output of such sums is float64.
 
 ``"int16"``: formats up to 16 bits, in int16; layers are computed in float32, without
@@ -220,15 +220,22 @@ def _written(
 ) -> tuple[FloatWriter, dict[str, tuple[str, int]]]:
     """Return what has written a network, and name and dtype of its outputs."""
     longest = {"int8": 8, "int16": 16, "float64": 32, "qdq": 16}[container]
+    too_long = ""
     for name, fmt in network.words().items():
         if fmt.wl > longest:
-            raise ExportError(
-                f"{name}: {container} holds word lengths of up to {longest} bits, got {fmt}"
-            )
+            too_long = f"{name}: {container} holds word lengths of up to {longest} bits, got {fmt}"
+            break
+    if too_long and container != "int8":
+        raise ExportError(too_long)
     if container == "int8":
         require_exact(network, 53, "int8 is exact up to")
         writer = Int8Writer(network, vnni=vnni, int4=int4)
-    elif container == "qdq":
+        outputs = writer.write()
+        layers = {op.name for op in network.operations if isinstance(op, Weighted)}
+        if too_long and layers <= writer.in_floats.keys():
+            raise ExportError(too_long)
+        return writer, outputs
+    if container == "qdq":
         writer = QdqWriter(network)
     else:
         bits = 53 if container == "float64" else 24

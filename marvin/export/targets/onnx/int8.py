@@ -1,5 +1,7 @@
 """ONNX for word lengths up to 8 bits, in the dtypes that ONNX Runtime computes with integers.
 
+Layers of longer words are computed in float32, or in float64, for themselves alone.
+
 A layer, the batch normalisation behind it and the rounding of that are written as
 DequantizeLinear, Conv, QuantizeLinear, with scales and biases of each channel: one integer kernel,
 exact by the rule of ``fold``. So is the sum of two rounded values. ReLU, max pooling and flattening
@@ -43,6 +45,7 @@ __all__ = ["Int8Writer"]
 
 _SIGNIFICAND = 24
 _INT16_MAX = 2**15 - 1
+_LONGEST = 16  # bits of containers that ONNX quantises to
 _MOVES = Reshape, Transpose, Slice
 
 
@@ -100,13 +103,26 @@ class Int8Writer(Int16Writer):
             if found := self._as_bytes(name):
                 self.names[name] = self._dequantized(*found, f"{name}.float")
             elif self.holds(name):
-                self.add(self.network.operation(name))
+                self._add_held(self.network.operation(name))
             else:
                 raise AssertionError(f"float32 does not hold {name}")
         return self.names[name]
 
+    def _add_held(self, op: Operation) -> None:
+        """Add an operation whose result float32 holds; in float64 where it does not hold what comes in."""
+        is_short = all(self._as_bytes(name) or self.holds(name) for name in op.inputs)
+        if is_short and not (isinstance(op, Round) and op.fmt.wl > _LONGEST):
+            self.add(op)
+            return
+        self._wide.add(op)
+        single = self.graph.onnx.TensorProto.FLOAT
+        source = self._wide.names[op.name]
+        self.names[op.name] = self.graph.node("Cast", [source], f"{op.name}.single", to=single)
+
     def rounded_mean(self, op: AveragePool, mean: str) -> str:
-        """Round what average pooling gives; the value becomes floats when it is asked for."""
+        """Round what average pooling gives; bytes become floats when they are asked for."""
+        if op.fmt.wl > 8:
+            return super().rounded_mean(op, mean)
         self._bytes[op.name] = self._quantized(mean, op.fmt, *_range(op.fmt)), op.fmt
         return ""
 
@@ -151,7 +167,7 @@ class Int8Writer(Int16Writer):
         """Return codes and format of a value; None where it has none of 8 bits."""
         if name not in self._bytes and name != self.network.input.name:
             op = self.network.operation(name)
-            if isinstance(op, Round):
+            if isinstance(op, Round) and op.fmt.wl <= 8:
                 self._bytes[name] = self._round(op.inputs[0], op.fmt, *_range(op.fmt)), op.fmt
             elif isinstance(op, AveragePool) and op.fmt.wl <= 8:
                 self._mean_of(op)
