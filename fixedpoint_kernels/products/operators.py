@@ -124,7 +124,8 @@ def _checked_samples(x: Tensor) -> Tensor:
         raise TypeError(f"round_per_sample needs a floating tensor, got {x.dtype}")
     if x.dim() < 1:
         raise ValueError("round_per_sample needs samples along the first dimension, got none")
-    return x.detach().movedim(1, -1).contiguous().flatten(1) if x.dim() > 1 else x[:, None]
+    laid = x.detach().movedim(1, -1) if x.dim() > 1 else x.detach()[:, None]
+    return laid.contiguous().flatten(1)
 
 
 def _unflattened(codes: Tensor, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixedpoint_kernels.philox import Key, words
-from fixedpoint_kernels.products import gpu, reference, round_per_sample
+from fixedpoint_kernels.products import gpu, operators, reference, round_per_sample
 from fixedpoint_kernels.products.samples import cpu
 from fixedpoint_kernels.products.shapes import Window
 
@@ -87,6 +87,16 @@ def test_samples_are_rounded_as_by_the_reference(n, dtype, device):
         expected = reference.round_per_sample(x, key)
         assert_same(cpu.round_per_sample(x, key), expected)
         assert_same(gpu.round_per_sample(x.to(device), key), expected)
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 3), (5, 3, 2)])
+def test_samples_may_lie_apart(shape, device, monkeypatch):
+    x = torch.randn(shape)
+    apart = x.new_zeros(2 * x.numel()).as_strided(shape, [2 * n for n in x.stride()]).copy_(x)
+    expected = round_per_sample(x, seed=3)
+    assert_same(round_per_sample(apart, seed=3), expected)
+    monkeypatch.setattr(operators, "kernels_of", lambda _: gpu)
+    assert_same(round_per_sample(apart.to(device), seed=3), expected)
 
 
 @settings(max_examples=50 * settings().max_examples // 100)

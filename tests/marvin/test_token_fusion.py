@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -506,3 +508,45 @@ def test_features_that_are_no_multiples_of_16_run_as_they_are(features):
     model = nn.Sequential(nn.Linear(32, features), nn.GELU(), nn.Linear(features, 16))
     convert(model)
     assert not any(row.is_fused for row in report(model).rows)
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+from contextlib import nullcontext
+from importlib.util import module_from_spec, spec_from_file_location
+from torch.nn.parallel import DistributedDataParallel
+spec = spec_from_file_location("own", {file!r})
+own = module_from_spec(spec)
+spec.loader.exec_module(own)
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://{folder}/meet", rank=rank, world_size=2)
+found = []
+for fused in (True, False):
+    model, optimizer = own.make(fused=fused, steps=0)
+    parallel = DistributedDataParallel(model)
+    for i in range(5):
+        optimizer.zero_grad()
+        for k in range(2):  # two batches a step: gradients meet at the second
+            x, y = own.batch(4 * i + 2 * k + rank)
+            context = parallel.no_sync() if k == 0 else nullcontext()
+            with context:
+                loss = own.F.cross_entropy(parallel(x), y) / 2
+                loss.backward()
+        optimizer.step(loss=loss)
+    assert own.is_fused(model) == fused
+    found.append([p.detach() for p in model.parameters()])
+torch.save(found, f"{folder}/{{rank}}")
+"""
+
+
+def test_ranks_train_alike_and_add_up_batches(tmp_path):
+    """Weights of two processes end equal, and near those of layers that run one by one."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(file=__file__, folder=tmp_path))
+    runs = [subprocess.Popen([sys.executable, script, str(rank)]) for rank in range(2)]
+    assert [run.wait() for run in runs] == [0, 0]
+    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    same(first, second)
+    start = [p.detach() for p in make(steps=0)[0].parameters()]
+    for p, fused, alone in zip(start, *first, strict=True):
+        assert (fused - alone).norm() <= 0.3 * (alone - p).norm() + 0.01 * p.norm()
