@@ -95,7 +95,9 @@ def test_the_first_step_is_float_and_then_all_is_rounded(policy):
 
 
 def test_the_rule_by_hand():
-    model, optimizer, _ = make(LossBudgetPolicy(1e-4, (0.01, 0.02), window=4, min_wl=2, max_wl=16))
+    model, optimizer, _ = make(
+        LossBudgetPolicy(kappa=1e-4, max_noise=(0.01, 0.02), window=4, min_wl=2, max_wl=16)
+    )
     layers, outputs, inputs = (0, 5, 7), {}, {}
     for i, module in enumerate(model):
         module.register_forward_hook(lambda _m, _x, y, i=i: outputs.update({i: y}))
@@ -135,7 +137,9 @@ def test_the_rule_by_hand():
 
 @pytest.mark.parametrize("steps", [1, 8])  # after the first there is no budget yet
 def test_noise_is_limited_whatever_the_budget(steps):
-    model, optimizer, _ = make(LossBudgetPolicy(1e3, (0.01, 0.002), window=4, min_wl=2, max_wl=16))
+    model, optimizer, _ = make(
+        LossBudgetPolicy(kappa=1e3, max_noise=(0.01, 0.002), window=4, min_wl=2, max_wl=16)
+    )
     inputs = {}
     for i in (0, 5, 7):  # before the policy's own hook, so that it sees what was not rounded
         model[i].register_forward_pre_hook(
@@ -377,7 +381,7 @@ def test_a_smaller_budget_gives_longer_words():
     lengths = []
     for kappa in (1e-4, 1e-2, 1.0):
         model, optimizer, _ = make(
-            LossBudgetPolicy(kappa, (1e3, 1e3), window=4, min_wl=2, max_wl=16)
+            LossBudgetPolicy(kappa=kappa, max_noise=(1e3, 1e3), window=4, min_wl=2, max_wl=16)
         )
         train(model, optimizer, 12)
         lengths.append(optimizer.mean_word_length() + optimizer.mean_input_word_length())

@@ -51,7 +51,7 @@ def test_policies_for_integer_hardware_take_their_flags(prepare, tiny):
     ]
     config = parse(tiny, [*flags, "--ends-bits", "8", "--no-quantize-activations"])
     expected = marvin.LossBudgetPolicy(
-        0.03, (0.1, 0.2), min_wl=3, max_wl=7, ends_wl=8, batch_size=32
+        kappa=0.03, max_noise=(0.1, 0.2), min_wl=3, max_wl=7, ends_wl=8, batch_size=32
     )
     assert prepare(config).policy.settings() == expected.settings()
     policy = prepare(parse(tiny, ["--policy", "static", "--policy-bits", "4", "5"])).policy
