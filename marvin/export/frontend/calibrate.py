@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
 from marvin.export.execute.verify import evaluating
 from marvin.export.graph.formats import Formats, fitting
@@ -25,7 +26,8 @@ def calibrate(model: nn.Module, loader: Iterable[Any], wl: int = 8) -> dict[str,
 
     For a network trained without quantised activations: inputs and outputs of the layers that
     ``marvin.quantize_activations`` would round get the largest fractional length at which
-    nothing saturates.
+    nothing saturates, unsigned where nothing is below 0: as ``marvin.calibrate`` does with
+    ``estimator="max"``, which takes a model and gives one that rounds what layers take.
 
     Args:
         model: Run in eval mode, without gradients.
@@ -49,9 +51,13 @@ def calibrate(model: nn.Module, loader: Iterable[Any], wl: int = 8) -> dict[str,
     if not ranges:
         raise ExportError("calibration needs a layer to round and at least one batch, got none")
     return {
-        name: Formats(fitting(r.input, wl), fitting(r.output, wl), is_calibrated=True)
+        name: Formats(_format(r.input, wl), _format(r.output, wl), is_calibrated=True)
         for name, r in ranges.items()
     }
+
+
+def _format(bounds: tuple[float, float], wl: int) -> FixedPoint:
+    return fitting(bounds, wl, signed=bounds[0] < 0)
 
 
 @dataclass

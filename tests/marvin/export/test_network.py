@@ -23,7 +23,7 @@ from marvin.export.execute.simulate import simulate
 from marvin.export.graph.formats import Formats, activation_formats, fitting
 from marvin.export.graph.nodes import Affine, AveragePool, Conv, Round
 from marvin.export.targets.packed import pack_state
-from marvin.hooks import detach
+from marvin.hooks import detach, rounders_of
 from train.alexnet import alexnet
 from train.resnet20 import resnet20
 
@@ -149,6 +149,15 @@ def test_calibration_gives_formats_that_do_not_saturate():
     assert names == ["0.in", "0.out", "3.out"]  # 3 takes what 0 has rounded to 8 bits
     with pytest.raises(ExportError, match="at least one batch"):
         calibrate(model, [])
+    # as marvin.calibrate: no sign where nothing is below 0
+    above = calibrate(model, [x.abs()])
+    assert above["0"].input == fitting((0.0, float(x.abs().max())), 8, signed=False)
+    assert (above["0"].output.signed, above["3"].input.signed) == (True, False)
+    own = marvin.calibrate(model, [x.abs()], bits=8, estimator="max")
+    for name in ("0", "3"):
+        layer = own.get_submodule(name)
+        (rounder,) = rounders_of(layer)
+        assert rounder.formats(layer).inputs == above[name].input
     with pytest.raises(ExportError, match="must be finite"):
         calibrate(model, [x * torch.inf])
 
