@@ -1,6 +1,8 @@
 import os
+import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,3 +111,38 @@ def test_without_qonnx_one_line_says_what_to_install(plain, tmp_path):
     qonnx.save(network, tmp_path / "net.onnx")
     with pytest.raises(ExportError, match=r'pip install "marvin-fixedpoint\[qonnx\]"'):
         qonnx.execute(tmp_path / "net.onnx", x)
+
+
+_PASSES = """
+import sys
+import numpy as np
+from qonnx.core.modelwrapper import ModelWrapper
+from qonnx.core.onnx_exec import execute_onnx
+from qonnx.transformation.channels_last import ConvertToChannelsLastAndClean
+from qonnx.util.cleanup import cleanup_model
+model = cleanup_model(ModelWrapper(sys.argv[1]))
+last = model.transform(ConvertToChannelsLastAndClean())
+assert "channels_last" in " ".join(node.domain for node in last.graph.node)
+def run(model, x):
+    name, = (value.name for value in model.graph.input)
+    result, = execute_onnx(model, {name: x}).values()
+    return result
+samples = np.load(sys.argv[2])
+found = [np.concatenate([run(m, x[None]) for x in samples]) for m in (model, last)]
+np.savez(sys.argv[3], *found)
+"""
+
+
+@needs_qonnx
+def test_cleanup_and_channels_last_leave_the_integers(digits, tmp_path):
+    """The passes that FINN begins with."""
+    _, network, x = digits(8, 5)
+    qonnx.save(network, tmp_path / "net.onnx")
+    np.save(tmp_path / "x.npy", (2 * x[:2]).numpy())
+    words = [tmp_path / name for name in ("net.onnx", "x.npy", "y.npz")]
+    subprocess.run([str(PYTHON), "-c", _PASSES, *map(str, words)], check=True, capture_output=True)
+    with np.load(tmp_path / "y.npz") as found:
+        assert len(found.files) == 2
+        for name in found.files:
+            got = torch.from_numpy(found[name]).double()
+            torch.testing.assert_close(got, integer.run(network, 2 * x[:2]), rtol=0, atol=0)
