@@ -1,20 +1,26 @@
-"""ResNet20 in ONNX Runtime: our files beside float32 and the runtime's own ``quantize_static``.
+"""ResNets in ONNX Runtime: our files beside float32 and the runtime's own ``quantize_static``.
 
     python -m benchmarks.quantize_static
 
-Random weights, images of 32 x 32, one thread; the four files in turn, medians. Ours are compared with the
-integers first. The processor must have VNNI.
+ResNet20 on images of 32x32 and ResNet-18, as torchvision builds it, of 64x64: the embedded digits, larger
+and in three channels, on which each is trained in float32 for a moment. All files are made of that model,
+from the same images. Prints accuracies, then times, one thread, the files in turn, medians. Ours are
+compared with the integers first. The processor must have VNNI.
 """
 
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime
 import torch
+import torch.nn.functional as F
 from onnxruntime import quantization
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
@@ -22,9 +28,47 @@ from torch import Tensor, nn
 import marvin
 from marvin.export import describe, integer, round_sums
 from marvin.export import onnx as exporter
+from train.augment import normalize
+from train.data import enlarge, load
+from train.dataset import Images
 from train.resnet20 import resnet20
 
 RUNS = {1: 300, 8: 60, 64: 9}  # by batch
+CALIBRATION = 64  # images
+Session = onnxruntime.InferenceSession
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions beside a short-cut."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == outputs else 2
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn1, self.bn2, self.relu = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs), nn.ReLU()
+        projection = nn.Conv2d(inputs, outputs, 1, 2, bias=False), nn.BatchNorm2d(outputs)
+        self.downsample = nn.Identity() if stride == 1 else nn.Sequential(*projection)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``relu(f(x) + shortcut(x))``."""
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(y + self.downsample(x))
+
+
+def resnet18() -> nn.Module:
+    """Return ResNet-18 for ten classes."""
+    widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
+    blocks = [Block(*pair) for pair in pairwise(widths)]
+    stem = nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)
+    return nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1), *blocks, *head)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # with side and epochs
+    "ResNet20, 32x32": (resnet20, 32, 6),
+    "ResNet-18, 64x64": (resnet18, 64, 3),
+}
 
 
 class Reader(quantization.CalibrationDataReader):
@@ -38,63 +82,106 @@ class Reader(quantization.CalibrationDataReader):
         return next(self.batches, None)
 
 
-def session(model: bytes | str) -> onnxruntime.InferenceSession:
+def session(model: bytes | str) -> Session:
     """Return a session of one thread."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return Session(model, options, providers=["CPUExecutionProvider"])
 
 
-def ours(bits: int, x: Tensor) -> tuple[onnxruntime.InferenceSession, onnx.ModelProto]:
+def trained(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
+    """Train in float32, and take batch norm's statistics over images as they are."""
+    adam = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(x)).split(32):
+            adam.zero_grad()
+            F.cross_entropy(model(x[chosen]), y[chosen]).backward()
+            adam.step()
+    marvin.reestimate_batch_norm(model, x.split(64))
+    return model.eval()
+
+
+def ours(model: nn.Module, bits: int, x: Tensor) -> tuple[Session, onnx.ModelProto]:
     """Return a session of our file, and the same network in float32."""
-    torch.manual_seed(0)
-    model = resnet20(10, 3, 16)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = None  # statistics of these images
-    with torch.no_grad():
-        model.train()(x)
-    fixed = marvin.calibrate(model, [x], bits=bits)
+    fixed = marvin.calibrate(deepcopy(model), [x], bits=bits)
     network = round_sums(describe(fixed, x[:32]), x)
     made = session(exporter.to_model(network, vnni=True).SerializeToString())
-    (got,) = made.run(None, {network.input.name: x.numpy()})
-    torch.testing.assert_close(
-        torch.from_numpy(got).double(), integer.run(network, x), rtol=0, atol=0
-    )
+    (got,) = made.run(None, {network.input.name: x[:16].numpy()})
+    wanted = integer.run(network, x[:16])
+    torch.testing.assert_close(torch.from_numpy(got).double(), wanted, rtol=0, atol=0)
     return made, exporter.original(network)
 
 
-def main() -> None:
-    """Print microseconds an image, and the share of float32's."""
-    torch.set_num_threads(1)
-    x = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    files = {f"ours, {bits} bits": ours(bits, x) for bits in (8, 6)}
+def sessions_of(model: nn.Module, x: Tensor) -> dict[str, Session]:
+    """Return sessions of all files, by name."""
+    files = {f"ours, {bits} bits": ours(model, bits, x) for bits in (8, 6)}
+    found = {label: made for label, (made, _) in files.items()}
     original = files["ours, 8 bits"][1]
-    name = original.graph.input[0].name
-    sessions = {label: made for label, (made, _) in files.items()}
-    sessions["float32"] = session(original.SerializeToString())
+    found["float32"] = session(original.SerializeToString())
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(Path(folder, part)) for part in ("float32", "prepared", "static")]
         onnx.save(original, paths[0])
         quant_pre_process(paths[0], paths[1], skip_symbolic_shape=True)
         quantization.quantize_static(
-            paths[1], paths[2], Reader(name, x), quant_format=quantization.QuantFormat.QDQ,
+            paths[1], paths[2], Reader(original.graph.input[0].name, x),
+            quant_format=quantization.QuantFormat.QDQ,
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
         )  # fmt: skip
-        sessions["quantize_static"] = session(paths[2])
-    print("| batch | " + " | ".join(sessions) + " |\n|---|" + "---|" * len(sessions))
+        found["quantize_static"] = session(paths[2])
+    return found
+
+
+def answers(made: Session, x: Tensor) -> Tensor:
+    """Return logits."""
+    name = made.get_inputs()[0].name
+    return torch.cat([torch.from_numpy(made.run(None, {name: p.numpy()})[0]) for p in x.split(64)])
+
+
+def timed(sessions: dict[str, Session], x: Tensor) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield seconds an image by batch, medians."""
     for batch, runs in RUNS.items():
-        given, times = {name: x[:batch].numpy()}, {label: [] for label in sessions}
+        times: dict[str, list[float]] = {label: [] for label in sessions}
         for _ in range(runs):
             for label, made in sessions.items():
+                given = {made.get_inputs()[0].name: x[:batch].numpy()}
                 start = time.perf_counter()
                 made.run(None, given)
-                times[label].append(time.perf_counter() - start)
-        medians = {label: statistics.median(found) for label, found in times.items()}
-        cells = (f"{t / batch * 1e6:.0f} ({t / medians['float32']:.2f})" for t in medians.values())
-        print(f"| {batch} | " + " | ".join(cells) + " |")
+                times[label].append((time.perf_counter() - start) / batch)
+        yield batch, {label: statistics.median(found) for label, found in times.items()}
+
+
+def compare(name: str) -> tuple[list[str], str, list[str]]:
+    """Train a network; return names of its files, a row of accuracies, and rows of times."""
+    make, side, epochs = NETWORKS[name]
+    torch.manual_seed(0)
+    dataset = enlarge(load("digits", Path("data")), side)
+
+    def images(part: Images) -> Tensor:
+        return normalize(part.images, dataset).expand(-1, 3, -1, -1).contiguous()
+
+    x, test = images(dataset.train), images(dataset.test)
+    model = trained(make(), x, dataset.train.labels, epochs)
+    sessions = sessions_of(model, x[:CALIBRATION])
+    right = [answers(made, test).argmax(1) == dataset.test.labels for made in sessions.values()]
+    accuracy = " | ".join(f"{100 * own.float().mean():.2f}" for own in right)
+    rows = []
+    for batch, medians in timed(sessions, test):
+        cells = (f"{t * 1e6:.0f} ({t / medians['float32']:.2f})" for t in medians.values())
+        rows.append(f"| {name}, batch {batch} | " + " | ".join(cells) + " |")
+    return list(sessions), f"| {name} | {accuracy} |", rows
+
+
+def main() -> None:
+    """Print what the files reach, and microseconds an image with the share of float32's."""
+    torch.set_num_threads(1)
+    found = [compare(name) for name in NETWORKS]
+    labels = found[0][0]
+    head, rule = " | ".join(labels), "|---" * (1 + len(labels)) + "|"
+    print(f"| % of test images | {head} |", rule, *(row for _, row, _ in found), sep="\n")
+    print(f"\n| us an image | {head} |", rule, sep="\n")
+    print(*(row for _, _, rows in found for row in rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ __all__ = [
 
 FixedNorm = tuple[Tensor, FixedPoint, Tensor, FixedPoint]  # of Affine: scale, offset
 _OFFSET_WL = 32
+_GIVEN_UP = 4  # last bits of a scale, at most, so that 32 bits hold multiples of it
 
 
 def nearest(x: Tensor, wl: int, longest_fl: int = 31) -> tuple[Tensor, FixedPoint]:
@@ -71,6 +72,9 @@ def fixed_norm(
     product = x.fl + fmt.fl
     offset_codes, offset_fmt = nearest(offset, _OFFSET_WL, product + int(spare.max()))
     finer = offset_fmt.fl - product
+    if -_GIVEN_UP <= finer < 0 and not x.channels:
+        codes, fmt = nearest(scale, scale_wl, fmt.fl + finer)
+        finer = 0
     if finer >= 0 or x.channels:
         steps = torch.where(codes == 0, 1, codes << zeros_of(x, spare, finer))
         multiples = torch.round(offset.cpu() * offset_fmt.scale / steps).to(torch.int64) * steps

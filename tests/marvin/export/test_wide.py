@@ -8,6 +8,7 @@ from torch import nn
 
 import marvin
 from marvin.export import describe, integer, onnx, round_sums
+from marvin.export.graph.nodes import Affine
 
 ort = pytest.importorskip("onnxruntime")
 ox = pytest.importorskip("onnx")
@@ -114,8 +115,8 @@ def test_means_are_on_integer_kernels_where_what_they_take_is_rounded():
     terms = {name: fmt for name, fmt in rounded.formats().items() if name.endswith(".term")}
     assert terms == {"1.term": terms["1.term"]}
     assert not terms["1.term"].signed
-    assert "ConvInteger" in kinds_of(onnx.to_model(exact))
-    assert "ConvInteger" not in kinds_of(onnx.to_model(rounded))
+    assert "MatMulInteger" in kinds_of(onnx.to_model(exact))
+    assert "MatMulInteger" not in kinds_of(onnx.to_model(rounded))
     assert_equal(onnx.to_model(rounded), rounded, x)
 
 
@@ -151,3 +152,46 @@ def test_weights_of_4_bits_keep_the_integer_kernels(tmp_path):
         found.append(sorted(kinds_of(ox.load(tmp_path / "it"))))
     assert found[0] == found[1]
     assert found[1].count("QLinearConv") == 2
+
+
+def test_offsets_that_32_bits_hardly_hold_leave_a_layer_one_kernel():
+    """Small weights make fine products, large offsets coarse ones: the scale gives up a bit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    model.append(nn.Sequential(nn.Flatten(), nn.Linear(8 * 36, 4)))
+    with torch.no_grad():
+        model[0].weight.mul_(0.02)
+        model[1].bias.fill_(20.0)
+    x = torch.randn(64, 8, 8, 8)
+    marvin.reestimate_batch_norm(model, [x])
+    fixed = marvin.calibrate(model.eval(), [x], bits=8)
+    network = describe(fixed, x)
+    (norm,) = (op for op in network.operations if isinstance(op, Affine))
+    of_products = network.values[norm.inputs[0]].fl
+    assert norm.scale_fmt.fl + of_products == norm.offset_fmt.fl
+    assert norm.scale_fmt.fl < _finest(norm)
+    assert not {"MatMulInteger", "ConvInteger"} & set(kinds_of(onnx.to_model(network)))
+    assert_equal(onnx.to_model(network), network, x)
+    difference = integer.run(network, x).float() - fixed(x)  # a code that fell the other way
+    assert difference.norm() < 0.02 * fixed(x).norm()
+
+
+def _finest(norm):
+    """Return the fractional length that the scale's 16 bits would allow."""
+    largest = norm.scale.abs().max().item() * norm.scale_fmt.lsb
+    return 15 - math.ceil(math.log2(largest))
+
+
+def test_windows_of_convolutions_are_multiplied_as_matrices():
+    """Strides, dilation, borders, and one side alone."""
+    convolutions = (
+        (nn.Conv2d(40, 3, 5, stride=2, padding=2), (40, 9, 11)),
+        (nn.Conv2d(60, 3, 3, dilation=2, padding=1), (60, 8, 7)),
+        (nn.Conv1d(200, 3, 5, stride=3, padding=1), (200, 17)),
+    )
+    for convolution, shape in convolutions:
+        model, x = trained(convolution, shape)
+        network = describe(model, x)
+        written = onnx.to_model(network)
+        assert "MatMulInteger" in kinds_of(written)
+        assert_equal(written, network, x)

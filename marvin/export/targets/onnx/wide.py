@@ -1,5 +1,6 @@
 """Sums that float32 does not hold, in a file of integer kernels: int32 and float64, for these alone."""
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -180,7 +181,7 @@ def integer_sums(narrow: Bytes, op: Weighted, stored: Stored) -> str:
         graph.constant("zero", np.array(z, k))
         for z, k in zip(zeros, (np.uint8, codes.dtype), strict=True)
     ]
-    if isinstance(op, Conv):
+    if isinstance(op, Conv) and op.groups > 1:
         kept = graph.weights(f"{op.name}.weight", codes)
         pads, kernel = [*op.padding, *op.padding], list(op.weight.shape[2:])
         attributes = {"strides": op.stride, "dilations": op.dilation, "group": op.groups}
@@ -188,5 +189,35 @@ def integer_sums(narrow: Bytes, op: Weighted, stored: Stored) -> str:
             "ConvInteger", [found[0], kept, *given], f"{op.name}.sums",
             pads=pads, kernel_shape=kernel, **attributes,
         )  # fmt: skip
-    kept = graph.weights(f"{op.name}.weight.columns", np.ascontiguousarray(codes.T))
+    columns = np.ascontiguousarray(codes.reshape(len(codes), -1).T)
+    kept = graph.weights(f"{op.name}.weight.columns", columns)
+    if isinstance(op, Conv):
+        return _of_windows(narrow, op, [found[0], kept, *given])
     return graph.node("MatMulInteger", [found[0], kept, *given], f"{op.name}.sums")
+
+
+def _of_windows(narrow: Bytes, op: Conv, inputs: list[str]) -> str:
+    """Add a convolution of bytes as a product of matrices, which runtimes compute faster.
+
+    ONNX Runtime 1.31 takes eight times as long for ``ConvInteger``.
+    """
+    graph, kernel, x = narrow.graph, op.weight.shape[2:], inputs[0]
+    sides = len(kernel)
+    shape, name = narrow.network.values[op.name].shape, op.name
+    if any(op.padding):
+        pads = np.array([0, 0, *op.padding, 0, 0, *op.padding], np.int64)
+        x = graph.node("Pad", [x, graph.constant("pads", pads), inputs[2]], f"{name}.padded")
+    for axis in range(sides):
+        starts = np.arange(shape[1 + axis]) * op.stride[axis]
+        indices = np.arange(kernel[axis])[:, None] * op.dilation[axis] + starts
+        taken = graph.constant("indices", indices.astype(np.int64))
+        x = graph.node("Gather", [x, taken], f"{name}.windows", axis=2 + 2 * axis)
+    outs, taps = range(3, 3 + 2 * sides, 2), range(2, 2 + 2 * sides, 2)
+    x = graph.node("Transpose", [x], f"{name}.rows", perm=[0, *outs, 1, *taps])
+    places, terms = math.prod(shape[1:]), op.weight[0].numel()
+    rows = graph.constant("shape", np.array([-1, places, terms], np.int64))
+    x = graph.node("Reshape", [x, rows], f"{name}.matrix")
+    product = graph.node("MatMulInteger", [x, *inputs[1:]], f"{name}.products")
+    turned = graph.node("Transpose", [product], f"{name}.turned", perm=[0, 2, 1])
+    back = graph.constant("shape", np.array([-1, *shape], np.int64))
+    return graph.node("Reshape", [turned, back], f"{name}.sums")
