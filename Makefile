@@ -8,8 +8,9 @@ PYTHON ?= python3
 # make demo TORCH_INDEX= takes the one pip would take
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP = $(VENV)/bin/python -m pip install --quiet -c constraints.txt
-# a file goes to one process: its kernels are compiled, and its fixtures made, once
-SPREAD = -n auto --dist loadfile
+# a file goes to one process: its kernels are compiled, and its fixtures made, once; in the order of names, for the
+# slowest file has few tests
+SPREAD = -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: bench demo docs lint test test-all
 
