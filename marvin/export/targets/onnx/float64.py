@@ -7,9 +7,9 @@ import numpy as np
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.graph.nodes import AveragePool, Conv, Linear, Network, Pair, Round, Weighted
-from marvin.export.targets.onnx.graph import FloatWriter, container
+from marvin.export.targets.onnx.graph import FloatWriter, Graph, container
 
-__all__ = ["Float64Writer"]
+__all__ = ["Float64Writer", "gather_windows"]
 
 
 class Float64Writer(FloatWriter):
@@ -97,23 +97,43 @@ class Float64Writer(FloatWriter):
         options: tuple[Pair, Pair, Pair, Pair],
     ) -> str:
         """Return windows, shape ``(n, channels, *kernel, *out)``: gathered one side after the other."""
-        kernel, stride, padding, dilation = options
-        node, x = self.graph.node, source
-        if any(padding):
-            pads = np.array([0, 0, *padding, 0, 0, *padding], np.int64)
-            x = node("Pad", [x, self.graph.constant("pads", pads)], f"{name}.padded")
-        sides = len(kernel)
-        for axis, what in zip(range(sides), ("rows", "windows"), strict=False):
-            size = shape[1 + axis] + 2 * padding[axis] - dilation[axis] * (kernel[axis] - 1)
-            starts = np.arange(0, size, stride[axis])
-            indices = np.arange(kernel[axis])[:, None] * dilation[axis] + starts
-            taken = self.graph.constant("indices", indices.astype(np.int64))
-            x = node("Gather", [x, taken], f"{name}.{what}", axis=2 + 2 * axis)
-        if sides == 1:
+        x = gather_windows(self.graph, name, source, shape, options)
+        if len(options[0]) == 1:
             return x
-        return node("Transpose", [x], f"{name}.ordered", perm=[0, 1, 2, 4, 3, 5])
+        return self.graph.node("Transpose", [x], f"{name}.ordered", perm=[0, 1, 2, 4, 3, 5])
 
     def _reshape(self, name: str, source: str, shape: tuple[int, ...]) -> str:
         return self.graph.node(
             "Reshape", [source, self.graph.constant("shape", np.array(shape, np.int64))], name
         )
+
+
+def gather_windows(
+    graph: Graph,
+    name: str,
+    source: str,
+    shape: tuple[int, ...],
+    options: tuple[Pair, Pair, Pair, Pair],
+    zero: str = "",
+) -> str:
+    """Add windows, ``(n, channels, kernel, out)``, of two sides ``(..., kernel, out, kernel, out)``.
+
+    Args:
+        graph: Where to.
+        name: Of the operation.
+        source: What is gathered.
+        shape: Of a sample of it.
+        options: Kernel, stride, padding and dilation.
+        zero: The constant around samples; "": 0.
+    """
+    kernel, stride, padding, dilation = options
+    if any(padding):
+        pads = graph.constant("pads", np.array([0, 0, *padding, 0, 0, *padding], np.int64))
+        source = graph.node("Pad", [source, pads, zero][: 3 if zero else 2], f"{name}.padded")
+    for axis, what in zip(range(len(kernel)), ("rows", "windows"), strict=False):
+        size = shape[1 + axis] + 2 * padding[axis] - dilation[axis] * (kernel[axis] - 1)
+        starts = np.arange(0, size, stride[axis])
+        indices = np.arange(kernel[axis])[:, None] * dilation[axis] + starts
+        taken = graph.constant("indices", indices.astype(np.int64))
+        source = graph.node("Gather", [source, taken], f"{name}.{what}", axis=2 + 2 * axis)
+    return source

@@ -10,7 +10,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import AveragePool, Conv, Linear, Network, Weighted
 from marvin.export.graph.transformers import MatMul
-from marvin.export.targets.onnx.float64 import Float64Writer
+from marvin.export.targets.onnx.float64 import Float64Writer, gather_windows
 from marvin.export.targets.onnx.graph import FloatWriter, Graph
 
 __all__ = ["WideWriter", "integer_sums", "value_of_sums"]
@@ -201,18 +201,11 @@ def _of_windows(narrow: Bytes, op: Conv, inputs: list[str]) -> str:
 
     ONNX Runtime 1.31 takes eight times as long for ``ConvInteger``.
     """
-    graph, kernel, x = narrow.graph, op.weight.shape[2:], inputs[0]
-    sides = len(kernel)
-    shape, name = narrow.network.values[op.name].shape, op.name
-    if any(op.padding):
-        pads = np.array([0, 0, *op.padding, 0, 0, *op.padding], np.int64)
-        x = graph.node("Pad", [x, graph.constant("pads", pads), inputs[2]], f"{name}.padded")
-    for axis in range(sides):
-        starts = np.arange(shape[1 + axis]) * op.stride[axis]
-        indices = np.arange(kernel[axis])[:, None] * op.dilation[axis] + starts
-        taken = graph.constant("indices", indices.astype(np.int64))
-        x = graph.node("Gather", [x, taken], f"{name}.windows", axis=2 + 2 * axis)
-    outs, taps = range(3, 3 + 2 * sides, 2), range(2, 2 + 2 * sides, 2)
+    graph, values, name = narrow.graph, narrow.network.values, op.name
+    options = tuple(op.weight.shape[2:]), op.stride, op.padding, op.dilation
+    shape, taken = values[name].shape, values[op.inputs[0]].shape
+    x = gather_windows(graph, name, inputs[0], taken, options, inputs[2])
+    outs, taps = range(3, 1 + 2 * len(shape), 2), range(2, 2 * len(shape), 2)
     x = graph.node("Transpose", [x], f"{name}.rows", perm=[0, *outs, 1, *taps])
     places, terms = math.prod(shape[1:]), op.weight[0].numel()
     rows = graph.constant("shape", np.array([-1, places, terms], np.int64))
