@@ -2,11 +2,9 @@
 
 import sys
 import warnings
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from marvin.lazy import load
+from marvin.lazy import Alias, load
 
 if TYPE_CHECKING:  # for readers; Python loads each when it is first used
     from marvin import integer, tensorboard
@@ -105,20 +103,9 @@ _MOVED = {  # modules, and where they are now
 }
 
 
-class _Moved(ModuleType):
-    """A module at its old place: what is asked of it comes from the new one, with a warning."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__all__":  # tools ask every module for these
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        old = self.__name__.partition(".")[2]
-        new = f"marvin.{_MOVED[old]}"
-        warnings.warn(f"{self.__name__} is now {new}", DeprecationWarning, stacklevel=2)
-        return getattr(import_module(new), name)
-
-
-for _name in _MOVED:
-    globals()[_name] = sys.modules[f"marvin.{_name}"] = _Moved(f"marvin.{_name}")
+for _name, _home in _MOVED.items():
+    _alias = Alias(f"marvin.{_name}", f"marvin.{_home}", is_old=True)
+    globals()[_name] = sys.modules[f"marvin.{_name}"] = _alias
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,9 @@ One export, from the model to the file:
 
 import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from marvin.lazy import load
+from marvin.lazy import Alias, load
 
 if TYPE_CHECKING:  # for readers; Python loads each when it is first used
     from marvin.export.deployed import Deployed, Options, deploy
@@ -102,25 +101,16 @@ _MODULES = {
 }
 
 
-class _Short(ModuleType):
-    """A module under its short name."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__all__":  # tools ask every module for these
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(_module(self.__name__.rpartition(".")[2]), name)
-
-
-def _module(name: str) -> ModuleType:
-    return import_module(f"{__name__}.{_MODULES[name]}")
-
-
-for _name in _MODULES:
-    sys.modules[f"marvin.export.{_name}"] = _Short(f"marvin.export.{_name}")
+for _name, _home in _MODULES.items():
+    sys.modules[f"{__name__}.{_name}"] = Alias(f"{__name__}.{_name}", f"{__name__}.{_home}")
 
 
 def __getattr__(name: str) -> Any:
-    found = _module(name) if name in _MODULES else load(__name__, _HOMES, name)
+    found = (
+        import_module(f"{__name__}.{_MODULES[name]}")
+        if name in _MODULES
+        else load(__name__, _HOMES, name)
+    )
     globals()[name] = found
     return found
 
