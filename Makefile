@@ -52,6 +52,12 @@ $(VENV)-qonnx/installed:
 	$(VENV)-qonnx/bin/python -m pip install --quiet qonnx==1.0.0 onnx==1.22.0 onnxruntime==1.31.1
 	touch $@
 
+# HGQ2, to compare with: make .venv-hgq/installed
+$(VENV)-hgq/installed:
+	$(PYTHON) -m venv $(VENV)-hgq
+	$(VENV)-hgq/bin/python -m pip install --quiet hgq2==0.2.0 keras==3.15.1 jax==0.10.2
+	touch $@
+
 # OpenVINO, to measure QDQ files: make .venv-openvino/installed
 $(VENV)-openvino/installed:
 	$(PYTHON) -m venv $(VENV)-openvino

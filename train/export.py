@@ -9,6 +9,7 @@ all. With --verify the files are run, and must compute what the integer referenc
 from pathlib import Path
 
 from marvin.export.arguments import Parser
+from perfmodel.arguments import whole
 
 PARSER = Parser("python -m train.export", __doc__)
 PARSER.add_argument("run", type=Path, metavar="RUN", help="run folder of train")
@@ -18,6 +19,13 @@ PARSER.add_argument(
     choices=("nearest", "last"),
     default="nearest",
     help="masters rounded to nearest, or the last stochastic draw (default: nearest)",
+)
+PARSER.add_argument(
+    "--epoch",
+    type=whole(1),
+    metavar="N",
+    help="the checkpoint of epoch N that --keep-front kept; written to RUN/export/epoch-N/TARGET "
+    "(default: the run's last)",
 )
 PARSER.add_argument("--data-dir", help="folder of data sets, where it has moved or is to be made")
 
@@ -83,30 +91,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Do what the command line asks; what the user can put right ends with one line."""
     given = PARSER.parse_args(argv)
     with command.one_line(PARSER.prog):
-        run = open_run(given.run, given.data_dir)
+        run = open_run(given.run, given.data_dir, epoch=given.epoch)
         deployed = deploy(run, command.options(given), given.weights)
-        folder = given.run / "export"
+        folder = given.run / "export" / (f"epoch-{given.epoch}" if given.epoch else "")
         shown = Trained(run.path, run.title, run.model, run.test, run.labels)
         command.export(given, shown, deployed, folder)
 
 
-def open_run(path: Path, data_dir: str | None = None) -> TrainedRun:
+def open_run(path: Path, data_dir: str | None = None, *, epoch: int | None = None) -> TrainedRun:
     """Read a run folder, and the data it names; nothing that it names is written.
 
     Args:
         path: The folder.
         data_dir: Folder of data sets, where it has moved; data that is absent is downloaded to it.
             None: where the run found its data; what is absent there is not downloaded.
+        epoch: Of a checkpoint of the run's front, from 1. None: the last checkpoint.
 
     Raises:
-        ExportError: The run has no checkpoint yet.
+        ExportError: The run has no checkpoint yet, or none of this epoch.
         UserError: The folder, or the data, cannot be read, or the data is not the run's; says why.
     """
     folder = RunFolder(path)
     config = folder.read_config()
-    state = folder.load_checkpoint()
+    file = folder.checkpoint if epoch is None else folder.kept(epoch)
+    state = folder.load_checkpoint(file)
     if state is None:
-        raise ExportError(f"{path} must be a run with a checkpoint, found no {folder.checkpoint}")
+        kept = sorted(own.name for own in file.parent.glob("epoch-*.pt"))
+        hint = "" if epoch is None else f"; train with --keep-front, kept are: {', '.join(kept)}"
+        raise ExportError(f"{path} must be a run with a checkpoint, found no {file}{hint}")
     # what is kept for backward, and what multiplied in training, does not matter any more
     changes: dict[str, Any] = {"device": "cpu", "run": str(path), "forward_save": "none"}
     changes["execution"] = Config.execution
@@ -116,7 +128,7 @@ def open_run(path: Path, data_dir: str | None = None) -> TrainedRun:
     training = prepare(config, *_SCRIPTS[config.model], may_fetch=data_dir is not None)
     check_data(state, training.dataset)
     state.pop("forward_save", None)
-    checkpoint.load(training, state, folder.checkpoint)
+    checkpoint.load(training, state, file)
     parts = training.parts
     chosen = torch.arange(min(_CALIBRATION_IMAGES, len(parts.train)))
     train, _ = augment.batch(parts.train, chosen, training.dataset)

@@ -30,11 +30,12 @@ from perfmodel.files import METRICS, RunError, UserError, number, read_rows, who
 from perfmodel.run import MOST_STEPS, read_run, start_of
 from perfmodel.trace import SwitchLike, Trace
 from train.config import to_dict
+from train.records import RunFolder
 from train.training import Training
 
 __all__ = ["Candidate", "candidates_of", "draw", "front", "keep", "main"]
 
-FOLDER, FILE = "front", "front.png"
+FILE = "front.png"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Candidate:
     @property
     def checkpoint(self) -> Path:
         """Where ``--keep-front`` keeps it."""
-        return self.run / FOLDER / f"epoch-{self.epoch:04}.pt"
+        return RunFolder(self.run).kept(self.epoch)
 
     def beats(self, other: "Candidate") -> bool:
         """Say whether it is as good in both, and better in one."""
@@ -107,7 +108,6 @@ def keep(training: Training) -> None:
         cost = ebops(until(start, switches, int(row["step"] or 0)), training.layers)
         found.append(Candidate(training.folder.path, int(row["epoch"] or 0), accuracy, cost))
     best = {own.checkpoint for own in front(found)}
-    (training.folder.path / FOLDER).mkdir(exist_ok=True)
     if found[-1].checkpoint in best:
         training.folder.save_checkpoint(training.state(), found[-1].checkpoint)
     for own in found:

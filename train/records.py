@@ -38,6 +38,7 @@ __all__ = ["TIMES", "RunFolder", "SilentFolder", "differences", "environment", "
 PACKAGES = ("marvin-fixedpoint", "torch", "numpy", "numba", "triton")
 FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
 TIMES = ("epoch", "images", "train_s", "epoch_s", "images_per_s")
+FRONT = "front"  # the folder of what --keep-front keeps
 VERSION = 1  # of checkpoints; those without one are of version 0, and otherwise the same
 PARTS = {"model": dict, "optimizer": dict, "scheduler": dict, "progress": dict, "data": str}
 OPTIONAL = {"forward_save": dict, "average": dict}
@@ -169,13 +170,18 @@ class RunFolder:
         torch.save({"version": VERSION, **state}, buffer)
         write_atomic(path or self.checkpoint, buffer.getvalue())
 
-    def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the checkpoint, or None where the run was stopped before its first one.
+    def kept(self, epoch: int) -> Path:
+        """Return where ``--keep-front`` keeps the checkpoint of an epoch, from 1."""
+        return self.path / FRONT / f"epoch-{epoch:04}.pt"
+
+    def load_checkpoint(self, path: Path | None = None) -> dict[str, Any] | None:
+        """Return the checkpoint, or the one at ``path``; None where there is none.
 
         Raises:
             UserError: The file is damaged, or of a later version.
         """
-        return _read_checkpoint(self.checkpoint) if self.checkpoint.exists() else None
+        path = path or self.checkpoint
+        return _read_checkpoint(path) if path.exists() else None
 
     def save_rows(self, name: str, rows: Iterable[Row], columns: Sequence[str]) -> None:
         """Replace a table such as ``metrics.csv`` at once."""

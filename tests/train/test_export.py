@@ -14,6 +14,7 @@ from train import demo, resnet20
 from train import main as trainer
 from train.config import Config
 from train.export import deploy, main, open_run
+from train.records import RunFolder
 
 ROOT = Path(__file__).parents[2]
 TINY = Config(
@@ -307,6 +308,25 @@ def test_what_was_averaged_and_tested_is_exported(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
+def test_an_epoch_of_the_front_is_exported(tmp_path, capsys):
+    folder = train(tmp_path / "run", policy="loss-budget", epochs=3, keep_front=True)
+    RunFolder(folder).kept(3).unlink(missing_ok=True)
+    kept = sorted(int(path.stem[6:]) for path in (folder / "front").iterdir())
+    epoch = kept[0]
+    export(folder, "--to", "packed", "--verify", "--epoch", str(epoch))
+    assert "verified: " in capsys.readouterr().out
+    assert (folder / "export" / f"epoch-{epoch}" / "packed" / "export.json").exists()
+    assert not (folder / "export" / "packed").exists()
+    stored = torch.load(RunFolder(folder).kept(epoch))["model"]
+    name = next(key for key in stored if key.endswith("running_mean"))
+    assert torch.equal(open_run(folder, epoch=epoch).model.state_dict()[name], stored[name])
+    assert not torch.equal(open_run(folder).model.state_dict()[name], stored[name])
+    with pytest.raises(
+        SystemExit, match=rf"epoch-0003\.pt; train with --keep-front, kept are: .*{epoch:04}"
+    ):
+        export(folder, "--to", "packed", "--epoch", "3")
+
+
 def test_the_runs_of_the_demo_become_c(monkeypatch, tmp_path, capsys):
     """As a user types it: what make demo trains, in fixed point, in float32 and on integer units."""
     monkeypatch.chdir(tmp_path)
