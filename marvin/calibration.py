@@ -1,7 +1,8 @@
 """Formats for a model that was trained without them, from what its layers see of some data."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -11,15 +12,25 @@ from torch import Tensor, nn
 from fixedpoint_kernels import FixedPoint
 from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
-from marvin.conversion import prepare
+from marvin.conversion import argument_names, prepare
+from marvin.freezing import thaw
 from marvin.hooks import rounders_of
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
+from marvin.nested import mapped, mapped_value
 from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_one
 from marvin.settings import check_model
 
-__all__ = ["Estimator", "calibrate"]
+__all__ = [
+    "Batches",
+    "Estimator",
+    "best_format",
+    "calibrate",
+    "fitting",
+    "layer_formats",
+    "weight_format",
+]
 
 Estimator = Literal["noise", "max", "percentile"]
 _PERCENTILE = 0.9999
@@ -27,11 +38,15 @@ _KEPT = 2**15  # values of a batch that are looked at, spread evenly; all extrem
 _MOST_KEPT = 2**19  # of all batches
 _FINER = 8  # bits by which a format may be finer than the one in which nothing saturates
 _LONGEST_FL = 31
+_SHORT = 8  # bits of words whose exact sums, times batch norm's scale, every target has
+
+Batches = Iterable[Tensor | tuple[Tensor, ...] | list[Tensor]]
+"""What a model takes; of tuples and lists the first."""
 
 
 def calibrate(
     model: nn.Module,
-    batches: Iterable[Tensor | tuple[Tensor, ...] | list[Tensor]],
+    batches: Batches,
     bits: int | None = None,
     *,
     weight_bits: int | None = None,
@@ -44,18 +59,21 @@ def calibrate(
     accuracy, then ``marvin.freeze`` it, save it, or export it. Each layer with a weight (convolutions,
     linear layers) rounds its input and its weight, nearest; embeddings round their weights. Batch
     normalisation, biases, sums, norms and softmax stay in floats, as in the policies that measure ranges;
-    an export rounds them. Attention is spelled out first: see ``spell_attention``.
+    an export rounds them. With words of more than 8 bits, layers also round what they give: exact sums
+    times batch normalisation's scale would be longer than 53 bits. Attention is spelled out first: see
+    ``spell_attention``.
 
-    A model that already carries formats keeps its weights and their formats: its layers' inputs alone
-    get new ones, of their own word lengths unless ``bits`` says otherwise. So the ranges of a training
-    run can be taken again, in eval mode.
+    A model that already carries formats, trained or frozen, keeps its weights and their formats: what
+    its modules round, inputs and outputs, gets new formats of the word lengths that it has, unless
+    ``bits`` says otherwise. So the ranges of a training run can be taken again, in eval mode. While
+    ranges are taken nothing rounds, so no old range limits what a layer behind it sees.
 
     Args:
         model: Stays as it is.
         batches: What the model takes; of tuples and lists, such as of images and labels, the first.
         bits: Word length of layers' inputs, 2 to 32; unsigned where nothing below 0 comes.
             Default: 8, or that of the formats the model carries.
-        weight_bits: Word length of weights. Default: ``bits``.
+        weight_bits: Word length of weights. Default: ``bits``. A model that carries formats keeps its own.
         estimator: How a fractional length is found. ``"max"``: nothing saturates. ``"percentile"``: one
             value in 10,000 may. ``"noise"``: the mean square of what rounding and saturation change is
             the least.
@@ -64,7 +82,7 @@ def calibrate(
     Raises:
         TypeError: ``model`` is no module.
         ValueError: An argument is out of range; there is no batch, no layer sees one, or a value is not
-            finite; or a layer carries block floating point.
+            finite; or the model carries block floating point, or formats of weights alone.
 
     Examples:
         >>> fixed = marvin.calibrate(net, (images for images, _ in loader), bits=8)
@@ -76,44 +94,104 @@ def calibrate(
     for name, wl in (("bits", bits), ("weight_bits", weight_bits)):
         if wl is not None and not 2 <= wl <= 32:
             raise ValueError(f"{name} must be 2 to 32, got {wl}")
-    found = copy.deepcopy(model).eval()
+    found = thaw(copy.deepcopy(model).eval())
     carried = {m: r.formats(m) for m in found.modules() for r in rounders_of(m)}
-    if not carried:
+    if not any(formats.rounds or any(formats.weights) for formats in carried.values()):
         found = spell_attention(found)
-    seen = _observe(found, batches)
-    if not carried:
         prepare(found)
-    for module, values in seen.items():
-        name, (rounder,) = values.name, rounders_of(module)
-        old = carried.get(module)
-        if old is not None and old.inputs is not None:
-            new = replace(
-                old, inputs=values.format(_word_length(name, old.inputs, bits), estimator)
-            )
-        elif carried:
-            continue  # a layer that was left in floats
-        else:
-            weights = _round_weights(module, weight_bits or bits or 8, estimator, per_channel)
-            new = ModuleFormats(values.format(bits or 8, estimator), weights=weights)
-        rounder.write(module, new)
-    if not carried:
-        _round_embeddings(found, weight_bits or bits or 8, estimator)
+        _fix(found, batches, (bits or 8, weight_bits or bits or 8), (estimator, per_channel))
+    else:
+        _fix_again(carried, found, batches, bits, estimator)
     return found
 
 
-def _round_embeddings(model: nn.Module, wl: int, estimator: Estimator) -> None:
-    """Round the weights of embeddings, which no values come into."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            (rounder,) = rounders_of(module)
-            weights = _round_weights(module, wl, estimator, False)
-            rounder.write(module, ModuleFormats(weights=weights))
+def layer_formats(
+    model: nn.Module, batches: Batches, bits: int, estimator: Estimator = "noise"
+) -> dict[nn.Module, ModuleFormats]:
+    """Return formats for what the layers of a model take; the model stays as it is.
+
+    Words longer than 8 bits are for what layers give, too: see ``calibrate``.
+
+    Args:
+        model: Rounds no activations; in eval mode.
+        batches: What it takes.
+        bits: Word length, 2 to 32.
+        estimator: See ``calibrate``.
+
+    Raises:
+        ValueError: There is no batch, no layer sees one, or a value is not finite.
+    """
+    layers = layers_of(model)
+    seen = _observed(model, batches, layers, layers if bits > _SHORT else ())
+    return {
+        module: ModuleFormats(
+            ranges.takes.format(bits, estimator),
+            ranges.gives.format(bits, estimator) if ranges.gives.kept else None,
+        )
+        for module, ranges in seen.items()
+        if ranges.takes.kept
+    }
 
 
-def _word_length(name: str, fmt: Format, bits: int | None) -> int:
-    if not isinstance(fmt, FixedPoint):
-        raise ValueError(f"{name} must carry fixed-point formats to be calibrated, got {fmt}")
-    return bits or fmt.wl + (not fmt.signed)  # a sign that is not needed gives its bit away
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers with a weight."""
+    return [
+        module
+        for module in model.modules()
+        if any(map(is_layer, module.parameters(recurse=False))) and not any(module.children())
+    ]
+
+
+def _fix(
+    model: nn.Module, batches: Batches, lengths: tuple[int, int], how: tuple[Estimator, bool]
+) -> None:
+    """Round a prepared model's weights, and give its layers formats for what they take.
+
+    Args:
+        model: Carries no formats yet.
+        batches: What it takes.
+        lengths: Of words of inputs and of weights.
+        how: The estimator, and whether weights have formats by channel.
+    """
+    found = layer_formats(model, batches, lengths[0], how[0])
+    for module in layers_of(model):
+        if module in found or isinstance(module, nn.Embedding):
+            formats = found.get(module, ModuleFormats())
+            weights = _round_weights(module, lengths[1], how)
+            rounders_of(module)[0].write(module, replace(formats, weights=weights))
+
+
+def _fix_again(
+    carried: dict[nn.Module, ModuleFormats],
+    model: nn.Module,
+    batches: Batches,
+    bits: int | None,
+    estimator: Estimator,
+) -> None:
+    """Take the ranges of what a model's modules round again."""
+    for module, formats in carried.items():
+        (rounder,) = rounders_of(module)
+        for fmt in (formats.samples, formats.inputs, formats.outputs):
+            if fmt is not None and not isinstance(fmt, FixedPoint):
+                raise ValueError(
+                    f"{rounder.name} must carry fixed-point formats to be calibrated, got {fmt}"
+                )
+        rounder.write(module, replace(formats, inputs=None, outputs=None))
+    takes = [module for module, formats in carried.items() if formats.inputs]
+    gives = [module for module, formats in carried.items() if formats.outputs]
+    if not takes and not gives:
+        raise ValueError(
+            "a model that carries formats must round activations to be calibrated, got formats of weights "
+            "alone: marvin.export.calibrate(model, batches) finds formats to go with them"
+        )
+    seen = _observed(model, batches, takes, gives)
+    for module, formats in carried.items():
+        ranges = seen.get(module)
+        if ranges is None:
+            continue
+        inputs = ranges.takes.again(formats.inputs, bits, estimator)
+        outputs = ranges.gives.again(formats.outputs, bits, estimator)
+        rounders_of(module)[0].write(module, replace(formats, inputs=inputs, outputs=outputs))
 
 
 @dataclass
@@ -132,6 +210,12 @@ class _Values:
     high: float = 0.0
     kept: list[Tensor] = field(default_factory=list)
 
+    def keep(self, x: Tensor) -> Tensor:
+        """Take a tensor into account, if it holds floats; return it."""
+        if x.dtype in FLOATS:
+            self.add(x)
+        return x
+
     def add(self, x: Tensor) -> None:
         flat = x.detach().float().reshape(-1)
         if not flat.numel():
@@ -143,14 +227,20 @@ class _Values:
             )
         self.low, self.high = min(self.low, low), max(self.high, high)
         if sum(map(len, self.kept)) < _MOST_KEPT:
-            self.kept.append(flat[:: -(-flat.numel() // _KEPT)].cpu())
+            self.kept.append(flat[:: -(-flat.numel() // _KEPT)].to("cpu", copy=True))
 
     def format(self, wl: int, estimator: Estimator) -> FixedPoint:
         """Return a format of ``wl`` bits, one of them for a sign if there is one."""
         signed = self.low < 0
-        own = wl if signed else wl - (wl == 32)  # of 32 bits, all are signed
+        own = max(wl, 2) if signed else min(wl, 31)  # of 32 bits, all are signed
         ends = torch.tensor([self.low, self.high])
         return best_format(torch.cat([*self.kept, ends]), own, estimator, signed=signed)
+
+    def again(self, fmt: Format | None, bits: int | None, estimator: Estimator) -> Format | None:
+        """Return a format in the place of one; that one where no values came."""
+        if not isinstance(fmt, FixedPoint) or not self.kept:
+            return fmt
+        return self.format(bits or fmt.wl, estimator)
 
 
 def best_format(x: Tensor, wl: int, estimator: Estimator, *, signed: bool = True) -> FixedPoint:
@@ -164,7 +254,7 @@ def best_format(x: Tensor, wl: int, estimator: Estimator, *, signed: bool = True
         size = x.abs().sort().values
         most = size[int((len(size) - 1) * _PERCENTILE)]
         ends = ends[0].clamp(min=-most), ends[1].clamp(max=most)
-    widest = _fitting(float(ends[0]), float(ends[1]), wl, signed)
+    widest = fitting(float(ends[0]), float(ends[1]), wl, signed)
     if estimator != "noise":
         return widest
     finer = range(widest.fl, min(widest.fl + _FINER, _LONGEST_FL) + 1)
@@ -175,7 +265,12 @@ def best_format(x: Tensor, wl: int, estimator: Estimator, *, signed: bool = True
     return formats[noises.index(min(noises))]
 
 
-def _fitting(low: float, high: float, wl: int, signed: bool) -> FixedPoint:
+def fitting(low: float, high: float, wl: int, signed: bool) -> FixedPoint:
+    """Return the finest format of ``wl`` bits that holds both values without saturating.
+
+    Raises:
+        ValueError: None does.
+    """
     for fl in range(_LONGEST_FL, -_LONGEST_FL - 1, -1):
         fmt = FixedPoint(wl, fl, signed=signed)
         if fmt.min_code <= round(low * fmt.scale) and round(high * fmt.scale) <= fmt.max_code:
@@ -185,21 +280,26 @@ def _fitting(low: float, high: float, wl: int, signed: bool) -> FixedPoint:
 
 @torch.no_grad()
 def _round_weights(
-    module: nn.Module, wl: int, estimator: Estimator, per_channel: bool
+    module: nn.Module, wl: int, how: tuple[Estimator, bool]
 ) -> tuple[Format | None, ...]:
     """Round a module's weights; return the format of each of its own parameters."""
     formats: list[Format | None] = []
     for p in module.parameters(recurse=False):
-        fmt = (
-            _weight_format(p.detach().float(), wl, estimator, per_channel) if is_layer(p) else None
-        )
+        fmt = weight_format(p.detach().float(), wl, *how) if is_layer(p) else None
         if fmt is not None:
             p.copy_(round_one(p.detach(), fmt, rounding="nearest"))
         formats.append(fmt)
     return tuple(formats)
 
 
-def _weight_format(x: Tensor, wl: int, estimator: Estimator, per_channel: bool) -> Format:
+def weight_format(
+    x: Tensor, wl: int, estimator: Estimator = "noise", per_channel: bool = False
+) -> Format:
+    """Return the format that an estimator chooses for a weight, float32, shape ``(outputs, ...)``.
+
+    Raises:
+        ValueError: The weight is not finite, or no format of ``wl`` bits holds it.
+    """
     if not torch.isfinite(x).all():
         raise ValueError("weights must be finite to be calibrated")
     if not per_channel:
@@ -212,33 +312,50 @@ def _weight_format(x: Tensor, wl: int, estimator: Estimator, per_channel: bool) 
     )
 
 
-_Batches = Iterable[Tensor | tuple[Tensor, ...] | list[Tensor]]
+@dataclass
+class _Ranges:
+    """What comes into a module, and what goes out.
+
+    Args:
+        arguments: Names of what the module takes by position: masks are no values.
+        takes: What comes in.
+        gives: What goes out.
+    """
+
+    arguments: list[str]
+    takes: _Values
+    gives: _Values
+
+    def see_inputs(self, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        mapped(self.takes.keep, args, kwargs, self.arguments)
+
+    def see_output(self, _: nn.Module, _args: object, output: object) -> None:
+        mapped_value(self.gives.keep, output)
 
 
 @torch.no_grad()
-def _observe(model: nn.Module, batches: _Batches) -> dict[nn.Module, _Values]:
-    """Run a model and return what came into each layer, before it rounds it."""
-    seen: dict[nn.Module, _Values] = {}
-
-    def see(name: str) -> Callable[[nn.Module, tuple[object, ...]], None]:
-        def hook(module: nn.Module, inputs: tuple[object, ...]) -> None:
-            x = inputs[0] if inputs else None
-            if isinstance(x, Tensor) and x.dtype in FLOATS:
-                seen.setdefault(module, _Values(name)).add(x)
-
-        return hook
-
-    handles = [
-        module.register_forward_pre_hook(see(name), prepend=True)
-        for name, module in model.named_modules()
-        if any(map(is_layer, module.parameters(recurse=False))) and not any(module.children())
-    ]
-    try:
+def _observed(
+    model: nn.Module,
+    batches: Batches,
+    takes: Collection[nn.Module],
+    gives: Collection[nn.Module] = (),
+) -> dict[nn.Module, _Ranges]:
+    """Run a model, and return what comes into some of its modules, and goes out of others."""
+    names = {module: name for name, module in model.named_modules()}
+    seen = {
+        m: _Ranges(argument_names(m), _Values(names[m]), _Values(names[m]))
+        for m in {*takes, *gives}
+    }
+    with contextlib.ExitStack() as stack:
+        for module in takes:
+            see = seen[module].see_inputs
+            handle = module.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+        for module in gives:
+            handle = module.register_forward_hook(seen[module].see_output, prepend=True)
+            stack.callback(handle.remove)
         for batch in batches:
             model(batch if isinstance(batch, Tensor) else batch[0])
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not seen:
+    if not any(ranges.takes.kept or ranges.gives.kept for ranges in seen.values()):
         raise ValueError("calibration must see a batch that goes through a layer, got none")
     return seen

@@ -20,7 +20,7 @@ from marvin.rounder import ForwardState, Rounder, channels_of
 from marvin.settings import check_model
 from marvin.straight_through import StraightThrough
 
-__all__ = ["prepare", "quantize_activations"]
+__all__ = ["argument_names", "prepare", "quantize_activations"]
 
 # without parameters of their own, these take the format of the layer before them
 _NORMS = NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
@@ -162,7 +162,7 @@ def _attached(
         if could and name not in chosen:
             handle.left[name] = "excluded"
         if (could and name in chosen) or module is model:
-            rounder = Rounder(name, state, _argument_names(module), is_root=module is model)
+            rounder = Rounder(name, state, argument_names(module), is_root=module is model)
             hook(module, rounder)
             handle.entries.append(Entry(module, rounder))
     return handle
@@ -209,7 +209,8 @@ def _is_meant(name: str, module: nn.Module, item: str | type[nn.Module]) -> bool
     return fnmatch.fnmatch(name, item) if isinstance(item, str) else isinstance(module, item)
 
 
-def _argument_names(module: nn.Module) -> list[str]:
+def argument_names(module: nn.Module) -> list[str]:
+    """Return the names of what a module's ``forward`` takes by position."""
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     try:
         known = inspect.signature(module.forward).parameters.values()

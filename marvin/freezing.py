@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
-from fixedpoint_kernels._torch_private import hook_wrapper, hooks_of
+from fixedpoint_kernels._torch_private import hook_wrapper, hooks_of, remove_hooks
 from fixedpoint_kernels.block import block_fl
 from fixedpoint_kernels.rounding.reference import float_bounds
 from marvin.attention import Attention, Encoder, EncoderLayer
 from marvin.channels import ChannelFormat
+from marvin.conversion import prepare
 from marvin.hooks import restore_forwards, rounders_of, unhook
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_value
@@ -20,7 +21,7 @@ from marvin.rounder import BUFFER, FLOATS, formats_of
 from marvin.rounding import Format
 from marvin.settings import check_model
 
-__all__ = ["FrozenRounding", "freeze", "frozen_formats", "nearest_codes", "saved_classes"]
+__all__ = ["FrozenRounding", "freeze", "frozen_formats", "nearest_codes", "saved_classes", "thaw"]
 
 _MOST = 126  # of ``block_fl``
 _POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)])  # a table: jit can trace it
@@ -80,6 +81,25 @@ def frozen_formats(model: nn.Module) -> dict[str, ModuleFormats]:
     if not found:
         raise ValueError("it must carry formats, got none")
     return found
+
+
+def thaw(model: nn.Module) -> nn.Module:
+    """Let a frozen model carry formats that can be written, in its own modules; others stay as they are.
+
+    Raises:
+        ValueError: It rounds otherwise than its state says.
+    """
+    if not any(any(hooks_of(module, FrozenRounding)) for module in model.modules()):
+        return model
+    carried = frozen_formats(model)
+    for module in model.modules():
+        for kind in (FrozenRounding, _Loading):
+            remove_hooks(module, kind)
+    prepare(model, include=[*carried])
+    for name, formats in carried.items():
+        module = model.get_submodule(name)
+        rounders_of(module)[0].write(module, formats)
+    return model
 
 
 def saved_classes() -> list[type]:

@@ -147,7 +147,7 @@ def deploy(run: TrainedRun, options: Options, weights: str = "nearest") -> Deplo
     """Return the network of a run.
 
     Formats are those of training. Where there are none, weights and activations get formats of
-    ``options.wl`` bits that hold the weights, and the activations of training images.
+    ``options.wl`` bits by ``options.estimator``, from the weights and from training images.
 
     Args:
         run: From ``open_run``.
@@ -159,7 +159,7 @@ def deploy(run: TrainedRun, options: Options, weights: str = "nearest") -> Deplo
         ExportError: Something in the model cannot be exported; says what, and why.
     """
     if not isinstance(run.optimizer, Quantized):
-        formats, masters = formats_of_weights(run.model, options.wl), None
+        formats, masters = formats_of_weights(run.model, options.wl, options.estimator), None
     else:
         formats = run.optimizer.formats()
         masters = run.masters if weights == "nearest" else None

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     frozen.export(given, _PROG)
 
 
-_SWITCHES = "--verify", "--vnni", "--nibbles", "--int4", "--qdq"
+_SWITCHES = "--verify", "--vnni", "--nibbles", "--int4", "--qdq", "--recalibrate"
 
 
 def _names_a_folder(words: Sequence[str]) -> bool:

@@ -46,6 +46,17 @@ class Parser(argparse.ArgumentParser):
             help="bits of formats that training left open (default: 8)",
         )
         add(
+            "--recalibrate",
+            action="store_true",
+            help="take the ranges of what the model rounds again, in eval mode",
+        )
+        add(
+            "--estimator",
+            choices=("noise", "max", "percentile"),
+            default="noise",
+            help="of ranges that are calibrated: least noise, nothing saturates, or one in 10,000 may",
+        )
+        add(
             "--scale-wl",
             type=_whole(2, 32),
             default=16,

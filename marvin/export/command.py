@@ -23,7 +23,7 @@ __all__ = ["export", "one_line", "options"]
 
 def options(given: argparse.Namespace) -> Options:
     """Return how a model becomes a network, as the command line says."""
-    return Options(given.wl, given.scale_wl, given.sums_wl)
+    return Options(given.wl, given.scale_wl, given.sums_wl, given.recalibrate, given.estimator)
 
 
 @contextlib.contextmanager

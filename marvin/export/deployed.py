@@ -1,10 +1,12 @@
 """From a trained model to what is exported: rounded weights, formats, and the network of both."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from marvin import calibration
+from marvin.calibration import Estimator
 from marvin.export.errors import fixed_point
 from marvin.export.frontend.calibrate import calibrate
 from marvin.export.frontend.trace import describe
@@ -17,6 +19,7 @@ from marvin.rounding import Format
 __all__ = ["Deployed", "Options", "deploy"]
 
 _COMPARED = 32  # samples that go through the model and through what is exported
+_BATCH = 64  # samples of which ranges are taken at a time
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,16 @@ class Options:
         wl: Word length where a format must be found by calibration, bits.
         scale_wl: Word length of batch normalisation's scale, bits.
         sums_wl: Word length of the terms of sums, bits; None: as exact as they come.
+        recalibrate: Take the ranges of what the model rounds again, from the samples, in eval mode;
+            word lengths and weights stay. See ``marvin.calibrate``.
+        estimator: How ranges are found: see ``marvin.calibrate``.
     """
 
     wl: int = 8
     scale_wl: int = 16
     sums_wl: int | None = None
+    recalibrate: bool = False
+    estimator: Estimator = "noise"
 
 
 @dataclass(frozen=True)
@@ -61,9 +69,9 @@ def deploy(
 ) -> Deployed:
     """Return the network of a model.
 
-    Formats of activations are those that the model carries. Where it carries none, activations get
-    formats of ``options.wl`` bits that hold those of ``samples``. So do terms of sums and means, of
-    ``options.sums_wl`` bits.
+    Formats of activations are those that the model carries. Where it carries none, what layers take
+    gets formats of ``options.wl`` bits by ``options.estimator``, from ``samples``. Terms of sums and means
+    get formats of ``options.sums_wl`` bits that hold theirs.
 
     Args:
         model: Its weights are numbers of ``formats``: from ``nearest_weights``, or frozen.
@@ -76,10 +84,16 @@ def deploy(
     """
     for name, fmt in formats.items():
         fixed_point(name, fmt)
-    activations = None if activation_formats(model) else calibrate(model, [samples], options.wl)
+    activations, origin = None, "trained"
+    if not activation_formats(model):
+        activations = calibrate(model, samples.split(_BATCH), options.wl, options.estimator)
+    elif options.recalibrate:
+        origin = "calibrated"
+        model = calibration.calibrate(model, samples.split(_BATCH), estimator=options.estimator)
     sample = samples[:_COMPARED]
     lengths = {"scale_wl": options.scale_wl, "wl": options.wl}
     exact = describe(model, sample, formats, activations, **lengths, calibration=samples)
+    exact = replace(exact, origin=origin) if activations is None else exact
     wl = options.sums_wl
     network = exact if wl is None else round_sums(exact, samples, wl)
     return Deployed(model, formats, network, exact)

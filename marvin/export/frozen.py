@@ -90,7 +90,7 @@ def _deployed(model: nn.Module, samples: Tensor, options: Options) -> tuple[Depl
     """Return the network of a frozen model, and where the formats of its weights come from."""
     carried, formats = carried_weights(model), weight_formats(model)
     if not carried and not activation_formats(model):
-        found = formats_of_weights(model, options.wl)
+        found = formats_of_weights(model, options.wl, options.estimator)
         note = f"formats of weights: of {options.wl} bits, the model carries none"
         return deploy(nearest_weights(model, found), found, samples, options), note
     others = ", ".join(f"{name} {fmt}" for name, fmt in formats.items() if name not in carried)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import marvin
 from fixedpoint_kernels import FixedPoint, quantize
 from marvin.channels import ChannelFormat
 from marvin.export import describe, integer
+from marvin.hooks import detach, rounders_of
 from marvin.rounder import formats_of
 
 
@@ -121,27 +123,125 @@ def test_a_calibrated_model_is_exported_as_it_computes():
     assert gap <= 0.05 * want.abs().max()
 
 
-def test_a_trained_model_gets_new_ranges_and_keeps_its_weights():
-    model, data = build(), batches()
-    sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
-    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(5, 7), one_dim="float")
+def trained(data, policy=None):
+    """Return a model that was trained in fixed point on batches, and its optimizer."""
+    model = build()
+    if policy is None:
+        optimizer = marvin.MSGD(model.named_parameters(), lr=0.01)
+    else:
+        sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
+        optimizer = marvin.Quantized(sgd, policy, one_dim="float")
     marvin.quantize_activations(model, optimizer)
-    for x in data[:2]:
+    for x in data:
         optimizer.zero_grad()
-        loss = model(x / 16).square().mean()
+        loss = model(x).square().mean()
         loss.backward()
         optimizer.step(loss=loss)
+    return model
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_trained_model_gets_new_ranges_and_keeps_its_weights(is_frozen):
+    data = [16 * x for x in batches()]
+    model = trained([x / 16 for x in data[:2]], marvin.StaticPolicy(5, 7))
+    model = marvin.freeze(model) if is_frozen else model
     old, state = formats_of(model), copy.deepcopy(model.state_dict())
+    before = model.eval()(data[0])
     fixed = marvin.calibrate(model, data, estimator="max")
     new = formats_of(fixed)
     for name in ("0", "3", "6"):
         assert new[name].weights == old[name].weights
-        assert new[name].inputs.wl in (old[name].inputs.wl, old[name].inputs.wl + 1)
+        assert new[name].inputs.wl == old[name].inputs.wl
         weight = f"{name}.weight"
         torch.testing.assert_close(fixed.state_dict()[weight], state[weight], rtol=0, atol=0)
     assert new["0"].inputs.fl < old["0"].inputs.fl  # 16 times as large
+    assert new["3"].inputs.fl < old["3"].inputs.fl  # though 0 saturated
     assert formats_of(model) == old
     assert new["1"] == old["1"]
+    torch.testing.assert_close(model(data[0]), before, rtol=0, atol=0)
+    got = fixed(data[0])
+    assert not torch.equal(got, before)
+    torch.testing.assert_close(marvin.freeze(fixed)(data[0]), got, rtol=0, atol=0)
+    assert torch.equal(
+        integer.run(describe(fixed, data[0]), data[1]),
+        integer.run(describe(marvin.freeze(fixed), data[0]), data[1]),
+    )
+
+
+def test_what_modules_give_is_taken_again_too_as_it_is_without_rounding():
+    data = batches()
+    model = trained([x / 16 for x in data]).eval()
+    old = formats_of(model)
+    new = formats_of(marvin.calibrate(model, data, estimator="max"))
+    free = copy.deepcopy(model)
+    for module in free.modules():
+        detach(module)
+    for name in ("0", "1", "3", "6"):
+        found = []
+        layer = free.get_submodule(name)
+        layer.register_forward_hook(lambda _m, x, y, found=found: found.append((*x, y)))
+        for x in data:
+            free(x)
+        for part, fmt in enumerate((new[name].inputs, new[name].outputs)):
+            x = torch.cat([both[part].flatten() for both in found])
+            fits = [
+                f.fl
+                for f in (
+                    FixedPoint(fmt.wl, fl, signed=bool((x < 0).any())) for fl in range(-9, 31)
+                )
+                if ((x >= f.min - f.lsb / 2) & (x <= f.max + f.lsb / 2)).all()
+            ]
+            assert (fmt.fl, fmt.signed) == (max(fits), bool((x < 0).any()))
+        assert new[name].weights == old[name].weights
+        assert new[name].outputs.wl == old[name].outputs.wl
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (marvin.MuppetPolicy(), "must carry fixed-point formats to be calibrated"),
+        (None, "must round activations to be calibrated, got formats of weights alone"),
+    ],
+)
+def test_formats_that_have_no_range_to_take_again_are_named(policy, message):
+    model = trained(batches(1), policy)
+    if policy is None:
+        for module in model.modules():
+            for rounder in rounders_of(module):
+                formats = rounder.formats(module)
+                rounder.write(module, replace(formats, inputs=None, outputs=None))
+    with pytest.raises(ValueError, match=message):
+        marvin.calibrate(model, batches(1))
+
+
+def test_long_words_are_for_what_layers_give_too():
+    model, data = build().eval(), batches(1)
+    short, long = (formats_of(marvin.calibrate(model, data, bits=bits)) for bits in (8, 9))
+    assert {f.outputs for f in short.values()} == {None}
+    assert {long[name].outputs.wl for name in ("0", "3", "6")} == {9}
+    network = describe(marvin.calibrate(model, data, bits=20), data[0])
+    assert max(value.bits for value in network.values.values()) <= 53
+
+
+def test_values_are_those_that_came_though_they_are_changed_in_place():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            x = x + 0
+            y = self.first(input=x)  # by name
+            x.mul_(0)
+            return self.second(y)
+
+    x = torch.linspace(-1, 1, 64).reshape(16, 4)
+    fixed = marvin.calibrate(InPlace(), [x], bits=4)
+    noise = {
+        fl: (quantize(x, FixedPoint(4, fl), rounding="nearest") - x).square().sum()
+        for fl in range(8)
+    }
+    assert formats_of(fixed)["first"].inputs.fl == min(noise, key=noise.__getitem__)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import marvin
 from marvin.channels import ChannelFormat
-from marvin.export import packed
+from marvin.export import describe, integer, packed
 from marvin.export.deployed import Options
 from marvin.export.frontend import trace
+from marvin.export.graph.formats import activation_formats
 from train import demo, resnet20
 from train import main as trainer
 from train.config import Config
@@ -149,6 +151,31 @@ def test_a_float_run_is_calibrated(tmp_path, capsys):
     assert (folder / "export/packed/network.safetensors").is_file()
     network = deploy(open_run(folder), Options(wl=6)).network
     assert {fmt.wl for fmt in network.formats().values()} == {6}
+
+
+def test_ranges_of_a_run_are_taken_again(tmp_path, capsys):
+    folder = train(tmp_path / "run", policy="static", policy_bits=(6, 7))
+    run = open_run(folder)
+    trained = deploy(run, Options())
+    for estimator in ("noise", "max"):
+        deployed = deploy(run, Options(recalibrate=True, estimator=estimator))
+        wanted = marvin.calibrate(trained.model, run.train.split(64), estimator=estimator)
+        assert activation_formats(deployed.model) == activation_formats(wanted)
+        assert torch.equal(
+            integer.run(deployed.network, run.test[:8]),
+            integer.run(describe(wanted, run.train[:32], calibration=run.train), run.test[:8]),
+        )
+        assert deployed.network.weight_formats() == trained.network.weight_formats()
+        assert (trained.network.origin, deployed.network.origin) == ("trained", "calibrated")
+    assert deployed.network.formats() != trained.network.formats()
+    export(folder, "--to", "packed", "--verify", "--recalibrate", "--estimator", "max")
+    text = capsys.readouterr().out
+    assert "formats of activations: calibrated" in text
+    assert "verified: " in text
+    loaded = packed.load(folder / "export/packed/network.safetensors").network
+    assert torch.equal(
+        integer.run(loaded, run.test[:8]), integer.run(deployed.network, run.test[:8])
+    )
 
 
 def test_a_run_in_fixed_point_without_activations_is_calibrated(tmp_path):

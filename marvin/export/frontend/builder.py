@@ -275,9 +275,7 @@ class Builder:
         formats = self.activations.get(module)
         if formats is None or formats.input is None:
             return None
-        value = self.values.get(source)
-        is_short = value is not None and value.bits <= formats.input.wl
-        return None if formats.is_calibrated and is_short else formats.input
+        return formats.input
 
     def round_output(self, name: str, module: str, source: str) -> str:
         """Round what a module gives, where it does; return the value's name."""

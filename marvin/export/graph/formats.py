@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels import FixedPoint, decode, encode
+from marvin import calibration
+from marvin.calibration import Estimator
 from marvin.compact import master_of
 from marvin.export.errors import ExportError, fixed_point
 from marvin.quantized import Quantized
@@ -24,10 +26,10 @@ __all__ = [
     "formats_of_weights",
     "masters_of",
     "nearest_weights",
+    "plain",
     "weight_formats",
 ]
 
-_LONGEST_FL = 31
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -38,13 +40,10 @@ class Formats:
     Args:
         input: Format of what comes in; None where that is not rounded.
         output: Format of what goes out.
-        is_calibrated: Found by ``calibrate``: then a value that already is as short as ``input``
-            stays as it is.
     """
 
     input: FixedPoint | None
     output: FixedPoint | None
-    is_calibrated: bool = False
 
 
 def activation_formats(model: nn.Module) -> dict[str, Formats]:
@@ -61,13 +60,14 @@ def activation_formats(model: nn.Module) -> dict[str, Formats]:
         for fmt in (carried.samples, carried.inputs, carried.outputs):
             if fmt is not None:
                 fixed_point(f"activations of {name or 'the model'}", fmt)
-        formats = Formats(_plain(carried.inputs), _plain(carried.outputs))
+        formats = Formats(plain(carried.inputs), plain(carried.outputs))
         if formats.input or formats.output:
             found[name] = formats
     return found
 
 
-def _plain(fmt: Format | None) -> FixedPoint | None:
+def plain(fmt: Format | None) -> FixedPoint | None:
+    """Return a format of activations, None where it is none of fixed point."""
     return fmt if isinstance(fmt, FixedPoint) else None
 
 
@@ -106,13 +106,10 @@ def fitting(bounds: tuple[float, float], wl: int, signed: bool = True) -> FixedP
     Raises:
         ExportError: No format does.
     """
-    low, high = bounds
-    for fl in range(_LONGEST_FL, -_LONGEST_FL - 1, -1):
-        fmt = FixedPoint(wl, fl, signed=signed)
-        codes = (round(bound * fmt.scale) for bound in (low, high))
-        if all(fmt.min_code <= code <= fmt.max_code for code in codes):
-            return fmt
-    raise ExportError(f"no format of {wl} bits holds {low} to {high}")
+    try:
+        return calibration.fitting(*bounds, wl, signed)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
 
 
 def exact_format(x: Tensor) -> FixedPoint | None:
@@ -190,13 +187,19 @@ def nearest_weights(
     return copied
 
 
-def formats_of_weights(model: nn.Module, wl: int = 8) -> dict[str, FixedPoint]:
-    """Return formats of ``wl`` bits that hold the weights of a network trained in floats.
+def formats_of_weights(
+    model: nn.Module, wl: int = 8, estimator: Estimator = "noise"
+) -> dict[str, Format]:
+    """Return formats of ``wl`` bits for the weights of a network trained in floats.
 
-    Weights of two or more dimensions alone; ``describe`` finds formats for biases.
+    Those that ``marvin.calibrate`` gives them. Weights of two or more dimensions alone; ``describe``
+    finds formats for biases.
+
+    Raises:
+        ValueError: Weights are not finite, or no format of ``wl`` bits holds them.
     """
     return {
-        name: fitting((float(p.detach().min()), float(p.detach().max())), wl)
+        name: calibration.weight_format(p.detach().float(), wl, estimator)
         for name, p in model.named_parameters()
         if p.ndim >= 2 and p.numel()
     }

@@ -67,7 +67,7 @@ def assert_equal(network, x):
 @pytest.mark.parametrize("sums", [True, False])
 @pytest.mark.parametrize("what", ["weights", "inputs", "both"])
 @pytest.mark.parametrize(
-    "long", [("conv",), ("fc",), ("depthwise", "down"), ("bn1", "shortcut", "fc")], ids=str
+    "long", [("conv",), ("fc",), ("depthwise", "down"), ("shortcut", "fc")], ids=str
 )
 @pytest.mark.parametrize("wl", [10, 14, 20])
 def test_long_words_keep_no_other_layer_from_integer_kernels(long, wl, what, sums):

@@ -18,12 +18,13 @@ from marvin.export import (
     masters_of,
     nearest_weights,
     verify,
+    weight_formats,
 )
 from marvin.export.execute.simulate import simulate
 from marvin.export.graph.formats import Formats, activation_formats, fitting
 from marvin.export.graph.nodes import Affine, AveragePool, Conv, Round
 from marvin.export.targets.packed import pack_state
-from marvin.hooks import detach, rounders_of
+from marvin.hooks import detach
 from train.alexnet import alexnet
 from train.resnet20 import resnet20
 
@@ -132,34 +133,30 @@ def test_formats_differ_between_layers(plain):
     assert len(set(network.formats().values())) >= 3
 
 
-def test_calibration_gives_formats_that_do_not_saturate():
+@pytest.mark.parametrize("estimator", ["noise", "max"])
+def test_formats_found_for_describe_are_those_of_a_calibrated_model(estimator):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 4)).eval()
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 4))
     x = torch.randn(20, 1, 8, 8)
-    formats = calibrate(model, [x[:10], (x[10:], torch.zeros(10))], wl=8)
-    assert formats["0"].input == fitting((float(x.min()), float(x.max())), 8)
-    weights = formats_of_weights(model)
-    rounded = nearest_weights(model, weights)
-    network = describe(rounded, x, weights, formats)
-    assert network.origin == "calibrated"
-    got = simulate(network, x)[network.output]
-    # a step of weights, of inputs and of outputs each, of 108 products
-    torch.testing.assert_close(got, outputs(model, x), rtol=0.05, atol=0.1)
-    names = [op.name for op in network.operations if isinstance(op, Round)]
-    assert names == ["0.in", "0.out", "3.out"]  # 3 takes what 0 has rounded to 8 bits
-    with pytest.raises(ExportError, match="at least one batch"):
-        calibrate(model, [])
-    # as marvin.calibrate: no sign where nothing is below 0
-    above = calibrate(model, [x.abs()])
-    assert above["0"].input == fitting((0.0, float(x.abs().max())), 8, signed=False)
-    assert (above["0"].output.signed, above["3"].input.signed) == (True, False)
-    own = marvin.calibrate(model, [x.abs()], bits=8, estimator="max")
-    for name in ("0", "3"):
-        layer = own.get_submodule(name)
-        (rounder,) = rounders_of(layer)
-        assert rounder.formats(layer).inputs == above[name].input
-    with pytest.raises(ExportError, match="must be finite"):
-        calibrate(model, [x * torch.inf])
+    formats = calibrate(model, [x[:10], (x[10:], torch.zeros(10))], 8, estimator)
+    assert model.training
+    if estimator == "max":
+        assert formats["0"].input == fitting((float(x.min()), float(x.max())), 8)
+    own = marvin.calibrate(model, x.split(10), bits=8, estimator=estimator)
+    weights = formats_of_weights(model, 8, estimator)
+    assert weights == weight_formats(own)
+    assert {name: f.input for name, f in activation_formats(own).items()} == {
+        name: f.input for name, f in formats.items()
+    }
+    network = describe(nearest_weights(model, weights).eval(), x, weights, formats)
+    wanted = describe(own, x)
+    assert (network.origin, wanted.origin) == ("calibrated", "trained")
+    assert torch.equal(integer.run(network, x), integer.run(wanted, x))
+    above = calibrate(model, [x.abs()], 8, estimator)
+    assert (above["0"].input.signed, formats["0"].input.signed) == (False, True)
+    for batches, message in (([], "must see a batch"), ([x * torch.inf], "0 must see finite")):
+        with pytest.raises(ExportError, match=message):
+            calibrate(model, batches)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class Int8Writer(Int16Writer):
     def _add_held(self, op: Operation) -> None:
         """Add an operation whose result float32 holds; in float64 where it does not hold what comes in."""
         is_short = all(self._as_bytes(name) or self.holds(name) for name in op.inputs)
-        if is_short and not (isinstance(op, Round) and op.fmt.wl > _LONGEST):
+        if is_short and not (isinstance(op, Round | AveragePool) and op.fmt.wl > _LONGEST):
             self.add(op)
             return
         self._wide.add(op)
