@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.pooling import _AdaptiveAvgPoolNd as AdaptiveAvgPoolBase
 from torch.nn.modules.pooling import _AvgPoolNd as AvgPoolBase
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import TensorWeakRef as WeakTensor
 
 __all__ = [
@@ -57,7 +57,9 @@ __all__ = [
     "padding_around",
     "remove_hooks",
     "storage_key",
+    "tree_flatten",
     "tree_leaves",
+    "tree_unflatten",
     "uncompiled",
     "version_of",
     "versions_of",

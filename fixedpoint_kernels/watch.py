@@ -107,6 +107,14 @@ class Watch(TorchFunctionMode):
             for t, savers in self._saved.values()
         )
 
+    def keys(self) -> tuple[int, ...]:
+        """Return the number that each storage of ``saved`` is known by, see ``storage_key``."""
+        return tuple(self._saved)
+
+    def is_own(self, tensor: Tensor) -> bool:
+        """Whether a tensor is among those that are left out."""
+        return storage_key(tensor) in self._own
+
     def __enter__(self) -> "Watch":
         super().__enter__()
         self._hooks.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))

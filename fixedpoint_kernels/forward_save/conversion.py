@@ -1,20 +1,22 @@
 """Convert a model and take it back."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
 from fixedpoint_kernels.forward_save import activations, sample, swap
 from fixedpoint_kernels.forward_save.calls import Scoped
+from fixedpoint_kernels.forward_save.checkpoint import Checkpointed
 from fixedpoint_kernels.forward_save.choices import Choice, caller, choose
 from fixedpoint_kernels.forward_save.handlers import keeps
 from fixedpoint_kernels.forward_save.noise import new_noise
+from fixedpoint_kernels.forward_save.planned import Plan, PlannedLayer
 from fixedpoint_kernels.forward_save.report import Call, Kept, Replaced, Report
 from fixedpoint_kernels.forward_save.settings import (
     Division,
     FewBit,
-    Plan,
     division_settings,
     few_bit_settings,
 )
@@ -23,6 +25,7 @@ __all__ = ["convert", "revert"]
 
 Choices = dict[str, tuple[nn.Module, Choice]]
 Settings = tuple[FewBit | None, Division | None]
+RUNS_AGAIN = "its inputs, and runs again"
 
 
 def convert(  # noqa: PLR0913  each is one choice of the user
@@ -75,8 +78,10 @@ def convert(  # noqa: PLR0913  each is one choice of the user
     if (settings == (None, None)) == (plan is None):
         raise ValueError("convert needs few_bit and division, one of them, or a plan alone")
     refuse_converted(model)
-    of_layer = _settings_of(model, plan) if plan else lambda _: settings
-    choices = choices_of(model, of_layer, calls=calls and plan is None)
+    if plan is None:
+        choices = choices_of(model, lambda _: settings, calls=calls)
+    else:
+        choices = planned(model, plan.layers)
     before = None if sample_input is None else sample.observe(model, sample_input)
     noise = apply(choices, seed)
     after = None if sample_input is None else sample.observe(model, sample_input)
@@ -103,22 +108,24 @@ def revert(model: nn.Module) -> None:
         swap.restore_(module)
 
 
-def _settings_of(model: nn.Module, plan: Plan) -> Callable[[str], Settings]:
-    """Return a plan's settings by name.
+def planned(model: nn.Module, layers: Sequence[PlannedLayer]) -> Choices:
+    """Return what becomes of each module by a plan.
 
     Raises:
-        ValueError: ``plan`` has a layer that the model has not, or of another class.
+        ValueError: ``layers`` has one that the model has not, or of another class, or nothing
+            becomes of any.
     """
     modules = dict(model.named_modules())
-    for row in plan.layers:
+    for row in layers:
         came = type(modules[row.layer]).__name__ if row.layer in modules else "no such layer"
         if came != row.module:
             raise ValueError(
                 f"the plan is of another model: layer {row.layer!r} must be {row.module}, "
                 f"got {came}"
             )
-    planned = {row.layer: row.settings for row in plan.layers}
-    return lambda name: planned.get(name, (None, None))
+    settings = {row.layer: row.settings for row in layers}
+    again = {row.layer for row in layers if row.way == "recompute"}
+    return choices_of(model, lambda name: settings.get(name, (None, None)), again=again)
 
 
 def refuse_converted(model: nn.Module) -> None:
@@ -137,9 +144,21 @@ def refuse_converted(model: nn.Module) -> None:
 
 
 def choices_of(
-    model: nn.Module, settings: Callable[[str], Settings], *, calls: bool = False
+    model: nn.Module,
+    settings: Callable[[str], Settings],
+    *,
+    calls: bool = False,
+    again: Set[str] = frozenset(),
+    needs_one: bool = True,
 ) -> Choices:
-    """Return what becomes of each module, by name; with ``calls``, also of those that call functions.
+    """Return what becomes of each module, by name.
+
+    Args:
+        model: Any module.
+        settings: Of each name.
+        calls: Also of those that call functions.
+        again: Names of blocks that keep their inputs and run again.
+        needs_one: Whether something must become of one.
 
     Raises:
         ValueError: Nothing becomes of any.
@@ -154,9 +173,11 @@ def choices_of(
         choice = choose(module, *settings(name))
         if calls and choice is None:
             choice = caller(module, *settings(name))
+        if name in again:
+            choice = Choice((Checkpointed,), {}, RUNS_AGAIN)
         if choice is not None:
             found[name] = module, choice
-    if not any(choice.bases for _, choice in found.values()):
+    if needs_one and not any(choice.bases for _, choice in found.values()):
         kinds = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(f"the model must have a layer to convert, got {', '.join(kinds)}")
     return found
@@ -176,6 +197,18 @@ def apply(choices: Choices, seed: int) -> Tensor:
     return noise
 
 
+@contextmanager
+def converted(choices: Choices) -> Iterator[None]:
+    """Give modules their classes while this is entered."""
+    apply(choices, seed=0)
+    try:
+        yield
+    finally:
+        for module, choice in choices.values():
+            if choice.bases:
+                swap.restore_(module)
+
+
 def _report(
     choices: Choices,
     before: sample.ForwardPass | None,
@@ -192,7 +225,8 @@ def _report(
     names = {row.layer for row in replaced}
     still = {(who.layer, who.function) for storage in after.saved for who in storage.savers}
     rest = {at for at in still if at[0] not in names}
-    idle = tuple(row.layer for row in replaced if before.is_idle(row.layer, rest))
+    again = [row.layer for row in replaced if row.keeps == RUNS_AGAIN]
+    idle = tuple(n for n in names.difference(again) if before.is_idle(n, rest))
     if idle:
         warnings.warn(
             f"these layers save nothing, for another operation keeps the same tensor: "
@@ -206,7 +240,11 @@ def _report(
     for call in found:
         at = call.layer, call.function
         is_less = at not in still
-        if call.layer not in names:
-            rows[at] = Call(*at, keeps(call.function, *settings) if is_less else "")
+        less = keeps(call.function, *settings)
+        if any(f"{call.layer}.".startswith(f"{block}.") for block in again):
+            is_less, less = True, "nothing; runs again"
+        elif call.layer in names:
+            continue
+        rows[at] = Call(*at, less if is_less else "")
     own = tuple(row for row in rows.values() if row.layer not in listed)
     return Report(replaced, kept, own, idle)

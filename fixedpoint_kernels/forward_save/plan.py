@@ -1,235 +1,330 @@
-"""Choose bits for each layer so that what is kept fits into a budget."""
+"""Choose for each layer what it keeps, so that all fits into a budget."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fixedpoint_kernels.forward_save import activations, conversion, maps, norms, sample, swap
-from fixedpoint_kernels.forward_save.calls import Scoped
-from fixedpoint_kernels.forward_save.layers import Divided
-from fixedpoint_kernels.forward_save.noise import new_noise
-from fixedpoint_kernels.forward_save.settings import Division, FewBit, Plan, PlannedLayer
+from fixedpoint_kernels.forward_save import (
+    checkpoint,
+    conversion,
+    measure,
+    peak,
+    sample,
+    search,
+)
+from fixedpoint_kernels.forward_save.choices import choose
+from fixedpoint_kernels.forward_save.ledger import EXACT, Group, Ledger, State, is_inside
+from fixedpoint_kernels.forward_save.planned import Plan, PlannedLayer
+from fixedpoint_kernels.forward_save.settings import Division, FewBit
 
-__all__ = ["LEVELS", "plan"]
+__all__ = ["CHOICES", "LEVELS", "plan"]
 
+CHOICES = "few_bit", "division", "recompute"
 LEVELS = ((8, 8), (4, 4), (3, 2), (2, 1), (1, 1))  # bits of a few-bit code, bits of DIVISION
-CENTRED = norms.BatchNorm, norms.GroupNorm, norms.LayerNorm  # take the mean away
-Level = int  # -1: exact; otherwise an index of LEVELS
+MEASURED = 2  # the level whose time and gradient error are measured
+GRAINS = 1.0, 0.25, 0.0625  # of what is kept: most that one block may make again at once
 
 
-@dataclass
-class _Group:
-    """Layers that keep tensors in common, so that they must change together.
+class Question(NamedTuple):
+    """What a plan is made for.
 
     Args:
-        layers: Their names.
-        sizes: Bytes kept at each level, -1 for exact.
-        errors: Estimated at each level.
-        level: The one chosen.
+        model: In training mode, not converted.
+        inputs: The sample.
+        settings: Of each level.
+        layers: Those that can be converted, with what becomes of them.
+        blocks: Those that may run again.
+        loss: Of the model's output.
     """
 
-    layers: set[str]
-    sizes: dict[Level, int] = field(default_factory=dict)
-    errors: dict[Level, float] = field(default_factory=dict)
-    level: Level = -1
+    model: nn.Module
+    inputs: sample.Given
+    settings: Sequence[conversion.Settings]
+    layers: conversion.Choices
+    blocks: Sequence[str]
+    loss: sample.Loss | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
 
-def plan(
+def plan(  # noqa: PLR0913  each is one choice of the user
     model: nn.Module,
-    sample_input: sample.Inputs,
+    sample_input: sample.Inputs | None = None,
     *,
-    budget_bytes: int,
+    sample_args: Sequence[object] = (),
+    sample_kwargs: Mapping[str, object] | None = None,
+    budget_bytes: int | None = None,
+    peak_bytes: int | None = None,
+    choices: Sequence[str] = ("few_bit", "division"),
     block: int = 8,
+    loss: sample.Loss | None = None,
 ) -> Plan:
-    """Choose bits for each layer so that what is kept for backward fits into a budget.
+    """Choose what each layer keeps for backward, so that a training step fits into a budget.
 
-    The model runs once as it is and once at each of five levels, and what autograd saves is
-    counted, so predicted bytes are those of a real run; parameters and buffers are left out.
-    The error of a layer is estimated on the sample: for DIVISION, the squared error of what comes
-    back over its square (of what varies, where the layer normalises); for an activation
-    function, that of its derivative. Starting from exact, the step with the least added error for
-    each byte saved is taken until the budget holds. Layers that keep a tensor in common change
-    together, for one alone would save nothing.
+    The model runs on the sample: once as it is and once at each of five levels of bits, to count
+    what autograd keeps; each layer and each block alone, as it is and changed, for its time; a
+    step for each group of layers that keep a tensor in common, for the error that they bring into
+    the model's gradient at 3 bits and DIVISION's 2; errors at other levels are scaled by how far
+    what comes back is from what went in. Starting from the model as it is, the choice with the least
+    cost for each byte is taken until the budget holds; then those are taken back that are not
+    needed. The cost is the time to the same loss: the time of a step times the number of steps,
+    which grows with the noise of the gradient, see ``Ledger.cost``. What was chosen then runs as a
+    whole, and the plan has what was measured there.
 
     Args:
         model: Any module in training mode, not converted; left as it was.
         sample_input: What to call it with, of the batch size that the budget is for: a tensor, a
             tuple of arguments, or a mapping of keywords.
+        sample_args: Arguments by position, in place of ``sample_input``.
+        sample_kwargs: Arguments by keyword, in place of ``sample_input``.
         budget_bytes: Most bytes to keep between forward and backward pass.
+        peak_bytes: Most bytes of tensors at once in forward and backward pass, beyond the model and
+            the sample: what is kept, what a layer works with, what a block makes again, and
+            gradients. In place of ``budget_bytes``, or beside it.
+        choices: Any of ``"few_bit"``, ``"division"`` and ``"recompute"``, which makes blocks (modules
+            with layers inside) keep their inputs alone and run again in the backward pass.
         block: Edge of DIVISION's blocks.
+        loss: Gives the loss of the model's output; None: the output's own ``loss``, the output if
+            it is one number, otherwise a random sum of it.
 
     Returns:
         The plan; ``convert(model, plan=plan)`` applies it.
 
     Raises:
-        ValueError: The budget cannot be met (the message has the least bytes that can), the model
-            is in eval mode, converted, or has nothing to convert.
+        TypeError: There is no sample, or one in two forms.
+        ValueError: The budget cannot be met (the message has the least bytes that can), there is
+            none, a choice is unknown, the model is in eval mode, converted, or has nothing to
+            convert.
     """
+    if budget_bytes is None and peak_bytes is None:
+        raise ValueError("a plan needs budget_bytes, peak_bytes, or both, got neither")
     if not model.training:
         raise ValueError("a plan needs the model in training mode, got eval mode")
     conversion.refuse_converted(model)
-    every = conversion.choices_of(model, lambda _: (FewBit(), Division(block)))
-    names = [name for name, (_, choice) in every.items() if choice.bases]
-    exact = sample.observe(model, sample_input)
-    groups = _groups(exact, names)
-    rest = _bytes(exact, lambda layers: not layers & set(names))
-    errors = _estimates(model, sample_input, block)
-    for level in range(len(LEVELS)):
-        converted = _observe_level(model, sample_input, level, block)
-        for group in groups:
-            group.sizes[level] = _converted_bytes(group, exact, converted, set(names))
-            group.errors[level] = sum(errors[name][level] for name in group.layers)
-    smallest = rest + sum(min(group.sizes.values()) for group in groups)
-    if budget_bytes < smallest:
+    inputs = sample.given(sample_input, sample_args, sample_kwargs)
+    question = _question(model, inputs, _checked(choices), block, loss)
+    ledger = _measured(question)
+    path = [*search.path(ledger)]
+    smallest = min(map(ledger.kept_bytes, path))
+    spare, plan = 0, None
+    while plan is None or (budget_bytes is not None and plan.predicted_bytes > budget_bytes):
+        if budget_bytes is not None:
+            spare += plan.predicted_bytes - budget_bytes if plan else 0  # of arithmetic's bytes
+            _require("budget_bytes", budget_bytes, smallest + spare)
+        state = _chosen(question, ledger, path, (budget_bytes and budget_bytes - spare, peak_bytes))
+        plan = Plan(_rows(question, ledger, state), 0, 0, smallest, budget_bytes, peak_bytes)
+        plan = _proven(question, plan, ledger)
+    return plan
+
+
+def _require(name: str, came: int, least: int) -> None:
+    if came < least:
         raise ValueError(
-            f"budget_bytes must be at least {smallest:,}, the least that this model can keep for "
-            f"this sample, got {budget_bytes:,}"
+            f"{name} must be at least {least:,}, the least that this model can keep for "
+            f"this sample, got {came:,}"
         )
-    _spend(groups, budget_bytes - rest)
-    total = rest + sum(group.sizes[group.level] for group in groups)
-    levels = {name: group.level for group in groups for name in group.layers}
-    rows = tuple(
-        _row(name, every[name][0], levels.get(name, -1), errors.get(name, {}), block)
-        for name in names
-    )
-    return Plan(rows, exact.size_bytes, total, smallest, budget_bytes)
 
 
-def _settings(level: Level, block: int) -> tuple[FewBit | None, Division | None]:
-    if level < 0:
-        return None, None
-    code, residual = LEVELS[level]
-    return FewBit(code), Division(block, residual)
+def _chosen(
+    question: Question,
+    ledger: Ledger,
+    path: Sequence[State],
+    limits: tuple[int | None, int | None],
+) -> State:
+    """Return the cheapest state that was found within limits of bytes and peak."""
+    budget, limit = limits
+    state = path[0]
+    if budget is not None:
+        fits = [state for state in path if ledger.kept_bytes(state) <= budget]
+        state = search.without_waste(ledger, fits[0], budget)
+    if limit is not None and _peak(question, ledger, state) > limit:
+        return _under_peak(question, ledger, limit, budget)
+    return state
 
 
-def _row(
-    name: str, module: nn.Module, level: Level, errors: dict[Level, float], block: int
-) -> PlannedLayer:
-    settings, keeps = _settings(level, block), "whole tensors"
-    choice = conversion.choices_of(module, lambda _: settings)[""][1] if level >= 0 else None
-    if choice is not None:
-        keeps = choice.keeps
-    return PlannedLayer(name, type(module).__name__, keeps, errors.get(level, 0.0), settings)
+def _checked(choices: Sequence[str]) -> set[str]:
+    """Return the choices, all of which are known."""
+    wanted = {choices} if isinstance(choices, str) else set(choices)
+    if not wanted or wanted - set(CHOICES):
+        came = ", ".join(map(repr, sorted(wanted - set(CHOICES)))) or "none"
+        raise ValueError(f"choices must be among {', '.join(CHOICES)}, got {came}")
+    return wanted
 
 
-def _groups(exact: sample.ForwardPass, names: Iterable[str]) -> list[_Group]:
-    """Return the convertible layers that keep anything, those with a tensor in common together."""
-    known, groups = set(names), []
-    for storage in exact.saved:
-        together = storage.layers & known
-        if together:
-            for group in [g for g in groups if g.layers & together]:
-                together |= group.layers
-                groups.remove(group)
-            groups.append(_Group(together))
-    for group in groups:
-        group.sizes[-1] = _bytes(exact, lambda layers, group=group: bool(layers & group.layers))
-        group.errors[-1] = 0.0
-    return groups
+def _question(
+    model: nn.Module,
+    inputs: sample.Given,
+    choices: set[str],
+    block: int,
+    loss: sample.Loss | None,
+) -> Question:
+    """Return what there is to choose from.
 
-
-def _bytes(forward: sample.ForwardPass, wanted: Callable[[set[str]], bool]) -> int:
-    """Return the bytes of tensors whose layers ``wanted`` accepts."""
-    return sum(storage.size_bytes for storage in forward.saved if wanted(storage.layers))
-
-
-def _converted_bytes(
-    group: _Group, exact: sample.ForwardPass, converted: sample.ForwardPass, names: set[str]
-) -> int:
-    """Return what stays because another operation keeps it, and what the layers keep instead."""
-    stays = _bytes(exact, lambda layers: bool(layers & group.layers) and bool(layers - names))
-    return stays + _bytes(converted, lambda layers: bool(layers & group.layers))
-
-
-def _spend(groups: list[_Group], budget: int) -> None:
-    """Lower levels, the least error for a byte first, until all fits into ``budget``."""
-    total = sum(group.sizes[-1] for group in groups)
-    while total > budget:
-        steps = [
-            ((group.errors[level] - group.errors[group.level]) / saved, group, level)
-            for group in groups
-            for level in group.sizes
-            if (saved := group.sizes[group.level] - group.sizes[level]) > 0
-        ]
-        _, group, level = min(steps, key=lambda step: step[0])
-        total -= group.sizes[group.level] - group.sizes[level]
-        group.level = level
-
-
-def _observe_level(
-    model: nn.Module, inputs: sample.Inputs, level: Level, block: int
-) -> sample.ForwardPass:
-    """Run the model converted at one level."""
-    with _converted(model, level, block):
-        return sample.observe(model, inputs)
-
-
-@contextmanager
-def _converted(model: nn.Module, level: Level, block: int) -> Iterator[None]:
-    choices = conversion.choices_of(model, lambda _: _settings(level, block))
-    conversion.apply(choices, seed=0)
-    try:
-        yield
-    finally:
-        conversion.revert(model)
-
-
-def _estimates(
-    model: nn.Module, inputs: sample.Inputs, block: int
-) -> dict[str, dict[Level, float]]:
-    """Return the error of each layer at each level, on what goes into it.
-
-    Of several calls of a layer, the largest error counts.
+    Raises:
+        ValueError: Nothing.
     """
-    errors: dict[str, dict[Level, float]] = {}
-    noise = new_noise(0)
-
-    def see(name: str, module: nn.Module, x: Tensor) -> None:
-        if not swap.is_converted(module):
-            return
-        found = errors.setdefault(name, {})
-        for level in range(len(LEVELS)):
-            error = _error(module, x.detach(), _settings(level, block), noise)
-            found[level] = max(found.get(level, 0.0), error)
-
-    with _converted(model, 0, block):
-        sample.visit(model, inputs, see)
-    return errors
-
-
-def _error(
-    module: nn.Module, x: Tensor, settings: tuple[FewBit | None, Division | None], noise: Tensor
-) -> float:
-    few_bit, division = settings
-    if isinstance(module, Divided) and division:
-        packed: Any = maps.pack(x, module.spatial(x), division, noise)
-        back = maps.unpack(packed[:-1], packed.form)
-        return _relative(back, x, isinstance(module, CENTRED))
-    if isinstance(module, Scoped) and division:
-        packed = maps.pack(x, max(1, min(x.dim() - 2, 3)), division, noise)
-        return _relative(maps.restore(packed[:-1], packed.form), x)
-    if not (isinstance(module, (*activations.SMOOTH, activations.OwnValues)) and few_bit):
-        return 0.0
-    undo, few = swap.undo_of(module), vars(module)
-    bits, few["bits"] = few["bits"], few_bit.bits
-    got = _slope(partial(undo.bases[-1].forward, module), x)
-    few["bits"] = bits
-    return _relative(got, _slope(partial(undo.original.forward, module), x))
+    settings = [
+        (
+            FewBit(code) if "few_bit" in choices else None,
+            Division(block, bits) if "division" in choices else None,
+        )
+        for code, bits in LEVELS
+    ]
+    blocks = checkpoint.blocks(model) if "recompute" in choices else []
+    layers: conversion.Choices = {}
+    if choices != {"recompute"}:
+        every = conversion.choices_of(model, lambda _: settings[MEASURED], needs_one=not blocks)
+        layers = {name: pair for name, pair in every.items() if pair[1].bases}
+    if not layers and not blocks:
+        raise ValueError("the model must have a block to run again: a module with layers inside")
+    return Question(model, inputs, settings, layers, blocks, loss)
 
 
-def _relative(got: Tensor, want: Tensor, is_centred: bool = False) -> float:
-    """Return the squared error over the squared size, 0 for what is 0."""
-    got, want = got.double(), want.double()
-    size = (want - want.mean() if is_centred else want).square().sum()
-    return float((got - want).square().sum() / size) if size > 0 else 0.0
+def _measured(question: Question) -> Ledger:
+    """Run the model as it is, at each level, and its layers and blocks alone."""
+    model, inputs, settings, layers, blocks, _ = question
+    exact = sample.observe(model, inputs, blocks)
+    costs = measure.costs(model, inputs, layers, blocks)
+    runs = {}
+    for level, at_level in enumerate(settings if layers else ()):
+        every = conversion.choices_of(model, lambda _, s=at_level: s, needs_one=False)
+        with conversion.converted(every):
+            runs[level] = sample.observe(model, inputs)
+    step_s = min(_step_s(question) for _ in range(measure.RUNS))
+    ledger = Ledger(exact, runs, layers, costs, step_s)
+    _measure_errors(question, ledger.groups)
+    return ledger
 
 
-def _slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    x = x.clone().requires_grad_()
-    with torch.enable_grad():
-        return torch.autograd.grad(function(x * 1).sum(), x)[0]  # it may write to x * 1
+def _measure_errors(question: Question, groups: Sequence[Group]) -> None:
+    """Note the error of the gradient for each group at one level, and scale it to the others."""
+    model, inputs, settings, layers, _, loss = question
+    if not layers:
+        return
+    returned = measure.returned_errors(model, inputs, layers, settings)
+    local = [
+        {name: returned.get(name, [0.0] * len(settings)) for name in group.layers}
+        for group in groups
+    ]
+    noisy = [{name for name, errors in one.items() if errors[MEASURED]} for one in local]
+    measured = measure.gradient_errors(model, inputs, loss, layers, noisy)
+    for group, errors, error in zip(groups, local, measured, strict=True):
+        sums = [sum(of_layer) for of_layer in zip(*errors.values(), strict=True)]
+        scale = error / sums[MEASURED] if sums[MEASURED] else 1.0
+        for level, total in enumerate(sums):
+            group.errors[level] = scale * total
+            group.shares[level] = {
+                name: of_layer[level] / total if total else 0.0 for name, of_layer in errors.items()
+            }
+
+
+def _step_s(question: Question) -> float:
+    run = partial(sample.gradients, question.model, question.inputs, question.loss)
+    return measure.seconds(run, question.device)
+
+
+def _under_peak(question: Question, ledger: Ledger, limit: int, budget: int | None) -> State:
+    """Return the cheapest state that was found to hold the limit, in steps that really run.
+
+    A block that runs again is there as a whole for a while, so paths are tried whose blocks keep
+    no more than some share of all.
+
+    Raises:
+        ValueError: None was found.
+    """
+    whole, lowest, found = ledger.kept_bytes(ledger.start), [], []
+    for grain in GRAINS if ledger.blocks else GRAINS[:1]:
+        path = [
+            state
+            for state in search.path(ledger, grain * whole)
+            if budget is None or ledger.kept_bytes(state) <= budget
+        ]
+        state, least = search.first_under(path, partial(_peak, question, ledger), limit)
+        lowest += [] if least is None else [least]
+        found += [] if state is None else [state]
+    if not found:
+        raise ValueError(
+            f"peak_bytes must be at least {min(lowest):,}, the least that was found for this "
+            f"sample, got {limit:,}"
+        )
+    return min(found, key=ledger.cost)
+
+
+def _peak(question: Question, ledger: Ledger, state: State) -> int:
+    """Return the bytes of tensors at once in a real step."""
+    with conversion.converted(_choices(question, _rows(question, ledger, state))):
+        return _peak_now(question)
+
+
+def _peak_now(question: Question) -> int:
+    run = partial(sample.gradients, question.model, question.inputs, question.loss)
+    return peak.peak_of(run, question.device)
+
+
+def _choices(question: Question, rows: Sequence[PlannedLayer]) -> conversion.Choices:
+    if not any(row.is_changed for row in rows):
+        return {}
+    return conversion.planned(question.model, rows)
+
+
+def _rows(question: Question, ledger: Ledger, state: State) -> tuple[PlannedLayer, ...]:
+    """Return what becomes of layers and blocks, in the model's order."""
+    at = {name: place for place, group in enumerate(ledger.groups) for name in group.layers}
+    rows = []
+    for name, module in question.model.named_modules():
+        kind = type(module).__name__
+        over = next((block for block in state.again if is_inside(name, block)), None)
+        if name in state.again:
+            added = ledger.costs.blocks_s[name]
+            keeps = conversion.RUNS_AGAIN
+            rows.append(PlannedLayer(name, kind, keeps, 0.0, (None, None), "recompute", added))
+        elif name in question.layers and over is not None:
+            keeps = f"nothing: {over} runs again"
+            rows.append(PlannedLayer(name, kind, keeps, 0.0, (None, None)))
+        elif name in question.layers:
+            group, level = (at[name], state.levels[at[name]]) if name in at else (0, EXACT)
+            if level == EXACT:
+                rows.append(PlannedLayer(name, kind, "whole tensors", 0.0, (None, None)))
+                continue
+            settings = question.settings[level]
+            choice = choose(module, *settings)
+            error = ledger.groups[group].error_of(name, level)
+            added = ledger.costs.layers_s.get(name, 0.0)
+            keeps = choice.keeps if choice else ""
+            rows.append(PlannedLayer(name, kind, keeps, error, settings, "", added))
+    return tuple(rows)
+
+
+def _proven(question: Question, plan: Plan, ledger: Ledger) -> Plan:
+    """Return the plan with what a model converted by it really keeps and takes."""
+    model, inputs, loss = question.model, question.inputs, question.loss
+    choices = _choices(question, plan.layers)
+    want = sample.gradients(model, inputs, loss)
+    exact_peak = _peak_now(question)
+    times: tuple[list[float], list[float]] = [], []
+    for _ in range(measure.RUNS):
+        times[0].append(_step_s(question))
+        with conversion.converted(choices):
+            times[1].append(_step_s(question))
+    with conversion.converted(choices):
+        kept = sample.observe(model, inputs).size_bytes
+        peak_bytes = _peak_now(question)
+        got = sample.gradients(model, inputs, loss)
+    return replace(
+        plan,
+        exact_bytes=ledger.kept_bytes(ledger.start),
+        predicted_bytes=kept,
+        exact_peak_bytes=exact_peak,
+        peak_bytes=peak_bytes,
+        exact_step_s=min(times[0]),
+        step_s=min(times[1]),
+        gradient_error=measure.relative_error(got, want) ** 0.5,
+        refused=tuple(ledger.costs.refused.items()),
+    )

@@ -1,6 +1,6 @@
-"""Run a model once on a sample, and see who calls what and who keeps which tensor."""
+"""Run a model on a sample, and see who calls what, who keeps which tensor, and what a step takes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -8,13 +8,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import HOOKS
+from fixedpoint_kernels._torch_private import (
+    HOOKS,
+    storage_key,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from fixedpoint_kernels.watch import Caller, Running, Storage, Watch, is_torchs
 
-__all__ = ["ForwardPass", "Inputs", "observe", "visit"]
+__all__ = [
+    "ForwardPass",
+    "Given",
+    "Inputs",
+    "Loss",
+    "given",
+    "gradients",
+    "leaves_of",
+    "mapped",
+    "observe",
+    "own_random_numbers",
+    "tensors_in",
+    "visit",
+]
 
 Inputs = Tensor | Sequence[object] | Mapping[str, object]
-Arguments = tuple[tuple[object, ...], dict[str, object]]
+Loss = Callable[[object], Tensor]
+
+
+class Given(NamedTuple):
+    """Arguments of a model, by position and by keyword."""
+
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = {}
 
 
 class ForwardPass(NamedTuple):
@@ -23,10 +49,13 @@ class ForwardPass(NamedTuple):
     Args:
         calls: Each call from Python, without repetition.
         saved: Each storage kept for backward; parameters, buffers and empty ones are left out.
+        taken: What each of some modules was called with: places in ``saved``, or bytes of storages
+            that nobody keeps, by their number.
     """
 
     calls: tuple[Caller, ...]
     saved: tuple[Storage, ...]
+    taken: Mapping[str, Mapping[int, int]] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -41,38 +70,170 @@ class ForwardPass(NamedTuple):
         )
 
 
-def _arguments(inputs: Inputs) -> Arguments:
-    """Return a sample as arguments by position and by keyword."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
+def given(
+    sample_input: Inputs | None,
+    sample_args: Sequence[object] = (),
+    sample_kwargs: Mapping[str, object] | None = None,
+) -> Given:
+    """Return a sample as arguments by position and by keyword.
+
+    Raises:
+        TypeError: There is no sample, or one of either form.
+    """
+    by_name = dict(sample_kwargs or {})
+    if (sample_input is None) == (not sample_args and not by_name):
+        came = "neither" if sample_input is None else "both"
+        raise TypeError(f"a sample is sample_input, or sample_args and sample_kwargs, got {came}")
+    if sample_input is None:
+        return Given(tuple(sample_args), by_name)
+    if isinstance(sample_input, Given):
+        return sample_input
+    if isinstance(sample_input, Mapping):
+        return Given((), dict(sample_input))
+    return Given((sample_input,) if isinstance(sample_input, Tensor) else tuple(sample_input))
 
 
-def observe(model: nn.Module, inputs: Inputs) -> ForwardPass:
-    """Run a forward pass in the mode the model is in; the user's hooks are not called."""
+def observe(model: nn.Module, inputs: Inputs, taken: Iterable[str] = ()) -> ForwardPass:
+    """Run a forward pass in the mode the model is in; the user's hooks are not called.
+
+    Args:
+        model: Any module.
+        inputs: What to call it with.
+        taken: Modules of which to note what they are called with.
+    """
     buffers = _copies(model)
     with without_hooks(model):
+        held = {name: _hold(model.get_submodule(name)) for name in taken}
         watch = Watch(Running(model), [*model.parameters(), *buffers.values()])
         with torch.enable_grad(), watch:
             output = _forward(model, buffers, inputs)
+    keys = watch.keys()
+    sizes = {
+        name: {
+            storage_key(tensor): tensor.untyped_storage().nbytes()
+            for tensor in tensors
+            if not watch.is_own(tensor)
+        }
+        for name, tensors in held.items()
+    }
     del output  # it alone keeps the graph
-    return ForwardPass(tuple(watch.calls), tuple(s for s in watch.saved() if s.size_bytes))
+    return ForwardPass(tuple(watch.calls), *_numbered(watch.saved(), keys, sizes))
 
 
-def visit(model: nn.Module, inputs: Inputs, see: Callable[[str, nn.Module, Tensor], None]) -> None:
-    """Run a forward pass without gradients, and call ``see`` with each module's first tensor."""
+def _hold(module: nn.Module) -> list[Tensor]:
+    """Return a list that gets all tensors a module is called with."""
+    held: list[Tensor] = []
+
+    def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        held.extend(tensors_in((args, kwargs)))
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+    return held
+
+
+def _numbered(
+    saved: tuple[Storage, ...], keys: tuple[int, ...], taken: dict[str, dict[int, int]]
+) -> tuple[tuple[Storage, ...], dict[str, dict[int, int]]]:
+    """Return the storages that are not empty, and others' by their places among these."""
+    pairs = [(key, s) for key, s in zip(keys, saved, strict=True) if s.size_bytes]
+    places = {key: place for place, (key, _) in enumerate(pairs)}
+    for sizes in taken.values():
+        for key in sizes:
+            places.setdefault(key, len(places))
+    numbered = {
+        name: {places[key]: size for key, size in sizes.items()} for name, sizes in taken.items()
+    }
+    return tuple(storage for _, storage in pairs), numbered
+
+
+See = Callable[[str, nn.Module, Given], None]
+
+
+def visit(model: nn.Module, inputs: Inputs, see: See) -> None:
+    """Run a forward pass without gradients, and call ``see`` with each module and its arguments.
+
+    Modules that ``see`` itself runs are not seen.
+    """
+    is_busy = False
 
     def hook(
         name: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if tensors:
-            see(name, module, tensors[0])
+        nonlocal is_busy
+        if is_busy:
+            return
+        is_busy = True
+        try:
+            see(name, module, Given(args, kwargs))
+        finally:
+            is_busy = False
 
     with without_hooks(model), torch.no_grad():
         for name, module in model.named_modules():
             module.register_forward_pre_hook(partial(hook, name), with_kwargs=True)
         _forward(model, _copies(model), inputs)
+
+
+def gradients(model: nn.Module, inputs: Inputs, loss: Loss | None = None) -> list[Tensor | None]:
+    """Return the gradients of all parameters that need one, by a forward and a backward pass.
+
+    Nothing of the model changes, nor do the random numbers; the user's hooks are not called.
+
+    Raises:
+        ValueError: The output has nothing to differentiate.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    before = [(b, b.detach().clone()) for b in model.buffers()]
+    with without_hooks(model), torch.enable_grad(), own_random_numbers(model):
+        output = _forward(model, _copies(model), inputs)
+        value = scalar_of(output) if loss is None else loss(output)
+        del output
+        found = torch.autograd.grad(value, parameters, allow_unused=True)
+    with torch.no_grad():
+        for buffer, kept in before:  # what runs again in backward has the model's own
+            if not torch.equal(buffer, kept):
+                buffer.copy_(kept)
+    return list(found)
+
+
+def scalar_of(output: object) -> Tensor:
+    """Return what stands for the loss of an output: its ``loss``, or a random sum of all numbers.
+
+    Raises:
+        ValueError: The output has nothing to differentiate.
+    """
+    own = getattr(output, "loss", None)
+    found = [own] if isinstance(own, Tensor) else tensors_in(output)
+    found = [t for t in found if t.is_floating_point() and t.requires_grad]
+    if not found:
+        raise ValueError(
+            "the model must give a floating tensor that needs a gradient, "
+            f"got {type(output).__name__}; loss= takes the loss of an output"
+        )
+    if len(found) == 1 and found[0].numel() == 1:
+        return found[0].sum()
+    noise = torch.Generator(found[0].device).manual_seed(0)
+    sums = [
+        (t * torch.randn(t.shape, generator=noise, dtype=t.dtype, device=t.device)).sum()
+        for t in found
+    ]
+    return torch.stack([one.float() for one in sums]).sum()
+
+
+def leaves_of(nested: object) -> list[object]:
+    """Return what is in nested containers."""
+    return tree_leaves(nested)
+
+
+def tensors_in(nested: object) -> list[Tensor]:
+    """Return the tensors of nested containers."""
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
+def mapped(change: Callable[[object], object], given: Given) -> Given:
+    """Return arguments in which ``change`` was done to each part of nested containers."""
+    leaves, shape = tree_flatten((tuple(given.args), dict(given.kwargs)))
+    return Given(*tree_unflatten([change(leaf) for leaf in leaves], shape))
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:
@@ -81,9 +242,17 @@ def _copies(model: nn.Module) -> dict[str, Tensor]:
 
 def _forward(model: nn.Module, buffers: dict[str, Tensor], inputs: Inputs) -> object:
     """Call ``model`` on ``buffers``, leaving the random numbers as they were."""
+    args, kwargs = given(inputs)
+    with own_random_numbers(model):
+        return torch.func.functional_call(model, buffers, args, dict(kwargs))
+
+
+@contextmanager
+def own_random_numbers(model: nn.Module) -> Iterator[None]:
+    """Put the random numbers of the model's devices back."""
     devices = {t.device for t in model.parameters() if t.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):
-        return torch.func.functional_call(model, buffers, *_arguments(inputs))
+        yield
 
 
 @contextmanager

@@ -2,21 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fixedpoint_kernels.drawing import draw_cells
 from fixedpoint_kernels.few_bit.integrals import Weight
 from fixedpoint_kernels.few_bit.solver import checked_bits
-
-if TYPE_CHECKING:
-    from fixedpoint_kernels.figure import Shown
 
 __all__ = [
     "METHODS",
     "Division",
     "FewBit",
-    "Plan",
-    "PlannedLayer",
     "division_settings",
     "few_bit_settings",
 ]
@@ -96,84 +90,6 @@ class Division:
             "fixed": f"values of {bit_count(self.bits)}, one range a plane",
             "per_group": f"values of {bit_count(self.bits)}, one range for 256",
         }[self.method]
-
-
-@dataclass(frozen=True)
-class PlannedLayer:
-    """What a plan has for one layer.
-
-    Args:
-        layer: Its name.
-        module: Its class.
-        keeps: ``"whole tensors"``, or what instead.
-        error: Estimated relative squared error, 0 where the gradient is exact.
-        settings: For activation functions and for DIVISION; None and None: the layer stays as it is.
-    """
-
-    layer: str
-    module: str
-    keeps: str
-    error: float
-    settings: tuple[FewBit | None, Division | None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Settings of every layer that can be converted; print it, and give it to ``convert``.
-
-    Args:
-        layers: In the model's order.
-        exact_bytes: Kept for backward of the sample without a conversion.
-        predicted_bytes: Kept with this plan.
-        smallest_bytes: The least that any plan keeps.
-        budget_bytes: What was asked for.
-    """
-
-    layers: tuple[PlannedLayer, ...]
-    exact_bytes: int
-    predicted_bytes: int
-    smallest_bytes: int
-    budget_bytes: int
-
-    @property
-    def error(self) -> float:
-        """Sum of the layers' estimated relative squared errors."""
-        return sum(row.error for row in self.layers)
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
-        wide = [max(len(w) for w in ws) for ws in zip(*map(_words, self.layers), strict=True)]
-        lines = [
-            f"{self.predicted_bytes:,} bytes of {self.exact_bytes:,} for this sample, "
-            f"budget {self.budget_bytes:,}, smallest possible {self.smallest_bytes:,}"
-        ]
-        for row in self.layers:
-            cells = [word.ljust(n) for word, n in zip(_words(row), wide, strict=True)]
-            lines.append("  ".join(["", *cells]).rstrip())
-        return "\n".join(lines)
-
-    def plot(self) -> "Shown":
-        """Draw the layers: coloured where they keep less.
-
-        Returns:
-            A figure of matplotlib's; a notebook shows it, ``savefig(path)`` writes it.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        rows = []
-        for row in self.layers:
-            (name, *cells), is_less = _words(row), row.settings != (None, None)
-            rows.append((name, [(text, is_less) for text in cells]))
-        title = f"{self.predicted_bytes:,} bytes of {self.exact_bytes:,} are kept for backward"
-        return draw_cells(title, ("module", "what it keeps", "error, estimated"), rows)
-
-
-def _words(row: PlannedLayer) -> tuple[str, str, str, str]:
-    error = f"error {row.error:.2g}" if row.error else ""
-    return row.layer or "(model)", row.module, row.keeps, error
 
 
 def bit_count(bits: int) -> str:
