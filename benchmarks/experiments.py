@@ -71,7 +71,41 @@ POLICIES = {
 }
 
 
+INTEGERS = "--execution", "int8"
+FULL_SIZE = {
+    "float32": ("--policy", "none"),
+    "loss budget": ("--policy", "loss-budget", *INTEGERS),
+    "target 5 bits": ("--policy", "loss-budget", "--target-bits", "5", *INTEGERS),
+    "target 4 bits": (
+        *("--policy", "loss-budget", "--target-bits", "4", "--policy-bits", "3", "8", *INTEGERS),
+    ),
+    **{f"static {bits}": (*_static(bits), "--ends-bits", "8", *INTEGERS) for bits in (5, 4)},
+}
+RECIPE = (  # the field's: plain gradients, a cosine to 0, all training images
+    *(
+        "--validation-share",
+        "0",
+        "--batch-size",
+        "128",
+        "--schedule",
+        "cosine",
+        "--lr",
+        "0.1",
+        PLAIN,
+    ),
+)
+
 EXPERIMENTS = {
+    "full-size": Experiment(
+        "how many bits does a network of full width need for the accuracy of float32?",
+        RECIPE,
+        FULL_SIZE,
+        has_word_lengths=True,
+        note="All training images are trained on; the test images are looked at once, at the end of "
+        "each run. All but float32 train on integer units (--execution int8). Bits are means over the "
+        "layers when a run ends, in parentheses weighted by number of elements. Static: the first and "
+        "the last layer have 8 bits, as is usual.",
+    ),
     "policies": Experiment(
         "which policy reaches the accuracy of float32 at how many bits?",
         (),
