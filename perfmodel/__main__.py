@@ -2,6 +2,7 @@
 
 python -m perfmodel RUN                          a run folder: tables, and RUN/performance.png
 python -m perfmodel model MODULE:NAME --input 3,32,32     a model, before it is trained
+python -m perfmodel batch MODULE:NAME --input 3,32,32 --memory 1    the largest batch that trains in it
 python -m perfmodel tables                       the papers' figures beside ours
 """
 
@@ -23,7 +24,9 @@ MOST_SIZE = 2**31
 def main(argv: Sequence[str] | None = None) -> None:
     """Do what the command line asks; what the user can put right ends with one line."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = {"model": _model, "tables": _tables}.get(arguments[0] if arguments else "")
+    command = {"model": _model, "batch": _batch, "tables": _tables}.get(
+        arguments[0] if arguments else ""
+    )
     try:
         if command:
             command(arguments[1:])
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(arguments: Sequence[str]) -> None:
     parser = Parser("python -m perfmodel", __doc__ or "")
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, model, or tables")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, model, batch, or tables")
     parser.add_argument("--json", action="store_true", help="print JSON, draw nothing")
     parser.add_argument("--model", help="module:function of the run's model, to check it by")
     parser.add_argument("--input", type=_shape, help="shape of one sample, with --model")
@@ -86,6 +89,34 @@ def _model(arguments: Sequence[str]) -> None:
         print(json.dumps(as_dict(question, found), indent=2))
     else:
         print(model_report(question, found, by_layer=given.by_layer))
+
+
+def _batch(arguments: Sequence[str]) -> None:
+    from perfmodel.batch import WAYS, Trial, largest, lines
+
+    parser = Parser(
+        "python -m perfmodel batch",
+        "The largest batch whose training step fits into a memory: each batch tried is a step of SGD "
+        "in a process of its own, on the CPU, whose largest memory the system tells.",
+    )
+    parser.add_argument("model", help="module:function, or module:function(argument=value)")
+    parser.add_argument("--input", type=_shape, required=True, help="one sample, such as 3,32,32")
+    parser.add_argument("--dtype", default="float32", help="of the input, such as int64 for tokens")
+    parser.add_argument("--memory", type=real(), default=2, metavar="GIB", help="of the process")
+    parser.add_argument(
+        "--ways", default=",".join(WAYS), help="with commas between: %(default)s, or file of a plan"
+    )
+    parser.add_argument("--threads", type=whole(1), default=1, help="torch's")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
+    trial = Trial(given.model, given.input, given.dtype, "", 0, given.threads)
+    found = [
+        largest(trial._replace(way=way), given.memory * 2**30) for way in given.ways.split(",")
+    ]
+    if given.json:
+        print(json.dumps([row._asdict() for row in found], indent=2))
+    else:
+        print("\n".join(lines(found)))
 
 
 def _tables(arguments: Sequence[str]) -> None:

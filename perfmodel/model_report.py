@@ -57,8 +57,8 @@ class Facts:
     options: dict[str, tuple[float, int]]
 
 
-def load_model(name: str) -> nn.Module:
-    """Return the model that ``module:name`` names, without values where a function makes it.
+def load_model(name: str, device: str = "meta") -> nn.Module:
+    """Return the model that ``module:name`` names; on ``"meta"``, without values.
 
     Raises:
         ValueError: There is no such thing, or it makes no module.
@@ -69,7 +69,7 @@ def load_model(name: str) -> nn.Module:
     attribute, arguments = _parse(call)
     try:
         thing = getattr(importlib.import_module(path), attribute)
-        with torch.device("meta"):
+        with torch.device(device):
             model = thing if isinstance(thing, nn.Module) else thing(**arguments)
     except Exception as error:  # whatever the code of the user raises
         raise ValueError(f"{name} must be a model or make one: {error}") from error

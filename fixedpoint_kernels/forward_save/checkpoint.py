@@ -27,7 +27,11 @@ class Checkpointed(nn.Module):
 
         @wraps(own)  # whoever reads the signature sees that of the block
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (self.training and torch.is_grad_enabled()) or is_checkpointed():
+            if not (self.training and torch.is_grad_enabled()):
+                return own(self, *args, **kwargs)
+            if torch.compiler.is_compiling():  # a graph writes to buffers once
+                return checkpoint(own, self, *args, use_reentrant=False, **kwargs)
+            if is_checkpointed():
                 return own(self, *args, **kwargs)
             return _run(self, own, args, kwargs)
 
@@ -68,8 +72,6 @@ def _run(module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> 
         args, kwargs = tree_unflatten(filled, shape)
         return own(module, *args, **kwargs)
 
-    if torch.compiler.is_compiling():  # a graph writes to buffers once
-        return checkpoint(again, *tensors, use_reentrant=False)
     return checkpoint(again, *tensors, use_reentrant=False, context_fn=partial(_contexts, module))
 
 

@@ -115,8 +115,8 @@ def plan(  # noqa: PLR0913  each is one choice of the user
     smallest = min(map(ledger.kept_bytes, path))
     spare, plan = 0, None
     while plan is None or (budget_bytes is not None and plan.predicted_bytes > budget_bytes):
-        if budget_bytes is not None:
-            spare += plan.predicted_bytes - budget_bytes if plan else 0  # of arithmetic's bytes
+        if budget_bytes is not None:  # a run kept more than arithmetic has it
+            spare += spare + (plan.predicted_bytes - budget_bytes if plan else 0)
             _require("budget_bytes", budget_bytes, smallest + spare)
         state = _chosen(question, ledger, path, (budget_bytes and budget_bytes - spare, peak_bytes))
         plan = Plan(_rows(question, ledger, state), 0, 0, smallest, budget_bytes, peak_bytes)

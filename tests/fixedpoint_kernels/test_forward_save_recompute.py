@@ -320,3 +320,17 @@ def test_arguments_by_position_and_keyword(x):
         model, sample_args=(x,), sample_kwargs=by, budget_bytes=3 * WHOLE, loss=torch.sum
     )
     assert plan.predicted_bytes <= 3 * WHOLE
+
+
+def test_compiled_without_a_break(model, x):
+    names = ["blocks.0", "blocks.1", "blocks.2"]
+    for block in model.blocks:
+        block.noisy = nn.Identity()  # compiled code draws other numbers
+    exact = copy.deepcopy(model)
+    forward_save.convert(model, plan=plan_again(model, x, *names))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        got, want = step(compiled, x), step(exact, x)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-4)  # sums in another order
+        got = {name.removeprefix("_orig_mod."): b for name, b in got[1].items()}
+        torch.testing.assert_close(got, want[1], rtol=1e-5, atol=1e-6)  # so are the statistics

@@ -1,0 +1,142 @@
+"""The largest batch that trains in a memory, by trials in processes of their own; loads no torch.
+
+What a process takes is more than what autograd keeps: the interpreter and its libraries, weights,
+gradients, the optimizer's state, what kernels work with, and what malloc does not give back. The
+system knows the most a process has had. glibc's malloc is told to give large pieces back at once
+(``MALLOC``), so that what it holds beyond need is small and always the same.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from perfmodel.text import binary, table
+
+__all__ = ["MALLOC", "WAYS", "Found", "Trial", "largest", "lines", "run"]
+
+WAYS = "exact", "checkpointing", "few-bit", "few-bit+division"
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+PRECISION = 0.02  # of the batch
+FIRST = 2, 16  # batches tried at first
+MOST = 2**24
+GROWTH = 8  # most times that a trial is larger than the one before
+
+
+class Trial(NamedTuple):
+    """One step to try.
+
+    Args:
+        model: ``module:name``, or ``module:name(argument=value)``.
+        shape: Of one sample.
+        dtype: Of the input.
+        way: One of ``WAYS``, or the file of a plan.
+        batch: Samples.
+        threads: Of torch.
+    """
+
+    model: str
+    shape: tuple[int, ...]
+    dtype: str
+    way: str
+    batch: int
+    threads: int = 1
+
+
+class Found(NamedTuple):
+    """A trial's outcome.
+
+    Args:
+        way: How less is kept.
+        batch: Samples.
+        peak_bytes: Most memory that the process had.
+        kept_bytes: Counted: what autograd keeps between the passes.
+        counted_peak_bytes: Counted: most bytes of tensors that a step holds at once, beyond model,
+            optimizer and batch.
+        base_bytes: Most memory of the process before the step: a step with two samples.
+        step_s: Seconds of the step.
+    """
+
+    way: str
+    batch: int
+    peak_bytes: int
+    kept_bytes: int
+    counted_peak_bytes: int
+    base_bytes: int
+    step_s: float
+
+
+def run(trial: Trial) -> Found:
+    """Run one step in a process of its own.
+
+    Raises:
+        ValueError: The process failed; says with what.
+    """
+    command = [sys.executable, "-m", "perfmodel.trial", json.dumps(trial)]
+    threads = {"OMP_NUM_THREADS": str(trial.threads)}
+    environment = {**os.environ, **MALLOC, **threads}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise ValueError(f"{trial.way}, batch {trial.batch}: {last}")
+    return Found(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def largest(trial: Trial, memory_bytes: float, run: Callable[[Trial], Found] = run) -> Found:
+    """Return the largest batch that was seen to fit; the next one tried, 2 % larger, did not.
+
+    Memory grows evenly with the batch, nearly: each trial is where a line through the largest that
+    fits and another one meets the memory.
+
+    Args:
+        trial: The model and the way; its batch is not read.
+        memory_bytes: Of the process.
+        run: Tries a batch.
+
+    Raises:
+        ValueError: Not even two samples fit, any number does, or a trial failed.
+    """
+    run(trial._replace(batch=max(FIRST)))  # compiles kernels, which takes memory once
+    fits, other = (run(trial._replace(batch=batch)) for batch in FIRST)
+    if fits.peak_bytes > memory_bytes:
+        raise ValueError(
+            f"{trial.way}: a batch of {fits.batch} takes {binary(fits.peak_bytes)}, "
+            f"more than {binary(memory_bytes)}"
+        )
+    too_large = None
+    while True:
+        if other.peak_bytes > memory_bytes:
+            too_large = other.batch
+        else:
+            fits, other = other, fits
+        if fits.batch > MOST:
+            raise ValueError(f"{trial.way}: memory must grow with the batch, {MOST:,} fit")
+        slope = (other.peak_bytes - fits.peak_bytes) / (other.batch - fits.batch)
+        step, most = max(1, round(PRECISION * fits.batch)), GROWTH * fits.batch
+        if slope * (most - fits.batch) > memory_bytes - fits.peak_bytes:
+            most = fits.batch + int((memory_bytes - fits.peak_bytes) / slope)
+        batch = max(most, fits.batch + step)
+        if too_large is not None:
+            if too_large - fits.batch <= step:
+                return fits
+            batch = min(batch, too_large - step)
+        other = run(trial._replace(batch=batch))
+
+
+def lines(found: Iterable[Found]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    header = "way", "largest batch", "process", "before", "counted peak", "kept", "samples/s"
+    rows = [
+        (
+            row.way,
+            str(row.batch),
+            *map(binary, (row.peak_bytes, row.base_bytes, row.counted_peak_bytes, row.kept_bytes)),
+            f"{row.batch / row.step_s:.1f}",
+        )
+        for row in found
+    ]
+    yield table(header, rows)
+    yield ""
+    yield f"malloc: {' '.join(f'{name}={value}' for name, value in MALLOC.items())}"
