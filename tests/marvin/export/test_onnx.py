@@ -18,7 +18,17 @@ from marvin.export import (
 )
 from marvin.export import onnx as exporter
 from marvin.export.graph.bounds import first_value, value_of
-from marvin.export.graph.nodes import Add, Conv, Input, Network, Relu, Round, Weighted
+from marvin.export.graph.nodes import (
+    Add,
+    Conv,
+    Input,
+    MaxPool,
+    Network,
+    Relu,
+    Round,
+    Weighted,
+)
+from marvin.export.graph.views import Concat
 from marvin.hooks import detach
 from train.resnet20 import resnet20
 
@@ -97,6 +107,54 @@ def test_batch_norm_and_sums_are_integer_kernels(ranged, bits, scale, tmp_path):
     assert found["QLinearConv"] == 5
     assert found["QLinearAdd"] >= 2
     assert not {"Conv", "FusedConv", "Mul", "Gemm"} & set(found)
+
+
+def rounded_again(wl, low=0, taken_by="layer"):
+    """Return a network that rounds bytes to ``wl`` bits, unsigned, and samples with ties and ends."""
+    first, second = FixedPoint(8, 4, signed=low < 0), FixedPoint(wl, 2, signed=False)
+    weight = torch.randint(-31, 32, (5, 4, 3, 3), generator=torch.Generator().manual_seed(0))
+    options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    operations = [
+        Input("x", (), (4, 8, 8)),
+        Round("in", ("x",), first),
+        Round("again", ("in",), second),
+        Conv("conv", ("again",), weight, FixedPoint(6, 5), None, FixedPoint(16, 7), **options),
+        Round("y", ("conv",), FixedPoint(8, 0)),
+    ]
+    if taken_by == "pool":
+        operations[2] = Round("again", ("pool",), second)
+        operations.insert(2, MaxPool("pool", ("in",), (3, 3), (1, 1), (1, 1), (1, 1)))
+    elif taken_by == "output":
+        operations[-1] = Add("y", ("again", "in"))
+    elif taken_by == "both":
+        operations += [Round("sum", ("in",), second), Add("z", ("sum", "in"))]
+        operations += [Concat("both", ("z", "y"), 0)]
+    values = {"in": first_value(operations[1], (4, 8, 8))}
+    for op in operations[2:]:
+        values[op.name] = value_of(op, [values[name] for name in op.inputs])
+    network = Network(tuple(operations), values, "trained")
+    codes = torch.arange(256).repeat(4)[: 4 * 64 * 4].reshape(4, 4, 8, 8) + min(low, 0)
+    return network, codes / 16
+
+
+@pytest.mark.parametrize("wl", [3, 6, 7])
+@pytest.mark.parametrize(
+    ("low", "taken_by", "clips"),
+    [(0, "layer", 0), (-128, "layer", 1), (0, "pool", 1), (0, "output", 1), (0, "both", 1)],
+)
+def test_the_largest_byte_is_the_largest_code_where_nothing_else_takes_it(wl, low, taken_by, clips):
+    """A clip costs more than the rounding; where bytes end at 255, it is not there."""
+    network, x = rounded_again(wl, low, taken_by)
+    for options in ({}, {"vnni": True}) if HAS_VNNI else ({},):
+        model = assert_exact(network, x, "int8", **options)
+        assert sum(node.op_type == "Clip" for node in model.graph.node) == clips
+        options = runtime.SessionOptions()
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        session = runtime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        (got,) = session.run(None, {"x": x.numpy()})
+        assert torch.equal(torch.from_numpy(got).double(), integer.run(network, x))
 
 
 def test_a_layer_with_two_roundings_is_written_twice(tmp_path):

@@ -20,6 +20,7 @@ from marvin.export.graph.nodes import (
     Add,
     AveragePool,
     Conv,
+    Flatten,
     Linear,
     MaxPool,
     Network,
@@ -67,12 +68,13 @@ class Int8Writer(Int16Writer):
         self._vnni = vnni
         self._bytes: dict[str, tuple[str, FixedPoint]] = {}  # of values
         self._rounded: dict[tuple[str, FixedPoint, int, int], str] = {}
+        self._zeros: dict[str, int] = {}  # of codes, where it is another than ``_zero``
         self._unclipped: dict[str, tuple[str, tuple[int, int]]] = {}
         self.in_floats: dict[str, str] = {}
         """Layers that no integer kernel computes, and why."""
         self.unfused: set[str] = set()
         """Layers whose sums are written as int32, before anything rounds them."""
-        self._wide = WideWriter(self, lambda w, fmt: _stored(w, fmt, vnni), self.in_floats)
+        self._wide = WideWriter(self, lambda w, most: _stored(w, most, vnni), self.in_floats)
 
     def write(self) -> dict[str, tuple[str, int]]:
         """Add all that the outputs need; return name and dtype of each, by its label."""
@@ -91,6 +93,10 @@ class Int8Writer(Int16Writer):
     def codes(self, name: str) -> tuple[str, FixedPoint] | None:
         """Return codes and format of a value; None where it has none of 8 bits."""
         return self._as_bytes(name)
+
+    def zero_of(self, codes: str, fmt: FixedPoint) -> int:
+        """Return the byte that stands for 0 among codes."""
+        return self._zeros.get(codes, _zero(fmt))
 
     def holds(self, name: str) -> bool:
         """Say whether float32 has every code of a value."""
@@ -123,7 +129,11 @@ class Int8Writer(Int16Writer):
         """Round what average pooling gives; bytes become floats when they are asked for."""
         if op.fmt.wl > 8:
             return super().rounded_mean(op, mean)
-        self._bytes[op.name] = self._quantized(mean, op.fmt, *_range(op.fmt)), op.fmt
+        if self._is_from_above(op):
+            codes = self._from_above(mean, op.fmt)
+        else:
+            codes = self._quantized(mean, op.fmt, *_range(op.fmt))
+        self._bytes[op.name] = codes, op.fmt
         return ""
 
     def _mean_of(self, op: AveragePool) -> None:
@@ -145,7 +155,7 @@ class Int8Writer(Int16Writer):
 
     def _summed(self, op: Weighted) -> str:
         """Add a layer as sums in int32 and their value in float32."""
-        sums = integer_sums(self, op, lambda w, fmt: _stored(w, fmt, self._vnni))
+        sums = integer_sums(self, op, lambda w, most: _stored(w, most, self._vnni))
         return value_of_sums(self, op, sums) if sums else ""
 
     def _in_floats(self, op: Any) -> Any:
@@ -168,7 +178,7 @@ class Int8Writer(Int16Writer):
         if name not in self._bytes and name != self.network.input.name:
             op = self.network.operation(name)
             if isinstance(op, Round) and op.fmt.wl <= 8:
-                self._bytes[name] = self._round(op.inputs[0], op.fmt, *_range(op.fmt)), op.fmt
+                self._bytes[name] = self._codes_of(op), op.fmt
             elif isinstance(op, AveragePool) and op.fmt.wl <= 8:
                 self._mean_of(op)
             elif isinstance(op, Table) and op.fmt.wl <= 8:
@@ -254,7 +264,9 @@ class Int8Writer(Int16Writer):
         if isinstance(op, _MOVES):
             return self.moved(op, codes, f"{op.name}.codes")
         attributes = window(op) if isinstance(op, MaxPool) else {}
-        return self.graph.node(type(op).__name__, [codes], f"{op.name}.codes", **attributes)
+        found = self.graph.node(type(op).__name__, [codes], f"{op.name}.codes", **attributes)
+        self._zeros[found] = self.zero_of(codes, fmt)
+        return found
 
     def _round(self, source: str, fmt: FixedPoint, low: int, high: int) -> str:
         """Return the codes of a value rounded to ``fmt``, within ``low`` and ``high``."""
@@ -280,6 +292,50 @@ class Int8Writer(Int16Writer):
                     codes = self._wide.bytes_of(source, fmt, low, high, _zero(fmt))
             self._rounded[key] = codes
         return self._rounded[key]
+
+    def _codes_of(self, op: Round) -> str:
+        """Return the codes of a rounding; from above where they can be, so that nothing must be clipped."""
+        source, fmt = op.inputs[0], op.fmt
+        found, key = self._bytes.get(source), (source, fmt, -1, -1)
+        is_own = isinstance(self.network.operation(source), (Concat, *KEEP_ORDER))
+        if is_own or (found and found[1] == fmt) or not self._is_from_above(op):
+            return self._round(source, fmt, *_range(fmt))
+        if key not in self._rounded:
+            value = self._unrounded_value(self.network.operation(source), fmt)
+            self._rounded[key] = (
+                self._from_above(value, fmt) if value else self._round(source, fmt, *_range(fmt))
+            )
+        return self._rounded[key]
+
+    def _is_from_above(self, op: Round | AveragePool) -> bool:
+        """Say whether the largest byte may stand for the largest code of a rounding.
+
+        That is so where no value is below 0, and layers alone take the codes.
+        """
+        source = self.network.values.get(op.inputs[0])
+        if source is None or source.low < 0 or op.fmt.signed or op.fmt.wl == 8:
+            return False
+        users, outputs = self.network.users, set(self.network.outputs.values())
+        waiting: list[Operation] = [op]
+        while waiting:
+            taken = waiting.pop()
+            if isinstance(taken, Weighted):
+                continue
+            if taken.name in outputs or not (taken is op or isinstance(taken, Flatten)):
+                return False
+            waiting += users.get(taken.name, [])
+        return True
+
+    def _from_above(self, source: str, fmt: FixedPoint) -> str:
+        """Return the codes of a value that is not below 0: the largest is 255, where bytes end, too."""
+        zero = 255 - fmt.max_code  # even, so that ties go to even codes
+        given = [source, self.number("scale", fmt.lsb), self._byte(zero)]
+        codes = self.graph.node("QuantizeLinear", given, f"{source}.codes")
+        self._zeros[codes] = zero
+        return codes
+
+    def _byte(self, value: int) -> str:
+        return self.graph.constant("zero", np.array(value, np.uint8))
 
     def _unrounded_value(self, op: Operation, fmt: FixedPoint) -> str:
         """Return a value as floats, written so that with the rounding it is one integer kernel.
@@ -313,7 +369,8 @@ class Int8Writer(Int16Writer):
         op, fl = folded.layer, self.network.values[folded.layer.inputs[0]].fl
         found = self._as_bytes(op.inputs[0])
         assert found is not None
-        codes, zero = _stored(folded.weight, found[1], self._vnni)
+        most = found[1].max_code + self.zero_of(*found)
+        codes, zero = _stored(folded.weight, most, self._vnni)
         source = self.float(op.inputs[0])
         if isinstance(op, Conv) and op.groups == 1 and codes.dtype == np.int8:
             source, codes = self._widened(source, found, codes)
@@ -340,8 +397,9 @@ class Int8Writer(Int16Writer):
             return source, codes
         pads = np.array([0, 0, *[0] * sides, 0, missing, *[0] * sides])
         pads = self.graph.constant("pads", pads)
-        zero = self._scale_and_zero(found[1])[1]
-        wide = self.graph.node("Pad", [found[0], pads, zero], f"{found[0]}.wide")
+        zero = self.zero_of(*found)
+        wide = self.graph.node("Pad", [found[0], pads, self._byte(zero)], f"{found[0]}.wide")
+        self._zeros[wide] = zero
         weight = np.pad(codes, [(0, 0), (0, missing), *[(0, 0)] * sides])
         return self._dequantized(wide, found[1], f"{wide}.float"), weight
 
@@ -352,11 +410,13 @@ class Int8Writer(Int16Writer):
         return self._clipped(codes, fmt, low, high)
 
     def _dequantized(self, codes: str, fmt: FixedPoint, name: str) -> str:
-        return self.graph.node("DequantizeLinear", [codes, *self._scale_and_zero(fmt)], name)
+        zero = self._byte(self.zero_of(codes, fmt))
+        return self.graph.node(
+            "DequantizeLinear", [codes, self.number("scale", fmt.lsb), zero], name
+        )
 
     def _scale_and_zero(self, fmt: FixedPoint) -> list[str]:
-        zero = self.graph.constant("zero", np.array(_zero(fmt), np.uint8))
-        return [self.number("scale", fmt.lsb), zero]
+        return [self.number("scale", fmt.lsb), self._byte(_zero(fmt))]
 
     def _clipped(self, codes: str, fmt: FixedPoint, low: int, high: int) -> str:
         """Add a clip to the codes from ``low`` to ``high``, where bytes have others."""
@@ -387,11 +447,11 @@ def _within(op: Clip, fmt: FixedPoint, low: int, high: int) -> tuple[int, int]:
     return first, last
 
 
-def _stored(codes: Any, fmt: FixedPoint, vnni: bool) -> tuple[Any, int]:
-    """Return weights as bytes, and their zero point, for inputs of a format."""
+def _stored(codes: Any, most: int, vnni: bool) -> tuple[Any, int]:
+    """Return weights as bytes, and their zero point, for inputs of bytes up to ``most``."""
     if codes.max() > 127:
         return codes.astype(np.uint8), 0
-    largest = 2 * (fmt.max_code + _zero(fmt)) * int(np.abs(codes).max())
+    largest = 2 * most * int(np.abs(codes).max())
     if vnni or largest <= _INT16_MAX:
         return codes.astype(np.int8), 0
     return (codes + 128).astype(np.uint8), 128

@@ -18,7 +18,7 @@ __all__ = ["WideWriter", "integer_sums", "value_of_sums"]
 _INT32 = 2**31 - 1
 
 
-Stored = Callable[[Codes, FixedPoint], tuple[Codes, int]]
+Stored = Callable[[Codes, int], tuple[Codes, int]]
 
 
 class Bytes(Protocol):
@@ -39,6 +39,10 @@ class Bytes(Protocol):
         """Return the name of a value as float32."""
         ...
 
+    def zero_of(self, codes: str, fmt: FixedPoint) -> int:
+        """Return the byte that stands for 0 among codes."""
+        ...
+
     @property
     def unfused(self) -> set[str]:
         """Layers whose sums are written as int32."""
@@ -52,7 +56,7 @@ class WideWriter(Float64Writer):
 
     Args:
         narrow: Writes the rest of the graph.
-        stored: Returns weights as bytes, and their zero point, for inputs of a format.
+        stored: Returns weights as bytes, and their zero point, for inputs of bytes up to one.
         in_floats: Gets the layers that no integer kernel computes, and why.
     """
 
@@ -139,8 +143,7 @@ def integer_products(narrow: Bytes, op: MatMul) -> str:
         return ""
     parts = [part for part in found if part]
     zeros = [
-        narrow.graph.constant("zero", np.array(128 if fmt.signed else 0, np.uint8))
-        for _, fmt in parts
+        narrow.graph.constant("zero", np.array(narrow.zero_of(*part), np.uint8)) for part in parts
     ]
     names = [name for name, _ in parts]
     return narrow.graph.node("MatMulInteger", [*names, *zeros], f"{op.name}.sums")
@@ -174,9 +177,10 @@ def integer_sums(narrow: Bytes, op: Weighted, stored: Stored) -> str:
     if found is None or not is_byte or 2 * most > _INT32:
         return ""
     narrow.unfused.add(op.name)
-    codes, zero = stored(weight, found[1])
+    own = narrow.zero_of(*found)
+    codes, zero = stored(weight, found[1].max_code + own)
     graph = narrow.graph
-    zeros = [128 if found[1].signed else 0, zero]
+    zeros = [own, zero]
     given = [
         graph.constant("zero", np.array(z, k))
         for z, k in zip(zeros, (np.uint8, codes.dtype), strict=True)
