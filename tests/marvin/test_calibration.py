@@ -140,11 +140,32 @@ def trained(data, policy=None):
     return model
 
 
+def seen_unrounded(model, data, name):
+    """Return all that a layer takes, and all it gives, where nothing is rounded."""
+    free, found = copy.deepcopy(model).eval(), []
+    for module in free.modules():
+        detach(module)
+    layer = free.get_submodule(name)
+    layer.register_forward_hook(lambda _m, x, y: found.append((x[0].flatten(), y.flatten())))
+    with torch.no_grad():
+        for x in data:
+            free(x)
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def widest(x, wl):
+    """Return the fractional length of ``wl`` bits at which nothing saturates, and whether there is a sign."""
+    signed = bool((x < 0).any())
+    formats = [FixedPoint(wl, fl, signed=signed) for fl in range(-9, 31)]
+    fits = [f.fl for f in formats if ((x >= f.min - f.lsb / 2) & (x <= f.max + f.lsb / 2)).all()]
+    return max(fits), signed
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_trained_model_gets_new_ranges_and_keeps_its_weights(is_frozen):
     data = [16 * x for x in batches()]
-    model = trained([x / 16 for x in data[:2]], marvin.StaticPolicy(5, 7))
-    model = marvin.freeze(model) if is_frozen else model
+    first = trained([x / 16 for x in data[:2]], marvin.StaticPolicy(5, 7))
+    model = marvin.freeze(first) if is_frozen else first
     old, state = formats_of(model), copy.deepcopy(model.state_dict())
     before = model.eval()(data[0])
     fixed = marvin.calibrate(model, data, estimator="max")
@@ -155,7 +176,9 @@ def test_a_trained_model_gets_new_ranges_and_keeps_its_weights(is_frozen):
         weight = f"{name}.weight"
         torch.testing.assert_close(fixed.state_dict()[weight], state[weight], rtol=0, atol=0)
     assert new["0"].inputs.fl < old["0"].inputs.fl  # 16 times as large
-    assert new["3"].inputs.fl < old["3"].inputs.fl  # though 0 saturated
+    for name in ("3", "6"):  # though what is before them saturated
+        fmt, (x, _) = new[name].inputs, seen_unrounded(first, data, name)
+        assert (fmt.fl, fmt.signed) == widest(x, fmt.wl)
     assert formats_of(model) == old
     assert new["1"] == old["1"]
     torch.testing.assert_close(model(data[0]), before, rtol=0, atol=0)
@@ -173,25 +196,10 @@ def test_what_modules_give_is_taken_again_too_as_it_is_without_rounding():
     model = trained([x / 16 for x in data]).eval()
     old = formats_of(model)
     new = formats_of(marvin.calibrate(model, data, estimator="max"))
-    free = copy.deepcopy(model)
-    for module in free.modules():
-        detach(module)
     for name in ("0", "1", "3", "6"):
-        found = []
-        layer = free.get_submodule(name)
-        layer.register_forward_hook(lambda _m, x, y, found=found: found.append((*x, y)))
-        for x in data:
-            free(x)
-        for part, fmt in enumerate((new[name].inputs, new[name].outputs)):
-            x = torch.cat([both[part].flatten() for both in found])
-            fits = [
-                f.fl
-                for f in (
-                    FixedPoint(fmt.wl, fl, signed=bool((x < 0).any())) for fl in range(-9, 31)
-                )
-                if ((x >= f.min - f.lsb / 2) & (x <= f.max + f.lsb / 2)).all()
-            ]
-            assert (fmt.fl, fmt.signed) == (max(fits), bool((x < 0).any()))
+        seen = seen_unrounded(model, data, name)
+        for x, fmt in zip(seen, (new[name].inputs, new[name].outputs), strict=True):
+            assert (fmt.fl, fmt.signed) == widest(x, fmt.wl)
         assert new[name].weights == old[name].weights
         assert new[name].outputs.wl == old[name].outputs.wl
 

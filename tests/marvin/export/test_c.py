@@ -409,6 +409,42 @@ def test_an_unknown_operation_is_named(digits):
         c.write(Network(operations, values, "trained"))
 
 
+def needed(network, *names):
+    """Return a network with these outputs, and what they are made of."""
+    used = {*names}
+    for op in reversed(network.operations):
+        used |= {*op.inputs} if op.name in used else set()
+    operations = tuple(op for op in network.operations if op.name in used)
+    return replace(network, operations=operations, heads=tuple((name, name) for name in names))
+
+
+@needs_gcc
+def test_transpositions_move_nothing(tmp_path):
+    """They join the layer before them, unless two orders would meet."""
+    weight, short = codes(4, 3, 1, wl=6), FixedPoint(8, 3)
+    layer = Conv("conv", ("in",), weight, FixedPoint(6, 3), None, short, (1,), (0,), (1,), 1)
+    network = network_of(
+        (3, 4),
+        layer,
+        Transpose("turned", ("conv",), (1, 0)),
+        Round("y", ("turned",), short),
+        Transpose("back", ("y",), (1, 0)),
+        Add("square", ("y", "back")),
+        Reshape("cube", ("y",), (2, 2, 4)),
+        Transpose("cubes", ("cube",), (2, 0, 1)),
+        Slice("part", ("cubes",), 0, 1, 3, 1),
+    )
+    steps = schedule(network, {"in"})
+    first = [op.name for op in steps[0].operations]
+    assert first == ["conv", "turned", "y", "back", "cube", "cubes"]
+    assert "square" in [op.name for op in steps[-1].operations + steps[-2].operations]
+    x = torch.randn(5, 3, 4)
+    for heads in ("turned",), ("square",), ("cubes",), ("back", "y", "cubes", "part", "square"):
+        assert_same(needed(network, *heads), x, tmp_path)
+    counts = c.write(needed(network, "square", "part")).memory.counts
+    assert counts[8] == 16 + 16  # y, and y in the other order of the square
+
+
 @needs_gcc
 def test_a_header_is_for_cplusplus_too(digits, tmp_path):
     if not shutil.which("g++"):

@@ -12,18 +12,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
 from marvin.export.execute import integer
 from marvin.export.execute.arithmetic import Codes
-from marvin.export.graph.nodes import Conv, Flatten, Network, Weighted
+from marvin.export.execute.transformers import embed
+from marvin.export.graph.nodes import Conv, Flatten, Network, Round, Weighted
+from marvin.export.graph.transformers import Constant, Embedding, MatMul
 from marvin.export.graph.views import Reshape
 from marvin.export.targets.c.expand import expanded
 from marvin.export.targets.c.memory import Buffer, Memory, plan
-from marvin.export.targets.c.moves import write_copy, write_move
+from marvin.export.targets.c.moves import is_known, write_copy, write_move
 from marvin.export.targets.c.rows import rows_text, scratch_text
 from marvin.export.targets.c.runtime import helpers
-from marvin.export.targets.c.schedule import Step, input_round, schedule
+from marvin.export.targets.c.schedule import ROWS, Step, input_of, schedule
 from marvin.export.targets.c.steps import needed_orders, write_step
 from marvin.export.targets.c.text import Facts, header, output_name, source
 from marvin.export.targets.c.values import Function, Stored, channels_last, same_order
@@ -86,6 +87,12 @@ def costs(network: Network) -> list[Cost]:
             new = op.weight.numel() * pixels
             each = (op.word.wl - op.word.signed) * (x.bits - 1)
             found[key] = madds + new, ebops + new * each
+        elif isinstance(op, MatMul):
+            x, y = (network.values[name] for name in op.inputs)
+            key = y.bits - (y.low >= 0), x.bits - (x.low >= 0)
+            madds, ebops = found.get(key, (0, 0))
+            new = prod(network.values[op.name].shape) * x.shape[-1]
+            found[key] = madds + new, ebops + new * (x.bits - 1) * (y.bits - 1)
     rows = [Cost(*key, *both) for key, both in found.items()]
     return sorted(rows, key=lambda row: -row.madds)
 
@@ -104,42 +111,71 @@ def write(network: Network, name: str = "network", *, nibbles: bool = False) -> 
     """
     if not name.isidentifier() or not name.isascii():
         raise ExportError(f"the name of a C file must be letters, digits and _, got {name!r:.80}")
-    first, tables, called = input_round(network), Tables(), set[str]()
+    first, tables, called = input_of(network), Tables(), set[str]()
     network = expanded(network)
-    stored = {first.name: _input(network, first.fmt)}
-    for op in network.operations:  # the same codes by other names
-        if op.inputs == (network.input.name,):
-            stored[op.name] = stored[first.name]
-        elif isinstance(op, Flatten | Reshape) and op.inputs[0] in stored:
-            stored[op.name] = replace(stored[op.inputs[0]], shape=network.values[op.name].shape)
+    taken = _input(network, first)
+    stored, places = _given(network, taken, (name, tables))
     given = set(stored)
     functions: list[Function] = []
     for step in schedule(network, given):
         functions += _functions(
             network, step, stored, (name, tables, called), nibbles, len(functions)
         )
-    places = dict.fromkeys(given, "input")
+    outputs: dict[str, Stored] = {}
     for label, value in network.outputs.items():
-        if value in places:  # of the input, or of two outputs
+        outputs[label] = stored[value]
+        if value in places or not is_known(stored[value]):  # or of the input, or of two outputs
             copied = write_copy(f"{name}_{len(functions)}_copy", value, stored[value], label)
             functions.append(copied)
-            value = next(iter(copied.outputs))
+            ((value, outputs[label]),) = copied.outputs.items()
         places[value] = output_name(network.outputs, label)
     memory, calls = _calls(functions, places)
-    outputs = {label: stored[value] for label, value in network.outputs.items()}
-    facts = Facts(name, stored[first.name], outputs, first.fmt)
+    facts = Facts(name, taken, outputs, first.fmt if isinstance(first, Round) else None)
     rows: dict[str, int] = {}
     for needed in (s for function in functions for s in function.scratch if s.vectors):
         rows[needed.word] = max(needed.vectors, rows.get(needed.word, 0))
     texts = [text for text in (rows_text(name, rows), *tables.texts) if text]
     code = source(facts, texts, helpers(called), functions, memory, calls)
-    return Source(
-        name, code, header(facts, memory), tables.size_bytes, memory, stored[first.name], outputs
-    )
+    return Source(name, code, header(facts, memory), tables.size_bytes, memory, taken, outputs)
 
 
-def _input(network: Network, fmt: FixedPoint) -> Stored:
-    shape, low, high = network.input.shape, fmt.min_code, fmt.max_code
+def _given(
+    network: Network, taken: Stored, shared: tuple[str, Tables]
+) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Return values that are there before the first step, and the C names of those that lie elsewhere.
+
+    Args:
+        network: From ``expanded``.
+        taken: What comes in.
+        shared: Prefix of all names, and the tables of the file, which get the constants.
+    """
+    name, tables = shared
+    stored = {network.input.name: taken}
+    for op in network.operations:  # the same codes by other names
+        if isinstance(op, Round) and op.inputs == (network.input.name,):
+            stored[op.name] = taken
+        elif isinstance(op, Flatten | Reshape) and op.inputs[0] in stored:
+            stored[op.name] = replace(stored[op.inputs[0]], shape=network.values[op.name].shape)
+    places = dict.fromkeys(stored, "input")
+    for op in network.operations:
+        if isinstance(op, Constant):
+            table = f"{name}_{identifier(op.name)}"
+            places[op.name] = tables.add(table, op.codes.reshape(-1).tolist())
+            stored[op.name] = _constant(op)
+    return stored, places
+
+
+def _constant(op: Constant) -> Stored:
+    low, high = int(op.codes.min()), int(op.codes.max())
+    return Stored(storing(low, high), op.codes_fmt.fl, tuple(op.codes.shape), None, low, high)
+
+
+def _input(network: Network, first: Round | Embedding) -> Stored:
+    shape = network.input.shape
+    if isinstance(first, Embedding):
+        high = len(first.weight) - 1
+        return Stored(storing(0, high), 0, shape, None, 0, high)
+    fmt, low, high = first.fmt, first.fmt.min_code, first.fmt.max_code
     order = channels_last(shape) if len(shape) == 3 else None
     return Stored(storing(low, high), fmt.fl, shape, order, low, high)
 
@@ -159,7 +195,9 @@ def _functions(
     if step.move is not None:
         sources = {source: stored[source] for source in step.inputs}
         shape = network.values[step.move.name].shape
-        order = channels_last(shape) if len(shape) == 3 else None
+        users = network.users.get(step.move.name, [])
+        is_image = len(shape) == 3 and not any(isinstance(user, ROWS) for user in users)
+        order = channels_last(shape) if is_image else None
         fl = max(value.fl for value in sources.values())
         if step.move.name in network.outputs.values():
             fl = network.values[step.move.name].fl
@@ -179,7 +217,7 @@ def _functions(
         )
         found.append(replace(last, inputs=[own[source] for source in step.inputs]))
     for function in found:
-        stored |= function.outputs
+        stored |= function.outputs | {n: own for n, (_, own) in function.others.items()}
     return found
 
 
@@ -191,11 +229,13 @@ def _calls(functions: Sequence[Function], places: Mapping[str, str]) -> tuple[Me
         places: Of values that lie elsewhere: the parameter that has them.
     """
     buffers: dict[str, Buffer] = {}
+    others = {name: of for f in functions for name, (of, _) in f.others.items()}
     scratch: list[list[Buffer]] = []
     for time, function in enumerate(functions):
         for name, value in function.outputs.items():
             if name not in places:
                 buffers[name] = Buffer(value.word, value.count, time, time)
+        function.inputs = [others.get(name, name) for name in function.inputs]
         for name in function.inputs:
             if name in buffers:
                 buffers[name].last = time
@@ -248,9 +288,14 @@ def input_codes(network: Network, x: Tensor) -> Codes:
         int64, shape ``(n, codes of a sample)``.
 
     Raises:
-        ExportError: There is a NaN, or the network takes inputs of several formats.
+        ExportError: There is a NaN, a number that is no index of an embedding, or the network takes inputs
+            of several formats.
     """
-    codes = integer.encode_input(x, input_round(network).fmt).reshape(len(x), -1)
+    first = input_of(network)
+    if isinstance(first, Embedding):
+        embed(first, x)  # refuses what is no index
+        return x.detach().cpu().long().numpy().reshape(len(x), -1)
+    codes = integer.encode_input(x, first.fmt).reshape(len(x), -1)
     order = channels_last(network.input.shape) if len(network.input.shape) == 3 else None
     return codes if order is None else codes[:, order]
 

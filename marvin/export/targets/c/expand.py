@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
+from marvin.export.execute.arithmetic import round_codes
 from marvin.export.graph.functions import Mul
-from marvin.export.graph.nodes import Network, Operation
+from marvin.export.graph.nodes import Network, Operation, Round
+from marvin.export.graph.transformers import Constant
 from marvin.export.targets.c.values import Shape
 
 __all__ = ["Expand", "expanded", "is_by_channel"]
@@ -26,10 +30,19 @@ def is_by_channel(shape: Shape, whole: Shape) -> bool:
 
 
 def expanded(network: Network) -> Network:
-    """Return a network in which the sides of factors differ only where one has a code for each channel."""
+    """Return a network in which the sides of factors differ only where one has a code for each channel.
+
+    Roundings of constants are constants.
+    """
     operations: list[Operation] = []
+    constants: dict[str, Constant] = {}
     values = dict(network.values)
     for op in network.operations:
+        if isinstance(op, Round) and (source := constants.get(op.inputs[0])):
+            codes = round_codes(source.codes.numpy(), source.codes_fmt.fl, op.fmt)
+            op = Constant(op.name, (), torch.from_numpy(codes.astype("int64")), op.fmt)
+        if isinstance(op, Constant):
+            constants[op.name] = op
         if isinstance(op, Mul):
             inputs, whole = [], values[op.name].shape
             for i, name in enumerate(op.inputs):
@@ -41,4 +54,6 @@ def expanded(network: Network) -> Network:
                 inputs.append(name)
             op = replace(op, inputs=tuple(inputs))
         operations.append(op)
-    return replace(network, operations=tuple(operations), values=values)
+    used = {name for op in operations for name in op.inputs} | {*network.outputs.values()}
+    left = tuple(op for op in operations if op.name in used or not isinstance(op, Constant))
+    return replace(network, operations=left, values=values)

@@ -9,10 +9,17 @@ from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import Operation
 from marvin.export.graph.views import Concat, Slice, Transpose
 from marvin.export.targets.c.expand import Expand
-from marvin.export.targets.c.values import Function, Shape, Stored, indented
+from marvin.export.targets.c.values import (
+    Function,
+    Shape,
+    Stored,
+    channels_last,
+    indented,
+    same_order,
+)
 from marvin.export.targets.c.words import literal, loop, storing
 
-__all__ = ["write_copy", "write_move"]
+__all__ = ["is_known", "write_copy", "write_move"]
 
 
 def write_move(
@@ -57,14 +64,20 @@ def write_move(
 
 
 def write_copy(name: str, value: str, stored: Stored, label: str) -> Function:
-    """Return a function that copies a value to the output of a label.
+    """Return a function that copies a value to the output of a label, in an order that a caller knows.
 
     Raises:
         ExportError: See ``write_move``.
     """
-    copied = write_move(name, None, {value: stored}, (stored.shape, stored.order, stored.fl))
+    order = stored.order if is_known(stored) else None
+    copied = write_move(name, None, {value: stored}, (stored.shape, order, stored.fl))
     copied.outputs = {f"output {label}": next(iter(copied.outputs.values()))}
     return copied
+
+
+def is_known(stored: Stored) -> bool:
+    """Say whether a value lies as the network has it, or an image by rows, columns, channels."""
+    return stored.order is None or same_order(stored.order, channels_last(stored.shape))
 
 
 def _moved(op: Operation | None, sources: Mapping[str, Stored]) -> Codes:

@@ -30,7 +30,21 @@ static inline {word} clip_{name}({word} x, {word} low, {word} high)
     return x < low ? low : x > high ? high : x;
 }}
 """
-_SOURCES = {"shift": _SHIFT, "divide": _DIVIDE, "clip": _CLIP}
+_ROOT = """\
+/* the largest number whose square is not larger than x, which is below 2^62 */
+static inline {word} root_{name}({word} x)
+{{
+    {word} root = 0;
+    for ({word} bit = ({word})1 << 30; bit != 0; bit >>= 1) {{
+        const {word} next = root + bit;
+        if (next * next <= x) {{
+            root = next;
+        }}
+    }}
+    return root;
+}}
+"""
+_SOURCES = {"shift": _SHIFT, "divide": _DIVIDE, "clip": _CLIP, "root": _ROOT}
 
 
 def helpers(names: set[str]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from marvin.export.errors import ExportError
+from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.functions import Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
@@ -18,14 +19,18 @@ from marvin.export.graph.nodes import (
     Relu,
     Round,
 )
+from marvin.export.graph.transformers import Embedding, MatMul, Norm, Softmax
 from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 from marvin.export.targets.c.expand import Expand, is_by_channel
+from marvin.export.targets.c.values import same_order, transposed
 
-__all__ = ["Step", "input_round", "schedule"]
+__all__ = ["ROWS", "Step", "input_of", "orders_of", "schedule"]
 
 _MOVES = Concat, Expand, Slice, Transpose
-_HEADS = Conv, Linear, MaxPool, AveragePool
-_POINTWISE = Add, Affine, Clip, Flatten, Mul, Relu, Reshape, Round, Table
+ROWS = Embedding, MatMul, Norm, Softmax
+"""Layers whose values lie as the network has them, row behind row."""
+_HEADS = Conv, Linear, MaxPool, AveragePool, *ROWS
+_POINTWISE = Add, Affine, Clip, Flatten, Mul, Relu, Reshape, Round, Table, Transpose
 
 
 @dataclass(eq=False)
@@ -55,19 +60,22 @@ class Step:
         return first if isinstance(first, _HEADS) else None
 
 
-def input_round(network: Network) -> Round:
-    """Return the rounding of what comes in, whose codes the C function takes.
+def input_of(network: Network) -> Round | Embedding:
+    """Return what takes the input: a rounding, whose codes the C function takes, or an embedding.
 
     Raises:
-        ExportError: There are several with different formats.
+        ExportError: There are several roundings with different formats, or both.
     """
     source = network.input.name
-    rounds = [op for op in network.operations if op.inputs == (source,) and isinstance(op, Round)]
-    formats = {op.fmt for op in rounds}
+    users = [op for op in network.operations if op.inputs == (source,)]
+    takes = [op for op in users if isinstance(op, Round | Embedding)]
+    formats = {op.fmt if isinstance(op, Round) else None for op in takes}
     if len(formats) != 1:
-        found = ", ".join(f"{op.name} {op.fmt}" for op in rounds)
+        kinds = (f"{op.name} {op.fmt if isinstance(op, Round) else 'indices'}" for op in takes)
+        found = ", ".join(kinds)
         raise ExportError(f"C takes an input of one format, got {found or 'none'}")
-    return rounds[0]
+    rows = [len(op.weight) for op in takes if isinstance(op, Embedding)]
+    return takes[rows.index(min(rows))] if rows else takes[0]
 
 
 def schedule(network: Network, given: set[str]) -> list[Step]:
@@ -114,7 +122,7 @@ def _joined(network: Network, op: Operation, steps: dict[str, Step]) -> Step | N
     """Return the last step that makes an input of ``op`` and that no other input is made from."""
     shape = network.values[op.name].shape
     makers = [steps[name] for name in op.inputs if name in steps]
-    able = [s for s in dict.fromkeys(makers) if s.move is None]
+    able = [s for s in dict.fromkeys(makers) if s.move is None and _is_aligned(network, op, s)]
     if any(is_by_channel(network.values[name].shape, shape) for name in op.inputs):
         able = [s for s in able if network.values[s.operations[0].name].shape == shape]
     for step in reversed(able):
@@ -122,6 +130,35 @@ def _joined(network: Network, op: Operation, steps: dict[str, Step]) -> Step | N
         if not any(_needs(other, step, steps) for other in others):
             return step
     return None
+
+
+def orders_of(network: Network, step: Step, first: Codes | None) -> dict[str, Codes | None]:
+    """Return the order in which the values of a step's operations lie.
+
+    Args:
+        network: Of the step.
+        step: What is computed; a transposition moves nothing: its codes lie in another order.
+        first: Order of what the first operation gives.
+    """
+    found: dict[str, Codes | None] = {}
+    for op in step.operations:
+        own = next((found[name] for name in op.inputs if name in found), first)
+        if isinstance(op, Transpose):
+            own = transposed(network.values[op.inputs[0]].shape, op.order, own)
+        found[op.name] = own
+    return found
+
+
+def _is_aligned(network: Network, op: Operation, step: Step) -> bool:
+    """Say whether all that an operation takes would lie in one order, if it joined a step."""
+    orders = orders_of(network, step, None)
+    inside = [orders[name] for name in op.inputs if name in orders]
+    outside = [
+        orders[other.name]
+        for other in step.operations
+        if any(name in other.inputs and name not in orders for name in op.inputs)
+    ]
+    return all(same_order(inside[0], order) for order in inside + outside)
 
 
 def _needs(step: Step, other: Step, steps: dict[str, Step]) -> bool:

@@ -5,9 +5,11 @@ from math import prod
 
 from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import AveragePool, Linear, MaxPool, Network, Weighted
+from marvin.export.graph.transformers import Embedding, MatMul, Norm, Softmax
 from marvin.export.targets.c.layers import weighted
-from marvin.export.targets.c.schedule import Step
+from marvin.export.targets.c.schedule import ROWS, Step, orders_of
 from marvin.export.targets.c.terms import Lines
+from marvin.export.targets.c.transformers import embedding, matmul, norm, softmax
 from marvin.export.targets.c.values import Function, Stored, channels_last, indented
 from marvin.export.targets.c.windows import pool
 from marvin.export.targets.c.words import Tables, loop
@@ -23,11 +25,16 @@ def needed_orders(
     head = step.head
     shape = network.values[step.operations[0].name].shape
     whole = [name for name in step.inputs if stored[name].count == prod(shape)]
+    own = None if isinstance(head, (Linear, *ROWS)) else channels_last(shape)
+    if head is None and len(whole) == len(step.inputs):
+        own = stored[whole[0]].order
+    orders = orders_of(network, step, own)
+    found = {name: orders[op.name] for op in step.operations for name in op.inputs if name in whole}
     if head is None:
-        is_plain = len(whole) == len(step.inputs)
-        return dict.fromkeys(whole, stored[whole[0]].order if is_plain else channels_last(shape))
-    own = None if isinstance(head, Linear) else channels_last(shape)
-    found, name = dict.fromkeys(whole, own), head.inputs[0]
+        return found
+    if isinstance(head, ROWS):
+        return found | dict.fromkeys(head.inputs)
+    name = head.inputs[0]
     if not isinstance(head, Linear):
         return found | {name: channels_last(stored[name].shape)}
     if any(name in op.inputs for op in step.operations[1:]):
@@ -66,7 +73,7 @@ def write_step(
     what = ", ".join(f"{type(op).__name__} {op.name}" for op in step.operations)
     text = f"/* {what.replace('*/', '')} */\nstatic void {name}({', '.join(parameters)})\n{{\n"
     text += "\n".join(indented(body)) + "\n}\n"
-    return Function(name, text, step.inputs, writer.outputs, writer.scratch)
+    return Function(name, text, step.inputs, writer.outputs, writer.scratch, writer.others)
 
 
 def _each(writer: Writer) -> list[str]:
@@ -79,6 +86,10 @@ def _each(writer: Writer) -> list[str]:
 
 _HEADS: dict[type, Callable[..., list[str]]] = {
     AveragePool: pool,
+    Embedding: embedding,
+    MatMul: matmul,
+    Norm: norm,
+    Softmax: softmax,
     MaxPool: pool,
     **dict.fromkeys(Weighted.__subclasses__(), weighted),
 }

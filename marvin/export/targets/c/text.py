@@ -19,13 +19,13 @@ class Facts:
         name: Prefix of all names.
         input: What comes in.
         outputs: What goes out, by its label.
-        fmt: Of what comes in.
+        fmt: Of what comes in; None where these are indices.
     """
 
     name: str
     input: Stored
     outputs: Mapping[str, Stored]
-    fmt: FixedPoint
+    fmt: FixedPoint | None
 
 
 def output_name(labels: Iterable[str], label: str) -> str:
@@ -42,7 +42,7 @@ _HEADER = """\
 /* A network in integers, written by marvin-fixedpoint. C99, no dependency, no allocation.
  *
  * {name}_run computes one sample. {input_order}
- * A code is worth 2^-FL. {name}_encode makes codes of floats.
+ * A code is worth 2^-FL. {encoding}
  * It keeps {memory} bytes of memory between calls, so it is not for two threads at a time. */
 #ifndef {upper}_H
 #define {upper}_H
@@ -65,10 +65,7 @@ extern "C" {{
 /* input: {upper}_INPUTS codes, {counts} */
 void {name}_run({parameters});
 
-/* nearest code of each number, ties to even, saturated; NaN becomes the smallest */
-void {name}_encode(const float *numbers, {name}_input *codes);
-
-#ifdef __cplusplus
+{encode}#ifdef __cplusplus
 }}
 #endif
 
@@ -92,6 +89,33 @@ void {name}_run({parameters})
 {calls}
 }}
 
+{encode}#ifdef {upper}_MAIN
+#include <stdio.h>
+
+int main(void)
+{{
+    static {name}_input input[{upper}_INPUTS];
+{arrays}
+    size_t count = 0;
+    long code;
+    while (scanf("%ld", &code) == 1) {{
+        if (code < {upper}_INPUT_MIN || code > {upper}_INPUT_MAX) {{
+            return 1;
+        }}
+        input[count++] = ({name}_input)code;
+        if (count == {upper}_INPUTS) {{
+            {name}_run(input, {names});
+{prints}
+            putchar('\\n');
+            count = 0;
+        }}
+    }}
+    return count != 0 || !feof(stdin);
+}}
+#endif
+"""
+
+_ENCODE = """\
 void {name}_encode(const float *numbers, {name}_input *codes)
 {{
     for (size_t i = 0; i < {inputs}; i++) {{
@@ -113,34 +137,21 @@ void {name}_encode(const float *numbers, {name}_input *codes)
         }}
     }}
 }}
-
-#ifdef {upper}_MAIN
-#include <stdio.h>
-
-int main(void)
-{{
-    static {name}_input input[{upper}_INPUTS];
-{arrays}
-    size_t count = 0;
-    long code;
-    while (scanf("%ld", &code) == 1) {{
-        input[count++] = ({name}_input)code;
-        if (count == {upper}_INPUTS) {{
-            {name}_run(input, {names});
-{prints}
-            putchar('\\n');
-            count = 0;
-        }}
-    }}
-    return count != 0 || !feof(stdin);
-}}
-#endif
 """
 
 _PRINT = """\
             for (size_t i = 0; i < {count}; i++) {{
                 printf("%lld ", (long long){own}[i]);
             }}"""
+
+
+_ENCODE_DECLARED = """\
+/* nearest code of each number, ties to even, saturated; NaN becomes the smallest */
+void {name}_encode(const float *numbers, {name}_input *codes);
+
+"""
+_CODES = "{name}_encode makes codes of floats."
+_INDICES = "What comes in are indices of rows, which nothing checks."
 
 
 def header(facts: Facts, memory: Memory) -> str:
@@ -168,8 +179,10 @@ def header(facts: Facts, memory: Memory) -> str:
         memory=f"{memory.size_bytes:,}",
         inputs=x.count,
         input_fl=x.fl,
-        input_min=fmt.min_code,
-        input_max=fmt.max_code,
+        input_min=x.low,
+        input_max=x.high,
+        encoding=_CODES.format(name=name) if fmt else _INDICES,
+        encode=_ENCODE_DECLARED.format(name=name) if fmt else "",
         input_word=x.word,
         defines="\n".join(defines),
         typedefs="\n".join(typedefs),
@@ -214,18 +227,25 @@ def source(
             name=name,
             upper=name.upper(),
             calls="\n".join(f"    {call}" for call in calls),
-            inputs=f"{name.upper()}_INPUTS",
             parameters=_parameters(facts),
             arrays="\n".join(
                 f"    static {name}_{own} {own}[{_count(facts, own)}];" for own in outputs
             ),
             names=", ".join(outputs),
             prints="\n".join(prints),
-            scale=float(fmt.scale),
-            low=fmt.min_code,
-            high=fmt.max_code,
-            # a float32 has each number of 24 bits; of longer words, what is below 2^n is the largest or less
-            end=fmt.max_code + (fmt.max_code >= 2**24),
+            encode="" if fmt is None else _encode(name, fmt),
         ),
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _encode(name: str, fmt: FixedPoint) -> str:
+    return _ENCODE.format(
+        name=name,
+        inputs=f"{name.upper()}_INPUTS",
+        scale=float(fmt.scale),
+        low=fmt.min_code,
+        high=fmt.max_code,
+        # a float32 has each number of 24 bits; of longer words, what is below 2^n is the largest or less
+        end=fmt.max_code + (fmt.max_code >= 2**24),
+    )

@@ -7,7 +7,16 @@ import numpy as np
 
 from marvin.export.execute.arithmetic import Codes
 
-__all__ = ["Function", "Scratch", "Shape", "Stored", "channels_last", "indented", "same_order"]
+__all__ = [
+    "Function",
+    "Scratch",
+    "Shape",
+    "Stored",
+    "channels_last",
+    "indented",
+    "same_order",
+    "transposed",
+]
 
 
 Shape = tuple[int, ...]
@@ -66,6 +75,7 @@ class Function:
         inputs: Values it takes, in the order of its parameters.
         outputs: Values it stores, likewise.
         scratch: Memory it needs meanwhile, the last parameters.
+        others: Values that are the codes of an output in another order: the output, and how they lie.
     """
 
     name: str
@@ -73,6 +83,7 @@ class Function:
     inputs: list[str]
     outputs: dict[str, Stored]
     scratch: list["Scratch"] = field(default_factory=list)
+    others: dict[str, tuple[str, Stored]] = field(default_factory=dict)
 
 
 def channels_last(shape: Shape) -> Codes | None:
@@ -80,6 +91,16 @@ def channels_last(shape: Shape) -> Codes | None:
     codes = np.arange(prod(shape))
     order = codes.reshape(shape[0], -1).T.reshape(-1)
     return None if np.array_equal(order, codes) else order
+
+
+def transposed(shape: Shape, axes: tuple[int, ...], order: Codes | None) -> Codes | None:
+    """Return the order of a transposed value that lies where the value of ``shape`` lies."""
+    count = prod(shape)
+    sources = np.arange(count).reshape(shape).transpose(axes).reshape(-1)
+    results = np.empty(count, np.int64)
+    results[sources] = np.arange(count)
+    found = results if order is None else results[order]
+    return None if np.array_equal(found, np.arange(count)) else found
 
 
 def same_order(x: Codes | None, y: Codes | None) -> bool:

@@ -1,7 +1,7 @@
 """What is done to each result of a step, in the loop that makes it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -17,8 +17,8 @@ from marvin.export.graph.nodes import (
     Relu,
     Round,
 )
-from marvin.export.graph.views import Reshape
-from marvin.export.targets.c.schedule import Step
+from marvin.export.graph.views import Reshape, Transpose
+from marvin.export.targets.c.schedule import ROWS, Step, orders_of
 from marvin.export.targets.c.terms import Lines, Term
 from marvin.export.targets.c.values import Scratch, Shape, Stored, channels_last, same_order
 from marvin.export.targets.c.words import computing, identifier, literal, storing
@@ -39,6 +39,7 @@ class Writer:
     terms: dict[str, Term] = field(default_factory=dict)
     outputs: dict[str, Stored] = field(default_factory=dict)
     scratch: list[Scratch] = field(default_factory=list)
+    others: dict[str, tuple[str, Stored]] = field(default_factory=dict)
 
     def needs(self, word: str, count: int) -> str:
         """Return the parameter for memory of some integers."""
@@ -57,7 +58,9 @@ def results(writer: Writer, first: Operation | None, term: Term | None) -> list[
     """
     if first is not None and term is not None:
         writer.terms[first.name] = term
+    orders = orders_of(writer.network, writer.step, writer.order)
     for op in writer.step.operations:
+        writer.order = orders[op.name]
         if op is not first:
             terms = [_term(writer, op, name) for name in op.inputs]
             writer.terms[op.name] = _POINTWISE[type(op)](writer, op, *terms)
@@ -79,7 +82,15 @@ def _term(writer: Writer, op: Operation, name: str) -> Term:
 
 def _store(writer: Writer, op: Operation) -> None:
     term = writer.lines.settle(writer.terms[op.name], op.name)
-    if op.name in writer.network.outputs.values():  # its codes are those of the network
+    outputs = writer.network.outputs.values()
+    shape = writer.network.values[op.name].shape
+    same = [n for n in writer.outputs if writer.terms[n] == term and n not in outputs]
+    if same and op.name not in outputs:
+        stored = replace(writer.outputs[same[0]], shape=shape, order=writer.order)
+        writer.others[op.name] = same[0], stored
+        writer.terms[op.name] = term
+        return
+    if op.name in outputs:  # its codes are those of the network
         fl = writer.network.values[op.name].fl
         if term.fl != fl:
             scaled = (1 << fl - term.fl) * max(-term.lows[0], term.highs[0])
@@ -90,7 +101,6 @@ def _store(writer: Writer, op: Operation) -> None:
     writer.terms[op.name] = term
     low, high = min(term.lows), max(term.highs)
     word = storing(low, high)
-    shape = writer.network.values[op.name].shape
     value = Stored(word, term.fl, shape, writer.order, low, high)
     writer.lines.lines.append(f"y{len(writer.outputs)}[i] = ({word}){term.text};")
     writer.outputs[op.name] = value
@@ -150,7 +160,11 @@ def _by_channel(writer: Writer, shape: Shape) -> tuple[str, Codes]:
     """
     head, rest, order = writer.step.head, prod(shape[1:]), np.arange(shape[0])
     is_last = same_order(writer.order, channels_last(shape))
-    is_own = head is not None and writer.network.values[head.name].shape == shape
+    is_own = (
+        head is not None
+        and not isinstance(head, ROWS)
+        and writer.network.values[head.name].shape == shape
+    )
     if is_own and is_last:
         return "c", order
     if writer.order is None:
@@ -193,4 +207,5 @@ _POINTWISE: dict[type, Callable[..., Term]] = {
     Reshape: lambda _writer, _op, x: x,
     Round: _round,
     Table: _table,
+    Transpose: lambda _writer, _op, x: x,
 }
