@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import marvin
-from benchmarks.ops.targets import MODELS
+from benchmarks.ops.targets import MODELS, samples_of
 from marvin.export import ExportError, Network, describe, integer, onnx, round_sums
 
 PYTHON = os.environ.get("OPENVINO_PYTHON", ".venv-openvino/bin/python")
@@ -67,10 +67,10 @@ def cells(network: Network, x: Tensor, folder: Path) -> list[str]:
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    x = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     print("| | ONNX Runtime | OpenVINO, float32 | OpenVINO, as it comes |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name, build in MODELS.items():
+            x = samples_of(build, 64)
             try:
                 row = cells(network_of(build, x), x, Path(folder))
             except ExportError as error:

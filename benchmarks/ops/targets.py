@@ -35,6 +35,7 @@ from train.vit import vit
 
 TESTS = "tests/marvin/export/test_coverage.py::test_a_concatenation_aligns_its_values"
 _CHANNELS = 8
+_WORDS = 12
 
 
 class _Blocks(nn.Module):
@@ -105,6 +106,53 @@ class _Shuffle(nn.Module):
         return x.view(n, channels, height, width)
 
 
+class _Bottleneck(nn.Module):
+    """As ResNet-50: narrow, a kernel, wide, and the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(_CHANNELS, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.Conv2d(4, _CHANNELS, 1, bias=False), nn.BatchNorm2d(_CHANNELS),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.body(x))
+
+
+class _Mixer(nn.Module):
+    """As MLP-Mixer: linear layers over positions, then over channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, stride=8)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.mixes = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = x + self.mixes[0](self.norms[0](x).transpose(1, 2)).transpose(1, 2)
+        return self.head((x + self.mixes[1](self.norms[1](x))).mean(1))
+
+
+class _Text(nn.Module):
+    """As BERT: words and positions, layers of torch's encoder, a linear head on the first word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(50, 16), nn.Embedding(_WORDS, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, activation="gelu", batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(16, 10)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.positions(torch.arange(_WORDS))
+        return self.head(self.encoder(x)[:, 0])
+
+
 class _Encoder(nn.Module):
     """Patches, two layers of torch's encoder, and a linear head on the mean of all."""
 
@@ -129,6 +177,7 @@ def _mlp() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ResNet20": lambda: resnet20(10, 3, 8),
+    "ResNet-50": lambda: _Blocks(_Bottleneck(), _Bottleneck()),
     "AlexNet": lambda: alexnet(10, 3, 8),
     "VGG": _vgg,
     "MobileNetV2": lambda: _Blocks(_Inverted(nn.ReLU6())),
@@ -137,8 +186,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "DenseNet": lambda: _Blocks(_Dense(8), _Dense(12), channels=16),
     "ShuffleNetV2": lambda: _Blocks(_Shuffle(), _Shuffle()),
     "MLP on images": _mlp,
+    "MLP-Mixer": _Mixer,
     "vision transformer": lambda: vit(10, 3, 16),
-    "encoder of `nn.TransformerEncoderLayer`": lambda: _Encoder(),
+    "encoder of `nn.TransformerEncoderLayer`": _Encoder,
+    "the same behind `nn.Embedding`, as BERT": _Text,
 }  # fmt: skip
 
 
@@ -147,7 +198,7 @@ def table() -> list[str]:
     lines = ["| | packed | ONNX | QONNX | hls4ml | C |", "|---|---|---|---|---|---|"]
     said: dict[str, str] = {}
     for name, build in MODELS.items():
-        x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        x = samples_of(build)
         try:
             network = _network(build, x)
         except ExportError as error:
@@ -163,6 +214,14 @@ def table() -> list[str]:
                 cells.append("refused")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return [*lines, "", *(f"- {what}: {why}" for what, why in said.items())]
+
+
+def samples_of(build: Callable[[], nn.Module], count: int = 8) -> Tensor:
+    """Return what a network of the table takes."""
+    generator = torch.Generator().manual_seed(0)
+    if build is _Text:
+        return torch.randint(0, 50, (count, _WORDS), generator=generator)
+    return torch.randn(count, 3, 32, 32, generator=generator)
 
 
 def _network(build: Callable[[], nn.Module], x: Tensor) -> Network:
