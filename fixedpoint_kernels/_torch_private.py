@@ -4,9 +4,11 @@ Each entry says which public way is missing. The tests name what is gone after a
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -32,6 +34,7 @@ __all__ = [
     "TorchDispatchMode",
     "WeakTensor",
     "adaptive_avg_pool_backward",
+    "attention_of_functions",
     "base_of",
     "batch_norm",
     "compiled_as_constant",
@@ -163,6 +166,22 @@ def adaptive_avg_pool_backward(grad: Tensor, x: Tensor, spatial: int) -> Tensor:
     if spatial == 2:
         return aten._adaptive_avg_pool2d_backward(grad, x)
     return aten._adaptive_avg_pool3d_backward(grad, x)
+
+
+def _attention_of_functions() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return ``F.multi_head_attention_forward`` that shows a mode the functions it calls.
+
+    Torch's shows itself alone: a mode is off while it runs. It asks ``has_torch_function``, its
+    global, whether a mode is on; the same code here is always told no.
+    """
+    own = F.multi_head_attention_forward
+    names = {**own.__globals__, "has_torch_function": lambda _: False}
+    copy = FunctionType(own.__code__, names, own.__name__, own.__defaults__)
+    copy.__kwdefaults__ = own.__kwdefaults__
+    return copy
+
+
+attention_of_functions = _attention_of_functions()
 
 
 # Modules. A hook is known by the handle that registering it gave, and by nothing on a copy.

@@ -4,7 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Division", "conv_block_ratio", "few_bit_bytes", "linear_block_ratio"]
+__all__ = [
+    "Division",
+    "compact_bytes",
+    "conv_block_ratio",
+    "few_bit_bytes",
+    "linear_block_ratio",
+]
 
 TILE = 1024  # elements of a tile of bit planes: 128 bytes a bit
 
@@ -30,11 +36,13 @@ class Division:
         block: Edge of the blocks whose means are kept in bfloat16.
         bits: Of a quantised residual.
         is_cut: Whether blocks are cut at the edge; False: left out, as in the released code.
+        rows: Share of an input's rows that linear layers keep, whole, in place of all compressed.
     """
 
     block: int = 8
     bits: int = 2
     is_cut: bool = True
+    rows: float | None = None
 
     def size_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of one compressed tensor.
@@ -54,6 +62,18 @@ class Division:
             return 2 * elements
         means = planes * math.prod(self._blocks(side) for side in sides)
         return 2 * means + math.ceil(elements * self.bits / 8) + 4 * planes
+
+    def linear_bytes(self, shape: Sequence[int], itemsize: int = 4) -> int:
+        """Return the bytes that a linear layer keeps of an input: rows and their numbers, with ``rows``.
+
+        Args:
+            shape: ``(rows..., features)``.
+            itemsize: Bytes an element.
+        """
+        if self.rows is None or math.prod(shape) == 0:
+            return self.size_bytes(shape)
+        kept = math.ceil(self.rows * math.prod(shape[:-1]))
+        return kept * (itemsize * shape[-1] + 4)
 
     def _blocks(self, side: int) -> int:
         block = min(self.block, side)
@@ -78,3 +98,42 @@ def conv_block_ratio(side: int, block: int = 8, bits: int = 2) -> float:
 def linear_block_ratio(features: int, block: int = 8, bits: int = 2) -> float:
     """Return how much DIVISION compresses a linear layer and ReLU: equation 56."""
     return 5 / (2 / min(block, features) + bits / 8 + 4 / features + 1 / 8)
+
+
+STATES = {  # bytes of an element's codes, of the master and then of each moment
+    "sgd": (2,),
+    "momentum": (2, 1),
+    "adam": (2, 1, 1),
+}
+SCALED, LEAST = 256, 64  # elements of a row that share a scale; elements of the shortest row
+SCALE = 4  # bytes
+
+
+def compact_bytes(shapes: Sequence[Sequence[int]], states: str, tensors: int = 0) -> int:
+    """Return the bytes of an optimizer's state with ``compact_state=True``.
+
+    A parameter of fewer than two dimensions, or with rows of fewer than 64 elements, keeps float32.
+
+    Args:
+        shapes: Of the parameters that train.
+        states: One of ``STATES``: ``"sgd"`` without momentum, ``"momentum"``, or ``"adam"``, for
+            Adam and AdamW, which also count steps in 4 bytes a parameter.
+        tensors: How many more the policy keeps of each weight, of two or more dimensions: the
+            paper's one, the sum of its window's gradients.
+
+    Raises:
+        ValueError: ``states`` is unknown.
+    """
+    if states not in STATES:
+        raise ValueError(f"states must be one of {', '.join(STATES)}, got {states!r}")
+    steps = 4 * len(shapes) if states == "adam" else 0
+    own = [(*STATES[states], *(1,) * (tensors if len(shape) > 1 else 0)) for shape in shapes]
+    return steps + sum(map(_state_bytes, shapes, own))
+
+
+def _state_bytes(shape: Sequence[int], widths: Sequence[int]) -> int:
+    elements, row = math.prod(shape), math.prod(shape[1:])
+    if len(shape) < 2 or row < LEAST:
+        return 4 * elements * len(widths)
+    scales = shape[0] * math.ceil(row / SCALED)
+    return elements * sum(widths) + SCALE * scales * len(widths)

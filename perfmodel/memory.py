@@ -244,7 +244,7 @@ def division(settings: Division = Division()) -> Option:  # noqa: B008  frozen
         parts = [divided(kept, s, settings) for s in kept.savers]
         if None in parts:
             return kept.size_bytes
-        compressed = {p for p in parts if p and p[0] == "map"}
+        compressed = {p for p in parts if p and p[0] in ("map", "rows")}
         masks = [p for p in parts if p and p[0] == "mask"]
         return sum(p[1] for p in [*compressed, *masks])
 
@@ -254,6 +254,8 @@ def division(settings: Division = Division()) -> Option:  # noqa: B008  frozen
 def divided(kept: SavedStorage, saver: Saver, settings: Division) -> tuple[str, int] | None:
     """Return what one saver keeps under DIVISION; None where it keeps the tensor itself."""
     is_map = math.prod(kept.shape) == kept.elements and len(kept.shape) > 1
+    if saver.kind == "linear" and is_map and settings.rows is not None:
+        return "rows", settings.linear_bytes(kept.shape, kept.itemsize)
     if saver.kind in COMPRESSED and is_map:
         return "map", settings.size_bytes(kept.shape)
     if _is_stepwise(saver) or saver.kind == "dropout":

@@ -1,6 +1,7 @@
 """Watch what autograd saves, on fake tensors or real ones; loads torch."""
 
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,11 +25,29 @@ def watch(
             kept = _run(skeleton(model, _own_buffers), inputs, "run on its inputs")
         return kept, f"measured on {device_name(device)}"
     device = torch.device("cpu") if device.type == "meta" else device
-    with fake_tensor_mode():
+    with fake_tensor_mode(), _one_sequence_a_row():
         fake = _faker(device)
         copy = skeleton(model, fake)
         kept = _run(copy, [fake(x) for x in inputs], "run on shapes alone (fake tensors)")
     return kept, f"modelled, kernels of {device.type}"
+
+
+@contextmanager
+def _one_sequence_a_row() -> Iterator[None]:
+    """Let transformers take each row of tokens as one sequence: it reads that from values.
+
+    Where it cannot, it makes a mask, and with a mask it repeats keys and values of grouped queries.
+    """
+    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    own = getattr(masks, name, None)
+    if masks is None or own is None:
+        yield
+        return
+    setattr(masks, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, own)
 
 
 def device_name(device: torch.device) -> str:

@@ -20,8 +20,8 @@ from fixedpoint_kernels.strides import laid, memory_order
 def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None) -> Tensor:
     """Return ``function(x)``, whose gradient is the table's.
 
-    Where no gradient is needed, nothing is encoded. With ``fused``, a GPU computes value and code
-    in one pass.
+    Where no gradient is needed, nothing is encoded. With ``fused``, value and code come from one
+    pass where there is a kernel for it.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return function(x)

@@ -1,8 +1,8 @@
-"""Which activations give value and code in one pass on a GPU, and by which formula.
+"""Which activations give value and code in one pass, and by which formula.
 
-Left to torch's operator are those whose formula needs a logarithm, or a difference that loses
+On a GPU, left to torch's operator are those whose formula needs a logarithm, or a difference that loses
 digits, which Triton has no accurate function for: LogSigmoid, Mish, Softplus, Tanh, Tanhshrink and
-the tanh form of GELU.
+the tanh form of GELU. On a CPU there are those whose value has torch's own bits: ``formulas.py``.
 """
 
 import torch
@@ -16,6 +16,16 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 _WITHOUT_NUMBERS = "hardsigmoid", "hardswish", "sigmoid", "silu", "softsign"
 _AS_GIVEN = "hardshrink", "hardtanh", "leaky_relu", "softshrink", "threshold"
 FORMULAS = ("elu", "gelu", *_WITHOUT_NUMBERS, *_AS_GIVEN)
+ON_CPU = (
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "leaky_relu",
+    "softsign",
+    "threshold",
+)
+ONE_PASS = {"cuda": (DTYPES, FORMULAS), "cpu": (DTYPES[:1], ON_CPU)}  # dtypes and kinds
 
 
 def fused_of(name: str, parameters: Parameters) -> Fused | None:
@@ -31,4 +41,7 @@ def fused_of(name: str, parameters: Parameters) -> Fused | None:
 
 def is_fused(x: Tensor, fused: Fused | None) -> bool:
     """Say whether the one pass is there for ``x``."""
-    return fused is not None and x.is_cuda and x.dtype in DTYPES
+    if fused is None:
+        return False
+    dtypes, kinds = ONE_PASS.get(x.device.type, ((), ()))
+    return x.dtype in dtypes and fused[0] in kinds

@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fixedpoint_kernels.few_bit.fused import ONE_PASS as PASSES
 from fixedpoint_kernels.few_bit.table import Table, steps_of
 from fixedpoint_kernels.philox.gpu import jit
 from fixedpoint_kernels.rounding.gpu import _to_bfloat16, _to_float32
 
+ONE_PASS = PASSES["cuda"]
 _TILE = 1024
 _TILES = 4  # that a program takes
 

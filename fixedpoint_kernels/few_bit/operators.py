@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels._torch_private import is_watched
-from fixedpoint_kernels.few_bit.fused import DTYPES, FORMULAS, Fused
+from fixedpoint_kernels.few_bit.fused import Fused
 from fixedpoint_kernels.few_bit.table import Table
 from fixedpoint_kernels.memory import in_memory
 
@@ -57,21 +57,23 @@ def encode(x: Tensor, table: str) -> Tensor:
 
 
 def value_and_encode(x: Tensor, table: str, fused: Fused) -> tuple[Tensor, Tensor]:
-    """Return an activation and ``encode``, from one pass over ``x``; on a GPU only.
+    """Return an activation and ``encode``, from one pass over ``x``.
 
     Args:
-        x: As for ``encode``, without float64.
+        x: As for ``encode``, without float64; on a CPU float32.
         table: As for ``encode``.
         fused: What ``fused_of`` returns.
 
     Returns:
-        Values, with the shape of ``x``, contiguous, at most 2 units in the last place from torch's;
-        GELU's are at most 2 units of ``x / 2`` from exact, since ``1 + erf`` loses digits, in
-        torch's too. And what ``encode`` returns.
+        Values, with the shape of ``x``, contiguous; and what ``encode`` returns. On a CPU values
+        are torch's own bits. On a GPU they are at most 2 units in the last place from torch's;
+        GELU's at most 2 units of ``x / 2`` from exact, since ``1 + erf`` loses digits, in torch's
+        too.
 
     Raises:
-        TypeError: ``x`` is not float32, bfloat16 or float16, or does not lie in memory.
-        ValueError: ``x`` is not on a GPU, ``fused`` has no such formula, or as for ``encode``.
+        TypeError: There is no such pass for the device and dtype of ``x`` (``fused.ONE_PASS``), or
+            it does not lie in memory.
+        ValueError: ``fused`` has no formula that is there, or as for ``encode``.
     """
     if is_plain(x):
         return _value_and_encode(x, table, *fused)
@@ -121,14 +123,13 @@ def _encode(x: Tensor, table: str) -> Tensor:
 
 
 def _value_and_encode(x: Tensor, table: str, *fused: object) -> tuple[Tensor, Tensor]:
-    if x.dtype not in DTYPES:
-        raise TypeError(f"one pass for value and code needs one of {DTYPES}, got {x.dtype}")
-    one_pass = getattr(kernels_of(x), "value_and_encode", None)  # a GPU has it
-    if one_pass is None or fused[0] not in FORMULAS:
-        raise ValueError(
-            f"one pass for value and code needs a GPU and one of {FORMULAS}, got {fused[0]!r} on "
-            f"{x.device}"
-        )
+    kernels = kernels_of(x)
+    dtypes, kinds = getattr(kernels, "ONE_PASS", ((), ()))
+    if x.dtype not in dtypes:
+        raise TypeError(f"one pass on {x.device} needs one of {dtypes}, got {x.dtype}")
+    one_pass = getattr(kernels, "value_and_encode", None)
+    if one_pass is None or fused[0] not in kinds:
+        raise ValueError(f"one pass on {x.device} needs one of {kinds}, got {fused[0]!r}")
     x, (y, planes) = in_memory(x), _empty_pair(x, table)
     if x.numel():
         one_pass(x.contiguous(), y, planes, _tables[table], fused)

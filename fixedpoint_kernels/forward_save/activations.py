@@ -36,7 +36,6 @@ _OTHERS = tuple(getattr(torchs, name) for name in torchs.__all__)
 WHY_NOT = {
     nn.PReLU: "its slope learns",
     nn.RReLU: "its slope is random",
-    nn.MultiheadAttention: "it calls functions of its own",
 }
 
 

@@ -79,6 +79,10 @@ class saving(Keeper, TorchFunctionMode):
         """Whether the scope is that of a module's conversion."""
         return self.noise is module._noise and (self.few_bit, self.division) == module._saving
 
+    def seen(self) -> "saving":
+        """See ``Keeper``: torch takes a mode off while one of its functions is handled."""
+        return self
+
     def __enter__(self) -> "saving":
         self._outside.append((here.scope, here.is_paused))
         here.scope, here.is_paused = self, False

@@ -81,6 +81,8 @@ def choose(module: nn.Module, few_bit: FewBit | None, division: Division | None)
     entry = known(module)
     if entry is not None and not _unfit(module):
         return _known(module, entry, few_bit, division)
+    if isinstance(module, nn.MultiheadAttention):
+        return _attention(module, few_bit, division)
     if activations.is_activation(module):
         return _activation(module, few_bit, division)
     return None if division is None else _layer(module, division)
@@ -115,6 +117,20 @@ def _known(
         return Choice((layers.Recomputed,), {"_division": division}, f"{division}; runs again")
     scope = caller(module, few_bit, division)
     return scope and scope._replace(keeps=str(division), note="by the functions it calls")
+
+
+def _attention(
+    module: nn.Module, few_bit: FewBit | None, division: Division | None
+) -> Choice | None:
+    """Return what becomes of torch's attention, which calls functions with its own parameters."""
+    if reason := _unfit(module):
+        return Choice(reason=reason)
+    if division is None:
+        return Choice(reason="division is not asked for")
+    words = f"{division}; operands of attention with twice the bits"
+    return Choice(
+        (calls.Scoped,), {"_saving": (few_bit, division)}, words, "by the functions it calls"
+    )
 
 
 def _activation(

@@ -5,6 +5,7 @@ A handler is called with a scope and a call, and returns what the function retur
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import NotImplementedType
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fixedpoint_kernels._torch_private import attention_of_functions
 from fixedpoint_kernels.few_bit import functional as few_bit_functional
 from fixedpoint_kernels.few_bit.activations import ENTRIES
 from fixedpoint_kernels.forward_save import exact, layers, maps, norms, recompute
@@ -26,7 +28,7 @@ FINEST = 8  # bits; a softmax has them, for two bits of a row's range would drow
 Function = Callable[..., Tensor]
 Arguments = Sequence[Any]
 Options = Mapping[str, Any]
-Made = Tensor | NotImplementedType
+Made = Tensor | tuple[Tensor, Tensor | None] | NotImplementedType
 
 
 class Keeper:
@@ -41,6 +43,10 @@ class Keeper:
     few_bit: FewBit | None
     division: Division | None
     noise: Tensor
+
+    def seen(self) -> AbstractContextManager[object]:
+        """Return what makes functions keep less that a function calls by itself."""
+        raise NotImplementedError
 
     def pack(self, x: Tensor, dtype: torch.dtype | None = None, *, times: int = 1) -> maps.Packed:
         """Return ``x`` in ``times`` the bits, or as it is: a parameter, or where that takes no less."""
@@ -145,6 +151,24 @@ def _matmul(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> 
         return NotImplemented
     a, b = args
     return recompute.matmul(func, a, b, scope.pack_operand)
+
+
+def _baddbmm(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> Made:
+    """Add a product to a constant, as attention does to its mask."""
+    if scope.division is None or kwargs or len(args) != 3 or not _is_trained(*args[1:]):
+        return NotImplemented
+    constant, a, b = args
+    if constant.requires_grad:
+        return NotImplemented
+    return recompute.matmul(lambda a, b: func(constant, a, b), a, b, scope.pack_operand)
+
+
+def _attention(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> Made:
+    """Let the functions keep less that ``F.multi_head_attention_forward`` calls."""
+    if scope.division is None:
+        return NotImplemented
+    with scope.seen():
+        return attention_of_functions(*args, **kwargs)
 
 
 def _softmax(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> Made:
@@ -258,6 +282,8 @@ HANDLERS: dict[str, Callable[[Keeper, Function, Arguments, Options], Made]] = {
     **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
     **dict.fromkeys(AGAIN, _again),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+    "baddbmm": _baddbmm,
+    "multi_head_attention_forward": _attention,
     "softmax": _softmax,
     "linear": _linear,
     "addmm": _addmm,

@@ -90,10 +90,13 @@ class Vector:
         """Round to the nearest whole number, ties to even."""
         return self._intrinsic(f"rint.v{self.lanes}f32", self)
 
-    def pushed(self, other: "Vector") -> "Vector":
-        """Move all bits one place down, and the lowest of ``other`` to the free place; int32."""
-        one = self.constant(1)
-        return self._intrinsic(f"fshr.v{self.lanes}i32", other, self, one)
+    def pushed(self, other: "Vector", places: int) -> "Vector":
+        """Move all bits some places down, and the lowest of ``other`` to the free ones; int32."""
+        return self._intrinsic(f"fshr.v{self.lanes}i32", other, self, self.constant(places))
+
+    def entry(self, index: "Vector") -> "Vector":
+        """Pick lanes by their number modulo 16; float32, AVX-512 only."""
+        return self._intrinsic("x86.avx512.permvar.sf.512", self, index)
 
     def permuted(self, other: "Vector", index: "Vector") -> "Vector":
         """Pick lanes by their number modulo 32: this vector's 16, then ``other``'s; AVX-512 only."""
@@ -108,6 +111,12 @@ class Vector:
 
     def __mul__(self, other: Any) -> "Vector":
         return self._apply(self.builder.mul, self.builder.fmul, other)
+
+    def __truediv__(self, other: Any) -> "Vector":
+        return self._apply(self.builder.fdiv, self.builder.fdiv, other)
+
+    def __neg__(self) -> "Vector":
+        return Vector(self.builder, self.builder.fneg(self.value))
 
     def __and__(self, other: Any) -> "Vector":
         return self._bitwise(self.builder.and_, other)
@@ -124,8 +133,17 @@ class Vector:
     def __rshift__(self, other: Any) -> "Vector":
         return self._bitwise(self.builder.lshr, other)
 
+    def __lshift__(self, other: Any) -> "Vector":
+        return self._bitwise(self.builder.shl, other)
+
     def __lt__(self, other: Any) -> "Vector":
         return self._compare("<", other)
+
+    def __le__(self, other: Any) -> "Vector":
+        return self._compare("<=", other)
+
+    def __ge__(self, other: Any) -> "Vector":
+        return self._compare(">=", other)
 
     def __gt__(self, other: Any) -> "Vector":
         return self._compare(">", other)

@@ -1,4 +1,4 @@
-"""Value and code from one pass of the GPU's kernel, here in Triton's interpreter."""
+"""Value and code from one pass: the GPU's kernel in Triton's interpreter, and the CPU's."""
 
 import pytest
 import torch
@@ -78,6 +78,54 @@ def test_half_precision(name, dtype):
     check(*named.resolve(name), dtype)
 
 
+ON_CPU = [case for case in CASES if (f := fused.fused_of(*case)) and f[0] in fused.ON_CPU]
+
+
+def bit_patterns(n):
+    """Return float32 of all bits at random, and some of usual size."""
+    bits = torch.randint(-(2**31), 2**31, (n,), generator=torch.Generator().manual_seed(0))
+    return torch.cat([bits.int().view(torch.float32), 4 * torch.randn(n), inputs(torch.float32)])
+
+
+@pytest.mark.parametrize(("name", "parameters"), ON_CPU)
+def test_a_cpu_gives_torchs_bits(name, parameters):
+    """NaN stays NaN; its other bits, which torch's vectors set and its rest does not, may differ."""
+    x, table = bit_patterns(20_000), named.table_of(name, parameters, 3, "uniform")
+    key, function = operators.register(table), fused.fused_of(name, parameters)
+    y, planes = operators.value_and_encode(x, key, function)
+    expected = named.function_of(name, parameters)(x)
+    assert torch.equal(y.isnan(), expected.isnan())
+    is_value = ~y.isnan()
+    assert torch.equal(y.view(torch.int32)[is_value], expected.view(torch.int32)[is_value])
+    codes = torch.empty_like(planes)
+    reference.encode(x, codes, table)
+    assert torch.equal(planes, codes)
+
+
+def test_the_cpus_threads_give_the_same():
+    x, key = torch.randn(60_001), operators.register(named.table_of("hardswish", (), 3, "uniform"))
+    function = fused.fused_of("hardswish", ())
+    y, planes = operators.value_and_encode(x, key, function)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        again, others = operators.value_and_encode(x, key, function)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(y, again)
+    assert torch.equal(planes, others)
+
+
+def test_one_pass_is_refused_where_there_is_none():
+    key = operators.register(named.table_of("relu", (), 1, "uniform"))
+    with pytest.raises(
+        TypeError, match=r"one pass on cpu needs one of .*float32.*, got torch\.bfl"
+    ):
+        operators.value_and_encode(torch.ones(3).bfloat16(), key, ("hardtanh", 0.0, 1.0, 0.0))
+    with pytest.raises(ValueError, match=r"one pass on cpu needs one of .*, got 'silu'"):
+        operators.value_and_encode(torch.ones(3), key, ("silu", 0.0, 0.0, 0.0))
+
+
 def test_two_units_are_seen():
     x = inputs(torch.float32)
     y = F.silu(x)[:1000]
@@ -91,6 +139,8 @@ def test_which_are_left_to_torch():
     assert left == {"gelu_tanh", "logsigmoid", "mish", "softplus", "tanh", "tanhshrink"}
     x = torch.ones(2)
     assert not fused.is_fused(x, fused.fused_of("silu", ()))  # values on a CPU are torch's
+    assert fused.is_fused(x, fused.fused_of("hardswish", ()))
+    assert not fused.is_fused(x.double(), fused.fused_of("hardswish", ()))
 
 
 @pytest.fixture

@@ -125,12 +125,21 @@ def test_many_borders(borders, is_indexed):
 def test_up_to_31_borders_with_and_without_permutations(monkeypatch, name, bits, has_permutation):
     if has_permutation and not lookup.has_permutation():
         pytest.skip("needs AVX-512")
-    monkeypatch.setattr(lookup, "has_permutation", lambda: has_permutation)
+    for module in (lookup, cpu):
+        monkeypatch.setattr(module, "has_permutation", lambda: has_permutation)
     monkeypatch.setattr(cpu, "_encoding", lookup.encoding_of)  # without what is remembered
+    monkeypatch.setattr(cpu, "_decoding", cpu._decoding.__wrapped__)
     table = table_of(name, bits)
     beside = [np.nextafter(table.borders, np.float32(to)) for to in (-np.inf, np.inf)]
     x = np.concatenate([table.borders, *beside, np.array(SPECIAL, np.float32)])
     assert_same(torch.from_numpy(x), table, executions=EXECUTIONS[:1])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_levels_without_permutations(monkeypatch, bits):
+    monkeypatch.setattr(cpu, "has_permutation", lambda: False)
+    monkeypatch.setattr(cpu, "_decoding", cpu._decoding.__wrapped__)
+    assert_same(with_special(1100), table_of("gelu", bits), executions=EXECUTIONS[:1])
 
 
 @pytest.mark.parametrize("weight", named.SHIPPED_WEIGHTS)

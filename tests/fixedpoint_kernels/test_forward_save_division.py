@@ -356,11 +356,10 @@ def test_the_report_names_all_that_still_keeps_a_tensor():
             return (y @ y.transpose(-1, -2)).softmax(-1)
 
     report = forward_save.convert(Odd(), division=DIVISION, sample_input=torch.randn(2, 3, 8))
-    assert [r.layer for r in report.replaced] == ["linear"]
+    assert [r.layer for r in report.replaced] == ["linear", "attention"]
     assert {k.layer: k.reason for k in report.kept} == {
         "smooth": "few_bit is not asked for",
         "pool": "it keeps no tensor",
-        "attention": "it calls functions of its own",
         "table": "its slope learns",
         "picks": "its indices are asked for",
         "wide": "its window has 289 places, more than 8 bits",

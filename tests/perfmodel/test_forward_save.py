@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+import marvin
 from fixedpoint_kernels import forward_save
-from perfmodel.forward_save import Division
+from perfmodel.forward_save import Division, compact_bytes
 from perfmodel.memory import division, few_bit, saved_bytes
 from perfmodel.zoo import MODELS
 from perfmodel.zoo.resnet import ResNet, Shape
@@ -103,3 +104,65 @@ def test_the_papers_networks_keep_a_tenth(name, batch, factor):
     exact = saved_bytes(model, x).total_bytes
     forward_save.convert(model, division=True)
     assert exact / saved_bytes(model, x).total_bytes == pytest.approx(factor, abs=0.01)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.3, 0.9])
+def test_rows_of_linear_layers(share):
+    model = nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48), nn.Linear(48, 8))
+    x = torch.randn(5, 11, 64)
+    exact = saved_bytes(model, x)
+    kept = -(-55 * share // 1)
+    forward_save.convert(model, division={"rows": share})
+    got = measured(model, x)
+    assert got == exact.with_option(division(Division(rows=share))) + per_layer_norm(55)
+    assert got == saved_bytes(model, x).total_bytes
+    whole = saved_bytes(nn.Sequential(*model[:1]), x, measure=True).total_bytes
+    assert whole == kept * (64 * 4 + 4)
+
+
+def test_grouped_queries_to_the_byte():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 20}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    config = transformers.LlamaConfig(**sizes, **heads)
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = transformers.LlamaModel(config)
+
+        def forward(self, tokens):
+            return self.model(tokens).last_hidden_state
+
+    model, tokens = Hidden(), torch.randint(20, (2, 24))
+    assert saved_bytes(model, tokens).total_bytes == measured(model, tokens)
+    forward_save.convert(model, few_bit=3, division=True)
+    assert saved_bytes(model, tokens).total_bytes == measured(model, tokens)
+
+
+@pytest.mark.parametrize(
+    ("states", "make", "policy", "tensors"),
+    [
+        ("sgd", lambda ps: torch.optim.SGD(ps, lr=0.1), marvin.FixedPolicy(8, 6), 0),
+        ("momentum", lambda ps: torch.optim.SGD(ps, momentum=0.9), marvin.FixedPolicy(8, 6), 0),
+        ("momentum", lambda ps: torch.optim.SGD(ps, momentum=0.9), marvin.StaticPolicy(), 0),
+        ("adam", torch.optim.AdamW, marvin.FixedPolicy(8, 6), 0),
+        ("adam", torch.optim.Adam, marvin.MarvinPolicy(lookback=(2, 4)), 1),
+    ],
+)
+def test_compact_states(states, make, policy, tensors):
+    layers = nn.Conv2d(8, 12, 3), nn.Flatten(), nn.Linear(48, 300), nn.Linear(300, 7, bias=False)
+    net = nn.Sequential(*layers)
+    optimizer = marvin.Quantized(make(net.parameters()), policy, compact_state=True)
+    net(torch.randn(2, 8, 4, 4)).square().mean().backward()
+    optimizer.step(loss=1.0)
+    found = [
+        own.values() for own in (*optimizer.state.values(), *optimizer.optimizer.state.values())
+    ]
+    measured = sum(x.nbytes for own in found for x in own if isinstance(x, torch.Tensor))
+    assert measured == compact_bytes([p.shape for p in net.parameters()], states, tensors)
+
+
+def test_states_that_are_unknown():
+    with pytest.raises(ValueError, match="states must be one of sgd, momentum, adam, got 'lion'"):
+        compact_bytes([(3, 4)], "lion")
