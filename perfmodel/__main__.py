@@ -92,7 +92,7 @@ def _model(arguments: Sequence[str]) -> None:
 
 
 def _batch(arguments: Sequence[str]) -> None:
-    from perfmodel.batch import WAYS, Trial, largest, lines
+    from perfmodel.batch import WAYS, Trial, largest, lines, run
 
     parser = Parser(
         "python -m perfmodel batch",
@@ -106,13 +106,14 @@ def _batch(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--ways", default=",".join(WAYS), help="with commas between: %(default)s, or file of a plan"
     )
+    parser.add_argument("--batch", type=whole(1), help="look for none: what does this one take?")
     parser.add_argument("--threads", type=whole(1), default=1, help="torch's")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     trial = Trial(given.model, given.input, given.dtype, "", 0, given.threads)
-    found = [
-        largest(trial._replace(way=way), given.memory * 2**30) for way in given.ways.split(",")
-    ]
+    trials = [trial._replace(way=way, batch=given.batch or 0) for way in given.ways.split(",")]
+    memory = given.memory * 2**30
+    found = [run(one) if given.batch else largest(one, memory) for one in trials]
     if given.json:
         print(json.dumps([row._asdict() for row in found], indent=2))
     else:

@@ -35,6 +35,7 @@ class Trial(NamedTuple):
         way: One of ``WAYS``, or the file of a plan.
         batch: Samples.
         threads: Of torch.
+        is_counted: Whether bytes are counted, too, which takes two steps more.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Trial(NamedTuple):
     way: str
     batch: int
     threads: int = 1
+    is_counted: bool = True
 
 
 class Found(NamedTuple):
@@ -81,7 +83,9 @@ def run(trial: Trial) -> Found:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise ValueError(f"{trial.way}, batch {trial.batch}: {last}")
-    return Found(**json.loads(done.stdout.splitlines()[-1]))
+    found = Found(**json.loads(done.stdout.splitlines()[-1]))
+    print(f"{found.way}: batch {found.batch}, {binary(found.peak_bytes)}", file=sys.stderr)
+    return found
 
 
 def largest(trial: Trial, memory_bytes: float, run: Callable[[Trial], Found] = run) -> Found:
@@ -98,6 +102,7 @@ def largest(trial: Trial, memory_bytes: float, run: Callable[[Trial], Found] = r
     Raises:
         ValueError: Not even two samples fit, any number does, or a trial failed.
     """
+    counted, trial = trial, trial._replace(is_counted=False)
     run(trial._replace(batch=max(FIRST)))  # compiles kernels, which takes memory once
     fits, other = (run(trial._replace(batch=batch)) for batch in FIRST)
     if fits.peak_bytes > memory_bytes:
@@ -120,14 +125,15 @@ def largest(trial: Trial, memory_bytes: float, run: Callable[[Trial], Found] = r
         batch = max(most, fits.batch + step)
         if too_large is not None:
             if too_large - fits.batch <= step:
-                return fits
+                last = run(counted._replace(batch=fits.batch))
+                return last._replace(peak_bytes=fits.peak_bytes, step_s=fits.step_s)
             batch = min(batch, too_large - step)
         other = run(trial._replace(batch=batch))
 
 
 def lines(found: Iterable[Found]) -> Iterator[str]:
     """Yield the lines of a table."""
-    header = "way", "largest batch", "process", "before", "counted peak", "kept", "samples/s"
+    header = "way", "batch", "process", "before", "counted peak", "kept", "samples/s"
     rows = [
         (
             row.way,

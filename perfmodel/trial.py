@@ -44,9 +44,11 @@ def attempt(trial: Trial) -> Found:
     base, start = most_memory(), time.perf_counter()
     _step(model, optimizer, _batch(trial, trial.batch))
     step_s, peak = time.perf_counter() - start, most_memory()
-    given = _batch(trial, trial.batch)
-    counted = peak_of(partial(_step, model, optimizer, given), torch.device("cpu"))
-    kept = sample.observe(model, given).size_bytes
+    kept = counted = 0
+    if trial.is_counted:
+        given = _batch(trial, trial.batch)
+        counted = peak_of(partial(_step, model, optimizer, given), torch.device("cpu"))
+        kept = sample.observe(model, given).size_bytes
     return Found(trial.way, trial.batch, peak, kept, counted, base, step_s)
 
 

@@ -152,6 +152,11 @@ def _chosen(
 def _checked(choices: Sequence[str]) -> set[str]:
     """Return the choices, all of which are known."""
     wanted = {choices} if isinstance(choices, str) else set(choices)
+    if "offload" in wanted:
+        raise ValueError(
+            "choices cannot have 'offload': a plan moves nothing to another memory, and on a CPU "
+            "there is none; torch.autograd.graph.save_on_cpu does it for a model on a GPU"
+        )
     if not wanted or wanted - set(CHOICES):
         came = ", ".join(map(repr, sorted(wanted - set(CHOICES)))) or "none"
         raise ValueError(f"choices must be among {', '.join(CHOICES)}, got {came}")

@@ -301,7 +301,9 @@ def test_a_plan_is_written_and_read(model, x, tmp_path):
 def test_what_a_plan_needs(model, x):
     with pytest.raises(ValueError, match="budget_bytes, peak_bytes, or both, got neither"):
         forward_save.plan(model, x)
-    with pytest.raises(ValueError, match="few_bit, division, recompute, got 'offload'"):
+    with pytest.raises(ValueError, match="few_bit, division, recompute, got 'fast'"):
+        forward_save.plan(model, x, budget_bytes=1, choices=["fast", "few_bit"])
+    with pytest.raises(ValueError, match=r"cannot have 'offload': .*save_on_cpu does it"):
         forward_save.plan(model, x, budget_bytes=1, choices=["offload"])
     with pytest.raises(TypeError, match="got neither"):
         forward_save.plan(model, budget_bytes=1)

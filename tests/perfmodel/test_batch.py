@@ -138,4 +138,7 @@ def test_a_command_prints_what_was_found(capsys, monkeypatch):
     assert [line.split()[0] for line in lines[1:5]] == list(batch.WAYS)
     assert "512.0 MiB" in lines[1]
     assert lines[1].endswith(" 2.0")
+    monkeypatch.setattr(batch, "run", lambda trial: Found(trial.way, trial.batch, 5, 1, 2, 3, 3.5))
+    main([*command, "--batch", "33", "--json"])
+    assert [row["batch"] for row in json.loads(capsys.readouterr().out)] == [33] * 4
     assert "MALLOC_MMAP_THRESHOLD_=65536" in lines[-1]
