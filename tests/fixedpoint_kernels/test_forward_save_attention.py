@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fixedpoint_kernels import forward_save
 
 FINE = {"block": 8, "bits": 8}
-NEAR = 0.03  # relative error of a gradient whose operands have 8 bits: the largest here is 0.025
+NEAR = 0.03  # relative error of a gradient whose operands have 8 bits
 LONG, BATCH, WIDE = 24, 3, 32
 CAUSAL = torch.triu(torch.ones(LONG, LONG, dtype=torch.bool), 1)
 PADDING = torch.arange(LONG).expand(BATCH, -1) >= torch.tensor([[LONG], [20], [7]])
@@ -111,7 +111,7 @@ def test_an_encoder_layer_in_few_bits():
     layer, x = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), torch.randn(8, 48, 64)
     exact = kept_bytes(layer, x)
     report = forward_save.convert(layer, few_bit=3, division=True, sample_input=x)
-    assert exact / kept_bytes(layer, x) > 10  # measured: 14
+    assert exact / kept_bytes(layer, x) > 12
     assert not report.kept
     rows = {row.layer: row.keeps for row in report.replaced}
     assert rows["self_attn"].endswith("operands of attention with twice the bits")
