@@ -238,6 +238,29 @@ def test_a_frozen_model_without_formats_is_calibrated(nets, tmp_path, capsys):
     assert {fmt.wl for name, fmt in written.formats.items() if "weight" in name} == {7}
 
 
+def test_ranges_of_a_frozen_model_are_taken_again(saved, tmp_path, capsys):
+    path, model, *_ = saved()
+    x = 40 * torch.randn(50, 36)  # more than it was trained on
+    torch.save(x, tmp_path / "x.pt")
+    words = str(path), "--to", "packed", "--verify", "--inputs", str(tmp_path / "x.pt")
+    found = {}
+    for flags, origin in ((), "trained"), (("--recalibrate", "--estimator", "max"), "calibrated"):
+        main([*words, *flags, "--out", str(tmp_path / origin)])
+        text = capsys.readouterr().out
+        assert f"formats of activations: {origin}" in text
+        assert "verified: " in text
+        found[origin] = packed.load(tmp_path / origin / "network.safetensors").network
+    old, new = (network.formats() for network in found.values())
+    assert {name: fmt.wl for name, fmt in old.items()} == {n: f.wl for n, f in new.items()}
+    first = next(iter(new))
+    assert new[first].max >= x.max() - new[first].lsb > old[first].max
+    fixed = marvin.calibrate(model, x.split(64), estimator="max")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            integer.run(found["calibrated"], x), fixed(x).double(), rtol=0, atol=0
+        )
+
+
 def test_a_class_of_the_users_is_refused_by_name_until_it_is_allowed(saved):
     path, *_ = saved("resnet")
     words = path, "--to", "packed", "--shape", "1,6,6"
