@@ -30,23 +30,14 @@ GRAINS = 1.0, 0.25, 0.0625  # of what is kept: most that one block may make agai
 
 
 class Question(NamedTuple):
-    """What a plan is made for.
-
-    Args:
-        model: In training mode, not converted.
-        inputs: The sample.
-        settings: Of each level.
-        layers: Those that can be converted, with what becomes of them.
-        blocks: Those that may run again.
-        loss: Of the model's output.
-    """
+    """What a plan is made for: a model in training mode that is not converted, and a sample."""
 
     model: nn.Module
     inputs: sample.Given
-    settings: Sequence[conversion.Settings]
-    layers: conversion.Choices
-    blocks: Sequence[str]
-    loss: sample.Loss | None
+    settings: Sequence[conversion.Settings]  # of each level
+    layers: conversion.Choices  # that can be converted, with what becomes of them
+    blocks: Sequence[str]  # that may run again
+    loss: sample.Loss | None  # of the model's output
 
     @property
     def device(self) -> torch.device:

@@ -116,13 +116,18 @@ def _copied(index: int, reads: Codes, writes: Codes, word: str, shift: int) -> l
             raise ExportError("an order of memory that no loops have cannot be written as C")
         sizes.append((count, *steps[:, 0].tolist()))
         both = rows[:, :, 0]
-    places = [[str(first)] if first else [] for first in both[:, 0].tolist()]
-    lines = []
+    places: list[list[str]] = [[], []]
+    begin, lines = both[:, 0].tolist(), []
     for depth, (count, *steps) in reversed(list(enumerate(sizes))):
         lines.append(f"{loop(f'k{depth}', count)} {{")
-        for terms, step in zip(places, steps, strict=True):
+        for side, step in enumerate(steps):
+            place = f"k{depth}"
+            if step < 0:  # indices are unsigned: count from the other end
+                place = f"({count - 1} - k{depth})"
+                begin[side] += (count - 1) * step
             if step:
-                terms.append(f"k{depth} * {step}" if step != 1 else f"k{depth}")
-    read, write = (" + ".join(terms) or "0" for terms in places)
+                places[side].append(f"{place} * {abs(step)}" if abs(step) != 1 else place)
+    parts = zip(begin, places, strict=True)
+    read, write = (" + ".join([str(at)] * (at > 0) + terms) or "0" for at, terms in parts)
     scale = f" * {literal(1 << shift)}" if shift else ""
     return [*lines, f"y0[{write}] = ({word})(x{index}[{read}]{scale});", *["}"] * len(sizes)]
