@@ -9,6 +9,7 @@ import numpy as np
 from numba import carray, njit, prange
 
 from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.fused.pooling import pool, unpool
 from fixedpoint_kernels.llvm import passes, tiles
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products import jobs
@@ -398,6 +399,13 @@ def region(
                     for n in range(first, first + count):
                         place = dx + 4 * (n - first) * d[f.PADDED]
                         _finish(d, n, place, sums)
+                elif kind == f.POOL:
+                    for n in range(first, first + count):
+                        pool(d, n)
+                elif kind == f.UNPOOL:
+                    step = 4 * carray(pointer_to(d[f.WINDOWS]), 3, np.int64)[2]
+                    for n in range(first, first + count):
+                        unpool(d, n, dx + (n - first) * step)
         for k in range(begin, end):
             if table[k, f.KIND] == f.WEIGHT_PRODUCT and (
                 held[k - begin, 0] > 0 or held[k - begin, 2] == 0

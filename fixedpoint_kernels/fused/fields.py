@@ -17,7 +17,9 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     WEIGHT_PRODUCT,
     INPUT_PRODUCT,
     FINISH,  # the gradient of a value, from what comes back
-) = range(8)
+    POOL,  # the largest elements of a value's windows
+    UNPOOL,  # the gradient of a value, from that of what was pooled from it
+) = range(10)
 
 (
     KIND, CHANNELS, ELEMENTS, PADDED, PATTERN, POSITIONS, HAS_NORM,
@@ -32,5 +34,7 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     # of weights that are laid out
     W_OUTPUTS, W_INPUTS, W_TAPS, W_STEP_O, W_STEP_C, W_STEP_T, W_PART_TAPS, W_NUMBERS, W_OFFSETS,
     W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED, W_SPOTS, W_MEETS,
-) = range(73)  # fmt: skip
-COUNT = 73
+    # of pooling: numbers of windows, see ``pooling``, and which of a window's places was the largest
+    WINDOWS, PLACES,
+) = range(75)  # fmt: skip
+COUNT = 75

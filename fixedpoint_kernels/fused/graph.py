@@ -1,14 +1,17 @@
-"""Parts of a network whose layers pass codes on: convolutions, batch norm, sums, ReLU."""
+"""Parts of a network whose layers pass codes on: convolutions, batch norm, sums, ReLU, pooling."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.products.shapes import Window
 
-__all__ = ["INPUT", "Layer", "Return", "Segment", "Value"]
+__all__ = ["INPUT", "MOST_TAPS", "Layer", "Pooled", "Return", "Segment", "Value"]
 
 INPUT = -1
 """Number of the value that comes into a segment."""
+MOST_TAPS = 256
+"""Elements of a window that is pooled: uint8 counts them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,27 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Pooled:
+    """The largest element of each window of an earlier value; see ``torch.nn.MaxPool2d``.
+
+    Args:
+        source: Number of that value.
+        kernel: Height and width of a window.
+        window: How it moves; no dilation, one group.
+        is_output: Whether it leaves the segment.
+    """
+
+    source: int
+    kernel: tuple[int, int]
+    window: Window
+    is_output: bool = False
+
+    other_value: ClassVar[None] = None
+    relu: ClassVar[bool] = False
+    layers: ClassVar[tuple[int, ...]] = ()
+
+
+@dataclass(frozen=True)
 class Return:
     """Gradients that come back to a value, added up in this order and kept as bfloat16.
 
@@ -69,6 +93,7 @@ class Return:
         added: Numbers of later values to which it was added: their gradients are added.
         outer: Whether the gradient from outside is added.
         is_last: Whether this is all.
+        pooled: Number of the value that was pooled from it, of which this is the gradient; None: none.
     """
 
     value: int
@@ -77,6 +102,7 @@ class Return:
     added: tuple[int, ...]
     outer: bool
     is_last: bool
+    pooled: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,17 +110,36 @@ class Segment:
     """Layers and values, each after what it needs."""
 
     layers: tuple[Layer, ...]
-    values: tuple[Value, ...]
+    values: tuple[Value | Pooled, ...]
 
-    def sizes(self, size: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return height and width of what each layer makes, of an input of this size."""
-        made_by = {n: i for i, value in enumerate(self.values) for n in value.layers}
-        found: list[tuple[int, int]] = []
-        of_values: dict[int, tuple[int, int]] = {INPUT: size}
-        for n, layer in enumerate(self.layers):
-            found.append(layer.window.outputs(of_values[layer.source], layer.shape[2:]))
-            of_values[made_by[n]] = found[-1]
+    def sizes(self, size: tuple[int, int]) -> dict[int, tuple[int, int, int]]:
+        """Return channels, height and width of each value, of an input of this height and width.
+
+        Raises:
+            ValueError: A window is larger than what it moves over.
+        """
+        found = {INPUT: (self.layers[0].shape[1], *size)}
+        for i, value in enumerate(self.values):
+            if isinstance(value, Pooled):
+                channels, source, kernel = found[value.source][0], value.source, value.kernel
+                window = value.window
+            else:
+                layer = self.layers[value.layer]
+                channels, source, kernel = layer.shape[0], layer.source, layer.shape[2:]
+                window = layer.window
+            taken = found[source][1], found[source][2]
+            found[i] = (channels, *window.outputs(taken, kernel))
+            if min(found[i]) < 1:
+                names = "x".join(map(str, kernel)), "x".join(map(str, taken))
+                raise ValueError(
+                    f"windows of {names[0]} must fit in the image, got {names[1]} places"
+                )
         return found
+
+    @property
+    def made_by(self) -> dict[int, int]:
+        """Number of the value that each layer makes."""
+        return {n: i for i, value in enumerate(self.values) for n in value.layers}
 
     def takers(self, value: int) -> list[int]:
         """Return the numbers of the layers that take a value's codes."""
@@ -103,6 +148,15 @@ class Segment:
     def adders(self, value: int) -> list[int]:
         """Return the numbers of the values to which a value is added."""
         return [n for n, other in enumerate(self.values) if other.other_value == value]
+
+    def poolers(self, value: int) -> list[int]:
+        """Return the numbers of the values that are pooled from a value."""
+        values = enumerate(self.values)
+        return [n for n, own in values if isinstance(own, Pooled) and own.source == value]
+
+    def users(self, value: int) -> int:
+        """Return how many layers and values take a value."""
+        return sum(len(of(value)) for of in (self.takers, self.adders, self.poolers))
 
     def backward(self, needs_input: bool) -> list[int | Return]:
         """Return in which order gradients are computed: of layers, by number, and of values."""
@@ -116,14 +170,16 @@ class _Order:
         numbers = range(INPUT, len(segment.values))
         self._added: dict[int, list[int]] = {i: [] for i in numbers}
         self._outer = {i for i in numbers if i != INPUT and segment.values[i].is_output}
-        self._left = {
-            i: len(segment.takers(i)) + len(segment.adders(i)) + (i in self._outer) for i in numbers
-        }
+        self._left = {i: segment.users(i) + (i in self._outer) for i in numbers}
         self._begun: set[int] = set()
         for i in sorted(self._outer):
             self._give(i, None)
         for i in reversed(range(len(segment.values))):
-            for n in segment.values[i].layers:
+            value = segment.values[i]
+            if isinstance(value, Pooled):
+                self._left[value.source] -= 1
+                self._return(value.source, None, i)
+            for n in value.layers:
                 self.steps.append(n)
                 source = segment.layers[n].source
                 if source != INPUT or needs_input:
@@ -140,13 +196,13 @@ class _Order:
         if self._left[i] == 0:
             self._return(i, None)
 
-    def _return(self, i: int, layer: int | None) -> None:
+    def _return(self, i: int, layer: int | None, pooled: int | None = None) -> None:
         continues = i in self._begun
         room = 1 if continues else 2
         added, self._added[i] = self._added[i][:room], self._added[i][room:]
         is_last = self._left[i] == 0 and not self._added[i]
         outer = i in self._outer
-        self.steps.append(Return(i, layer, continues, tuple(added), outer, is_last))
+        self.steps.append(Return(i, layer, continues, tuple(added), outer, is_last, pooled))
         self._outer.discard(i)
         self._begun.add(i)
         if self._left[i] == 0 and not is_last:

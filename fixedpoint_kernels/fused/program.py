@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fixedpoint_kernels.fused import cpu
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.graph import INPUT, Layer, Return, Segment
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Pooled, Return, Segment
+from fixedpoint_kernels.fused.pooling import numbers_of
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.products import jobs, shapes
 from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
@@ -172,16 +173,12 @@ class Program:
         self.observes = observes
         self.segment, self.images, self.path, self.threads = segment, images, path, threads
         self.needs_input, self._needs_weights = needs_input, needs_weights
-        self.outs = [
-            Shape(layer.shape[0], *found)
-            for layer, found in zip(segment.layers, segment.sizes(size), strict=True)
-        ]
-        self.shapes = {INPUT: Shape(segment.layers[0].shape[1], *size)}
-        for i, value in enumerate(segment.values):
-            self.shapes[i] = self.outs[value.layer]
+        self.shapes = {i: Shape(*found) for i, found in segment.sizes(size).items()}
+        self.outs = [self.shapes[segment.made_by[n]] for n in range(len(segment.layers))]
         self.kept_bytes = 0
         self._memory: list[np.ndarray] = []
         self._hold: list[object] = []
+        self._pooled: dict[int, tuple[int, _Kept]] = {}  # windows, and what they took
         self._tasks: list[_Operation] = []
         self._places = [0] * 7  # bytes of each part of a thread's memory
         self._allocate()
@@ -278,7 +275,7 @@ class Program:
         if i == INPUT:
             return False
         value = self.segment.values[i]
-        return len(self.segment.takers(i)) == 1 and not (value.is_output or self.segment.adders(i))
+        return len(self.segment.takers(i)) == self.segment.users(i) == 1 and not value.is_output
 
     # ------------------------------------------------------------------ operations
 
@@ -308,9 +305,16 @@ class Program:
 
     def _value(self, i: int, y: _Number, ys: Mapping[int, _Number]) -> list[_Operation]:
         """Return what makes a value: once for each layer that takes codes of it."""
-        shape, takers, more = self.shapes[i], self.segment.takers(i), self._terms(i, y, ys)
-        found = []
-        for n in takers or [None]:
+        shape, takers = self.shapes[i], self.segment.takers(i)
+        found: list[_Operation] = []
+        value = None if i == INPUT else self.segment.values[i]
+        if isinstance(value, Pooled):
+            found.append(self._pool(i, value, y, ys))
+            more = {"FIRST": f.PLAIN, "Z": y}
+        else:
+            more = self._terms(i, y, ys)
+            takers = takers or [None]
+        for n in takers:
             operation = _Operation(
                 self._of(shape, f.VALUE, **more), bytes_an_image=8 * shape.padded
             )
@@ -333,6 +337,26 @@ class Program:
         if i in self._relu:
             more["RELU_MASK"] = self._relu[i]
         return more | {"RELU": value.relu}
+
+    def _pool(self, i: int, value: Pooled, y: _Number, ys: Mapping[int, _Number]) -> _Operation:
+        """Return what makes a pooled value; its windows and what they took stay for backward."""
+        source, made = self.shapes[value.source], self.shapes[i]
+        windows = numbers_of(value, source, source.padded, made)
+        self._hold.append(windows)
+        own = self._pooled[i] = windows.ctypes.data, self._keep(self.images * made.padded)
+        return _Operation(
+            self._of(made, f.POOL, Z=ys[value.source], Y=y, WINDOWS=own[0], PLACES=own[1]),
+            bytes_an_image=5 * made.padded,
+        )
+
+    def _unpool(self, i: int, source: int, gradients: Mapping[int, _Buffer]) -> _Operation:
+        """Return what makes the gradient of a value from that of what was pooled from it."""
+        size, (windows, places) = 4 * self.shapes[source].padded, self._pooled[i]
+        return _Operation(
+            self._of(self.shapes[i], f.UNPOOL, G=gradients[i], WINDOWS=windows, PLACES=places),
+            bytes_an_image=size,
+            scratch={3: size},
+        )
 
     def _coefficients(self, n: int) -> _Operation:
         layer, out = self.segment.layers[n], self.outs[n]
@@ -459,9 +483,11 @@ class Program:
         gradients = {i: _Buffer(2 * self.images * shape.padded) for i, shape in self.shapes.items()}
         widest = max(shape.channels for shape in self.shapes.values())
         sums = {i: self._take(self.images * 3 * widest, np.float64) for i in self.shapes}
-        made_by = {n: i for i, value in enumerate(segment.values) for n in value.layers}
+        made_by = segment.made_by
         for step in segment.backward(self.needs_input):
             if isinstance(step, Return):
+                if step.pooled is not None:
+                    regions[-1].append(self._unpool(step.pooled, step.value, gradients))
                 regions[-1].append(self._finish(step, gradients, sums, widest))
                 if step.is_last:
                     fresh.add(step.value)
@@ -493,9 +519,11 @@ class Program:
             more |= {"HAS_PRODUCT": 1, "CLIP_MASK": 0 if mask is None else mask}
             if self.observes:
                 more["SEEN"] = _Given("seen gradient", step.layer)
+        elif step.pooled is not None:
+            more["HAS_PRODUCT"] = 1
         if step.is_last and i == INPUT:
             more |= {"OUT": 0, "OUTER_OUT": _Given("dx", 0)}
-        elif step.is_last:
+        elif step.is_last and self.segment.values[i].layers:
             terms = ("FIRST", "Z"), ("SECOND", "Z2")
             for (kind, place), n in zip(terms, self.segment.values[i].layers, strict=False):
                 if self._term(n) == f.BFLOAT16:
@@ -708,6 +736,9 @@ class _Forward:
 
     def _prepare(self, i: int) -> None:
         value = self.segment.values[i]
+        if isinstance(value, Pooled):
+            self.make(value.source)
+            return
         if value.other_value is not None:
             self.make(value.other_value)
         if not self._fresh.isdisjoint(value.layers):
@@ -722,7 +753,8 @@ class _Forward:
             return _Given("y", i)
         if self.program.observes and self.segment.takers(i):
             return _Given("seen", i)
-        if self.segment.adders(i) or len(self.segment.takers(i)) > 1:
+        value = self.segment.values[i]
+        if isinstance(value, Pooled) or self.segment.users(i) > len(self.segment.takers(i)[:1]):
             return _Buffer(4 * self.program.images * self.program.shapes[i].padded)
         return 0
 

@@ -6,13 +6,14 @@ convolution's sums before batch norm, and the gradient of a value, to bfloat16.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fixedpoint_kernels import products
-from fixedpoint_kernels.fused.graph import INPUT, Layer, Return, Segment
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Pooled, Return, Segment
 from fixedpoint_kernels.rounding import encode, quantize_with_mask
 
 __all__ = ["Parameters", "backward", "forward"]
@@ -57,6 +58,7 @@ class Kept:
 
     layers: list[_Made]
     values: dict[int, Tensor]
+    places: dict[int, Tensor] = field(default_factory=dict)  # what was taken, of pooled values
 
     def statistics(self) -> list[tuple[Tensor, Tensor]]:
         """Return mean and (biased) variance of each layer's channels, float64."""
@@ -111,8 +113,11 @@ def coefficients(
 
 
 def _value(segment: Segment, i: int, kept: Kept, parameters: Sequence[Parameters]) -> Tensor:
-    if i not in kept.values:
-        value = segment.values[i]
+    value = segment.values[i] if i not in kept.values else None
+    if isinstance(value, Pooled):
+        source = _value(segment, value.source, kept, parameters)
+        kept.values[i], kept.places[i] = _pool(value, source)
+    elif value is not None:
         n = value.layer
         y = _term(segment.layers[n], kept.layers[n], parameters[n])
         if value.other_layer is not None:
@@ -122,6 +127,18 @@ def _value(segment: Segment, i: int, kept: Kept, parameters: Sequence[Parameters
             y = y + _value(segment, value.other_value, kept, parameters)
         kept.values[i] = y.relu() if value.relu else y
     return kept.values[i]
+
+
+def _pool(value: Pooled, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of each window, the first of equal ones, and where it is in its map."""
+    stride, padding = value.window[:2]
+    return F.max_pool2d(x, value.kernel, stride, padding, return_indices=True)
+
+
+def _unpool(g: Tensor, places: Tensor, like: Tensor) -> Tensor:
+    """Return the gradient of what was pooled: float32 sums in the order of the windows."""
+    found = torch.zeros_like(like, memory_format=torch.contiguous_format).flatten(2)
+    return found.scatter_add_(2, places.flatten(2), g.flatten(2)).view(like.shape)
 
 
 @dataclass
@@ -142,7 +159,7 @@ def backward(
     total: dict[int, Tensor] = {}
     back: dict[int, Tensor] = {}
     found: dict[int, Gradients] = {}
-    made_by = {n: i for i, value in enumerate(segment.values) for n in value.layers}
+    made_by = segment.made_by
     for step in segment.backward(needs_input=True):
         if not isinstance(step, Return):
             g, own = total[made_by[step]], parameters[step]
@@ -152,6 +169,9 @@ def backward(
             continue
         i = step.value
         parts = [] if step.layer is None else [back.pop(step.layer)]
+        if step.pooled is not None:
+            places = kept.places[step.pooled]
+            parts.append(_unpool(total[step.pooled], places, kept.values[i]))
         parts += [total[k] for k in ((i,) if step.continues else ()) + step.added]
         parts += [outer[i]] if step.outer else []
         g = sum(parts[1:], parts[0])

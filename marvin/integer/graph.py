@@ -1,5 +1,6 @@
-"""Finding layers that pass codes on: convolution, batch norm, sum and ReLU in a traced model."""
+"""Finding layers that pass codes on: convolution, batch norm, sum, ReLU and pooling in a traced model."""
 
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fixedpoint_kernels.fused import INPUT, Value
+from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled, Value
+from fixedpoint_kernels.products.shapes import Window
 from marvin.integer.formats import window_of
 from marvin.integer.layers import CLASSES, IntegerConv2d
 from marvin.integer.token_graph import TokenChain, find
@@ -18,6 +20,7 @@ from marvin.tracing import Tracer, changes_in_place
 __all__ = ["Chain", "Found", "Traced", "trace"]
 
 _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
+_POOLS = F.max_pool2d, torch.max_pool2d
 _RELUS = torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_"
 
 
@@ -43,7 +46,7 @@ class Chain:
     Args:
         input: Node of what comes in.
         layers: In order of execution.
-        values: See ``fixedpoint_kernels.fused.Value``.
+        values: See ``fixedpoint_kernels.fused.Value`` and ``Pooled``.
         nodes: That make the values.
         replaced: Nodes that the chain computes.
         modules: Names of the modules that it computes.
@@ -51,7 +54,7 @@ class Chain:
 
     input: fx.Node
     layers: list[Found] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
+    values: list[Value | Pooled] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
     replaced: list[fx.Node] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
@@ -156,30 +159,31 @@ class _Search:
 
     def _take(self, node: fx.Node) -> bool:
         """Make a node part of a chain, if it can be."""
+        pooling = _pooling(node, self.module)
+        if pooling is not None:
+            return self._pool(node, pooling)
         if len(node.all_input_nodes) == 1 and not _plain(node):
             return False
         if node.op == "call_module":
-            own = self.module.get_submodule(str(node.target))
-            source = node.all_input_nodes[0] if node.all_input_nodes else None
-            if source is None:
-                return False
-            if type(own) is IntegerConv2d and not isinstance(window_of(own), str):
-                self._convolution(node, source)
-                return True
-            if type(own) is nn.BatchNorm2d:
-                return self._norm(node, source)
-            if type(own) is nn.ReLU:
-                return self._relu(node, source)
-            if type(own) in self._SAME and source in self.known:
-                self.known[node] = self.known[source]
-                self.known[node].chain.replaced.append(node)
-                self.known[node].chain.modules.append(str(node.target))
-                return True
-            return False
+            return bool(node.all_input_nodes) and self._take_module(node, node.all_input_nodes[0])
         if node.target in _RELUS:
             return self._relu(node, node.all_input_nodes[0])
         if node.target in _ADDS and len(node.args) == 2 and not node.kwargs:
             return self._add(node)
+        return False
+
+    def _take_module(self, node: fx.Node, source: fx.Node) -> bool:
+        own = self.module.get_submodule(str(node.target))
+        if type(own) is IntegerConv2d and not isinstance(window_of(own), str):
+            self._convolution(node, source)
+            return True
+        if type(own) is nn.BatchNorm2d:
+            return self._norm(node, source)
+        if type(own) is nn.ReLU:
+            return self._relu(node, source)
+        if type(own) in self._SAME and source in self.known:
+            self._join(node, self.known[source])
+            return True
         return False
 
     def _convolution(self, node: fx.Node, source: fx.Node) -> None:
@@ -211,6 +215,17 @@ class _Search:
         if not isinstance(term, _Sum) or len(source.users) > 1:
             return False
         self._join(node, self._made(term, node, relu=True))
+        return True
+
+    def _pool(self, node: fx.Node, pooling: nn.MaxPool2d) -> bool:
+        made = self._settle(node.all_input_nodes[0])
+        if made is None:
+            return False
+        pairs = pooling.kernel_size, pooling.stride or pooling.kernel_size, pooling.padding
+        kernel, stride, padding = map(_pair, pairs)
+        made.chain.values.append(Pooled(made.number, kernel, Window(stride, padding)))
+        made.chain.nodes.append(node)
+        self._join(node, _Made(made.chain, len(made.chain.values) - 1))
         return True
 
     def _add(self, node: fx.Node) -> bool:
@@ -256,6 +271,29 @@ class _Search:
             aliases = [n for n, part in self.known.items() if part == _Made(chain, i)]
             used = any(user not in inside for node in aliases for user in node.users)
             chain.values[i] = replace(value, is_output=used)
+
+
+def _pooling(node: fx.Node, module: nn.Module) -> nn.MaxPool2d | None:
+    """Return what a node pools, if chains can."""
+    if len(node.all_input_nodes) != 1:
+        return None
+    if node.op == "call_module":
+        own = module.get_submodule(str(node.target))
+    elif node.target in _POOLS:
+        options = {name: value for name, value in node.kwargs.items() if name != "input"}
+        if any(isinstance(value, fx.Node) for value in (*node.args[1:], *options.values())):
+            return None
+        own = nn.MaxPool2d(*node.args[1:], **options)  # pyright: ignore[reportArgumentType]
+    else:
+        return None
+    if type(own) is not nn.MaxPool2d or own.ceil_mode or own.return_indices:
+        return None
+    fits = _pair(own.dilation) == (1, 1) and math.prod(_pair(own.kernel_size)) <= MOST_TAPS
+    return own if fits else None
+
+
+def _pair(number: int | tuple[int, int]) -> tuple[int, int]:
+    return (number, number) if isinstance(number, int) else (number[0], number[1])
 
 
 def _is_layer(part: _Sum) -> bool:

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint
-from fixedpoint_kernels.fused import INPUT, Layer, Parameters, Segment, Value, execute, reference
+from fixedpoint_kernels.fused import (
+    INPUT,
+    Layer,
+    Parameters,
+    Pooled,
+    Segment,
+    Value,
+    execute,
+    reference,
+)
 from fixedpoint_kernels.fused import program as programs
 from fixedpoint_kernels.fused.graph import Return
 from fixedpoint_kernels.fused.program import Memory, Program
@@ -66,6 +75,26 @@ def branches(width=4):
     return Segment(layers, values)
 
 
+def pooled(width=8, eps=1e-5):
+    """Windows that meet and do not; a pooled value that is added, one that leaves, and their sources."""
+    layers = (
+        layer(INPUT, width, 3, eps=eps),
+        layer(1, width, width, eps=eps),
+        layer(2, width, width, eps=None),
+        layer(4, width, width, eps=eps),
+    )
+    values = (
+        Value(0, relu=True),
+        Pooled(0, (3, 3), Window((2, 2), (1, 1))),
+        Value(1, other_value=1, relu=True),
+        Value(2),
+        Pooled(3, (2, 3), Window((2, 1), (0, 1))),
+        Value(3, relu=True, is_output=True),
+        Pooled(5, (2, 2), Window((2, 2)), is_output=True),
+    )
+    return Segment(layers, values)
+
+
 SEGMENTS = {
     "residual": (residual(), 3, (12, 10)),
     "odd": (residual(5, inputs=2), 3, (9, 7)),
@@ -73,6 +102,8 @@ SEGMENTS = {
     "biases": (residual(8, None), 3, (8, 8)),
     "branches": (branches(), 3, (9, 7)),
     "places": (residual(16, inputs=4), 20, (4, 4)),
+    "pooled": (pooled(), 3, (17, 14)),
+    "pooled odd": (pooled(5, None), 2, (16, 13)),
     "few places": (residual(20, None, inputs=20), 19, (3, 2)),
 }
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import marvin
 from fixedpoint_kernels import FixedPoint, products
-from fixedpoint_kernels.fused import INPUT, Value
+from fixedpoint_kernels.fused import INPUT, Pooled, Value
+from fixedpoint_kernels.products.shapes import Window
 from marvin.hooks import rounders_of, state_of
 from marvin.integer import convert, report, revert
 from marvin.integer.fusion import Fused
@@ -525,7 +526,7 @@ def found(model):
 def test_chains_that_are_found():
     c, bn = nn.Conv2d, nn.BatchNorm2d
     assert "pass codes on" in found(nn.Sequential(c(3, 4, 3), nn.Flatten()))
-    assert found(nn.Sequential(c(3, 4, 3, bias=False), bn(4), nn.MaxPool2d(2), c(4, 4, 3))) == [
+    assert found(nn.Sequential(c(3, 4, 3, bias=False), bn(4), nn.AvgPool2d(2), c(4, 4, 3))) == [
         [Value(0, is_output=True)]
     ]
     assert found(
@@ -536,6 +537,66 @@ def test_chains_that_are_found():
     assert "pass codes on" in found(bias_first)
     assert found(Net())[0][4] == Value(4, other_layer=5, relu=True, is_output=True)
     assert found(Net())[0][2] == Value(2, other_value=0, relu=True)
+
+
+class Pools(nn.Module):
+    """AlexNet in small: no batch norm, so that a chain's forward pass has the bits of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 5, 3, padding=1)
+        self.c = nn.Conv2d(5, 4, 1)
+        self.first, self.last = nn.MaxPool2d(3, 2, 1), nn.MaxPool2d((2, 3))
+
+    def forward(self, x):
+        x = self.first(torch.relu(self.a(x)))
+        x = F.max_pool2d(torch.relu(self.b(x)), kernel_size=2, stride=1)
+        return self.last(F.pad(self.c(x), (0, 1))).flatten(1)[:, :4]
+
+
+def test_pooling_is_part_of_chains():
+    first, second = Window((2, 2), (1, 1)), Window((1, 1))
+    assert found(Pools()) == [
+        [
+            Value(0, relu=True),
+            Pooled(0, (3, 3), first),
+            Value(1, relu=True),
+            Pooled(2, (2, 2), second),
+            Value(2, is_output=True),
+        ]
+    ]
+    own, _ = make(model=Pools())
+    other = copy.deepcopy(own)
+    convert(other, fused=False)
+    x, y = batch(3)
+    assert is_fused(own)
+    assert torch.equal(own(x), other(x))
+    pairs = zip(gradients(own, x, y), gradients(other, x, y), strict=True)
+    for a, b in pairs:
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.MaxPool2d(2, dilation=2),
+        nn.MaxPool2d((1, 257), padding=(0, 128)),
+        nn.AvgPool2d(2),
+        nn.AdaptiveMaxPool2d(2),
+    ],
+    ids=str,
+)
+def test_pooling_that_ends_a_chain(pool):
+    c = nn.Conv2d
+    chains = found(nn.Sequential(c(3, 4, 3), nn.ReLU(), c(4, 4, 3), pool, c(4, 4, 1), c(4, 4, 1)))
+    assert [values[-1] for values in chains] == [Value(1, is_output=True)] * 2
+
+
+def test_images_smaller_than_a_window_are_refused():
+    model, _ = make(model=Pools())
+    with pytest.raises(ValueError, match="windows of 2x2 must fit in the image, got 1x1 places"):
+        model(torch.randn(2, 3, 1, 1))
 
 
 def test_the_input_of_a_chain_may_be_added():

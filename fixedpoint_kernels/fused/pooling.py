@@ -1,0 +1,87 @@
+"""The largest element of each window of an image map, and its gradient; channels last."""
+
+import numpy as np
+from numba import carray, njit
+
+from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.fused.graph import Pooled
+from fixedpoint_kernels.llvm.vectors import pointer_to
+
+__all__ = ["numbers_of", "pool", "unpool"]
+
+
+def numbers_of(value: Pooled, source: tuple[int, int, int], padded: int, made: tuple) -> np.ndarray:
+    """Return what the kernels know of windows, int64.
+
+    Args:
+        value: With kernel, stride and padding.
+        source: Channels, height and width of what is pooled.
+        padded: Elements from one image of it to the next.
+        made: Channels, height and width of the result.
+    """
+    stride, padding = value.window[:2]
+    found = [*source[1:], padded, *made[1:], *value.kernel, *stride, *padding]
+    return np.array(found, np.int64)
+
+
+@njit
+def _of_image(address, n, size, kind):
+    """Return the elements of image ``n``."""
+    return carray(pointer_to(address), (n + 1) * size, kind)[n * size :]
+
+
+@njit
+def pool(d, n):
+    """Write the largest elements of image ``n``, and their numbers within their windows.
+
+    Of equal elements the first counts, in the order of rows; NaN counts as largest.
+    """
+    windows, channels = carray(pointer_to(d[f.WINDOWS]), 11, np.int64), d[f.CHANNELS]
+    height, width, padded, rows, columns, tall, wide, down, right, above, left = windows
+    source = _of_image(d[f.Z], n, padded, np.float32)
+    made = _of_image(d[f.Y], n, d[f.PADDED], np.float32)
+    taken = _of_image(d[f.PLACES], n, d[f.PADDED], np.uint8)
+    for at in range(rows * columns):
+        out, place = made[at * channels :][:channels], taken[at * channels :][:channels]
+        top, start = at // columns * down - above, at % columns * right - left
+        is_first = True
+        for tap in range(tall * wide):
+            row, column = top + tap // wide, start + tap % wide
+            if row < 0 or row >= height or column < 0 or column >= width:
+                continue
+            values = source[(row * width + column) * channels :][:channels]
+            own = np.uint8(tap)
+            for c in range(channels):
+                value = values[c]
+                is_taken = is_first or value > out[c] or value != value
+                out[c] = value if is_taken else out[c]
+                place[c] = own if is_taken else place[c]
+            is_first = False
+
+
+@njit
+def unpool(d, n, dx):
+    """Add the gradient of each window to that of its largest element, in the order of windows.
+
+    ``dx``: address of the gradient of the source, float32, of one image.
+    """
+    windows, channels = carray(pointer_to(d[f.WINDOWS]), 11, np.int64), d[f.CHANNELS]
+    height, width, padded, rows, columns, tall, wide, down, right, above, left = windows
+    found = _of_image(dx, 0, padded, np.float32)
+    grads = _of_image(d[f.G], n, d[f.PADDED], np.uint16)
+    taken = _of_image(d[f.PLACES], n, d[f.PADDED], np.uint8)
+    bits = np.empty(channels, np.uint32)
+    grad = bits.view(np.float32)
+    found[:] = 0.0
+    for at in range(rows * columns):
+        narrow, place = grads[at * channels :][:channels], taken[at * channels :][:channels]
+        top, start = at // columns * down - above, at % columns * right - left
+        for c in range(channels):
+            bits[c] = np.uint32(narrow[c]) << np.uint32(16)
+        for tap in range(tall * wide):
+            row, column = top + tap // wide, start + tap % wide
+            if row < 0 or row >= height or column < 0 or column >= width:
+                continue
+            out, own = found[(row * width + column) * channels :][:channels], np.uint8(tap)
+            for c in range(channels):
+                out[c] += grad[c] if place[c] == own else np.float32(0.0)
