@@ -7,9 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.fused import cpu
+from fixedpoint_kernels.fused import cpu, weights
 from fixedpoint_kernels.fused.graph import INPUT
-from fixedpoint_kernels.fused.program import Addresses, Pass, Program, Shape
+from fixedpoint_kernels.fused.layout import Shape
+from fixedpoint_kernels.fused.operations import Addresses
+from fixedpoint_kernels.fused.program import Pass, Program
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
 
 __all__ = ["backward", "forward", "statistics"]
@@ -174,7 +176,7 @@ def _run(
     ):
         _fill(table, addresses, base, given)
     parallel = program.threads > 1
-    cpu.pack_weights(parallel)(
+    weights.pack_weights(parallel)(
         direction.tasks, direction.task_reals, program.spare, program.spare_bytes, program.threads
     )
     region = cpu.run(program.path, parallel)

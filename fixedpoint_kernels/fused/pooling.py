@@ -5,6 +5,7 @@ from numba import carray, njit
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import Pooled
+from fixedpoint_kernels.fused.views import of_image
 from fixedpoint_kernels.llvm.vectors import pointer_to
 
 __all__ = ["numbers_of", "pool", "unpool"]
@@ -25,12 +26,6 @@ def numbers_of(value: Pooled, source: tuple[int, int, int], padded: int, made: t
 
 
 @njit
-def _of_image(address, n, size, kind):
-    """Return the elements of image ``n``."""
-    return carray(pointer_to(address), (n + 1) * size, kind)[n * size :]
-
-
-@njit
 def pool(d, n):
     """Write the largest elements of image ``n``, and their numbers within their windows.
 
@@ -38,9 +33,9 @@ def pool(d, n):
     """
     windows, channels = carray(pointer_to(d[f.WINDOWS]), 11, np.int64), d[f.CHANNELS]
     height, width, padded, rows, columns, tall, wide, down, right, above, left = windows
-    source = _of_image(d[f.Z], n, padded, np.float32)
-    made = _of_image(d[f.Y], n, d[f.PADDED], np.float32)
-    taken = _of_image(d[f.PLACES], n, d[f.PADDED], np.uint8)
+    source = of_image(d[f.Z], n, padded, np.float32)
+    made = of_image(d[f.Y], n, d[f.PADDED], np.float32)
+    taken = of_image(d[f.PLACES], n, d[f.PADDED], np.uint8)
     for at in range(rows * columns):
         out, place = made[at * channels :][:channels], taken[at * channels :][:channels]
         top, start = at // columns * down - above, at % columns * right - left
@@ -67,9 +62,9 @@ def unpool(d, n, dx):
     """
     windows, channels = carray(pointer_to(d[f.WINDOWS]), 11, np.int64), d[f.CHANNELS]
     height, width, padded, rows, columns, tall, wide, down, right, above, left = windows
-    found = _of_image(dx, 0, padded, np.float32)
-    grads = _of_image(d[f.G], n, d[f.PADDED], np.uint16)
-    taken = _of_image(d[f.PLACES], n, d[f.PADDED], np.uint8)
+    found = of_image(dx, 0, padded, np.float32)
+    grads = of_image(d[f.G], n, d[f.PADDED], np.uint16)
+    taken = of_image(d[f.PLACES], n, d[f.PADDED], np.uint8)
     bits = np.empty(channels, np.uint32)
     grad = bits.view(np.float32)
     found[:] = 0.0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fixedpoint_kernels.fused.program import Memory
+from fixedpoint_kernels.fused.layout import Memory
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
 from fixedpoint_kernels.tokens import fields as f
 from fixedpoint_kernels.tokens.cpu import PIECE

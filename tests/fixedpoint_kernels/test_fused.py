@@ -21,7 +21,8 @@ from fixedpoint_kernels.fused import (
 )
 from fixedpoint_kernels.fused import program as programs
 from fixedpoint_kernels.fused.graph import Return
-from fixedpoint_kernels.fused.program import Memory, Program
+from fixedpoint_kernels.fused.layout import Memory
+from fixedpoint_kernels.fused.program import Program
 from fixedpoint_kernels.products import paths
 from fixedpoint_kernels.products.shapes import Window
 

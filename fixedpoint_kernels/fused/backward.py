@@ -1,0 +1,196 @@
+"""The operations of a backward pass."""
+
+import numpy as np
+
+from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.fused.graph import INPUT, Return
+from fixedpoint_kernels.fused.layout import Layout
+from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
+from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.products import jobs, shapes
+from fixedpoint_kernels.products.blocks import blocks, runs
+from fixedpoint_kernels.products.instructions import GRAINS
+from fixedpoint_kernels.products.shapes import Correlation
+
+__all__ = ["Backward"]
+
+
+class Backward:
+    """Operations in order; what needs the sums of a gradient over all images begins a region.
+
+    Args:
+        layout: Where everything lies, after ``Forward``.
+
+    Attributes:
+        regions: Operations of each region.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.segment, shapes = layout, layout.segment, layout.shapes
+        self._gradients = {i: Buffer(2 * layout.images * own.padded) for i, own in shapes.items()}
+        self._widest = max(own.channels for own in shapes.values())
+        self._sums = {i: layout.take(layout.images * 3 * self._widest, np.float64) for i in shapes}
+        self.regions = self._regions()
+
+    def _regions(self) -> list[list[Operation]]:
+        segment, made_by = self.segment, self.segment.made_by
+        regions: list[list[Operation]] = [[]]
+        fresh: set[int] = set()  # values whose sums the open region adds up
+        for step in segment.backward(self.layout.needs_input):
+            if isinstance(step, Return):
+                if step.pooled is not None:
+                    regions[-1].append(self._unpool(step.pooled, step.value))
+                regions[-1].append(self._finish(step))
+                if step.is_last:
+                    fresh.add(step.value)
+                continue
+            if made_by[step] in fresh:
+                regions.append([])
+                fresh.clear()
+            regions[-1] += self._gradient(step, made_by[step])
+            if self.layout.needs_weights[step]:
+                regions[-1].append(self._weight_product(step))
+            if segment.layers[step].source != INPUT or self.layout.needs_input:
+                regions[-1] += self._input_products(step)
+        return regions
+
+    def _finish(self, step: Return) -> Operation:
+        """Return what adds up what comes back to a value."""
+        i, shape = step.value, self.layout.shapes[step.value]
+        waits = [self._gradients[i]] if step.continues else []
+        waits += [self._gradients[k] for k in step.added]
+        more: dict[str, Number] = dict(zip(("ADD", "ADD2"), waits, strict=False))
+        more["OUT"] = self._gradients[i]
+        if step.outer:
+            more["OUTER"] = Given("dy", i)
+        if step.layer is not None:
+            mask = self.layout.clip[step.layer]
+            more |= {"HAS_PRODUCT": 1, "CLIP_MASK": 0 if mask is None else mask}
+            if self.layout.observes:
+                more["SEEN"] = Given("seen gradient", step.layer)
+        elif step.pooled is not None:
+            more["HAS_PRODUCT"] = 1
+        if step.is_last and i == INPUT:
+            more |= {"OUT": 0, "OUTER_OUT": Given("dx", 0)}
+        elif step.is_last and self.segment.values[i].layers:
+            terms = ("FIRST", "Z"), ("SECOND", "Z2")
+            for (kind, place), n in zip(terms, self.segment.values[i].layers, strict=False):
+                if self.layout.kind_of_sums(n) == f.BFLOAT16:
+                    more |= {kind: f.BFLOAT16, place: self.layout.sums[n]}
+            more |= {"SUMS": self._sums[i], "SUMS_STRIDE": self._widest}
+            if i in self.layout.relu:
+                more["RELU_MASK"] = self.layout.relu[i]
+        return Operation(
+            self.layout.numbers(shape, f.FINISH, **more),
+            bytes_an_image=10 * shape.padded,
+            scratch={4: 12 * shape.pattern, 3: 4 * shape.padded},
+        )
+
+    def _unpool(self, i: int, source: int) -> Operation:
+        """Return what makes the gradient of a value from that of what was pooled from it."""
+        size, own = 4 * self.layout.shapes[source].padded, self.layout.pooled[i]
+        more = dict(zip(("WINDOWS", "PLACES"), own, strict=True))
+        numbers = self.layout.numbers(self.layout.shapes[i], f.UNPOOL, G=self._gradients[i], **more)
+        return Operation(numbers, bytes_an_image=size, scratch={3: size})
+
+    def _gradient(self, n: int, i: int) -> list[Operation]:
+        """Return what makes the codes of a layer's gradient, from that of the value that it makes."""
+        layer, out = self.segment.layers[n], self.layout.outs[n]
+        places = [self.layout.take(out.pattern, np.float32) for _ in range(3)]
+        step = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
+        coefficients = self.layout.numbers(
+            out,
+            f.GRADIENT_COEFFICIENTS,
+            HAS_NORM=layer.eps is not None,
+            SUMS=self._sums[i],
+            SUMS_STRIDE=self._widest,
+            WHICH=1 + self.segment.values[i].layers.index(n),
+            MEANS=self.layout.means[n],
+            INVERSES=self.layout.inverses[n],
+            SCALE=Given("scale", n),
+            OF_SCALE=Given("of_scale", n),
+            OF_SHIFT=Given("of_shift", n),
+            **dict(zip(("GA", "GB", "GC"), places, strict=True)),
+        )
+        codes = self.layout.numbers(
+            out,
+            f.GRADIENT,
+            FIRST=self.layout.kind_of_sums(n),
+            G=self._gradients[i],
+            Z=self.layout.sums[n] if layer.eps is not None else 0,
+            POWERS=self.layout.exponents,
+            WEIGHT_FL=layer.weight.fl,
+            CODES_STEP=step,
+            SEED=Given("seed", n),
+            STREAM=Given("stream", n),
+            **dict(zip(("GA", "GB", "GC"), places, strict=True)),
+        )
+        return [
+            Operation(coefficients),
+            Operation(codes, bytes_an_image=6 * out.padded + step, scratch={1: 4 * step, 2: step}),
+        ]
+
+    def _weight_product(self, n: int) -> Operation:
+        layer, out = self.segment.layers[n], self.layout.outs[n]
+        taken = self.layout.shapes[layer.source]
+        part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
+
+        def details(chunk: int) -> jobs.Described:
+            grain = 0 if layer.inputs.signed else GRAINS[self.layout.path]
+            cut = blocks(part, chunk, taken[1:], taken.channels, 1, jobs.PIECE - 4096, grain)
+            if cut.most_positions > jobs.PIECE:
+                raise ValueError(f"rows of {taken.width} places are too long to be fused")
+            own = jobs.describe_weights(cut, part, out.channels, layer.inputs.signed)
+            own.row[jobs.X_IMAGE] = taken.padded
+            own.row[jobs.GRAD_IMAGE] = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
+            return own
+
+        return Operation(
+            self.layout.numbers(
+                out, f.WEIGHT_PRODUCT, X=self.layout.codes[n], TOTALS=self.layout.totals[n]
+            ),
+            details=details,
+            bytes_an_image=taken.padded,
+        )
+
+    def _input_products(self, n: int) -> list[Operation]:
+        layer, out = self.segment.layers[n], self.layout.outs[n]
+        taken = self.layout.shapes[layer.source]
+        size = taken.height, taken.width
+        parts = shapes.input_gradient(layer.window, size, layer.shape[2:])
+        step = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
+        covered = shapes.covers(parts, size)
+        found = []
+        for k, part in enumerate(parts):
+            row, column = 4 * taken.width * taken.channels, 4 * taken.channels
+            place = part.first[0] * row + part.first[1] * column
+
+            def details(
+                chunk: int, part: Correlation = part, row: int = row, column: int = column
+            ) -> jobs.Described:
+                cut = blocks(part, chunk, out[1:], out.channels, 1, grain=GRAINS[self.layout.path])
+                every = 4 * taken.padded, row, column, taken.channels
+                kind = tiles.KINDS["float32 by row"]
+                own = runs(cut, GRAINS[self.layout.path])
+                described = jobs.describe_outputs(cut, own, part, every, 4, kind, True)
+                described.row[jobs.X_IMAGE] = step
+                return described
+
+            numbers = self.layout.numbers(
+                taken,
+                f.INPUT_PRODUCT,
+                POWERS=self.layout.exponents,
+                OUT=place,
+                ZEROES=k == 0 and not covered,
+                **self.layout.weights_at(n, part, out, taken.channels, True),
+            )
+            groups = -(taken.channels // -16)
+            found.append(
+                Operation(
+                    numbers,
+                    details=details,
+                    bytes_an_image=4 * taken.padded,
+                    scratch={3: 4 * taken.padded, 5: groups * 384},
+                )
+            )
+        return found

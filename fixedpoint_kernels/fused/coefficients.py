@@ -1,0 +1,106 @@
+"""What belongs to the channels of a layer, from the sums over all images: once a region."""
+
+import numpy as np
+from numba import carray, njit
+
+from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.fused.views import doubles, floats
+from fixedpoint_kernels.llvm.vectors import pointer_to
+
+__all__ = ["bias", "coefficients", "gradient_coefficients"]
+
+
+@njit
+def _spread(values, channels, pattern, address):
+    """Write a number for each channel, again and again, as elements lie."""
+    out = floats(address, pattern)
+    for i in range(pattern):
+        out[i] = values[i % channels]
+
+
+@njit
+def _mix(address, c, value, share):
+    """Move a running statistic towards a value, as batch norm does."""
+    running = floats(address, c + 1)
+    running[c] = running[c] + np.float32(share) * (np.float32(value) - running[c])
+
+
+@njit
+def coefficients(d, threads):
+    """Write by what a layer's sums are multiplied and what is added, from all its sums."""
+    channels, groups = d[f.CHANNELS], (d[f.CHANNELS] + 15) // 16
+    sums = carray(pointer_to(d[f.STATISTICS]), (threads, groups, 48), np.int64)
+    means, inverses = doubles(d[f.MEANS], channels), doubles(d[f.INVERSES], channels)
+    variances, numbers = doubles(d[f.VARIANCES], channels), doubles(d[f.NUMBERS], 3)
+    a, b = np.empty(channels, np.float32), np.empty(channels, np.float32)
+    count, power, eps = d[f.POSITIONS], numbers[0], numbers[1]
+    for c in range(channels):
+        group, lane = c // 16, c % 16
+        place = 16 + lane // 2 + 8 * (lane % 2)  # even columns, then odd ones
+        total, high, low = np.int64(0), np.int64(0), np.int64(0)
+        for thread in range(threads):
+            total += sums[thread, group, lane]
+            high += sums[thread, group, place]
+            low += sums[thread, group, place + 16]
+        high, low = high + (low >> 32), low & 0xFFFFFFFF
+        squares = np.float64(high) * 2.0**32 + np.float64(low)
+        mean = np.float64(total) / count
+        variance = max(squares / count - mean * mean, 0.0)
+        mean, variance = mean * power, variance * (power * power)
+        inverse = 1.0 / np.sqrt(variance + eps)
+        means[c], variances[c], inverses[c] = mean, variance, inverse
+        if d[f.RUNNING_MEAN]:
+            share, unbiased = numbers[2], variance * (count / max(count - 1, 1))
+            _mix(d[f.RUNNING_MEAN], c, mean, share)
+            _mix(d[f.RUNNING_VARIANCE], c, unbiased, share)
+        scale = np.float64(floats(d[f.SCALE], channels)[c]) if d[f.SCALE] else 1.0
+        shift = np.float64(floats(d[f.SHIFT], channels)[c]) if d[f.SHIFT] else 0.0
+        factor = scale * inverse
+        a[c], b[c] = factor, shift - factor * mean
+    _spread(a, channels, d[f.PATTERN], d[f.A])
+    _spread(b, channels, d[f.PATTERN], d[f.B])
+
+
+@njit
+def bias(d):
+    """Write the coefficients of a layer without batch norm."""
+    channels = d[f.CHANNELS]
+    a, b = np.ones(channels, np.float32), np.zeros(channels, np.float32)
+    if d[f.SHIFT]:
+        b[:] = floats(d[f.SHIFT], channels)
+    _spread(a, channels, d[f.PATTERN], d[f.A])
+    _spread(b, channels, d[f.PATTERN], d[f.B])
+
+
+@njit
+def gradient_coefficients(d, images):
+    """Write those of batch norm's backward, and the gradients of its scale and shift."""
+    channels, stride = d[f.CHANNELS], d[f.SUMS_STRIDE]
+    sums = doubles(d[f.SUMS], images * 3 * stride)
+    of_scale, of_shift = floats(d[f.OF_SCALE], channels), floats(d[f.OF_SHIFT], channels)
+    a, b, c = (
+        np.empty(channels, np.float32),
+        np.empty(channels, np.float32),
+        np.empty(channels, np.float32),
+    )
+    count = d[f.POSITIONS]
+    for i in range(channels):
+        first, second = 0.0, 0.0
+        for n in range(images):
+            first += sums[3 * n * stride + i]
+            second += sums[(3 * n + d[f.WHICH]) * stride + i]
+        of_shift[i] = first
+        if not d[f.HAS_NORM]:
+            continue
+        mean = doubles(d[f.MEANS], channels)[i]
+        inverse = doubles(d[f.INVERSES], channels)[i]
+        own = (second - mean * first) * inverse
+        of_scale[i] = own
+        scale = np.float64(floats(d[f.SCALE], channels)[i]) if d[f.SCALE] else 1.0
+        factor = scale * inverse
+        slope = -factor * inverse * own / count
+        a[i], b[i], c[i] = factor, slope, -factor * first / count - slope * mean
+    if d[f.HAS_NORM]:
+        _spread(a, channels, d[f.PATTERN], d[f.GA])
+        _spread(b, channels, d[f.PATTERN], d[f.GB])
+        _spread(c, channels, d[f.PATTERN], d[f.GC])

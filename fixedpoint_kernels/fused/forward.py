@@ -1,0 +1,212 @@
+"""The operations of a forward pass."""
+
+import math
+
+import numpy as np
+
+from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Pooled
+from fixedpoint_kernels.fused.layout import Layout, Shape
+from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
+from fixedpoint_kernels.fused.pooling import numbers_of
+from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.products import jobs, shapes
+from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
+from fixedpoint_kernels.products.instructions import GRAINS
+from fixedpoint_kernels.products.shapes import Correlation
+
+__all__ = ["Forward"]
+
+
+class Forward:
+    """Operations in order: a value is made when something first takes it.
+
+    What needs a layer's statistics begins a region: they are sums over all images.
+
+    Args:
+        layout: Where everything lies.
+
+    Attributes:
+        regions: Operations of each region.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.segment = layout, layout.segment
+        self.regions: list[list[Operation]] = [[]]
+        self._fresh: set[int] = set()  # layers whose sums the open region adds up
+        self._ys: dict[int, Number] = {}
+        for n, layer in enumerate(self.segment.layers):
+            self._make(layer.source)
+            self._multiply(n)
+        for i, value in enumerate(self.segment.values):
+            if value.is_output:
+                self._make(i)
+
+    def _multiply(self, n: int) -> None:
+        """Compute what a layer makes."""
+        self.regions[-1].append(self._product(n))
+        if self.segment.layers[n].eps is not None:
+            self._fresh.add(n)
+
+    def _make(self, i: int) -> None:
+        """Make a value, unless it is there."""
+        if i in self._ys:
+            return
+        if i != INPUT:
+            self._prepare(i)
+        self._ys[i] = self._place(i)
+        self.regions[-1] += self._value(i, self._ys[i])
+
+    def _prepare(self, i: int) -> None:
+        value = self.segment.values[i]
+        if isinstance(value, Pooled):
+            self._make(value.source)
+            return
+        if value.other_value is not None:
+            self._make(value.other_value)
+        if not self._fresh.isdisjoint(value.layers):
+            self.regions.append([])
+            self._fresh.clear()
+        self.regions[-1] += [self._coefficients(n) for n in value.layers]
+
+    def _place(self, i: int) -> Number:
+        if i == INPUT:
+            return Given("x", 0)
+        if self.segment.values[i].is_output:
+            return Given("y", i)
+        if self.layout.observes and self.segment.takers(i):
+            return Given("seen", i)
+        value = self.segment.values[i]
+        if isinstance(value, Pooled) or self.segment.users(i) > len(self.segment.takers(i)[:1]):
+            return Buffer(4 * self.layout.images * self.layout.shapes[i].padded)
+        return 0
+
+    def _value(self, i: int, y: Number) -> list[Operation]:
+        """Return what makes a value: once for each layer that takes codes of it."""
+        shape, takers = self.layout.shapes[i], self.segment.takers(i)
+        found: list[Operation] = []
+        value = None if i == INPUT else self.segment.values[i]
+        if isinstance(value, Pooled):
+            found.append(self._pool(i, value, y))
+            more = {"FIRST": f.PLAIN, "Z": y}
+        else:
+            more = self._terms(i, y)
+            takers = takers or [None]
+        for n in takers:
+            operation = Operation(
+                self.layout.numbers(shape, f.VALUE, **more), bytes_an_image=8 * shape.padded
+            )
+            if n is not None:
+                self._with_codes(operation, n)
+            found.append(operation)
+            more = {"FIRST": f.PLAIN, "Z": y}
+        return found
+
+    def _terms(self, i: int, y: Number) -> dict[str, Number]:
+        """Return of what a value is the sum, and where it goes."""
+        if i == INPUT:
+            return {"FIRST": f.PLAIN, "Z": y}
+        value, more = self.segment.values[i], {"Y": y}
+        names = ("FIRST", "Z", "A", "B"), ("SECOND", "Z2", "A2", "B2")
+        for own, n in zip(names, value.layers, strict=False):
+            term = self.layout.kind_of_sums(n), self.layout.sums[n], *self.layout.factors[n]
+            more |= dict(zip(own, term, strict=True))
+        if value.other_value is not None:
+            more |= {"SECOND": f.PLAIN, "Z2": self._ys[value.other_value]}
+        if i in self.layout.relu:
+            more["RELU_MASK"] = self.layout.relu[i]
+        return more | {"RELU": value.relu}
+
+    def _pool(self, i: int, value: Pooled, y: Number) -> Operation:
+        """Return what makes a pooled value; its windows and what they took stay for backward."""
+        layout, source, made = self.layout, self.layout.shapes[value.source], self.layout.shapes[i]
+        windows = numbers_of(value, source, source.padded, made)
+        layout.held.append(windows)
+        layout.pooled[i] = windows.ctypes.data, layout.keep(layout.images * made.padded)
+        more = dict(zip(("WINDOWS", "PLACES"), layout.pooled[i], strict=True))
+        numbers = layout.numbers(made, f.POOL, Z=self._ys[value.source], Y=y, **more)
+        return Operation(numbers, bytes_an_image=5 * made.padded)
+
+    def _coefficients(self, n: int) -> Operation:
+        layer, out = self.segment.layers[n], self.layout.outs[n]
+        power = 2.0 ** (-layer.inputs.fl - layer.weight.fl)
+        numbers = self.layout.norms[n]
+        numbers[:2] = power, layer.eps or 0.0
+        return Operation(
+            self.layout.numbers(
+                out,
+                f.COEFFICIENTS,
+                HAS_NORM=layer.eps is not None,
+                STATISTICS=self.layout.statistics_at[n],
+                MEANS=self.layout.means[n],
+                INVERSES=self.layout.inverses[n],
+                VARIANCES=self.layout.variances[n],
+                NUMBERS=numbers.ctypes.data,
+                SCALE=Given("scale", n),
+                SHIFT=Given("shift", n),
+                RUNNING_MEAN=Given("running_mean", n),
+                RUNNING_VARIANCE=Given("running_variance", n),
+                A=self.layout.factors[n][0],
+                B=self.layout.factors[n][1],
+            )
+        )
+
+    def _with_codes(self, operation: Operation, n: int) -> None:
+        layer = self.segment.layers[n]
+        fmt = layer.inputs
+        operation.reals = fmt.scale, fmt.min_code, fmt.max_code
+        mask = self.layout.clip[n]
+        operation.numbers |= {
+            f.CODES: self.layout.codes[n],
+            f.CLIP_MASK: 0 if mask is None else mask,
+            f.CLIPS: layer.clip,
+            f.BOTH: self.layout.shares_mask(layer.source),
+            f.CLAMPED: self.layout.clamped[n].ctypes.data,
+        }
+
+    def _product(self, n: int) -> Operation:
+        layer, out = self.segment.layers[n], self.layout.outs[n]
+        taken = self.layout.shapes[layer.source]
+        part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
+        _check_sums(layer, part, taken)
+        size = 4 if layer.eps is None else 2
+        steps = size * out.padded, size * out.width * out.channels, size * out.channels
+        kind = tiles.KINDS["float32" if layer.eps is None else "bfloat16 and statistics"]
+        scales = np.full(
+            -(out.channels // -16) * 16, 2.0 ** (-layer.inputs.fl - layer.weight.fl), np.float32
+        )
+        self.layout.held.append(scales)
+
+        def details(chunk: int) -> jobs.Described:
+            grain = GRAINS[self.layout.path]
+            cut = blocks(part, chunk, taken[1:], taken.channels, 1, grain=grain)
+            every = *steps, out.channels
+            found = runs(cut, grain)
+            own = jobs.describe_outputs(cut, found, part, every, size, kind, layer.inputs.signed)
+            own.row[jobs.X_IMAGE] = taken.padded
+            return own
+
+        groups = -(out.channels // -16)
+        return Operation(
+            self.layout.numbers(
+                out,
+                f.PRODUCT,
+                X=self.layout.codes[n],
+                HAS_NORM=layer.eps is not None,
+                STATISTICS=self.layout.statistics_at[n],
+                OUT=self.layout.sums[n],
+                POWERS=scales.ctypes.data,
+                **self.layout.weights_at(n, part, taken, out.channels, False),
+            ),
+            details=details,
+            bytes_an_image=taken.padded + 2 * out.padded,
+            scratch={5: groups * 384},
+        )
+
+
+def _check_sums(layer: Layer, part: Correlation, taken: Shape) -> None:
+    """Refuse a layer whose sums int32, or the sums of their squares int64, could not hold."""
+    largest = 255 * 128 * math.prod(layer.shape[1:])
+    cut: Blocks = blocks(part, 1, taken[1:], taken.channels, 1)
+    if 4 * largest >= 2**31 or largest**2 * cut.most_positions >= 2**63:
+        raise ValueError(f"sums of {math.prod(layer.shape[1:])} products are too long to be fused")

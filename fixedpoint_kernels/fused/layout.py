@@ -1,0 +1,237 @@
+"""What a program knows before its operations: sizes, formats and places in memory."""
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Segment
+from fixedpoint_kernels.fused.operations import Buffer, Given, Kept, Number, Operation
+from fixedpoint_kernels.products.blocks import blocks, runs
+from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
+from fixedpoint_kernels.products.shapes import Correlation
+from fixedpoint_kernels.products.spots import spots
+
+__all__ = ["Layout", "Memory", "Shape"]
+
+_BLOCK = 64
+
+
+class Shape(NamedTuple):
+    """Of an image: channels, height, width."""
+
+    channels: int
+    height: int
+    width: int
+
+    @property
+    def elements(self) -> int:
+        """How many an image has."""
+        return self.channels * self.height * self.width
+
+    @property
+    def padded(self) -> int:
+        """Elements from one image to the next: a multiple of 64."""
+        return -(self.elements // -_BLOCK) * _BLOCK
+
+    @property
+    def pattern(self) -> int:
+        """Elements after which channels begin at a multiple of 64 again."""
+        return math.lcm(self.channels, _BLOCK)
+
+
+class Memory:
+    """Lends tensors of one size, and takes their memory back when nobody holds it any more.
+
+    New memory costs as much time as the layers that fill it: the system clears each page.
+
+    Args:
+        size: Bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free: list[np.ndarray] = []
+
+    def lend(self) -> Tensor:
+        """Return a tensor, uint8, of any content."""
+        memory = self._free.pop() if self._free else np.empty(self.size, np.uint8)
+        lease = memory[:]
+        weakref.finalize(lease, _take_back, self._free, memory).atexit = False
+        return torch.from_numpy(lease)
+
+
+def _take_back(free: list[np.ndarray], memory: np.ndarray) -> None:
+    if not free:  # one is enough for a step after the other
+        free.append(memory)
+
+
+class Layout:
+    """Sizes of a segment's layers and values, and where they lie.
+
+    Args:
+        As of ``Program``.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        segment: Segment,
+        images: int,
+        size: tuple[int, int],
+        path: str,
+        threads: int,
+        needs_input: bool,
+        needs_weights: Sequence[bool],
+        observes: bool,
+    ) -> None:
+        self.segment, self.images, self.path, self.threads = segment, images, path, threads
+        self.needs_input, self.needs_weights, self.observes = needs_input, needs_weights, observes
+        self.shapes = {i: Shape(*found) for i, found in segment.sizes(size).items()}
+        self.outs = [self.shapes[segment.made_by[n]] for n in range(len(segment.layers))]
+        self.kept_bytes = 0
+        self.held: list[object] = []  # arrays whose addresses operations have
+        self.tasks: list[Operation] = []  # weights to be laid out
+        self.pooled: dict[int, tuple[int, Kept]] = {}  # windows, and what they took
+        self._allocate()
+
+    def array(self, count: int, dtype: type = np.uint8) -> np.ndarray:
+        """Return an array of the program's own, of zeros, at a multiple of 64 bytes."""
+        size = count * np.dtype(dtype).itemsize
+        memory = np.zeros(size + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        self.held.append(memory)
+        return memory[start : start + size].view(dtype)
+
+    def take(self, count: int, dtype: type = np.uint8) -> int:
+        """Return the address of an array of the program's own."""
+        return self.array(count, dtype).ctypes.data
+
+    def keep(self, size: int) -> Kept:
+        """Return a place in the memory that forward leaves for backward."""
+        offset, self.kept_bytes = self.kept_bytes, self.kept_bytes - (-size // 64) * 64
+        return Kept(offset)
+
+    def _allocate(self) -> None:
+        n, segment = self.images, self.segment
+        self.codes = [self.keep(n * self.shapes[layer.source].padded) for layer in segment.layers]
+        self.clip = [
+            self.keep(n * self.shapes[layer.source].padded // 8)
+            if self._wants_mask(layer)
+            else None
+            for layer in segment.layers
+        ]
+        self.sums: list[Kept | Buffer] = [
+            self.keep(2 * n * out.padded) if layer.eps is not None else Buffer(4 * n * out.padded)
+            for layer, out in zip(segment.layers, self.outs, strict=True)
+        ]
+        self.relu = {
+            i: self.keep(n * self.shapes[i].padded // 8)
+            for i, value in enumerate(segment.values)
+            if value.relu and not self.shares_mask(i)
+        }
+        self.means, self.inverses, self.variances = (
+            [self.keep(8 * out.channels) for out in self.outs] for _ in range(3)
+        )
+        sizes = [self.threads * -(out.channels // -16) * 384 for out in self.outs]
+        self.statistics = self.array(sum(sizes))
+        self.statistics_at = [
+            self.statistics.ctypes.data + sum(sizes[:n]) for n in range(len(sizes))
+        ]
+        self.factors = [[self.take(out.pattern, np.float32) for _ in "ab"] for out in self.outs]
+        self.norms = np.zeros((len(segment.layers), 3))  # power of two, eps, momentum
+        self.momenta = self.norms[:, 2]
+        self.clamped = np.zeros((len(segment.layers), self.threads), np.int64)
+        self.lsbs = np.array([layer.inputs.lsb for layer in segment.layers], np.float32)
+        self.exponents = self.take(n, np.float32)
+        self.totals = [
+            self.take(self.threads * self._padded_weights(layer), np.float64) if needed else 0
+            for layer, needed in zip(segment.layers, self.needs_weights, strict=True)
+        ]
+
+    @staticmethod
+    def _padded_weights(layer: Layer) -> int:
+        outputs, inputs, height, width = layer.shape
+        return height * width * -(inputs // -16) * 16 * -(outputs // -16) * 16
+
+    def _wants_mask(self, layer: Layer) -> bool:
+        if layer.source == INPUT and not self.needs_input:
+            return False
+        return layer.clip or self.shares_mask(layer.source)
+
+    def shares_mask(self, i: int) -> bool:
+        """Say whether one mask tells both what was below 0 and what was clamped."""
+        if i == INPUT:
+            return False
+        value = self.segment.values[i]
+        return len(self.segment.takers(i)) == self.segment.users(i) == 1 and not value.is_output
+
+    def numbers(self, shape: Shape, kind: int, **more: Number) -> dict[int, Number]:
+        """Return the numbers of an operation of a kind, with ``more`` by their names in ``fields``."""
+        numbers: dict[int, Number] = {
+            f.KIND: kind,
+            f.CHANNELS: shape.channels,
+            f.ELEMENTS: shape.elements,
+            f.PADDED: shape.padded,
+            f.PATTERN: shape.pattern,
+            f.POSITIONS: self.images * shape.height * shape.width,
+        }
+        return numbers | {getattr(f, name): number for name, number in more.items()}
+
+    def kind_of_sums(self, n: int) -> int:
+        """Return as what a layer's sums are kept."""
+        return f.FLOAT32 if self.segment.layers[n].eps is None else f.BFLOAT16
+
+    def weights_at(
+        self, n: int, part: Correlation, taken: Shape, columns: int, turned: bool
+    ) -> dict[str, Number]:
+        """Make room for packed weights, and note how to lay them out.
+
+        Args:
+            n: Number of the layer.
+            part: What they are multiplied by.
+            taken: Shape of what goes into the product.
+            columns: Channels that come out.
+            turned: Whether outputs and inputs change places, as backward.
+        """
+        layer = self.segment.layers[n]
+        cut = blocks(part, 1, (taken.height, taken.width), taken.channels, 1)
+        found = runs(cut, GRAINS[self.path])
+        groups = -(columns // -16)
+        packed = self.take(groups * 16 * found.depth + 64)
+        own = spots(part, (taken.height, taken.width), taken.channels, GRAINS[self.path])
+        meets = np.empty((0, 0), np.uint8) if own is None else own.meets
+        begin = self.take((1 + len(meets)) * groups * 16, np.int32)
+        numbers = np.array(part.taps, np.int64)
+        self.held += [numbers, found, meets]
+        outputs, inputs, height, width = layer.shape
+        flips = FLIPS[self.path] if (turned or layer.inputs.signed) else 0
+        self.tasks.append(
+            Operation(
+                {
+                    f.W_OUTPUTS: outputs,
+                    f.W_INPUTS: inputs,
+                    f.W_TAPS: height * width,
+                    f.W_PART_TAPS: len(numbers),
+                    f.W_NUMBERS: numbers.ctypes.data,
+                    f.W_OFFSETS: found.offsets.ctypes.data,
+                    f.W_DEPTH: found.depth,
+                    f.W_IS_TURNED: turned,
+                    f.W_FLIPS: flips,
+                    f.W_PACKED: packed,
+                    f.W_SPOTS: len(meets),
+                    f.W_MEETS: meets.ctypes.data,
+                    f.BEGIN: begin,
+                    f.WEIGHTS: Given("weight", n),
+                    f.W_STEP_O: Given("step_o", n),
+                    f.W_STEP_C: Given("step_c", n),
+                    f.W_STEP_T: Given("step_t", n),
+                },
+                (layer.weight.scale, layer.weight.min_code, layer.weight.max_code),
+            )
+        )
+        return {"WEIGHTS": packed, "BEGIN": begin}

@@ -1,0 +1,154 @@
+"""Weights: rounded and laid out before a pass, and their gradients written after it."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, prange
+
+from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.fused.views import doubles, floats
+from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.products.packing import pack, sum_taps
+
+__all__ = ["collect", "pack_weights"]
+
+
+@njit
+def _begin(d, channels, sums):
+    """Make of the sums of weights what sums of products start from: in all, then place by place."""
+    rows = carray(pointer_to(d[f.BEGIN]), (1 + d[f.W_SPOTS], len(sums)), np.int32)
+    if d[f.W_SPOTS] and d[f.W_FLIPS]:
+        meets = carray(pointer_to(d[f.W_MEETS]), (d[f.W_SPOTS], d[f.W_PART_TAPS]), np.uint8)
+        sum_taps(d[f.W_PACKED], d[f.W_DEPTH], len(sums) // 16, channels, meets, rows[1:])
+    for row in range(len(rows)):
+        for i in range(len(sums)):
+            rows[row, i] *= np.int32(-128) * np.int32(d[f.W_FLIPS])
+
+
+@njit
+def _code(value, scale, low, high):
+    rounded = np.rint(value * scale)
+    bounded = min(max(rounded, low), high)
+    return np.int8(bounded) if rounded == rounded else np.int8(0)
+
+
+@njit
+def _round_rows(weight, step_o, taps, inputs, codes, scale, low, high):
+    """Round a contiguous weight; the codes of a row lie by tap, then by input."""
+    size = taps * inputs
+    row = np.empty(size, np.int8)
+    for first in range(0, len(codes), size):
+        start = first // size * step_o
+        values, out = weight[start : start + size], codes[first : first + size]
+        for i in range(size):
+            row[i] = _code(values[i], scale, low, high)
+        for t in range(taps):
+            own, tap = out[t * inputs : (t + 1) * inputs], row[t:]
+            for c in range(inputs):
+                own[c] = tap[c * taps]
+
+
+@njit
+def _round_places(weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high):
+    """``_round_rows`` of any strides."""
+    for at in range(len(codes)):
+        o, t, c = at // (taps * inputs), at // inputs % taps, at % inputs
+        codes[at] = _code(weight[o * step_o + c * step_c + t * step_t], scale, low, high)
+
+
+def _pack_weights(tasks, scales, spare, spare_bytes, threads):
+    """Round weights to nearest codes, and lay them out for tiles.
+
+    Args:
+        tasks: (tasks, ...) int64, see ``fields``.
+        scales: (tasks, 3) float32: scale, lowest and highest code.
+        spare: Address of each thread's memory.
+        spare_bytes: Of a thread.
+        threads: How many.
+    """
+    for thread in prange(threads):
+        own = spare + thread * spare_bytes
+        for k in range(thread, len(tasks), threads):
+            d = tasks[k]
+            outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
+            scale, low, high = scales[k]
+            codes = carray(pointer_to(own), outputs * taps * inputs, np.int8)
+            step_o, step_c, step_t = d[f.W_STEP_O], d[f.W_STEP_C], d[f.W_STEP_T]
+            size = (outputs - 1) * step_o + (inputs - 1) * step_c + (taps - 1) * step_t + 1
+            weight = floats(d[f.WEIGHTS], size)
+            if step_t == 1 and step_c == taps:
+                _round_rows(weight, step_o, taps, inputs, codes, scale, low, high)
+            else:
+                _round_places(weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high)
+            count = d[f.W_PART_TAPS]
+            numbers = carray(pointer_to(d[f.W_NUMBERS]), count, np.int64)
+            offsets = carray(pointer_to(d[f.W_OFFSETS]), count, np.int64)
+            turned = d[f.W_IS_TURNED] != 0
+            columns, depth = (inputs, outputs) if turned else (outputs, inputs)
+            begin = carray(pointer_to(d[f.BEGIN]), (columns + 15) // 16 * 16, np.int32)
+            begin[:] = 0
+            pack(
+                own, numbers, offsets, d[f.W_DEPTH], columns, depth, taps * inputs, turned, begin,
+                d[f.W_PACKED],
+            )  # fmt: skip
+            _begin(d, depth, begin)
+
+
+def _collect(tasks, items, threads):
+    """Add up the threads' totals of weight gradients, and write them as the weights lie.
+
+    Args:
+        tasks: (layers, ...) int64, see ``fields``.
+        items: (items, 2) int64: a layer, and the first of 16 inputs.
+        threads: That added up.
+    """
+    for k in prange(len(items)):
+        d, first = tasks[items[k, 0]], items[k, 1]
+        if d[f.OUT]:
+            _collect_inputs(d, first, threads)
+
+
+@njit
+def _collect_inputs(d, first, threads):
+    """Write what belongs to 16 inputs: totals lie by tap, input and output."""
+    outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
+    padded, columns = (inputs + 15) // 16 * 16, (outputs + 15) // 16 * 16
+    size, rows = taps * padded * columns, min(16, inputs - first) * taps
+    totals, lsb = doubles(d[f.TOTALS], threads * size), floats(d[f.POWERS], 1)[0]
+    out = floats(d[f.OUT], outputs * inputs * taps)
+    values, sums = np.empty((rows, columns), np.float32), np.empty(columns, np.float64)
+    for row in range(rows):
+        at = (row % taps * padded + first + row // taps) * columns
+        sums[:] = totals[at : at + columns]
+        for thread in range(1, threads):
+            own = totals[thread * size + at : thread * size + at + columns]
+            for o in range(columns):
+                sums[o] += own[o]
+        for o in range(columns):
+            values[row, o] = np.float32(sums[o]) * lsb
+    for o in range(outputs):
+        start = (o * inputs + first) * taps
+        own_out = out[start : start + rows]
+        for row in range(rows):
+            own_out[row] = values[row, o]
+
+
+def pack_weights(parallel: bool) -> Any:
+    """Return the kernel that lays out weights."""
+    return _both(_pack_weights)[parallel]
+
+
+def collect(parallel: bool) -> Any:
+    """Return the kernel that writes weight gradients."""
+    return _both(_collect)[parallel]
+
+
+_made: dict[Any, Any] = {}
+
+
+def _both(kernel: Any) -> Any:
+    from fixedpoint_kernels.threads import compile_both
+
+    if kernel not in _made:
+        _made[kernel] = compile_both(kernel)
+    return _made[kernel]
