@@ -28,6 +28,9 @@ class Forward:
 
     Attributes:
         regions: Operations of each region.
+
+    Raises:
+        ValueError: Sums of a layer do not fit in int32 and int64.
     """
 
     def __init__(self, layout: Layout) -> None:

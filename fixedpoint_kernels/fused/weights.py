@@ -1,6 +1,6 @@
 """Weights: rounded and laid out before a pass, and their gradients written after it."""
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from numba import carray, njit, prange
@@ -9,6 +9,7 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.views import doubles, floats
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.packing import pack, sum_taps
+from fixedpoint_kernels.threads import compile_both
 
 __all__ = ["collect", "pack_weights"]
 
@@ -133,22 +134,14 @@ def _collect_inputs(d, first, threads):
             own_out[row] = values[row, o]
 
 
-def pack_weights(parallel: bool) -> Any:
+_PACK, _COLLECT = compile_both(_pack_weights), compile_both(_collect)
+
+
+def pack_weights(parallel: bool) -> Callable[..., object]:
     """Return the kernel that lays out weights."""
-    return _both(_pack_weights)[parallel]
+    return _PACK[parallel]
 
 
-def collect(parallel: bool) -> Any:
+def collect(parallel: bool) -> Callable[..., object]:
     """Return the kernel that writes weight gradients."""
-    return _both(_collect)[parallel]
-
-
-_made: dict[Any, Any] = {}
-
-
-def _both(kernel: Any) -> Any:
-    from fixedpoint_kernels.threads import compile_both
-
-    if kernel not in _made:
-        _made[kernel] = compile_both(kernel)
-    return _made[kernel]
+    return _COLLECT[parallel]
