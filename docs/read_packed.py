@@ -189,7 +189,7 @@ def run(network, tensors, sample):
             exact = [float(x).as_integer_ratio() for x in sample]
             codes = [round_to(n, 0, op["fmt"], d) for n, d in exact]
         else:
-            codes = KINDS[op["kind"]](op, *taken, *[tensors][: len(taken) < 2])
+            codes = KINDS[op["kind"]](op, *taken, *[tensors][: "codes" in op or len(taken) < 2])
         values[op["name"]] = Value(codes, op["shape"], op["fl"])
     heads = network.get("heads") or [["output", operations[-1]["name"]]]
     return {label: values[name] for label, name in heads}

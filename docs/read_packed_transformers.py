@@ -58,19 +58,21 @@ def norm(op, x, tensors):
     return found
 
 
-def softmax(op, x, tensors):
-    """Softmax of each row, by a table of exponentials; where the mask is 0, nothing."""
+def softmax(op, x, *more):
+    """Softmax of each row, by a table of exponentials; of columns that a mask or the sample hides, nothing."""
+    *columns, tensors = more
     table, found, (height, width) = tensors[op["codes"]][0], [], ([1, *x.shape])[-2:]
     mask = tensors[op["mask"]][0] if op["mask"] else [1] * (height * width)
+    known = columns[0].codes if columns else [1] * width
     for i, row in enumerate(rows_of(x)):
         first = i % height * width
-        seen = mask[first : first + width]
-        top = max(code for code, is_seen in zip(row, seen, strict=True) if is_seen)
+        seen = [a and b for a, b in zip(mask[first : first + width], known, strict=True)]
+        top = max((code for code, is_seen in zip(row, seen, strict=True) if is_seen), default=0)
         parts = [0] * width
         for j, code in enumerate(row):
             if seen[j]:
                 parts[j] = table[min(shorten(top - code, op["shift"]), len(table) - 1)]
-        found += [round_to(part, 0, op["fmt"], sum(parts)) for part in parts]
+        found += [round_to(part, 0, op["fmt"], max(1, sum(parts))) for part in parts]
     return found
 
 

@@ -10,7 +10,14 @@ from torch import Tensor, fx, nn
 from marvin.hooks import rounders_of
 from marvin.settings import check_model
 
-__all__ = ["Attention", "Encoder", "EncoderLayer", "attention_weights", "spell_attention"]
+__all__ = [
+    "Attention",
+    "Encoder",
+    "EncoderLayer",
+    "attention_weights",
+    "padded_attention",
+    "spell_attention",
+]
 
 
 def spell_attention(model: nn.Module) -> nn.Module:
@@ -104,14 +111,14 @@ class Attention(nn.Module):
             value: As ``key``.
             key_padding_mask: True where a column of a sample is not seen, shape ``(n, columns)``, or what
                 is added to its scores.
-            need_weights: Return weights, too; exports want False where a mask is given.
+            need_weights: Return weights, too.
             attn_mask: True where a row does not see a column, or what is added to scores; shape
                 ``(rows, columns)`` or ``(n * heads, rows, columns)``.
             average_attn_weights: Of all heads.
             is_causal: Without ``attn_mask``, let each row see columns up to its own.
 
         Raises:
-            ValueError: A tensor has not three dimensions; or masks depend on what comes in while
+            ValueError: A tensor has not three dimensions; or ``attn_mask`` depends on what comes in while
                 ``torch.fx`` traces this.
         """
         if isinstance(query, Tensor) and query.ndim != 3:
@@ -124,25 +131,68 @@ class Attention(nn.Module):
             layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for layer, x in zip(layers, taken, strict=True)
         )
-        if any(isinstance(x, fx.Proxy) for x in (attn_mask, key_padding_mask)):
+        if isinstance(attn_mask, fx.Proxy):
             raise ValueError(
-                "masks of attention must be constants to be exported, got one that depends on what "
-                "comes in: take samples of one length, without padding"
+                "attn_mask must be a constant to be exported, got one that depends on what comes in: "
+                "write a padding mask as key_padding_mask=ids == padding"
             )
-        mask = _merged(attn_mask, key_padding_mask, self.num_heads)
-        given: dict[str, Any] = {"attn_mask": mask}
-        given["is_causal"] = is_causal and mask is None
+        masks = attn_mask, key_padding_mask, is_causal
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, **given, dropout_p=dropout)
+        is_traced = isinstance(key_padding_mask, fx.Proxy)
+        y = (padded_attention if is_traced else _attended)(q, k, v, *masks, dropout)
         y = self.out_proj(y.transpose(1, 2).flatten(2))
         y = y if self.batch_first else y.transpose(0, 1)
-        weights = attention_weights(q, k, average_attn_weights, **given) if need_weights else None
+        weights = attention_weights(q, k, average_attn_weights, *masks) if need_weights else None
         return y, weights
 
 
 @fx.wrap
+def padded_attention(  # noqa: PLR0913  torch's
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Return the attended values of each head: one call in a trace where padding depends on what comes in.
+
+    Args:
+        q: Queries, shape ``(n, heads, rows, features)``.
+        k: Keys, shape ``(n, heads, columns, features)``.
+        v: Values, as keys.
+        attn_mask: As of ``Attention``.
+        key_padding_mask: As of ``Attention``.
+        is_causal: As of ``Attention``.
+        dropout_p: Of the weights.
+    """
+    return _attended(q, k, v, attn_mask, key_padding_mask, is_causal, dropout_p)
+
+
+def _attended(  # noqa: PLR0913  torch's
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+) -> Tensor:
+    is_plain = attn_mask is None and padding is None
+    mask = None if is_plain else _merged(attn_mask, padding, is_causal, q, k)
+    given: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal and is_plain}
+    return F.scaled_dot_product_attention(q, k, v, **given, dropout_p=dropout_p)
+
+
+@fx.wrap
 def attention_weights(
-    q: Tensor, k: Tensor, is_averaged: bool, attn_mask: Tensor | None, is_causal: bool
+    q: Tensor,
+    k: Tensor,
+    is_averaged: bool,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
 ) -> Tensor:
     """Return the weights of attention, shape ``(n, rows, columns)``, or of each head.
 
@@ -150,24 +200,28 @@ def attention_weights(
         q: Queries, shape ``(n, heads, rows, features)``.
         k: Keys, shape ``(n, heads, columns, features)``.
         is_averaged: Over heads.
-        attn_mask: As of ``F.scaled_dot_product_attention``, or None.
-        is_causal: Each row sees columns up to its own.
+        attn_mask: As of ``Attention``.
+        key_padding_mask: As of ``Attention``.
+        is_causal: As of ``Attention``.
     """
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-    if is_causal:
-        attn_mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-    if attn_mask is not None:
-        is_bool = attn_mask.dtype is torch.bool
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
+    mask = _merged(attn_mask, key_padding_mask, is_causal, q, k)
+    if mask is not None:
+        is_bool = mask.dtype is torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if is_bool else scores + mask
     weights = scores.softmax(-1)
     return weights.mean(1) if is_averaged else weights
 
 
-def _merged(mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
-    """Return both masks as one of ``F.scaled_dot_product_attention``: True where a column is seen."""
+def _merged(
+    mask: Tensor | None, padding: Tensor | None, is_causal: bool, q: Tensor, k: Tensor
+) -> Tensor | None:
+    """Return all masks as one of ``F.scaled_dot_product_attention``: True where a column is seen."""
     found = []
     if mask is not None:
-        found.append(mask.unflatten(0, (-1, heads)) if mask.ndim == 3 else mask)
+        found.append(mask.unflatten(0, (-1, q.shape[1])) if mask.ndim == 3 else mask)
+    elif is_causal:
+        found.append(torch.ones_like(q[0, 0] @ k[0, 0].T, dtype=torch.bool).triu(1))
     if padding is not None:
         found.append(padding[:, None, None])
     if not found:

@@ -41,7 +41,7 @@ ALLOWED = {
         "fixedpoint_kernels/watch.py": 5,
         "marvin/attention.py": 2,
         "marvin/export/frontend/activations.py": 1,
-        "marvin/export/frontend/calls.py": 7,
+        "marvin/export/frontend/call.py": 7,
         "marvin/export/frontend/follow.py": 7,
         "marvin/export/frontend/functions.py": 2,
         "marvin/export/frontend/layers.py": 3,

@@ -36,7 +36,13 @@ class Parser(argparse.ArgumentParser):
     def add_flags(self, out: str) -> None:
         """Add the flags of every export; ``out`` is what it writes by default."""
         add = self.add_argument
-        add("--to", choices=TARGETS, required=True, help="what to write")
+        add(
+            "--to",
+            choices=TARGETS,
+            required=True,
+            action="append",
+            help="what to write; may be given several times",
+        )
         add("--verify", action="store_true", help="run what was written, and compare")
         add("--out", type=Path, metavar="DIR", help=f"default: {out}")
         add(
@@ -86,7 +92,7 @@ class Parser(argparse.ArgumentParser):
             "--samples",
             type=_whole(0, 10**9),
             default=0,
-            help="samples to verify on (default: all; of the slow qonnx and hls4ml, 8)",
+            help="samples to compare and verify on (default: all; verified on 8 of the slow qonnx and hls4ml)",
         )
         add(
             "--nibbles",

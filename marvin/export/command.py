@@ -5,14 +5,17 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from marvin.export.deployed import Deployed, Options
+from marvin.export.execute import integer
 from marvin.export.report import Trained, layer_rows, proof_lines, table, weight_line
 from marvin.export.targets.hls4ml import Hardware
 from marvin.export.targets.write import TARGETS, Order, Written
@@ -46,39 +49,56 @@ def export(given: argparse.Namespace, trained: Trained, deployed: Deployed, fold
         folder: Where exports are if no other is given: each in a folder of its target's name.
 
     Raises:
-        ExportError: The target cannot have the network, or what was written computes something
-            else.
-        ValueError: The folder to write to is none of an export.
+        ExportError: A target cannot have the network, or what was written computes something
+            else; targets before it are written.
+        ValueError: The folder to write to is none of an export, or one for several targets.
     """
+    if given.samples:
+        trained = dataclasses.replace(trained, samples=trained.samples[: given.samples])
     rows = layer_rows(deployed, trained.samples[:64])
+    reference = integer.run_heads(deployed.network, trained.samples)
     lines = [
         f"{trained.path}: {trained.title}; formats of activations: {deployed.network.origin}",
         *trained.notes,
         table(rows),
         weight_line(deployed),
-        *proof_lines(trained, deployed, rows),
+        *proof_lines(trained, deployed, rows, reference),
     ]
     print("\n".join(lines), flush=True)
+    targets = list(dict.fromkeys(given.to))
+    if given.out is not None and len(targets) > 1:
+        raise ValueError(f"--out must be of one target, got {len(targets)}: {', '.join(targets)}")
     if given.out is None and folder.is_symlink():
         raise ValueError(f"{folder} must be a folder, got a link: choose one with --out")
-    out = given.out or folder / given.to
-    written = _write(given, trained, deployed, (out, rows))
+    for target in targets:
+        out = given.out or folder / target
+        _tell(trained, out, _write(given, target, trained, deployed, (out, rows, reference)))
+
+
+def _tell(trained: Trained, out: Path, written: Written) -> None:
     print(f"{out}: {written.what}, {written.size_bytes:,} bytes")
     print(*written.notes, sep="\n", end="\n" if written.notes else "")
     verdict = "verified" if written.is_equal else "not equal"
     print(f"{verdict}: {written.proof}" if written.proof else "not verified: add --verify")
     if written.outputs is not None and trained.labels is not None:
         accuracy, count = trained.accuracy(written.outputs), len(written.outputs)
-        print(f"test accuracy of what was written: {accuracy:.2%} ({count} {trained.unit})")
+        print(
+            f"test accuracy of what was written: {accuracy:.2%} ({count} {trained.unit})",
+            flush=True,
+        )
 
 
 def _write(
-    given: argparse.Namespace, trained: Trained, deployed: Deployed, place: tuple[Path, object]
+    given: argparse.Namespace,
+    target: str,
+    trained: Trained,
+    deployed: Deployed,
+    place: tuple[Path, object, Mapping[str, Tensor]],
 ) -> Written:
-    out, rows = place
+    out, rows, reference = place
     if out.exists() and not (out.is_dir() and (out / "export.json").is_file()):
         raise ValueError(f"{out} must be an earlier export or not there: choose another --out")
-    count = given.samples or (8 if given.to in ("qonnx", "hls4ml") else len(trained.samples))
+    count = given.samples or (8 if target in ("qonnx", "hls4ml") else len(trained.samples))
     samples = trained.samples[:count] if given.verify else None
     with new_folder(out) as folder:
         fpga = given.part, given.clock, given.io, given.strategy, given.reuse_factor
@@ -90,11 +110,12 @@ def _write(
             "qdq": given.qdq,
             "hardware": hardware,
         }
-        order = Order(deployed, folder, samples, given.backend, given.python, **flags)
-        written = TARGETS[given.to](order)
+        wanted = {label: y[:count] for label, y in reference.items()}
+        order = Order(deployed, folder, samples, wanted, given.backend, given.python, **flags)
+        written = TARGETS[target](order)
         facts = {
             "run": str(trained.path),
-            "target": given.to,
+            "target": target,
             "torch": torch.__version__,
             "activations": deployed.network.origin,
             "what": written.what,

@@ -1,6 +1,6 @@
 """What an export tells the user: layer by layer, then in one line each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from marvin.export.targets.packed import Size, sizes
 
 __all__ = ["Trained", "first_head", "layer_rows", "proof_lines", "table", "weight_line"]
 
+_TOGETHER = 256  # samples that are computed at one time
 _SHOWN = "conv", "linear", "affine", "averagepool", "norm", "softmax", "matmul"
 
 
@@ -102,13 +103,24 @@ def weight_line(deployed: Deployed) -> str:
 
 @torch.no_grad()
 def proof_lines(
-    trained: Trained, deployed: Deployed, rows: Sequence[dict[str, object]]
+    trained: Trained,
+    deployed: Deployed,
+    rows: Sequence[dict[str, object]],
+    reference: Mapping[str, Tensor],
 ) -> list[str]:
-    """Return what is known of the network beside the trained model, on its samples."""
+    """Return what is known of the network beside the trained model, on its samples.
+
+    Args:
+        trained: The model.
+        deployed: Its network.
+        rows: Of its layers.
+        reference: What the network computes of the samples, in integers, by output.
+    """
     exact = sum(row["float32"] == "exact" for row in rows)
     samples = trained.samples
-    wanted = first_head(trained.model(samples))
-    logits = first_head(integer.run_heads(deployed.network, samples))
+    parts = [first_head(trained.model(part)) for part in samples.split(_TOGETHER)]
+    wanted = torch.cat(parts)
+    logits = first_head(dict(reference))
     is_rounded = deployed.exact is not deployed.network
     exact_logits = logits
     if is_rounded:

@@ -33,6 +33,7 @@ from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 __all__ = ["encode_input", "run", "run_all", "run_heads"]
 
 _Parts = tuple[Codes, int]  # codes, and their ``fl``
+_CODES = 2**24  # that are there at one time: of as many samples as this allows
 
 
 def run(network: Network, x: Tensor) -> Tensor:
@@ -54,14 +55,19 @@ def run(network: Network, x: Tensor) -> Tensor:
 def run_heads(network: Network, x: Tensor) -> dict[str, Tensor]:
     """Return each of the network's outputs, by its label; else as ``run``.
 
+    Samples are computed some at a time, so memory does not grow with them.
+
     Raises:
         ExportError: ``x`` has another shape, or holds a NaN.
     """
-    codes = run_all(network, x)
-    return {
-        label: torch.from_numpy(codes[name].astype(np.float64)) * 2.0 ** -network.values[name].fl
-        for label, name in network.outputs.items()
-    }
+    each = sum(math.prod(value.shape) for value in network.values.values())
+    found: dict[str, list[Tensor]] = {label: [] for label in network.outputs}
+    for part in x.split(max(1, _CODES // each)):
+        codes = run_all(network, part)
+        for label, name in network.outputs.items():
+            values = torch.from_numpy(codes[name].astype(np.float64))
+            found[label].append(values * 2.0 ** -network.values[name].fl)
+    return {label: torch.cat(parts) for label, parts in found.items()}
 
 
 def run_all(network: Network, x: Tensor) -> dict[str, Codes]:
@@ -167,7 +173,7 @@ def _windows(
 
 
 def _flatten(_op: Flatten, x: _Parts) -> Codes:
-    return x[0].reshape(len(x[0]), -1)
+    return x[0].reshape(len(x[0]), math.prod(x[0].shape[1:]))
 
 
 def _reshape(op: Reshape, x: _Parts) -> Codes:

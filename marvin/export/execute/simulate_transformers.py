@@ -43,15 +43,17 @@ def _norm(op: Norm, values: Tensor) -> Tensor:
     return _rounded(numerator, root, op.gain_fmt.fl, op.fmt).to(values)
 
 
-def _softmax(op: Softmax, values: Tensor) -> Tensor:
+def _softmax(op: Softmax, values: Tensor, columns: Tensor | None = None) -> Tensor:
     if values.is_meta:
         return values
     codes, table = _codes(values, op.source_fl, 0), op.codes.to(values.device)
     seen = torch.ones_like(codes) if op.mask is None else op.mask.to(codes).expand_as(codes)
+    seen = seen if columns is None else seen * columns.to(codes)
     top = codes.masked_fill(seen == 0, -(2**62)).amax(-1, keepdim=True)
     places = _shortened(top - codes, op.shift).clamp(0, len(table) - 1)
     exponentials = table[places] * seen
-    return _rounded(exponentials, exponentials.sum(-1, keepdim=True), 0, op.fmt).to(values)
+    total = exponentials.sum(-1, keepdim=True).clamp(min=1)
+    return _rounded(exponentials, total, 0, op.fmt).to(values)
 
 
 def _root(x: Tensor) -> Tensor:

@@ -50,15 +50,17 @@ def norm(op: Norm, source: _Parts) -> Codes:
     return _rounded(numerator, root, op.gain_fmt.fl, op.fmt)
 
 
-def softmax(op: Softmax, source: _Parts) -> Codes:
+def softmax(op: Softmax, source: _Parts, columns: _Parts | None = None) -> Codes:
     """Return softmax of rows: see ``Softmax``."""
     codes, table = source[0], op.codes.numpy()
     seen = np.ones(1, bool) if op.mask is None else op.mask.numpy() == 1
+    seen = seen if columns is None else seen & (columns[0] == 1)
     least = int(codes.min()) if codes.size else 0
     top = np.where(seen, codes, least).max(-1, keepdims=True)
     places = _shortened(top - codes, op.shift).clip(0, len(table) - 1)  # of 0 only if not seen
     exponentials = np.where(seen, table[places.astype(np.int64)], 0)
-    return _rounded(exponentials, exponentials.sum(-1, keepdims=True), 0, op.fmt)
+    total = np.maximum(exponentials.sum(-1, keepdims=True), 1)
+    return _rounded(exponentials, total, 0, op.fmt)
 
 
 def _shortened(codes: Codes, shift: int) -> Codes:

@@ -3,24 +3,20 @@
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 
 from fixedpoint_kernels import FixedPoint, quantize
-from marvin.attention import attention_weights
-from marvin.export.errors import ExportError
+from marvin.attention import attention_weights, padded_attention
 from marvin.export.execute.simulate import apply
 from marvin.export.frontend.builder import Builder
+from marvin.export.frontend.call import Call
 from marvin.export.frontend.layers import average, reshape
-from marvin.export.frontend.observe import has_tensors
+from marvin.export.frontend.masks import COMPARISONS, add_mask, seen_columns
 from marvin.export.frontend.transformers import (
     attention,
-    constant,
     exact_attention,
     mask_of,
     matmul,
@@ -32,132 +28,10 @@ from marvin.export.graph.nodes import Add, Affine, Flatten, Round
 from marvin.export.graph.views import Concat, Slice, Transpose
 from marvin.export.passes.batch_norm import nearest
 
-__all__ = ["CALLS", "Call", "round_values"]
+__all__ = ["CALLS", "round_values"]
 
 _PRIMES = 2, 3, 5, 7, 11, 13
 _DIVISIONS = operator.truediv, operator.itruediv, torch.div, "div", "div_"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a function or a method.
-
-    Args:
-        builder: Of the network.
-        node: Of the trace.
-        name: Of the operation.
-        args: With plain values in place of the nodes that gave them.
-        kwargs: Likewise.
-        nodes: The tensors of the network that it takes; in ``args``, constants are tensors.
-    """
-
-    builder: Builder
-    node: fx.Node
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    nodes: tuple[fx.Node, ...]
-
-    @classmethod
-    def of(cls, builder: Builder, node: fx.Node) -> "Call":
-        """Return a node's call."""
-        nodes: list[fx.Node] = []
-
-        def resolved(given: fx.Node) -> Any:
-            if given.name in builder.observed.constants:
-                return builder.observed.constants[given.name]
-            if given.name in builder.observed.plain:
-                plain = builder.observed.plain[given.name]
-                if not has_tensors(plain):
-                    return plain
-                map_arg((given.args, given.kwargs), resolved)
-                return given
-            nodes.append(given)
-            return given
-
-        args, kwargs = map_arg((node.args, node.kwargs), resolved)
-        return cls(builder, node, builder.unused(node.name), args, kwargs, tuple(nodes))
-
-    def refusal(self, instead: str = "") -> ExportError:
-        """Return what says that this call cannot be exported, and what to write instead."""
-        target = self.node.target
-        text = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        arguments = ", ".join(map(str, self.node.args))
-        return ExportError(f"{self.node.name}: {text}({arguments}) cannot be exported{instead}")
-
-    def value(self, node: Any, *, in_any_order: bool = False) -> str:
-        """Return the value that a node stands for.
-
-        Raises:
-            ExportError: It stands for none, or what it stands for was changed through a view.
-        """
-        if not isinstance(node, fx.Node) or node not in self.builder.memory:
-            raise ExportError(f"{self.name} must be called with a value of the network, got {node}")
-        return self.builder.memory.read(node, self.name, in_any_order=in_any_order)
-
-    def codes(self, node: Any) -> str:
-        """Return the value that a node stands for, which gets codes if it has none.
-
-        Raises:
-            ExportError: As ``value``; or it is the input, which nothing has rounded.
-        """
-        return self.builder.rounded(self.value(node), self.name)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the result, of one sample.
-
-        Raises:
-            ExportError: The batch is no dimension of its own.
-        """
-        shape = self.builder.observed.shapes[self.node.name]
-        batch = self.builder.observed.shapes[self.builder.operations[0].name][0]
-        if not shape or shape[0] != batch:
-            raise self.refusal(": it must leave the batch alone")
-        return shape[1:]
-
-    def replay(self, values: Sequence[Tensor]) -> Tensor:
-        """Return what the call gives of tensors in place of ``nodes``, which have their batch first."""
-        memory, constants = self.builder.memory, self.builder.observed.constants
-        given = {}
-        for node, x in zip(self.nodes, values, strict=True):
-            given[node] = x.movedim(0, memory.place(node) if node in memory else 0).clone()
-
-        def resolved(node: fx.Node) -> Any:
-            if node in given:
-                return given[node]
-            if node.name in constants:
-                return constants[node.name].clone()
-            plain = self.builder.observed.plain[node.name]
-            return called(node) if has_tensors(plain) else plain
-
-        def called(node: fx.Node) -> Any:
-            args, kwargs = map_arg((node.args, node.kwargs), resolved)
-            if isinstance(node.target, str):
-                return getattr(args[0], node.target)(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)
-
-        return called(self.node)
-
-    def whole(self, values: Sequence[Tensor]) -> Tensor:
-        """Return what the call gives, with its batch first; else as ``replay``."""
-        return self.replay(values).movedim(self.builder.memory.place(self.node), 0)
-
-    def constant(self, x: Tensor, like: tuple[int, ...]) -> str:
-        """Add a constant of the shape of one sample of a value; return its name.
-
-        Raises:
-            ExportError: It is not the same for each sample, or larger than the value.
-        """
-        batch = self.builder.observed.shapes[self.builder.operations[0].name][0]
-        try:
-            whole = x.double().expand(batch, *like)
-        except RuntimeError as error:
-            raise self.refusal(f": a constant must have the shape {like} of a sample") from error
-        if not torch.equal(whole, whole[:1].expand_as(whole)):
-            raise self.refusal(": a constant must be the same for each sample")
-        name = self.builder.unused(f"{self.name}.constant")
-        return constant(self.builder, name, whole[0].detach().cpu())
 
 
 def _add(builder: Builder, call: Call) -> str:
@@ -265,18 +139,52 @@ def _matmul(builder: Builder, call: Call) -> str:
 def _attention(builder: Builder, call: Call) -> str:
     try:
         nodes, scale, mask, is_causal = spelled_attention(call.args, call.kwargs)
-        values = [call.value(node) for node in nodes]
-        *before, rows, features = builder.shape(values[0])
-        columns = builder.shape(values[1])[-2]
+    except ValueError as error:
+        raise call.refusal(f": {error}") from error
+    return _attended(builder, call, nodes, scale, (mask, is_causal, False))
+
+
+def _padded(builder: Builder, call: Call) -> str:
+    """Add attention as ``marvin.spell_attention`` writes it, with padding."""
+    *nodes, mask, padding, is_causal, _dropout = call.args
+    if isinstance(mask, Tensor) and mask.dtype is torch.bool:
+        mask = ~mask  # of what is seen, from here on
+    if isinstance(mask, Tensor) and mask.ndim == 3:  # of samples and heads
+        heads = builder.shape(call.value(nodes[0]))[0]
+        mask = mask.unflatten(0, (-1, heads))
+    return _attended(builder, call, nodes, None, (mask, is_causal and mask is None, padding))
+
+
+def _attended(
+    builder: Builder,
+    call: Call,
+    nodes: Sequence[object],
+    scale: float | None,
+    masks: tuple[object, bool, object],
+) -> str:
+    """Add attention; ``masks`` are a mask of what is seen, whether it is causal, and padding or False."""
+    mask, is_causal, padding = masks
+    values = [call.value(node) for node in nodes]
+    *before, rows, features = builder.shape(values[0])
+    columns = builder.shape(values[1])[-2]
+    of_sample: tuple[str, ...] = ()
+    of_samples = [node for node in (padding, mask) if isinstance(node, fx.Node)]
+    try:
         if any(builder.shape(value)[:-2] != tuple(before) for value in values):
             raise ValueError("queries, keys and values must have the same heads")
-        seen = mask_of(mask, is_causal, rows, columns)
+        for node in of_samples:
+            scores = (*before, rows, columns)
+            of_sample = (seen_columns(builder, call, node, scores, node is padding),)
+        constant = None if isinstance(mask, fx.Node) else mask
+        seen = mask_of(constant, is_causal, rows, columns)
     except ValueError as error:
         raise call.refusal(f": {error}") from error
     scale = 1 / math.sqrt(features) if scale is None else scale
     names = [node.name for node in nodes if isinstance(node, fx.Node)]
-    result = attention(builder, call.name, values, names, scale, seen)
-    builder.whole = exact_attention(scale, seen)
+    result = attention(builder, call.name, values, names, scale, seen, of_sample)
+    places = [call.nodes.index(node) for node in (*nodes, *of_samples) if isinstance(node, fx.Node)]
+    exact = exact_attention(scale, seen, is_padded=padding is not False)
+    builder.whole = lambda inputs: exact([inputs[i] for i in places])
     builder.memory.new(call.node, result)
     return result
 
@@ -435,6 +343,8 @@ _HANDLERS: list[tuple[Sequence[object], Callable[[Builder, Call], str]]] = [
     ((operator.truediv, operator.itruediv, torch.div, "div", "div_"), _divided),
     ((operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"), _matmul),
     ((F.scaled_dot_product_attention,), _attention),
+    ((padded_attention,), _padded),
+    (COMPARISONS, add_mask),
     ((round_values,), _round),
     ((attention_weights,), _unused),
     ((getattr,), _attribute),

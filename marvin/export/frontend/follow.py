@@ -305,6 +305,8 @@ def _rounded(x: Tensor, fmt: FixedPoint | None) -> Tensor:
 def _refuse(what: str, bounds: _Bounds, got: object) -> None:
     """Refuse values outside what is explained."""
     low, high = bounds
+    if isinstance(got, Tensor) and got.dtype is torch.bool:
+        got = got.double()
     if not isinstance(got, Tensor) or got.shape != low.shape:
         came = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
         raise ExportError(f"{what}: shape must be {tuple(low.shape)}, got {came}")

@@ -11,7 +11,8 @@ from marvin.export.errors import ExportError
 from marvin.export.execute.verify import evaluating
 from marvin.export.frontend.activations import ACTIVATIONS, exact
 from marvin.export.frontend.builder import Builder
-from marvin.export.frontend.calls import CALLS, Call, round_values
+from marvin.export.frontend.call import Call
+from marvin.export.frontend.calls import CALLS, round_values
 from marvin.export.frontend.follow import Follower, Step, check_numbers
 from marvin.export.frontend.foreign import check_own, kind_of
 from marvin.export.frontend.functions import layer_of
@@ -113,6 +114,7 @@ def _described(  # noqa: PLR0913  each is a choice of the user's
     origin: str,
 ) -> Network:
     graph, tracer = _traced(model, activations)
+    _check_inputs(graph)
     layers = {str(node.target): None for node in graph.nodes if node.op == "call_module"}
     check_own(model, layers)
     observed = observe(model, graph, sample)
@@ -175,6 +177,16 @@ def _traced(model: nn.Module, activations: Mapping[str, Formats]) -> tuple[fx.Gr
             raise ExportError(f"the model must be traceable by torch.fx: {first_line}") from error
 
 
+def _check_inputs(graph: fx.Graph) -> None:
+    """Refuse a model that must be called with several tensors."""
+    inputs = [node.name for node in graph.nodes if node.op == "placeholder" and not node.args]
+    if len(inputs) > 1:
+        raise ExportError(
+            f"a network must have one input, got another: {inputs[1]}; a padding mask is made of indices, "
+            f"in forward: {inputs[0]} == 0"
+        )
+
+
 def _output_of(rounds: Mapping[str, Formats], module: str | None) -> FixedPoint | None:
     return rounds[module].output if module is not None and module in rounds else None
 
@@ -207,10 +219,10 @@ def _translate(builder: Builder, node: fx.Node, sample: Tensor) -> Step | None:
 
 
 def _placeholder(builder: Builder, node: fx.Node, sample: Tensor) -> None:
-    if builder.operations:
-        if node.args:  # a default, which is what the model takes when it is called with one tensor
-            return
-        raise ExportError(f"a network must have one input, got another: {node.name}")
+    if (
+        builder.operations
+    ):  # a default, which is what the model takes when it is called with one tensor
+        return
     builder.begin(node.name, tuple(sample.shape[1:]))
     builder.memory.new(node, node.name)
 

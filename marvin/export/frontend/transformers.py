@@ -100,7 +100,12 @@ def _embedding(builder: Builder, name: str, module: str, m: nn.Embedding, source
 
 
 def softmax(
-    builder: Builder, name: str, source: str, scale: float = 1.0, mask: Tensor | None = None
+    builder: Builder,
+    name: str,
+    source: str,
+    scale: float = 1.0,
+    mask: Tensor | None = None,
+    columns: tuple[str, ...] = (),
 ) -> str:
     """Add softmax of ``scale`` times a value, which waits for what rounds it; return the name.
 
@@ -110,6 +115,7 @@ def softmax(
         source: A value.
         scale: Goes into the table.
         mask: 1 where a column is seen from a row, int64, or None.
+        columns: The value that says which columns of a sample are seen, if there is one.
     """
     source = builder.rounded(source, name)
     x, wl = builder.values[source], builder.wl
@@ -123,7 +129,7 @@ def softmax(
         step = scale * 2.0 ** (shift - x.fl)
         places = torch.arange(math.ceil(far / step) + 1, dtype=torch.float64)
         table = torch.round(torch.exp(-places * step) * 2.0**bits).to(torch.int64)
-        return Softmax(own, (taken,), table, shift, mask, x.fl, fmt)
+        return Softmax(own, (taken, *columns), table, shift, mask, x.fl, fmt)
 
     fmt = FixedPoint(wl, wl, signed=False)
     return builder.wait(name, Pending(source, make, x.shape, builder.node, fmt=fmt))
@@ -169,13 +175,14 @@ def _short(builder: Builder, name: str, source: str, node: str) -> str:
     return rounded
 
 
-def attention(
+def attention(  # noqa: PLR0913  a number of each kind
     builder: Builder,
     name: str,
     values: Sequence[str],
     nodes: Sequence[str],
     scale: float,
     mask: Tensor | None,
+    columns: tuple[str, ...] = (),
 ) -> str:
     """Add scaled dot-product attention: two products of matrices, and softmax between.
 
@@ -186,6 +193,7 @@ def attention(
         nodes: Of the trace: what gives the values, for their ranges.
         scale: Of the scores.
         mask: As of ``softmax``.
+        columns: As of ``softmax``.
     """
     sides = "query", "key", "value"
     query, key, value = (
@@ -196,7 +204,7 @@ def attention(
     order = (*range(dims - 2), dims - 1, dims - 2)
     keys = builder.add(Transpose(builder.unused(f"{name}.keys"), (key,), order))
     scores = builder.add(MatMul(builder.unused(f"{name}.scores"), (query, keys)))
-    waiting = softmax(builder, builder.unused(f"{name}.softmax"), scores, scale, mask)
+    waiting = softmax(builder, builder.unused(f"{name}.softmax"), scores, scale, mask, columns)
     return builder.add(MatMul(name, (builder.rounded(waiting, name), value)))
 
 
@@ -242,7 +250,7 @@ def mask_of(mask: object, is_causal: bool, rows: int, columns: int) -> Tensor | 
         return None
     if not isinstance(mask, Tensor):
         raise ValueError(
-            "attn_mask must be a constant: take samples of one length, without padding"
+            "attn_mask must be a constant, or made of indices, such as (ids != 0)[:, None, None]"
         )
     whole = mask.detach().cpu()
     while whole.ndim > 2 and len(whole) and torch.equal(whole, whole[:1].expand_as(whole)):
@@ -277,17 +285,29 @@ def constant(builder: Builder, name: str, x: Tensor) -> str:
     return result
 
 
-def exact_attention(scale: float, mask: Tensor | None) -> Whole:
-    """Return what attention computes, and how large its terms are, for float64."""
+def exact_attention(scale: float, mask: Tensor | None, *, is_padded: bool = False) -> Whole:
+    """Return what attention computes, and how large its terms are, for float64.
+
+    Args:
+        scale: Of the scores.
+        mask: As of ``softmax``.
+        is_padded: A fourth input is 1 where columns of a sample are not seen, shape ``(n, columns)``; else,
+            where they are, of as many dimensions as the scores.
+    """
 
     def computed(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        query, key, value = inputs
+        query, key, value, *columns = inputs
         scores = query @ key.transpose(-2, -1) * scale
         largest = query.abs().amax() * key.abs().amax() * query.shape[-1] * scale
         if mask is not None:
             scores = scores.masked_fill(mask.to(scores.device) == 0, -math.inf)
+        for one in columns:
+            seen = one[:, None, None] == 0 if is_padded else one == 1
+            scores = scores.masked_fill(~seen, -math.inf)
         size = (1 + largest) * value.abs().amax()
-        return F.softmax(scores, -1) @ value, torch.ones_like(query[..., :1]) * size
+        sees = (scores > -math.inf).any(-1, keepdim=True)
+        shares = F.softmax(scores.masked_fill(~sees, 0), -1) * sees
+        return shares @ value, torch.ones_like(query[..., :1]) * size
 
     return computed
 

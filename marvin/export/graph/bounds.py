@@ -231,7 +231,7 @@ def _norm(op: Norm, shape: tuple[int, ...], x: Value) -> Value:
     return _of_format(shape, op.fmt, op.fmt.min_code, op.fmt.max_code)
 
 
-def _softmax(op: Softmax, shape: tuple[int, ...], x: Value) -> Value:
+def _softmax(op: Softmax, shape: tuple[int, ...], x: Value, seen: Value | None = None) -> Value:
     if max(op.shift, op.fmt.fl) > _INT64_BITS:
         raise ValueError(f"{op.name} must have shifts of up to {_INT64_BITS} bits")
     longest = max(x.high - x.low, shape[-1] * int(op.codes.max()) << abs(op.fmt.fl))
@@ -242,6 +242,9 @@ def _softmax(op: Softmax, shape: tuple[int, ...], x: Value) -> Value:
         is_whole = tuple(op.mask.shape) == shape[-2:] and bool(op.mask.any(-1).all())
         if not is_whole or not torch.equal(op.mask, op.mask.ne(0).long()):
             raise ValueError(f"{op.name} must see at least one column from each row of {shape}")
+    columns = (*[1] * (len(shape) - 1), shape[-1])
+    if seen and (seen.shape != columns or seen.fl or not 0 <= seen.low <= seen.high <= 1):
+        raise ValueError(f"{op.name} must see columns by 0 and 1 of shape {columns}")
     high = min(op.fmt.max_code, 1 << max(0, op.fmt.fl))
     return _of_format(shape, op.fmt, 0, high)
 

@@ -92,9 +92,10 @@ class Softmax(Operation):
 
         d = (max(c) - c + half) // 2**shift
         e = codes[min(d, last)]
-        y = e / sum(e), rounded to fmt
+        y = e / max(1, sum(e)), rounded to fmt
 
-    Where the mask is 0, ``c`` is not in the maximum and ``e`` is 0.
+    A second value, of one number for each column, says of each sample which columns are seen: its padding.
+    Where this or the mask is 0, ``c`` is not in the maximum and ``e`` is 0. A row that sees no column is 0.
 
     Args:
         codes: The table, int64, not negative: ``exp(-d * step) * codes[0]``, rounded to nearest.

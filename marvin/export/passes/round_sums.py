@@ -1,5 +1,6 @@
 """Sums and means of rounded values, for integer hardware: what is added gets a format of its own."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -40,8 +41,10 @@ def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
     """
     rewriter = _Rewriter(network, {network.input.name: sample.double()}, wl)
     operations = [network.input]
+    last = {name: op for op in network.operations for name in op.inputs}
     for op in network.operations[1:]:
         operations += rewriter.rewrite(op)
+        rewriter.forget(name for name in op.inputs if last[name] is op)
     rounded = replace(network, operations=tuple(operations), values=rewriter.values)
     return shorten_scales(rounded)
 
@@ -87,6 +90,13 @@ class _Rewriter:
         self.terms[op.name] = term.name
         self._compute(term)
         return [op, term]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Leave out what nothing takes any more: all values of a sample are hundreds of times the sample."""
+        for name in {*names}:
+            del self.found[name]
+            if name in self.terms:
+                del self.found[self.terms[name]]
 
     def _fitting(self, name: str, is_signed: bool) -> FixedPoint:
         x = self.found[name]

@@ -215,6 +215,26 @@ def test_the_shortest_format_that_holds_values_exactly(values, fmt):
     assert exact_format(torch.tensor(values, dtype=torch.float64)) == fmt
 
 
+def test_several_targets_in_one_call(saved, tmp_path, capsys):
+    path = saved()[0]
+    words = str(path), "--inputs", str(tmp_path / "x.npy"), "--labels", str(tmp_path / "y.pt")
+    main([*words, "--to", "packed", "--to", "onnx", "--to", "packed", "--verify"])
+    said = capsys.readouterr().out
+    assert "(20 samples)" in said
+    assert said.count("test accuracy: trained") == 1
+    assert said.count("verified: ") == 2  # a target that is named twice is written once
+    for target in ("packed", "onnx"):
+        facts = json.loads((tmp_path / f"net-export/{target}/export.json").read_text())
+        assert facts["target"] == target
+        assert "equal the integers" in facts["proof"]
+    main([*words, "--to", "packed", "--verify", "--samples", "7"])
+    said = capsys.readouterr().out
+    assert said.count("(7 samples)") == 2
+    assert "all 21 outputs of 7 samples" in said
+    message = refused(*words, "--to", "packed", "--to", "onnx", "--out", tmp_path / "out")
+    assert message.endswith("--out must be of one target, got 2: packed, onnx")
+
+
 def test_made_up_samples_are_said_to_be_so(saved, tmp_path, capsys):
     path, *_ = saved()
     out = str(tmp_path / "out")

@@ -1,4 +1,5 @@
 import itertools
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -196,3 +197,24 @@ def test_infinities_saturate(plain):
     top = quantize(torch.full_like(x, torch.inf), FixedPoint(8, 5), rounding="nearest")
     want = integer.run(network, top)
     assert torch.equal(integer.run(network, torch.full_like(x, torch.inf)), want)
+
+
+def test_samples_are_computed_some_at_a_time(ranged, monkeypatch):
+    """Values of all layers are hundreds of times the samples: not those of all samples together."""
+    _, network, x = ranged()
+    want = integer.run(network, x)
+    each = sum(math.prod(value.shape) for value in network.values.values())
+    sizes, run_all = [], integer.run_all
+
+    def counted(network, part):
+        sizes.append(len(part))
+        return run_all(network, part)
+
+    monkeypatch.setattr(integer, "run_all", counted)
+    for codes, most in ((each // 2, 1), (3 * each + 1, 3), (each * len(x), len(x))):
+        monkeypatch.setattr(integer, "_CODES", codes)
+        sizes.clear()
+        assert torch.equal(integer.run(network, x), want)
+        assert max(sizes) == most
+        assert sum(sizes) == len(x)
+    assert integer.run(network, x[:0]).shape == (0, *want.shape[1:])

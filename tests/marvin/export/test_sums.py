@@ -5,7 +5,9 @@ from fixedpoint_kernels import FixedPoint
 from marvin.export import ExportError, compare, integer, round_sums
 from marvin.export.execute.simulate import simulate
 from marvin.export.graph.nodes import Add, Round
+from marvin.export.passes import round_sums as rounding
 from marvin.export.passes.round_sums import sum_formats
+from train.resnet20 import resnet20
 
 
 def terms(network):
@@ -82,3 +84,17 @@ def test_what_is_not_finite_is_named(ranged):
     assert len(terms(rounded)) == 4
     with pytest.raises(ExportError, match="must be finite to be calibrated"):
         round_sums(network, x * torch.nan)
+
+
+def test_values_of_a_sample_are_kept_while_something_takes_them(ranged, monkeypatch):
+    most, forget = [], rounding._Rewriter.forget
+
+    def counted(self, names):
+        most.append(len(self.found))
+        forget(self, names)
+
+    monkeypatch.setattr(rounding._Rewriter, "forget", counted)
+    _, network, x = ranged(lambda: resnet20(10, 2, 2), (5, 6))
+    round_sums(network, x)
+    assert len(most) == len(network.operations) - 1
+    assert max(most) <= 8

@@ -336,7 +336,7 @@ class Bare(nn.Module):
     ("function", "message"),
     [
         (lambda _n, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), "write dropout_p=p if"),
-        (lambda _n, x: F.scaled_dot_product_attention(x, x, x, x @ x.mT), "attn_mask must be a constant"),
+        (lambda _n, x: F.scaled_dot_product_attention(x, x, x, x @ x.mT), "must be made of the indices"),
         (lambda _n, x: F.scaled_dot_product_attention(x, x, x, torch.ones(4, 4)), "truths or 0 and -inf"),
         (lambda _n, x: F.scaled_dot_product_attention(x, x, x, torch.zeros(4, 4) > 0), "see a column|NaN"),
         (lambda _n, x: F.softmax(x, 1), "over the last dimension"),
@@ -372,10 +372,10 @@ def test_targets_without_transformers_say_so(target, message, tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
-@pytest.mark.parametrize("make", ["vision", "text"])
+@pytest.mark.parametrize("make", ["vision", "text", "padded"])
 def test_a_transformer_is_proved_as_c(make, tmp_path):
     """By all compilers, under sanitizers, with vectors and without, and on a microcontroller."""
-    model, x = small_vit() if make == "vision" else bert()
+    model, x = {"vision": small_vit, "text": bert, "padded": padded}[make]()
     network = describe(marvin.calibrate(model, [x]), x)
     source, path = c.write(network), tmp_path / "network.c"
     c.save(network, path)
@@ -576,8 +576,206 @@ class Padded(Bert):
     """Has a padding mask that depends on what comes in."""
 
     def forward(self, ids):
-        x = self.embed(ids)
-        return self.head(self.encoder(x, src_key_padding_mask=ids == 0)[:, 0])
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        return self.head(self.encoder(x, self.mask, src_key_padding_mask=ids == 0)[:, 0])
+
+
+def padded(**options):
+    """Return an encoder with padding, and indices: of no padding, of some, of nothing else."""
+    model, ids = bert(batch_first=True, **options)
+    new = Padded(batch_first=True, **options).eval()
+    new.load_state_dict(model.state_dict())
+    ids[ids == 0] = 1
+    ids[0], ids[1, 3:], ids[2, 0], ids[3, ::2] = 0, 0, 0, 0
+    return new, ids
+
+
+@pytest.mark.parametrize("mask", [None, CAUSAL, CAUSAL < 0], ids=["none", "added", "truths"])
+def test_padding_is_integers(mask, reader, tmp_path):
+    model, ids = padded(mask=mask)
+    fixed = marvin.calibrate(model, [ids])
+    network = describe(fixed, ids)
+    assert_all_equal(network, ids, reader, tmp_path / "net", read=4)
+    assert onnx.container_of(network) == "int8"
+    masks = [op.inputs[1:] for op in network.operations if isinstance(op, Softmax)]
+    assert len(masks) == 2
+    assert len({*masks}) == 1  # one mask for all layers
+    with torch.no_grad():
+        want = fixed(ids)
+    assert (integer.run(network, ids) - want).abs().max() < 0.06 * want.abs().max()
+
+
+def test_what_is_padding_changes_nothing(tmp_path):
+    """The table and the positions of padding may hold anything."""
+    model, ids = padded()
+    network = describe(marvin.calibrate(model, [ids]), ids)
+    changed = copy.deepcopy(network)
+    codes = {op.name: op for op in changed.operations}
+    codes["embed"].weight[0] = 0  # of the padding
+    some = ids[(ids != 0).all(1) | (ids[:, 3:] == 0).all(1) & (ids[:, 0] != 0)]
+    assert (some == 0).any()
+    assert (
+        integer.run_all(network, some)["embed"] != integer.run_all(changed, some)["embed"]
+    ).any()
+    assert torch.equal(integer.run(network, some), integer.run(changed, some))
+
+
+class Masked(nn.Module):
+    """Attention by hand, with a mask of the indices."""
+
+    def __init__(self, function, **options):
+        super().__init__()
+        self.function, self.embed = function, nn.Embedding(9, 12, **options)
+        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 3)
+        self.register_buffer("seen", torch.ones(5, 5, dtype=torch.bool).tril(1))
+
+    def forward(self, ids):
+        x = self.first(self.embed(ids))
+        return self.last(self.function(self, ids, x))
+
+
+def heads(x):
+    return x.unflatten(-1, (3, -1)).transpose(1, 2)
+
+
+def attended(mask):
+    """Return what attends by three heads, with a mask ``(n, 1, 1, tokens)`` of the indices."""
+
+    def function(net, ids, x):
+        y = F.scaled_dot_product_attention(*[heads(x)] * 3, attn_mask=mask(net, ids))
+        return y.transpose(1, 2).flatten(2)
+
+    return function
+
+
+MASKS = {
+    "index": lambda _n, ids: (ids != 0)[:, None, None],
+    "unsqueezed": lambda _n, ids: ids.ne(0).unsqueeze(1).unsqueeze(2),
+    "viewed": lambda _n, ids: (ids > 0).view(-1, 1, 1, 5),
+    "not": lambda _n, ids: (~(ids == 0))[:, None, None],
+    "or": lambda _n, ids: (~((ids == 0) | ids.ge(7)))[:, None, None],
+    "and": lambda _n, ids: (torch.ne(ids, 0) & torch.logical_not(ids == 7))[:, None, None, :],
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_indices_however_they_are_spelled(name, reader, tmp_path):
+    torch.manual_seed(0)
+    model, ids = Masked(attended(MASKS[name])).eval(), torch.randint(0, 9, (30, 5))
+    ids[0] = 0
+    fixed = marvin.calibrate(model, [ids])
+    network = describe(fixed, ids)
+    assert_all_equal(network, ids, reader, tmp_path / "net")
+    (mask,) = (op.inputs[1] for op in network.operations if isinstance(op, Softmax))
+    want = MASKS[name](model, ids).long()
+    assert torch.equal(torch.from_numpy(integer.run_all(network, ids)[mask]), want)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda _n, ids, x: F.scaled_dot_product_attention(x, x, x, (ids != 0)[:, None]),
+        lambda _n, ids, x: (x * (ids != 0)[..., None]).mean(
+            1
+        ),  # of tokens that are none of padding
+    ],
+)
+def test_masks_without_heads(function, reader, tmp_path):
+    torch.manual_seed(0)
+    ids = torch.randint(0, 9, (30, 5))
+    network = describe(marvin.calibrate(Masked(function).eval(), [ids]), ids)
+    assert_all_equal(network, ids, reader, tmp_path / "net")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (attended(lambda _n, ids: (ids != 0)[:, None, :, None]), "the same for all heads and rows"),
+        (attended(lambda n, ids: (ids != 0)[:, None, None] & n.seen), "must be made of the indices"),
+        (attended(lambda _n, ids: ~(ids != 0)[:, None, None] & (ids != 0)), "must be made of the ind"),
+        (lambda _n, ids, x: F.scaled_dot_product_attention(x, x, x, x @ x.mT > 0), "must be made of the indices"),
+    ],
+)  # fmt: skip
+def test_masks_that_have_no_integers_are_named(function, message):
+    torch.manual_seed(0)
+    ids = torch.randint(0, 9, (5, 5))
+    with pytest.raises(ExportError, match=message):
+        describe(marvin.calibrate(Masked(function).eval(), [ids]), ids)
+
+
+class WithMask(nn.Module):
+    """Takes padding beside the indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Masked(attended(lambda _n, _ids: None))
+
+    def forward(self, ids, padding):
+        return self.inner(ids * padding)
+
+
+def test_a_mask_that_comes_in_is_named():
+    model, ids = WithMask().eval(), torch.randint(0, 9, (5, 5))
+    marvin.quantize_activations(model, marvin.MSGD(model.named_parameters(), lr=0.1))
+    with pytest.raises(ExportError, match=r"one input, .* another: padding; .*: ids == 0"):
+        describe(model, ids)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_softmax_of_columns_is_that_of_fractions(is_masked, reader, tmp_path):
+    """Of rows that see some columns, and of rows that see none."""
+    generator = torch.Generator().manual_seed(0)
+    table = (torch.exp(-torch.arange(40.0).double() / 6) * 2**16).round().long()
+    fmt, shown = FixedPoint(8, 8, signed=False), torch.tensor([0, 1, 1, 0, 1])
+    mask = torch.tensor([[1, 0, 0, 1, 0], [1, 1, 0, 1, 1]]) if is_masked else None
+    first = Round("in", ("x",), FixedPoint(8, 4))
+    columns = Constant("seen", (), shown.view(1, 1, 5), FixedPoint(2, 0))
+    own = {"codes": table, "shift": 1, "mask": mask, "source_fl": 4, "fmt": fmt}
+    op = Softmax("softmax", ("in", "seen"), **own)
+    values = {"in": first_value(first, (3, 2, 5)), "seen": value_of(columns, [])}
+    values["softmax"] = value_of(op, list(values.values()))
+    network = Network((Input("x", (), (3, 2, 5)), first, columns, op), values, "calibrated")
+    codes = torch.randint(-128, 128, (20, 3, 2, 5), generator=generator)
+    found = integer.run_all(network, codes / 16)["softmax"].reshape(-1, 5)
+    for i, (row, got) in enumerate(zip(codes.reshape(-1, 5).tolist(), found.tolist(), strict=True)):
+        seen = shown if mask is None else shown * mask[i % 2]
+        top = max((code for code, s in zip(row, seen, strict=True) if s), default=0)
+        parts = [
+            int(table[min((top - code + 1) // 2, 39)]) if s else 0
+            for code, s in zip(row, seen, strict=True)
+        ]
+        total = sum(parts) or 1
+        assert got == [half_even(Fraction(part, total) * 256, fmt) for part in parts]
+    assert (found.reshape(-1, 2, 5)[:, 0].sum(-1) == 0).all() == is_masked
+    assert_all_equal(network, codes / 16, reader, tmp_path / "net", read=3)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        Value((1, 1, 4), 0, 0, 1, 1), Value((5,), 0, 0, 1, 1), Value((1, 2, 5), 0, 0, 1, 1),
+        Value((1, 1, 5), 1, 0, 1, 1), Value((1, 1, 5), 0, -1, 0, 1), Value((1, 1, 5), 0, 0, 2, 2),
+    ],
+)  # fmt: skip
+def test_columns_are_seen_by_0_and_1(seen):
+    table, fmt = torch.tensor([9, 3, 0]), FixedPoint(8, 8, signed=False)
+    op = Softmax("softmax", ("in", "s"), codes=table, shift=0, mask=None, source_fl=0, fmt=fmt)
+    x = Value((3, 2, 5), 0, -8, 7, 8)
+    value_of(op, [x, Value((1, 1, 5), 0, 0, 1, 1)])
+    with pytest.raises(
+        ValueError, match=r"softmax must see columns by 0 and 1 of shape \(1, 1, 5\)"
+    ):
+        value_of(op, [x, seen])
+
+
+def test_causal_attention_stays_causal_with_padding():
+    torch.manual_seed(0)
+    given = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    spelled, x = marvin.spell_attention(given), torch.randn(3, 5, 8)
+    padding = torch.tensor([[False] * 4 + [True]] * 3)
+    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    want = given(x, x, x, key_padding_mask=padding, attn_mask=causal)
+    torch.testing.assert_close(spelled(x, x, x, padding, is_causal=True), want)
 
 
 class Decoding(nn.Module):
@@ -605,10 +803,7 @@ class Weighed(nn.Module):
 
 def test_what_encoders_ask_for_that_has_no_integers_is_named(reader, tmp_path):
     torch.manual_seed(0)
-    ids, x = torch.randint(1, 20, (5, 7)), torch.randn(5, 4, 6)
-    fixed = marvin.calibrate(Padded(batch_first=True).eval(), [ids])
-    with pytest.raises(ExportError, match="samples of one length, without padding"):
-        describe(fixed, ids)
+    x = torch.randn(5, 4, 6)
     with pytest.raises(
         ExportError, match="called with a value of the network, got attention_weights"
     ):

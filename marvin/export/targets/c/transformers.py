@@ -91,11 +91,12 @@ def softmax(writer: Writer, op: Softmax) -> list[str]:
     table = lines.tables.add(f"{lines.name}_exponentials", op.codes.tolist())
     word = storing(0, largest)
     own = writer.needs(word, count)
-    seen = [], []
+    columns = [f"{writer.source(name)}[k] != 0" for name in op.inputs[1:]]
+    sees = list(columns)
     if op.mask is not None:
         mask = lines.tables.add(f"{lines.name}_mask", op.mask.reshape(-1).tolist())
-        place = f"{mask}[r % {len(op.mask)} * {count} + k]"
-        seen = [f"if ({place} != 0) {{"], ["}"]
+        sees.append(f"{mask}[r % {len(op.mask)} * {count} + k] != 0")
+    seen = ([f"if ({' && '.join(sees)}) {{"], ["}"]) if sees else ([], [])
     read = f"({code})row[k]{_scale(x, op.source_fl)}"
     place, last = _shortened(f"top - {read}", op.shift), len(op.codes) - 1
     divide = f"divide_{total.removesuffix('_t')}"
@@ -111,10 +112,11 @@ def softmax(writer: Writer, op: Softmax) -> list[str]:
         f"if ({read} > top) {{", f"top = {read};", "}", *seen[1], "}",
         f"{total} total = 0;",
         f"{loop('k', count)} {{",
-        *([f"{own}[k] = 0;", *seen[0]] if op.mask is not None else []),
+        *([f"{own}[k] = 0;", *seen[0]] if sees else []),
         f"const {code} place = {place};",
         f"{own}[k] = {table}[place < {last} ? place : {last}];",
         *seen[1], f"total += {own}[k];", "}",
+        *(["total += total == 0;"] if columns else []),
         f"{loop('k', count)} {{",
         f"const size_t i = r * {count} + k;",
         f"const {total} quotient = "

@@ -343,7 +343,9 @@ class FloatWriter:
         """Return the codes of a norm of rows or of softmax, of floats of dtype ``real``."""
         integers = Integers(self.graph, op.name)
         codes = integers.codes(values, op.source_fl, real)
-        return integers.norm(op, codes) if isinstance(op, Norm) else integers.softmax(op, codes)
+        if isinstance(op, Norm):
+            return integers.norm(op, codes)
+        return integers.softmax(op, codes, *map(self.float, op.inputs[1:]))
 
     def sum(self, op: Add | Mul) -> str:
         """Add a sum, or a product."""

@@ -67,19 +67,27 @@ class Integers:
             top = self("Add", top, self("Mul", bias, root))
         return self.rounded(top, root, op.gain_fmt.fl, op.fmt)
 
-    def softmax(self, op: Softmax, codes: str) -> str:
-        """Return the codes of softmax of rows."""
-        seen, least = "", self.number(-(2**62))
-        if op.mask is not None:
-            seen = self.graph.constant(f"{op.name}.mask", op.mask.numpy() == 1)
-        known = self("Where", seen, codes, least) if seen else codes
+    def softmax(self, op: Softmax, codes: str, columns: str = "") -> str:
+        """Return the codes of softmax of rows; ``columns``: floats, 1 where a sample's are seen."""
+        seen = self._seen(op, columns)
+        known = self("Where", seen, codes, -(2**62)) if seen else codes
         top = self("ReduceMax", known, self.graph.constant("axes", np.array([-1])))
         places = self.shortened(self("Sub", top, codes), op.shift)
         places = self("Clip", places, 0, len(op.codes) - 1)
         table = self.graph.constant(f"{op.name}.table", op.codes.numpy())
         parts = self("Gather", table, places)
         parts = self("Where", seen, parts, 0) if seen else parts
-        return self.rounded(parts, self.total(parts), 0, op.fmt)
+        total = self.total(parts)
+        total = self("Max", total, 1) if columns else total
+        return self.rounded(parts, total, 0, op.fmt)
+
+    def _seen(self, op: Softmax, columns: str) -> str:
+        """Return truths, of what each row sees; ``""`` where it is everything."""
+        known = self.cast(columns, self.types.BOOL) if columns else ""
+        if op.mask is None:
+            return known
+        mask = self.graph.constant(f"{op.name}.mask", op.mask.numpy() == 1)
+        return self("And", mask, known) if known else mask
 
     def total(self, x: str) -> str:
         """Return the sum of each row."""
