@@ -42,7 +42,8 @@ def main() -> None:
     seconds = arguments.seconds or getattr(op, "SECONDS", 4.0)
     _require_green(op.TESTS)
     if hasattr(op, "table"):  # an op that counts, and takes no time
-        print("\n".join(op.table()))
+        for line in op.table():
+            print(line, flush=True)  # what is known stays if the rest is stopped
         return
     kept = arguments.malloc == "keep" and machine.keep_freed_memory()
     before = {**machine.describe(), "freed memory": "kept" if kept else "as malloc likes"}

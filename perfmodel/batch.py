@@ -22,7 +22,7 @@ MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 PRECISION = 0.02  # of the batch
 FIRST = 2, 16  # batches tried at first
 MOST = 2**24
-GROWTH = 8  # most times that a trial is larger than the one before
+GROWTH = 8  # most times that a trial is larger than the one before, where nothing was counted
 
 
 class Trial(NamedTuple):
@@ -88,23 +88,31 @@ def run(trial: Trial) -> Found:
     return found
 
 
-def largest(trial: Trial, memory_bytes: float, run: Callable[[Trial], Found] = run) -> Found:
+def largest(
+    trial: Trial,
+    memory_bytes: float,
+    run: Callable[[Trial], Found] = run,
+    precision: float = PRECISION,
+) -> Found:
     """Return the largest batch that was seen to fit; the next one tried, 2 % larger, did not.
 
     Memory grows evenly with the batch, nearly: each trial is where a line through the largest that
-    fits and another one meets the memory.
+    fits and another one meets the memory; the first is where it would be after the counted bytes
+    of two small batches.
 
     Args:
         trial: The model and the way; its batch is not read.
         memory_bytes: Of the process.
         run: Tries a batch.
+        precision: How much larger the next batch is that did not fit, as a share.
 
     Raises:
         ValueError: Not even two samples fit, any number does, or a trial failed.
     """
     counted, trial = trial, trial._replace(is_counted=False)
-    run(trial._replace(batch=max(FIRST)))  # compiles kernels, which takes memory once
-    fits, other = (run(trial._replace(batch=batch)) for batch in FIRST)
+    # the first compiles kernels, which takes memory once
+    fits, other = (run(counted._replace(batch=batch, is_counted=True)) for batch in FIRST)
+    more = (other.counted_peak_bytes - fits.counted_peak_bytes) / (other.batch - fits.batch)
     if fits.peak_bytes > memory_bytes:
         raise ValueError(
             f"{trial.way}: a batch of {fits.batch} takes {binary(fits.peak_bytes)}, "
@@ -119,7 +127,9 @@ def largest(trial: Trial, memory_bytes: float, run: Callable[[Trial], Found] = r
         if fits.batch > MOST:
             raise ValueError(f"{trial.way}: memory must grow with the batch, {MOST:,} fit")
         slope = (other.peak_bytes - fits.peak_bytes) / (other.batch - fits.batch)
-        step, most = max(1, round(PRECISION * fits.batch)), GROWTH * fits.batch
+        slope = max(slope, more)
+        step = max(1, round(precision * fits.batch))
+        most = 2 * MOST if more > 0 else GROWTH * fits.batch
         if slope * (most - fits.batch) > memory_bytes - fits.peak_bytes:
             most = fits.batch + int((memory_bytes - fits.peak_bytes) / slope)
         batch = max(most, fits.batch + step)

@@ -78,7 +78,6 @@ def _force(execution: str) -> None:
     """Let tensors of the CPU be computed by another execution."""
     from fixedpoint_kernels import observer, packing, rounding
     from fixedpoint_kernels.division import operators as division
-    from fixedpoint_kernels.few_bit import fused
     from fixedpoint_kernels.few_bit import operators as few_bit
     from fixedpoint_kernels.histogram import grid
     from fixedpoint_kernels.products import operators as products
@@ -87,10 +86,6 @@ def _force(execution: str) -> None:
         package = ".".join(module.__name__.split(".")[:2])
         forced = importlib.import_module(f"{package}.{execution}")
         module.__dict__["kernels_of"] = partial(_forced, module.kernels_of, forced)
-        if module is few_bit and not hasattr(
-            forced, "ONE_PASS"
-        ):  # which its callers ask for by device
-            fused.ONE_PASS["cpu"] = (), ()
 
 
 def _forced(

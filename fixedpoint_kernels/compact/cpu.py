@@ -31,9 +31,13 @@ from fixedpoint_kernels.threads import compile_both, is_parallel
 _WORDS = 128  # of noise, made at a time
 _FREE = FixedPoint(2, 0)  # stands where there is no format
 _PIECE = TASK - 2 * _WORDS  # elements of a task, at most: rounding then takes them at once
+_NOISE = TASK + 2 * _WORDS  # parts of a task's noise
 _KINDS = {"fixed": 0, "signed": 1, "squares": 2}
 _INFINITY = np.int32(0x7F800000)  # the bits of
-_ZERO, _ONE, _SMALLEST = np.float32(0.0), np.float32(1.0), np.float32(2.0**-126)
+_SIGN = np.int32(-(2**31))
+_ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
+_SMALLEST = np.float32(2.0**-126)
+_HALF = np.float32(2.0**-17)  # of a step of the noise
 _FACTORS = tuple(map(np.int32, FACTORS))
 _DTYPES = {"fixed": torch.int16, "signed": torch.int8, "squares": torch.uint8}
 
@@ -97,13 +101,19 @@ def _draw(noise, n, first, seed, stream):
 def _chance(part, factor, half):
     """Return what a distance is compared with; see ``reference._chances``."""
     own = np.int32((np.int32(part) * factor) & np.int32(0xFFFF))
-    return (np.float32(own) + half) * np.float32(2.0**-16)
+    return multiply_add(np.float32(own), np.float32(2.0**-16), half)
 
 
 @njit
 def _size(value):
     """Return the bits of a magnitude; those of infinity and NaN are above all others."""
     return np.int32(_bits_of(value) & np.int32(0x7FFFFFFF))
+
+
+@njit
+def _with_sign(size, of):
+    """Return a value that is not below 0 with another's sign."""
+    return _float_of(np.int32(_bits_of(size) | (_bits_of(of) & _SIGN)))
 
 
 @njit
@@ -124,13 +134,11 @@ def _encode_fixed(values, top, codes, scales, block, noise, factor, half):
     exponent = max(((top + np.int32(511)) >> np.int32(23)) - np.int32(14), np.int32(1))
     lsb = _float_of(np.int32(exponent << np.int32(23)))
     scales[block], scale = lsb, _ONE / lsb
-    most = np.float32(2.0**15 - 1)
     for i in range(values.size):
         scaled = values[i] * scale
         below = np.floor(scaled)
-        chance = _chance(noise[i], factor, half)
-        code = below + (_ONE if scaled - below > chance else _ZERO)
-        code = min(max(code, -most), most)
+        is_up = scaled - below > _chance(noise[i], factor, half)
+        code = below + _ONE if is_up else below  # the scale leaves none to clamp
         codes[i] = np.int16(np.int32(code))
         values[i] = code * lsb
 
@@ -146,12 +154,11 @@ def _encode_signed(values, top, codes, scales, block, noise, factor, half):
     for i in range(values.size):
         scaled = values[i] * inverse
         size = abs(scaled)
-        below = min(np.floor(np.sqrt(size)), most)
-        above = below + _ONE
-        low = below * below
-        step = (above * above - low) * _chance(noise[i], factor, half)
-        code = min(below + (_ONE if step < size - low else _ZERO), most)
-        codes[i] = np.int8(np.int32(-code if scaled < _ZERO else code))
+        below = np.floor(np.sqrt(size))  # never above 127
+        gap = multiply_add(below, _TWO, _ONE)  # to the next square
+        is_up = gap * _chance(noise[i], factor, half) < size - below * below
+        code = min(below + _ONE if is_up else below, most)
+        codes[i] = np.int8(np.int32(_with_sign(code, scaled)))
 
 
 @njit(error_model="numpy")
@@ -254,8 +261,10 @@ def _span(block, count, columns):
 
 @njit
 def _copy(target, source):
-    # a function of its own: a slice that is assigned in a parallel loop was not written
-    target[:] = source
+    # a function of its own: a slice that is assigned in a parallel loop was not written; a loop,
+    # for an assigned slice is copied element by element
+    for i in range(target.size):
+        target[i] = source[i]
 
 
 def _encode(x, codes, scales, shape, kind, seed, stream, offset, factor, half):
@@ -305,11 +314,12 @@ def _move(pointers, size, where, rate, kind, key, offset, work):
     counts of references, which would take as long as a block.
     """
     blocks, (count, columns), first, stop = where
+    begin, last = _span(first, count, columns)[0], _span(stop - 1, count, columns)
     masters = carray(pointer_to(_data_of(work[0])), TASK, np.float32)
     one = carray(pointer_to(_data_of(work[1])), BLOCK, np.float32)
     two = carray(pointer_to(_data_of(work[1]) + 4 * BLOCK), BLOCK, np.float32)
-    noise = carray(pointer_to(_data_of(work[2])), BLOCK + 4 * _WORDS, np.uint16)
-    half = np.float32(0.5)
+    noise = carray(pointer_to(_data_of(work[2])), _NOISE, np.uint16)
+    half = _HALF
     codes = carray(pointer_to(pointers[0]), size, np.int16)
     lsbs = carray(pointer_to(pointers[1]), blocks, np.float32)
     grads = carray(pointer_to(pointers[3]), size, np.float32)
@@ -317,7 +327,9 @@ def _move(pointers, size, where, rate, kind, key, offset, work):
     scales = carray(pointer_to(pointers[5]), blocks, np.float32)
     squares = carray(pointer_to(pointers[6]), size, np.uint8)
     powers = carray(pointer_to(pointers[7]), blocks, np.float32)
-    begin = _span(first, count, columns)[0]
+    lead = 0
+    if kind >= 0:
+        lead = _draw(noise, last[0] + last[1] - begin, offset + begin, key[0], key[1])
     for block in range(first, stop):
         start, n = _span(block, count, columns)
         end = start + n
@@ -326,8 +338,8 @@ def _move(pointers, size, where, rate, kind, key, offset, work):
             _decoded(own, lsb, master)
             continue
         grad, fresh, second = grads[start:end], one[:n], two[:n]
-        lead = _draw(noise, n, offset + start, key[0], key[1])
-        drawn, high, peak = noise[lead : lead + n], np.int32(0), np.int32(0)
+        at = lead + start - begin
+        drawn, high, peak = noise[at : at + n], np.int32(0), np.int32(0)
         if kind == 0:
             top = _sgd(own, lsb, grad, rate, master)
         elif kind == 1:
@@ -364,7 +376,7 @@ def _step_many(pointers, sizes, rates, numbers, streams, tasks, key, rounds):
         last, n = _span(stop - 1, shape[0], shape[1])
         end = last + n
         memory, buffers = np.empty(TASK, np.float32), np.empty((2, BLOCK), np.float32)
-        noise = np.empty(BLOCK + 4 * _WORDS, np.uint16)
+        noise = np.empty(_NOISE, np.uint16)
         masters = memory[: end - begin]
         weight = carray(pointer_to(pointers[tensor, 2]), size, np.float32)[begin:end]
         if pointers[tensor, 1]:
@@ -407,7 +419,7 @@ def encode(x: Tensor, kind: Kind, noise: Noise | None) -> Codes:
         key.stream,
         key.offset,
         np.int32(FACTORS[noise.lane] if noise else 0),
-        np.float32(0.5 if noise else 2.0**15),
+        _HALF if noise else np.float32(0.5),
     )
     return codes
 

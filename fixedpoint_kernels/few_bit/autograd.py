@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.few_bit.fused import Fused, is_fused
+from fixedpoint_kernels.few_bit.fused import Fused
 from fixedpoint_kernels.few_bit.integrals import Function
 from fixedpoint_kernels.few_bit.operators import (
     decode,
     encode,
+    is_fused,
     is_plain,
     registered,
     value_and_encode,

@@ -6,7 +6,6 @@ the tanh form of GELU. On a CPU there are those whose value has torch's own bits
 """
 
 import torch
-from torch import Tensor
 
 from fixedpoint_kernels.few_bit.activations import ENTRIES, Parameters
 
@@ -25,7 +24,9 @@ ON_CPU = (
     "softsign",
     "threshold",
 )
-ONE_PASS = {"cuda": (DTYPES, FORMULAS), "cpu": (DTYPES[:1], ON_CPU)}  # dtypes and kinds
+Passes = tuple[tuple[torch.dtype, ...], tuple[str, ...]]  # dtypes and kinds
+NONE: Passes = (), ()
+ONE_PASS: dict[str, Passes] = {"cuda": (DTYPES, FORMULAS), "cpu": (DTYPES[:1], ON_CPU)}
 
 
 def fused_of(name: str, parameters: Parameters) -> Fused | None:
@@ -37,11 +38,3 @@ def fused_of(name: str, parameters: Parameters) -> Fused | None:
     kind, *numbers = formula
     a, b, c = (*map(float, numbers), 0.0, 0.0, 0.0)[:3]
     return str(kind), a, b, c
-
-
-def is_fused(x: Tensor, fused: Fused | None) -> bool:
-    """Say whether the one pass is there for ``x``."""
-    if fused is None:
-        return False
-    dtypes, kinds = ONE_PASS.get(x.device.type, ((), ()))
-    return x.dtype in dtypes and fused[0] in kinds

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels._torch_private import is_watched
-from fixedpoint_kernels.few_bit.fused import Fused
+from fixedpoint_kernels.few_bit.fused import NONE, ONE_PASS, Fused, Passes
 from fixedpoint_kernels.few_bit.table import Table
 from fixedpoint_kernels.memory import in_memory
 
@@ -114,6 +114,20 @@ def is_plain(x: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta or is_watched())
 
 
+def is_fused(x: Tensor, fused: Fused | None) -> bool:
+    """Say whether the one pass is there for ``x``."""
+    if fused is None:
+        return False
+    # where x is not what will run, as in the compiler, no kernels are loaded to be asked
+    dtypes, kinds = _passes_of(x) if is_plain(x) else ONE_PASS.get(x.device.type, NONE)
+    return x.dtype in dtypes and fused[0] in kinds
+
+
+def _passes_of(x: Tensor) -> Passes:
+    """Return what the kernels for where ``x`` is do in one pass."""
+    return getattr(kernels_of(x), "ONE_PASS", NONE)
+
+
 def _encode(x: Tensor, table: str) -> Tensor:
     _check_floating(x.dtype)
     x, planes = in_memory(x), _empty_planes(x, table)
@@ -123,11 +137,10 @@ def _encode(x: Tensor, table: str) -> Tensor:
 
 
 def _value_and_encode(x: Tensor, table: str, *fused: object) -> tuple[Tensor, Tensor]:
-    kernels = kernels_of(x)
-    dtypes, kinds = getattr(kernels, "ONE_PASS", ((), ()))
+    dtypes, kinds = _passes_of(x)
     if x.dtype not in dtypes:
         raise TypeError(f"one pass on {x.device} needs one of {dtypes}, got {x.dtype}")
-    one_pass = getattr(kernels, "value_and_encode", None)
+    one_pass = getattr(kernels_of(x), "value_and_encode", None)
     if one_pass is None or fused[0] not in kinds:
         raise ValueError(f"one pass on {x.device} needs one of {kinds}, got {fused[0]!r}")
     x, (y, planes) = in_memory(x), _empty_pair(x, table)

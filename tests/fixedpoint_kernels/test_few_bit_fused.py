@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fixedpoint_kernels import few_bit
-from fixedpoint_kernels.few_bit import autograd, fused, gpu, named, operators, reference
+from fixedpoint_kernels.few_bit import fused, gpu, named, operators, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUSED = [n for n in named.NAMES if fused.fused_of(*named.resolve(n))]
@@ -138,16 +138,35 @@ def test_which_are_left_to_torch():
     left = {name for name in named.NAMES if name not in FUSED}
     assert left == {"gelu_tanh", "logsigmoid", "mish", "softplus", "tanh", "tanhshrink"}
     x = torch.ones(2)
-    assert not fused.is_fused(x, fused.fused_of("silu", ()))  # values on a CPU are torch's
-    assert fused.is_fused(x, fused.fused_of("hardswish", ()))
-    assert not fused.is_fused(x.double(), fused.fused_of("hardswish", ()))
+    assert not operators.is_fused(x, fused.fused_of("silu", ()))  # values on a CPU are torch's
+    assert operators.is_fused(x, fused.fused_of("hardswish", ()))
+    assert not operators.is_fused(x.double(), fused.fused_of("hardswish", ()))
+
+
+def test_the_kernels_alone_say_what_they_do_in_one_pass(monkeypatch):
+    x, silu, hardswish = torch.ones(2), *(fused.fused_of(n, ()) for n in ("silu", "hardswish"))
+    monkeypatch.setattr(operators, "kernels_of", lambda x: gpu)
+    assert operators.is_fused(x, silu)
+    monkeypatch.setattr(operators, "kernels_of", lambda x: reference)  # which has none
+    assert not operators.is_fused(x, hardswish)
+
+
+def test_no_kernels_are_loaded_while_torch_compiles(monkeypatch):
+    def kernels_of(x):
+        raise AssertionError("kernels were asked for")
+
+    monkeypatch.setattr(operators, "kernels_of", kernels_of)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.ones(2)
+    assert operators.is_fused(x, fused.fused_of("hardswish", ()))
+    assert not operators.is_fused(x, fused.fused_of("silu", ()))
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Take the way of a CUDA tensor, with the interpreter where there is none."""
-    monkeypatch.setattr(autograd, "is_fused", lambda x, function: function is not None)
     monkeypatch.setattr(operators, "kernels_of", lambda x: gpu)
+    monkeypatch.setitem(fused.ONE_PASS, "cpu", gpu.ONE_PASS)  # what the compiler goes by
 
 
 def gradient(function, x, grad):

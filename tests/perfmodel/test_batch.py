@@ -56,6 +56,22 @@ def test_the_largest_that_fits(memory, peak_of):
     assert len(tried) < 40
 
 
+def test_counted_bytes_save_trials():
+    """From 16 samples, which tell nothing, to 4,800 at once; a real slope that is a fifth larger."""
+    tried = []
+
+    def run(trial):
+        tried.append(trial.batch)
+        peak = 200 * MIB + max(0, trial.batch - 16) * MIB * 6 // 5
+        return Found(trial.way, trial.batch, peak, 0, 7 * MIB + trial.batch * MIB, 0, 1.0)
+
+    found = batch.largest(TRIAL, 5000 * MIB, run, precision=0.05)
+    assert found.peak_bytes <= 5000 * MIB
+    assert found.batch >= 0.95 * 4000
+    assert tried[:3] == [*batch.FIRST, pytest.approx(4800, rel=0.01)]
+    assert len(tried) <= 6
+
+
 def test_what_fits_always():
     run, _ = taking(lambda n: 200 * MIB)
     with pytest.raises(ValueError, match="memory must grow with the batch"):
