@@ -1,5 +1,5 @@
 # make demo: train ResNet20 on the embedded digits, in fixed point and in float32
-# make test: the tests of seconds   make test-all: all tests, as in CI
+# make test: the fast tests   make test-all: all tests, as in CI
 # make lint: format, lint and types
 # make docs: the site, in build/site    make bench: all CPU benchmarks
 VENV ?= .venv

@@ -5,7 +5,7 @@ Each entry says which public way is missing. The tests name what is gone after a
 
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -55,10 +55,12 @@ __all__ = [
     "hooks_of",
     "int_mm",
     "is_checkpointed",
+    "is_recomputed",
     "is_watched",
     "own_forward_hooks",
     "padding_around",
     "remove_hooks",
+    "step_hooks_of",
     "storage_key",
     "tree_flatten",
     "tree_leaves",
@@ -67,6 +69,8 @@ __all__ = [
     "version_of",
     "versions_of",
 ]
+
+_Hook = TypeVar("_Hook")
 
 # Above, torch has no public name for: the common classes of batch and instance normalisation and
 # of average pooling, the type of an operator, a mode that sees operators, nested containers, and a
@@ -127,6 +131,12 @@ def is_checkpointed() -> bool:
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
+def is_recomputed() -> bool:
+    """Say whether a checkpoint that is not reentrant runs a part of a model for the second time."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    return hooks is not None and "_recomputation_hook" in hooks[0].__qualname__
+
+
 def fake_tensor_mode() -> Any:
     """Return a mode in which tensors have shapes and devices, and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
@@ -135,10 +145,16 @@ def fake_tensor_mode() -> Any:
 
 
 # Operators that nn.functional calls, which give what backward needs, or take it.
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether hooks wait for a step: torch registers them publicly, and does not list them."""
+def step_hooks_of(optimizer: torch.optim.Optimizer, kind: type[_Hook]) -> Iterator[_Hook]:
+    """Yield the hooks of a class before a step: torch registers them publicly, and lists them not."""
+    hooks: list[object] = [*optimizer._optimizer_step_pre_hooks.values()]
+    return (hook for hook in hooks if isinstance(hook, kind))
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer, but: type) -> bool:
+    """Say whether hooks wait for a step, but for those of a class before it."""
     return bool(
-        optimizer._optimizer_step_pre_hooks
+        len([*step_hooks_of(optimizer, but)]) < len(optimizer._optimizer_step_pre_hooks)
         or optimizer._optimizer_step_post_hooks
         or torch_optimizer._global_optimizer_pre_hooks
         or torch_optimizer._global_optimizer_post_hooks

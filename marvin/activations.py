@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fixedpoint_kernels.drawing import draw_cells
 from fixedpoint_kernels.rounding import Rounding
 from marvin.hooks import detach, rounders_of, state_of
+from marvin.layers import is_layer
 from marvin.rounder import BUFFER, ForwardState, Rounder
 from marvin.straight_through import StraightThrough, Tally
 
@@ -103,8 +104,13 @@ class QuantizedActivations:
     @property
     def report(self) -> Report:
         """Which modules round what they see, and why others do not."""
-        waiting = dict.fromkeys(sorted(self.state.waiting), "not called yet")
-        return Report(tuple(self.layers()), {**self.left, **waiting})
+        weights = self.with_weights()
+        waiting = sorted(self.state.waiting & weights)
+        if len(waiting) == len(weights):  # the model was not called at all
+            waiting = []
+        return Report(
+            tuple(self.layers()), {**self.left, **dict.fromkeys(waiting, "not called yet")}
+        )
 
     @property
     def is_attached(self) -> bool:
@@ -120,6 +126,14 @@ class QuantizedActivations:
     def layers(self) -> list[str]:
         """Return the names of the modules that round their activations."""
         return [entry.rounder.name for entry in self.entries if entry.parameters]
+
+    def with_weights(self) -> set[str]:
+        """Return the names of those that have a weight of two or more dimensions."""
+        return {
+            entry.rounder.name
+            for entry in self.entries
+            if entry.parameters and any(map(is_layer, entry.module.parameters(recurse=False)))
+        }
 
     def saturation(self) -> dict[str, float]:
         """Return the share of values each module clamped in training since the last call.

@@ -1,17 +1,29 @@
 """Models whose modules round by an optimizer's formats: writing them, and asking what came in."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
 from marvin.activations import Entry, QuantizedActivations
+from marvin.layers import is_layer
 from marvin.masters import WithMasters
 from marvin.model_formats import ModuleFormats
 from marvin.policies.observer import Observer
-from marvin.policies.records import ActivationFormats
+from marvin.policies.records import ActivationFormats, Rules
+from marvin.rounder import channels_of
 
-__all__ = ["Carriers"]
+__all__ = ["EXCLUDED", "FOLLOWERS", "Carriers", "assign"]
+
+# without parameters of their own, these take the format of the layer before them
+_NORMS = NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
+_POOLS = AvgPoolBase, AdaptiveAvgPoolBase
+FOLLOWERS = *_NORMS, *_POOLS
+
+EXCLUDED = "excluded"
+"""Why a module does not round that the user left out."""
 
 
 class Carriers:
@@ -29,6 +41,12 @@ class Carriers:
     def add(self, handle: QuantizedActivations) -> None:
         """Take a model, and let go of those that were freed."""
         self.handles = [h for h in self.handles if h.is_attached] + [handle]
+
+    def widen(self, optimizer: WithMasters) -> None:
+        """Let modules round whose parameters the optimizer has got since."""
+        for handle in self.handles:
+            if handle.is_attached:
+                assign(handle, optimizer)
 
     def publish(self, optimizer: WithMasters) -> None:
         """Let the models carry the formats that hold now."""
@@ -97,3 +115,44 @@ def _formats_for(
         ste=handle.ste,
         eval_rounding=handle.eval_rounding,
     )
+
+
+def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
+    """Say which modules of a model round, by the formats of which parameters, and why others do not."""
+    model = next(entry.module for entry in handle.entries if entry.rounder.is_root)
+    sources = dict(zip(model.modules(), _sources(model, optimizer), strict=True))
+    before = handle.layers()
+    handle.left = {name: why for name, why in handle.left.items() if why == EXCLUDED}
+    for place, entry in enumerate(handle.entries):
+        module, name, source = entry.module, entry.rounder.name, sources[entry.module]
+        reason = _reason(module, source, optimizer.policy.rules)
+        handle.entries[place] = replace(entry, parameters=() if reason else source)
+        if reason and (channels_of(module) or isinstance(module, FOLLOWERS)):
+            handle.left[name] = reason
+        if not reason and not any(p.requires_grad for p in source):
+            handle.left[name] = "frozen: float until it is trained"
+    rounding = [entry.rounder for entry in handle.entries if entry.parameters]
+    for rounder in rounding:
+        rounder.counts_samples = rounder is rounding[0]
+    handle.state.waiting |= handle.with_weights() - {*before}
+
+
+def _sources(model: nn.Module, optimizer: WithMasters) -> Iterator[Sequence[Tensor]]:
+    """Yield for each module the parameters of which the first with a format gives its own.
+
+    Those that it has; for normalisation and pooling then those of the layer before.
+    """
+    before: list[Tensor] = []
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p in optimizer]
+        yield own + before if isinstance(module, FOLLOWERS) else own
+        before = [p for p in own if is_layer(p)] or before
+
+
+def _reason(module: nn.Module, source: Sequence[Tensor], rules: Rules) -> str:
+    """Say why a module does not round; "" where it does."""
+    if isinstance(module, _NORMS) and not rules.quantizes_norms:
+        return "the policy leaves normalisation in float32"
+    if isinstance(module, _POOLS) and not rules.quantizes_pools:
+        return "the policy leaves pooling in float32"
+    return "" if source else "neither it nor a layer before it has a parameter of the optimizer"

@@ -11,7 +11,7 @@ from fixedpoint_kernels._torch_private import has_step_hooks
 from fixedpoint_kernels.compact import Adam, Codes, Sgd
 from marvin.compact import moment_of
 from marvin.gradients import Gradients
-from marvin.settings import Group
+from marvin.settings import Group, OwnStep
 from marvin.sgd import SGD
 from marvin.shards import Shard
 
@@ -51,7 +51,7 @@ def moves_of_compact(
     """
     kind = type(optimizer)
     known = kind in (SGD, torch.optim.SGD, *_ADAMS)
-    if not known or "step" in vars(optimizer) or has_step_hooks(optimizer):
+    if not known or "step" in vars(optimizer) or has_step_hooks(optimizer, OwnStep):
         return None
     if not all(_is_plain(batch.group, kind) for batch in batches):
         return None

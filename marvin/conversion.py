@@ -2,19 +2,16 @@
 
 import fnmatch
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import get_args
 
-from torch import Tensor, nn
+from torch import nn
 
-from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
 from fixedpoint_kernels.rounding import Rounding
 from marvin.activations import Entry, QuantizedActivations
+from marvin.carriers import EXCLUDED, FOLLOWERS, assign
 from marvin.hooks import detach, hook
-from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
-from marvin.policies.records import Rules
 from marvin.quantized import Quantized
 from marvin.rounder import ForwardState, Rounder, channels_of
 from marvin.settings import check_model
@@ -22,10 +19,6 @@ from marvin.straight_through import StraightThrough
 
 __all__ = ["argument_names", "prepare", "quantize_activations"]
 
-# without parameters of their own, these take the format of the layer before them
-_NORMS = NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
-_POOLS = AvgPoolBase, AdaptiveAvgPoolBase
-_FOLLOWERS = *_NORMS, *_POOLS
 _Choice = Iterable[str | type[nn.Module]] | str | type[nn.Module] | None
 
 
@@ -89,26 +82,10 @@ def quantize_activations(
     if not any(p in optimizer for p in model.parameters()):
         raise ValueError("no module of the model has a parameter of this optimizer")
     handle = _attached(model, optimizer.forward_state, include, exclude)
-    rules = optimizer.policy.rules
-    sources = dict(zip(model.modules(), _sources(model, optimizer), strict=True))
-    for place, entry in enumerate(handle.entries):
-        reason = _reason(entry.module, sources[entry.module], rules)
-        if not reason:
-            handle.entries[place] = replace(entry, parameters=sources[entry.module])
-        elif channels_of(entry.module) or isinstance(entry.module, _FOLLOWERS):
-            handle.left[entry.rounder.name] = reason
-        if not reason and not any(p.requires_grad for p in sources[entry.module]):
-            handle.left[entry.rounder.name] = "frozen: float until it is trained"
-    rounding = [entry for entry in handle.entries if entry.parameters]
-    if not rounding:
-        raise ValueError(f"no module that may round is left: {handle.report}")
-    rounding[0].rounder.counts_samples = True
-    handle.state.waiting |= {
-        entry.rounder.name
-        for entry in rounding
-        if any(map(is_layer, entry.module.parameters(recurse=False)))
-    }
     handle.ste, handle.eval_rounding = ste, eval_rounding
+    assign(handle, optimizer)
+    if not handle.layers():
+        raise ValueError(f"no module that may round is left: {handle.report}")
     optimizer.carry(handle)
     return handle
 
@@ -158,35 +135,14 @@ def _attached(
     handle = QuantizedActivations([], state)
     for name, module in model.named_modules():
         detach(module)
-        could = bool(channels_of(module)) or isinstance(module, _FOLLOWERS)
+        could = bool(channels_of(module)) or isinstance(module, FOLLOWERS)
         if could and name not in chosen:
-            handle.left[name] = "excluded"
+            handle.left[name] = EXCLUDED
         if (could and name in chosen) or module is model:
             rounder = Rounder(name, state, argument_names(module), is_root=module is model)
             hook(module, rounder)
             handle.entries.append(Entry(module, rounder))
     return handle
-
-
-def _sources(model: nn.Module, optimizer: Quantized) -> Iterator[Sequence[Tensor]]:
-    """Yield for each module the parameters of which the first with a format gives its own.
-
-    Those that it has; for normalisation and pooling then those of the layer before.
-    """
-    before: list[Tensor] = []
-    for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p in optimizer]
-        yield own + before if isinstance(module, _FOLLOWERS) else own
-        before = [p for p in own if is_layer(p)] or before
-
-
-def _reason(module: nn.Module, source: Sequence[Tensor], rules: Rules) -> str:
-    """Say why a module does not round; "" where it does."""
-    if isinstance(module, _NORMS) and not rules.quantizes_norms:
-        return "the policy leaves normalisation in float32"
-    if isinstance(module, _POOLS) and not rules.quantizes_pools:
-        return "the policy leaves pooling in float32"
-    return "" if source else "neither it nor a layer before it has a parameter of the optimizer"
 
 
 def _chosen(model: nn.Module, include: _Choice, exclude: _Choice) -> set[str]:

@@ -10,6 +10,8 @@ from torch.optim.optimizer import StateDict
 from fixedpoint_kernels import BlockFloat, FixedPoint
 from fixedpoint_kernels._torch_private import hook_wrapper, hooks_of, remove_hooks
 from fixedpoint_kernels.block import block_fl
+from fixedpoint_kernels.forward_save.conversion import revert
+from fixedpoint_kernels.forward_save.swap import is_converted
 from fixedpoint_kernels.rounding.reference import float_bounds
 from marvin.attention import Attention, Encoder, EncoderLayer
 from marvin.channels import ChannelFormat
@@ -30,8 +32,9 @@ _POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)])  # a table: j
 def freeze(model: nn.Module) -> nn.Module:
     """Return a copy of a model for inference, in eval mode, tied to no optimizer.
 
-    Its modules, weights and state are those of ``model``; where they round activations, they do
-    so in torch's own operators. The outputs equal those of ``model`` in eval mode bit for bit. It
+    Its modules, weights and state are those of ``model``, but for what ``forward_save`` made of
+    them, which goes: nothing is kept for backward. Where they round activations, they do so in
+    torch's own operators. The outputs equal those of ``model`` in eval mode bit for bit. It
     works under ``torch.inference_mode``, ``torch.export``, ``torch.jit.trace``, ``torch.compile``
     and ``torch.save``. The state of any model of this kind can be loaded into it.
 
@@ -48,6 +51,8 @@ def freeze(model: nn.Module) -> nn.Module:
     check_model(model, "freeze(model)")
     frozen = copy.deepcopy(model).eval().requires_grad_(False)
     restore_forwards(frozen)
+    if any(map(is_converted, frozen.modules())):
+        revert(frozen)  # nothing goes backward
     found = [(m, rounder) for m in frozen.modules() for rounder in rounders_of(m)]
     if not found:
         raise ValueError(

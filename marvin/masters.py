@@ -108,10 +108,19 @@ class WithMasters(Optimizer):
         name = type(self).__name__ + (f"({of.__name__})" if of else "")
         rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups if "lr" in group)
         head = f"{name} with {type(self.policy).__name__}, {self._counts.step} steps, lr {rates}"
-        formats, inputs = self.formats(), self.input_formats()
-        rows = [(n, str(formats.get(n, "float32")), str(inputs.get(n, ""))) for n in self.layers()]
-        mean = f"{len(rows)} layers, {self.mean_word_length():.1f} bits on average"
+        formats, inputs, layers = self.formats(), self.input_formats(), self.layers()
+        mean = f"{len(layers)} layers, on average {self.mean_word_length():.1f} bits of weights"
+        rows = [(n, str(formats.get(n, "float32")), str(inputs.get(n, "float32"))) for n in layers]
+        if not self._rounds_activations():
+            mean += "; inputs are float32 without marvin.quantize_activations"
+            return f"{head}\n{mean}\n{columns(('layer', 'weight'), [row[:2] for row in rows])}"
+        if inputs:
+            mean += f", {self.mean_input_word_length():.1f} of inputs"
         return f"{head}\n{mean}\n{columns(('layer', 'weight', 'inputs'), rows)}"
+
+    def _rounds_activations(self) -> bool:
+        """Say whether a model rounds activations by these formats."""
+        raise NotImplementedError
 
     def plot(self) -> "Figure":
         """Draw each layer's word length over the steps, from ``trace``; a notebook shows it.

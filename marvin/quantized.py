@@ -48,6 +48,7 @@ from marvin.settings import (
     check_settings,
     check_step,
     check_wrapped,
+    guard_step,
 )
 from marvin.sgd import keep_momenta, moves_of
 from marvin.shards import is_sharded, local
@@ -67,7 +68,7 @@ class Quantized(WithMasters):
     3. writes the masters to the model, rounded.
 
     Call ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` on this object, not on the
-    wrapped one; a learning-rate scheduler may have either. Parameter groups are common to both,
+    wrapped one, whose ``step`` now refuses; a learning-rate scheduler may have either. Parameter groups are common to both,
     and hold the hyper-parameters of the policy and those below too: a group may differ.
 
     A *layer* is a parameter with two or more dimensions. In ``state``, each parameter has its
@@ -102,8 +103,8 @@ class Quantized(WithMasters):
     Raises:
         TypeError: A parameter is not float32, bfloat16 or float16; ``optimizer`` is no optimizer,
             or fixed-point already; ``policy`` is no policy.
-        ValueError: An argument is out of range; ``optimizer`` needs a closure, or has a
-            hyper-parameter of the same name as one of these.
+        ValueError: An argument is out of range; ``optimizer`` needs a closure, has a
+            hyper-parameter of the same name as one of these, or another ``Quantized`` has it.
         FloatingPointError: In ``step``, before anything has changed: see ``nonfinite``.
 
     Examples:
@@ -152,6 +153,10 @@ class Quantized(WithMasters):
         self._counts, self._carriers = Counts(), Carriers()
         self._masters, self._versions, self._plans = {}, {}, Plans()
         super().__init__(optimizer.param_groups, {**optimizer.defaults, **options})
+        self._own_step = guard_step(self, optimizer)
+
+    def _rounds_activations(self) -> bool:
+        return any(handle.is_attached for handle in self._carriers.handles)
 
     def carry(self, handle: QuantizedActivations) -> None:
         """Keep the formats of a model up to date; see ``marvin.quantize_activations``."""
@@ -175,6 +180,7 @@ class Quantized(WithMasters):
                 self.optimizer.param_groups.pop()
             raise
         self._claim()
+        self._carriers.widen(self)
         self._begin(self.param_groups[-1]["params"])
 
     @torch.no_grad()
@@ -347,6 +353,7 @@ class Quantized(WithMasters):
                 group.setdefault(name, value)
         self._layout, self._plans = layout_of(self.param_groups), Plans()
         self._claim()
+        self._own_step = guard_step(self, self.optimizer)
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of the state of each parameter, by name, as this process holds it.
@@ -558,7 +565,9 @@ class Quantized(WithMasters):
             for master, grad in zip(masters, grads, strict=True):
                 master.grad = grad
             try:
+                self._own_step.is_open = True
                 self.optimizer.step()
             finally:
+                self._own_step.is_open = False
                 for master in masters:
                     master.grad = None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import BlockFloat, FixedPoint, quantize_block
-from fixedpoint_kernels._torch_private import version_of
+from fixedpoint_kernels._torch_private import is_recomputed, version_of
 from fixedpoint_kernels.rounding import Rounding
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats, decode_formats, encode_formats
@@ -149,7 +149,7 @@ class Rounder:
         formats = self.formats(module)
         self.state.waiting.discard(self.name)
         is_watched = module.training and torch.is_grad_enabled()
-        if self.counts_samples and is_watched:
+        if self.counts_samples and is_watched and not is_recomputed():
             first = next(iter(args or kwargs.values()), None)
             if isinstance(first, Tensor) and first.ndim:
                 self.state.samples += len(first)

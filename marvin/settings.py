@@ -1,6 +1,7 @@
 """What is refused: hyper-parameters out of range, and optimizers and steps that do not work."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
+
+from fixedpoint_kernels._torch_private import step_hooks_of
 
 __all__ = [
     "MARVIN",
@@ -16,6 +20,7 @@ __all__ = [
     "SGD",
     "Checks",
     "Group",
+    "OwnStep",
     "Settings",
     "check_dtypes",
     "check_loss",
@@ -24,6 +29,7 @@ __all__ = [
     "check_settings",
     "check_step",
     "check_wrapped",
+    "guard_step",
 ]
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
@@ -187,13 +193,20 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
 
     Raises:
         TypeError: It is no optimizer.
-        ValueError: Its step needs a closure, or it has a hyper-parameter of ``options``.
+        ValueError: Its step needs a closure, it has a hyper-parameter of ``options``, or another
+            ``Quantized`` has it.
     """
     if not isinstance(optimizer, Optimizer):
         got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise TypeError(
             "Quantized needs an optimizer that was made of the model's parameters, such as "
             f"torch.optim.SGD(model.named_parameters(), lr=0.1), got {got}"
+        )
+    if any(step_hooks_of(optimizer, OwnStep)):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"Quantized needs an optimizer of its own, got the {name} that another Quantized has: "
+            f"make a new {name} of the model's parameters"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -206,6 +219,42 @@ def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:
             f"{type(optimizer).__name__} must have no hyper-parameter of Quantized's or its "
             f"policy's, got {', '.join(clash)}"
         )
+
+
+class OwnStep:
+    """Refuses steps of a wrapped optimizer that its ``Quantized`` does not do itself.
+
+    Attributes:
+        is_open: Whether the step that comes is ``Quantized``'s.
+        owner: The ``Quantized``.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.owner: weakref.ref[Optimizer] | None = None
+
+    def __getstate__(self) -> StateDict:
+        return {"is_open": False, "owner": None}
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        """See ``torch.optim.Optimizer.register_step_pre_hook``."""
+        owner = self.owner and self.owner()
+        if owner is not None and not self.is_open:
+            raise RuntimeError(
+                f"step must be that of {type(owner).__name__}, which moves masters by this "
+                f"{type(optimizer).__name__}, got the {type(optimizer).__name__}'s own: write "
+                "optimizer.step(loss=loss), where optimizer = marvin.Quantized(...)"
+            )
+
+
+def guard_step(owner: Optimizer, wrapped: Optimizer) -> OwnStep:
+    """Let no one but ``owner`` step the optimizer that it wraps."""
+    guard: OwnStep | None = next(step_hooks_of(wrapped, OwnStep), None)
+    if guard is None:  # copies of an optimizer have no hooks
+        guard = OwnStep()
+        wrapped.register_step_pre_hook(guard)
+    guard.owner = weakref.ref(owner)
+    return guard
 
 
 def check_step(closure: object) -> None:

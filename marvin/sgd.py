@@ -14,7 +14,7 @@ from fixedpoint_kernels._torch_private import (
 )
 from fixedpoint_kernels.sgd import Moves, Rates
 from marvin.gradients import Gradients
-from marvin.settings import Group
+from marvin.settings import Group, OwnStep
 
 __all__ = ["SGD", "keep_momenta", "moves_of"]
 
@@ -78,7 +78,8 @@ def moves_of(optimizer: Optimizer, batches: Sequence[Gradients]) -> Moves | None
         learning rate that is a tensor, processes that share a parameter.
     """
     kind = type(optimizer)
-    if kind not in (SGD, torch.optim.SGD) or "step" in vars(optimizer) or has_step_hooks(optimizer):
+    known = kind in (SGD, torch.optim.SGD)
+    if not known or "step" in vars(optimizer) or has_step_hooks(optimizer, OwnStep):
         return None
     if not all(_is_plain(batch.group, kind) for batch in batches):
         return None

@@ -38,6 +38,7 @@ OWNERS = [  # who must have which private names
     (MODULE, "_is_full_backward_hook _reversed_padding_repeated_twice"),
     (torch.compile(MODULE), "_orig_mod"),
     (SGD, "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),
+    (torch.utils.checkpoint, "_recomputation_hook"),
     (torch_optimizer, "_global_optimizer_pre_hooks _global_optimizer_post_hooks"),
     (torch.compiler.assume_constant_result(lambda: 0), "_dynamo_marked_constant"),
 ]

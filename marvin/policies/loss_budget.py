@@ -184,10 +184,15 @@ class LossBudgetPolicy(RangePolicy):
             ValueError: The loss, the number of samples, or with ``late`` the learning rate, is not
                 known; with ``target_ebops``, the multiply-adds of a layer are not.
         """
-        if step.loss is None or not step.samples:
+        if step.loss is None:
             raise ValueError(
-                "LossBudgetPolicy needs step(loss=loss), and batch_size or quantize_activations "
-                f"to know the batch, got loss={step.loss} and {step.samples} samples"
+                "LossBudgetPolicy needs the loss, got none: write optimizer.step(loss=loss)"
+            )
+        if not step.samples:
+            raise ValueError(
+                "LossBudgetPolicy needs the batch's size, got no samples: call "
+                "marvin.quantize_activations(model, optimizer) and train in model.train(), "
+                "or give LossBudgetPolicy(batch_size=...)"
             )
         shared = replace(shared, loss_sum=shared.loss_sum + step.loss, losses=shared.losses + 1)
         if step.settings["late"]:

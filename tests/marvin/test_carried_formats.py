@@ -242,6 +242,30 @@ def test_include_exclude_and_the_report():
         marvin.quantize_activations(model, torch.optim.SGD(model.parameters()))
 
 
+def test_parameters_that_come_later_bring_their_modules():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2), nn.Linear(2, 2))
+    own = [(name, p) for name, p in model.named_parameters() if name.startswith("2.")]
+    adam = torch.optim.Adam(own, lr=0.01)
+    optimizer = marvin.Quantized(adam, marvin.LossBudgetPolicy())
+    handle = marvin.quantize_activations(model, optimizer, exclude="3")
+    assert handle.layers() == ["2"]
+    for later in ("0.", "3."):
+        named = [(name, p) for name, p in model.named_parameters() if name.startswith(later)]
+        optimizer.add_param_group({"params": named})
+    assert handle.layers() == ["0", "2"]
+    assert handle.report.left == {"3": "excluded"}
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 6)).square().mean()
+        loss.backward()
+        assert optimizer.forward_state.samples == 8
+        optimizer.step(loss=loss)
+    carried = formats_of(model)
+    assert carried["0"].inputs == optimizer.input_formats()["0.weight"]
+    assert carried["0"].weights[0] == optimizer.formats()["0.weight"]
+
+
 class Mixed(nn.Module):
     """Takes a keyword and gives a dictionary; its inner module takes a tuple."""
 

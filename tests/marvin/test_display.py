@@ -33,13 +33,31 @@ def test_an_optimizer_is_a_short_table():
     _, optimizer, _ = trained(steps=2)
     assert repr(optimizer).splitlines() == [
         "MSGD with MarvinPolicy, 2 steps, lr 0.125",
-        "2 layers, 8.0 bits on average",
+        "2 layers, on average 8.0 bits of weights, 8.0 of inputs",
         "layer     weight  inputs",
         "0.weight  <8, 4>  <8, 4>",
         "2.weight  <8, 4>  <8, 4>",
     ]
     _, optimizer, _ = trained(marvin.FixedPolicy(6, 3))
     assert repr(optimizer).startswith("Quantized(Adam) with FixedPolicy, 0 steps, lr 0.125\n")
+
+
+def test_weights_and_inputs_have_a_mean_each():
+    _, optimizer, handle = trained(marvin.StaticPolicy(weights=4, activations=7), steps=2)
+    assert "on average 4.0 bits of weights, 7.0 of inputs" in repr(optimizer)
+    handle.remove()
+    lines = repr(optimizer).splitlines()
+    assert "inputs are float32 without marvin.quantize_activations" in lines[1]
+    assert lines[2].split() == ["layer", "weight"]
+    assert lines[3].split()[0] == "0.weight"
+
+
+def test_what_was_not_called_is_told_once_something_was():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    handle = marvin.quantize_activations(model, marvin.MSGD(model.named_parameters()))
+    assert "not called" not in repr(handle)
+    model[1](torch.ones(1, 4))
+    assert "not 0: not called yet" in repr(handle)
 
 
 def test_many_layers_leave_out_the_middle():

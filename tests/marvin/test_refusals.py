@@ -54,6 +54,55 @@ def test_quantized_wants_an_optimizer(wrong):
         marvin.Quantized(wrong, marvin.FixedPolicy())
 
 
+def test_the_wrapped_optimizers_own_step_is_refused():
+    """Who forgets to change one name in a loop trains in float32."""
+    net = model()
+    adam = torch.optim.Adam(net.named_parameters())
+    optimizer = marvin.Quantized(adam, marvin.FixedPolicy())
+    pairs = [(optimizer, adam)]
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        pairs.append((other, other.optimizer))
+    optimizer.load_state_dict(optimizer.state_dict())
+    for own, wrapped in pairs:
+        for group in own.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
+        before = [p.clone() for p in own.param_groups[0]["params"]]
+        with pytest.raises(RuntimeError, match=r"got the Adam's own: write optimizer\.step\(loss="):
+            wrapped.step()
+        torch.testing.assert_close(own.param_groups[0]["params"], before, rtol=0, atol=0)
+        own.step(loss=1.0)
+        assert all(moments["step"] == 1 for moments in wrapped.state.values())
+        with pytest.raises(RuntimeError, match="got the Adam's own"):
+            wrapped.step()
+
+
+def test_an_optimizer_is_wrapped_once():
+    """Its groups hold the settings of the first policy, which would hide those of the second."""
+    adam = torch.optim.Adam(model().parameters())
+    first = marvin.Quantized(adam, marvin.LossBudgetPolicy(kappa=0.1))
+    with pytest.raises(
+        ValueError, match="got the Adam that another Quantized has: make a new Adam"
+    ):
+        marvin.Quantized(adam, marvin.LossBudgetPolicy(kappa=0.01))
+    assert first.param_groups[0]["kappa"] == 0.1
+    assert adam.param_groups[0] is first.param_groups[0]
+
+
+def test_a_loss_budget_says_what_it_lacks():
+    net = model()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy())
+    marvin.quantize_activations(net, optimizer)
+    net(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"needs the loss, got none: write optimizer\.step\(loss="):
+        optimizer.step()
+    optimizer.step(loss=1.0)
+    net.eval()(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"got no samples.*model\.train\(\).*batch_size="):
+        optimizer.step(loss=1.0)
+
+
 def test_activations_want_an_optimizer_with_formats():
     net = model()
     with pytest.raises(TypeError, match=r"marvin.MSGD\(.*\) or marvin.Quantized\(.*\), got SGD"):

@@ -2,7 +2,7 @@
 
 import importlib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,29 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from marvin.export.errors import ExportError
 from marvin.freezing import frozen_formats, saved_classes
+from marvin.integer.conversion import revert
+from marvin.integer.formats import Options
+from marvin.integer.layers import CLASSES
 
 __all__ = ["load_frozen", "load_tensor"]
 
 _WRITE = "write torch.save(marvin.freeze(model), path)"
 _OURS = "marvin.", "fixedpoint_kernels."
+_INTEGER = Options, *CLASSES.values()
 _LAYERS = [getattr(nn, name) for name in nn.modules.__all__]
 
 
 def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
     """Return the frozen model that ``torch.save(marvin.freeze(model), path)`` wrote.
 
-    Nothing in the file is run. It can make objects of torch's layers and of what freezing adds to
+    Layers that multiply integers (``marvin.integer.convert``) become torch's own again, which
+    compute the same. Nothing in the file is run. It can make objects of torch's layers and of what freezing adds to
     them, and of classes that the caller allows.
 
     Args:
         path: Of the file.
         allow: Classes of one's own in the model, as ``"package.module:Class"``. They are imported.
+            Classes of these names of the script or notebook that wrote the file are allowed too.
 
     Raises:
         ExportError: The file is damaged, or holds something else, or an object of a class that is
@@ -37,7 +43,7 @@ def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
     """
     own = [_imported(name) for name in allow]
     _check_whole(path)
-    with safe_globals([*saved_classes(), *_LAYERS, *own]):
+    with safe_globals([*saved_classes(), *_LAYERS, *_INTEGER, *own, *map(_of_script, own)]):
         try:
             unknown = get_unsafe_globals_in_checkpoint(path)
             model: Any = None if unknown else _load(path)
@@ -51,6 +57,7 @@ def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
         frozen_formats(model)
     except Exception as error:  # what is in a foreign file may be of any type
         raise ExportError(f"{path} must hold a frozen model: {error}: {_WRITE}") from error
+    revert(model)
     return model
 
 
@@ -93,19 +100,21 @@ def _imported(name: str) -> Any:
     return found
 
 
+def _of_script(found: Callable[..., object]) -> tuple[Callable[..., object], str]:
+    """Return a class, and the name it has in a file that its own script wrote."""
+    return found, f"__main__.{getattr(found, '__qualname__', '')}"
+
+
 def _refusal(path: str | Path, unknown: Sequence[str]) -> str:
     """Return what to write where a file has objects of classes that are not allowed."""
-    if any(name.startswith("marvin.integer.") for name in unknown):
-        return (
-            f"{path} must have torch's layers, got integer ones: call marvin.integer.revert first"
-        )
     if any(name.startswith(_OURS) for name in unknown):
         return f"{path} must hold a frozen model, got one that is not: {_WRITE}"
     for name in unknown:
         if name.startswith("__main__."):
+            own = name.removeprefix("__main__.")
             return (
-                f"{path} has {name}, a class of the script that wrote it: move it to a module that "
-                "can be imported, and save the model again"
+                f"{path} has {own}, a class of the script or notebook that wrote it: have it in a file "
+                f"that can be imported without training, such as nets.py, and add --allow nets:{own}"
             )
     flags = " ".join(f"--allow {':'.join(name.rsplit('.', 1))}" for name in unknown)
     named = ", ".join(unknown)

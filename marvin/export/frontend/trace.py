@@ -1,12 +1,14 @@
 """From a model to a network: traced by torch.fx, each call translated or refused by name."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels import FixedPoint, forward_save
+from fixedpoint_kernels.forward_save.swap import is_converted
 from marvin.export.errors import ExportError
 from marvin.export.execute.verify import evaluating
 from marvin.export.frontend.activations import ACTIVATIONS, exact
@@ -22,6 +24,8 @@ from marvin.export.frontend.transformers import ROWS, exact_rows
 from marvin.export.graph.formats import Formats, activation_formats, weight_formats
 from marvin.export.graph.nodes import Network
 from marvin.export.passes.shorten_scales import shorten_scales
+from marvin.integer.conversion import revert
+from marvin.integer.layers import CLASSES
 from marvin.rounding import Format
 from marvin.tracing import Tracer
 
@@ -81,6 +85,7 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
     """
+    model = _plain(model)
     origin = "trained" if activations is None else "calibrated"
     own = activation_formats(model)
     weights = weight_formats(model) if weights is None else weights
@@ -102,6 +107,18 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
     finally:
         for name in set(vars(model)) - own:  # tensors that the tracer leaves there
             delattr(model, name)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Return a model of torch's own layers: a copy, where others compute the same in eval mode."""
+    keeps_less = any(map(is_converted, model.modules()))
+    if not keeps_less and not any(type(m) in CLASSES.values() for m in model.modules()):
+        return model
+    model = copy.deepcopy(model)
+    if keeps_less:
+        forward_save.revert(model)
+    revert(model)
+    return model
 
 
 def _described(  # noqa: PLR0913  each is a choice of the user's

@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import marvin
-from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels import FixedPoint, forward_save
 from marvin.export import ExportError, describe, integer, load_frozen, packed, weight_formats
 from marvin.export.__main__ import main
 from marvin.export.graph.formats import exact_format
@@ -352,7 +353,12 @@ def test_a_class_of_the_script_itself_cannot_be_imported(saved, monkeypatch):
     frozen.other = Hostile()
     torch.save(frozen, path)
     message = refused(path, "--to", "packed", "--shape", "36")
-    assert "__main__.Hostile, a class of the script that wrote it: move it to a module" in message
+    assert "has Hostile, a class of the script or notebook that wrote it" in message
+    assert message.endswith("such as nets.py, and add --allow nets:Hostile")
+    saved_there = types.ModuleType("nets")
+    saved_there.Hostile = Hostile
+    monkeypatch.setitem(sys.modules, "nets", saved_there)
+    assert type(load_frozen(path, ["nets:Hostile"]).other) is Hostile
 
 
 def test_a_model_that_rounds_otherwise_than_its_state_says_is_refused(saved):
@@ -388,19 +394,19 @@ def test_damaged_files_end_with_one_line(saved, tmp_path):
     assert not (tmp_path / "net-export").exists()
 
 
-def test_integer_layers_are_to_be_reverted(nets, tmp_path):
-    model, *_ = trained(nets.mlp())
+def test_layers_that_multiply_integers_or_keep_less_are_exported(nets, tmp_path):
+    model, _, x, _ = trained(nets.mlp())
+    plain = describe(marvin.freeze(model), x)
     marvin.integer.convert(model)
-    path = tmp_path / "net.pt"
-    torch.save(marvin.freeze(model), path)
-    message = refused(path, "--to", "packed", "--shape", "36")
-    assert message.endswith(
-        "must have torch's layers, got integer ones: call marvin.integer.revert first"
-    )
-    marvin.integer.revert(model)
+    forward_save.convert(model, few_bit=3)
+    path, classes = tmp_path / "net.pt", [type(m) for m in model.modules()]
     torch.save(marvin.freeze(model), path)
     main([str(path), "--to", "packed", "--shape", "36"])
     assert (tmp_path / "net-export/packed/network.safetensors").is_file()
+    for way in (model.eval(), marvin.freeze(model), load_frozen(path)):
+        network = describe(way, x)
+        torch.testing.assert_close(integer.run(network, x), integer.run(plain, x), rtol=0, atol=0)
+    assert [type(m) for m in model.modules()] == classes
 
 
 def test_samples_that_do_not_fit_are_one_line(saved, tmp_path):
