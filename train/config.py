@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ __all__ = [
     "DIVISION_METHODS",
     "MSGD_KEYWORDS",
     "QUANTIZED_KEYWORDS",
+    "READ_BY",
     "SGD_KEYWORDS",
     "Config",
     "from_dict",
@@ -240,6 +241,15 @@ QUANTIZED_KEYWORDS = (
     "compact_state",
     "seed",
 )
+READ_BY = {  # which policies read a flag; others are common to all
+    ("kappa", "max_noise"): ("loss-budget",),
+    ("policy_bits", "per_channel", "ends_bits"): ("loss-budget", "static"),
+    (
+        *("init_wl", "init_fl", "max_wl", "min_fl", "buffer_bits", "resolution", "lookback"),
+        *("lookback_momentum", "lookback_rounding", "strategy", "strategy_loss", "strategy_margin"),
+        *("kl_eps", "kl_smoothing", "kl_direction", "kl_counts", "pushdown_range", "pushup"),
+    ): ("marvin",),
+}
 MSGD_KEYWORDS = tuple(f.name for f in dataclasses.fields(Config) if f.metadata.get("msgd"))
 
 
@@ -316,9 +326,26 @@ def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:
             "leave one of them out"
         )
     try:
-        return dataclasses.replace(defaults, **given)
+        config = dataclasses.replace(defaults, **given)
+        _check_read(config, given)
     except ValueError as error:
         parser.error(str(error))
+    return config
+
+
+def _check_read(config: Config, given: Iterable[str]) -> None:
+    """Refuse flags that are given and that the policy does not read; float32 compares, so it may have all.
+
+    Raises:
+        ValueError: With the flag, and the policies that read it.
+    """
+    if config.method == "sgd":
+        return
+    for name in given:
+        readers = next((own for names, own in READ_BY.items() if name in names), ())
+        if readers and config.policy not in readers:
+            others = " or ".join(f"--policy {reader}" for reader in readers)
+            raise ValueError(f"{flag(name)} must be with {others}, got --policy {config.policy}")
 
 
 def _argument(f: dataclasses.Field[Any], default: object) -> dict[str, Any]:

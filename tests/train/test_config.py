@@ -8,7 +8,7 @@ import torch
 import marvin
 from train.alexnet import DEFAULTS as ALEXNET
 from train.checks import MAY_BE_INFINITE
-from train.config import MSGD_KEYWORDS, Config, from_dict, parse, run_folder, to_dict
+from train.config import MSGD_KEYWORDS, READ_BY, Config, from_dict, parse, run_folder, to_dict
 from train.resnet20 import DEFAULTS as RESNET20
 
 
@@ -55,6 +55,15 @@ def test_every_kind_of_flag():
         ("--init-wl 99", "--init-wl must be at most 32, got 99"),
         ("--policy static --lookback 0 9", "--lookback must be at least 1, got 0"),
         ("--policy fixed:8", "--policy must be marvin, muppet, "),
+        ("--kappa 0.1", "--kappa must be with --policy loss-budget, got --policy marvin"),
+        (
+            "--ends-bits 8",
+            "must be with --policy loss-budget or --policy static, got --policy marvin",
+        ),
+        (
+            "--policy loss-budget --max-wl 8",
+            "--max-wl must be with --policy marvin, got --policy loss",
+        ),
     ],
 )
 def test_bad_values_end_with_one_line(words, message, capsys):
@@ -65,6 +74,13 @@ def test_bad_values_end_with_one_line(words, message, capsys):
     assert message in shown
     assert shown.startswith("python -m train.resnet20: error: ")
     assert shown.count("\n") == 1
+
+
+def test_flags_of_marvin_are_those_of_its_policy():
+    fields = {f.name for f in dataclasses.fields(marvin.MarvinPolicy)}
+    (names,) = [names for names, readers in READ_BY.items() if readers == ("marvin",)]
+    assert set(names) == fields - {"symmetric"}  # which FixedPolicy takes, too
+    assert parse(RESNET20, ["--optimizer", "sgd", "--lookback", "3", "9"]).lookback == (3, 9)
 
 
 def test_float32_may_still_be_asked_for():
