@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
 from marvin.activations import Entry, QuantizedActivations
@@ -131,6 +132,10 @@ def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
             handle.left[name] = reason
         if not reason and not any(p.requires_grad for p in source):
             handle.left[name] = "frozen: float until it is trained"
+        if is_parametrized(module):
+            handle.left[name] = (
+                "a parametrisation computes its weight from rounded parameters; no export takes it"
+            )
     rounding = [entry.rounder for entry in handle.entries if entry.parameters]
     for rounder in rounding:
         rounder.counts_samples = rounder is rounding[0]

@@ -266,6 +266,14 @@ def test_parameters_that_come_later_bring_their_modules():
     assert carried["0"].weights[0] == optimizer.formats()["0.weight"]
 
 
+def test_a_parametrised_weight_is_named():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    nn.utils.parametrizations.weight_norm(model[1])
+    handle = marvin.quantize_activations(model, marvin.MSGD(model.named_parameters()))
+    assert list(handle.report.left) == ["1"]
+    assert "a parametrisation computes its weight" in handle.report.left["1"]
+
+
 class Mixed(nn.Module):
     """Takes a keyword and gives a dictionary; its inner module takes a tuple."""
 

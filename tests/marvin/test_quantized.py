@@ -375,3 +375,28 @@ def test_a_small_gpt_learns_to_copy():
     assert losses[0] > 1.8  # ln 8 = 2.08
     assert losses[-1] < 1.0
     assert {row.layer for row in optimizer.trace} == set(optimizer.layers())
+
+
+def test_an_interrupted_step_leaves_a_run_that_goes_on():
+    """Who stops a cell of a notebook goes on, or saves."""
+    model, optimizer = make()
+    train(model, optimizer, 2)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = optimizer.optimizer.register_step_post_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, 1)
+    handle.remove()
+    for group in optimizer.optimizer.param_groups:  # the model's again, not the masters
+        assert all(p in optimizer for p in group["params"])
+    assert all(master.grad is None for master in optimizer._masters.values())
+    with pytest.raises(RuntimeError, match="got the AdamW's own"):
+        optimizer.optimizer.step()
+    train(model, optimizer, 2)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, later = make(compact_state=False, seed=5)
+    other.load_state_dict(state[0])
+    later.load_state_dict(state[1])
+    assert_same_run((other, later), (model, optimizer))

@@ -355,10 +355,10 @@ def test_a_class_of_the_script_itself_cannot_be_imported(saved, monkeypatch):
     message = refused(path, "--to", "packed", "--shape", "36")
     assert "has Hostile, a class of the script or notebook that wrote it" in message
     assert message.endswith("such as nets.py, and add --allow nets:Hostile")
-    saved_there = types.ModuleType("nets")
-    saved_there.Hostile = Hostile
-    monkeypatch.setitem(sys.modules, "nets", saved_there)
-    assert type(load_frozen(path, ["nets:Hostile"]).other) is Hostile
+    nets = types.ModuleType("nets")
+    nets.Hostile = type("Hostile", (), {"__module__": "nets"})
+    monkeypatch.setitem(sys.modules, "nets", nets)
+    assert type(load_frozen(path, ["nets:Hostile"]).other) is nets.Hostile
 
 
 def test_a_model_that_rounds_otherwise_than_its_state_says_is_refused(saved):
