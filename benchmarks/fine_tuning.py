@@ -87,7 +87,8 @@ def gpt2() -> nn.Module:
     transformers = importlib.import_module("transformers")
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 128, "n_layer": 4, "n_head": 4}
-    config = transformers.GPT2Config(**sizes, **dropout, use_cache=False)
+    no_ends = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    config = transformers.GPT2Config(**sizes, **dropout, **no_ends, use_cache=False)
     return transformers.GPT2LMHeadModel(config)
 
 

@@ -272,14 +272,16 @@ def _encode(x, codes, scales, shape, kind, seed, stream, offset, factor, half):
     count, columns = shape
     blocks = scales.size
     for task in prange((blocks + 15) // 16):
-        values, noise = np.empty(BLOCK, np.float32), np.empty(BLOCK + 4 * _WORDS, np.uint16)
-        for block in range(task * 16, min(task * 16 + 16, blocks)):
+        values, noise, lead = np.empty(BLOCK, np.float32), np.empty(_NOISE, np.uint16), 0
+        first, stop = task * 16, min(task * 16 + 16, blocks)
+        begin, last = _span(first, count, columns)[0], _span(stop - 1, count, columns)
+        if factor:
+            lead = _draw(noise, last[0] + last[1] - begin, offset + begin, seed, stream)
+        for block in range(first, stop):
             start, n = _span(block, count, columns)
-            own, lead = values[:n], 0
+            own, at = values[:n], lead + start - begin if factor else 0
             _copy(own, x[start : start + n])
-            if factor:
-                lead = _draw(noise, n, offset + start, seed, stream)
-            piece, drawn, top = codes[start : start + n], noise[lead : lead + n], _top(own)
+            piece, drawn, top = codes[start : start + n], noise[at : at + n], _top(own)
             if kind == 0:
                 _encode_fixed(own, top, piece, scales, block, drawn, factor, half)
             elif kind == 1:

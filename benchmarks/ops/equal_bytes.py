@@ -1,0 +1,167 @@
+"""A plan beside other ways to keep as little for backward: time of a step at equal bytes, ``--op equal_bytes``.
+
+A ResNet-18 on 32 images of 32 px, and two layers of BERT on 4 texts of 128 tokens, without dropout. Two budgets for each:
+what checkpointing of each block keeps, and half of what the model keeps exactly. The rivals: checkpointing; and
+``torch.compile`` with the largest ``activation_memory_budget`` that keeps no more. A plan may choose few bits, DIVISION
+and recomputation; it runs plain, and compiled. Bytes are counted in the same way for all: storages that autograd
+keeps, each once, parameters and buffers left out. Steps without an optimizer; medians of interleaved turns, on
+``--threads``. ``torch.compile`` needs a C++ compiler.
+"""
+
+import copy
+import statistics
+from collections.abc import Iterator
+from types import FunctionType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config  # the rival has no public name
+
+from benchmarks.machine import keep_freed_memory
+from benchmarks.ops import forward_save_steps
+from benchmarks.ops.forward_save_steps import step_s
+from fixedpoint_kernels import forward_save
+from perfmodel import trial
+
+TESTS = "tests/benchmarks/test_equal_bytes.py"
+TURNS = 5
+GRID = 16  # steps of ``activation_memory_budget``
+SEARCH = "aot_eager_decomp_partition"  # keeps what inductor does, and compiles nothing
+MODELS = {
+    "ResNet-18, 32 px, batch 32": forward_save_steps.resnet18,
+    "BERT, 2 layers, 4 x 128": forward_save_steps.bert,
+}
+
+
+class Row(NamedTuple):
+    """One way: bytes kept, seconds of a step, and the error of the gradient."""
+
+    way: str
+    kept_bytes: int
+    step_s: float
+    error: float
+
+
+def kept_bytes(model: nn.Module, batch: Tensor) -> int:
+    """Return the bytes that autograd keeps between the passes."""
+    own = [*model.parameters(), *model.buffers()]
+    known = {x.untyped_storage().data_ptr() for x in own}
+    kept: dict[int, Tensor] = {}  # tensors, so that no memory is used twice
+
+    def pack(x: Tensor) -> Tensor:
+        kept.setdefault(x.untyped_storage().data_ptr(), x.detach())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = model(batch)
+    sizes = {at: x.untyped_storage().nbytes() for at, x in kept.items() if at not in known}
+    del out
+    return sum(sizes.values())
+
+
+class Compiled(nn.Module):
+    """A model, compiled for itself: the compiler gives models of the same code what it has."""
+
+    def __init__(self, model: nn.Module, backend: str) -> None:
+        super().__init__()
+        self.model = model
+        own = FunctionType(_run.__code__.replace(), globals())  # a code object of its own
+        self.run = torch.compile(own, backend=backend, fullgraph=True)
+
+    def forward(self, x: Tensor) -> object:
+        """Run the model."""
+        return self.run(self.model, x)
+
+
+def _run(model: nn.Module, x: Tensor) -> object:
+    return model(x)
+
+
+def compiled(model: nn.Module, batch: Tensor, budget: float, backend: str) -> nn.Module:
+    """Return a compiled copy whose ``activation_memory_budget`` is ``budget``, 0 to 1."""
+    made = Compiled(copy.deepcopy(model), backend)
+    with config.patch(activation_memory_budget=budget):
+        step_s(made, batch)
+    return made
+
+
+def compiled_within(model: nn.Module, batch: Tensor, most: int, backend: str) -> nn.Module | None:
+    """Return a compiled copy with the largest budget that keeps ``most`` bytes, or None."""
+    fits, too_large = -1, GRID + 1
+    while too_large - fits > 1:
+        budget = (fits + too_large) // 2
+        found = compiled(model, batch, budget / GRID, SEARCH)
+        is_within = kept_bytes(found, batch) <= most
+        fits, too_large = (budget, too_large) if is_within else (fits, budget)
+    return None if fits < 0 else compiled(model, batch, fits / GRID, backend)
+
+
+def ways(
+    model: nn.Module, batch: Tensor, most: int, backend: str = "inductor"
+) -> dict[str, nn.Module]:
+    """Return a copy of a model for each way; those of one budget keep ``most`` bytes."""
+    checkpointed, planned = copy.deepcopy(model), copy.deepcopy(model)
+    trial.convert(checkpointed, "checkpointing")
+    chosen = forward_save.plan(
+        copy.deepcopy(model), batch, budget_bytes=most, choices=forward_save.CHOICES
+    )
+    forward_save.convert(planned, plan=chosen)
+    found = {
+        "exact": model,
+        "checkpointing of each block": checkpointed,
+        "plan": planned,
+        "compiled": compiled(model, batch, 1.0, backend),
+        "compiled, activation_memory_budget": compiled_within(model, batch, most, backend),
+        "compiled, plan": compiled(planned, batch, 1.0, backend),
+    }
+    return {way: made for way, made in found.items() if made is not None}
+
+
+def rows(made: dict[str, nn.Module], batch: Tensor, turns: int = TURNS) -> list[Row]:
+    """Return what each way takes; the first is what gradients are compared with."""
+    times = [{way: step_s(m, batch) for way, m in made.items()} for _ in range(turns + 1)]
+    want = gradient(made["exact"], batch)
+    return [
+        Row(
+            way,
+            kept_bytes(m, batch),
+            statistics.median(turn[way] for turn in times[1:]),
+            float((gradient(m, batch) - want).norm() / want.norm()),
+        )
+        for way, m in made.items()
+    ]
+
+
+def gradient(model: nn.Module, batch: Tensor) -> Tensor:
+    """Return the gradient of a fixed random sum of the outputs."""
+    out = model(batch)
+    out = getattr(out, "last_hidden_state", out)
+    noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad((out * noise).sum(), parameters, allow_unused=True)
+    return torch.cat([g.flatten() for g in found if g is not None])
+
+
+def table() -> Iterator[str]:
+    """Yield the lines of the table."""
+    kept = "kept" if keep_freed_memory() else "as malloc likes"
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        model, batch = make()
+        model.train()
+        checkpointed = copy.deepcopy(model)
+        trial.convert(checkpointed, "checkpointing")
+        budgets = {
+            "checkpointing's bytes": kept_bytes(checkpointed, batch),
+            "half of the bytes": kept_bytes(model, batch) // 2,
+        }
+        for budget, most in budgets.items():
+            yield f"| {name}, {budget}: {most / 1e6:.1f} MB | kept, MB | step over exact | error |"
+            yield "|---|---:|---:|---:|"
+            found = rows(ways(model, batch, most), batch)
+            for row in found:
+                ratio = row.step_s / found[0].step_s
+                yield f"| {row.way} | {row.kept_bytes / 1e6:.1f} | {ratio:.2f} | {row.error:.2g} |"
+            yield ""
+    yield f"{torch.get_num_threads()} threads; freed memory: {kept}."

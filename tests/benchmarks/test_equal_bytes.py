@@ -1,0 +1,40 @@
+"""Plans beside checkpointing and the compiler's own budget, on a model of a moment."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.ops import equal_bytes
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+def test_bytes_are_those_that_autograd_keeps():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)), torch.randn(10, 4)
+    want = 4 * (10 * 4 + 10 * 8 + 10 * 8)  # inputs of the three; weights are parameters
+    assert equal_bytes.kept_bytes(model, x) == want
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
+def test_all_ways_keep_what_they_may(monkeypatch):
+    monkeypatch.setattr(equal_bytes, "GRID", 2)  # each step of the search compiles
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(2))).train(), torch.randn(64, 32)
+    most = equal_bytes.kept_bytes(model, x) // 2
+    made = equal_bytes.ways(model, x, most, backend=equal_bytes.SEARCH)
+    found = {row.way: row for row in equal_bytes.rows(made, x, turns=1)}
+    budgeted = "compiled, activation_memory_budget"
+    for way in ("checkpointing of each block", "plan", budgeted, "compiled, plan"):
+        assert found[way].kept_bytes <= most, way
+    for way in ("checkpointing of each block", "compiled", budgeted):
+        assert found[way].error < 1e-5, way
+    assert found["plan"].error < 0.3
