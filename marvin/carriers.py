@@ -42,12 +42,20 @@ class Carriers:
     def add(self, handle: QuantizedActivations) -> None:
         """Take a model, and let go of those that were freed."""
         self.handles = [h for h in self.handles if h.is_attached] + [handle]
+        self._count_samples()
 
     def widen(self, optimizer: WithMasters) -> None:
         """Let modules round whose parameters the optimizer has got since."""
         for handle in self.handles:
             if handle.is_attached:
                 assign(handle, optimizer)
+        self._count_samples()
+
+    def _count_samples(self) -> None:
+        """Let the first module of the first model tell the size of the batch, and no other."""
+        rounders = [e.rounder for handle in self.handles for e in handle.entries if e.parameters]
+        for rounder in rounders:
+            rounder.counts_samples = rounder is rounders[0]
 
     def publish(self, optimizer: WithMasters) -> None:
         """Let the models carry the formats that hold now."""
@@ -136,9 +144,6 @@ def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
             handle.left[name] = (
                 "a parametrisation computes its weight from rounded parameters; no export takes it"
             )
-    rounding = [entry.rounder for entry in handle.entries if entry.parameters]
-    for rounder in rounding:
-        rounder.counts_samples = rounder is rounding[0]
     handle.state.waiting |= handle.with_weights() - {*before}
 
 

@@ -142,6 +142,11 @@ class Rounder:
         if not buffer.is_meta:
             self._formats, self._seen = formats, (buffer, version_of(buffer))
 
+    def count(self, samples: int) -> None:
+        """Count samples that go forward, where this module tells their number: not those that go again."""
+        if self.counts_samples and not is_recomputed():
+            self.state.samples += samples
+
     def round_inputs(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
@@ -149,10 +154,9 @@ class Rounder:
         formats = self.formats(module)
         self.state.waiting.discard(self.name)
         is_watched = module.training and torch.is_grad_enabled()
-        if self.counts_samples and is_watched and not is_recomputed():
-            first = next(iter(args or kwargs.values()), None)
-            if isinstance(first, Tensor) and first.ndim:
-                self.state.samples += len(first)
+        first = next(iter(args or kwargs.values()), None)
+        if is_watched and isinstance(first, Tensor) and first.ndim:
+            self.count(len(first))
         watches = self.observer is not None and is_watched
         if formats.inputs is None and formats.samples is None and not watches:
             return None

@@ -7,6 +7,7 @@ from torch import nn
 
 from fixedpoint_kernels import products
 from fixedpoint_kernels.drawing import draw_cells
+from fixedpoint_kernels.forward_save.swap import is_converted
 from marvin.hooks import restore_forwards
 from marvin.integer.formats import BITS, Execution, Options, carried, choose, why_no_kernel
 from marvin.integer.fusion import fuse, fused_layers
@@ -199,6 +200,8 @@ def _why_not(module: nn.Module) -> str:
     """Say why a layer does not multiply integers; "" where it does."""
     if type(module) in CLASSES:
         return "not converted"
+    if is_converted(module):
+        return "forward_save.convert came first: revert it, call integer.convert, then that again"
     if not isinstance(module, tuple(CLASSES.values())):
         return f"there is no integer product for {type(module).__name__}"
     formats = carried(module)[0]

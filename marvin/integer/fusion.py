@@ -288,8 +288,7 @@ class _Run(nn.Module):
             parameters += [conv.weight, *pair]
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
-            if rounder.counts_samples:
-                rounder.state.samples += len(x)
+            rounder.count(len(x))
         noise = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
         return _Chain.apply(x, self, noise, *parameters)  # pyright: ignore[reportReturnType]
 

@@ -140,8 +140,7 @@ class TokenRun(nn.Module):
             return self._plain[0](*xs)
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
-            if rounder.counts_samples:
-                rounder.state.samples += len(xs[0])
+            rounder.count(len(xs[0]))
         noise = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
         parameters: list[Tensor | None] = []
         for own in self.own:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import marvin
-from fixedpoint_kernels import FixedPoint, products
+from fixedpoint_kernels import FixedPoint, forward_save, products
 from marvin.integer import IntegerConv2d, convert, report, revert
 from marvin.integer.autograd import Layer, Noise, multiply
 from marvin.integer.formats import Options, Product
@@ -557,3 +557,9 @@ def test_ranks_train_alike_whole_and_sharded(tmp_path):
     same(first[2:], second[2:])
     for whole, sharded, *_ in (first, second):
         same(whole, sharded)
+
+
+def test_layers_that_keep_less_say_what_to_call_first():
+    model = nn.Sequential(nn.Linear(4, 4))
+    forward_save.convert(model, division=True)
+    assert "forward_save.convert came first" in str(marvin.integer.convert(model))

@@ -266,6 +266,22 @@ def test_gradient_accumulation_decides_the_same():
     assert traces[0] == traces[1]
 
 
+def test_two_models_of_one_optimizer_count_a_sample_once():
+    first, second = nn.Linear(4, 3), nn.Linear(3, 2)
+    named = [*first.named_parameters("first"), *second.named_parameters("second")]
+    optimizer = Quantized(torch.optim.SGD(named, lr=0.1), LossBudgetPolicy())
+    marvin.quantize_activations(first, optimizer)
+    handle = marvin.quantize_activations(second, optimizer)
+    loss = second(first(torch.ones(5, 4))).square().mean()
+    loss.backward()
+    assert optimizer.forward_state.samples == 5
+    optimizer.step(loss=loss)
+    handle.remove()
+    marvin.quantize_activations(second, optimizer)
+    second(first(torch.ones(7, 4)))
+    assert optimizer.forward_state.samples == 7
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoint_counts_a_sample_once(use_reentrant):
     """It runs the first layer twice; samples that counted twice would double the gradients' power."""
