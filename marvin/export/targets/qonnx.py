@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
-from marvin.export.graph.nodes import Network, Round, Weighted
+from marvin.export.graph.nodes import Network, Relu, Round, Weighted
 from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
+from marvin.export.passes.round_early import round_early
 from marvin.export.targets.onnx.graph import FloatWriter, require_exact
 from marvin.files import write_atomic
 
@@ -83,6 +84,7 @@ def to_model(network: Network) -> "onnx.ModelProto":
             raise ExportError(
                 f"{op.name}: {kind} is not written as QONNX: use ONNX, or packed files"
             )
+    network = round_early(network)
     writer = _QuantWriter(network)
     return writer.graph.model(network, writer.write(), {_DOMAIN: 1}, batch=1)
 
@@ -128,7 +130,13 @@ def execute_heads(path: str | Path, samples: Tensor, python: str = sys.executabl
 
 class _QuantWriter(FloatWriter):
     def rounded(self, op: Round) -> str:
-        return self._quant(op.name, self.float(op.inputs[0]), op.fmt)
+        source = self.float(op.inputs[0])
+        is_behind = any(
+            x.name == op.inputs[0] for x in self.network.operations if isinstance(x, Relu)
+        )
+        if not op.fmt.signed and not is_behind:  # FINN wants one there, and nothing is below 0
+            source = self.graph.node("Relu", [source], f"{op.name}.relu")
+        return self._quant(op.name, source, op.fmt)
 
     def weight(self, op: Weighted) -> str:
         values = op.weight.numpy() * op.weight_fmt.lsb
@@ -141,7 +149,8 @@ class _QuantWriter(FloatWriter):
         names = super().bias(op)
         if not names or op.bias_fmt.wl > _FLOAT32_BITS:
             return names
-        return [self._quant(f"{op.name}.bias.quant", names[0], op.bias_fmt)]
+        lsb = np.array([op.bias_fmt.lsb])
+        return [self._quant(f"{op.name}.bias.quant", names[0], op.bias_fmt, lsb)]
 
     def _quant(self, name: str, source: str, fmt: FixedPoint, lsb: object = None) -> str:
         """Add a rounding to a format, or to its codes in steps of ``lsb``."""
@@ -158,5 +167,7 @@ class _QuantWriter(FloatWriter):
 
 
 def _numbers(fmt: FixedPoint, lsb: object) -> list[tuple[str, object]]:
-    scale = fmt.lsb if lsb is None else lsb
-    return [("scale", scale), ("zero_point", 0.0), ("bits", float(fmt.wl))]
+    scale = np.array(fmt.lsb if lsb is None else lsb)
+    # of a bias, an array: else qonnx cannot take it out of its layer
+    zero_point = np.zeros((1,) * min(1, scale.ndim))
+    return [("scale", scale), ("zero_point", zero_point), ("bits", float(fmt.wl))]

@@ -120,6 +120,17 @@ def test_nodes_are_those_that_runtimes_know(ranged):
             assert constants[node.input[2]] == 0
 
 
+@pytest.mark.parametrize(("bits", "kinds"), [(7, {"int8"}), (8, {"int8", "uint8"})])
+def test_short_unsigned_words_are_int8(bits, kinds, ranged):
+    """TensorRT has no uint8."""
+    _, network, x = ranged(bits=(bits, bits))
+    model = exporter.to_model(round_sums(network, x, bits), "qdq")
+    found = {c.name: onnx.numpy_helper.to_array(c).dtype.name for c in model.graph.initializer}
+    zeros = [node.input[2] for node in model.graph.node if node.op_type == "QuantizeLinear"]
+    assert {found[name] for name in zeros} == kinds
+    assert any(not fmt.signed for fmt in network.formats().values())
+
+
 def large():
     """Return a layer whose sums are longer than float32."""
     layer = nn.Linear(64, 50)

@@ -1,12 +1,17 @@
 import os
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from marvin.export import ExportError, describe, integer, qonnx, round_sums
+from marvin.export.graph.nodes import MaxPool, Round
+from marvin.export.passes.round_early import round_early
+from train.resnet20 import resnet20
 
 onnx = pytest.importorskip("onnx")
 
@@ -67,7 +72,9 @@ def test_nodes_have_the_true_word_lengths(digits):
     assert len(quants) == len(network.formats()) + 5  # three weights, two biases
     for node in quants:
         assert node.domain == "qonnx.custom_op.general"
-        assert [float(values[name]) for name in node.input[1:]] == [2**-4, 0, 6]
+        scale, zero, bits = (values[name].item() for name in node.input[1:])
+        signed = {a.name: a.i for a in node.attribute}["signed"]
+        assert [scale, zero, bits + (not signed)] == [2**-4, 0, 6]  # 5 where nothing is below 0
     assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1
     assert model.ir_version == 10
 
@@ -113,36 +120,117 @@ def test_without_qonnx_one_line_says_what_to_install(plain, tmp_path):
         qonnx.execute(tmp_path / "net.onnx", x)
 
 
+def activations(model):
+    """Yield each rounding of activations, with the node before it."""
+    constants = {c.name for c in model.graph.initializer}
+    makers = {output: node for node in model.graph.node for output in node.output}
+    for node in model.graph.node:
+        if node.op_type == "Quant" and node.input[0] not in constants:
+            yield node, makers.get(node.input[0])
+
+
+def pooled():
+    """Rounds behind pools and shapes, behind two users of a ReLU, and before one."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1), nn.ReLU(),
+        nn.AvgPool2d(2), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["digits", "plain", "branches", "pooled", "resnet20"])
+def test_nodes_are_what_finn_takes(kind, digits, plain, ranged):
+    """Its ``ConvertQONNXtoFINN`` refuses others: a sign behind ReLU, none elsewhere, zero points, two users."""
+    found = {
+        "digits": lambda: digits(6, 4),
+        "plain": lambda: plain(6, 4),
+        "branches": lambda: ranged(bits=(4, 5)),
+        "pooled": lambda: ranged(pooled, (4, 5)),
+        "resnet20": lambda: ranged(lambda: resnet20(10, 2, 2), (4, 5)),
+    }
+    _, network, x = found[kind]()
+    for one in (network, round_sums(network, x)):
+        model = qonnx.to_model(one)
+        users = Counter(name for node in model.graph.node for name in node.input)
+        values = {c.name: onnx.numpy_helper.to_array(c) for c in model.graph.initializer}
+        seen = set()
+        for node, before in activations(model):
+            signed, narrow = (
+                {a.name: a.i for a in node.attribute}[n] for n in ("signed", "narrow")
+            )
+            is_behind_relu = before is not None and before.op_type == "Relu"
+            assert signed == (not is_behind_relu), node.name
+            assert not (is_behind_relu and narrow)
+            assert not is_behind_relu or users[before.output[0]] == 1  # FINN takes the ReLU away
+            seen.add(signed)
+        assert 0 in seen
+        for node in model.graph.node:
+            if node.op_type == "Quant":
+                assert values[node.input[2]].item() == 0
+                assert values[node.input[3]].item() in range(2, 25)
+                if node.input[0] in values:
+                    assert users[node.output[0]] == 1
+
+
+@pytest.mark.parametrize("kind", ["digits", "plain", "branches", "pooled"])
+@pytest.mark.parametrize("bits", [3, 6])
+def test_values_stay_where_roundings_move(kind, bits, digits, plain, ranged):
+    found = {
+        "digits": lambda: digits(bits, bits - 2),
+        "plain": lambda: plain(bits, bits - 2),
+        "branches": lambda: ranged(bits=(bits, bits)),
+        "pooled": lambda: ranged(pooled, (bits, bits)),
+    }
+    _, network, x = found[kind]()
+    early = round_early(network)
+    want, got = integer.run_all(network, 3 * x), integer.run_all(early, 3 * x)
+    for name in early.values.keys() & network.values.keys():
+        shift = early.values[name].fl - network.values[name].fl
+        assert (got[name] * 2.0**-shift == want[name]).all(), name
+        value = early.values[name]
+        assert value.low <= got[name].min() <= got[name].max() <= value.high
+    assert next(iter(early.outputs.values())) in network.values
+    if kind == "pooled":
+        pool = next(op for op in early.operations if isinstance(op, MaxPool))
+        assert isinstance(early.operation(pool.inputs[0]), Round)
+
+
 _PASSES = """
 import sys
 import numpy as np
 from qonnx.core.modelwrapper import ModelWrapper
 from qonnx.core.onnx_exec import execute_onnx
 from qonnx.transformation.channels_last import ConvertToChannelsLastAndClean
+from qonnx.transformation.extract_conv_bias import ExtractBiasFromConv
+from qonnx.transformation.gemm_to_matmul import GemmToMatMul
+from qonnx.transformation.infer_datatypes import InferDataTypes
 from qonnx.util.cleanup import cleanup_model
 model = cleanup_model(ModelWrapper(sys.argv[1]))
 last = model.transform(ConvertToChannelsLastAndClean())
 assert "channels_last" in " ".join(node.domain for node in last.graph.node)
+apart = model.transform(ExtractBiasFromConv()).transform(GemmToMatMul()).transform(InferDataTypes())
+kinds = [node.op_type for node in apart.graph.node]
+assert all(len(node.input) == 2 for node in apart.graph.node if node.op_type == "Conv")
+assert "Gemm" not in kinds and "MatMul" in kinds
 def run(model, x):
     name, = (value.name for value in model.graph.input)
     result, = execute_onnx(model, {name: x}).values()
     return result
 samples = np.load(sys.argv[2])
-found = [np.concatenate([run(m, x[None]) for x in samples]) for m in (model, last)]
+found = [np.concatenate([run(m, x[None]) for x in samples]) for m in (model, last, apart)]
 np.savez(sys.argv[3], *found)
 """
 
 
 @needs_qonnx
 def test_cleanup_and_channels_last_leave_the_integers(digits, tmp_path):
-    """The passes that FINN begins with."""
+    """The passes that FINN begins with; biases with formats of their own leave their layers."""
     _, network, x = digits(8, 5)
     qonnx.save(network, tmp_path / "net.onnx")
     np.save(tmp_path / "x.npy", (2 * x[:2]).numpy())
     words = [tmp_path / name for name in ("net.onnx", "x.npy", "y.npz")]
     subprocess.run([str(PYTHON), "-c", _PASSES, *map(str, words)], check=True, capture_output=True)
     with np.load(tmp_path / "y.npz") as found:
-        assert len(found.files) == 2
+        assert len(found.files) == 3
         for name in found.files:
             got = torch.from_numpy(found[name]).double()
             torch.testing.assert_close(got, integer.run(network, 2 * x[:2]), rtol=0, atol=0)

@@ -27,7 +27,8 @@ class QdqWriter(Int16Writer):
     def rounded(self, op: Round) -> str:
         """Add bounds where the word is shorter than its container, quantise, and dequantise."""
         source, fmt, graph = self.float(op.inputs[0]), op.fmt, self.graph
-        kind = container(fmt)
+        is_int8 = fmt.min_code >= -128 and fmt.max_code < 128  # TensorRT has no uint8
+        kind = np.int8 if is_int8 else container(fmt)
         info = np.iinfo(kind)
         if (fmt.min_code, fmt.max_code) != (info.min, info.max):
             bounds = [self.number("bound", bound) for bound in (fmt.min, fmt.max)]
