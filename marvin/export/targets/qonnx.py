@@ -82,7 +82,7 @@ def to_model(network: Network) -> "onnx.ModelProto":
         if isinstance(op, Constant | Embedding | MatMul | Norm | Softmax):
             kind = type(op).__name__
             raise ExportError(
-                f"{op.name}: {kind} is not written as QONNX: use ONNX, or packed files"
+                f"{op.name}: {kind} is not written as QONNX: export it to c, onnx or packed"
             )
     network = round_early(network)
     writer = _QuantWriter(network)

@@ -365,9 +365,15 @@ def test_a_norm_of_several_dimensions_is_named():
 
 @pytest.mark.parametrize(("target", "message"), [(qonnx, "QONNX"), (hls4ml, "hls4ml")])
 def test_targets_without_transformers_say_so(target, message, tmp_path):
+    """And what has them."""
     model, x = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3)), torch.randn(4, 6)
     network = describe(marvin.calibrate(model, [x]), x)
-    with pytest.raises(ExportError, match=f"1: Norm .*{message}"):
+    with pytest.raises(ExportError, match=f"1: Norm .*{message}: export it to c, onnx or packed"):
+        target.save(network, tmp_path / "net")
+    text = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 3))
+    ids = torch.randint(0, 9, (4, 3))
+    network = describe(marvin.calibrate(text, [ids]), ids)
+    with pytest.raises(ExportError, match=f"0: Embedding .*{message}: export it to c, onnx or pa"):
         target.save(network, tmp_path / "net")
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from marvin.export.errors import ExportError, require
 from marvin.export.graph.nodes import Add, Affine, Conv, Linear, Network, Operation, Relu, Round
+from marvin.export.graph.transformers import Embedding
 from marvin.export.targets.hls4ml.layers import LAYERS, channels_last, check, exact, rounding
 
 __all__ = ["Hardware", "Project", "save", "write"]
@@ -217,6 +218,8 @@ class _Writer:
 
     def _input(self, users: list[Operation]) -> None:
         (first, *others) = users
+        if isinstance(first, Embedding):
+            check(first)
         if others or not isinstance(first, Round):
             raise ExportError("hls4ml rounds the input once; this network has several roundings")
         name = self._identifier(self.network.input.name)

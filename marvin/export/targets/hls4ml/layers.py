@@ -22,6 +22,7 @@ from marvin.export.graph.nodes import (
     Round,
     Value,
 )
+from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 
 __all__ = ["LAYERS", "channels_last", "check", "exact", "rounding"]
 
@@ -200,9 +201,10 @@ def check(op: Operation) -> None:
     """
     if type(op) not in LAYERS:
         kind = getattr(op, "function", type(op).__name__)
-        raise ExportError(
-            f"{op.name}: {kind} is not written for hls4ml: use ReLU and max pooling, or another target"
-        )
+        is_row = isinstance(op, Constant | Embedding | MatMul | Norm | Softmax)
+        other = "use ReLU and max pooling, or another target"
+        instead = "export it to c, onnx or packed" if is_row else other
+        raise ExportError(f"{op.name}: {kind} is not written for hls4ml: {instead}")
     kernel = op.weight.shape[2:] if isinstance(op, Conv) else getattr(op, "kernel", (1, 1))
     if len(kernel) != 2:
         raise ExportError(
