@@ -110,9 +110,9 @@ def largest(
         ValueError: Not even two samples fit, any number does, or a trial failed.
     """
     counted, trial = trial, trial._replace(is_counted=False)
-    # the first compiles kernels, which takes memory once
-    fits, other = (run(counted._replace(batch=batch, is_counted=True)) for batch in FIRST)
-    more = (other.counted_peak_bytes - fits.counted_peak_bytes) / (other.batch - fits.batch)
+    least, other = (run(counted._replace(batch=batch, is_counted=True)) for batch in FIRST)
+    more = (other.counted_peak_bytes - least.counted_peak_bytes) / (other.batch - least.batch)
+    fits = run(trial._replace(batch=least.batch))  # the first compiled kernels, which takes memory
     if fits.peak_bytes > memory_bytes:
         raise ValueError(
             f"{trial.way}: a batch of {fits.batch} takes {binary(fits.peak_bytes)}, "

@@ -200,9 +200,9 @@ def _why_not(module: nn.Module) -> str:
     """Say why a layer does not multiply integers; "" where it does."""
     if type(module) in CLASSES:
         return "not converted"
-    if is_converted(module):
-        return "forward_save.convert came first: revert it, call integer.convert, then that again"
     if not isinstance(module, tuple(CLASSES.values())):
+        if is_converted(module):
+            return "forward_save.convert came first: revert it, call integer.convert, then again"
         return f"there is no integer product for {type(module).__name__}"
     formats = carried(module)[0]
     if formats == ModuleFormats():

@@ -68,8 +68,19 @@ def test_counted_bytes_save_trials():
     found = batch.largest(TRIAL, 5000 * MIB, run, precision=0.05)
     assert found.peak_bytes <= 5000 * MIB
     assert found.batch >= 0.95 * 4000
-    assert tried[:3] == [*batch.FIRST, pytest.approx(4800, rel=0.01)]
-    assert len(tried) <= 6
+    assert tried[:4] == [2, 16, 2, pytest.approx(4800, rel=0.01)]
+    assert len(tried) <= 7
+
+
+def test_the_first_process_compiles_kernels_which_does_not_count():
+    tried = []
+
+    def run(trial):
+        tried.append(trial.batch)
+        peak = 200 * MIB + trial.batch * MIB + (len(tried) == 1) * 900 * MIB
+        return Found(trial.way, trial.batch, peak, 0, trial.batch * MIB, 0, 1.0)
+
+    assert batch.largest(TRIAL, 600 * MIB, run).batch == 400
 
 
 def test_what_fits_always():
