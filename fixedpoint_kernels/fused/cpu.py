@@ -187,128 +187,127 @@ def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums
         at = end
 
 
-def region(
-    table, reals, details, begin, end, images, chunk, scratch, scratch_bytes, places, threads
-):
-    """Run the operations ``begin`` to ``end`` on all images.
+def run_regions(table, reals, details, regions, images, scratch, scratch_bytes, places, threads):
+    """Run operations on all images, region by region.
 
     Args:
         table: (operations, ...) int64, see ``fields``.
         reals: (operations, 3) float32: scale, lowest and highest code.
         details: (operations, ...) int64, rows of ``jobs``.
-        begin: First operation.
-        end: After the last one.
+        regions: (regions, 3) int64: first operation, after the last one, and how many images a
+            thread takes at a time.
         images: How many.
-        chunk: How many a thread takes at a time.
         scratch: Address of each thread's memory, one after the other.
         scratch_bytes: Of a thread.
         places: (7,) int64: where in it which part begins, see ``fields``.
         threads: How many.
     """
-    for k in range(begin, end):
-        d = table[k]
-        if d[f.KIND] == f.COEFFICIENTS:
-            if d[f.HAS_NORM]:
-                coefficients(d, threads)
-            else:
-                bias(d)
-        elif d[f.KIND] == f.GRADIENT_COEFFICIENTS:
-            gradient_coefficients(d, images)
-    for thread in prange(threads):
-        own = scratch + thread * scratch_bytes
-        work, dz, codes, dx = own, own + places[1], own + places[2], own + places[3]
-        sums, recent_at = own + places[4], own + places[5]
-        weight_sums = own + places[6]
-        order, scales = np.empty(chunk, np.int64), np.empty(chunk, np.float64)
-        largest = np.empty(passes.BLOCK, np.int32)
-        held = np.zeros((end - begin, 3), np.float64)
-        enter()
+    for number in range(len(regions)):
+        begin, end, chunk = regions[number]
         for k in range(begin, end):
-            if table[k, f.KIND] == f.WEIGHT_PRODUCT:
-                j, at = details[k], weight_sums + table[k, f.SUMS]
-                tiles.blank(at, j[jobs.SUMS_SIZE] * 4, 0)
-        last = images * (thread + 1) // threads
-        for first in range(images * thread // threads, last, chunk):
-            count = min(chunk, last - first)
+            d = table[k]
+            if d[f.KIND] == f.COEFFICIENTS:
+                if d[f.HAS_NORM]:
+                    coefficients(d, threads)
+                else:
+                    bias(d)
+            elif d[f.KIND] == f.GRADIENT_COEFFICIENTS:
+                gradient_coefficients(d, images)
+        for thread in prange(threads):
+            own = scratch + thread * scratch_bytes
+            work, dz, codes, dx = own, own + places[1], own + places[2], own + places[3]
+            sums, recent_at = own + places[4], own + places[5]
+            weight_sums = own + places[6]
+            order, scales = np.empty(chunk, np.int64), np.empty(chunk, np.float64)
+            largest = np.empty(passes.BLOCK, np.int32)
+            held = np.zeros((end - begin, 3), np.float64)
+            enter()
             for k in range(begin, end):
-                d, j = table[k], details[k]
-                kind = d[f.KIND]
-                if kind == f.VALUE:
-                    clamped = np.int64(0)
-                    for n in range(first, first + count):
-                        clamped += _make_value(d, n, reals[k, 0], reals[k, 1], reals[k, 2])
-                    if d[f.CLAMPED]:
-                        _count(d[f.CLAMPED], thread, clamped)
-                elif kind == f.PRODUCT:
-                    groups = (j[jobs.OUT_CHANNELS] + 15) // 16
-                    recent = carray(pointer_to(recent_at), (groups, 48), np.int64)
-                    place = d[f.STATISTICS] + thread * groups * 384
-                    totals = carray(pointer_to(place), (groups, 48), np.int64)
-                    if d[f.HAS_NORM]:
-                        tiles.blank(recent_at, groups * 384, 0)
-                    for n in range(first, first + count, j[jobs.SLOTS]):
-                        slots = min(j[jobs.SLOTS], first + count - n)
-                        for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
-                            rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
-                            write_outputs(
-                                j, d[f.X], n, slots, row, rows, d[f.WEIGHTS], d[f.BEGIN],
-                                d[f.POWERS], recent, d[f.OUT], work,
-                            )  # fmt: skip
-                            if d[f.HAS_NORM]:
-                                jobs.flush(totals, recent)
-                elif kind == f.GRADIENT:
-                    for n in range(first, first + count):
-                        slot = n - first
-                        place = codes + slot * d[f.CODES_STEP]
-                        _round_gradient(d, n, slot, dz, place, scales, largest)
-                    _sort(order, scales, count, first // chunk % 2 == 1)
-                elif kind == f.WEIGHT_PRODUCT:
+                if table[k, f.KIND] == f.WEIGHT_PRODUCT:
+                    j, at = details[k], weight_sums + table[k, f.SUMS]
+                    tiles.blank(at, j[jobs.SUMS_SIZE] * 4, 0)
+            last = images * (thread + 1) // threads
+            for first in range(images * thread // threads, last, chunk):
+                count = min(chunk, last - first)
+                for k in range(begin, end):
+                    d, j = table[k], details[k]
+                    kind = d[f.KIND]
+                    if kind == f.VALUE:
+                        clamped = np.int64(0)
+                        for n in range(first, first + count):
+                            clamped += _make_value(d, n, reals[k, 0], reals[k, 1], reals[k, 2])
+                        if d[f.CLAMPED]:
+                            _count(d[f.CLAMPED], thread, clamped)
+                    elif kind == f.PRODUCT:
+                        groups = (j[jobs.OUT_CHANNELS] + 15) // 16
+                        recent = carray(pointer_to(recent_at), (groups, 48), np.int64)
+                        place = d[f.STATISTICS] + thread * groups * 384
+                        totals = carray(pointer_to(place), (groups, 48), np.int64)
+                        if d[f.HAS_NORM]:
+                            tiles.blank(recent_at, groups * 384, 0)
+                        for n in range(first, first + count, j[jobs.SLOTS]):
+                            slots = min(j[jobs.SLOTS], first + count - n)
+                            for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
+                                rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
+                                write_outputs(
+                                    j, d[f.X], n, slots, row, rows, d[f.WEIGHTS], d[f.BEGIN],
+                                    d[f.POWERS], recent, d[f.OUT], work,
+                                )  # fmt: skip
+                                if d[f.HAS_NORM]:
+                                    jobs.flush(totals, recent)
+                    elif kind == f.GRADIENT:
+                        for n in range(first, first + count):
+                            slot = n - first
+                            place = codes + slot * d[f.CODES_STEP]
+                            _round_gradient(d, n, slot, dz, place, scales, largest)
+                        _sort(order, scales, count, first // chunk % 2 == 1)
+                    elif kind == f.WEIGHT_PRODUCT:
+                        size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
+                        totals = doubles(d[f.TOTALS] + 8 * thread * size, size)
+                        at = weight_sums + d[f.SUMS]
+                        add_weights(
+                            d, j, first, count, d[f.X], codes, order, scales, totals, work, at,
+                            held[k - begin],
+                        )  # fmt: skip
+                    elif kind == f.INPUT_PRODUCT:
+                        if d[f.ZEROES]:  # some places meet no weight
+                            tiles.blank(dx, 4 * count * d[f.PADDED], 0)
+                        groups = (j[jobs.OUT_CHANNELS] + 15) // 16
+                        recent = carray(pointer_to(recent_at), (groups, 48), np.int64)
+                        power = d[f.POWERS] + 4 * first
+                        for n in range(0, count, j[jobs.SLOTS]):
+                            slots = min(j[jobs.SLOTS], count - n)
+                            for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
+                                rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
+                                write_outputs(
+                                    j, codes, n, slots, row, rows, d[f.WEIGHTS], d[f.BEGIN], power,
+                                    recent, dx + d[f.OUT], work,
+                                )  # fmt: skip
+                    elif kind == f.FINISH:
+                        for n in range(first, first + count):
+                            place = dx + 4 * (n - first) * d[f.PADDED]
+                            _finish(d, n, place, sums)
+                    elif kind == f.POOL:
+                        for n in range(first, first + count):
+                            pool(d, n)
+                    elif kind == f.UNPOOL:
+                        step = 4 * carray(pointer_to(d[f.WINDOWS]), 3, np.int64)[2]
+                        for n in range(first, first + count):
+                            unpool(d, n, dx + (n - first) * step)
+            for k in range(begin, end):
+                if table[k, f.KIND] == f.WEIGHT_PRODUCT and (
+                    held[k - begin, 0] > 0 or held[k - begin, 2] == 0
+                ):
+                    j = details[k]
                     size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
-                    totals = doubles(d[f.TOTALS] + 8 * thread * size, size)
-                    at = weight_sums + d[f.SUMS]
-                    add_weights(
-                        d, j, first, count, d[f.X], codes, order, scales, totals, work, at,
-                        held[k - begin],
-                    )  # fmt: skip
-                elif kind == f.INPUT_PRODUCT:
-                    if d[f.ZEROES]:  # some places meet no weight
-                        tiles.blank(dx, 4 * count * d[f.PADDED], 0)
-                    groups = (j[jobs.OUT_CHANNELS] + 15) // 16
-                    recent = carray(pointer_to(recent_at), (groups, 48), np.int64)
-                    power = d[f.POWERS] + 4 * first
-                    for n in range(0, count, j[jobs.SLOTS]):
-                        slots = min(j[jobs.SLOTS], count - n)
-                        for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
-                            rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
-                            write_outputs(
-                                j, codes, n, slots, row, rows, d[f.WEIGHTS], d[f.BEGIN], power,
-                                recent, dx + d[f.OUT], work,
-                            )  # fmt: skip
-                elif kind == f.FINISH:
-                    for n in range(first, first + count):
-                        place = dx + 4 * (n - first) * d[f.PADDED]
-                        _finish(d, n, place, sums)
-                elif kind == f.POOL:
-                    for n in range(first, first + count):
-                        pool(d, n)
-                elif kind == f.UNPOOL:
-                    step = 4 * carray(pointer_to(d[f.WINDOWS]), 3, np.int64)[2]
-                    for n in range(first, first + count):
-                        unpool(d, n, dx + (n - first) * step)
-        for k in range(begin, end):
-            if table[k, f.KIND] == f.WEIGHT_PRODUCT and (
-                held[k - begin, 0] > 0 or held[k - begin, 2] == 0
-            ):
-                j = details[k]
-                size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
-                totals = doubles(table[k, f.TOTALS] + 8 * thread * size, size)
-                flipped = FLIPS != 0 and j[jobs.SIGNED] != 0
-                _fold(j, weight_sums + table[k, f.SUMS], totals, held[k - begin], flipped)
-        leave()
+                    totals = doubles(table[k, f.TOTALS] + 8 * thread * size, size)
+                    flipped = FLIPS != 0 and j[jobs.SIGNED] != 0
+                    _fold(j, weight_sums + table[k, f.SUMS], totals, held[k - begin], flipped)
+            leave()
 
 
 def run(path: str, parallel: bool) -> Any:
-    """Return ``region`` with the tiles of a path."""
+    """Return ``run_regions`` with the tiles of a path."""
     parts = jobs.write_spots, jobs.write_outputs, jobs.spread_weights
     parts += jobs.multiply_spots, jobs.multiply_weights, add_weights
-    return compiled(region, path, *parts)[parallel]
+    return compiled(run_regions, path, *parts)[parallel]

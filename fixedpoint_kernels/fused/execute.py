@@ -179,21 +179,17 @@ def _run(
     weights.pack_weights(parallel)(
         direction.tasks, direction.task_reals, program.spare, program.spare_bytes, program.threads
     )
-    region = cpu.run(program.path, parallel)
-    for begin, end, chunk in direction.regions:
-        region(
-            direction.table,
-            direction.reals,
-            direction.details,
-            begin,
-            end,
-            program.images,
-            chunk,
-            program.scratch,
-            program.scratch_bytes,
-            program.places,
-            program.threads,
-        )
+    cpu.run(program.path, parallel)(
+        direction.table,
+        direction.reals,
+        direction.details,
+        direction.regions,
+        program.images,
+        program.scratch,
+        program.scratch_bytes,
+        program.places,
+        program.threads,
+    )
 
 
 def _fill(

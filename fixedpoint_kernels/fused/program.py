@@ -37,12 +37,12 @@ class Region(NamedTuple):
 
 @dataclass
 class Pass:
-    """Operations of one direction, and weights to be laid out before."""
+    """Operations of one direction, and weights to be laid out before; see ``cpu.run_regions``."""
 
     table: np.ndarray
     reals: np.ndarray
     details: np.ndarray
-    regions: list[Region]
+    regions: np.ndarray
     addresses: Addresses
     tasks: np.ndarray
     task_reals: np.ndarray
@@ -139,7 +139,8 @@ class Program(Layout):
         numbers, reals, addresses = table(operations)
         tasks, task_reals, task_addresses = table(self.tasks)
         self.tasks = []
-        return Pass(numbers, reals, rows, found, addresses, tasks, task_reals, task_addresses)
+        own = np.array(found, np.int64)
+        return Pass(numbers, reals, rows, own, addresses, tasks, task_reals, task_addresses)
 
     def _place_buffers(self, operations: list[Operation], regions: list[Region]) -> None:
         """Give buffers memory; those that are never needed together share it."""

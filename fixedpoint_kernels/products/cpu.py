@@ -4,6 +4,7 @@ A thread copies a block of images with its border, and multiplies it while it is
 kernel is made once for each path from one definition, of other tiles.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,38 +107,78 @@ def _correlate_weights(d, x, table, order, shifts, grad, totals, flips, threads)
         keep(memory, sums_memory)
 
 
+class _Plan(NamedTuple):
+    """What products of one shape that write outputs share; nothing writes to it."""
+
+    cut: Blocks
+    described: jobs.Described
+    runs: Runs
+    taps: np.ndarray
+
+
+@lru_cache(maxsize=256)
+def _plan_of_outputs(
+    part: Correlation,
+    images: int,
+    size: tuple[int, int],
+    channels: int,
+    least: int,
+    grain: int,
+    steps: tuple[int, int, int, int],
+    element_size: int,
+    kind: int,
+    signed: bool,
+) -> _Plan:
+    """Return the plan of a correlation that writes outputs; see ``jobs.describe_outputs``."""
+    cut = blocks(part, images, size, channels, least, grain=grain)
+    found = runs(cut, grain)
+    described = jobs.describe_outputs(cut, found, part, steps, element_size, kind, signed)
+    return _Plan(cut, described, found, np.array(part.taps))
+
+
+@lru_cache(maxsize=256)
+def _plan_of_weights(
+    part: Correlation,
+    images: int,
+    size: tuple[int, int],
+    channels: int,
+    least: int,
+    grain: int,
+    outputs: int,
+    signed: bool,
+) -> tuple[Blocks, jobs.Described]:
+    """Return the plan of a correlation for weights; see ``jobs.describe_weights``."""
+    cut = blocks(part, images, size, channels, least, LONGEST_SUM, grain)
+    return cut, jobs.describe_weights(cut, part, outputs, signed)
+
+
 class _Weights(NamedTuple):
     """Weights laid out for tiles."""
 
     memory: np.ndarray
     address: int
-    begin: (
-        np.ndarray
-    )  # (1 or 1 + places, 16 * groups) int32: what sums start from, in all and by place
-    runs: Runs
+    # (1 or 1 + places, 16 * groups) int32: what sums start from, in all and by place
+    begin: np.ndarray
 
 
-def _packed(
-    weight: Tensor, part: Correlation, cut: Blocks, path: str, is_turned: bool, flips: bool
-) -> _Weights:
+def _packed(weight: Tensor, plan: _Plan, is_turned: bool, flips: bool) -> _Weights:
     """Lay out weights (o, c, r, s) for a correlation; turned, outputs are ``c``."""
-    found = runs(cut, GRAINS[path])
+    found, own = plan.runs, plan.cut.spots
     laid = weight.permute(0, 2, 3, 1).contiguous().numpy()
-    outputs, inputs = (
-        (laid.shape[3], laid.shape[0]) if is_turned else (laid.shape[0], laid.shape[3])
-    )
+    outputs, inputs = laid.shape[0], laid.shape[3]
+    if is_turned:
+        outputs, inputs = inputs, outputs
     padded = -(outputs // -16) * 16
     memory = np.empty(padded * found.depth + 64, np.uint8)
     address = -(memory.ctypes.data // -64) * 64
-    own = cut.spots
     begin = np.zeros((1 if own is None else 1 + len(own.meets), padded), np.int32)
-    taps, step = np.array(part.taps), laid[:1].size
+    step = laid[:1].size
     rest = outputs, inputs, step, is_turned, begin[0], address
-    pack(laid.ctypes.data, taps, found.offsets, found.depth, *rest)
+    pack(laid.ctypes.data, plan.taps, found.offsets, found.depth, *rest)
     if own is not None and flips:
         sum_taps(address, found.depth, padded // 16, inputs, own.meets, begin[1:])
     begin *= np.int32(-128) if flips else np.int32(0)
-    return _Weights(memory, address, begin, found)
+    return _Weights(memory, address, begin)
 
 
 def _run_correlation(
@@ -159,26 +200,24 @@ def _run_correlation(
     parallel = is_parallel(macs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1
     least = 2 * threads if parallel else 1
-    cut = blocks(part, images, (height, width), channels, least, grain=GRAINS[path])
-    packed = _packed(weight, part, cut, path, is_turned, flips)
     kind = tiles.KINDS[str(out.dtype).removeprefix("torch.")] + 3 * by_image
-    groups = packed.begin.shape[1] // 16
-    if statistics is not None:
-        kind += 6
-        both = np.zeros((2, threads, groups, 48), np.int64)
-    else:
-        both = np.zeros((2, threads, groups, 0), np.int64)
-    if scales is None:
-        scales = np.ones(1, np.float32)
+    kind += 6 * (statistics is not None)
     size = out.element_size()
     image, row, column = (size * n for n in out.stride()[:3])
+    plan = _plan_of_outputs(
+        part, images, (height, width), channels, least, GRAINS[path],
+        (image, row, column, out.shape[3]), size, kind, signed,
+    )  # fmt: skip
+    packed = _packed(weight, plan, is_turned, flips)
+    groups, kept = packed.begin.shape[1] // 16, 0 if statistics is None else 48
+    both = np.zeros((2, threads, groups, kept), np.int64)
+    if scales is None:
+        scales = np.ones(1, np.float32)
     start = out.data_ptr() + part.first[0] * row + part.first[1] * column
-    steps = image, row, column, out.shape[3]
-    found = jobs.describe_outputs(cut, packed.runs, part, steps, size, kind, signed)
     compiled(_correlate, path, jobs.write_spots, jobs.write_outputs)[parallel](
-        found.row,
+        plan.described.row,
         x.data_ptr(),
-        cut.jobs,
+        plan.cut.jobs,
         packed.address,
         packed.begin.ctypes.data,
         scales,
@@ -282,13 +321,14 @@ def weight_gradient(
         least = 2 * threads if parallel else 1
         signed = x.dtype is torch.int8
         grain = 0 if signed else GRAINS[path]
-        cut = blocks(part, images, (height, width), channels, least, LONGEST_SUM, grain)
+        cut, described = _plan_of_weights(
+            part, images, (height, width), channels, least, grain, outputs, signed
+        )
         table, job_shifts = _sorted_jobs(cut, shifts)
         source, target = _laid(x), _laid(grad)
-        found = jobs.describe_weights(cut, part, outputs, signed)
         parts = jobs.spread_weights, jobs.multiply_spots, jobs.multiply_weights
         compiled(_correlate_weights, path, *parts)[parallel](
-            found.row,
+            described.row,
             source.data_ptr(),
             table,
             order,

@@ -38,6 +38,7 @@ def trained(tmp_path_factory):
     return folder, run(2, folder, "compare")
 
 
+@pytest.mark.slow
 def test_sharded_parameters_are_as_whole_ones(trained):
     _, switches = trained
     assert {kind for kind, count in switches.items() if count >= 6} == {
@@ -45,6 +46,7 @@ def test_sharded_parameters_are_as_whole_ones(trained):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", fsdp.SAVED)
 def test_one_process_goes_on_from_a_sharded_checkpoint(trained, kind):
     fsdp.resume(trained[0], kind, spread=False)

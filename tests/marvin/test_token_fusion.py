@@ -539,6 +539,7 @@ torch.save(found, f"{folder}/{{rank}}")
 """
 
 
+@pytest.mark.slow
 def test_ranks_train_alike_and_add_up_batches(tmp_path):
     """Weights of two processes end equal, and near those of layers that run one by one."""
     script = tmp_path / "ranks.py"

@@ -97,6 +97,7 @@ def test_what_never_fits():
         batch.largest(TRIAL, 100 * MIB, run)
 
 
+@pytest.mark.slow
 def test_the_process_takes_what_was_counted():
     """Twice: 32 MiB of batch, and what a step makes of it, which dwarfs all else."""
     kept = Trial(f"{__name__}:model", (256,), "float32", "exact", 2**15)

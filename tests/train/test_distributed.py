@@ -76,6 +76,7 @@ def assert_same(got, want):
     assert is_same(RunFolder(got).load_checkpoint(), RunFolder(want).load_checkpoint())
 
 
+@pytest.mark.slow
 def test_a_run_on_two_processes_and_one_that_a_killed_one_ended(tmp_path, tiny, prepare):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     out = finish(start(whole))

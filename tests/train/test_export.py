@@ -354,6 +354,7 @@ def test_an_epoch_of_the_front_is_exported(tmp_path, capsys):
         export(folder, "--to", "packed", "--epoch", "3")
 
 
+@pytest.mark.slow
 def test_the_runs_of_the_demo_become_c(monkeypatch, tmp_path, capsys):
     """As a user types it: what make demo trains, in fixed point, in float32 and on integer units."""
     monkeypatch.chdir(tmp_path)

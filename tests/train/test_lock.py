@@ -43,6 +43,7 @@ def test_a_second_process_is_told_who_writes_and_changes_nothing(tiny, tmp_path)
             table.table([folder])
 
 
+@pytest.mark.slow
 def test_two_fresh_trainers_on_one_folder(tmp_path):
     command = [sys.executable, "-m", "train.resnet20", "--run", str(tmp_path / "run")]
     processes = [

@@ -126,7 +126,7 @@ def assert_same(network, other):
 
 
 @pytest.mark.parametrize("policy", ["msgd", "budget"])
-@pytest.mark.parametrize("kind", ["mlp", "resnet"])
+@pytest.mark.parametrize("kind", ["mlp", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_a_saved_frozen_model_is_exported_and_verified(saved, kind, policy, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     _, frozen, model, optimizer, x = saved(kind, policy)

@@ -378,7 +378,7 @@ def test_targets_without_transformers_say_so(target, message, tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
-@pytest.mark.parametrize("make", ["vision", "text", "padded"])
+@pytest.mark.parametrize("make", ["vision", "text", pytest.param("padded", marks=pytest.mark.slow)])
 def test_a_transformer_is_proved_as_c(make, tmp_path):
     """By all compilers, under sanitizers, with vectors and without, and on a microcontroller."""
     model, x = {"vision": small_vit, "text": bert, "padded": padded}[make]()
