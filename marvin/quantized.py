@@ -205,10 +205,11 @@ class Quantized(WithMasters):
             FloatingPointError: The loss or a gradient is not finite.
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, or another
                 optimizer was made for the same parameters since.
-            TypeError: ``closure`` is a loss, or ``loss`` no number.
+            TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
             ValueError: ``loss`` has more than one element.
         """
         check_step(closure)
+        check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
         self._check_owner()
         if closure is not None:
             with torch.enable_grad():
@@ -299,9 +300,11 @@ class Quantized(WithMasters):
         they are: load them with the model's own state.
 
         Raises:
+            TypeError: The model was made float64.
             ValueError: ``state_dict`` is not of this kind, policy or wrapped optimizer, or its
                 parameters differ.
         """
+        check_dtypes(self._layout.names, type(self).__name__)
         shapes = [(name, p.shape) for p, name in self._layout.names.items()]
         saved = states.checked(state_dict, self.policy, type(self.optimizer).__name__, shapes)
         common = state_dict["marvin"]

@@ -185,7 +185,10 @@ def check_dtypes(params: Iterable[torch.Tensor], who: str) -> None:
     """
     for p in params:
         if p.dtype not in _FLOATS:
-            raise TypeError(f"{who} needs float32, bfloat16 or float16 parameters, got {p.dtype}")
+            remedy = ": write model.float()" if p.dtype.is_floating_point else ""
+            raise TypeError(
+                f"{who} needs float32, bfloat16 or float16 parameters, got {p.dtype}{remedy}"
+            )
 
 
 def check_wrapped(optimizer: Optimizer, options: Mapping[str, object]) -> None:

@@ -3,13 +3,15 @@
 import dataclasses
 import functools
 import math
+import re
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from perfmodel.files import shown
 
-__all__ = ["MODELS", "check", "flag", "refuse"]
+__all__ = ["MODELS", "check", "flag", "in_flags", "refuse"]
 
 MODELS = "resnet20", "alexnet", "vit"
 MOST = 10**9  # of what is counted
@@ -80,6 +82,13 @@ def _check_number(name: str, value: object) -> None:
 def flag(name: str) -> str:
     """Return the flag of a field."""
     return "--" + name.replace("_", "-")
+
+
+def in_flags(message: str, names: Iterable[str]) -> str:
+    """Return a message about arguments in which those of ``names`` are called as their flags are."""
+    words = re.compile(r"^\w+(?= must be )|\b[a-z\d]+(?:_[a-z\d]+)+\b")
+    known = frozenset(names)
+    return words.sub(lambda word: flag(word[0]) if word[0] in known else word[0], message)
 
 
 def shown_value(value: object) -> str:

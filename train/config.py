@@ -268,6 +268,7 @@ def _check_rules(config: Config) -> None:
             POLICY.fullmatch(config.policy) is not None,
             "marvin, muppet, loss-budget, static, none or fixed:WL,FL",
         ),
+        *_rules_of_the_policy(config),
     )
     for name, is_met, required in rules:
         if not is_met:
@@ -296,6 +297,25 @@ def _check_rules(config: Config) -> None:
             "--execution int8 must be with fixed point and --quantize-activations: write for "
             "example --policy loss-budget --execution int8"
         )
+
+
+def _rules_of_the_policy(config: Config) -> Iterable[tuple[str, bool, str]]:
+    """Yield what the policies for integer hardware ask, in the words of the flags."""
+    if not config.is_range:
+        return
+    shortest, longest = (bits or own for bits, own in zip(config.policy_bits, (4, 8), strict=True))
+    is_budget = config.policy == "loss-budget"
+    if is_budget:
+        yield "kappa", config.kappa > 0, "above 0"
+        yield "max_noise", min(config.max_noise) > 0, "above 0, twice"
+    lengths = "the shortest word length, then the longest" if is_budget else "weights, then inputs"
+    is_ordered = shortest <= longest or not is_budget
+    are_lengths = all(bits in (0, *range(2, 17)) for bits in config.policy_bits)
+    yield "policy_bits", are_lengths and is_ordered, f"{lengths}: 2 to 16 bits, 0 for the default"
+    yield "ends_bits", config.ends_bits in (0, *range(2, 17)), "2 to 16, or 0"
+    if is_budget and config.target_bits:
+        is_between = shortest <= config.target_bits <= longest
+        yield "target_bits", is_between, f"{shortest} to {longest}, the lengths of --policy-bits"
 
 
 def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:

@@ -23,6 +23,7 @@ from perfmodel.report import one_line
 from perfmodel.run import read_run
 from train import checkpoint, distributed, plot
 from train.augment import private_generator
+from train.checks import in_flags
 from train.config import Config, parse, run_folder
 from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
@@ -192,7 +193,8 @@ def make_learning(
     try:
         optimizer = make_optimizer(config, model, layers)
     except ValueError as error:
-        raise UserError(str(error)) from error
+        names = [f.name for f in dataclasses.fields(config)]
+        raise UserError(in_flags(str(error), names)) from error
     scheduler = ReduceLROnPlateau(
         optimizer,
         patience=config.plateau_patience,

@@ -48,6 +48,47 @@ def test_a_policy_is_an_object(policy, message):
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("compact_state", [False, True])
+def test_a_model_made_float64_is_refused_before_anything_moves(compact_state):
+    net = model()
+    optimizer = marvin.MSGD(net.named_parameters(), lr=0.1, compact_state=compact_state)
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def step():
+        x = torch.ones(2, 4, dtype=net[0].weight.dtype)
+        net(x).sum().backward()
+        optimizer.step(loss=1.0)
+
+    net.double()
+    message = r"^MSGD needs float32, .* parameters, got torch.float64: write model.float\(\)$"
+    with pytest.raises(TypeError, match=message):
+        step()
+    with pytest.raises(TypeError, match=message):
+        optimizer.load_state_dict(saved)
+    for now, before in zip(
+        optimizer.state_dict()["state"].values(), saved["state"].values(), strict=True
+    ):
+        torch.testing.assert_close(now["master"], before["master"], rtol=0, atol=0)
+    optimizer.zero_grad()
+    net.float()  # what the message says
+    step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_model_made_short_later_has_its_masters_rounded(dtype):
+    net = model()
+    optimizer = marvin.MSGD(net.named_parameters(), lr=0.1)
+    net.to(dtype)
+    for _ in range(2):
+        net(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        optimizer.step(loss=1.0)
+    for name, p in net.named_parameters():
+        fmt, master = optimizer.formats()[name], optimizer.state[p]["master"]
+        assert (p.dtype, master.dtype) == (dtype, torch.float32)
+        assert ((p.float() - master).abs() < fmt.lsb).all()  # a neighbour: rounding is stochastic
+        assert torch.equal(p.float() / fmt.lsb, (p.float() / fmt.lsb).round())
+
+
 @pytest.mark.parametrize("wrong", [torch.optim.SGD, list(model().parameters()), None])
 def test_quantized_wants_an_optimizer(wrong):
     with pytest.raises(TypeError, match=r"such as torch.optim.SGD\(model.named_parameters\(\)"):

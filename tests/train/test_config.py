@@ -64,6 +64,20 @@ def test_every_kind_of_flag():
             "--policy loss-budget --max-wl 8",
             "--max-wl must be with --policy marvin, got --policy loss",
         ),
+        (
+            "--policy loss-budget --policy-bits 8 4",
+            "--policy-bits must be the shortest word length, then the longest: 2 to 16 bits, 0 for "
+            "the default, got (8, 4)",
+        ),
+        ("--policy loss-budget --policy-bits 9 0", "--policy-bits must be the shortest"),
+        ("--policy static --policy-bits 6 17", "--policy-bits must be weights, then inputs: 2 to"),
+        ("--policy static --ends-bits 1", "--ends-bits must be 2 to 16, or 0, got 1"),
+        ("--policy loss-budget --kappa 0", "--kappa must be above 0, got 0.0"),
+        ("--policy loss-budget --max-noise 0 1", "--max-noise must be above 0, twice, got"),
+        (
+            "--policy loss-budget --target-bits 3",
+            "--target-bits must be 4 to 8, the lengths of --policy-bits, got 3.0",
+        ),
     ],
 )
 def test_bad_values_end_with_one_line(words, message, capsys):
@@ -74,6 +88,19 @@ def test_bad_values_end_with_one_line(words, message, capsys):
     assert message in shown
     assert shown.startswith("python -m train.resnet20: error: ")
     assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--policy static --policy-bits 8 4",
+        "--policy loss-budget --policy-bits 2 4 --target-bits 3",
+        "--policy loss-budget --policy-bits 0 5 --ends-bits 8",
+        "--policy none --policy-bits 8 4",
+    ],
+)
+def test_lengths_that_a_policy_takes_are_taken(words):
+    assert parse(RESNET20, words.split())
 
 
 def test_flags_of_marvin_are_those_of_its_policy():

@@ -24,7 +24,8 @@ def train(*words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--lookback 50 20", "error: lookback must be"),
+        ("--lookback 50 20", "error: --lookback must be"),
+        ("--init-fl 9", "error: --init-fl must be 0 or more and below --init-wl, got --init-fl=9"),
         ("--device nowhere", "error: --device must be one that torch can use, got nowhere"),
         ("--resume", "must be the folder of a run"),
         ("--limit 1 --validation-share 0.9", "at least one training image must be left"),
