@@ -113,39 +113,53 @@ def _observe_gradient_vectors(_context, grad, ste_mask, out, at, vectors, sums):
     return signature, codegen
 
 
-@njit(inline="always")
-def _observe_task(x, y, ste_mask, number, begin, stop, sums):
-    vectors = (stop - begin) // _LANES
-    _observe_vectors(x, y, ste_mask, begin, vectors, number, sums)
-    rest = begin + vectors * _LANES
-    n = stop - rest
-    if n > 0:
-        padded = np.full(_LANES, x[rest], np.float32)
-        kinds = np.empty(_LANES, np.uint8)
-        own = np.zeros((3, _LANES), np.float32)
-        own[0] = np.inf
-        padded[:n] = x[rest:stop]
-        if y is None:
-            _observe_vectors(padded, None, kinds, 0, 1, number, own)
-        else:
-            rounded = np.empty(_LANES, np.float32)
-            _observe_vectors(padded, rounded, kinds, 0, 1, number, own)
-            y[rest:stop] = rounded[:n]
-        ste_mask[rest:stop] = kinds[:n]
-        sums[0, :n] = np.minimum(sums[0, :n], own[0, :n])
-        sums[1:, :n] += own[1:, :n]
+# loops below in place of array expressions, which Numba compiles for seconds
 
 
 @njit
-def _count(x, counts):
-    # x float32; counts (MAGNITUDES,) int64
+def _observe_rest(x, y, ste_mask, number, begin, stop, sums):
+    """Observe fewer elements than a vector has."""
+    values, kinds = np.full(_LANES, x[begin], np.float32), np.empty(_LANES, np.uint8)
+    own = np.zeros((3, _LANES), np.float32)
+    for i in range(_LANES):
+        own[0, i] = np.inf
+    for i in range(stop - begin):
+        values[i] = x[begin + i]
+    if y is None:
+        _observe_vectors(values, None, kinds, 0, 1, number, own)
+    else:
+        rounded = np.empty(_LANES, np.float32)
+        _observe_vectors(values, rounded, kinds, 0, 1, number, own)
+        for i in range(stop - begin):
+            y[begin + i] = rounded[i]
+    for i in range(stop - begin):
+        ste_mask[begin + i] = kinds[i]
+        sums[0, i] = min(sums[0, i], own[0, i])
+        sums[1, i] += own[1, i]
+        sums[2, i] += own[2, i]
+
+
+@njit
+def _count(x, begin, stop, counts):
+    """Count magnitudes of ``x[begin:stop]``, float32; counts (MAGNITUDES,) int64."""
     bits = x.view(np.uint32)
     tables = np.zeros((_TABLES, MAGNITUDES), np.int32)
-    for i in range(bits.size):
+    for i in range(begin, stop):
         # the biased exponent, one more where the mantissa is not 0; NaN gives 256
         index = ((bits[i] & np.uint32(0x7FFFFFFF)) + np.uint32(0x7FFFFF)) >> np.uint32(23)
         tables[i % _TABLES, index] += 1
-    counts += tables.sum(0)
+    for table in range(_TABLES):
+        for i in range(MAGNITUDES):
+            counts[i] += tables[table, i]
+
+
+@njit
+def _total(row):
+    """Return the sum of a row in its order, float64."""
+    total = 0.0
+    for value in row:
+        total += np.float64(value)
+    return total
 
 
 def _observe(x, y, ste_mask, number, counts, sums):
@@ -153,12 +167,17 @@ def _observe(x, y, ste_mask, number, counts, sums):
     for task in prange(counts.shape[0]):
         begin, stop = task * _TASK, min(task * _TASK + _TASK, x.size)
         lanes = np.zeros((3, _LANES), np.float32)
-        lanes[0] = np.inf
-        _observe_task(x, y, ste_mask, number, begin, stop, lanes)
-        _count(x[begin:stop], counts[task])
-        sums[task, 0] = lanes[0].min()
-        sums[task, 1] = lanes[1].astype(np.float64).sum()
-        sums[task, 2] = lanes[2].astype(np.float64).sum()
+        for i in range(_LANES):
+            lanes[0, i] = np.inf
+        vectors = (stop - begin) // _LANES
+        _observe_vectors(x, y, ste_mask, begin, vectors, number, lanes)
+        if begin + vectors * _LANES < stop:
+            _observe_rest(x, y, ste_mask, number, begin + vectors * _LANES, stop, lanes)
+        _count(x, begin, stop, counts[task])
+        lowest = lanes[0, 0]
+        for i in range(1, _LANES):
+            lowest = min(lowest, lanes[0, i])
+        sums[task, 0], sums[task, 1], sums[task, 2] = lowest, _total(lanes[1]), _total(lanes[2])
 
 
 def _observe_gradient(grad, ste_mask, out, sums):
@@ -168,7 +187,7 @@ def _observe_gradient(grad, ste_mask, out, sums):
         lanes = np.zeros((1, _LANES), np.float32)
         vectors = (stop - begin) // _LANES
         _observe_gradient_vectors(grad, ste_mask, out, begin, vectors, lanes)
-        total = lanes[0].astype(np.float64).sum()
+        total = _total(lanes[0])
         for i in range(begin + vectors * _LANES, stop):
             if ste_mask[i] > 1:
                 total += np.float64(grad[i] * grad[i])
