@@ -9,18 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = (
-    "fixedpoint_kernels",
-    "fixedpoint_kernels.division",
-    "fixedpoint_kernels.few_bit",
-    "fixedpoint_kernels.forward_save",
-    "marvin",
-    "marvin.export",
-    "marvin.integer",
-    "marvin.policies",
-    "marvin.tensorboard",
-    "perfmodel",
-)
+ROOTS = "fixedpoint_kernels", "marvin", "marvin.export", "marvin.policies", "perfmodel"
 ENTRY = re.compile(r"^::: ([\w.]+)$|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -48,6 +37,18 @@ def used(code):
 EXAMPLES = {}
 for _page in sorted((ROOT / "docs/api").glob("*.md")):
     EXAMPLES |= examples_of(_page.read_text())
+
+
+def rooms_of(package):
+    """Return a package and the modules that it exports, and that these export."""
+    module = importlib.import_module(package)
+    inner = [
+        f"{package}.{name}" for name in module.__all__ if inspect.ismodule(getattr(module, name))
+    ]
+    return [package, *(room for name in inner for room in rooms_of(name))]
+
+
+PACKAGES = [room for root in ROOTS for room in rooms_of(root)]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
