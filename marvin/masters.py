@@ -109,7 +109,8 @@ class WithMasters(Optimizer):
         rates = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups if "lr" in group)
         head = f"{name} with {type(self.policy).__name__}, {self._counts.step} steps, lr {rates}"
         formats, inputs, layers = self.formats(), self.input_formats(), self.layers()
-        mean = f"{len(layers)} layers, on average {self.mean_word_length():.1f} bits of weights"
+        count = f"{len(layers)} layer" + "s" * (len(layers) != 1)
+        mean = f"{count}, on average {self.mean_word_length():.1f} bits of weights"
         rows = [(n, str(formats.get(n, "float32")), str(inputs.get(n, "float32"))) for n in layers]
         if not self._rounds_activations():
             mean += "; inputs are float32 without marvin.quantize_activations"

@@ -27,6 +27,11 @@ class StoredCodes:
         self._generation = 0  # of the codes: a step makes new ones
         self._hooks: list[RemovableHandle] = []
 
+    def __repr__(self) -> str:
+        sizes = f"{self.size_bytes():,} bytes in place of {self.float_bytes():,}"
+        count = f"{len(self._codes)} of {len(self._weights)} weights"
+        return f"{count} are kept as codes: {sizes}"
+
     def size_bytes(self) -> int:
         """Return the bytes of the codes, of all weights that have some."""
         return sum(codes.nbytes for codes, _ in self._codes.values())

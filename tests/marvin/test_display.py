@@ -29,6 +29,29 @@ def trained(policy=None, steps=0):
     return model, optimizer, handle
 
 
+def test_an_exported_network_is_a_short_table():
+    model, optimizer, _ = trained()
+    network = marvin.export.describe(model.eval(), torch.randn(8, 4), optimizer.formats())
+    lines = [line.split() for line in repr(network).splitlines()]
+    assert lines[0] == "6 operations on samples of shape (4,), formats trained".split()
+    assert [line[:2] for line in lines[2:]] == [
+        [op.name, type(op).__name__] for op in network.operations[1:]
+    ]
+    assert [line[-1] for line in lines[2:]] == ["(4,)", *["(8,)"] * 3, *["(2,)"] * 2]
+    assert all("<8, 4>" in " ".join(line) for line in lines[2:] if line[1] != "Relu")
+
+
+def test_stored_codes_say_what_they_save():
+    model, optimizer, _ = trained()
+    stored = marvin.store_codes(model, optimizer)
+    assert repr(stored) == "2 of 2 weights are kept as codes: 48 bytes in place of 192"
+
+
+def test_one_layer_is_no_layers():
+    optimizer = marvin.MSGD(nn.Linear(3, 3).named_parameters(), lr=0.125)
+    assert "\n1 layer, on average 8.0 bits of weights" in repr(optimizer)
+
+
 def test_an_optimizer_is_a_short_table():
     _, optimizer, _ = trained(steps=2)
     assert repr(optimizer).splitlines() == [

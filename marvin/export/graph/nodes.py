@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
 from marvin.channels import ChannelFormat
+from marvin.display import columns
 
 __all__ = [
     "Add",
@@ -280,6 +281,15 @@ class Network:
     origin: str
     heads: tuple[tuple[str, str], ...] = ()
     chosen: Mapping[str, FixedPoint] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        words, rows = self.words(), []
+        for op in self.operations[1:]:
+            value, fmt = self.values[op.name], words.get(op.name, "")
+            rows.append((op.name, type(op).__name__, str(fmt), str(value.bits), str(value.shape)))
+        head = f"{len(rows)} operations on samples of shape {self.input.shape}"
+        table = columns(("name", "operation", "format", "bits of a code", "shape"), rows)
+        return f"{head}, formats {self.origin}\n{table}"
 
     @property
     def input(self) -> Input:
