@@ -32,13 +32,14 @@ def trained(policy=None, steps=0):
 def test_an_exported_network_is_a_short_table():
     model, optimizer, _ = trained()
     network = marvin.export.describe(model.eval(), torch.randn(8, 4), optimizer.formats())
-    lines = [line.split() for line in repr(network).splitlines()]
-    assert lines[0] == "6 operations on samples of shape (4,), formats trained".split()
-    assert [line[:2] for line in lines[2:]] == [
+    head, *table = repr(network).splitlines()
+    assert head == "6 operations on samples of shape (4,), formats trained"
+    lines = [line.split() for line in table]
+    assert [line[:2] for line in lines[1:]] == [
         [op.name, type(op).__name__] for op in network.operations[1:]
     ]
-    assert [line[-1] for line in lines[2:]] == ["(4,)", *["(8,)"] * 3, *["(2,)"] * 2]
-    assert all("<8, 4>" in " ".join(line) for line in lines[2:] if line[1] != "Relu")
+    assert [line[-1] for line in lines[1:]] == ["(4,)", *["(8,)"] * 3, *["(2,)"] * 2]
+    assert all("<8, 4>" in " ".join(line) for line in lines[1:] if line[1] != "Relu")
 
 
 def test_stored_codes_say_what_they_save():
