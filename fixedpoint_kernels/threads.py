@@ -71,15 +71,16 @@ def compiled(**options: Any) -> Callable[[FunctionType], Any]:
     """
     from numba import njit  # takes half a second to import
 
-    def compile(function: FunctionType) -> Any:
-        kernel: Any = njit(**options)(function)
-        try:
-            kernel._cache = _cache_class()(function)
-        except RuntimeError as error:  # no directory can be written to
-            _warn(error)
-        return kernel
+    return lambda function: kept(njit(**options)(function), function)
 
-    return compile
+
+def kept(kernel: Any, function: FunctionType) -> Any:
+    """Return what Numba makes of a function; once it is compiled, that is kept on disk."""
+    try:
+        kernel._cache = _cache_class()(function)
+    except RuntimeError as error:  # no directory can be written to
+        _warn(error)
+    return kernel
 
 
 @cache

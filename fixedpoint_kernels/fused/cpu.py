@@ -180,9 +180,9 @@ def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums
             held[1] = power
             source = x + first * j[jobs.X_IMAGE]
             whole = spread_weights(
-                j, source, order.ctypes.data, at, end - at, row, rows, codes, work
+                j.ctypes.data, source, order.ctypes.data, at, end - at, row, rows, codes, work
             )
-            multiply_weights(j, 0, whole, sums, work)
+            multiply_weights(j.ctypes.data, 0, whole, sums, work)
             held[0] += outputs
         at = end
 
@@ -250,8 +250,8 @@ def run_regions(table, reals, details, regions, images, scratch, scratch_bytes, 
                             for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
                                 rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
                                 write_outputs(
-                                    j, d[f.X], n, slots, row, rows, d[f.WEIGHTS], d[f.BEGIN],
-                                    d[f.POWERS], recent, d[f.OUT], work,
+                                    j.ctypes.data, d[f.X], n, slots, row, rows, d[f.WEIGHTS],
+                                    d[f.BEGIN], d[f.POWERS], recent_at, d[f.OUT], work,
                                 )  # fmt: skip
                                 if d[f.HAS_NORM]:
                                     jobs.flush(totals, recent)
@@ -272,16 +272,14 @@ def run_regions(table, reals, details, regions, images, scratch, scratch_bytes, 
                     elif kind == f.INPUT_PRODUCT:
                         if d[f.ZEROES]:  # some places meet no weight
                             tiles.blank(dx, 4 * count * d[f.PADDED], 0)
-                        groups = (j[jobs.OUT_CHANNELS] + 15) // 16
-                        recent = carray(pointer_to(recent_at), (groups, 48), np.int64)
                         power = d[f.POWERS] + 4 * first
                         for n in range(0, count, j[jobs.SLOTS]):
                             slots = min(j[jobs.SLOTS], count - n)
                             for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
                                 rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
                                 write_outputs(
-                                    j, codes, n, slots, row, rows, d[f.WEIGHTS], d[f.BEGIN], power,
-                                    recent, dx + d[f.OUT], work,
+                                    j.ctypes.data, codes, n, slots, row, rows, d[f.WEIGHTS],
+                                    d[f.BEGIN], power, recent_at, dx + d[f.OUT], work,
                                 )  # fmt: skip
                     elif kind == f.FINISH:
                         for n in range(first, first + count):
@@ -308,6 +306,6 @@ def run_regions(table, reals, details, regions, images, scratch, scratch_bytes, 
 
 def run(path: str, parallel: bool) -> Any:
     """Return ``run_regions`` with the tiles of a path."""
-    parts = jobs.write_spots, jobs.write_outputs, jobs.spread_weights
-    parts += jobs.multiply_spots, jobs.multiply_weights, add_weights
-    return compiled(run_regions, path, *parts)[parallel]
+    shared = jobs.write_spots, jobs.write_outputs, jobs.spread_weights
+    shared += jobs.multiply_spots, jobs.multiply_weights
+    return compiled(run_regions, path, add_weights, shared=shared)[parallel]

@@ -54,8 +54,8 @@ def _correlate(d, x, table, b, begin, scales, statistics, out, threads):
             first, images, row, rows = table[k]
             recent = statistics[1, thread]
             write_outputs(
-                d, x, first, images, row, rows, b, begin, scales.ctypes.data, recent, out,
-                memory.ctypes.data,
+                d.ctypes.data, x, first, images, row, rows, b, begin, scales.ctypes.data,
+                recent.ctypes.data, out, memory.ctypes.data,
             )  # fmt: skip
             if recent.size:
                 jobs.flush(statistics[0, thread], recent)
@@ -95,11 +95,13 @@ def _correlate_weights(d, x, table, order, shifts, grad, totals, flips, threads)
                 jobs.double(d, sums, down)
                 held <<= down
             shift = shifts[k]
-            whole = spread_weights(d, x, order.ctypes.data, first, images, row, rows, grad, work)
+            whole = spread_weights(
+                d.ctypes.data, x, order.ctypes.data, first, images, row, rows, grad, work
+            )
             for piece in range(0, whole, _PIECE):
                 if piece:
                     jobs.fold(d, sums, totals[thread], shift, flips)
-                multiply_weights(d, piece, min(_PIECE, whole - piece), sums, work)
+                multiply_weights(d.ctypes.data, piece, min(_PIECE, whole - piece), sums, work)
             held = held + outputs
         if held:
             jobs.fold(d, sums, totals[thread], shift, flips)
@@ -214,7 +216,7 @@ def _run_correlation(
     if scales is None:
         scales = np.ones(1, np.float32)
     start = out.data_ptr() + part.first[0] * row + part.first[1] * column
-    compiled(_correlate, path, jobs.write_spots, jobs.write_outputs)[parallel](
+    compiled(_correlate, path, shared=(jobs.write_spots, jobs.write_outputs))[parallel](
         plan.described.row,
         x.data_ptr(),
         plan.cut.jobs,
@@ -327,7 +329,7 @@ def weight_gradient(
         table, job_shifts = _sorted_jobs(cut, shifts)
         source, target = _laid(x), _laid(grad)
         parts = jobs.spread_weights, jobs.multiply_spots, jobs.multiply_weights
-        compiled(_correlate_weights, path, *parts)[parallel](
+        compiled(_correlate_weights, path, shared=parts)[parallel](
             described.row,
             source.data_ptr(),
             table,

@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.calls import called
 from fixedpoint_kernels.threads import compile_both
 
 __all__ = ["FLIPS", "GRAINS", "compiled", "keep"]
@@ -136,15 +137,20 @@ _TILES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def compiled(kernel: Any, path: str, *parts: Any) -> tuple[Any, Any]:
+def compiled(
+    kernel: Any, path: str, *parts: Any, shared: tuple[FunctionType, ...] = ()
+) -> tuple[Any, Any]:
     """Return a kernel with the tiles of a path, serial and parallel.
 
     Args:
         kernel: A plain function of ``prange`` loops, which knows tiles by the names of ``_TILES``.
         path: One of ``GRAINS``.
         parts: Plain functions that it calls, and that know tiles too, those called first.
+        shared: Those that other kernels call too, see ``calls``; those called first.
     """
     scope: dict[str, Any] = {"FLIPS": FLIPS[path], "GRAIN": GRAINS[path], **_TILES[path]}
+    for part in shared:
+        scope[part.__name__] = called(_with(part, scope, f"{part.__name__}_{path}"))
     for part in parts:
         scope[part.__name__] = njit(_with(part, scope, part.__name__))
     return compile_both(_with(kernel, scope, f"{kernel.__name__}_{path}"))

@@ -251,6 +251,7 @@ def _place_images(out, images, step):
 
 def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
     """``write_outputs`` of whole images, place by place; ``begin`` has rows for each place, too."""
+    d = carray(pointer_to(d), FIELDS, np.int64)
     step = d[STEP]
     buffer = (work + 63) // 64 * 64
     sums = buffer + d[BUFFER_BYTES]
@@ -290,9 +291,10 @@ def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
                     tiles.emit(
                         kind, sums + 64 * half, sums_step, offsets + 8 * q, at_once,
                         own_out + channel * d[OUT_SIZE], min(16, out_channels - channel), scale,
-                        statistics[group + half].ctypes.data,
+                        statistics + (group + half) * 384,
                     )  # fmt: skip
         group += 2 if pair else 1
+    return 0
 
 
 @njit
@@ -309,7 +311,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
     """Multiply some images, or some rows of one, and write the results.
 
     Args:
-        d: Row of numbers, of ``describe_outputs``.
+        d: Address of a row of numbers, of ``describe_outputs``.
         x: Address of codes.
         first: Image.
         images: How many.
@@ -318,13 +320,14 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
         b: Address of packed weights.
         begin: Address of (groups, 16) int32 to start sums from.
         scales: Address of float32: 16 a group, or one an image.
-        statistics: (groups, 48) int64, to be added to.
+        statistics: Address of (groups, 48) int64, to be added to.
         out: Address of the first image's first output.
         work: Address of ``d[WORK_BYTES]`` bytes.
     """
+    at = d
+    d = carray(pointer_to(at), FIELDS, np.int64)
     if d[SPOTS]:
-        write_spots(d, x, first, images, b, begin, scales, statistics, out, work)
-        return
+        return write_spots(at, x, first, images, b, begin, scales, statistics, out, work)
     flips = FLIPS != 0 and d[SIGNED] != 0
     buffer = (work + 63) // 64 * 64
     sums = buffer + d[BUFFER_BYTES]
@@ -370,9 +373,10 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
                     tiles.emit(
                         kind, sums + 64 * half, sums_step, offsets + 8 * q, at_once,
                         first_out + channel * d[OUT_SIZE], min(16, out_channels - channel), scale,
-                        statistics[group + half].ctypes.data,
+                        statistics + (group + half) * 384,
                     )  # fmt: skip
         group += 2 if pair else 1
+    return 0
 
 
 @njit
@@ -430,6 +434,7 @@ def _runs_of_pairs(pairs, count, images, out):
 
 def multiply_spots(d, images, sums, work):
     """``multiply_weights``, place by place: a tap has the pairs of places that it joins."""
+    d = carray(pointer_to(d), FIELDS, np.int64)
     buffer = (work + 63) // 64 * 64
     turned, b, line = buffer + d[TURNED_AT], buffer + d[B_AT], d[LINE]
     firsts = carray(pointer_to(d[PAIR_FIRSTS]), d[TAPS] + 1, np.int64)
@@ -457,13 +462,14 @@ def multiply_spots(d, images, sums, work):
                         place, row_bytes,
                     )  # fmt: skip
         group += 2 if pair else 1
+    return 0
 
 
 def spread_weights(d, x, order, first, images, row, rows, grad, work):
     """Lay out some images and their gradient for ``multiply_weights``; return how many positions.
 
     Args:
-        d: Row of numbers, of ``describe_weights``.
+        d: Address of a row of numbers, of ``describe_weights``.
         x: Address of codes.
         order: Address of the images' numbers, int64, or 0.
         first: Of ``order``.
@@ -473,6 +479,7 @@ def spread_weights(d, x, order, first, images, row, rows, grad, work):
         grad: Address of codes of the gradient.
         work: Address of ``d[WORK_BYTES]`` bytes.
     """
+    d = carray(pointer_to(d), FIELDS, np.int64)
     if d[SPOTS]:
         return spread_spots(d, x, order, first, images, grad, work)
     flips = FLIPS != 0 and d[SIGNED] != 0
@@ -522,15 +529,16 @@ def multiply_weights(d, piece, steps, sums, work):
     """Add products of ``PIECE`` positions or fewer to int32 sums.
 
     Args:
-        d: Row of numbers.
+        d: Address of a row of numbers.
         piece: First position.
         steps: Positions, a multiple of 64.
         sums: Address of ``d[SUMS_SIZE]`` int32, a multiple of 64.
         work: As of ``spread_weights``.
     """
+    at = d
+    d = carray(pointer_to(at), FIELDS, np.int64)
     if d[SPOTS]:
-        multiply_spots(d, steps, sums, work)
-        return
+        return multiply_spots(at, steps, sums, work)
     flips = FLIPS != 0 and d[SIGNED] != 0
     buffer = (work + 63) // 64 * 64
     turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]
@@ -564,6 +572,7 @@ def multiply_weights(d, piece, steps, sums, work):
                     run_bytes, place, 0, place, 0,
                 )  # fmt: skip
         group += 2 if pair else 1
+    return 0
 
 
 @njit
