@@ -26,7 +26,6 @@ from fixedpoint_kernels.llvm.lookup import (
     LANES,
     choose,
     encoding_of,
-    has_permutation,
     indexed,
     looked_up,
     permuted,
@@ -34,7 +33,7 @@ from fixedpoint_kernels.llvm.lookup import (
     search,
     splats,
 )
-from fixedpoint_kernels.llvm.vectors import I32, Vector, intrinsic, pointer_to
+from fixedpoint_kernels.llvm.vectors import I32, Vector, has_avx512, intrinsic, pointer_to
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
 _TILE, _ROWS, _COLUMNS = 1024, 32, 32
@@ -260,7 +259,7 @@ def _decoding(table: Table) -> tuple[Any, Any]:
     levels = table.levels
     if table.bits > _PERMUTED_BITS:
         return (0,) * table.bits, levels
-    if has_permutation():
+    if has_avx512():
         return (0,) * table.bits, np.tile(levels, LANES // len(levels))
     return (0,) * table.bits, tuple(levels)
 

@@ -10,7 +10,7 @@ from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.products import jobs, shapes
 from fixedpoint_kernels.products.blocks import blocks, runs
 from fixedpoint_kernels.products.instructions import GRAINS
-from fixedpoint_kernels.products.shapes import Correlation
+from fixedpoint_kernels.products.shapes import GRADIENTS, Correlation
 
 __all__ = ["Backward"]
 
@@ -134,13 +134,14 @@ class Backward:
         layer, out = self.segment.layers[n], self.layout.outs[n]
         taken = self.layout.shapes[layer.source]
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
+        in_int16 = shapes.steps_in_int16(layer.inputs, GRADIENTS)
 
         def details(chunk: int) -> jobs.Described:
             grain = 0 if layer.inputs.signed else GRAINS[self.layout.path]
             cut = blocks(part, chunk, taken[1:], taken.channels, 1, jobs.PIECE - 4096, grain)
             if cut.most_positions > jobs.PIECE:
                 raise ValueError(f"rows of {taken.width} places are too long to be fused")
-            own = jobs.describe_weights(cut, part, out.channels, layer.inputs.signed)
+            own = jobs.describe_weights(cut, part, out.channels, layer.inputs.signed, in_int16)
             own.row[jobs.X_IMAGE] = taken.padded
             own.row[jobs.GRAD_IMAGE] = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
             return own
@@ -160,6 +161,7 @@ class Backward:
         parts = shapes.input_gradient(layer.window, size, layer.shape[2:])
         step = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
         covered = shapes.covers(parts, size)
+        in_int16 = shapes.steps_in_int16(GRADIENTS, layer.weight)
         found = []
         for k, part in enumerate(parts):
             row, column = 4 * taken.width * taken.channels, 4 * taken.channels
@@ -172,7 +174,7 @@ class Backward:
                 every = 4 * taken.padded, row, column, taken.channels
                 kind = tiles.KINDS["float32 by row"]
                 own = runs(cut, GRAINS[self.layout.path])
-                described = jobs.describe_outputs(cut, own, part, every, 4, kind, True)
+                described = jobs.describe_outputs(cut, own, part, every, 4, kind, True, in_int16)
                 described.row[jobs.X_IMAGE] = step
                 return described
 

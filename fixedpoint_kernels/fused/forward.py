@@ -179,13 +179,15 @@ class Forward:
             -(out.channels // -16) * 16, 2.0 ** (-layer.inputs.fl - layer.weight.fl), np.float32
         )
         self.layout.held.append(scales)
+        in_int16 = shapes.steps_in_int16(layer.inputs, layer.weight)
 
         def details(chunk: int) -> jobs.Described:
             grain = GRAINS[self.layout.path]
             cut = blocks(part, chunk, taken[1:], taken.channels, 1, grain=grain)
             every = *steps, out.channels
             found = runs(cut, grain)
-            own = jobs.describe_outputs(cut, found, part, every, size, kind, layer.inputs.signed)
+            signed = layer.inputs.signed
+            own = jobs.describe_outputs(cut, found, part, every, size, kind, signed, in_int16)
             own.row[jobs.X_IMAGE] = taken.padded
             return own
 

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 
 from fixedpoint_kernels.few_bit.table import Table, steps_of
-from fixedpoint_kernels.llvm.vectors import F32, I32, Vector
+from fixedpoint_kernels.llvm.vectors import F32, I32, Vector, has_avx512
 
 LANES = 16
 _MOST_BORDERS = 31  # of a tree
@@ -162,7 +161,7 @@ def encoding_of(table: Table) -> tuple[Any, Any]:
         (2**k,) int32 and k; and any numbers for the bits.
     """
     index = index_of(table) if len(table.borders) > _FEW_BORDERS else None
-    if index and len(index[0]) <= _MOST_ENTRIES and has_permutation():
+    if index and len(index[0]) <= _MOST_ENTRIES and has_avx512():
         registers = index[0].reshape(-1, LANES)
         return (*registers, *index[1:]), (0,) * table.bits
     steps = steps_of(table)
@@ -175,10 +174,3 @@ def encoding_of(table: Table) -> tuple[Any, Any]:
     pieces = np.uint32(1) << np.arange(len(codes), dtype=np.uint32)
     is_set = [(codes >> bit & 1).astype(np.uint32) for bit in range(table.bits)]
     return tuple(borders), tuple(np.uint32((pieces * bits).sum()) for bits in is_set)
-
-
-def has_permutation() -> bool:
-    """Say whether Numba compiles for a processor that can do ``Vector.permuted``."""
-    context: Any = cpu_target.target_context
-    *_, features = context.codegen().magic_tuple()
-    return "+avx512f" in features.split(",")

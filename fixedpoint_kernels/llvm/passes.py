@@ -50,11 +50,8 @@ class _Image(Words):
     def load_mask(self, address: Any) -> Vector:
         return self.flags(self.one(address, I64))
 
-    def store_mask(self, mask: Vector, address: Any) -> None:
-        self.builder.store(self.bits(mask), self.place(address, I64), align=8)
-
-    def bits(self, mask: Vector) -> Any:
-        return self.builder.bitcast(mask.value, I64)
+    def store_bits(self, bits: Any, address: Any) -> None:
+        self.builder.store(bits, self.place(address, I64), align=8)
 
     def inside(self, e: Any, elements: Any) -> Any:
         """Return a bit for each element from ``e`` on that is there."""
@@ -116,21 +113,23 @@ def _make_value(
 
     Codes are rounded to nearest, ties to even. Returns how many were clamped.
     """
-    clamped = cgutils.alloca_once(to.builder, I64)
+    clamped, above = (cgutils.alloca_once(to.builder, I64) for _ in range(2))
     to.builder.store(I64(0), clamped)
     scale, lowest, highest = (to.splat(number) for number in (scale, low, high))
     with to.pattern(pattern) as at:
         own, more = to.factors(first, at, a, b), to.factors(second, at, a2, b2)
         with to.every(at, padded, pattern) as e:
-            value, above = to.variable(to.zero), to.variable(to.ones)
+            value = to.variable(to.zero)
+            to.builder.store(I64(-1), above)
             _add_term(to, value, first, z, e, *own)
             _add_term(to, value, second, z2, e, *more, adds=True)
             with to.there(relu):
                 kept, positive = to.positive(to.get(value))
                 to.put(kept, value)
-                to.put(positive, above)
+                bits = to.bits(positive)
+                to.builder.store(bits, above)
                 with to.there(relu_mask):
-                    to.store_mask(positive, to.moved(relu_mask, e, 1))
+                    to.store_bits(bits, to.moved(relu_mask, e, 1))
             with to.there(y):
                 to.store(to.get(value), to.moved(y, e, 32))
             with to.there(codes):
@@ -144,10 +143,9 @@ def _make_value(
                 to.builder.store(to.builder.add(to.builder.load(clamped), outside), clamped)
                 with to.there(clip_mask):
                     kept = to.builder.select(to.is_set(clips), held, I64(-1))
-                    alive = to.builder.select(to.is_set(both), to.bits(to.get(above)), I64(-1))
+                    alive = to.builder.select(to.is_set(both), to.builder.load(above), I64(-1))
                     mask = to.builder.and_(to.builder.and_(kept, alive), there)
-                    place = to.place(to.moved(clip_mask, e, 1), I64)
-                    to.builder.store(mask, place, align=8)
+                    to.store_bits(mask, to.moved(clip_mask, e, 1))
     return to.builder.load(clamped)
 
 

@@ -122,7 +122,7 @@ def _encode(to: _To, x, count, codes, mask, flip, scale, low, high):
         known = bounded.is_nan().where(bounded.constant(0.0), bounded)
         own = known.converted(I32).truncated(I8)
         to.store(own ^ Vector.splat(to.builder, flips, _LANES), to.at(codes, at, 1))
-        outside = to.builder.bitcast((under | over).value, I16)
+        outside = to.bits(under | over)
         with to.there(mask):
             place = to.builder.add(mask, to.builder.lshr(at, I64(3)))
             to.builder.store(to.builder.not_(outside), to.place(place, I16))
@@ -229,7 +229,7 @@ def _relu(to: _To, x, count, y, mask):
         below = Vector(to.builder, to.builder.fcmp_ordered("<=", z.value, to.zero.value))
         to.store(below.where(to.zero, z), to.at(y, at, 4))
         place = to.builder.add(mask, to.builder.lshr(at, I64(3)))
-        bits = to.builder.bitcast((z > to.zero).value, I16)
+        bits = to.bits(z > to.zero)
         to.builder.store(bits, to.place(place, I16))
 
 

@@ -100,7 +100,7 @@ def vnni_tile(rows: int, groups: int, lanes: int) -> Any:
     whole, pieces = vector(I32, lanes), groups * 16 // lanes
 
     def body(  # noqa: PLR0913
-        builder, _signed, a, _firsts, step, runs, count, b, group, begin, begin_step, *out
+        builder, _kind, a, _firsts, step, runs, count, b, group, begin, begin_step, *out
     ):
         def places(start, row_step):
             for m in range(rows):
@@ -115,7 +115,7 @@ def vnni_tile(rows: int, groups: int, lanes: int) -> Any:
         totals = [cgutils.alloca_once(builder, whole) for _ in range(rows * pieces)]
         for total, place in zip(totals, places(begin, begin_step), strict=True):
             builder.store(load(builder, place, whole), total)
-        for first, length, column in _runs(builder, runs, count, b, 64):
+        for first, length, column in runs_of(builder, runs, count, b, 64):
             start = builder.add(a, first)
             firsts = [
                 _opaque(builder, builder.add(start, builder.mul(step, I64(m))))
@@ -143,13 +143,13 @@ def amx_tile(rows: int, groups: int) -> Any:  # noqa: C901
     """Return the tile of AMX: ``16 * rows`` rows by ``16 * groups`` columns.
 
     Takes the places of each 16 rows from ``firsts``, and runs counted in 64 bytes. Bytes of ``b``
-    are signed, those of ``a`` as ``signed`` says.
+    are signed, those of ``a`` as ``kind_of_bytes`` says.
     """
     right, left = rows * groups, rows * groups + groups  # numbers of tiles
     void = ir.VoidType()
 
-    def body(builder, signed, *arguments):
-        is_signed = builder.icmp_signed("!=", signed, I64(0))
+    def body(builder, kind, *arguments):
+        is_signed = builder.icmp_signed("!=", builder.and_(kind, I64(1)), I64(0))
         with builder.if_else(is_signed) as (yes, no):
             with yes:
                 multiplied(builder, "x86.tdpbssd", *arguments)
@@ -174,7 +174,7 @@ def amx_tile(rows: int, groups: int) -> Any:  # noqa: C901
             builder.add(a, load(builder, builder.add(firsts, I64(8 * i)), I64, 8))
             for i in range(rows)
         ]
-        for first, length, column in _runs(builder, runs, count, b, 1024):
+        for first, length, column in runs_of(builder, runs, count, b, 1024):
             with cgutils.for_range(builder, length, intp=I64) as loop:
                 place = builder.add(column, builder.shl(loop.index, I64(10)))
                 for j in range(groups):
@@ -192,7 +192,7 @@ def amx_tile(rows: int, groups: int) -> Any:  # noqa: C901
     return addressed(12, body)
 
 
-def _runs(builder: Any, runs: Any, count: Any, b: Any, column_bytes: int) -> Iterator[tuple]:
+def runs_of(builder: Any, runs: Any, count: Any, b: Any, column_bytes: int) -> Iterator[tuple]:
     """Generate the code of a loop over runs: offset, length, and where its weights are."""
     with cgutils.for_range(builder, count, intp=I64) as run:
         entry = builder.add(runs, builder.mul(run.index, I64(24)))
@@ -200,6 +200,16 @@ def _runs(builder: Any, runs: Any, count: Any, b: Any, column_bytes: int) -> Ite
             load(builder, builder.add(entry, I64(8 * i)), I64, 8) for i in range(3)
         )
         yield first, length, builder.add(b, builder.mul(column, I64(column_bytes)))
+
+
+def kind_of_bytes(signed: bool, in_int16: int) -> int:
+    """Return what tiles are told of bytes.
+
+    Args:
+        signed: Whether those of ``a`` are; AMX asks.
+        in_int16: Steps of four bytes whose sums of pairs int16 holds; AVX2 asks.
+    """
+    return signed + 2 * in_int16
 
 
 def _configure(builder: Any, address: Any) -> None:

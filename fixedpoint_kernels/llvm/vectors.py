@@ -12,6 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba import extending, types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -195,6 +196,13 @@ def pointer_to(_context, address):
         return builder.inttoptr(args[0], I8.as_pointer())
 
     return types.voidptr(address), codegen
+
+
+def has_avx512() -> bool:
+    """Say whether Numba compiles for a processor with AVX-512: with masks, and ``permuted``."""
+    context: Any = cpu_target.target_context
+    *_, features = context.codegen().magic_tuple()
+    return "+avx512f" in features.split(",")
 
 
 def _size_bytes(element: Any) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from fixedpoint_kernels.llvm.vectors import F32, I16, I32, I64, Vector
+from fixedpoint_kernels.llvm.vectors import F32, I16, I32, I64, Vector, has_avx512
 
 __all__ = ["Words"]
 
@@ -76,8 +76,31 @@ class Words:
         return ir.VectorType(ir.IntType(1), self.lanes)
 
     def flags(self, bits: Any) -> Vector:
-        """Return the bits of an integer as conditions."""
-        return Vector(self.builder, self.builder.bitcast(bits, self._conditions))
+        """Return the bits of an integer, one a lane, as conditions."""
+        if has_avx512():
+            return Vector(self.builder, self.builder.bitcast(bits, self._conditions))
+        # LLVM would take the bits one by one
+        count = -(self.lanes // -32)
+        words = self.builder.bitcast(
+            self.builder.zext(bits, ir.IntType(32 * count)), ir.VectorType(I32, count)
+        )
+        words = Vector(self.builder, words)
+        words = words.shuffled(words, [i // 32 for i in range(self.lanes)])
+        return (words & [1 << i % 32 for i in range(self.lanes)]) > 0
+
+    def bits(self, conditions: Vector) -> Any:
+        """Return conditions as the bits of an integer."""
+        whole = ir.IntType(self.lanes)
+        if has_avx512():
+            return self.builder.bitcast(conditions.value, whole)
+        wide = self.builder.sext(conditions.value, ir.VectorType(I32, self.lanes))
+        wide, found = Vector(self.builder, wide), whole(0)
+        for first in range(0, self.lanes, 8):
+            part = wide.shuffled(wide, list(range(first, first + 8)))
+            signs = self.builder.icmp_signed("<", part.value, part.constant(0).value)
+            byte = self.builder.zext(self.builder.bitcast(signs, ir.IntType(8)), whole)
+            found = self.builder.or_(found, self.builder.shl(byte, whole(first)))
+        return found
 
     def variable(self, value: Vector) -> Any:
         """Return a place for vectors, which LLVM keeps in registers; it holds ``value``."""

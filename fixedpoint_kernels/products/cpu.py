@@ -130,11 +130,12 @@ def _plan_of_outputs(
     element_size: int,
     kind: int,
     signed: bool,
+    in_int16: int,
 ) -> _Plan:
     """Return the plan of a correlation that writes outputs; see ``jobs.describe_outputs``."""
     cut = blocks(part, images, size, channels, least, grain=grain)
     found = runs(cut, grain)
-    described = jobs.describe_outputs(cut, found, part, steps, element_size, kind, signed)
+    described = jobs.describe_outputs(cut, found, part, steps, element_size, kind, signed, in_int16)
     return _Plan(cut, described, found, np.array(part.taps))
 
 
@@ -148,10 +149,11 @@ def _plan_of_weights(
     grain: int,
     outputs: int,
     signed: bool,
+    in_int16: int,
 ) -> tuple[Blocks, jobs.Described]:
     """Return the plan of a correlation for weights; see ``jobs.describe_weights``."""
     cut = blocks(part, images, size, channels, least, LONGEST_SUM, grain)
-    return cut, jobs.describe_weights(cut, part, outputs, signed)
+    return cut, jobs.describe_weights(cut, part, outputs, signed, in_int16)
 
 
 class _Weights(NamedTuple):
@@ -208,7 +210,7 @@ def _run_correlation(
     image, row, column = (size * n for n in out.stride()[:3])
     plan = _plan_of_outputs(
         part, images, (height, width), channels, least, GRAINS[path],
-        (image, row, column, out.shape[3]), size, kind, signed,
+        (image, row, column, out.shape[3]), size, kind, signed, _steps_in_int16(x, weight, path),
     )  # fmt: skip
     packed = _packed(weight, plan, is_turned, flips)
     groups, kept = packed.begin.shape[1] // 16, 0 if statistics is None else 48
@@ -324,8 +326,9 @@ def weight_gradient(
         signed = x.dtype is torch.int8
         grain = 0 if signed else GRAINS[path]
         cut, described = _plan_of_weights(
-            part, images, (height, width), channels, least, grain, outputs, signed
-        )
+            part, images, (height, width), channels, least, grain, outputs, signed,
+            _steps_in_int16(x, grad, path),
+        )  # fmt: skip
         table, job_shifts = _sorted_jobs(cut, shifts)
         source, target = _laid(x), _laid(grad)
         parts = jobs.spread_weights, jobs.multiply_spots, jobs.multiply_weights
@@ -344,6 +347,15 @@ def weight_gradient(
     total = torch.from_numpy(total).view(*kernel, padded, -1)[:, :, :channels, :outputs]
     total = total.permute(3, 2, 0, 1)
     return total if exponents is None else reference.folded(total, torch.tensor(top), room)
+
+
+def _steps_in_int16(x: Tensor, other: Tensor, path: str) -> int:
+    """Return of how many steps int16 holds the sums, where a path asks."""
+    if path != "avx2":
+        return 0
+    low, high = (int(code) for code in other.aminmax())
+    largest = max(0, int(x.max())) + 128 * (x.dtype is torch.int8)  # the border is 0
+    return shapes.steps_of_codes(largest, max(-low, high))
 
 
 def _columns_as_channels(x: Tensor, columns: int, window: Window, width: int) -> Tensor:

@@ -9,13 +9,14 @@ from numba import njit
 
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import called
+from fixedpoint_kernels.llvm.pairs import pairs_tile
 from fixedpoint_kernels.threads import compile_both
 
 __all__ = ["FLIPS", "GRAINS", "compiled", "keep"]
 
-GRAINS = MappingProxyType({"amx": 64, "avx512_vnni": 4, "avx_vnni": 4})
+GRAINS = MappingProxyType({"amx": 64, "avx512_vnni": 4, "avx_vnni": 4, "avx2": 4})
 """Bytes of a row that a tile takes at a time, by path."""
-FLIPS = MappingProxyType({"amx": 0, "avx512_vnni": 1, "avx_vnni": 1})
+FLIPS = MappingProxyType({"amx": 0, "avx512_vnni": 1, "avx_vnni": 1, "avx2": 1})
 """1 where rows must be unsigned: signed codes go in as ``code + 128``."""
 
 
@@ -27,6 +28,7 @@ def keep(*_arrays):
 _VNNI_16X1 = tiles.vnni_tile(16, 1, 16)
 _VNNI_8X2 = tiles.vnni_tile(8, 2, 16)
 _VNNI_4X1 = tiles.vnni_tile(4, 1, 8)
+_PAIRS_16X1 = pairs_tile(4, 4)
 _AMX_4X1, _AMX_3X1, _AMX_1X1 = (tiles.amx_tile(rows, 1) for rows in (4, 3, 1))
 _AMX_2X2, _AMX_1X2 = (tiles.amx_tile(rows, 2) for rows in (2, 1))
 
@@ -53,51 +55,58 @@ def _leave_amx():
 
 
 @njit
-def _narrow_rows_amx(signed, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
+def _narrow_rows_amx(kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     """Add 16 rows, or up to four times as many; return how many times."""
     if left % 4 and left >= 3 and (left % 3 == 0 or left < 4):
-        _AMX_3X1(signed, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
+        _AMX_3X1(kind, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
         return 3
     if left < 4:
-        _AMX_1X1(signed, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
+        _AMX_1X1(kind, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
         return 1
-    _AMX_4X1(signed, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
+    _AMX_4X1(kind, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
     return 4
 
 
 @njit
-def _wide_rows_amx(signed, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
+def _wide_rows_amx(kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     if left == 1:
-        _AMX_1X2(signed, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
+        _AMX_1X2(kind, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
         return 1
-    _AMX_2X2(signed, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
+    _AMX_2X2(kind, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
     return 2
 
 
 @njit
 def _narrow_rows_avx512(
-    signed, left, a, starts, first, step, runs, count, b, group, place, row_bytes
+    kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes
 ):
     a += first
-    _VNNI_16X1(signed, a, 0, step, runs, count, b, group, place, row_bytes, place, row_bytes)
+    _VNNI_16X1(kind, a, 0, step, runs, count, b, group, place, row_bytes, place, row_bytes)
     return 1
 
 
 @njit
 def _wide_rows_avx512(
-    signed, left, a, starts, first, step, runs, count, b, group, place, row_bytes
+    kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes
 ):
     for row in range(0, 16, 8):
         here, out = a + first + row * step, place + row * row_bytes
-        _VNNI_8X2(signed, here, 0, step, runs, count, b, group, out, row_bytes, out, row_bytes)
+        _VNNI_8X2(kind, here, 0, step, runs, count, b, group, out, row_bytes, out, row_bytes)
     return 1
 
 
 @njit
-def _narrow_rows_avx(signed, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
+def _narrow_rows_avx(kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     for row in range(0, 16, 4):
         here, out = a + first + row * step, place + row * row_bytes
-        _VNNI_4X1(signed, here, 0, step, runs, count, b, group, out, row_bytes, out, row_bytes)
+        _VNNI_4X1(kind, here, 0, step, runs, count, b, group, out, row_bytes, out, row_bytes)
+    return 1
+
+
+@njit
+def _narrow_rows_avx2(kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
+    a += first
+    _PAIRS_16X1(kind, a, 0, step, runs, count, b, group, place, row_bytes, place, row_bytes)
     return 1
 
 
@@ -132,6 +141,16 @@ _TILES: dict[str, dict[str, Any]] = {
         "wide": _VNNI_4X1,
         "WIDE_ROWS": 0,
         "wide_rows": _narrow_rows_avx,
+    },
+    "avx2": {
+        "enter": _enter_nothing,
+        "leave": _enter_nothing,
+        "narrow": _PAIRS_16X1,
+        "NARROW_ROWS": 16,
+        "narrow_rows": _narrow_rows_avx2,
+        "wide": _PAIRS_16X1,
+        "WIDE_ROWS": 0,
+        "wide_rows": _narrow_rows_avx2,
     },
 }
 

@@ -46,7 +46,8 @@ TURNED_AT, FLAT_AT, B_AT, ONES, REACH, SUMS_SIZE, GRAD_IMAGE = range(29, 36)
 SPOTS = 36
 RUN_FIRSTS, OUT_PLACES, BEGIN_STEP = range(37, 40)
 PAIRS, PAIR_FIRSTS, GRAD_BYTES = range(37, 40)
-FIELDS = 40
+BYTES = 40  # what tiles must know of codes, see ``tiles.kind_of_bytes``
+FIELDS = 41
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
 wide: Any = None  # the tiles of a path
@@ -69,6 +70,7 @@ def describe_outputs(
     size: int,
     kind: int,
     signed: bool,
+    in_int16: int = 0,
 ) -> Described:
     """Describe jobs that write outputs.
 
@@ -80,8 +82,9 @@ def describe_outputs(
         size: Bytes of a result.
         kind: Of results, ``tiles.KINDS``.
         signed: Whether codes are.
+        in_int16: Steps whose sums int16 holds, see ``shapes.steps_in_int16``.
     """
-    d = _blocks(cut, part, signed)
+    d = _blocks(cut, part, signed, in_int16)
     image, row, column, channels = out
     d[[OUT_IMAGE, OUT_ROW, OUT_COLUMN]] = image, row * part.step[0], column * part.step[1]
     step = part.stride[1] * d[CHANNELS]
@@ -104,7 +107,9 @@ def describe_outputs(
     return Described(d, kept)
 
 
-def describe_weights(cut: Blocks, part: Correlation, grad_channels: int, signed: bool) -> Described:
+def describe_weights(
+    cut: Blocks, part: Correlation, grad_channels: int, signed: bool, in_int16: int = 0
+) -> Described:
     """Describe jobs that add up products for weights.
 
     Args:
@@ -112,8 +117,9 @@ def describe_weights(cut: Blocks, part: Correlation, grad_channels: int, signed:
         part: Outputs and their taps.
         grad_channels: Of the gradient.
         signed: Whether codes are.
+        in_int16: Steps whose sums int16 holds, see ``shapes.steps_in_int16``.
     """
-    d = _blocks(cut, part, signed)
+    d = _blocks(cut, part, signed, in_int16)
     (down, across), channels, taps = part.stride, int(d[CHANNELS]), len(part.taps)
     blocks, groups = -(channels // -16), -(grad_channels // -16)
     longest = -(cut.most_positions // -64) * 64
@@ -162,7 +168,7 @@ def _weights_by_spot(
     return Described(d, (starts, own.pairs, own.pair_firsts))
 
 
-def _blocks(cut: Blocks, part: Correlation, signed: bool) -> np.ndarray:
+def _blocks(cut: Blocks, part: Correlation, signed: bool, in_int16: int) -> np.ndarray:
     down, top, left, pixels, slot_rows, plane_bytes, extra, channels, height, width = cut.geometry
     d = np.zeros(FIELDS, np.int64)
     d[[X_IMAGE, X_ROW, CHANNELS]] = height * width * channels, width * channels, channels
@@ -170,7 +176,7 @@ def _blocks(cut: Blocks, part: Correlation, signed: bool) -> np.ndarray:
     d[[SLOT_ROWS, PLANE_BYTES, EXTRA, SIGNED]] = slot_rows, plane_bytes, extra, signed
     d[[COLUMNS, COUNT_ROWS, COUNT_COLUMNS]] = cut.columns, *part.counts
     d[[BUFFER_BYTES, POSITIONS]] = -(cut.buffer_bytes // -64) * 64, cut.most_positions
-    d[[SLOTS, BAND]] = cut.slots, cut.band
+    d[[SLOTS, BAND, BYTES]] = cut.slots, cut.band, tiles.kind_of_bytes(signed, in_int16)
     return d
 
 
@@ -277,12 +283,12 @@ def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
             for q in range(0, images, at_once):
                 if pair:
                     wide(
-                        d[SIGNED], buffer + q * step, d[STARTS], step, table, count, weights,
+                        d[BYTES], buffer + q * step, d[STARTS], step, table, count, weights,
                         depth * 16, start, 0, sums, sums_step,
                     )  # fmt: skip
                 else:
                     narrow(
-                        d[SIGNED], buffer + q * step, d[STARTS], step, table, count, weights,
+                        d[BYTES], buffer + q * step, d[STARTS], step, table, count, weights,
                         depth * 16, start, 0, sums, sums_step,
                     )  # fmt: skip
                 for half in range(2 if pair else 1):
@@ -359,12 +365,12 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
                 a = buffer + q * step
                 if pair:
                     wide(
-                        d[SIGNED], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
+                        d[BYTES], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
                         start, 0, sums, sums_step,
                     )  # fmt: skip
                 else:
                     narrow(
-                        d[SIGNED], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
+                        d[BYTES], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
                         start, 0, sums, sums_step,
                     )  # fmt: skip
                 for half in range(2 if pair else 1):
@@ -453,12 +459,12 @@ def multiply_spots(d, images, sums, work):
                 here, left = d[ROW_STARTS] + 8 * row, (tap + 1) * blocks - row
                 if pair:
                     row += wide_rows(
-                        0, left, turned, here, starts[row], line, runs, count, weights, run_bytes,
+                        d[BYTES], left, turned, here, starts[row], line, runs, count, weights, run_bytes,
                         place, row_bytes,
                     )  # fmt: skip
                 else:
                     row += narrow_rows(
-                        0, left, turned, here, starts[row], line, runs, count, weights, run_bytes,
+                        d[BYTES], left, turned, here, starts[row], line, runs, count, weights, run_bytes,
                         place, row_bytes,
                     )  # fmt: skip
         group += 2 if pair else 1
@@ -556,12 +562,12 @@ def multiply_weights(d, piece, steps, sums, work):
             here = d[ROW_STARTS] + 8 * row
             if pair:
                 row += wide_rows(
-                    d[SIGNED], tile_rows - row, turned + piece, here, starts[row], line,
+                    d[BYTES], tile_rows - row, turned + piece, here, starts[row], line,
                     buffer, 1, weights, run_bytes, place, row_bytes,
                 )  # fmt: skip
             else:
                 row += narrow_rows(
-                    d[SIGNED], tile_rows - row, turned + piece, here, starts[row], line,
+                    d[BYTES], tile_rows - row, turned + piece, here, starts[row], line,
                     buffer, 1, weights, run_bytes, place, row_bytes,
                 )  # fmt: skip
         if flips:

@@ -25,6 +25,13 @@ _INSTRUCTIONS = {  # LLVM's names of what each path needs, and one function that
     ),
     "avx512_vnni": (("avx512f", "avx512bw", "avx512vnni"), 512),
     "avx_vnni": (("avx2", "avxvnni"), 256),
+    "avx2": (
+        ("avx2",),
+        "declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)\n"
+        "define <8 x i32> @f(<16 x i16> %a) "
+        "{ %b = call <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16> %a, <16 x i16> %a) "
+        "ret <8 x i32> %b }",
+    ),
 }
 OWN = tuple(_INSTRUCTIONS)
 PATHS = (*OWN, "stock", "float")

@@ -4,9 +4,13 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+from fixedpoint_kernels.formats import FixedPoint
+
 # of uint8 and int8 codes, at their extremes; one more could pass int32
 LONGEST_SUM = (2**31 - 1) // (255 * 128)
 LOWEST_EXPONENT, NOT_FINITE = -126, 128
+GRADIENTS = FixedPoint(8, 0)
+"""Codes of gradients, of whatever power of two: what they may be."""
 
 
 class Window(NamedTuple):
@@ -101,6 +105,21 @@ def _phase(
 
 def _axes(window: Window, kernel: tuple[int, int]) -> zip:
     return zip(kernel, window.dilation, window.padding, strict=True)
+
+
+def steps_in_int16(a: FixedPoint, b: FixedPoint) -> int:
+    """Return of how many steps int16 holds the sums, 2 at most; a step adds two products.
+
+    Args:
+        a: Codes that go in as unsigned bytes: signed ones as ``code + 128``.
+        b: Codes that go in as they are.
+    """
+    return steps_of_codes(a.max_code + 128 * a.signed, max(-b.min_code, b.max_code))
+
+
+def steps_of_codes(a: int, b: int) -> int:
+    """See ``steps_in_int16``; of the largest byte, and the largest magnitude."""
+    return min(2, (2**15 - 1) // max(1, 2 * a * b))
 
 
 def shift_room(positions: int) -> int:

@@ -38,7 +38,7 @@ __all__ = [
     "path",
 ]
 
-PATHS = ("avx512_vnni",)
+PATHS = ("avx512_vnni", "avx2")
 """Paths of products that these kernels have run on. A processor with AMX has it too."""
 
 

@@ -48,13 +48,12 @@ def _place(d, operand, own, first):
 
 
 def multiply(
-    d, signed, a, step, groups, rows, sums, out, bias, scale, mask, adds, powers
+    d, a, step, groups, rows, sums, out, bias, scale, mask, adds, powers
 ):  # fmt: skip
     """Multiply rows of codes, and write outputs (``powers`` is 0) or gradients.
 
     Args:
         d: Row of numbers: weights and where sums start.
-        signed: Whether codes are.
         a: Address of codes.
         step: Bytes of a row of them.
         groups: Of 16 columns.
@@ -76,12 +75,12 @@ def multiply(
         for q in range(0, rows, at_once):
             if pair:
                 wide(
-                    signed, a + q * step, d[f.STARTS], step, d[f.RUNS], 1, weights,
+                    d[f.BYTES], a + q * step, d[f.STARTS], step, d[f.RUNS], 1, weights,
                     d[f.GROUP_BYTES], start, 0, sums + q * sums_step, sums_step,
                 )  # fmt: skip
             else:
                 narrow(
-                    signed, a + q * step, d[f.STARTS], step, d[f.RUNS], 1, weights,
+                    d[f.BYTES], a + q * step, d[f.STARTS], step, d[f.RUNS], 1, weights,
                     d[f.GROUP_BYTES], start, 0, sums + q * sums_step, sums_step,
                 )  # fmt: skip
         target = out + group * 64
@@ -253,7 +252,7 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
         mask = d[f.MASK] + row * depth // 8 if d[f.MASK] else np.int64(0)
         clamped = passes.encode(x, rows * depth, codes, mask, d[f.FLIP], r[0], r[1], r[2])
         _count(d[f.CLAMPED] + 8 * thread, clamped)
-        multiply(d, d[f.SIGNED], codes, depth, width // 16, rows, sums, y, d[f.BIAS], r[3], 0, 0, 0)
+        multiply(d, codes, depth, width // 16, rows, sums, y, d[f.BIAS], r[3], 0, 0, 0)
     elif kind == f.LINEAR_BACKWARD:
         _round_gradient(d, x, samples, first, tokens, own, places)
         codes = own + places[f.ROUNDED]
@@ -267,7 +266,7 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
             depth = d[f.DEPTH]
             mask = d[f.MASK] + row * depth // 8 if d[f.MASK] else np.int64(0)
             multiply(
-                d, 1, codes, width, depth // 16, rows, sums, y, 0, r[0], mask, d[f.ADDS],
+                d, codes, width, depth // 16, rows, sums, y, 0, r[0], mask, d[f.ADDS],
                 own + places[f.POWERS],
             )  # fmt: skip
     elif kind == f.NORM:
@@ -469,12 +468,12 @@ def add_piece(d, order, at, tokens, rows, first_row, channels, first, work, plac
             here = work + places[4] + 8 * tile_row
             if pair:
                 tile_row += wide_rows(
-                    d[f.SIGNED], tile_rows - tile_row, turned, here, starts[tile_row], line, runs,
+                    d[f.BYTES], tile_rows - tile_row, turned, here, starts[tile_row], line, runs,
                     1, weights, run_bytes, place, row_bytes,
                 )  # fmt: skip
             else:
                 tile_row += narrow_rows(
-                    d[f.SIGNED], tile_rows - tile_row, turned, here, starts[tile_row], line, runs,
+                    d[f.BYTES], tile_rows - tile_row, turned, here, starts[tile_row], line, runs,
                     1, weights, run_bytes, place, row_bytes,
                 )  # fmt: skip
         if FLIPS and d[f.SIGNED]:

@@ -25,8 +25,10 @@ which holds the rows of one chunk.
     DQ, DQ_ROW, DK, DK_ROW, DV, DV_ROW, DK_ADDS, DV_ADDS, HEADS, SIZE, CAUSAL,
     # of weights: what is laid out, and gradients
     PACKED, PACKED_BEGIN, TURNED, TURNED_BEGIN, DEPTH_PADDED, TURNED_PADDED, OUT, FLIPS,
-) = range(67)  # fmt: skip
-COUNT = 67
+    # what tiles must know of codes, see ``tiles.kind_of_bytes``
+    BYTES,
+) = range(68)  # fmt: skip
+COUNT = 68
 
 # parts of a thread's memory
 WORK, ROUNDED, POWERS, HEAD, LOCAL = range(5)

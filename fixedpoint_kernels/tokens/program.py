@@ -13,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fixedpoint_kernels.fused.layout import Memory
+from fixedpoint_kernels.llvm.tiles import kind_of_bytes
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
+from fixedpoint_kernels.products.shapes import GRADIENTS, steps_in_int16
 from fixedpoint_kernels.tokens import fields as f
 from fixedpoint_kernels.tokens.cpu import PIECE
 from fixedpoint_kernels.tokens.graph import (
@@ -293,7 +295,7 @@ class Program:
                 "CODES": self.codes[i],
                 "MASK": self.masks.get(i, 0),
                 "FLIP": 128 * self._is_flipped(op),
-                "SIGNED": op.inputs.signed,
+                "BYTES": kind_of_bytes(op.inputs.signed, steps_in_int16(op.inputs, op.weight)),
                 "CLAMPED": self.clamped[i].ctypes.data,
                 "BIAS": _Given("second", i),
             }
@@ -380,6 +382,7 @@ class Program:
             _, _, turned, begin, _, depth = self.packed[i]
             more |= self._contribute(rows, op.source, "Y")
             more |= self._tiles(turned, begin, depth, op.shape[0])
+            more["BYTES"] = kind_of_bytes(True, steps_in_int16(GRADIENTS, op.weight))
         more |= {
             "DEPTH": op.shape[1],
             "MASK": self.masks.get(i, 0),
@@ -446,6 +449,7 @@ class Program:
             d[f.TURNED] *= self._needs_gradient(op.source)
             d[f.FLIP], d[f.FLIPS] = 128 * self._is_flipped(op), self._flips
             d[f.SIGNED] = op.inputs.signed
+            d[f.BYTES] = kind_of_bytes(op.inputs.signed, steps_in_int16(op.inputs, GRADIENTS))
             d[[f.EXPONENTS, f.GRAD_CODES]] = self.exponents[i], self.grad_codes[i]
             self.formats[k] = op.weight.scale, op.weight.min_code, op.weight.max_code
         self.spare_bytes = max([op.shape[0] * op.shape[1] for _, op in linear] or [0]) + 128

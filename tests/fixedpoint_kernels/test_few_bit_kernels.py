@@ -118,15 +118,15 @@ def test_many_borders(borders, is_indexed):
     assert np.array_equal(product.numpy(), table(x))
 
 
-@pytest.mark.parametrize("has_permutation", [True, False])
+@pytest.mark.parametrize("has_avx512", [True, False])
 @pytest.mark.parametrize(
     ("name", "bits"), [("gelu", 3), ("gelu", 4), ("sigmoid", 4), ("softsign", 4)]
 )
-def test_up_to_31_borders_with_and_without_permutations(monkeypatch, name, bits, has_permutation):
-    if has_permutation and not lookup.has_permutation():
+def test_up_to_31_borders_with_and_without_permutations(monkeypatch, name, bits, has_avx512):
+    if has_avx512 and not lookup.has_avx512():
         pytest.skip("needs AVX-512")
     for module in (lookup, cpu):
-        monkeypatch.setattr(module, "has_permutation", lambda: has_permutation)
+        monkeypatch.setattr(module, "has_avx512", lambda: has_avx512)
     monkeypatch.setattr(cpu, "_encoding", lookup.encoding_of)  # without what is remembered
     monkeypatch.setattr(cpu, "_decoding", cpu._decoding.__wrapped__)
     table = table_of(name, bits)
@@ -137,7 +137,7 @@ def test_up_to_31_borders_with_and_without_permutations(monkeypatch, name, bits,
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_levels_without_permutations(monkeypatch, bits):
-    monkeypatch.setattr(cpu, "has_permutation", lambda: False)
+    monkeypatch.setattr(cpu, "has_avx512", lambda: False)
     monkeypatch.setattr(cpu, "_decoding", cpu._decoding.__wrapped__)
     assert_same(with_special(1100), table_of("gelu", bits), executions=EXECUTIONS[:1])
 
