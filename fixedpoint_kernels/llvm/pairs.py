@@ -54,7 +54,10 @@ def pairs_tile(rows: int, times: int) -> Any:
         totals = [cgutils.alloca_once(builder, _WHOLE) for _ in range(rows * _PIECES)]
 
         def add_all(steps: Callable[..., None], at: int) -> None:
-            with cgutils.for_range(builder, I64(times), intp=I64) as turn:
+            # what is all added to one place is so once
+            is_one = builder.icmp_signed("==", out_step, I64(0))
+            turns = builder.select(is_one, I64(1), I64(times))
+            with cgutils.for_range(builder, turns, intp=I64) as turn:
                 row = builder.mul(turn.index, I64(rows))
                 begins = builder.add(begin, builder.mul(row, begin_step))
                 for total, place in zip(totals, places(begins, begin_step), strict=True):

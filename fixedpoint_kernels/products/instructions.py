@@ -86,9 +86,7 @@ def _narrow_rows_avx512(
 
 
 @njit
-def _wide_rows_avx512(
-    kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes
-):
+def _wide_rows_avx512(kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     for row in range(0, 16, 8):
         here, out = a + first + row * step, place + row * row_bytes
         _VNNI_8X2(kind, here, 0, step, runs, count, b, group, out, row_bytes, out, row_bytes)

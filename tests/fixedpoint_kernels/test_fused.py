@@ -1,5 +1,6 @@
 """Fused segments: against their reference in plain PyTorch, and that against autograd in float64."""
 
+import dataclasses
 import gc
 
 import pytest
@@ -96,6 +97,19 @@ def pooled(width=8, eps=1e-5):
     return Segment(layers, values)
 
 
+def narrowed(segment, bits):
+    """The same with formats of so many bits, over the same range."""
+
+    def fewer(fmt):
+        return dataclasses.replace(fmt, wl=bits, fl=fmt.fl - fmt.wl + bits)
+
+    layers = [
+        dataclasses.replace(own, inputs=fewer(own.inputs), weight=fewer(own.weight))
+        for own in segment.layers
+    ]
+    return Segment(tuple(layers), segment.values)
+
+
 SEGMENTS = {
     "residual": (residual(), 3, (12, 10)),
     "odd": (residual(5, inputs=2), 3, (9, 7)),
@@ -106,6 +120,9 @@ SEGMENTS = {
     "pooled": (pooled(), 3, (17, 14)),
     "pooled odd": (pooled(5, None), 2, (16, 13)),
     "few places": (residual(20, None, inputs=20), 19, (3, 2)),
+    "seven bits": (narrowed(residual(16), 7), 3, (8, 8)),
+    "five bits": (narrowed(residual(20, inputs=20), 5), 3, (9, 7)),
+    "five bits by place": (narrowed(residual(16, inputs=4), 5), 20, (4, 4)),
 }
 
 
@@ -117,7 +134,8 @@ def parameters(segment, seed=0):
         weight = (
             torch.randn(own.shape, generator=generator) * (2 / (inputs * height * width)) ** 0.5
         )
-        weight = (weight * own.weight.scale).round().clamp(-128, 127) * own.weight.lsb
+        codes = (weight * own.weight.scale).round()
+        weight = codes.clamp(own.weight.min_code, own.weight.max_code) * own.weight.lsb
         scale = 1 + 0.1 * torch.randn(outputs, generator=generator)
         shift = 0.1 * torch.randn(outputs, generator=generator)
         found.append(Parameters(weight, None if own.eps is None else scale, shift, (seed, n)))

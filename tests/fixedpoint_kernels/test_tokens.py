@@ -32,20 +32,20 @@ SIGNED, UNSIGNED, WEIGHT = FixedPoint(8, 5), FixedPoint(7, 5, signed=False), Fix
 pytestmark = pytest.mark.skipif(not HERE, reason="no path of tokens on this processor")
 
 
-def block(width=32, heads=2, *, causal=False):
+def block(width=32, heads=2, *, causal=False, signed=SIGNED, unsigned=UNSIGNED, weight=WEIGHT):
     """One of a pre-norm transformer."""
     size = width // heads
     parts = (Part(2, i * width, size) for i in range(3))
     operations = (
         Norm(0),
-        Linear(1, SIGNED, WEIGHT, (3 * width, width)),
+        Linear(1, signed, weight, (3 * width, width)),
         Attention(*parts, heads, size, size**-0.5, causal),
-        Linear(3, SIGNED, WEIGHT, (width, width), clip=False),
+        Linear(3, signed, weight, (width, width), clip=False),
         Add(0, 4),
         Norm(5, 1e-3),
-        Linear(6, SIGNED, WEIGHT, (2 * width, width)),
+        Linear(6, signed, weight, (2 * width, width)),
         Gelu(7),
-        Linear(8, UNSIGNED, WEIGHT, (width, 2 * width)),
+        Linear(8, unsigned, weight, (width, 2 * width)),
         Add(9, 5),
     )
     return Segment((width,), operations, (10,))
@@ -79,6 +79,10 @@ SEGMENTS = {
     "causal": block(48, 3, causal=True),
     "separate": separate(),
     "two inputs": two_inputs(),
+    "seven bits": block(weight=FixedPoint(7, 6)),
+    "few bits": block(
+        signed=FixedPoint(5, 2), unsigned=FixedPoint(5, 3, signed=False), weight=FixedPoint(5, 4)
+    ),
     "linear": Segment((64,), (Linear(0, UNSIGNED, WEIGHT, (96, 64)),), (1,)),
 }
 
@@ -150,8 +154,9 @@ def test_kernels_equal_their_reference(name, samples, tokens):
 
 
 @pytest.mark.parametrize("path", HERE[1:])
-def test_other_paths_have_the_same_bits(path):
-    check(block(), program(block(), 3, 12, path))
+@pytest.mark.parametrize("name", ["block", "seven bits", "few bits"])
+def test_other_paths_have_the_same_bits(name, path):
+    check(SEGMENTS[name], program(SEGMENTS[name], 3, 12, path))
 
 
 def test_threads_have_the_same_bits():
