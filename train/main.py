@@ -144,7 +144,7 @@ def breaks_onednn(model: nn.Module) -> bool:
         isinstance(m, nn.Conv2d)
         and m.kernel_size == (1, 1)
         and m.stride != (1, 1)
-        and m.in_channels // m.groups < 8  # noqa: PLR2004
+        and m.in_channels // m.groups < 8
         for m in model.modules()
     )
 

@@ -14,7 +14,7 @@ from benchmarks.fuzz import draw, oracle
 from benchmarks.fuzz.oracle import Array
 from fixedpoint_kernels import products
 
-_PATHS = "amx", "avx512_vnni", "avx_vnni", "stock", "float"
+_PATHS = "amx", "avx512_vnni", "avx_vnni", "avx2", "stock", "float"
 
 
 def multiply(chance: Random) -> None:

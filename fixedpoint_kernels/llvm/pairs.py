@@ -9,7 +9,6 @@ exactly where they fit, and so do the sums of several steps. So fewer bits take 
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
 from numba.core import cgutils
 
 from fixedpoint_kernels.llvm.tiles import (

@@ -59,8 +59,8 @@ def path(groups: int = 1, depth: int = 1) -> Path:
         depth: Products in a sum: input channels of a group times elements of a kernel.
 
     Returns:
-        Its name, one of ``"amx"``, ``"avx512_vnni"``, ``"avx_vnni"`` (Numba), ``"stock"``
-        (PyTorch's own int8 product) and ``"float"`` (float32 products of codes, added up where
+        Its name, one of ``"amx"``, ``"avx512_vnni"``, ``"avx_vnni"``, ``"avx2"`` (Numba),
+        ``"stock"`` (PyTorch's own int8 product) and ``"float"`` (float32 products of codes, added up where
         float32 is exact), and the reason in words.
 
     Raises:

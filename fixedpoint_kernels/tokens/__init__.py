@@ -39,11 +39,12 @@ __all__ = [
 ]
 
 PATHS = ("avx512_vnni", "avx2")
-"""Paths of products that these kernels have run on. A processor with AMX has it too."""
+"""Paths of products that these kernels have run on."""
+_NEAREST = {"amx": "avx512_vnni", "avx_vnni": "avx2"}  # what these processors have too
 
 
 def path() -> str | None:
     """Return the path that these kernels take, as ``products.path``; None: none of ``PATHS``."""
     own = paths.path().name
-    own = "avx512_vnni" if own == "amx" else own
+    own = _NEAREST.get(own, own)
     return own if own in PATHS and own not in paths.unavailable() else None

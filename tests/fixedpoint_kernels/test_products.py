@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fixedpoint_kernels import products
+from fixedpoint_kernels import FixedPoint, products
 from fixedpoint_kernels.products import paths, reference, shapes
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Window
 from fixedpoint_kernels.products.spots import spots
@@ -224,6 +224,17 @@ def test_sums_of_pairs_that_int16_just_holds(a, b, steps, path):
         assert torch.equal(y.long(), oracle(n, weight, **window))
     assert torch.equal(back.long(), oracle_input_gradient(signed, weight, (6, 5), **window))
     assert torch.equal(own, oracle_weight_gradient(x, grad, (3, 3), **window).sum(0))
+
+
+def test_formats_whose_sums_of_pairs_int16_holds():
+    every = [FixedPoint(wl, 3, signed=signed) for wl in range(2, 9) for signed in (True, False)]
+    for a, b in itertools.product(every, [fmt for fmt in every if fmt.signed]):
+        unsigned = np.arange(a.min_code, a.max_code + 1) + 128 * a.signed  # as tiles take them
+        signed = np.arange(b.min_code, b.max_code + 1)
+        largest = 2 * np.abs(np.multiply.outer(unsigned, signed)).max()
+        steps = shapes.steps_in_int16(a, b)
+        assert steps * largest < 2**15
+        assert steps == 2 or (steps + 1) * largest >= 2**15
 
 
 @pytest.mark.parametrize("path", HERE)
@@ -473,7 +484,7 @@ def test_empty_batches(shape):
 
 SCRIPT = """
 import torch
-from fixedpoint_kernels import products
+from fixedpoint_kernels import FixedPoint, products
 x = (torch.arange(2 * 20 * 9 * 9) % 251).to(torch.uint8).view(2, 20, 9, 9)
 weight = (torch.arange(33 * 20 * 9) % 255 - 127).to(torch.int8).view(33, 20, 3, 3)
 y = products.convolve(x, weight, padding=1)

@@ -468,7 +468,7 @@ def test_compiled():
 
 def test_every_path_gives_the_same_step():
     weights = []
-    for name in ("amx", "avx512_vnni", "avx_vnni", "stock", "float"):
+    for name in ("amx", "avx512_vnni", "avx_vnni", "avx2", "stock", "float"):
         try:
             with products.force(name):
                 weights.append([*train(*make("static"), 3).parameters()])
