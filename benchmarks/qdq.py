@@ -8,6 +8,7 @@ of 8. OpenVINO runs in ``.venv-openvino``, which ``make .venv-openvino/installed
 
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 import marvin
 from benchmarks.ops.targets import MODELS, samples_of
 from marvin.export import ExportError, Network, describe, integer, onnx, round_sums
+from perfmodel.arguments import Parser
 
 PYTHON = os.environ.get("OPENVINO_PYTHON", ".venv-openvino/bin/python")
 RUNNER = Path(__file__).with_name("openvino_runner.py")
@@ -66,6 +68,9 @@ def cells(network: Network, x: Tensor, folder: Path) -> list[str]:
 
 def main() -> None:
     """Print the table."""
+    Parser("python -m benchmarks.qdq", (__doc__ or "").partition("\n")[0]).parse_args()
+    if not Path(PYTHON).exists():
+        sys.exit("python -m benchmarks.qdq: error: it needs make .venv-openvino/installed")
     torch.set_num_threads(1)
     print("| | ONNX Runtime | OpenVINO, float32 | OpenVINO, as it comes |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:

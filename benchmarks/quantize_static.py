@@ -9,6 +9,7 @@ compared with the integers first. The processor must have VNNI.
 """
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +27,10 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
 
 import marvin
+from fixedpoint_kernels.products import paths
 from marvin.export import describe, integer, round_sums
 from marvin.export import onnx as exporter
+from perfmodel.arguments import Parser
 from train.augment import normalize
 from train.data import enlarge, load
 from train.dataset import Images
@@ -175,6 +178,9 @@ def compare(name: str) -> tuple[list[str], str, list[str]]:
 
 def main() -> None:
     """Print what the files reach, and microseconds an image with the share of float32's."""
+    Parser("python -m benchmarks.quantize_static", (__doc__ or "").partition("\n")[0]).parse_args()
+    if not {"avx512_vnni", "avx_vnni"} - set(paths.unavailable()):
+        sys.exit("python -m benchmarks.quantize_static: error: this processor has no VNNI")
     torch.set_num_threads(1)
     found = [compare(name) for name in NETWORKS]
     labels = found[0][0]

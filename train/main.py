@@ -3,8 +3,8 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +88,8 @@ def run(config: Config, build: Build, min_side: int) -> str:
         with distributed.first_alone():
             held.enter_context(training.folder.claim(training.config))
         resume(training)
-        if breaks_onednn(training.model):
+        if held.enter_context(round_onednn(training.model)):
             print("without oneDNN: on this processor it fails on strided convolutions so narrow")
-            before, *_ = torch.backends.mkldnn.set_flags(False)
-            held.callback(torch.backends.mkldnn.set_flags, before)
         with Monitor(training) if distributed.is_first() else Silence() as monitor:
             fit(training, monitor)
         return finish(training)
@@ -133,20 +131,26 @@ def prepare(config: Config, build: Build, min_side: int, *, may_fetch: bool = Tr
     return Training(config, dataset, parts, model, parallel, folder=own_folder, **learning)
 
 
-def breaks_onednn(model: nn.Module) -> bool:
-    """Say whether oneDNN could write past its memory in a step of this model, on this processor.
+@contextmanager
+def round_onednn(model: nn.Module) -> Iterator[bool]:
+    """Do without oneDNN where it could write past its memory in a step of this model; yields whether.
 
-    Without AVX-512, its weight gradient of a strided 1x1 convolution of fewer than 8 channels does,
-    where images lie channels last: those of one channel always do. Gradients are then wrong, or the
-    process ends (PyTorch 2.13.0; issue 6035 of oneDNN).
+    On processors without AVX-512, its weight gradient of a strided 1x1 convolution of fewer than 8
+    channels does, where images lie channels last: those of one channel always do. Gradients are then
+    wrong, or the process ends (PyTorch 2.13.0; issue 6035 of oneDNN).
     """
-    return "AVX512" not in torch.backends.cpu.get_cpu_capability() and any(
+    breaks = "AVX512" not in torch.backends.cpu.get_cpu_capability() and any(
         isinstance(m, nn.Conv2d)
         and m.kernel_size == (1, 1)
         and m.stride != (1, 1)
         and m.in_channels // m.groups < 8
         for m in model.modules()
     )
+    before, *_ = torch.backends.mkldnn.set_flags(False if breaks else None)
+    try:
+        yield breaks
+    finally:
+        torch.backends.mkldnn.set_flags(before)
 
 
 def check_shares(config: Config, images: int) -> None:

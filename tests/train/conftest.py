@@ -1,5 +1,6 @@
 """What the tests of ``train`` share: a run small enough to take a second."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,14 @@ def tiny(tmp_path: Path) -> Config:
 def prepare():
     """Make the training of a configuration, nothing written yet."""
 
-    def make(config: Config) -> Training:
-        return main.prepare(config, resnet20.resnet20, resnet20.MIN_SIDE)
+    with ExitStack() as held:
 
-    return make
+        def make(config: Config) -> Training:
+            training = main.prepare(config, resnet20.resnet20, resnet20.MIN_SIDE)
+            held.enter_context(main.round_onednn(training.model))
+            return training
+
+        yield make
 
 
 @pytest.fixture

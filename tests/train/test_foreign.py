@@ -71,7 +71,7 @@ def train_on(config, steps, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         stop_after(steps, patch)
         training = main.prepare(config, resnet20.resnet20, resnet20.MIN_SIDE)
-        with training.folder.claim(training.config):
+        with training.folder.claim(training.config), main.round_onednn(training.model):
             main.resume(training)
             with pytest.raises(Stop):
                 loop.fit(training, Silence())
