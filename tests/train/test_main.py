@@ -7,7 +7,7 @@ import torch
 from fixedpoint_kernels import products
 from train import demo
 from train import main as main_module
-from train.main import choose_device, main
+from train.main import choose_device, main, round_onednn
 from train.resnet20 import DEFAULTS, MIN_SIDE, resnet20
 
 
@@ -118,3 +118,22 @@ def test_a_model_that_has_no_room_is_one_line(tmp_path, monkeypatch):
         main(DEFAULTS, build, MIN_SIDE, words)
     assert "--width must leave room for the model, got 60000: " in str(caught.value.code)
     assert "\n" not in str(caught.value.code)
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "goes_round"),
+    [("AVX2", 4, True), ("AVX2", 8, False), ("AVX512", 4, False), ("DEFAULT", 4, True)],
+)
+def test_narrow_networks_go_round_onednn_where_it_fails(monkeypatch, capability, width, goes_round):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    before = torch.backends.mkldnn.enabled
+
+    def use():
+        with round_onednn(resnet20(width=width)) as found:
+            assert found == goes_round
+            assert torch.backends.mkldnn.enabled == (before and not goes_round)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        use()
+    assert torch.backends.mkldnn.enabled == before
