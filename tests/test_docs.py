@@ -34,6 +34,11 @@ def test_no_block_hides_behind_another_spelling():
             assert re.search(r"(import|from) (accelerate|lightning|transformers)", code), page
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_has_two_versions_of_a_paragraph(page):
+    assert not re.findall(r"^(?:<<<<<<<|=======$|>>>>>>>).*", page.read_text(), re.MULTILINE)
+
+
 def test_the_first_example_prints_a_format(capsys):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None
