@@ -179,7 +179,7 @@ def compare(name: str) -> tuple[list[str], str, list[str]]:
 def main() -> None:
     """Print what the files reach, and microseconds an image with the share of float32's."""
     Parser("python -m benchmarks.quantize_static", (__doc__ or "").partition("\n")[0]).parse_args()
-    if not {"avx512_vnni", "avx_vnni"} - set(paths.unavailable()):
+    if not paths.has_vnni():
         sys.exit("python -m benchmarks.quantize_static: error: this processor has no VNNI")
     torch.set_num_threads(1)
     found = [compare(name) for name in NETWORKS]

@@ -70,7 +70,7 @@ def describe_outputs(
     size: int,
     kind: int,
     signed: bool,
-    in_int16: int = 0,
+    in_int16: int,
 ) -> Described:
     """Describe jobs that write outputs.
 
@@ -108,7 +108,7 @@ def describe_outputs(
 
 
 def describe_weights(
-    cut: Blocks, part: Correlation, grad_channels: int, signed: bool, in_int16: int = 0
+    cut: Blocks, part: Correlation, grad_channels: int, signed: bool, in_int16: int
 ) -> Described:
     """Describe jobs that add up products for weights.
 

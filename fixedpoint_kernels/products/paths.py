@@ -107,7 +107,7 @@ def chosen(groups: int, depth: int, name: str | None) -> Path:
 def unavailable() -> dict[str, str]:
     """Return the paths that this process cannot take, each with the reason."""
     reasons = {name: _why_not(name) for name in OWN}
-    if not _multiplies_exactly():
+    if not has_vnni():
         reasons["stock"] = "PyTorch's int8 product is exact on processors with VNNI alone"
     return {name: reason for name, reason in reasons.items() if reason}
 
@@ -142,8 +142,8 @@ def _host_features() -> frozenset[str]:
     return frozenset(name for name, has in binding.get_host_cpu_features().items() if has)
 
 
-def _multiplies_exactly() -> bool:
-    """Say whether ``torch._int_mm`` is exact: without VNNI it may add pairs in 16 bits."""
+def has_vnni() -> bool:
+    """Say whether this processor adds four products at once; without, other packages may add pairs in 16 bits."""
     return bool(_host_features() & {"avx512vnni", "avxvnni", "amx-int8"})
 
 

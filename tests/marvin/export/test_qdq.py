@@ -29,7 +29,6 @@ needs_openvino = pytest.mark.skipif(
 )
 # elsewhere ONNX Runtime's integer kernels, of all levels but these, add products of 8 bits in int16
 AS_WRITTEN = "ORT_DISABLE_ALL", "ORT_ENABLE_BASIC"
-HAS_VNNI = not {"avx512_vnni", "avx_vnni"} <= set(paths.unavailable())
 LEVELS = runtime.GraphOptimizationLevel.__members__
 
 
@@ -50,7 +49,7 @@ def weight_bits(network):
 
 def assert_equal(network, x):
     assert exporter.qdq_is_exact(network)
-    for level in LEVELS if HAS_VNNI or weight_bits(network) < 8 else AS_WRITTEN:
+    for level in LEVELS if paths.has_vnni() or weight_bits(network) < 8 else AS_WRITTEN:
         got = outputs(network, x, level)
         for found, want in zip(got, integer.run_heads(network, x).values(), strict=True):
             torch.testing.assert_close(found, want, rtol=0, atol=0)
