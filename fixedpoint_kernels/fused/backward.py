@@ -146,10 +146,19 @@ class Backward:
             own.row[jobs.GRAD_IMAGE] = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
             return own
 
+        own = self.layout.weight_sums[n]
+        assert own is not None
+        numbers = self.layout.numbers(
+            out,
+            f.WEIGHT_PRODUCT,
+            X=self.layout.codes[n],
+            HELD=own.held,
+            SUMS=own.sums,
+            SUMS_STRIDE=own.stride,
+            TOTALS=own.totals,
+        )
         return Operation(
-            self.layout.numbers(
-                out, f.WEIGHT_PRODUCT, X=self.layout.codes[n], TOTALS=self.layout.totals[n]
-            ),
+            numbers,
             details=details,
             bytes_an_image=taken.padded,
         )

@@ -84,21 +84,25 @@ def gradient_coefficients(d, images):
         np.empty(channels, np.float32),
     )
     count = d[f.POSITIONS]
+    firsts, seconds = np.zeros(channels, np.float64), np.zeros(channels, np.float64)
+    for n in range(images):  # image by image, for channels lie side by side
+        at, other = 3 * n * stride, (3 * n + d[f.WHICH]) * stride
+        own, more = sums[at : at + channels], sums[other : other + channels]
+        for i in range(channels):
+            firsts[i] += own[i]
+            seconds[i] += more[i]
     for i in range(channels):
-        first, second = 0.0, 0.0
-        for n in range(images):
-            first += sums[3 * n * stride + i]
-            second += sums[(3 * n + d[f.WHICH]) * stride + i]
+        first, second = firsts[i], seconds[i]
         of_shift[i] = first
         if not d[f.HAS_NORM]:
             continue
         mean = doubles(d[f.MEANS], channels)[i]
         inverse = doubles(d[f.INVERSES], channels)[i]
-        own = (second - mean * first) * inverse
-        of_scale[i] = own
+        part = (second - mean * first) * inverse
+        of_scale[i] = part
         scale = np.float64(floats(d[f.SCALE], channels)[i]) if d[f.SCALE] else 1.0
         factor = scale * inverse
-        slope = -factor * inverse * own / count
+        slope = -factor * inverse * part / count
         a[i], b[i], c[i] = factor, slope, -factor * first / count - slope * mean
     if d[f.HAS_NORM]:
         _spread(a, channels, d[f.PATTERN], d[f.GA])

@@ -12,10 +12,11 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.coefficients import bias, coefficients, gradient_coefficients
 from fixedpoint_kernels.fused.pooling import pool, unpool
 from fixedpoint_kernels.fused.views import doubles, floats
-from fixedpoint_kernels.llvm import passes, tiles
+from fixedpoint_kernels.llvm import barrier, passes, tiles
+from fixedpoint_kernels.llvm.barrier import all_come, wait
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products import jobs
-from fixedpoint_kernels.products.instructions import compiled
+from fixedpoint_kernels.products.instructions import ByName, compiled
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
 
 __all__ = ["run"]
@@ -110,7 +111,8 @@ def _fold_pattern(d, n, sums):
 def _fold(j, sums, totals, held, flipped):
     """Add int32 sums to float64 totals, which the first time may hold anything; the sums become 0.
 
-    ``held``: how many positions ``sums`` has, of what power, and how often it was folded.
+    ``held``: how many positions ``sums`` has, of what power, and how often it was folded. What was
+    never folded is left for ``weights.collect``.
     """
     scale, adds = held[1], held[2] > 0
     n = j[jobs.GROUPS] * 16
@@ -131,6 +133,25 @@ def _fold(j, sums, totals, held, flipped):
     last[:] = 0
     held[0] = 0
     held[2] += 1
+
+
+@njit
+def _held_of(d, thread):
+    """Return what a thread's sums for weights have; see ``_fold``."""
+    return doubles(d[f.HELD], 3 * thread + 3)[3 * thread :]
+
+
+@njit
+def _sums_of(d, thread):
+    """Return the address of a thread's int32 sums for weights."""
+    return d[f.SUMS] + thread * d[f.SUMS_STRIDE]
+
+
+@njit
+def _totals_of(d, j, thread):
+    """Return a thread's float64 totals for weights."""
+    size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
+    return doubles(d[f.TOTALS], (thread + 1) * size)[thread * size :]
 
 
 @njit
@@ -187,125 +208,166 @@ def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums
         at = end
 
 
-def run_regions(table, reals, details, regions, images, scratch, scratch_bytes, places, threads):
-    """Run operations on all images, region by region.
+def run_region(context, number, thread):
+    """Run the operations of a region on a thread's share of the images.
 
     Args:
-        table: (operations, ...) int64, see ``fields``.
-        reals: (operations, 3) float32: scale, lowest and highest code.
-        details: (operations, ...) int64, rows of ``jobs``.
-        regions: (regions, 3) int64: first operation, after the last one, and how many images a
-            thread takes at a time.
-        images: How many.
-        scratch: Address of each thread's memory, one after the other.
-        scratch_bytes: Of a thread.
-        places: (7,) int64: where in it which part begins, see ``fields``.
-        threads: How many.
+        context: Address of ``fields.CONTEXT`` int64.
+        number: Of the region.
+        thread: One of as many as share the images.
     """
-    for number in range(len(regions)):
-        begin, end, chunk = regions[number]
+    c = carray(pointer_to(context), f.CONTEXT, np.int64)
+    operations, images, threads = c[f.C_OPERATIONS], c[f.C_IMAGES], c[f.C_THREADS]
+    table = carray(pointer_to(c[f.C_TABLE]), (operations, f.COUNT), np.int64)
+    details = carray(pointer_to(c[f.C_DETAILS]), (operations, jobs.FIELDS), np.int64)
+    reals = carray(pointer_to(c[f.C_REALS]), (operations, 3), np.float32)
+    places = carray(pointer_to(c[f.C_PLACES]), 6, np.int64)
+    begin, end, chunk = carray(pointer_to(c[f.C_REGIONS]), (number + 1, 3), np.int64)[number]
+    own = c[f.C_SCRATCH] + thread * c[f.C_SCRATCH_BYTES]
+    work, dz, codes, dx = own, own + places[1], own + places[2], own + places[3]
+    sums, recent_at = own + places[4], own + places[5]
+    order, scales = np.empty(chunk, np.int64), np.empty(chunk, np.float64)
+    largest = np.empty(passes.BLOCK, np.int32)
+    enter()
+    for k in range(begin, end):
+        if table[k, f.KIND] == f.WEIGHT_PRODUCT:
+            tiles.blank(_sums_of(table[k], thread), 4 * details[k, jobs.SUMS_SIZE], 0)
+            _held_of(table[k], thread)[:] = 0.0
+    last = images * (thread + 1) // threads
+    for first in range(images * thread // threads, last, chunk):
+        count = min(chunk, last - first)
         for k in range(begin, end):
-            d = table[k]
-            if d[f.KIND] == f.COEFFICIENTS:
+            d, j = table[k], details[k]
+            kind = d[f.KIND]
+            if kind == f.VALUE:
+                clamped = np.int64(0)
+                for n in range(first, first + count):
+                    clamped += _make_value(d, n, reals[k, 0], reals[k, 1], reals[k, 2])
+                if d[f.CLAMPED]:
+                    _count(d[f.CLAMPED], thread, clamped)
+            elif kind == f.PRODUCT:
+                groups = (j[jobs.OUT_CHANNELS] + 15) // 16
+                recent = carray(pointer_to(recent_at), (groups, 48), np.int64)
+                place = d[f.STATISTICS] + thread * groups * 384
+                totals = carray(pointer_to(place), (groups, 48), np.int64)
                 if d[f.HAS_NORM]:
-                    coefficients(d, threads)
-                else:
-                    bias(d)
-            elif d[f.KIND] == f.GRADIENT_COEFFICIENTS:
-                gradient_coefficients(d, images)
-        for thread in prange(threads):
-            own = scratch + thread * scratch_bytes
-            work, dz, codes, dx = own, own + places[1], own + places[2], own + places[3]
-            sums, recent_at = own + places[4], own + places[5]
-            weight_sums = own + places[6]
-            order, scales = np.empty(chunk, np.int64), np.empty(chunk, np.float64)
-            largest = np.empty(passes.BLOCK, np.int32)
-            held = np.zeros((end - begin, 3), np.float64)
-            enter()
-            for k in range(begin, end):
-                if table[k, f.KIND] == f.WEIGHT_PRODUCT:
-                    j, at = details[k], weight_sums + table[k, f.SUMS]
-                    tiles.blank(at, j[jobs.SUMS_SIZE] * 4, 0)
-            last = images * (thread + 1) // threads
-            for first in range(images * thread // threads, last, chunk):
-                count = min(chunk, last - first)
-                for k in range(begin, end):
-                    d, j = table[k], details[k]
-                    kind = d[f.KIND]
-                    if kind == f.VALUE:
-                        clamped = np.int64(0)
-                        for n in range(first, first + count):
-                            clamped += _make_value(d, n, reals[k, 0], reals[k, 1], reals[k, 2])
-                        if d[f.CLAMPED]:
-                            _count(d[f.CLAMPED], thread, clamped)
-                    elif kind == f.PRODUCT:
-                        groups = (j[jobs.OUT_CHANNELS] + 15) // 16
-                        recent = carray(pointer_to(recent_at), (groups, 48), np.int64)
-                        place = d[f.STATISTICS] + thread * groups * 384
-                        totals = carray(pointer_to(place), (groups, 48), np.int64)
-                        if d[f.HAS_NORM]:
-                            tiles.blank(recent_at, groups * 384, 0)
-                        for n in range(first, first + count, j[jobs.SLOTS]):
-                            slots = min(j[jobs.SLOTS], first + count - n)
-                            for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
-                                rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
-                                write_outputs(
-                                    j.ctypes.data, d[f.X], n, slots, row, rows, d[f.WEIGHTS],
-                                    d[f.BEGIN], d[f.POWERS], recent_at, d[f.OUT], work,
-                                )  # fmt: skip
-                                if d[f.HAS_NORM]:
-                                    jobs.flush(totals, recent)
-                    elif kind == f.GRADIENT:
-                        for n in range(first, first + count):
-                            slot = n - first
-                            place = codes + slot * d[f.CODES_STEP]
-                            _round_gradient(d, n, slot, dz, place, scales, largest)
-                        _sort(order, scales, count, first // chunk % 2 == 1)
-                    elif kind == f.WEIGHT_PRODUCT:
-                        size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
-                        totals = doubles(d[f.TOTALS] + 8 * thread * size, size)
-                        at = weight_sums + d[f.SUMS]
-                        add_weights(
-                            d, j, first, count, d[f.X], codes, order, scales, totals, work, at,
-                            held[k - begin],
+                    tiles.blank(recent_at, groups * 384, 0)
+                for n in range(first, first + count, j[jobs.SLOTS]):
+                    slots = min(j[jobs.SLOTS], first + count - n)
+                    for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
+                        rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
+                        write_outputs(
+                            j.ctypes.data, d[f.X], n, slots, row, rows, d[f.WEIGHTS],
+                            d[f.BEGIN], d[f.POWERS], recent_at, d[f.OUT], work,
                         )  # fmt: skip
-                    elif kind == f.INPUT_PRODUCT:
-                        if d[f.ZEROES]:  # some places meet no weight
-                            tiles.blank(dx, 4 * count * d[f.PADDED], 0)
-                        power = d[f.POWERS] + 4 * first
-                        for n in range(0, count, j[jobs.SLOTS]):
-                            slots = min(j[jobs.SLOTS], count - n)
-                            for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
-                                rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
-                                write_outputs(
-                                    j.ctypes.data, codes, n, slots, row, rows, d[f.WEIGHTS],
-                                    d[f.BEGIN], power, recent_at, dx + d[f.OUT], work,
-                                )  # fmt: skip
-                    elif kind == f.FINISH:
-                        for n in range(first, first + count):
-                            place = dx + 4 * (n - first) * d[f.PADDED]
-                            _finish(d, n, place, sums)
-                    elif kind == f.POOL:
-                        for n in range(first, first + count):
-                            pool(d, n)
-                    elif kind == f.UNPOOL:
-                        step = 4 * carray(pointer_to(d[f.WINDOWS]), 3, np.int64)[2]
-                        for n in range(first, first + count):
-                            unpool(d, n, dx + (n - first) * step)
-            for k in range(begin, end):
-                if table[k, f.KIND] == f.WEIGHT_PRODUCT and (
-                    held[k - begin, 0] > 0 or held[k - begin, 2] == 0
-                ):
-                    j = details[k]
-                    size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
-                    totals = doubles(table[k, f.TOTALS] + 8 * thread * size, size)
-                    flipped = FLIPS != 0 and j[jobs.SIGNED] != 0
-                    _fold(j, weight_sums + table[k, f.SUMS], totals, held[k - begin], flipped)
-            leave()
+                        if d[f.HAS_NORM]:
+                            jobs.flush(totals, recent)
+            elif kind == f.GRADIENT:
+                for n in range(first, first + count):
+                    slot = n - first
+                    place = codes + slot * d[f.CODES_STEP]
+                    _round_gradient(d, n, slot, dz, place, scales, largest)
+                _sort(order, scales, count, first // chunk % 2 == 1)
+            elif kind == f.WEIGHT_PRODUCT:
+                at, totals = _sums_of(d, thread), _totals_of(d, j, thread)
+                add_weights(
+                    d, j, first, count, d[f.X], codes, order, scales, totals, work, at,
+                    _held_of(d, thread),
+                )  # fmt: skip
+            elif kind == f.INPUT_PRODUCT:
+                if d[f.ZEROES]:  # some places meet no weight
+                    tiles.blank(dx, 4 * count * d[f.PADDED], 0)
+                power = d[f.POWERS] + 4 * first
+                for n in range(0, count, j[jobs.SLOTS]):
+                    slots = min(j[jobs.SLOTS], count - n)
+                    for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
+                        rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
+                        write_outputs(
+                            j.ctypes.data, codes, n, slots, row, rows, d[f.WEIGHTS],
+                            d[f.BEGIN], power, recent_at, dx + d[f.OUT], work,
+                        )  # fmt: skip
+            elif kind == f.FINISH:
+                for n in range(first, first + count):
+                    place = dx + 4 * (n - first) * d[f.PADDED]
+                    _finish(d, n, place, sums)
+            elif kind == f.POOL:
+                for n in range(first, first + count):
+                    pool(d, n)
+            elif kind == f.UNPOOL:
+                step = 4 * carray(pointer_to(d[f.WINDOWS]), 3, np.int64)[2]
+                for n in range(first, first + count):
+                    unpool(d, n, dx + (n - first) * step)
+    for k in range(begin, end):
+        if table[k, f.KIND] == f.WEIGHT_PRODUCT:
+            d, j, held = table[k], details[k], _held_of(table[k], thread)
+            if held[0] > 0 and held[2] > 0:  # else ``collect`` takes the int32
+                flipped = FLIPS != 0 and j[jobs.SIGNED] != 0
+                _fold(j, _sums_of(d, thread), _totals_of(d, j, thread), held, flipped)
+    leave()
+    return 0
 
 
-def run(path: str, parallel: bool) -> Any:
-    """Return ``run_regions`` with the tiles of a path."""
-    shared = jobs.write_spots, jobs.write_outputs, jobs.spread_weights
-    shared += jobs.multiply_spots, jobs.multiply_weights
-    return compiled(run_regions, path, add_weights, shared=shared)[parallel]
+def begin_region(context, number):
+    """Compute what belongs to channels, from sums over all images that earlier regions added up."""
+    c = carray(pointer_to(context), f.CONTEXT, np.int64)
+    table = carray(pointer_to(c[f.C_TABLE]), (c[f.C_OPERATIONS], f.COUNT), np.int64)
+    begin, end, _ = carray(pointer_to(c[f.C_REGIONS]), (number + 1, 3), np.int64)[number]
+    for k in range(begin, end):
+        d = table[k]
+        if d[f.KIND] == f.COEFFICIENTS:
+            if d[f.HAS_NORM]:
+                coefficients(d, c[f.C_THREADS])
+            else:
+                bias(d)
+        elif d[f.KIND] == f.GRADIENT_COEFFICIENTS:
+            gradient_coefficients(d, c[f.C_IMAGES])
+    return 0
+
+
+def _run_apart(context, regions, threads):
+    """Run regions, each of them a parallel loop."""
+    for number in range(regions):
+        begin_region(context, number)
+        for thread in prange(threads):
+            run_region(context, number, thread)
+
+
+def _run_together(context, regions, threads, meeting):
+    """Run regions in one parallel loop, whose threads meet between them.
+
+    meeting: address of ``barrier.SIZE`` int64, zeros. If the threads do not all meet, nothing is done.
+    """
+    for thread in prange(threads):
+        if all_come(meeting, threads):
+            for number in range(regions):
+                if thread == 0:
+                    begin_region(context, number)
+                wait(meeting, threads * (2 * number + 1))
+                run_region(context, number, thread)
+                wait(meeting, threads * (2 * number + 2))
+
+
+def run(path: str, context: np.ndarray, regions: int, threads: int) -> None:
+    """Run a program's regions on all images, with the tiles of a path.
+
+    Args:
+        path: One of ``GRAINS``.
+        context: ``fields.CONTEXT`` int64, see there.
+        regions: How many.
+        threads: That share the images.
+    """
+    by_name = jobs.write_spots, jobs.write_outputs, jobs.spread_weights
+    by_name += jobs.multiply_spots, jobs.multiply_weights
+    parts = *map(ByName, by_name), add_weights, ByName(run_region), ByName(begin_region)
+    if threads > 1 and barrier.CAN_MEET and _missed["times"] < _MOST_MISSED:
+        meeting = np.zeros(barrier.SIZE, np.int64)
+        together = compiled(_run_together, path, *parts)[True]
+        together(context.ctypes.data, regions, threads, meeting.ctypes.data)
+        if barrier.have_met(meeting):
+            return
+        _missed["times"] += 1
+    compiled(_run_apart, path, *parts)[threads > 1](context.ctypes.data, regions, threads)
+
+
+_MOST_MISSED = 3
+_missed = {"times": 0}  # where threads do not meet, it is not tried for ever

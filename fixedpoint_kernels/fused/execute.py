@@ -122,7 +122,7 @@ def backward(
     found = []
     for n, (layer, own) in enumerate(zip(program.segment.layers, parameters, strict=True)):
         outputs_of, seed, stream = layer.shape[0], *own.noise
-        weight = torch.empty(layer.shape if program.totals[n] else 0)
+        weight = torch.empty(layer.shape if program.weight_sums[n] else 0)
         scale, shift = torch.empty(outputs_of), torch.empty(outputs_of)
         given |= {("of_scale", n): scale.data_ptr(), ("of_shift", n): shift.data_ptr()}
         given |= {("seed", n): seed, ("stream", n): stream}
@@ -179,17 +179,7 @@ def _run(
     weights.pack_weights(parallel)(
         direction.tasks, direction.task_reals, program.spare, program.spare_bytes, program.threads
     )
-    cpu.run(program.path, parallel)(
-        direction.table,
-        direction.reals,
-        direction.details,
-        direction.regions,
-        program.images,
-        program.scratch,
-        program.scratch_bytes,
-        program.places,
-        program.threads,
-    )
+    cpu.run(program.path, direction.context, len(direction.regions), program.threads)
 
 
 def _fill(

@@ -28,7 +28,7 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     # of batch norm
     STATISTICS, MEANS, INVERSES, VARIANCES, NUMBERS, SCALE, SHIFT, RUNNING_MEAN, RUNNING_VARIANCE,
     # of products
-    WEIGHTS, BEGIN, POWERS, OUT, CODES_STEP, WEIGHT_FL, SEED, STREAM, TOTALS, ZEROES,
+    WEIGHTS, BEGIN, POWERS, OUT, CODES_STEP, WEIGHT_FL, SEED, STREAM, TOTALS, HELD, ZEROES,
     # of gradients
     G, GA, GB, GC, HAS_PRODUCT, ADD, ADD2, OUTER, OUTER_OUT, SEEN, SUMS, SUMS_STRIDE, WHICH, OF_SCALE, OF_SHIFT,
     # of weights that are laid out
@@ -36,5 +36,15 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED, W_SPOTS, W_MEETS,
     # of pooling: numbers of windows, see ``pooling``, and which of a window's places was the largest
     WINDOWS, PLACES,
-) = range(75)  # fmt: skip
-COUNT = 75
+) = range(76)  # fmt: skip
+COUNT = 76
+
+(
+    # of a program: addresses of its table, (operations, 3) float32 reals, rows of ``jobs``, (regions, 3)
+    # int64 of first operation, after the last one and how many images at a time
+    C_TABLE, C_REALS, C_DETAILS, C_REGIONS, C_OPERATIONS, C_IMAGES, C_THREADS,
+    # of the threads' memory, one after the other: its address, bytes of each, and the address of (6,)
+    # int64: where in it which part begins
+    C_SCRATCH, C_SCRATCH_BYTES, C_PLACES,
+) = range(10)  # fmt: skip
+CONTEXT = 10

@@ -71,6 +71,35 @@ def _take_back(free: list[np.ndarray], memory: np.ndarray) -> None:
         free.append(memory)
 
 
+class WeightSums:
+    """Where threads add up a layer's weight gradient: int32, and float64 for what int32 cannot hold.
+
+    The float64 are touched where they are needed alone: a weight's gradient mostly fits.
+
+    Args:
+        layout: Whose memory it is.
+        layer: One with a weight that needs a gradient.
+
+    Attributes:
+        held: Address of (threads, 3) float64: see ``cpu._fold``.
+        sums: Address of each thread's int32, ``stride`` bytes apart: by tap, input and output, each of
+            the last two up to a multiple of 16; behind them a row of what flipped codes must lose.
+        totals: Address of as many float64 of each thread, but for that row.
+        is_flipped: Whether codes were unsigned only there.
+    """
+
+    def __init__(self, layout: "Layout", layer: Layer) -> None:
+        outputs, inputs, height, width = layer.shape
+        columns = -(outputs // -16) * 16
+        size = height * width * -(inputs // -16) * 16 * columns
+        room = 4 * (size + 80 * columns) + 64  # as of ``jobs.SUMS_SIZE``, and what clearing writes more
+        self.stride, threads = -(room // -64) * 64, layout.threads
+        self.held = layout.take(3 * threads, np.float64)
+        self.sums = layout.take(threads * self.stride)
+        self.totals = layout.take(threads * size, np.float64)
+        self.is_flipped = bool(FLIPS[layout.path]) and layer.inputs.signed
+
+
 class Layout:
     """Sizes of a segment's layers and values, and where they lie.
 
@@ -148,15 +177,10 @@ class Layout:
         self.clamped = np.zeros((len(segment.layers), self.threads), np.int64)
         self.lsbs = np.array([layer.inputs.lsb for layer in segment.layers], np.float32)
         self.exponents = self.take(n, np.float32)
-        self.totals = [
-            self.take(self.threads * self._padded_weights(layer), np.float64) if needed else 0
+        self.weight_sums = [
+            WeightSums(self, layer) if needed else None
             for layer, needed in zip(segment.layers, self.needs_weights, strict=True)
         ]
-
-    @staticmethod
-    def _padded_weights(layer: Layer) -> int:
-        outputs, inputs, height, width = layer.shape
-        return height * width * -(inputs // -16) * 16 * -(outputs // -16) * 16
 
     def _wants_mask(self, layer: Layer) -> bool:
         if layer.source == INPUT and not self.needs_input:

@@ -23,7 +23,7 @@ from fixedpoint_kernels.products import jobs
 
 __all__ = ["Pass", "Program"]
 
-_CACHE = 2**21  # bytes of what a thread works on at a time
+_CACHE = 2**23  # bytes of what a thread works on at a time
 _OF_IMAGES = 2, 3  # parts of a thread's memory of which each image has its own
 
 
@@ -37,7 +37,7 @@ class Region(NamedTuple):
 
 @dataclass
 class Pass:
-    """Operations of one direction, and weights to be laid out before; see ``cpu.run_regions``."""
+    """Operations of one direction, and weights to be laid out before; see ``fields``."""
 
     table: np.ndarray
     reals: np.ndarray
@@ -47,6 +47,7 @@ class Pass:
     tasks: np.ndarray
     task_reals: np.ndarray
     task_addresses: Addresses
+    context: np.ndarray
 
 
 class Program(Layout):
@@ -80,10 +81,12 @@ class Program(Layout):
     ) -> None:
         super().__init__(segment, images, size, path, threads, needs_input, needs_weights, observes)
         self._collected = self._collecting()
-        self._places = [0] * 7  # bytes of each part of a thread's memory
+        self._places = [0] * 6  # bytes of each part of a thread's memory
         self.forward = self._finished(Forward(self).regions)
         self.backward = self._finished(Backward(self).regions)
         self._make_scratch()
+        for own in (self.forward, self.backward):
+            self._fill_context(own)
         self.memory = Memory(self.kept_bytes + 64)
 
     def clear(self) -> None:
@@ -104,7 +107,10 @@ class Program(Layout):
         for n, layer in enumerate(self.segment.layers):
             outputs, inputs, height, width = layer.shape
             tasks[n, [f.W_OUTPUTS, f.W_INPUTS, f.W_TAPS]] = outputs, inputs, height * width
-            tasks[n, [f.TOTALS, f.POWERS]] = self.totals[n], self.lsbs.ctypes.data + 4 * n
+            tasks[n, f.POWERS] = self.lsbs.ctypes.data + 4 * n
+            if (own := self.weight_sums[n]) is not None:
+                tasks[n, [f.HELD, f.TOTALS, f.W_FLIPS]] = own.held, own.totals, own.is_flipped
+                tasks[n, [f.SUMS, f.SUMS_STRIDE]] = own.sums, own.stride
             items += [(n, first) for first in range(0, inputs, 16)]
         return tasks, np.array(items, np.int64)
 
@@ -116,20 +122,15 @@ class Program(Layout):
             most = -(self.images // -self.threads)
             chunk = max(1, min(most, _CACHE // bytes_an_image))
             found.append(Region(len(operations), len(operations) + len(region), chunk))
-            sums = 0
             for op in region:
                 own = None if op.details is None else op.details(chunk)
                 details.append(own)
                 if own is not None:
                     self._places[0] = max(self._places[0], int(own.row[jobs.WORK_BYTES]) + 64)
                     self.held.append(own)
-                if op.numbers[f.KIND] == f.WEIGHT_PRODUCT and own is not None:
-                    op.numbers[f.SUMS] = sums
-                    sums += -(int(own.row[jobs.SUMS_SIZE]) * 4 // -64) * 64
                 for part, size in op.scratch.items():
                     times = chunk if part in _OF_IMAGES else 1
                     self._places[part] = max(self._places[part], size * times)
-            self._places[6] = max(self._places[6], sums)
             operations += region
         self._place_buffers(operations, found)
         rows = np.zeros((len(operations), jobs.FIELDS), np.int64)
@@ -140,7 +141,21 @@ class Program(Layout):
         tasks, task_reals, task_addresses = table(self.tasks)
         self.tasks = []
         own = np.array(found, np.int64)
-        return Pass(numbers, reals, rows, own, addresses, tasks, task_reals, task_addresses)
+        context = np.zeros(f.CONTEXT, np.int64)
+        return Pass(
+            numbers, reals, rows, own, addresses, tasks, task_reals, task_addresses, context
+        )
+
+    def _fill_context(self, own: Pass) -> None:
+        """Write what a kernel needs to know of a pass."""
+        arrays = own.table, own.reals, own.details, own.regions
+        places = f.C_TABLE, f.C_REALS, f.C_DETAILS, f.C_REGIONS
+        for place, array in zip(places, arrays, strict=True):
+            own.context[place] = array.ctypes.data
+        counts = len(own.table), self.images, self.threads
+        own.context[[f.C_OPERATIONS, f.C_IMAGES, f.C_THREADS]] = counts
+        scratch = self.scratch, self.scratch_bytes, self.places.ctypes.data
+        own.context[[f.C_SCRATCH, f.C_SCRATCH_BYTES, f.C_PLACES]] = scratch
 
     def _place_buffers(self, operations: list[Operation], regions: list[Region]) -> None:
         """Give buffers memory; those that are never needed together share it."""
@@ -166,7 +181,7 @@ class Program(Layout):
     def _make_scratch(self) -> None:
         sizes = [-(size // -64) * 64 + 64 for size in self._places]
         begins = np.cumsum([0, *sizes])
-        self.places = begins[:7].astype(np.int64)
+        self.places = begins[:6].astype(np.int64)
         self.scratch_bytes = int(begins[-1])
         self.scratch = self.take(self.scratch_bytes * self.threads)
         largest = max(math.prod(layer.shape) for layer in self.segment.layers)

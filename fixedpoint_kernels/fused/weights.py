@@ -7,7 +7,9 @@ from numba import carray, njit, prange
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.views import doubles, floats
+from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.products.instructions import keep
 from fixedpoint_kernels.products.packing import pack, sum_taps
 from fixedpoint_kernels.threads import compile_both
 
@@ -110,28 +112,60 @@ def _collect(tasks, items, threads):
 
 
 @njit
+def _add_thread(d, thread, at, sums):
+    """Add what a thread has for some weights, from element ``at`` on: int32, or what they were folded to."""
+    held = doubles(d[f.HELD], 3 * thread + 3)[3 * thread :]
+    columns, padded = len(sums), (d[f.W_INPUTS] + 15) // 16 * 16
+    size = d[f.W_TAPS] * padded * columns
+    if held[2] > 0:
+        totals = doubles(d[f.TOTALS] + 8 * (thread * size + at), columns)
+        for o in range(columns):
+            sums[o] += totals[o]
+        return
+    whole = carray(pointer_to(d[f.SUMS] + thread * d[f.SUMS_STRIDE]), size + columns, np.int32)
+    own, last, scale = whole[at : at + columns], whole[size : size + columns], held[1]
+    if d[f.W_FLIPS]:
+        for o in range(columns):
+            sums[o] += np.float64(np.int32(own[o] - np.int32(128) * last[o])) * scale
+    else:
+        for o in range(columns):
+            sums[o] += np.float64(own[o]) * scale
+
+
+@njit
 def _collect_inputs(d, first, threads):
-    """Write what belongs to 16 inputs: totals lie by tap, input and output."""
+    """Write what belongs to 16 inputs: sums lie by tap, input and output."""
     outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
     padded, columns = (inputs + 15) // 16 * 16, (outputs + 15) // 16 * 16
-    size, rows = taps * padded * columns, min(16, inputs - first) * taps
-    totals, lsb = doubles(d[f.TOTALS], threads * size), floats(d[f.POWERS], 1)[0]
-    out = floats(d[f.OUT], outputs * inputs * taps)
-    values, sums = np.empty((rows, columns), np.float32), np.empty(columns, np.float64)
+    rows, lsb = min(16, inputs - first) * taps, floats(d[f.POWERS], 1)[0]
+    values, sums = np.empty((columns // 16, rows + 16, 16), np.float32), np.empty(columns, np.float64)
     for row in range(rows):
         at = (row % taps * padded + first + row // taps) * columns
-        sums[:] = totals[at : at + columns]
-        for thread in range(1, threads):
-            own = totals[thread * size + at : thread * size + at + columns]
-            for o in range(columns):
-                sums[o] += own[o]
-        for o in range(columns):
-            values[row, o] = np.float32(sums[o]) * lsb
+        sums[:] = 0.0
+        for thread in range(threads):
+            _add_thread(d, thread, at, sums)
+        for group in range(columns // 16):
+            for o in range(16):
+                values[group, row, o] = np.float32(sums[16 * group + o]) * lsb
+    for group in range(columns // 16):
+        _write_columns(d, values[group], group, first, rows)
+
+
+@njit
+def _write_columns(d, values, group, first, rows):
+    """Write 16 outputs of 16 inputs as the weight lies: by output, input and tap."""
+    step = d[f.W_INPUTS] * d[f.W_TAPS]
+    place = d[f.OUT] + 4 * (16 * group * step + first * d[f.W_TAPS])
+    outputs, whole = min(16, d[f.W_OUTPUTS] - 16 * group), 0
+    if outputs == 16:
+        whole = rows // 16 * 16
+        for row in range(0, whole, 16):
+            tiles.transpose_floats(values.ctypes.data + 64 * row, place + 4 * row, 4 * step)
+    out = floats(place, (outputs - 1) * step + rows)
     for o in range(outputs):
-        start = (o * inputs + first) * taps
-        own_out = out[start : start + rows]
-        for row in range(rows):
-            own_out[row] = values[row, o]
+        for row in range(whole, rows):
+            out[o * step + row] = values[row, o]
+    keep(values)
 
 
 _PACK, _COLLECT = compile_both(_pack_weights), compile_both(_collect)

@@ -262,6 +262,20 @@ def _transpose(builder: Any, source: Any, step: Any, out: Any, out_step: Any) ->
                 store(builder, part, place)
 
 
+def _transpose_floats(builder: Any, source: Any, out: Any, out_step: Any) -> None:
+    """Write 16 rows of 16 float32, one behind the other, as columns: row j at ``out + j * out_step``."""
+    whole = vector(F32, 16)
+    rows = [load(builder, builder.add(source, I64(64 * i)), whole) for i in range(16)]
+    for size in (1, 2, 4, 8):  # blocks off the diagonal change places
+        low = [j if not j & size else 16 + j - size for j in range(16)]
+        high = [j + size if not j & size else 16 + j for j in range(16)]
+        for i in (i for i in range(16) if not i & size):
+            a, b = rows[i], rows[i + size]
+            rows[i], rows[i + size] = shuffle(builder, a, b, low), shuffle(builder, a, b, high)
+    for j, row in enumerate(rows):
+        store(builder, row, builder.add(out, builder.mul(out_step, I64(j))))
+
+
 def _copy(flip: bool) -> Callable[..., None]:
     """Copy bytes, reading no others; or flip their highest bits too."""
 
@@ -414,6 +428,7 @@ configure = addressed(1, _configure)
 release = addressed(1, _release)
 interleave = addressed(3, _interleave)
 transpose = addressed(4, _transpose)
+transpose_floats = addressed(3, _transpose_floats)
 copy = addressed(3, _copy(False))
 copy_flipped = addressed(3, _copy(True))
 blank = addressed(3, _blank)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
-from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, compiled, keep
+from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, ByName, compiled, keep
 from fixedpoint_kernels.products.packing import pack, sum_taps
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
@@ -218,7 +218,8 @@ def _run_correlation(
     if scales is None:
         scales = np.ones(1, np.float32)
     start = out.data_ptr() + part.first[0] * row + part.first[1] * column
-    compiled(_correlate, path, shared=(jobs.write_spots, jobs.write_outputs))[parallel](
+    parts = map(ByName, (jobs.write_spots, jobs.write_outputs))
+    compiled(_correlate, path, *parts)[parallel](
         plan.described.row,
         x.data_ptr(),
         plan.cut.jobs,
@@ -331,8 +332,8 @@ def weight_gradient(
         )  # fmt: skip
         table, job_shifts = _sorted_jobs(cut, shifts)
         source, target = _laid(x), _laid(grad)
-        parts = jobs.spread_weights, jobs.multiply_spots, jobs.multiply_weights
-        compiled(_correlate_weights, path, shared=parts)[parallel](
+        parts = map(ByName, (jobs.spread_weights, jobs.multiply_spots, jobs.multiply_weights))
+        compiled(_correlate_weights, path, *parts)[parallel](
             described.row,
             source.data_ptr(),
             table,

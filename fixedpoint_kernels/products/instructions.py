@@ -2,7 +2,7 @@
 
 from functools import cache
 from types import FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -12,7 +12,7 @@ from fixedpoint_kernels.llvm.calls import called
 from fixedpoint_kernels.llvm.pairs import pairs_tile
 from fixedpoint_kernels.threads import compile_both
 
-__all__ = ["FLIPS", "GRAINS", "compiled", "keep"]
+__all__ = ["FLIPS", "GRAINS", "ByName", "compiled", "keep"]
 
 GRAINS = MappingProxyType({"amx": 64, "avx512_vnni": 4, "avx_vnni": 4, "avx2": 4})
 """Bytes of a row that a tile takes at a time, by path."""
@@ -153,23 +153,28 @@ _TILES: dict[str, dict[str, Any]] = {
 }
 
 
+class ByName(NamedTuple):
+    """A part of a kernel that is compiled once, alone; see ``llvm.calls``."""
+
+    function: FunctionType
+
+
 @cache
-def compiled(
-    kernel: Any, path: str, *parts: Any, shared: tuple[FunctionType, ...] = ()
-) -> tuple[Any, Any]:
+def compiled(kernel: Any, path: str, *parts: FunctionType | ByName) -> tuple[Any, Any]:
     """Return a kernel with the tiles of a path, serial and parallel.
 
     Args:
         kernel: A plain function of ``prange`` loops, which knows tiles by the names of ``_TILES``.
         path: One of ``GRAINS``.
         parts: Plain functions that it calls, and that know tiles too, those called first.
-        shared: Those that other kernels call too, see ``calls``; those called first.
     """
     scope: dict[str, Any] = {"FLIPS": FLIPS[path], "GRAIN": GRAINS[path], **_TILES[path]}
-    for part in shared:
-        scope[part.__name__] = called(_with(part, scope, f"{part.__name__}_{path}"))
     for part in parts:
-        scope[part.__name__] = njit(_with(part, scope, part.__name__))
+        if isinstance(part, ByName):
+            own = part.function
+            scope[own.__name__] = called(_with(own, scope, f"{own.__name__}_{path}"))
+        else:
+            scope[part.__name__] = njit(_with(part, scope, part.__name__))
     return compile_both(_with(kernel, scope, f"{kernel.__name__}_{path}"))
 
 
