@@ -244,6 +244,11 @@ def own_forward_hooks(
     return module._forward_pre_hooks, module._forward_hooks
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's children by name; what is put in their place later is seen in it."""
+    return module._modules
+
+
 def has_backward_hooks(module: nn.Module) -> bool:
     """Say whether a module has hooks on gradients, or all modules have."""
     own = module._backward_hooks or module._backward_pre_hooks

@@ -92,7 +92,9 @@ class WeightSums:
         outputs, inputs, height, width = layer.shape
         columns = -(outputs // -16) * 16
         size = height * width * -(inputs // -16) * 16 * columns
-        room = 4 * (size + 80 * columns) + 64  # as of ``jobs.SUMS_SIZE``, and what clearing writes more
+        room = (
+            4 * (size + 80 * columns) + 64
+        )  # as of ``jobs.SUMS_SIZE``, and what clearing writes more
         self.stride, threads = -(room // -64) * 64, layout.threads
         self.held = layout.take(3 * threads, np.float64)
         self.sums = layout.take(threads * self.stride)

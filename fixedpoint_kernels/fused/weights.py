@@ -138,7 +138,10 @@ def _collect_inputs(d, first, threads):
     outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
     padded, columns = (inputs + 15) // 16 * 16, (outputs + 15) // 16 * 16
     rows, lsb = min(16, inputs - first) * taps, floats(d[f.POWERS], 1)[0]
-    values, sums = np.empty((columns // 16, rows + 16, 16), np.float32), np.empty(columns, np.float64)
+    values, sums = (
+        np.empty((columns // 16, rows + 16, 16), np.float32),
+        np.empty(columns, np.float64),
+    )
     for row in range(rows):
         at = (row % taps * padded + first + row // taps) * columns
         sums[:] = 0.0

@@ -11,7 +11,6 @@ from torch.autograd.graph import increment_version
 
 from fixedpoint_kernels import products
 from fixedpoint_kernels._torch_private import (
-    KIND_OF_BACKWARD_HOOKS,
     foreach_add_,
     global_forward_hooks,
     has_backward_hooks,
@@ -24,6 +23,7 @@ from marvin.hooks import OtherForward, restore_forwards, rounders_of
 from marvin.integer.formats import Options, Product, choose
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
+from marvin.integer.seen import Seen, plain_attributes
 from marvin.integer.token_run import TokenRun, put_in
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
@@ -48,7 +48,7 @@ class Fused(OtherForward):
         self.module = module
         self._traced: Traced | str | None = None
         self._runs: fx.GraphModule | None = None
-        self._seen: Any = None
+        self._seen: Seen | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module}
@@ -91,32 +91,28 @@ class Fused(OtherForward):
         ):
             return None
         traced = self._trace()
-        if not isinstance(traced, str) and self._seen != self._snapshot(traced):
-            self._traced = self._runs = None
+        if self._seen is not None and not self._seen.holds():
+            self._traced = self._runs = self._seen = None
             traced = self._trace()
         if isinstance(traced, str) or any(global_forward_hooks()):
             return None
         if traced.chains and (x.dim() != 4 or x.dtype is not torch.float32):
             return None
-        if any(map(_has_hooks, (self.module.get_submodule(n) for n in traced.inner if n))):
+        assert self._seen is not None
+        if any(map(_has_hooks, self._seen.inner)):
             return None
         self._runs = self._runs or _built(self.module, traced)
         return self._runs if all(run.ready() for run in _chains_of(self._runs)) else None
 
     def _trace(self) -> Traced | str:
         if self._traced is None:
-            before = [_plain_attributes(m) for m in self.module.modules()]
+            before = [plain_attributes(m) for m in self.module.modules()]
             self._traced = trace(self.module)
-            if [_plain_attributes(m) for m in self.module.modules()] != before:
+            if [plain_attributes(m) for m in self.module.modules()] != before:
                 self._traced = "its forward changes attributes of modules"
-            else:
-                self._seen = self._snapshot(self._traced)
+            elif not isinstance(self._traced, str):
+                self._seen = Seen(self.module, self._traced)
         return self._traced
-
-    def _snapshot(self, traced: Traced | str) -> list[Any]:
-        """Return what the code that was traced through may depend on."""
-        names = () if isinstance(traced, str) else traced.inner
-        return [_plain_attributes(self.module.get_submodule(name)) for name in names]
 
 
 def fuse(model: nn.Module) -> None:
@@ -147,22 +143,24 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
         yield from _roots(child)
 
 
-def _plain_attributes(module: nn.Module) -> list[Any]:
-    own = vars(module).items()
-    kinds = bool, int, float, str
-    return [pair for pair in own if type(pair[1]) in kinds and pair[0] != KIND_OF_BACKWARD_HOOKS]
-
-
-def _rounds(module: nn.Module) -> bool:
-    return any(rounder.formats(module).rounds for rounder in rounders_of(module))
-
-
-def _has_hooks(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module, own: int | None = None) -> bool:
+    """Say whether a module has hooks of others; ``own``: how many rounders it has, where that is known."""
     before, after = own_forward_hooks(module)
-    if not before and not after:
-        return has_backward_hooks(module)
-    own = len(rounders_of(module))
-    return len(before) > own or len(after) > own or has_backward_hooks(module)
+    if before or after:
+        own = len(rounders_of(module)) if own is None else own
+        if len(before) > own or len(after) > own:
+            return True
+    return has_backward_hooks(module)
+
+
+def _is_in_the_way(module: nn.Module) -> bool:
+    """Say whether a module that is no convolution rounds, or has hooks that would not be called."""
+    before, after = own_forward_hooks(module)
+    if before or after:
+        rounders = rounders_of(module)
+        if any(own.formats(module).rounds for own in rounders) or _has_hooks(module, len(rounders)):
+            return True
+    return has_backward_hooks(module) or not module.training
 
 
 def _built(module: nn.Module, traced: Traced) -> fx.GraphModule:
@@ -239,17 +237,17 @@ class _Run(nn.Module):
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now."""
-        self.rounders = tuple(r for conv in self.convolutions for r in rounders_of(conv))
-        if len(self.rounders) != len(self.convolutions):
+        found = [rounders_of(conv) for conv in self.convolutions]
+        if any(len(own) != 1 for own in found):
             return False
+        self.rounders = tuple(own[0] for own in found)
         for conv, rounder in zip(self.convolutions, self.rounders, strict=True):
-            if not conv.training or _has_hooks(conv):
+            if not conv.training or _has_hooks(conv, 1):
                 return False
             if rounder.state.rounding != "nearest" or conv.weight.dtype is not torch.float32:
                 return False
-        for own in self.others:
-            if _has_hooks(own) or _rounds(own) or not own.training:
-                return False
+        if any(map(_is_in_the_way, self.others)):
+            return False
         for norm in self.norms:
             if norm is not None and not _is_float32(norm):
                 return False
@@ -320,13 +318,13 @@ class _Run(nn.Module):
 
     def note(self, program: Any, x: Tensor) -> None:
         """Count what was clamped."""
-        clamped = program.clamped.sum(1)
+        clamped = program.clamped.sum(1).tolist()
         for i, (layer, rounder) in enumerate(
             zip(program.segment.layers, self.rounders, strict=True)
         ):
             if layer.clip and (layer.source >= 0 or x.requires_grad):
                 shape = program.shapes[layer.source]
-                rounder.tally.add(int(clamped[i]), shape.elements * len(x))
+                rounder.tally.add(clamped[i], shape.elements * len(x))
 
     def show(self, seen: Mapping[int, Tensor]) -> list[Callable[[Tensor], None] | None]:
         """Show what layers took to the policy; return what takes the gradients."""
@@ -339,19 +337,22 @@ class _Run(nn.Module):
 
     def track(self, parameters: Sequence[Parameters]) -> None:
         """Let the kernels move the running statistics of batch norm, as it would do itself."""
-        pairs = zip(self.norms, parameters, strict=True)
-        tracked = [(n, own) for n, own in pairs if n is not None and n.track_running_stats]
-        batches = [n.num_batches_tracked for n, _ in tracked if n.num_batches_tracked is not None]
+        batches, running = [], []
+        for norm, own in zip(self.norms, parameters, strict=True):
+            if norm is None or not norm.track_running_stats:
+                continue
+            count, mean, variance = norm.num_batches_tracked, norm.running_mean, norm.running_var
+            if count is not None:
+                batches.append(count)
+            if mean is None or variance is None:
+                continue
+            running += [mean, variance]
+            own.running, own.momentum = (mean, variance), norm.momentum or 0.0
+            if norm.momentum is None and count is not None:
+                own.momentum = 1 / (int(count) + 1)
         if batches:
             foreach_add_(batches, 1)
-        for norm, own in tracked:
-            if norm.running_mean is None or norm.running_var is None:
-                continue
-            own.running = norm.running_mean, norm.running_var
-            increment_version(own.running)
-            own.momentum = norm.momentum or 0.0
-            if norm.momentum is None and norm.num_batches_tracked is not None:
-                own.momentum = 1 / int(norm.num_batches_tracked)
+        increment_version(running)
 
 
 def _is_float32(norm: nn.BatchNorm2d) -> bool:

@@ -483,6 +483,71 @@ def test_a_flag_that_changes_is_seen():
     assert model(x).shape[-1] == 4
 
 
+class Scaled(Features):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def louder(module):
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        other.weight.mul_(0.5)
+    return other
+
+
+def replace_convolution(model):
+    model.blocks[0].conv1 = louder(model.blocks[0].conv1)
+
+
+def replace_norm(model):
+    model.bn = louder(model.bn)
+
+
+def replace_head(model):
+    model.fc = nn.Linear(16, 4)
+
+
+def replace_parameter(model):
+    model.scale = nn.Parameter(model.scale.detach() * 2)
+
+
+def delete_and_add(model):
+    del model.flag
+    model.other = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (Net, replace_convolution),
+        (Net, replace_norm),
+        (Net, replace_head),
+        (Scaled, replace_parameter),
+    ],
+)
+def test_what_is_put_in_place_of_a_part_is_seen(kind, change):
+    model, _ = make(model=kind())
+    x, _ = batch(9)
+    before = model(x)
+    change(model)
+    y = model(x)
+    assert not torch.equal(y, before)
+    convert(model)  # traces it anew
+    same(y, model(x))
+
+
+def test_an_attribute_that_is_deleted_is_seen():
+    model = Net()
+    model.flag = True
+    make(model=model)
+    delete_and_add(model)
+    assert is_fused(model)
+
+
 def test_layers_that_stop_fitting_run_unfused():
     model, _ = make(policy=marvin.StaticPolicy(12, 8))
     assert not is_fused(model)

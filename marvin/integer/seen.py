@@ -1,0 +1,72 @@
+"""What a traced graph was made of, to notice when somebody changes it."""
+
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+from torch import nn
+
+from fixedpoint_kernels._torch_private import KIND_OF_BACKWARD_HOOKS, children_of
+from marvin.integer.graph import Traced
+
+__all__ = ["Seen", "plain_attributes"]
+
+_PLAIN = bool, int, float, str
+
+
+def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return names and values of a module's own attributes that its code may branch on."""
+    own = vars(module).items()
+    return [pair for pair in own if type(pair[1]) in _PLAIN and pair[0] != KIND_OF_BACKWARD_HOOKS]
+
+
+class Seen:
+    """The modules and tensors of a graph, and plain attributes of those whose code is part of it.
+
+    A layer may be replaced at any time (``model.fc = nn.Linear(64, 100)``), a parameter too
+    (``load_state_dict(..., assign=True)``).
+
+    Args:
+        module: That was traced.
+        traced: What came of it.
+
+    Attributes:
+        inner: The modules whose ``forward`` became part of the graph, but for the first.
+    """
+
+    def __init__(self, module: nn.Module, traced: Traced) -> None:
+        inner = [module.get_submodule(name) for name in traced.inner]
+        self.inner = [own for own in inner if own is not module]
+        self._children = [
+            (own, tuple(own.values())) for own in map(children_of, module.modules()) if own
+        ]
+        self._attributes = [
+            (vars(own), len(vars(own)), itemgetter(*(name for name, _ in pairs)), pairs)
+            for own, pairs in ((own, plain_attributes(own)) for own in inner)
+            if pairs
+        ]
+        self._values = [get(own) for own, _, get, _ in self._attributes]
+        names = [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]
+        self._module, self._tensors = module, attrgetter(*names) if names else None
+        self._held = self._tensors_now()
+
+    def holds(self) -> bool:
+        """Say whether all of it is as it was."""
+        try:
+            return self._is_same()
+        except (AttributeError, KeyError):  # something was deleted
+            return False
+
+    def _is_same(self) -> bool:
+        for own, before in self._children:
+            if len(own) != len(before) or not all(map(is_, own.values(), before)):
+                return False
+        for (own, size, get, _), before in zip(self._attributes, self._values, strict=True):
+            if len(own) != size or get(own) != before:
+                return False
+        return all(map(is_, self._tensors_now(), self._held))
+
+    def _tensors_now(self) -> tuple[Any, ...]:
+        if self._tensors is None:
+            return ()
+        found = self._tensors(self._module)
+        return found if isinstance(found, tuple) else (found,)
