@@ -1,5 +1,6 @@
 """Fused segments: against their reference in plain PyTorch, and that against autograd in float64."""
 
+import ctypes
 import dataclasses
 import gc
 
@@ -200,6 +201,56 @@ def test_threads_and_small_pieces_change_nothing(name, monkeypatch):
     for a, b in zip(whole[1], parts[1], strict=True):
         assert torch.equal(a.weight, b.weight)
         assert torch.equal(a.shift, b.shift)
+
+
+@pytest.fixture
+def missed(monkeypatch):
+    """How often threads did not meet."""
+    from fixedpoint_kernels.fused import cpu
+
+    own = {"times": 0}
+    monkeypatch.setattr(cpu, "_missed", own)
+    return own
+
+
+def test_threads_meet_between_regions(missed):
+    segment, count, size = SEGMENTS["residual"]
+    x = images(segment, count, size)
+    for _ in range(5):  # on a busy machine one may come late
+        missed["times"] = 0
+        check(segment, x, program(segment, x, threads=2))
+        if not missed["times"]:
+            return
+    pytest.fail("threads that were there did not meet")
+
+
+def test_threads_that_cannot_meet_do_their_work_apart(missed):
+    from fixedpoint_kernels.threads import thread_count
+
+    segment, count, size = SEGMENTS["residual"]
+    x, threads = images(segment, count, size), thread_count() + 1
+    check(segment, x, program(segment, x, threads=threads))  # one thread has two turns
+    assert missed["times"] == 2
+
+
+def test_sums_for_weights_that_int32_holds_are_those_that_it_does_not(monkeypatch):
+    """Folded to float64 at each turn, or never."""
+    segment, count, size = SEGMENTS["residual"]
+    x = images(segment, count, size)
+    made = program(segment, x)
+    whole = check(segment, x, made)[1]
+    held = [doubles(own.held, 3) for own in made.weight_sums]
+    assert not all(times for _, _, times in held)
+    monkeypatch.setattr(programs, "_CACHE", 1)
+    made = program(segment, x)
+    parts = check(segment, x, made)[1]
+    assert any(times for _, _, times in (doubles(own.held, 3) for own in made.weight_sums))
+    for a, b in zip(whole, parts, strict=True):
+        assert torch.equal(a.weight, b.weight)
+
+
+def doubles(address, n):
+    return list((ctypes.c_double * n).from_address(address))
 
 
 def test_adding_a_value_twice_returns_both_gradients():
