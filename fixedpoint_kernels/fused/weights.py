@@ -112,46 +112,49 @@ def _collect(tasks, items, threads):
 
 
 @njit
-def _add_thread(d, thread, at, sums):
-    """Add what a thread has for some weights, from element ``at`` on: int32, or what they were folded to."""
+def _add_thread(d, thread, first, sums):
+    """Add what a thread has for 16 inputs: int32, or the float64 that they were folded to.
+
+    sums: (inputs * taps, columns) float64; a thread's own lie by tap, input and output.
+    """
     held = doubles(d[f.HELD], 3 * thread + 3)[3 * thread :]
-    columns, padded = len(sums), (d[f.W_INPUTS] + 15) // 16 * 16
-    size = d[f.W_TAPS] * padded * columns
-    if held[2] > 0:
-        totals = doubles(d[f.TOTALS] + 8 * (thread * size + at), columns)
-        for o in range(columns):
-            sums[o] += totals[o]
-        return
+    taps, (rows, columns) = d[f.W_TAPS], sums.shape
+    padded = (d[f.W_INPUTS] + 15) // 16 * 16
+    size, scale, is_folded = taps * padded * columns, held[1], held[2] > 0
+    totals = doubles(d[f.TOTALS], (thread + 1) * size)[thread * size :]
     whole = carray(pointer_to(d[f.SUMS] + thread * d[f.SUMS_STRIDE]), size + columns, np.int32)
-    own, last, scale = whole[at : at + columns], whole[size : size + columns], held[1]
-    if d[f.W_FLIPS]:
-        for o in range(columns):
-            sums[o] += np.float64(np.int32(own[o] - np.int32(128) * last[o])) * scale
-    else:
-        for o in range(columns):
-            sums[o] += np.float64(own[o]) * scale
+    last = whole[size:]
+    for row in range(rows):
+        at, out = (row % taps * padded + first + row // taps) * columns, sums[row]
+        if is_folded:
+            folded = totals[at : at + columns]
+            for o in range(columns):
+                out[o] += folded[o]
+        elif d[f.W_FLIPS]:
+            own = whole[at : at + columns]
+            for o in range(columns):
+                out[o] += np.float64(np.int32(own[o] - np.int32(128) * last[o])) * scale
+        else:
+            own = whole[at : at + columns]
+            for o in range(columns):
+                out[o] += np.float64(own[o]) * scale
 
 
 @njit
 def _collect_inputs(d, first, threads):
-    """Write what belongs to 16 inputs: sums lie by tap, input and output."""
+    """Write what belongs to 16 inputs."""
     outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
-    padded, columns = (inputs + 15) // 16 * 16, (outputs + 15) // 16 * 16
-    rows, lsb = min(16, inputs - first) * taps, floats(d[f.POWERS], 1)[0]
-    values, sums = (
-        np.empty((columns // 16, rows + 16, 16), np.float32),
-        np.empty(columns, np.float64),
-    )
-    for row in range(rows):
-        at = (row % taps * padded + first + row // taps) * columns
-        sums[:] = 0.0
-        for thread in range(threads):
-            _add_thread(d, thread, at, sums)
-        for group in range(columns // 16):
-            for o in range(16):
-                values[group, row, o] = np.float32(sums[16 * group + o]) * lsb
+    columns, lsb = (outputs + 15) // 16 * 16, floats(d[f.POWERS], 1)[0]
+    rows = min(16, inputs - first) * taps
+    sums, values = np.zeros((rows, columns), np.float64), np.empty((rows + 16, 16), np.float32)
+    for thread in range(threads):
+        _add_thread(d, thread, first, sums)
     for group in range(columns // 16):
-        _write_columns(d, values[group], group, first, rows)
+        for row in range(rows):
+            own, out = sums[row, 16 * group : 16 * group + 16], values[row]
+            for o in range(16):
+                out[o] = np.float32(own[o]) * lsb
+        _write_columns(d, values, group, first, rows)
 
 
 @njit
