@@ -8,6 +8,7 @@ from numba import carray, njit, prange
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.views import doubles, floats
 from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.calls import called
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.instructions import keep
 from fixedpoint_kernels.products.packing import pack, sum_taps
@@ -59,8 +60,44 @@ def _round_places(weight, step_o, step_c, step_t, taps, inputs, codes, scale, lo
         codes[at] = _code(weight[o * step_o + c * step_c + t * step_t], scale, low, high)
 
 
+def pack_task(d, scales, own):
+    """Round a weight to nearest codes, and lay it out for tiles.
+
+    Args:
+        d: Address of a row of numbers, see ``fields``.
+        scales: Address of float32: scale, lowest and highest code.
+        own: Address of the thread's memory.
+    """
+    d, (scale, low, high) = carray(pointer_to(d), f.COUNT, np.int64), floats(scales, 3)
+    outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
+    codes = carray(pointer_to(own), outputs * taps * inputs, np.int8)
+    step_o, step_c, step_t = d[f.W_STEP_O], d[f.W_STEP_C], d[f.W_STEP_T]
+    size = (outputs - 1) * step_o + (inputs - 1) * step_c + (taps - 1) * step_t + 1
+    weight = floats(d[f.WEIGHTS], size)
+    if step_t == 1 and step_c == taps:
+        _round_rows(weight, step_o, taps, inputs, codes, scale, low, high)
+    else:
+        _round_places(weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high)
+    count = d[f.W_PART_TAPS]
+    numbers = carray(pointer_to(d[f.W_NUMBERS]), count, np.int64)
+    offsets = carray(pointer_to(d[f.W_OFFSETS]), count, np.int64)
+    turned = d[f.W_IS_TURNED] != 0
+    columns, depth = (inputs, outputs) if turned else (outputs, inputs)
+    begin = carray(pointer_to(d[f.BEGIN]), (columns + 15) // 16 * 16, np.int32)
+    begin[:] = 0
+    pack(
+        own, numbers, offsets, d[f.W_DEPTH], columns, depth, taps * inputs, turned, begin,
+        d[f.W_PACKED],
+    )  # fmt: skip
+    _begin(d, depth, begin)
+    return 0
+
+
+_pack_task = called(pack_task)
+
+
 def _pack_weights(tasks, scales, spare, spare_bytes, threads):
-    """Round weights to nearest codes, and lay them out for tiles.
+    """Lay out all weights.
 
     Args:
         tasks: (tasks, ...) int64, see ``fields``.
@@ -70,45 +107,9 @@ def _pack_weights(tasks, scales, spare, spare_bytes, threads):
         threads: How many.
     """
     for thread in prange(threads):
-        own = spare + thread * spare_bytes
         for k in range(thread, len(tasks), threads):
-            d = tasks[k]
-            outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
-            scale, low, high = scales[k]
-            codes = carray(pointer_to(own), outputs * taps * inputs, np.int8)
-            step_o, step_c, step_t = d[f.W_STEP_O], d[f.W_STEP_C], d[f.W_STEP_T]
-            size = (outputs - 1) * step_o + (inputs - 1) * step_c + (taps - 1) * step_t + 1
-            weight = floats(d[f.WEIGHTS], size)
-            if step_t == 1 and step_c == taps:
-                _round_rows(weight, step_o, taps, inputs, codes, scale, low, high)
-            else:
-                _round_places(weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high)
-            count = d[f.W_PART_TAPS]
-            numbers = carray(pointer_to(d[f.W_NUMBERS]), count, np.int64)
-            offsets = carray(pointer_to(d[f.W_OFFSETS]), count, np.int64)
-            turned = d[f.W_IS_TURNED] != 0
-            columns, depth = (inputs, outputs) if turned else (outputs, inputs)
-            begin = carray(pointer_to(d[f.BEGIN]), (columns + 15) // 16 * 16, np.int32)
-            begin[:] = 0
-            pack(
-                own, numbers, offsets, d[f.W_DEPTH], columns, depth, taps * inputs, turned, begin,
-                d[f.W_PACKED],
-            )  # fmt: skip
-            _begin(d, depth, begin)
-
-
-def _collect(tasks, items, threads):
-    """Add up the threads' totals of weight gradients, and write them as the weights lie.
-
-    Args:
-        tasks: (layers, ...) int64, see ``fields``.
-        items: (items, 2) int64: a layer, and the first of 16 inputs.
-        threads: That added up.
-    """
-    for k in prange(len(items)):
-        d, first = tasks[items[k, 0]], items[k, 1]
-        if d[f.OUT]:
-            _collect_inputs(d, first, threads)
+            own = spare + thread * spare_bytes
+            _pack_task(tasks[k].ctypes.data, scales[k].ctypes.data, own)
 
 
 @njit
@@ -140,9 +141,15 @@ def _add_thread(d, thread, first, sums):
                 out[o] += np.float64(own[o]) * scale
 
 
-@njit
-def _collect_inputs(d, first, threads):
-    """Write what belongs to 16 inputs."""
+def collect_inputs(d, first, threads):
+    """Write the weight gradients of 16 inputs, as the weight lies.
+
+    Args:
+        d: Address of a row of numbers, see ``fields``.
+        first: Of the inputs.
+        threads: That added up.
+    """
+    d = carray(pointer_to(d), f.COUNT, np.int64)
     outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
     columns, lsb = (outputs + 15) // 16 * 16, floats(d[f.POWERS], 1)[0]
     rows = min(16, inputs - first) * taps
@@ -155,6 +162,7 @@ def _collect_inputs(d, first, threads):
             for o in range(16):
                 out[o] = np.float32(own[o]) * lsb
         _write_columns(d, values, group, first, rows)
+    return 0
 
 
 @njit
@@ -172,6 +180,23 @@ def _write_columns(d, values, group, first, rows):
         for row in range(whole, rows):
             out[o * step + row] = values[row, o]
     keep(values)
+
+
+_collect_inputs = called(collect_inputs)
+
+
+def _collect(tasks, items, threads):
+    """Add up the threads' weight gradients, and write them as the weights lie.
+
+    Args:
+        tasks: (layers, ...) int64, see ``fields``.
+        items: (items, 2) int64: a layer, and the first of 16 inputs.
+        threads: That added up.
+    """
+    for k in prange(len(items)):
+        layer, first = items[k]
+        if tasks[layer, f.OUT]:
+            _collect_inputs(tasks[layer].ctypes.data, first, threads)
 
 
 _PACK, _COLLECT = compile_both(_pack_weights), compile_both(_collect)
