@@ -7,11 +7,9 @@ from numba import carray, njit, prange
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.views import doubles, floats
-from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import called
 from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.products.instructions import keep
-from fixedpoint_kernels.products.packing import pack, sum_taps
+from fixedpoint_kernels.products.packing import pack, sum_taps, write_columns
 from fixedpoint_kernels.threads import compile_both
 
 __all__ = ["collect", "pack_weights"]
@@ -156,30 +154,15 @@ def collect_inputs(d, first, threads):
     sums, values = np.zeros((rows, columns), np.float64), np.empty((rows + 16, 16), np.float32)
     for thread in range(threads):
         _add_thread(d, thread, first, sums)
-    for group in range(columns // 16):
+    step = inputs * taps
+    for output in range(0, outputs, 16):
         for row in range(rows):
-            own, out = sums[row, 16 * group : 16 * group + 16], values[row]
+            own, out = sums[row, output : output + 16], values[row]
             for o in range(16):
                 out[o] = np.float32(own[o]) * lsb
-        _write_columns(d, values, group, first, rows)
+        place = d[f.OUT] + 4 * (output * step + first * taps)
+        write_columns(values, rows, min(16, outputs - output), place, step)
     return 0
-
-
-@njit
-def _write_columns(d, values, group, first, rows):
-    """Write 16 outputs of 16 inputs as the weight lies: by output, input and tap."""
-    step = d[f.W_INPUTS] * d[f.W_TAPS]
-    place = d[f.OUT] + 4 * (16 * group * step + first * d[f.W_TAPS])
-    outputs, whole = min(16, d[f.W_OUTPUTS] - 16 * group), 0
-    if outputs == 16:
-        whole = rows // 16 * 16
-        for row in range(0, whole, 16):
-            tiles.transpose_floats(values.ctypes.data + 64 * row, place + 4 * row, 4 * step)
-    out = floats(place, (outputs - 1) * step + rows)
-    for o in range(outputs):
-        for row in range(whole, rows):
-            out[o * step + row] = values[row, o]
-    keep(values)
 
 
 _collect_inputs = called(collect_inputs)

@@ -17,7 +17,7 @@ from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, ByName, compiled, keep
-from fixedpoint_kernels.products.packing import pack, sum_taps
+from fixedpoint_kernels.products.packing import finish_weights, pack, sum_taps
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
@@ -344,10 +344,15 @@ def weight_gradient(
             signed and bool(FLIPS[path]),
             threads,
         )
-    total = totals[0] if threads == 1 else totals.sum(0)
-    total = torch.from_numpy(total).view(*kernel, padded, -1)[:, :, :channels, :outputs]
-    total = total.permute(3, 2, 0, 1)
-    return total if exponents is None else reference.folded(total, torch.tensor(top), room)
+    if exponents is not None:
+        power = float(reference.powers_of_two(torch.tensor(top)))
+        out = torch.empty(outputs, channels, *kernel)
+        if out.numel():
+            shape = outputs, channels, taps
+            finish_weights(totals, shape, 2.0**-room, power, out.data_ptr())
+        return out
+    total = torch.from_numpy(totals.sum(0)).view(*kernel, padded, -1)[:, :, :channels, :outputs]
+    return total.permute(3, 2, 0, 1)
 
 
 def _steps_in_int16(x: Tensor, other: Tensor, path: str) -> int:

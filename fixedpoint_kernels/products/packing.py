@@ -1,14 +1,14 @@
-"""Weights as the tiles want them, in Numba."""
+"""Weights as the tiles want them, and their gradients as the weights lie, in Numba."""
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, njit, prange
 
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.instructions import keep
-from fixedpoint_kernels.threads import compiled
+from fixedpoint_kernels.threads import compile_both, compiled
 
-__all__ = ["pack", "sum_taps"]
+__all__ = ["finish_weights", "pack", "sum_taps", "write_columns"]
 
 
 @njit
@@ -81,3 +81,66 @@ def sum_taps(packed, depth, groups, channels, meets, sums):
             for place in range(meets.shape[0]):
                 if meets[place, tap]:
                     sums[place, group * 16 : group * 16 + 16] += own
+
+
+@njit
+def write_columns(values, rows, columns, out, step):
+    """Write columns as rows.
+
+    values: (rows + 16, 16) float32; columns: at most 16; out: address of float32, ``step`` of them
+    from one column to the next.
+    """
+    whole = rows // 16 * 16 if columns == 16 else 0
+    for row in range(0, whole, 16):
+        tiles.transpose_floats(values.ctypes.data + 64 * row, out + 4 * row, 4 * step)
+    own = carray(pointer_to(out), (columns - 1) * step + rows, np.float32)
+    for column in range(columns):
+        for row in range(whole, rows):
+            own[column * step + row] = values[row, column]
+    keep(values)
+
+
+def _finish_weights(totals, shape, scale, power, out):
+    # totals (threads, taps * inputs up to a multiple of 16, 16 * groups) int64; shape: outputs,
+    # inputs, taps; scale, power: float32; out: address of (outputs, inputs, taps) float32
+    outputs, inputs, taps = shape
+    padded = (inputs + 15) // 16 * 16
+    for item in prange(padded // 16):
+        first = item * 16
+        rows = min(16, inputs - first) * taps
+        values = np.empty((rows + 16, 16), np.float32)
+        for output in range(0, outputs, 16):
+            for row in range(rows):
+                _finish_row(
+                    totals[:, row % taps * padded + first + row // taps, output : output + 16],
+                    scale, power, values[row],
+                )  # fmt: skip
+            place = out + 4 * (output * inputs + first) * taps
+            write_columns(values, rows, min(16, outputs - output), place, inputs * taps)
+
+
+@njit
+def _finish_row(totals, scale, power, out):
+    for o in range(16):
+        total = totals[0, o]
+        for thread in range(1, len(totals)):
+            total += totals[thread, o]
+        out[o] = np.float32(total) * scale * power
+
+
+_FINISH = compile_both(_finish_weights)
+
+
+def finish_weights(
+    totals: np.ndarray, shape: tuple[int, int, int], scale: float, power: float, out: int
+) -> None:
+    """Add up the threads' totals of weight gradients, round them to float32, and write them as weights lie.
+
+    Args:
+        totals: (threads, taps * inputs up to a multiple of 16, 16 * groups) int64.
+        shape: Outputs, inputs, taps.
+        scale: A power of two that they are multiplied by.
+        power: Another one, after that.
+        out: Address of (outputs, inputs, taps) float32.
+    """
+    _FINISH[len(totals) > 1](totals, shape, np.float32(scale), np.float32(power), out)
