@@ -29,12 +29,6 @@ FLIPS = 0
 
 
 @njit
-def _count(address, thread, n):
-    """Add to a thread's count; in a parallel loop, Numba takes such a line for dead code."""
-    carray(pointer_to(address), thread + 1, np.int64)[thread] += n
-
-
-@njit
 def _moved(address, bytes):
     """Return an address some bytes further; 0 stays 0."""
     return address + bytes if address else np.int64(0)
@@ -244,7 +238,7 @@ def run_region(context, number, thread):
                 for n in range(first, first + count):
                     clamped += _make_value(d, n, reals[k, 0], reals[k, 1], reals[k, 2])
                 if d[f.CLAMPED]:
-                    _count(d[f.CLAMPED], thread, clamped)
+                    carray(pointer_to(d[f.CLAMPED]), thread + 1, np.int64)[thread] += clamped
             elif kind == f.PRODUCT:
                 groups = (j[jobs.OUT_CHANNELS] + 15) // 16
                 recent = carray(pointer_to(recent_at), (groups, 48), np.int64)

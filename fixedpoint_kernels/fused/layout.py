@@ -12,6 +12,7 @@ from torch import Tensor
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import INPUT, Layer, Segment
 from fixedpoint_kernels.fused.operations import Buffer, Given, Kept, Number, Operation
+from fixedpoint_kernels.products import jobs
 from fixedpoint_kernels.products.blocks import blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
 from fixedpoint_kernels.products.shapes import Correlation
@@ -91,10 +92,9 @@ class WeightSums:
     def __init__(self, layout: "Layout", layer: Layer) -> None:
         outputs, inputs, height, width = layer.shape
         columns = -(outputs // -16) * 16
-        size = height * width * -(inputs // -16) * 16 * columns
-        room = (
-            4 * (size + 80 * columns) + 64
-        )  # as of ``jobs.SUMS_SIZE``, and what clearing writes more
+        rows = height * width * -(inputs // -16)
+        size = rows * 16 * columns
+        room = 4 * jobs.sums_size(rows, columns // 16) + 64  # clearing writes up to 63 bytes more
         self.stride, threads = -(room // -64) * 64, layout.threads
         self.held = layout.take(3 * threads, np.float64)
         self.sums = layout.take(threads * self.stride)

@@ -17,7 +17,7 @@ from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, ByName, compiled, keep
-from fixedpoint_kernels.products.packing import finish_weights, pack, sum_taps
+from fixedpoint_kernels.products.packing import Totals, finish_weights, pack, sum_taps
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
@@ -63,7 +63,7 @@ def _correlate(d, x, table, b, begin, scales, statistics, out, threads):
         keep(memory)
 
 
-def _correlate_weights(d, x, table, order, shifts, grad, totals, flips, threads):
+def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, flips, threads):
     """Add up products for weights.
 
     Args:
@@ -73,15 +73,17 @@ def _correlate_weights(d, x, table, order, shifts, grad, totals, flips, threads)
         order: (images,) int64.
         shifts: (jobs,) int64.
         grad: Address of (images, rows, columns, channels) int8.
+        sums: Address of each thread's int32, ``d[jobs.SUMS_SIZE]`` of them, zeros.
         totals: (threads, tap rows, 16 * groups) int64, zeros.
+        ends: (threads, 2) int64: whether sums that int32 holds may stay there, 0 or 1; becomes whether
+            they have, and by how many bits they count more.
         flips: Whether codes of ``x`` are signed, and must not be.
         threads: How many.
     """
     for thread in prange(threads):
         memory = np.empty(d[_WORK], np.uint8)
         work = memory.ctypes.data
-        sums_memory = np.zeros(d[_SUMS] + 16, np.int32)
-        sums = (sums_memory.ctypes.data + 63) // 64 * 64
+        own = sums + 4 * thread * d[_SUMS]
         held, shift = 0, 0
         enter()
         for k in range(len(table) * thread // threads, len(table) * (thread + 1) // threads):
@@ -89,10 +91,10 @@ def _correlate_weights(d, x, table, order, shifts, grad, totals, flips, threads)
             outputs = images * rows * d[_COLUMNS]
             down = shift - shifts[k] if held else 0  # jobs come by falling shift
             if held and (down > 16 or (held << down) + outputs > LONGEST_SUM):
-                jobs.fold(d, sums, totals[thread], shift, flips)
-                held = 0
+                jobs.fold(d, own, totals[thread], shift, flips)
+                held, ends[thread, 0] = 0, 0
             elif down:
-                jobs.double(d, sums, down)
+                jobs.double(d, own, down)
                 held <<= down
             shift = shifts[k]
             whole = spread_weights(
@@ -100,13 +102,15 @@ def _correlate_weights(d, x, table, order, shifts, grad, totals, flips, threads)
             )
             for piece in range(0, whole, _PIECE):
                 if piece:
-                    jobs.fold(d, sums, totals[thread], shift, flips)
-                multiply_weights(d.ctypes.data, piece, min(_PIECE, whole - piece), sums, work)
+                    jobs.fold(d, own, totals[thread], shift, flips)
+                    ends[thread, 0] = 0
+                multiply_weights(d.ctypes.data, piece, min(_PIECE, whole - piece), own, work)
             held = held + outputs
-        if held:
-            jobs.fold(d, sums, totals[thread], shift, flips)
+        if held and ends[thread, 0] == 0:
+            jobs.fold(d, own, totals[thread], shift, flips)
+        ends[thread, 1] = shift
         leave()
-        keep(memory, sums_memory)
+        keep(memory)
 
 
 class _Plan(NamedTuple):
@@ -322,9 +326,13 @@ def weight_gradient(
     threads = thread_count() if parallel else 1
     padded = -(channels // -16) * 16
     totals = np.zeros((threads, taps * padded, groups * 16), np.int64)
+    ends = np.zeros((threads, 2), np.int64)
+    ends[:, 0] = exponents is not None
+    signed = x.dtype is torch.int8
+    flips = signed and bool(FLIPS[path])
+    sums = _zeros(threads, jobs.sums_size(taps * padded // 16, groups))
     if len(order) and positions and channels and outputs:
         least = 2 * threads if parallel else 1
-        signed = x.dtype is torch.int8
         grain = 0 if signed else GRAINS[path]
         cut, described = _plan_of_weights(
             part, images, (height, width), channels, least, grain, outputs, signed,
@@ -340,19 +348,28 @@ def weight_gradient(
             order,
             job_shifts,
             target.data_ptr(),
+            sums.ctypes.data,
             totals,
-            signed and bool(FLIPS[path]),
+            ends,
+            flips,
             threads,
         )
     if exponents is not None:
         power = float(reference.powers_of_two(torch.tensor(top)))
         out = torch.empty(outputs, channels, *kernel)
         if out.numel():
-            shape = outputs, channels, taps
-            finish_weights(totals, shape, 2.0**-room, power, out.data_ptr())
+            held, shape = Totals(totals, sums, ends, flips), (outputs, channels, taps)
+            finish_weights(held, shape, 2.0**-room, power, out.data_ptr())
         return out
     total = torch.from_numpy(totals.sum(0)).view(*kernel, padded, -1)[:, :, :channels, :outputs]
     return total.permute(3, 2, 0, 1)
+
+
+def _zeros(threads: int, size: int) -> np.ndarray:
+    """Return (threads, size) int32 of 0, at a multiple of 64 bytes."""
+    memory = np.zeros(threads * size + 16, np.int32)
+    start = -memory.ctypes.data % 64 // 4
+    return memory[start : start + threads * size].reshape(threads, size)
 
 
 def _steps_in_int16(x: Tensor, other: Tensor, path: str) -> int:

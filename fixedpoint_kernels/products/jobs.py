@@ -26,6 +26,7 @@ __all__ = [
     "multiply_weights",
     "place_outputs",
     "spread_weights",
+    "sums_size",
     "write_outputs",
     "write_spots",
 ]
@@ -140,9 +141,14 @@ def describe_weights(
     d[[TURNED_AT, FLAT_AT]] = d[BUFFER_BYTES], d[BUFFER_BYTES] + turned
     d[[B_AT, REACH]] = d[BUFFER_BYTES] + turned + flat, reach
     d[GRAD_IMAGE] = part.counts[0] * part.counts[1] * grad_channels
-    d[SUMS_SIZE] = ((rows + 4) * 16 + 16) * groups * 16
+    d[SUMS_SIZE] = sums_size(rows, groups)
     d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
     return Described(d, (starts, ones))
+
+
+def sums_size(tile_rows: int, groups: int) -> int:
+    """Return how many int32 the sums of weights take: tiles write some rows more, and a row is that of ``ONES``."""
+    return (tile_rows * 16 + 80) * groups * 16
 
 
 def _weights_by_spot(
@@ -163,7 +169,7 @@ def _weights_by_spot(
     d[B_AT] = d[FLAT_AT] + flat
     d[[SPOTS, PAIRS, PAIR_FIRSTS]] = places, own.pairs.ctypes.data, own.pair_firsts.ctypes.data
     d[[GRAD_BYTES, GRAD_IMAGE]] = places * grad_channels
-    d[SUMS_SIZE] = ((rows + 4) * 16 + 16) * groups * 16
+    d[SUMS_SIZE] = sums_size(rows, groups)
     d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
     return Described(d, (starts, own.pairs, own.pair_firsts))
 

@@ -1,5 +1,7 @@
 """Weights as the tiles want them, and their gradients as the weights lie, in Numba."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import carray, njit, prange
 
@@ -8,7 +10,7 @@ from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.instructions import keep
 from fixedpoint_kernels.threads import compile_both, compiled
 
-__all__ = ["finish_weights", "pack", "sum_taps", "write_columns"]
+__all__ = ["Totals", "finish_weights", "pack", "sum_taps", "write_columns"]
 
 
 @njit
@@ -100,47 +102,88 @@ def write_columns(values, rows, columns, out, step):
     keep(values)
 
 
-def _finish_weights(totals, shape, scale, power, out):
-    # totals (threads, taps * inputs up to a multiple of 16, 16 * groups) int64; shape: outputs,
-    # inputs, taps; scale, power: float32; out: address of (outputs, inputs, taps) float32
+class Totals(NamedTuple):
+    """What threads added up for weights, by tap, input and output.
+
+    Args:
+        totals: (threads, taps * inputs up to a multiple of 16, 16 * groups) int64.
+        sums: (threads, ...) int32, the same, and a row more: see ``jobs.sums_size``.
+        ends: (threads, 2) int64: whether the int32 count, and by how many bits more; else the int64.
+        flips: Whether codes were unsigned only there: the int32 count less 128 times that row.
+    """
+
+    totals: np.ndarray
+    sums: np.ndarray
+    ends: np.ndarray
+    flips: bool
+
+
+def _finish_weights(totals, sums, ends, flips, shape, scale, power, out):
+    # shape: outputs, inputs, taps; scale, power: float32; out: address of (outputs, inputs, taps)
+    # float32; the others: see ``Totals``
     outputs, inputs, taps = shape
-    padded = (inputs + 15) // 16 * 16
+    padded, columns = (inputs + 15) // 16 * 16, totals.shape[2]
     for item in prange(padded // 16):
         first = item * 16
         rows = min(16, inputs - first) * taps
-        values = np.empty((rows + 16, 16), np.float32)
+        found, values = np.zeros((rows, columns), np.int64), np.empty((rows + 16, 16), np.float32)
+        for thread in range(len(totals)):
+            if ends[thread, 0]:
+                shift = ends[thread, 1]
+                _add_sums(sums[thread], shift, flips, taps, padded, first, found)
+            else:
+                _add_totals(totals[thread], taps, padded, first, found)
         for output in range(0, outputs, 16):
-            for row in range(rows):
-                _finish_row(
-                    totals[:, row % taps * padded + first + row // taps, output : output + 16],
-                    scale, power, values[row],
-                )  # fmt: skip
+            _round_totals(found[:, output : output + 16], scale, power, values)
             place = out + 4 * (output * inputs + first) * taps
             write_columns(values, rows, min(16, outputs - output), place, inputs * taps)
 
 
 @njit
-def _finish_row(totals, scale, power, out):
-    for o in range(16):
-        total = totals[0, o]
-        for thread in range(1, len(totals)):
-            total += totals[thread, o]
-        out[o] = np.float32(total) * scale * power
+def _add_sums(sums, shift, flips, taps, padded, first, found):
+    rows, columns = found.shape
+    last = sums[taps * padded * columns :]
+    for row in range(rows):
+        at, out = (row % taps * padded + first + row // taps) * columns, found[row]
+        own = sums[at : at + columns]
+        if flips:
+            for o in range(columns):
+                out[o] += np.int64(np.int32(own[o] - np.int32(128) * last[o])) << shift
+        else:
+            for o in range(columns):
+                out[o] += np.int64(own[o]) << shift
+
+
+@njit
+def _add_totals(totals, taps, padded, first, found):
+    rows, columns = found.shape
+    for row in range(rows):
+        own, out = totals[row % taps * padded + first + row // taps], found[row]
+        for o in range(columns):
+            out[o] += own[o]
+
+
+@njit
+def _round_totals(found, scale, power, values):
+    for row in range(len(found)):
+        own, out = found[row], values[row]
+        for o in range(16):
+            out[o] = np.float32(own[o]) * scale * power
 
 
 _FINISH = compile_both(_finish_weights)
 
 
 def finish_weights(
-    totals: np.ndarray, shape: tuple[int, int, int], scale: float, power: float, out: int
+    held: Totals, shape: tuple[int, int, int], scale: float, power: float, out: int
 ) -> None:
-    """Add up the threads' totals of weight gradients, round them to float32, and write them as weights lie.
+    """Add up what the threads have, round it to float32, and write it as weights lie.
 
     Args:
-        totals: (threads, taps * inputs up to a multiple of 16, 16 * groups) int64.
+        held: Of the threads.
         shape: Outputs, inputs, taps.
-        scale: A power of two that they are multiplied by.
+        scale: A power of two that totals are multiplied by.
         power: Another one, after that.
         out: Address of (outputs, inputs, taps) float32.
     """
-    _FINISH[len(totals) > 1](totals, shape, np.float32(scale), np.float32(power), out)
+    _FINISH[len(held.totals) > 1](*held, shape, np.float32(scale), np.float32(power), out)

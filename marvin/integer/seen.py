@@ -44,7 +44,7 @@ class Seen:
             for own, pairs in ((own, plain_attributes(own)) for own in inner)
             if pairs
         ]
-        self._values = [get(own) for own, _, get, _ in self._attributes]
+        self._before = [get(own) for own, _, get, _ in self._attributes]
         names = [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]
         self._module, self._tensors = module, attrgetter(*names) if names else None
         self._held = self._tensors_now()
@@ -60,7 +60,7 @@ class Seen:
         for own, before in self._children:
             if len(own) != len(before) or not all(map(is_, own.values(), before)):
                 return False
-        for (own, size, get, _), before in zip(self._attributes, self._values, strict=True):
+        for (own, size, get, _), before in zip(self._attributes, self._before, strict=True):
             if len(own) != size or get(own) != before:
                 return False
         return all(map(is_, self._tensors_now(), self._held))
