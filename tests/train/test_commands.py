@@ -25,7 +25,15 @@ try:
 except SystemExit as end:
     print("torch" in sys.modules, end.code)
 """
-SCRIPTS = [f"train.{name}" for name in commands.SCRIPTS]
+MEASUREMENTS = (
+    *("biases", "digits_states", "fine_tuning", "gpu", "hgq2", "lsq", "ops.forward_save", "paired"),
+    *("qdq", "quantize_static", "reproduce", "run", "soak", "transformers"),
+)
+COMMANDS = (
+    *(f"train.{name}" for name in (*commands.SCRIPTS, "export")),
+    *(f"benchmarks.{name}" for name in MEASUREMENTS),
+    *("marvin.export", "perfmodel"),
+)
 
 
 def answer(module, *words):
@@ -37,11 +45,29 @@ def answer(module, *words):
     return done.stdout.splitlines()[-1], done
 
 
-@pytest.mark.parametrize("module", [*SCRIPTS, "perfmodel", "train.export", "marvin.export"])
+@pytest.mark.parametrize("module", COMMANDS)
 def test_help_is_printed_before_torch_loads(module):
     last, done = answer(module, "--help")
     assert last == "False 0"
     assert f"usage: python -m {module} " in done.stdout
+
+
+def test_no_command_is_left_out():
+    """Each module that ``python -m`` runs is a command, or is here with the reason why it is none."""
+    mains = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        for package in ("benchmarks", "fixedpoint_kernels", "marvin", "perfmodel", "train")
+        for path in (ROOT / package).rglob("*.py")
+        if '\nif __name__ == "__main__":' in path.read_text()
+    }
+    others = {
+        "benchmarks.fuzz.driver",  # benchmarks.soak starts it
+        "benchmarks.hgq2_runner",  # another interpreter runs it
+        "benchmarks.openvino_runner",  # another interpreter runs it
+        "fixedpoint_kernels.few_bit",  # its packages load torch before it begins
+        "perfmodel.trial",  # perfmodel.batch starts it
+    }
+    assert mains == {*COMMANDS, *others}
 
 
 def test_slips_are_answered_before_torch_loads_with_one_line_and_a_hint():
