@@ -117,11 +117,23 @@ def test_console_commands_exist():
 def test_a_console_command_is_another_name_of_a_module(command, words, module, rest, monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "argv", [f"marvin-{command}", *words])
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(
         commands.runpy, "run_module", lambda name, **_: seen.append((name, sys.argv[1:]))
     )
     getattr(commands, command)()
     assert seen == [(module, rest)]
+
+
+def test_a_console_command_finds_the_modules_of_the_folder_one_is_in(tmp_path, monkeypatch, capsys):
+    """``python -m`` does; a console command's own path begins at the folder of commands."""
+    (tmp_path / "nets_of_mine.py").write_text("import torch\nNet = lambda: torch.nn.Linear(3, 2)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    words = ["model", "nets_of_mine:Net", "--input", "3", "--json"]
+    monkeypatch.setattr(sys, "argv", ["marvin-perf", *words])
+    commands.perf()
+    assert "nets_of_mine:Net" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["resnet"], [], ["--helpp"]])
