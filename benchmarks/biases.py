@@ -5,6 +5,13 @@ with random weights goes through a few steps, so that it has formats, and its lo
 with those of the integers.
 """
 
+from perfmodel.arguments import Parser
+
+PARSER = Parser("python -m benchmarks.biases", "How far integer biases move logits.")
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import torch
 from torch import Tensor, nn
 
@@ -62,6 +69,7 @@ def share(seed: int, weights: int, activations: int, is_residual: bool) -> float
 
 def main() -> None:
     """Print the table."""
+    PARSER.parse_args()
     print("| weights, activations | at most | on average |")
     print("|---|---|---|")
     for weights, activations, is_residual in WAYS:

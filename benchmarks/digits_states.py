@@ -5,6 +5,13 @@
 A perceptron (64, 128, 128, 10), 20 epochs in batches of 64. Differences are taken seed by seed.
 """
 
+from perfmodel.arguments import Parser
+
+PARSER = Parser("python -m benchmarks.digits_states", (__doc__ or "").partition("\n")[0])
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -20,6 +27,7 @@ SEEDS, EPOCHS, BATCH = 5, 20, 64
 
 def main() -> None:
     """Print a row for each optimizer."""
+    PARSER.parse_args()
     print("| optimizer | float32 state, % | compact, % | difference, with its standard error |")
     print("|---|---:|---:|---:|")
     for kind in ("MSGD", "SGD", "AdamW"):

@@ -9,31 +9,11 @@ batches, so that differences are taken seed by seed. Losses are of what no train
 two on a core; each is written to ``results/fine_tuning.csv`` when it ends, and not made again while it is there.
 """
 
-import argparse
-import csv
-import importlib
-import importlib.util
-import pydoc_data.topics
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from fixedpoint_kernels import forward_save
-from fixedpoint_kernels.forward_save import sample
 from perfmodel.arguments import Parser, whole
-from perfmodel.trial import convert as convert_trial
-from train import fashion_mnist
 
-RESULTS = Path(__file__).parent / "results/fine_tuning.csv"
-LENGTH = 128  # bytes of a text
-HELD_OUT = 512  # texts or images
-LR = {"before": 1e-3, "after": 3e-4}
 _DIVISION = {"block": 8, "bits": 2}
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -42,6 +22,39 @@ WAYS: dict[str, dict[str, Any]] = {
     "both": {"few_bit": 3, "division": _DIVISION},
     "recompute": {},
 }
+PARSER = Parser("python -m benchmarks.fine_tuning", (__doc__ or "").partition("\n")[0])
+PARSER.add_argument("--tasks", nargs="+", choices=["text", "images"], help="(default: all)")
+PARSER.add_argument("--ways", nargs="+", choices=[*WAYS], default=[*WAYS])
+PARSER.add_argument("--seeds", type=whole(1), default=3)
+PARSER.add_argument("--steps", type=whole(1), default=400, help="of each training")
+PARSER.add_argument("--threads", type=whole(1), help="torch's (default: as torch chooses)")
+PARSER.add_argument("--folder", type=Path, default=Path("runs/fine_tuning"))
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
+import argparse
+import csv
+import importlib
+import importlib.util
+import pydoc_data.topics
+import time
+from collections.abc import Callable, Iterator
+from statistics import mean, stdev
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fixedpoint_kernels import forward_save
+from fixedpoint_kernels.forward_save import sample
+from perfmodel.trial import convert as convert_trial
+from train import fashion_mnist
+
+RESULTS = Path(__file__).parent / "results/fine_tuning.csv"
+LENGTH = 128  # bytes of a text
+HELD_OUT = 512  # texts or images
+LR = {"before": 1e-3, "after": 3e-4}
 
 
 class Data(NamedTuple):
@@ -239,15 +252,9 @@ def table(runs: list[Run]) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Make the runs that are missing, seed by seed, and print the table."""
-    parser = Parser("python -m benchmarks.fine_tuning", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--seeds", type=whole(1), default=3)
-    parser.add_argument("--steps", type=whole(1), default=400, help="of each training")
-    parser.add_argument("--threads", type=whole(1), default=torch.get_num_threads())
-    parser.add_argument("--folder", type=Path, default=Path("runs/fine_tuning"))
-    chosen: argparse.Namespace = parser.parse_args(arguments)
-    torch.set_num_threads(chosen.threads)
+    chosen = PARSER.parse_args(arguments)
+    torch.set_num_threads(chosen.threads or torch.get_num_threads())
+    chosen.tasks = chosen.tasks or list(TASKS)
     for seed in range(chosen.seeds):
         for task in chosen.tasks:
             for way in chosen.ways:

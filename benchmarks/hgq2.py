@@ -11,7 +11,14 @@ down takes long, it has a second run of five times our epochs. The test images a
 that were chosen.
 """
 
-import argparse
+from perfmodel.arguments import Parser
+
+PARSER = Parser("python -m benchmarks.hgq2", (__doc__ or "").partition("\n")[0])
+PARSER.add_argument("--time", action="store_true", help="time steps instead, on an idle machine")
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import json
 import os
 import statistics
@@ -216,12 +223,9 @@ def timed() -> str:
 
 def main() -> None:
     """Run what is not in the results yet, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument(
-        "--time", action="store_true", help="time steps instead, on an idle machine"
-    )
+    given = PARSER.parse_args()
     torch.set_num_threads(1)
-    if parser.parse_args().time:
+    if given.time:
         print(timed())
         return
     found = json.loads(RESULTS.read_text())["tasks"] if RESULTS.exists() else []

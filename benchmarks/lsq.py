@@ -11,9 +11,21 @@ Source: Esser, McKinstry, Bablani, Appuswamy and Modha, Learned Step Size Quanti
 trained from the beginning, where the paper fine-tunes a float32 network; weight decay on steps too.
 """
 
-import argparse
+from perfmodel.arguments import Parser
+
+NAMES = "resnet20", "alexnet", "vit"
+PARSER = Parser(
+    "python -m benchmarks.lsq",
+    (__doc__ or "").partition("\n")[0],
+    epilog="Any other flag is one of python -m train.MODEL.",
+)
+PARSER.add_argument("--model", choices=NAMES, default="resnet20")
+PARSER.add_argument("--bits", type=int, choices=range(2, 9), default=4)
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_known_args()
+
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -124,10 +136,7 @@ def convert(model: nn.Module, bits: int) -> nn.Module:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train; all flags but ``--model`` and ``--bits`` are those of the trainers."""
-    parser = argparse.ArgumentParser("python -m benchmarks.lsq", add_help=False)
-    parser.add_argument("--model", choices=MODELS, default="resnet20")
-    parser.add_argument("--bits", type=int, choices=range(2, 9), default=4)
-    own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    own, rest = PARSER.parse_known_args(argv)
     defaults, build, min_side = MODELS[own.model]
     defaults = replace(
         defaults,

@@ -9,6 +9,16 @@ average is close is no proof; that it is not worse by more than a margin is show
 95 % bound of the paired differences, by Student's t, lies above minus the margin.
 """
 
+from perfmodel.arguments import Parser, message_of, real
+
+MARGIN = 0.5  # points of accuracy
+PARSER = Parser("python -m benchmarks.paired", (__doc__ or "").partition("\n")[0])
+PARSER.add_argument("words", nargs="+", metavar="NAME=RUN [RUN ...]")
+PARSER.add_argument("--margin", type=real(), default=MARGIN, help="points of accuracy")
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import itertools
 import math
 import statistics
@@ -19,7 +29,6 @@ from pathlib import Path
 
 from scipy.stats import t as student
 
-from perfmodel.arguments import Parser, message_of, real
 from perfmodel.files import (
     CONFIG,
     METRICS,
@@ -34,7 +43,6 @@ from perfmodel.files import (
 
 __all__ = ["MARGIN", "Group", "Paired", "paired", "read_group", "tables"]
 
-MARGIN = 0.5  # points of accuracy
 LEVEL = 0.95
 
 
@@ -175,17 +183,14 @@ def _line(cells: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables of the groups on the command line."""
-    parser = Parser("python -m benchmarks.paired", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("words", nargs="+", metavar="NAME=RUN [RUN ...]")
-    parser.add_argument("--margin", type=real(), default=MARGIN, help="points of accuracy")
-    given = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    given = PARSER.parse_args(argv)
     folders: dict[str, list[Path]] = {}
     for word in given.words:
         name, is_named, first = word.rpartition("=")
         if is_named:
             folders[name] = []
         elif not folders:
-            parser.error(f"the first run must have a name, as NAME=RUN, got {word}")
+            PARSER.error(f"the first run must have a name, as NAME=RUN, got {word}")
         folders[next(reversed(folders))].append(Path(first))
     try:
         print(tables({name: read_group(own) for name, own in folders.items()}, given.margin))

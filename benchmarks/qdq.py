@@ -6,6 +6,13 @@ The networks of ``benchmarks/ops/targets.py``: random weights, statistics of the
 of 8. OpenVINO runs in ``.venv-openvino``, which ``make .venv-openvino/installed`` makes.
 """
 
+from perfmodel.arguments import Parser
+
+PARSER = Parser("python -m benchmarks.qdq", (__doc__ or "").partition("\n")[0])
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import os
 import subprocess
 import sys
@@ -21,7 +28,6 @@ from torch import Tensor, nn
 import marvin
 from benchmarks.ops.targets import MODELS, samples_of
 from marvin.export import ExportError, Network, describe, integer, onnx, round_sums
-from perfmodel.arguments import Parser
 
 PYTHON = os.environ.get("OPENVINO_PYTHON", ".venv-openvino/bin/python")
 RUNNER = Path(__file__).with_name("openvino_runner.py")
@@ -68,7 +74,7 @@ def cells(network: Network, x: Tensor, folder: Path) -> list[str]:
 
 def main() -> None:
     """Print the table."""
-    Parser("python -m benchmarks.qdq", (__doc__ or "").partition("\n")[0]).parse_args()
+    PARSER.parse_args()
     if not Path(PYTHON).exists():
         sys.exit("python -m benchmarks.qdq: error: it needs make .venv-openvino/installed")
     torch.set_num_threads(1)

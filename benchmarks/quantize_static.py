@@ -8,6 +8,13 @@ from the same images. Prints accuracies, then times, one thread, the files in tu
 compared with the integers first. The processor must have VNNI.
 """
 
+from perfmodel.arguments import Parser
+
+PARSER = Parser("python -m benchmarks.quantize_static", (__doc__ or "").partition("\n")[0])
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import statistics
 import sys
 import tempfile
@@ -30,7 +37,6 @@ import marvin
 from fixedpoint_kernels.products import paths
 from marvin.export import describe, integer, round_sums
 from marvin.export import onnx as exporter
-from perfmodel.arguments import Parser
 from train.augment import normalize
 from train.data import enlarge, load
 from train.dataset import Images
@@ -178,7 +184,7 @@ def compare(name: str) -> tuple[list[str], str, list[str]]:
 
 def main() -> None:
     """Print what the files reach, and microseconds an image with the share of float32's."""
-    Parser("python -m benchmarks.quantize_static", (__doc__ or "").partition("\n")[0]).parse_args()
+    PARSER.parse_args()
     if not paths.has_vnni():
         sys.exit("python -m benchmarks.quantize_static: error: this processor has no VNNI")
     torch.set_num_threads(1)

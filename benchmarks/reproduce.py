@@ -9,6 +9,42 @@ was stopped goes on where it stopped. Flags that this command does not know go t
 script. Where runs are missing, the section says so.
 """
 
+from pathlib import Path
+
+from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
+from perfmodel.arguments import Parser, message_of, real, whole
+
+PARSER = Parser(
+    "python -m benchmarks.reproduce",
+    (__doc__ or "").partition("\n")[0],
+    epilog="Any other flag goes to the training script.",
+)
+PARSER.add_argument("experiment", choices=EXPERIMENTS)
+PARSER.add_argument("--dataset", default="auto", help="as of the training scripts")
+PARSER.add_argument("--model", default="resnet20", choices=["resnet20", "alexnet", "vit"])
+PARSER.add_argument("--epochs", type=whole(1), default=100)
+PARSER.add_argument("--seeds", type=whole(0), nargs="+", default=[0])
+PARSER.add_argument(
+    "--only",
+    type=lambda text: text.split(","),
+    default=[],
+    metavar="NAME,...",
+    help="run these variants alone; the table has all of them",
+)
+PARSER.add_argument(
+    "--plain-lr", type=real(), help="--lr of the variants whose gradients are not normalised"
+)
+PARSER.add_argument(
+    "--minutes", type=real(may_be_0=True), help="stop after so long; the next call goes on"
+)
+PARSER.add_argument("--name", help="of the section (default: experiment, dataset and model)")
+PARSER.add_argument("--folder", type=Path, help="of the run folders (default: runs/NAME)")
+PARSER.add_argument("--results", type=Path, help="also put the section into this Markdown file")
+PARSER.add_argument("--data-name", help="what to call the data, e.g. 'CIFAR-10 (JPEG q75)'")
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_known_args()
+
 import argparse
 import shlex
 import signal
@@ -17,7 +53,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import date
-from pathlib import Path
 
 from benchmarks import figure
 from benchmarks.comparison import (
@@ -31,8 +66,6 @@ from benchmarks.comparison import (
     slug,
     table,
 )
-from benchmarks.experiments import EXPERIMENTS, PLAIN, Experiment
-from perfmodel.arguments import Parser, message_of, real, whole
 from perfmodel.files import CONFIG, ENVIRONMENT, RunError, read_json
 from train.plot import LABELS
 
@@ -49,13 +82,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _reproduce(argv: Sequence[str]) -> None:
-    parser = _parser()
-    arguments, passed_on = parser.parse_known_args(argv)
+    arguments, passed_on = PARSER.parse_known_args(argv)
     experiment = EXPERIMENTS[arguments.experiment]
     unknown = set(arguments.only) - set(map(slug, experiment.variants))
     if unknown:
         names = ", ".join(map(slug, experiment.variants))
-        parser.error(f"--only must be of {names}, got {', '.join(sorted(unknown))}")
+        PARSER.error(f"--only must be of {names}, got {', '.join(sorted(unknown))}")
     name = arguments.name or f"{arguments.experiment}-{arguments.dataset}-{arguments.model}"
     folder = arguments.folder or Path("runs") / name
     runs = plan(experiment, arguments, folder, passed_on)
@@ -68,37 +100,6 @@ def _reproduce(argv: Sequence[str]) -> None:
         section += _picture(experiment, finished, arguments, name)
         text = arguments.results.read_text() if arguments.results.exists() else ""
         arguments.results.write_text(put(text, name, section))
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "python -m benchmarks.reproduce",
-        (__doc__ or "").partition("\n")[0],
-        epilog="Any other flag goes to the training script.",
-    )
-    parser.add_argument("experiment", choices=EXPERIMENTS)
-    parser.add_argument("--dataset", default="auto", help="as of the training scripts")
-    parser.add_argument("--model", default="resnet20", choices=["resnet20", "alexnet", "vit"])
-    parser.add_argument("--epochs", type=whole(1), default=100)
-    parser.add_argument("--seeds", type=whole(0), nargs="+", default=[0])
-    parser.add_argument(
-        "--only",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="NAME,...",
-        help="run these variants alone; the table has all of them",
-    )
-    parser.add_argument(
-        "--plain-lr", type=real(), help="--lr of the variants whose gradients are not normalised"
-    )
-    parser.add_argument(
-        "--minutes", type=real(may_be_0=True), help="stop after so long; the next call goes on"
-    )
-    parser.add_argument("--name", help="of the section (default: experiment, dataset and model)")
-    parser.add_argument("--folder", type=Path, help="of the run folders (default: runs/NAME)")
-    parser.add_argument("--results", type=Path, help="also put the section into this Markdown file")
-    parser.add_argument("--data-name", help="what to call the data, e.g. 'CIFAR-10 (JPEG q75)'")
-    return parser
 
 
 def plan(

@@ -5,39 +5,42 @@
 An operation whose tests are red gets no number.
 """
 
+from pathlib import Path
+
+from perfmodel.arguments import Parser, real, whole
+
+ROOT = Path(__file__).parent.parent
+OPS = sorted(path.stem for path in (ROOT / "benchmarks/ops").glob("[!_]*.py"))
+PARSER = Parser("python -m benchmarks.run", (__doc__ or "").partition("\n")[0])
+PARSER.add_argument("--op", choices=OPS, required=True)
+PARSER.add_argument("--json", type=Path, help="also write machine, times and ratios here")
+PARSER.add_argument("--seconds", type=real(), help="for each row, about (default: 4, or the op's)")
+PARSER.add_argument("--threads", type=whole(1), help="torch's (default: as torch chooses)")
+PARSER.add_argument(
+    "--malloc",
+    choices=("keep", "default"),
+    default="keep",
+    help="whether malloc keeps freed memory, as jemalloc does (default), or is as it comes",
+)
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
 from benchmarks import machine
 from benchmarks.timing import Case, Timing, measure
-from perfmodel.arguments import Parser, real, whole
-
-ROOT = Path(__file__).parent.parent
-OPS = sorted(path.stem for path in (ROOT / "benchmarks/ops").glob("[!_]*.py"))
 
 
 def main() -> None:
     """Run the command line."""
-    parser = Parser("python -m benchmarks.run", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--op", choices=OPS, required=True)
-    parser.add_argument("--json", type=Path, help="also write machine, times and ratios here")
-    parser.add_argument(
-        "--seconds", type=real(), help="for each row, about (default: 4, or the op's)"
-    )
-    parser.add_argument("--threads", type=whole(1), default=torch.get_num_threads(), help="torch's")
-    parser.add_argument(
-        "--malloc",
-        choices=("keep", "default"),
-        default="keep",
-        help="whether malloc keeps freed memory, as jemalloc does (default), or is as it comes",
-    )
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    arguments = PARSER.parse_args()
+    torch.set_num_threads(arguments.threads or torch.get_num_threads())
     op = importlib.import_module(f"benchmarks.ops.{arguments.op}")
     seconds = arguments.seconds or getattr(op, "SECONDS", 4.0)
     _require_green(op.TESTS)

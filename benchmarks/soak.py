@@ -13,6 +13,25 @@ Made-up inputs for all that computes, compared with an oracle that shares no cod
 (``benchmarks/fuzz``). Ends with status 1 at the first wrong one, with the line that repeats it.
 """
 
+from perfmodel.arguments import Parser, whole
+
+PARSER = Parser("python -m benchmarks.soak", (__doc__ or "").partition("\n")[0])
+PARSER.add_argument("--kills", type=whole(0), default=50)
+PARSER.add_argument("--damages", type=whole(0), default=300, help="of a checkpoint, three kinds")
+PARSER.add_argument("--full-disks", type=whole(0), default=3, help="of different sizes")
+PARSER.add_argument("--seed", type=whole(0), default=0)
+PARSER.add_argument("--fuzz", type=whole(1), metavar="N", help="inputs, instead of the above")
+PARSER.add_argument(
+    "--fuzz-one", nargs=3, metavar=("TARGET", "SEED", "INDEX"), help="repeat one input"
+)
+PARSER.add_argument("--targets", nargs="+", help="of --fuzz; default: all")
+WHICH = PARSER.add_mutually_exclusive_group()
+WHICH.add_argument("--interpreter", action="store_true", help="Triton's, for CPU tensors")
+WHICH.add_argument("--pytorch", action="store_true", help="plain PyTorch, for CPU tensors")
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import argparse
 import json
 import os
@@ -32,7 +51,6 @@ from typing import Any
 import torch
 
 from benchmarks.fuzz.driver import fuzz, fuzz_one
-from perfmodel.arguments import Parser, whole
 from train.errors import UserError
 from train.records import RunFolder
 
@@ -44,20 +62,12 @@ SAME = "metrics.csv", "trace.csv", "layers.csv", "result.json"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = Parser("python -m benchmarks.soak", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kills", type=whole(0), default=50)
-    parser.add_argument(
-        "--damages", type=whole(0), default=300, help="of a checkpoint, three kinds"
-    )
-    parser.add_argument("--full-disks", type=whole(0), default=3, help="of different sizes")
-    parser.add_argument("--seed", type=whole(0), default=0)
-    add_fuzz_options(parser)
-    arguments = parser.parse_args(argv)
+    arguments = PARSER.parse_args(argv)
     if arguments.fuzz is not None or arguments.fuzz_one:
         try:
             run_fuzz(arguments)
         except ValueError as error:
-            parser.exit(2, f"{parser.prog}: {error}\n")
+            PARSER.exit(2, f"{PARSER.prog}: {error}\n")
         return
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as name:
@@ -71,18 +81,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         counts |= starve(folder, arguments.full_disks, chance)
         counts |= damage(folder / "whole", arguments.damages, chance)
     print(json.dumps({"seed": arguments.seed, **counts}, indent=2))
-
-
-def add_fuzz_options(parser: argparse.ArgumentParser) -> None:
-    """Add what asks for made-up inputs."""
-    parser.add_argument("--fuzz", type=whole(1), metavar="N", help="inputs, instead of the above")
-    parser.add_argument(
-        "--fuzz-one", nargs=3, metavar=("TARGET", "SEED", "INDEX"), help="repeat one input"
-    )
-    parser.add_argument("--targets", nargs="+", help="of --fuzz; default: all")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--interpreter", action="store_true", help="Triton's, for CPU tensors")
-    which.add_argument("--pytorch", action="store_true", help="plain PyTorch, for CPU tensors")
 
 
 def run_fuzz(arguments: argparse.Namespace) -> None:

@@ -5,6 +5,16 @@ on images of 32x32, and an encoder of torch on the pixels as 64 words of 17. Eac
 rounds weights and what layers take, and exported, where norms and softmax are integers, too.
 """
 
+from perfmodel.arguments import Parser
+
+PARSER = Parser(
+    "python -m benchmarks.transformers",
+    "What integer norms, softmax and attention cost in accuracy.",
+)
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 from importlib import resources
 
 import numpy as np
@@ -78,6 +88,7 @@ def _row(name: str, model: nn.Module, x: Tensor, labels: Tensor, bits: int) -> s
 
 def main() -> None:
     """Print the table."""
+    PARSER.parse_args()
     torch.manual_seed(0)
     pixels, labels = _digits()
     images = (pixels.float() / 8 - 1)[:, None].repeat_interleave(4, -1).repeat_interleave(4, -2)

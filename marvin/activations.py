@@ -36,11 +36,17 @@ class Report:
         return str(self)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.rounded)} modules round activations: {', '.join(self.rounded)}"]
+        names = ", ".join(name or "the model itself" for name in self.rounded)
+        lines = [f"{self._count} activations: {names}"]
         for reason in dict.fromkeys(self.left.values()):
             names = [name for name, own in self.left.items() if own == reason]
             lines.append(f"not {', '.join(names)}: {reason}")
         return "\n".join(fill(line, 100, subsequent_indent="    ") for line in lines)
+
+    @property
+    def _count(self) -> str:
+        count = len(self.rounded)
+        return "1 module rounds" if count == 1 else f"{count} modules round"
 
     def plot(self) -> "Shown":
         """Draw the modules: coloured where they round, grey where they do not, with the reason.
@@ -56,7 +62,7 @@ class Report:
         ]
         others = [name for name in self.left if name not in self.rounded]
         rows += [(name, [("float", False), (self.left[name], False)]) for name in others]
-        title = f"{len(self.rounded)} modules round activations"
+        title = f"{self._count} activations"
         return draw_cells(title, ("activations", ""), rows)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private import BatchNormBase
 from marvin.ranks import sum_over_ranks
+from marvin.settings import check_batches
 
 __all__ = ["reestimate_batch_norm"]
 
@@ -40,6 +41,7 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[
         Names of the modules that have new statistics. Those that no batch came through keep theirs.
 
     Raises:
+        TypeError: ``batches`` is one tensor.
         ValueError: There is no batch, no batch came through batch norm though the model has it, or a
             batch has but one value for each channel. The statistics are then as before.
 
@@ -47,6 +49,7 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[
         >>> marvin.reestimate_batch_norm(model, itertools.islice(loader, 16))
         >>> accuracy = evaluate(model)
     """
+    check_batches(batches, "reestimate_batch_norm(model, [x])")
     norms = {
         name: _Statistics(module)
         for name, module in model.named_modules()

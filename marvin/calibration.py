@@ -20,7 +20,7 @@ from marvin.model_formats import ModuleFormats
 from marvin.nested import mapped, mapped_value
 from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_one
-from marvin.settings import check_model
+from marvin.settings import check_batches, check_model, check_uncompiled
 
 __all__ = [
     "Batches",
@@ -80,7 +80,8 @@ def calibrate(
         per_channel: Weights have a fractional length for each output channel.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or what ``torch.compile`` returned; or ``batches`` is one
+            tensor, or a batch no tensor.
         ValueError: An argument is out of range; there is no batch, no layer sees one, or a value is not
             finite; or the model carries block floating point, or formats of weights alone.
 
@@ -89,6 +90,7 @@ def calibrate(
         >>> torch.save(marvin.freeze(fixed), "net.pt")
     """
     check_model(model, "calibrate(model, batches)")
+    check_uncompiled(model, "calibrate(model, batches)")
     if estimator not in get_args(Estimator):
         raise ValueError(f"estimator must be one of {get_args(Estimator)}, got {estimator!r}")
     for name, wl in (("bits", bits), ("weight_bits", weight_bits)):
@@ -119,6 +121,7 @@ def layer_formats(
         estimator: See ``calibrate``.
 
     Raises:
+        TypeError: ``batches`` is one tensor, or a batch no tensor.
         ValueError: There is no batch, no layer sees one, or a value is not finite.
     """
     layers = layers_of(model)
@@ -131,6 +134,17 @@ def layer_formats(
         for module, ranges in seen.items()
         if ranges.takes.kept
     }
+
+
+def _input_of(batch: object) -> Tensor:
+    """Return what the model takes of a batch."""
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(first, Tensor):
+        raise TypeError(
+            "a batch must be a tensor, or a tuple or list that begins with one, got "
+            f"{type(first).__name__}: of mappings, write (batch[key] for batch in loader)"
+        )
+    return first
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -341,6 +355,7 @@ def _observed(
     gives: Collection[nn.Module] = (),
 ) -> dict[nn.Module, _Ranges]:
     """Run a model, and return what comes into some of its modules, and goes out of others."""
+    check_batches(batches, "calibrate(model, [x])")
     names = {module: name for name, module in model.named_modules()}
     seen = {
         m: _Ranges(argument_names(m), _Values(names[m]), _Values(names[m]))
@@ -355,7 +370,7 @@ def _observed(
             handle = module.register_forward_hook(seen[module].see_output, prepend=True)
             stack.callback(handle.remove)
         for batch in batches:
-            model(batch if isinstance(batch, Tensor) else batch[0])
+            model(_input_of(batch))
     if not any(ranges.takes.kept or ranges.gives.kept for ranges in seen.values()):
         raise ValueError("calibration must see a batch that goes through a layer, got none")
     return seen

@@ -14,7 +14,7 @@ from marvin.hooks import detach, hook
 from marvin.model_formats import ModuleFormats
 from marvin.quantized import Quantized
 from marvin.rounder import ForwardState, Rounder, channels_of
-from marvin.settings import check_model
+from marvin.settings import check_model, check_uncompiled
 from marvin.straight_through import StraightThrough
 
 __all__ = ["argument_names", "prepare", "quantize_activations"]
@@ -60,7 +60,8 @@ def quantize_activations(
         ``saturation()`` tells how much was clamped.
 
     Raises:
-        TypeError: ``model`` is no module, or ``optimizer`` not one of fixed point.
+        TypeError: ``model`` is no module, or what ``torch.compile`` returned, or ``optimizer`` not one
+            of fixed point.
         ValueError: No module of ``model`` has a parameter of ``optimizer``; an argument is
             unknown, or ``include`` or ``exclude`` names no module.
 
@@ -69,6 +70,7 @@ def quantize_activations(
         Differs: ``"clip"``, where theirs passes the gradient of saturated values too.
     """
     check_model(model, "quantize_activations(model, optimizer)")
+    check_uncompiled(model, "quantize_activations(model, optimizer)")
     if not isinstance(optimizer, Quantized):
         raise TypeError(
             "quantize_activations needs an optimizer of fixed point, such as marvin.MSGD(...) or "
@@ -108,7 +110,7 @@ def prepare(
         A handle: ``remove()`` undoes it.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or what ``torch.compile`` returned.
         ValueError: ``include`` or ``exclude`` names what the model does not have.
 
     Examples:
@@ -116,6 +118,7 @@ def prepare(
         >>> model.load_state_dict(torch.load("model.pt"))
     """
     check_model(model, "prepare(model)")
+    check_uncompiled(model, "prepare(model)")
     handle = _attached(model, ForwardState(), include, exclude)
     for entry in handle.entries:
         own = len(channels_of(entry.module))

@@ -43,7 +43,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: ``model`` carries no formats, or rounds stochastically in eval mode.
+        ValueError: ``model`` carries no formats, is frozen already, or rounds stochastically in eval mode.
 
     Examples:
         >>> torch.export.export(marvin.freeze(model), (images,))
@@ -54,6 +54,10 @@ def freeze(model: nn.Module) -> nn.Module:
     if any(map(is_converted, frozen.modules())):
         revert(frozen)  # nothing goes backward
     found = [(m, rounder) for m in frozen.modules() for rounder in rounders_of(m)]
+    if not found and any(True for m in frozen.modules() for _ in hooks_of(m, FrozenRounding)):
+        raise ValueError(
+            "a model to freeze must be one that trains, got one that is frozen already"
+        )
     if not found:
         raise ValueError(
             "a model to freeze must carry formats, got one without: first call "

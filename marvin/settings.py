@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels._torch_private import step_hooks_of
+from fixedpoint_kernels._torch_private import step_hooks_of, uncompiled
 
 __all__ = [
     "MARVIN",
@@ -22,12 +23,14 @@ __all__ = [
     "Group",
     "OwnStep",
     "Settings",
+    "check_batches",
     "check_dtypes",
     "check_loss",
     "check_model",
     "check_params",
     "check_settings",
     "check_step",
+    "check_uncompiled",
     "check_wrapped",
     "guard_step",
 ]
@@ -144,15 +147,43 @@ def check_model(model: object, call: str) -> None:
         raise TypeError(f"a model (torch.nn.Module) must come first, got {got}: write {call}")
 
 
+def check_uncompiled(model: nn.Module, call: str) -> None:
+    """Refuse what ``torch.compile`` returned where the model that it was given is meant.
+
+    Raises:
+        TypeError: It is that.
+    """
+    if uncompiled(model) is not model:
+        raise TypeError(
+            f"the model must come as it was before torch.compile: write {call} with that model, and "
+            "compile it afterwards"
+        )
+
+
+def check_batches(batches: object, call: str) -> None:
+    """Refuse one batch where several are asked for: its samples would pass for batches.
+
+    Raises:
+        TypeError: It is a tensor.
+    """
+    if isinstance(batches, torch.Tensor):
+        shape = tuple(batches.shape)
+        raise TypeError(
+            f"batches must be a loader or a list of batches, got one tensor of shape {shape}: "
+            f"write {call}"
+        )
+
+
 def check_params(params: object, call: str) -> None:
-    """Refuse a model in place of its parameters.
+    """Refuse a model, or a mapping of names, in place of parameters.
 
     Raises:
         TypeError: It is one.
     """
-    if isinstance(params, nn.Module):
+    if isinstance(params, nn.Module | Mapping):
+        what = "a mapping" if isinstance(params, Mapping) else "the model"
         raise TypeError(
-            f"parameters must come first, got the model ({type(params).__name__}): write {call}"
+            f"parameters must come first, got {what} ({type(params).__name__}): write {call}"
         )
 
 
@@ -178,12 +209,17 @@ def check_loss(loss: object) -> None:
 
 
 def check_dtypes(params: Iterable[torch.Tensor], who: str) -> None:
-    """Refuse parameters that cannot be quantised.
+    """Refuse parameters that cannot be quantised, or have no shape yet.
 
     Raises:
         TypeError: With what is required and what came.
     """
     for p in params:
+        if is_lazy(p):
+            raise TypeError(
+                f"{who} needs parameters with a shape, got an {type(p).__name__}: run the model once "
+                "on a sample, then make the optimizer"
+            )
         if p.dtype not in _FLOATS:
             remedy = ": write model.float()" if p.dtype.is_floating_point else ""
             raise TypeError(

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from fixedpoint_kernels import FixedPoint, decode, encode
 from marvin.layers import is_layer
 from marvin.quantized import Quantized
+from marvin.settings import check_model
 from marvin.shards import is_sharded
 
 __all__ = ["StoredCodes", "store_codes"]
@@ -150,8 +151,15 @@ def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
         A handle: ``size_bytes()``, ``float_bytes()``, ``restore()``, ``remove()``.
 
     Raises:
+        TypeError: ``model`` is no module, or ``optimizer`` not one of fixed point.
         ValueError: No module of ``model`` has a layer of ``optimizer``, or processes share one.
     """
+    check_model(model, "store_codes(model, optimizer)")
+    if not isinstance(optimizer, Quantized):
+        raise TypeError(
+            "store_codes needs an optimizer of fixed point, such as marvin.MSGD(...) or "
+            f"marvin.Quantized(optimizer, policy), got {type(optimizer).__name__}"
+        )
     if any(map(is_sharded, model.parameters())):
         raise ValueError("store_codes needs whole parameters, got sharded ones")
     stored = StoredCodes(optimizer)

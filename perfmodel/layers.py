@@ -78,8 +78,11 @@ def shapes_of(value: Any) -> list[Shape]:
     """Return the shapes of all inputs, of one shape or of several.
 
     Raises:
+        TypeError: It is no sequence.
         ValueError: A size is not a positive whole number.
     """
+    if not isinstance(value, Sequence):
+        raise TypeError(f"a shape must be that of one sample, such as (3, 32, 32), got {value!r}")
     several = [tuple(v) if isinstance(v, Sequence) else None for v in value]
     shapes = [s for s in several if s is not None] if all(several) and value else [tuple(value)]
     for size in (size for shape in shapes for size in shape):

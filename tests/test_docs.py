@@ -139,3 +139,12 @@ def test_the_site_builds(tmp_path):
     )
     build.build(config)  # strict: a broken link or a missing name raises
     assert "MSGD" in (tmp_path / "site/api/marvin/index.html").read_text()
+
+
+def test_a_line_may_break_before_a_flag_and_not_inside():
+    hook = runpy.run_path(str(ROOT / "docs/unbroken_flags.py"))["on_page_content"]
+    html = (
+        "<p><code>train --max-wl 8</code> a --b <code>x-y--z</code></p><pre><code>--c</code></pre>"
+    )
+    marked = html.replace("--max-wl", '<span class="flag">--max-wl</span>')
+    assert hook(html, page=None) == marked

@@ -46,4 +46,6 @@ def perf() -> None:
 
 def _run(module: str, words: list[str]) -> None:
     sys.argv[1:] = words
+    if not sys.flags.safe_path:  # modules of the folder one is in, as ``python -m`` finds them
+        sys.path.insert(0, str(Path.cwd()))
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -88,7 +88,8 @@ def run(config: Config, build: Build, min_side: int) -> str:
         with distributed.first_alone():
             held.enter_context(training.folder.claim(training.config))
         resume(training)
-        if held.enter_context(round_onednn(training.model)):
+        goes_round = held.enter_context(round_onednn(training.model))
+        if goes_round and distributed.is_first():
             print("without oneDNN: on this processor it fails on strided convolutions so narrow")
         with Monitor(training) if distributed.is_first() else Silence() as monitor:
             fit(training, monitor)
@@ -137,10 +138,11 @@ def round_onednn(model: nn.Module) -> Iterator[bool]:
 
     On processors without AVX-512, its weight gradient of a strided 1x1 convolution of fewer than 8
     channels does, where images lie channels last: those of one channel always do. Gradients are then
-    wrong, or the process ends (PyTorch 2.13.0; issue 6035 of oneDNN).
+    wrong, or the process ends (PyTorch 2.13.0; issue 6035 of oneDNN). A model on a GPU never meets it.
     """
     breaks = "AVX512" not in torch.backends.cpu.get_cpu_capability() and any(
         isinstance(m, nn.Conv2d)
+        and m.weight.device.type == "cpu"
         and m.kernel_size == (1, 1)
         and m.stride != (1, 1)
         and m.in_channels // m.groups < 8

@@ -6,11 +6,24 @@ Figures come only of kernels that agree with the reference. A section that fails
 what there is is written after each, to benchmarks/results/gpu.json and gpu.md.
 """
 
+from pathlib import Path
+
+from perfmodel.arguments import Parser, real
+
+RESULT = Path("benchmarks/results/gpu.json")
+PARSER = Parser("python -m benchmarks.gpu", (__doc__ or "").partition("\n")[0])
+PARSER.add_argument("--json", type=Path, default=RESULT, help=f"default: {RESULT}")
+PARSER.add_argument(
+    "--minutes", type=real(), default=8.0, help="begin no section after so long (default: 8)"
+)
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +32,9 @@ from benchmarks import machine
 from benchmarks.gpu import bandwidth, correctness, optimizer, report, saving, training
 from benchmarks.gpu.kernels import JOBS
 from benchmarks.gpu.sizes import FULL, Sizes
-from perfmodel.arguments import Parser, real
 
 __all__ = ["SECTIONS", "main", "run"]
 
-RESULT = Path("benchmarks/results/gpu.json")
 Rows = list[dict[str, object]]
 # each section's rows, and the groups of kernels that they stand on
 SECTIONS: dict[str, tuple[Callable[[torch.device, Sizes], Rows], tuple[str, ...]]] = {
@@ -36,12 +47,7 @@ SECTIONS: dict[str, tuple[Callable[[torch.device, Sizes], Rows], tuple[str, ...]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; the status is 1 where anything failed."""
-    parser = Parser("python -m benchmarks.gpu", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULT, help=f"default: {RESULT}")
-    parser.add_argument(
-        "--minutes", type=real(), default=8.0, help="begin no section after so long (default: 8)"
-    )
-    arguments = parser.parse_args(argv)
+    arguments = PARSER.parse_args(argv)
     if not torch.cuda.is_available():
         sys.exit(
             "python -m benchmarks.gpu needs a GPU that PyTorch can use through CUDA, found none"

@@ -7,6 +7,13 @@ what a segment keeps while it is recomputed. Offloading is ``save_on_cpu``, whos
 on a CPU it moves nothing.
 """
 
+from perfmodel.arguments import Parser
+
+PARSER = Parser("python -m benchmarks.ops.forward_save", (__doc__ or "").partition("\n")[0])
+
+if __name__ == "__main__":  # --help and slips are answered before torch loads
+    PARSER.parse_args()
+
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -142,6 +149,7 @@ def _rows(model: nn.Sequential, x: Tensor, seconds: float) -> list[_Row]:
 
 def main() -> None:
     """Print the table."""
+    PARSER.parse_args()
     names = "bytes predicted", "measured", "times less", "error", "ms", "throughput"
     lines = [["model", "way", *names], ["---", "---", *["---:"] * len(names)]]
     for name, (model, x) in _inputs().items():

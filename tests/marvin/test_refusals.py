@@ -190,9 +190,68 @@ def test_a_rate_is_a_number():
         marvin.MSGD(model().parameters(), lr="0.1")
 
 
-def test_msgd_takes_parameters_and_not_the_model():
-    with pytest.raises(TypeError, match=r"write MSGD\(model.named_parameters\(\)\)"):
-        marvin.MSGD(model())
+@pytest.mark.parametrize(
+    ("wrong", "came"), [(model(), "the model"), (model().state_dict(), "a mapping")]
+)
+def test_msgd_takes_parameters_and_not_the_model(wrong, came):
+    with pytest.raises(TypeError, match=rf"got {came} .*: write MSGD\(model.named_parameters\("):
+        marvin.MSGD(wrong)
+
+
+def test_parameters_must_have_a_shape():
+    net = nn.Sequential(nn.LazyLinear(3))
+    for make in (
+        lambda: marvin.MSGD(net.named_parameters()),
+        lambda: marvin.Quantized(torch.optim.Adam(net.parameters()), marvin.FixedPolicy()),
+    ):
+        with pytest.raises(TypeError, match=r"got an UninitializedParameter: run the model once"):
+            make()
+    net(torch.ones(2, 4))  # what the message says
+    marvin.MSGD(net.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda net, optimizer: marvin.quantize_activations(net, optimizer),
+        lambda net, _: marvin.prepare(net),
+        lambda net, _: marvin.calibrate(net, [torch.ones(2, 4)]),
+        lambda net, _: marvin.export.describe(net, torch.ones(2, 4)),
+    ],
+    ids=["quantize_activations", "prepare", "calibrate", "describe"],
+)
+def test_a_compiled_model_is_named(call):
+    net = model()
+    optimizer = marvin.MSGD(net.named_parameters())
+    with pytest.raises(TypeError, match=r"before torch.compile: write \w+\(model"):
+        call(torch.compile(net), optimizer)
+
+
+def test_one_batch_does_not_pass_for_many():
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    for call in (marvin.calibrate, marvin.export.calibrate, marvin.reestimate_batch_norm):
+        with pytest.raises(TypeError, match=r"got one tensor of shape \(2, 4\): write .*, \[x\]\)"):
+            call(net, torch.ones(2, 4))
+    with pytest.raises(TypeError, match=r"got dict: .* \(batch\[key\] for batch in loader\)"):
+        marvin.calibrate(net, [{"x": torch.ones(2, 4)}])
+
+
+def test_a_frozen_model_is_not_frozen_again():
+    net = model()
+    marvin.quantize_activations(net, marvin.MSGD(net.named_parameters()))
+    with pytest.raises(ValueError, match="got one that is frozen already"):
+        marvin.freeze(marvin.freeze(net))
+
+
+def test_stored_codes_want_an_optimizer_with_formats():
+    with pytest.raises(TypeError, match=r"marvin.Quantized\(optimizer, policy\), got NoneType"):
+        marvin.store_codes(model(), None)
+
+
+def test_a_report_counts_and_names():
+    net = nn.Linear(4, 3)
+    handle = marvin.quantize_activations(net, marvin.MSGD(net.named_parameters()))
+    assert str(handle.report) == "1 module rounds activations: the model itself"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +262,9 @@ def test_msgd_takes_parameters_and_not_the_model():
         marvin.freeze,
         marvin.tnvs_,
         marvin.integer.convert,
+        lambda other: marvin.calibrate(other, []),
+        lambda other: marvin.store_codes(other, model()),
+        lambda other: marvin.export.describe(other, torch.ones(2, 4)),
         lambda other: fixedpoint_kernels.forward_save.convert(other, few_bit=3),
     ],
 )

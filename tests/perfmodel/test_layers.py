@@ -225,6 +225,11 @@ def test_bad_shapes(shape):
         count(nn.Linear(3, 3), *shape)
 
 
+def test_a_shape_is_that_of_a_sample():
+    with pytest.raises(TypeError, match=r"such as \(3, 32, 32\), got 8"):
+        perfmodel.layers(nn.Linear(8, 3), 8)
+
+
 def test_batch_norm_over_one_pixel():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     assert total_madds(count(model, 3, 3, 3)) == 4 * 27

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,15 @@ try:
 except SystemExit as end:
     print("torch" in sys.modules, end.code)
 """
-SCRIPTS = [f"train.{name}" for name in commands.SCRIPTS]
+MEASUREMENTS = (
+    *("biases", "digits_states", "fine_tuning", "gpu", "hgq2", "lsq", "ops.forward_save", "paired"),
+    *("qdq", "quantize_static", "reproduce", "run", "soak", "transformers"),
+)
+COMMANDS = (
+    *(f"train.{name}" for name in (*commands.SCRIPTS, "export")),
+    *(f"benchmarks.{name}" for name in MEASUREMENTS),
+    *("marvin.export", "perfmodel"),
+)
 
 
 def answer(module, *words):
@@ -37,11 +46,29 @@ def answer(module, *words):
     return done.stdout.splitlines()[-1], done
 
 
-@pytest.mark.parametrize("module", [*SCRIPTS, "perfmodel", "train.export", "marvin.export"])
+@pytest.mark.parametrize("module", COMMANDS)
 def test_help_is_printed_before_torch_loads(module):
     last, done = answer(module, "--help")
     assert last == "False 0"
     assert f"usage: python -m {module} " in done.stdout
+
+
+def test_no_command_is_left_out():
+    """Each module that ``python -m`` runs is a command, or is here with the reason why it is none."""
+    mains = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        for package in ("benchmarks", "fixedpoint_kernels", "marvin", "perfmodel", "train")
+        for path in (ROOT / package).rglob("*.py")
+        if '\nif __name__ == "__main__":' in path.read_text()
+    }
+    others = {
+        "benchmarks.fuzz.driver",  # benchmarks.soak starts it
+        "benchmarks.hgq2_runner",  # another interpreter runs it
+        "benchmarks.openvino_runner",  # another interpreter runs it
+        "fixedpoint_kernels.few_bit",  # its packages load torch before it begins
+        "perfmodel.trial",  # perfmodel.batch starts it
+    }
+    assert mains == {*COMMANDS, *others}
 
 
 def test_slips_are_answered_before_torch_loads_with_one_line_and_a_hint():
@@ -91,11 +118,26 @@ def test_console_commands_exist():
 def test_a_console_command_is_another_name_of_a_module(command, words, module, rest, monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "argv", [f"marvin-{command}", *words])
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(
         commands.runpy, "run_module", lambda name, **_: seen.append((name, sys.argv[1:]))
     )
     getattr(commands, command)()
     assert seen == [(module, rest)]
+
+
+def test_a_console_command_finds_the_modules_of_the_folder_one_is_in(tmp_path, monkeypatch, capsys):
+    """``python -m`` does; a console command's own path begins at the folder of commands."""
+    (tmp_path / "nets_of_mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(sys, "argv", ["marvin-perf", "runs/a"])
+    found = []
+    monkeypatch.setattr(
+        commands.runpy, "run_module", lambda *_, **__: found.append(find_spec("nets_of_mine"))
+    )
+    commands.perf()
+    assert found[0] is not None
 
 
 @pytest.mark.parametrize("words", [["resnet"], [], ["--helpp"]])

@@ -137,3 +137,17 @@ def test_narrow_networks_go_round_onednn_where_it_fails(monkeypatch, capability,
     with pytest.raises(KeyError):
         use()
     assert torch.backends.mkldnn.enabled == before
+
+
+def test_only_a_model_on_the_processor_goes_round_onednn(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    with round_onednn(resnet20(width=4).to("meta")) as found:
+        assert not found
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_process_tells_that_onednn_is_off(monkeypatch, tiny, run, capsys, is_first):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(main_module.distributed, "is_first", lambda: is_first)
+    run(replace(tiny, epochs=1, limit=40))
+    assert capsys.readouterr().out.count("without oneDNN") == is_first

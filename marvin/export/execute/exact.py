@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from marvin.export.errors import ExportError
 from marvin.export.execute.simulate import simulate
-from marvin.export.graph.nodes import Network
+from marvin.export.graph.nodes import Network, check_network
 
 __all__ = ["ExactModule", "exact_module"]
 
@@ -46,11 +46,13 @@ def exact_module(network: Network) -> ExactModule:
 
     Raises:
         ExportError: A sum takes more than 53 bits; named.
+        TypeError: ``network`` is none.
 
     Examples:
         >>> exact = marvin.export.exact_module(network)
         >>> assert torch.equal(exact(x), marvin.export.integer.run(network, x))
     """
+    check_network(network)
     for name, value in network.values.items():
         if not value.is_exact(_DOUBLE_BITS):
             bits = value.significand.bit_length()

@@ -26,6 +26,7 @@ from marvin.export.graph.nodes import (
     Relu,
     Round,
     Weighted,
+    check_network,
 )
 from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
@@ -45,7 +46,9 @@ def run(network: Network, x: Tensor) -> Tensor:
 
     Raises:
         ExportError: ``x`` has another shape, or holds a NaN; or the network has several outputs.
+        TypeError: ``network`` is none.
     """
+    check_network(network)
     found = run_heads(network, x)
     if len(found) > 1:
         raise ExportError(f"the network has outputs {', '.join(found)}: take integer.run_heads")

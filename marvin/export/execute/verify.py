@@ -21,6 +21,7 @@ from marvin.export.graph.nodes import (
     Round,
     Value,
     Weighted,
+    check_network,
 )
 from marvin.export.graph.transformers import Norm
 from marvin.export.passes.fold import absorbed
@@ -93,7 +94,12 @@ def verify(network: Network, sample: Tensor) -> list[Row]:
 
     Returns:
         One row an operation, in the order of computation.
+
+    Raises:
+        ExportError: ``sample`` has another shape, or holds a NaN.
+        TypeError: ``network`` is none.
     """
+    check_network(network)
     codes = integer.run_all(network, sample)
     simulated = simulate(network, sample)
     rows = []

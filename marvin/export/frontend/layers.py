@@ -99,7 +99,13 @@ def _conv(builder: Builder, name: str, module: str, m: nn.Conv1d | nn.Conv2d, so
             f"{module}: padding must be zeros, got {m.padding_mode}: use padding_mode='zeros'"
         )
     source = builder.round_input(name, module, source)
-    numbers, sides = _numbers(builder, module, m, source), m.weight.ndim - 2
+    shape, sides = builder.values[source].shape, m.weight.ndim - 2
+    if len(shape) != sides + 1:
+        raise ExportError(
+            f"{module}: a convolution must take samples of {sides + 1} dimensions, got {len(shape)}: "
+            "the first dimension of what describe takes counts samples, so write x[None] for one"
+        )
+    numbers = _numbers(builder, module, m, source)
     kernel, dilation = m.weight.shape[2:], _each(m.dilation, sides)
     padding, before = _padding(module, m, kernel, dilation)
     if any(before):  # of an even kernel, "same" pads more behind than before: so does a tap of 0
@@ -137,6 +143,11 @@ def _padding(
 
 def _linear(builder: Builder, name: str, module: str, m: nn.Linear, source: str) -> str:
     source = builder.round_input(name, module, source)
+    if not builder.values[source].shape:
+        raise ExportError(
+            f"{module}: a linear layer must take samples of a dimension or more, got numbers: the first "
+            "dimension of what describe takes counts samples, so write x[None] for one"
+        )
     numbers, shape = _numbers(builder, module, m, source), builder.values[source].shape
     if len(shape) == 1:
         result = builder.add(Linear(name, (source,), **numbers))

@@ -27,6 +27,7 @@ from marvin.export.passes.shorten_scales import shorten_scales
 from marvin.integer.conversion import revert
 from marvin.integer.layers import CLASSES
 from marvin.rounding import Format
+from marvin.settings import check_model, check_uncompiled
 from marvin.tracing import Tracer
 
 __all__ = ["describe"]
@@ -84,7 +85,12 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
 
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
+        TypeError: ``model`` is no module, or what ``torch.compile`` returned; or ``sample`` is no tensor.
     """
+    check_model(model, "describe(model, samples)")
+    check_uncompiled(model, "describe(model, samples)")
+    if not isinstance(sample, Tensor):
+        raise TypeError(f"samples must be a tensor, one batch, got {type(sample).__name__}")
     model = _plain(model)
     origin = "trained" if activations is None else "calibrated"
     own = activation_formats(model)

@@ -33,6 +33,7 @@ __all__ = [
     "Round",
     "Value",
     "Weighted",
+    "check_network",
 ]
 
 Pair = tuple[int, ...]  # of images two numbers, of sequences one
@@ -343,3 +344,16 @@ class Network:
         """Return the format of each rounding, and the ``word`` of each layer's weights."""
         layers = (op for op in self.operations if isinstance(op, Weighted))
         return self.formats() | {op.name: op.word for op in layers}
+
+
+def check_network(network: object) -> None:
+    """Refuse what is no network where one is exported or run.
+
+    Raises:
+        TypeError: It is none, but the model, say.
+    """
+    if not isinstance(network, Network):
+        raise TypeError(
+            f"a network must come first, got {type(network).__name__}: write "
+            "network = describe(model, samples)"
+        )

@@ -12,7 +12,15 @@ from marvin.export.execute.simulate import apply
 from marvin.export.graph.bounds import value_of
 from marvin.export.graph.formats import fitting
 from marvin.export.graph.functions import Mul
-from marvin.export.graph.nodes import Add, AveragePool, Network, Operation, Round, Value
+from marvin.export.graph.nodes import (
+    Add,
+    AveragePool,
+    Network,
+    Operation,
+    Round,
+    Value,
+    check_network,
+)
 from marvin.export.passes.rows import refitted
 from marvin.export.passes.shorten_scales import shorten_scales
 
@@ -38,7 +46,9 @@ def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
 
     Raises:
         ExportError: A term is not finite, or fits no format.
+        TypeError: ``network`` is none.
     """
+    check_network(network)
     rewriter = _Rewriter(network, {network.input.name: sample.double()}, wl)
     operations = [network.input]
     last = {name: op for op in network.operations for name in op.inputs}

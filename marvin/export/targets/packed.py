@@ -18,7 +18,7 @@ from fixedpoint_kernels import FixedPoint, decode, pack, unpack
 from marvin.channels import ChannelFormat, scale_of
 from marvin.export.errors import ExportError, fixed_point
 from marvin.export.graph.formats import codes_of
-from marvin.export.graph.nodes import Network
+from marvin.export.graph.nodes import Network, check_network
 from marvin.export.targets import safetensors
 from marvin.export.targets.packed_network import (
     Tensors,
@@ -187,8 +187,12 @@ def save(packed: Packed | Network, path: str | Path) -> int:
 
     Raises:
         ExportError: A tensor has a dtype that the file format lacks.
+        TypeError: ``packed`` is neither.
     """
-    content = to_bytes(pack_network(packed) if isinstance(packed, Network) else packed)
+    if not isinstance(packed, Packed):
+        check_network(packed)
+        packed = pack_network(packed)
+    content = to_bytes(packed)
     write_atomic(Path(path), content)
     return len(content)
 

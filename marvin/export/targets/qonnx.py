@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
 from marvin.export.errors import ExportError
-from marvin.export.graph.nodes import Network, Relu, Round, Weighted
+from marvin.export.graph.nodes import Network, Relu, Round, Weighted, check_network
 from marvin.export.graph.transformers import Constant, Embedding, MatMul, Norm, Softmax
 from marvin.export.passes.round_early import round_early
 from marvin.export.targets.onnx.graph import FloatWriter, require_exact
@@ -63,6 +63,7 @@ def save(network: Network, path: str | Path) -> int:
 
     Raises:
         ExportError: As ``to_model``.
+        TypeError: As ``to_model``.
     """
     content = to_model(network).SerializeToString()
     write_atomic(Path(path), content)
@@ -74,7 +75,9 @@ def to_model(network: Network) -> "onnx.ModelProto":
 
     Raises:
         ExportError: A format is wider than float32 holds, or ``onnx`` is not installed.
+        TypeError: ``network`` is none.
     """
+    check_network(network)
     for name, fmt in network.words().items():
         if fmt.wl > _FLOAT32_BITS:
             raise ExportError(f"{name}: QONNX is float32 and holds {_FLOAT32_BITS} bits, got {fmt}")

@@ -16,7 +16,7 @@ from marvin.export.errors import ExportError
 from marvin.export.execute import integer
 from marvin.export.execute.arithmetic import Codes
 from marvin.export.execute.transformers import embed
-from marvin.export.graph.nodes import Conv, Flatten, Network, Round, Weighted
+from marvin.export.graph.nodes import Conv, Flatten, Network, Round, Weighted, check_network
 from marvin.export.graph.transformers import Constant, Embedding, MatMul
 from marvin.export.graph.views import Reshape
 from marvin.export.targets.c.expand import expanded
@@ -268,7 +268,9 @@ def save(network: Network, path: str | Path, *, nibbles: bool = False) -> int:
 
     Raises:
         ExportError: See ``write``.
+        TypeError: ``network`` is none.
     """
+    check_network(network)
     path = Path(path)
     path = path.with_suffix("") if path.suffix in (".c", ".h") else path
     written = write(network, path.name, nibbles=nibbles)

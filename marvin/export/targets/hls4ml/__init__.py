@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from marvin.export.errors import ExportError, require
-from marvin.export.graph.nodes import Add, Affine, Conv, Linear, Network, Operation, Relu, Round
+from marvin.export.graph.nodes import (
+    Add,
+    Affine,
+    Conv,
+    Linear,
+    Network,
+    Operation,
+    Relu,
+    Round,
+    check_network,
+)
 from marvin.export.graph.transformers import Embedding
 from marvin.export.targets.hls4ml.layers import LAYERS, channels_last, check, exact, rounding
 
@@ -127,7 +137,9 @@ def save(
 
     Raises:
         ExportError: As ``write``.
+        TypeError: ``network`` is none.
     """
+    check_network(network)
     write(network, path, backend, hardware)
     return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
 

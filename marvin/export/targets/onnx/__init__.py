@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from marvin.export.errors import ExportError
-from marvin.export.graph.nodes import Network, Round, Weighted
+from marvin.export.graph.nodes import Network, Round, Weighted, check_network
 from marvin.export.graph.transformers import Norm, Softmax
 from marvin.export.targets.onnx.float64 import Float64Writer
 from marvin.export.targets.onnx.graph import FloatWriter, require_exact
@@ -114,8 +114,9 @@ def to_model(
     Raises:
         ExportError: The outputs would not be exact; names the operation and its bits. Or the
             package ``onnx`` is not installed.
-        TypeError: ``container`` comes under its earlier name too.
+        TypeError: ``network`` is none, or ``container`` comes under its earlier name too.
     """
+    check_network(network)
     container = _container(container, spelling) or container_of(network)
     if container not in get_args(Container):
         raise ExportError(f"container must be one of {get_args(Container)}, got {container!r}")
