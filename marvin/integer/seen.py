@@ -11,6 +11,10 @@ from marvin.integer.graph import Traced
 __all__ = ["Seen", "plain_attributes"]
 
 _PLAIN = bool, int, float, str
+_NUMBERS = (  # of torch's own modules, which chains and graphs were made of
+    "stride", "padding", "dilation", "kernel_size", "ceil_mode", "return_indices", "eps", "p",
+    "approximate", "normalized_shape",
+)  # fmt: skip
 
 
 def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
@@ -20,7 +24,7 @@ def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 class Seen:
-    """The modules and tensors of a graph, and plain attributes of those whose code is part of it.
+    """The modules and tensors of a graph, numbers of its layers, and attributes its code may branch on.
 
     A layer may be replaced at any time (``model.fc = nn.Linear(64, 100)``), a parameter too
     (``load_state_dict(..., assign=True)``).
@@ -39,12 +43,14 @@ class Seen:
         self._children = [
             (own, tuple(own.values())) for own in map(children_of, module.modules()) if own
         ]
+        calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+        layers = map(module.get_submodule, dict.fromkeys(calls))
+        named = [(own, [name for name, _ in plain_attributes(own)]) for own in inner]
+        named += [(own, [name for name in _NUMBERS if name in vars(own)]) for own in layers]
         self._attributes = [
-            (vars(own), len(vars(own)), itemgetter(*(name for name, _ in pairs)), pairs)
-            for own, pairs in ((own, plain_attributes(own)) for own in inner)
-            if pairs
+            (vars(own), len(vars(own)), itemgetter(*names)) for own, names in named if names
         ]
-        self._before = [get(own) for own, _, get, _ in self._attributes]
+        self._before = [get(own) for own, _, get in self._attributes]
         names = [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]
         self._module, self._tensors = module, attrgetter(*names) if names else None
         self._held = self._tensors_now()
@@ -60,7 +66,7 @@ class Seen:
         for own, before in self._children:
             if len(own) != len(before) or not all(map(is_, own.values(), before)):
                 return False
-        for (own, size, get, _), before in zip(self._attributes, self._before, strict=True):
+        for (own, size, get), before in zip(self._attributes, self._before, strict=True):
             if len(own) != size or get(own) != before:
                 return False
         return all(map(is_, self._tensors_now(), self._held))

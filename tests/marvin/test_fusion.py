@@ -515,6 +515,10 @@ def replace_parameter(model):
     model.scale = nn.Parameter(model.scale.detach() * 2)
 
 
+def change_eps(model):
+    model.bn.eps = 10.0
+
+
 def delete_and_add(model):
     del model.flag
     model.other = True
@@ -527,6 +531,7 @@ def delete_and_add(model):
         (Net, replace_norm),
         (Net, replace_head),
         (Scaled, replace_parameter),
+        (Net, change_eps),
     ],
 )
 def test_what_is_put_in_place_of_a_part_is_seen(kind, change):
