@@ -109,8 +109,6 @@ class TokenRun(nn.Module):
             rounds = any(rounder.formats(own).rounds for rounder in rounders_of(own))
             if rounds or self._is_hooked(own) or not own.training or not _are_plain(own):
                 return False
-            if isinstance(own, nn.Dropout) and own.p:
-                return False
         formats = [
             rounder.formats(layer)
             for rounder, layer in zip(self.rounders, self.layers, strict=True)
