@@ -1,0 +1,37 @@
+"""Differences of runs that share no seeds."""
+
+import pytest
+from scipy import stats
+
+from benchmarks.welch import Unpaired, main
+
+OURS, THEIRS = (84.6, 84.5, 83.5, 84.8, 84.4), (84.4, 84.3, 84.6)
+
+
+def test_bounds_are_those_of_scipy():
+    found = Unpaired(OURS, THEIRS)
+    result = stats.ttest_ind(OURS, THEIRS, equal_var=False)
+    assert found.freedom == pytest.approx(result.df)
+    assert found.mean / found.error == pytest.approx(result.statistic)
+    interval = result.confidence_interval(0.9)  # two-sided: 5 % on each side
+    assert found.bound() == pytest.approx(interval.low)
+    assert found.bound(upper=True) == pytest.approx(interval.high)
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [((84.4, 84.5, 84.3), "yes"), ((80.0, 80.1, 80.2), "no "), ((84.0, 86.0, 82.0), "not decided")],
+)
+def test_what_is_shown(ours, said):
+    assert Unpaired(ours, THEIRS).verdict(0.5).startswith(said)
+
+
+def test_the_command(tmp_path, capsys):
+    rows = ["run,seed,test_accuracy", "a,0,0.845", "a,1,0.844", "b,0,0.846", "b,1,0.843", "c,0,0.8"]
+    (tmp_path / "x.csv").write_text("\n".join(rows))
+    main([str(tmp_path / "x.csv"), "a", "b"])
+    shown = capsys.readouterr().out
+    assert "a: 84.45 ± 0.07 %, 2 seeds" in shown
+    assert "difference: +0.00 ± 0.16 points" in shown
+    with pytest.raises(SystemExit, match="two runs of 'c' or more, got 1"):
+        main([str(tmp_path / "x.csv"), "a", "c"])
