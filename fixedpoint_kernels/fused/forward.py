@@ -125,7 +125,8 @@ class Forward:
         layout, source, made = self.layout, self.layout.shapes[value.source], self.layout.shapes[i]
         windows = numbers_of(value, source, source.padded, made)
         layout.held.append(windows)
-        layout.pooled[i] = windows.ctypes.data, layout.keep(layout.images * made.padded)
+        places = 0 if value.is_mean else layout.keep(layout.images * made.padded)
+        layout.pooled[i] = windows.ctypes.data, places
         more = dict(zip(("WINDOWS", "PLACES"), layout.pooled[i], strict=True))
         numbers = layout.numbers(made, f.POOL, Z=self._ys[value.source], Y=y, **more)
         return Operation(numbers, bytes_an_image=5 * made.padded)
@@ -169,7 +170,7 @@ class Forward:
 
     def _product(self, n: int) -> Operation:
         layer, out = self.segment.layers[n], self.layout.outs[n]
-        taken = self.layout.shapes[layer.source]
+        taken = self.layout.taken(n)
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
         _check_sums(layer, part, taken)
         size = 4 if layer.eps is None else 2

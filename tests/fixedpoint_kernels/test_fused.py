@@ -98,6 +98,53 @@ def pooled(width=8, eps=1e-5):
     return Segment(layers, values)
 
 
+def linear(source, outputs, inputs, **more):
+    shape = outputs, inputs, 1, 1
+    return Layer(source, UNSIGNED, FixedPoint(8, 7), shape, Window(), None, is_flat=True, **more)
+
+
+def classifier(width=16, eps=1e-5, outputs=10):
+    """As ResNets end: the mean of all places, and a linear layer; the mean leaves too."""
+    layers = layer(INPUT, width, 3, eps=eps), linear(1, outputs, width)
+    values = (
+        Value(0, relu=True),
+        Pooled(0, None, Window(), is_mean=True, is_flat=True, is_output=True),
+        Value(1, is_output=True, is_flat=True),
+    )
+    return Segment(layers, values)
+
+
+def flattened(places, width=16, hidden=32, outputs=10):
+    """As AlexNet ends: linear layers behind an image, one of them added, one with a frozen mask."""
+    layers = (
+        layer(INPUT, width, 3, eps=None),
+        linear(1, hidden, width * places),
+        linear(2, hidden, hidden, clip=False),
+        linear(3, outputs, hidden),
+    )
+    values = (
+        Value(0, relu=True),
+        Pooled(0, (2, 2), Window((2, 2))),
+        Value(1, relu=True, is_flat=True),
+        Value(2, other_value=2, relu=True, is_flat=True),
+        Value(3, is_output=True, is_flat=True),
+    )
+    return Segment(layers, values)
+
+
+def averaged(width=8):
+    """Means of windows that meet, reach over the border, and leave out places; also one added."""
+    layers = layer(INPUT, width, 3, eps=None), layer(1, width, width), layer(3, width, width)
+    values = (
+        Value(0),
+        Pooled(0, (3, 3), Window((2, 1), (1, 1)), is_mean=True),
+        Value(1, other_value=1, relu=True),
+        Pooled(2, (2, 3), Window((3, 2)), is_mean=True),
+        Value(2, relu=True, is_output=True),
+    )
+    return Segment(layers, values)
+
+
 def narrowed(segment, bits):
     """The same with formats of so many bits, over the same range."""
 
@@ -120,6 +167,13 @@ SEGMENTS = {
     "places": (residual(16, inputs=4), 20, (4, 4)),
     "pooled": (pooled(), 3, (17, 14)),
     "pooled odd": (pooled(5, None), 2, (16, 13)),
+    "classifier": (classifier(), 3, (7, 5)),
+    "classifier odd": (classifier(5, None, 3), 2, (4, 4)),
+    "flattened": (flattened(6), 5, (4, 6)),
+    "flattened odd": (flattened(6, 5, 19, 7), 3, (5, 7)),
+    "flattened large": (flattened(64, 24, 40, 100), 70, (16, 16)),
+    "averaged": (averaged(), 3, (11, 9)),
+    "averaged odd": (averaged(5), 2, (12, 8)),
     "few places": (residual(20, None, inputs=20), 19, (3, 2)),
     "seven bits": (narrowed(residual(16), 7), 3, (8, 8)),
     "five bits": (narrowed(residual(20, inputs=20), 5), 3, (9, 7)),
@@ -137,6 +191,7 @@ def parameters(segment, seed=0):
         )
         codes = (weight * own.weight.scale).round()
         weight = codes.clamp(own.weight.min_code, own.weight.max_code) * own.weight.lsb
+        weight = weight.flatten(1) if own.is_flat else weight
         scale = 1 + 0.1 * torch.randn(outputs, generator=generator)
         shift = 0.1 * torch.randn(outputs, generator=generator)
         found.append(Parameters(weight, None if own.eps is None else scale, shift, (seed, n)))
