@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.graph import INPUT, Layer, Pooled
+from fixedpoint_kernels.fused.graph import INPUT, LONGEST, Layer, Pooled
 from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.fused.pooling import numbers_of
@@ -212,7 +212,7 @@ class Forward:
 
 def _check_sums(layer: Layer, part: Correlation, taken: Shape) -> None:
     """Refuse a layer whose sums int32, or the sums of their squares int64, could not hold."""
-    largest = 255 * 128 * math.prod(layer.shape[1:])
+    count = math.prod(layer.shape[1:])
     cut: Blocks = blocks(part, 1, taken[1:], taken.channels, 1)
-    if 4 * largest >= 2**31 or largest**2 * cut.most_positions >= 2**63:
-        raise ValueError(f"sums of {math.prod(layer.shape[1:])} products are too long to be fused")
+    if count > LONGEST or (255 * 128 * count) ** 2 * cut.most_positions >= 2**63:
+        raise ValueError(f"sums of {count} products are too long to be fused")

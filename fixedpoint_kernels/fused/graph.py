@@ -7,10 +7,12 @@ from typing import ClassVar
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.products.shapes import Window
 
-__all__ = ["INPUT", "MOST_TAPS", "Layer", "Pooled", "Return", "Segment", "Value"]
+__all__ = ["INPUT", "LONGEST", "MOST_TAPS", "Layer", "Pooled", "Return", "Segment", "Value"]
 
 INPUT = -1
 """Number of the value that comes into a segment."""
+LONGEST = 2**29 // (255 * 128)
+"""So many products int32 holds, four times: a sum has fewer."""
 Sizes = dict[int, tuple[int, int, int]]
 MOST_TAPS = 256
 """Elements of a window that is pooled: uint8 counts them."""
