@@ -352,13 +352,11 @@ class _Run(nn.Module):
     def show(self, seen: Mapping[int, Tensor]) -> list[Callable[[Tensor], None] | None]:
         """Show what layers took to the policy; return what takes the gradients."""
         assert self._segment is not None
-        layers = zip(self._segment.layers, self.rounders, strict=True)
-        return [
-            None
-            if own.observer is None
-            else own.observer.see(_taken(seen[layer.source], layer), layer.inputs)
-            for layer, own in layers
-        ]
+        found = []
+        for layer, own in zip(self._segment.layers, self.rounders, strict=True):
+            x, see = _taken(seen[layer.source], layer), own.observer and own.observer.see
+            found.append(see and see(x, layer.inputs))
+        return found
 
     def track(self, parameters: Sequence[Parameters]) -> None:
         """Let the kernels move the running statistics of batch norm, as it would do itself."""

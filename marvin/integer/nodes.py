@@ -66,11 +66,11 @@ def _of_all(is_flat: bool = False) -> Pooled:
     return Pooled(INPUT, None, Window(), is_mean=True, is_flat=is_flat)
 
 
-def _mean(dim: Any = None, keepdim: bool = False, **others: Any) -> Pooled | None:
+def _mean(dim: Any = None, keepdim: Any = False, **others: Any) -> Pooled | None:
     """Return the mean over all places, if these arguments of ``torch.mean`` say so."""
     if others or not isinstance(dim, tuple | list) or len(dim) != 2:
         return None
-    return _of_all(not keepdim) if {d % 4 for d in dim} == {2, 3} else None
+    return _of_all(is_flat=not keepdim) if {d % 4 for d in dim} == {2, 3} else None
 
 
 def flattening(node: fx.Node, module: nn.Module) -> tuple[fx.Node, ...] | None:

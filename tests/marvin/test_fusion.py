@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import marvin
@@ -20,6 +20,7 @@ from marvin.hooks import rounders_of, state_of
 from marvin.integer import convert, report, revert
 from marvin.integer.fusion import Fused
 from marvin.integer.graph import trace
+from marvin.integer.nodes import flattening, pooling
 from marvin.policies.observer import Observer, inputs_of
 from marvin.rounder import formats_of
 from train.resnet20 import Block
@@ -779,6 +780,35 @@ def test_the_policy_sees_the_shapes_of_layers():
         rounders_of(module)[0].observer = Shapes()
     model(batch(0)[0]).sum().backward()
     assert shapes == 2 * [(8, 3, 8, 8), (8, 6, 4, 4), (8, 80), (8, 24), (8, 24)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.mean((1, 2)),
+        lambda x: x.mean(2),
+        lambda x: torch.mean(x, (2, 3), dtype=torch.float64),
+        lambda x: F.adaptive_avg_pool2d(x, (1, 2)),
+        lambda x: F.avg_pool2d(x, 2, ceil_mode=True),
+        lambda x: x.flatten(2),
+        lambda x: torch.flatten(x),
+        lambda x: x.flatten(1, 2),
+        lambda x: x.reshape(x.size(0), 16, -1),
+        lambda x: x.reshape(x.size(1), -1),
+        lambda x: x.reshape(x.shape[0], x.shape[1]),
+        lambda x: x.reshape(8, -1),
+        lambda x: x.reshape(-1, 80) + 1,
+    ],
+)
+def test_what_neither_averages_nor_flattens(call):
+    class Called(nn.Module):
+        def forward(self, x):
+            return call(x)
+
+    module = Called()
+    for node in fx.symbolic_trace(module).graph.nodes:
+        assert pooling(node, module) is None
+        assert flattening(node, module) is None
 
 
 class Halves(nn.Module):
