@@ -47,7 +47,7 @@ class Fused(OtherForward):
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._traced: Traced | str | None = None
-        self._runs: fx.GraphModule | None = None
+        self._runs: dict[frozenset[str], fx.GraphModule] = {}  # by what is left out of chains
         self._seen: Seen | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,7 +92,8 @@ class Fused(OtherForward):
             return None
         traced = self._trace()
         if self._seen is not None and not self._seen.holds():
-            self._traced = self._runs = self._seen = None
+            self._traced = self._seen = None
+            self._runs = {}
             traced = self._trace()
         if isinstance(traced, str) or any(global_forward_hooks()):
             return None
@@ -101,8 +102,23 @@ class Fused(OtherForward):
         assert self._seen is not None
         if any(map(_has_hooks, self._seen.inner)):
             return None
-        self._runs = self._runs or _built(self.module, traced)
-        return self._runs if all(run.ready() for run in _chains_of(self._runs)) else None
+        runs = self._without(frozenset())
+        if runs is None or all(run.ready() for run in _chains_of(runs)):
+            return runs
+        unfit = [name for run in _chains_of(runs) if isinstance(run, _Run) for name in run.unfit()]
+        runs = self._without(frozenset(unfit)) if unfit else None
+        return runs if runs and all(run.ready() for run in _chains_of(runs)) else None
+
+    def _without(self, left: frozenset[str]) -> fx.GraphModule | None:
+        """Return the module with its chains, without some layers; None where no chains are left."""
+        if left not in self._runs:
+            traced = trace(self.module, left) if left else self._trace()
+            if isinstance(traced, str):
+                return None
+            while len(self._runs) >= _PROGRAMS:
+                del self._runs[next(iter(self._runs))]
+            self._runs[left] = _built(self.module, traced)
+        return self._runs[left]
 
     def _trace(self) -> Traced | str:
         if self._traced is None:
@@ -271,6 +287,14 @@ class _Run(nn.Module):
             self._formats, self._segment = formats, self._described(formats)
         return self._segment is not None
 
+    def unfit(self) -> list[str]:
+        """Return the names of linear layers without which the chain could run fused now."""
+        pairs = zip(self.chain.layers, self.convolutions, strict=True)
+        unfit = [(own.name, layer) for own, layer in pairs if not _is_fit(layer)]
+        return (
+            [name for name, _ in unfit] if all(isinstance(n, nn.Linear) for _, n in unfit) else []
+        )
+
     def _described(self, formats: list[Any]) -> Segment | None:
         layers = []
         for own, conv, norm, found in zip(
@@ -386,6 +410,16 @@ def _taken(x: Tensor, layer: Layer) -> Tensor:
 def _is_float32(norm: nn.BatchNorm2d) -> bool:
     own = norm.weight, norm.bias, norm.running_mean, norm.running_var
     return all(t is None or (t.dtype is torch.float32 and t.is_contiguous()) for t in own)
+
+
+def _is_fit(layer: nn.Module) -> bool:
+    """Say whether a layer has what chains need."""
+    rounders = rounders_of(layer)
+    if len(rounders) != 1 or _has_hooks(layer) or not layer.training:
+        return False
+    formats = rounders[0].formats(layer)
+    product = choose(layer, formats)
+    return not isinstance(product, str) and _fits(product, getattr(layer, OPTIONS), formats)
 
 
 def _fits(product: Product, options: Options, formats: ModuleFormats) -> bool:

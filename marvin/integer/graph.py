@@ -1,7 +1,7 @@
 """Finding layers that pass codes on in a traced model: convolution, batch norm, sum, ReLU, pooling, linear layer."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -99,8 +99,13 @@ class _Tracer(Tracer):
         return type(m) in CLASSES.values() or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(module: nn.Module) -> Traced | str:
-    """Return a module's graph and chains, or why there are none."""
+def trace(module: nn.Module, left: Collection[str] = ()) -> Traced | str:
+    """Return a module's graph and chains, or why there are none.
+
+    Args:
+        module: To be traced.
+        left: Names of layers that belong to no chain.
+    """
     tracers = _Tracer(), _Tracer()
     try:
         graph, again = (tracer.trace(module) for tracer in tracers)
@@ -114,11 +119,12 @@ def trace(module: nn.Module) -> Traced | str:
         changes_in_place(n, module) and len(n.all_input_nodes[0].users) > 1 for n in graph.nodes
     ):
         return "it changes a value in place that is used again"
-    tokens = find(module, graph)
+    alone = {n for n in graph.nodes if n.op == "call_module" and n.target in left}
+    tokens = find(module, graph, alone)
     # linear layers among norms, GELU and attention stay there
     others = {n for own in tokens if not own.is_plain for n in own.replaced}
-    chains = _Search(module, graph, others).chains()
-    tokens = find(module, graph, {n for chain in chains for n in chain.replaced})
+    chains = _Search(module, graph, alone | others).chains()
+    tokens = find(module, graph, alone | {n for chain in chains for n in chain.replaced})
     if not chains and not tokens:
         return "no layers in it pass codes on"
     leaves = {str(node.target) for node in graph.nodes if node.op == "call_module"}

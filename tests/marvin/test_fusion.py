@@ -326,7 +326,7 @@ def test_the_signature_stays():
     same(model.forward(x=batch(0)[0]).shape, torch.Size([8, 4]))
 
 
-@pytest.mark.parametrize("where", ["conv", "bn", "blocks.0", "blocks.1.relu2", "fc"])
+@pytest.mark.parametrize("where", ["conv", "bn", "blocks.0", "blocks.1.relu2"])
 def test_hooks_of_others_are_called(where):
     model, _ = make()
     calls = []
@@ -871,6 +871,31 @@ class Reused(nn.Module):
         x = torch.relu(self.bn(self.a(x)))
         flat = x.flatten(1)
         return self.b(flat) + flat[:, :4] + self.same(x)[:, 1:, 3, 3]
+
+
+def long_words(model):
+    (rounder,) = rounders_of(model.fc)
+    rounder.write(model.fc, replace(rounder.formats(model.fc), inputs=FixedPoint(12, 8)))
+
+
+def hooked(model):
+    model.fc.register_forward_hook(lambda *_: calls.append(1))
+
+
+calls = []
+
+
+@pytest.mark.parametrize("change", [long_words, hooked])
+def test_a_linear_layer_that_does_not_fit_leaves_the_others_fused(change):
+    model, _ = make()
+    x, _ = batch(0)
+    assert "Chain" in type(model(x).grad_fn).__name__
+    calls.clear()
+    change(model)
+    y = model(x)
+    assert is_fused(model)
+    assert "Chain" not in type(y.grad_fn).__name__
+    assert len(calls) == (2 if change is hooked else 0)
 
 
 def test_what_leaves_a_chain_by_another_name_is_computed_once():
