@@ -21,7 +21,8 @@ __all__ = ["Forward"]
 class Forward:
     """Operations in order: a value is made when something first takes it.
 
-    What needs a layer's statistics begins a region: they are sums over all images.
+    What needs a layer's statistics begins a region: they are sums over all images. So do linear layers
+    behind images, which take more images at a time.
 
     Args:
         layout: Where everything lies.
@@ -40,10 +41,17 @@ class Forward:
         self._ys: dict[int, Number] = {}
         for n, layer in enumerate(self.segment.layers):
             self._make(layer.source)
+            if layer.is_flat and not self.segment.layers[n - 1].is_flat:
+                self._begin()  # a large weight is read once for as many images as there are
             self._multiply(n)
         for i, value in enumerate(self.segment.values):
             if value.is_output:
                 self._make(i)
+
+    def _begin(self) -> None:
+        """Begin a region."""
+        self.regions.append([])
+        self._fresh.clear()
 
     def _multiply(self, n: int) -> None:
         """Compute what a layer makes."""
@@ -68,8 +76,7 @@ class Forward:
         if value.other_value is not None:
             self._make(value.other_value)
         if not self._fresh.isdisjoint(value.layers):
-            self.regions.append([])
-            self._fresh.clear()
+            self._begin()
         self.regions[-1] += [self._coefficients(n) for n in value.layers]
 
     def _place(self, i: int) -> Number:
