@@ -9,7 +9,17 @@ Between two layers go codes; batch norm, sums, ReLU and rounding happen in the c
 computes is ``reference``, in plain PyTorch: forward to the bit.
 """
 
-from fixedpoint_kernels.fused.graph import INPUT, MOST_TAPS, Layer, Pooled, Segment, Value
+from fixedpoint_kernels.fused.graph import INPUT, LONGEST, MOST_TAPS, Layer, Pooled, Segment, Value
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
 
-__all__ = ["INPUT", "MOST_TAPS", "Gradients", "Layer", "Parameters", "Pooled", "Segment", "Value"]
+__all__ = [
+    "INPUT",
+    "LONGEST",
+    "MOST_TAPS",
+    "Gradients",
+    "Layer",
+    "Parameters",
+    "Pooled",
+    "Segment",
+    "Value",
+]

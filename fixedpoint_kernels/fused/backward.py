@@ -132,7 +132,7 @@ class Backward:
 
     def _weight_product(self, n: int) -> Operation:
         layer, out = self.segment.layers[n], self.layout.outs[n]
-        taken = self.layout.shapes[layer.source]
+        taken = self.layout.taken(n)
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
         in_int16 = shapes.steps_in_int16(layer.inputs, GRADIENTS)
 
@@ -165,7 +165,7 @@ class Backward:
 
     def _input_products(self, n: int) -> list[Operation]:
         layer, out = self.segment.layers[n], self.layout.outs[n]
-        taken = self.layout.shapes[layer.source]
+        taken = self.layout.taken(n)
         size = taken.height, taken.width
         parts = shapes.input_gradient(layer.window, size, layer.shape[2:])
         step = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK

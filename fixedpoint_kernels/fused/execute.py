@@ -26,7 +26,7 @@ class _Laid:
 
 
 def _laid(x: Tensor, shape: Shape) -> _Laid:
-    flat = x.detach().permute(0, 2, 3, 1).reshape(len(x), -1)
+    flat = x.detach() if x.dim() == 2 else x.detach().permute(0, 2, 3, 1).reshape(len(x), -1)
     if shape.padded != shape.elements:
         padded = flat.new_zeros(len(x), shape.padded)
         padded[:, : shape.elements] = flat
@@ -36,11 +36,15 @@ def _laid(x: Tensor, shape: Shape) -> _Laid:
 
 
 class _Result:
-    """An image map for a program to write, channels last."""
+    """An image map for a program to write, channels last; or (images, channels) of one place."""
 
-    def __init__(self, images: int, shape: Shape) -> None:
+    def __init__(self, images: int, shape: Shape, is_flat: bool = False) -> None:
         self._shape, size = shape, (images, *shape)
-        self.image = torch.empty(size, memory_format=torch.channels_last)
+        self.image = (
+            torch.empty(images, shape.channels)
+            if is_flat
+            else torch.empty(size, memory_format=torch.channels_last)
+        )
         is_dense = shape.padded == shape.elements
         self._padded = None if is_dense else torch.empty(images, shape.padded)
         self.address = (self.image if self._padded is None else self._padded).data_ptr()
@@ -50,7 +54,12 @@ class _Result:
         if self._padded is not None:
             channels, height, width = self._shape
             own = self._padded[:, : self._shape.elements]
-            self.image.copy_(own.view(-1, height, width, channels).permute(0, 3, 1, 2))
+            own = (
+                own
+                if self.image.dim() == 2
+                else own.view(-1, height, width, channels).permute(0, 3, 1, 2)
+            )
+            self.image.copy_(own)
         return self.image
 
 
@@ -70,15 +79,16 @@ def forward(
             float32, channels last.
 
     Returns:
-        The values that leave the segment, float32, channels last; and what backward needs, uint8.
+        The values that leave the segment, float32, channels last, or (images, channels) where they are
+        flat; and what backward needs, uint8.
     """
     source = _laid(x, program.shapes[INPUT])
     kept = program.memory.lend()
-    given = {("x", 0): source.address, **_given(parameters)}
+    given = {("x", 0): source.address, **_given(program, parameters)}
     outputs, others = {}, {}
     for i, value in enumerate(program.segment.values):
         if value.is_output:
-            outputs[i] = _Result(len(x), program.shapes[i])
+            outputs[i] = _Result(len(x), program.shapes[i], value.is_flat)
             given["y", i] = outputs[i].address
         elif program.observes and program.segment.takers(i):
             others[i] = _Result(len(x), program.shapes[i])
@@ -113,16 +123,16 @@ def backward(
         The gradient of the input, if the program was made for it, and those of each layer;
         of weights that need none, empty ones.
     """
-    given = _given(parameters)
+    given = _given(program, parameters)
     outputs = [i for i, value in enumerate(program.segment.values) if value.is_output]
     held = [_laid(grad, program.shapes[i]) for i, grad in zip(outputs, grads, strict=True)]
     given |= {("dy", i): own.address for i, own in zip(outputs, held, strict=True)}
     dx = _Result(program.images, program.shapes[INPUT]) if program.needs_input else None
     given["dx", 0] = 0 if dx is None else dx.address
     found = []
-    for n, (layer, own) in enumerate(zip(program.segment.layers, parameters, strict=True)):
-        outputs_of, seed, stream = layer.shape[0], *own.noise
-        weight = torch.empty(layer.shape if program.weight_sums[n] else 0)
+    for n, own in enumerate(parameters):
+        outputs_of, seed, stream = len(own.weight), *own.noise
+        weight = torch.empty(own.weight.shape if program.weight_sums[n] else 0)
         scale, shift = torch.empty(outputs_of), torch.empty(outputs_of)
         given |= {("of_scale", n): scale.data_ptr(), ("of_shift", n): shift.data_ptr()}
         given |= {("seed", n): seed, ("stream", n): stream}
@@ -149,10 +159,14 @@ def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def _given(parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:
+def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:
     found: dict[tuple[str, int], int] = {}
     for n, own in enumerate(parameters):
-        step_o, step_c, _, step_t = own.weight.stride()
+        steps = own.weight.stride()
+        step_o, step_c, step_t = steps[0], steps[1], steps[-1]
+        if program.segment.layers[n].is_flat:
+            _, height, width = program.shapes[program.segment.layers[n].source]
+            step_c *= height * width
         found |= {
             ("weight", n): own.weight.data_ptr(),
             ("step_o", n): step_o,

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.graph import INPUT, Layer, Pooled
+from fixedpoint_kernels.fused.graph import INPUT, LONGEST, Layer, Pooled
 from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.fused.pooling import numbers_of
@@ -21,7 +21,8 @@ __all__ = ["Forward"]
 class Forward:
     """Operations in order: a value is made when something first takes it.
 
-    What needs a layer's statistics begins a region: they are sums over all images.
+    What needs a layer's statistics begins a region: they are sums over all images. So do linear layers
+    behind images, which take more images at a time.
 
     Args:
         layout: Where everything lies.
@@ -40,10 +41,17 @@ class Forward:
         self._ys: dict[int, Number] = {}
         for n, layer in enumerate(self.segment.layers):
             self._make(layer.source)
+            if layer.is_flat and not self.segment.layers[n - 1].is_flat:
+                self._begin()  # a large weight is read once for as many images as there are
             self._multiply(n)
         for i, value in enumerate(self.segment.values):
             if value.is_output:
                 self._make(i)
+
+    def _begin(self) -> None:
+        """Begin a region."""
+        self.regions.append([])
+        self._fresh.clear()
 
     def _multiply(self, n: int) -> None:
         """Compute what a layer makes."""
@@ -68,8 +76,7 @@ class Forward:
         if value.other_value is not None:
             self._make(value.other_value)
         if not self._fresh.isdisjoint(value.layers):
-            self.regions.append([])
-            self._fresh.clear()
+            self._begin()
         self.regions[-1] += [self._coefficients(n) for n in value.layers]
 
     def _place(self, i: int) -> Number:
@@ -125,7 +132,8 @@ class Forward:
         layout, source, made = self.layout, self.layout.shapes[value.source], self.layout.shapes[i]
         windows = numbers_of(value, source, source.padded, made)
         layout.held.append(windows)
-        layout.pooled[i] = windows.ctypes.data, layout.keep(layout.images * made.padded)
+        places = 0 if value.is_mean else layout.keep(layout.images * made.padded)
+        layout.pooled[i] = windows.ctypes.data, places
         more = dict(zip(("WINDOWS", "PLACES"), layout.pooled[i], strict=True))
         numbers = layout.numbers(made, f.POOL, Z=self._ys[value.source], Y=y, **more)
         return Operation(numbers, bytes_an_image=5 * made.padded)
@@ -169,7 +177,7 @@ class Forward:
 
     def _product(self, n: int) -> Operation:
         layer, out = self.segment.layers[n], self.layout.outs[n]
-        taken = self.layout.shapes[layer.source]
+        taken = self.layout.taken(n)
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
         _check_sums(layer, part, taken)
         size = 4 if layer.eps is None else 2
@@ -211,7 +219,7 @@ class Forward:
 
 def _check_sums(layer: Layer, part: Correlation, taken: Shape) -> None:
     """Refuse a layer whose sums int32, or the sums of their squares int64, could not hold."""
-    largest = 255 * 128 * math.prod(layer.shape[1:])
+    count = math.prod(layer.shape[1:])
     cut: Blocks = blocks(part, 1, taken[1:], taken.channels, 1)
-    if 4 * largest >= 2**31 or largest**2 * cut.most_positions >= 2**63:
-        raise ValueError(f"sums of {math.prod(layer.shape[1:])} products are too long to be fused")
+    if count > LONGEST or (255 * 128 * count) ** 2 * cut.most_positions >= 2**63:
+        raise ValueError(f"sums of {count} products are too long to be fused")

@@ -1,15 +1,19 @@
 """Parts of a network whose layers pass codes on: convolutions, batch norm, sums, ReLU, pooling."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.products.shapes import Window
 
-__all__ = ["INPUT", "MOST_TAPS", "Layer", "Pooled", "Return", "Segment", "Value"]
+__all__ = ["INPUT", "LONGEST", "MOST_TAPS", "Layer", "Pooled", "Return", "Segment", "Value"]
 
 INPUT = -1
 """Number of the value that comes into a segment."""
+LONGEST = 2**29 // (255 * 128)
+"""So many products int32 holds, four times: a sum has fewer."""
+Sizes = dict[int, tuple[int, int, int]]
 MOST_TAPS = 256
 """Elements of a window that is pooled: uint8 counts them."""
 
@@ -26,6 +30,8 @@ class Layer:
         window: How it moves; one group.
         eps: Of batch norm; None: no batch norm.
         clip: Whether the gradient is 0 where a code was clamped.
+        is_flat: Whether it is a linear layer: its inputs are all elements of an image, in the order
+            of ``torch.flatten``, and its weight has two dimensions. ``shape`` ends with 1, 1.
     """
 
     source: int
@@ -35,6 +41,7 @@ class Layer:
     window: Window
     eps: float | None
     clip: bool = True
+    is_flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Value:
         other_value: Number of an earlier value that is added; None: none.
         relu: Whether what is below 0 becomes 0.
         is_output: Whether it leaves the segment.
+        is_flat: Whether it leaves as (images, channels); it has one place.
     """
 
     layer: int
@@ -54,6 +62,7 @@ class Value:
     other_value: int | None = None
     relu: bool = False
     is_output: bool = False
+    is_flat: bool = False
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -63,19 +72,23 @@ class Value:
 
 @dataclass(frozen=True)
 class Pooled:
-    """The largest element of each window of an earlier value; see ``torch.nn.MaxPool2d``.
+    """The largest element of each window of an earlier value, or the mean; see ``torch.nn.MaxPool2d``.
 
     Args:
         source: Number of that value.
-        kernel: Height and width of a window.
+        kernel: Height and width of a window; None: those of the value.
         window: How it moves; no dilation, one group.
         is_output: Whether it leaves the segment.
+        is_mean: Whether it is the mean, to which the border adds zeros.
+        is_flat: Whether it leaves as (images, channels); it has one place.
     """
 
     source: int
-    kernel: tuple[int, int]
+    kernel: tuple[int, int] | None
     window: Window
     is_output: bool = False
+    is_mean: bool = False
+    is_flat: bool = False
 
     other_value: ClassVar[None] = None
     relu: ClassVar[bool] = False
@@ -112,7 +125,7 @@ class Segment:
     layers: tuple[Layer, ...]
     values: tuple[Value | Pooled, ...]
 
-    def sizes(self, size: tuple[int, int]) -> dict[int, tuple[int, int, int]]:
+    def sizes(self, size: tuple[int, int]) -> Sizes:
         """Return channels, height and width of each value, of an input of this height and width.
 
         Raises:
@@ -121,20 +134,45 @@ class Segment:
         found = {INPUT: (self.layers[0].shape[1], *size)}
         for i, value in enumerate(self.values):
             if isinstance(value, Pooled):
-                channels, source, kernel = found[value.source][0], value.source, value.kernel
-                window = value.window
+                channels, *taken = found[value.source]
+                kernel, window = value.kernel or (taken[0], taken[1]), value.window
+                found[i] = channels, *window.outputs((taken[0], taken[1]), kernel)
             else:
                 layer = self.layers[value.layer]
-                channels, source, kernel = layer.shape[0], layer.source, layer.shape[2:]
-                window = layer.window
-            taken = found[source][1], found[source][2]
-            found[i] = (channels, *window.outputs(taken, kernel))
+                _, *taken = found[layer.source]
+                kernel = layer.shape[2:]
+                found[i] = self._made(value.layer, found)
             if min(found[i]) < 1:
                 names = "x".join(map(str, kernel)), "x".join(map(str, taken))
                 raise ValueError(
                     f"windows of {names[0]} must fit in the image, got {names[1]} places"
                 )
         return found
+
+    def _made(self, n: int, sizes: Sizes) -> tuple[int, int, int]:
+        """Return channels, height and width of what a layer makes."""
+        layer = self.layers[n]
+        _, height, width = sizes[layer.source]
+        size = (1, 1) if layer.is_flat else (height, width)
+        return layer.shape[0], *layer.window.outputs(size, layer.shape[2:])
+
+    def holds(self, size: tuple[int, int]) -> bool:
+        """Say whether linear layers have an input for each element, and sums are of equal shapes.
+
+        Args:
+            size: Height and width of the input.
+
+        Raises:
+            ValueError: A window is larger than what it moves over.
+        """
+        sizes = self.sizes(size)
+        fit = all(math.prod(sizes[n.source]) == n.shape[1] for n in self.layers if n.is_flat)
+        for i, value in enumerate(self.values):
+            terms = [self._made(n, sizes) for n in value.layers]
+            terms += [] if value.other_value is None else [sizes[value.other_value]]
+            fit = fit and all(term == sizes[i] for term in terms)
+            fit = fit and (not value.is_flat or sizes[i][1:] == (1, 1))
+        return fit
 
     @property
     def made_by(self) -> dict[int, int]:

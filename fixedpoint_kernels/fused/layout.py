@@ -127,8 +127,14 @@ class Layout:
         self.kept_bytes = 0
         self.held: list[object] = []  # arrays whose addresses operations have
         self.tasks: list[Operation] = []  # weights to be laid out
-        self.pooled: dict[int, tuple[int, Kept]] = {}  # windows, and what they took
+        self.pooled: dict[int, tuple[Number, Number]] = {}  # windows, and what they took
         self._allocate()
+
+    def taken(self, n: int) -> Shape:
+        """Return the shape of what layer ``n`` takes: of a linear layer, channels of one place."""
+        layer = self.segment.layers[n]
+        shape = self.shapes[layer.source]
+        return Shape(shape.elements, 1, 1) if layer.is_flat else shape
 
     def array(self, count: int, dtype: type = np.uint8) -> np.ndarray:
         """Return an array of the program's own, of zeros, at a multiple of 64 bytes."""
@@ -212,6 +218,15 @@ class Layout:
         """Return as what a layer's sums are kept."""
         return f.FLOAT32 if self.segment.layers[n].eps is None else f.BFLOAT16
 
+    def weight_sizes(self, n: int) -> dict[int, int]:
+        """Return the sizes of a weight: outputs, inputs and places, also those of a linear layer."""
+        layer = self.segment.layers[n]
+        outputs, inputs, height, width = layer.shape
+        if layer.is_flat:
+            inputs, height, width = self.shapes[layer.source]
+        sizes = {f.W_OUTPUTS: outputs, f.W_INPUTS: inputs, f.W_TAPS: height * width}
+        return sizes | {f.W_IS_FLAT: layer.is_flat}
+
     def weights_at(
         self, n: int, part: Correlation, taken: Shape, columns: int, turned: bool
     ) -> dict[str, Number]:
@@ -234,14 +249,11 @@ class Layout:
         begin = self.take((1 + len(meets)) * groups * 16, np.int32)
         numbers = np.array(part.taps, np.int64)
         self.held += [numbers, found, meets]
-        outputs, inputs, height, width = layer.shape
         flips = FLIPS[self.path] if (turned or layer.inputs.signed) else 0
         self.tasks.append(
             Operation(
                 {
-                    f.W_OUTPUTS: outputs,
-                    f.W_INPUTS: inputs,
-                    f.W_TAPS: height * width,
+                    **self.weight_sizes(n),
                     f.W_PART_TAPS: len(numbers),
                     f.W_NUMBERS: numbers.ctypes.data,
                     f.W_OFFSETS: found.offsets.ctypes.data,

@@ -104,14 +104,14 @@ class Program(Layout):
         """Return what ``collect`` takes: layers, and the inputs of each in sixteens."""
         tasks = np.zeros((len(self.segment.layers), f.COUNT), np.int64)
         items = []
-        for n, layer in enumerate(self.segment.layers):
-            outputs, inputs, height, width = layer.shape
-            tasks[n, [f.W_OUTPUTS, f.W_INPUTS, f.W_TAPS]] = outputs, inputs, height * width
+        for n in range(len(self.segment.layers)):
+            for place, size in self.weight_sizes(n).items():
+                tasks[n, place] = size
             tasks[n, f.POWERS] = self.lsbs.ctypes.data + 4 * n
             if (own := self.weight_sums[n]) is not None:
                 tasks[n, [f.HELD, f.TOTALS, f.W_FLIPS]] = own.held, own.totals, own.is_flipped
                 tasks[n, [f.SUMS, f.SUMS_STRIDE]] = own.sums, own.stride
-            items += [(n, first) for first in range(0, inputs, 16)]
+            items += [(n, first) for first in range(0, int(tasks[n, f.W_INPUTS]), 16)]
         return tasks, np.array(items, np.int64)
 
     def _finished(self, regions: list[list[Operation]]) -> Pass:

@@ -7,6 +7,7 @@ convolution's sums before batch norm, and the gradient of a value, to bfloat16.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ class Parameters:
     """What a layer has besides its formats.
 
     Args:
-        weight: Values of the weight's format, float32.
+        weight: Values of the weight's format, float32; (outputs, inputs) of a linear layer.
         scale: Of batch norm, or None.
         shift: Of batch norm, or the bias; None: none.
         noise: Seed and stream of the gradient's rounding.
@@ -73,14 +74,19 @@ def forward(
     for n, layer in enumerate(segment.layers):
         source = _value(segment, layer.source, kept, parameters)
         kept.layers.append(_layer(layer, source, parameters[n]))
-    outputs = [i for i, value in enumerate(segment.values) if value.is_output]
-    return [_value(segment, i, kept, parameters) for i in outputs], kept
+    outputs = []
+    for i, value in enumerate(segment.values):
+        if value.is_output:
+            outputs.append(_value(segment, i, kept, parameters))
+            outputs[-1] = outputs[-1].flatten(1) if value.is_flat else outputs[-1]
+    return outputs, kept
 
 
 def _layer(layer: Layer, x: Tensor, own: Parameters) -> _Made:
+    x = x.flatten(1)[..., None, None] if layer.is_flat else x
     _, inside = quantize_with_mask(x, layer.inputs, rounding="nearest")
     codes = encode(x, layer.inputs, rounding="nearest")
-    weight = encode(own.weight, layer.weight, rounding="nearest")
+    weight = encode(own.weight.view(layer.shape), layer.weight, rounding="nearest")
     exponent = -layer.inputs.fl - layer.weight.fl
     kind = torch.float32 if layer.eps is None else torch.bfloat16
     window = dict(zip(("stride", "padding", "dilation"), layer.window[:3], strict=True))
@@ -116,7 +122,10 @@ def _value(segment: Segment, i: int, kept: Kept, parameters: Sequence[Parameters
     value = segment.values[i] if i not in kept.values else None
     if isinstance(value, Pooled):
         source = _value(segment, value.source, kept, parameters)
-        kept.values[i], kept.places[i] = _pool(value, source)
+        if value.is_mean:
+            kept.values[i] = _average(value, source)
+        else:
+            kept.values[i], kept.places[i] = _pool(value, source)
     elif value is not None:
         n = value.layer
         y = _term(segment.layers[n], kept.layers[n], parameters[n])
@@ -131,6 +140,7 @@ def _value(segment: Segment, i: int, kept: Kept, parameters: Sequence[Parameters
 
 def _pool(value: Pooled, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest of each window, the first of equal ones, and where it is in its map."""
+    assert value.kernel is not None
     stride, padding = value.window[:2]
     return F.max_pool2d(x, value.kernel, stride, padding, return_indices=True)
 
@@ -139,6 +149,35 @@ def _unpool(g: Tensor, places: Tensor, like: Tensor) -> Tensor:
     """Return the gradient of what was pooled: float32 sums in the order of the windows."""
     found = torch.zeros_like(like, memory_format=torch.contiguous_format).flatten(2)
     return found.scatter_add_(2, places.flatten(2), g.flatten(2)).view(like.shape)
+
+
+def _average(value: Pooled, x: Tensor) -> Tensor:
+    """Return the mean of each window: float32 sums in the order of its places, times ``1 / places``."""
+    height, width = value.kernel or x.shape[2:]
+    size = x.shape[2], x.shape[3]
+    (down, across), (above, left) = value.window[:2]
+    rows, columns = value.window.outputs(size, (height, width))
+    padded = F.pad(x, (left, left, above, above))
+    total = x.new_zeros(*x.shape[:2], rows, columns)
+    for row, column in product(range(height), range(width)):
+        own = padded[
+            :, :, row : row + down * rows : down, column : column + across * columns : across
+        ]
+        total = total + own
+    return total * x.new_tensor(1 / (height * width))
+
+
+def _spread(value: Pooled, g: Tensor, like: Tensor) -> Tensor:
+    """Return the gradient of what means were taken of: float32 sums in the order of the windows."""
+    height, width = value.kernel or like.shape[2:]
+    (down, across), (above, left) = value.window[:2]
+    size = like.shape[2] + 2 * above, like.shape[3] + 2 * left
+    found = like.new_zeros(*like.shape[:2], *size)
+    g = g * g.new_tensor(1 / (height * width))
+    for i, j in product(range(g.shape[2]), range(g.shape[3])):
+        top, start = i * down, j * across
+        found[:, :, top : top + height, start : start + width] += g[:, :, i : i + 1, j : j + 1]
+    return found[:, :, above : size[0] - above, left : size[1] - left]
 
 
 @dataclass
@@ -168,12 +207,17 @@ def backward(
             )
             continue
         i = step.value
-        parts = [] if step.layer is None else [back.pop(step.layer)]
-        if step.pooled is not None:
-            places = kept.places[step.pooled]
-            parts.append(_unpool(total[step.pooled], places, kept.values[i]))
+        like = kept.values[i]
+        parts = [] if step.layer is None else [back.pop(step.layer).reshape(like.shape)]
+        if (k := step.pooled) is not None:
+            value = segment.values[k]
+            assert isinstance(value, Pooled)
+            if value.is_mean:
+                parts.append(_spread(value, total[k], like))
+            else:
+                parts.append(_unpool(total[k], kept.places[k], like))
         parts += [total[k] for k in ((i,) if step.continues else ()) + step.added]
-        parts += [outer[i]] if step.outer else []
+        parts += [outer[i].reshape(like.shape)] if step.outer else []
         g = sum(parts[1:], parts[0])
         if step.is_last and i != INPUT and segment.values[i].relu:
             g = torch.where(kept.values[i] > 0, g, 0.0)
@@ -205,4 +249,5 @@ def _layer_backward(
     )
     if layer.clip:
         back = torch.where(made.inside, back, 0.0)
+    weight = weight.view(own.weight.shape)
     return Gradients(weight * layer.inputs.lsb, of_scale.float(), first.float()), back

@@ -80,6 +80,8 @@ def pack_task(d, scales, own):
     numbers = carray(pointer_to(d[f.W_NUMBERS]), count, np.int64)
     offsets = carray(pointer_to(d[f.W_OFFSETS]), count, np.int64)
     turned = d[f.W_IS_TURNED] != 0
+    if d[f.W_IS_FLAT]:  # its places are inputs, as they lie
+        inputs, taps = inputs * taps, 1
     columns, depth = (inputs, outputs) if turned else (outputs, inputs)
     begin = carray(pointer_to(d[f.BEGIN]), (columns + 15) // 16 * 16, np.int32)
     begin[:] = 0
@@ -111,6 +113,19 @@ def _pack_weights(tasks, scales, spare, spare_bytes, threads):
 
 
 @njit
+def _rows_of(d):
+    """Return how many rows a thread's sums have, and how far taps are apart.
+
+    The inputs of a tap go up to a multiple of 16; those of a linear layer are all of one tap.
+    """
+    taps, inputs = d[f.W_TAPS], d[f.W_INPUTS]
+    if d[f.W_IS_FLAT]:
+        return (taps * inputs + 15) // 16 * 16, inputs
+    padded = (inputs + 15) // 16 * 16
+    return taps * padded, padded
+
+
+@njit
 def _add_thread(d, thread, first, sums):
     """Add what a thread has for 16 inputs: int32, or the float64 that they were folded to.
 
@@ -118,13 +133,13 @@ def _add_thread(d, thread, first, sums):
     """
     held = doubles(d[f.HELD], 3 * thread + 3)[3 * thread :]
     taps, (rows, columns) = d[f.W_TAPS], sums.shape
-    padded = (d[f.W_INPUTS] + 15) // 16 * 16
-    size, scale, is_folded = taps * padded * columns, held[1], held[2] > 0
+    every, step = _rows_of(d)
+    size, scale, is_folded = every * columns, held[1], held[2] > 0
     totals = doubles(d[f.TOTALS], (thread + 1) * size)[thread * size :]
     whole = carray(pointer_to(d[f.SUMS] + thread * d[f.SUMS_STRIDE]), size + columns, np.int32)
     last = whole[size:]
     for row in range(rows):
-        at, out = (row % taps * padded + first + row // taps) * columns, sums[row]
+        at, out = (row % taps * step + first + row // taps) * columns, sums[row]
         if is_folded:
             folded = totals[at : at + columns]
             for o in range(columns):

@@ -24,7 +24,7 @@ from marvin.integer.formats import Options, Product, choose
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
 from marvin.integer.seen import Seen, plain_attributes
-from marvin.integer.token_run import TokenRun, put_in
+from marvin.integer.token_run import TokenRun, alone, put_in
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
@@ -47,7 +47,7 @@ class Fused(OtherForward):
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._traced: Traced | str | None = None
-        self._runs: fx.GraphModule | None = None
+        self._runs: dict[frozenset[str], fx.GraphModule] = {}  # by what is left out of chains
         self._seen: Seen | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,7 +92,8 @@ class Fused(OtherForward):
             return None
         traced = self._trace()
         if self._seen is not None and not self._seen.holds():
-            self._traced = self._runs = self._seen = None
+            self._traced = self._seen = None
+            self._runs = {}
             traced = self._trace()
         if isinstance(traced, str) or any(global_forward_hooks()):
             return None
@@ -101,8 +102,23 @@ class Fused(OtherForward):
         assert self._seen is not None
         if any(map(_has_hooks, self._seen.inner)):
             return None
-        self._runs = self._runs or _built(self.module, traced)
-        return self._runs if all(run.ready() for run in _chains_of(self._runs)) else None
+        runs = self._without(frozenset())
+        if runs is None or all(run.ready() for run in _chains_of(runs)):
+            return runs
+        unfit = [name for run in _chains_of(runs) if isinstance(run, _Run) for name in run.unfit()]
+        runs = self._without(frozenset(unfit)) if unfit else None
+        return runs if runs and all(run.ready() for run in _chains_of(runs)) else None
+
+    def _without(self, left: frozenset[str]) -> fx.GraphModule | None:
+        """Return the module with its chains, without some layers; None where no chains are left."""
+        if left not in self._runs:
+            traced = trace(self.module, left) if left else self._trace()
+            if isinstance(traced, str):
+                return None
+            while len(self._runs) >= _PROGRAMS:
+                del self._runs[next(iter(self._runs))]
+            self._runs[left] = _built(self.module, traced)
+        return self._runs[left]
 
     def _trace(self) -> Traced | str:
         if self._traced is None:
@@ -175,23 +191,32 @@ def _built(module: nn.Module, traced: Traced) -> fx.GraphModule:
         name = f"chain_{i}"
         runs.add_module(name, _Run(module, chain))
         inside = [copies[node] for node in chain.replaced]
-        outputs = [copies[node] for node in chain.outputs]
         source = copies[chain.input]
         with graph.inserting_after(source):
             call = graph.call_module(name, (source,))
-        before = call
-        for k, output in enumerate(outputs):
-            with graph.inserting_after(before):
-                before = graph.call_function(_item, (call, k))
-            for user in list(output.users):
-                if user not in inside:
-                    user.replace_input_with(output, before)
+        _pass_on(chain, call, copies, inside)
         for node in reversed(inside):
             if not node.users:
                 graph.erase_node(node)
     graph.lint()
     runs.recompile()
     return runs
+
+
+def _pass_on(
+    chain: Chain, call: fx.Node, copies: dict[fx.Node, fx.Node], inside: list[fx.Node]
+) -> None:
+    """Give others what leaves a chain, in place of what its nodes made."""
+    graph, numbers = call.graph, [i for i, v in enumerate(chain.values) if v.is_output]
+    for node, (number, flattens) in reversed(chain.used.items()):
+        with graph.inserting_after(call):
+            item = graph.call_function(_item, (call, numbers.index(number)))
+        if flattens:
+            with graph.inserting_after(item):
+                item = graph.call_function(torch.flatten, (item, 1))
+        for user in list(copies[node].users):
+            if user not in inside:
+                user.replace_input_with(copies[node], item)
 
 
 def _item(values: tuple[Tensor, ...], k: int) -> Tensor:
@@ -204,9 +229,9 @@ def _chains_of(runs: fx.GraphModule) -> Iterator["_Run | TokenRun"]:
             yield module
 
 
-def _convolution(module: nn.Module, name: str) -> nn.Conv2d:
+def _layer(module: nn.Module, name: str) -> nn.Conv2d | nn.Linear:
     found = module.get_submodule(name)
-    assert isinstance(found, nn.Conv2d)
+    assert isinstance(found, nn.Conv2d | nn.Linear)
     return found
 
 
@@ -222,17 +247,19 @@ class _Run(nn.Module):
     def __init__(self, module: nn.Module, chain: Chain) -> None:
         super().__init__()
         self.chain = chain
-        # in tuples, so that they are not this module's own
-        self.convolutions = tuple(_convolution(module, own.name) for own in chain.layers)
+        # in tuples, so that they are not this module's own; linear layers are convolutions, too
+        self.convolutions = tuple(_layer(module, own.name) for own in chain.layers)
         self.norms = tuple(_norm(module, own.norm) for own in chain.layers)
         self.others = tuple(
             own
             for own in map(module.get_submodule, chain.modules)
-            if not isinstance(own, IntegerConv2d)
+            if not isinstance(own, IntegerConv2d | IntegerLinear)
         )
+        self._plain = (fx.GraphModule(module, alone(chain)),)
         self.rounders: tuple[Rounder, ...] = ()
         self._formats: list[Any] = []
         self._segment: Segment | None = None
+        self._held: tuple[Any, ...] = ()
         self._programs: dict[Any, Any] = {}
 
     def ready(self) -> bool:
@@ -260,6 +287,14 @@ class _Run(nn.Module):
             self._formats, self._segment = formats, self._described(formats)
         return self._segment is not None
 
+    def unfit(self) -> list[str]:
+        """Return the names of linear layers without which the chain could run fused now."""
+        pairs = zip(self.chain.layers, self.convolutions, strict=True)
+        unfit = [(own.name, layer) for own, layer in pairs if not _is_fit(layer)]
+        return (
+            [name for name, _ in unfit] if all(isinstance(n, nn.Linear) for _, n in unfit) else []
+        )
+
     def _described(self, formats: list[Any]) -> Segment | None:
         layers = []
         for own, conv, norm, found in zip(
@@ -269,17 +304,29 @@ class _Run(nn.Module):
             if isinstance(product, str) or not _fits(product, getattr(conv, OPTIONS), found):
                 return None
             eps, clip = (None if norm is None else norm.eps), found.ste == "clip"
-            sizes = conv.weight.shape
+            is_flat, sizes = isinstance(conv, nn.Linear), (*conv.weight.shape, 1, 1)
             layers.append(
                 Layer(
                     own.source, product.inputs, product.weight_fmt,
-                    (sizes[0], sizes[1], sizes[2], sizes[3]), _window(product), eps, clip,
+                    (sizes[0], sizes[1], sizes[2], sizes[3]), _window(product), eps, clip, is_flat,
                 )
             )  # fmt: skip
         return Segment(tuple(layers), tuple(self.chain.values))
 
+    def _takes(self, x: Tensor) -> bool:
+        """Say whether an input has a shape for which the chain is what its layers are."""
+        if any(isinstance(own, nn.Dropout) and own.p for own in self.others) or x.dim() != 4:
+            return False
+        key = self._segment, tuple(x.shape[2:])
+        if self._held[:1] != (key,):
+            assert self._segment is not None
+            self._held = key, self._segment.holds((x.shape[2], x.shape[3]))
+        return self._held[1]
+
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return what leaves the chain."""
+        if not self._takes(x):
+            return self._plain[0](x)
         parameters: list[Tensor | None] = []
         for conv, norm in zip(self.convolutions, self.norms, strict=True):
             pair = (None, conv.bias) if norm is None else (norm.weight, norm.bias)
@@ -329,11 +376,11 @@ class _Run(nn.Module):
     def show(self, seen: Mapping[int, Tensor]) -> list[Callable[[Tensor], None] | None]:
         """Show what layers took to the policy; return what takes the gradients."""
         assert self._segment is not None
-        layers = zip(self._segment.layers, self.rounders, strict=True)
-        return [
-            None if own.observer is None else own.observer.see(seen[layer.source], layer.inputs)
-            for layer, own in layers
-        ]
+        found = []
+        for layer, own in zip(self._segment.layers, self.rounders, strict=True):
+            x, see = _taken(seen[layer.source], layer), own.observer and own.observer.see
+            found.append(see and see(x, layer.inputs))
+        return found
 
     def track(self, parameters: Sequence[Parameters]) -> None:
         """Let the kernels move the running statistics of batch norm, as it would do itself."""
@@ -355,9 +402,24 @@ class _Run(nn.Module):
         increment_version(running)
 
 
+def _taken(x: Tensor, layer: Layer) -> Tensor:
+    """Return an image map as the layer alone would take it."""
+    return x.flatten(1) if layer.is_flat else x
+
+
 def _is_float32(norm: nn.BatchNorm2d) -> bool:
     own = norm.weight, norm.bias, norm.running_mean, norm.running_var
     return all(t is None or (t.dtype is torch.float32 and t.is_contiguous()) for t in own)
+
+
+def _is_fit(layer: nn.Module) -> bool:
+    """Say whether a layer has what chains need."""
+    rounders = rounders_of(layer)
+    if len(rounders) != 1 or _has_hooks(layer) or not layer.training:
+        return False
+    formats = rounders[0].formats(layer)
+    product = choose(layer, formats)
+    return not isinstance(product, str) and _fits(product, getattr(layer, OPTIONS), formats)
 
 
 def _fits(product: Product, options: Options, formats: ModuleFormats) -> bool:
@@ -367,7 +429,8 @@ def _fits(product: Product, options: Options, formats: ModuleFormats) -> bool:
 
 
 def _window(product: Product) -> Window:
-    assert product.window is not None
+    if product.window is None:
+        return Window()
     stride, padding, dilation = ((pair[0], pair[1]) for pair in product.window)
     return Window(stride, padding, dilation)
 
@@ -404,9 +467,10 @@ class _Chain(torch.autograd.Function):
         seen: list[Tensor] = []
         own = _own(parameters, ctx.noise)
         dx, found = execute.backward(ctx.program, kept, own, grads, seen)
-        for observe, grad in zip(ctx.observers, seen, strict=True):
+        layers = ctx.program.segment.layers if ctx.observers else ()
+        for layer, observe, grad in zip(layers, ctx.observers, seen, strict=True):
             if observe is not None:
-                observe(grad)
+                observe(_taken(grad, layer))
         back: list[Tensor | None] = [dx if ctx.needs_input_grad[0] else None, None, None]
         for i, own in enumerate(found):
             ways = own.weight, own.scale, own.shift

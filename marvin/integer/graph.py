@@ -1,35 +1,32 @@
-"""Finding layers that pass codes on: convolution, batch norm, sum, ReLU and pooling in a traced model."""
+"""Finding layers that pass codes on in a traced model: convolution, batch norm, sum, ReLU, pooling, linear layer."""
 
-import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled, Value
-from fixedpoint_kernels.products.shapes import Window
+from fixedpoint_kernels.fused import INPUT, LONGEST, Pooled, Value
 from marvin.integer.formats import window_of
-from marvin.integer.layers import CLASSES, IntegerConv2d
+from marvin.integer.layers import CLASSES, IntegerConv2d, IntegerLinear
+from marvin.integer.nodes import flattening, plain, pooling
 from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Tracer, changes_in_place
 
 __all__ = ["Chain", "Found", "Traced", "trace"]
 
 _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
-_POOLS = F.max_pool2d, torch.max_pool2d
 _RELUS = torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_"
 
 
 @dataclass
 class Found:
-    """A layer of a chain: a convolution, and its batch norm.
+    """A layer of a chain: a convolution, and its batch norm; or a linear layer.
 
     Args:
-        name: Of the convolution.
+        name: Of the convolution, or of the linear layer.
         source: Number of the value that it takes.
         norm: Name of the batch norm, or None.
     """
@@ -50,6 +47,8 @@ class Chain:
         nodes: That make the values.
         replaced: Nodes that the chain computes.
         modules: Names of the modules that it computes.
+        used: Nodes that others use, each with the number of its value, and whether that must be
+            flattened first.
     """
 
     input: fx.Node
@@ -58,6 +57,12 @@ class Chain:
     nodes: list[fx.Node] = field(default_factory=list)
     replaced: list[fx.Node] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
+    used: dict[fx.Node, tuple[int, bool]] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The node of what comes in."""
+        return [self.input]
 
     @property
     def outputs(self) -> list[fx.Node]:
@@ -71,7 +76,7 @@ class Traced:
 
     Args:
         graph: Of ``torch.fx``.
-        chains: Of convolutions, each of two layers, or one with batch norm, or more.
+        chains: Of convolutions and what is behind them, each of two layers, or one with batch norm, or more.
         tokens: Of linear layers, norms and attention.
         inner: Names of the modules whose ``forward`` became part of the graph.
     """
@@ -94,8 +99,13 @@ class _Tracer(Tracer):
         return type(m) in CLASSES.values() or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(module: nn.Module) -> Traced | str:
-    """Return a module's graph and chains, or why there are none."""
+def trace(module: nn.Module, left: Collection[str] = ()) -> Traced | str:
+    """Return a module's graph and chains, or why there are none.
+
+    Args:
+        module: To be traced.
+        left: Names of layers that belong to no chain.
+    """
     tracers = _Tracer(), _Tracer()
     try:
         graph, again = (tracer.trace(module) for tracer in tracers)
@@ -109,8 +119,12 @@ def trace(module: nn.Module) -> Traced | str:
         changes_in_place(n, module) and len(n.all_input_nodes[0].users) > 1 for n in graph.nodes
     ):
         return "it changes a value in place that is used again"
-    chains = _Search(module, graph).chains()
-    tokens = find(module, graph)
+    alone = {n for n in graph.nodes if n.op == "call_module" and n.target in left}
+    tokens = find(module, graph, alone)
+    # linear layers among norms, GELU and attention stay there
+    others = {n for own in tokens if not own.is_plain for n in own.replaced}
+    chains = _Search(module, graph, alone | others).chains()
+    tokens = find(module, graph, alone | {n for chain in chains for n in chain.replaced})
     if not chains and not tokens:
         return "no layers in it pass codes on"
     leaves = {str(node.target) for node in graph.nodes if node.op == "call_module"}
@@ -121,29 +135,29 @@ def trace(module: nn.Module) -> Traced | str:
 
 @dataclass
 class _Sum:
-    """What is not a value yet: a layer, and what is added to it."""
+    """What is not a value yet: a layer, and what is added to it; flat, it has features, not places."""
 
     chain: Chain
     layer: int
+    is_flat: bool = False
     other_layer: int | None = None
     other_value: int | None = None
 
 
 @dataclass
 class _Made:
-    """A value of a chain."""
+    """A value of a chain; flat, as (images, features)."""
 
     chain: Chain
     number: int
+    is_flat: bool = False
 
 
 class _Search:
     """Walks through a graph in order; each node becomes part of a chain, or ends some."""
 
-    _SAME: ClassVar = (nn.Identity,)
-
-    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
-        self.module, self.graph = module, graph
+    def __init__(self, module: nn.Module, graph: fx.Graph, others: set[fx.Node]) -> None:
+        self.module, self.graph, self.others = module, graph, others
         self.known: dict[fx.Node, _Sum | _Made] = {}
         self.found: list[Chain] = []
 
@@ -159,10 +173,14 @@ class _Search:
 
     def _take(self, node: fx.Node) -> bool:
         """Make a node part of a chain, if it can be."""
-        pooling = _pooling(node, self.module)
-        if pooling is not None:
-            return self._pool(node, pooling)
-        if len(node.all_input_nodes) == 1 and not _plain(node):
+        if node in self.others:
+            return False
+        pooled, flat = pooling(node, self.module), flattening(node, self.module)
+        if pooled is not None:
+            return self._pool(node, pooled)
+        if flat is not None:
+            return self._flatten(flat)
+        if len(node.all_input_nodes) == 1 and not plain(node):
             return False
         if node.op == "call_module":
             return bool(node.all_input_nodes) and self._take_module(node, node.all_input_nodes[0])
@@ -175,19 +193,25 @@ class _Search:
     def _take_module(self, node: fx.Node, source: fx.Node) -> bool:
         own = self.module.get_submodule(str(node.target))
         if type(own) is IntegerConv2d and not isinstance(window_of(own), str):
-            self._convolution(node, source)
-            return True
+            return self._convolution(node, source)
+        if type(own) is IntegerLinear:
+            return self._linear(node, source, own)
         if type(own) is nn.BatchNorm2d:
             return self._norm(node, source)
         if type(own) is nn.ReLU:
             return self._relu(node, source)
-        if type(own) in self._SAME and source in self.known:
+        is_same = type(own) is nn.Identity or (type(own) is nn.Dropout and own.p == 0)
+        if is_same and source in self.known:
+            if len(source.users) > 1:
+                self._settle(source)
             self._join(node, self.known[source])
             return True
         return False
 
-    def _convolution(self, node: fx.Node, source: fx.Node) -> None:
+    def _convolution(self, node: fx.Node, source: fx.Node) -> bool:
         made = self._settle(source)
+        if made is not None and made.is_flat:
+            return False
         if made is None:
             chain = next((c for c in self.found if c.input is source), None)
             if chain is None:
@@ -198,10 +222,30 @@ class _Search:
             chain, number = made.chain, made.number
         chain.layers.append(Found(str(node.target), number))
         self._join(node, _Sum(chain, len(chain.layers) - 1))
+        return True
+
+    def _linear(self, node: fx.Node, source: fx.Node, own: nn.Linear) -> bool:
+        """Take a linear layer behind a chain of convolutions."""
+        made = self._settle(source)
+        if made is None or not made.is_flat or own.in_features > LONGEST:
+            return False
+        made.chain.layers.append(Found(str(node.target), made.number))
+        self._join(node, _Sum(made.chain, len(made.chain.layers) - 1, is_flat=True))
+        return True
+
+    def _flatten(self, nodes: tuple[fx.Node, ...]) -> bool:
+        made = self._settle(nodes[-1].all_input_nodes[0])
+        if made is None:
+            return False
+        made.chain.replaced += nodes[:-1]
+        self._join(nodes[-1], replace(made, is_flat=True))
+        return True
 
     def _norm(self, node: fx.Node, source: fx.Node) -> bool:
         term = self.known.get(source)
         if not isinstance(term, _Sum) or len(source.users) > 1 or not _is_layer(term):
+            return False
+        if term.is_flat:
             return False
         layer = term.chain.layers[term.layer]
         if layer.norm is not None or self.module.get_submodule(layer.name).bias is not None:
@@ -217,15 +261,13 @@ class _Search:
         self._join(node, self._made(term, node, relu=True))
         return True
 
-    def _pool(self, node: fx.Node, pooling: nn.MaxPool2d) -> bool:
+    def _pool(self, node: fx.Node, pooled: Pooled) -> bool:
         made = self._settle(node.all_input_nodes[0])
-        if made is None:
+        if made is None or made.is_flat:
             return False
-        pairs = pooling.kernel_size, pooling.stride or pooling.kernel_size, pooling.padding
-        kernel, stride, padding = map(_pair, pairs)
-        made.chain.values.append(Pooled(made.number, kernel, Window(stride, padding)))
+        made.chain.values.append(replace(pooled, source=made.number))
         made.chain.nodes.append(node)
-        self._join(node, _Made(made.chain, len(made.chain.values) - 1))
+        self._join(node, _Made(made.chain, len(made.chain.values) - 1, pooled.is_flat))
         return True
 
     def _add(self, node: fx.Node) -> bool:
@@ -241,6 +283,8 @@ class _Search:
         if isinstance(a, _Sum) and a.chain.input in node.all_input_nodes:
             b = _Made(a.chain, INPUT)
         if not isinstance(a, _Sum) or b is None or a.chain is not b.chain:
+            return False
+        if a.is_flat != b.is_flat:
             return False
         more = {"other_layer": b.layer} if isinstance(b, _Sum) else {"other_value": b.number}
         self._join(node, replace(a, **more))
@@ -261,51 +305,24 @@ class _Search:
 
     def _made(self, part: _Sum, node: fx.Node, *, relu: bool) -> _Made:
         chain = part.chain
-        chain.values.append(Value(part.layer, part.other_layer, part.other_value, relu))
+        flat, terms = part.is_flat, (part.layer, part.other_layer, part.other_value)
+        chain.values.append(Value(*terms, relu, is_flat=flat))
         chain.nodes.append(node)
-        return _Made(chain, len(chain.values) - 1)
+        return _Made(chain, len(chain.values) - 1, flat)
 
     def _mark_outputs(self, chain: Chain) -> None:
         inside = set(chain.replaced)
-        for i, value in enumerate(chain.values):
-            aliases = [n for n, part in self.known.items() if part == _Made(chain, i)]
-            used = any(user not in inside for node in aliases for user in node.users)
-            chain.values[i] = replace(value, is_output=used)
-
-
-def _pooling(node: fx.Node, module: nn.Module) -> nn.MaxPool2d | None:
-    """Return what a node pools, if chains can."""
-    if len(node.all_input_nodes) != 1:
-        return None
-    if node.op == "call_module":
-        own = module.get_submodule(str(node.target))
-    elif node.target in _POOLS:
-        options = {name: value for name, value in node.kwargs.items() if name != "input"}
-        if any(isinstance(value, fx.Node) for value in (*node.args[1:], *options.values())):
-            return None
-        own = nn.MaxPool2d(*node.args[1:], **options)  # pyright: ignore[reportArgumentType]
-    else:
-        return None
-    if type(own) is not nn.MaxPool2d or own.ceil_mode or own.return_indices:
-        return None
-    fits = _pair(own.dilation) == (1, 1) and math.prod(_pair(own.kernel_size)) <= MOST_TAPS
-    return own if fits else None
-
-
-def _pair(number: int | tuple[int, int]) -> tuple[int, int]:
-    return (number, number) if isinstance(number, int) else (number[0], number[1])
+        for node, part in self.known.items():
+            if not isinstance(part, _Made) or part.chain is not chain:
+                continue
+            if any(user not in inside for user in node.users):
+                value = chain.values[part.number]
+                chain.values[part.number] = replace(value, is_output=True)
+                chain.used[node] = part.number, part.is_flat and not value.is_flat
 
 
 def _is_layer(part: _Sum) -> bool:
     return part.other_layer is None and part.other_value is None
-
-
-def _plain(node: fx.Node) -> bool:
-    """Say whether a call has nothing but its input, and perhaps ``inplace``."""
-    keywords: dict[str, Any] = dict(node.kwargs)
-    keywords.pop("inplace", None)
-    keywords.pop("input", None)
-    return len(node.args) <= 1 and not keywords
 
 
 def names_in(chains: list[Chain]) -> Iterator[str]:

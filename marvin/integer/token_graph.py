@@ -5,7 +5,7 @@ that takes what others made of a chain's values belongs to a later chain.
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -187,26 +187,37 @@ class TokenChain:
         return [member.module for member in self.members if member.kind == "linear"]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it has linear layers, sums and ReLU alone."""
+        return all(member.kind in ("linear", "add", "relu") for member in self.members)
+
+    @property
     def replaced(self) -> set[fx.Node]:
         """Nodes that the chain computes."""
         return {node for member in self.members for node in member.nodes} | set(self.same)
 
 
-def find(module: nn.Module, graph: fx.Graph) -> list[TokenChain]:
-    """Return the chains of a traced module: of two values or more, one of a linear layer."""
-    return _Search(module, graph).chains()
+def find(module: nn.Module, graph: fx.Graph, others: Collection[fx.Node] = ()) -> list[TokenChain]:
+    """Return the chains of a traced module: of two values or more, one of a linear layer.
+
+    Args:
+        module: That was traced.
+        graph: Of it.
+        others: Nodes that belong to chains of convolutions.
+    """
+    return _Search(module, graph, others).chains()
 
 
 class _Search:
     """Finds members, then which belong together."""
 
-    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
-        self.module, self.graph = module, graph
+    def __init__(self, module: nn.Module, graph: fx.Graph, others: Collection[fx.Node]) -> None:
+        self.module, self.graph, self.others = module, graph, others
         self.same: dict[fx.Node, fx.Node] = {}  # nodes that pass on what another has
         self.members: dict[fx.Node, Member] = {}
 
     def chains(self) -> list[TokenChain]:
-        for node in self.graph.nodes:
+        for node in (n for n in self.graph.nodes if n not in self.others):
             if self._is_same(node):
                 self.same[node] = self._real(node.all_input_nodes[0])
                 continue
@@ -298,7 +309,9 @@ class _Search:
     def _is_base(self, node: fx.Node) -> bool:
         """Say whether a node may have a value of a chain."""
         return node in self.members or any(
-            _kind(self._of(user)) in ("linear", "norm") for user in node.users
+            _kind(self._of(user)) in ("linear", "norm")
+            for user in node.users
+            if user not in self.others
         )
 
     def _drop(self) -> None:

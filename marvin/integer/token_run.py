@@ -12,12 +12,13 @@ from fixedpoint_kernels.threads import is_parallel, thread_count
 from fixedpoint_kernels.tokens import Parameters, Segment
 from marvin.hooks import rounders_of
 from marvin.integer.formats import Options, Product, choose
+from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerLinear
 from marvin.integer.token_graph import Heads, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
-__all__ = ["TokenRun", "put_in"]
+__all__ = ["TokenRun", "alone", "put_in"]
 
 _PROGRAMS = 4  # that a chain keeps: formats and batches change
 _NO_NOISE = 0, 0
@@ -88,7 +89,7 @@ class TokenRun(nn.Module):
             for own in map(module.get_submodule, chain.modules)
             if not isinstance(own, IntegerLinear)
         )
-        self._plain = (fx.GraphModule(module, _alone(chain)),)
+        self._plain = (fx.GraphModule(module, alone(chain)),)
         self.rounders: tuple[Rounder, ...] = ()
         self._formats: list[ModuleFormats] = []
         self._products: list[tuple[Product, bool]] | None = None
@@ -249,7 +250,7 @@ def _attention(
     return tokens.Attention(queries, keys, own, number, size, scale, heads.causal)
 
 
-def _alone(chain: TokenChain) -> fx.Graph:
+def alone(chain: TokenChain | Chain) -> fx.Graph:
     """Return the chain's nodes as a graph of their own."""
     graph, copies = fx.Graph(), {}
     for i, node in enumerate(chain.inputs):

@@ -98,6 +98,53 @@ def pooled(width=8, eps=1e-5):
     return Segment(layers, values)
 
 
+def linear(source, outputs, inputs, **more):
+    shape = outputs, inputs, 1, 1
+    return Layer(source, UNSIGNED, FixedPoint(8, 7), shape, Window(), None, is_flat=True, **more)
+
+
+def classifier(width=16, eps=1e-5, outputs=10):
+    """As ResNets end: the mean of all places, and a linear layer; the mean leaves too."""
+    layers = layer(INPUT, width, 3, eps=eps), linear(1, outputs, width)
+    values = (
+        Value(0, relu=True),
+        Pooled(0, None, Window(), is_mean=True, is_flat=True, is_output=True),
+        Value(1, is_output=True, is_flat=True),
+    )
+    return Segment(layers, values)
+
+
+def flattened(places, width=16, hidden=32, outputs=10):
+    """As AlexNet ends: linear layers behind an image, one of them added, one with a frozen mask."""
+    layers = (
+        layer(INPUT, width, 3, eps=None),
+        linear(1, hidden, width * places),
+        linear(2, hidden, hidden, clip=False),
+        linear(3, outputs, hidden),
+    )
+    values = (
+        Value(0, relu=True),
+        Pooled(0, (2, 2), Window((2, 2))),
+        Value(1, relu=True, is_flat=True),
+        Value(2, other_value=2, relu=True, is_flat=True),
+        Value(3, is_output=True, is_flat=True),
+    )
+    return Segment(layers, values)
+
+
+def averaged(width=8):
+    """Means of windows that meet, reach over the border, and leave out places; also one added."""
+    layers = layer(INPUT, width, 3, eps=None), layer(1, width, width), layer(3, width, width)
+    values = (
+        Value(0),
+        Pooled(0, (3, 3), Window((2, 1), (1, 1)), is_mean=True),
+        Value(1, other_value=1, relu=True),
+        Pooled(2, (2, 3), Window((3, 2)), is_mean=True),
+        Value(2, relu=True, is_output=True),
+    )
+    return Segment(layers, values)
+
+
 def narrowed(segment, bits):
     """The same with formats of so many bits, over the same range."""
 
@@ -120,6 +167,13 @@ SEGMENTS = {
     "places": (residual(16, inputs=4), 20, (4, 4)),
     "pooled": (pooled(), 3, (17, 14)),
     "pooled odd": (pooled(5, None), 2, (16, 13)),
+    "classifier": (classifier(), 3, (7, 5)),
+    "classifier odd": (classifier(5, None, 3), 2, (4, 4)),
+    "flattened": (flattened(6), 5, (4, 6)),
+    "flattened odd": (flattened(6, 5, 19, 7), 3, (5, 7)),
+    "flattened large": (flattened(64, 24, 40, 100), 70, (16, 16)),
+    "averaged": (averaged(), 3, (11, 9)),
+    "averaged odd": (averaged(5), 2, (12, 8)),
     "few places": (residual(20, None, inputs=20), 19, (3, 2)),
     "seven bits": (narrowed(residual(16), 7), 3, (8, 8)),
     "five bits": (narrowed(residual(20, inputs=20), 5), 3, (9, 7)),
@@ -137,6 +191,7 @@ def parameters(segment, seed=0):
         )
         codes = (weight * own.weight.scale).round()
         weight = codes.clamp(own.weight.min_code, own.weight.max_code) * own.weight.lsb
+        weight = weight.flatten(1) if own.is_flat else weight
         scale = 1 + 0.1 * torch.randn(outputs, generator=generator)
         shift = 0.1 * torch.randn(outputs, generator=generator)
         found.append(Parameters(weight, None if own.eps is None else scale, shift, (seed, n)))
@@ -281,6 +336,21 @@ def test_what_is_not_needed_is_not_computed():
     assert made.kept_bytes < program(segment, x).kept_bytes
 
 
+def test_strides_of_a_linear_weight_do_not_matter():
+    segment, count, size = SEGMENTS["flattened"]
+    x = images(segment, count, size)
+    own = parameters(segment)
+    made = program(segment, x)
+    (y,), kept = execute.forward(made, x, own)
+    _, found = execute.backward(made, kept, own, [torch.ones_like(y)])
+    for one in own[1:]:
+        one.weight = one.weight.t().contiguous().t()
+    (other,), kept = execute.forward(made, x, own)
+    _, others = execute.backward(made, kept, own, [torch.ones_like(y)])
+    assert torch.equal(y, other)
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(found, others, strict=True))
+
+
 def test_strides_do_not_matter():
     segment, count, size = SEGMENTS["residual"]
     x = images(segment, count, size)
@@ -310,49 +380,77 @@ def test_a_gradient_that_is_not_finite_is_seen():
     assert not dx.isfinite().all()
 
 
-def test_reference_is_the_gradient_of_batch_norm_and_convolutions():
+def in_float64(value, x, places):
+    """Return what is pooled of ``x``; the largest elements are where the reference found them."""
+    if value.is_mean:
+        return F.avg_pool2d(x, value.kernel or x.shape[2:], *value.window[:2])
+    return x.flatten(2).gather(2, places.flatten(2)).view(places.shape)
+
+
+def term_in_float64(one, made, x, weight, scale, shift):
+    """Return what a layer makes of ``x``, whose codes are the reference's own: gradients are compared alone."""
+    x = x.flatten(1)[..., None, None] if one.is_flat else x
+    rounded = made.codes * one.inputs.lsb + (x - x.detach()) * (made.inside if one.clip else 1)
+    z = F.conv2d(rounded, weight.view(one.shape), None, *one.window[:3])
+    if one.eps is None:
+        return z + shift.view(-1, 1, 1)
+    return F.batch_norm(z, None, None, scale, shift, True, 0.1, one.eps)
+
+
+@pytest.mark.parametrize("name", ["residual", "classifier", "flattened", "averaged"])
+def test_reference_is_the_gradient_of_batch_norm_and_convolutions(name):
     """Averaged over the noise of gradients, that of float64 under autograd.
 
     What is left is bfloat16, of z and of gradients: 2**-9 a layer, and codes that it moves by one.
     """
-    segment, count, size = SEGMENTS["residual"]
+    segment, count, size = SEGMENTS[name]
     x = images(segment, count, size)
     own = parameters(segment)
-    (y,), kept = reference.forward(segment, x, own)
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) * 1e-3
+    ys, kept = reference.forward(segment, x, own)
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(y.shape, generator=generator) * 1e-3 for y in ys]
     draws = []
     for draw in range(64):
         for n, one in enumerate(own):
             one.noise = draw, n
-        dx, found = reference.backward(segment, kept, own, [grad])
+        dx, found = reference.backward(segment, kept, own, grads)
         draws.append([dx, *(t for one in found for t in (one.weight, one.scale, one.shift))])
     leaves = [
-        [t.double().requires_grad_() for t in (one.weight, one.scale, one.shift)] for one in own
+        [
+            None if t is None else t.double().requires_grad_()
+            for t in (one.weight, one.scale, one.shift)
+        ]
+        for one in own
     ]
     source = x.double().requires_grad_()
     values = {INPUT: source}
 
     def term(n):
-        one, made = segment.layers[n], kept.layers[n]
-        value = values[one.source]
-        # forward values are the reference's own, so that only gradients are compared
-        rounded = made.codes * one.inputs.lsb + (value - value.detach()) * made.inside
-        z = F.conv2d(rounded, leaves[n][0], None, *one.window[:3])
-        return F.batch_norm(z, None, None, *leaves[n][1:], True, 0.1, one.eps)
+        one = segment.layers[n]
+        return term_in_float64(one, kept.layers[n], values[one.source], *leaves[n])
 
     for i, value in enumerate(segment.values):
+        if isinstance(value, Pooled):
+            values[i] = in_float64(value, values[value.source], kept.places.get(i))
+            continue
         h = term(value.layer)
         if value.other_layer is not None:
             h = h + term(value.other_layer)
         if value.other_value is not None:
             h = h + values[value.other_value]
-        torch.testing.assert_close(h.relu().float(), kept.values[i], rtol=0.02, atol=0.03)
-        values[i] = h * (kept.values[i] > 0)
-    values[4].backward(grad.double())
-    wanted = [source.grad, *(t.grad for one in leaves for t in one)]
+        made = h.relu() if value.relu else h
+        torch.testing.assert_close(made.float(), kept.values[i], rtol=0.02, atol=0.03)
+        values[i] = h * (kept.values[i] > 0) if value.relu else h
+    outputs = [i for i, value in enumerate(segment.values) if value.is_output]
+    torch.autograd.backward(
+        [values[i] for i in outputs],
+        [g.double().view(values[i].shape) for i, g in zip(outputs, grads, strict=True)],
+    )
+    wanted = [source.grad, *(None if t is None else t.grad for one in leaves for t in one)]
     for number, exact in enumerate(wanted):
-        mean = torch.stack([draw[number].double() for draw in draws]).mean(0)
-        assert (mean - exact).norm() < 0.02 * exact.norm(), number
+        if exact is not None:
+            mean = torch.stack([draw[number].double() for draw in draws]).mean(0)
+            assert (mean - exact).norm() < 0.02 * exact.norm(), number
 
 
 @settings(max_examples=25, deadline=None)
@@ -390,6 +488,19 @@ def test_memory_is_lent_to_one_at_a_time():
     del view
     gc.collect()
     assert memory.lend().data_ptr() == place
+
+
+def test_segments_say_which_shapes_they_hold():
+    """Of linear layers, means and sums of two values."""
+    segment = SEGMENTS["flattened"][0]
+    assert segment.holds((4, 6))
+    assert not segment.holds((4, 8))
+    assert SEGMENTS["classifier"][0].holds((9, 2))
+    layers = layer(INPUT, 4, 3), layer(1, 4, 4, size=1, window=Window())
+    mean = Pooled(0, None, Window(), is_mean=True)
+    added = Segment(layers, (Value(0), mean, Value(1, other_value=0, is_output=True)))
+    assert added.holds((1, 1))
+    assert not added.holds((2, 1))
 
 
 def test_sums_that_do_not_fit_are_refused():

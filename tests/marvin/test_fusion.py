@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import marvin
@@ -20,6 +20,7 @@ from marvin.hooks import rounders_of, state_of
 from marvin.integer import convert, report, revert
 from marvin.integer.fusion import Fused
 from marvin.integer.graph import trace
+from marvin.integer.nodes import flattening, pooling
 from marvin.policies.observer import Observer, inputs_of
 from marvin.rounder import formats_of
 from train.resnet20 import Block
@@ -52,7 +53,7 @@ class Net(Features):
         return self.fc(super().forward(x))
 
 
-CHAINED = 6  # convolutions of ``Net``
+CHAINED = 7  # convolutions of ``Net``, and its linear layer
 
 
 def make(seed=0, model=None, fused=True, policy=None, steps=2):
@@ -111,7 +112,7 @@ def test_report_names_what_is_fused():
     model, _ = make()
     rows = {row.name: row for row in report(model).rows}
     assert sum(row.is_fused for row in rows.values()) == CHAINED
-    assert not rows["fc"].is_fused
+    assert rows["fc"].is_fused
     assert "conv: " in str(report(model))
     assert "(fused)" in str(report(model))
     assert is_fused(model)
@@ -250,7 +251,7 @@ def test_chains_show_the_policy_what_layers_do():
     convert(twin, fused=False)
     assert not is_fused(copy.deepcopy(twin))
     (found, _), (expected, _) = observe(model), observe(twin)
-    assert len(found) == len(layers_of(model)) == CHAINED + 1
+    assert len(found) == len(layers_of(model)) == CHAINED
     first, own = found[0], expected[0]
     assert (first.counts, first.lowest, first.power) == (own.counts, own.lowest, own.power)
     assert first.saturated > 0.05
@@ -393,12 +394,15 @@ def test_weights_that_are_frozen_get_no_gradient():
     model, _ = make()
     model.zero_grad()
     model.blocks[0].conv1.weight.requires_grad_(False)
+    model.fc.weight.requires_grad_(False)
     model.bn.bias.requires_grad_(False)
     x, y = batch(0)
     assert is_fused(model)
     F.cross_entropy(model(x), y).backward()
     assert model.blocks[0].conv1.weight.grad is None
     assert model.bn.bias.grad is None
+    assert model.fc.weight.grad is None
+    assert model.fc.bias.grad.shape == (4,)
     assert model.conv.weight.grad is not None
 
 
@@ -596,7 +600,7 @@ def found(model):
 def test_chains_that_are_found():
     c, bn = nn.Conv2d, nn.BatchNorm2d
     assert "pass codes on" in found(nn.Sequential(c(3, 4, 3), nn.Flatten()))
-    assert found(nn.Sequential(c(3, 4, 3, bias=False), bn(4), nn.AvgPool2d(2), c(4, 4, 3))) == [
+    assert found(nn.Sequential(c(3, 4, 3, bias=False), bn(4), nn.LPPool2d(2, 2), c(4, 4, 3))) == [
         [Value(0, is_output=True)]
     ]
     assert found(
@@ -605,7 +609,11 @@ def test_chains_that_are_found():
     assert found(Twice()) == [[Value(0, is_output=True), Value(1, relu=True, is_output=True)]]
     bias_first = nn.Sequential(c(3, 4, 3), bn(4), c(4, 4, 3), nn.ReLU())
     assert "pass codes on" in found(bias_first)
-    assert found(Net())[0][4] == Value(4, other_layer=5, relu=True, is_output=True)
+    assert found(Net())[0][4:] == [
+        Value(4, other_layer=5, relu=True),
+        Pooled(4, None, Window(), is_mean=True, is_flat=True),
+        Value(6, is_output=True, is_flat=True),
+    ]
     assert found(Net())[0][2] == Value(2, other_value=0, relu=True)
 
 
@@ -652,7 +660,10 @@ def test_pooling_is_part_of_chains():
         nn.MaxPool2d(2, ceil_mode=True),
         nn.MaxPool2d(2, dilation=2),
         nn.MaxPool2d((1, 257), padding=(0, 128)),
-        nn.AvgPool2d(2),
+        nn.AvgPool2d(2, ceil_mode=True),
+        nn.AvgPool2d(2, divisor_override=3),
+        nn.AvgPool2d(2, padding=1, count_include_pad=False),
+        nn.AdaptiveAvgPool2d((1, 2)),
         nn.AdaptiveMaxPool2d(2),
     ],
     ids=str,
@@ -667,6 +678,263 @@ def test_images_smaller_than_a_window_are_refused():
     model, _ = make(model=Pools())
     with pytest.raises(ValueError, match="windows of 2x2 must fit in the image, got 1x1 places"):
         model(torch.randn(2, 3, 1, 1))
+
+
+FLATTENS = {
+    "module": nn.Flatten(),
+    "function": lambda x: torch.flatten(x, start_dim=1),
+    "method": lambda x: x.flatten(1),
+    "size": lambda x: x.reshape(x.size(0), -1),
+    "sizes": lambda x: x.reshape((x.size()[0], -1)),
+    "shape": lambda x: torch.reshape(x, (x.shape[0], 80)),
+    "features": lambda x: x.reshape(-1, 80),
+}
+
+
+class Flat(nn.Module):
+    """AlexNet in small, with its linear layers; its forward pass has the bits of its layers."""
+
+    def __init__(self, flatten="module"):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 5, 3, padding=1)
+        self.c, self.d, self.e = nn.Linear(80, 24), nn.Linear(24, 24), nn.Linear(24, 4)
+        self.pool, self.drop, self.how = nn.MaxPool2d(2), nn.Dropout(0.0), flatten
+        self.flat = nn.Flatten()
+
+    def forward(self, x):
+        x = torch.relu(self.b(self.pool(torch.relu(self.a(x)))))
+        x = self.flat(x) if self.how == "module" else FLATTENS[self.how](x)
+        x = self.drop(torch.relu(self.c(x)))
+        return self.e(torch.relu(self.d(x) + x))
+
+
+def pair(model):
+    """Return a model whose chains run fused, and one with the same state whose layers run one by one."""
+    own, _ = make(model=model)
+    other = copy.deepcopy(own)
+    convert(other, fused=False)
+    return own, other
+
+
+@pytest.mark.parametrize("how", FLATTENS)
+def test_linear_layers_are_part_of_chains(how):
+    own, other = pair(Flat(how))
+    assert all(row.is_fused for row in report(own).rows)
+    traced = trace(own)
+    assert (len(traced.chains), len(traced.tokens)) == (1, 0)
+    assert is_fused(copy.deepcopy(own))
+    x, y = batch(3)
+    same(own(x), other(x))
+    for a, b in zip(gradients(own, x, y), gradients(other, x, y), strict=True):
+        assert a.shape == b.shape
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_codes_of_the_last_gradient_are_those_of_the_layer_alone():
+    own, other = pair(Flat())
+    x, _ = batch(3)
+    grad = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    for model in (own, other):
+        model.zero_grad()
+        model(x).backward(grad)
+    same(own.e.weight.grad, other.e.weight.grad)
+    torch.testing.assert_close(own.e.bias.grad, other.e.bias.grad, rtol=1e-5, atol=1e-6)
+
+
+MEANS = {
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1),
+    "method": lambda x: x.mean((2, 3)),
+    "function": lambda x: torch.mean(x, dim=[-1, -2], keepdim=True).flatten(1),
+    "windows": lambda x: F.avg_pool2d(x, (8, 8)).flatten(1),
+    "parts": lambda x: F.avg_pool2d(x, 3, 2, 1).mean((2, 3)),
+}
+
+
+class Means(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 16, 3, padding=1)
+        self.c, self.how = nn.Linear(16, 4), how
+
+    def forward(self, x):
+        return self.c(MEANS[self.how](torch.relu(self.b(torch.relu(self.a(x))))))
+
+
+@pytest.mark.parametrize("how", MEANS)
+def test_means_are_part_of_chains(how):
+    """They differ in the last bits from PyTorch's, which may move a code by one."""
+    own, other = pair(Means(how))
+    assert all(row.is_fused for row in report(own).rows)
+    assert len(trace(own).chains) == 1
+    x, y = batch(3)
+    assert is_fused(copy.deepcopy(own))
+    assert (own(x) - other(x)).norm() < 0.01 * other(x).norm()
+    for a, b in zip(gradients(own, x, y), gradients(other, x, y), strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_the_policy_sees_the_shapes_of_layers():
+    class Shapes(Observer):
+        def see(self, x, fmt):
+            shapes.append(tuple(x.shape))
+            return lambda grad: shapes.append(tuple(grad.shape))
+
+    shapes = []
+    model, _ = make(model=Flat())
+    for _, module in layers_of(model):
+        rounders_of(module)[0].observer = Shapes()
+    model(batch(0)[0]).sum().backward()
+    assert shapes == 2 * [(8, 3, 8, 8), (8, 6, 4, 4), (8, 80), (8, 24), (8, 24)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.mean((1, 2)),
+        lambda x: x.mean(2),
+        lambda x: torch.mean(x, (2, 3), dtype=torch.float64),
+        lambda x: F.adaptive_avg_pool2d(x, (1, 2)),
+        lambda x: F.avg_pool2d(x, 2, ceil_mode=True),
+        lambda x: x.flatten(2),
+        lambda x: torch.flatten(x),
+        lambda x: x.flatten(1, 2),
+        lambda x: x.reshape(x.size(0), 16, -1),
+        lambda x: x.reshape(x.size(1), -1),
+        lambda x: x.reshape(x.shape[0], x.shape[1]),
+        lambda x: x.reshape(8, -1),
+        lambda x: x.reshape(-1, 80) + 1,
+    ],
+)
+def test_what_neither_averages_nor_flattens(call):
+    class Called(nn.Module):
+        def forward(self, x):
+            return call(x)
+
+    module = Called()
+    for node in fx.symbolic_trace(module).graph.nodes:
+        assert pooling(node, module) is None
+        assert flattening(node, module) is None
+
+
+class Halves(nn.Module):
+    """Makes two rows of each image, which no trace can know."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 5, 3, 2, 1, bias=False), nn.Linear(40, 4)
+        self.bn = nn.BatchNorm2d(5)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.bn(self.a(x))).reshape(-1, 40))
+
+
+class Squeezed(nn.Module):
+    """Adds to each place what was made of their mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 5, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.a(x))
+        return torch.relu(self.b(x.mean((2, 3), keepdim=True)) + x)
+
+
+class Rows(nn.Module):
+    """Multiplies the rows of images."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 1, (8, 1)), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x)))
+
+
+@pytest.mark.parametrize("kind", [Halves, Squeezed, Rows])
+def test_shapes_that_chains_do_not_have_run_as_they_are(kind):
+    own, other = pair(kind())
+    x, _ = batch(3)
+    assert not is_fused(own)
+    other(x)
+    for model in (own, other):
+        model.zero_grad()
+        model(x).square().sum().backward()
+    for a, b in zip(own.parameters(), other.parameters(), strict=True):
+        same(a.grad, b.grad)
+
+
+class Reused(nn.Module):
+    """Takes values out of a chain by other names and in other shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 5, 3, padding=1, bias=False), nn.Linear(320, 4)
+        self.bn, self.same = nn.BatchNorm2d(5), nn.Identity()
+
+    def forward(self, x):
+        x = torch.relu(self.bn(self.a(x)))
+        flat = x.flatten(1)
+        return self.b(flat) + flat[:, :4] + self.same(x)[:, 1:, 3, 3]
+
+
+def long_words(model):
+    (rounder,) = rounders_of(model.fc)
+    rounder.write(model.fc, replace(rounder.formats(model.fc), inputs=FixedPoint(12, 8)))
+
+
+def hooked(model):
+    model.fc.register_forward_hook(lambda *_: calls.append(1))
+
+
+calls = []
+
+
+@pytest.mark.parametrize("change", [long_words, hooked])
+def test_a_linear_layer_that_does_not_fit_leaves_the_others_fused(change):
+    model, _ = make()
+    x, _ = batch(0)
+    assert "Chain" in type(model(x).grad_fn).__name__
+    calls.clear()
+    change(model)
+    y = model(x)
+    assert is_fused(model)
+    assert "Chain" not in type(y.grad_fn).__name__
+    assert len(calls) == (2 if change is hooked else 0)
+
+
+def test_what_leaves_a_chain_by_another_name_is_computed_once():
+    own, other = pair(Reused())
+    x, y = batch(3)
+    assert is_fused(own)
+    other(x)
+    assert own.bn.num_batches_tracked == other.bn.num_batches_tracked == 3
+    torch.testing.assert_close(own(x), other(x), rtol=0.01, atol=0.05)  # sums are kept as bfloat16
+    for a, b in zip(gradients(own, x, y, 4), gradients(other, x, y, 4), strict=True):
+        assert (a - b).norm() < 0.1 * b.norm()
+
+
+def test_dropout_that_is_turned_on_is_not_passed_over():
+    model, _ = make(model=Flat())
+    assert is_fused(model)
+    model.drop.p = 0.5
+    assert not is_fused(model)
+
+
+def test_linear_layers_among_norms_stay_with_them():
+    conv, flat = nn.Conv2d(3, 4, 3, padding=1), nn.Flatten()
+    ends = nn.Linear(256, 32), nn.GELU(), nn.Linear(32, 16)
+    model = nn.Sequential(conv, nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), flat, *ends)
+    assert found(model) == [[Value(0, relu=True), Value(1, relu=True, is_output=True)]]
+    traced = trace(model)
+    assert [chain.layers for chain in traced.tokens] == [["5", "7"]]
+    own, other = pair(model)
+    x, _ = batch(3)
+    same(own(x).shape, other(x).shape)
+    assert (own(x) - other(x)).norm() < 0.02 * other(x).norm()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 16))
+    assert found(model) == []
+    assert [chain.layers for chain in trace(model).tokens] == [["1", "3"]]
 
 
 def test_the_input_of_a_chain_may_be_added():

@@ -195,7 +195,7 @@ def test_a_transformer_is_near_its_unfused_twin(kind):
     assert is_fused(copy.deepcopy(model))
     assert not is_fused(copy.deepcopy(twin))
     near(model, twin)
-    run = next(m for m in model.forward._runs.children() if isinstance(m, TokenRun))
+    run = next(m for m in model.forward._runs[frozenset()].children() if isinstance(m, TokenRun))
     kinds = {type(op) for op in run._segment_of([torch.zeros(8, 9, 32)]).operations}
     assert kinds == {tokens.Norm, tokens.Linear, tokens.Attention, tokens.Add, tokens.Gelu}
 
@@ -500,7 +500,7 @@ def test_convolutions_and_tokens_in_one_model():
     twin = copy.deepcopy(model)
     convert(twin, fused=False)
     y = model(x)
-    names = {type(module).__name__ for module in model.forward._runs.children()}
+    names = {type(module).__name__ for module in model.forward._runs[frozenset()].children()}
     assert {"_Run", "TokenRun"} <= names
     assert (y - twin(x)).abs().max() < 0.05 * twin(x).abs().max()
 

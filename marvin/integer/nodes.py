@@ -1,0 +1,126 @@
+"""What single nodes of a traced model do to images: pooling, means, flattening."""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled
+from fixedpoint_kernels.products.shapes import Window
+from marvin.integer.layers import IntegerLinear
+
+__all__ = ["flattening", "plain", "pooling"]
+
+_LARGEST = F.max_pool2d, torch.max_pool2d
+_MEANS = torch.mean, "mean"
+_FLATTENS = torch.flatten, "flatten"
+_VIEWS = torch.reshape, "reshape", "view"
+
+
+def plain(node: fx.Node) -> bool:
+    """Say whether a call has nothing but its input, and perhaps ``inplace``."""
+    return len(node.args) <= 1 and not set(node.kwargs) - {"inplace", "input"}
+
+
+def pooling(node: fx.Node, module: nn.Module) -> Pooled | None:
+    """Return what a node pools, if chains can; its source is not known yet."""
+    if len(node.all_input_nodes) != 1:
+        return None
+    if node.op == "call_module":
+        return _of_module(module.get_submodule(str(node.target))) if plain(node) else None
+    args = node.args[1:]
+    options = {name: value for name, value in node.kwargs.items() if name != "input"}
+    if any(isinstance(value, fx.Node) for value in (*args, *options.values())):
+        return None
+    if node.target in _LARGEST:
+        return _of_module(nn.MaxPool2d(*args, **options))  # pyright: ignore[reportArgumentType]
+    if node.target is F.avg_pool2d:
+        return _of_module(nn.AvgPool2d(*args, **options))  # pyright: ignore[reportArgumentType]
+    if node.target is F.adaptive_avg_pool2d:
+        return _of_module(nn.AdaptiveAvgPool2d(*args, **options))  # pyright: ignore[reportArgumentType]
+    return _mean(*args, **options) if node.target in _MEANS else None
+
+
+def _of_module(own: nn.Module) -> Pooled | None:
+    if type(own) is nn.AdaptiveAvgPool2d:
+        return _of_all() if own.output_size in (1, (1, 1), [1, 1]) else None
+    if type(own) is nn.AvgPool2d:
+        border = own.padding in (0, (0, 0)) or own.count_include_pad
+        fits = border and not own.ceil_mode and own.divisor_override is None
+    elif type(own) is nn.MaxPool2d:
+        fits = _pair(own.dilation) == (1, 1) and math.prod(_pair(own.kernel_size)) <= MOST_TAPS
+        fits = fits and not own.ceil_mode and not own.return_indices
+    else:
+        return None
+    pairs = own.kernel_size, own.stride or own.kernel_size, own.padding
+    kernel, stride, padding = map(_pair, pairs)
+    is_mean = type(own) is nn.AvgPool2d
+    return Pooled(INPUT, kernel, Window(stride, padding), is_mean=is_mean) if fits else None
+
+
+def _of_all(is_flat: bool = False) -> Pooled:
+    return Pooled(INPUT, None, Window(), is_mean=True, is_flat=is_flat)
+
+
+def _mean(dim: Any = None, keepdim: Any = False, **others: Any) -> Pooled | None:
+    """Return the mean over all places, if these arguments of ``torch.mean`` say so."""
+    if others or not isinstance(dim, tuple | list) or len(dim) != 2:
+        return None
+    return _of_all(is_flat=not keepdim) if {d % 4 for d in dim} == {2, 3} else None
+
+
+def flattening(node: fx.Node, module: nn.Module) -> tuple[fx.Node, ...] | None:
+    """Return the nodes that make (images, features) of images, which end with ``node``, or None.
+
+    ``x.view(-1, features)`` only says so where linear layers alone take it: then the shapes that
+    come tell whether it is the same.
+    """
+    if node.op == "call_module":
+        own = module.get_submodule(str(node.target))
+        ends = type(own) is nn.Flatten and own.start_dim == 1 and own.end_dim in (-1, 3)
+        return (node,) if ends and plain(node) else None
+    if node.target in _FLATTENS:
+        names = dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | node.kwargs
+        names.pop("input", None)
+        ends = names.pop("start_dim", 0) == 1 and names.pop("end_dim", -1) in (-1, 3)
+        return (node,) if ends and not names else None
+    if node.target not in _VIEWS or node.kwargs or not isinstance(node.args[0], fx.Node):
+        return None
+    sizes = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
+    return _viewed(node, sizes, module) if len(sizes) == 2 else None
+
+
+def _viewed(node: fx.Node, sizes: Sequence[Any], module: nn.Module) -> tuple[fx.Node, ...] | None:
+    images, features = sizes
+    if isinstance(features, fx.Node):
+        return None
+    if isinstance(images, fx.Node):
+        before = _number_of_images(images, node)
+        return None if before is None else (*before, node)
+    users = [module.get_submodule(str(n.target)) for n in node.users if n.op == "call_module"]
+    fit = all(isinstance(own, IntegerLinear) and own.in_features == features for own in users)
+    return (node,) if images == -1 and fit and len(users) == len(node.users) else None
+
+
+def _number_of_images(size: fx.Node, user: fx.Node) -> tuple[fx.Node, ...] | None:
+    """Return the nodes of ``x.size(0)`` or ``x.shape[0]``, if ``user``, a view of ``x``, alone takes it."""
+    nodes = [size]
+    if size.target is operator.getitem and size.args[1] == 0:
+        (before,) = size.all_input_nodes
+        nodes.insert(0, before)
+        known = before.target == "size" and len(before.args) == 1
+        known |= before.target is getattr and before.args[1:] == ("shape",)
+    else:
+        known = size.target == "size" and size.args[1:] == (0,)
+    alone = all(len(own.users) == 1 for own in nodes) and list(size.users) == [user]
+    if not known or not alone or any(own.kwargs for own in nodes):
+        return None
+    return tuple(nodes) if nodes[0].args[0] is user.args[0] else None
+
+
+def _pair(number: int | tuple[int, int]) -> tuple[int, int]:
+    return (number, number) if isinstance(number, int) else (number[0], number[1])
