@@ -18,7 +18,7 @@ from fixedpoint_kernels.products.shapes import NOT_FINITE
 from marvin.freezing import nearest_codes
 from marvin.integer.formats import Options, Product
 
-__all__ = ["Layer", "Noise", "multiply", "multiply_traceably"]
+__all__ = ["Layer", "Noise", "lies_as", "multiply", "multiply_traceably"]
 
 _WRITTEN = torch.float32, torch.bfloat16  # by the kernels
 
@@ -118,10 +118,21 @@ def _forward(
         exponents = -fl - _integers(product.shifts, x) if product.shifts else -fl
         run = products.linear if product.window is None else products.convolve
         y = run(x, weight, exponents=exponents, dtype=kind, **_window(product))
+        y = lies_as(y, x)
     y = y.to(dtype)
     if bias is None:
         return y
     return y + bias.to(dtype).view(-1, *[1] * (y.dim() - 2 if product.window else 0))
+
+
+def lies_as(y: Tensor, x: Tensor) -> Tensor:
+    """Return ``y``, which kernels write channels last, as a convolution of ``x`` would lie.
+
+    A model may take a ``view`` of it.
+    """
+    form = torch.channels_last
+    is_last = x.dim() == 4 and x.is_contiguous(memory_format=form) and not x.is_contiguous()
+    return y if is_last else y.contiguous()
 
 
 class _Gradients:

@@ -20,6 +20,7 @@ from fixedpoint_kernels.fused import Layer, Parameters, Segment
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.hooks import OtherForward, restore_forwards, rounders_of
+from marvin.integer.autograd import lies_as
 from marvin.integer.formats import Options, Product, choose
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
@@ -315,7 +316,7 @@ class _Run(nn.Module):
 
     def _takes(self, x: Tensor) -> bool:
         """Say whether an input has a shape for which the chain is what its layers are."""
-        if any(isinstance(own, nn.Dropout) and own.p for own in self.others) or x.dim() != 4:
+        if x.dim() != 4:
             return False
         key = self._segment, tuple(x.shape[2:])
         if self._held[:1] != (key,):
@@ -454,7 +455,7 @@ class _Chain(torch.autograd.Function):
         ctx.observers = run.show(seen) if program.observes else []
         ctx.save_for_backward(kept, *parameters)
         ctx.program, ctx.noise = program, noise
-        return tuple(outputs)
+        return tuple(lies_as(y, x) for y in outputs)
 
     @staticmethod
     @once_differentiable

@@ -274,6 +274,38 @@ def test_revert():
     assert not torch.equal(*masters)  # gradients are rounded in one alone
 
 
+class Viewing(nn.Module):
+    """Takes views of what a convolution returns, as many models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.long = nn.Conv2d(3, 4, 3, padding=1), nn.Conv1d(4, 6, 3, padding=1)
+        self.fc = nn.Linear(6 * 36, 4)
+
+    def forward(self, x):
+        y = self.wide(x)
+        assert y.is_contiguous(memory_format=self.form)
+        z = self.long(y.flatten(2))
+        return self.fc(z.view(len(z), -1))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_results_lie_as_those_of_torch(form, fused):
+    model, x = Viewing(), images(0)
+    model.form, x = form, x.contiguous(memory_format=form)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.01)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(8))
+    marvin.quantize_activations(model, optimizer)
+    marvin.integer.convert(model, fused=fused)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    same(marvin.freeze(model)(x), model.eval()(x))
+
+
 def test_formats_may_switch_while_training():
     """What becomes longer than 8 bits is computed in float, and comes back."""
     model, optimizer = make("static")
