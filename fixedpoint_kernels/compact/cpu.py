@@ -20,6 +20,7 @@ from fixedpoint_kernels.compact.records import (
     blocks_of,
 )
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import F32, I16, I32, I64, intrinsic, multiply_add, pointer_to
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import words
@@ -88,7 +89,7 @@ def _float_of(_context, bits):
     return types.float32(bits), codegen
 
 
-@njit
+@inner
 def _draw(noise, n, first, seed, stream):
     """Write 16 bits of noise for each of ``n`` elements from ``first`` on; say where they begin."""
     lead = first % (2 * _WORDS)
@@ -97,26 +98,26 @@ def _draw(noise, n, first, seed, stream):
     return lead
 
 
-@njit
+@inner
 def _chance(part, factor, half):
     """Return what a distance is compared with; see ``reference._chances``."""
     own = np.int32((np.int32(part) * factor) & np.int32(0xFFFF))
     return multiply_add(np.float32(own), np.float32(2.0**-16), half)
 
 
-@njit
+@inner
 def _size(value):
     """Return the bits of a magnitude; those of infinity and NaN are above all others."""
     return np.int32(_bits_of(value) & np.int32(0x7FFFFFFF))
 
 
-@njit
+@inner
 def _with_sign(size, of):
     """Return a value that is not below 0 with another's sign."""
     return _float_of(np.int32(_bits_of(size) | (_bits_of(of) & _SIGN)))
 
 
-@njit
+@inner
 def _top(values):
     top = np.int32(0)
     for i in range(values.size):
@@ -181,31 +182,31 @@ def _encode_squares(values, top, codes, scales, block, noise, factor, half):
         codes[i] = np.uint8(np.int32(code))
 
 
-@njit
+@inner
 def _fixed(code, scale):
     return np.float32(np.int32(code)) * scale
 
 
-@njit
+@inner
 def _signed(code, scale):
     own = np.float32(np.int32(code))
     return own * abs(own) * scale
 
 
-@njit
+@inner
 def _square(code, scale):
     own = np.float32(np.int32(code))
     own = own * own
     return own * own * scale
 
 
-@njit
+@inner
 def _decoded(codes, lsb, master):
     for i in range(master.size):
         master[i] = _fixed(codes[i], lsb)
 
 
-@njit
+@inner
 def _sgd(codes, lsb, grad, rate, master):
     """Move a block without momentum into ``master``; rate: see ``_rate_of``.
 
@@ -220,7 +221,7 @@ def _sgd(codes, lsb, grad, rate, master):
     return top
 
 
-@njit
+@inner
 def _momentum(codes, lsb, momenta, scale, grad, rate, master, momentum):
     step, kept, decay = rate[0], rate[1], rate[2]
     is_nesterov, top, high = rate[3] != 0, np.int32(0), np.int32(0)
@@ -252,14 +253,14 @@ def _adam(codes, lsb, momenta, scale, squares, power, grad, rate, master, first,
     return top, high, peak
 
 
-@njit
+@inner
 def _span(block, count, columns):
     """Return the first element of a block, and how many it has."""
     row, place = block // count, block % count
     return row * columns + place * BLOCK, min(BLOCK, columns - place * BLOCK)
 
 
-@njit
+@inner
 def _copy(target, source):
     # a function of its own: a slice that is assigned in a parallel loop was not written; a loop,
     # for an assigned slice is copied element by element
@@ -306,7 +307,7 @@ def _decode(codes, scales, values, shape, kind):
                     own[i] = _square(piece[i], scale)
 
 
-@njit
+@inner
 def _move(pointers, size, where, rate, kind, key, offset, work):
     """Move some blocks of a parameter, and leave its masters in memory to work in.
 

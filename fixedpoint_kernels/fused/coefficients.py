@@ -1,16 +1,17 @@
 """What belongs to the channels of a layer, from the sums over all images: once a region."""
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.views import doubles, floats
+from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 
 __all__ = ["bias", "coefficients", "gradient_coefficients"]
 
 
-@njit
+@inner
 def _spread(values, channels, pattern, address):
     """Write a number for each channel, again and again, as elements lie."""
     out = floats(address, pattern)
@@ -18,14 +19,14 @@ def _spread(values, channels, pattern, address):
         out[i] = values[i % channels]
 
 
-@njit
+@inner
 def _mix(address, c, value, share):
     """Move a running statistic towards a value, as batch norm does."""
     running = floats(address, c + 1)
     running[c] = running[c] + np.float32(share) * (np.float32(value) - running[c])
 
 
-@njit
+@inner
 def coefficients(d, threads):
     """Write by what a layer's sums are multiplied and what is added, from all its sums."""
     channels, groups = d[f.CHANNELS], (d[f.CHANNELS] + 15) // 16
@@ -61,18 +62,20 @@ def coefficients(d, threads):
     _spread(b, channels, d[f.PATTERN], d[f.B])
 
 
-@njit
+@inner
 def bias(d):
     """Write the coefficients of a layer without batch norm."""
     channels = d[f.CHANNELS]
     a, b = np.ones(channels, np.float32), np.zeros(channels, np.float32)
     if d[f.SHIFT]:
-        b[:] = floats(d[f.SHIFT], channels)
+        shift = floats(d[f.SHIFT], channels)
+        for c in range(channels):  # Numba compiles much for arrays that are assigned
+            b[c] = shift[c]
     _spread(a, channels, d[f.PATTERN], d[f.A])
     _spread(b, channels, d[f.PATTERN], d[f.B])
 
 
-@njit
+@inner
 def gradient_coefficients(d, images):
     """Write those of batch norm's backward, and the gradients of its scale and shift."""
     channels, stride = d[f.CHANNELS], d[f.SUMS_STRIDE]

@@ -6,7 +6,7 @@ A thread takes a few images through all operations of a region while they are in
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.coefficients import bias, coefficients, gradient_coefficients
@@ -14,6 +14,7 @@ from fixedpoint_kernels.fused.pooling import pool, unpool
 from fixedpoint_kernels.fused.views import doubles, floats
 from fixedpoint_kernels.llvm import barrier, passes, tiles
 from fixedpoint_kernels.llvm.barrier import all_come, wait
+from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products import jobs
 from fixedpoint_kernels.products.instructions import ByName, compiled
@@ -28,13 +29,13 @@ leave = write_outputs = spread_weights = multiply_weights = enter
 FLIPS = 0
 
 
-@njit
+@inner
 def _moved(address, bytes):
     """Return an address some bytes further; 0 stays 0."""
     return address + bytes if address else np.int64(0)
 
 
-@njit
+@inner
 def _make_value(d, n, scale, low, high):
     """Make the elements of a value, and codes of them; return how many were clamped."""
     start, padded = n * d[f.PADDED], d[f.PADDED]
@@ -48,7 +49,7 @@ def _make_value(d, n, scale, low, high):
     )  # fmt: skip
 
 
-@njit
+@inner
 def _round_gradient(d, n, slot, dz, codes, scales, largest):
     """Round the gradient of what a layer makes, of one image, to codes of its own power of two."""
     padded, elements = d[f.PADDED], d[f.ELEMENTS]
@@ -73,7 +74,7 @@ def _round_gradient(d, n, slot, dz, codes, scales, largest):
         round_block(values, out, e, start + e // 16, key, power)
 
 
-@njit
+@inner
 def _finish(d, n, dx, sums):
     """Add up what comes back to a value, of one image; at the last, batch norm's two sums too."""
     start = n * d[f.PADDED]
@@ -88,7 +89,7 @@ def _finish(d, n, dx, sums):
         _fold_pattern(d, n, sums)
 
 
-@njit
+@inner
 def _fold_pattern(d, n, sums):
     """Add up the sums of an image by channel."""
     pattern, channels, stride = d[f.PATTERN], d[f.CHANNELS], d[f.SUMS_STRIDE]
@@ -101,7 +102,7 @@ def _fold_pattern(d, n, sums):
             out[k * stride + i] = total
 
 
-@njit
+@inner
 def _fold(j, sums, totals, held, flipped):
     """Add int32 sums to float64 totals, which the first time may hold anything; the sums become 0.
 
@@ -129,26 +130,26 @@ def _fold(j, sums, totals, held, flipped):
     held[2] += 1
 
 
-@njit
+@inner
 def _held_of(d, thread):
     """Return what a thread's sums for weights have; see ``_fold``."""
     return doubles(d[f.HELD], 3 * thread + 3)[3 * thread :]
 
 
-@njit
+@inner
 def _sums_of(d, thread):
     """Return the address of a thread's int32 sums for weights."""
     return d[f.SUMS] + thread * d[f.SUMS_STRIDE]
 
 
-@njit
+@inner
 def _totals_of(d, j, thread):
     """Return a thread's float64 totals for weights."""
     size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
     return doubles(d[f.TOTALS], (thread + 1) * size)[thread * size :]
 
 
-@njit
+@inner
 def _sort(order, scales, images, is_odd):
     """Order images by the power of two of their gradient, largest first.
 

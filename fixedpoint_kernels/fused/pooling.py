@@ -1,11 +1,12 @@
 """The largest element of each window of an image map, or the mean, and its gradient; channels last."""
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import Pooled
-from fixedpoint_kernels.fused.views import of_image
+from fixedpoint_kernels.fused.views import floats
+from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 
 __all__ = ["numbers_of", "pool", "unpool"]
@@ -26,125 +27,87 @@ def numbers_of(value: Pooled, source: tuple[int, int, int], padded: int, made: t
     return np.array(found, np.int64)
 
 
-@njit
+@inner
+def _windows(d):
+    """Return what a kernel knows of windows, and by what means are multiplied."""
+    own = carray(pointer_to(d[f.WINDOWS]), 11, np.int64)
+    return own, np.float32(1.0 / (own[5] * own[6]))
+
+
+@inner
+def _place(own, at, tap):
+    """Return the place of a window's element in the image, or -1 outside."""
+    row = at // own[4] * own[7] - own[9] + tap // own[6]
+    column = at % own[4] * own[8] - own[10] + tap % own[6]
+    is_inside = row >= 0 and row < own[0] and column >= 0 and column < own[1]
+    return row * own[1] + column if is_inside else np.int64(-1)
+
+
+@inner
 def pool(d, n):
-    """Write the largest elements of image ``n``, or means where no places are kept."""
-    if d[f.PLACES]:
-        _take(d, n)
-    else:
-        _average(d, n)
+    """Write the largest elements of image ``n``'s windows, and where they stood; or the means.
 
-
-@njit
-def unpool(d, n, dx):
-    """Write the gradient of what was pooled, of image ``n``.
-
-    ``dx``: address of it, float32, of one image.
+    Of equal elements the first counts, in the order of rows; NaN counts as largest. Means are sums in
+    the order of rows, times ``1 / places``; of them no places are kept.
     """
-    if d[f.PLACES]:
-        _give(d, n, dx)
-    else:
-        _spread(d, n, dx)
-
-
-@njit
-def _average(d, n):
-    """Write the means of windows: sums in the order of rows, times ``1 / places``."""
-    windows, channels = carray(pointer_to(d[f.WINDOWS]), 11, np.int64), d[f.CHANNELS]
-    height, width, padded, rows, columns, tall, wide, down, right, above, left = windows
-    source = of_image(d[f.Z], n, padded, np.float32)
-    made = of_image(d[f.Y], n, d[f.PADDED], np.float32)
-    share = np.float32(1.0 / (tall * wide))
-    for at in range(rows * columns):
-        out = made[at * channels :][:channels]
-        top, start = at // columns * down - above, at % columns * right - left
-        out[:] = np.float32(0.0)
-        for tap in range(tall * wide):
-            row, column = top + tap // wide, start + tap % wide
-            if row < 0 or row >= height or column < 0 or column >= width:
+    (own, share), channels, keeps = _windows(d), d[f.CHANNELS], d[f.PLACES] != 0
+    source = floats(d[f.Z], (n + 1) * own[2])[n * own[2] :]
+    made = floats(d[f.Y], (n + 1) * d[f.PADDED])[n * d[f.PADDED] :]
+    for at in range(own[3] * own[4]):
+        out, is_first = made[at * channels :][:channels], True
+        taken = carray(
+            pointer_to(d[f.PLACES] + n * d[f.PADDED] + at * channels), channels, np.uint8
+        )
+        if not keeps:
+            out[:] = np.float32(0.0)
+        for tap in range(own[5] * own[6]):
+            place = _place(own, at, tap)
+            if place < 0:
                 continue
-            values = source[(row * width + column) * channels :][:channels]
-            for c in range(channels):
-                out[c] += values[c]
-        for c in range(channels):
-            out[c] *= share
-
-
-@njit
-def _spread(d, n, dx):
-    """Add the gradient of each mean to its places, in the order of windows."""
-    windows, channels = carray(pointer_to(d[f.WINDOWS]), 11, np.int64), d[f.CHANNELS]
-    height, width, padded, rows, columns, tall, wide, down, right, above, left = windows
-    found = of_image(dx, 0, padded, np.float32)
-    grads = of_image(d[f.G], n, d[f.PADDED], np.uint16)
-    bits = np.empty(channels, np.uint32)
-    grad, share = bits.view(np.float32), np.float32(1.0 / (tall * wide))
-    found[:] = np.float32(0.0)
-    for at in range(rows * columns):
-        narrow = grads[at * channels :][:channels]
-        top, start = at // columns * down - above, at % columns * right - left
-        for c in range(channels):
-            bits[c] = np.uint32(narrow[c]) << np.uint32(16)
-        for c in range(channels):
-            grad[c] *= share
-        for tap in range(tall * wide):
-            row, column = top + tap // wide, start + tap % wide
-            if row < 0 or row >= height or column < 0 or column >= width:
+            values = source[place * channels :][:channels]
+            if not keeps:
+                for c in range(channels):
+                    out[c] += values[c]
                 continue
-            out = found[(row * width + column) * channels :][:channels]
-            for c in range(channels):
-                out[c] += grad[c]
-
-
-@njit
-def _take(d, n):
-    """Write the largest elements of image ``n``, and their numbers within their windows.
-
-    Of equal elements the first counts, in the order of rows; NaN counts as largest.
-    """
-    windows, channels = carray(pointer_to(d[f.WINDOWS]), 11, np.int64), d[f.CHANNELS]
-    height, width, padded, rows, columns, tall, wide, down, right, above, left = windows
-    source = of_image(d[f.Z], n, padded, np.float32)
-    made = of_image(d[f.Y], n, d[f.PADDED], np.float32)
-    taken = of_image(d[f.PLACES], n, d[f.PADDED], np.uint8)
-    for at in range(rows * columns):
-        out, place = made[at * channels :][:channels], taken[at * channels :][:channels]
-        top, start = at // columns * down - above, at % columns * right - left
-        is_first = True
-        for tap in range(tall * wide):
-            row, column = top + tap // wide, start + tap % wide
-            if row < 0 or row >= height or column < 0 or column >= width:
-                continue
-            values = source[(row * width + column) * channels :][:channels]
-            own = np.uint8(tap)
             for c in range(channels):
                 value = values[c]
                 is_taken = is_first or value > out[c] or value != value
                 out[c] = value if is_taken else out[c]
-                place[c] = own if is_taken else place[c]
+                taken[c] = np.uint8(tap) if is_taken else taken[c]
             is_first = False
+        if not keeps:
+            for c in range(channels):
+                out[c] *= share
 
 
-@njit
-def _give(d, n, dx):
-    """Add the gradient of each window to that of its largest element, in the order of windows."""
-    windows, channels = carray(pointer_to(d[f.WINDOWS]), 11, np.int64), d[f.CHANNELS]
-    height, width, padded, rows, columns, tall, wide, down, right, above, left = windows
-    found = of_image(dx, 0, padded, np.float32)
-    grads = of_image(d[f.G], n, d[f.PADDED], np.uint16)
-    taken = of_image(d[f.PLACES], n, d[f.PADDED], np.uint8)
-    bits = np.empty(channels, np.uint32)
+@inner
+def unpool(d, n, dx):
+    """Write the gradient of what was pooled, of image ``n``: windows one after the other.
+
+    ``dx``: address of it, float32, of one image. The gradient of a largest element goes to its place,
+    that of a mean to all.
+    """
+    (own, share), channels, keeps = _windows(d), d[f.CHANNELS], d[f.PLACES] != 0
+    found, bits = floats(dx, own[2]), np.empty(channels, np.uint32)
     grad = bits.view(np.float32)
-    found[:] = 0.0
-    for at in range(rows * columns):
-        narrow, place = grads[at * channels :][:channels], taken[at * channels :][:channels]
-        top, start = at // columns * down - above, at % columns * right - left
+    found[:] = np.float32(0.0)
+    for at in range(own[3] * own[4]):
+        start = n * d[f.PADDED] + at * channels
+        narrow = carray(pointer_to(d[f.G] + 2 * start), channels, np.uint16)
+        taken = carray(pointer_to(d[f.PLACES] + start), channels, np.uint8)
         for c in range(channels):
             bits[c] = np.uint32(narrow[c]) << np.uint32(16)
-        for tap in range(tall * wide):
-            row, column = top + tap // wide, start + tap % wide
-            if row < 0 or row >= height or column < 0 or column >= width:
-                continue
-            out, own = found[(row * width + column) * channels :][:channels], np.uint8(tap)
+        if not keeps:
             for c in range(channels):
-                out[c] += grad[c] if place[c] == own else np.float32(0.0)
+                grad[c] *= share
+        for tap in range(own[5] * own[6]):
+            place = _place(own, at, tap)
+            if place < 0:
+                continue
+            out = found[place * channels :][:channels]
+            if not keeps:
+                for c in range(channels):
+                    out[c] += grad[c]
+                continue
+            for c in range(channels):
+                out[c] += grad[c] if taken[c] == np.uint8(tap) else np.float32(0.0)

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.views import doubles, floats
-from fixedpoint_kernels.llvm.calls import called
+from fixedpoint_kernels.llvm.calls import called, inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.packing import pack, sum_taps, write_columns
 from fixedpoint_kernels.threads import compile_both
@@ -15,7 +15,7 @@ from fixedpoint_kernels.threads import compile_both
 __all__ = ["collect", "pack_weights"]
 
 
-@njit
+@inner
 def _begin(d, channels, sums):
     """Make of the sums of weights what sums of products start from: in all, then place by place."""
     rows = carray(pointer_to(d[f.BEGIN]), (1 + d[f.W_SPOTS], len(sums)), np.int32)
@@ -27,14 +27,14 @@ def _begin(d, channels, sums):
             rows[row, i] *= np.int32(-128) * np.int32(d[f.W_FLIPS])
 
 
-@njit
+@inner
 def _code(value, scale, low, high):
     rounded = np.rint(value * scale)
     bounded = min(max(rounded, low), high)
     return np.int8(bounded) if rounded == rounded else np.int8(0)
 
 
-@njit
+@inner
 def _round_rows(weight, step_o, taps, inputs, codes, scale, low, high):
     """Round a contiguous weight; the codes of a row lie by tap, then by input."""
     size = taps * inputs
@@ -50,7 +50,7 @@ def _round_rows(weight, step_o, taps, inputs, codes, scale, low, high):
                 own[c] = tap[c * taps]
 
 
-@njit
+@inner
 def _round_places(weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high):
     """``_round_rows`` of any strides."""
     for at in range(len(codes)):
@@ -112,7 +112,7 @@ def _pack_weights(tasks, scales, spare, spare_bytes, threads):
             _pack_task(tasks[k].ctypes.data, scales[k].ctypes.data, own)
 
 
-@njit
+@inner
 def _rows_of(d):
     """Return how many rows a thread's sums have, and how far taps are apart.
 
@@ -125,7 +125,7 @@ def _rows_of(d):
     return taps * padded, padded
 
 
-@njit
+@inner
 def _add_thread(d, thread, first, sums):
     """Add what a thread has for 16 inputs: int32, or the float64 that they were folded to.
 

@@ -1,7 +1,8 @@
-"""Functions that kernels call by name, each compiled once.
+"""Functions that kernels call, and that are compiled for nobody else.
 
 Numba compiles a function again with each kernel that calls it, and with all that call those. A
-large one is compiled here alone; kernels hold its name, which LLVM looks up when it loads them.
+large one is compiled here alone (``called``); kernels hold its name, which LLVM looks up when it loads
+them. Small ones become part of their callers (``inner``).
 """
 
 from types import FunctionType
@@ -11,9 +12,12 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
+from numba.core.registry import CPUDispatcher
 
 from fixedpoint_kernels.llvm.vectors import I64, intrinsic
 from fixedpoint_kernels.threads import kept
+
+__all__ = ["called", "inner", "keep"]
 
 _compiled: dict[str, CFunc] = {}  # by name; what LLVM knows the address of must live on
 
@@ -41,3 +45,30 @@ def called(function: FunctionType) -> Any:
     names = ", ".join(f"x{i}" for i in range(count))
     exec(f"def typing(_context, {names}): return made", scope)
     return intrinsic(scope["typing"])
+
+
+def inner(function: FunctionType) -> Any:
+    """Let kernels call a function; what Python would need to call it is not compiled.
+
+    Raises:
+        TypeError: Python calls it.
+    """
+    options = {"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return _Inner(function, targetoptions=options)
+
+
+class _Inner(CPUDispatcher):
+    """What Numba makes of such a function."""
+
+    def add_overload(self, cres: Any) -> None:
+        self.overloads[tuple(cres.signature.args)] = cres  # and Python finds no way in
+
+    def _compile_for_args(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise TypeError(
+            f"{self.py_func.__qualname__} must be called by a kernel, got Python's call"
+        )
+
+
+@inner
+def keep(*_arrays):
+    """Keep arrays alive until here: Numba frees them after their last use, not that of addresses."""

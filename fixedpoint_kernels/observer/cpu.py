@@ -4,16 +4,17 @@ Sums are of tasks, then of all tasks in order: they do not depend on the number 
 """
 
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 import torch
-from numba import njit, prange, types
+from numba import carray, prange, types
 from numba.core import cgutils
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.llvm.vectors import I8, Vector, intrinsic
+from fixedpoint_kernels.llvm.calls import called, inner, keep
+from fixedpoint_kernels.llvm.vectors import I8, Vector, intrinsic, pointer_to
 from fixedpoint_kernels.observer.reference import MAGNITUDES
 from fixedpoint_kernels.rounding.reference import float_bounds
 from fixedpoint_kernels.threads import compile_both, is_parallel
@@ -116,44 +117,57 @@ def _observe_gradient_vectors(_context, grad, ste_mask, out, at, vectors, sums):
 # loops below in place of array expressions, which Numba compiles for seconds
 
 
-@njit
+@inner
+def _observe_part(x, y, ste_mask, begin, vectors, number, sums):
+    """Observe whole vectors; y: address, or 0; number: address of float32, see ``_number``."""
+    if y:
+        own, rounded = (
+            carray(pointer_to(number), 4, np.float32),
+            carray(pointer_to(y), x.size, np.float32),
+        )
+        parts = own[0], own[1], own[2], own[3]
+        _observe_vectors(x, rounded, ste_mask, begin, vectors, parts, sums)
+    else:
+        _observe_vectors(x, None, ste_mask, begin, vectors, None, sums)
+
+
+@inner
 def _observe_rest(x, y, ste_mask, number, begin, stop, sums):
     """Observe fewer elements than a vector has."""
-    values, kinds = np.full(_LANES, x[begin], np.float32), np.empty(_LANES, np.uint8)
-    own = np.zeros((3, _LANES), np.float32)
+    values, kinds = np.empty(_LANES, np.float32), np.empty(_LANES, np.uint8)
+    own, rounded = np.zeros((3, _LANES), np.float32), np.empty(_LANES, np.float32)
     for i in range(_LANES):
-        own[0, i] = np.inf
+        own[0, i], values[i] = np.inf, x[begin]
     for i in range(stop - begin):
         values[i] = x[begin + i]
-    if y is None:
-        _observe_vectors(values, None, kinds, 0, 1, number, own)
-    else:
-        rounded = np.empty(_LANES, np.float32)
-        _observe_vectors(values, rounded, kinds, 0, 1, number, own)
+    place = np.int64(rounded.ctypes.data) if y else np.int64(0)
+    _observe_part(values, place, kinds, 0, 1, number, own)
+    if y:
+        out = carray(pointer_to(y), stop, np.float32)
         for i in range(stop - begin):
-            y[begin + i] = rounded[i]
+            out[begin + i] = rounded[i]
     for i in range(stop - begin):
         ste_mask[begin + i] = kinds[i]
         sums[0, i] = min(sums[0, i], own[0, i])
         sums[1, i] += own[1, i]
         sums[2, i] += own[2, i]
+    keep(rounded)
 
 
-@njit
+@inner
 def _count(x, begin, stop, counts):
-    """Count magnitudes of ``x[begin:stop]``, float32; counts (MAGNITUDES,) int64."""
-    bits = x.view(np.uint32)
+    """Count magnitudes of the floats whose bits are ``x[begin:stop]``; counts (MAGNITUDES,) int64."""
     tables = np.zeros((_TABLES, MAGNITUDES), np.int32)
     for i in range(begin, stop):
         # the biased exponent, one more where the mantissa is not 0; NaN gives 256
-        index = ((bits[i] & np.uint32(0x7FFFFFFF)) + np.uint32(0x7FFFFF)) >> np.uint32(23)
+        index = ((x[i] & np.uint32(0x7FFFFFFF)) + np.uint32(0x7FFFFF)) >> np.uint32(23)
         tables[i % _TABLES, index] += 1
     for table in range(_TABLES):
         for i in range(MAGNITUDES):
             counts[i] += tables[table, i]
 
 
-@njit
+@inner
 def _total(row):
     """Return the sum of a row in its order, float64."""
     total = 0.0
@@ -162,53 +176,104 @@ def _total(row):
     return total
 
 
-def _observe(x, y, ste_mask, number, counts, sums):
-    # counts (tasks, MAGNITUDES) int64, 0; sums (tasks, 3) float64; the others: see _observe_vectors
-    for task in prange(counts.shape[0]):
-        begin, stop = task * _TASK, min(task * _TASK + _TASK, x.size)
-        lanes = np.zeros((3, _LANES), np.float32)
-        for i in range(_LANES):
-            lanes[0, i] = np.inf
-        vectors = (stop - begin) // _LANES
-        _observe_vectors(x, y, ste_mask, begin, vectors, number, lanes)
-        if begin + vectors * _LANES < stop:
-            _observe_rest(x, y, ste_mask, number, begin + vectors * _LANES, stop, lanes)
-        _count(x, begin, stop, counts[task])
-        lowest = lanes[0, 0]
-        for i in range(1, _LANES):
-            lowest = min(lowest, lanes[0, i])
-        sums[task, 0], sums[task, 1], sums[task, 2] = lowest, _total(lanes[1]), _total(lanes[2])
+def observe_task(x, y, ste_mask, number, counts, sums, size, task):
+    """Observe the elements of a task.
+
+    Args:
+        x: Address of float32.
+        y: Of float32 for the rounded values, or 0.
+        ste_mask: Of uint8.
+        number: Of float32, see ``_number``.
+        counts: Of (tasks, MAGNITUDES) int64, 0.
+        sums: Of (tasks, 3) float64.
+        size: How many elements there are.
+        task: Which one.
+    """
+    begin, stop = task * _TASK, min(task * _TASK + _TASK, size)
+    values, kinds = (
+        carray(pointer_to(x), size, np.float32),
+        carray(pointer_to(ste_mask), size, np.uint8),
+    )
+    lanes = np.zeros((3, _LANES), np.float32)
+    for i in range(_LANES):
+        lanes[0, i] = np.inf
+    vectors = (stop - begin) // _LANES
+    _observe_part(values, y, kinds, begin, vectors, number, lanes)
+    if begin + vectors * _LANES < stop:
+        _observe_rest(values, y, kinds, number, begin + vectors * _LANES, stop, lanes)
+    rows = carray(pointer_to(counts), (task + 1, MAGNITUDES), np.int64)
+    _count(carray(pointer_to(x), size, np.uint32), begin, stop, rows[task])
+    lowest, own = lanes[0, 0], carray(pointer_to(sums), (task + 1, 3), np.float64)
+    for i in range(1, _LANES):
+        lowest = min(lowest, lanes[0, i])
+    own[task, 0], own[task, 1], own[task, 2] = lowest, _total(lanes[1]), _total(lanes[2])
+    return 0
 
 
-def _observe_gradient(grad, ste_mask, out, sums):
-    # sums (tasks,) float64; the others: see _observe_gradient_vectors
-    for task in prange(sums.size):
-        begin, stop = task * _TASK, min(task * _TASK + _TASK, grad.size)
-        lanes = np.zeros((1, _LANES), np.float32)
-        vectors = (stop - begin) // _LANES
-        _observe_gradient_vectors(grad, ste_mask, out, begin, vectors, lanes)
-        total = _total(lanes[0])
-        for i in range(begin + vectors * _LANES, stop):
-            if ste_mask[i] > 1:
-                total += np.float64(grad[i] * grad[i])
-            if out is not None:
-                out[i] = grad[i] if ste_mask[i] & 1 else np.float32(0.0)
-        sums[task] = total
+def observe_gradient_task(grad, ste_mask, out, sums, size, task):
+    """Observe the gradient of the elements of a task.
+
+    Args:
+        grad: Address of float32.
+        ste_mask: Of uint8.
+        out: Of float32 for the masked gradient, or 0.
+        sums: Of (tasks,) float64.
+        size: How many elements there are.
+        task: Which one.
+    """
+    begin, stop = task * _TASK, min(task * _TASK + _TASK, size)
+    values, kinds = (
+        carray(pointer_to(grad), size, np.float32),
+        carray(pointer_to(ste_mask), size, np.uint8),
+    )
+    masked = carray(pointer_to(out), size, np.float32)
+    lanes = np.zeros((1, _LANES), np.float32)
+    vectors = (stop - begin) // _LANES
+    if out:
+        _observe_gradient_vectors(values, kinds, masked, begin, vectors, lanes)
+    else:
+        _observe_gradient_vectors(values, kinds, None, begin, vectors, lanes)
+    total = _total(lanes[0])
+    for i in range(begin + vectors * _LANES, stop):
+        if kinds[i] > 1:
+            total += np.float64(values[i] * values[i])
+        if out:
+            masked[i] = values[i] if kinds[i] & 1 else np.float32(0.0)
+    carray(pointer_to(sums), task + 1, np.float64)[task] = total
+    return 0
 
 
-_observe_serial, _observe_parallel = compile_both(_observe)
-_observe_gradient_serial, _observe_gradient_parallel = compile_both(_observe_gradient)
+_observe_task, _observe_gradient_task = called(observe_task), called(observe_gradient_task)
+
+
+def _observe(x, y, ste_mask, number, counts, sums, size, tasks):
+    for task in prange(tasks):
+        _observe_task(x, y, ste_mask, number, counts, sums, size, task)
+
+
+def _observe_gradient(grad, ste_mask, out, sums, size, tasks):
+    for task in prange(tasks):
+        _observe_gradient_task(grad, ste_mask, out, sums, size, task)
+
+
+_OBSERVE, _OBSERVE_GRADIENT = compile_both(_observe), compile_both(_observe_gradient)
 
 
 def observe(
     x: Tensor, y: Tensor | None, ste_mask: Tensor, fmt: FixedPoint | None
 ) -> tuple[Tensor, Tensor]:
     """See ``fixedpoint_kernels.observer.reference.observe``."""
-    tasks = (x.numel() + _TASK - 1) // _TASK
-    counts, sums = np.zeros((tasks, MAGNITUDES), np.int64), np.empty((tasks, 3))
-    rounded = None if y is None else _as_float32(y)
-    kernel = _observe_parallel if is_parallel(x.numel()) else _observe_serial
-    kernel(_flat(x), _flat(rounded), _flat(ste_mask), _number(fmt), counts, sums)
+    size, tasks = x.numel(), (x.numel() + _TASK - 1) // _TASK
+    counts, sums, number = (
+        np.zeros((tasks, MAGNITUDES), np.int64),
+        np.empty((tasks, 3)),
+        _number(fmt),
+    )
+    source, rounded = _as_float32(x), None if y is None else _room(y)
+    _OBSERVE[is_parallel(size)](
+        *(source.data_ptr(), 0 if rounded is None else rounded.data_ptr(), ste_mask.data_ptr()),
+        *(number.ctypes.data, counts.ctypes.data, sums.ctypes.data, size, tasks),
+    )
     if y is not None and rounded is not None and rounded is not y:
         y.copy_(rounded)
     total = np.array([sums[:, 0].min(), sums[:, 1].sum(), sums[:, 2].sum()])
@@ -217,28 +282,29 @@ def observe(
 
 def observe_gradient(grad: Tensor, ste_mask: Tensor, out: Tensor | None) -> Tensor:
     """See ``fixedpoint_kernels.observer.reference.observe_gradient``."""
-    sums = np.empty((grad.numel() + _TASK - 1) // _TASK)
-    masked = None if out is None else _as_float32(out)
-    kernel = _observe_gradient_parallel if is_parallel(grad.numel()) else _observe_gradient_serial
-    kernel(_flat(grad), _flat(ste_mask), _flat(masked), sums)
+    size, tasks = grad.numel(), (grad.numel() + _TASK - 1) // _TASK
+    sums, source = np.empty(tasks), _as_float32(grad)
+    masked = None if out is None else _room(out)
+    _OBSERVE_GRADIENT[is_parallel(size)](
+        *(source.data_ptr(), ste_mask.data_ptr(), 0 if masked is None else masked.data_ptr()),
+        *(sums.ctypes.data, size, tasks),
+    )
     if out is not None and masked is not None and masked is not out:
         out.copy_(masked)
     return torch.tensor(sums.sum())
 
 
-def _as_float32(out: Tensor) -> Tensor:
+def _as_float32(x: Tensor) -> Tensor:
+    return x.detach().float()
+
+
+def _room(out: Tensor) -> Tensor:
+    """Return where float32 for ``out`` can be written."""
     return out if out.dtype is torch.float32 else torch.empty_like(out, dtype=torch.float32)
 
 
-def _flat(x: Tensor | None) -> Any:
-    if x is None:
-        return None
-    x = x.detach() if x.requires_grad else x
-    return (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).numpy().reshape(-1)
-
-
-def _number(fmt: FixedPoint | None) -> tuple[np.float32, ...] | None:
-    """Return scale, lsb, and the smallest and largest code."""
-    if fmt is None:
-        return None
-    return tuple(map(np.float32, (fmt.scale, fmt.lsb, *float_bounds(fmt))))
+@lru_cache(maxsize=256)
+def _number(fmt: FixedPoint | None) -> np.ndarray:
+    """Return scale, lsb, and the smallest and largest code, float32."""
+    numbers = () if fmt is None else (fmt.scale, fmt.lsb, *float_bounds(fmt))
+    return np.array(numbers, np.float32)

@@ -5,24 +5,18 @@ from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from fixedpoint_kernels.llvm import tiles
-from fixedpoint_kernels.llvm.calls import called
+from fixedpoint_kernels.llvm.calls import called, inner, keep
 from fixedpoint_kernels.llvm.pairs import pairs_tile
 from fixedpoint_kernels.threads import compile_both
 
-__all__ = ["FLIPS", "GRAINS", "ByName", "compiled", "keep"]
+__all__ = ["FLIPS", "GRAINS", "ByName", "compiled"]
 
 GRAINS = MappingProxyType({"amx": 64, "avx512_vnni": 4, "avx_vnni": 4, "avx2": 4})
 """Bytes of a row that a tile takes at a time, by path."""
 FLIPS = MappingProxyType({"amx": 0, "avx512_vnni": 1, "avx_vnni": 1, "avx2": 1})
 """1 where rows must be unsigned: signed codes go in as ``code + 128``."""
-
-
-@njit
-def keep(*_arrays):
-    """Keep arrays alive until here: Numba frees them after their last use, not that of addresses."""
 
 
 _VNNI_16X1 = tiles.vnni_tile(16, 1, 16)
@@ -33,12 +27,12 @@ _AMX_4X1, _AMX_3X1, _AMX_1X1 = (tiles.amx_tile(rows, 1) for rows in (4, 3, 1))
 _AMX_2X2, _AMX_1X2 = (tiles.amx_tile(rows, 2) for rows in (2, 1))
 
 
-@njit
+@inner
 def _enter_nothing():
     pass
 
 
-@njit
+@inner
 def _enter_amx():
     configuration = np.zeros(64, np.uint8)
     configuration[0] = 1
@@ -49,12 +43,12 @@ def _enter_amx():
     keep(configuration)
 
 
-@njit
+@inner
 def _leave_amx():
     tiles.release(0)
 
 
-@njit
+@inner
 def _narrow_rows_amx(kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     """Add 16 rows, or up to four times as many; return how many times."""
     if left % 4 and left >= 3 and (left % 3 == 0 or left < 4):
@@ -67,7 +61,7 @@ def _narrow_rows_amx(kind, left, a, starts, first, step, runs, count, b, group, 
     return 4
 
 
-@njit
+@inner
 def _wide_rows_amx(kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     if left == 1:
         _AMX_1X2(kind, a, starts, step, runs, count, b, group, place, row_bytes, place, row_bytes)
@@ -76,7 +70,7 @@ def _wide_rows_amx(kind, left, a, starts, first, step, runs, count, b, group, pl
     return 2
 
 
-@njit
+@inner
 def _narrow_rows_avx512(
     kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes
 ):
@@ -85,7 +79,7 @@ def _narrow_rows_avx512(
     return 1
 
 
-@njit
+@inner
 def _wide_rows_avx512(kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     for row in range(0, 16, 8):
         here, out = a + first + row * step, place + row * row_bytes
@@ -93,7 +87,7 @@ def _wide_rows_avx512(kind, left, a, starts, first, step, runs, count, b, group,
     return 1
 
 
-@njit
+@inner
 def _narrow_rows_avx(kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     for row in range(0, 16, 4):
         here, out = a + first + row * step, place + row * row_bytes
@@ -101,7 +95,7 @@ def _narrow_rows_avx(kind, left, a, starts, first, step, runs, count, b, group, 
     return 1
 
 
-@njit
+@inner
 def _narrow_rows_avx2(kind, left, a, starts, first, step, runs, count, b, group, place, row_bytes):
     a += first
     _PAIRS_16X1(kind, a, 0, step, runs, count, b, group, place, row_bytes, place, row_bytes)
@@ -174,7 +168,7 @@ def compiled(kernel: Any, path: str, *parts: FunctionType | ByName) -> tuple[Any
             own = part.function
             scope[own.__name__] = called(_with(own, scope, f"{own.__name__}_{path}"))
         else:
-            scope[part.__name__] = njit(_with(part, scope, part.__name__))
+            scope[part.__name__] = inner(_with(part, scope, part.__name__))
     return compile_both(_with(kernel, scope, f"{kernel.__name__}_{path}"))
 
 

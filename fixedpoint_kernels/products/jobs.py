@@ -10,6 +10,7 @@ import numpy as np
 from numba import carray, njit
 
 from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.blocks import Blocks, Runs
 from fixedpoint_kernels.products.shapes import Correlation
@@ -186,13 +187,13 @@ def _blocks(cut: Blocks, part: Correlation, signed: bool, in_int16: int) -> np.n
     return d
 
 
-@njit
+@inner
 def number_of(order, i):
     """Return the number of image ``i``: that at address ``order``, int64, or ``i`` itself."""
     return carray(pointer_to(order), i + 1, np.int64)[i] if order else i
 
 
-@njit
+@inner
 def _fill(d, x, order, first, images, first_row, rows, buffer, flip):
     """Copy images to a buffer, with a border of code 0; flipped, that is 128."""
     down, left, pixels, channels = d[DOWN], d[LEFT], d[PIXELS], d[CHANNELS]
@@ -241,7 +242,7 @@ def place_outputs(offsets, images, rows, d):
                 offsets[q + j] = start + j * d[OUT_COLUMN]
 
 
-@njit
+@inner
 def _copy_images(x, order, first, images, step, buffer, size, flip):
     """Copy images, ``step`` bytes apart, one behind the other."""
     for i in range(images):
@@ -252,7 +253,7 @@ def _copy_images(x, order, first, images, step, buffer, size, flip):
             tiles.copy(source, target, size)
 
 
-@njit
+@inner
 def _place_images(out, images, step):
     """Write where each image goes, in bytes, (images + 64,) int64; -1 behind the last."""
     offsets = carray(pointer_to(out), images + 64, np.int64)
@@ -268,9 +269,8 @@ def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
     buffer = (work + 63) // 64 * 64
     sums = buffer + d[BUFFER_BYTES]
     offsets = sums + _TILE_BYTES
-    _copy_images(
-        x, 0, first, images, d[X_IMAGE], buffer, step, FLIPS != 0 and d[SIGNED] != 0
-    )  # fmt: skip
+    flips = FLIPS != 0 and d[SIGNED] != 0
+    _copy_images(x, np.int64(0), first, images, d[X_IMAGE], buffer, step, flips)
     _place_images(offsets, images, d[OUT_IMAGE])
     firsts = carray(pointer_to(d[RUN_FIRSTS]), d[SPOTS] + 1, np.int64)
     places = carray(pointer_to(d[OUT_PLACES]), d[SPOTS], np.int64)
@@ -309,7 +309,7 @@ def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
     return 0
 
 
-@njit
+@inner
 def _spread_scales(d, scales, first, images, out):
     """Write the scale of its image for each position."""
     of_rows = carray(pointer_to(out), d[POSITIONS] + 128, np.float32)
@@ -345,7 +345,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
     sums = buffer + d[BUFFER_BYTES]
     row_scales = sums + _TILE_BYTES
     spare = row_scales + (d[POSITIONS] + 128) * 4
-    _fill(d, x, 0, first, images, row, rows, buffer, flips)
+    _fill(d, x, np.int64(0), first, images, row, rows, buffer, flips)
     n = ((images - 1) * d[SLOT_ROWS] + rows) * d[COLUMNS]
     offsets = d[OFFSETS]
     if images != d[SLOTS] or rows != d[BAND]:
@@ -391,7 +391,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
     return 0
 
 
-@njit
+@inner
 def flush(totals, recent):
     """Add the sums of a job to those of its thread: sums, and both halves of squares.
 
@@ -409,7 +409,7 @@ def flush(totals, recent):
             recent[group, 16 + i] = 0
 
 
-@njit
+@inner
 def spread_spots(d, x, order, first, images, grad, work):
     """``spread_weights``, place by place; return how many images, a multiple of 4."""
     buffer, image, places = (work + 63) // 64 * 64, d[HEIGHT] * d[X_ROW], d[HEIGHT] * d[WIDTH]
@@ -432,7 +432,7 @@ def spread_spots(d, x, order, first, images, grad, work):
     return whole
 
 
-@njit
+@inner
 def _runs_of_pairs(pairs, count, images, out):
     """Write pairs of places as runs of images: byte offset, steps of 4 bytes, those before."""
     rows, runs = (
@@ -524,7 +524,7 @@ def spread_weights(d, x, order, first, images, row, rows, grad, work):
     return whole
 
 
-@njit
+@inner
 def _flatten(d, grad, order, first, images, row, rows, out, positions):
     """Copy a gradient so that its rows lie as those of the inputs, 0 between."""
     channels = d[GRAD_CHANNELS]
@@ -587,7 +587,7 @@ def multiply_weights(d, piece, steps, sums, work):
     return 0
 
 
-@njit
+@inner
 def double(d, sums, times):
     """Double int32 sums ``times`` times."""
     n = d[TILE_ROWS] * 16 * d[GROUPS] * 16 + d[GROUPS] * 16  # the last row is that of ``ONES``
@@ -596,7 +596,7 @@ def double(d, sums, times):
         held[i] <<= np.int32(times)
 
 
-@njit
+@inner
 def fold(d, sums, totals, shift, flipped):
     """Move int32 sums to int64 totals, ``shift`` bits up.
 

@@ -3,17 +3,17 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.calls import inner, keep
 from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.products.instructions import keep
 from fixedpoint_kernels.threads import compile_both, compiled
 
 __all__ = ["Totals", "finish_weights", "pack", "sum_taps", "write_columns"]
 
 
-@njit
+@inner
 def _fill_weights(weight, taps, offsets, rows, depth, outputs, inputs, step, is_turned, out):
     """Write weights as columns of bytes, ``(outputs, depth)``; the bytes between are 0.
 
@@ -82,10 +82,11 @@ def sum_taps(packed, depth, groups, channels, meets, sums):
                         own[lane] += np.int32(codes[group, k, lane, i])
             for place in range(meets.shape[0]):
                 if meets[place, tap]:
-                    sums[place, group * 16 : group * 16 + 16] += own
+                    for lane in range(16):
+                        sums[place, group * 16 + lane] += own[lane]
 
 
-@njit
+@inner
 def write_columns(values, rows, columns, out, step):
     """Write columns as rows.
 
@@ -139,7 +140,7 @@ def _finish_weights(totals, sums, ends, flips, shape, scale, power, out):
             write_columns(values, rows, min(16, outputs - output), place, inputs * taps)
 
 
-@njit
+@inner
 def _add_sums(sums, shift, flips, taps, padded, first, found):
     rows, columns = found.shape
     last = sums[taps * padded * columns :]
@@ -154,7 +155,7 @@ def _add_sums(sums, shift, flips, taps, padded, first, found):
                 out[o] += np.int64(own[o]) << shift
 
 
-@njit
+@inner
 def _add_totals(totals, taps, padded, first, found):
     rows, columns = found.shape
     for row in range(rows):
@@ -163,7 +164,7 @@ def _add_totals(totals, taps, padded, first, found):
             out[o] += own[o]
 
 
-@njit
+@inner
 def _round_totals(found, scale, power, values):
     for row in range(len(found)):
         own, out = found[row], values[row]

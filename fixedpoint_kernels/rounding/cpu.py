@@ -111,15 +111,18 @@ def _round_rest(x, y, inside, at, offset, number, key):
     # x and y are less than a vector, from element ``at`` of their tensor on
     n, lead = x.size, (at + offset) % _BLOCK
     padded_x, padded_y = np.zeros(_BLOCK, np.float32), np.empty(_BLOCK, y.dtype)
-    padded_x[lead : lead + n] = x
+    for i in range(n):  # Numba compiles much for arrays that are assigned
+        padded_x[lead + i] = x[i]
     first = at + offset - lead
     if inside is None:
         _round_block(padded_x, padded_y, None, 0, first, number, key)
     else:
         padded_inside = np.empty(_BLOCK, np.bool_)
         _round_block(padded_x, padded_y, padded_inside, 0, first, number, key)
-        inside[at : at + n] = padded_inside[lead : lead + n]
-    y[:] = padded_y[lead : lead + n]
+        for i in range(n):
+            inside[at + i] = padded_inside[lead + i]
+    for i in range(n):
+        y[i] = padded_y[lead + i]
 
 
 def _quantize(x, y, inside, offset, number, key):

@@ -3,9 +3,10 @@
 from functools import lru_cache
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.llvm.calls import called, inner
 from fixedpoint_kernels.llvm.vectors import multiply_add, pointer_to
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.cpu import TASK, numbers_of, pieces_of, round_task
@@ -15,7 +16,7 @@ from fixedpoint_kernels.threads import compile_both, is_parallel
 _FREE = FixedPoint(2, 0)  # stands where there is no format
 
 
-@njit
+@inner
 def _move(master, grad, momentum, start, rate, is_first, is_nesterov):
     """Move a piece, from element ``start`` on: see ``reference.py``.
 
@@ -40,42 +41,63 @@ def _move(master, grad, momentum, start, rate, is_first, is_nesterov):
         own[i] = multiply_add(g, step, own[i])
 
 
-@njit
+@inner
 def _copy(master, weight, start):
-    # a function of its own: a slice that is assigned in a parallel loop was not written
     begin, stop = max(start, 0), min(start + TASK, master.size)
-    weight[begin:stop] = master[begin:stop]
+    own, out = master[begin:stop], weight[begin:stop]
+    for i in range(own.size):
+        out[i] = own[i]
 
 
-def _step_many(pointers, sizes, moved, rates, kinds, numbers, streams, tasks, key):
-    # pointers (t, 4) int64: of master, weight, gradient and momentum, or 0; sizes (t, 2) int64:
-    # elements, and those before them; moved (t,) int64: row of ``rates``, or -1; rates (r, 3)
-    # float32; kinds (r, 3) bool: whether momentum begins, nesterov; numbers (t, 4) float32;
-    # streams (t,) int64: -1 without a format; tasks (k, 2) int64: tensor and first element;
-    # key: seed and stream of the first, or None
-    for task in prange(tasks.shape[0]):
-        tensor, start = tasks[task, 0], tasks[task, 1]
-        size, row = sizes[tensor, 0], moved[tensor]
-        master = carray(pointer_to(pointers[tensor, 0]), size, np.float32)
-        weight = carray(pointer_to(pointers[tensor, 1]), size, np.float32)
-        if row >= 0:
-            grad = carray(pointer_to(pointers[tensor, 2]), size, np.float32)
-            kept = size if pointers[tensor, 3] else 0
-            momentum = carray(pointer_to(pointers[tensor, 3]), kept, np.float32)
-            _move(master, grad, momentum, start, rates[row], kinds[row, 0], kinds[row, 1])
-        if streams[tensor] < 0:
-            _copy(master, weight, start)
-            continue
-        own = numbers[tensor]
-        number = (own[0], own[1], own[2], own[3])
-        if key is None:
-            round_task(master, weight, None, start, sizes[tensor, 1], number, None)
-        else:
-            noise = key[0], key[1] + streams[tensor]
-            round_task(master, weight, None, start, sizes[tensor, 1], number, noise)
+def step_task(table, seed, stream, is_stochastic, task):
+    """Move and round a piece of a tensor.
+
+    Args:
+        table: Addresses, int64: of pointers (t, 4) int64, of master, weight, gradient and momentum, or 0;
+            sizes (t, 2) int64, elements and those before them; moved (t,) int64, row of ``rates``, or -1;
+            rates (r, 3) float32; kinds (r, 2) uint8, whether momentum begins, nesterov; numbers (t, 4)
+            float32; streams (t,) int64, -1 without a format; tasks (k, 2) int64, tensor and first element.
+        seed: Of the noise.
+        stream: The first tensor's.
+        is_stochastic: Whether there is noise.
+        task: Which piece.
+    """
+    at = carray(pointer_to(table), 8, np.int64)
+    own_task = carray(pointer_to(at[7]), (task + 1, 2), np.int64)[task]
+    tensor, start = own_task[0], own_task[1]
+    pointers = carray(pointer_to(at[0]), (tensor + 1, 4), np.int64)[tensor]
+    sizes = carray(pointer_to(at[1]), (tensor + 1, 2), np.int64)[tensor]
+    size, row = sizes[0], carray(pointer_to(at[2]), tensor + 1, np.int64)[tensor]
+    master = carray(pointer_to(pointers[0]), size, np.float32)
+    weight = carray(pointer_to(pointers[1]), size, np.float32)
+    if row >= 0:
+        grad = carray(pointer_to(pointers[2]), size, np.float32)
+        momentum = carray(pointer_to(pointers[3]), size if pointers[3] else 0, np.float32)
+        rate = carray(pointer_to(at[3]), (row + 1, 3), np.float32)[row]
+        kind = carray(pointer_to(at[4]), (row + 1, 2), np.uint8)[row]
+        _move(master, grad, momentum, start, rate, kind[0] != 0, kind[1] != 0)
+    own_stream = carray(pointer_to(at[6]), tensor + 1, np.int64)[tensor]
+    if own_stream < 0:
+        _copy(master, weight, start)
+        return 0
+    own = carray(pointer_to(at[5]), (tensor + 1, 4), np.float32)[tensor]
+    number = (own[0], own[1], own[2], own[3])
+    if is_stochastic:
+        round_task(master, weight, None, start, sizes[1], number, (seed, stream + own_stream))
+    else:
+        round_task(master, weight, None, start, sizes[1], number, None)
+    return 0
 
 
-_step_many_serial, _step_many_parallel = compile_both(_step_many)
+_step_task = called(step_task)
+
+
+def _step_many(table, seed, stream, is_stochastic, tasks):
+    for task in prange(tasks):
+        _step_task(table, seed, stream, is_stochastic, task)
+
+
+_STEP_MANY = compile_both(_step_many)
 
 
 def step_many(
@@ -90,19 +112,20 @@ def step_many(
     moved = np.full(count, -1, np.int64)
     moved[rows] = np.arange(len(rows))
     rates, nesterov = _rates(tuple(moves.rates))
-    kinds = np.stack([np.array(moves.is_first, bool), nesterov], axis=1)
+    kinds = np.stack([np.array(moves.is_first, np.uint8), nesterov], axis=1)
     bounds, tasks = pieces_of(sizes, targets.offsets)
-    kernel = _step_many_parallel if is_parallel(sum(sizes)) else _step_many_serial
-    own_key = None if key is None else (key.seed, key.stream)
     numbers, streams = _roundings(targets.fmts)
-    kernel(pointers, bounds, moved, rates, kinds, numbers, streams, tasks, own_key)
+    held = pointers, bounds, moved, rates, kinds, numbers, streams, tasks
+    table = np.array([array.ctypes.data for array in held], np.int64)
+    noise = (0, 0, 0) if key is None else (key.seed, key.stream, 1)
+    _STEP_MANY[is_parallel(sum(sizes))](table.ctypes.data, *noise, len(tasks))
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
 def _rates(rates: tuple[Rates, ...]) -> tuple[np.ndarray, np.ndarray]:
     numbers = [(-own.lr, own.momentum, own.weight_decay) for own in rates]
     shape = len(rates), 3
-    nesterov = np.array([own.nesterov for own in rates], bool)
+    nesterov = np.array([own.nesterov for own in rates], np.uint8)
     return np.array(numbers, np.float32).reshape(shape), nesterov
 
 

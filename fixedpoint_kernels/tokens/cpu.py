@@ -7,10 +7,11 @@ without ``@njit`` know the tiles of one path by name, see ``products.instruction
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.instructions import compiled
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
@@ -29,18 +30,18 @@ leave = wide = narrow = wide_rows = narrow_rows = enter
 FLIPS, GRAIN, NARROW_ROWS, WIDE_ROWS = 0, 4, 0, 0
 
 
-@njit
+@inner
 def _floats(address, n):
     return carray(pointer_to(address), n, np.float32)
 
 
-@njit
+@inner
 def _count(address, n):
     """Add to a count; in a parallel loop, Numba takes such a line for dead code."""
     carray(pointer_to(address), 1, np.int64)[0] += n
 
 
-@njit
+@inner
 def _place(d, operand, own, first):
     """Return where the rows of a chunk lie."""
     row_bytes = d[operand + 1]
@@ -96,7 +97,7 @@ def multiply(
         group += count
 
 
-@njit
+@inner
 def _round_gradient(d, g, samples, first, tokens, own, places):
     """Round each sample to codes of its own power of two; write the power of each row."""
     width, padded = tokens * d[f.WIDTH], _NOISE_BLOCK
@@ -121,14 +122,14 @@ def _round_gradient(d, g, samples, first, tokens, own, places):
             round_block(values, out, e, start + e // 16, key, POWERS[exponent + 126])
 
 
-@njit
+@inner
 def _turned(source, line, valid, size, out):
     """Write 16 rows of ``size`` float32, ``line`` bytes apart, as columns; others than ``valid`` as 0."""
     for e in range(0, size, 16):
         passes.transpose(source + 4 * e, line, valid, out + 64 * e)
 
 
-@njit
+@inner
 def _products(a, a_row, a_step, b, b_step, rows, columns, depth, out, out_step, adds, spare):
     """Write, or add, products of float32; ``spare``: memory for 8 rows."""
     for i in range(0, rows, 8):
@@ -145,14 +146,14 @@ def _products(a, a_row, a_step, b, b_step, rows, columns, depth, out, out_step, 
                 passes.pass_on(spare + 64 * k, 16, out + (i + k) * out_step + 4 * j, adds)
 
 
-@njit
+@inner
 def _scores(a, line, turned, size, tokens, out):
     """Write products of rows with 16 turned ones, (tokens, 16); rows up to the next 8 are written."""
     for j in range(0, tokens, 8):
         passes.float_tile(a + j * line, line, 4, turned, 64, size, out + 64 * j, 64, 0)
 
 
-@njit
+@inner
 def _attend(d, scale, own, places, first, samples, tokens):
     """Attend, 16 tokens at a time: their scores are columns."""
     size, heads, row0 = d[f.SIZE], d[f.HEADS], first * tokens
@@ -180,7 +181,7 @@ def _attend(d, scale, own, places, first, samples, tokens):
                 )  # fmt: skip
 
 
-@njit
+@inner
 def _attend_backward(d, scale, own, places, first, samples, tokens):
     size, heads, row0 = d[f.SIZE], d[f.HEADS], first * tokens
     q0, k0, v0 = _place(d, f.Q, own, row0), _place(d, f.K, own, row0), _place(d, f.V, own, row0)
@@ -355,7 +356,7 @@ def _pack(tasks, reals, spare, spare_bytes, threads):
             _pack_layer(tasks[k], reals[k], spare + thread * spare_bytes)
 
 
-@njit
+@inner
 def _pack_layer(d, r, codes):
     outputs, inputs = d[f.OUTPUTS], d[f.DEPTH]
     passes.encode(d[f.WEIGHTS], outputs * inputs, codes, 0, 0, r[0], r[1], r[2])
@@ -392,7 +393,7 @@ def _pack_layer(d, r, codes):
         back[k] *= np.int32(-128) * np.int32(d[f.FLIPS])
 
 
-@njit
+@inner
 def _sorted(exponents, order):
     """Order samples by their exponent, largest first, others as they come."""
     starts = np.zeros(300, np.int64)
@@ -486,7 +487,7 @@ def add_piece(d, order, at, tokens, rows, first_row, channels, first, work, plac
         group += 2 if pair else 1
 
 
-@njit
+@inner
 def _fold(sums, channels, outputs, totals, power, flips):
     """Move int32 sums to float64 totals; they become 0."""
     last = carray(pointer_to(sums + 4 * channels * outputs), outputs, np.int32)
@@ -500,7 +501,7 @@ def _fold(sums, channels, outputs, totals, power, flips):
     tiles.blank(sums, 4 * (channels + 1) * outputs, 0)
 
 
-@njit
+@inner
 def _write_weights(totals, channels, first, depth, outputs, lsb, out):
     held = carray(pointer_to(totals), channels * outputs, np.float64)
     weight = _floats(out, outputs * depth)

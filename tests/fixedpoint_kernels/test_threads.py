@@ -93,6 +93,28 @@ with warnings.catch_warnings(record=True) as caught:
 assert ["NUMBA_CACHE_DIR" in str(w.message) for w in caught] == [True], caught
 """
 
+INNER = """
+from numba import njit
+from fixedpoint_kernels.llvm.calls import inner
+
+@inner
+def doubled(x):
+    return 2 * x
+
+@njit
+def kernel(x):
+    return doubled(x) + 1
+
+for _ in range(2):  # before a kernel is compiled, and after
+    try:
+        doubled(3)
+    except TypeError as error:
+        assert "doubled must be called by a kernel" in str(error), error
+    else:
+        raise AssertionError("Python called it")
+    assert kernel(3) == 7
+"""
+
 NUMBERS = """
 import torch
 from fixedpoint_kernels import FixedPoint, quantize, quantize_many
@@ -133,6 +155,10 @@ def run(script, *arguments, first="", **environment):
 def test_in_a_new_process(script):
     """A forked child runs the serial kernel; torch's number of threads is left alone."""
     run(script)
+
+
+def test_what_only_kernels_call_refuses_python():
+    run(INNER)  # in a process of its own, which a call without a way in would end
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ from numba import prange, types
 from numba.core import cgutils
 from torch import Tensor
 
+from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import I8, I16, Vector, intrinsic
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import words
-from fixedpoint_kernels.threads import compile_both, compiled, is_parallel
+from fixedpoint_kernels.threads import compile_both, is_parallel
 
 _BLOCK = 512  # elements of one vector, from 32 blocks of noise
 _MAGIC = 1.5 * 2**23  # added, whole numbers stand in the lowest bits
@@ -39,7 +40,7 @@ def round_block(_context, x, codes, at, block, key, scale):
     return signature, codegen
 
 
-@compiled()
+@inner
 def exponent_of(bits):
     """Return the exponent of a sample whose numbers have these bits, as ``reference`` has it."""
     largest = np.int32(0)
