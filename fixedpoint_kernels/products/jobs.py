@@ -1,6 +1,6 @@
 """What a thread does with a few images, in Numba: copy them with their border, and multiply.
 
-Functions without ``@njit`` know the tiles of one path by name, see ``instructions.compiled``.
+Functions without a decorator know the tiles of one path by name, see ``instructions.compiled``.
 Addresses are int64. What a job needs to know is a row of int64, whose places have the names below.
 """
 

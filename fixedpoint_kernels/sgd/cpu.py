@@ -63,24 +63,24 @@ def step_task(table, seed, stream, is_stochastic, task):
         task: Which piece.
     """
     at = carray(pointer_to(table), 8, np.int64)
-    own_task = carray(pointer_to(at[7]), (task + 1, 2), np.int64)[task]
+    own_task = carray(pointer_to(at[7] + 16 * task), 2, np.int64)
     tensor, start = own_task[0], own_task[1]
-    pointers = carray(pointer_to(at[0]), (tensor + 1, 4), np.int64)[tensor]
-    sizes = carray(pointer_to(at[1]), (tensor + 1, 2), np.int64)[tensor]
-    size, row = sizes[0], carray(pointer_to(at[2]), tensor + 1, np.int64)[tensor]
+    pointers = carray(pointer_to(at[0] + 32 * tensor), 4, np.int64)
+    sizes = carray(pointer_to(at[1] + 16 * tensor), 2, np.int64)
+    size, row = sizes[0], carray(pointer_to(at[2] + 8 * tensor), 1, np.int64)[0]
     master = carray(pointer_to(pointers[0]), size, np.float32)
     weight = carray(pointer_to(pointers[1]), size, np.float32)
     if row >= 0:
         grad = carray(pointer_to(pointers[2]), size, np.float32)
         momentum = carray(pointer_to(pointers[3]), size if pointers[3] else 0, np.float32)
-        rate = carray(pointer_to(at[3]), (row + 1, 3), np.float32)[row]
-        kind = carray(pointer_to(at[4]), (row + 1, 2), np.uint8)[row]
+        rate = carray(pointer_to(at[3] + 12 * row), 3, np.float32)
+        kind = carray(pointer_to(at[4] + 2 * row), 2, np.uint8)
         _move(master, grad, momentum, start, rate, kind[0] != 0, kind[1] != 0)
-    own_stream = carray(pointer_to(at[6]), tensor + 1, np.int64)[tensor]
+    own_stream = carray(pointer_to(at[6] + 8 * tensor), 1, np.int64)[0]
     if own_stream < 0:
         _copy(master, weight, start)
         return 0
-    own = carray(pointer_to(at[5]), (tensor + 1, 4), np.float32)[tensor]
+    own = carray(pointer_to(at[5] + 16 * tensor), 4, np.float32)
     number = (own[0], own[1], own[2], own[3])
     if is_stochastic:
         round_task(master, weight, None, start, sizes[1], number, (seed, stream + own_stream))

@@ -1,7 +1,7 @@
 """Kernels that run the operations of a program on samples, a few at a time; see ``program``.
 
 A thread takes the rows of a few samples through all operations while they are in its cache. Functions
-without ``@njit`` know the tiles of one path by name, see ``products.instructions.compiled``.
+without a decorator know the tiles of one path by name, see ``products.instructions.compiled``.
 """
 
 from typing import Any
