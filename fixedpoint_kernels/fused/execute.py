@@ -191,7 +191,8 @@ def _run(
         _fill(table, addresses, base, given)
     parallel = program.threads > 1
     weights.pack_weights(parallel)(
-        direction.tasks, direction.task_reals, program.spare, program.spare_bytes, program.threads
+        *(direction.tasks, direction.task_reals, direction.items),
+        *(program.spare, program.spare_bytes, program.threads),
     )
     cpu.run(program.path, direction.context, len(direction.regions), program.threads)
 

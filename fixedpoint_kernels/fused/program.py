@@ -4,7 +4,6 @@ Work is cut into regions. In a region a thread takes a few images through all op
 regions all threads wait: batch norm needs the sums of all images.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import Segment
 from fixedpoint_kernels.fused.layout import Layout, Memory
 from fixedpoint_kernels.fused.operations import Addresses, Buffer, Operation, table
-from fixedpoint_kernels.fused.weights import collect
+from fixedpoint_kernels.fused.weights import collect, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
 
 __all__ = ["Pass", "Program"]
@@ -47,6 +46,7 @@ class Pass:
     tasks: np.ndarray
     task_reals: np.ndarray
     task_addresses: Addresses
+    items: np.ndarray
     context: np.ndarray
 
 
@@ -143,7 +143,16 @@ class Program(Layout):
         own = np.array(found, np.int64)
         context = np.zeros(f.CONTEXT, np.int64)
         return Pass(
-            numbers, reals, rows, own, addresses, tasks, task_reals, task_addresses, context
+            numbers,
+            reals,
+            rows,
+            own,
+            addresses,
+            tasks,
+            task_reals,
+            task_addresses,
+            packing_items(tasks),
+            context,
         )
 
     def _fill_context(self, own: Pass) -> None:
@@ -184,6 +193,5 @@ class Program(Layout):
         self.places = begins[:6].astype(np.int64)
         self.scratch_bytes = int(begins[-1])
         self.scratch = self.take(self.scratch_bytes * self.threads)
-        largest = max(math.prod(layer.shape) for layer in self.segment.layers)
-        self.spare_bytes = largest + 128
+        self.spare_bytes = max(spare_bytes(layer.shape) for layer in self.segment.layers)
         self.spare = self.take(self.spare_bytes * self.threads)

@@ -7,12 +7,14 @@ from numba import carray, prange
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.views import doubles, floats
+from fixedpoint_kernels.llvm import rows as passes
+from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import called, inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.packing import pack, sum_taps, write_columns
 from fixedpoint_kernels.threads import compile_both
 
-__all__ = ["collect", "pack_weights"]
+__all__ = ["collect", "pack_weights", "packing_items", "spare_bytes"]
 
 
 @inner
@@ -93,23 +95,166 @@ def pack_task(d, scales, own):
     return 0
 
 
+@inner
+def _round_outputs(d, block, scale, low, high, own):
+    """Round 16 outputs, and lay them out: a column is an output's taps and inputs."""
+    inputs, step_o, size = d[f.W_INPUTS], d[f.W_STEP_O], d[f.W_INPUTS] * d[f.W_TAPS]
+    step_c, turned = d[f.W_STEP_C] * 16, own + 16 * size
+    for i in range(16):
+        source = d[f.WEIGHTS] + 4 * (block * 16 + i) * step_o
+        passes.encode(source, size, own + i * size, 0, 0, scale, low, high)
+    for j in range(0, size, 16):  # the codes of 16 outputs side by side
+        tiles.transpose(own + j, size, turned + 16 * j, 16)
+    out = d[f.W_PACKED] + block * d[f.W_DEPTH] * 16
+    for i in range(d[f.W_TAPS] if d[f.W_IS_FLAT] else d[f.W_PART_TAPS]):
+        tap, offset = _tap(d, i, inputs)
+        source = turned + 16 * tap * d[f.W_STEP_T]
+        for c in range(0, inputs, 4):
+            tiles.interleave(source + c * step_c, step_c, out + (offset + c) * 16)
+
+
+@inner
+def _round_inputs(d, block, scale, low, high, own):
+    """Round 16 inputs, and lay them out: a column is an input's taps and outputs."""
+    outputs, taps, step_t = d[f.W_OUTPUTS], d[f.W_TAPS], d[f.W_STEP_T]
+    is_flat, first = d[f.W_IS_FLAT] != 0, block * 16
+    is_last = d[f.W_STEP_C] == 1  # channels last, or there is one tap
+    count = taps if is_flat else d[f.W_PART_TAPS]
+    step = count * 16 if is_last else (taps + 15) // 16 * 256
+    codes = own + 16 * step
+    for output in range(0, outputs, 16):
+        for o in range(16):
+            source, place = d[f.WEIGHTS] + 4 * (output + o) * d[f.W_STEP_O], own + o * step
+            if is_last:
+                for i in range(count):
+                    start = source + 4 * (_tap(d, i, outputs)[0] * step_t + first)
+                    passes.encode(start, 16, place + 16 * i, 0, 0, scale, low, high)
+            else:
+                passes.encode(source + 4 * first * taps, 16 * taps, codes, 0, 0, scale, low, high)
+                for j in range(0, taps, 16):
+                    tiles.transpose(codes + j, taps, place + 16 * j, 16)
+        for i in range(count):
+            tap, offset = _tap(d, i, outputs)
+            group = tap * (d[f.W_INPUTS] // 16) + block if is_flat else block
+            out = d[f.W_PACKED] + (group * d[f.W_DEPTH] + (0 if is_flat else offset) + output) * 16
+            source = own + 16 * (i if is_last else tap)
+            for o in range(0, 16, 4):
+                tiles.interleave(source + o * step, step, out + o * 16)
+
+
+@inner
+def _tap(d, i, channels):
+    """Return the number of a tap, and where it begins in a column; those of a flat layer follow each other."""
+    if d[f.W_IS_FLAT]:
+        return np.int64(i), i * channels
+    numbers = carray(pointer_to(d[f.W_NUMBERS]), i + 1, np.int64)
+    return numbers[i], carray(pointer_to(d[f.W_OFFSETS]), i + 1, np.int64)[i]
+
+
+@inner
+def _begin_group(d, group, count, channels, columns, own):
+    """Write what sums of products of 16 columns start from: in all, then place by place.
+
+    count: taps, of ``channels`` each; columns: of all groups; own: address of room for int32.
+    """
+    spots, packed = d[f.W_SPOTS], d[f.W_PACKED] + group * d[f.W_DEPTH] * 16
+    begin = carray(pointer_to(d[f.BEGIN]), (1 + spots, columns), np.int32)
+    for row in range(1 + spots):
+        for lane in range(16):
+            begin[row, group * 16 + lane] = 0
+    if not d[f.W_FLIPS]:
+        return
+    offsets = carray(pointer_to(d[f.W_OFFSETS]), count, np.int64)
+    meets = carray(pointer_to(d[f.W_MEETS]), (spots, count), np.uint8)
+    sums = carray(pointer_to(own), 16, np.int32)
+    for i in range(count):
+        tiles.sum_columns(packed + offsets[i] * 16, channels // 4, own)
+        for row in range(1 + spots):
+            if row == 0 or meets[row - 1, i]:
+                for lane in range(16):
+                    begin[row, group * 16 + lane] -= np.int32(128) * sums[lane]
+
+
+def pack_columns(d, scales, own, block):
+    """Round 16 outputs of a weight (of a turned one: inputs), and lay them out for tiles.
+
+    Args:
+        d: Address of a row of numbers, see ``fields``.
+        scales: Address of float32: scale, lowest and highest code.
+        own: Address of the thread's memory.
+        block: Which 16. A weight that lies otherwise is laid out as a whole, with the first.
+    """
+    at, d, (scale, low, high) = d, carray(pointer_to(d), f.COUNT, np.int64), floats(scales, 3)
+    outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
+    step_c, step_t = d[f.W_STEP_C], d[f.W_STEP_T]
+    is_known = step_c == taps and (step_t == 1 or taps == 1)
+    is_known = is_known or (step_c == 1 and step_t == inputs)
+    if outputs % 16 or inputs % 16 or not is_known:
+        if block == 0:
+            _pack_task(at, scales, own)
+        return 0
+    is_turned, is_flat, depth = d[f.W_IS_TURNED] != 0, d[f.W_IS_FLAT] != 0, d[f.W_DEPTH]
+    channels, count = outputs if is_turned else inputs, d[f.W_PART_TAPS]
+    groups = taps if is_turned and is_flat else 1
+    if not is_flat and count * channels < depth:  # there is room between taps
+        tiles.blank(d[f.W_PACKED] + block * depth * 16, depth * 16, 0)
+    if is_turned:
+        _round_inputs(d, block, scale, low, high, own)
+    else:
+        _round_outputs(d, block, scale, low, high, own)
+    columns = (inputs * taps if is_flat else inputs) if is_turned else outputs
+    for i in range(groups):
+        group = i * (inputs // 16) + block
+        _begin_group(d, group, count, depth if is_flat else channels, columns, own)
+    return 0
+
+
 _pack_task = called(pack_task)
+_pack_columns = called(pack_columns)
 
 
-def _pack_weights(tasks, scales, spare, spare_bytes, threads):
+def _pack_weights(tasks, scales, items, spare, spare_bytes, threads):
     """Lay out all weights.
 
     Args:
         tasks: (tasks, ...) int64, see ``fields``.
         scales: (tasks, 3) float32: scale, lowest and highest code.
+        items: (items, 2) int64: a task, and which 16 of its columns.
         spare: Address of each thread's memory.
-        spare_bytes: Of a thread.
+        spare_bytes: Of a thread, see ``spare_bytes``.
         threads: How many.
     """
     for thread in prange(threads):
-        for k in range(thread, len(tasks), threads):
-            own = spare + thread * spare_bytes
-            _pack_task(tasks[k].ctypes.data, scales[k].ctypes.data, own)
+        own = spare + thread * spare_bytes
+        for k in range(thread, len(items), threads):
+            task, block = items[k]
+            _pack_columns(tasks[task].ctypes.data, scales[task].ctypes.data, own, block)
+
+
+def packing_items(tasks: np.ndarray) -> np.ndarray:
+    """Return what ``pack_weights`` does one by one, the longest first; see there.
+
+    Args:
+        tasks: (tasks, ...) int64, see ``fields``.
+    """
+    turned = tasks[:, f.W_IS_TURNED] != 0
+    blocks = -(np.where(turned, tasks[:, f.W_INPUTS], tasks[:, f.W_OUTPUTS]) // -16)
+    task = np.repeat(np.arange(len(tasks)), blocks)
+    block = np.arange(len(task)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    order = np.argsort(-tasks[task, f.W_DEPTH], kind="stable")
+    return np.stack([task, block], axis=1).astype(np.int64)[order]
+
+
+def spare_bytes(shape: tuple[int, int, int, int]) -> int:
+    """Return how much memory a thread needs to lay out a weight.
+
+    Args:
+        shape: Outputs, inputs, height and width.
+    """
+    outputs, inputs, height, width = shape
+    taps = height * width
+    by_outputs, by_inputs = 32 * inputs * taps, (16 * -(taps // -16) + 1) * 256 + 16 * taps
+    return max(outputs * inputs * taps, by_outputs, by_inputs) + 512
 
 
 @inner

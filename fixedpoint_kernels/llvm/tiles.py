@@ -276,6 +276,20 @@ def _transpose_floats(builder: Any, source: Any, out: Any, out_step: Any) -> Non
         store(builder, row, builder.add(out, builder.mul(out_step, I64(j))))
 
 
+def _sum_columns(builder: Any, source: Any, quads: Any, out: Any) -> None:
+    """Write the sums of 16 columns of signed bytes, ``[quads][16][4]``, as int32."""
+    whole = vector(I32, 16)
+    total = cgutils.alloca_once_value(builder, constant(whole, 0))
+    with cgutils.for_range(builder, quads, intp=I64) as loop:
+        words = load(builder, builder.add(source, builder.shl(loop.index, I64(6))), whole)
+        own = builder.load(total)
+        for places in (24, 16, 8, 0):
+            left = builder.shl(words, constant(whole, places))
+            own = builder.add(own, builder.ashr(left, constant(whole, 24)))
+        builder.store(own, total)
+    store(builder, builder.load(total), out)
+
+
 def _copy(flip: bool) -> Callable[..., None]:
     """Copy bytes, reading no others; or flip their highest bits too."""
 
@@ -429,6 +443,7 @@ release = addressed(1, _release)
 interleave = addressed(3, _interleave)
 transpose = addressed(4, _transpose)
 transpose_floats = addressed(3, _transpose_floats)
+sum_columns = addressed(3, _sum_columns)
 copy = addressed(3, _copy(False))
 copy_flipped = addressed(3, _copy(True))
 blank = addressed(3, _blank)
