@@ -132,7 +132,7 @@ def backward(
     found = []
     for n, own in enumerate(parameters):
         outputs_of, seed, stream = len(own.weight), *own.noise
-        weight = torch.empty(own.weight.shape if program.weight_sums[n] else 0)
+        weight = _like(own.weight) if program.weight_sums[n] else torch.empty(0)
         scale, shift = torch.empty(outputs_of), torch.empty(outputs_of)
         given |= {("of_scale", n): scale.data_ptr(), ("of_shift", n): shift.data_ptr()}
         given |= {("seed", n): seed, ("stream", n): stream}
@@ -146,6 +146,13 @@ def backward(
     if seen is not None:
         seen += [own.take() for own in back]
     return (None if dx is None else dx.take()), found
+
+
+def _like(weight: Tensor) -> Tensor:
+    """Return room for a gradient, as the weight lies: autograd copies what lies otherwise."""
+    if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
+        return torch.empty_like(weight, memory_format=torch.channels_last)
+    return torch.empty(weight.shape)
 
 
 def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -95,8 +95,12 @@ class Program(Layout):
         self.clamped[:] = 0
 
     def collect(self, weights: Sequence[Tensor]) -> None:
-        """Write weight gradients, contiguous, from what backward added up; empty ones are not wanted."""
+        """Write weight gradients from what backward added up; empty ones are not wanted.
+
+        They are contiguous, or lie channels last.
+        """
         tasks, items = self._collected
+        tasks[:, f.W_STEP_C] = [0 if weight.is_contiguous() else 1 for weight in weights]
         tasks[:, f.OUT] = [weight.data_ptr() if weight.numel() else 0 for weight in weights]
         collect(self.threads > 1)(tasks, items, self.threads)
 

@@ -271,20 +271,23 @@ def _rows_of(d):
 
 
 @inner
-def _add_thread(d, thread, first, sums):
+def _add_thread(d, thread, first, is_last, sums):
     """Add what a thread has for 16 inputs: int32, or the float64 that they were folded to.
 
-    sums: (inputs * taps, columns) float64; a thread's own lie by tap, input and output.
+    sums: (inputs * taps, columns) float64, by input and tap, or where ``is_last`` by tap and input; a
+    thread's own lie by tap, input and output.
     """
     held = doubles(d[f.HELD], 3 * thread + 3)[3 * thread :]
     taps, (rows, columns) = d[f.W_TAPS], sums.shape
+    count = rows // taps
     every, step = _rows_of(d)
     size, scale, is_folded = every * columns, held[1], held[2] > 0
     totals = doubles(d[f.TOTALS], (thread + 1) * size)[thread * size :]
     whole = carray(pointer_to(d[f.SUMS] + thread * d[f.SUMS_STRIDE]), size + columns, np.int32)
     last = whole[size:]
     for row in range(rows):
-        at, out = (row % taps * step + first + row // taps) * columns, sums[row]
+        tap, place = (row // count, row % count) if is_last else (row % taps, row // taps)
+        at, out = (tap * step + first + place) * columns, sums[row]
         if is_folded:
             folded = totals[at : at + columns]
             for o in range(columns):
@@ -310,18 +313,24 @@ def collect_inputs(d, first, threads):
     d = carray(pointer_to(d), f.COUNT, np.int64)
     outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
     columns, lsb = (outputs + 15) // 16 * 16, floats(d[f.POWERS], 1)[0]
-    rows = min(16, inputs - first) * taps
+    rows, is_last = min(16, inputs - first) * taps, d[f.W_STEP_C] == 1 and taps > 1
     sums, values = np.zeros((rows, columns), np.float64), np.empty((rows + 16, 16), np.float32)
     for thread in range(threads):
-        _add_thread(d, thread, first, sums)
-    step = inputs * taps
+        _add_thread(d, thread, first, is_last, sums)
+    step, count = inputs * taps, rows // taps
     for output in range(0, outputs, 16):
         for row in range(rows):
             own, out = sums[row, output : output + 16], values[row]
             for o in range(16):
                 out[o] = np.float32(own[o]) * lsb
-        place = d[f.OUT] + 4 * (output * step + first * taps)
-        write_columns(values, rows, min(16, outputs - output), place, step)
+        if is_last:
+            for tap in range(taps):
+                place = d[f.OUT] + 4 * (output * step + tap * inputs + first)
+                own_values = values[tap * count : tap * count + count + 16]
+                write_columns(own_values, count, min(16, outputs - output), place, step)
+        else:
+            place = d[f.OUT] + 4 * (output * step + first * taps)
+            write_columns(values, rows, min(16, outputs - output), place, step)
     return 0
 
 

@@ -16,6 +16,7 @@ from fixedpoint_kernels.memory import places_on_cpu
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.reference import Rounding
 from fixedpoint_kernels.sgd.targets import Moves, Rates, Targets
+from fixedpoint_kernels.strides import laid
 
 __all__ = ["Moves", "Rates", "Targets", "has_bits_of_torch", "step_many"]
 
@@ -34,7 +35,8 @@ def step_many(
 
     Returns:
         Whether it was done. If not, nothing has changed: a tensor is not as it should be or shares
-        memory with another, or torch's sums of products round twice on this machine.
+        memory with another, noise would go to a tensor whose dimensions lie in another order, or
+        torch's sums of products round twice on this machine.
 
     Raises:
         TypeError, ValueError: ``seed``, ``stream`` or an offset is out of range.
@@ -42,12 +44,22 @@ def step_many(
     offsets = targets.offsets
     Key.checked(seed, stream + len(offsets), max(offsets, default=0))
     key = Key.checked(seed, stream, min(offsets, default=0))
-    momenta = [x for x in moves.momenta if x is not None]
-    if not has_bits_of_torch() or (addresses := targets.find(momenta)) is None:
+    orders = targets.orders()
+    if any(orders) and rounding == "stochastic":  # noise goes by the order of dimensions
+        return False
+    moved_orders = [orders[row] for row in moves.rows]
+    pairs = zip(moves.momenta, moved_orders, strict=True)
+    momenta, own_orders = [], []
+    for momentum, order in pairs:
+        if momentum is not None:
+            momenta.append(momentum)
+            own_orders.append(order)
+    if not has_bits_of_torch() or (addresses := targets.find(momenta, own_orders)) is None:
         return False
     read = np.empty(0, np.int64)
     if moves.grads:
-        places = places_on_cpu(moves.grads)
+        grads = list(map(laid, moves.grads, moved_orders)) if any(orders) else moves.grads
+        places = places_on_cpu(grads)
         if places is None:
             return False
         read, sizes = np.array(places.xs, np.int64), places.elements

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import are_apart, places_on_cpu
+from fixedpoint_kernels.strides import laid, memory_order
 
 __all__ = ["Moves", "Rates", "Targets"]
 
@@ -27,7 +28,7 @@ class Moves(NamedTuple):
 
     Args:
         rows: Positions among the masters, ascending.
-        grads: float32, contiguous, as many elements as the master; not changed.
+        grads: float32, as many elements as the master, in its strides; not changed.
         momenta: The same; None where ``momentum`` is 0. Changed.
         is_first: Whether the momentum is not begun: it becomes the gradient, what it holds is
             not read.
@@ -45,8 +46,8 @@ class Targets:
     """What steps write: masters, weights and momenta. Where they lie is checked once, until it changes.
 
     Args:
-        masters: float32, any shapes, contiguous, on a CPU.
-        weights: Where the rounded masters go, like these.
+        masters: float32, any shapes, without gaps, on a CPU.
+        weights: Where the rounded masters go, like these, in their strides.
         fmts: Of each weight; None: the weight is the master.
         offsets: Position of each weight's first element in its stream of noise.
     """
@@ -62,6 +63,8 @@ class Targets:
         self._own = [*masters, *weights]
         self._momenta: list[Tensor] = []
         self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self._strides: list[tuple[int, ...]] = []
+        self._orders: list[tuple[int, ...] | None] = []
         self._starts = self._ends = np.empty(0, np.int64)
 
     @property
@@ -69,9 +72,27 @@ class Targets:
         """Elements of each master; those of its weight are as many."""
         return self._seen[1][: len(self.fmts)] if self._seen else ()
 
-    def find(self, momenta: list[Tensor]) -> np.ndarray | None:
-        """Return addresses of masters, weights and momenta, int64; None where a kernel takes them not."""
+    def orders(self) -> list[tuple[int, ...] | None]:
+        """Return the order of dimensions in which each master lies in memory, if not their own."""
+        masters = self._own[: len(self.fmts)]
+        strides = [x.stride() for x in masters]
+        if strides != self._strides:
+            self._strides, self._orders = strides, [memory_order(x) for x in masters]
+        return self._orders
+
+    def find(
+        self, momenta: list[Tensor], orders: list[tuple[int, ...] | None]
+    ) -> np.ndarray | None:
+        """Return addresses of masters, weights and momenta, int64; None where a kernel takes them not.
+
+        Args:
+            momenta: Those that there are.
+            orders: In which each of them must lie; weights lie as their masters do.
+        """
+        own = self.orders()
         tensors = [*self._own, *momenta]
+        if any(own):
+            tensors = list(map(laid, tensors, [*own, *own, *orders]))
         is_known = len(momenta) == len(self._momenta) and all(map(is_, momenta, self._momenta))
         if is_known and self._seen is not None:
             now = tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.numel, tensors))

@@ -145,6 +145,17 @@ def averaged(width=8):
     return Segment(layers, values)
 
 
+def kernels(width=16):
+    """Kernels of more taps than vectors have lanes, and of one; widths of whole vectors."""
+    layers = (
+        layer(INPUT, width, width, size=5, window=Window((1, 1), (2, 2))),
+        layer(0, 2 * width, width, size=1, window=Window((2, 2))),
+        layer(1, width, 2 * width, size=3, eps=None),
+    )
+    values = Value(0, relu=True), Value(1, relu=True), Value(2, is_output=True)
+    return Segment(layers, values)
+
+
 def narrowed(segment, bits):
     """The same with formats of so many bits, over the same range."""
 
@@ -174,6 +185,7 @@ SEGMENTS = {
     "flattened large": (flattened(64, 24, 40, 100), 70, (16, 16)),
     "averaged": (averaged(), 3, (11, 9)),
     "averaged odd": (averaged(5), 2, (12, 8)),
+    "kernels": (kernels(), 3, (7, 6)),
     "few places": (residual(20, None, inputs=20), 19, (3, 2)),
     "seven bits": (narrowed(residual(16), 7), 3, (8, 8)),
     "five bits": (narrowed(residual(20, inputs=20), 5), 3, (9, 7)),
@@ -351,22 +363,34 @@ def test_strides_of_a_linear_weight_do_not_matter():
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(found, others, strict=True))
 
 
-def test_strides_do_not_matter():
-    segment, count, size = SEGMENTS["residual"]
+def spread(x):
+    """The same with room between its elements, which no vector takes."""
+    return torch.stack([x, x], dim=-1).flatten(-2)[..., ::2]
+
+
+def last(x):
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("lies", [last, spread])
+@pytest.mark.parametrize("name", ["residual", "kernels", "places", "few places", "flattened"])
+def test_strides_do_not_matter(name, lies, path):
+    segment, count, size = SEGMENTS[name]
     x = images(segment, count, size)
-    own = parameters(segment)
-    made = program(segment, x)
-    (y,), kept = execute.forward(made, x, own)
+    own, made = parameters(segment), program(segment, x, path)
+    outputs, kept = execute.forward(made, x, own)
+    grads = [torch.randn(y.shape) for y in outputs]
+    dx, found = execute.backward(made, kept, own, grads)
     for one in own:
-        one.weight = one.weight.contiguous(memory_format=torch.channels_last)
-    (other,), other_kept = execute.forward(
-        made, x.contiguous(memory_format=torch.channels_last), own
-    )
-    assert torch.equal(y, other)
-    grad = torch.randn(y.shape)
-    dx, _ = execute.backward(made, kept, own, [grad])
-    other_dx, _ = execute.backward(made, other_kept, own, [grad.contiguous()])
+        one.weight = lies(one.weight)
+    others, other_kept = execute.forward(made, last(x), own)
+    other_dx, other = execute.backward(made, other_kept, own, list(map(last, grads)))
+    assert all(map(torch.equal, outputs, others))
     assert torch.equal(dx, other_dx)
+    for a, b in zip(found, other, strict=True):
+        assert torch.equal(a.weight, b.weight)
+        assert lies is spread or last(b.weight) is b.weight  # autograd need not copy it
 
 
 def test_a_gradient_that_is_not_finite_is_seen():

@@ -45,13 +45,14 @@ def test_sizes_whose_squares_float32_cannot_hold():
     "x",
     [
         torch.arange(24.0).view(4, 6).t(),
+        torch.arange(48.0).view(2, 3, 2, 4).contiguous(memory_format=torch.channels_last),
         torch.arange(24.0)[::2],
         torch.ones(1).expand(9),
         torch.arange(9.0).bfloat16(),
         torch.arange(9.0).double(),
         torch.nn.Parameter(torch.arange(9.0)),
     ],
-    ids=["transposed", "strided", "expanded", "bfloat16", "float64", "parameter"],
+    ids=["transposed", "channels last", "strided", "expanded", "bfloat16", "float64", "parameter"],
 )
 def test_layouts_and_dtypes(x):
     xs = [torch.arange(5.0), x.detach() if x.is_leaf else x]

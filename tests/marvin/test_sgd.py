@@ -139,7 +139,7 @@ def test_a_state_goes_from_one_way_to_the_other(monkeypatch, launches):
     torch.testing.assert_close(facts(other, twin), facts(net, optimizer), rtol=0, atol=0)
 
 
-def test_channels_last_is_left_to_torch(launches):
+def test_noise_for_channels_last_is_left_to_torch(launches):
     net = model().to(memory_format=torch.channels_last)
     optimizer = FUSED["fixed"](list(net.named_parameters()))
     train(net, optimizer, range(2))
@@ -148,3 +148,24 @@ def test_channels_last_is_left_to_torch(launches):
     same = FUSED["fixed"](list(twin.named_parameters()))
     train(twin, same, range(2))
     assert launches[2:] == [True, True]
+
+
+@pytest.mark.parametrize("is_last", [True, False], ids=["model", "gradients alone"])
+def test_channels_last_moves_in_one_pass_to_the_bits_of_torch(is_last, launches, monkeypatch):
+    def run_last():
+        net = model()
+        if is_last:
+            net = net.to(memory_format=torch.channels_last)
+        else:  # they lie otherwise than their masters
+            net[0].weight.register_post_accumulate_grad_hook(
+                lambda p: setattr(p, "grad", p.grad.contiguous(memory_format=torch.channels_last))
+            )
+        policy = marvin.LossBudgetPolicy(window=4, batch_size=6)
+        optimizer = marvin.Quantized(SGD(net.named_parameters(), **PLAIN, nesterov=True), policy)
+        train(net, optimizer, range(6))
+        return facts(net, optimizer)
+
+    found = run_last()
+    assert launches == [is_last] * 6
+    monkeypatch.setattr(quantized, "moves_of", lambda *_: None)
+    torch.testing.assert_close(run_last(), found, rtol=0, atol=0)
