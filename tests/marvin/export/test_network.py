@@ -243,7 +243,7 @@ def tied(layer):
         (lambda: Bare(lambda m, y: (y, None)), "must give tensors, or tuples.* got output1=None"),
         (lambda: Bare(lambda m, y: y + y[:, :1]), r"must have one shape, got \(2, 4, 4\) and \(1,"),
         (lambda: Call(lambda m, y: y if y.sum() > 0 else -y), "traceable.* no if and no loop may"),
-        (lambda: Bare(lambda m, y: y.max(-1)[0]), r"max: max\(conv, -1\) can.* use nn.AdaptiveMax"),
+        (lambda: Bare(lambda m, y: y.max(-1)[0]), r"max\(conv, -1\) can.* use nn.AdaptiveMax"),
         (
             lambda: Bare(lambda m, y: torch.sort(y)[0]),
             r"sort: sort\(conv\) cannot be exported: comp",
