@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError
 
 from fixedpoint_kernels import FixedPoint, forward_save
 from fixedpoint_kernels.forward_save.swap import is_converted
@@ -210,7 +211,7 @@ def _traced(model: nn.Module, activations: Mapping[str, Formats]) -> tuple[fx.Gr
         except Exception as error:  # whatever the model's own code raises on a tracer's proxies
             first_line = str(error).partition("\n")[0]
             hint = ""
-            if isinstance(error, fx.proxy.TraceError):
+            if isinstance(error, TraceError):
                 hint = "; in forward, no if and no loop may depend on values of tensors"
             raise ExportError(
                 f"the model must be traceable by torch.fx: {first_line}{hint}"
