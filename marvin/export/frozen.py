@@ -79,7 +79,10 @@ def _samples(
 @torch.no_grad()
 def _check_taken(model: nn.Module, sample: Tensor) -> None:
     """Refuse samples that the model does not take, and a model that takes several tensors."""
-    check_one_input(model)
+    try:
+        check_one_input(model)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
     try:
         model(sample)
     except Exception as error:  # whatever the model's own code raises
