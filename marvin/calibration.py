@@ -20,7 +20,7 @@ from marvin.model_formats import ModuleFormats
 from marvin.nested import mapped, mapped_value
 from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_one
-from marvin.settings import check_batches, check_model, check_uncompiled
+from marvin.settings import check_batches, check_model, check_one_input, check_uncompiled
 
 __all__ = [
     "Batches",
@@ -83,7 +83,8 @@ def calibrate(
         TypeError: ``model`` is no module, or what ``torch.compile`` returned; or ``batches`` is one
             tensor, or a batch no tensor.
         ValueError: An argument is out of range; there is no batch, no layer sees one, or a value is not
-            finite; or the model carries block floating point, or formats of weights alone.
+            finite, or float64; or the model carries block floating point, or formats of weights alone, or must be
+            called with several tensors.
 
     Examples:
         >>> fixed = marvin.calibrate(net, (images for images, _ in loader), bits=8)
@@ -122,7 +123,8 @@ def layer_formats(
 
     Raises:
         TypeError: ``batches`` is one tensor, or a batch no tensor.
-        ValueError: There is no batch, no layer sees one, or a value is not finite.
+        ValueError: There is no batch, no layer sees one, a value is not finite, or float64, or the model must be
+            called with several tensors.
     """
     layers = layers_of(model)
     seen = _observed(model, batches, layers, layers if bits > _SHORT else ())
@@ -228,6 +230,11 @@ class _Values:
         """Take a tensor into account, if it holds floats; return it."""
         if x.dtype in FLOATS:
             self.add(x)
+        elif x.is_floating_point():
+            raise ValueError(
+                f"{self.name} must see float32 to be calibrated, got {x.dtype}: write model.float(), and "
+                "x.float() of batches"
+            )
         return x
 
     def add(self, x: Tensor) -> None:
@@ -356,6 +363,7 @@ def _observed(
 ) -> dict[nn.Module, _Ranges]:
     """Run a model, and return what comes into some of its modules, and goes out of others."""
     check_batches(batches, "calibrate(model, [x])")
+    check_one_input(model)
     names = {module: name for name, module in model.named_modules()}
     seen = {
         m: _Ranges(argument_names(m), _Values(names[m]), _Values(names[m]))

@@ -27,6 +27,7 @@ __all__ = [
     "check_dtypes",
     "check_loss",
     "check_model",
+    "check_one_input",
     "check_params",
     "check_settings",
     "check_step",
@@ -148,15 +149,35 @@ def check_model(model: object, call: str) -> None:
 
 
 def check_uncompiled(model: nn.Module, call: str) -> None:
-    """Refuse what ``torch.compile`` returned where the model that it was given is meant.
+    """Refuse what ``torch.compile`` or ``torch.jit`` returned where the model that it was given is meant.
 
     Raises:
         TypeError: It is that.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"the model must come as it was before torch.jit: write {call} with that model"
+        )
     if uncompiled(model) is not model:
         raise TypeError(
             f"the model must come as it was before torch.compile: write {call} with that model, and "
             "compile it afterwards"
+        )
+
+
+def check_one_input(model: nn.Module) -> None:
+    """Refuse a model that must be called with several tensors.
+
+    Raises:
+        ValueError: It must; names them.
+    """
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    known = inspect.signature(model.forward).parameters.values()
+    needed = [p.name for p in known if p.default is p.empty and p.kind in kinds]
+    if len(needed) > 1:
+        raise ValueError(
+            f"the model must take one tensor, got forward({', '.join(needed)}): give one tensor that has them "
+            f"all, and take it apart in forward, {needed[0]}[:, :4]"
         )
 
 

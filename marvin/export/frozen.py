@@ -17,6 +17,7 @@ from marvin.export.graph.formats import (
     weight_formats,
 )
 from marvin.export.report import Trained
+from marvin.settings import check_one_input
 
 __all__ = ["export"]
 
@@ -77,7 +78,11 @@ def _samples(
 
 @torch.no_grad()
 def _check_taken(model: nn.Module, sample: Tensor) -> None:
-    """Refuse samples that the model does not take."""
+    """Refuse samples that the model does not take, and a model that takes several tensors."""
+    try:
+        check_one_input(model)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
     try:
         model(sample)
     except Exception as error:  # whatever the model's own code raises

@@ -268,3 +268,14 @@ def test_what_cannot_be_calibrated_is_named(change, message):
         marvin.calibrate(build(), **given)
     with pytest.raises(TypeError, match=r"a model .* must come first"):
         marvin.calibrate(nn.Conv2d, batches(1))
+
+
+def test_a_model_of_two_inputs_or_of_other_floats_is_named():
+    class Two(nn.Module):
+        def forward(self, image, facts, scale=1.0):
+            return image + facts * scale
+
+    with pytest.raises(ValueError, match=r"got forward\(image, facts\): .* image\[:, :4\]"):
+        marvin.calibrate(Two(), [(torch.ones(1), torch.ones(1))])
+    with pytest.raises(ValueError, match=r"0 must see float32.*got torch.float64.*model.float\(\)"):
+        marvin.calibrate(build().double(), [x.double() for x in batches(1)])

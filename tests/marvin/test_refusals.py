@@ -225,6 +225,8 @@ def test_a_compiled_model_is_named(call):
     optimizer = marvin.MSGD(net.named_parameters())
     with pytest.raises(TypeError, match=r"before torch.compile: write \w+\(model"):
         call(torch.compile(net), optimizer)
+    with pytest.raises(TypeError, match=r"before torch.jit: write \w+\(model"):
+        call(torch.jit.script(net), optimizer)
 
 
 def test_one_batch_does_not_pass_for_many():

@@ -173,7 +173,7 @@ class Builder:
     def begin(self, name: str, shape: tuple[int, ...]) -> None:
         """Add the input."""
         self.operations.append(Input(name, (), shape))
-        why_not = "takes the network's input before any layer rounds it"
+        why_not = "takes the network's input before any layer rounds it: do that to the samples, before the network"
         self.pending[name] = Pending(
             "", lambda n, _, fmt: Round(n, (name,), fmt), shape, name, why_not
         )

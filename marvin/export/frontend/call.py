@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 
 from marvin.export.errors import ExportError
 from marvin.export.frontend.builder import Builder
+from marvin.export.frontend.instead import of_call
 from marvin.export.frontend.observe import has_tensors
 from marvin.export.frontend.transformers import constant
 
@@ -57,11 +58,12 @@ class Call:
         return cls(builder, node, builder.unused(node.name), args, kwargs, tuple(nodes))
 
     def refusal(self, instead: str = "") -> ExportError:
-        """Return what says that this call cannot be exported, and what to write instead."""
+        """Return what says that this call cannot be exported, and what to write instead: ``": "`` and a text."""
         target = self.node.target
         text = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         arguments = ", ".join(map(str, self.node.args))
-        return ExportError(f"{self.node.name}: {text}({arguments}) cannot be exported{instead}")
+        rest = instead or f": {of_call(text)}"
+        return ExportError(f"{self.node.name}: {text}({arguments}) cannot be exported{rest}")
 
     def value(self, node: Any, *, in_any_order: bool = False) -> str:
         """Return the value that a node stands for.

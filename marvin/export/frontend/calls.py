@@ -245,11 +245,16 @@ def _concat(builder: Builder, call: Call) -> str:
     return result
 
 
+_PARTS = "chunk", "split", "tensor_split", "unbind"
+
+
 def _item(builder: Builder, call: Call) -> str:
     """Add a part of a tensor: one of several, or by indices."""
     of = call.args[0]
     whole = of
-    if of not in builder.memory:  # one of the tensors of chunk, split or unbind
+    if of not in builder.memory:
+        if getattr(of.target, "__name__", of.target) not in _PARTS:
+            raise Call.of(builder, of).refusal()
         whole = of.args[0]
     source = call.value(whole, in_any_order=True)
     # the indices of each element of one sample say which part it is

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError
 
 from fixedpoint_kernels import FixedPoint, forward_save
 from fixedpoint_kernels.forward_save.swap import is_converted
@@ -18,6 +20,7 @@ from marvin.export.frontend.calls import CALLS, round_values
 from marvin.export.frontend.follow import Follower, Step, check_numbers
 from marvin.export.frontend.foreign import check_own, kind_of
 from marvin.export.frontend.functions import layer_of
+from marvin.export.frontend.instead import of_layer
 from marvin.export.frontend.layers import MODULES, SAME
 from marvin.export.frontend.observe import observe
 from marvin.export.frontend.transformers import ROWS, exact_rows
@@ -92,6 +95,7 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
     if not isinstance(sample, Tensor):
         raise TypeError(f"samples must be a tensor, one batch, got {type(sample).__name__}")
     model = _plain(model)
+    _check_dtypes(model)
     origin = "trained" if activations is None else "calibrated"
     own = activation_formats(model)
     weights = weight_formats(model) if weights is None else weights
@@ -125,6 +129,15 @@ def _plain(model: nn.Module) -> nn.Module:
         forward_save.revert(model)
     revert(model)
     return model
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """Refuse parameters of other floats than float32, in which nothing would be compared exactly."""
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and p.dtype != torch.float32:
+            raise ExportError(
+                f"the model must be float32, got {p.dtype} in {name}: write model.float()"
+            )
 
 
 def _described(  # noqa: PLR0913  each is a choice of the user's
@@ -197,7 +210,12 @@ def _traced(model: nn.Module, activations: Mapping[str, Formats]) -> tuple[fx.Gr
             return tracer.trace(model), tracer
         except Exception as error:  # whatever the model's own code raises on a tracer's proxies
             first_line = str(error).partition("\n")[0]
-            raise ExportError(f"the model must be traceable by torch.fx: {first_line}") from error
+            hint = ""
+            if isinstance(error, TraceError):
+                hint = "; in forward, no if and no loop may depend on values of tensors"
+            raise ExportError(
+                f"the model must be traceable by torch.fx: {first_line}{hint}"
+            ) from error
 
 
 def _check_inputs(graph: fx.Graph) -> None:
@@ -205,8 +223,8 @@ def _check_inputs(graph: fx.Graph) -> None:
     inputs = [node.name for node in graph.nodes if node.op == "placeholder" and not node.args]
     if len(inputs) > 1:
         raise ExportError(
-            f"a network must have one input, got another: {inputs[1]}; a padding mask is made of indices, "
-            f"in forward: {inputs[0]} == 0"
+            f"a network must have one input, got another: {inputs[1]}; give one tensor that has both, and take "
+            f"it apart in forward, {inputs[0]}[:, :4]; a padding mask is made of indices, {inputs[0]} == 0"
         )
 
 
@@ -284,28 +302,12 @@ def _layer(builder: Builder, node: fx.Node, name: str, module: nn.Module, key: s
     return _step(builder, name, (source,), result, before, input_fmt=rounds, **given)
 
 
-_SPELL = "call marvin.spell_attention(model) before it is calibrated or trained"
-_INSTEAD: dict[type[nn.Module], str] = {
-    nn.GroupNorm: "use BatchNorm2d",
-    nn.InstanceNorm2d: "use BatchNorm2d",
-    nn.MultiheadAttention: _SPELL,
-    nn.TransformerEncoderLayer: _SPELL,
-    nn.TransformerEncoder: _SPELL,
-    nn.TransformerDecoderLayer: "decoders have no integers yet: use encoders",
-    nn.Transformer: "decoders have no integers yet: use encoders",
-    nn.EmbeddingBag: "use Embedding and a mean",
-    nn.ConvTranspose2d: "use Conv2d behind a repetition of pixels",
-    nn.LogSoftmax: "leave it out: the largest output is the same",
-}
-
-
 def _instead(module: nn.Module) -> str:
     """Return what to use instead of a layer that cannot be exported."""
     near = next((k.__name__ for k in _KINDS if isinstance(module, k)), "")
     if near:
         return f": its forward is not that of {near}"
-    found = next((text for kind, text in _INSTEAD.items() if isinstance(module, kind)), "")
-    return f": {found}" if found else ""
+    return f": {of_layer(module)}"
 
 
 def _function(builder: Builder, node: fx.Node) -> Step | None:

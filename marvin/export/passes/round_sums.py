@@ -35,7 +35,8 @@ def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
 
     Training leaves terms as exact as they come, and so does ``describe``; integer hardware adds short
     codes. Formats are calibrated: the finest in which nothing of the sample saturates,
-    unsigned where no value can be below 0. Terms that are as short already stay. What else rounds
+    unsigned where no value can be below 0; or that of a layer which rounds the same value to ``wl`` bits, where
+    it moves the sample less, in the mean square. Terms that are as short already stay. What else rounds
     a term to at most ``wl`` bits takes it as it is rounded for the sum: it is stored once.
 
     Args:
@@ -64,6 +65,12 @@ def sum_formats(network: Network) -> dict[str, FixedPoint]:
     terms = {n for op in network.operations if isinstance(op, _SUMS) for n in op.inputs}
     found = network.formats().items()
     return {name: fmt for name, fmt in found if name in terms and name.endswith(_ENDING)}
+
+
+def _noise(x: Tensor, fmt: FixedPoint) -> float:
+    """Return the sum of squares of what rounding to a format changes."""
+    codes = torch.round(x * fmt.scale).clamp(fmt.min_code, fmt.max_code)
+    return float((codes * fmt.lsb - x).square().sum())
 
 
 @dataclass
@@ -113,7 +120,9 @@ class _Rewriter:
         low, high = x.min().item(), x.max().item()
         if not torch.isfinite(x).all():
             raise ExportError(f"{name} must be finite to be calibrated, got {low} to {high}")
-        return fitting((low, high), self.wl, is_signed)
+        users = self.network.users[name]
+        layers = [op.fmt for op in users if isinstance(op, Round) and op.fmt.wl == self.wl]
+        return min([*layers, fitting((low, high), self.wl, is_signed)], key=lambda f: _noise(x, f))
 
     def _compute(self, op: Operation) -> None:
         self.found[op.name] = apply(op, *(self.found[name] for name in op.inputs))

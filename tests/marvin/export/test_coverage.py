@@ -416,3 +416,43 @@ def test_what_hls4ml_is_asked_for_is_checked(tmp_path):
     network = describe(model, x)
     with pytest.raises(ExportError, match="0: io_stream does not pad"):
         hls4ml.write(network, tmp_path, "Vitis", hls4ml.Hardware(io="io_stream"))
+
+
+def _doubled(x):
+    columns = torch.cat([x[..., None]] * 2, -1).flatten(-2)
+    return torch.cat([columns[..., None, :]] * 2, -2).flatten(-3, -2)
+
+
+def _shuffled(x):
+    parts = x.view(-1, 1, 2, 2, 4, 4).permute(0, 1, 4, 2, 5, 3)
+    return parts.flatten(4).flatten(2, 3)
+
+
+def _gated(x):
+    left, right = x.chunk(2, 1)
+    return left * torch.sigmoid(right)
+
+
+INSTEAD = {  # what refusals say to write, and what it is written for
+    "neg": (lambda x: x * -1, torch.neg),
+    "abs": (lambda x: torch.relu(x) + torch.relu(x * -1), torch.abs),
+    "pow": (lambda x: x * x, torch.square),
+    "sum": (lambda x: x.mean((2, 3)) * 16, lambda x: x.sum((2, 3))),
+    "max": (lambda x: F.adaptive_max_pool2d(x, 1).flatten(1), lambda x: x.amax((2, 3))),
+    "interpolate": (_doubled, lambda x: F.interpolate(x, scale_factor=2)),
+    "PixelShuffle": (_shuffled, lambda x: F.pixel_shuffle(x, 2)),
+    "GLU": (_gated, lambda x: F.glu(x, 1)),
+    "stack": (lambda x: torch.cat([x[:, None], x[:, None]], 1), lambda x: torch.stack([x, x], 1)),
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_a_refusal_says_to_write_is_the_same_and_is_exported(name):
+    torch.manual_seed(0)
+    written, meant = INSTEAD[name]
+    conv, x = nn.Conv2d(3, 4, 3, padding=1), torch.randn(8, 3, 4, 4)
+    torch.testing.assert_close(written(conv(x)), meant(conv(x)))
+    with pytest.raises(ExportError, match="cannot be exported"):
+        describe(marvin.calibrate(Net(lambda m, x: meant(m.conv(x)), conv=conv), [x]), x)
+    fixed = marvin.calibrate(Net(lambda m, x: written(m.conv(x)), conv=conv), [x])
+    assert_files_equal(describe(fixed, x), x)

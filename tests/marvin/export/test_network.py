@@ -242,13 +242,34 @@ def tied(layer):
         (lambda: Call(lambda m, y: torch.cat([y, y])), "cat: cat.* must leave the batch alone"),
         (lambda: Bare(lambda m, y: (y, None)), "must give tensors, or tuples.* got output1=None"),
         (lambda: Bare(lambda m, y: y + y[:, :1]), r"must have one shape, got \(2, 4, 4\) and \(1,"),
-        (lambda: Call(lambda m, y: y if y.sum() > 0 else -y), "must be traceable"),
-        (lambda: Bare(lambda m, y: y, lambda x: x + x), "add takes the network's input"),
+        (lambda: Call(lambda m, y: y if y.sum() > 0 else -y), "traceable.* no if and no loop may"),
+        (lambda: Bare(lambda m, y: y.max(-1)[0]), r"max\(conv, -1\) can.* use nn.AdaptiveMax"),
+        (
+            lambda: Bare(lambda m, y: torch.sort(y)[0]),
+            r"sort: sort\(conv\) cannot be exported: comp",
+        ),
+        (lambda: Bare(lambda m, y: y.exp()), r"exp: exp\(conv\) cannot .* docs/deploy.md, 'Which"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(2), nn.LSTM(16, 4)),
+            "2: LSTM cannot be exported: use Conv1d or attention",
+        ),
+        (tied(nn.Upsample(scale_factor=2)), "Upsample cannot be exported: repeat columns by torch"),
+        (lambda: Bare(lambda m, y: y, lambda x: x - 1), r"sub\(x, 1\) .* or before the network"),
+        (
+            lambda: Bare(lambda m, y: y, lambda x: x + x),
+            "add takes the network's input .* to the samples",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_named(build, message, make):
     with pytest.raises(ExportError, match=message):
         make(build, (1, 4, 4))
+
+
+def test_a_model_of_other_floats_is_named(plain):
+    model, _, x = plain()
+    with pytest.raises(ExportError, match=r"float32, got torch.bfloat16 in 0.weight: .*float\(\)"):
+        describe(model.bfloat16(), x.bfloat16())
 
 
 def test_layers_in_floats_are_named(digits):

@@ -157,6 +157,51 @@ def test_the_largest_byte_is_the_largest_code_where_nothing_else_takes_it(wl, lo
         assert torch.equal(torch.from_numpy(got).double(), integer.run(network, x))
 
 
+def headed(shape, sides):
+    """Return convolution, ReLU, global pooling and a linear layer, in one or two dimensions."""
+    conv, pool = [(nn.Conv1d, nn.AdaptiveAvgPool1d), (nn.Conv2d, nn.AdaptiveAvgPool2d)][sides - 1]
+    return nn.Sequential(
+        conv(shape[0], 8, 3, padding=1), nn.ReLU(), pool(1), nn.Flatten(), nn.Linear(8, 5)
+    )
+
+
+@pytest.mark.parametrize("bits", [(6, 6), (8, 8)])
+@pytest.mark.parametrize("sides", [1, 2])
+def test_what_is_pooled_is_not_transposed_back(ranged, bits, sides, tmp_path):
+    """ONNX Runtime puts channels last before the first convolution; nothing puts them first again."""
+    shape = (4, *[4] * sides)
+    _, network, x = ranged(lambda: headed(shape, sides), bits, shape)
+    network = round_sums(network, x)
+    model = assert_exact(network, 2 * x, "int8")
+    if sides == 2:
+        assert kernels(model, tmp_path / "optimized.onnx")["Transpose"] == 1
+
+
+def test_a_sum_that_a_sum_takes_is_rounded_for_a_layer_from_above():
+    """The layer's bytes are made of those of the sum: no clip, and no second sum."""
+    layer, term = FixedPoint(6, 2, signed=False), FixedPoint(7, 3)
+    weight = torch.randint(-31, 32, (4, 4, 1, 1), generator=torch.Generator().manual_seed(0))
+    options = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    operations = (
+        Input("x", (), (4, 8, 8)),
+        Round("in", ("x",), term),
+        Add("sum", ("in", "in")),
+        Relu("relu", ("sum",)),
+        Round("layer.in", ("relu",), layer),
+        Conv("layer", ("layer.in",), weight, FixedPoint(6, 5), None, FixedPoint(16, 7), **options),
+        Round("layer.out", ("layer",), FixedPoint(8, 1)),
+        Add("y", ("layer.out", "relu")),
+    )
+    values = {"in": first_value(operations[1], (4, 8, 8))}
+    for op in operations[2:]:
+        values[op.name] = value_of(op, [values[name] for name in op.inputs])
+    x = (torch.arange(128).repeat(8)[: 4 * 4 * 64].reshape(4, 4, 8, 8) - 64) / 8
+    model = assert_exact(Network(operations, values, "trained"), x, "int8")
+    found = Counter(node.op_type for node in model.graph.node)
+    # clips of what comes in and of the ReLU; the sum, its codes for the layer, the last
+    assert (found["Clip"], found["Add"]) == (2, 3)
+
+
 def test_a_layer_with_two_roundings_is_written_twice(tmp_path):
     """A sum in floats would be exact too, and several times as slow."""
 

@@ -222,9 +222,15 @@ np.savez(sys.argv[3], *found)
 
 
 @needs_qonnx
-def test_cleanup_and_channels_last_leave_the_integers(digits, tmp_path):
+@pytest.mark.parametrize("kind", ["digits", "mean of 36"])
+def test_cleanup_and_channels_last_leave_the_integers(digits, make, kind, tmp_path):
     """The passes that FINN begins with; biases with formats of their own leave their layers."""
-    _, network, x = digits(8, 5)
+
+    def averaged():
+        conv, head = nn.Conv2d(1, 6, 3, padding=1), nn.Linear(6, 10)
+        return nn.Sequential(conv, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+
+    _, network, x = digits(8, 5) if kind == "digits" else make(averaged, (1, 6, 6))
     qonnx.save(network, tmp_path / "net.onnx")
     np.save(tmp_path / "x.npy", (2 * x[:2]).numpy())
     words = [tmp_path / name for name in ("net.onnx", "x.npy", "y.npz")]

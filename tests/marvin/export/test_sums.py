@@ -4,7 +4,8 @@ import torch
 from fixedpoint_kernels import FixedPoint
 from marvin.export import ExportError, compare, integer, round_sums
 from marvin.export.execute.simulate import simulate
-from marvin.export.graph.nodes import Add, Round
+from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.nodes import Add, Conv, Input, Network, Round
 from marvin.export.passes import round_sums as rounding
 from marvin.export.passes.round_sums import sum_formats
 from train.resnet20 import resnet20
@@ -63,6 +64,28 @@ def test_a_term_is_stored_once(ranged):
         rounded = round_sums(network, x, wl)
         assert rounded.operation("depthwise.in").inputs == (source,)
         assert rounded.operation("add_1").inputs == ("bn3.term", "bn4.term")
+
+
+@pytest.mark.parametrize(("largest", "fl"), [(3.9, 5), (4.1, 5), (24.0, 2)])
+def test_a_term_has_the_format_of_a_layer_that_moves_it_less(largest, fl):
+    """One value saturates in the layer's format, which is finer; by much, and the sum has its own."""
+    layer, weight = FixedPoint(8, 5), torch.full((1, 1, 1, 1), 3)
+    options = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    operations = (
+        Input("x", (), (1, 32, 32)),
+        Round("in", ("x",), FixedPoint(16, 8)),
+        Round("layer.in", ("in",), layer),
+        Conv("layer", ("layer.in",), weight, FixedPoint(6, 2), None, FixedPoint(16, 7), **options),
+        Add("y", ("layer", "in")),
+    )
+    values = {"in": first_value(operations[1], (1, 32, 32))}
+    for op in operations[2:]:
+        values[op.name] = value_of(op, [values[name] for name in op.inputs])
+    x = torch.rand(1, 1, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    x[0, 0, 0, 0] = largest
+    rounded = round_sums(Network(operations, values, "trained"), x)
+    assert rounded.formats()["in.term"] == FixedPoint(8, fl)
+    assert rounded.operation("layer.in").inputs == ("in.term",)
 
 
 def test_the_reference_and_the_report_have_the_roundings(ranged):

@@ -202,7 +202,7 @@ def check(op: Operation) -> None:
     if type(op) not in LAYERS:
         kind = getattr(op, "function", type(op).__name__)
         is_row = isinstance(op, Constant | Embedding | MatMul | Norm | Softmax)
-        other = "use ReLU and max pooling, or another target"
+        other = "use ReLU and max pooling, or export it to c, onnx or packed"
         instead = "export it to c, onnx or packed" if is_row else other
         raise ExportError(f"{op.name}: {kind} is not written for hls4ml: {instead}")
     kernel = op.weight.shape[2:] if isinstance(op, Conv) else getattr(op, "kernel", (1, 1))

@@ -261,8 +261,9 @@ class FloatWriter:
         channels = self.network.values[op.name].shape[0]
         ones = self.number(f"{op.name}.ones", np.ones((channels, 1, *op.kernel)))
         total = self.graph.node(
-            "Conv", [source, ones], f"{op.name}.sum", group=channels, **window(op)
-        )
+            "Conv", [source, ones], f"{op.name}.sum",
+            group=channels, dilations=[1] * len(op.kernel), **window(op),
+        )  # fmt: skip
         return self.graph.node(
             "Div", [total, self.number(f"{op.name}.count", count)], f"{op.name}.mean"
         )

@@ -8,6 +8,7 @@ exact by the rule of ``fold``. So is the sum of two rounded values. ReLU, max po
 keep the order of values, so rounding comes before them, and they work on bytes.
 """
 
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -263,10 +264,21 @@ class Int8Writer(Int16Writer):
             return self._clipped(codes, fmt, *_within(op, fmt, low, high))
         if isinstance(op, _MOVES):
             return self.moved(op, codes, f"{op.name}.codes")
-        attributes = window(op) if isinstance(op, MaxPool) else {}
+        attributes, zero = window(op) if isinstance(op, MaxPool) else {}, self.zero_of(codes, fmt)
+        if isinstance(op, Flatten) and self._is_pooled(op.inputs[0]):
+            # moves nothing; ONNX Runtime's own transposition, to channels first, falls away with it
+            codes = self.graph.node("Transpose", [codes], f"{op.name}.last", perm=[0, 2, 3, 1])
         found = self.graph.node(type(op).__name__, [codes], f"{op.name}.codes", **attributes)
-        self._zeros[found] = self.zero_of(codes, fmt)
+        self._zeros[found] = zero
         return found
+
+    def _is_pooled(self, name: str) -> bool:
+        """Say whether an integer kernel pools whole images."""
+        op, sides = self.network.operation(name), self.network.values[name].shape[1:]
+        is_mean = isinstance(op, AveragePool) and math.prod(op.kernel).bit_count() == 1
+        if sides != (1, 1) or not (is_mean or isinstance(op, MaxPool)):
+            return False
+        return self._as_bytes(op.inputs[0]) is not None
 
     def _round(self, source: str, fmt: FixedPoint, low: int, high: int) -> str:
         """Return the codes of a value rounded to ``fmt``, within ``low`` and ``high``."""
@@ -296,8 +308,10 @@ class Int8Writer(Int16Writer):
     def _codes_of(self, op: Round) -> str:
         """Return the codes of a rounding; from above where they can be, so that nothing must be clipped."""
         source, fmt = op.inputs[0], op.fmt
-        found, key = self._bytes.get(source), (source, fmt, -1, -1)
-        is_own = isinstance(self.network.operation(source), (Concat, *KEEP_ORDER))
+        is_summed = any(isinstance(o, Add | Mul) for o in self.network.users.get(source, []))
+        found = self._as_bytes(source) if is_summed else self._bytes.get(source)
+        is_own = not found and isinstance(self.network.operation(source), (Concat, *KEEP_ORDER))
+        key = source, fmt, -1, -1
         if is_own or (found and found[1] == fmt) or not self._is_from_above(op):
             return self._round(source, fmt, *_range(fmt))
         if key not in self._rounded:

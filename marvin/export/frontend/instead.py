@@ -1,0 +1,82 @@
+"""What to write instead of what cannot be exported, by the name of the layer or function."""
+
+from torch import nn
+
+__all__ = ["of_call", "of_layer"]
+
+_SPELL = "call marvin.spell_attention(model) before it is calibrated or trained"
+_NORM = "use BatchNorm2d"
+_DECODER = "decoders have no integers yet: use encoders"
+_RECURRENT = "use Conv1d or attention over the sequence"
+_SIDES = "use one or two dimensions: flatten one of three into channels"
+_REPEAT = "repeat columns by torch.cat([x[..., None]] * 2, -1).flatten(-2), rows likewise"
+_PAD = "use padding= of the layer behind it"
+_MODULE = "use the module, such as nn.Linear or nn.Conv2d: its weight has a format"
+_MAX = "use nn.AdaptiveMaxPool2d(1), or max pooling in one dimension"
+_VIEWS = "use view, permute and flatten"
+_GATE = "use chunk, a sigmoid and a product"
+_OUTSIDE = "compute it behind the network, from its output"
+
+_LAYERS: dict[type[nn.Module], str] = {
+    nn.GroupNorm: _NORM,
+    nn.InstanceNorm2d: _NORM,
+    nn.MultiheadAttention: _SPELL,
+    nn.TransformerEncoderLayer: _SPELL,
+    nn.TransformerEncoder: _SPELL,
+    nn.TransformerDecoderLayer: _DECODER,
+    nn.Transformer: _DECODER,
+    nn.EmbeddingBag: "use Embedding and a mean",
+    nn.ConvTranspose1d: "use Conv1d behind a repetition: " + _REPEAT,
+    nn.ConvTranspose2d: "use Conv2d behind a repetition of pixels: " + _REPEAT,
+    nn.LogSoftmax: "leave it out: the largest output is the same",
+    nn.RNNBase: _RECURRENT,
+    nn.RNNCellBase: _RECURRENT,
+    nn.Conv3d: _SIDES,
+    nn.Upsample: _REPEAT,
+    nn.PixelShuffle: _VIEWS,
+    nn.ZeroPad2d: _PAD,
+    nn.ConstantPad2d: _PAD,
+    nn.GLU: _GATE,
+}
+_CALLS = {
+    "sub": "write a + b * -1 for two values; take constants off in a bias, or before the network",
+    "rsub": "write b + a * -1 for two values; put constants in a bias",
+    "add": "values and constant tensors can be added; put a number in a bias",
+    "neg": "write x * -1",
+    "abs": "write torch.relu(x) + torch.relu(x * -1)",
+    "pow": "write x * x",
+    "square": "write x * x",
+    "sum": "use a mean, and multiply by the number of values",
+    "max": _MAX,
+    "amax": _MAX,
+    "argmax": _OUTSIDE,
+    "topk": _OUTSIDE,
+    "sort": _OUTSIDE,
+    "log_softmax": "leave it out: the largest output is the same",
+    "interpolate": _REPEAT,
+    "repeat_interleave": _REPEAT,
+    "expand": _REPEAT,
+    "pixel_shuffle": _VIEWS,
+    "glu": _GATE,
+    "stack": "use torch.cat of values with a dimension more: x[:, None]",
+    "pad": _PAD,
+    "linear": _MODULE,
+    "conv1d": _MODULE,
+    "conv2d": _MODULE,
+    "layer_norm": "use nn.LayerNorm",
+    "batch_norm": "use nn.BatchNorm1d or nn.BatchNorm2d",
+    "embedding": "use nn.Embedding",
+    "einsum": "use nn.Linear or nn.Conv2d, or torch.matmul of two values",
+    "dropout": "use nn.Dropout, or training=self.training",
+}
+_ELSE = "docs/deploy.md, 'Which networks', lists what can"
+
+
+def of_layer(module: nn.Module) -> str:
+    """Return what to use instead of a layer."""
+    return next((text for kind, text in _LAYERS.items() if isinstance(module, kind)), _ELSE)
+
+
+def of_call(name: str) -> str:
+    """Return what to write instead of a function or a method."""
+    return _CALLS.get(name.strip("_"), _ELSE)
