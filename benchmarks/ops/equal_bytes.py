@@ -138,13 +138,17 @@ def rows(made: dict[str, nn.Module], batch: Tensor, turns: int = TURNS) -> list[
 
 
 def gradient(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the gradient of a fixed random sum of the outputs."""
+    """Return the gradient of a fixed random sum of the outputs; 0 where a parameter has no part.
+
+    A compiled model has such zeros for parameters of outputs that the sum does not read.
+    """
     out = model(batch)
     out = getattr(out, "last_hidden_state", out)
     noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
     parameters = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad((out * noise).sum(), parameters, allow_unused=True)
-    return torch.cat([g.flatten() for g in found if g is not None])
+    total = (out * noise).sum()
+    found = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
 
 
 def table() -> Iterator[str]:
