@@ -316,10 +316,9 @@ def padding_around(module: Any) -> list[int]:
     return module._reversed_padding_repeated_twice
 
 
-def compiled_as_constant(function: Any) -> Any:
-    """Let ``torch.compile`` call a function once, and keep what it gave; return the function.
+def compiled_as_constant(function: Any) -> None:
+    """Let ``torch.compile`` call a function once, and keep what it gave.
 
     As ``torch.compiler.assume_constant_result``, without loading Dynamo and Triton.
     """
     function._dynamo_marked_constant = True
-    return function

@@ -77,7 +77,6 @@ class OwnValues(nn.Module):
                 return own(*args, **kwargs)
         return apply(own, args[0], self.table_key())
 
-    @compiled_as_constant
     def table_key(self) -> str:
         """Return the key of the table of its name, or of one that is solved for on its own forward."""
         if self._name:
@@ -87,6 +86,9 @@ class OwnValues(nn.Module):
         settings = {k: v for k, v in vars(self).items() if isinstance(v, plain) and k != "training"}
         own = _Function(super().forward, f"{type(self)} {settings}")
         return register(_solved(own, self.bits, self.weight))
+
+
+compiled_as_constant(OwnValues.table_key)
 
 
 class _Function:
