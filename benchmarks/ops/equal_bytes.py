@@ -5,26 +5,30 @@ what checkpointing of each block keeps, and half of what the model keeps exactly
 ``torch.compile`` with the largest ``activation_memory_budget`` that keeps no more. A plan may choose few bits, DIVISION
 and recomputation; it runs plain, and compiled. Bytes are counted in the same way for all: storages that autograd
 keeps, each once, parameters and buffers left out. Steps without an optimizer; medians of interleaved turns, on
-``--threads``. ``torch.compile`` needs a C++ compiler.
+``--threads``. ``torch.compile`` needs a C++ compiler. What is known of a model and a budget is written to
+``results/equal_bytes.json``, and not measured again while it is there.
 """
 
 import copy
+import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._functorch import config  # the rival has no public name
 
-from benchmarks.machine import keep_freed_memory
+from benchmarks import machine
 from benchmarks.ops import forward_save_steps
 from benchmarks.ops.forward_save_steps import step_s
 from fixedpoint_kernels import forward_save
 from perfmodel import trial
 
 TESTS = "tests/benchmarks/test_equal_bytes.py"
+RESULTS = Path(__file__).parents[1] / "results/equal_bytes.json"
 TURNS = 5
 GRID = 16  # steps of ``activation_memory_budget``
 SEARCH = "aot_eager_decomp_partition"  # keeps what inductor does, and compiles nothing
@@ -134,34 +138,59 @@ def rows(made: dict[str, nn.Module], batch: Tensor, turns: int = TURNS) -> list[
 
 
 def gradient(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the gradient of a fixed random sum of the outputs."""
+    """Return the gradient of a fixed random sum of the outputs; 0 where a parameter has no part.
+
+    A compiled model has such zeros for parameters of outputs that the sum does not read.
+    """
     out = model(batch)
     out = getattr(out, "last_hidden_state", out)
     noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
     parameters = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad((out * noise).sum(), parameters, allow_unused=True)
-    return torch.cat([g.flatten() for g in found if g is not None])
+    total = (out * noise).sum()
+    found = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
 
 
 def table() -> Iterator[str]:
-    """Yield the lines of the table."""
-    kept = "kept" if keep_freed_memory() else "as malloc likes"
+    """Yield the lines of the table: a budget of a model when it is known."""
+    kept = "kept" if machine.keep_freed_memory() else "as malloc likes"
     for name, make in MODELS.items():
-        torch.manual_seed(0)
-        model, batch = make()
-        model.train()
-        checkpointed = copy.deepcopy(model)
-        trial.convert(checkpointed, "checkpointing")
-        budgets = {
-            "checkpointing's bytes": kept_bytes(checkpointed, batch),
-            "half of the bytes": kept_bytes(model, batch) // 2,
-        }
-        for budget, most in budgets.items():
-            yield f"| {name}, {budget}: {most / 1e6:.1f} MB | kept, MB | step over exact | error |"
+        for budget in ("checkpointing's bytes", "half of the bytes"):
+            found = known_results().get(f"{name}, {budget}") or measured(make, budget, kept)
+            keep(f"{name}, {budget}", found)
+            own = [Row(**row) for row in found["rows"]]
+            yield f"| {name}, {budget}: {found['most_bytes'] / 1e6:.1f} MB | kept, MB | step over exact | error |"
             yield "|---|---:|---:|---:|"
-            found = rows(ways(model, batch, most), batch)
-            for row in found:
-                ratio = row.step_s / found[0].step_s
+            for row in own:
+                ratio = row.step_s / own[0].step_s
                 yield f"| {row.way} | {row.kept_bytes / 1e6:.1f} | {ratio:.2f} | {row.error:.2g} |"
             yield ""
     yield f"{torch.get_num_threads()} threads; freed memory: {kept}."
+
+
+def measured(
+    make: Callable[[], tuple[nn.Module, Tensor]], budget: str, kept: str
+) -> dict[str, Any]:
+    """Return the machine, the budget in bytes, and the rows of one model and budget."""
+    torch.manual_seed(0)
+    model, batch = make()
+    model.train()
+    if budget == "half of the bytes":
+        most = kept_bytes(model, batch) // 2
+    else:
+        checkpointed = copy.deepcopy(model)
+        trial.convert(checkpointed, "checkpointing")
+        most = kept_bytes(checkpointed, batch)
+    before = {**machine.describe(), "freed memory": kept}
+    found = rows(ways(model, batch, most), batch)
+    return {"machine": before, "most_bytes": most, "rows": [row._asdict() for row in found]}
+
+
+def known_results() -> dict[str, Any]:
+    """Return what is written, by model and budget."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def keep(name: str, found: dict[str, Any]) -> None:
+    """Write what was found beside what is known."""
+    RESULTS.write_text(json.dumps({**known_results(), name: found}, indent=2) + "\n")

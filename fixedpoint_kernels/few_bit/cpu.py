@@ -32,6 +32,7 @@ from fixedpoint_kernels.llvm.lookup import (
     position,
     search,
     splats,
+    unzipped,
 )
 from fixedpoint_kernels.llvm.vectors import I32, Vector, has_avx512, intrinsic, pointer_to
 from fixedpoint_kernels.threads import compile_both, is_parallel
@@ -85,8 +86,11 @@ def _for_each_row(builder, index, field, body):
                 body(builder.add(first, inner.index), inner.index)
 
 
-def _code(context, builder, x, kinds, given):
-    """Return the code of each lane of ``x`` in its lowest bits; above them lies anything."""
+def _coder(context, builder, kinds, given):
+    """Return what appends the code of a vector's lanes in their lowest bits; above lies anything.
+
+    Registers are filled here, once a tile: LLVM does not know that values overwrite no table.
+    """
     parts = []
     for kind, part in zip(kinds[0], cgutils.unpack_tuple(builder, given[0]), strict=True):
         if isinstance(kind, types.Array):
@@ -95,16 +99,21 @@ def _code(context, builder, x, kinds, given):
             parts.append(Vector.splat(builder, part, LANES))
     if isinstance(kinds[0][0], types.Array):
         if len(parts) == 3:
-            return search(x, *parts)
+            return lambda x: search(x, *parts)
         if len(parts) == 4:
-            return indexed(x, *parts)
-        registers = [Vector.load(builder, part, LANES) for part in parts[:-3]]
-        return permuted(x, registers, *parts[-3:])
-    number = position(x, parts)
-    first, *others = [members >> number for members in splats(builder, given[1])]
-    code = first & 1 if others else first
-    for bit, is_set in enumerate(others, 1):
-        code = code | ((is_set & 1) << bit)
+            return lambda x: indexed(x, *parts)
+        tables = unzipped([Vector.load(builder, part, LANES) for part in parts[:-3]])
+        return lambda x: permuted(x, tables, *parts[-3:])
+    members = splats(builder, given[1])
+
+    def code(x):
+        number = position(x, parts)
+        first, *others = [own >> number for own in members]
+        word = first & 1 if others else first
+        for bit, is_set in enumerate(others, 1):
+            word = word | ((is_set & 1) << bit)
+        return word
+
     return code
 
 
@@ -124,6 +133,7 @@ def _encode_tile(_context, x, at, pieces, members, words, formula, y):
         source = builder.gep(_data(context, builder, signature, args, 0), [args[1]])
         target = _data(context, builder, signature, args, 4)
         values_at = builder.gep(_data(context, builder, signature, args, 6), [args[1]])
+        code = _coder(context, builder, (pieces, members), args[2:4])
         zeros = [ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)] * field
         packed = [_in_places(builder, zeros) for _ in columns]
 
@@ -133,9 +143,8 @@ def _encode_tile(_context, x, at, pieces, members, words, formula, y):
                 if len(formula):
                     value = value_of(values, splats(builder, args[5]))
                     value.store(_element(builder, values_at, row, column))
-                code = _code(context, builder, values, (pieces, members), args[2:4])
                 place = builder.gep(own, [r])
-                word = Vector(builder, builder.load(place)).pushed(code, field)
+                word = Vector(builder, builder.load(place)).pushed(code(values), field)
                 builder.store(word.value, place)
 
         _for_each_row(builder, args[1].type, field, encode_row)

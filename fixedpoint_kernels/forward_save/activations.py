@@ -7,11 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import activation as torchs
 
+from fixedpoint_kernels._torch_private import compiled_as_constant
 from fixedpoint_kernels.few_bit.activations import ENTRIES
 from fixedpoint_kernels.few_bit.autograd import apply
+from fixedpoint_kernels.few_bit.functional import table_key
 from fixedpoint_kernels.few_bit.integrals import Weight
 from fixedpoint_kernels.few_bit.modules import MODULES as FEW_BIT
-from fixedpoint_kernels.few_bit.named import resolve, table_of
+from fixedpoint_kernels.few_bit.named import resolve
 from fixedpoint_kernels.few_bit.operators import register
 from fixedpoint_kernels.few_bit.solver import solve_function
 from fixedpoint_kernels.few_bit.table import Table
@@ -73,15 +75,20 @@ class OwnValues(nn.Module):
         if not self.training or len(args) != 1 or kwargs:
             with paused():
                 return own(*args, **kwargs)
-        return apply(own, args[0], register(self.table(own)))
+        return apply(own, args[0], self.table_key())
 
-    def table(self, own: Callable[[Tensor], Tensor]) -> Table:
-        """Return the table of its name, or solve for it on its own forward."""
+    def table_key(self) -> str:
+        """Return the key of the table of its name, or of one that is solved for on its own forward."""
         if self._name:
-            return table_of(*resolve(self._name), self.bits, self.weight)
+            name, parameters = resolve(self._name)
+            return table_key(name, self.bits, self.weight, *parameters)
         plain = int, float, str, bool
         settings = {k: v for k, v in vars(self).items() if isinstance(v, plain) and k != "training"}
-        return _solved(_Function(own, f"{type(self)} {settings}"), self.bits, self.weight)
+        own = _Function(super().forward, f"{type(self)} {settings}")
+        return register(_solved(own, self.bits, self.weight))
+
+
+compiled_as_constant(OwnValues.table_key)
 
 
 class _Function:

@@ -62,10 +62,15 @@ def indexed(x: Vector, entries: Any, *axis: Vector) -> Vector:
     return _beside(x, *_borders_and_codes(looked_up(entries, _part(x, *axis))))
 
 
-def permuted(x: Vector, registers: Sequence[Vector], *axis: Vector) -> Vector:
-    """Do as ``indexed`` does, from 2 or 4 vectors of 16 entries."""
+def unzipped(registers: Sequence[Vector]) -> tuple[Sequence[Vector], Sequence[Vector]]:
+    """Return borders and codes of 2 or 4 vectors of 16 entries, each in as many vectors."""
+    borders, codes = zip(*map(_borders_and_codes, registers), strict=True)
+    return borders, codes
+
+
+def permuted(x: Vector, tables: tuple[Sequence[Vector], Sequence[Vector]], *axis: Vector) -> Vector:
+    """Do as ``indexed`` does, from what ``unzipped`` returns."""
     part = _part(x, *axis)
-    tables = zip(*map(_borders_and_codes, registers), strict=True)
     return _beside(x, *(_entry(table, part) for table in tables))
 
 

@@ -23,6 +23,13 @@ def test_bytes_are_those_that_autograd_keeps():
     assert equal_bytes.kept_bytes(model, x) == want
 
 
+def test_a_gradient_has_every_parameter():
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)), torch.randn(10, 4)
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    found = equal_bytes.gradient(model, x)
+    assert found.numel() == sum(p.numel() for p in model.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
 def test_all_ways_keep_what_they_may(monkeypatch):

@@ -54,6 +54,12 @@ def test_runs_are_written_once(one_task, monkeypatch, capsys):
     assert "| tiny, 8 steps | recompute |" in capsys.readouterr().out
 
 
+def test_bytes_are_those_of_the_batch():
+    x = torch.randn(1000, 8)
+    found = fine_tuning.converted(build(), "exact", x[:16], seed=0)
+    assert found == 4 * 16 * (3 * 8 + 2 * 2 * 64)  # inputs of all layers, each once
+
+
 def test_differences_are_taken_seed_by_seed():
     losses = {"exact": (1.0, 2.0, 3.0), "both": (1.1, 2.1, 3.4)}
     runs = [

@@ -8,6 +8,7 @@ from torch import nn
 
 from benchmarks.ops import real_models
 from fixedpoint_kernels import forward_save
+from fixedpoint_kernels.few_bit import named
 from fixedpoint_kernels.forward_save import handlers, known, sample
 from fixedpoint_kernels.forward_save.swap import undo_of
 
@@ -57,8 +58,8 @@ def test_bytes_values_and_the_way_back(name):
     converted = sample.observe(model, inputs)
     assert exact > LEAST[name] * converted.size_bytes
     torch.testing.assert_close(values(model, inputs), want, rtol=0, atol=0)
-    named = {row.layer for row in (*report.replaced, *report.kept, *report.calls)}
-    silent = {who.layer for storage in converted.saved for who in storage.savers} - named
+    told = {row.layer for row in (*report.replaced, *report.kept, *report.calls)}
+    silent = {who.layer for storage in converted.saved for who in storage.savers} - told
     assert not silent  # whoever keeps memory is in the report
     forward_save.revert(model)
     assert [type(m) for m in model.modules()] == classes
@@ -182,6 +183,29 @@ def test_classes_of_ones_own():
     assert [row.layer for row in plan.layers] == ["0", "1", "2", "3"]
     forward_save.convert(model, plan=plan)
     assert sample.observe(model, x).size_bytes == plan.predicted_bytes
+
+
+class OwnGELU(nn.Module):
+    """An activation of one's own that torch has, too."""
+
+    def forward(self, x):
+        return nn.functional.gelu(x)
+
+
+@pytest.mark.usefixtures("entries")
+def test_activations_of_ones_own_compile_without_graph_breaks():
+    torch._dynamo.reset()
+    named.table_of.cache_clear()  # as in a process that has run nothing else
+    named._shipped.cache_clear()
+    forward_save.register(Cubic, "activation")
+    forward_save.register(OwnGELU, "activation", name="gelu")
+    model = nn.Sequential(nn.Linear(4, 64), Cubic(0.5), OwnGELU(), Cubic(2.0), nn.Linear(64, 2))
+    forward_save.convert(model, few_bit=3)
+    x, weights = torch.randn(32, 4), [*model.parameters()]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got = torch.autograd.grad(compiled(x).square().sum(), weights)
+    want = torch.autograd.grad(model(x).square().sum(), weights)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # sums in another order
 
 
 def test_what_register_refuses():
