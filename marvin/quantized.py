@@ -179,7 +179,9 @@ class Quantized(WithMasters):
             if is_new:
                 self.optimizer.param_groups.pop()
             raise
-        self._claim()
+        for before in self._claim():
+            if isinstance(before, Quantized):
+                self._carriers.before += before._carriers.handles  # noqa: SLF001  of the same class
         self._carriers.widen(self)
         self._begin(self.param_groups[-1]["params"])
 
@@ -216,6 +218,7 @@ class Quantized(WithMasters):
                 loss = closure()
         check_loss(loss)
         self._carriers.name_uncalled(self.forward_state.waiting)
+        self._carriers.name_stale()
         self._adopt_changed()
         self._begin(p for p in self._layout.names if p.grad is not None)
 
