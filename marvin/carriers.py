@@ -40,12 +40,12 @@ class Carriers:
         before: Handles of optimizers that had the same parameters, until the first step.
     """
 
+    before: tuple[QuantizedActivations, ...] = ()
     named: frozenset[str] = frozenset()  # what ``_name_changes`` has warned of
 
     def __init__(self) -> None:
         self.handles: list[QuantizedActivations] = []
         self.observers: dict[int, Observer] = {}
-        self.before: list[QuantizedActivations] = []
 
     def add(self, handle: QuantizedActivations) -> None:
         """Take a model, and let go of those that were freed."""
@@ -142,7 +142,7 @@ class Carriers:
         if not self.before:
             return
         stale = any(handle.is_attached for handle in self.before)
-        self.before = []
+        self.before = ()
         if stale and not any(handle.is_attached for handle in self.handles):
             warnings.warn(
                 "layers round by the formats of the optimizer that had these parameters before, which "

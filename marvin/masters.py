@@ -183,7 +183,7 @@ class WithMasters(Optimizer):
     def adopt_weights(self) -> None:
         """Take the model's weights as the new masters, and quantise the model again.
 
-        Call this after changing the model's weights through ``.data``; other changes are seen.
+        Call this after writing into the model's weights through ``.data``; other changes are seen.
         Formats, momentum and windows stay.
         """
         for p in self._masters:
