@@ -203,7 +203,7 @@ def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
             handle.left[name] = reason
         if not reason and not any(p.requires_grad for p in source):
             handle.left[name] = "frozen: float until it is trained"
-        if is_parametrized(module) or isinstance(vars(module).get("weight"), Tensor):
+        if is_parametrized(module):
             handle.left[name] = (
                 "a parametrisation computes its weight from rounded parameters; no export takes it"
             )

@@ -54,25 +54,26 @@ class Tracer(fx.Tracer):
         """Say whether this thread is the one that traces."""
         return threading.get_ident() == self._thread
 
-    def trace(self, *args: Any, **kwargs: Any) -> fx.Graph:
+    def trace(
+        self,
+        root: nn.Module | Callable[..., object],
+        concrete_args: dict[str, object] | None = None,
+    ) -> fx.Graph:
         """Trace a model; one at a time."""
         with _TRACING:
-            return super().trace(*args, **kwargs)
+            return super().trace(root, concrete_args)
 
-    def call_module(
-        self,
-        m: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Remember the name of a module that is called."""
         if not self.is_here():
-            return forward(*args, **kwargs)
+            forward, inputs, options = args
+            return forward(*inputs, **options)
         self.called[self.path_of_module(m)] = None
-        return super().call_module(m, forward, args, kwargs)
+        return super().call_module(m, *args, **kwargs)
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+    def getattr(
+        self, attr: str, attr_val: object, parameter_proxy_cache: dict[str, fx.Proxy]
+    ) -> object:
         """Return what stands for a parameter."""
         if not self.is_here():
             return attr_val

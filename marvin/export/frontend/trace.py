@@ -1,7 +1,7 @@
 """From a model to a network: traced by torch.fx, each call translated or refused by name."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -166,21 +166,16 @@ class _Tracer(Tracer):
         self.activations = activations
         self.rounded: set[str] = set()
 
-    def call_module(
-        self,
-        m: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Add what a module rounds around the calls inside of it."""
         name = self.path_of_module(m) if self.is_here() else ""
         formats = self.activations.get(name) if self.is_here() else None
         if formats is None or self.is_leaf_module(m, name):
-            return super().call_module(m, forward, args, kwargs)
+            return super().call_module(m, *args, **kwargs)
         self.rounded.add(name)
-        inputs = tuple(self._round(x, formats.input) for x in args)
-        result = super().call_module(m, forward, inputs, kwargs)
+        forward, inputs, options = args
+        inputs = tuple(self._round(x, formats.input) for x in inputs)
+        result = super().call_module(m, forward, inputs, options, **kwargs)
         return self._round(result, formats.output)
 
     def _round(self, x: object, fmt: FixedPoint | None) -> Any:
