@@ -77,7 +77,10 @@ def check_memory(x: Tensor, name: str = "x") -> None:
     try:
         held = x.untyped_storage().nbytes()
     except RuntimeError as error:  # a tensor inside of torch.func has none
-        raise TypeError(f"{name} must be a tensor that lies in memory: {error}") from error
+        raise TypeError(
+            f"{name} must be a tensor that lies in memory, got one inside of torch.func, whose "
+            "transforms (vmap, grad, jvp) kernels cannot see: call it outside of them"
+        ) from error
     first = x.storage_offset() * x.itemsize
     needed = first + _extent(x) * x.itemsize if x.numel() else 0
     if held < needed:

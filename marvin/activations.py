@@ -131,7 +131,7 @@ class QuantizedActivations:
 
     def layers(self) -> list[str]:
         """Return the names of the modules that round their activations."""
-        return [entry.rounder.name for entry in self.entries if entry.parameters]
+        return [e.rounder.name for e in self.entries if e.parameters and e.is_live]
 
     def with_weights(self) -> set[str]:
         """Return the names of those that have a weight of two or more dimensions."""

@@ -9,6 +9,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
 from marvin.activations import Entry, QuantizedActivations
+from marvin.hooks import rounders_of
 from marvin.layers import is_layer
 from marvin.masters import WithMasters
 from marvin.model_formats import ModuleFormats
@@ -16,7 +17,7 @@ from marvin.policies.observer import Observer
 from marvin.policies.records import ActivationFormats, Rules
 from marvin.rounder import channels_of
 
-__all__ = ["EXCLUDED", "FOLLOWERS", "Carriers", "assign"]
+__all__ = ["EXCLUDED", "FOLLOWERS", "OTHERS", "Carriers", "assign"]
 
 # without parameters of their own, these take the format of the layer before them
 _NORMS = NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
@@ -26,6 +27,9 @@ FOLLOWERS = *_NORMS, *_POOLS
 EXCLUDED = "excluded"
 """Why a module does not round that the user left out."""
 
+OTHERS = "rounds by the formats of another optimizer"
+"""Why a module does not round by an optimizer whose parameters it does not have."""
+
 
 class Carriers:
     """The models that carry an optimizer's formats.
@@ -33,7 +37,11 @@ class Carriers:
     Attributes:
         handles: Of ``marvin.quantize_activations``.
         observers: Of the layers whose inputs the next step wants to know, by position.
+        before: Handles of optimizers that had the same parameters, until the first step.
     """
+
+    before: tuple[QuantizedActivations, ...] = ()
+    named: frozenset[str] = frozenset()  # what ``_name_changes`` has warned of
 
     def __init__(self) -> None:
         self.handles: list[QuantizedActivations] = []
@@ -60,10 +68,39 @@ class Carriers:
     def publish(self, optimizer: WithMasters) -> None:
         """Let the models carry the formats that hold now."""
         for handle in self.handles:
+            if handle.is_attached:
+                self._name_changes(handle, optimizer)
             for entry in handle.entries:
                 formats = _formats_for(entry, handle, optimizer)
                 if not entry.rounder.has(entry.module, formats) and entry.is_live:
                     entry.rounder.write(entry.module, formats)
+
+    def _name_changes(self, handle: QuantizedActivations, optimizer: WithMasters) -> None:
+        """Warn of parameters that left a model, and of modules that came since hooks were put on it."""
+        model = _root(handle)
+        there = {*model.parameters()}
+        away = [p for entry in handle.entries for p in entry.parameters if p not in there]
+        if gone := sorted({*map(optimizer.name_of, away)} - self.named):
+            warnings.warn(
+                f"parameters that left the model are trained in vain, and what took their place is "
+                f"not trained: {_listed(gone)}; load states without assign=True, or give new layers to "
+                "add_param_group and call marvin.quantize_activations again",
+                stacklevel=7,
+            )
+        came = [
+            name
+            for name, module in model.named_modules()
+            if not rounders_of(module)
+            and name not in handle.left
+            and any(p in optimizer for p in module.parameters(recurse=False))
+        ]
+        if came := [name for name in came if name not in self.named]:
+            warnings.warn(
+                f"modules that came since marvin.quantize_activations do not round: {_listed(came)}; "
+                "call it again",
+                stacklevel=7,
+            )
+        self.named |= {*gone, *came}
 
     def observe(self, layers: Sequence[tuple[int, Tensor]]) -> None:
         """Let modules show what comes into these layers, and no others; forget what they saw."""
@@ -100,6 +137,28 @@ class Carriers:
                 stacklevel=6,
             )
 
+    def name_stale(self) -> None:
+        """Warn of a model that goes on rounding by the formats of an optimizer that another replaced."""
+        if not self.before:
+            return
+        stale = any(handle.is_attached for handle in self.before)
+        self.before = ()
+        if stale and not any(handle.is_attached for handle in self.handles):
+            warnings.warn(
+                "layers round by the formats of the optimizer that had these parameters before, which "
+                "change no more: call marvin.quantize_activations(model, optimizer) with this one",
+                stacklevel=6,
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def _root(handle: QuantizedActivations) -> nn.Module:
+    return next(entry.module for entry in handle.entries if entry.rounder.is_root)
+
 
 def _formats_for(
     entry: Entry, handle: QuantizedActivations, optimizer: WithMasters
@@ -128,14 +187,18 @@ def _formats_for(
 
 def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
     """Say which modules of a model round, by the formats of which parameters, and why others do not."""
-    model = next(entry.module for entry in handle.entries if entry.rounder.is_root)
+    model = _root(handle)
     sources = dict(zip(model.modules(), _sources(model, optimizer), strict=True))
     before = handle.layers()
-    handle.left = {name: why for name, why in handle.left.items() if why == EXCLUDED}
+    handle.left = {name: why for name, why in handle.left.items() if why in (EXCLUDED, OTHERS)}
+    handle.entries = [e for e in handle.entries if e.module in sources]  # others were replaced
     for place, entry in enumerate(handle.entries):
         module, name, source = entry.module, entry.rounder.name, sources[entry.module]
         reason = _reason(module, source, optimizer.policy.rules)
-        handle.entries[place] = replace(entry, parameters=() if reason else source)
+        is_left = name in handle.left
+        handle.entries[place] = replace(entry, parameters=() if reason or is_left else source)
+        if is_left:
+            continue
         if reason and (channels_of(module) or isinstance(module, FOLLOWERS)):
             handle.left[name] = reason
         if not reason and not any(p.requires_grad for p in source):

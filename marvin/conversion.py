@@ -2,15 +2,15 @@
 
 import fnmatch
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import get_args
 
 from torch import nn
 
 from fixedpoint_kernels.rounding import Rounding
 from marvin.activations import Entry, QuantizedActivations
-from marvin.carriers import EXCLUDED, FOLLOWERS, assign
-from marvin.hooks import detach, hook
+from marvin.carriers import EXCLUDED, FOLLOWERS, OTHERS, assign
+from marvin.hooks import detach, hook, rounders_of
 from marvin.model_formats import ModuleFormats
 from marvin.quantized import Quantized
 from marvin.rounder import ForwardState, Rounder, channels_of
@@ -44,7 +44,8 @@ def quantize_activations(
     The model carries its formats: each of these modules gets a buffer ``fixed_point``, which is
     saved and loaded with the model, and which ``optimizer`` writes when a format changes. A copy
     of the model keeps the formats that it has, and is tied to nothing. A second call takes the
-    place of the first.
+    place of the first, but for modules whose parameters are all another optimizer's: those go on
+    rounding as they did, so a model may have two optimizers.
 
     Args:
         model: Changed by hooks and buffers; ``remove()`` undoes it.
@@ -83,7 +84,8 @@ def quantize_activations(
         )
     if not any(p in optimizer for p in model.parameters()):
         raise ValueError("no module of the model has a parameter of this optimizer")
-    handle = _attached(model, optimizer.forward_state, include, exclude)
+    others = _of_others(model, optimizer)
+    handle = _attached(model, optimizer.forward_state, include, exclude, others)
     handle.ste, handle.eval_rounding = ste, eval_rounding
     assign(handle, optimizer)
     if not handle.layers():
@@ -126,10 +128,34 @@ def prepare(
     return handle
 
 
+def _of_others(model: nn.Module, optimizer: Quantized) -> set[nn.Module]:
+    """Return modules that round by another optimizer's formats and have no parameter of this one."""
+    found, is_other = set[nn.Module](), False
+    for module in model.modules():
+        own = [*module.parameters(recurse=False)]
+        rounds = any(r.state is not optimizer.forward_state for r in rounders_of(module))
+        if own:
+            is_other = rounds and not any(p in optimizer for p in own)
+        if is_other and rounds and (own or isinstance(module, FOLLOWERS)):
+            found.add(module)
+    return found
+
+
 def _attached(
-    model: nn.Module, state: ForwardState, include: _Choice, exclude: _Choice
+    model: nn.Module,
+    state: ForwardState,
+    include: _Choice,
+    exclude: _Choice,
+    others: Collection[nn.Module] = (),
 ) -> QuantizedActivations:
     """Put hooks on the modules that could round, without formats yet, in the place of earlier ones.
+
+    Args:
+        model: Is changed.
+        state: What its modules will share.
+        include: See ``quantize_activations``.
+        exclude: See ``quantize_activations``.
+        others: Modules that stay as they are.
 
     Raises:
         ValueError: ``include`` or ``exclude`` has a name that no module has.
@@ -137,6 +163,11 @@ def _attached(
     chosen = _chosen(model, include, exclude)
     handle = QuantizedActivations([], state)
     for name, module in model.named_modules():
+        if module in others:
+            handle.left[name] = OTHERS
+            if module is model:  # its entry says which model this is
+                handle.entries.append(Entry(module, Rounder(name, state, (), is_root=True)))
+            continue
         detach(module)
         could = bool(channels_of(module)) or isinstance(module, FOLLOWERS)
         if could and name not in chosen:

@@ -19,7 +19,7 @@ from marvin.conversion import prepare
 from marvin.hooks import restore_forwards, rounders_of, unhook
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_value
-from marvin.rounder import BUFFER, FLOATS, formats_of
+from marvin.rounder import BUFFER, FLOATS, as_it_is, formats_of
 from marvin.rounding import Format
 from marvin.settings import check_model
 
@@ -126,12 +126,14 @@ class FrozenRounding:
 
 
 class _Inputs(FrozenRounding):
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         formats = self.formats
         if formats.inputs is None and formats.samples is None:
             return None
 
         def rounded(x: Tensor) -> Tensor:
+            if x.dtype not in FLOATS:
+                return as_it_is(module, x, formats.inputs)
             return _round(_round(x, formats.samples, per_sample=True), formats.inputs)
 
         return mapped(rounded, args, kwargs, self.arguments)

@@ -26,6 +26,7 @@ from marvin.plans import Members, Plans, Rounding, Trained
 from marvin.policies.base import Policy
 from marvin.policies.records import ActivationFormats, Layer, word_length
 from marvin.policies.trace import Switch
+from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_many
 from marvin.shards import local, locals_of
 
@@ -67,7 +68,7 @@ class WithMasters(Optimizer):
     _counts: Counts
     _layout: ParameterTable
     _masters: dict[Tensor, Tensor]  # as the wrapped optimizer sees them
-    _versions: dict[int, int]  # of weights, as they were last written, by position
+    _versions: dict[int, tuple[int, int]]  # of weights, as they were last written, by position
     _plans: Plans
     _claims: int  # of all optimizers, when this one's parameters were last known to be its own
 
@@ -82,6 +83,10 @@ class WithMasters(Optimizer):
         """
         found = ((name, self.format_of(p)) for p, name in self._layout.names.items())
         return {name: fmt for name, fmt in found if fmt is not None}
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return the name of one parameter, or its position (``"0"``, ``"1"``, ...) if it has none."""
+        return self._layout.names[parameter]
 
     def format_of(self, parameter: Tensor) -> Format | None:
         """Return the format of one parameter; None if it stays float."""
@@ -178,7 +183,7 @@ class WithMasters(Optimizer):
     def adopt_weights(self) -> None:
         """Take the model's weights as the new masters, and quantise the model again.
 
-        Call this after changing the model's weights through ``.data``; other changes are seen.
+        Call this after writing into the model's weights through ``.data``; other changes are seen.
         Formats, momentum and windows stay.
         """
         for p in self._masters:
@@ -268,7 +273,7 @@ class WithMasters(Optimizer):
         """Remember the noise of what was rounded, and that the weights are this optimizer's."""
         for i, own in enumerate(plan.states):
             own["stream"] = first + i
-        self._versions.update(zip(plan.positions, versions_of(weights), strict=True))
+        self._versions.update(zip(plan.positions, _marks_of(weights), strict=True))
 
     @property
     def _known(self) -> Plans:
@@ -373,18 +378,20 @@ class WithMasters(Optimizer):
         for p in self._masters:
             if (weight := self._rounded(p)) is not None:
                 local(p).copy_(weight)
-        now = versions_of(locals_of(list(self._layout.names)))
+        now = _marks_of(locals_of(list(self._layout.names)))
         self._versions = {i: now[i] for i, p in enumerate(self._layout.names) if p in self._masters}
 
     def _adopted(self) -> list[Tensor]:
         """Take weights that others have changed since they were written as masters; name them."""
         params = list(self._layout.names)
-        now = versions_of(locals_of(params))
+        now = _marks_of(locals_of(params))
         changed = [i for i, version in self._versions.items() if now[i] != version]
         adopted = []
         for i in changed:
-            self._versions[i], p = now[i], params[i]
-            own, weight = local(p), self._rounded(p)
+            own, p = local(params[i]), params[i]
+            if own.dtype not in FLOATS or own.device != master_of(self.state[p]).device:
+                continue  # what is refused by name; compared when it is back
+            self._versions[i], weight = now[i], self._rounded(p)
             if weight is not None and (differs := own != weight).any():
                 master = master_of(self.state[p])
                 put_master(self.state[p], torch.where(differs, own.float(), master))
@@ -403,15 +410,22 @@ class WithMasters(Optimizer):
                 )
         self._claims = _OWNERS.claims
 
-    def _claim(self) -> None:
-        """Be the optimizer of these parameters from now on."""
+    def _claim(self) -> set[Optimizer]:
+        """Be the optimizer of these parameters from now on; return those that were until now."""
+        before = {_OWNERS.get(id(p), self) for p in self._layout.names} - {self}
         _OWNERS.update({id(p): self for p in self._layout.names})
         _OWNERS.claims += 1
         self._claims = _OWNERS.claims
+        return before
 
     @property
     def _seed(self) -> int:
         return self.param_groups[0]["seed"]
+
+
+def _marks_of(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return what changes when somebody writes to a weight, or gives it other memory (``weight.data = x``)."""
+    return list(zip(versions_of(weights), (w.data_ptr() for w in weights), strict=True))
 
 
 def _mean_length(formats: Iterable[Format | None]) -> float:

@@ -77,8 +77,8 @@ class Quantized(WithMasters):
 
     Weights that change between two steps (``load_state_dict`` of a pretrained model, ``zero_()``,
     ``clamp_()`` under ``no_grad``) are the new weights: their masters take the new values, and a
-    warning says so once. What is written through ``.data`` nobody can see: then call
-    ``adopt_weights()``.
+    warning says so once. So are those that got other memory (``weight.data = x``); what is written
+    into ``weight.data`` nobody can see: then call ``adopt_weights()``.
 
     Args:
         optimizer: Has float32, bfloat16 or float16 parameters, and reads ``grad`` of each
@@ -179,7 +179,9 @@ class Quantized(WithMasters):
             if is_new:
                 self.optimizer.param_groups.pop()
             raise
-        self._claim()
+        for before in self._claim():
+            if isinstance(before, Quantized):
+                self._carriers.before += tuple(before._carriers.handles)
         self._carriers.widen(self)
         self._begin(self.param_groups[-1]["params"])
 
@@ -216,6 +218,7 @@ class Quantized(WithMasters):
                 loss = closure()
         check_loss(loss)
         self._carriers.name_uncalled(self.forward_state.waiting)
+        self._carriers.name_stale()
         self._adopt_changed()
         self._begin(p for p in self._layout.names if p.grad is not None)
 

@@ -20,7 +20,7 @@ from marvin.ranks import rank
 from marvin.rounding import Format
 from marvin.straight_through import Tally, round_with_gradient
 
-__all__ = ["BUFFER", "FLOATS", "ForwardState", "Rounder", "channels_of", "formats_of"]
+__all__ = ["BUFFER", "FLOATS", "ForwardState", "Rounder", "as_it_is", "channels_of", "formats_of"]
 
 BUFFER = "fixed_point"
 """Name of the buffer in which a module's state has its formats."""
@@ -164,7 +164,7 @@ class Rounder:
         def rounded(x: Tensor) -> Tensor:
             x = self._round_samples(module, x, formats)
             if watches:
-                return self._observe(x, formats)
+                return self._observe(module, x, formats)
             return self._round(module, x, formats, formats.inputs)
 
         return mapped(rounded, args, kwargs, self.arguments)
@@ -187,7 +187,7 @@ class Rounder:
         goes_out: bool = False,
     ) -> Tensor:
         if fmt is None or x.dtype not in FLOATS:
-            return x
+            return as_it_is(module, x, fmt)
         if self.state.format_of(x) == fmt:
             return x  # the layer before has the same format: rounding again changes nothing
         ways = module.training, formats.eval_rounding
@@ -198,10 +198,10 @@ class Rounder:
         self.state.mark(y, fmt)
         return y
 
-    def _observe(self, x: Tensor, formats: ModuleFormats) -> Tensor:
+    def _observe(self, module: nn.Module, x: Tensor, formats: ModuleFormats) -> Tensor:
         """Round what a layer sees, and show it and its gradient to the policy."""
         if x.dtype not in FLOATS or not x.numel():
-            return x
+            return as_it_is(module, x, formats.inputs)
         fmt, clip = formats.inputs, formats.ste == "clip"
         assert self.observer is not None
         assert fmt is None or isinstance(fmt, FixedPoint)
@@ -216,6 +216,22 @@ class Rounder:
             return x
         options = self.state.options(module.training, formats.eval_rounding)
         return quantize_block(x.detach(), fmt, per_sample=True, **options)
+
+
+def as_it_is(module: nn.Module, x: Tensor, fmt: Format | None) -> Tensor:
+    """Return what is not rounded, such as indices.
+
+    Raises:
+        TypeError: It should be, but the model was made float64.
+    """
+    if fmt is not None and x.dtype is torch.float64:
+        own = next(module.parameters(), x)
+        if own.dtype is torch.float64:
+            raise TypeError(
+                "a model in fixed point must be float32, bfloat16 or float16, got float64: write "
+                "model.float()"
+            )
+    return x
 
 
 def formats_of(model: nn.Module) -> dict[str, ModuleFormats]:

@@ -1,6 +1,8 @@
 """Traces of models by torch.fx that keep operations in place, and name what was called."""
 
 import operator
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx, nn
@@ -33,8 +35,11 @@ for _name in _OPERATORS:
     setattr(_Proxy, f"__{_name}__", _keep(_name))
 
 
+_TRACING = threading.RLock()  # torch.fx changes nn.Module for the whole process meanwhile
+
+
 class Tracer(fx.Tracer):
-    """Traces a model, operators in place included.
+    """Traces a model, operators in place included; what other threads run meanwhile is left alone.
 
     Attributes:
         called: Names of the modules that were called, those that are traced through included.
@@ -43,11 +48,36 @@ class Tracer(fx.Tracer):
     def __init__(self) -> None:
         super().__init__()
         self.called: dict[str, None] = {"": None}
+        self._thread = threading.get_ident()
+
+    def is_here(self) -> bool:
+        """Say whether this thread is the one that traces."""
+        return threading.get_ident() == self._thread
+
+    def trace(
+        self,
+        root: nn.Module | Callable[..., object],
+        concrete_args: dict[str, object] | None = None,
+    ) -> fx.Graph:
+        """Trace a model; one at a time."""
+        with _TRACING:
+            return super().trace(root, concrete_args)
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Remember the name of a module that is called."""
+        if not self.is_here():
+            forward, inputs, options = args
+            return forward(*inputs, **options)
         self.called[self.path_of_module(m)] = None
         return super().call_module(m, *args, **kwargs)
+
+    def getattr(
+        self, attr: str, attr_val: object, parameter_proxy_cache: dict[str, fx.Proxy]
+    ) -> object:
+        """Return what stands for a parameter."""
+        if not self.is_here():
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return what stands for a value while the model's code runs."""

@@ -191,8 +191,8 @@ class LossBudgetPolicy(RangePolicy):
         if not step.samples:
             raise ValueError(
                 "LossBudgetPolicy needs the batch's size, got no samples: call "
-                "marvin.quantize_activations(model, optimizer) and train in model.train(), "
-                "or give LossBudgetPolicy(batch_size=...)"
+                "marvin.quantize_activations(model, optimizer) and train in model.train(), leave out "
+                "empty batches, or give LossBudgetPolicy(batch_size=...)"
             )
         shared = replace(shared, loss_sum=shared.loss_sum + step.loss, losses=shared.losses + 1)
         if step.settings["late"]:

@@ -181,8 +181,8 @@ class _Tracer(Tracer):
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Add what a module rounds around the calls inside of it."""
-        name = self.path_of_module(m)
-        formats = self.activations.get(name)
+        name = self.path_of_module(m) if self.is_here() else ""
+        formats = self.activations.get(name) if self.is_here() else None
         if formats is None or self.is_leaf_module(m, name):
             return super().call_module(m, *args, **kwargs)
         self.rounded.add(name)

@@ -1,0 +1,228 @@
+"""Models that users change, or share, after activations were quantised."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import prune
+
+import marvin
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+    )
+
+
+def make_optimizer(parameters):
+    return marvin.Quantized(torch.optim.SGD(parameters, lr=0.05), marvin.LossBudgetPolicy())
+
+
+def train(model, *optimizers, steps=3):
+    for _ in range(steps):
+        model.zero_grad()
+        loss = F.cross_entropy(model(torch.randn(16, 8)), torch.randint(3, (16,)))
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step(loss=loss)
+
+
+def trained(steps=3):
+    model = make_model()
+    optimizer = make_optimizer(model.named_parameters())
+    handle = marvin.quantize_activations(model, optimizer)
+    train(model, optimizer, steps=steps)
+    return model, optimizer, handle
+
+
+def inputs_seen(model, name):
+    """Return what comes into a layer, behind all hooks there are."""
+    seen = []
+    layer = model.get_submodule(name)
+    hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model.eval()(torch.randn(16, 8))
+    model.train()
+    hook.remove()
+    return seen[0]
+
+
+def is_in(x, fmt):
+    codes = x.detach().double() * 2.0**fmt.fl
+    low, high = (-(2 ** (fmt.wl - 1)), 2 ** (fmt.wl - 1) - 1) if fmt.signed else (0, 2**fmt.wl - 1)
+    return torch.equal(codes, codes.round()) and low <= codes.min() and codes.max() <= high
+
+
+@pytest.mark.parametrize("split", [2, 4])
+def test_two_optimizers_of_one_model(split):
+    model = make_model()
+    named = list(model.named_parameters())
+    first, second = make_optimizer(named[:split]), make_optimizer(named[split:])
+    handles = [marvin.quantize_activations(model, own) for own in (first, second)]
+    train(model, first, second)
+    formats = {**first.input_formats(), **second.input_formats()}
+    assert [*formats] == ["0.weight", "2.weight", "4.weight"]
+    for name, fmt in formats.items():
+        assert is_in(inputs_seen(model, name.partition(".")[0]), fmt)
+    assert [len(handle.layers()) for handle in handles] == [split // 2, 3 - split // 2]
+    assert set(handles[1].report.left.values()) == {"rounds by the formats of another optimizer"}
+    x = torch.randn(4, 8)
+    assert torch.equal(marvin.freeze(model)(x), model.eval()(x))
+
+
+def test_an_optimizer_of_all_parameters_takes_the_place_of_two():
+    model = make_model()
+    named = list(model.named_parameters())
+    handles = [
+        marvin.quantize_activations(model, make_optimizer(own)) for own in (named[:2], named[2:])
+    ]
+    whole = make_optimizer(named)
+    handle = marvin.quantize_activations(model, whole)
+    train(model, whole)
+    assert [own.layers() for own in (*handles, handle)] == [[], [], ["0", "2", "4"]]
+
+
+def test_a_module_of_another_optimizer_is_the_model_itself():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, 8))
+            self.layers = make_model()
+
+        def forward(self, x):
+            return self.layers(x * self.scale)
+
+    model = Scaled()
+    first = make_optimizer([("scale", model.scale)])
+    marvin.quantize_activations(model, first)
+    second = make_optimizer(model.layers.named_parameters())
+    handle = marvin.quantize_activations(model, second)
+    train(model, first, second)
+    assert handle.layers() == ["layers.0", "layers.2", "layers.4"]
+    fmt = first.input_formats()["scale"]
+    assert is_in(inputs_seen(model, ""), fmt)
+
+
+def test_a_layer_that_took_the_place_of_another():
+    model, optimizer, _ = trained()
+    model[4] = nn.Linear(16, 3)
+    with pytest.warns(UserWarning, match=r"not trained: 4\.bias, 4\.weight; load states"):
+        train(model, optimizer, steps=10)
+    new = [(f"new.{name}", p) for name, p in model[4].named_parameters()]
+    with pytest.warns(UserWarning, match="do not round: 4; call it again"):
+        optimizer.add_param_group({"params": new})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        marvin.quantize_activations(model, optimizer)
+        train(model, optimizer, steps=25)
+    assert is_in(inputs_seen(model, "4"), optimizer.input_formats()["new.weight"])
+
+
+def test_parameters_that_a_state_replaced():
+    model, optimizer, _ = trained()
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with pytest.warns(UserWarning, match=r"0\.bias, 0\.weight, 2\.bias and 3 more; load states"):
+        train(model, optimizer, steps=10)
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error")
+        train(model, optimizer, steps=25)
+
+
+def test_weights_that_got_other_memory():
+    model, optimizer, _ = trained()
+    model[0].weight.data = torch.zeros(16, 8)
+    with pytest.warns(UserWarning, match=r"the new masters, rounded: 0\.weight"):
+        train(model, optimizer, steps=1)
+    assert optimizer.state[model[0].weight]["master"].abs().max() <= 0.05 * 10
+
+
+def test_pruned_weights_stay_pruned():
+    model, optimizer, _ = trained()
+    prune.l1_unstructured(model[2], "weight", amount=0.5)
+    train(model, optimizer)
+    prune.remove(model[2], "weight")
+    zeros = model[2].weight == 0
+    with pytest.warns(UserWarning, match=r"the new masters, rounded: 2\.weight"):
+        train(model, optimizer, steps=1)
+    assert zeros.sum() >= 128
+    master = optimizer.state[model[2].weight]["master"]
+    assert master[zeros].abs().max() < 0.1 < master[~zeros].abs().max()
+
+
+@pytest.mark.parametrize("policy", [marvin.LossBudgetPolicy(), marvin.MarvinPolicy()])
+def test_memory_alone_changes_no_master(policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 3, 3, bias=False))
+    optimizer = marvin.Quantized(torch.optim.SGD(model.named_parameters(), lr=0.05), policy)
+    marvin.quantize_activations(model, optimizer)
+
+    def step(own, of):
+        own.zero_grad()
+        loss = own(torch.ones(2, 4, 6, 6, dtype=own[0].weight.dtype)).float().square().mean()
+        loss.backward()
+        of.step(loss=loss)
+
+    step(model, optimizer)
+    master = optimizer.state[model[0].weight]["master"].clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.to(memory_format=torch.channels_last)
+        copied = copy.deepcopy((model, optimizer))
+        for own, of in ((model, optimizer), copied):
+            own.zero_grad()
+            of.step(loss=1.0)
+            assert torch.equal(of.state[own[0].weight]["master"], master)
+        step(model.half(), optimizer)
+
+
+def test_a_new_optimizer_is_told_of_a_model_that_rounds_by_the_one_before():
+    model, _before, _ = trained()
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.05)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy())
+    with pytest.warns(UserWarning, match="the optimizer that had these parameters before"):
+        optimizer.step(loss=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        another = make_optimizer(model.named_parameters())
+        marvin.quantize_activations(model, another)
+        train(model, another)
+
+
+def test_handles_know_when_they_are_gone():
+    _model, _optimizer, handle = trained()
+    handle.remove()
+    assert handle.layers() == []
+    assert str(handle.report).startswith("0 modules round activations")
+
+
+def test_what_the_user_leaves_out_does_not_round_though_it_is_the_model_itself():
+    model = nn.Linear(8, 3)
+    optimizer = make_optimizer(model.named_parameters())
+    with pytest.raises(ValueError, match="no module that may round is left"):
+        marvin.quantize_activations(model, optimizer, exclude=nn.Linear)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_float64_is_refused_where_it_would_not_be_rounded(is_frozen):
+    model, _optimizer, _ = trained()
+    model = marvin.freeze(model) if is_frozen else model.eval()
+    with pytest.raises(TypeError, match=r"got float64: write model\.float\(\)"):
+        model.double()(torch.randn(4, 8, dtype=torch.float64))
+
+
+def test_batches_of_no_sample_are_named():
+    model, optimizer, _ = trained()
+    optimizer.zero_grad()
+    model(torch.randn(0, 8)).sum().backward()
+    with pytest.raises(ValueError, match="leave out empty batches"):
+        optimizer.step(loss=0.0)
+
+
+def test_transforms_of_torch_func_are_named():
+    model, _optimizer, _ = trained()
+    with pytest.raises(TypeError, match=r"inside of torch\.func, whose transforms"):
+        torch.func.vmap(model.eval())(torch.randn(4, 8))
