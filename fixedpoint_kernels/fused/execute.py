@@ -93,9 +93,10 @@ def forward(
         elif program.observes and program.segment.takers(i):
             others[i] = _Result(len(x), program.shapes[i])
             given["seen", i] = others[i].address
-    program.clear()
-    program.momenta[:] = [own.momentum for own in parameters]
-    _run(program, program.forward, kept, given)
+    with program.lock:
+        program.clear()
+        program.momenta[:] = [own.momentum for own in parameters]
+        _run(program, program.forward, kept, given)
     found = {i: result.take() for i, result in outputs.items()}
     if seen is not None:
         seen |= {INPUT: x} | found | {i: result.take() for i, result in others.items()}
@@ -141,8 +142,9 @@ def backward(
     if program.observes:
         back = [_Result(program.images, program.shapes[n.source]) for n in program.segment.layers]
         given |= {("seen gradient", n): own.address for n, own in enumerate(back)}
-    _run(program, program.backward, kept, given)
-    program.collect([own.weight for own in found])
+    with program.lock:
+        _run(program, program.backward, kept, given)
+        program.collect([own.weight for own in found])
     if seen is not None:
         seen += [own.take() for own in back]
     return (None if dx is None else dx.take()), found

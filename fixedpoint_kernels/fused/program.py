@@ -6,6 +6,7 @@ regions all threads wait: batch norm needs the sums of all images.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +89,7 @@ class Program(Layout):
         for own in (self.forward, self.backward):
             self._fill_context(own)
         self.memory = Memory(self.kept_bytes + 64)
+        self.lock = Lock()  # its tables are filled for one thread of Python at a time
 
     def clear(self) -> None:
         """Set what forward adds to to 0."""

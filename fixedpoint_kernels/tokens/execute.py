@@ -36,14 +36,15 @@ def forward(
     for v in program.segment.outputs:
         outputs.append(torch.empty(*xs[0].shape[:-1], program.widths[v]))
         given["y", v] = outputs[-1].data_ptr()
-    program.clamped[:] = 0
-    for k, i in enumerate(program.linear):
-        program.layers[k, cpu.f.WEIGHTS] = given["first", i]
-    is_parallel = program.threads > 1
-    cpu.pack_weights(is_parallel)(
-        program.layers, program.formats, program.spare, program.spare_bytes, program.threads
-    )
-    _run(program, program.forward, kept, given)
+    with program.lock:
+        program.clamped[:] = 0
+        for k, i in enumerate(program.linear):
+            program.layers[k, cpu.f.WEIGHTS] = given["first", i]
+        is_parallel = program.threads > 1
+        cpu.pack_weights(is_parallel)(
+            program.layers, program.formats, program.spare, program.spare_bytes, program.threads
+        )
+        _run(program, program.forward, kept, given)
     return outputs, kept
 
 
@@ -73,9 +74,10 @@ def backward(
         given["dx", i] = dxs[-1].data_ptr() if needed else 0  # pyright: ignore[reportOptionalMemberAccess]
     for i, own in enumerate(parameters):
         given |= {("seed", i): own.noise[0], ("stream", i): own.noise[1]}
-    _run(program, program.backward, kept, given)
-    weights = _weights(program, kept)
-    sums = torch.from_numpy(program.partial).sum(0, dtype=torch.float64).float()
+    with program.lock:
+        _run(program, program.backward, kept, given)
+        weights = _weights(program, kept)
+        sums = torch.from_numpy(program.partial).sum(0, dtype=torch.float64).float()
     found: list[Pair] = []
     for i, op in enumerate(program.segment.operations):
         width = program.widths[len(program.widths) - len(parameters) + i]

@@ -8,6 +8,7 @@ of weights come last: they are sums over all samples.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -158,6 +159,7 @@ class Program:
         self.forward, self.backward = self._finished(forward), self._finished(backward)
         self._weights_tasks()
         self.memory = Memory(self._kept_bytes + 64)
+        self.lock = Lock()  # its tables are filled for one thread of Python at a time
 
     # ------------------------------------------------------------------ memory
 

@@ -1,5 +1,6 @@
 """Which formats a layer multiplies, and whether integer units hold them."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,7 @@ __all__ = [
     "Product",
     "carried",
     "choose",
+    "has_nan",
     "why_no_kernel",
     "window_of",
 ]
@@ -105,6 +107,19 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
         return "its inputs or weights are in block floating point"
     product = Product(inputs, weight, window)
     return product if product.weight_fmt.signed else "its weights are unsigned"
+
+
+def has_nan(x: torch.Tensor) -> bool:
+    """Say whether a tensor on the CPU has NaN, for which there is no code; one pass that only reads.
+
+    While a model is traced or compiled, nobody can know.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    own = x.detach()
+    return math.isnan(own.sum()) and bool(
+        own.isnan().any()
+    )  # infinities of both signs add up to it
 
 
 def why_no_kernel(device: torch.device) -> str:

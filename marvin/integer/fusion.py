@@ -21,7 +21,7 @@ from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.hooks import OtherForward, restore_forwards, rounders_of
 from marvin.integer.autograd import lies_as
-from marvin.integer.formats import Options, Product, choose
+from marvin.integer.formats import Options, Product, choose, has_nan
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
 from marvin.integer.seen import Seen, plain_attributes
@@ -47,9 +47,8 @@ class Fused(OtherForward):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._traced: Traced | str | None = None
+        self._known: tuple[Traced | str, Seen | None] | None = None  # threads may come at once
         self._runs: dict[frozenset[str], fx.GraphModule] = {}  # by what is left out of chains
-        self._seen: Seen | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module}
@@ -71,12 +70,12 @@ class Fused(OtherForward):
 
     def why_not(self) -> str:
         """Say why the module's chains are not fused; "" where they are."""
-        traced = self._trace()
+        traced = self._trace()[0]
         return traced if isinstance(traced, str) else ""
 
     def layers(self) -> list[str]:
         """Return the names of the layers in chains, within the module."""
-        traced = self._trace()
+        traced = self._trace()[0]
         return [] if isinstance(traced, str) else traced.layers
 
     def _ready(self, x: Any) -> fx.GraphModule | None:
@@ -91,17 +90,16 @@ class Fused(OtherForward):
             or not products.path().is_own
         ):
             return None
-        traced = self._trace()
-        if self._seen is not None and not self._seen.holds():
-            self._traced = self._seen = None
-            self._runs = {}
-            traced = self._trace()
+        traced, seen = self._trace()
+        if seen is not None and not seen.holds():
+            self._known, self._runs = None, {}
+            traced, seen = self._trace()
         if isinstance(traced, str) or any(global_forward_hooks()):
             return None
         if traced.chains and (x.dim() != 4 or x.dtype is not torch.float32):
             return None
-        assert self._seen is not None
-        if any(map(_has_hooks, self._seen.inner)):
+        assert seen is not None
+        if any(map(_has_hooks, seen.inner)):
             return None
         runs = self._without(frozenset())
         if runs is None or all(run.ready() for run in _chains_of(runs)):
@@ -113,7 +111,7 @@ class Fused(OtherForward):
     def _without(self, left: frozenset[str]) -> fx.GraphModule | None:
         """Return the module with its chains, without some layers; None where no chains are left."""
         if left not in self._runs:
-            traced = trace(self.module, left) if left else self._trace()
+            traced = trace(self.module, left) if left else self._trace()[0]
             if isinstance(traced, str):
                 return None
             while len(self._runs) >= _PROGRAMS:
@@ -121,15 +119,16 @@ class Fused(OtherForward):
             self._runs[left] = _built(self.module, traced)
         return self._runs[left]
 
-    def _trace(self) -> Traced | str:
-        if self._traced is None:
+    def _trace(self) -> tuple[Traced | str, Seen | None]:
+        known = self._known
+        if known is None:
             before = [plain_attributes(m) for m in self.module.modules()]
-            self._traced = trace(self.module)
+            traced = trace(self.module)
             if [plain_attributes(m) for m in self.module.modules()] != before:
-                self._traced = "its forward changes attributes of modules"
-            elif not isinstance(self._traced, str):
-                self._seen = Seen(self.module, self._traced)
-        return self._traced
+                traced = "its forward changes attributes of modules"
+            seen = None if isinstance(traced, str) else Seen(self.module, traced)
+            self._known = known = traced, seen
+        return known
 
 
 def fuse(model: nn.Module) -> None:
@@ -315,8 +314,8 @@ class _Run(nn.Module):
         return Segment(tuple(layers), tuple(self.chain.values))
 
     def _takes(self, x: Tensor) -> bool:
-        """Say whether an input has a shape for which the chain is what its layers are."""
-        if x.dim() != 4:
+        """Say whether an input has a shape for which the chain is what its layers are, and no NaN."""
+        if x.dim() != 4 or has_nan(x):
             return False
         key = self._segment, tuple(x.shape[2:])
         if self._held[:1] != (key,):

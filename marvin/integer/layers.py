@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from marvin.integer import autograd
-from marvin.integer.formats import Product, carried, choose, why_no_kernel
+from marvin.integer.formats import Product, carried, choose, has_nan, why_no_kernel
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import FLOATS, ForwardState
 
@@ -92,7 +92,7 @@ def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | N
         return None
     if torch.compiler.is_compiling() or getattr(module, OPTIONS).execution == "simulation":
         return product
-    return None if why_no_kernel(x.device) else product
+    return None if why_no_kernel(x.device) or has_nan(x) else product
 
 
 def keep_out_of_compilation() -> None:

@@ -11,7 +11,7 @@ from fixedpoint_kernels import tokens
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from fixedpoint_kernels.tokens import Parameters, Segment
 from marvin.hooks import rounders_of
-from marvin.integer.formats import Options, Product, choose
+from marvin.integer.formats import Options, Product, choose, has_nan
 from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerLinear
 from marvin.integer.token_graph import Heads, TokenChain
@@ -152,7 +152,7 @@ class TokenRun(nn.Module):
         for x in xs:
             if type(x) not in (Tensor, nn.Parameter) or x.dtype is not torch.float32:
                 return None
-            if x.device.type != "cpu" or x.dim() < 2 or not x.numel():
+            if x.device.type != "cpu" or x.dim() < 2 or not x.numel() or has_nan(x):
                 return None
             if x.shape[:-1] != xs[0].shape[:-1]:
                 return None

@@ -3,6 +3,10 @@
 import ctypes
 import dataclasses
 import gc
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -498,6 +502,50 @@ def test_chains_of_any_shape(seed, count, size, widths, relu, norm):
     segment = Segment(tuple(layers), tuple(values))
     x = images(segment, count, size, seed)
     check(segment, x, program(segment, x), seed)
+
+
+def test_threads_of_python_take_turns():
+    """A program's tables are filled, and then a kernel runs: nobody may come between.
+
+    In a process of its own: who does writes to memory of others.
+    """
+    folder = Path(__file__).parent
+    script = (
+        f"import sys; sys.path.insert(0, {str(folder)!r}); import test_fused as t; t.take_turns()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def take_turns():
+    segment, count, size = SEGMENTS["residual"]
+    own = parameters(segment)
+    made = program(segment, images(segment, count, size))
+    inputs = [images(segment, count, size, seed) for seed in range(3)]
+    grad = torch.randn(execute.forward(made, inputs[0], own)[0][0].shape)
+
+    def both(x):
+        outputs, kept = execute.forward(made, x, own)
+        return outputs[0], execute.backward(made, kept, own, [grad])[0]
+
+    expected, wrong = list(map(both, inputs)), []
+
+    def run(n):
+        for _ in range(40):
+            wrong.append(not all(map(torch.equal, both(inputs[n]), expected[n])))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(before)
+    assert len(wrong) == 120
+    assert not any(wrong)
 
 
 def test_memory_is_lent_to_one_at_a_time():

@@ -952,3 +952,29 @@ def test_the_input_of_a_chain_may_be_added():
     model = Added()
     values = found(model)
     assert values == [[Value(0, relu=True), Value(1, other_value=INPUT, relu=True, is_output=True)]]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_nan_in_an_input_is_seen(fused):
+    """There is no code for it; the loss must show it, as in the simulation."""
+    model, optimizer = make(fused=fused)
+    x, _ = batch(0)
+    x[0, 0, 0, 0] = float("nan")
+    loss = model(x).square().mean()
+    assert loss.isnan()
+    loss.backward()
+    with pytest.raises(FloatingPointError, match="nan"):
+        optimizer.step(loss=loss)
+    x[0, 0, 0, 0] = float("inf")  # is clamped
+    x[0, 0, 0, 1] = -float("inf")
+    assert model(x).isfinite().all()
+
+
+def test_nan_in_an_input_is_seen_by_what_is_frozen():
+    model, _ = make()
+    frozen = marvin.freeze(model.eval())
+    x, _ = batch(0)
+    x[0, 0, 0, 0] = float("nan")
+    y = frozen(x)
+    assert y[0].isnan().all()
+    assert y[1:].isfinite().all()
