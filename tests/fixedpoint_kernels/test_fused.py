@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import gc
+import os
 import subprocess
 import sys
 import threading
