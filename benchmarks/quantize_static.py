@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +34,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
 
 import marvin
+from benchmarks.networks import resnet18
 from fixedpoint_kernels.products import paths
 from marvin.export import describe, integer, round_sums
 from marvin.export import onnx as exporter
@@ -46,33 +46,6 @@ from train.resnet20 import resnet20
 RUNS = {1: 600, 8: 100, 64: 15}  # by batch
 CALIBRATION = 64  # images
 Session = onnxruntime.InferenceSession
-
-
-class Block(nn.Module):
-    """Two 3x3 convolutions beside a short-cut."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        stride = 1 if inputs == outputs else 2
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.bn1, self.bn2, self.relu = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs), nn.ReLU()
-        projection = nn.Conv2d(inputs, outputs, 1, 2, bias=False), nn.BatchNorm2d(outputs)
-        self.downsample = nn.Identity() if stride == 1 else nn.Sequential(*projection)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``relu(f(x) + shortcut(x))``."""
-        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        return self.relu(y + self.downsample(x))
-
-
-def resnet18() -> nn.Module:
-    """Return ResNet-18 for ten classes."""
-    widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
-    blocks = [Block(*pair) for pair in pairwise(widths)]
-    stem = nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()
-    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)
-    return nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1), *blocks, *head)
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # with side and epochs

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import marvin
+from benchmarks.networks import mobilenet_v2, resnet18
 from benchmarks.steps import Step
 from benchmarks.timing import Case
 from fixedpoint_kernels import products
@@ -23,19 +24,21 @@ from train.vit import vit
 TESTS = "tests/marvin/test_fusion.py"
 SECONDS = 60.0  # a row: steps are long
 WINDOW = 25
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "ResNet20, 128 images of 32x32": (resnet20, 128),
-    "ResNet20 of width 64, 32 images of 32x32": (lambda: resnet20(width=64), 32),
-    "AlexNet, 128 images of 32x32": (alexnet, 128),
-    "ViT, 128 images of 32x32": (vit, 128),
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # with images and their side
+    "ResNet20, 128 images of 32x32": (resnet20, 128, 32),
+    "ResNet20 of width 64, 32 images of 32x32": (lambda: resnet20(width=64), 32, 32),
+    "AlexNet, 128 images of 32x32": (alexnet, 128, 32),
+    "ViT, 128 images of 32x32": (vit, 128, 32),
+    "ResNet-18, 32 images of 64x64": (resnet18, 32, 64),
+    "MobileNetV2, 32 images of 64x64": (mobilenet_v2, 32, 64),
 }
 
 
 def cases() -> Iterator[Case]:
     """Yield a step of each network, then the step that the policy observes."""
     print(f"path: {products.path()}")
-    for name, (make, images) in NETWORKS.items():
-        x, y = torch.randn(images, 3, 32, 32), torch.randint(10, (images,))
+    for name, (make, images, side) in NETWORKS.items():
+        x, y = torch.randn(images, 3, side, side), torch.randint(10, (images,))
         contestants: dict[str, Step] = {"ours": fixed_point(make, x, y, integer=True)}
         for dtype in (torch.float32, torch.bfloat16):
             for layout in (torch.contiguous_format, torch.channels_last):
@@ -43,8 +46,8 @@ def cases() -> Iterator[Case]:
                 contestants[kind] = floats(make, x, y, dtype, layout)
         contestants["simulated"] = fixed_point(make, x, y, integer=False)
         yield Case(name, images, contestants)
-    make, images = next(iter(NETWORKS.values()))
-    x, y = torch.randn(images, 3, 32, 32), torch.randint(10, (images,))
+    make, images, side = next(iter(NETWORKS.values()))
+    x, y = torch.randn(images, 3, side, side), torch.randint(10, (images,))
     observed: dict[str, Step] = {
         name: fixed_point(make, x, y, integer=name == "ours", window=1)
         for name in ("ours", "simulated")
@@ -58,8 +61,7 @@ def fixed_point(
     """Return a step in the loss budget's formats, which it has found."""
     torch.manual_seed(0)
     model, layout = make(), torch.channels_last
-    if not integer:  # integer layers read weights as they lie
-        model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]: torch has it
+    model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]: torch has it
     x = x.contiguous(memory_format=layout)
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy(window=window))

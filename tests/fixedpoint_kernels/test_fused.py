@@ -3,7 +3,6 @@
 import ctypes
 import dataclasses
 import gc
-import os
 import subprocess
 import sys
 import threading
