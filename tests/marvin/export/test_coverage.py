@@ -230,7 +230,7 @@ def test_functions_are_exact_where_training_rounds_what_they_take(function, wl):
     taken = network.operation(first.inputs[0])
     source = network.operation(taken.inputs[0])
     z = torch.from_numpy(found[source.name]).double() * 2.0 ** -network.values[source.name].fl
-    y = function.double()(z.clone()).detach() * 2.0 ** network.values[taken.name].fl
+    y = function.double().forward(z.clone()).detach() * 2.0 ** network.values[taken.name].fl
     function.float()
     low, high = -(2 ** (wl - 1)), 2 ** (wl - 1) - 1
     torch.testing.assert_close(
