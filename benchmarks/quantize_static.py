@@ -124,9 +124,8 @@ def answers(made: Session, x: Tensor) -> Tensor:
 
 def timed(sessions: dict[str, Session], x: Tensor) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield seconds an image by batch, medians."""
-    generator = random.Random(
-        0
-    )  # nobody always comes behind the same file, which leaves its own in the caches
+    # nobody always comes behind the same file, which leaves its own in the caches
+    generator = random.Random(0)
     for batch, runs in RUNS.items():
         times: dict[str, list[float]] = {label: [] for label in sessions}
         for _ in range(runs):

@@ -48,12 +48,9 @@ def step_many(
     if any(orders) and rounding == "stochastic":  # noise goes by the order of dimensions
         return False
     moved_orders = [orders[row] for row in moves.rows]
+    momenta = [x for x in moves.momenta if x is not None]
     pairs = zip(moves.momenta, moved_orders, strict=True)
-    momenta, own_orders = [], []
-    for momentum, order in pairs:
-        if momentum is not None:
-            momenta.append(momentum)
-            own_orders.append(order)
+    own_orders = [order for x, order in pairs if x is not None]
     if not has_bits_of_torch() or (addresses := targets.find(momenta, own_orders)) is None:
         return False
     read = np.empty(0, np.int64)
