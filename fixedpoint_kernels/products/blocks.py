@@ -129,13 +129,18 @@ class Runs(NamedTuple):
     depth: int  # bytes of such a column
 
 
-def runs(blocks: Blocks, grain: int) -> Runs:
-    """Return the runs of a block's taps, each filled up to a multiple of ``grain`` bytes."""
-    channels = blocks.geometry[7]
-    starts = (blocks.planes * blocks.geometry[5] + blocks.places * channels).tolist()
+def runs(blocks: Blocks, grain: int, channels: int) -> Runs:
+    """Return the runs of a block's taps, each filled up to a multiple of ``grain`` bytes.
+
+    Args:
+        blocks: That taps lie in.
+        grain: Bytes of a row that a tile takes at a time.
+        channels: That an output reads of each tap, see ``spans``.
+    """
+    starts = blocks.planes * blocks.geometry[5] + blocks.places * blocks.geometry[7]
     table: list[list[int]] = []
     offsets, depth, end = [], 0, None
-    for start in starts:
+    for start in starts.tolist():
         if start != end:
             depth = -(depth // -grain) * grain
             table.append([start, 0])

@@ -18,9 +18,10 @@ from fixedpoint_kernels.llvm.calls import keep
 from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, ByName, compiled
-from fixedpoint_kernels.products.packing import Totals, finish_weights, pack, sum_taps
+from fixedpoint_kernels.products.packing import Totals, finish_weights, pack, pack_groups, sum_taps
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
+from fixedpoint_kernels.products.spans import Spans, spans
 from fixedpoint_kernels.threads import is_parallel, thread_count
 
 __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
@@ -121,6 +122,7 @@ class _Plan(NamedTuple):
     described: jobs.Described
     runs: Runs
     taps: np.ndarray
+    read: Spans
 
 
 @lru_cache(maxsize=256)
@@ -136,12 +138,15 @@ def _plan_of_outputs(
     kind: int,
     signed: bool,
     in_int16: int,
+    groups: int,
 ) -> _Plan:
     """Return the plan of a correlation that writes outputs; see ``jobs.describe_outputs``."""
-    cut = blocks(part, images, size, channels, least, grain=grain)
-    found = runs(cut, grain)
-    described = jobs.describe_outputs(cut, found, part, steps, element_size, kind, signed, in_int16)
-    return _Plan(cut, described, found, np.array(part.taps))
+    read = spans(channels, steps[3], groups)
+    cut = blocks(part, images, size, channels, least, grain=grain if groups == 1 else 0)
+    found = runs(cut, grain, read.channels)
+    rest = steps, element_size, kind, signed, in_int16, read
+    described = jobs.describe_outputs(cut, found, part, *rest)
+    return _Plan(cut, described, found, np.array(part.taps), read)
 
 
 @lru_cache(maxsize=256)
@@ -155,10 +160,12 @@ def _plan_of_weights(
     outputs: int,
     signed: bool,
     in_int16: int,
+    groups: int,
 ) -> tuple[Blocks, jobs.Described]:
     """Return the plan of a correlation for weights; see ``jobs.describe_weights``."""
     cut = blocks(part, images, size, channels, least, LONGEST_SUM, grain)
-    return cut, jobs.describe_weights(cut, part, outputs, signed, in_int16)
+    read = spans(channels, outputs, groups)
+    return cut, jobs.describe_weights(cut, part, outputs, signed, in_int16, read)
 
 
 class _Weights(NamedTuple):
@@ -174,16 +181,22 @@ def _packed(weight: Tensor, plan: _Plan, is_turned: bool, flips: bool) -> _Weigh
     """Lay out weights (o, c, r, s) for a correlation; turned, outputs are ``c``."""
     found, own = plan.runs, plan.cut.spots
     laid = weight.permute(0, 2, 3, 1).contiguous().numpy()
-    outputs, inputs = laid.shape[0], laid.shape[3]
+    groups = plan.read.groups
+    outputs, inputs = len(laid) // groups, laid.shape[3]
     if is_turned:
         outputs, inputs = inputs, outputs
+    outputs *= groups
     padded = -(outputs // -16) * 16
     memory = np.empty(padded * found.depth + 64, np.uint8)
     address = -(memory.ctypes.data // -64) * 64
     begin = np.zeros((1 if own is None else 1 + len(own.meets), padded), np.int32)
     step = laid[:1].size
-    rest = outputs, inputs, step, is_turned, begin[0], address
-    pack(laid.ctypes.data, plan.taps, found.offsets, found.depth, *rest)
+    start = laid.ctypes.data, plan.taps, found.offsets, found.depth
+    if groups > 1:
+        shape = groups, len(laid) // groups, laid.shape[3]
+        pack_groups(*start, shape, step, is_turned, plan.read.firsts, begin[0], address)
+    else:
+        pack(*start, outputs, inputs, step, is_turned, begin[0], address)
     if own is not None and flips:
         sum_taps(address, found.depth, padded // 16, inputs, own.meets, begin[1:])
     begin *= np.int32(-128) if flips else np.int32(0)
@@ -195,6 +208,7 @@ def _run_correlation(
     weight: Tensor,
     part: Correlation,
     is_turned: bool,
+    groups: int,
     scales: np.ndarray | None,
     by_image: bool,
     out: Tensor,  # (images, height, width, channels) of results, contiguous
@@ -206,6 +220,7 @@ def _run_correlation(
     signed = x.dtype is torch.int8
     flips = signed and bool(FLIPS[path])
     macs = images * part.counts[0] * part.counts[1] * len(part.taps) * channels * out.shape[3]
+    macs //= groups
     parallel = is_parallel(macs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1
     least = 2 * threads if parallel else 1
@@ -216,10 +231,11 @@ def _run_correlation(
     plan = _plan_of_outputs(
         part, images, (height, width), channels, least, GRAINS[path],
         (image, row, column, out.shape[3]), size, kind, signed, _steps_in_int16(x, weight, path),
+        groups,
     )  # fmt: skip
     packed = _packed(weight, plan, is_turned, flips)
-    groups, kept = packed.begin.shape[1] // 16, 0 if statistics is None else 48
-    both = np.zeros((2, threads, groups, kept), np.int64)
+    kept = 0 if statistics is None else 48
+    both = np.zeros((2, threads, packed.begin.shape[1] // 16, kept), np.int64)
     if scales is None:
         scales = np.ones(1, np.float32)
     start = out.data_ptr() + part.first[0] * row + part.first[1] * column
@@ -250,7 +266,7 @@ def convolve(
 ) -> tuple[Tensor, Tensor | None]:
     """See ``fixedpoint_kernels.products.convolve``."""
     part = shapes.forward(window, _size(x), _size(weight))
-    path = paths.chosen(window.groups, _depth(weight), forced).name
+    path = paths.chosen(forced).name
     if path in portable.MULTIPLY:
         return portable.convolve(x, weight, exponents, window, dtype, statistics, path)
     outputs = len(weight)
@@ -263,7 +279,8 @@ def convolve(
         totals = np.zeros((-(outputs // -16), 48), np.int64)
     if out.numel():
         scales = None if exponents is None else _scales(exponents, outputs)
-        _run_correlation(_laid(x), weight, part, False, scales, False, laid, totals, path)
+        rest = scales, False, laid, totals, path
+        _run_correlation(_laid(x), weight, part, False, window.groups, *rest)
     return out, (None if totals is None else _statistics(totals, outputs))
 
 
@@ -277,10 +294,11 @@ def input_gradient(
     forced: str | None = None,
 ) -> Tensor:
     """See ``fixedpoint_kernels.products.convolve_input_gradient``."""
-    path = paths.chosen(window.groups, len(weight) * weight[0, 0].numel(), forced).name
+    path = paths.chosen(forced).name
     if path in portable.MULTIPLY:
         return portable.input_gradient(grad, weight, exponents, size, window, dtype, path)
-    out, laid = _results(grad, weight.shape[1], size, dtype)
+    groups, channels = window.groups, weight.shape[1] * window.groups
+    out, laid = _results(grad, channels, size, dtype)
     parts = shapes.input_gradient(window, size, _size(weight))
     if not shapes.covers(parts, size):
         reference.finish_empty(out, exponents)
@@ -289,10 +307,10 @@ def input_gradient(
     by_image, scales = False, None
     if exponents is not None:
         by_image = exponents.numel() > 1
-        scales = _scales(exponents, len(grad) if by_image else weight.shape[1])
+        scales = _scales(exponents, len(grad) if by_image else channels)
     source = _laid(grad)
     for part in parts:
-        _run_correlation(source, weight, part, True, scales, by_image, laid, None, path)
+        _run_correlation(source, weight, part, True, groups, scales, by_image, laid, None, path)
     return out
 
 
@@ -305,13 +323,14 @@ def weight_gradient(
     forced: str | None = None,
 ) -> Tensor:
     """See ``fixedpoint_kernels.products.convolve_weight_gradient``."""
-    path = paths.chosen(window.groups, 1, forced).name
+    path = paths.chosen(forced).name
     if path in portable.MULTIPLY:
         return portable.weight_gradient(x, grad, exponents, kernel, window, path)
-    if _is_of_patches(window, kernel):
+    if window.groups == 1 and _is_of_patches(window, kernel):
         found = weight_gradient(_patches(x, kernel), grad, exponents, (1, 1), Window(), forced)
         return found.view(grad.shape[1], *kernel, x.shape[1]).permute(0, 3, 1, 2)
-    if x.shape[1] < _FEW and kernel[1] > 1 and window.dilation[1] == 1:
+    is_narrow = x.shape[1] < _FEW and kernel[1] > 1 and window.groups == 1
+    if is_narrow and window.dilation[1] == 1:
         merged = _columns_as_channels(x, kernel[1], window, grad.shape[3])
         rows = Window((window.stride[0], 1), (window.padding[0], 0), (window.dilation[0], 1))
         total = weight_gradient(merged, grad, exponents, (kernel[0], 1), rows, forced)
@@ -322,22 +341,23 @@ def weight_gradient(
     room = shapes.shift_room(positions)
     order, shifts, top = _order(exponents, images, room)
     part = shapes.forward(window, (height, width), kernel)
-    taps, groups = len(part.taps), -(outputs // -16)
-    parallel = is_parallel(positions * taps * channels * outputs // _MACS_A_THREAD)
+    taps, columns = len(part.taps), -(outputs // -16)
+    read = spans(channels, outputs, window.groups)
+    parallel = is_parallel(positions * taps * read.channels * outputs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1
-    padded = -(channels // -16) * 16
-    totals = np.zeros((threads, taps * padded, groups * 16), np.int64)
+    padded = -(read.channels // -16) * 16
+    totals = np.zeros((threads, taps * padded, columns * 16), np.int64)
     ends = np.zeros((threads, 2), np.int64)
-    ends[:, 0] = exponents is not None
+    ends[:, 0] = exponents is not None and read.groups == 1
     signed = x.dtype is torch.int8
     flips = signed and bool(FLIPS[path])
-    sums = _zeros(threads, jobs.sums_size(taps * padded // 16, groups))
+    sums = _zeros(threads, jobs.sums_size(taps * padded // 16, columns))
     if len(order) and positions and channels and outputs:
         least = 2 * threads if parallel else 1
-        grain = 0 if signed else GRAINS[path]
+        grain = 0 if signed or read.groups > 1 else GRAINS[path]
         cut, described = _plan_of_weights(
             part, images, (height, width), channels, least, grain, outputs, signed,
-            _steps_in_int16(x, grad, path),
+            _steps_in_int16(x, grad, path), read.groups,
         )  # fmt: skip
         table, job_shifts = _sorted_jobs(cut, shifts)
         source, target = _laid(x), _laid(grad)
@@ -355,8 +375,12 @@ def weight_gradient(
             flips,
             threads,
         )
+    power = float(reference.powers_of_two(torch.tensor(top)))
+    if read.groups > 1:
+        found = _of_groups(totals.sum(0).reshape(taps, padded, -1), read, outputs, channels)
+        found = found.unflatten(2, kernel)
+        return found if exponents is None else found.float() * 2.0**-room * power
     if exponents is not None:
-        power = float(reference.powers_of_two(torch.tensor(top)))
         out = torch.empty(outputs, channels, *kernel)
         if out.numel():
             held, shape = Totals(totals, sums, ends, flips), (outputs, channels, taps)
@@ -364,6 +388,18 @@ def weight_gradient(
         return out
     total = torch.from_numpy(totals.sum(0)).view(*kernel, padded, -1)[:, :, :channels, :outputs]
     return total.permute(3, 2, 0, 1)
+
+
+def _of_groups(totals: np.ndarray, read: Spans, outputs: int, channels: int) -> Tensor:
+    """Return what outputs have of their own groups, (outputs, channels / groups, taps) int64.
+
+    totals: (taps, channels that outputs read, outputs).
+    """
+    each, deep = outputs // read.groups, channels // read.groups
+    output = np.arange(outputs)
+    first = output // each * deep - read.firsts[output // 16]
+    rows = first[:, None] + np.arange(deep)
+    return torch.from_numpy(totals[:, rows, output[:, None]]).permute(1, 2, 0).contiguous()
 
 
 def _zeros(threads: int, size: int) -> np.ndarray:

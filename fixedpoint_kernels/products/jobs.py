@@ -14,6 +14,7 @@ from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.blocks import Blocks, Runs
 from fixedpoint_kernels.products.shapes import Correlation
+from fixedpoint_kernels.products.spans import Spans
 from fixedpoint_kernels.products.spots import Spots
 
 __all__ = [
@@ -49,7 +50,8 @@ SPOTS = 36
 RUN_FIRSTS, OUT_PLACES, BEGIN_STEP = range(37, 40)
 PAIRS, PAIR_FIRSTS, GRAD_BYTES = range(37, 40)
 BYTES = 40  # what tiles must know of codes, see ``tiles.kind_of_bytes``
-FIELDS = 41
+SPANS = 41  # of first channels, see ``spans``; of weights: of their lines
+FIELDS = 42
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
 wide: Any = None  # the tiles of a path
@@ -73,6 +75,7 @@ def describe_outputs(
     kind: int,
     signed: bool,
     in_int16: int,
+    read: Spans,
 ) -> Described:
     """Describe jobs that write outputs.
 
@@ -85,6 +88,7 @@ def describe_outputs(
         kind: Of results, ``tiles.KINDS``.
         signed: Whether codes are.
         in_int16: Steps whose sums int16 holds, see ``shapes.steps_in_int16``.
+        read: Channels that outputs read.
     """
     d = _blocks(cut, part, signed, in_int16)
     image, row, column, channels = out
@@ -96,9 +100,9 @@ def describe_outputs(
         place_outputs(offsets, cut.slots, cut.band, d)
     d[[DEPTH, RUNS, TABLE]] = runs.depth, len(runs.table), runs.table.ctypes.data
     d[[STEP, OUT_CHANNELS, OUT_SIZE, KIND]] = step, channels, size, kind
-    d[[OFFSETS, STARTS]] = offsets.ctypes.data, starts.ctypes.data
+    d[[OFFSETS, STARTS, SPANS]] = offsets.ctypes.data, starts.ctypes.data, read.firsts.ctypes.data
     d[WORK_BYTES] = d[BUFFER_BYTES] + _TILE_BYTES + 12 * (cut.most_positions + 128) + 64
-    kept = runs.table, offsets, starts
+    kept = runs.table, offsets, starts, read.firsts
     if (own := cut.spots) is not None:
         i, j = np.indices(part.counts).reshape(2, -1)
         places = (i * d[OUT_ROW] + j * d[OUT_COLUMN]).astype(np.int64)
@@ -110,7 +114,7 @@ def describe_outputs(
 
 
 def describe_weights(
-    cut: Blocks, part: Correlation, grad_channels: int, signed: bool, in_int16: int
+    cut: Blocks, part: Correlation, grad_channels: int, signed: bool, in_int16: int, read: Spans
 ) -> Described:
     """Describe jobs that add up products for weights.
 
@@ -120,31 +124,34 @@ def describe_weights(
         grad_channels: Of the gradient.
         signed: Whether codes are.
         in_int16: Steps whose sums int16 holds, see ``shapes.steps_in_int16``.
+        read: Channels that outputs read.
     """
     d = _blocks(cut, part, signed, in_int16)
     (down, across), channels, taps = part.stride, int(d[CHANNELS]), len(part.taps)
-    blocks, groups = -(channels // -16), -(grad_channels // -16)
+    padded, blocks, groups = -(channels // -16), -(read.channels // -16), -(grad_channels // -16)
     longest = -(cut.most_positions // -64) * 64
     reach = int(cut.places.max(initial=0)) // across
     line = (longest + reach + 64 + 127) // 64 * 64  # bytes of a channel
     line += 64 * (line % 512 == 0)  # not all in one set of the cache
     rows = taps * blocks
-    firsts = (cut.planes * across + cut.places % across) * blocks * 16 * line + cut.places // across
+    firsts = (cut.planes * across + cut.places % across) * padded * 16 * line + cut.places // across
     starts = (firsts[:, None] + np.arange(blocks) * 16 * line).reshape(-1)
     starts = np.append(starts, starts[-1:].repeat(4))
     ones = np.ones(longest + 64, np.uint8)
     if (own := cut.spots) is not None:
         return _weights_by_spot(d, cut, own, part, grad_channels)
-    turned, flat = down * across * blocks * 16 * line + 128, longest * grad_channels + 256
-    flat = -(flat // -64) * 64
+    # the last outputs in groups read lines behind the last channel
+    turned = (down * across * padded * 16 + 16 * blocks * (read.groups > 1)) * line + 128
+    flat = -((longest * grad_channels + 256) // -64) * 64
+    lines = read.firsts * line
     d[[ACROSS, TAPS, GRAD_CHANNELS, LINE, LONGEST]] = across, taps, grad_channels, line, longest
     d[[TILE_ROWS, GROUPS, ROW_STARTS, ONES]] = rows, groups, starts.ctypes.data, ones.ctypes.data
     d[[TURNED_AT, FLAT_AT]] = d[BUFFER_BYTES], d[BUFFER_BYTES] + turned
     d[[B_AT, REACH]] = d[BUFFER_BYTES] + turned + flat, reach
     d[GRAD_IMAGE] = part.counts[0] * part.counts[1] * grad_channels
-    d[SUMS_SIZE] = sums_size(rows, groups)
+    d[SUMS_SIZE], d[SPANS] = sums_size(rows, groups), lines.ctypes.data
     d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
-    return Described(d, (starts, ones))
+    return Described(d, (starts, ones, lines))
 
 
 def sums_size(tile_rows: int, groups: int) -> int:
@@ -357,8 +364,10 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
     if by_row:
         _spread_scales(d, scales, first, images, row_scales)
     group, groups = 0, (out_channels + 15) // 16
+    spans = carray(pointer_to(d[SPANS]), groups, np.int64)
     while group < groups:
-        pair = group + 1 < groups and WIDE_ROWS > 0
+        span = spans[group]
+        pair = group + 1 < groups and WIDE_ROWS > 0 and spans[group + 1] == span
         at_once = WIDE_ROWS if pair else NARROW_ROWS
         sums_step = 128 if pair else 64
         weights, start = b + group * depth * 16, begin + group * 64
@@ -368,7 +377,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
         for number in range(count):
             start_q = (number // rows * d[SLOT_ROWS] + number % rows) * d[COLUMNS]
             for q in range(start_q, start_q + line, at_once):
-                a = buffer + q * step
+                a = buffer + q * step + span
                 if pair:
                     wide(
                         d[BYTES], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
@@ -558,23 +567,24 @@ def multiply_weights(d, piece, steps, sums, work):
     table[0], table[1], table[2] = 0, (steps + GRAIN - 1) // GRAIN, 0
     tile_rows, groups, run_bytes, line = d[TILE_ROWS], d[GROUPS], d[LONGEST] * 16, d[LINE]
     starts = carray(pointer_to(d[ROW_STARTS]), tile_rows, np.int64)
+    spans = carray(pointer_to(d[SPANS]), groups, np.int64)
     row_bytes, group = groups * 64, 0
     while group < groups:
-        pair = group + 1 < groups and WIDE_ROWS > 0
-        weights = b + group * run_bytes + piece * 16
+        pair = group + 1 < groups and WIDE_ROWS > 0 and spans[group + 1] == spans[group]
+        weights, source = b + group * run_bytes + piece * 16, turned + spans[group] + piece
         row = 0
         while row < tile_rows:
             place = sums + row * 16 * row_bytes + group * 64
             here = d[ROW_STARTS] + 8 * row
             if pair:
                 row += wide_rows(
-                    d[BYTES], tile_rows - row, turned + piece, here, starts[row], line,
-                    buffer, 1, weights, run_bytes, place, row_bytes,
+                    d[BYTES], tile_rows - row, source, here, starts[row], line, buffer, 1,
+                    weights, run_bytes, place, row_bytes,
                 )  # fmt: skip
             else:
                 row += narrow_rows(
-                    d[BYTES], tile_rows - row, turned + piece, here, starts[row], line,
-                    buffer, 1, weights, run_bytes, place, row_bytes,
+                    d[BYTES], tile_rows - row, source, here, starts[row], line, buffer, 1,
+                    weights, run_bytes, place, row_bytes,
                 )  # fmt: skip
         if flips:
             for half in range(2 if pair else 1):

@@ -10,7 +10,7 @@ from fixedpoint_kernels.llvm.calls import inner, keep
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.threads import compile_both, compiled
 
-__all__ = ["Totals", "finish_weights", "pack", "sum_taps", "write_columns"]
+__all__ = ["Totals", "finish_weights", "pack", "pack_groups", "sum_taps", "write_columns"]
 
 
 @inner
@@ -60,6 +60,31 @@ def pack(weight, taps, offsets, depth, outputs, inputs, step, is_turned, sums, o
             total += np.int32(codes[column * depth + k])
         sums[column] = total
     keep(memory)
+
+
+@compiled()
+def pack_groups(weight, taps, offsets, depth, shape, step, is_turned, firsts, sums, out):
+    """``pack``, in groups: weights between channels and outputs of different groups are 0.
+
+    shape: groups, outputs and inputs of a group; firsts (blocks of 16 columns,) int64: see ``spans``.
+    """
+    groups, outputs, inputs = shape
+    each, deep = (inputs, outputs) if is_turned else (outputs, inputs)
+    codes = carray(pointer_to(weight), groups * outputs * step, np.int8)
+    tiles.blank(out, (groups * each + 15) // 16 * 16 * depth, 0)
+    packed = carray(pointer_to(out), (len(firsts), depth // 4, 16, 4), np.int8)
+    for column in range(groups * each):
+        group, block, total = column // each, column // 16, np.int32(0)
+        for i in range(len(taps)):
+            first, row = offsets[i] + group * deep - firsts[block], taps[i] * inputs
+            for k in range(deep):
+                if is_turned:
+                    code = codes[(group * deep + k) * step + row + column % each]
+                else:
+                    code = codes[column * step + row + k]
+                packed[block, (first + k) // 4, column % 16, (first + k) % 4] = code
+                total += np.int32(code)
+        sums[column] = total
 
 
 @compiled()

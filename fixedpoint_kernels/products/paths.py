@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
-from fixedpoint_kernels.products.shapes import LONGEST_SUM
-
 VARIABLE = "FIXEDPOINT_KERNELS_PRODUCTS"
 _INSTRUCTIONS = {  # LLVM's names of what each path needs, and one function that it must lower
     "amx": (
@@ -51,12 +49,8 @@ class Path(NamedTuple):
         return self.name in OWN
 
 
-def path(groups: int = 1, depth: int = 1) -> Path:
-    """Say which path a product on a CPU takes, and why.
-
-    Args:
-        groups: Of the convolution.
-        depth: Products in a sum: input channels of a group times elements of a kernel.
+def path() -> Path:
+    """Say which path products on a CPU take, and why.
 
     Returns:
         Its name, one of ``"amx"``, ``"avx512_vnni"``, ``"avx_vnni"``, ``"avx2"`` (Numba),
@@ -66,7 +60,7 @@ def path(groups: int = 1, depth: int = 1) -> Path:
     Raises:
         ValueError: The forced path is none, or this processor cannot take it.
     """
-    return chosen(groups, depth, None)
+    return chosen(None)
 
 
 @contextmanager
@@ -86,21 +80,13 @@ def force(name: str | None) -> Iterator[None]:
         _forced = before
 
 
-def chosen(groups: int, depth: int, name: str | None) -> Path:
+def chosen(name: str | None) -> Path:
     """See ``path``; ``name`` forces one."""
     name = name or _forced or os.environ.get(VARIABLE) or None
-    if name is not None:
-        _check(name)
-        best = Path(name, "it is forced")
-    else:
-        best = _best()
-    if best.name not in OWN:
-        return best
-    if groups > 1:
-        return Path(_portable(), "own kernels have no groups")
-    if depth > LONGEST_SUM:
-        raise AssertionError("longer sums are split before a path is chosen")
-    return best
+    if name is None:
+        return _best()
+    _check(name)
+    return Path(name, FORCED)
 
 
 @cache
@@ -119,10 +105,6 @@ def _best() -> Path:
     before = PATHS[: PATHS.index(name)]
     reasons = "; ".join(f"no {other}: {missing[other]}" for other in before)
     return Path(name, reasons or "the processor has it")
-
-
-def _portable() -> str:
-    return "float" if "stock" in unavailable() else "stock"
 
 
 def _check(name: str) -> None:

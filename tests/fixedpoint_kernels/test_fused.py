@@ -221,7 +221,7 @@ def images(segment, count, size, seed=0):
 
 def program(segment, x, path=None, threads=1, needs_input=True, needs_weights=None):
     path = path or HERE[0]
-    paths.chosen(1, 1, path)  # asks for AMX
+    paths.chosen(path)  # asks for AMX
     wanted = needs_weights or [True] * len(segment.layers)
     return Program(segment, len(x), tuple(x.shape[2:]), path, threads, needs_input, wanted)
 

@@ -110,7 +110,7 @@ def inputs(segment, samples, tokens, seed=0):
 
 def program(segment, samples, tokens, path=None, threads=1, needs=None, weights=None):
     path = path or HERE[0]
-    paths.chosen(1, 1, path)  # asks for AMX
+    paths.chosen(path)  # asks for AMX
     needs = needs or [True] * len(segment.inputs)
     weights = weights or [True] * len(segment.operations)
     return Program(segment, samples, tokens, path, threads, needs, weights)
