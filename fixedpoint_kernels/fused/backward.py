@@ -137,11 +137,12 @@ class Backward:
         in_int16 = shapes.steps_in_int16(layer.inputs, GRADIENTS)
 
         def details(chunk: int) -> jobs.Described:
-            grain = 0 if layer.inputs.signed else GRAINS[self.layout.path]
+            grain = 0 if layer.inputs.signed else self.layout.grain(n)
             cut = blocks(part, chunk, taken[1:], taken.channels, 1, jobs.PIECE - 4096, grain)
             if cut.most_positions > jobs.PIECE:
                 raise ValueError(f"rows of {taken.width} places are too long to be fused")
-            own = jobs.describe_weights(cut, part, out.channels, layer.inputs.signed, in_int16)
+            rest = out.channels, layer.inputs.signed, in_int16, self.layout.read(n)
+            own = jobs.describe_weights(cut, part, *rest)
             own.row[jobs.X_IMAGE] = taken.padded
             own.row[jobs.GRAD_IMAGE] = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
             return own
@@ -179,11 +180,13 @@ class Backward:
             def details(
                 chunk: int, part: Correlation = part, row: int = row, column: int = column
             ) -> jobs.Described:
-                cut = blocks(part, chunk, out[1:], out.channels, 1, grain=GRAINS[self.layout.path])
+                cut = blocks(part, chunk, out[1:], out.channels, 1, grain=self.layout.grain(n))
                 every = 4 * taken.padded, row, column, taken.channels
                 kind = tiles.KINDS["float32 by row"]
-                own = runs(cut, GRAINS[self.layout.path])
-                described = jobs.describe_outputs(cut, own, part, every, 4, kind, True, in_int16)
+                read = self.layout.read(n, turned=True)
+                own = runs(cut, GRAINS[self.layout.path], read.channels)
+                rest = every, 4, kind, True, in_int16, read
+                described = jobs.describe_outputs(cut, own, part, *rest)
                 described.row[jobs.X_IMAGE] = step
                 return described
 

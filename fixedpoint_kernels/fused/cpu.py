@@ -36,7 +36,7 @@ def _moved(address, bytes):
 
 
 @inner
-def _make_value(d, n, scale, low, high):
+def _make_value(d, n, scale, low, high, ceiling):
     """Make the elements of a value, and codes of them; return how many were clamped."""
     start, padded = n * d[f.PADDED], d[f.PADDED]
     size = 2 if d[f.FIRST] == passes.BFLOAT16 else 4
@@ -46,6 +46,7 @@ def _make_value(d, n, scale, low, high):
         d[f.SECOND], d[f.Z2] + start * size2, d[f.A2], d[f.B2], d[f.RELU],
         _moved(d[f.RELU_MASK], start // 8), _moved(d[f.Y], 4 * start), _moved(d[f.CODES], start),
         d[f.CLIPS], d[f.BOTH], _moved(d[f.CLIP_MASK], start // 8), scale, low, high,
+        ceiling,
     )  # fmt: skip
 
 
@@ -215,7 +216,7 @@ def run_region(context, number, thread):
     operations, images, threads = c[f.C_OPERATIONS], c[f.C_IMAGES], c[f.C_THREADS]
     table = carray(pointer_to(c[f.C_TABLE]), (operations, f.COUNT), np.int64)
     details = carray(pointer_to(c[f.C_DETAILS]), (operations, jobs.FIELDS), np.int64)
-    reals = carray(pointer_to(c[f.C_REALS]), (operations, 3), np.float32)
+    reals = carray(pointer_to(c[f.C_REALS]), (operations, 4), np.float32)
     places = carray(pointer_to(c[f.C_PLACES]), 6, np.int64)
     begin, end, chunk = carray(pointer_to(c[f.C_REGIONS]), (number + 1, 3), np.int64)[number]
     own = c[f.C_SCRATCH] + thread * c[f.C_SCRATCH_BYTES]
@@ -235,9 +236,10 @@ def run_region(context, number, thread):
             d, j = table[k], details[k]
             kind = d[f.KIND]
             if kind == f.VALUE:
-                clamped = np.int64(0)
+                clamped, own_reals = np.int64(0), reals[k]
                 for n in range(first, first + count):
-                    clamped += _make_value(d, n, reals[k, 0], reals[k, 1], reals[k, 2])
+                    scale, low, high, ceiling = own_reals[0], own_reals[1], own_reals[2], own_reals[3]
+                    clamped += _make_value(d, n, scale, low, high, ceiling)
                 if d[f.CLAMPED]:
                     carray(pointer_to(d[f.CLAMPED]), thread + 1, np.int64)[thread] += clamped
             elif kind == f.PRODUCT:

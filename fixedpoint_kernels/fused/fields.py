@@ -33,14 +33,14 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     G, GA, GB, GC, HAS_PRODUCT, ADD, ADD2, OUTER, OUTER_OUT, SEEN, SUMS, SUMS_STRIDE, WHICH, OF_SCALE, OF_SHIFT,
     # of weights that are laid out
     W_OUTPUTS, W_INPUTS, W_TAPS, W_STEP_O, W_STEP_C, W_STEP_T, W_PART_TAPS, W_NUMBERS, W_OFFSETS,
-    W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED, W_SPOTS, W_MEETS, W_IS_FLAT,
+    W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED, W_SPOTS, W_MEETS, W_IS_FLAT, W_GROUPS, W_FIRSTS, W_READ,
     # of pooling: numbers of windows, see ``pooling``, and which of a window's places was the largest; 0: means
     WINDOWS, PLACES,
-) = range(77)  # fmt: skip
-COUNT = 77
+) = range(80)  # fmt: skip
+COUNT = 80
 
 (
-    # of a program: addresses of its table, (operations, 3) float32 reals, rows of ``jobs``, (regions, 3)
+    # of a program: addresses of its table, (operations, 4) float32 reals, rows of ``jobs``, (regions, 3)
     # int64 of first operation, after the last one and how many images at a time
     C_TABLE, C_REALS, C_DETAILS, C_REGIONS, C_OPERATIONS, C_IMAGES, C_THREADS,
     # of the threads' memory, one after the other: its address, bytes of each, and the address of (6,)

@@ -106,6 +106,7 @@ class Forward:
             operation = Operation(
                 self.layout.numbers(shape, f.VALUE, **more), bytes_an_image=8 * shape.padded
             )
+            operation.ceiling = getattr(value, "ceiling", None) or 0.0
             if n is not None:
                 self._with_codes(operation, n)
             found.append(operation)
@@ -125,7 +126,7 @@ class Forward:
             more |= {"SECOND": f.PLAIN, "Z2": self._ys[value.other_value]}
         if i in self.layout.relu:
             more["RELU_MASK"] = self.layout.relu[i]
-        return more | {"RELU": value.relu}
+        return more | {"RELU": 2 if value.ceiling is not None else value.relu}
 
     def _pool(self, i: int, value: Pooled, y: Number) -> Operation:
         """Return what makes a pooled value; its windows and what they took stay for backward."""
@@ -190,12 +191,11 @@ class Forward:
         in_int16 = shapes.steps_in_int16(layer.inputs, layer.weight)
 
         def details(chunk: int) -> jobs.Described:
-            grain = GRAINS[self.layout.path]
-            cut = blocks(part, chunk, taken[1:], taken.channels, 1, grain=grain)
-            every = *steps, out.channels
-            found = runs(cut, grain)
-            signed = layer.inputs.signed
-            own = jobs.describe_outputs(cut, found, part, every, size, kind, signed, in_int16)
+            cut = blocks(part, chunk, taken[1:], taken.channels, 1, grain=self.layout.grain(n))
+            read, signed = self.layout.read(n), layer.inputs.signed
+            found = runs(cut, GRAINS[self.layout.path], read.channels)
+            rest = size, kind, signed, in_int16, read
+            own = jobs.describe_outputs(cut, found, part, (*steps, out.channels), *rest)
             own.row[jobs.X_IMAGE] = taken.padded
             return own
 

@@ -26,8 +26,8 @@ class Layer:
         source: Number of the value whose codes it takes.
         inputs: Format of these.
         weight: Format of its weight.
-        shape: Of the weight: outputs, inputs, height, width.
-        window: How it moves; one group.
+        shape: Of the weight: outputs, inputs of a group, height, width.
+        window: How it moves.
         eps: Of batch norm; None: no batch norm.
         clip: Whether the gradient is 0 where a code was clamped.
         is_flat: Whether it is a linear layer: its inputs are all elements of an image, in the order
@@ -46,13 +46,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Value:
-    """What layers make, for other layers to take: ``relu(layer + other)``.
+    """What layers make, for other layers to take: ``relu(layer + other)``, or ReLU6 of it.
 
     Args:
         layer: Number of the layer.
         other_layer: Number of another one that is added; None: none.
         other_value: Number of an earlier value that is added; None: none.
         relu: Whether what is below 0 becomes 0.
+        ceiling: With ``relu``: what is above becomes this; None: stays.
         is_output: Whether it leaves the segment.
         is_flat: Whether it leaves as (images, channels); it has one place.
     """
@@ -61,6 +62,7 @@ class Value:
     other_layer: int | None = None
     other_value: int | None = None
     relu: bool = False
+    ceiling: float | None = None
     is_output: bool = False
     is_flat: bool = False
 
@@ -92,6 +94,7 @@ class Pooled:
 
     other_value: ClassVar[None] = None
     relu: ClassVar[bool] = False
+    ceiling: ClassVar[None] = None
     layers: ClassVar[tuple[int, ...]] = ()
 
 
@@ -131,7 +134,8 @@ class Segment:
         Raises:
             ValueError: A window is larger than what it moves over.
         """
-        found = {INPUT: (self.layers[0].shape[1], *size)}
+        first = self.layers[0]
+        found = {INPUT: (first.shape[1] * first.window.groups, *size)}
         for i, value in enumerate(self.values):
             if isinstance(value, Pooled):
                 channels, *taken = found[value.source]

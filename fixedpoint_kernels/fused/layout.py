@@ -16,6 +16,7 @@ from fixedpoint_kernels.products import jobs
 from fixedpoint_kernels.products.blocks import blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
 from fixedpoint_kernels.products.shapes import Correlation
+from fixedpoint_kernels.products.spans import Spans, spans
 from fixedpoint_kernels.products.spots import spots
 
 __all__ = ["Layout", "Memory", "Shape"]
@@ -79,7 +80,7 @@ class WeightSums:
 
     Args:
         layout: Whose memory it is.
-        layer: One with a weight that needs a gradient.
+        n: Number of a layer whose weight needs a gradient.
 
     Attributes:
         held: Address of (threads, 3) float64: see ``cpu._fold``.
@@ -89,10 +90,11 @@ class WeightSums:
         is_flipped: Whether codes were unsigned only there.
     """
 
-    def __init__(self, layout: "Layout", layer: Layer) -> None:
-        outputs, inputs, height, width = layer.shape
+    def __init__(self, layout: "Layout", n: int) -> None:
+        layer = layout.segment.layers[n]
+        outputs, _, height, width = layer.shape
         columns = -(outputs // -16) * 16
-        rows = height * width * -(inputs // -16)
+        rows = height * width * -(layout.read(n).channels // -16)
         size = rows * 16 * columns
         room = 4 * jobs.sums_size(rows, columns // 16) + 64  # clearing writes up to 63 bytes more
         self.stride, threads = -(room // -64) * 64, layout.threads
@@ -135,6 +137,15 @@ class Layout:
         layer = self.segment.layers[n]
         shape = self.shapes[layer.source]
         return Shape(shape.elements, 1, 1) if layer.is_flat else shape
+
+    def read(self, n: int, turned: bool = False) -> Spans:
+        """Return which channels of what layer ``n`` takes its outputs read; turned, backward."""
+        sizes = self.taken(n).channels, self.outs[n].channels
+        return spans(*(reversed(sizes) if turned else sizes), self.segment.layers[n].window.groups)
+
+    def grain(self, n: int) -> int:
+        """Return bytes of a row that a tile takes at a time, if layer ``n`` may go place by place."""
+        return GRAINS[self.path] if self.segment.layers[n].window.groups == 1 else 0
 
     def array(self, count: int, dtype: type = np.uint8) -> np.ndarray:
         """Return an array of the program's own, of zeros, at a multiple of 64 bytes."""
@@ -186,8 +197,7 @@ class Layout:
         self.lsbs = np.array([layer.inputs.lsb for layer in segment.layers], np.float32)
         self.exponents = self.take(n, np.float32)
         self.weight_sums = [
-            WeightSums(self, layer) if needed else None
-            for layer, needed in zip(segment.layers, self.needs_weights, strict=True)
+            WeightSums(self, i) if needed else None for i, needed in enumerate(self.needs_weights)
         ]
 
     def _wants_mask(self, layer: Layer) -> bool:
@@ -219,13 +229,16 @@ class Layout:
         return f.FLOAT32 if self.segment.layers[n].eps is None else f.BFLOAT16
 
     def weight_sizes(self, n: int) -> dict[int, int]:
-        """Return the sizes of a weight: outputs, inputs and places, also those of a linear layer."""
+        """Return the sizes of a weight: outputs, inputs of a group and places, also those of a linear layer."""
         layer = self.segment.layers[n]
         outputs, inputs, height, width = layer.shape
         if layer.is_flat:
             inputs, height, width = self.shapes[layer.source]
         sizes = {f.W_OUTPUTS: outputs, f.W_INPUTS: inputs, f.W_TAPS: height * width}
-        return sizes | {f.W_IS_FLAT: layer.is_flat}
+        read = self.read(n)
+        self.held.append(read)
+        sizes |= {f.W_GROUPS: read.groups, f.W_READ: read.channels}
+        return sizes | {f.W_FIRSTS: read.firsts.ctypes.data, f.W_IS_FLAT: layer.is_flat}
 
     def weights_at(
         self, n: int, part: Correlation, taken: Shape, columns: int, turned: bool
@@ -241,19 +254,21 @@ class Layout:
         """
         layer = self.segment.layers[n]
         cut = blocks(part, 1, (taken.height, taken.width), taken.channels, 1)
-        found = runs(cut, GRAINS[self.path])
+        read = self.read(n, turned)
+        found = runs(cut, GRAINS[self.path], read.channels)
         groups = -(columns // -16)
         packed = self.take(groups * 16 * found.depth + 64)
-        own = spots(part, (taken.height, taken.width), taken.channels, GRAINS[self.path])
+        own = spots(part, (taken.height, taken.width), taken.channels, self.grain(n))
         meets = np.empty((0, 0), np.uint8) if own is None else own.meets
         begin = self.take((1 + len(meets)) * groups * 16, np.int32)
         numbers = np.array(part.taps, np.int64)
-        self.held += [numbers, found, meets]
+        self.held += [numbers, found, meets, read]
         flips = FLIPS[self.path] if (turned or layer.inputs.signed) else 0
         self.tasks.append(
             Operation(
                 {
                     **self.weight_sizes(n),
+                    f.W_FIRSTS: read.firsts.ctypes.data,
                     f.W_PART_TAPS: len(numbers),
                     f.W_NUMBERS: numbers.ctypes.data,
                     f.W_OFFSETS: found.offsets.ctypes.data,

@@ -107,7 +107,7 @@ class Program(Layout):
         collect(self.threads > 1)(tasks, items, self.threads)
 
     def _collecting(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return what ``collect`` takes: layers, and the inputs of each in sixteens."""
+        """Return what ``collect`` takes: layers, and the inputs of each in sixteens, in groups the outputs."""
         tasks = np.zeros((len(self.segment.layers), f.COUNT), np.int64)
         items = []
         for n in range(len(self.segment.layers)):
@@ -117,7 +117,8 @@ class Program(Layout):
             if (own := self.weight_sums[n]) is not None:
                 tasks[n, [f.HELD, f.TOTALS, f.W_FLIPS]] = own.held, own.totals, own.is_flipped
                 tasks[n, [f.SUMS, f.SUMS_STRIDE]] = own.sums, own.stride
-            items += [(n, first) for first in range(0, int(tasks[n, f.W_INPUTS]), 16)]
+            count = tasks[n, f.W_INPUTS if tasks[n, f.W_GROUPS] == 1 else f.W_OUTPUTS]
+            items += [(n, first) for first in range(0, int(count), 16)]
         return tasks, np.array(items, np.int64)
 
     def _finished(self, regions: list[list[Operation]]) -> Pass:

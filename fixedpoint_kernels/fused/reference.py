@@ -89,9 +89,8 @@ def _layer(layer: Layer, x: Tensor, own: Parameters) -> _Made:
     weight = encode(own.weight.view(layer.shape), layer.weight, rounding="nearest")
     exponent = -layer.inputs.fl - layer.weight.fl
     kind = torch.float32 if layer.eps is None else torch.bfloat16
-    window = dict(zip(("stride", "padding", "dilation"), layer.window[:3], strict=True))
     y, sums = products.convolve_with_statistics(
-        codes, weight, exponents=exponent, dtype=kind, **window
+        codes, weight, exponents=exponent, dtype=kind, **layer.window._asdict()
     )
     count = y.numel() // y.shape[1]
     mean = sums.sums.double() / count
@@ -134,7 +133,8 @@ def _value(segment: Segment, i: int, kept: Kept, parameters: Sequence[Parameters
             y = y + _term(segment.layers[n], kept.layers[n], parameters[n])
         if value.other_value is not None:
             y = y + _value(segment, value.other_value, kept, parameters)
-        kept.values[i] = y.relu() if value.relu else y
+        y = y.relu() if value.relu else y
+        kept.values[i] = y if value.ceiling is None else y.clamp(max=value.ceiling)
     return kept.values[i]
 
 
@@ -220,7 +220,9 @@ def backward(
         parts += [outer[i].reshape(like.shape)] if step.outer else []
         g = sum(parts[1:], parts[0])
         if step.is_last and i != INPUT and segment.values[i].relu:
-            g = torch.where(kept.values[i] > 0, g, 0.0)
+            ceiling = segment.values[i].ceiling
+            inside = (kept.values[i] > 0) & (ceiling is None or kept.values[i] < ceiling)
+            g = torch.where(inside, g, 0.0)
         total[i] = g if step.is_last and i == INPUT else g.bfloat16().float()
     return total[INPUT], [found[n] for n in range(len(segment.layers))]
 
@@ -239,7 +241,7 @@ def _layer_backward(
         g = g * a + (made.z.float() * b + c)
     seed, stream = own.noise
     codes, exponents = products.round_per_sample(g, seed=seed, stream=stream)
-    window = dict(zip(("stride", "padding", "dilation"), layer.window[:3], strict=True))
+    window = layer.window._asdict()
     weight = products.convolve_weight_gradient(
         made.codes, codes, layer.shape[2:], exponents=exponents, **window
     )

@@ -11,7 +11,7 @@ from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import called, inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.products.packing import pack, sum_taps, write_columns
+from fixedpoint_kernels.products.packing import pack, pack_groups, sum_taps, write_columns
 from fixedpoint_kernels.threads import compile_both
 
 __all__ = ["collect", "pack_weights", "packing_items", "spare_bytes"]
@@ -81,12 +81,22 @@ def pack_task(d, scales, own):
     count = d[f.W_PART_TAPS]
     numbers = carray(pointer_to(d[f.W_NUMBERS]), count, np.int64)
     offsets = carray(pointer_to(d[f.W_OFFSETS]), count, np.int64)
-    turned = d[f.W_IS_TURNED] != 0
+    turned, groups = d[f.W_IS_TURNED] != 0, d[f.W_GROUPS]
     if d[f.W_IS_FLAT]:  # its places are inputs, as they lie
         inputs, taps = inputs * taps, 1
-    columns, depth = (inputs, outputs) if turned else (outputs, inputs)
-    begin = carray(pointer_to(d[f.BEGIN]), (columns + 15) // 16 * 16, np.int32)
+    columns, depth = (inputs * groups, outputs) if turned else (outputs, inputs)
+    blocks = (columns + 15) // 16
+    begin = carray(pointer_to(d[f.BEGIN]), blocks * 16, np.int32)
     begin[:] = 0
+    if groups > 1:
+        shape = groups, outputs // groups, inputs
+        firsts = carray(pointer_to(d[f.W_FIRSTS]), blocks, np.int64)
+        pack_groups(
+            own, numbers, offsets, d[f.W_DEPTH], shape, taps * inputs, turned, firsts, begin,
+            d[f.W_PACKED],
+        )  # fmt: skip
+        _begin(d, depth, begin)
+        return 0
     pack(
         own, numbers, offsets, d[f.W_DEPTH], columns, depth, taps * inputs, turned, begin,
         d[f.W_PACKED],
@@ -189,7 +199,7 @@ def pack_columns(d, scales, own, block):
     step_c, step_t = d[f.W_STEP_C], d[f.W_STEP_T]
     is_known = step_c == taps and (step_t == 1 or taps == 1)
     is_known = is_known or (step_c == 1 and step_t == inputs)
-    if outputs % 16 or inputs % 16 or not is_known:
+    if outputs % 16 or inputs % 16 or not is_known or d[f.W_GROUPS] > 1:
         if block == 0:
             _pack_task(at, scales, own)
         return 0
@@ -218,7 +228,7 @@ def _pack_weights(tasks, scales, items, spare, spare_bytes, threads):
 
     Args:
         tasks: (tasks, ...) int64, see ``fields``.
-        scales: (tasks, 3) float32: scale, lowest and highest code.
+        scales: (tasks, 4) float32: scale, lowest and highest code.
         items: (items, 2) int64: a task, and which 16 of its columns.
         spare: Address of each thread's memory.
         spare_bytes: Of a thread, see ``spare_bytes``.
@@ -334,7 +344,33 @@ def collect_inputs(d, first, threads):
     return 0
 
 
-_collect_inputs = called(collect_inputs)
+def collect_groups(d, first, threads):
+    """Write the weight gradients of 16 outputs in groups, as the weight lies; see ``collect_inputs``."""
+    d = carray(pointer_to(d), f.COUNT, np.int64)
+    outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
+    columns, each, lsb = (outputs + 15) // 16 * 16, outputs // d[f.W_GROUPS], floats(d[f.POWERS], 1)[0]
+    is_last, step = d[f.W_STEP_C] == 1 and taps > 1, (d[f.W_READ] + 15) // 16 * 16
+    start = carray(pointer_to(d[f.W_FIRSTS]), columns // 16, np.int64)[first // 16]
+    out, size = floats(d[f.OUT], outputs * inputs * taps), taps * step * columns
+    held, totals = doubles(d[f.HELD], 3 * threads), doubles(d[f.TOTALS], threads * size)
+    for o in range(first, min(first + 16, outputs)):
+        begin = o // each * inputs - start
+        for place in range(inputs * taps):
+            tap, c = (place // inputs, place % inputs) if is_last else (place % taps, place // taps)
+            at, total = (tap * step + begin + c) * columns + o, 0.0
+            for thread in range(threads):
+                if held[3 * thread + 2] > 0:
+                    total += totals[thread * size + at]
+                    continue
+                address = d[f.SUMS] + thread * d[f.SUMS_STRIDE]
+                sums = carray(pointer_to(address), size + columns, np.int32)
+                found = sums[at] - np.int32(128) * sums[size + o] * np.int32(d[f.W_FLIPS])
+                total += np.float64(np.int32(found)) * held[3 * thread + 1]
+            out[o * inputs * taps + place] = np.float32(total) * lsb
+    return 0
+
+
+_collect_inputs, _collect_groups = called(collect_inputs), called(collect_groups)
 
 
 def _collect(tasks, items, threads):
@@ -342,12 +378,16 @@ def _collect(tasks, items, threads):
 
     Args:
         tasks: (layers, ...) int64, see ``fields``.
-        items: (items, 2) int64: a layer, and the first of 16 inputs.
+        items: (items, 2) int64: a layer, and the first of 16 inputs; of outputs, in groups.
         threads: That added up.
     """
     for k in prange(len(items)):
         layer, first = items[k]
-        if tasks[layer, f.OUT]:
+        if not tasks[layer, f.OUT]:
+            continue
+        if tasks[layer, f.W_GROUPS] > 1:
+            _collect_groups(tasks[layer].ctypes.data, first, threads)
+        else:
             _collect_inputs(tasks[layer].ctypes.data, first, threads)
 
 

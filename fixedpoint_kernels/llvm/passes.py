@@ -107,15 +107,15 @@ def _made(names: str, body: Callable[..., Any], floats: int = 0) -> Any:
 
 def _make_value(
     to: _Image, elements, padded, pattern, first, z, a, b, second, z2, a2, b2, relu, relu_mask, y,
-    codes, clips, both, clip_mask, scale, low, high,
+    codes, clips, both, clip_mask, scale, low, high, ceiling,
 ):  # fmt: skip
     """Make the elements of a value: a term, or two, ReLU, and codes of them.
 
-    Codes are rounded to nearest, ties to even. Returns how many were clamped.
+    ``relu``: 0: none; 2: what is above ``ceiling`` becomes that. Codes are rounded to nearest, ties to even. Returns how many were clamped.
     """
     clamped, above = (cgutils.alloca_once(to.builder, I64) for _ in range(2))
     to.builder.store(I64(0), clamped)
-    scale, lowest, highest = (to.splat(number) for number in (scale, low, high))
+    scale, lowest, highest, top = (to.splat(number) for number in (scale, low, high, ceiling))
     with to.pattern(pattern) as at:
         own, more = to.factors(first, at, a, b), to.factors(second, at, a2, b2)
         with to.every(at, padded, pattern) as e:
@@ -126,10 +126,13 @@ def _make_value(
             with to.there(relu):
                 kept, positive = to.positive(to.get(value))
                 to.put(kept, value)
-                bits = to.bits(positive)
-                to.builder.store(bits, above)
+                to.builder.store(to.bits(positive), above)
+                with to.equal(relu, 2):
+                    to.put((kept > top).where(top, kept), value)
+                    under = to.builder.not_(to.bits(kept >= top))
+                    to.builder.store(to.builder.and_(to.builder.load(above), under), above)
                 with to.there(relu_mask):
-                    to.store_bits(bits, to.moved(relu_mask, e, 1))
+                    to.store_bits(to.builder.load(above), to.moved(relu_mask, e, 1))
             with to.there(y):
                 to.store(to.get(value), to.moved(y, e, 32))
             with to.there(codes):
@@ -237,9 +240,9 @@ def _keep(to: _Image, value, mask):
 
 make_value = _made(
     "elements padded pattern first z a b second z2 a2 b2 relu relu_mask y codes clips both clip_mask "
-    "scale low high",
+    "scale low high ceiling",
     _make_value,
-    3,
+    4,
 )
 make_gradient = _made("elements padded pattern first g z a b c out largest", _make_gradient)
 finish = _made(

@@ -160,6 +160,42 @@ def kernels(width=16):
     return Segment(layers, values)
 
 
+def inverted(inputs=3, width=8, times=6, stride=1, kernel=3):
+    """As MobileNetV2: wider, each channel alone, narrower, the input added; ReLU6."""
+    inner, moves = width * times, Window((stride, stride), (kernel // 2, kernel // 2), groups=1)
+    layers = (
+        layer(INPUT, width, inputs, size=kernel, window=moves),
+        layer(0, inner, width, size=1, window=Window()),
+        layer(1, inner, 1, size=kernel, window=moves._replace(groups=inner)),
+        layer(2, width, inner, size=1, window=Window()),
+    )
+    own = None if stride > 1 else 0
+    values = (
+        Value(0),
+        Value(1, relu=True, ceiling=0.75),
+        Value(2, relu=True, ceiling=1.5),
+        Value(3, other_value=own, relu=True, ceiling=1.0, is_output=True),
+    )
+    return Segment(layers, values)
+
+
+def grouped(width=12, eps=1e-5):
+    """As ResNeXt: groups of some channels; the first layer, one that widens and one that narrows."""
+    layers = (
+        layer(INPUT, 2 * width, 3, window=PADDED._replace(groups=2), eps=eps),
+        layer(0, 2 * width, width // 2, window=STRIDED._replace(groups=4), eps=eps),
+        layer(1, width, 4, size=2, window=Window(groups=width // 2), eps=None, clip=False),
+        layer(2, 3 * width, 1, window=Window((1, 1), (2, 1), (2, 1), groups=width), eps=eps),
+    )
+    values = (
+        Value(0, relu=True),
+        Value(1),
+        Value(2, relu=True),
+        Value(3, relu=True, is_output=True),
+    )
+    return Segment(layers, values)
+
+
 def narrowed(segment, bits):
     """The same with formats of so many bits, over the same range."""
 
@@ -191,6 +227,12 @@ SEGMENTS = {
     "averaged odd": (averaged(5), 2, (12, 8)),
     "kernels": (kernels(), 3, (7, 6)),
     "few places": (residual(20, None, inputs=20), 19, (3, 2)),
+    "inverted": (inverted(), 3, (9, 8)),
+    "inverted odd": (inverted(2, 5, 3, 2, 5), 2, (11, 7)),
+    "inverted places": (inverted(16, 16, 4), 20, (3, 2)),
+    "grouped": (grouped(), 3, (10, 9)),
+    "grouped wide": (grouped(64), 2, (8, 8)),
+    "grouped five bits": (narrowed(grouped(20, None), 5), 3, (9, 7)),
     "seven bits": (narrowed(residual(16), 7), 3, (8, 8)),
     "five bits": (narrowed(residual(20, inputs=20), 5), 3, (9, 7)),
     "five bits by place": (narrowed(residual(16, inputs=4), 5), 20, (4, 4)),
@@ -216,7 +258,8 @@ def parameters(segment, seed=0):
 
 def images(segment, count, size, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, segment.layers[0].shape[1], *size, generator=generator)
+    channels = segment.layers[0].shape[1] * segment.layers[0].window.groups
+    return torch.randn(count, channels, *size, generator=generator)
 
 
 def program(segment, x, path=None, threads=1, needs_input=True, needs_weights=None):
