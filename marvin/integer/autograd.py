@@ -252,8 +252,10 @@ def _integers(shifts: Sequence[int], x: Tensor) -> Tensor:
 
 
 def _window(product: Product) -> dict[str, Any]:
-    names = "stride", "padding", "dilation"
-    return dict(zip(names, product.window or (), strict=False))
+    if product.window is None:
+        return {}
+    names = "stride", "padding", "dilation", "groups"
+    return dict(zip(names, (*product.window, product.groups), strict=True))
 
 
 def _dtype_of_result(x: Tensor) -> torch.dtype:

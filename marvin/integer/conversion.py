@@ -212,4 +212,4 @@ def _why_not(module: nn.Module) -> str:
         return product
     if getattr(module, OPTIONS).execution == "simulation":
         return "the integer step is simulated"
-    return why_no_kernel(next(module.parameters()).device)
+    return why_no_kernel(next(module.parameters()).device, product.groups)

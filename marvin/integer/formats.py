@@ -55,11 +55,13 @@ class Product:
         inputs: Format of the input, which has been rounded to it.
         weight: Format of the weight.
         window: Stride, padding and dilation; None of a linear layer.
+        groups: Of a convolution.
     """
 
     inputs: FixedPoint
     weight: FixedPoint | ChannelFormat
     window: tuple[_Numbers, _Numbers, _Numbers] | None
+    groups: int = 1
 
     @property
     def weight_fmt(self) -> FixedPoint:
@@ -105,7 +107,7 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
             return f"its {what} have {fmt.wl} bits, more than {BITS}"
     if not isinstance(inputs, FixedPoint) or not isinstance(weight, FixedPoint | ChannelFormat):
         return "its inputs or weights are in block floating point"
-    product = Product(inputs, weight, window)
+    product = Product(inputs, weight, window, getattr(module, "groups", 1))
     return product if product.weight_fmt.signed else "its weights are unsigned"
 
 
@@ -122,9 +124,16 @@ def has_nan(x: torch.Tensor) -> bool:
     )  # infinities of both signs add up to it
 
 
-def why_no_kernel(device: torch.device) -> str:
-    """Say why products on a device would be slower than floats; "" where they are not."""
+def why_no_kernel(device: torch.device, groups: int = 1) -> str:
+    """Say why products on a device would be slower than floats; "" where they are not.
+
+    Args:
+        device: Of the layer.
+        groups: Of a convolution.
+    """
     path = products.path()
+    if device.type == "cuda" and groups > 1:
+        return f"it has {groups} groups, which are multiplied one by one on a GPU"
     if device.type != "cpu" or path.is_own or path.reason == products.FORCED:
         return ""
     return f"this processor has no kernel of integers: {path.reason}"
@@ -136,8 +145,6 @@ def window_of(module: nn.Module) -> tuple[_Numbers, _Numbers, _Numbers] | str | 
         return None
     if module.padding_mode != "zeros":
         return f"its border is not 0, but padding_mode={module.padding_mode!r}"
-    if module.groups > 1:
-        return f"it has {module.groups} groups, for which there is no kernel of our own"
     padding = module.padding
     if padding == "same":
         reach = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]

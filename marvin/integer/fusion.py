@@ -432,7 +432,7 @@ def _window(product: Product) -> Window:
     if product.window is None:
         return Window()
     stride, padding, dilation = ((pair[0], pair[1]) for pair in product.window)
-    return Window(stride, padding, dilation)
+    return Window(stride, padding, dilation, product.groups)
 
 
 class _Chain(torch.autograd.Function):

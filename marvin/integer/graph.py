@@ -19,6 +19,7 @@ __all__ = ["Chain", "Found", "Traced", "trace"]
 
 _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
 _RELUS = torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_"
+_SIX = 6.0  # the ceiling of ReLU6
 
 
 @dataclass
@@ -184,8 +185,9 @@ class _Search:
             return False
         if node.op == "call_module":
             return bool(node.all_input_nodes) and self._take_module(node, node.all_input_nodes[0])
-        if node.target in _RELUS:
-            return self._relu(node, node.all_input_nodes[0])
+        if node.target in _RELUS or node.target is F.relu6:
+            ceiling = _SIX if node.target is F.relu6 else None
+            return self._relu(node, node.all_input_nodes[0], ceiling)
         if node.target in _ADDS and len(node.args) == 2 and not node.kwargs:
             return self._add(node)
         return False
@@ -198,8 +200,8 @@ class _Search:
             return self._linear(node, source, own)
         if type(own) is nn.BatchNorm2d:
             return self._norm(node, source)
-        if type(own) is nn.ReLU:
-            return self._relu(node, source)
+        if type(own) in (nn.ReLU, nn.ReLU6):
+            return self._relu(node, source, _SIX if type(own) is nn.ReLU6 else None)
         is_same = type(own) is nn.Identity or (type(own) is nn.Dropout and own.p == 0)
         if is_same and source in self.known:
             if len(source.users) > 1:
@@ -254,11 +256,11 @@ class _Search:
         self._join(node, term)
         return True
 
-    def _relu(self, node: fx.Node, source: fx.Node) -> bool:
+    def _relu(self, node: fx.Node, source: fx.Node, ceiling: float | None) -> bool:
         term = self.known.get(source)
         if not isinstance(term, _Sum) or len(source.users) > 1:
             return False
-        self._join(node, self._made(term, node, relu=True))
+        self._join(node, self._made(term, node, relu=True, ceiling=ceiling))
         return True
 
     def _pool(self, node: fx.Node, pooled: Pooled) -> bool:
@@ -303,10 +305,12 @@ class _Search:
             part = self.known[node] = self._made(part, node, relu=False)
         return part
 
-    def _made(self, part: _Sum, node: fx.Node, *, relu: bool) -> _Made:
+    def _made(
+        self, part: _Sum, node: fx.Node, *, relu: bool, ceiling: float | None = None
+    ) -> _Made:
         chain = part.chain
         flat, terms = part.is_flat, (part.layer, part.other_layer, part.other_value)
-        chain.values.append(Value(*terms, relu, is_flat=flat))
+        chain.values.append(Value(*terms, relu, ceiling, is_flat=flat))
         chain.nodes.append(node)
         return _Made(chain, len(chain.values) - 1, flat)
 

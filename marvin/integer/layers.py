@@ -92,7 +92,7 @@ def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | N
         return None
     if torch.compiler.is_compiling() or getattr(module, OPTIONS).execution == "simulation":
         return product
-    return None if why_no_kernel(x.device) or has_nan(x) else product
+    return None if why_no_kernel(x.device, product.groups) or has_nan(x) else product
 
 
 def keep_out_of_compilation() -> None:
