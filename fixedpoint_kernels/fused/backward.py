@@ -184,7 +184,7 @@ class Backward:
                 every = 4 * taken.padded, row, column, taken.channels
                 kind = tiles.KINDS["float32 by row"]
                 read = self.layout.read(n, turned=True)
-                own = runs(cut, GRAINS[self.layout.path], read.channels)
+                own = runs(cut, GRAINS[self.layout.path], read)
                 rest = every, 4, kind, True, in_int16, read
                 described = jobs.describe_outputs(cut, own, part, *rest)
                 described.row[jobs.X_IMAGE] = step

@@ -113,8 +113,8 @@ def _fold(j, sums, totals, held, flipped):
     scale, adds = held[1], held[2] > 0
     n = j[jobs.GROUPS] * 16
     own = carray(pointer_to(sums), j[jobs.SUMS_SIZE], np.int32)
-    last = own[j[jobs.TILE_ROWS] * 16 * n : (j[jobs.TILE_ROWS] * 16 + 1) * n]
-    for row in range(j[jobs.TILE_ROWS] * 16):
+    last = own[j[jobs.SUM_ROWS] * n : (j[jobs.SUM_ROWS] + 1) * n]
+    for row in range(j[jobs.SUM_ROWS]):
         values, total = own[row * n : row * n + n], totals[row * n : row * n + n]
         if not adds:
             total[:] = 0.0
@@ -146,7 +146,7 @@ def _sums_of(d, thread):
 @inner
 def _totals_of(d, j, thread):
     """Return a thread's float64 totals for weights."""
-    size = j[jobs.TILE_ROWS] * j[jobs.GROUPS] * 256
+    size = j[jobs.SUM_ROWS] * j[jobs.GROUPS] * 16
     return doubles(d[f.TOTALS], (thread + 1) * size)[thread * size :]
 
 
@@ -179,7 +179,7 @@ def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums
     ``held``: as of ``_fold``; it is brought up to date. Sums of a
     larger power are doubled until they are of the smaller one: each then counts as so many positions.
     """
-    flipped = FLIPS != 0 and j[jobs.SIGNED] != 0
+    flipped = FLIPS != 0 and j[jobs.FLIPPED] != 0
     at = 0
     while at < images:
         power, end = scales[order[at]], at + 1
@@ -298,7 +298,7 @@ def run_region(context, number, thread):
         if table[k, f.KIND] == f.WEIGHT_PRODUCT:
             d, j, held = table[k], details[k], _held_of(table[k], thread)
             if held[0] > 0 and held[2] > 0:  # else ``collect`` takes the int32
-                flipped = FLIPS != 0 and j[jobs.SIGNED] != 0
+                flipped = FLIPS != 0 and j[jobs.FLIPPED] != 0
                 _fold(j, _sums_of(d, thread), _totals_of(d, j, thread), held, flipped)
     leave()
     return 0
@@ -354,7 +354,7 @@ def run(path: str, context: np.ndarray, regions: int, threads: int) -> None:
         threads: That share the images.
     """
     by_name = jobs.write_spots, jobs.write_outputs, jobs.spread_weights
-    by_name += jobs.multiply_spots, jobs.multiply_weights
+    by_name += jobs.multiply_spots, jobs.multiply_alone, jobs.multiply_weights
     parts = *map(ByName, by_name), add_weights, ByName(run_region), ByName(begin_region)
     if threads > 1 and barrier.CAN_MEET and _missed["times"] < _MOST_MISSED:
         meeting = np.zeros(barrier.SIZE, np.int64)

@@ -33,11 +33,12 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     G, GA, GB, GC, HAS_PRODUCT, ADD, ADD2, OUTER, OUTER_OUT, SEEN, SUMS, SUMS_STRIDE, WHICH, OF_SCALE, OF_SHIFT,
     # of weights that are laid out
     W_OUTPUTS, W_INPUTS, W_TAPS, W_STEP_O, W_STEP_C, W_STEP_T, W_PART_TAPS, W_NUMBERS, W_OFFSETS,
-    W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED, W_SPOTS, W_MEETS, W_IS_FLAT, W_GROUPS, W_FIRSTS, W_READ,
+    W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED, W_SPOTS, W_MEETS, W_IS_FLAT, W_GROUPS, W_FIRSTS,
+    W_STARTS, W_ROWS, W_SUM_ROWS, W_IS_ALONE,
     # of pooling: numbers of windows, see ``pooling``, and which of a window's places was the largest; 0: means
     WINDOWS, PLACES,
-) = range(80)  # fmt: skip
-COUNT = 80
+) = range(83)  # fmt: skip
+COUNT = 83
 
 (
     # of a program: addresses of its table, (operations, 4) float32 reals, rows of ``jobs``, (regions, 3)

@@ -193,7 +193,7 @@ class Forward:
         def details(chunk: int) -> jobs.Described:
             cut = blocks(part, chunk, taken[1:], taken.channels, 1, grain=self.layout.grain(n))
             read, signed = self.layout.read(n), layer.inputs.signed
-            found = runs(cut, GRAINS[self.layout.path], read.channels)
+            found = runs(cut, GRAINS[self.layout.path], read)
             rest = size, kind, signed, in_int16, read
             own = jobs.describe_outputs(cut, found, part, (*steps, out.channels), *rest)
             own.row[jobs.X_IMAGE] = taken.padded

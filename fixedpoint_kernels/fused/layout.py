@@ -94,14 +94,15 @@ class WeightSums:
         layer = layout.segment.layers[n]
         outputs, _, height, width = layer.shape
         columns = -(outputs // -16) * 16
-        rows = height * width * -(layout.read(n).channels // -16)
-        size = rows * 16 * columns
+        read = layout.read(n)
+        rows = jobs.sum_rows(height * width, read)
+        size = rows * columns
         room = 4 * jobs.sums_size(rows, columns // 16) + 64  # clearing writes up to 63 bytes more
         self.stride, threads = -(room // -64) * 64, layout.threads
         self.held = layout.take(3 * threads, np.float64)
         self.sums = layout.take(threads * self.stride)
         self.totals = layout.take(threads * size, np.float64)
-        self.is_flipped = bool(FLIPS[layout.path]) and layer.inputs.signed
+        self.is_flipped = bool(FLIPS[layout.path]) and layer.inputs.signed and not read.is_alone
 
 
 class Layout:
@@ -140,8 +141,11 @@ class Layout:
 
     def read(self, n: int, turned: bool = False) -> Spans:
         """Return which channels of what layer ``n`` takes its outputs read; turned, backward."""
-        sizes = self.taken(n).channels, self.outs[n].channels
-        return spans(*(reversed(sizes) if turned else sizes), self.segment.layers[n].window.groups)
+        inputs, outputs = self.taken(n).channels, self.outs[n].channels
+        if turned:
+            inputs, outputs = outputs, inputs
+        layer = self.segment.layers[n]
+        return spans(inputs, outputs, layer.window.groups, math.prod(layer.shape[2:]))
 
     def grain(self, n: int) -> int:
         """Return bytes of a row that a tile takes at a time, if layer ``n`` may go place by place."""
@@ -237,8 +241,10 @@ class Layout:
         sizes = {f.W_OUTPUTS: outputs, f.W_INPUTS: inputs, f.W_TAPS: height * width}
         read = self.read(n)
         self.held.append(read)
-        sizes |= {f.W_GROUPS: read.groups, f.W_READ: read.channels}
-        return sizes | {f.W_FIRSTS: read.firsts.ctypes.data, f.W_IS_FLAT: layer.is_flat}
+        rows = jobs.sum_rows(height * width, read)
+        sizes |= {f.W_GROUPS: read.groups, f.W_IS_ALONE: read.is_alone, f.W_ROWS: read.rows}
+        sizes |= {f.W_SUM_ROWS: rows}
+        return sizes | {f.W_STARTS: read.starts.ctypes.data, f.W_IS_FLAT: layer.is_flat}
 
     def weights_at(
         self, n: int, part: Correlation, taken: Shape, columns: int, turned: bool
@@ -255,7 +261,7 @@ class Layout:
         layer = self.segment.layers[n]
         cut = blocks(part, 1, (taken.height, taken.width), taken.channels, 1)
         read = self.read(n, turned)
-        found = runs(cut, GRAINS[self.path], read.channels)
+        found = runs(cut, GRAINS[self.path], read)
         groups = -(columns // -16)
         packed = self.take(groups * 16 * found.depth + 64)
         own = spots(part, (taken.height, taken.width), taken.channels, self.grain(n))
@@ -263,7 +269,7 @@ class Layout:
         begin = self.take((1 + len(meets)) * groups * 16, np.int32)
         numbers = np.array(part.taps, np.int64)
         self.held += [numbers, found, meets, read]
-        flips = FLIPS[self.path] if (turned or layer.inputs.signed) else 0
+        flips = (turned or layer.inputs.signed) and FLIPS[self.path] and not read.is_alone
         self.tasks.append(
             Operation(
                 {

@@ -11,7 +11,7 @@ from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import called, inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.products.packing import pack, pack_groups, sum_taps, write_columns
+from fixedpoint_kernels.products.packing import pack, pack_alone, pack_groups, sum_taps, write_columns
 from fixedpoint_kernels.threads import compile_both
 
 __all__ = ["collect", "pack_weights", "packing_items", "spare_bytes"]
@@ -88,6 +88,9 @@ def pack_task(d, scales, own):
     blocks = (columns + 15) // 16
     begin = carray(pointer_to(d[f.BEGIN]), blocks * 16, np.int32)
     begin[:] = 0
+    if d[f.W_IS_ALONE]:
+        pack_alone(own, numbers, columns, taps, d[f.W_PACKED])
+        return 0
     if groups > 1:
         shape = groups, outputs // groups, inputs
         firsts = carray(pointer_to(d[f.W_FIRSTS]), blocks, np.int64)
@@ -347,26 +350,31 @@ def collect_inputs(d, first, threads):
 def collect_groups(d, first, threads):
     """Write the weight gradients of 16 outputs in groups, as the weight lies; see ``collect_inputs``."""
     d = carray(pointer_to(d), f.COUNT, np.int64)
-    outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
-    columns, each, lsb = (outputs + 15) // 16 * 16, outputs // d[f.W_GROUPS], floats(d[f.POWERS], 1)[0]
-    is_last, step = d[f.W_STEP_C] == 1 and taps > 1, (d[f.W_READ] + 15) // 16 * 16
-    start = carray(pointer_to(d[f.W_FIRSTS]), columns // 16, np.int64)[first // 16]
-    out, size = floats(d[f.OUT], outputs * inputs * taps), taps * step * columns
-    held, totals = doubles(d[f.HELD], 3 * threads), doubles(d[f.TOTALS], threads * size)
-    for o in range(first, min(first + 16, outputs)):
-        begin = o // each * inputs - start
-        for place in range(inputs * taps):
-            tap, c = (place // inputs, place % inputs) if is_last else (place % taps, place // taps)
-            at, total = (tap * step + begin + c) * columns + o, 0.0
-            for thread in range(threads):
-                if held[3 * thread + 2] > 0:
-                    total += totals[thread * size + at]
-                    continue
-                address = d[f.SUMS] + thread * d[f.SUMS_STRIDE]
-                sums = carray(pointer_to(address), size + columns, np.int32)
-                found = sums[at] - np.int32(128) * sums[size + o] * np.int32(d[f.W_FLIPS])
-                total += np.float64(np.int32(found)) * held[3 * thread + 1]
-            out[o * inputs * taps + place] = np.float32(total) * lsb
+    outputs, inputs, taps, rows = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS], d[f.W_ROWS]
+    columns, is_last = (outputs + 15) // 16 * 16, d[f.W_STEP_C] == 1 and taps > 1
+    count, places = min(16, outputs - first), inputs * taps
+    starts = carray(pointer_to(d[f.W_STARTS]), outputs, np.int64)
+    found, held = np.zeros((count, places), np.float64), doubles(d[f.HELD], 3 * threads)
+    size = d[f.W_SUM_ROWS] * columns
+    for thread in range(threads):
+        sums = carray(pointer_to(d[f.SUMS] + thread * d[f.SUMS_STRIDE]), size + columns, np.int32)
+        totals = doubles(d[f.TOTALS] + 8 * thread * size, size)
+        scale, is_folded = held[3 * thread + 1], held[3 * thread + 2] > 0
+        for o in range(count):
+            output, flip = first + o, np.int32(0)
+            if d[f.W_FLIPS]:
+                flip = np.int32(128) * sums[size + output]
+            for i in range(places):
+                tap, c = (i // inputs, i % inputs) if is_last else (i % taps, i // taps)
+                at = (tap * rows + starts[output] + c) * columns + output
+                if is_folded:
+                    found[o, i] += totals[at]
+                else:
+                    found[o, i] += np.float64(np.int32(sums[at] - flip)) * scale
+    out, lsb = floats(d[f.OUT] + 4 * first * places, count * places), floats(d[f.POWERS], 1)[0]
+    for o in range(count):
+        for i in range(places):
+            out[o * places + i] = np.float32(found[o, i]) * lsb
     return 0
 
 

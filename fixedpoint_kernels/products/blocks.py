@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation
+from fixedpoint_kernels.products.spans import Spans
 from fixedpoint_kernels.products.spots import Spots, spots
 
 _BLOCK_BYTES = 2**17  # of codes with their border: they and what is made of them fit in a cache
@@ -129,15 +130,20 @@ class Runs(NamedTuple):
     depth: int  # bytes of such a column
 
 
-def runs(blocks: Blocks, grain: int, channels: int) -> Runs:
+def runs(blocks: Blocks, grain: int, read: Spans) -> Runs:
     """Return the runs of a block's taps, each filled up to a multiple of ``grain`` bytes.
 
     Args:
         blocks: That taps lie in.
         grain: Bytes of a row that a tile takes at a time.
-        channels: That an output reads of each tap, see ``spans``.
+        read: Channels that outputs read of each tap; alone, each tap is a run, with a float32 a column.
     """
     starts = blocks.planes * blocks.geometry[5] + blocks.places * blocks.geometry[7]
+    if read.is_alone:
+        number = np.arange(len(starts))
+        steps = np.stack([starts, np.ones_like(starts), number], axis=1)
+        return Runs(steps, 4 * number, 4 * len(starts))
+    channels = read.channels
     table: list[list[int]] = []
     offsets, depth, end = [], 0, None
     for start in starts.tolist():

@@ -18,7 +18,7 @@ from fixedpoint_kernels.llvm.calls import keep
 from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, ByName, compiled
-from fixedpoint_kernels.products.packing import Totals, finish_weights, pack, pack_groups, sum_taps
+from fixedpoint_kernels.products.packing import Totals, finish_weights, pack, pack_alone, pack_groups, sum_taps
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
 from fixedpoint_kernels.products.spans import Spans, spans
@@ -141,9 +141,9 @@ def _plan_of_outputs(
     groups: int,
 ) -> _Plan:
     """Return the plan of a correlation that writes outputs; see ``jobs.describe_outputs``."""
-    read = spans(channels, steps[3], groups)
+    read = spans(channels, steps[3], groups, len(part.taps))
     cut = blocks(part, images, size, channels, least, grain=grain if groups == 1 else 0)
-    found = runs(cut, grain, read.channels)
+    found = runs(cut, grain, read)
     rest = steps, element_size, kind, signed, in_int16, read
     described = jobs.describe_outputs(cut, found, part, *rest)
     return _Plan(cut, described, found, np.array(part.taps), read)
@@ -164,7 +164,7 @@ def _plan_of_weights(
 ) -> tuple[Blocks, jobs.Described]:
     """Return the plan of a correlation for weights; see ``jobs.describe_weights``."""
     cut = blocks(part, images, size, channels, least, LONGEST_SUM, grain)
-    read = spans(channels, outputs, groups)
+    read = spans(channels, outputs, groups, len(part.taps))
     return cut, jobs.describe_weights(cut, part, outputs, signed, in_int16, read)
 
 
@@ -186,20 +186,22 @@ def _packed(weight: Tensor, plan: _Plan, is_turned: bool, flips: bool) -> _Weigh
     if is_turned:
         outputs, inputs = inputs, outputs
     outputs *= groups
-    padded = -(outputs // -16) * 16
+    padded, is_alone = -(outputs // -16) * 16, plan.read.is_alone
     memory = np.empty(padded * found.depth + 64, np.uint8)
     address = -(memory.ctypes.data // -64) * 64
     begin = np.zeros((1 if own is None else 1 + len(own.meets), padded), np.int32)
     step = laid[:1].size
     start = laid.ctypes.data, plan.taps, found.offsets, found.depth
-    if groups > 1:
+    if is_alone:
+        pack_alone(laid.ctypes.data, plan.taps, outputs, step, address)
+    elif groups > 1:
         shape = groups, len(laid) // groups, laid.shape[3]
         pack_groups(*start, shape, step, is_turned, plan.read.firsts, begin[0], address)
     else:
         pack(*start, outputs, inputs, step, is_turned, begin[0], address)
     if own is not None and flips:
         sum_taps(address, found.depth, padded // 16, inputs, own.meets, begin[1:])
-    begin *= np.int32(-128) if flips else np.int32(0)
+    begin *= np.int32(-128 * (flips and not is_alone))
     return _Weights(memory, address, begin)
 
 
@@ -342,16 +344,16 @@ def weight_gradient(
     order, shifts, top = _order(exponents, images, room)
     part = shapes.forward(window, (height, width), kernel)
     taps, columns = len(part.taps), -(outputs // -16)
-    read = spans(channels, outputs, window.groups)
+    read = spans(channels, outputs, window.groups, taps)
     parallel = is_parallel(positions * taps * read.channels * outputs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1
-    padded = -(read.channels // -16) * 16
-    totals = np.zeros((threads, taps * padded, columns * 16), np.int64)
+    rows = jobs.sum_rows(taps, read)
+    totals = np.zeros((threads, rows, columns * 16), np.int64)
     ends = np.zeros((threads, 2), np.int64)
     ends[:, 0] = exponents is not None and read.groups == 1
     signed = x.dtype is torch.int8
-    flips = signed and bool(FLIPS[path])
-    sums = _zeros(threads, jobs.sums_size(taps * padded // 16, columns))
+    flips = signed and bool(FLIPS[path]) and not read.is_alone
+    sums = _zeros(threads, jobs.sums_size(rows, columns))
     if len(order) and positions and channels and outputs:
         least = 2 * threads if parallel else 1
         grain = 0 if signed or read.groups > 1 else GRAINS[path]
@@ -361,7 +363,8 @@ def weight_gradient(
         )  # fmt: skip
         table, job_shifts = _sorted_jobs(cut, shifts)
         source, target = _laid(x), _laid(grad)
-        parts = map(ByName, (jobs.spread_weights, jobs.multiply_spots, jobs.multiply_weights))
+        by_name = jobs.spread_weights, jobs.multiply_spots, jobs.multiply_alone
+        parts = map(ByName, (*by_name, jobs.multiply_weights))
         compiled(_correlate_weights, path, *parts)[parallel](
             described.row,
             source.data_ptr(),
@@ -377,7 +380,7 @@ def weight_gradient(
         )
     power = float(reference.powers_of_two(torch.tensor(top)))
     if read.groups > 1:
-        found = _of_groups(totals.sum(0).reshape(taps, padded, -1), read, outputs, channels)
+        found = _of_groups(totals.sum(0), read, taps, channels // read.groups)
         found = found.unflatten(2, kernel)
         return found if exponents is None else found.float() * 2.0**-room * power
     if exponents is not None:
@@ -386,20 +389,19 @@ def weight_gradient(
             held, shape = Totals(totals, sums, ends, flips), (outputs, channels, taps)
             finish_weights(held, shape, 2.0**-room, power, out.data_ptr())
         return out
-    total = torch.from_numpy(totals.sum(0)).view(*kernel, padded, -1)[:, :, :channels, :outputs]
+    total = torch.from_numpy(totals.sum(0)).view(*kernel, read.rows, -1)[:, :, :channels, :outputs]
     return total.permute(3, 2, 0, 1)
 
 
-def _of_groups(totals: np.ndarray, read: Spans, outputs: int, channels: int) -> Tensor:
-    """Return what outputs have of their own groups, (outputs, channels / groups, taps) int64.
+def _of_groups(totals: np.ndarray, read: Spans, taps: int, channels: int) -> Tensor:
+    """Return what outputs have of the channels of their groups, (outputs, channels, taps) int64.
 
-    totals: (taps, channels that outputs read, outputs).
+    totals: (rows, outputs).
     """
-    each, deep = outputs // read.groups, channels // read.groups
-    output = np.arange(outputs)
-    first = output // each * deep - read.firsts[output // 16]
-    rows = first[:, None] + np.arange(deep)
-    return torch.from_numpy(totals[:, rows, output[:, None]]).permute(1, 2, 0).contiguous()
+    by_tap = totals[: taps * read.rows].reshape(taps, read.rows, -1)
+    rows = read.starts[:, None] + np.arange(channels)
+    found = by_tap[:, rows, np.arange(len(rows))[:, None]]
+    return torch.from_numpy(found).permute(1, 2, 0).contiguous()
 
 
 def _zeros(threads: int, size: int) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm import alone, tiles
 from fixedpoint_kernels.llvm.calls import called, inner, keep
 from fixedpoint_kernels.llvm.pairs import pairs_tile
 from fixedpoint_kernels.threads import compile_both
@@ -23,6 +23,15 @@ _VNNI_16X1 = tiles.vnni_tile(16, 1, 16)
 _VNNI_8X2 = tiles.vnni_tile(8, 2, 16)
 _VNNI_4X1 = tiles.vnni_tile(4, 1, 8)
 _PAIRS_16X1 = pairs_tile(4, 4)
+_ALONE = {  # 32 vectors of 16 float32, or 16 of 8
+    rows: {
+        "alone": alone.outputs_tile(rows),
+        "ALONE_ROWS": rows,
+        "alone_rows": alone.weights_tile(taps),
+        "ALONE_TAPS": taps,
+    }
+    for rows, taps in ((8, 9), (4, 3))
+}
 _AMX_4X1, _AMX_3X1, _AMX_1X1 = (tiles.amx_tile(rows, 1) for rows in (4, 3, 1))
 _AMX_2X2, _AMX_1X2 = (tiles.amx_tile(rows, 2) for rows in (2, 1))
 
@@ -113,6 +122,7 @@ _TILES: dict[str, dict[str, Any]] = {
         "wide": _AMX_2X2,
         "WIDE_ROWS": 32,
         "wide_rows": _wide_rows_amx,
+        **_ALONE[8],
     },
     "avx512_vnni": {
         "enter": _enter_nothing,
@@ -123,6 +133,7 @@ _TILES: dict[str, dict[str, Any]] = {
         "wide": _VNNI_8X2,
         "WIDE_ROWS": 8,
         "wide_rows": _wide_rows_avx512,
+        **_ALONE[8],
     },
     "avx_vnni": {
         "enter": _enter_nothing,
@@ -133,6 +144,7 @@ _TILES: dict[str, dict[str, Any]] = {
         "wide": _VNNI_4X1,
         "WIDE_ROWS": 0,
         "wide_rows": _narrow_rows_avx,
+        **_ALONE[4],
     },
     "avx2": {
         "enter": _enter_nothing,
@@ -143,6 +155,7 @@ _TILES: dict[str, dict[str, Any]] = {
         "wide": _PAIRS_16X1,
         "WIDE_ROWS": 0,
         "wide_rows": _narrow_rows_avx2,
+        **_ALONE[4],
     },
 }
 

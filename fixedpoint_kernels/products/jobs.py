@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit
 
+from fixedpoint_kernels.llvm import alone as alone_tiles
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
@@ -24,20 +25,23 @@ __all__ = [
     "double",
     "flush",
     "fold",
+    "multiply_alone",
     "multiply_spots",
     "multiply_weights",
     "place_outputs",
     "spread_weights",
+    "sum_rows",
     "sums_size",
     "write_outputs",
     "write_spots",
 ]
 
+_EXACT, _MOST_TAPS = alone_tiles.EXACT, 9
 PIECE = 2**16  # positions, a multiple of 64: so many products fit in int32
 
 # of the codes, their blocks and jobs
 X_IMAGE, X_ROW, DOWN, TOP, LEFT, PIXELS, SLOT_ROWS, PLANE_BYTES, EXTRA, CHANNELS = range(10)
-HEIGHT, WIDTH, SIGNED, COLUMNS, COUNT_ROWS, COUNT_COLUMNS, BUFFER_BYTES, POSITIONS = range(10, 18)
+HEIGHT, WIDTH, FLIPPED, COLUMNS, COUNT_ROWS, COUNT_COLUMNS, BUFFER_BYTES, POSITIONS = range(10, 18)
 SLOTS, BAND, WORK_BYTES = range(18, 21)
 # of a job that writes outputs
 DEPTH, RUNS, TABLE, STEP, OUT_IMAGE, OUT_ROW, OUT_COLUMN, OUT_CHANNELS, OUT_SIZE = range(21, 30)
@@ -51,12 +55,14 @@ RUN_FIRSTS, OUT_PLACES, BEGIN_STEP = range(37, 40)
 PAIRS, PAIR_FIRSTS, GRAD_BYTES = range(37, 40)
 BYTES = 40  # what tiles must know of codes, see ``tiles.kind_of_bytes``
 SPANS = 41  # of first channels, see ``spans``; of weights: of their lines
-FIELDS = 42
+ALONE = 42  # whether each output has a channel of its own
+SUM_ROWS = 43  # of sums for weights
+FIELDS = 44
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
 wide: Any = None  # the tiles of a path
-narrow = wide_rows = narrow_rows = wide
-FLIPS, GRAIN, NARROW_ROWS, WIDE_ROWS = 0, 4, 0, 0
+narrow = wide_rows = narrow_rows = alone = alone_rows = wide
+FLIPS, GRAIN, NARROW_ROWS, WIDE_ROWS, ALONE_ROWS, ALONE_TAPS = 0, 4, 0, 0, 0, 0
 
 
 class Described(NamedTuple):
@@ -90,7 +96,7 @@ def describe_outputs(
         in_int16: Steps whose sums int16 holds, see ``shapes.steps_in_int16``.
         read: Channels that outputs read.
     """
-    d = _blocks(cut, part, signed, in_int16)
+    d = _blocks(cut, part, signed, in_int16, read)
     image, row, column, channels = out
     d[[OUT_IMAGE, OUT_ROW, OUT_COLUMN]] = image, row * part.step[0], column * part.step[1]
     step = part.stride[1] * d[CHANNELS]
@@ -126,9 +132,10 @@ def describe_weights(
         in_int16: Steps whose sums int16 holds, see ``shapes.steps_in_int16``.
         read: Channels that outputs read.
     """
-    d = _blocks(cut, part, signed, in_int16)
+    d = _blocks(cut, part, signed, in_int16, read)
     (down, across), channels, taps = part.stride, int(d[CHANNELS]), len(part.taps)
     padded, blocks, groups = -(channels // -16), -(read.channels // -16), -(grad_channels // -16)
+    d[SUM_ROWS] = sum_rows(taps, read)
     longest = -(cut.most_positions // -64) * 64
     reach = int(cut.places.max(initial=0)) // across
     line = (longest + reach + 64 + 127) // 64 * 64  # bytes of a channel
@@ -140,6 +147,8 @@ def describe_weights(
     ones = np.ones(longest + 64, np.uint8)
     if (own := cut.spots) is not None:
         return _weights_by_spot(d, cut, own, part, grad_channels)
+    if read.is_alone:
+        return _weights_alone(d, cut, part, longest)
     # the last outputs in groups read lines behind the last channel
     turned = (down * across * padded * 16 + 16 * blocks * (read.groups > 1)) * line + 128
     flat = -((longest * grad_channels + 256) // -64) * 64
@@ -149,14 +158,33 @@ def describe_weights(
     d[[TURNED_AT, FLAT_AT]] = d[BUFFER_BYTES], d[BUFFER_BYTES] + turned
     d[[B_AT, REACH]] = d[BUFFER_BYTES] + turned + flat, reach
     d[GRAD_IMAGE] = part.counts[0] * part.counts[1] * grad_channels
-    d[SUMS_SIZE], d[SPANS] = sums_size(rows, groups), lines.ctypes.data
+    d[SUMS_SIZE], d[SPANS] = sums_size(d[SUM_ROWS], groups), lines.ctypes.data
     d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
     return Described(d, (starts, ones, lines))
 
 
-def sums_size(tile_rows: int, groups: int) -> int:
+def sum_rows(taps: int, read: Spans) -> int:
+    """Return how many rows the sums of weights have: of each tap those of its channels."""
+    return -(taps // -_MOST_TAPS) * _MOST_TAPS if read.is_alone else taps * read.rows
+
+
+def sums_size(rows: int, groups: int) -> int:
     """Return how many int32 the sums of weights take: tiles write some rows more, and a row is that of ``ONES``."""
-    return (tile_rows * 16 + 80) * groups * 16
+    return (rows + 80) * groups * 16
+
+
+def _weights_alone(d: np.ndarray, cut: Blocks, part: Correlation, longest: int) -> Described:
+    """``describe_weights``, of outputs with a channel each: codes and gradients are read as they lie."""
+    channels, taps = int(d[CHANNELS]), len(part.taps)
+    firsts = cut.planes * cut.geometry[5] + cut.places * channels
+    table = np.zeros((int(d[SUM_ROWS]), 3), np.int64)  # rows behind the last tap add up anything
+    table[:taps, 0] = firsts
+    d[[ACROSS, TAPS, GRAD_CHANNELS]] = part.stride[1], taps, channels
+    d[[GROUPS, ROW_STARTS, FLAT_AT]] = -(channels // -16), table.ctypes.data, d[BUFFER_BYTES]
+    d[GRAD_IMAGE] = d[COUNT_ROWS] * d[COUNT_COLUMNS] * channels
+    d[SUMS_SIZE] = sums_size(int(d[SUM_ROWS]), int(d[GROUPS]))
+    d[WORK_BYTES] = d[FLAT_AT] + longest * channels + 256 + 64
+    return Described(d, (table,))
 
 
 def _weights_by_spot(
@@ -177,17 +205,20 @@ def _weights_by_spot(
     d[B_AT] = d[FLAT_AT] + flat
     d[[SPOTS, PAIRS, PAIR_FIRSTS]] = places, own.pairs.ctypes.data, own.pair_firsts.ctypes.data
     d[[GRAD_BYTES, GRAD_IMAGE]] = places * grad_channels
-    d[SUMS_SIZE] = sums_size(rows, groups)
+    d[SUMS_SIZE] = sums_size(d[SUM_ROWS], groups)
     d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
     return Described(d, (starts, own.pairs, own.pair_firsts))
 
 
-def _blocks(cut: Blocks, part: Correlation, signed: bool, in_int16: int) -> np.ndarray:
+def _blocks(
+    cut: Blocks, part: Correlation, signed: bool, in_int16: int, read: Spans
+) -> np.ndarray:
     down, top, left, pixels, slot_rows, plane_bytes, extra, channels, height, width = cut.geometry
     d = np.zeros(FIELDS, np.int64)
     d[[X_IMAGE, X_ROW, CHANNELS]] = height * width * channels, width * channels, channels
     d[[HEIGHT, WIDTH, DOWN, TOP, LEFT, PIXELS]] = height, width, down, top, left, pixels
-    d[[SLOT_ROWS, PLANE_BYTES, EXTRA, SIGNED]] = slot_rows, plane_bytes, extra, signed
+    d[[SLOT_ROWS, PLANE_BYTES, EXTRA, ALONE]] = slot_rows, plane_bytes, extra, read.is_alone
+    d[FLIPPED] = signed and not read.is_alone
     d[[COLUMNS, COUNT_ROWS, COUNT_COLUMNS]] = cut.columns, *part.counts
     d[[BUFFER_BYTES, POSITIONS]] = -(cut.buffer_bytes // -64) * 64, cut.most_positions
     d[[SLOTS, BAND, BYTES]] = cut.slots, cut.band, tiles.kind_of_bytes(signed, in_int16)
@@ -276,7 +307,7 @@ def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
     buffer = (work + 63) // 64 * 64
     sums = buffer + d[BUFFER_BYTES]
     offsets = sums + _TILE_BYTES
-    flips = FLIPS != 0 and d[SIGNED] != 0
+    flips = FLIPS != 0 and d[FLIPPED] != 0
     _copy_images(x, np.int64(0), first, images, d[X_IMAGE], buffer, step, flips)
     _place_images(offsets, images, d[OUT_IMAGE])
     firsts = carray(pointer_to(d[RUN_FIRSTS]), d[SPOTS] + 1, np.int64)
@@ -347,7 +378,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
     d = carray(pointer_to(at), FIELDS, np.int64)
     if d[SPOTS]:
         return write_spots(at, x, first, images, b, begin, scales, statistics, out, work)
-    flips = FLIPS != 0 and d[SIGNED] != 0
+    flips = FLIPS != 0 and d[FLIPPED] != 0
     buffer = (work + 63) // 64 * 64
     sums = buffer + d[BUFFER_BYTES]
     row_scales = sums + _TILE_BYTES
@@ -368,7 +399,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
     while group < groups:
         span = spans[group]
         pair = group + 1 < groups and WIDE_ROWS > 0 and spans[group + 1] == span
-        at_once = WIDE_ROWS if pair else NARROW_ROWS
+        at_once = ALONE_ROWS if d[ALONE] else (WIDE_ROWS if pair else NARROW_ROWS)
         sums_step = 128 if pair else 64
         weights, start = b + group * depth * 16, begin + group * 64
         count, line = 1, n
@@ -378,7 +409,9 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
             start_q = (number // rows * d[SLOT_ROWS] + number % rows) * d[COLUMNS]
             for q in range(start_q, start_q + line, at_once):
                 a = buffer + q * step + span
-                if pair:
+                if d[ALONE]:
+                    alone(d[BYTES], a, step, d[TABLE], d[RUNS], weights, sums)
+                elif pair:
                     wide(
                         d[BYTES], a, d[STARTS], step, d[TABLE], d[RUNS], weights, depth * 16,
                         start, 0, sums, sums_step,
@@ -503,13 +536,17 @@ def spread_weights(d, x, order, first, images, row, rows, grad, work):
     d = carray(pointer_to(d), FIELDS, np.int64)
     if d[SPOTS]:
         return spread_spots(d, x, order, first, images, grad, work)
-    flips = FLIPS != 0 and d[SIGNED] != 0
+    flips = FLIPS != 0 and d[FLIPPED] != 0
     buffer = (work + 63) // 64 * 64
     turned, flat, b = buffer + d[TURNED_AT], buffer + d[FLAT_AT], buffer + d[B_AT]
     down, across, channels, line = d[DOWN], d[ACROSS], d[CHANNELS], d[LINE]
     padded = (channels + 15) // 16 * 16
     n = ((images - 1) * d[SLOT_ROWS] + rows) * d[COLUMNS]
     _fill(d, x, order, first, images, row, rows, buffer, flips)
+    whole = (n + 63) // 64 * 64
+    if d[ALONE]:
+        _flatten(d, grad, order, first, images, row, rows, flat, whole)
+        return whole
     for plane in range(down):
         for phase in range(across):
             source = buffer + plane * d[PLANE_BYTES] + phase * channels
@@ -522,7 +559,6 @@ def spread_weights(d, x, order, first, images, row, rows, grad, work):
                         target + c * line + q,
                         line,
                     )
-    whole = (n + 63) // 64 * 64
     grad_channels, run_bytes = d[GRAD_CHANNELS], d[LONGEST] * 16
     _flatten(d, grad, order, first, images, row, rows, flat, whole)
     for group in range(d[GROUPS]):
@@ -546,6 +582,24 @@ def _flatten(d, grad, order, first, images, row, rows, out, positions):
             tiles.copy(source + i * row_bytes, place, row_bytes)
 
 
+def multiply_alone(d, piece, steps, sums, work):
+    """``multiply_weights``, of outputs with a channel each."""
+    d = carray(pointer_to(d), FIELDS, np.int64)
+    buffer, channels, row_bytes = (work + 63) // 64 * 64, d[CHANNELS], d[GROUPS] * 64
+    step = d[ACROSS] * channels
+    for group in range(d[GROUPS]):
+        x, grad, out = buffer + group * 16, buffer + d[FLAT_AT] + group * 16, sums + group * 64
+        for tap in range(0, d[TAPS], ALONE_TAPS):
+            table, place = d[ROW_STARTS] + 24 * tap, out + tap * row_bytes
+            for q in range(piece, piece + steps, _EXACT):
+                count = min(_EXACT, piece + steps - q)
+                alone_rows(
+                    d[BYTES], x + q * step, step, grad + q * channels, channels, count, table,
+                    place, row_bytes,
+                )  # fmt: skip
+    return 0
+
+
 def multiply_weights(d, piece, steps, sums, work):
     """Add products of ``PIECE`` positions or fewer to int32 sums.
 
@@ -560,7 +614,9 @@ def multiply_weights(d, piece, steps, sums, work):
     d = carray(pointer_to(at), FIELDS, np.int64)
     if d[SPOTS]:
         return multiply_spots(at, steps, sums, work)
-    flips = FLIPS != 0 and d[SIGNED] != 0
+    if d[ALONE]:
+        return multiply_alone(at, piece, steps, sums, work)
+    flips = FLIPS != 0 and d[FLIPPED] != 0
     buffer = (work + 63) // 64 * 64
     turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]
     table = carray(pointer_to(buffer), 3, np.int64)  # codes there are read no more
@@ -600,7 +656,7 @@ def multiply_weights(d, piece, steps, sums, work):
 @inner
 def double(d, sums, times):
     """Double int32 sums ``times`` times."""
-    n = d[TILE_ROWS] * 16 * d[GROUPS] * 16 + d[GROUPS] * 16  # the last row is that of ``ONES``
+    n = (d[SUM_ROWS] + 1) * d[GROUPS] * 16  # the last row is that of ``ONES``
     held = carray(pointer_to(sums), d[SUMS_SIZE], np.int32)[:n]
     for i in range(n):
         held[i] <<= np.int32(times)
@@ -619,8 +675,8 @@ def fold(d, sums, totals, shift, flipped):
     """
     n = d[GROUPS] * 16
     held = carray(pointer_to(sums), d[SUMS_SIZE], np.int32)
-    last = held[d[TILE_ROWS] * 16 * n : (d[TILE_ROWS] * 16 + 1) * n]
-    for row in range(d[TILE_ROWS] * 16):
+    last = held[d[SUM_ROWS] * n : (d[SUM_ROWS] + 1) * n]
+    for row in range(d[SUM_ROWS]):
         values, total = held[row * n : row * n + n], totals[row]
         if flipped:
             for i in range(n):

@@ -10,7 +10,15 @@ from fixedpoint_kernels.llvm.calls import inner, keep
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.threads import compile_both, compiled
 
-__all__ = ["Totals", "finish_weights", "pack", "pack_groups", "sum_taps", "write_columns"]
+__all__ = [
+    "Totals",
+    "finish_weights",
+    "pack",
+    "pack_alone",
+    "pack_groups",
+    "sum_taps",
+    "write_columns",
+]
 
 
 @inner
@@ -85,6 +93,20 @@ def pack_groups(weight, taps, offsets, depth, shape, step, is_turned, firsts, su
                 packed[block, (first + k) // 4, column % 16, (first + k) % 4] = code
                 total += np.int32(code)
         sums[column] = total
+
+
+@compiled()
+def pack_alone(weight, taps, channels, step, out):
+    """Lay out weights of outputs with a channel each: ``[blocks of 16][taps][16]`` float32.
+
+    weight: address of (channels, all taps) int8, ``step`` bytes a channel; out: address.
+    """
+    codes, blocks = carray(pointer_to(weight), channels * step, np.int8), (channels + 15) // 16
+    packed = carray(pointer_to(out), (blocks, len(taps), 16), np.float32)
+    packed[blocks - 1] = 0.0
+    for channel in range(channels):
+        for i in range(len(taps)):
+            packed[channel // 16, i, channel % 16] = codes[channel * step + taps[i]]
 
 
 @compiled()
