@@ -96,11 +96,15 @@ def _fold_pattern(d, n, sums):
     pattern, channels, stride = d[f.PATTERN], d[f.CHANNELS], d[f.SUMS_STRIDE]
     out, found = doubles(d[f.SUMS] + 24 * n * stride, 3 * stride), floats(sums, 3 * pattern)
     for k in range(3):
-        for i in range(channels):
-            total = 0.0
-            for j in range(i, pattern, channels):
-                total += found[k * pattern + j]
-            out[k * stride + i] = total
+        if k == 1 and d[f.FIRST] != passes.BFLOAT16 or k == 2 and d[f.SECOND] != passes.BFLOAT16:
+            continue
+        totals = out[k * stride : k * stride + channels]
+        for i in range(channels):  # channels lie side by side: vectors
+            totals[i] = np.float64(found[k * pattern + i])
+        for first in range(channels, pattern, channels):
+            own = found[k * pattern + first : k * pattern + first + channels]
+            for i in range(channels):
+                totals[i] += np.float64(own[i])
 
 
 @inner
