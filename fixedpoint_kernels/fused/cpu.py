@@ -96,7 +96,7 @@ def _fold_pattern(d, n, sums):
     pattern, channels, stride = d[f.PATTERN], d[f.CHANNELS], d[f.SUMS_STRIDE]
     out, found = doubles(d[f.SUMS] + 24 * n * stride, 3 * stride), floats(sums, 3 * pattern)
     for k in range(3):
-        if k == 1 and d[f.FIRST] != passes.BFLOAT16 or k == 2 and d[f.SECOND] != passes.BFLOAT16:
+        if (k == 1 and d[f.FIRST] != passes.BFLOAT16) or (k == 2 and d[f.SECOND] != passes.BFLOAT16):
             continue
         totals = out[k * stride : k * stride + channels]
         for i in range(channels):  # channels lie side by side: vectors
@@ -242,7 +242,12 @@ def run_region(context, number, thread):
             if kind == f.VALUE:
                 clamped, own_reals = np.int64(0), reals[k]
                 for n in range(first, first + count):
-                    scale, low, high, ceiling = own_reals[0], own_reals[1], own_reals[2], own_reals[3]
+                    scale, low, high, ceiling = (
+                        own_reals[0],
+                        own_reals[1],
+                        own_reals[2],
+                        own_reals[3],
+                    )
                     clamped += _make_value(d, n, scale, low, high, ceiling)
                 if d[f.CLAMPED]:
                     carray(pointer_to(d[f.CLAMPED]), thread + 1, np.int64)[thread] += clamped

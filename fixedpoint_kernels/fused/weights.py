@@ -11,7 +11,13 @@ from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import called, inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.products.packing import pack, pack_alone, pack_groups, sum_taps, write_columns
+from fixedpoint_kernels.products.packing import (
+    pack,
+    pack_alone,
+    pack_groups,
+    sum_taps,
+    write_columns,
+)
 from fixedpoint_kernels.threads import compile_both
 
 __all__ = ["collect", "pack_weights", "packing_items", "spare_bytes"]

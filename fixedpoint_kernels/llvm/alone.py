@@ -65,7 +65,9 @@ def outputs_tile(rows: int) -> Any:
                 source = builder.add(first, builder.mul(step, I64(m)))
                 _multiply_add(builder, _codes(builder, source, is_signed), weight, total)
         for m, total in enumerate(totals):
-            store(builder, builder.fptosi(builder.load(total), _WORDS), builder.add(out, I64(64 * m)))
+            store(
+                builder, builder.fptosi(builder.load(total), _WORDS), builder.add(out, I64(64 * m))
+            )
 
     return addressed(7, body)
 

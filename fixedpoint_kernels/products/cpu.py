@@ -18,7 +18,14 @@ from fixedpoint_kernels.llvm.calls import keep
 from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, ByName, compiled
-from fixedpoint_kernels.products.packing import Totals, finish_weights, pack, pack_alone, pack_groups, sum_taps
+from fixedpoint_kernels.products.packing import (
+    Totals,
+    finish_weights,
+    pack,
+    pack_alone,
+    pack_groups,
+    sum_taps,
+)
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
 from fixedpoint_kernels.products.spans import Spans, spans

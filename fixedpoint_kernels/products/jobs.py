@@ -210,9 +210,7 @@ def _weights_by_spot(
     return Described(d, (starts, own.pairs, own.pair_firsts))
 
 
-def _blocks(
-    cut: Blocks, part: Correlation, signed: bool, in_int16: int, read: Spans
-) -> np.ndarray:
+def _blocks(cut: Blocks, part: Correlation, signed: bool, in_int16: int, read: Spans) -> np.ndarray:
     down, top, left, pixels, slot_rows, plane_bytes, extra, channels, height, width = cut.geometry
     d = np.zeros(FIELDS, np.int64)
     d[[X_IMAGE, X_ROW, CHANNELS]] = height * width * channels, width * channels, channels

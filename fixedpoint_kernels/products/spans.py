@@ -20,11 +20,15 @@ class Spans(NamedTuple):
     """The channels that outputs read, 16 outputs at a time."""
 
     firsts: np.ndarray  # (blocks of 16 outputs,) int64: first channel of each
-    channels: int  # that a block reads from there on; what lies behind the last one meets weights of 0
+    channels: (
+        int  # that a block reads from there on; what lies behind the last one meets weights of 0
+    )
     groups: int
     is_alone: bool  # whether each output has a channel of its own
     rows: int  # of sums for weights, for each tap: a block's channels, up to a multiple of 16; 1 if alone
-    starts: np.ndarray  # (outputs,) int64: which of these rows are of an output's own group: the first
+    starts: (
+        np.ndarray
+    )  # (outputs,) int64: which of these rows are of an output's own group: the first
 
 
 @lru_cache(maxsize=256)

@@ -100,7 +100,7 @@ def problems(draw):
         "stride": draw(pair),
         "padding": draw(st.tuples(st.integers(0, 3), st.integers(0, 3))),
         "dilation": draw(pair),
-        "groups": draw(st.sampled_from([1, 1, 1, 2])),
+        "groups": 1,
     }
     reach = [
         max(1, (k - 1) * d + 1 - 2 * p)
@@ -109,6 +109,11 @@ def problems(draw):
     size = [draw(st.integers(n, n + 9)) for n in reach]
     samples, channels = draw(number), draw(st.sampled_from([1, 3, 4, 16, 17, 20, 33]))
     outputs = draw(st.sampled_from([1, 5, 16, 20, 32, 49]))
+    if draw(st.booleans()):  # of few channels each, or of one
+        window["groups"] = draw(st.sampled_from([2, 3, 5, 17, 32, 50]))
+        channels, outputs = draw(
+            st.sampled_from([(1, 1), (1, 1), (1, 2), (2, 1), (4, 4), (3, 5), (8, 16), (20, 3)])
+        )
     dtype = draw(st.sampled_from([torch.uint8, torch.int8]))
     torch.manual_seed(draw(st.integers(0, 1000)))
     x = codes(samples, channels * window["groups"], *size, dtype=dtype)
@@ -224,6 +229,30 @@ def test_sums_of_pairs_that_int16_just_holds(a, b, steps, path):
         assert torch.equal(y.long(), oracle(n, weight, **window))
     assert torch.equal(back.long(), oracle_input_gradient(signed, weight, (6, 5), **window))
     assert torch.equal(own, oracle_weight_gradient(x, grad, (3, 3), **window).sum(0))
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("taps", [512, 513])
+def test_channels_alone_at_extremes(taps, path):
+    """Sums that float32 just holds, and one product more; gradients over more places than it holds."""
+    size = (taps, 1)
+    window = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 19}
+    x = torch.full((2, 19, taps + 40, 30), 255, dtype=torch.uint8)
+    x[:, :, 1:, 1:] -= 2 * torch.randint(0, 2, (taps + 39, 29)).to(torch.uint8)  # odd
+    weight = torch.full((19, 1, *size), -127).to(torch.int8)
+    grad = torch.full((2, 19, 41, 30), 127).to(torch.int8)
+    exponents = torch.tensor([-3, -3], dtype=torch.int32)
+    with products.force(path):
+        y = products.convolve(x, weight, groups=19)
+        back = products.convolve_input_gradient(grad, weight, x.shape[2:], groups=19)
+        own = products.convolve_weight_gradient(x, grad, size, groups=19)
+        scaled = products.convolve_weight_gradient(x, grad, size, exponents=exponents, groups=19)
+    assert torch.equal(y.long(), oracle(x, weight, **window))
+    expected = oracle_input_gradient(grad, weight, tuple(x.shape[2:]), **window)
+    assert torch.equal(back.long(), expected)
+    expected = oracle_weight_gradient(x, grad, size, **window).sum(0)
+    assert torch.equal(own, expected)
+    assert torch.equal(scaled, expected.float() / 8)
 
 
 def test_formats_whose_sums_of_pairs_int16_holds():
@@ -534,10 +563,6 @@ def test_a_process_falls_back_and_never_aborts(told, possible):
 def test_a_path_is_named_with_its_reason():
     assert products.path().name in paths.PATHS
     assert products.path().reason
-    if HERE[0] in paths.OWN:
-        assert products.path(groups=2) == products.Path(
-            "stock" if "stock" in HERE else "float", "own kernels have no groups"
-        )
     with products.force("float"):
         assert products.path() == products.Path("float", "it is forced")
     with pytest.raises(ValueError, match="must be one of"), products.force("sse"):

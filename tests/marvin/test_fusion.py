@@ -18,6 +18,7 @@ from fixedpoint_kernels.fused import INPUT, Pooled, Value
 from fixedpoint_kernels.products.shapes import Window
 from marvin.hooks import rounders_of, state_of
 from marvin.integer import convert, report, revert
+from marvin.integer.formats import why_no_kernel
 from marvin.integer.fusion import Fused
 from marvin.integer.graph import trace
 from marvin.integer.nodes import flattening, pooling
@@ -139,16 +140,21 @@ class ToBfloat16(torch.autograd.Function):
         return grad
 
 
+def unfused(model, rounded=False):
+    """Return a copy whose layers run one by one; rounded, what convolutions make is bfloat16."""
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    for module in twin.modules():
+        if rounded and isinstance(module, nn.Conv2d):
+            module.register_forward_hook(lambda module, args, y: ToBfloat16.apply(y))
+    return twin
+
+
 def test_gradients_are_those_of_unfused_layers_as_far_as_bfloat16_goes():
     """Of the sums before batch norm, chains keep bfloat16: rounding these moves others as far."""
     model, optimizer = make()
     train(model, optimizer, 4)
-    twin, rounded = copy.deepcopy(model), copy.deepcopy(model)
-    for one in (twin, rounded):
-        convert(one, fused=False)
-    for module in rounded.modules():
-        if isinstance(module, nn.Conv2d):
-            module.register_forward_hook(lambda module, args, y: ToBfloat16.apply(y))
+    twin, rounded = unfused(model), unfused(model, rounded=True)
     assert is_fused(copy.deepcopy(model))
     assert not is_fused(copy.deepcopy(twin))
     x, y = batch(9, 32)
@@ -615,6 +621,52 @@ def test_chains_that_are_found():
         Value(6, is_output=True, is_flat=True),
     ]
     assert found(Net())[0][2] == Value(2, other_value=0, relu=True)
+
+
+class Inverted(nn.Module):
+    """As MobileNetV2 has it, between layers in groups."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 12, 3, padding=1, groups=3)
+        self.wide = nn.Conv2d(12, 48, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(48)
+        self.each = nn.Conv2d(48, 48, 3, padding=1, groups=48, bias=False)
+        self.bn2 = nn.BatchNorm2d(48)
+        self.narrow = nn.Conv2d(48, 12, 1, groups=4, bias=False)
+        self.bn3 = nn.BatchNorm2d(12)
+        self.relu6 = nn.ReLU6(inplace=True) if how == "module" else F.relu6
+        for norm in (self.bn1, self.bn2):
+            nn.init.constant_(norm.weight, 5.0)  # much is above 6
+
+    def forward(self, x):
+        x = self.conv(x)
+        y = self.relu6(self.bn1(self.wide(x)))
+        y = self.relu6(self.bn2(self.each(y)))
+        return (x + self.bn3(self.narrow(y))).mean((2, 3))
+
+
+@pytest.mark.parametrize("how", ["module", "function"])
+def test_groups_and_relu6_are_part_of_chains(how):
+    model, optimizer = make(model=Inverted(how))
+    assert all(row.is_fused for row in report(model).rows)
+    (chain,) = trace(model).chains
+    assert [getattr(value, "ceiling", None) for value in chain.values] == [None, 6, 6, None, None]
+    twin, moved = unfused(model), unfused(model, rounded=True)
+    x, y = batch(3, 64)
+    assert is_fused(copy.deepcopy(model), x)
+    assert not is_fused(copy.deepcopy(twin), x)
+    assert (model(x) - twin(x)).norm() < 0.05 * twin(x).norm()
+    grads = (gradients(m, x, y, 16) for m in (model, twin, moved))
+    for (name, _), a, b, c in zip(model.named_parameters(), *grads, strict=True):
+        assert (a - b).norm() < 1.5 * (c - b).norm() + 0.03 * b.norm(), name
+    assert train(model, optimizer, 3)
+
+
+def test_groups_are_multiplied_one_by_one_on_a_gpu():
+    assert why_no_kernel(torch.device("cpu"), groups=2) == ""
+    assert why_no_kernel(torch.device("cuda")) == ""
+    assert "it has 2 groups" in why_no_kernel(torch.device("cuda"), groups=2)
 
 
 class Pools(nn.Module):
