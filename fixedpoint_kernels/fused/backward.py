@@ -7,7 +7,7 @@ from fixedpoint_kernels.fused.graph import INPUT, Return
 from fixedpoint_kernels.fused.layout import Layout
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.llvm import tiles
-from fixedpoint_kernels.products import jobs, shapes
+from fixedpoint_kernels.products import jobs, shapes, weight_jobs
 from fixedpoint_kernels.products.blocks import blocks, runs
 from fixedpoint_kernels.products.instructions import GRAINS
 from fixedpoint_kernels.products.shapes import GRADIENTS, Correlation
@@ -138,11 +138,11 @@ class Backward:
 
         def details(chunk: int) -> jobs.Described:
             grain = 0 if layer.inputs.signed else self.layout.grain(n)
-            cut = blocks(part, chunk, taken[1:], taken.channels, 1, jobs.PIECE - 4096, grain)
-            if cut.most_positions > jobs.PIECE:
+            cut = blocks(part, chunk, taken[1:], taken.channels, 1, weight_jobs.PIECE - 4096, grain)
+            if cut.most_positions > weight_jobs.PIECE:
                 raise ValueError(f"rows of {taken.width} places are too long to be fused")
             rest = out.channels, layer.inputs.signed, in_int16, self.layout.read(n)
-            own = jobs.describe_weights(cut, part, *rest)
+            own = weight_jobs.describe_weights(cut, part, *rest)
             own.row[jobs.X_IMAGE] = taken.padded
             own.row[jobs.GRAD_IMAGE] = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
             return own

@@ -16,7 +16,7 @@ from fixedpoint_kernels.llvm import barrier, passes, tiles
 from fixedpoint_kernels.llvm.barrier import all_come, wait
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.products import jobs
+from fixedpoint_kernels.products import jobs, weight_jobs
 from fixedpoint_kernels.products.instructions import ByName, compiled
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
 
@@ -96,7 +96,9 @@ def _fold_pattern(d, n, sums):
     pattern, channels, stride = d[f.PATTERN], d[f.CHANNELS], d[f.SUMS_STRIDE]
     out, found = doubles(d[f.SUMS] + 24 * n * stride, 3 * stride), floats(sums, 3 * pattern)
     for k in range(3):
-        if (k == 1 and d[f.FIRST] != passes.BFLOAT16) or (k == 2 and d[f.SECOND] != passes.BFLOAT16):
+        if (k == 1 and d[f.FIRST] != passes.BFLOAT16) or (
+            k == 2 and d[f.SECOND] != passes.BFLOAT16
+        ):
             continue
         totals = out[k * stride : k * stride + channels]
         for i in range(channels):  # channels lie side by side: vectors
@@ -196,7 +198,7 @@ def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums
             if times < 1 or held[0] * times + outputs > f.LONGEST_SUM:
                 _fold(j, sums, totals, held, flipped)
             elif times > 1:
-                jobs.double(j, sums, np.int64(np.log2(times)))
+                weight_jobs.double(j, sums, np.int64(np.log2(times)))
                 held[0] *= times
             held[1] = power
             source = x + first * j[jobs.X_IMAGE]
@@ -362,9 +364,9 @@ def run(path: str, context: np.ndarray, regions: int, threads: int) -> None:
         regions: How many.
         threads: That share the images.
     """
-    by_name = jobs.write_spots, jobs.write_outputs, jobs.spread_weights
-    by_name += jobs.multiply_spots, jobs.multiply_alone, jobs.multiply_weights
-    parts = *map(ByName, by_name), add_weights, ByName(run_region), ByName(begin_region)
+    by_name = jobs.write_spots, jobs.write_outputs, weight_jobs.spread_weights
+    by_name += weight_jobs.multiply_spots, weight_jobs.multiply_alone, weight_jobs.multiply_weights
+    parts = jobs.tile, *map(ByName, by_name), add_weights, ByName(run_region), ByName(begin_region)
     if threads > 1 and barrier.CAN_MEET and _missed["times"] < _MOST_MISSED:
         meeting = np.zeros(barrier.SIZE, np.int64)
         together = compiled(_run_together, path, *parts)[True]

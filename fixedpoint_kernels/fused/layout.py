@@ -12,7 +12,7 @@ from torch import Tensor
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import INPUT, Layer, Segment
 from fixedpoint_kernels.fused.operations import Buffer, Given, Kept, Number, Operation
-from fixedpoint_kernels.products import jobs
+from fixedpoint_kernels.products import weight_jobs
 from fixedpoint_kernels.products.blocks import blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
 from fixedpoint_kernels.products.shapes import Correlation
@@ -95,9 +95,11 @@ class WeightSums:
         outputs, _, height, width = layer.shape
         columns = -(outputs // -16) * 16
         read = layout.read(n)
-        rows = jobs.sum_rows(height * width, read)
+        rows = weight_jobs.sum_rows(height * width, read)
         size = rows * columns
-        room = 4 * jobs.sums_size(rows, columns // 16) + 64  # clearing writes up to 63 bytes more
+        room = (
+            4 * weight_jobs.sums_size(rows, columns // 16) + 64
+        )  # clearing writes up to 63 bytes more
         self.stride, threads = -(room // -64) * 64, layout.threads
         self.held = layout.take(3 * threads, np.float64)
         self.sums = layout.take(threads * self.stride)
@@ -241,7 +243,7 @@ class Layout:
         sizes = {f.W_OUTPUTS: outputs, f.W_INPUTS: inputs, f.W_TAPS: height * width}
         read = self.read(n)
         self.held.append(read)
-        rows = jobs.sum_rows(height * width, read)
+        rows = weight_jobs.sum_rows(height * width, read)
         sizes |= {f.W_GROUPS: read.groups, f.W_IS_ALONE: read.is_alone, f.W_ROWS: read.rows}
         sizes |= {f.W_SUM_ROWS: rows}
         return sizes | {f.W_STARTS: read.starts.ctypes.data, f.W_IS_FLAT: layer.is_flat}

@@ -84,9 +84,7 @@ def weights_tile(taps: int) -> Any:
         rest = x, step, grad, grad_step, count, table, out, out_step
         _by_sign(builder, kind, lambda sign: sums(builder, sign, *rest))
 
-    def sums(  # noqa: PLR0913
-        builder, is_signed, x, step, grad, grad_step, count, table, out, out_step
-    ):
+    def sums(builder, is_signed, x, step, grad, grad_step, count, table, out, out_step):
         offsets = [load(builder, builder.add(table, I64(24 * t)), I64, 8) for t in range(taps)]
         totals = [cgutils.alloca_once_value(builder, _ZERO) for _ in range(taps)]
         for total in totals:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import keep
-from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes
+from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes, weight_jobs
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, ByName, compiled
 from fixedpoint_kernels.products.packing import (
@@ -34,7 +34,7 @@ from fixedpoint_kernels.threads import is_parallel, thread_count
 __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
 
 _MACS_A_THREAD = 64  # as many as one element of another kernel costs
-_PIECE = jobs.PIECE
+_PIECE = weight_jobs.PIECE
 _FEW = 8  # channels
 _WORK, _SUMS, _COLUMNS = jobs.WORK_BYTES, jobs.SUMS_SIZE, jobs.COUNT_COLUMNS
 
@@ -100,10 +100,10 @@ def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, fli
             outputs = images * rows * d[_COLUMNS]
             down = shift - shifts[k] if held else 0  # jobs come by falling shift
             if held and (down > 16 or (held << down) + outputs > LONGEST_SUM):
-                jobs.fold(d, own, totals[thread], shift, flips)
+                weight_jobs.fold(d, own, totals[thread], shift, flips)
                 held, ends[thread, 0] = 0, 0
             elif down:
-                jobs.double(d, own, down)
+                weight_jobs.double(d, own, down)
                 held <<= down
             shift = shifts[k]
             whole = spread_weights(
@@ -111,12 +111,12 @@ def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, fli
             )
             for piece in range(0, whole, _PIECE):
                 if piece:
-                    jobs.fold(d, own, totals[thread], shift, flips)
+                    weight_jobs.fold(d, own, totals[thread], shift, flips)
                     ends[thread, 0] = 0
                 multiply_weights(d.ctypes.data, piece, min(_PIECE, whole - piece), own, work)
             held = held + outputs
         if held and ends[thread, 0] == 0:
-            jobs.fold(d, own, totals[thread], shift, flips)
+            weight_jobs.fold(d, own, totals[thread], shift, flips)
         ends[thread, 1] = shift
         leave()
         keep(memory)
@@ -169,10 +169,10 @@ def _plan_of_weights(
     in_int16: int,
     groups: int,
 ) -> tuple[Blocks, jobs.Described]:
-    """Return the plan of a correlation for weights; see ``jobs.describe_weights``."""
+    """Return the plan of a correlation for weights; see ``weight_jobs.describe_weights``."""
     cut = blocks(part, images, size, channels, least, LONGEST_SUM, grain)
     read = spans(channels, outputs, groups, len(part.taps))
-    return cut, jobs.describe_weights(cut, part, outputs, signed, in_int16, read)
+    return cut, weight_jobs.describe_weights(cut, part, outputs, signed, in_int16, read)
 
 
 class _Weights(NamedTuple):
@@ -248,7 +248,7 @@ def _run_correlation(
     if scales is None:
         scales = np.ones(1, np.float32)
     start = out.data_ptr() + part.first[0] * row + part.first[1] * column
-    parts = map(ByName, (jobs.write_spots, jobs.write_outputs))
+    parts = jobs.tile, ByName(jobs.write_spots), ByName(jobs.write_outputs)
     compiled(_correlate, path, *parts)[parallel](
         plan.described.row,
         x.data_ptr(),
@@ -354,13 +354,13 @@ def weight_gradient(
     read = spans(channels, outputs, window.groups, taps)
     parallel = is_parallel(positions * taps * read.channels * outputs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1
-    rows = jobs.sum_rows(taps, read)
+    rows = weight_jobs.sum_rows(taps, read)
     totals = np.zeros((threads, rows, columns * 16), np.int64)
     ends = np.zeros((threads, 2), np.int64)
     ends[:, 0] = exponents is not None and read.groups == 1
     signed = x.dtype is torch.int8
     flips = signed and bool(FLIPS[path]) and not read.is_alone
-    sums = _zeros(threads, jobs.sums_size(rows, columns))
+    sums = _zeros(threads, weight_jobs.sums_size(rows, columns))
     if len(order) and positions and channels and outputs:
         least = 2 * threads if parallel else 1
         grain = 0 if signed or read.groups > 1 else GRAINS[path]
@@ -370,8 +370,8 @@ def weight_gradient(
         )  # fmt: skip
         table, job_shifts = _sorted_jobs(cut, shifts)
         source, target = _laid(x), _laid(grad)
-        by_name = jobs.spread_weights, jobs.multiply_spots, jobs.multiply_alone
-        parts = map(ByName, (*by_name, jobs.multiply_weights))
+        by_name = weight_jobs.spread_weights, weight_jobs.multiply_spots, weight_jobs.multiply_alone
+        parts = map(ByName, (*by_name, weight_jobs.multiply_weights))
         compiled(_correlate_weights, path, *parts)[parallel](
             described.row,
             source.data_ptr(),

@@ -155,7 +155,7 @@ class Totals(NamedTuple):
 
     Args:
         totals: (threads, taps * inputs up to a multiple of 16, 16 * groups) int64.
-        sums: (threads, ...) int32, the same, and a row more: see ``jobs.sums_size``.
+        sums: (threads, ...) int32, the same, and a row more: see ``weight_jobs.sums_size``.
         ends: (threads, 2) int64: whether the int32 count, and by how many bits more; else the int64.
         flips: Whether codes were unsigned only there: the int32 count less 128 times that row.
     """

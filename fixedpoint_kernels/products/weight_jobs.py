@@ -1,0 +1,411 @@
+"""What a thread does with a few images and their gradient, in Numba: add up products for weights.
+
+As in ``jobs``, functions without a decorator know the tiles of one path by name.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.alone import EXACT
+from fixedpoint_kernels.llvm.calls import inner
+from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.products.blocks import Blocks
+from fixedpoint_kernels.products.jobs import (
+    ACROSS,
+    ALONE,
+    B_AT,
+    BUFFER_BYTES,
+    BYTES,
+    CHANNELS,
+    COLUMNS,
+    COUNT_COLUMNS,
+    COUNT_ROWS,
+    DOWN,
+    FIELDS,
+    FLAT_AT,
+    FLIPPED,
+    GRAD_BYTES,
+    GRAD_CHANNELS,
+    GRAD_IMAGE,
+    GROUPS,
+    HEIGHT,
+    LINE,
+    LONGEST,
+    ONES,
+    PAIR_FIRSTS,
+    PAIRS,
+    PLANE_BYTES,
+    REACH,
+    ROW_STARTS,
+    SLOT_ROWS,
+    SPANS,
+    SPOTS,
+    SUM_ROWS,
+    SUMS_SIZE,
+    TAPS,
+    TILE_ROWS,
+    TURNED_AT,
+    WIDTH,
+    WORK_BYTES,
+    X_IMAGE,
+    X_ROW,
+    Described,
+    copy_images,
+    describe_blocks,
+    fill,
+    number_of,
+)
+from fixedpoint_kernels.products.shapes import Correlation
+from fixedpoint_kernels.products.spans import Spans
+from fixedpoint_kernels.products.spots import Spots
+
+__all__ = [
+    "PIECE",
+    "describe_weights",
+    "double",
+    "fold",
+    "multiply_alone",
+    "multiply_spots",
+    "multiply_weights",
+    "spread_weights",
+    "sum_rows",
+    "sums_size",
+]
+
+PIECE = 2**16  # positions, a multiple of 64: so many products fit in int32
+_MOST_TAPS = 9  # that a tile of single channels takes at once
+narrow: Any = None  # the tiles of a path
+wide_rows = narrow_rows = alone_rows = narrow
+FLIPS, GRAIN, WIDE_ROWS, ALONE_TAPS = 0, 4, 0, 0
+
+
+def describe_weights(
+    cut: Blocks, part: Correlation, grad_channels: int, signed: bool, in_int16: int, read: Spans
+) -> Described:
+    """Describe jobs that add up products for weights.
+
+    Args:
+        cut: Blocks of the codes.
+        part: Outputs and their taps.
+        grad_channels: Of the gradient.
+        signed: Whether codes are.
+        in_int16: Steps whose sums int16 holds, see ``shapes.steps_in_int16``.
+        read: Channels that outputs read.
+    """
+    d = describe_blocks(cut, part, signed, in_int16, read)
+    (down, across), channels, taps = part.stride, int(d[CHANNELS]), len(part.taps)
+    padded, blocks, groups = -(channels // -16), -(read.channels // -16), -(grad_channels // -16)
+    d[SUM_ROWS] = sum_rows(taps, read)
+    longest = -(cut.most_positions // -64) * 64
+    reach = int(cut.places.max(initial=0)) // across
+    line = (longest + reach + 64 + 127) // 64 * 64  # bytes of a channel
+    line += 64 * (line % 512 == 0)  # not all in one set of the cache
+    rows = taps * blocks
+    firsts = (cut.planes * across + cut.places % across) * padded * 16 * line + cut.places // across
+    starts = (firsts[:, None] + np.arange(blocks) * 16 * line).reshape(-1)
+    starts = np.append(starts, starts[-1:].repeat(4))
+    ones = np.ones(longest + 64, np.uint8)
+    if (own := cut.spots) is not None:
+        return _weights_by_spot(d, cut, own, part, grad_channels)
+    if read.is_alone:
+        return _weights_alone(d, cut, part, longest)
+    # the last outputs in groups read lines behind the last channel
+    turned = (down * across * padded * 16 + 16 * blocks * (read.groups > 1)) * line + 128
+    flat = -((longest * grad_channels + 256) // -64) * 64
+    lines = read.firsts * line
+    d[[ACROSS, TAPS, GRAD_CHANNELS, LINE, LONGEST]] = across, taps, grad_channels, line, longest
+    d[[TILE_ROWS, GROUPS, ROW_STARTS, ONES]] = rows, groups, starts.ctypes.data, ones.ctypes.data
+    d[[TURNED_AT, FLAT_AT]] = d[BUFFER_BYTES], d[BUFFER_BYTES] + turned
+    d[[B_AT, REACH]] = d[BUFFER_BYTES] + turned + flat, reach
+    d[GRAD_IMAGE] = part.counts[0] * part.counts[1] * grad_channels
+    d[SUMS_SIZE], d[SPANS] = sums_size(d[SUM_ROWS], groups), lines.ctypes.data
+    d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
+    return Described(d, (starts, ones, lines))
+
+
+def sum_rows(taps: int, read: Spans) -> int:
+    """Return how many rows the sums of weights have: of each tap those of its channels."""
+    return -(taps // -_MOST_TAPS) * _MOST_TAPS if read.is_alone else taps * read.rows
+
+
+def sums_size(rows: int, groups: int) -> int:
+    """Return how many int32 the sums of weights take: tiles write some rows more, and a row is that of ``ONES``."""
+    return (rows + 80) * groups * 16
+
+
+def _weights_alone(d: np.ndarray, cut: Blocks, part: Correlation, longest: int) -> Described:
+    """``describe_weights``, of outputs with a channel each: codes and gradients are read as they lie."""
+    channels, taps = int(d[CHANNELS]), len(part.taps)
+    firsts = cut.planes * cut.geometry[5] + cut.places * channels
+    table = np.zeros((int(d[SUM_ROWS]), 3), np.int64)  # rows behind the last tap add up anything
+    table[:taps, 0] = firsts
+    d[[ACROSS, TAPS, GRAD_CHANNELS]] = part.stride[1], taps, channels
+    d[[GROUPS, ROW_STARTS, FLAT_AT]] = -(channels // -16), table.ctypes.data, d[BUFFER_BYTES]
+    d[GRAD_IMAGE] = d[COUNT_ROWS] * d[COUNT_COLUMNS] * channels
+    d[SUMS_SIZE] = sums_size(int(d[SUM_ROWS]), int(d[GROUPS]))
+    d[WORK_BYTES] = d[FLAT_AT] + longest * channels + 256 + 64
+    return Described(d, (table,))
+
+
+def _weights_by_spot(
+    d: np.ndarray, cut: Blocks, own: Spots, part: Correlation, grad_channels: int
+) -> Described:
+    """``describe_weights``, place by place: of a channel lie all images of a place, then the next place."""
+    channels, taps, places = int(d[CHANNELS]), len(part.taps), part.counts[0] * part.counts[1]
+    blocks, groups, slots = -(channels // -16), -(grad_channels // -16), -(cut.slots // -4) * 4
+    line = (int(d[HEIGHT] * d[WIDTH]) * slots + 64 + 63) // 64 * 64
+    line += 64 * (line % 512 == 0)
+    starts = np.tile(np.arange(blocks) * 16 * line, taps)
+    rows, longest = taps * blocks, -(places * slots // -64) * 64
+    turned, flat = blocks * 16 * line + 128, (slots + 4) * places * grad_channels + 256
+    turned, flat = -(turned // -64) * 64, -(flat // -64) * 64
+    d[[TAPS, GRAD_CHANNELS, LINE, LONGEST]] = taps, grad_channels, line, longest
+    d[[TILE_ROWS, GROUPS, ROW_STARTS]] = rows, groups, starts.ctypes.data
+    d[[TURNED_AT, FLAT_AT]] = d[BUFFER_BYTES], d[BUFFER_BYTES] + turned
+    d[B_AT] = d[FLAT_AT] + flat
+    d[[SPOTS, PAIRS, PAIR_FIRSTS]] = places, own.pairs.ctypes.data, own.pair_firsts.ctypes.data
+    d[[GRAD_BYTES, GRAD_IMAGE]] = places * grad_channels
+    d[SUMS_SIZE] = sums_size(d[SUM_ROWS], groups)
+    d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
+    return Described(d, (starts, own.pairs, own.pair_firsts))
+
+
+@inner
+def spread_spots(d, x, order, first, images, grad, work):
+    """``spread_weights``, place by place; return how many images, a multiple of 4."""
+    buffer, image, places = (work + 63) // 64 * 64, d[HEIGHT] * d[X_ROW], d[HEIGHT] * d[WIDTH]
+    turned, flat, b = buffer + d[TURNED_AT], buffer + d[FLAT_AT], buffer + d[B_AT]
+    channels, line, whole, own = d[CHANNELS], d[LINE], (images + 3) // 4 * 4, d[GRAD_BYTES]
+    copy_images(x, order, first, images, d[X_IMAGE], buffer, image, False)
+    copy_images(grad, order, first, images, d[GRAD_IMAGE], flat, own, False)
+    tiles.blank(flat + images * own, (whole - images) * own, 0)
+    for c in range(0, channels, 16):
+        for place in range(places):
+            for i in range(0, whole, 16):  # what is too much is written over, by the next place
+                source = buffer + i * image + place * channels + c
+                tiles.transpose(source, image, turned + c * line + place * whole + i, line)
+    for group in range(d[GROUPS]):
+        target = b + group * d[LONGEST] * 16
+        for place in range(d[SPOTS]):
+            for i in range(0, whole, 4):
+                source = flat + i * own + place * d[GRAD_CHANNELS] + group * 16
+                tiles.interleave(source, own, target + (place * whole + i) * 16)
+    return whole
+
+
+@inner
+def _runs_of_pairs(pairs, count, images, out):
+    """Write pairs of places as runs of images: byte offset, steps of 4 bytes, those before."""
+    rows, runs = (
+        carray(pointer_to(pairs), (count, 3), np.int64),
+        carray(pointer_to(out), (count, 3), np.int64),
+    )
+    for i in range(count):
+        runs[i, 0] = rows[i, 0] * images
+        runs[i, 1], runs[i, 2] = rows[i, 1] * images // 4, rows[i, 2] * images // 4
+
+
+def multiply_spots(d, images, sums, work):
+    """``multiply_weights``, place by place: a tap has the pairs of places that it joins."""
+    d = carray(pointer_to(d), FIELDS, np.int64)
+    buffer = (work + 63) // 64 * 64
+    turned, b, line = buffer + d[TURNED_AT], buffer + d[B_AT], d[LINE]
+    firsts = carray(pointer_to(d[PAIR_FIRSTS]), d[TAPS] + 1, np.int64)
+    _runs_of_pairs(d[PAIRS], firsts[d[TAPS]], images, buffer)  # codes there are read no more
+    groups, run_bytes, blocks = d[GROUPS], d[LONGEST] * 16, d[TILE_ROWS] // d[TAPS]
+    starts = carray(pointer_to(d[ROW_STARTS]), d[TILE_ROWS], np.int64)
+    row_bytes, group = groups * 64, 0
+    while group < groups:
+        pair = group + 1 < groups and WIDE_ROWS > 0
+        weights = b + group * run_bytes
+        for tap in range(d[TAPS]):
+            runs, count = buffer + 24 * firsts[tap], firsts[tap + 1] - firsts[tap]
+            row = tap * blocks if count else (tap + 1) * blocks
+            while row < (tap + 1) * blocks:
+                place = sums + row * 16 * row_bytes + group * 64
+                here, left = d[ROW_STARTS] + 8 * row, (tap + 1) * blocks - row
+                if pair:
+                    row += wide_rows(
+                        d[BYTES], left, turned, here, starts[row], line, runs, count, weights, run_bytes,
+                        place, row_bytes,
+                    )  # fmt: skip
+                else:
+                    row += narrow_rows(
+                        d[BYTES], left, turned, here, starts[row], line, runs, count, weights, run_bytes,
+                        place, row_bytes,
+                    )  # fmt: skip
+        group += 2 if pair else 1
+    return 0
+
+
+def spread_weights(d, x, order, first, images, row, rows, grad, work):
+    """Lay out some images and their gradient for ``multiply_weights``; return how many positions.
+
+    Args:
+        d: Address of a row of numbers, of ``describe_weights``.
+        x: Address of codes.
+        order: Address of the images' numbers, int64, or 0.
+        first: Of ``order``.
+        images: How many.
+        row: First one of outputs.
+        rows: How many.
+        grad: Address of codes of the gradient.
+        work: Address of ``d[WORK_BYTES]`` bytes.
+    """
+    d = carray(pointer_to(d), FIELDS, np.int64)
+    if d[SPOTS]:
+        return spread_spots(d, x, order, first, images, grad, work)
+    flips = FLIPS != 0 and d[FLIPPED] != 0
+    buffer = (work + 63) // 64 * 64
+    turned, flat, b = buffer + d[TURNED_AT], buffer + d[FLAT_AT], buffer + d[B_AT]
+    down, across, channels, line = d[DOWN], d[ACROSS], d[CHANNELS], d[LINE]
+    padded = (channels + 15) // 16 * 16
+    n = ((images - 1) * d[SLOT_ROWS] + rows) * d[COLUMNS]
+    fill(d, x, order, first, images, row, rows, buffer, flips)
+    whole = (n + 63) // 64 * 64
+    if d[ALONE]:
+        _flatten(d, grad, order, first, images, row, rows, flat, whole)
+        return whole
+    for plane in range(down):
+        for phase in range(across):
+            source = buffer + plane * d[PLANE_BYTES] + phase * channels
+            target = turned + (plane * across + phase) * padded * line
+            for q in range(0, n + d[REACH], 16):
+                for c in range(0, channels, 16):
+                    tiles.transpose(
+                        source + q * across * channels + c,
+                        across * channels,
+                        target + c * line + q,
+                        line,
+                    )
+    grad_channels, run_bytes = d[GRAD_CHANNELS], d[LONGEST] * 16
+    _flatten(d, grad, order, first, images, row, rows, flat, whole)
+    for group in range(d[GROUPS]):
+        target = b + group * run_bytes
+        for q in range(0, whole, 4):
+            source = flat + q * grad_channels + group * 16
+            tiles.interleave(source, grad_channels, target + q * 16)
+    return whole
+
+
+@inner
+def _flatten(d, grad, order, first, images, row, rows, out, positions):
+    """Copy a gradient so that its rows lie as those of the inputs, 0 between."""
+    channels = d[GRAD_CHANNELS]
+    tiles.blank(out, positions * channels, 0)
+    row_bytes = d[COUNT_COLUMNS] * channels
+    for slot in range(images):
+        source = grad + number_of(order, first + slot) * d[GRAD_IMAGE] + row * row_bytes
+        for i in range(rows):
+            place = out + (slot * d[SLOT_ROWS] + i) * d[COLUMNS] * channels
+            tiles.copy(source + i * row_bytes, place, row_bytes)
+
+
+def multiply_alone(d, piece, steps, sums, work):
+    """``multiply_weights``, of outputs with a channel each."""
+    d = carray(pointer_to(d), FIELDS, np.int64)
+    buffer, channels, row_bytes = (work + 63) // 64 * 64, d[CHANNELS], d[GROUPS] * 64
+    step = d[ACROSS] * channels
+    for group in range(d[GROUPS]):
+        x, grad, out = buffer + group * 16, buffer + d[FLAT_AT] + group * 16, sums + group * 64
+        for tap in range(0, d[TAPS], ALONE_TAPS):
+            table, place = d[ROW_STARTS] + 24 * tap, out + tap * row_bytes
+            for q in range(piece, piece + steps, EXACT):
+                count = min(EXACT, piece + steps - q)
+                alone_rows(
+                    d[BYTES], x + q * step, step, grad + q * channels, channels, count, table,
+                    place, row_bytes,
+                )  # fmt: skip
+    return 0
+
+
+def multiply_weights(d, piece, steps, sums, work):
+    """Add products of ``PIECE`` positions or fewer to int32 sums.
+
+    Args:
+        d: Address of a row of numbers.
+        piece: First position.
+        steps: Positions, a multiple of 64.
+        sums: Address of ``d[SUMS_SIZE]`` int32, a multiple of 64.
+        work: As of ``spread_weights``.
+    """
+    at = d
+    d = carray(pointer_to(at), FIELDS, np.int64)
+    if d[SPOTS]:
+        return multiply_spots(at, steps, sums, work)
+    if d[ALONE]:
+        return multiply_alone(at, piece, steps, sums, work)
+    flips = FLIPS != 0 and d[FLIPPED] != 0
+    buffer = (work + 63) // 64 * 64
+    turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]
+    table = carray(pointer_to(buffer), 3, np.int64)  # codes there are read no more
+    table[0], table[1], table[2] = 0, (steps + GRAIN - 1) // GRAIN, 0
+    tile_rows, groups, run_bytes, line = d[TILE_ROWS], d[GROUPS], d[LONGEST] * 16, d[LINE]
+    starts = carray(pointer_to(d[ROW_STARTS]), tile_rows, np.int64)
+    spans = carray(pointer_to(d[SPANS]), groups, np.int64)
+    row_bytes, group = groups * 64, 0
+    while group < groups:
+        pair = group + 1 < groups and WIDE_ROWS > 0 and spans[group + 1] == spans[group]
+        weights, source = b + group * run_bytes + piece * 16, turned + spans[group] + piece
+        row = 0
+        while row < tile_rows:
+            place = sums + row * 16 * row_bytes + group * 64
+            here = d[ROW_STARTS] + 8 * row
+            if pair:
+                row += wide_rows(
+                    d[BYTES], tile_rows - row, source, here, starts[row], line, buffer, 1,
+                    weights, run_bytes, place, row_bytes,
+                )  # fmt: skip
+            else:
+                row += narrow_rows(
+                    d[BYTES], tile_rows - row, source, here, starts[row], line, buffer, 1,
+                    weights, run_bytes, place, row_bytes,
+                )  # fmt: skip
+        if flips:
+            for half in range(2 if pair else 1):
+                place = sums + tile_rows * 16 * row_bytes + (group + half) * 64
+                narrow(
+                    0, d[ONES], d[ROW_STARTS], 0, buffer, 1, weights + half * run_bytes,
+                    run_bytes, place, 0, place, 0,
+                )  # fmt: skip
+        group += 2 if pair else 1
+    return 0
+
+
+@inner
+def double(d, sums, times):
+    """Double int32 sums ``times`` times."""
+    n = (d[SUM_ROWS] + 1) * d[GROUPS] * 16  # the last row is that of ``ONES``
+    held = carray(pointer_to(sums), d[SUMS_SIZE], np.int32)[:n]
+    for i in range(n):
+        held[i] <<= np.int32(times)
+
+
+@inner
+def fold(d, sums, totals, shift, flipped):
+    """Move int32 sums to int64 totals, ``shift`` bits up.
+
+    Args:
+        d: Row of numbers.
+        sums: Address, as of ``multiply_weights``.
+        totals: (rows, 16 * groups) int64.
+        shift: Bits.
+        flipped: Whether codes were unsigned only here.
+    """
+    n = d[GROUPS] * 16
+    held = carray(pointer_to(sums), d[SUMS_SIZE], np.int32)
+    last = held[d[SUM_ROWS] * n : (d[SUM_ROWS] + 1) * n]
+    for row in range(d[SUM_ROWS]):
+        values, total = held[row * n : row * n + n], totals[row]
+        if flipped:
+            for i in range(n):
+                total[i] += np.int64(np.int32(values[i] - np.int32(128) * last[i])) << shift
+                values[i] = 0
+        else:
+            for i in range(n):
+                total[i] += np.int64(values[i]) << shift
+                values[i] = 0
+    last[:] = 0
