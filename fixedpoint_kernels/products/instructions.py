@@ -30,7 +30,7 @@ _ALONE = {  # 32 vectors of 16 float32, or 16 of 8
         "alone_rows": alone.weights_tile(taps),
         "ALONE_TAPS": taps,
     }
-    for rows, taps in ((16, 9), (4, 3))
+    for rows, taps in ((8, 9), (4, 3))
 }
 _AMX_4X1, _AMX_3X1, _AMX_1X1 = (tiles.amx_tile(rows, 1) for rows in (4, 3, 1))
 _AMX_2X2, _AMX_1X2 = (tiles.amx_tile(rows, 2) for rows in (2, 1))
@@ -122,7 +122,7 @@ _TILES: dict[str, dict[str, Any]] = {
         "wide": _AMX_2X2,
         "WIDE_ROWS": 32,
         "wide_rows": _wide_rows_amx,
-        **_ALONE[16],
+        **_ALONE[8],
     },
     "avx512_vnni": {
         "enter": _enter_nothing,
@@ -133,7 +133,7 @@ _TILES: dict[str, dict[str, Any]] = {
         "wide": _VNNI_8X2,
         "WIDE_ROWS": 8,
         "wide_rows": _wide_rows_avx512,
-        **_ALONE[16],
+        **_ALONE[8],
     },
     "avx_vnni": {
         "enter": _enter_nothing,

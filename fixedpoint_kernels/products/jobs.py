@@ -206,9 +206,7 @@ def _place_images(out, images, step):
 def tile(d, is_pair, a, table, count, weights, begin, sums):
     """Multiply some places by 16 columns of weights, or 32 where ``is_pair``, and write int32 sums."""
     step, group_bytes = d[STEP], d[DEPTH] * 16
-    if d[ALONE]:
-        alone(d[BYTES], a, step, table, count, weights, sums)
-    elif is_pair:
+    if is_pair:
         wide(
             d[BYTES], a, d[STARTS], step, table, count, weights, group_bytes, begin, 0, sums, 128
         )  # fmt: skip
@@ -318,7 +316,10 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
             start_q = (number // rows * d[SLOT_ROWS] + number % rows) * d[COLUMNS]
             for q in range(start_q, start_q + line, at_once):
                 a = buffer + q * step + span
-                tile(d, pair, a, d[TABLE], d[RUNS], weights, start, sums)
+                if d[ALONE]:
+                    alone(d[BYTES], a, step, d[TABLE], d[RUNS], weights, sums)
+                else:
+                    tile(d, pair, a, d[TABLE], d[RUNS], weights, start, sums)
                 for half in range(2 if pair else 1):
                     channel = (group + half) * 16
                     scale = row_scales + 4 * q if by_row else scales + 4 * channel
