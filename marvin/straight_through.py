@@ -48,12 +48,12 @@ class _FakeQuantize(torch.autograd.Function):
         back: _Back,
     ) -> Tensor:
         y, inside = quantize_with_mask(x, fmt, **options)
-        if _all(inside):
+        clipped = x.numel() - inside.count_nonzero()
+        if inside.is_cpu and not clipped:  # nobody waits for a device
             inside = None
         ctx.save_for_backward(inside)
         ctx.back = back
         if tally is not None:
-            clipped = 0 if inside is None else x.numel() - inside.count_nonzero()
             tally.add(clipped, x.numel())
         return y
 
@@ -147,11 +147,6 @@ def round_with_gradient(
     if ste == "identity" or not isinstance(fmt, FixedPoint | Minifloat):
         return _RoundedIdentity.apply(x, fmt, options, back)  # pyright: ignore[reportReturnType]
     return _FakeQuantize.apply(x, fmt, options, tally, back)  # pyright: ignore[reportReturnType]
-
-
-def _all(inside: Tensor) -> bool:
-    """Say whether all are inside, where that is known without waiting for a device."""
-    return inside.is_cpu and (not inside.numel() or bool(inside.view(torch.uint8).min()))
 
 
 def _returned(grad: Tensor, back: _Back) -> Tensor:
