@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fixedpoint_kernels.fused import INPUT, LONGEST, Pooled, Value
 from marvin.integer.formats import window_of
 from marvin.integer.layers import CLASSES, IntegerConv2d, IntegerLinear
-from marvin.integer.nodes import flattening, plain, pooling
+from marvin.integer.nodes import drop_assertions, flattening, norm_of, plain, pooling
 from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Tracer, changes_in_place
 
@@ -108,12 +108,22 @@ def trace(module: nn.Module, left: Collection[str] = ()) -> Traced | str:
         left: Names of layers that belong to no chain.
     """
     tracers = _Tracer(), _Tracer()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     try:
-        graph, again = (tracer.trace(module) for tracer in tracers)
+        graph = tracers[0].trace(module)
+        changed = _restored(module, before)
+        again = tracers[1].trace(module)
     except Exception as error:  # whatever a model's own code raises on a tracer's proxies
         return f"torch.fx cannot trace it: {str(error).partition(chr(10))[0]}"
+    finally:
+        _restored(module, before)
     if str(graph) != str(again):
         return "its forward does other things at each call"
+    for name in changed:
+        if not _counts_batches(module, name):
+            return f"its forward changes a buffer, {name}"
+        _count(graph, name)
+    drop_assertions(graph)
     if sum(node.op == "placeholder" for node in graph.nodes) != 1:
         return "it takes more than one argument"
     if any(
@@ -132,6 +142,31 @@ def trace(module: nn.Module, left: Collection[str] = ()) -> Traced | str:
     return Traced(
         graph, chains, tokens, tuple(name for name in tracers[0].called if name not in leaves)
     )
+
+
+def _restored(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
+    """Give buffers their values back, which tracing a module's code may change; return the names of these."""
+    now = dict(module.named_buffers())
+    changed = [name for name, value in before.items() if not torch.equal(now[name], value)]
+    with torch.no_grad():
+        for name in changed:
+            now[name].copy_(before[name])
+    return changed
+
+
+def _counts_batches(module: nn.Module, name: str) -> bool:
+    """Say whether a buffer is the count of a batch norm that does not compute with it."""
+    owner, _, own = name.rpartition(".")
+    norm = module.get_submodule(owner)
+    known = isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+    return known and own == "num_batches_tracked" and norm.momentum is not None
+
+
+def _count(graph: fx.Graph, name: str) -> None:
+    """Let a graph add 1 to a buffer, as the code did that was traced."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        graph.call_method("add_", (graph.get_attr(name), 1))
 
 
 @dataclass
@@ -176,6 +211,8 @@ class _Search:
         """Make a node part of a chain, if it can be."""
         if node in self.others:
             return False
+        if node.target is F.batch_norm:
+            return self._traced_norm(node)
         pooled, flat = pooling(node, self.module), flattening(node, self.module)
         if pooled is not None:
             return self._pool(node, pooled)
@@ -243,7 +280,22 @@ class _Search:
         self._join(nodes[-1], replace(made, is_flat=True))
         return True
 
-    def _norm(self, node: fx.Node, source: fx.Node) -> bool:
+    def _traced_norm(self, node: fx.Node) -> bool:
+        """Take the batch norm of a class of somebody's own, which calls the function with its tensors."""
+        found = norm_of(node, self.module)
+        if found is None:
+            return False
+        name, tensors = found
+        if not self._norm(node, node.all_input_nodes[0], name):
+            return False
+        chain, count = self.known[node].chain, f"{name}.num_batches_tracked"
+        counts = [own for own in self.graph.nodes if own.op == "get_attr" and own.target == count]
+        counts += [user for own in counts for user in own.users]
+        chain.replaced[-1:] = [*counts, *tensors, node]  # the chain counts batches itself
+        chain.modules.append(name)
+        return True
+
+    def _norm(self, node: fx.Node, source: fx.Node, name: str | None = None) -> bool:
         term = self.known.get(source)
         if not isinstance(term, _Sum) or len(source.users) > 1 or not _is_layer(term):
             return False
@@ -252,7 +304,7 @@ class _Search:
         layer = term.chain.layers[term.layer]
         if layer.norm is not None or self.module.get_submodule(layer.name).bias is not None:
             return False
-        layer.norm = str(node.target)
+        layer.norm = name or str(node.target)
         self._join(node, term)
         return True
 

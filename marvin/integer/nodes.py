@@ -13,7 +13,7 @@ from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled
 from fixedpoint_kernels.products.shapes import Window
 from marvin.integer.layers import IntegerLinear
 
-__all__ = ["flattening", "plain", "pooling"]
+__all__ = ["drop_assertions", "flattening", "norm_of", "plain", "pooling"]
 
 _LARGEST = F.max_pool2d, torch.max_pool2d
 _MEANS = torch.mean, "mean"
@@ -24,6 +24,52 @@ _VIEWS = torch.reshape, "reshape", "view"
 def plain(node: fx.Node) -> bool:
     """Say whether a call has nothing but its input, and perhaps ``inplace``."""
     return len(node.args) <= 1 and not set(node.kwargs) - {"inplace", "input"}
+
+
+def drop_assertions(graph: fx.Graph) -> None:
+    """Erase assertions about numbers of dimensions, which keep values in use that chains need not make."""
+    for node in list(graph.nodes):
+        if node.target is not torch._assert or not isinstance(node.args[0], fx.Node):
+            continue
+        test = node.args[0]
+        dims = test.args[0] if test.target is operator.eq else None
+        if isinstance(dims, fx.Node) and dims.target is getattr and dims.args[1] == "ndim":
+            graph.erase_node(node)
+            for own in (test, dims):
+                if not own.users:
+                    graph.erase_node(own)
+    for node in reversed(graph.nodes):  # of the message
+        if node.target is getattr and node.args[1] == "ndim" and not node.users:
+            graph.erase_node(node)
+
+
+def norm_of(node: fx.Node, module: nn.Module) -> tuple[str, list[fx.Node]] | None:
+    """Return which batch norm a call of ``F.batch_norm`` is, in training, and the nodes of its tensors.
+
+    Classes that are batch norms with more (timm's ``BatchNormAct2d``) call it.
+    """
+    names = "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    tensors = {name: given.get(name) for name in names[1:5]}
+    nodes = [own for own in tensors.values() if isinstance(own, fx.Node)]
+    owners = {str(own.target).rpartition(".")[0] for own in nodes if own.op == "get_attr"}
+    if len(owners) != 1 or any(own.op != "get_attr" for own in nodes):
+        return None
+    (name,) = owners
+    norm = module.get_submodule(name)
+    if not isinstance(norm, nn.BatchNorm2d):
+        return None
+    tracks = norm.track_running_stats
+    held = {own: getattr(norm, own) if tracks or own in names[3:] else None for own in tensors}
+    for own, tensor in held.items():
+        wanted = None if tensor is None else f"{name}.{own}"
+        found = tensors[own]
+        if (str(found.target) if isinstance(found, fx.Node) else found) != wanted:
+            return None
+    rest = given.get("training"), given.get("momentum"), given.get("eps")
+    if rest != (True, norm.momentum, norm.eps):
+        return None
+    return name, [own for own in dict.fromkeys(nodes) if len(own.users) == 1]
 
 
 def pooling(node: fx.Node, module: nn.Module) -> Pooled | None:

@@ -250,19 +250,35 @@ def test_mask_says_what_was_clamped():
     assert inside.tolist() == [False, True, True, False, True, False]
 
 
-def test_strides_change_no_bit():
-    x = torch.randn(2, 3, 4, 5)
-    expected = quantize(x, FORMATS[1], seed=3)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_strides_change_no_bit(rounding):
+    x, options = torch.randn(2, 3, 4, 5) * 9, {"seed": 3, "rounding": rounding}
     for view in (
         x.contiguous(memory_format=torch.channels_last),
         x.transpose(1, 3).contiguous().transpose(1, 3),
+        x[:, 1:],
+        x[..., ::2],
+        x[:, :1].permute(3, 1, 0, 2),
+        torch._neg_view(x.contiguous(memory_format=torch.channels_last)),
+        torch.randn(9).as_strided((3, 3), (2, 2)),  # overlaps itself
     ):
-        y = quantize(view, FORMATS[1], seed=3)
+        whole = view.contiguous()
+        expected, wanted = quantize_with_mask(whole, FORMATS[1], **options)
+        y, inside = quantize_with_mask(view, FORMATS[1], **options)
         torch.testing.assert_close(y, expected, rtol=0, atol=0)
-        assert y.stride() == view.stride()
-        masked, inside = quantize_with_mask(view * 9, FORMATS[1], seed=3)
-        assert torch.equal(inside, quantize_with_mask(x * 9, FORMATS[1], seed=3)[1])
-        assert masked.stride() == view.stride()
+        assert torch.equal(inside, wanted)
+        assert y.stride() == inside.stride() == torch.empty_like(view).stride()
+        assert torch.equal(
+            encode(view, FORMATS[1], **options), encode(whole, FORMATS[1], **options)
+        )
+        for out in (torch.empty(view.shape), torch.empty_like(view), spread(view)):
+            quantize(view, FORMATS[1], out=out, **options)
+            torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+def spread(x):
+    """Return room of the shape of ``x``, with more between its elements."""
+    return torch.full((*x.shape, 2), -7.0)[..., 0]
 
 
 def test_expanded_and_empty_tensors():

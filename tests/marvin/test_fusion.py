@@ -20,7 +20,7 @@ from marvin.hooks import rounders_of, state_of
 from marvin.integer import convert, report, revert
 from marvin.integer.formats import why_no_kernel
 from marvin.integer.fusion import Fused
-from marvin.integer.graph import trace
+from marvin.integer.graph import Traced, trace
 from marvin.integer.nodes import flattening, pooling
 from marvin.policies.observer import Observer, inputs_of
 from marvin.rounder import formats_of
@@ -661,6 +661,117 @@ def test_groups_and_relu6_are_part_of_chains(how):
     for (name, _), a, b, c in zip(model.named_parameters(), *grads, strict=True):
         assert (a - b).norm() < 1.5 * (c - b).norm() + 0.03 * b.norm(), name
     assert train(model, optimizer, 3)
+
+
+class NormAct(nn.BatchNorm2d):
+    """A batch norm with more behind it, whose code calls the function: as timm has it."""
+
+    def __init__(self, channels, act, **more):
+        super().__init__(channels, **more)
+        self.drop, self.act = nn.Identity(), act
+
+    def forward(self, x):
+        torch._assert(x.ndim == 4, f"needs 4 dimensions, got {x.ndim}")
+        factor = self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            if factor is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        keeps = not self.training or self.track_running_stats
+        running = (self.running_mean, self.running_var) if keeps else (None, None)
+        y = F.batch_norm(x, *running, self.weight, self.bias, self.training, factor, self.eps)
+        return self.act(self.drop(y))
+
+
+class WithNormAct(nn.Module):
+    def __init__(self, **more):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm1 = NormAct(8, nn.ReLU(), **more)
+        self.each = nn.Conv2d(8, 8, 3, groups=8, bias=False)
+        self.norm2 = NormAct(8, nn.SiLU(), **more)
+        self.last = nn.Conv2d(8, 4, 1, bias=False)
+        self.bare = NormAct(3, nn.Identity(), **more)
+
+    def forward(self, x):
+        x = self.norm2(self.each(self.norm1(self.conv(self.bare(x)))))
+        return self.last(x).mean((2, 3))
+
+
+def statistics_of(model):
+    return {name: b.clone() for name, b in model.named_buffers() if "fixed_point" not in name}
+
+
+def test_norms_with_activations_of_their_own_are_part_of_chains():
+    fresh = WithNormAct()
+    before = statistics_of(fresh)
+    model, optimizer = make(model=fresh, steps=0)
+    assert isinstance(trace(model), Traced)
+    assert all(map(torch.equal, before.values(), statistics_of(model).values()))
+    twin, other = make(model=WithNormAct(), steps=0, fused=False)
+    for one, own in ((model, optimizer), (twin, other)):
+        train(one, own, 3)
+    rows = {row.name: row for row in report(model).rows}
+    assert rows["conv"].is_fused and rows["each"].is_fused
+    assert is_fused(model)
+    assert not is_fused(twin)
+    (chain,) = trace(model).chains
+    assert [layer.norm for layer in chain.layers] == ["norm1", "norm2"]
+    for name, found in statistics_of(model).items():
+        wanted = dict(twin.named_buffers())[name]
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
+        assert "num" not in name or found == wanted == 4, name
+
+
+@pytest.mark.parametrize("where", ["norm1", "norm1.act", "norm2.drop"])
+def test_hooks_within_norms_with_activations_are_called(where):
+    model, _ = make(model=WithNormAct())
+    calls = []
+    model.get_submodule(where).register_forward_hook(lambda *_: calls.append(1))
+    model(batch(0)[0])
+    assert calls
+
+
+@pytest.mark.parametrize(
+    "more", [{"momentum": None}, {"track_running_stats": False}, {"affine": False, "eps": 0.1}]
+)
+def test_norms_with_activations_keep_their_settings(more):
+    model, _ = make(model=WithNormAct(**more), steps=3)
+    twin, _ = make(model=WithNormAct(**more), steps=3, fused=False)
+    assert is_fused(model) == ("momentum" not in more)
+    assert not is_fused(twin)
+    for name, found in statistics_of(model).items():
+        wanted = dict(twin.named_buffers())[name]
+        torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.1)
+
+
+def test_other_numbers_than_a_norms_own_run_as_they_are():
+    model, _ = make(model=WithNormAct())
+    assert is_fused(model)
+    model.norm1.act = nn.Tanh()  # ends the chain
+    model.norm2.forward = lambda x: F.batch_norm(x, None, None, training=True, eps=0.5)
+    assert len(trace(model).chains) == 1
+
+
+class Buffered(nn.Module):
+    """Adds to a buffer at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Features()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.inner(x)
+
+
+def test_code_that_changes_a_buffer_runs_as_it_is():
+    model, _ = make(model=Buffered(), steps=2)
+    assert model.calls == 2
+    assert trace(model) == "its forward changes a buffer, calls"
+    assert is_fused(model)  # of its child
+    assert model.calls == 3
 
 
 def test_groups_are_multiplied_one_by_one_on_a_gpu():
