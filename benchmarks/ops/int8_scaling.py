@@ -9,8 +9,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.ops.int8_training import fixed_point, floats
-from benchmarks.steps import Step
+from benchmarks.ops.int8_training import contestants
 from benchmarks.timing import Case
 from fixedpoint_kernels import products
 from train.resnet20 import resnet20
@@ -40,9 +39,5 @@ def cases() -> Iterator[Case]:
     for images, width, side in SIZES:
         x, y = torch.randn(images, 3, side, side), torch.randint(10, (images,))
         make = partial(resnet20, width=width)
-        contestants: dict[str, Step] = {"ours": fixed_point(make, x, y, integer=True)}
-        for dtype in (torch.float32, torch.bfloat16):
-            for layout in (torch.contiguous_format, torch.channels_last):
-                kind = f"{str(dtype)[6:]}" + " channels last" * (layout is torch.channels_last)
-                contestants[kind] = floats(make, x, y, dtype, layout)
-        yield Case(f"{images} images of {side}x{side}, width {width}", images, contestants)
+        own = contestants(make, x, y, simulates=False)
+        yield Case(f"{images} images of {side}x{side}, width {width}", images, own)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import marvin
-from benchmarks.networks import mobilenet_v2, resnet18
 from benchmarks.steps import Step
 from benchmarks.timing import Case
 from fixedpoint_kernels import products
@@ -29,8 +28,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # with images
     "ResNet20 of width 64, 32 images of 32x32": (lambda: resnet20(width=64), 32, 32),
     "AlexNet, 128 images of 32x32": (alexnet, 128, 32),
     "ViT, 128 images of 32x32": (vit, 128, 32),
-    "ResNet-18, 32 images of 64x64": (resnet18, 32, 64),
-    "MobileNetV2, 32 images of 64x64": (mobilenet_v2, 32, 64),
 }
 
 
@@ -39,13 +36,7 @@ def cases() -> Iterator[Case]:
     print(f"path: {products.path()}")
     for name, (make, images, side) in NETWORKS.items():
         x, y = torch.randn(images, 3, side, side), torch.randint(10, (images,))
-        contestants: dict[str, Step] = {"ours": fixed_point(make, x, y, integer=True)}
-        for dtype in (torch.float32, torch.bfloat16):
-            for layout in (torch.contiguous_format, torch.channels_last):
-                kind = f"{str(dtype)[6:]}" + " channels last" * (layout is torch.channels_last)
-                contestants[kind] = floats(make, x, y, dtype, layout)
-        contestants["simulated"] = fixed_point(make, x, y, integer=False)
-        yield Case(name, images, contestants)
+        yield Case(name, images, contestants(make, x, y))
     make, images, side = next(iter(NETWORKS.values()))
     x, y = torch.randn(images, 3, side, side), torch.randint(10, (images,))
     observed: dict[str, Step] = {
@@ -53,6 +44,20 @@ def cases() -> Iterator[Case]:
         for name in ("ours", "simulated")
     }
     yield Case("ResNet20, 128 images of 32x32, an observed step", images, observed)
+
+
+def contestants(
+    make: Callable[[], nn.Module], x: Tensor, y: Tensor, simulates: bool = True
+) -> dict[str, Step]:
+    """Return steps of a network by what computes them; ``simulates``: also without integer units."""
+    found = {"ours": fixed_point(make, x, y, integer=True)}
+    for dtype in (torch.float32, torch.bfloat16):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            kind = f"{str(dtype)[6:]}" + " channels last" * (layout is torch.channels_last)
+            found[kind] = floats(make, x, y, dtype, layout)
+    if simulates:
+        found["simulated"] = fixed_point(make, x, y, integer=False)
+    return found
 
 
 def fixed_point(
