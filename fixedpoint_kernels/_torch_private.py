@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import TensorWeakRef as WeakTensor
 
 __all__ = [
+    "ASSERT",
     "FORWARDS",
     "HOOKS",
     "KIND_OF_BACKWARD_HOOKS",
@@ -289,6 +290,8 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+ASSERT = torch._assert
+"""What models call that are to be traced: an ``assert`` would ask a proxy for its truth."""
 FORWARDS = "forward", "_conv_forward"
 """Methods in which torch's layers compute."""
 

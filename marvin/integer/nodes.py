@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from fixedpoint_kernels._torch_private import ASSERT
 from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled
 from fixedpoint_kernels.products.shapes import Window
 from marvin.integer.layers import IntegerLinear
@@ -29,7 +30,7 @@ def plain(node: fx.Node) -> bool:
 def drop_assertions(graph: fx.Graph) -> None:
     """Erase assertions about numbers of dimensions, which keep values in use that chains need not make."""
     for node in list(graph.nodes):
-        if node.target is not torch._assert or not isinstance(node.args[0], fx.Node):
+        if node.target is not ASSERT or not isinstance(node.args[0], fx.Node):
             continue
         test = node.args[0]
         dims = test.args[0] if test.target is operator.eq else None
