@@ -20,7 +20,7 @@ OWNERS = [  # who must have which private names
         torch,
         "_C _foreach_abs _foreach_add _foreach_add_ _foreach_mul_ _foreach_clamp_min_ _foreach_div _foreach_norm",
     ),
-    (torch, "_foreach_sub _int_mm _ops _subclasses"),
+    (torch, "_assert _foreach_sub _int_mm _ops _subclasses"),
     (torch._C, "_are_functorch_transforms_active _len_torch_dispatch_stack"),
     (torch.utils, "_python_dispatch _pytree"),
     (torch.ops.aten, "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward"),

@@ -360,6 +360,10 @@ def test_a_norm_that_rounds_is_not_passed_over():
     rounder = rounders_of(model.bn)[0]
     rounder.write(model.bn, replace(rounder.formats(model.bn), inputs=FixedPoint(8, 4)))
     assert not is_fused(model)
+    model, _ = make(model=WithNormAct())
+    rounder = rounders_of(model.norm1)[0]
+    rounder.write(model.norm1, replace(rounder.formats(model.norm1), inputs=FixedPoint(8, 4)))
+    assert not is_fused(model)
 
 
 def test_several_passes_before_one_backward():
