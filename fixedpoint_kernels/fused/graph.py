@@ -160,17 +160,20 @@ class Segment:
         size = (1, 1) if layer.is_flat else (height, width)
         return layer.shape[0], *layer.window.outputs(size, layer.shape[2:])
 
-    def holds(self, size: tuple[int, int]) -> bool:
-        """Say whether linear layers have an input for each element, and sums are of equal shapes.
+    def holds(self, shape: tuple[int, int, int]) -> bool:
+        """Say whether layers have an input for each channel, or element, and sums are of equal shapes.
 
         Args:
-            size: Height and width of the input.
+            shape: Channels, height and width of the input.
 
         Raises:
             ValueError: A window is larger than what it moves over.
         """
-        sizes = self.sizes(size)
-        fit = all(math.prod(sizes[n.source]) == n.shape[1] for n in self.layers if n.is_flat)
+        sizes = self.sizes(shape[1:])
+        fit = sizes[INPUT] == shape
+        for own in self.layers:
+            taken = math.prod(sizes[own.source]) if own.is_flat else sizes[own.source][0]
+            fit = fit and taken == own.shape[1] * own.window.groups
         for i, value in enumerate(self.values):
             terms = [self._made(n, sizes) for n in value.layers]
             terms += [] if value.other_value is None else [sizes[value.other_value]]

@@ -317,10 +317,10 @@ class _Run(nn.Module):
         """Say whether an input has a shape for which the chain is what its layers are, and no NaN."""
         if x.dim() != 4 or has_nan(x):
             return False
-        key = self._segment, tuple(x.shape[2:])
+        key = self._segment, tuple(x.shape[1:])
         if self._held[:1] != (key,):
             assert self._segment is not None
-            self._held = key, self._segment.holds((x.shape[2], x.shape[3]))
+            self._held = key, self._segment.holds((x.shape[1], x.shape[2], x.shape[3]))
         return self._held[1]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:

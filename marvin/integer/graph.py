@@ -108,7 +108,8 @@ def trace(module: nn.Module, left: Collection[str] = ()) -> Traced | str:
         left: Names of layers that belong to no chain.
     """
     tracers = _Tracer(), _Tracer()
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    buffers = [pair for pair in module.named_buffers() if not pair[1].is_meta]
+    before = {name: buffer.clone() for name, buffer in buffers}
     try:
         graph = tracers[0].trace(module)
         changed = _restored(module, before)
@@ -147,11 +148,17 @@ def trace(module: nn.Module, left: Collection[str] = ()) -> Traced | str:
 def _restored(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
     """Give buffers their values back, which tracing a module's code may change; return the names of these."""
     now = dict(module.named_buffers())
-    changed = [name for name, value in before.items() if not torch.equal(now[name], value)]
+    changed = [name for name, value in before.items() if not _is_same(now[name], value)]
     with torch.no_grad():
         for name in changed:
             now[name].copy_(before[name])
     return changed
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Say whether two tensors have the same numbers, NaN among them."""
+    alike = torch.equal(a.isnan(), b.isnan())
+    return alike and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _counts_batches(module: nn.Module, name: str) -> bool:

@@ -12,7 +12,7 @@ __all__ = ["Seen", "plain_attributes"]
 
 _PLAIN = bool, int, float, str
 _NUMBERS = (  # of torch's own modules, which chains and graphs were made of
-    "stride", "padding", "dilation", "kernel_size", "ceil_mode", "return_indices", "eps", "p",
+    "stride", "padding", "dilation", "groups", "padding_mode", "kernel_size", "ceil_mode", "return_indices", "eps", "p",
     "approximate", "normalized_shape", "count_include_pad", "divisor_override", "output_size",
     "start_dim", "end_dim",
 )  # fmt: skip

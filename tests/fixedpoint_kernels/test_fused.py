@@ -627,14 +627,21 @@ def test_memory_is_lent_to_one_at_a_time():
 def test_segments_say_which_shapes_they_hold():
     """Of linear layers, means and sums of two values."""
     segment = SEGMENTS["flattened"][0]
-    assert segment.holds((4, 6))
-    assert not segment.holds((4, 8))
-    assert SEGMENTS["classifier"][0].holds((9, 2))
+    assert segment.holds((3, 4, 6))
+    assert not segment.holds((3, 4, 8))
+    assert not segment.holds((4, 4, 6))
+    assert SEGMENTS["classifier"][0].holds((3, 9, 2))
+    grouped, *_ = SEGMENTS["grouped"]
+    assert grouped.holds((6, 10, 9))
+    assert not grouped.holds((3, 10, 9))
+    narrow = dataclasses.replace(grouped.layers[1], shape=(24, 5, 3, 3))
+    layers = grouped.layers[0], narrow, *grouped.layers[2:]
+    assert not dataclasses.replace(grouped, layers=layers).holds((6, 10, 9))
     layers = layer(INPUT, 4, 3), layer(1, 4, 4, size=1, window=Window())
     mean = Pooled(0, None, Window(), is_mean=True)
     added = Segment(layers, (Value(0), mean, Value(1, other_value=0, is_output=True)))
-    assert added.holds((1, 1))
-    assert not added.holds((2, 1))
+    assert added.holds((3, 1, 1))
+    assert not added.holds((3, 2, 1))
 
 
 def test_sums_that_do_not_fit_are_refused():

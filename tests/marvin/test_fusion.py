@@ -842,6 +842,21 @@ def test_pooling_that_ends_a_chain(pool):
     assert [values[-1] for values in chains] == [Value(1, is_output=True)] * 2
 
 
+@pytest.mark.parametrize("channels", [1, 2, 4, 6])
+def test_images_of_other_channels_are_refused(channels):
+    model, _ = make()
+    with pytest.raises(ValueError, match=f"needs 3 input channels, got {channels}"):
+        model(torch.randn(4, channels, 8, 8))
+
+
+def test_groups_that_change_are_seen():
+    model, _ = make(model=Inverted("module"), steps=3)
+    assert is_fused(model)
+    model.each.groups = 24
+    with pytest.raises(ValueError, match="in 24 groups needs 24 input channels, got 48"):
+        model(batch(0)[0])
+
+
 def test_images_smaller_than_a_window_are_refused():
     model, _ = make(model=Pools())
     with pytest.raises(ValueError, match="windows of 2x2 must fit in the image, got 1x1 places"):
