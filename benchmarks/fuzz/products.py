@@ -77,10 +77,12 @@ class _Layer:
     def __init__(self, chance: Random) -> None:
         dims = chance.choice((1, 2, 2))
         self.dims = dims
-        self.groups = chance.choice((1, 1, 1, 2, 3))
+        self.groups = chance.choice((1, 1, 1, 2, 3, 16, 21))
         n = chance.choice((1, 2, 3, 5))
         inputs = chance.choice((1, 2, 3, 4, 8, 16, 17)) * self.groups
         outputs = chance.choice((1, 2, 5, 16, 18, 33)) * self.groups
+        if self.groups > 3 and chance.random() < 0.5:  # each output has a channel of its own
+            inputs = outputs = self.groups
         kernel = [chance.randint(1, 3) for _ in range(dims)]
         self.stride = tuple(chance.choice((1, 1, 2, 3)) for _ in range(dims))
         self.padding = tuple(chance.randint(0, 2) for _ in range(dims))
