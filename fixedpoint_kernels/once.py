@@ -15,7 +15,7 @@ _MESSAGE = (
 )
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(backward: Callable[..., object]) -> Callable[..., object]:
     """Make the gradients of ``backward`` refuse to be differentiated, by name.
 
     ``torch.autograd.function.once_differentiable`` passes them as constants where the gradient that
@@ -25,7 +25,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(backward)
-    def once(ctx: Any, *grads: Any) -> Any:
+    def once(ctx: Any, *grads: Tensor) -> object:
         with torch.no_grad():
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -49,5 +49,5 @@ class _Refused(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise RuntimeError(_MESSAGE)

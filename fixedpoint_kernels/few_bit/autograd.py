@@ -24,6 +24,9 @@ def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None)
 
     Where no gradient is needed, nothing is encoded. With ``fused``, value and code come from one
     pass where there is a kernel for it.
+
+    Raises:
+        RuntimeError: ``torch.func`` would differentiate twice by ``x``, and the table is not exact.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return function(x)
