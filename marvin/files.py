@@ -76,9 +76,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        if (
-            isinstance(error, OSError) and error.errno and error.filename is None
-        ):  # the file is open
+        # what is open already has no name
+        if isinstance(error, OSError) and error.errno and error.filename is None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     finally:
