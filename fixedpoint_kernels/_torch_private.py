@@ -39,6 +39,7 @@ __all__ = [
     "base_of",
     "batch_norm",
     "compiled_as_constant",
+    "derivatives_of",
     "fake_tensor_mode",
     "fill_copy",
     "foreach_abs",
@@ -121,6 +122,18 @@ def is_watched() -> bool:
     """Say whether a mode or a transformation of ``torch.func`` sees what operators do."""
     # torch.overrides tells of neither
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
+
+
+def derivatives_of(x: Tensor) -> int:
+    """Return how many transformations of ``torch.func`` will differentiate by ``x``.
+
+    Tensors do not tell otherwise which transformations they are inside of.
+    """
+    found, inside = 0, torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    while inside.is_functorch_wrapped_tensor(x):
+        found += inside.is_gradtrackingtensor(x)
+        x = inside.get_unwrapped(x)
+    return found
 
 
 def is_checkpointed() -> bool:

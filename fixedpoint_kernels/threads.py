@@ -1,16 +1,20 @@
 """CPU kernels with and without threads, when to use which, and where they are kept compiled."""
 
+import hashlib
 import multiprocessing
 import os
+import pickle
+import uuid
 import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _PARALLEL_FROM = 50_000  # elements; below, a parallel region costs more than it saves
 _is_forked = False
 _has_warned = False
@@ -85,14 +89,13 @@ def kept(kernel: Any, function: FunctionType) -> Any:
 
 @cache
 def _cache_class() -> Any:
-    """Return Numba's cache, but one that gives up where the disk refuses."""
+    """Return Numba's cache, with files of our own, and one that gives up where the disk refuses."""
     from numba.core.caching import FunctionCache
 
     class Cache(FunctionCache):
         def __init__(self, function: object) -> None:
             super().__init__(function)
-            # Numba looks at the function's own file; kernels are made of others too
-            self._cache_file._source_stamp = _stamp()
+            self._cache_file = _Files(Path(self._cache_path), self._impl.filename_base)
 
         def load_overload(self, sig: object, target_context: object) -> Any:
             return self._tried(super().load_overload, sig, target_context)
@@ -111,12 +114,60 @@ def _cache_class() -> Any:
     return Cache
 
 
+class _Files(NamedTuple):
+    """What is kept of a kernel: one file for each key, which says what it holds.
+
+    Numba's own are an index and the files that it names. They disagree where two processes write at
+    once, or one ends between the two: then a kernel runs that was made of other types, for another
+    processor, or of older code.
+    """
+
+    folder: Path
+    base: str
+
+    def load(self, key: object) -> Any:
+        """Return what was saved with a key; None if nothing was, or if it is not that any more."""
+        try:
+            found = self._path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        digest, data = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
+        return pickle.loads(data) if digest == _digest(key, data) else None
+
+    def save(self, key: object, data: object) -> None:
+        """Write a file whole or not at all."""
+        from numba.core.serialize import dumps
+
+        path, dumped = self._path(key), dumps(data)
+        beside = path.with_name(f"{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+        try:
+            beside.write_bytes(_digest(key, dumped) + dumped)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def _path(self, key: object) -> Path:
+        name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        return self.folder / f"{self.base}.{name}.nbc"
+
+
+def _digest(key: object, data: bytes) -> bytes:
+    return hashlib.sha256(repr((_stamp(), key)).encode() + data).digest()
+
+
 @cache
-def _stamp() -> tuple[Any, ...]:
-    """Return what changes when a file of this package does."""
-    folder = Path(__file__).parent
-    found = [(path.name, path.stat()) for path in sorted(folder.rglob("*.py"))]
-    return tuple((name, own.st_mtime, own.st_size) for name, own in found)
+def _stamp() -> tuple[str, str]:
+    """Return what changes when this package or Numba does.
+
+    Numba looks at the time and size of a function's own file. Kernels are made of others too, and
+    an installer may give all files one time.
+    """
+    import numba
+
+    folder, code = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        code.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return numba.__version__, code.hexdigest()
 
 
 def _warn(error: Exception) -> None:

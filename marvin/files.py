@@ -59,6 +59,9 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
     Whoever reads ``path``, even after a kill or a power cut in the middle of the writing, finds
     the old content or the new one, never a mixture. Folders that ``path`` lacks are made.
+
+    Raises:
+        OSError: The disk is full, or takes it no more for another reason; ``path`` is named.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
@@ -70,9 +73,12 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files private
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        # what is open already has no name
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     finally:
         if fcntl is not None:  # the lock has told others that this is no leftover

@@ -22,6 +22,7 @@ OWNERS = [  # who must have which private names
     ),
     (torch, "_assert _foreach_sub _int_mm _ops _subclasses"),
     (torch._C, "_are_functorch_transforms_active _len_torch_dispatch_stack"),
+    (torch._C, "_functorch"),
     (torch.utils, "_python_dispatch _pytree"),
     (torch.ops.aten, "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward"),
     (torch.ops.aten, "_native_batch_norm_legit"),

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fixedpoint_kernels._torch_private import derivatives_of
 from fixedpoint_kernels.few_bit.fused import Fused
 from fixedpoint_kernels.few_bit.integrals import Function
 from fixedpoint_kernels.few_bit.operators import (
@@ -23,6 +24,9 @@ def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None)
 
     Where no gradient is needed, nothing is encoded. With ``fused``, value and code come from one
     pass where there is a kernel for it.
+
+    Raises:
+        RuntimeError: ``torch.func`` would differentiate twice by ``x``, and the table is not exact.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return function(x)
@@ -31,6 +35,8 @@ def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None)
     arguments = x, function, table, memory_order(x), fused
     if is_plain(x):
         return _FewBit.apply(*arguments)  # pyright: ignore[reportReturnType]
+    if not torch.compiler.is_compiling() and derivatives_of(x) > 1:
+        _refuse_second(table)  # torch.func would take the first derivative for a constant
     return _Transformable.apply(*arguments)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
@@ -99,7 +105,17 @@ def _back(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
 def _product(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
     if not torch.is_grad_enabled():
         return decode(grad, planes, table, dtype)
+    if is_plain(grad) and not (grad.requires_grad or registered(table).is_exact):
+        grad = grad.detach().requires_grad_()  # so that nobody takes the product for a constant
     return _Product.apply(grad, planes, table, dtype)  # pyright: ignore[reportReturnType]
+
+
+def _refuse_second(table: str) -> None:
+    if not registered(table).is_exact:
+        raise RuntimeError(
+            "a few-bit activation has no second derivative: its derivative is piecewise constant; "
+            "use torch's own where gradients are differentiated again"
+        )
 
 
 class _Product(torch.autograd.Function):
@@ -121,10 +137,6 @@ class _Product(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        if not registered(ctx.table).is_exact:
-            raise RuntimeError(
-                "a few-bit activation has no second derivative: its derivative is piecewise "
-                "constant; use torch's own where gradients are differentiated again"
-            )
+        _refuse_second(ctx.table)
         (planes,) = ctx.saved_tensors
         return _product(grad, planes, ctx.table, ctx.dtype), None, None, None

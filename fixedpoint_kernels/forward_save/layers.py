@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fixedpoint_kernels._torch_private import ConvolutionHook, padding_around
 from fixedpoint_kernels.forward_save import maps, recompute, scope
 from fixedpoint_kernels.forward_save.settings import Division
+from fixedpoint_kernels.once import once_differentiable
 
 __all__ = [
     "Convolution",

@@ -144,14 +144,21 @@ def pack(
         dtype: Of what comes back; that of ``x`` where None.
 
     Raises:
-        TypeError: ``x`` is not floating.
+        TypeError: ``x`` is not floating, or is inside of ``torch.func``.
     """
     if not x.is_floating_point():
         raise TypeError(f"activations that are kept in few bits must be floating, got {x.dtype}")
     x = x.detach()
     if torch.compiler.is_compiling():  # a graph knows no versions
         return _packed(x, spatial, settings, noise, dtype)
-    memory, key = x.untyped_storage(), (*_place(x), settings, id(noise))
+    try:
+        memory, key = x.untyped_storage(), (*_place(x), settings, id(noise))
+    except NotImplementedError as error:
+        raise TypeError(
+            "activations that are kept in few bits must lie in memory, got those of a transformation "
+            "of torch.func: use it in eval mode, which is exact, or after forward_save.revert(model), "
+            "or outside of the scope of forward_save.saving"
+        ) from error
     known: dict[object, _Known] = vars(memory).setdefault(MEMORY, {})
     found = known[key].packed() if key in known else None
     if found is not None and found.form is not None:

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fixedpoint_kernels._torch_private import batch_norm as native_batch_norm
 from fixedpoint_kernels.forward_save import maps
+from fixedpoint_kernels.once import once_differentiable
 
 __all__ = ["RMS", "BatchNorm", "FrozenBatchNorm", "GroupNorm", "LayerNorm", "RMSNorm"]
 

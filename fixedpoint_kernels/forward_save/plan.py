@@ -91,11 +91,14 @@ def plan(  # noqa: PLR0913  each is one choice of the user
     Raises:
         TypeError: There is no sample, or one in two forms.
         ValueError: The budget cannot be met (the message has the least bytes that can), there is
-            none, a choice is unknown, the model is in eval mode, converted, or has nothing to
-            convert.
+            none or it is no number, a choice is unknown, the model is in eval mode, converted, or
+            has nothing to convert.
     """
     if budget_bytes is None and peak_bytes is None:
         raise ValueError("a plan needs budget_bytes, peak_bytes, or both, got neither")
+    for name, value in (("budget_bytes", budget_bytes), ("peak_bytes", peak_bytes)):
+        if value is not None and not (isinstance(value, int | float) and value >= 0):  # nor NaN
+            raise ValueError(f"{name} must be a number of bytes, 0 or more, got {value!r}")
     if not model.training:
         raise ValueError("a plan needs the model in training mode, got eval mode")
     conversion.refuse_converted(model)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fixedpoint_kernels.forward_save import maps
+from fixedpoint_kernels.once import once_differentiable
 
 __all__ = ["again", "matmul", "product", "softmax"]
 

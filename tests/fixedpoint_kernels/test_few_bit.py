@@ -339,9 +339,33 @@ def test_second_derivatives():
     (grad,) = torch.autograd.grad(few_bit.gelu(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="has no second derivative"):
         grad.sum().backward()
+    (grad,) = torch.autograd.grad(few_bit.gelu(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        (x.sum() + grad.sum()).backward()  # nobody may take it for 0
     (grad,) = torch.autograd.grad(few_bit.relu(x).square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), x)
     assert torch.equal(second, 2.0 * (x > 0))
+
+
+@pytest.mark.parametrize("outer", [torch.func.grad, torch.func.jacrev])
+@pytest.mark.parametrize("inner", [torch.func.grad, torch.func.jacrev])
+def test_second_derivatives_of_torch_func(outer, inner):
+    x = torch.randn(4)
+
+    def twice(activation, y):
+        return outer(lambda x: inner(lambda x: activation(x).square().sum())(x).sum())(y)
+
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        outer(lambda x: inner(lambda x: few_bit.gelu(x).sum())(x).sum())(x)  # not 0
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.func.vmap(lambda y: twice(few_bit.gelu, y))(x[None])
+    assert torch.equal(twice(few_bit.relu, x), 2.0 * (x > 0))
+    other = torch.randn(4)  # by which nothing is differentiated twice
+
+    def once(z):
+        return inner(lambda x: few_bit.gelu(x).sum())(other).sum() + z.sum()
+
+    assert torch.equal(outer(once)(x), torch.ones(4))
 
 
 def test_modules_are_torchs_and_survive_copies():

@@ -275,11 +275,64 @@ def test_save_on_cpu_sees_what_is_kept():
     exact_bits([p.grad for p in model.parameters()], step(build(division=DIVISION), x)[1])
 
 
-def test_differentiating_twice_is_refused():
+@pytest.mark.parametrize("way", ["backward", "grad"])
+@pytest.mark.parametrize("head", [torch.square, torch.neg])
+def test_differentiating_twice_is_refused(head, way):
+    """Also where the gradient that comes in is a constant: nobody may take the second one for 0."""
+    model, x = build(division=DIVISION), images().requires_grad_()
+    (gradient,) = torch.autograd.grad(head(model(x)).sum(), x, create_graph=True)
+    loss = model(x).sum() + gradient.square().sum()
+    with pytest.raises(RuntimeError, match=r"no second derivative.* forward_save.revert"):
+        loss.backward() if way == "backward" else torch.autograd.grad(loss, [*model.parameters()])
+
+
+LAYERS = {
+    "linear": (nn.Linear(8, 4), (3, 8)),
+    "convolution": (nn.Conv1d(2, 4, 3), (3, 2, 8)),
+    "transposed": (nn.ConvTranspose1d(2, 4, 3), (3, 2, 8)),
+    "batch norm": (nn.BatchNorm1d(8), (3, 8)),
+    "layer norm": (nn.LayerNorm(8), (3, 8)),
+    "group norm": (nn.GroupNorm(2, 8), (3, 8, 8)),
+    "rms norm": (nn.RMSNorm(8), (3, 8)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_gradient_of_a_single_layer_is_no_constant(name):
+    layer, shape = LAYERS[name]
+    model, x = nn.Sequential(copy.deepcopy(layer)), torch.randn(shape, requires_grad=True)
+    forward_save.convert(model, division=True)
+    y = model(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(gradient.square().sum(), model[0].weight)
+
+
+def test_gradients_may_be_told_to_have_a_graph_and_none_is_asked_for():
     model, x = build(division=DIVISION), images()
-    (gradient,) = torch.autograd.grad(model(x).square().sum(), model.head.weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.sum().backward()
+    want = step(model, x)[1]
+    model = build(division=DIVISION)
+    torch.manual_seed(7)  # of dropout
+    loss = model(x).square().sum()
+    got = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    exact_bits([gradient.detach() for gradient in got], want)
+
+
+def test_torch_func_is_refused_by_name_and_exact_in_eval_mode():
+    model, x = build(division=DIVISION), images()
+
+    def loss(parameters, model):
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    with pytest.raises(TypeError, match=r"layer '.*torch.func: use it in eval mode"):
+        torch.func.grad(loss)(weights, model)
+    with pytest.raises(TypeError, match=r"torch.func: use it in eval mode"):
+        torch.func.jvp(model, (x,), (x,))
+    exact = build().eval()
+    exact.load_state_dict(model.state_dict())
+    want = torch.func.grad(loss)(weights, exact)
+    exact_bits([*torch.func.grad(loss)(weights, model.eval()).values()], [*want.values()])
 
 
 def test_autocast():

@@ -301,6 +301,10 @@ def test_a_plan_is_written_and_read(model, x, tmp_path):
 def test_what_a_plan_needs(model, x):
     with pytest.raises(ValueError, match="budget_bytes, peak_bytes, or both, got neither"):
         forward_save.plan(model, x)
+    for name in ("budget_bytes", "peak_bytes"):
+        for value in (float("nan"), "12", -1):
+            with pytest.raises(ValueError, match=f"{name} must be a number of bytes, .*{value}"):
+                forward_save.plan(model, x, **{name: value})
     with pytest.raises(ValueError, match="few_bit, division, recompute, got 'fast'"):
         forward_save.plan(model, x, budget_bytes=1, choices=["fast", "few_bit"])
     with pytest.raises(ValueError, match=r"cannot have 'offload': .*save_on_cpu does it"):

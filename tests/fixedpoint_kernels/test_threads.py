@@ -93,6 +93,22 @@ with warnings.catch_warnings(record=True) as caught:
 assert ["NUMBA_CACHE_DIR" in str(w.message) for w in caught] == [True], caught
 """
 
+TWO_TYPES = """
+import torch
+from fixedpoint_kernels import pack
+
+for dtype in torch.int16, torch.int32, torch.int64:
+    assert pack(torch.tensor([1, 2, 3, 4], dtype=dtype), 4).tolist() == [33, 67], dtype
+"""
+
+NOISE = """
+import pathlib, sys, torch
+from fixedpoint_kernels import FixedPoint, quantize
+
+drawn = quantize(torch.full((99,), 0.5), FixedPoint(8, 0), seed=1)
+pathlib.Path(sys.argv[1]).write_bytes(drawn.numpy().tobytes())
+"""
+
 INNER = """
 from numba import njit
 from fixedpoint_kernels.llvm.calls import inner
@@ -201,6 +217,47 @@ def test_a_place_may_be_given(package, without_places, tmp_path_factory):
 
 def test_a_full_disk_ends_no_call(package):
     run(FULL_DISK, first=package, NUMBA_CACHE_DIR=str(package / "compiled"))
+
+
+@pytest.mark.parametrize("damage", ["exchanged", "cut", "empty", "one bit"])
+def test_a_kept_file_that_is_not_what_was_kept_is_compiled_anew(package, damage):
+    place = package / "compiled"
+    kept = {"NUMBA_CACHE_DIR": str(place)}
+    run(TWO_TYPES, first=package, **kept)
+    files = sorted(place.rglob("*.nbc"))
+    held = [file.read_bytes() for file in files]
+    assert len(files) == 3
+    for i, file in enumerate(files):
+        middle = len(held[i]) // 2
+        other = held[i][:middle] + bytes([held[i][middle] ^ 1]) + held[i][middle + 1 :]
+        damaged = {"exchanged": held[i - 1], "cut": held[i][:-9], "empty": b"", "one bit": other}
+        file.write_bytes(damaged[damage])
+    run(TWO_TYPES, first=package, **kept)
+    again = sorted(place.rglob("*"))
+    assert [file for file in again if file.is_file()] == files
+    run(TWO_TYPES, first=package, **kept)
+    assert all(file.read_bytes() != b"" for file in files)
+
+
+def test_a_kernel_that_is_kept_is_not_compiled_again(package):
+    kept = {"NUMBA_CACHE_DIR": str(package / "compiled")}
+    run(TWO_TYPES, first=package, **kept)
+    when = {file: file.stat().st_mtime_ns for file in package.rglob("*.nbc")}
+    run(TWO_TYPES, first=package, **kept)
+    assert {file: file.stat().st_mtime_ns for file in package.rglob("*.nbc")} == when
+
+
+def test_a_kernel_is_compiled_anew_where_a_file_it_is_made_of_changed(package, tmp_path):
+    """Also where size and time of the file are what they were, as installers leave them."""
+    kept = {"NUMBA_CACHE_DIR": str(package / "compiled"), "PYTHONDONTWRITEBYTECODE": "1"}
+    drawn, other = tmp_path / "drawn", package / "fixedpoint_kernels/philox/cpu.py"
+    run(NOISE, str(drawn), first=package, **kept)
+    before, text, when = drawn.read_bytes(), other.read_text(), other.stat()
+    assert "range(10)" in text
+    other.write_text(text.replace("range(10)", "range(11)"))
+    os.utime(other, ns=(when.st_atime_ns, when.st_mtime_ns))
+    run(NOISE, str(drawn), first=package, **kept)
+    assert drawn.read_bytes() != before
 
 
 def test_whatever_is_kept_compiled_may_find_no_place():

@@ -177,3 +177,17 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkey
         (folder / "network").write_text("new")
     assert (path / "network").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_full_disk_leaves_the_old_file_and_is_told_of_which(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.pt"
+    write_atomic(path, "old")
+
+    def full(_handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*checkpoint.pt'"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert [*tmp_path.iterdir()] == [path]

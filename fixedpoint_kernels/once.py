@@ -1,0 +1,53 @@
+"""Backward passes that are differentiated once."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["once_differentiable"]
+
+_MESSAGE = (
+    "activations that are kept in few bits have no second derivative: where gradients are "
+    "differentiated again, use forward_save.revert(model), or leave the scope of forward_save.saving"
+)
+
+
+def once_differentiable(backward: Callable[..., object]) -> Callable[..., object]:
+    """Make the gradients of ``backward`` refuse to be differentiated, by name.
+
+    ``torch.autograd.function.once_differentiable`` passes them as constants where the gradient that
+    comes in is one, as in ``torch.autograd.grad(model(x).sum(), x, create_graph=True)``: the penalty
+    of a critic would then change nothing, and nobody would be told. It is right, and enough, where
+    a gradient depends on nothing else, as that of dropout does.
+    """
+
+    @wraps(backward)
+    def once(ctx: Any, *grads: Tensor) -> object:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return found
+        found = found if isinstance(found, tuple) else (found,)
+        # whoever asks for the derivative by one of these comes through here
+        leaves = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
+        needs = [torch.empty(0, requires_grad=True), *leaves, *grads]
+        present = [gradient for gradient in found if gradient is not None]
+        tensors = iter(_Refused.apply(len(present), *present, *needs))  # pyright: ignore
+        return tuple(None if gradient is None else next(tensors) for gradient in found)
+
+    return once
+
+
+class _Refused(torch.autograd.Function):
+    """Returns the first tensors, which then need gradients as others do, and refuses to give them."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(_MESSAGE)
