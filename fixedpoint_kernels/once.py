@@ -15,13 +15,19 @@ _MESSAGE = (
 )
 
 
-def once_differentiable(backward: Callable[..., object]) -> Callable[..., object]:
+def once_differentiable(
+    backward: Callable[..., object], message: str = _MESSAGE
+) -> Callable[..., object]:
     """Make the gradients of ``backward`` refuse to be differentiated, by name.
 
     ``torch.autograd.function.once_differentiable`` passes them as constants where the gradient that
     comes in is one, as in ``torch.autograd.grad(model(x).sum(), x, create_graph=True)``: the penalty
     of a critic would then change nothing, and nobody would be told. It is right, and enough, where
     a gradient depends on nothing else, as that of dropout does.
+
+    Args:
+        backward: Of a ``torch.autograd.Function``.
+        message: What the error says.
     """
 
     @wraps(backward)
@@ -35,7 +41,7 @@ def once_differentiable(backward: Callable[..., object]) -> Callable[..., object
         leaves = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
         needs = [torch.empty(0, requires_grad=True), *leaves, *grads]
         present = [gradient for gradient in found if gradient is not None]
-        tensors = iter(_Refused.apply(len(present), *present, *needs))  # pyright: ignore
+        tensors = iter(_Refused.apply(message, len(present), *present, *needs))  # pyright: ignore
         return tuple(None if gradient is None else next(tensors) for gradient in found)
 
     return once
@@ -45,9 +51,10 @@ class _Refused(torch.autograd.Function):
     """Returns the first tensors, which then need gradients as others do, and refuses to give them."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, message: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError(_MESSAGE)
+        raise RuntimeError(ctx.message)

@@ -3,23 +3,29 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.grad import conv1d_input, conv1d_weight, conv2d_input, conv2d_weight
 
 from fixedpoint_kernels import FixedPoint, decode, encode, products
+from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.products.reference import powers_of_two
 from fixedpoint_kernels.products.shapes import NOT_FINITE
 from marvin.freezing import nearest_codes
 from marvin.integer.formats import Options, Product
 
-__all__ = ["Layer", "Noise", "lies_as", "multiply", "multiply_traceably"]
+__all__ = ["Layer", "Noise", "lies_as", "multiply", "multiply_traceably", "once"]
 
+once = partial(
+    once_differentiable,
+    message="products of integers have no second derivative: where gradients are differentiated "
+    "again, use marvin.integer.revert(model)",
+)
+"""For backward passes on integer units."""
 _WRITTEN = torch.float32, torch.bfloat16  # by the kernels
 
 
@@ -93,7 +99,7 @@ class _Multiply(torch.autograd.Function):
         return _forward(codes, own, bias, layer, dtype)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:

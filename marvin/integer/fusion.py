@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from fixedpoint_kernels import products
@@ -20,7 +19,7 @@ from fixedpoint_kernels.fused import Layer, Parameters, Segment
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.hooks import OtherForward, restore_forwards, rounders_of
-from marvin.integer.autograd import lies_as
+from marvin.integer.autograd import lies_as, once
 from marvin.integer.formats import Options, Product, choose, has_nan
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
@@ -457,7 +456,7 @@ class _Chain(torch.autograd.Function):
         return tuple(lies_as(y, x) for y in outputs)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:

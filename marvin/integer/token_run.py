@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.function import once_differentiable
 
 from fixedpoint_kernels import tokens
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from fixedpoint_kernels.tokens import Parameters, Segment
 from marvin.hooks import rounders_of
+from marvin.integer.autograd import once
 from marvin.integer.formats import Options, Product, choose, has_nan
 from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerLinear
@@ -299,7 +299,7 @@ class _Tokens(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:

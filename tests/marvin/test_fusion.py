@@ -758,6 +758,30 @@ def test_other_numbers_than_a_norms_own_run_as_they_are():
     assert len(trace(model).chains) == 1
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "net", [Net, lambda: nn.Linear(3, 2), lambda: nn.Sequential(nn.Linear(3, 16), nn.Linear(16, 2))]
+)
+def test_gradients_that_are_differentiated_again_are_refused(net, fused):
+    """Also where torch would take the first gradient for a constant: it depends on the weights."""
+    model, inputs = net(), (4, 3, 8, 8) if net is Net else (4, 3)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.02)
+    optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy())
+    marvin.quantize_activations(model, optimizer)
+    convert(model, fused=fused)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(inputs)).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    x = torch.randn(inputs, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(
+        RuntimeError, match="differentiate"
+    ):  # the rounding of inputs may come first
+        (grad.square().sum() + model(x).sum()).backward()
+
+
 class Buffered(nn.Module):
     """Adds to a buffer at each call."""
 
