@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["MOST_TAPS", "Spans", "spans"]
+from fixedpoint_kernels.llvm.alone import EXACT
 
-MOST_TAPS = 512  # so many products of codes float32 adds up exactly
+__all__ = ["Spans", "spans"]
 
 
 class Spans(NamedTuple):
@@ -45,7 +45,7 @@ def spans(inputs: int, outputs: int, groups: int, taps: int) -> Spans:
     firsts = (blocks // each * wide).astype(np.int64)
     ends = (np.minimum(blocks + 15, outputs - 1) // each + 1) * wide
     channels = int((ends - firsts).max(initial=1))
-    if groups == inputs == outputs > 1 and taps <= MOST_TAPS:
+    if groups == inputs == outputs > 1 and taps <= EXACT:
         return Spans(firsts, channels, groups, True, 1, np.zeros(outputs, np.int64))
     starts = np.arange(outputs) // each * wide - firsts[np.arange(outputs) // 16]
     rows = -(channels // -16) * 16

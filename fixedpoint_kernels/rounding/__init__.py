@@ -14,6 +14,7 @@ from fixedpoint_kernels.formats import BlockFloat, FixedPoint, Minifloat
 from fixedpoint_kernels.memory import Places, are_apart, check_apart, check_memory, places_of
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.reference import Rounding
+from fixedpoint_kernels.strides import laid, memory_order
 
 __all__ = ["Rounding", "decode", "encode", "quantize", "quantize_many", "quantize_with_mask"]
 __all__ += ["check_values"]
@@ -249,8 +250,9 @@ def _run(
 ) -> None:
     """Round into ``y`` and ``inside`` of any strides."""
     x = x.resolve_neg() if x.is_neg() else x
-    if rounding == "nearest" and not x.is_contiguous() and _lie_alike(x, y, inside):
-        x, y, inside = (None if t is None else _in_memory(t) for t in (x, y, inside))  # pyright: ignore[reportAssignmentType]
+    order = memory_order(x) if rounding == "nearest" else None  # noise goes by their own order
+    x, y = laid(x, order), laid(y, order)
+    inside = None if inside is None else laid(inside, order)
     is_direct = y.is_contiguous() and not y.is_neg()
     target = y if is_direct else torch.empty_like(y, memory_format=torch.contiguous_format)
     mask = inside
@@ -262,24 +264,6 @@ def _run(
         y.copy_(target)
     if inside is not None and mask is not None and mask is not inside:
         inside.copy_(mask)
-
-
-def _lie_alike(x: Tensor, y: Tensor, inside: Tensor | None) -> bool:
-    """Say whether elements lie in one order in all of them, without room between: channels last, say."""
-    others = (y,) if inside is None else (y, inside)
-    if y.is_neg() or any(other.stride() != x.stride() for other in others):
-        return False
-    places = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride != places:
-            return False
-        places *= size
-    return True
-
-
-def _in_memory(x: Tensor) -> Tensor:
-    """Return the elements of a dense tensor as they lie."""
-    return x.as_strided((x.numel(),), (1,))
 
 
 def _one_launch(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> Places | None:

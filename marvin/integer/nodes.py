@@ -29,19 +29,21 @@ def plain(node: fx.Node) -> bool:
 
 def drop_assertions(graph: fx.Graph) -> None:
     """Erase assertions about numbers of dimensions, which keep values in use that chains need not make."""
-    for node in list(graph.nodes):
-        if node.target is not ASSERT or not isinstance(node.args[0], fx.Node):
-            continue
-        test = node.args[0]
-        dims = test.args[0] if test.target is operator.eq else None
-        if isinstance(dims, fx.Node) and dims.target is getattr and dims.args[1] == "ndim":
+    for node in reversed(list(graph.nodes)):
+        if (node.target is ASSERT and _tests_dimensions(node.args[0])) or (
+            not node.users and (_tests_dimensions(node) or _counts_dimensions(node))
+        ):
             graph.erase_node(node)
-            for own in (test, dims):
-                if not own.users:
-                    graph.erase_node(own)
-    for node in reversed(graph.nodes):  # of the message
-        if node.target is getattr and node.args[1] == "ndim" and not node.users:
-            graph.erase_node(node)
+
+
+def _tests_dimensions(node: object) -> bool:
+    if not isinstance(node, fx.Node) or node.target is not operator.eq:
+        return False
+    return _counts_dimensions(node.args[0])
+
+
+def _counts_dimensions(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is getattr and node.args[1] == "ndim"
 
 
 def norm_of(node: fx.Node, module: nn.Module) -> tuple[str, list[fx.Node]] | None:
