@@ -1,4 +1,4 @@
-"""Networks of convolutions, batch norm, sums, ReLU and pooling, run as a whole on integer codes.
+"""Networks of convolutions, batch norm, sums, activations and pooling, run as a whole on integer codes.
 
 segment = Segment(layers, values)                              # what there is
 program = Program(segment, len(x), x.shape[2:], path, ...)     # for images of one size
@@ -9,7 +9,16 @@ Between two layers go codes; batch norm, sums, ReLU and rounding happen in the c
 computes is ``reference``, in plain PyTorch: forward to the bit.
 """
 
-from fixedpoint_kernels.fused.graph import INPUT, LONGEST, MOST_TAPS, Layer, Pooled, Segment, Value
+from fixedpoint_kernels.fused.graph import (
+    INPUT,
+    LONGEST,
+    MOST_TAPS,
+    Layer,
+    Pooled,
+    Scaled,
+    Segment,
+    Value,
+)
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
 
 __all__ = [
@@ -20,6 +29,7 @@ __all__ = [
     "Layer",
     "Parameters",
     "Pooled",
+    "Scaled",
     "Segment",
     "Value",
 ]

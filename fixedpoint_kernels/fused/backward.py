@@ -3,7 +3,8 @@
 import numpy as np
 
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.graph import INPUT, Return
+from fixedpoint_kernels.fused.forward import kind_of, number_of
+from fixedpoint_kernels.fused.graph import INPUT, Return, Scaled
 from fixedpoint_kernels.fused.layout import Layout
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.llvm import tiles
@@ -40,6 +41,8 @@ class Backward:
             if isinstance(step, Return):
                 if step.pooled is not None:
                     regions[-1].append(self._unpool(step.pooled, step.value))
+                if step.gated is not None:
+                    regions[-1].append(self._weigh(step.gated))
                 regions[-1].append(self._finish(step))
                 if step.is_last:
                     fresh.add(step.value)
@@ -57,10 +60,8 @@ class Backward:
     def _finish(self, step: Return) -> Operation:
         """Return what adds up what comes back to a value."""
         i, shape = step.value, self.layout.shapes[step.value]
-        waits = [self._gradients[i]] if step.continues else []
-        waits += [self._gradients[k] for k in step.added]
-        more: dict[str, Number] = dict(zip(("ADD", "ADD2"), waits, strict=False))
-        more["OUT"] = self._gradients[i]
+        value = None if i == INPUT else self.segment.values[i]
+        more, number = self._waiting(step) | {"OUT": self._gradients[i]}, 0.0
         if step.outer:
             more["OUTER"] = Given("dy", i)
         if step.layer is not None:
@@ -68,13 +69,15 @@ class Backward:
             more |= {"HAS_PRODUCT": 1, "CLIP_MASK": 0 if mask is None else mask}
             if self.layout.observes:
                 more["SEEN"] = Given("seen gradient", step.layer)
-        elif step.pooled is not None:
+        elif step.pooled is not None or step.gated is not None:
             more["HAS_PRODUCT"] = 1
-        if step.is_last and i == INPUT:
+        if step.is_last and value is None:
             more |= {"OUT": 0, "OUTER_OUT": Given("dx", 0)}
-        elif step.is_last and self.segment.values[i].layers:
+        elif step.is_last and value is not None and value.layers:
+            more |= {} if value.curve is None else self._term(i)
+            number = number_of(value)
             terms = ("FIRST", "Z"), ("SECOND", "Z2")
-            for (kind, place), n in zip(terms, self.segment.values[i].layers, strict=False):
+            for (kind, place), n in zip(terms, value.layers, strict=False):
                 if self.layout.kind_of_sums(n) == f.BFLOAT16:
                     more |= {kind: f.BFLOAT16, place: self.layout.sums[n]}
             more |= {"SUMS": self._sums[i], "SUMS_STRIDE": self._widest}
@@ -82,8 +85,40 @@ class Backward:
                 more["RELU_MASK"] = self.layout.relu[i]
         return Operation(
             self.layout.numbers(shape, f.FINISH, **more),
+            number=number,
             bytes_an_image=10 * shape.padded,
-            scratch={4: 12 * shape.pattern, 3: 4 * shape.padded},
+            scratch={4: 12 * shape.pattern, 3: 4 * shape.padded, 6: 4 * shape.pattern},
+        )
+
+    def _waiting(self, step: Return) -> dict[str, Number]:
+        """Return which gradients of values are added, and that of one which was scaled."""
+        waits, found = [self._gradients[step.value]] if step.continues else [], {}
+        for k in step.added:
+            own = self.segment.values[k]
+            if isinstance(own, Scaled):
+                found = {"SCALED_GRADIENT": self._gradients[k], **self.layout.gate_of(own)}
+            else:
+                waits.append(self._gradients[k])
+        return found | dict(zip(("ADD", "ADD2"), waits, strict=False))
+
+    def _term(self, i: int) -> dict[str, Number]:
+        """Return of what one layer a value is made, and by which activation."""
+        (n,) = self.segment.values[i].layers
+        term = self.layout.kind_of_sums(n), self.layout.sums[n], *self.layout.factors[n]
+        own = dict(zip(("FIRST", "Z", "A", "B"), term, strict=True))
+        return own | kind_of(self.segment.values[i])
+
+    def _weigh(self, i: int) -> Operation:
+        """Return what makes the gradient of a gate from that of what it scaled."""
+        value = self.segment.values[i]
+        assert isinstance(value, Scaled)
+        shape, step = self.layout.shapes[i], 4 * self.layout.shapes[value.gate].padded
+        more = {"G": self._gradients[i], "GATE_STEP": step, **self._term(value.source)}
+        return Operation(
+            self.layout.numbers(shape, f.WEIGH, **more),
+            number=number_of(self.segment.values[value.source]),
+            bytes_an_image=4 * shape.padded,
+            scratch={4: 12 * shape.pattern, 3: step},
         )
 
     def _unpool(self, i: int, source: int) -> Operation:

@@ -8,11 +8,11 @@ from fixedpoint_kernels.fused.views import doubles, floats
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 
-__all__ = ["bias", "coefficients", "gradient_coefficients"]
+__all__ = ["bias", "coefficients", "gradient_coefficients", "spread"]
 
 
 @inner
-def _spread(values, channels, pattern, address):
+def spread(values, channels, pattern, address):
     """Write a number for each channel, again and again, as elements lie."""
     out = floats(address, pattern)
     for i in range(pattern):
@@ -58,8 +58,8 @@ def coefficients(d, threads):
         shift = np.float64(floats(d[f.SHIFT], channels)[c]) if d[f.SHIFT] else 0.0
         factor = scale * inverse
         a[c], b[c] = factor, shift - factor * mean
-    _spread(a, channels, d[f.PATTERN], d[f.A])
-    _spread(b, channels, d[f.PATTERN], d[f.B])
+    spread(a, channels, d[f.PATTERN], d[f.A])
+    spread(b, channels, d[f.PATTERN], d[f.B])
 
 
 @inner
@@ -71,8 +71,8 @@ def bias(d):
         shift = floats(d[f.SHIFT], channels)
         for c in range(channels):  # Numba compiles much for arrays that are assigned
             b[c] = shift[c]
-    _spread(a, channels, d[f.PATTERN], d[f.A])
-    _spread(b, channels, d[f.PATTERN], d[f.B])
+    spread(a, channels, d[f.PATTERN], d[f.A])
+    spread(b, channels, d[f.PATTERN], d[f.B])
 
 
 @inner
@@ -108,6 +108,6 @@ def gradient_coefficients(d, images):
         slope = -factor * inverse * part / count
         a[i], b[i], c[i] = factor, slope, -factor * first / count - slope * mean
     if d[f.HAS_NORM]:
-        _spread(a, channels, d[f.PATTERN], d[f.GA])
-        _spread(b, channels, d[f.PATTERN], d[f.GB])
-        _spread(c, channels, d[f.PATTERN], d[f.GC])
+        spread(a, channels, d[f.PATTERN], d[f.GA])
+        spread(b, channels, d[f.PATTERN], d[f.GB])
+        spread(c, channels, d[f.PATTERN], d[f.GC])

@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray, prange
 
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.coefficients import bias, coefficients, gradient_coefficients
+from fixedpoint_kernels.fused.coefficients import bias, coefficients, gradient_coefficients, spread
 from fixedpoint_kernels.fused.pooling import pool, unpool
 from fixedpoint_kernels.fused.views import doubles, floats
 from fixedpoint_kernels.llvm import barrier, passes, tiles
@@ -36,17 +36,26 @@ def _moved(address, bytes):
 
 
 @inner
-def _make_value(d, n, scale, low, high, ceiling):
+def _gate_of(d, n, room):
+    """Write the gate of image ``n`` as elements lie, and return where; 0: there is none."""
+    if d[f.GATE] == 0:
+        return np.int64(0)
+    spread(floats(d[f.GATE] + n * d[f.GATE_STEP], d[f.CHANNELS]), d[f.CHANNELS], d[f.PATTERN], room)
+    return room
+
+
+@inner
+def _make_value(d, n, gate, scale, low, high, number):
     """Make the elements of a value, and codes of them; return how many were clamped."""
     start, padded = n * d[f.PADDED], d[f.PADDED]
     size = 2 if d[f.FIRST] == passes.BFLOAT16 else 4
     size2 = 2 if d[f.SECOND] == passes.BFLOAT16 else 4
     return passes.make_value(
-        d[f.ELEMENTS], padded, d[f.PATTERN], d[f.FIRST], d[f.Z] + start * size, d[f.A], d[f.B],
-        d[f.SECOND], d[f.Z2] + start * size2, d[f.A2], d[f.B2], d[f.RELU],
-        _moved(d[f.RELU_MASK], start // 8), _moved(d[f.Y], 4 * start), _moved(d[f.CODES], start),
-        d[f.CLIPS], d[f.BOTH], _moved(d[f.CLIP_MASK], start // 8), scale, low, high,
-        ceiling,
+        d[f.ELEMENTS], padded, d[f.PATTERN], d[f.FIRST], d[f.Z] + start * size,
+        gate or d[f.A], gate or d[f.B], d[f.SECOND], d[f.Z2] + start * size2, d[f.A2], d[f.B2], d[f.RELU],
+        _moved(d[f.RELU_MASK], start // 8), d[f.CURVE], _moved(d[f.Y], 4 * start),
+        _moved(d[f.CODES], start), d[f.CLIPS], d[f.BOTH], _moved(d[f.CLIP_MASK], start // 8),
+        scale, low, high, number,
     )  # fmt: skip
 
 
@@ -76,15 +85,17 @@ def _round_gradient(d, n, slot, dz, codes, scales, largest):
 
 
 @inner
-def _finish(d, n, dx, sums):
+def _finish(d, n, dx, sums, gate, number):
     """Add up what comes back to a value, of one image; at the last, batch norm's two sums too."""
     start = n * d[f.PADDED]
+    size = 4 if d[f.FIRST] == passes.FLOAT32 else 2
     passes.finish(
         d[f.ELEMENTS], d[f.PADDED], d[f.PATTERN], d[f.HAS_PRODUCT], dx, _moved(d[f.SEEN], 4 * start),
-        _moved(d[f.CLIP_MASK], start // 8), _moved(d[f.ADD], 2 * start), _moved(d[f.ADD2], 2 * start),
-        _moved(d[f.OUTER], 4 * start), _moved(d[f.RELU_MASK], start // 8),
-        _moved(d[f.OUT], 2 * start), _moved(d[f.OUTER_OUT], 4 * start), d[f.FIRST],
-        d[f.Z] + 2 * start, d[f.SECOND], d[f.Z2] + 2 * start, sums if d[f.SUMS] else 0,
+        _moved(d[f.CLIP_MASK], start // 8), _moved(d[f.SCALED_GRADIENT], 2 * start), gate,
+        _moved(d[f.ADD], 2 * start), _moved(d[f.ADD2], 2 * start), _moved(d[f.OUTER], 4 * start),
+        _moved(d[f.RELU_MASK], start // 8), d[f.CURVE], d[f.A], d[f.B], _moved(d[f.OUT], 2 * start),
+        _moved(d[f.OUTER_OUT], 4 * start), d[f.FIRST], d[f.Z] + size * start, d[f.SECOND],
+        d[f.Z2] + 2 * start, sums if d[f.SUMS] else 0, number,
     )  # fmt: skip
     if d[f.SUMS]:
         _fold_pattern(d, n, sums)
@@ -107,6 +118,23 @@ def _fold_pattern(d, n, sums):
             own = found[k * pattern + first : k * pattern + first + channels]
             for i in range(channels):
                 totals[i] += np.float64(own[i])
+
+
+@inner
+def _weigh(d, n, dx, sums, number):
+    """Write the gradient of a gate, of one image: by channel, sums in the order of elements."""
+    start, channels, pattern = n * d[f.PADDED], d[f.CHANNELS], d[f.PATTERN]
+    size = 4 if d[f.FIRST] == passes.FLOAT32 else 2
+    passes.weigh(
+        d[f.ELEMENTS], d[f.PADDED], pattern, d[f.G] + 2 * start, d[f.FIRST],
+        d[f.Z] + size * start, d[f.A], d[f.B], d[f.RELU], d[f.CURVE], sums, number,
+    )  # fmt: skip
+    found, out = floats(sums, pattern), floats(dx, channels)
+    for i in range(channels):
+        out[i] = found[i]
+    for first in range(channels, pattern, channels):
+        for i in range(channels):
+            out[i] += found[first + i]
 
 
 @inner
@@ -223,11 +251,11 @@ def run_region(context, number, thread):
     table = carray(pointer_to(c[f.C_TABLE]), (operations, f.COUNT), np.int64)
     details = carray(pointer_to(c[f.C_DETAILS]), (operations, jobs.FIELDS), np.int64)
     reals = carray(pointer_to(c[f.C_REALS]), (operations, 4), np.float32)
-    places = carray(pointer_to(c[f.C_PLACES]), 6, np.int64)
+    places = carray(pointer_to(c[f.C_PLACES]), 7, np.int64)
     begin, end, chunk = carray(pointer_to(c[f.C_REGIONS]), (number + 1, 3), np.int64)[number]
     own = c[f.C_SCRATCH] + thread * c[f.C_SCRATCH_BYTES]
     work, dz, codes, dx = own, own + places[1], own + places[2], own + places[3]
-    sums, recent_at = own + places[4], own + places[5]
+    sums, recent_at, gates = own + places[4], own + places[5], own + places[6]
     order, scales = np.empty(chunk, np.int64), np.empty(chunk, np.float64)
     largest = np.empty(passes.BLOCK, np.int32)
     enter()
@@ -243,14 +271,10 @@ def run_region(context, number, thread):
             kind = d[f.KIND]
             if kind == f.VALUE:
                 clamped, own_reals = np.int64(0), reals[k]
+                scale, low, high = own_reals[0], own_reals[1], own_reals[2]
                 for n in range(first, first + count):
-                    scale, low, high, ceiling = (
-                        own_reals[0],
-                        own_reals[1],
-                        own_reals[2],
-                        own_reals[3],
-                    )
-                    clamped += _make_value(d, n, scale, low, high, ceiling)
+                    gate = _gate_of(d, n, gates)
+                    clamped += _make_value(d, n, gate, scale, low, high, own_reals[3])
                 if d[f.CLAMPED]:
                     carray(pointer_to(d[f.CLAMPED]), thread + 1, np.int64)[thread] += clamped
             elif kind == f.PRODUCT:
@@ -297,7 +321,7 @@ def run_region(context, number, thread):
             elif kind == f.FINISH:
                 for n in range(first, first + count):
                     place = dx + 4 * (n - first) * d[f.PADDED]
-                    _finish(d, n, place, sums)
+                    _finish(d, n, place, sums, _gate_of(d, n, gates), reals[k, 3])
             elif kind == f.POOL:
                 for n in range(first, first + count):
                     pool(d, n)
@@ -305,6 +329,9 @@ def run_region(context, number, thread):
                 step = 4 * carray(pointer_to(d[f.WINDOWS]), 3, np.int64)[2]
                 for n in range(first, first + count):
                     unpool(d, n, dx + (n - first) * step)
+            elif kind == f.WEIGH:
+                for n in range(first, first + count):
+                    _weigh(d, n, dx + (n - first) * d[f.GATE_STEP], sums, reals[k, 3])
     for k in range(begin, end):
         if table[k, f.KIND] == f.WEIGHT_PRODUCT:
             d, j, held = table[k], details[k], _held_of(table[k], thread)

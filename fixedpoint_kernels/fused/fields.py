@@ -1,9 +1,9 @@
 """What the numbers of an operation mean: places in a row of int64. Addresses are of elements."""
 
-from fixedpoint_kernels.llvm.passes import BFLOAT16, FLOAT32, PLAIN
+from fixedpoint_kernels.llvm.passes import BFLOAT16, FLOAT32, PLAIN, SCALED
 from fixedpoint_kernels.products.shapes import LONGEST_SUM
 
-__all__ = ["BFLOAT16", "FLOAT32", "LONGEST_SUM", "PLAIN"]
+__all__ = ["BFLOAT16", "FLOAT32", "LONGEST_SUM", "PLAIN", "SCALED"]
 
 NOISE_BLOCK = 512  # elements that are rounded at once
 
@@ -19,7 +19,8 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     FINISH,  # the gradient of a value, from what comes back
     POOL,  # the largest elements of a value's windows
     UNPOOL,  # the gradient of a value, from that of what was pooled from it
-) = range(10)
+    WEIGH,  # the gradient of a gate, from that of its product with a value
+) = range(11)
 
 (
     KIND, CHANNELS, ELEMENTS, PADDED, PATTERN, POSITIONS, HAS_NORM,
@@ -37,8 +38,10 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     W_STARTS, W_ROWS, W_SUM_ROWS, W_IS_ALONE,
     # of pooling: numbers of windows, see ``pooling``, and which of a window's places was the largest; 0: means
     WINDOWS, PLACES,
-) = range(83)  # fmt: skip
-COUNT = 83
+    # of curves, and of gates: one number a channel and image, so many bytes from image to image
+    CURVE, GATE, GATE_STEP, SCALED_GRADIENT,
+) = range(87)  # fmt: skip
+COUNT = 87
 
 (
     # of a program: addresses of its table, (operations, 4) float32 reals, rows of ``jobs``, (regions, 3)

@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 
+from fixedpoint_kernels.functions import CURVES
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.graph import INPUT, LONGEST, Layer, Pooled
+from fixedpoint_kernels.fused.graph import INPUT, LONGEST, Layer, Pooled, Scaled, Value
 from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.fused.pooling import numbers_of
@@ -15,7 +16,7 @@ from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
 from fixedpoint_kernels.products.instructions import GRAINS
 from fixedpoint_kernels.products.shapes import Correlation
 
-__all__ = ["Forward"]
+__all__ = ["Forward", "kind_of", "number_of"]
 
 
 class Forward:
@@ -73,6 +74,10 @@ class Forward:
         if isinstance(value, Pooled):
             self._make(value.source)
             return
+        if isinstance(value, Scaled):
+            self._make(value.source)
+            self._make(value.gate)
+            return
         if value.other_value is not None:
             self._make(value.other_value)
         if not self._fresh.isdisjoint(value.layers):
@@ -86,6 +91,8 @@ class Forward:
             return Given("y", i)
         if self.layout.observes and self.segment.takers(i):
             return Given("seen", i)
+        if i in self.layout.gates:
+            return self.layout.gates[i]
         value = self.segment.values[i]
         if isinstance(value, Pooled) or self.segment.users(i) > len(self.segment.takers(i)[:1]):
             return Buffer(4 * self.layout.images * self.layout.shapes[i].padded)
@@ -106,7 +113,8 @@ class Forward:
             operation = Operation(
                 self.layout.numbers(shape, f.VALUE, **more), bytes_an_image=8 * shape.padded
             )
-            operation.ceiling = getattr(value, "ceiling", None) or 0.0
+            if value is not None:
+                operation.number = number_of(value)
             if n is not None:
                 self._with_codes(operation, n)
             found.append(operation)
@@ -118,6 +126,9 @@ class Forward:
         if i == INPUT:
             return {"FIRST": f.PLAIN, "Z": y}
         value, more = self.segment.values[i], {"Y": y}
+        if isinstance(value, Scaled):
+            more |= {"FIRST": f.SCALED, "Z": self._ys[value.source]}
+            return more | self.layout.gate_of(value)
         names = ("FIRST", "Z", "A", "B"), ("SECOND", "Z2", "A2", "B2")
         for own, n in zip(names, value.layers, strict=False):
             term = self.layout.kind_of_sums(n), self.layout.sums[n], *self.layout.factors[n]
@@ -126,7 +137,7 @@ class Forward:
             more |= {"SECOND": f.PLAIN, "Z2": self._ys[value.other_value]}
         if i in self.layout.relu:
             more["RELU_MASK"] = self.layout.relu[i]
-        return more | {"RELU": 2 if value.ceiling is not None else value.relu}
+        return more | kind_of(value)
 
     def _pool(self, i: int, value: Pooled, y: Number) -> Operation:
         """Return what makes a pooled value; its windows and what they took stay for backward."""
@@ -215,6 +226,17 @@ class Forward:
             bytes_an_image=taken.padded + 2 * out.padded,
             scratch={5: groups * 384},
         )
+
+
+def kind_of(value: Value | Pooled | Scaled) -> dict[str, Number]:
+    """Return of what kind a value's activation is."""
+    curve = 0 if value.curve is None else 1 + CURVES.index(value.curve.name)
+    return {"RELU": 2 if value.ceiling is not None else value.relu, "CURVE": curve}
+
+
+def number_of(value: Value | Pooled | Scaled) -> float:
+    """Return the number of a value's activation."""
+    return value.curve.number if value.curve is not None else value.ceiling or 0.0
 
 
 def _check_sums(layer: Layer, part: Correlation, taken: Shape) -> None:

@@ -1,13 +1,24 @@
-"""Parts of a network whose layers pass codes on: convolutions, batch norm, sums, ReLU, pooling."""
+"""Parts of a network whose layers pass codes on: convolutions, batch norm, sums, activations, pooling."""
 
 import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.products.shapes import Window
 
-__all__ = ["INPUT", "LONGEST", "MOST_TAPS", "Layer", "Pooled", "Return", "Segment", "Value"]
+__all__ = [
+    "INPUT",
+    "LONGEST",
+    "MOST_TAPS",
+    "Layer",
+    "Pooled",
+    "Return",
+    "Scaled",
+    "Segment",
+    "Value",
+]
 
 INPUT = -1
 """Number of the value that comes into a segment."""
@@ -46,7 +57,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Value:
-    """What layers make, for other layers to take: ``relu(layer + other)``, or ReLU6 of it.
+    """What layers make, for other layers to take: ``relu(layer + other)``, or another function of it.
 
     Args:
         layer: Number of the layer.
@@ -54,6 +65,7 @@ class Value:
         other_value: Number of an earlier value that is added; None: none.
         relu: Whether what is below 0 becomes 0.
         ceiling: With ``relu``: what is above becomes this; None: stays.
+        curve: Another function, of a value without ``relu`` that one layer makes alone.
         is_output: Whether it leaves the segment.
         is_flat: Whether it leaves as (images, channels); it has one place.
     """
@@ -63,6 +75,7 @@ class Value:
     other_value: int | None = None
     relu: bool = False
     ceiling: float | None = None
+    curve: Curve | None = None
     is_output: bool = False
     is_flat: bool = False
 
@@ -95,7 +108,30 @@ class Pooled:
     other_value: ClassVar[None] = None
     relu: ClassVar[bool] = False
     ceiling: ClassVar[None] = None
+    curve: ClassVar[None] = None
     layers: ClassVar[tuple[int, ...]] = ()
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """An earlier value times a gate, one number a channel and image, as squeeze and excitation has it.
+
+    Args:
+        source: Number of the value; one layer makes it alone, and it is scaled once.
+        gate: Number of the value of one place, which nothing else takes.
+        is_output: Whether it leaves the segment.
+    """
+
+    source: int
+    gate: int
+    is_output: bool = False
+
+    other_value: ClassVar[None] = None
+    relu: ClassVar[bool] = False
+    ceiling: ClassVar[None] = None
+    curve: ClassVar[None] = None
+    layers: ClassVar[tuple[int, ...]] = ()
+    is_flat: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -106,10 +142,12 @@ class Return:
         value: Number of the value.
         layer: Number of the layer whose input it is; None: none.
         continues: Whether what came back before is added.
-        added: Numbers of later values to which it was added: their gradients are added.
+        added: Numbers of later values to which it was added: their gradients are added; of one that
+            was scaled from it, times the gate, before the others.
         outer: Whether the gradient from outside is added.
         is_last: Whether this is all.
         pooled: Number of the value that was pooled from it, of which this is the gradient; None: none.
+        gated: Number of the value of which it is the gate; None: none.
     """
 
     value: int
@@ -119,6 +157,7 @@ class Return:
     outer: bool
     is_last: bool
     pooled: int | None = None
+    gated: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +165,14 @@ class Segment:
     """Layers and values, each after what it needs."""
 
     layers: tuple[Layer, ...]
-    values: tuple[Value | Pooled, ...]
+    values: tuple[Value | Pooled | Scaled, ...]
+
+    def __post_init__(self) -> None:
+        for value in self.values:
+            source = self.values[value.source] if isinstance(value, Scaled) else value
+            again = isinstance(value, Scaled) or value.curve is not None
+            if again and (len(source.layers) != 1 or source.other_value is not None):
+                raise ValueError(f"one layer must make what backward computes again, got {source}")
 
     def sizes(self, size: tuple[int, int]) -> Sizes:
         """Return channels, height and width of each value, of an input of this height and width.
@@ -137,6 +183,9 @@ class Segment:
         first = self.layers[0]
         found = {INPUT: (first.shape[1] * first.window.groups, *size)}
         for i, value in enumerate(self.values):
+            if isinstance(value, Scaled):
+                found[i] = found[value.source]
+                continue
             if isinstance(value, Pooled):
                 channels, *taken = found[value.source]
                 kernel, window = value.kernel or (taken[0], taken[1]), value.window
@@ -179,6 +228,9 @@ class Segment:
             terms += [] if value.other_value is None else [sizes[value.other_value]]
             fit = fit and all(term == sizes[i] for term in terms)
             fit = fit and (not value.is_flat or sizes[i][1:] == (1, 1))
+            fit = fit and (
+                not isinstance(value, Scaled) or sizes[value.gate] == (sizes[i][0], 1, 1)
+            )
         return fit
 
     @property
@@ -199,9 +251,24 @@ class Segment:
         values = enumerate(self.values)
         return [n for n, own in values if isinstance(own, Pooled) and own.source == value]
 
+    def scalers(self, value: int) -> list[int]:
+        """Return the numbers of the values that are scaled from a value, or of which it is the gate."""
+        values = enumerate(self.values)
+        return [
+            n for n, own in values if isinstance(own, Scaled) and value in (own.source, own.gate)
+        ]
+
     def users(self, value: int) -> int:
         """Return how many layers and values take a value."""
-        return sum(len(of(value)) for of in (self.takers, self.adders, self.poolers))
+        every = self.takers, self.adders, self.poolers, self.scalers
+        return sum(len(of(value)) for of in every)
+
+    @property
+    def computed_again(self) -> set[int]:
+        """Numbers of the layers whose values backward computes from their sums."""
+        found = {i for i, value in enumerate(self.values) if value.curve is not None}
+        found |= {value.source for value in self.values if isinstance(value, Scaled)}
+        return {n for i in found for n in self.values[i].layers}
 
     def backward(self, needs_input: bool) -> list[int | Return]:
         """Return in which order gradients are computed: of layers, by number, and of values."""
@@ -224,6 +291,10 @@ class _Order:
             if isinstance(value, Pooled):
                 self._left[value.source] -= 1
                 self._return(value.source, None, i)
+            elif isinstance(value, Scaled):
+                self._left[value.gate] -= 1
+                self._return(value.gate, None, gated=i)
+                self._give(value.source, i)
             for n in value.layers:
                 self.steps.append(n)
                 source = segment.layers[n].source
@@ -241,13 +312,15 @@ class _Order:
         if self._left[i] == 0:
             self._return(i, None)
 
-    def _return(self, i: int, layer: int | None, pooled: int | None = None) -> None:
+    def _return(
+        self, i: int, layer: int | None, pooled: int | None = None, gated: int | None = None
+    ) -> None:
         continues = i in self._begun
         room = 1 if continues else 2
         added, self._added[i] = self._added[i][:room], self._added[i][room:]
         is_last = self._left[i] == 0 and not self._added[i]
         outer = i in self._outer
-        self.steps.append(Return(i, layer, continues, tuple(added), outer, is_last, pooled))
+        self.steps.append(Return(i, layer, continues, tuple(added), outer, is_last, pooled, gated))
         self._outer.discard(i)
         self._begun.add(i)
         if self._left[i] == 0 and not is_last:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.graph import INPUT, Layer, Segment
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Scaled, Segment
 from fixedpoint_kernels.fused.operations import Buffer, Given, Kept, Number, Operation
 from fixedpoint_kernels.products import weight_jobs
 from fixedpoint_kernels.products.blocks import blocks, runs
@@ -179,10 +179,13 @@ class Layout:
             else None
             for layer in segment.layers
         ]
-        self.sums: list[Kept | Buffer] = [
-            self.keep(2 * n * out.padded) if layer.eps is not None else Buffer(4 * n * out.padded)
-            for layer, out in zip(segment.layers, self.outs, strict=True)
-        ]
+        again = segment.computed_again
+        self.sums = [self._sums_of(i, i in again) for i in range(len(segment.layers))]
+        self.gates = {
+            value.gate: self.keep(4 * n * self.shapes[value.gate].padded)
+            for value in segment.values
+            if isinstance(value, Scaled)
+        }
         self.relu = {
             i: self.keep(n * self.shapes[i].padded // 8)
             for i, value in enumerate(segment.values)
@@ -196,7 +199,10 @@ class Layout:
         self.statistics_at = [
             self.statistics.ctypes.data + sum(sizes[:n]) for n in range(len(sizes))
         ]
-        self.factors = [[self.take(out.pattern, np.float32) for _ in "ab"] for out in self.outs]
+        self.factors: list[list[Kept | int]] = [
+            [self.keep(4 * out.pattern) if i in again else self.take(4 * out.pattern) for _ in "ab"]
+            for i, out in enumerate(self.outs)
+        ]
         self.norms = np.zeros((len(segment.layers), 3))  # power of two, eps, momentum
         self.momenta = self.norms[:, 2]
         self.clamped = np.zeros((len(segment.layers), self.threads), np.int64)
@@ -205,6 +211,12 @@ class Layout:
         self.weight_sums = [
             WeightSums(self, i) if needed else None for i, needed in enumerate(self.needs_weights)
         ]
+
+    def _sums_of(self, n: int, again: bool) -> Kept | Buffer:
+        size = self.images * self.outs[n].padded
+        if self.segment.layers[n].eps is not None:
+            return self.keep(2 * size)
+        return self.keep(4 * size) if again else Buffer(4 * size)
 
     def _wants_mask(self, layer: Layer) -> bool:
         if layer.source == INPUT and not self.needs_input:
@@ -229,6 +241,11 @@ class Layout:
             f.POSITIONS: self.images * shape.height * shape.width,
         }
         return numbers | {getattr(f, name): number for name, number in more.items()}
+
+    def gate_of(self, value: Scaled) -> dict[str, Number]:
+        """Return where the gate of a value is."""
+        step = 4 * self.shapes[value.gate].padded
+        return {"GATE": self.gates[value.gate], "GATE_STEP": step}
 
     def kind_of_sums(self, n: int) -> int:
         """Return as what a layer's sums are kept."""

@@ -53,7 +53,7 @@ class Operation:
     Args:
         numbers: By their place in the row, see ``fields``.
         reals: Scale, lowest and highest code.
-        ceiling: Of ReLU, where there is one.
+        number: ReLU's ceiling, or that of a curve.
         details: Of a product, for so many images at a time.
         bytes_an_image: That it touches.
         scratch: Bytes of each part of a thread's memory that it uses; of some, an image.
@@ -61,7 +61,7 @@ class Operation:
 
     numbers: dict[int, Number]
     reals: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    ceiling: float = 0.0
+    number: float = 0.0
     details: Details | None = None
     bytes_an_image: int = 0
     scratch: dict[int, int] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Addresses(NamedTuple):
 def table(operations: list[Operation]) -> tuple[np.ndarray, np.ndarray, Addresses]:
     """Return the numbers and reals of operations, and which addresses belong where."""
     rows = np.zeros((len(operations), f.COUNT), np.int64)
-    reals = np.array([(*op.reals, op.ceiling) for op in operations], np.float32).reshape(-1, 4)
+    reals = np.array([(*op.reals, op.number) for op in operations], np.float32).reshape(-1, 4)
     kept: list[tuple[int, int, int]] = []
     given: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for k, op in enumerate(operations):

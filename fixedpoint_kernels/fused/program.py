@@ -82,7 +82,7 @@ class Program(Layout):
     ) -> None:
         super().__init__(segment, images, size, path, threads, needs_input, needs_weights, observes)
         self._collected = self._collecting()
-        self._places = [0] * 6  # bytes of each part of a thread's memory
+        self._places = [0] * 7  # bytes of each part of a thread's memory
         self.forward = self._finished(Forward(self).regions)
         self.backward = self._finished(Backward(self).regions)
         self._make_scratch()
@@ -197,7 +197,7 @@ class Program(Layout):
     def _make_scratch(self) -> None:
         sizes = [-(size // -64) * 64 + 64 for size in self._places]
         begins = np.cumsum([0, *sizes])
-        self.places = begins[:6].astype(np.int64)
+        self.places = begins[:7].astype(np.int64)
         self.scratch_bytes = int(begins[-1])
         self.scratch = self.take(self.scratch_bytes * self.threads)
         self.spare_bytes = max(spare_bytes(layer.shape) for layer in self.segment.layers)

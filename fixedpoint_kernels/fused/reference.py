@@ -5,6 +5,7 @@ are added: those of batch norm's two reductions. What is kept between two passes
 convolution's sums before batch norm, and the gradient of a value, to bfloat16.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fixedpoint_kernels import products
-from fixedpoint_kernels.fused.graph import INPUT, Layer, Pooled, Return, Segment
+from fixedpoint_kernels.functions import Curve
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Pooled, Return, Scaled, Segment
 from fixedpoint_kernels.rounding import encode, quantize_with_mask
 
 __all__ = ["Parameters", "backward", "forward"]
@@ -60,6 +62,7 @@ class Kept:
     layers: list[_Made]
     values: dict[int, Tensor]
     places: dict[int, Tensor] = field(default_factory=dict)  # what was taken, of pooled values
+    curved: dict[int, tuple[Curve, Tensor]] = field(default_factory=dict)  # and what it took
 
     def statistics(self) -> list[tuple[Tensor, Tensor]]:
         """Return mean and (biased) variance of each layer's channels, float64."""
@@ -125,6 +128,9 @@ def _value(segment: Segment, i: int, kept: Kept, parameters: Sequence[Parameters
             kept.values[i] = _average(value, source)
         else:
             kept.values[i], kept.places[i] = _pool(value, source)
+    elif isinstance(value, Scaled):
+        source, gate = (_value(segment, k, kept, parameters) for k in (value.source, value.gate))
+        kept.values[i] = source * gate
     elif value is not None:
         n = value.layer
         y = _term(segment.layers[n], kept.layers[n], parameters[n])
@@ -134,6 +140,8 @@ def _value(segment: Segment, i: int, kept: Kept, parameters: Sequence[Parameters
         if value.other_value is not None:
             y = y + _value(segment, value.other_value, kept, parameters)
         y = y.relu() if value.relu else y
+        if value.curve is not None:
+            kept.curved[i], y = (value.curve, y), value.curve.value(y)
         kept.values[i] = y if value.ceiling is None else y.clamp(max=value.ceiling)
     return kept.values[i]
 
@@ -180,6 +188,21 @@ def _spread(value: Pooled, g: Tensor, like: Tensor) -> Tensor:
     return found[:, :, above : size[0] - above, left : size[1] - left]
 
 
+def _weighed(g: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of a gate: float32 sums of every ``lcm(channels, 64)``-th element, added up in order."""
+    channels = x.shape[1]
+    pattern = math.lcm(channels, 64)
+    every = (g * x).permute(0, 2, 3, 1).flatten(1)
+    every = F.pad(every, (0, -every.shape[1] % pattern)).view(len(x), -1, pattern)
+    total = torch.zeros_like(every[:, 0])
+    for row in every.unbind(1):
+        total = total + row
+    found, *more = total.view(len(x), -1, channels).unbind(1)
+    for own in more:
+        found = found + own
+    return found[..., None, None]
+
+
 @dataclass
 class Gradients:
     """Of a layer: of its weight, and of batch norm's or its bias."""
@@ -216,13 +239,23 @@ def backward(
                 parts.append(_spread(value, total[k], like))
             else:
                 parts.append(_unpool(total[k], kept.places[k], like))
-        parts += [total[k] for k in ((i,) if step.continues else ()) + step.added]
+        if (k := step.gated) is not None:
+            value = segment.values[k]
+            assert isinstance(value, Scaled)
+            parts.append(_weighed(total[k], kept.values[value.source]))
+        gates = {k: own.gate for k, own in enumerate(segment.values) if isinstance(own, Scaled)}
+        parts += [total[k] * kept.values[gates[k]] for k in step.added if k in gates]
+        parts += [total[i]] if step.continues else []
+        parts += [total[k] for k in step.added if k not in gates]
         parts += [outer[i].reshape(like.shape)] if step.outer else []
         g = sum(parts[1:], parts[0])
         if step.is_last and i != INPUT and segment.values[i].relu:
             ceiling = segment.values[i].ceiling
             inside = (kept.values[i] > 0) & (ceiling is None or kept.values[i] < ceiling)
             g = torch.where(inside, g, 0.0)
+        if step.is_last and i in kept.curved:
+            curve, x = kept.curved[i]
+            g = g * curve.slope(x)
         total[i] = g if step.is_last and i == INPUT else g.bfloat16().float()
     return total[INPUT], [found[n] for n in range(len(segment.layers))]
 

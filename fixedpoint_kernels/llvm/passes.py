@@ -14,13 +14,14 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from fixedpoint_kernels.llvm.vectors import I8, I32, I64, Vector, intrinsic
+from fixedpoint_kernels.llvm import curves
+from fixedpoint_kernels.llvm.vectors import F32, I8, I32, I64, Vector, intrinsic
 from fixedpoint_kernels.llvm.words import Words
 
 BLOCK = 64
 """Elements of one turn."""
-NOTHING, BFLOAT16, FLOAT32, PLAIN = range(4)
-"""Kinds of a term: none, bfloat16 or float32 that is scaled and shifted, float32 as it is."""
+NOTHING, BFLOAT16, FLOAT32, PLAIN, SCALED = range(5)
+"""Kinds of a term: none, bfloat16 or float32 that is scaled and shifted, float32 as it is or scaled."""
 
 
 class _Image(Words):
@@ -65,9 +66,9 @@ class _Image(Words):
         return self.builder.if_then(self.builder.icmp_signed("==", number, I64(kind)))
 
     def scales(self, kind: Any) -> Any:
-        """Begin what is done for terms that are scaled and shifted."""
-        own = [self.builder.icmp_signed("==", kind, I64(k)) for k in (BFLOAT16, FLOAT32)]
-        return self.builder.if_then(self.builder.or_(*own))
+        """Begin what is done for terms whose channels have factors."""
+        own = [self.builder.icmp_signed("==", kind, I64(k)) for k in (NOTHING, PLAIN)]
+        return self.builder.if_then(self.builder.not_(self.builder.or_(*own)))
 
     def positive(self, value: Vector) -> tuple[Vector, Vector]:
         """Return ReLU of a value, which keeps NaN; and where the value is above 0."""
@@ -80,6 +81,14 @@ class _Image(Words):
         kind = ir.FunctionType(I64, [I64])
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.ctpop.i64")
         return self.builder.call(function, [bits])
+
+    def curved(self, which: str, value: Vector, curve: Any, number: Any) -> Vector:
+        """Return a curve's values, or its slopes; see ``curves.apply``."""
+        place = cgutils.alloca_once(self.builder, F32, size=BLOCK)
+        address = self.builder.ptrtoint(place, I64)
+        self.store(value, address)
+        curves.apply(self.builder, which, place, BLOCK, curve, number)
+        return self.load(address)
 
     def factors(self, kind: Any, at: Any, *addresses: Any) -> list[Any]:
         """Return variables of what belongs to the channels of element ``at``."""
@@ -106,16 +115,17 @@ def _made(names: str, body: Callable[..., Any], floats: int = 0) -> Any:
 
 
 def _make_value(
-    to: _Image, elements, padded, pattern, first, z, a, b, second, z2, a2, b2, relu, relu_mask, y,
-    codes, clips, both, clip_mask, scale, low, high, ceiling,
+    to: _Image, elements, padded, pattern, first, z, a, b, second, z2, a2, b2, relu, relu_mask, curve, y,
+    codes, clips, both, clip_mask, scale, low, high, number,
 ):  # fmt: skip
-    """Make the elements of a value: a term, or two, ReLU, and codes of them.
+    """Make the elements of a value: a term, or two, ReLU or a curve, and codes of them.
 
-    ``relu``: 0: none; 2: what is above ``ceiling`` becomes that. Codes are rounded to nearest, ties to even. Returns how many were clamped.
+    ``relu``: 0: none; 2: what is above ``number`` becomes that. ``curve``, ``number``: see
+    ``curves.apply``. Codes are rounded to nearest, ties to even. Returns how many were clamped.
     """
     clamped, above = (cgutils.alloca_once(to.builder, I64) for _ in range(2))
     to.builder.store(I64(0), clamped)
-    scale, lowest, highest, top = (to.splat(number) for number in (scale, low, high, ceiling))
+    scale, lowest, highest, top = (to.splat(real) for real in (scale, low, high, number))
     with to.pattern(pattern) as at:
         own, more = to.factors(first, at, a, b), to.factors(second, at, a2, b2)
         with to.every(at, padded, pattern) as e:
@@ -123,16 +133,9 @@ def _make_value(
             to.builder.store(I64(-1), above)
             _add_term(to, value, first, z, e, *own)
             _add_term(to, value, second, z2, e, *more, adds=True)
-            with to.there(relu):
-                kept, positive = to.positive(to.get(value))
-                to.put(kept, value)
-                to.builder.store(to.bits(positive), above)
-                with to.equal(relu, 2):
-                    to.put((kept > top).where(top, kept), value)
-                    under = to.builder.not_(to.bits(kept >= top))
-                    to.builder.store(to.builder.and_(to.builder.load(above), under), above)
-                with to.there(relu_mask):
-                    to.store_bits(to.builder.load(above), to.moved(relu_mask, e, 1))
+            _activate(to, value, above, relu, curve, number, top)
+            with to.there(relu_mask):
+                to.store_bits(to.builder.load(above), to.moved(relu_mask, e, 1))
             with to.there(y):
                 to.store(to.get(value), to.moved(y, e, 32))
             with to.there(codes):
@@ -164,6 +167,22 @@ def _add_term(to: _Image, value, kind, z, e, a, b, adds=False):
         put(to.load(to.moved(z, e, 32)) * to.get(a) + to.get(b))
     with to.equal(kind, PLAIN):
         put(to.load(to.moved(z, e, 32)))
+    with to.equal(kind, SCALED):
+        put(to.load(to.moved(z, e, 32)) * to.get(a))
+
+
+def _activate(to: _Image, value, above, relu, curve, number, top):
+    """Put a term through ReLU or a curve; note in ``above`` where ReLU let it through as it is."""
+    with to.there(relu):
+        kept, positive = to.positive(to.get(value))
+        to.put(kept, value)
+        to.builder.store(to.bits(positive), above)
+        with to.equal(relu, 2):
+            to.put((kept > top).where(top, kept), value)
+            under = to.builder.not_(to.bits(kept >= top))
+            to.builder.store(to.builder.and_(to.builder.load(above), under), above)
+    with to.there(curve):
+        to.put(to.curved("value", to.get(value), curve, number), value)
 
 
 def _make_gradient(to: _Image, elements, padded, pattern, first, g, z, a, b, c, out, largest):
@@ -188,17 +207,21 @@ def _make_gradient(to: _Image, elements, padded, pattern, first, g, z, a, b, c, 
 
 
 def _finish(
-    to: _Image, elements, padded, pattern, has_product, dx, seen, clip_mask, add, add2, outer,
-    relu_mask, out, outer_out, first, z, second, z2, sums,
+    to: _Image, elements, padded, pattern, has_product, dx, seen, clip_mask, scaled, gate, add, add2, outer,
+    relu_mask, curve, a, b, out, outer_out, first, z, second, z2, sums, number,
 ):  # fmt: skip
     """Add up what comes back to a value; and batch norm's sums where ``sums`` is not 0.
 
-    ``add``, ``add2``, ``out``: bfloat16; ``outer``, ``outer_out``: float32, what comes from and goes
-    to others; ``seen``: where ``dx`` goes as it came. Sums, ``pattern`` of each: of the gradient, and of its products with two layers'
-    bfloat16.
+    ``scaled``, ``add``, ``add2``, ``out``: bfloat16, the first times ``gate``; ``outer``, ``outer_out``:
+    float32, what comes from and goes to others; ``seen``: where ``dx`` goes as it came. The slope of ``curve`` is that where the value's
+    first term is. Sums, ``pattern`` of each: of the gradient, and of its products with two layers' bfloat16.
     """
     with to.pattern(pattern) as at:
         totals = [to.variable(to.zero) for _ in range(3)]
+        (gates,) = to.factors(
+            to.builder.select(to.is_set(scaled), I64(SCALED), I64(NOTHING)), at, gate
+        )
+        own = to.factors(to.builder.select(to.is_set(curve), first, I64(NOTHING)), at, a, b)
         with to.every(at, padded, pattern) as e:
             value = to.variable(to.zero)
             with to.there(has_product):
@@ -207,6 +230,9 @@ def _finish(
                     to.store(to.get(value), to.moved(seen, e, 32))
                 with to.there(clip_mask):
                     _keep(to, value, to.moved(clip_mask, e, 1))
+            with to.there(scaled):
+                own_part = to.load_bfloat16(to.moved(scaled, e, 16)) * to.get(gates)
+                to.put(to.get(value) + own_part, value)
             for address in (add, add2):
                 with to.there(address):
                     to.put(to.get(value) + to.load_bfloat16(to.moved(address, e, 16)), value)
@@ -214,6 +240,11 @@ def _finish(
                 to.put(to.get(value) + to.load(to.moved(outer, e, 32)), value)
             with to.there(relu_mask):
                 _keep(to, value, to.moved(relu_mask, e, 1))
+            with to.there(curve):
+                term = to.variable(to.zero)
+                _add_term(to, term, first, z, e, *own)
+                slope = to.curved("slope", to.get(term), curve, number)
+                to.put(to.get(value) * slope, value)
             with to.there(out):
                 to.put(to.store_bfloat16(to.get(value), to.moved(out, e, 16)), value)
             with to.there(outer_out):
@@ -233,20 +264,39 @@ def _finish(
                 to.store(to.get(total), to.moved(sums, first_of, 32))
 
 
+def _weigh(
+    to: _Image, elements, padded, pattern, g, first, z, a, b, relu, curve, sums, number,
+):  # fmt: skip
+    """Add up the products of a gradient, bfloat16, and a value of one term: ``pattern`` sums."""
+    top, above = to.splat(number), cgutils.alloca_once(to.builder, I64)
+    with to.pattern(pattern) as at:
+        total, own = to.variable(to.zero), to.factors(first, at, a, b)
+        with to.every(at, padded, pattern) as e:
+            value = to.variable(to.zero)
+            _add_term(to, value, first, z, e, *own)
+            _activate(to, value, above, relu, curve, number, top)
+            product = to.get(value) * to.load_bfloat16(to.moved(g, e, 16))
+            inside = to.flags(to.inside(e, elements))
+            to.put(to.get(total) + inside.where(product, to.zero), total)
+        to.store(to.get(total), to.moved(sums, at, 32))
+
+
 def _keep(to: _Image, value, mask):
     """Set to 0 what a mask has not."""
     to.put(to.load_mask(mask).where(to.get(value), to.zero), value)
 
 
 make_value = _made(
-    "elements padded pattern first z a b second z2 a2 b2 relu relu_mask y codes clips both clip_mask "
-    "scale low high ceiling",
+    "elements padded pattern first z a b second z2 a2 b2 relu relu_mask curve y codes clips both clip_mask "
+    "scale low high number",
     _make_value,
     4,
 )
 make_gradient = _made("elements padded pattern first g z a b c out largest", _make_gradient)
 finish = _made(
-    "elements padded pattern has_product dx seen clip_mask add add2 outer relu_mask out outer_out first z "
-    "second z2 sums",
+    "elements padded pattern has_product dx seen clip_mask scaled gate add add2 outer relu_mask curve a b "
+    "out outer_out first z second z2 sums number",
     _finish,
+    1,
 )
+weigh = _made("elements padded pattern g first z a b relu curve sums number", _weigh, 1)

@@ -13,16 +13,16 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from fixedpoint_kernels.functions import NORMAL
+from fixedpoint_kernels.llvm.curves import Curves
 from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic
-from fixedpoint_kernels.llvm.words import Words
-from fixedpoint_kernels.tokens.functions import ERF, ERF_FROM, EXP, LN2, LOG2_E, LOWEST, NORMAL
 
 _LANES = 16
 _FLOATS, _BITS = ir.VectorType(F32, _LANES), ir.VectorType(ir.IntType(1), _LANES)
 _WHOLE = ir.VectorType(I32, _LANES)
 
 
-class _To(Words):
+class _To(Curves):
     """Words for rows, 16 elements at a time."""
 
     def __init__(self, builder: Any) -> None:
@@ -55,38 +55,6 @@ class _To(Words):
             order = [i ^ half for i in range(_LANES)]
             value = value + value.shuffled(value, order)
         return value
-
-    def divided(self, a: Vector, b: Vector) -> Vector:
-        return Vector(self.builder, self.builder.fdiv(a.value, b.value))
-
-    def root(self, a: Vector) -> Vector:
-        return a._intrinsic(f"sqrt.v{_LANES}f32", a)
-
-    def polynomial(self, x: Vector, factors: tuple[float, ...]) -> Vector:
-        value = x.constant(factors[-1])
-        for factor in factors[-2::-1]:
-            value = value * x + factor
-        return value
-
-    def exp(self, x: Vector) -> Vector:
-        """Return the exponential of numbers that are not above 0; see ``functions``."""
-        low = x.constant(LOWEST)
-        x = (x < low).where(low, x)
-        whole = (x * LOG2_E).rint()
-        rest = x - whole * LN2[0] - whole * LN2[1]
-        known = whole.is_nan().where(whole.constant(0.0), whole)
-        bits = known.converted(I32) + 127
-        power = Vector(self.builder, self.builder.shl(bits.value, bits.constant(23).value))
-        return self.polynomial(rest, EXP) * power.viewed(F32)
-
-    def normal(self, z: Vector) -> Vector:
-        """Return the share of a normal distribution below ``z``."""
-        t = z * NORMAL[0]
-        low, high = t.constant(-ERF_FROM), t.constant(ERF_FROM)
-        t = (t < low).where(low, (t > high).where(high, t))
-        square = t * t
-        above, below = (self.polynomial(square, factors) for factors in ERF)
-        return (self.divided(t * above, below) + 1.0) * 0.5
 
 
 def _made(names: str, body: Callable[..., Any], floats: int = 0) -> Any:
@@ -173,12 +141,12 @@ def _normalize(to: _To, x, count, y, kept, inverse, scale, shift, size, eps):
         total = to.variable(to.zero)
         with to.loop(count) as at:
             to.put(to.get(total) + of(to.load(to.at(x, at, 4))), total)
-        return to.divided(to.total(to.get(total)), number)
+        return to.total(to.get(total)) / number
 
     middle = mean(lambda own: own)
     variance = mean(lambda own: (own - middle) * (own - middle))
     one = middle.constant(1.0)
-    found = to.divided(one, to.root(variance + to.splat(eps)))
+    found = one / (variance + to.splat(eps)).root()
     to.builder.store(to.builder.extract_element(found.value, I32(0)), to.place(inverse, F32))
     with to.loop(count) as at:
         own = (to.load(to.at(x, at, 4)) - middle) * found
@@ -200,7 +168,7 @@ def _normalize_backward(
         to.store(to.load(to.at(of_scale, at, 4)) + product, to.at(of_scale, at, 4))
         to.store(to.load(to.at(of_shift, at, 4)) + grad, to.at(of_shift, at, 4))
     number = to.splat(size)
-    one, other = (to.divided(to.total(to.get(v)), number) for v in (first, second))
+    one, other = (to.total(to.get(v)) / number for v in (first, second))
     factor = to.splat(to.one(inverse))
     with to.there(dx), to.loop(count) as at:
         grad, own = to.load(to.at(dy, at, 4)), to.load_bfloat16(to.at(kept, at, 2))
@@ -288,7 +256,7 @@ def _softmax(to: _To, x, count, first, causal, scale):
         to.put(to.get(total) + own, total)
     with cgutils.for_range(to.builder, count, intp=I64) as loop:
         place = to.at(x, loop.index, 64)
-        to.store(to.divided(to.load(place), to.get(total)), place)
+        to.store(to.load(place) / to.get(total), place)
 
 
 def _softmax_backward(to: _To, p, grad, count, scale):

@@ -91,6 +91,10 @@ class Vector:
         """Round to the nearest whole number, ties to even."""
         return self._intrinsic(f"rint.v{self.lanes}f32", self)
 
+    def root(self) -> "Vector":
+        """Return the square root."""
+        return self._intrinsic(f"sqrt.v{self.lanes}f32", self)
+
     def pushed(self, other: "Vector", places: int) -> "Vector":
         """Move all bits some places down, and the lowest of ``other`` to the free ones; int32."""
         return self._intrinsic(f"fshr.v{self.lanes}i32", other, self, self.constant(places))

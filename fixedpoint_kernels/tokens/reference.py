@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels import products
+from fixedpoint_kernels import functions, products
 from fixedpoint_kernels.rounding import encode, quantize_with_mask
-from fixedpoint_kernels.tokens import functions
 from fixedpoint_kernels.tokens.graph import (
     Add,
     Attention,

@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint
+from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import (
     INPUT,
     Layer,
     Parameters,
     Pooled,
+    Scaled,
     Segment,
     Value,
     execute,
@@ -197,6 +199,52 @@ def grouped(width=12, eps=1e-5):
     return Segment(layers, values)
 
 
+def curved(width=8, eps=1e-5, names=("silu", "hardswish", "gelu", "leaky_relu")):
+    """A curve behind each layer: with batch norm, with a bias, pooled and added, and one that leaves."""
+    curves = [Curve(name, 0.1 if name == "leaky_relu" else 0.0) for name in names]
+    layers = (
+        layer(INPUT, width, 3, eps=eps),
+        layer(0, width, width, size=1, window=Window(), eps=None),
+        layer(1, width, width, eps=eps, clip=False),
+        layer(3, width, width, eps=eps),
+    )
+    layers = (layers[0], *(dataclasses.replace(own, inputs=SIGNED) for own in layers[1:]))
+    values = (
+        Value(0, curve=curves[0]),
+        Value(1, curve=curves[1]),
+        Value(2, curve=curves[2]),
+        Pooled(2, (2, 2), Window((2, 2))),
+        Value(3, curve=curves[3], is_output=True),
+    )
+    return Segment(layers, values)
+
+
+def squeezed(width=8, inner=4, eps=1e-5, first="silu", last="sigmoid", leaves=False):
+    """As EfficientNet: means of a value, two layers, and the value times what comes out; then added."""
+    one, made = Window(), {"relu": True} if first == "relu" else {"curve": Curve(first)}
+    gate = {"relu": True, "ceiling": 0.5} if last == "relu6" else {"curve": Curve(last)}
+    layers = (
+        layer(INPUT, width, 3, eps=eps),
+        layer(0, width, width, eps=eps),
+        layer(2, inner, width, size=1, window=one, eps=None),
+        layer(3, width, inner, size=1, window=one, eps=None),
+        layer(5, width, width, eps=eps),
+        layer(6, width, width, size=1, window=one, eps=eps),
+    )
+    layers = (layers[0], *(dataclasses.replace(own, inputs=SIGNED) for own in layers[1:]))
+    values = (
+        Value(0),
+        Value(1, **made, is_output=leaves),
+        Pooled(1, None, Window(), is_mean=True),
+        Value(2, relu=True),
+        Value(3, **gate),
+        Scaled(1, 4, is_output=leaves),
+        Value(4, other_value=0),
+        Value(5, is_output=True),
+    )
+    return Segment(layers, values)
+
+
 def narrowed(segment, bits):
     """The same with formats of so many bits, over the same range."""
 
@@ -234,6 +282,13 @@ SEGMENTS = {
     "grouped": (grouped(), 3, (10, 9)),
     "grouped wide": (grouped(64), 2, (8, 8)),
     "grouped five bits": (narrowed(grouped(20, None), 5), 3, (9, 7)),
+    "curved": (curved(), 3, (10, 9)),
+    "curved odd": (curved(5, names=("sigmoid", "hardsigmoid", "leaky_relu", "silu")), 2, (7, 9)),
+    "curved biases": (curved(16, None, ("gelu", "silu", "hardswish", "sigmoid")), 3, (8, 8)),
+    "squeezed": (squeezed(), 3, (9, 8)),
+    "squeezed odd": (squeezed(5, 3, 1e-5, "hardswish", "hardsigmoid", leaves=True), 2, (5, 7)),
+    "squeezed wide": (squeezed(40, 10, 1e-5, "relu"), 3, (8, 8)),
+    "squeezed biases": (squeezed(16, 8, None, "gelu", "relu6"), 20, (4, 4)),
     "seven bits": (narrowed(residual(16), 7), 3, (8, 8)),
     "five bits": (narrowed(residual(20, inputs=20), 5), 3, (9, 7)),
     "five bits by place": (narrowed(residual(16, inputs=4), 5), 20, (4, 4)),
@@ -455,6 +510,42 @@ def test_a_gradient_that_is_not_finite_is_seen():
     assert not dx.isfinite().all()
 
 
+CURVES = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "gelu": F.gelu,
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_curves_and_their_slopes_are_those_of_pytorch(name):
+    x = torch.cat([torch.linspace(-30, 30, 60001), torch.randn(20000) * 1e-3, torch.zeros(1)])
+    exact = x.double().requires_grad_()
+    y = CURVES[name](exact)
+    y.sum().backward()
+    own = Curve(name, 0.1)
+    close = 2e-6 if name == "gelu" else 3e-7  # times 30
+    torch.testing.assert_close(own.value(x).double(), y.detach(), rtol=3e-6, atol=close)
+    torch.testing.assert_close(own.slope(x).double(), exact.grad, rtol=3e-6, atol=2e-6)
+    if name in ("hardswish", "hardsigmoid", "leaky_relu"):
+        assert torch.equal(own.value(x), CURVES[name](x))
+    edges = torch.tensor([1e4, -3.0, 3.0, 0.0])
+    torch.testing.assert_close(own.value(edges), CURVES[name](edges))
+    assert own.value(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_curves_of_sums_are_refused():
+    layers = layer(INPUT, 4, 4), layer(0, 4, 4)
+    added = Value(0, other_value=INPUT, curve=Curve("silu"))
+    with pytest.raises(ValueError, match="one layer must make what backward computes again"):
+        Segment(layers, (added, Value(1)))
+    with pytest.raises(ValueError, match="one layer"):
+        Segment(layers, (Value(0, other_layer=1), Value(0), Scaled(0, 1)))
+
+
 def in_float64(value, x, places):
     """Return what is pooled of ``x``; the largest elements are where the reference found them."""
     if value.is_mean:
@@ -472,6 +563,35 @@ def term_in_float64(one, made, x, weight, scale, shift):
     return F.batch_norm(z, None, None, scale, shift, True, 0.1, one.eps)
 
 
+def values_in_float64(segment, kept, leaves, source):
+    """Return a segment's values by PyTorch's own functions."""
+    values = {INPUT: source}
+
+    def term(n):
+        one = segment.layers[n]
+        return term_in_float64(one, kept.layers[n], values[one.source], *leaves[n])
+
+    for i, value in enumerate(segment.values):
+        if isinstance(value, Pooled):
+            values[i] = in_float64(value, values[value.source], kept.places.get(i))
+            continue
+        if isinstance(value, Scaled):
+            values[i] = values[value.source] * values[value.gate]
+            continue
+        h = term(value.layer)
+        if value.other_layer is not None:
+            h = h + term(value.other_layer)
+        if value.other_value is not None:
+            h = h + values[value.other_value]
+        made = h.clamp(0, value.ceiling) if value.relu else h
+        if value.curve is not None:
+            made = h = CURVES[value.curve.name](h)
+        torch.testing.assert_close(made.float(), kept.values[i], rtol=0.02, atol=0.03)
+        inside = (kept.values[i] > 0) & (kept.values[i] < (value.ceiling or torch.inf))
+        values[i] = made.detach() + inside * (h - h.detach()) if value.relu else h
+    return values
+
+
 @pytest.mark.parametrize(
     ("name", "count_of_draws", "share"),
     [
@@ -481,6 +601,9 @@ def term_in_float64(one, made, x, weight, scale, shift):
         ("averaged", 64, 0.02),
         ("inverted", 256, 0.02),
         ("grouped", 256, 0.1),  # what its small groups make has much noise
+        ("curved", 256, 0.02),
+        ("squeezed", 256, 0.02),
+        ("squeezed odd", 256, 0.02),
     ],
 )
 def test_reference_is_the_gradient_of_batch_norm_and_convolutions(name, count_of_draws, share):
@@ -508,25 +631,7 @@ def test_reference_is_the_gradient_of_batch_norm_and_convolutions(name, count_of
         for one in own
     ]
     source = x.double().requires_grad_()
-    values = {INPUT: source}
-
-    def term(n):
-        one = segment.layers[n]
-        return term_in_float64(one, kept.layers[n], values[one.source], *leaves[n])
-
-    for i, value in enumerate(segment.values):
-        if isinstance(value, Pooled):
-            values[i] = in_float64(value, values[value.source], kept.places.get(i))
-            continue
-        h = term(value.layer)
-        if value.other_layer is not None:
-            h = h + term(value.other_layer)
-        if value.other_value is not None:
-            h = h + values[value.other_value]
-        made = h.clamp(0, value.ceiling) if value.relu else h
-        torch.testing.assert_close(made.float(), kept.values[i], rtol=0.02, atol=0.03)
-        inside = (kept.values[i] > 0) & (kept.values[i] < (value.ceiling or torch.inf))
-        values[i] = made.detach() + inside * (h - h.detach()) if value.relu else h
+    values = values_in_float64(segment, kept, leaves, source)
     outputs = [i for i, value in enumerate(segment.values) if value.is_output]
     torch.autograd.backward(
         [values[i] for i in outputs],
@@ -548,8 +653,9 @@ def test_reference_is_the_gradient_of_batch_norm_and_convolutions(name, count_of
     relu=st.booleans(),
     norm=st.booleans(),
     grouped=st.booleans(),
+    curve=st.sampled_from([None, *CURVES]),
 )
-def test_chains_of_any_shape(seed, count, size, widths, relu, norm, grouped):
+def test_chains_of_any_shape(seed, count, size, widths, relu, norm, grouped, curve):
     layers, values, before = [], [], 2
     for i, width in enumerate(widths):
         fmt = UNSIGNED if relu and i else SIGNED
@@ -559,7 +665,8 @@ def test_chains_of_any_shape(seed, count, size, widths, relu, norm, grouped):
         window = window._replace(groups=groups)
         layers.append(Layer(i - 1, fmt, FixedPoint(6, 5), shape, window, eps))
         ceiling = 1.0 if relu and grouped else None
-        values.append(Value(i, relu=relu, ceiling=ceiling, is_output=i == len(widths) - 1))
+        own = Curve(curve, 0.2) if curve and not relu else None
+        values.append(Value(i, None, None, relu, ceiling, own, is_output=i == len(widths) - 1))
         before = width
     segment = Segment(tuple(layers), tuple(values))
     x = images(segment, count, size, seed)
@@ -642,6 +749,11 @@ def test_segments_say_which_shapes_they_hold():
     added = Segment(layers, (Value(0), mean, Value(1, other_value=0, is_output=True)))
     assert added.holds((3, 1, 1))
     assert not added.holds((3, 2, 1))
+    squeezed = SEGMENTS["squeezed"][0]
+    assert squeezed.holds((3, 9, 8))
+    narrow = dataclasses.replace(squeezed.layers[3], shape=(1, 4, 1, 1))  # PyTorch would repeat it
+    layers = *squeezed.layers[:3], narrow, *squeezed.layers[4:]
+    assert not dataclasses.replace(squeezed, layers=layers).holds((3, 9, 8))
 
 
 def test_sums_that_do_not_fit_are_refused():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fixedpoint_kernels import FixedPoint, decode, encode, tokens
+from fixedpoint_kernels import FixedPoint, decode, encode, functions, tokens
 from fixedpoint_kernels.products import paths
 from fixedpoint_kernels.tokens import (
     Add,
@@ -21,7 +21,6 @@ from fixedpoint_kernels.tokens import (
     Relu,
     Segment,
     execute,
-    functions,
     reference,
 )
 from fixedpoint_kernels.tokens.program import Program

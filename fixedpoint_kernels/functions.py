@@ -4,10 +4,25 @@ Constants are rounded to float32. ``exp`` is within 2 units of the last place fo
 the share of a normal distribution below a number, is within 2e-7.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-__all__ = ["ERF", "ERF_FROM", "EXP", "LN2", "LOG2_E", "LOWEST", "NORMAL", "exp", "normal"]
+__all__ = [
+    "CURVES",
+    "ERF",
+    "ERF_FROM",
+    "EXP",
+    "LN2",
+    "LOG2_E",
+    "LOWEST",
+    "NORMAL",
+    "Curve",
+    "exp",
+    "normal",
+    "sigmoid",
+]
 
 EXP = (1.0, 1.0, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720)
 """Taylor's factors of the exponential."""
@@ -55,3 +70,57 @@ def normal(z: Tensor) -> Tensor:
     t = (z * NORMAL[0]).clamp(-ERF_FROM, ERF_FROM)
     above, below = (polynomial(t * t, factors) for factors in ERF)
     return (t * above / below + 1.0) * 0.5
+
+
+class Curve(NamedTuple):
+    """An activation function whose slope is not 0 or 1 alone.
+
+    Args:
+        name: One of ``CURVES``.
+        number: Of leaky ReLU: the slope below 0.
+    """
+
+    name: str
+    number: float = 0.0
+
+    def value(self, x: Tensor) -> Tensor:
+        """Return the function of numbers, float32."""
+        match self.name:
+            case "silu":
+                return x * sigmoid(x)
+            case "sigmoid":
+                return sigmoid(x)
+            case "hardswish":
+                return x * (x + 3.0).clamp(0.0, 6.0) / 6.0
+            case "hardsigmoid":
+                return (x + 3.0).clamp(0.0, 6.0) / 6.0
+            case "gelu":
+                return x * normal(x)
+        return torch.where(x > 0, x, x * x.new_tensor(self.number))
+
+    def slope(self, x: Tensor) -> Tensor:
+        """Return its derivative, float32."""
+        one = torch.ones_like(x)
+        match self.name:
+            case "silu":
+                s = sigmoid(x)
+                return s * (x * (1.0 - s) + 1.0)
+            case "sigmoid":
+                s = sigmoid(x)
+                return s * (1.0 - s)
+            case "hardswish":
+                return torch.where(x >= 3.0, one, torch.where(x > -3.0, x / 3.0 + 0.5, 0.0))
+            case "hardsigmoid":
+                return torch.where((x > -3.0) & (x < 3.0), one / 6.0, 0.0)
+            case "gelu":
+                return normal(x) + x * (exp(x * x * -0.5) * NORMAL[1])
+        return torch.where(x > 0, one, x.new_tensor(self.number))
+
+
+CURVES = "silu", "sigmoid", "hardswish", "hardsigmoid", "gelu", "leaky_relu"
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return ``1 / (1 + exp(-x))`` of numbers, float32; the exponential is of ``-abs(x)``."""
+    power = exp(-x.abs())
+    return torch.where(x > 0, 1.0, power) / (power + 1.0)
