@@ -1,23 +1,26 @@
-"""Finding layers that pass codes on in a traced model: convolution, batch norm, sum, ReLU, pooling, linear layer."""
+"""Finding layers that pass codes on in a traced model: convolution, batch norm, sum, activation, pooling, linear layer."""
 
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fixedpoint_kernels.fused import INPUT, LONGEST, Pooled, Value
+from fixedpoint_kernels.functions import Curve
+from fixedpoint_kernels.fused import INPUT, LONGEST, Pooled, Scaled, Value
 from marvin.integer.formats import window_of
 from marvin.integer.layers import CLASSES, IntegerConv2d, IntegerLinear
-from marvin.integer.nodes import drop_assertions, flattening, norm_of, plain, pooling
+from marvin.integer.nodes import curve_of, drop_assertions, flattening, norm_of, plain, pooling
 from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Tracer, changes_in_place
 
 __all__ = ["Chain", "Found", "Traced", "trace"]
 
 _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
+_PRODUCTS = operator.mul, operator.imul, torch.mul, "mul", "mul_"
 _RELUS = torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_"
 _SIX = 6.0  # the ceiling of ReLU6
 
@@ -44,7 +47,7 @@ class Chain:
     Args:
         input: Node of what comes in.
         layers: In order of execution.
-        values: See ``fixedpoint_kernels.fused.Value`` and ``Pooled``.
+        values: See ``fixedpoint_kernels.fused.Value``, ``Pooled`` and ``Scaled``.
         nodes: That make the values.
         replaced: Nodes that the chain computes.
         modules: Names of the modules that it computes.
@@ -54,11 +57,21 @@ class Chain:
 
     input: fx.Node
     layers: list[Found] = field(default_factory=list)
-    values: list[Value | Pooled] = field(default_factory=list)
+    values: list[Value | Pooled | Scaled] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
     replaced: list[fx.Node] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
     used: dict[fx.Node, tuple[int, bool]] = field(default_factory=dict)
+
+    def has_one_place(self, number: int) -> bool:
+        """Say whether a value is known to have one place, as means of all have, and what layers make of them."""
+        if number == INPUT:
+            return False
+        value = self.values[number]
+        if isinstance(value, Value):
+            return self.has_one_place(self.layers[value.layer].source)
+        is_mean_of_all = isinstance(value, Pooled) and value.kernel is None
+        return is_mean_of_all or self.has_one_place(value.source)
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -221,6 +234,8 @@ class _Search:
         if node.target is F.batch_norm:
             return self._traced_norm(node)
         pooled, flat = pooling(node, self.module), flattening(node, self.module)
+        if (curve := curve_of(node, self.module)) is not None:
+            return self._curve(node, node.all_input_nodes[0], curve)
         if pooled is not None:
             return self._pool(node, pooled)
         if flat is not None:
@@ -232,9 +247,14 @@ class _Search:
         if node.target in _RELUS or node.target is F.relu6:
             ceiling = _SIX if node.target is F.relu6 else None
             return self._relu(node, node.all_input_nodes[0], ceiling)
-        if node.target in _ADDS and len(node.args) == 2 and not node.kwargs:
-            return self._add(node)
-        return False
+        return self._take_pair(node)
+
+    def _take_pair(self, node: fx.Node) -> bool:
+        if len(node.args) != 2 or len(node.all_input_nodes) != 2 or node.kwargs:
+            return False
+        if node.target in _PRODUCTS:
+            return self._scale(node, *node.all_input_nodes)
+        return node.target in _ADDS and self._add(node)
 
     def _take_module(self, node: fx.Node, source: fx.Node) -> bool:
         own = self.module.get_submodule(str(node.target))
@@ -322,6 +342,35 @@ class _Search:
         self._join(node, self._made(term, node, relu=True, ceiling=ceiling))
         return True
 
+    def _curve(self, node: fx.Node, source: fx.Node, curve: Curve) -> bool:
+        term = self.known.get(source)
+        if not isinstance(term, _Sum) or len(source.users) > 1 or not _is_layer(term):
+            return False
+        self._join(node, self._made(term, node, curve=curve))
+        return True
+
+    def _scale(self, node: fx.Node, *sources: fx.Node) -> bool:
+        """Take the product of a value, which one layer makes, and of a gate that nothing else takes."""
+        a, b = map(self._settle, sources)
+        if a is None or b is None or a.chain is not b.chain:
+            return False
+        chain, gates = a.chain, [a.chain.has_one_place(part.number) for part in (a, b)]
+        if gates not in ([True, False], [False, True]):
+            return False
+        (gate, of_gate), (source, _) = (a, sources[0]), (b, sources[1])
+        if gates[1]:
+            (gate, of_gate), source = (b, sources[1]), a
+        value = INPUT if source.number == INPUT else chain.values[source.number]
+        if not isinstance(value, Value) or len(value.layers) != 1 or value.other_value is not None:
+            return False
+        others = [own.source for own in chain.values if isinstance(own, Scaled)]
+        if len(of_gate.users) > 1 or gate.is_flat or source.number in others:
+            return False
+        chain.values.append(Scaled(source.number, gate.number))
+        chain.nodes.append(node)
+        self._join(node, _Made(chain, len(chain.values) - 1))
+        return True
+
     def _pool(self, node: fx.Node, pooled: Pooled) -> bool:
         made = self._settle(node.all_input_nodes[0])
         if made is None or made.is_flat:
@@ -332,8 +381,6 @@ class _Search:
         return True
 
     def _add(self, node: fx.Node) -> bool:
-        if len(node.all_input_nodes) != 2:
-            return False
         terms = [self.known.get(source) for source in node.all_input_nodes]
         for source, term in zip(node.all_input_nodes, terms, strict=True):
             if isinstance(term, _Sum) and (len(source.users) > 1 or not _is_layer(term)):
@@ -361,15 +408,14 @@ class _Search:
         """Make a value of what a node has, if it is part of a chain."""
         part = self.known.get(node)
         if isinstance(part, _Sum):
-            part = self.known[node] = self._made(part, node, relu=False)
+            part = self.known[node] = self._made(part, node)
         return part
 
-    def _made(
-        self, part: _Sum, node: fx.Node, *, relu: bool, ceiling: float | None = None
-    ) -> _Made:
+    def _made(self, part: _Sum, node: fx.Node, **function: Any) -> _Made:
+        """Make a value; ``function``: what ``Value`` knows of its activation."""
         chain = part.chain
         flat, terms = part.is_flat, (part.layer, part.other_layer, part.other_value)
-        chain.values.append(Value(*terms, relu, ceiling, is_flat=flat))
+        chain.values.append(Value(*terms, **function, is_flat=flat))
         chain.nodes.append(node)
         return _Made(chain, len(chain.values) - 1, flat)
 

@@ -1,4 +1,4 @@
-"""What single nodes of a traced model do to images: pooling, means, flattening."""
+"""What single nodes of a traced model do to images: activations, pooling, means, flattening."""
 
 import math
 import operator
@@ -10,12 +10,22 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fixedpoint_kernels._torch_private import ASSERT
+from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled
 from fixedpoint_kernels.products.shapes import Window
 from marvin.integer.layers import IntegerLinear
 
-__all__ = ["drop_assertions", "flattening", "norm_of", "plain", "pooling"]
+__all__ = ["curve_of", "drop_assertions", "flattening", "norm_of", "plain", "pooling"]
 
+_CURVES = {
+    nn.SiLU: "silu", F.silu: "silu",
+    nn.Sigmoid: "sigmoid", F.sigmoid: "sigmoid", torch.sigmoid: "sigmoid", torch.sigmoid_: "sigmoid",
+    "sigmoid": "sigmoid", "sigmoid_": "sigmoid",
+    nn.Hardswish: "hardswish", F.hardswish: "hardswish",
+    nn.Hardsigmoid: "hardsigmoid", F.hardsigmoid: "hardsigmoid",
+    nn.GELU: "gelu", F.gelu: "gelu",
+    nn.LeakyReLU: "leaky_relu", F.leaky_relu: "leaky_relu",
+}  # fmt: skip
 _LARGEST = F.max_pool2d, torch.max_pool2d
 _MEANS = torch.mean, "mean"
 _FLATTENS = torch.flatten, "flatten"
@@ -25,6 +35,26 @@ _VIEWS = torch.reshape, "reshape", "view"
 def plain(node: fx.Node) -> bool:
     """Say whether a call has nothing but its input, and perhaps ``inplace``."""
     return len(node.args) <= 1 and not set(node.kwargs) - {"inplace", "input"}
+
+
+def curve_of(node: fx.Node, module: nn.Module) -> Curve | None:
+    """Return what curve a node is, if it is one that chains have."""
+    own = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    name = _CURVES.get(node.target if own is None else type(own))
+    if name is None or len(node.all_input_nodes) != 1:
+        return None
+    if own is not None:
+        number = own.negative_slope if isinstance(own, nn.LeakyReLU) else 0.0
+        is_exact = not isinstance(own, nn.GELU) or own.approximate == "none"
+        return Curve(name, number) if plain(node) and is_exact else None
+    names = ("input", "negative_slope") if name == "leaky_relu" else ("input",)
+    given = dict(zip((*names, "inplace"), node.args, strict=False)) | node.kwargs
+    number = given.pop("negative_slope", 0.01) if name == "leaky_relu" else 0.0
+    is_exact = given.pop("approximate", "none") == "none"
+    if not isinstance(number, float | int):
+        return None
+    fits = is_exact and not set(given) - {"input", "inplace"}
+    return Curve(name, float(number)) if fits else None
 
 
 def drop_assertions(graph: fx.Graph) -> None:
