@@ -73,16 +73,9 @@ class Backward:
             more["HAS_PRODUCT"] = 1
         if step.is_last and value is None:
             more |= {"OUT": 0, "OUTER_OUT": Given("dx", 0)}
-        elif step.is_last and value is not None and value.layers:
-            more |= {} if value.curve is None else self._term(i)
+        elif step.is_last and value is not None:
+            more |= {"RELU_MASK": self.layout.relu.get(i, 0)} | self._sums_of(i)
             number = number_of(value)
-            terms = ("FIRST", "Z"), ("SECOND", "Z2")
-            for (kind, place), n in zip(terms, value.layers, strict=False):
-                if self.layout.kind_of_sums(n) == f.BFLOAT16:
-                    more |= {kind: f.BFLOAT16, place: self.layout.sums[n]}
-            more |= {"SUMS": self._sums[i], "SUMS_STRIDE": self._widest}
-            if i in self.layout.relu:
-                more["RELU_MASK"] = self.layout.relu[i]
         return Operation(
             self.layout.numbers(shape, f.FINISH, **more),
             number=number,
@@ -100,6 +93,17 @@ class Backward:
             else:
                 waits.append(self._gradients[k])
         return found | dict(zip(("ADD", "ADD2"), waits, strict=False))
+
+    def _sums_of(self, i: int) -> dict[str, Number]:
+        """Return what the sums of a whole gradient need, for the layers that make the value, and its slope."""
+        value = self.segment.values[i]
+        more: dict[str, Number] = {} if value.curve is None else self._term(i)
+        for names, n in zip((("FIRST", "Z"), ("SECOND", "Z2")), value.layers, strict=False):
+            if self.layout.kind_of_sums(n) == f.BFLOAT16:
+                more |= dict(zip(names, (f.BFLOAT16, self.layout.sums[n]), strict=True))
+        if value.layers:
+            more |= {"SUMS": self._sums[i], "SUMS_STRIDE": self._widest}
+        return more
 
     def _term(self, i: int) -> dict[str, Number]:
         """Return of what one layer a value is made, and by which activation."""

@@ -78,8 +78,8 @@ class Forward:
             self._make(value.source)
             self._make(value.gate)
             return
-        if value.other_value is not None:
-            self._make(value.other_value)
+        for k in value.values:
+            self._make(k)
         if not self._fresh.isdisjoint(value.layers):
             self._begin()
         self.regions[-1] += [self._coefficients(n) for n in value.layers]
@@ -130,11 +130,13 @@ class Forward:
             more |= {"FIRST": f.SCALED, "Z": self._ys[value.source]}
             return more | self.layout.gate_of(value)
         names = ("FIRST", "Z", "A", "B"), ("SECOND", "Z2", "A2", "B2")
-        for own, n in zip(names, value.layers, strict=False):
-            term = self.layout.kind_of_sums(n), self.layout.sums[n], *self.layout.factors[n]
-            more |= dict(zip(own, term, strict=True))
-        if value.other_value is not None:
-            more |= {"SECOND": f.PLAIN, "Z2": self._ys[value.other_value]}
+        terms: list[tuple[Number, ...]] = [
+            (self.layout.kind_of_sums(n), self.layout.sums[n], *self.layout.factors[n])
+            for n in value.layers
+        ]
+        terms += [(f.PLAIN, self._ys[k]) for k in value.values]
+        for own, term in zip(names, terms, strict=False):
+            more |= dict(zip(own, term, strict=False))
         if i in self.layout.relu:
             more["RELU_MASK"] = self.layout.relu[i]
         return more | kind_of(value)

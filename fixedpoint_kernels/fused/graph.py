@@ -60,7 +60,7 @@ class Value:
     """What layers make, for other layers to take: ``relu(layer + other)``, or another function of it.
 
     Args:
-        layer: Number of the layer.
+        layer: Number of the layer; None: ``value`` is in its place.
         other_layer: Number of another one that is added; None: none.
         other_value: Number of an earlier value that is added; None: none.
         relu: Whether what is below 0 becomes 0.
@@ -68,9 +68,10 @@ class Value:
         curve: Another function, of a value without ``relu`` that one layer makes alone.
         is_output: Whether it leaves the segment.
         is_flat: Whether it leaves as (images, channels); it has one place.
+        value: Number of an earlier value to which another is added; None: a layer makes it.
     """
 
-    layer: int
+    layer: int | None
     other_layer: int | None = None
     other_value: int | None = None
     relu: bool = False
@@ -78,11 +79,17 @@ class Value:
     curve: Curve | None = None
     is_output: bool = False
     is_flat: bool = False
+    value: int | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Numbers of the layers that make it."""
-        return (self.layer,) if self.other_layer is None else (self.layer, self.other_layer)
+        return tuple(n for n in (self.layer, self.other_layer) if n is not None)
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Numbers of the earlier values of which it is the sum."""
+        return tuple(i for i in (self.value, self.other_value) if i is not None)
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ class Pooled:
     is_mean: bool = False
     is_flat: bool = False
 
-    other_value: ClassVar[None] = None
+    values: ClassVar[tuple[int, ...]] = ()
     relu: ClassVar[bool] = False
     ceiling: ClassVar[None] = None
     curve: ClassVar[None] = None
@@ -126,7 +133,7 @@ class Scaled:
     gate: int
     is_output: bool = False
 
-    other_value: ClassVar[None] = None
+    values: ClassVar[tuple[int, ...]] = ()
     relu: ClassVar[bool] = False
     ceiling: ClassVar[None] = None
     curve: ClassVar[None] = None
@@ -171,7 +178,7 @@ class Segment:
         for value in self.values:
             source = self.values[value.source] if isinstance(value, Scaled) else value
             again = isinstance(value, Scaled) or value.curve is not None
-            if again and (len(source.layers) != 1 or source.other_value is not None):
+            if again and (len(source.layers) != 1 or source.values):
                 raise ValueError(f"one layer must make what backward computes again, got {source}")
 
     def sizes(self, size: tuple[int, int]) -> Sizes:
@@ -191,6 +198,9 @@ class Segment:
                 kernel, window = value.kernel or (taken[0], taken[1]), value.window
                 found[i] = channels, *window.outputs((taken[0], taken[1]), kernel)
             else:
+                if value.layer is None:
+                    found[i] = found[value.values[0]]
+                    continue
                 layer = self.layers[value.layer]
                 _, *taken = found[layer.source]
                 kernel = layer.shape[2:]
@@ -225,7 +235,7 @@ class Segment:
             fit = fit and taken == own.shape[1] * own.window.groups
         for i, value in enumerate(self.values):
             terms = [self._made(n, sizes) for n in value.layers]
-            terms += [] if value.other_value is None else [sizes[value.other_value]]
+            terms += [sizes[k] for k in value.values]
             fit = fit and all(term == sizes[i] for term in terms)
             fit = fit and (not value.is_flat or sizes[i][1:] == (1, 1))
             fit = fit and (
@@ -244,7 +254,7 @@ class Segment:
 
     def adders(self, value: int) -> list[int]:
         """Return the numbers of the values to which a value is added."""
-        return [n for n, other in enumerate(self.values) if other.other_value == value]
+        return [n for n, other in enumerate(self.values) if value in other.values]
 
     def poolers(self, value: int) -> list[int]:
         """Return the numbers of the values that are pooled from a value."""
@@ -326,6 +336,5 @@ class _Order:
         if self._left[i] == 0 and not is_last:
             self._return(i, None)
         elif is_last and i != INPUT:
-            other = self.segment.values[i].other_value
-            if other is not None:
+            for other in self.segment.values[i].values:
                 self._give(other, i)

@@ -132,13 +132,9 @@ def _value(segment: Segment, i: int, kept: Kept, parameters: Sequence[Parameters
         source, gate = (_value(segment, k, kept, parameters) for k in (value.source, value.gate))
         kept.values[i] = source * gate
     elif value is not None:
-        n = value.layer
-        y = _term(segment.layers[n], kept.layers[n], parameters[n])
-        if value.other_layer is not None:
-            n = value.other_layer
-            y = y + _term(segment.layers[n], kept.layers[n], parameters[n])
-        if value.other_value is not None:
-            y = y + _value(segment, value.other_value, kept, parameters)
+        terms = [_term(segment.layers[n], kept.layers[n], parameters[n]) for n in value.layers]
+        terms += [_value(segment, k, kept, parameters) for k in value.values]
+        y = sum(terms[1:], terms[0])
         y = y.relu() if value.relu else y
         if value.curve is not None:
             kept.curved[i], y = (value.curve, y), value.curve.value(y)

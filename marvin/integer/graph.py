@@ -69,7 +69,8 @@ class Chain:
             return False
         value = self.values[number]
         if isinstance(value, Value):
-            return self.has_one_place(self.layers[value.layer].source)
+            first = value.values[0] if value.layer is None else self.layers[value.layer].source
+            return self.has_one_place(first)
         is_mean_of_all = isinstance(value, Pooled) and value.kernel is None
         return is_mean_of_all or self.has_one_place(value.source)
 
@@ -145,6 +146,7 @@ def trace(module: nn.Module, left: Collection[str] = ()) -> Traced | str:
     ):
         return "it changes a value in place that is used again"
     alone = {n for n in graph.nodes if n.op == "call_module" and n.target in left}
+    alone |= set(graph.nodes) - _needed(graph)
     tokens = find(module, graph, alone)
     # linear layers among norms, GELU and attention stay there
     others = {n for own in tokens if not own.is_plain for n in own.replaced}
@@ -156,6 +158,15 @@ def trace(module: nn.Module, left: Collection[str] = ()) -> Traced | str:
     return Traced(
         graph, chains, tokens, tuple(name for name in tracers[0].called if name not in leaves)
     )
+
+
+def _needed(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes of which the output is made."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node in found:
+            found |= {node, *node.all_input_nodes}
+    return found
 
 
 def _restored(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
@@ -191,13 +202,14 @@ def _count(graph: fx.Graph, name: str) -> None:
 
 @dataclass
 class _Sum:
-    """What is not a value yet: a layer, and what is added to it; flat, it has features, not places."""
+    """What is not a value yet: a layer, or a value, and what is added to it; flat, it has features, not places."""
 
     chain: Chain
-    layer: int
+    layer: int | None
     is_flat: bool = False
     other_layer: int | None = None
     other_value: int | None = None
+    value: int | None = None
 
 
 @dataclass
@@ -326,7 +338,7 @@ class _Search:
         term = self.known.get(source)
         if not isinstance(term, _Sum) or len(source.users) > 1 or not _is_layer(term):
             return False
-        if term.is_flat:
+        if term.is_flat or term.layer is None:
             return False
         layer = term.chain.layers[term.layer]
         if layer.norm is not None or self.module.get_submodule(layer.name).bias is not None:
@@ -361,7 +373,7 @@ class _Search:
         if gates[1]:
             (gate, of_gate), source = (b, sources[1]), a
         value = INPUT if source.number == INPUT else chain.values[source.number]
-        if not isinstance(value, Value) or len(value.layers) != 1 or value.other_value is not None:
+        if not isinstance(value, Value) or len(value.layers) != 1 or value.values:
             return False
         others = [own.source for own in chain.values if isinstance(own, Scaled)]
         if len(of_gate.users) > 1 or gate.is_flat or source.number in others:
@@ -388,12 +400,17 @@ class _Search:
         a, b = (self.known.get(source) for source in node.all_input_nodes)
         if isinstance(b, _Sum) and not isinstance(a, _Sum):
             a, b = b, a
-        if isinstance(a, _Sum) and a.chain.input in node.all_input_nodes:
+        a, b = (b, a) if a is None else (a, b)
+        if a is not None and a.chain.input in node.all_input_nodes:
             b = _Made(a.chain, INPUT)
-        if not isinstance(a, _Sum) or b is None or a.chain is not b.chain:
+        if a is None or b is None or a.chain is not b.chain or a.is_flat != b.is_flat:
             return False
-        if a.is_flat != b.is_flat:
-            return False
+        if isinstance(a, _Made):
+            assert isinstance(b, _Made)
+            one_place = [a.chain.has_one_place(part.number) for part in (a, b)]
+            if a.number == b.number or len(set(one_place)) > 1:
+                return False
+            a = _Sum(a.chain, None, a.is_flat, value=a.number)
         more = {"other_layer": b.layer} if isinstance(b, _Sum) else {"other_value": b.number}
         self._join(node, replace(a, **more))
         return True
@@ -415,7 +432,7 @@ class _Search:
         """Make a value; ``function``: what ``Value`` knows of its activation."""
         chain = part.chain
         flat, terms = part.is_flat, (part.layer, part.other_layer, part.other_value)
-        chain.values.append(Value(*terms, **function, is_flat=flat))
+        chain.values.append(Value(*terms, **function, is_flat=flat, value=part.value))
         chain.nodes.append(node)
         return _Made(chain, len(chain.values) - 1, flat)
 
@@ -431,7 +448,8 @@ class _Search:
 
 
 def _is_layer(part: _Sum) -> bool:
-    return part.other_layer is None and part.other_value is None
+    others = part.other_layer, part.other_value, part.value
+    return all(other is None for other in others)
 
 
 def names_in(chains: list[Chain]) -> Iterator[str]:

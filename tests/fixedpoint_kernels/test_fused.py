@@ -245,6 +245,30 @@ def squeezed(width=8, inner=4, eps=1e-5, first="silu", last="sigmoid", leaves=Fa
     return Segment(layers, values)
 
 
+def added(width=8, eps=1e-5):
+    """Sums of two values: behind a curve, behind a gate, of the input, in one and two steps; one leaves."""
+    one = Window()
+    layers = (
+        layer(INPUT, width, width, eps=eps),
+        layer(1, width, width, size=1, window=one, eps=eps),
+        layer(3, width, width, size=1, window=one, eps=None),
+        layer(6, width, width, eps=eps),
+    )
+    layers = (layers[0], *(dataclasses.replace(own, inputs=SIGNED) for own in layers[1:]))
+    values = (
+        Value(0, curve=Curve("silu")),
+        Value(None, value=0, other_value=INPUT),
+        Value(1),
+        Pooled(2, None, Window(), is_mean=True),
+        Value(2, curve=Curve("hardsigmoid")),
+        Scaled(2, 4),
+        Value(None, value=5, other_value=1, relu=True, ceiling=2.0, is_output=True),
+        Value(3, relu=True),
+        Value(None, value=6, other_value=7, is_output=True),
+    )
+    return Segment(layers, values)
+
+
 def narrowed(segment, bits):
     """The same with formats of so many bits, over the same range."""
 
@@ -289,6 +313,8 @@ SEGMENTS = {
     "squeezed odd": (squeezed(5, 3, 1e-5, "hardswish", "hardsigmoid", leaves=True), 2, (5, 7)),
     "squeezed wide": (squeezed(40, 10, 1e-5, "relu"), 3, (8, 8)),
     "squeezed biases": (squeezed(16, 8, None, "gelu", "relu6"), 20, (4, 4)),
+    "added": (added(), 3, (9, 8)),
+    "added odd": (added(5, None), 2, (7, 5)),
     "seven bits": (narrowed(residual(16), 7), 3, (8, 8)),
     "five bits": (narrowed(residual(20, inputs=20), 5), 3, (9, 7)),
     "five bits by place": (narrowed(residual(16, inputs=4), 5), 20, (4, 4)),
@@ -578,11 +604,8 @@ def values_in_float64(segment, kept, leaves, source):
         if isinstance(value, Scaled):
             values[i] = values[value.source] * values[value.gate]
             continue
-        h = term(value.layer)
-        if value.other_layer is not None:
-            h = h + term(value.other_layer)
-        if value.other_value is not None:
-            h = h + values[value.other_value]
+        terms = [*map(term, value.layers), *(values[k] for k in value.values)]
+        h = sum(terms[1:], terms[0])
         made = h.clamp(0, value.ceiling) if value.relu else h
         if value.curve is not None:
             made = h = CURVES[value.curve.name](h)
@@ -602,6 +625,7 @@ def values_in_float64(segment, kept, leaves, source):
         ("inverted", 256, 0.02),
         ("grouped", 256, 0.1),  # what its small groups make has much noise
         ("curved", 256, 0.02),
+        ("added", 256, 0.02),
         ("squeezed", 256, 0.05),  # a shift before batch norm has a gradient of almost 0
         ("squeezed odd", 256, 0.02),
     ],

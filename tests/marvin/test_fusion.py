@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import marvin
 from fixedpoint_kernels import FixedPoint, products
+from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, Pooled, Value
 from fixedpoint_kernels.products.shapes import Window
 from marvin.hooks import rounders_of, state_of
@@ -21,7 +22,7 @@ from marvin.integer import convert, report, revert
 from marvin.integer.formats import why_no_kernel
 from marvin.integer.fusion import Fused
 from marvin.integer.graph import Traced, trace
-from marvin.integer.nodes import flattening, pooling
+from marvin.integer.nodes import curve_of, flattening, pooling
 from marvin.policies.observer import Observer, inputs_of
 from marvin.rounder import formats_of
 from train.resnet20 import Block
@@ -667,6 +668,213 @@ def test_groups_and_relu6_are_part_of_chains(how):
     assert train(model, optimizer, 3)
 
 
+class Squeeze(nn.Module):
+    """Squeeze and excitation: as torchvision has it, or timm, or with functions."""
+
+    def __init__(self, channels, how, gate):
+        super().__init__()
+        self.how, self.gate = how, gate
+        self.mean = nn.AdaptiveAvgPool2d(1)
+        self.fc1 = nn.Conv2d(channels, channels // 4, 1)
+        self.act = nn.SiLU() if how == "timm" else nn.ReLU()
+        self.fc2 = nn.Conv2d(channels // 4, channels, 1)
+
+    def forward(self, x):
+        s = self.mean(x) if self.how == "torchvision" else x.mean((2, 3), keepdim=True)
+        s = self.fc2(self.act(self.fc1(s)))
+        if self.how == "functions":
+            return torch.mul(x, F.hardsigmoid(s))
+        return self.gate(s) * x if self.how == "torchvision" else x * s.sigmoid()
+
+
+class Efficient(nn.Module):
+    """As EfficientNet and MobileNetV3: curves, gates, values added."""
+
+    def __init__(self, how, act):
+        super().__init__()
+        self.act = act
+        self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(16)
+        self.each = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.squeeze = Squeeze(16, how, nn.Sigmoid())
+        self.narrow = nn.Conv2d(16, 16, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(16)
+
+    def forward(self, x):
+        x = self.act(self.bn(self.conv(x)))
+        y = self.squeeze(self.act(self.bn1(self.each(x))))
+        return (x + self.bn2(self.narrow(y))).mean((2, 3))
+
+
+EFFICIENT = {
+    "torchvision": ("torchvision", nn.Hardswish(inplace=True)),
+    "timm": ("timm", nn.SiLU(inplace=True)),
+    "functions": ("functions", F.gelu),
+    "leaky": ("timm", lambda x: F.leaky_relu(x, 0.2, inplace=True)),
+}
+
+
+@pytest.mark.parametrize("how", EFFICIENT)
+def test_curves_and_gates_are_part_of_chains(how):
+    model, optimizer = make(model=Efficient(*EFFICIENT[how]))
+    assert all(row.is_fused for row in report(model).rows)
+    (chain,) = trace(model).chains
+    assert [len(chain.layers), len(chain.outputs)] == [5, 1]
+    x, y = batch(3, 64)
+    assert is_fused(copy.deepcopy(model), x)
+    twin, moved = unfused(model), unfused(model, rounded=True)
+    assert not is_fused(copy.deepcopy(twin), x)
+    assert (model(x) - twin(x)).norm() < 0.05 * twin(x).norm()
+    grads = (gradients(m, x, y, 16) for m in (model, twin, moved))
+    for (name, _), a, b, c in zip(model.named_parameters(), *grads, strict=True):
+        assert (a - b).norm() < 1.5 * (c - b).norm() + 0.03 * b.norm(), name
+    assert train(model, optimizer, 3)
+
+
+class Summed(nn.Module):
+    """As YOLO's blocks: a curve, then the input of the block is added; as ResNet's with gates."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(16)
+        self.conv1 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.conv2 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(16)
+        self.squeeze = Squeeze(16, "timm", None)
+
+    def forward(self, x):
+        x = F.silu(self.bn(self.stem(x)))
+        x = x + F.silu(self.bn1(self.conv1(x)))
+        return F.relu(self.squeeze(self.bn2(self.conv2(x))) + x).mean((2, 3))
+
+
+def test_sums_of_two_values_are_part_of_chains():
+    model, optimizer = make(model=Summed())
+    (chain,) = trace(model).chains
+    assert [len(chain.layers), len(chain.outputs)] == [5, 1]
+    assert [v.values for v in chain.values if isinstance(v, Value) and v.layer is None] == [
+        (0, 1),
+        (7, 2),
+    ]
+    x, y = batch(3, 64)
+    assert is_fused(copy.deepcopy(model), x)
+    twin, moved = unfused(model), unfused(model, rounded=True)
+    assert (model(x) - twin(x)).norm() < 0.05 * twin(x).norm()
+    grads = (gradients(m, x, y, 16) for m in (model, twin, moved))
+    for (name, _), a, b, c in zip(model.named_parameters(), *grads, strict=True):
+        assert (a - b).norm() < 1.5 * (c - b).norm() + 0.03 * b.norm(), name
+    assert train(model, optimizer, 3)
+
+
+class Gated(nn.Module):
+    """What looks like a gate and is none, or is one that a chain does not have."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 1)
+        self.conv3 = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        x = F.relu(self.bn(self.conv(x)))
+        s = self.conv2(x.mean((2, 3), keepdim=True)).sigmoid()
+        match self.how:
+            case "places":  # a gate for each place
+                x = x * self.conv2(x).sigmoid()
+            case "two gates":
+                x = s * s.mul(2)
+            case "used again":
+                x = x * s + s
+            case "twice":
+                x = x * s + x * self.conv3(x.mean((2, 3), keepdim=True)).sigmoid()
+            case "number":
+                x = x * 0.5
+            case "sum":
+                x = x + s
+            case "curve of a sum":
+                x = F.silu(x + self.conv3(x))
+            case "itself":
+                x = x * x
+        return self.conv3(x).mean((2, 3))
+
+
+GATED = "places", "two gates", "used again", "twice", "number", "sum", "curve of a sum", "itself"
+
+
+@pytest.mark.parametrize("how", GATED)
+def test_products_that_end_a_chain_give_what_layers_alone_give(how):
+    model, optimizer = make(model=Gated(how))
+    twin = unfused(model)
+    x, y = batch(3, 16)
+    assert (model(x) - twin(x)).norm() < 0.05 * twin(x).norm()
+    train(model, optimizer, 2)
+    grads = (gradients(m, x, y, 16) for m in (model, unfused(model)))
+    for (name, _), a, b in zip(model.named_parameters(), *grads, strict=True):
+        assert (a is None and b is None) or (a - b).norm() < 0.2 * b.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda x: F.silu(x, inplace=True), Curve("silu")),
+        (lambda x: F.leaky_relu(x), Curve("leaky_relu", 0.01)),
+        (lambda x: F.leaky_relu(x, 0.3), Curve("leaky_relu", 0.3)),
+        (lambda x: F.leaky_relu(negative_slope=0.3, input=x), Curve("leaky_relu", 0.3)),
+        (lambda x: F.gelu(x), Curve("gelu")),
+        (lambda x: F.gelu(x, approximate="none"), Curve("gelu")),
+        (lambda x: F.gelu(x, approximate="tanh"), None),
+        (lambda x: torch.sigmoid(x), Curve("sigmoid")),
+        (lambda x: x.sigmoid_(), Curve("sigmoid")),
+        (lambda x: F.hardswish(x, True), Curve("hardswish")),
+        (lambda x: torch.sigmoid(x, out=x), None),
+        (lambda x: F.leaky_relu(x, x.mean()), None),
+        (lambda x: torch.tanh(x), None),
+    ],
+)
+def test_calls_that_are_curves(call, found):
+    graph = fx.Graph()
+    call(fx.Proxy(graph.placeholder("x")))
+    assert curve_of(list(graph.nodes)[-1], nn.Module()) == found
+
+
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        (nn.LeakyReLU(0.2), Curve("leaky_relu", 0.2)),
+        (nn.GELU(), Curve("gelu")),
+        (nn.GELU("tanh"), None),
+        (nn.Tanh(), None),
+    ],
+)
+def test_modules_that_are_curves(own, found):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = own
+
+        def forward(self, x):
+            return self.act(x)
+
+    model = Model()
+    graph = fx.symbolic_trace(model).graph
+    assert [curve_of(n, model) for n in graph.nodes if n.op == "call_module"] == [found]
+
+
+def test_a_slope_that_changes_is_seen():
+    model, _ = make(model=Efficient("timm", nn.LeakyReLU(0.2)))
+    x, _ = batch(3)
+    model(x)
+    model.act.negative_slope = 0.9
+    assert is_fused(model, x)
+    twin = unfused(model)
+    assert (model(x) - twin(x)).norm() < 0.05 * twin(x).norm()
+
+
 class NormAct(nn.BatchNorm2d):
     """A batch norm with more behind it, whose code calls the function: as timm has it."""
 
@@ -721,7 +929,7 @@ def test_norms_with_activations_of_their_own_are_part_of_chains():
     assert is_fused(model)
     assert not is_fused(twin)
     (chain,) = trace(model).chains
-    assert [layer.norm for layer in chain.layers] == ["norm1", "norm2"]
+    assert [layer.norm for layer in chain.layers] == ["norm1", "norm2", None]
     for name, found in statistics_of(model).items():
         wanted = dict(twin.named_buffers())[name]
         torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
