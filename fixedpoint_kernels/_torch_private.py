@@ -121,7 +121,12 @@ def storage_key(x: Tensor) -> int:
 def is_watched() -> bool:
     """Say whether a mode or a transformation of ``torch.func`` sees what operators do."""
     # torch.overrides tells of neither
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
+    return bool(torch._C._len_torch_dispatch_stack() or is_transformed())
+
+
+def is_transformed() -> bool:
+    """Say whether a transformation of ``torch.func`` sees what operators do."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def derivatives_of(x: Tensor) -> int:

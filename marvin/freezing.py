@@ -16,7 +16,7 @@ from fixedpoint_kernels.rounding.reference import float_bounds
 from marvin.attention import Attention, Encoder, EncoderLayer
 from marvin.channels import ChannelFormat
 from marvin.conversion import prepare
-from marvin.hooks import restore_forwards, rounders_of, unhook
+from marvin.hooks import rounders_of, unhook
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_value
 from marvin.rounder import BUFFER, FLOATS, as_it_is, formats_of
@@ -50,7 +50,6 @@ def freeze(model: nn.Module) -> nn.Module:
     """
     check_model(model, "freeze(model)")
     frozen = copy.deepcopy(model).eval().requires_grad_(False)
-    restore_forwards(frozen)
     if any(map(is_converted, frozen.modules())):
         revert(frozen)  # nothing goes backward
     found = [(m, rounder) for m in frozen.modules() for rounder in rounders_of(m)]

@@ -20,7 +20,7 @@ from fixedpoint_kernels.products import jobs, weight_jobs
 from fixedpoint_kernels.products.instructions import ByName, compiled
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
 
-__all__ = ["run"]
+__all__ = ["parts_of_regions", "run"]
 
 _NOISE_BLOCK = f.NOISE_BLOCK
 
@@ -382,6 +382,13 @@ def _run_together(context, regions, threads, meeting):
                 wait(meeting, threads * (2 * number + 2))
 
 
+def parts_of_regions() -> tuple[Any, ...]:
+    """Return what kernels are made of that run regions, ``run_region`` last; see ``compiled``."""
+    by_name = jobs.write_spots, jobs.write_outputs, weight_jobs.spread_weights
+    by_name += weight_jobs.multiply_spots, weight_jobs.multiply_alone, weight_jobs.multiply_weights
+    return jobs.tile, *map(ByName, by_name), add_weights, ByName(run_region)
+
+
 def run(path: str, context: np.ndarray, regions: int, threads: int) -> None:
     """Run a program's regions on all images, with the tiles of a path.
 
@@ -391,9 +398,7 @@ def run(path: str, context: np.ndarray, regions: int, threads: int) -> None:
         regions: How many.
         threads: That share the images.
     """
-    by_name = jobs.write_spots, jobs.write_outputs, weight_jobs.spread_weights
-    by_name += weight_jobs.multiply_spots, weight_jobs.multiply_alone, weight_jobs.multiply_weights
-    parts = jobs.tile, *map(ByName, by_name), add_weights, ByName(run_region), ByName(begin_region)
+    parts = *parts_of_regions(), ByName(begin_region)
     if threads > 1 and barrier.CAN_MEET and _missed["times"] < _MOST_MISSED:
         meeting = np.zeros(barrier.SIZE, np.int64)
         together = compiled(_run_together, path, *parts)[True]

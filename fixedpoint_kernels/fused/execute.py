@@ -14,28 +14,29 @@ from fixedpoint_kernels.fused.operations import Addresses
 from fixedpoint_kernels.fused.program import Pass, Program
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
 
-__all__ = ["backward", "forward", "statistics"]
+__all__ = ["Laid", "Result", "backward", "forward", "laid", "statistics", "weight_given"]
 
 
 @dataclass
-class _Laid:
+class Laid:
     """A tensor as programs want it: images of ``Shape.padded`` elements each, channels last."""
 
     tensor: Tensor
     address: int
 
 
-def _laid(x: Tensor, shape: Shape) -> _Laid:
+def laid(x: Tensor, shape: Shape) -> Laid:
+    """Return images as programs want them."""
     flat = x.detach() if x.dim() == 2 else x.detach().permute(0, 2, 3, 1).reshape(len(x), -1)
     if shape.padded != shape.elements:
         padded = flat.new_zeros(len(x), shape.padded)
         padded[:, : shape.elements] = flat
         flat = padded
     flat = flat.contiguous()
-    return _Laid(flat, flat.data_ptr())
+    return Laid(flat, flat.data_ptr())
 
 
-class _Result:
+class Result:
     """An image map for a program to write, channels last; or (images, channels) of one place."""
 
     def __init__(self, images: int, shape: Shape, is_flat: bool = False) -> None:
@@ -82,16 +83,16 @@ def forward(
         The values that leave the segment, float32, channels last, or (images, channels) where they are
         flat; and what backward needs, uint8.
     """
-    source = _laid(x, program.shapes[INPUT])
+    source = laid(x, program.shapes[INPUT])
     kept = program.memory.lend()
     given = {("x", 0): source.address, **_given(program, parameters)}
     outputs, others = {}, {}
     for i, value in enumerate(program.segment.values):
         if value.is_output:
-            outputs[i] = _Result(len(x), program.shapes[i], value.is_flat)
+            outputs[i] = Result(len(x), program.shapes[i], value.is_flat)
             given["y", i] = outputs[i].address
         elif program.observes and program.segment.takers(i):
-            others[i] = _Result(len(x), program.shapes[i])
+            others[i] = Result(len(x), program.shapes[i])
             given["seen", i] = others[i].address
     with program.lock:
         program.clear()
@@ -126,9 +127,9 @@ def backward(
     """
     given = _given(program, parameters)
     outputs = [i for i, value in enumerate(program.segment.values) if value.is_output]
-    held = [_laid(grad, program.shapes[i]) for i, grad in zip(outputs, grads, strict=True)]
+    held = [laid(grad, program.shapes[i]) for i, grad in zip(outputs, grads, strict=True)]
     given |= {("dy", i): own.address for i, own in zip(outputs, held, strict=True)}
-    dx = _Result(program.images, program.shapes[INPUT]) if program.needs_input else None
+    dx = Result(program.images, program.shapes[INPUT]) if program.needs_input else None
     given["dx", 0] = 0 if dx is None else dx.address
     found = []
     for n, own in enumerate(parameters):
@@ -140,7 +141,7 @@ def backward(
         found.append(Gradients(weight, scale, shift))
     back = []
     if program.observes:
-        back = [_Result(program.images, program.shapes[n.source]) for n in program.segment.layers]
+        back = [Result(program.images, program.shapes[n.source]) for n in program.segment.layers]
         given |= {("seen gradient", n): own.address for n, own in enumerate(back)}
     with program.lock:
         _run(program, program.backward, kept, given)
@@ -168,19 +169,22 @@ def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+def weight_given(n: int, weight: Tensor) -> dict[tuple[str, int], int]:
+    """Return where the weight of layer ``n`` is, and how it lies."""
+    steps = weight.stride()
+    names = "weight", "step_o", "step_c", "step_t"
+    numbers = weight.data_ptr(), steps[0], steps[1], steps[-1]
+    return {(name, n): number for name, number in zip(names, numbers, strict=True)}
+
+
 def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:
     found: dict[tuple[str, int], int] = {}
     for n, own in enumerate(parameters):
-        steps = own.weight.stride()
-        step_o, step_c, step_t = steps[0], steps[1], steps[-1]
+        found |= weight_given(n, own.weight)
         if program.segment.layers[n].is_flat:
             _, height, width = program.shapes[program.segment.layers[n].source]
-            step_c *= height * width
+            found["step_c", n] *= height * width
         found |= {
-            ("weight", n): own.weight.data_ptr(),
-            ("step_o", n): step_o,
-            ("step_c", n): step_c,
-            ("step_t", n): step_t,
             ("scale", n): 0 if own.scale is None else own.scale.data_ptr(),
             ("shift", n): 0 if own.shift is None else own.shift.data_ptr(),
         }

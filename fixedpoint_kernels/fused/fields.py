@@ -1,9 +1,9 @@
 """What the numbers of an operation mean: places in a row of int64. Addresses are of elements."""
 
-from fixedpoint_kernels.llvm.passes import BFLOAT16, FLOAT32, PLAIN, SCALED
+from fixedpoint_kernels.llvm.passes import BFLOAT16, FLOAT32, FUSED, PLAIN, SCALED
 from fixedpoint_kernels.products.shapes import LONGEST_SUM
 
-__all__ = ["BFLOAT16", "FLOAT32", "LONGEST_SUM", "PLAIN", "SCALED"]
+__all__ = ["BFLOAT16", "FLOAT32", "FUSED", "LONGEST_SUM", "PLAIN", "SCALED"]
 
 NOISE_BLOCK = 512  # elements that are rounded at once
 

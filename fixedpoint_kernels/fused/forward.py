@@ -57,7 +57,7 @@ class Forward:
     def _multiply(self, n: int) -> None:
         """Compute what a layer makes."""
         self.regions[-1].append(self._product(n))
-        if self.segment.layers[n].eps is not None:
+        if self.layout.has_statistics(n):
             self._fresh.add(n)
 
     def _make(self, i: int) -> None:
@@ -82,7 +82,8 @@ class Forward:
             self._make(k)
         if not self._fresh.isdisjoint(value.layers):
             self._begin()
-        self.regions[-1] += [self._coefficients(n) for n in value.layers]
+        if not self.layout.infers:
+            self.regions[-1] += [self._coefficients(n) for n in value.layers]
 
     def _place(self, i: int) -> Number:
         if i == INPUT:
@@ -146,7 +147,9 @@ class Forward:
         layout, source, made = self.layout, self.layout.shapes[value.source], self.layout.shapes[i]
         windows = numbers_of(value, source, source.padded, made)
         layout.held.append(windows)
-        places = 0 if value.is_mean else layout.keep(layout.images * made.padded)
+        size = layout.images * made.padded
+        kept = Buffer(size) if layout.infers else layout.keep(size)
+        places = 0 if value.is_mean else kept
         layout.pooled[i] = windows.ctypes.data, places
         more = dict(zip(("WINDOWS", "PLACES"), layout.pooled[i], strict=True))
         numbers = layout.numbers(made, f.POOL, Z=self._ys[value.source], Y=y, **more)
@@ -186,7 +189,7 @@ class Forward:
             f.CLIP_MASK: 0 if mask is None else mask,
             f.CLIPS: layer.clip,
             f.BOTH: self.layout.shares_mask(layer.source),
-            f.CLAMPED: self.layout.clamped[n].ctypes.data,
+            f.CLAMPED: 0 if self.layout.infers else self.layout.clamped[n].ctypes.data,
         }
 
     def _product(self, n: int) -> Operation:
@@ -194,9 +197,10 @@ class Forward:
         taken = self.layout.taken(n)
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
         _check_sums(layer, part, taken)
-        size = 4 if layer.eps is None else 2
+        has_statistics = self.layout.has_statistics(n)
+        size = 2 if has_statistics else 4
         steps = size * out.padded, size * out.width * out.channels, size * out.channels
-        kind = tiles.KINDS["float32" if layer.eps is None else "bfloat16 and statistics"]
+        kind = tiles.KINDS["bfloat16 and statistics" if has_statistics else "float32"]
         scales = np.full(
             -(out.channels // -16) * 16, 2.0 ** (-layer.inputs.fl - layer.weight.fl), np.float32
         )
@@ -218,8 +222,8 @@ class Forward:
                 out,
                 f.PRODUCT,
                 X=self.layout.codes[n],
-                HAS_NORM=layer.eps is not None,
-                STATISTICS=self.layout.statistics_at[n],
+                HAS_NORM=has_statistics,
+                STATISTICS=self.layout.statistics_at[n] if has_statistics else 0,
                 OUT=self.layout.sums[n],
                 POWERS=scales.ctypes.data,
                 **self.layout.weights_at(n, part, taken, out.channels, False),

@@ -112,7 +112,12 @@ class Layout:
 
     Args:
         As of ``Program``.
+
+    Attributes:
+        infers: Whether nothing goes backward, and batch norm's factors are known before.
     """
+
+    infers = False
 
     def __init__(  # noqa: PLR0913
         self,
@@ -172,15 +177,19 @@ class Layout:
 
     def _allocate(self) -> None:
         n, segment = self.images, self.segment
-        self.codes = [self.keep(n * self.shapes[layer.source].padded) for layer in segment.layers]
-        self.clip = [
+        self.codes: Sequence[Kept | Buffer] = [
+            self.keep(n * self.shapes[layer.source].padded) for layer in segment.layers
+        ]
+        self.clip: Sequence[Kept | None] = [
             self.keep(n * self.shapes[layer.source].padded // 8)
             if self._wants_mask(layer)
             else None
             for layer in segment.layers
         ]
         again = segment.computed_again
-        self.sums = [self._sums_of(i, i in again) for i in range(len(segment.layers))]
+        self.sums: Sequence[Kept | Buffer] = [
+            self._sums_of(i, i in again) for i in range(len(segment.layers))
+        ]
         self.gates = {
             value.gate: self.keep(4 * n * self.shapes[value.gate].padded)
             for value in segment.values
@@ -199,7 +208,7 @@ class Layout:
         self.statistics_at = [
             self.statistics.ctypes.data + sum(sizes[:n]) for n in range(len(sizes))
         ]
-        self.factors: list[list[Kept | int]] = [
+        self.factors: Sequence[Sequence[Kept | int]] = [
             [self.keep(4 * out.pattern) if i in again else self.take(4 * out.pattern) for _ in "ab"]
             for i, out in enumerate(self.outs)
         ]
@@ -249,7 +258,11 @@ class Layout:
 
     def kind_of_sums(self, n: int) -> int:
         """Return as what a layer's sums are kept."""
-        return f.FLOAT32 if self.segment.layers[n].eps is None else f.BFLOAT16
+        return f.BFLOAT16 if self.has_statistics(n) else f.FLOAT32
+
+    def has_statistics(self, n: int) -> bool:
+        """Say whether batch norm takes the statistics of what a layer makes."""
+        return self.segment.layers[n].eps is not None
 
     def weight_sizes(self, n: int) -> dict[int, int]:
         """Return the sizes of a weight: outputs, inputs of a group and places, also those of a linear layer."""

@@ -20,8 +20,9 @@ from fixedpoint_kernels.llvm.words import Words
 
 BLOCK = 64
 """Elements of one turn."""
-NOTHING, BFLOAT16, FLOAT32, PLAIN, SCALED = range(5)
-"""Kinds of a term: none, bfloat16 or float32 that is scaled and shifted, float32 as it is or scaled."""
+NOTHING, BFLOAT16, FLOAT32, PLAIN, SCALED, FUSED = range(6)
+"""Kinds of a term: none, bfloat16 or float32 that is scaled and shifted, float32 as it is or scaled; and
+float32 that is scaled and shifted, rounded once."""
 
 
 class _Image(Words):
@@ -167,6 +168,8 @@ def _add_term(to: _Image, value, kind, z, e, a, b, adds=False):
         put(to.load(to.moved(z, e, 32)) * to.get(a) + to.get(b))
     with to.equal(kind, PLAIN):
         put(to.load(to.moved(z, e, 32)))
+    with to.equal(kind, FUSED):
+        put(to.load(to.moved(z, e, 32)).fused(to.get(a), to.get(b)))
     with to.equal(kind, SCALED):
         put(to.load(to.moved(z, e, 32)) * to.get(a))
 

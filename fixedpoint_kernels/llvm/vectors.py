@@ -95,6 +95,10 @@ class Vector:
         """Return the square root."""
         return self._intrinsic(f"sqrt.v{self.lanes}f32", self)
 
+    def fused(self, factor: "Vector", addend: "Vector") -> "Vector":
+        """Return the product with ``factor`` plus ``addend``, rounded once."""
+        return self._intrinsic(f"fma.v{self.lanes}f32", self, factor, addend)
+
     def pushed(self, other: "Vector", places: int) -> "Vector":
         """Move all bits some places down, and the lowest of ``other`` to the free ones; int32."""
         return self._intrinsic(f"fshr.v{self.lanes}i32", other, self, self.constant(places))

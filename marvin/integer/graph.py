@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,8 @@ _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
 _PRODUCTS = operator.mul, operator.imul, torch.mul, "mul", "mul_"
 _RELUS = torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_"
 _SIX = 6.0  # the ceiling of ReLU6
+_EXACT = "hardswish", "hardsigmoid", "leaky_relu"  # curves that have the bits of PyTorch's
+_NO_CHAINS = "no layers in it pass codes on"
 
 
 @dataclass
@@ -114,12 +115,14 @@ class _Tracer(Tracer):
         return type(m) in CLASSES.values() or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(module: nn.Module, left: Collection[str] = ()) -> Traced | str:
+def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = False) -> Traced | str:
     """Return a module's graph and chains, or why there are none.
 
     Args:
         module: To be traced.
         left: Names of layers that belong to no chain.
+        is_exact: Whether chains have to be, to the bit, what their layers compute one by one: in
+            eval mode. Means, some curves, linear layers and all of ``tokens`` are left out.
     """
     tracers = _Tracer(), _Tracer()
     buffers = [pair for pair in module.named_buffers() if not pair[1].is_meta]
@@ -147,17 +150,23 @@ def trace(module: nn.Module, left: Collection[str] = ()) -> Traced | str:
         return "it changes a value in place that is used again"
     alone = {n for n in graph.nodes if n.op == "call_module" and n.target in left}
     alone |= set(graph.nodes) - _needed(graph)
+    if is_exact:
+        found = _Search(module, graph, alone, is_exact=True).chains()
+        return Traced(graph, found, [], _inner(graph, tracers[0])) if found else _NO_CHAINS
     tokens = find(module, graph, alone)
     # linear layers among norms, GELU and attention stay there
     others = {n for own in tokens if not own.is_plain for n in own.replaced}
     chains = _Search(module, graph, alone | others).chains()
     tokens = find(module, graph, alone | {n for chain in chains for n in chain.replaced})
     if not chains and not tokens:
-        return "no layers in it pass codes on"
+        return _NO_CHAINS
+    return Traced(graph, chains, tokens, _inner(graph, tracers[0]))
+
+
+def _inner(graph: fx.Graph, tracer: _Tracer) -> tuple[str, ...]:
+    """Return the names of the modules whose code became part of the graph."""
     leaves = {str(node.target) for node in graph.nodes if node.op == "call_module"}
-    return Traced(
-        graph, chains, tokens, tuple(name for name in tracers[0].called if name not in leaves)
-    )
+    return tuple(name for name in tracer.called if name not in leaves)
 
 
 def _needed(graph: fx.Graph) -> set[fx.Node]:
@@ -224,8 +233,10 @@ class _Made:
 class _Search:
     """Walks through a graph in order; each node becomes part of a chain, or ends some."""
 
-    def __init__(self, module: nn.Module, graph: fx.Graph, others: set[fx.Node]) -> None:
-        self.module, self.graph, self.others = module, graph, others
+    def __init__(
+        self, module: nn.Module, graph: fx.Graph, others: set[fx.Node], *, is_exact: bool = False
+    ) -> None:
+        self.module, self.graph, self.others, self.is_exact = module, graph, others, is_exact
         self.known: dict[fx.Node, _Sum | _Made] = {}
         self.found: list[Chain] = []
 
@@ -247,11 +258,12 @@ class _Search:
             return self._traced_norm(node)
         pooled, flat = pooling(node, self.module), flattening(node, self.module)
         if (curve := curve_of(node, self.module)) is not None:
-            return self._curve(node, node.all_input_nodes[0], curve)
+            is_known = not self.is_exact or curve.name in _EXACT
+            return is_known and self._curve(node, node.all_input_nodes[0], curve)
         if pooled is not None:
-            return self._pool(node, pooled)
+            return not (self.is_exact and pooled.is_mean) and self._pool(node, pooled)
         if flat is not None:
-            return self._flatten(flat)
+            return not self.is_exact and self._flatten(flat)
         if len(node.all_input_nodes) == 1 and not plain(node):
             return False
         if node.op == "call_module":
@@ -278,7 +290,8 @@ class _Search:
             return self._norm(node, source)
         if type(own) in (nn.ReLU, nn.ReLU6):
             return self._relu(node, source, _SIX if type(own) is nn.ReLU6 else None)
-        is_same = type(own) is nn.Identity or (type(own) is nn.Dropout and own.p == 0)
+        is_same = type(own) is nn.Identity
+        is_same |= type(own) is nn.Dropout and (own.p == 0 or self.is_exact)
         if is_same and source in self.known:
             if len(source.users) > 1:
                 self._settle(source)
@@ -335,10 +348,8 @@ class _Search:
         return True
 
     def _norm(self, node: fx.Node, source: fx.Node, name: str | None = None) -> bool:
-        term = self.known.get(source)
-        if not isinstance(term, _Sum) or len(source.users) > 1 or not _is_layer(term):
-            return False
-        if term.is_flat or term.layer is None:
+        term = self._alone(source)
+        if term is None or term.is_flat or term.layer is None:
             return False
         layer = term.chain.layers[term.layer]
         if layer.norm is not None or self.module.get_submodule(layer.name).bias is not None:
@@ -355,11 +366,17 @@ class _Search:
         return True
 
     def _curve(self, node: fx.Node, source: fx.Node, curve: Curve) -> bool:
+        term = self._alone(source)
+        if term is not None:
+            self._join(node, self._made(term, node, curve=curve))
+        return term is not None
+
+    def _alone(self, source: fx.Node) -> _Sum | None:
+        """Return what a layer makes, if nothing was added and one node uses it."""
         term = self.known.get(source)
         if not isinstance(term, _Sum) or len(source.users) > 1 or not _is_layer(term):
-            return False
-        self._join(node, self._made(term, node, curve=curve))
-        return True
+            return None
+        return term
 
     def _scale(self, node: fx.Node, *sources: fx.Node) -> bool:
         """Take the product of a value, which one layer makes, and of a gate that nothing else takes."""
@@ -428,11 +445,19 @@ class _Search:
             part = self.known[node] = self._made(part, node)
         return part
 
-    def _made(self, part: _Sum, node: fx.Node, **function: Any) -> _Made:
-        """Make a value; ``function``: what ``Value`` knows of its activation."""
+    def _made(
+        self,
+        part: _Sum,
+        node: fx.Node,
+        *,
+        relu: bool = False,
+        ceiling: float | None = None,
+        curve: Curve | None = None,
+    ) -> _Made:
         chain = part.chain
         flat, terms = part.is_flat, (part.layer, part.other_layer, part.other_value)
-        chain.values.append(Value(*terms, **function, is_flat=flat, value=part.value))
+        rest = relu, ceiling, curve
+        chain.values.append(Value(*terms, *rest, is_flat=flat, value=part.value))
         chain.nodes.append(node)
         return _Made(chain, len(chain.values) - 1, flat)
 

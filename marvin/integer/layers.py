@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fixedpoint_kernels._torch_private import is_transformed
 from marvin.integer import autograd
 from marvin.integer.formats import Product, carried, choose, has_nan, why_no_kernel
 from marvin.model_formats import ModuleFormats
@@ -88,7 +89,7 @@ def _train(
 def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | None:
     product = choose(module, formats)
     dims = next((d for kind, d in _DIMS.items() if isinstance(module, kind)), max(x.dim(), 2))
-    if isinstance(product, str) or x.dtype not in FLOATS or x.dim() != dims:
+    if isinstance(product, str) or x.dtype not in FLOATS or x.dim() != dims or is_transformed():
         return None
     if torch.compiler.is_compiling() or getattr(module, OPTIONS).execution == "simulation":
         return product

@@ -77,7 +77,7 @@ def _counts_dimensions(node: object) -> bool:
 
 
 def norm_of(node: fx.Node, module: nn.Module) -> tuple[str, list[fx.Node]] | None:
-    """Return which batch norm a call of ``F.batch_norm`` is, in training, and the nodes of its tensors.
+    """Return which batch norm a call of ``F.batch_norm`` is, in its mode, and the nodes of its tensors.
 
     Classes that are batch norms with more (timm's ``BatchNormAct2d``) call it.
     """
@@ -99,8 +99,10 @@ def norm_of(node: fx.Node, module: nn.Module) -> tuple[str, list[fx.Node]] | Non
         found = tensors[own]
         if (str(found.target) if isinstance(found, fx.Node) else found) != wanted:
             return None
-    rest = given.get("training"), given.get("momentum"), given.get("eps")
-    if rest != (True, norm.momentum, norm.eps):
+    rest = given.get("training"), given.get("eps")
+    if rest != (norm.training, norm.eps):
+        return None
+    if norm.training and given.get("momentum") != norm.momentum:
         return None
     return name, [own for own in dict.fromkeys(nodes) if len(own.users) == 1]
 

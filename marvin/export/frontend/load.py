@@ -15,13 +15,14 @@ from marvin.export.errors import ExportError
 from marvin.freezing import frozen_formats, saved_classes
 from marvin.integer.conversion import revert
 from marvin.integer.formats import Options
+from marvin.integer.fusion import Fused
 from marvin.integer.layers import CLASSES
 
 __all__ = ["load_frozen", "load_tensor"]
 
 _WRITE = "write torch.save(marvin.freeze(model), path)"
 _OURS = "marvin.", "fixedpoint_kernels."
-_INTEGER = Options, *CLASSES.values()
+_INTEGER = Fused, Options, *CLASSES.values()
 _LAYERS = [getattr(nn, name) for name in nn.modules.__all__]
 
 

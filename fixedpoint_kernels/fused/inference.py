@@ -1,0 +1,275 @@
+"""A segment forward alone, with batch norm's running statistics: what its layers compute one by one, to the bit.
+
+A thread takes a few images through all layers, in memory of its own that stays in its cache: no layer
+waits for another thread.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import prange
+from torch import Tensor
+
+from fixedpoint_kernels.fused import cpu, execute
+from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.fused.forward import Forward
+from fixedpoint_kernels.fused.graph import INPUT, Segment
+from fixedpoint_kernels.fused.layout import Layout
+from fixedpoint_kernels.fused.operations import Buffer, Kept, Operation, table
+from fixedpoint_kernels.fused.weights import pack_weights, packing_items, spare_bytes
+from fixedpoint_kernels.products import jobs
+from fixedpoint_kernels.products.instructions import compiled
+
+__all__ = ["Norm", "Program", "run"]
+
+_CACHE = 2**20  # bytes of what a thread works on at a time
+_BLOCK = 64
+run_region: Any = None
+
+
+class Norm(NamedTuple):
+    """Batch norm in eval mode: mean, variance, scale and shift by channel, float32; the last two or None."""
+
+    mean: Tensor
+    variance: Tensor
+    scale: Tensor | None
+    shift: Tensor | None
+    eps: float
+
+
+@cache
+def rounds_once() -> bool | None:
+    """Say whether ``F.batch_norm`` rounds product and sum once, in eval mode; None: it does something else."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 32, generator=generator)
+    mean, variance, scale, shift = torch.rand(4, 32, generator=generator).add(0.1)
+    own = Norm(mean, variance, scale, shift, 1e-5)
+    factor, shift = (t.double() for t in factors(own, 1))
+    y = F.batch_norm(x, own.mean, own.variance, own.scale, own.shift, eps=own.eps)
+    product = x.double() * factor  # exact
+    if torch.equal(y, (product + shift).float()):
+        return True
+    return False if torch.equal(y, product.float() + shift.float()) else None
+
+
+def factors(own: Norm, times: int) -> tuple[Tensor, Tensor]:
+    """Return by what ``F.batch_norm`` multiplies, and what it adds, repeated: (times * channels,) float32.
+
+    It tells itself: what it makes of 1, with a mean and a shift of 0, and of 0.
+    """
+    one, channels = torch.ones(times, len(own.mean)), torch.zeros(len(own.mean))
+    rest = {"eps": own.eps, "training": False}
+    factor = F.batch_norm(one, channels, own.variance, own.scale, channels, **rest)
+    added = F.batch_norm(one.zero_(), own.mean, own.variance, own.scale, own.shift, **rest)
+    return factor.flatten(), added.flatten()
+
+
+class _Layout(Layout):
+    """Of a few images of one thread."""
+
+    infers = True
+
+    def has_statistics(self, n: int) -> bool:
+        """Say no: they are known."""
+        return False
+
+    def kind_of_sums(self, n: int) -> int:
+        """Return as what a layer's sums are kept, and how they are scaled and shifted."""
+        return f.FUSED if rounds_once() else f.FLOAT32
+
+    def _allocate(self) -> None:
+        n, segment = self.images, self.segment
+        self.codes = [Buffer(n * self.shapes[own.source].padded) for own in segment.layers]
+        self.sums = [Buffer(4 * n * out.padded) for out in self.outs]
+        self.clip = [None] * len(segment.layers)
+        self.relu, self.gates = {}, {}
+        self.scales = [[self.array(out.pattern, np.float32) for _ in "ab"] for out in self.outs]
+        self.factors = [[own.ctypes.data for own in pair] for pair in self.scales]
+
+
+class Program:
+    """What runs a segment forward on images of one size.
+
+    Args:
+        segment: Layers and values; no linear layers, means or gates.
+        images: How many.
+        size: Height and width of the input.
+        path: Of products, one of ``GRAINS``.
+        threads: How many.
+
+    Raises:
+        ValueError: Sums of a layer do not fit in int32.
+    """
+
+    def __init__(
+        self, segment: Segment, images: int, size: tuple[int, int], path: str, threads: int
+    ) -> None:
+        self.segment, self.path, self.threads = segment, path, threads
+        shapes = _shapes(segment, size)
+        most = max(shapes)
+        self.chunk = max(1, min(-(images // -threads), _CACHE // (6 * most)))
+        layers = len(segment.layers)
+        layout = _Layout(segment, self.chunk, size, path, 1, False, [False] * layers, False)
+        self.shapes, self.scales = layout.shapes, layout.scales
+        (operations,) = Forward(layout).regions
+        self._held = [layout, details := [_details(op, self.chunk) for op in operations]]
+        arena = _placed(operations)
+        rows = [np.zeros(jobs.FIELDS, np.int64) if own is None else own.row for own in details]
+        self._details = np.array(rows)
+        numbers, self._reals, self.addresses = table(operations)
+        self._tables = np.stack([numbers] * threads)
+        self._tasks, self._task_reals, self._task_addresses = table(layout.tasks)
+        self._items = packing_items(self._tasks)
+        self._spare_bytes = max(spare_bytes(layer.shape) for layer in segment.layers)
+        self._spare = layout.take(self._spare_bytes * threads)
+        self._arenas = [layout.take(arena) for _ in range(threads)]
+        self.lock = Lock()  # its tables are filled for one thread of Python at a time
+        self._make_contexts(layout, operations)
+        given = self.addresses.given.items()
+        cells = [(row, column, key) for key, own in given for row, column in own]
+        self._keys = [key for *_, key in cells]
+        self._cells = np.array([(row, column, 0, 0) for row, column, _ in cells], np.int64)
+        steps = [4 * self.shapes[INPUT if name == "x" else k].padded for name, k in self._keys]
+        self._cells[:, 3] = steps
+
+    def _make_contexts(self, layout: Layout, operations: list[Operation]) -> None:
+        """Write what each thread's kernel needs to know."""
+        sizes = [64] * 7
+        for op, row in zip(operations, self._details, strict=True):
+            sizes[0] = max(sizes[0], int(row[jobs.WORK_BYTES]) + 64)
+            for part, size in op.scratch.items():
+                sizes[part] = max(sizes[part], -(size // -_BLOCK) * _BLOCK + 64)
+        begins = np.cumsum([0, *(-(size // -_BLOCK) * _BLOCK for size in sizes)]).astype(np.int64)
+        self._regions = np.array([[0, len(operations), self.chunk]], np.int64)
+        self._contexts = np.zeros((self.threads, f.CONTEXT), np.int64)
+        self._held.append(begins)
+        for thread, own in enumerate(self._contexts):
+            arrays = self._tables[thread], self._reals, self._details, self._regions
+            places = f.C_TABLE, f.C_REALS, f.C_DETAILS, f.C_REGIONS
+            for place, array in zip(places, arrays, strict=True):
+                own[place] = array.ctypes.data
+            own[[f.C_OPERATIONS, f.C_THREADS, f.C_SCRATCH_BYTES]] = len(operations), 1, begins[-1]
+            own[[f.C_SCRATCH, f.C_PLACES]] = layout.take(int(begins[-1])), begins.ctypes.data
+
+    def scale(self, norms: Sequence[Norm | Tensor | None]) -> bool:
+        """Write batch norm's factors, or biases; say whether they are finite."""
+        for own, (a, b) in zip(norms, self.scales, strict=True):
+            if isinstance(own, Norm):
+                a[:], b[:] = (t.numpy() for t in factors(own, len(a) // len(own.mean)))
+            else:
+                a[:], b[:] = 1.0, 0.0 if own is None else np.resize(own.detach().numpy(), len(b))
+        return all(np.isfinite(t).all() for pair in self.scales for t in pair)
+
+    def fill(self, given: dict[tuple[str, int], int], weights: dict[tuple[str, int], int]) -> None:
+        """Lay out the weights, and note where images come from and go to."""
+        rows, places, offsets = self.addresses.kept
+        for own, arena in zip(self._tables, self._arenas, strict=True):
+            own[rows, places] = offsets + arena
+        self._cells[:, 2] = [given[key] for key in self._keys]
+        for key, cells in self._task_addresses.given.items():
+            for cell in cells:
+                self._tasks[cell] = weights[key]
+        spare = self._spare, self._spare_bytes, self.threads
+        pack_weights(self.threads > 1)(self._tasks, self._task_reals, self._items, *spare)
+
+    def go(self, images: int) -> None:
+        """Run all images."""
+        parts = cpu.parts_of_regions()
+        kernel = compiled(_run_each, self.path, *parts)[self.threads > 1]
+        kernel(self._contexts, self._tables, self._cells, images, self.chunk, self.threads)
+
+
+def _shapes(segment: Segment, size: tuple[int, int]) -> list[int]:
+    return [c * h * w for c, h, w in segment.sizes(size).values()]
+
+
+def _details(op: Operation, chunk: int) -> jobs.Described | None:
+    return None if op.details is None else op.details(chunk)
+
+
+def _placed(operations: list[Operation]) -> int:
+    """Give buffers places in a thread's memory, which those share that are not needed together; return its size."""
+    used: dict[Buffer, None] = {}
+    for k, op in enumerate(operations):
+        for number in op.numbers.values():
+            if isinstance(number, Buffer):
+                number.first, number.last = min(number.first, k), max(number.last, k)
+                used[number] = None
+    free: list[tuple[int, int]] = []  # size and place
+    end = 0
+    for k in range(len(operations)):
+        for buffer in (b for b in used if b.first == k):
+            size = -(buffer.size // -_BLOCK) * _BLOCK + _BLOCK
+            fitting = [place for place in free if place[0] >= size]
+            if fitting:
+                place = min(fitting)
+                free.remove(place)
+            else:
+                place, end = (size, end), end + size
+            buffer.size, buffer.address = place
+        free += [(b.size, b.address) for b in used if b.last == k]
+    for op in operations:
+        for field, number in op.numbers.items():
+            if isinstance(number, Buffer):
+                op.numbers[field] = Kept(number.address)
+    return end
+
+
+def _run_each(contexts, tables, cells, images, chunk, threads):
+    """Run each thread's share of the images, so many at a time.
+
+    Args:
+        contexts: (threads, ``fields.CONTEXT``) int64.
+        tables: (threads, operations, ``fields.COUNT``) int64.
+        cells: (n, 4) int64: row and column of a table, address, and bytes from one image to the next.
+        images: How many.
+        chunk: Of these at a time.
+        threads: How many.
+    """
+    for thread in prange(threads):
+        first, last = images * thread // threads, images * (thread + 1) // threads
+        for at in range(first, last, chunk):
+            contexts[thread, f.C_IMAGES] = min(chunk, last - at)
+            for k in range(len(cells)):
+                place = cells[k, 2] + at * cells[k, 3]
+                tables[thread, cells[k, 0], cells[k, 1]] = place
+            run_region(contexts[thread].ctypes.data, 0, 0)
+
+
+def run(
+    program: Program,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    norms: Sequence[Norm | Tensor | None],
+) -> list[Tensor] | None:
+    """Run a segment forward.
+
+    Args:
+        program: Made for the shape of ``x``.
+        x: (images, channels, height, width), float32, any strides.
+        weights: Of each layer.
+        norms: Of each layer: batch norm, a bias, or nothing.
+
+    Returns:
+        The values that leave the segment, float32, channels last; None where a factor of batch norm is
+        not finite.
+    """
+    source = execute.laid(x, program.shapes[INPUT])
+    given = {("x", 0): source.address}
+    results = {}
+    for i, value in enumerate(program.segment.values):
+        if value.is_output:
+            results[i] = execute.Result(len(x), program.shapes[i])
+            given["y", i] = results[i].address
+    own = {k: v for n, w in enumerate(weights) for k, v in execute.weight_given(n, w).items()}
+    with program.lock:
+        if not program.scale(norms):
+            return None
+        program.fill(given, own)
+        program.go(len(x))
+    return [result.take() for result in results.values()]

@@ -1,0 +1,328 @@
+"""Running one chain of a module as one operation, forward and backward, in training."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import increment_version
+
+from fixedpoint_kernels import products
+from fixedpoint_kernels._torch_private import (
+    foreach_add_,
+    has_backward_hooks,
+    hooks_of,
+    own_forward_hooks,
+)
+from fixedpoint_kernels.fused import Layer, Parameters, Segment
+from fixedpoint_kernels.products.shapes import Window
+from fixedpoint_kernels.threads import is_parallel, thread_count
+from marvin.freezing import FrozenRounding
+from marvin.hooks import rounders_of
+from marvin.integer.autograd import lies_as, once
+from marvin.integer.formats import Options, Product, carried, choose, has_nan
+from marvin.integer.graph import Chain
+from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
+from marvin.integer.token_run import alone
+from marvin.model_formats import ModuleFormats
+from marvin.rounder import Rounder
+
+__all__ = ["ChainRun", "count_of_rounding", "has_hooks", "is_in_the_way", "keep"]
+
+_PROGRAMS = 4  # that a chain keeps: formats and batches change
+
+
+_Program = TypeVar("_Program")
+
+
+def keep(
+    programs: dict[Hashable, _Program], key: Hashable, make: Callable[[], _Program]
+) -> _Program:
+    """Return a program that was kept, or make it; of those kept, the one not used longest goes."""
+    program = programs.pop(key, None)
+    if program is None:
+        program = make()
+        while len(programs) >= _PROGRAMS:
+            del programs[next(iter(programs))]
+    programs[key] = program
+    return program
+
+
+def count_of_rounding(module: nn.Module) -> int:
+    """Return how many hooks of our own round what comes into a module; of a frozen one, too."""
+    frozen = sum(1 for _ in hooks_of(module, FrozenRounding)) // 2  # one before, one behind
+    return len(rounders_of(module)) + frozen
+
+
+def has_hooks(module: nn.Module, own: int | None = None) -> bool:
+    """Say whether a module has hooks of others; ``own``: how many round, where that is known."""
+    before, after = own_forward_hooks(module)
+    if before or after:
+        own = count_of_rounding(module) if own is None else own
+        if len(before) > own or len(after) > own:
+            return True
+    return has_backward_hooks(module)
+
+
+def is_in_the_way(module: nn.Module) -> bool:
+    """Say whether a module that is no convolution rounds, or has hooks that would not be called."""
+    before, after = own_forward_hooks(module)
+    if (before or after) and (carried(module)[0].rounds or has_hooks(module)):
+        return True
+    return has_backward_hooks(module)
+
+
+def _layer(module: nn.Module, name: str) -> nn.Conv2d | nn.Linear:
+    found = module.get_submodule(name)
+    assert isinstance(found, nn.Conv2d | nn.Linear)
+    return found
+
+
+def _norm(module: nn.Module, name: str | None) -> nn.BatchNorm2d | None:
+    found = None if name is None else module.get_submodule(name)
+    assert found is None or isinstance(found, nn.BatchNorm2d)
+    return found
+
+
+class ChainRun(nn.Module):
+    """One chain of a module, as a module of the traced graph."""
+
+    def __init__(self, module: nn.Module, chain: Chain) -> None:
+        super().__init__()
+        self.chain = chain
+        # in tuples, so that they are not this module's own; linear layers are convolutions, too
+        self.convolutions = tuple(_layer(module, own.name) for own in chain.layers)
+        self.norms = tuple(_norm(module, own.norm) for own in chain.layers)
+        self.others = tuple(
+            own
+            for own in map(module.get_submodule, chain.modules)
+            if not isinstance(own, IntegerConv2d | IntegerLinear)
+        )
+        self._plain = (fx.GraphModule(module, alone(chain)),)
+        self.rounders: tuple[Rounder, ...] = ()
+        self._formats: list[ModuleFormats] = []
+        self._segment: Segment | None = None
+        self._held: tuple[Any, ...] = ()
+        self._programs: dict[Hashable, Any] = {}
+
+    def ready(self) -> bool:
+        """Say whether the chain can run fused now."""
+        found = [rounders_of(conv) for conv in self.convolutions]
+        if any(len(own) != 1 for own in found):
+            return False
+        self.rounders = tuple(own[0] for own in found)
+        for conv, rounder in zip(self.convolutions, self.rounders, strict=True):
+            if not conv.training or has_hooks(conv, 1):
+                return False
+            if rounder.state.rounding != "nearest":
+                return False
+        if any(is_in_the_way(own) or not own.training for own in self.others):
+            return False
+        pairs = zip(self.rounders, self.convolutions, strict=True)
+        return self._are_float32() and self._knows([r.formats(conv) for r, conv in pairs])
+
+    def _are_float32(self) -> bool:
+        """Say whether weights and what batch norm has are what kernels take."""
+        norms = all(norm is None or _is_float32(norm) for norm in self.norms)
+        return norms and all(conv.weight.dtype is torch.float32 for conv in self.convolutions)
+
+    def _knows(self, formats: list[ModuleFormats]) -> bool:
+        """Describe the chain with these formats, and say whether they fit."""
+        if len(formats) != len(self._formats) or any(
+            a is not b for a, b in zip(formats, self._formats, strict=True)
+        ):
+            self._formats, self._segment = formats, self._described(formats)
+        return self._segment is not None
+
+    def unfit(self) -> list[str]:
+        """Return the names of linear layers without which the chain could run fused now."""
+        pairs = zip(self.chain.layers, self.convolutions, strict=True)
+        unfit = [(own.name, layer) for own, layer in pairs if not _is_fit(layer)]
+        return (
+            [name for name, _ in unfit] if all(isinstance(n, nn.Linear) for _, n in unfit) else []
+        )
+
+    def _described(self, formats: list[ModuleFormats]) -> Segment | None:
+        layers = []
+        for own, conv, norm, found in zip(
+            self.chain.layers, self.convolutions, self.norms, formats, strict=True
+        ):
+            product = choose(conv, found)
+            if isinstance(product, str) or not _fits(product, getattr(conv, OPTIONS), found):
+                return None
+            eps, clip = (None if norm is None else norm.eps), found.ste == "clip"
+            is_flat, sizes = isinstance(conv, nn.Linear), (*conv.weight.shape, 1, 1)
+            layers.append(
+                Layer(
+                    own.source, product.inputs, product.weight_fmt,
+                    (sizes[0], sizes[1], sizes[2], sizes[3]), _window(product), eps, clip, is_flat,
+                )
+            )  # fmt: skip
+        return Segment(tuple(layers), tuple(self.chain.values))
+
+    def _takes(self, x: Tensor) -> bool:
+        """Say whether an input has a shape for which the chain is what its layers are, and no NaN."""
+        if x.dim() != 4 or has_nan(x):
+            return False
+        key = self._segment, tuple(x.shape[1:])
+        if self._held[:1] != (key,):
+            assert self._segment is not None
+            self._held = key, self._segment.holds((x.shape[1], x.shape[2], x.shape[3]))
+        return self._held[1]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return what leaves the chain."""
+        if not self._takes(x):
+            return self._plain[0](x)
+        parameters: list[Tensor | None] = []
+        for conv, norm in zip(self.convolutions, self.norms, strict=True):
+            pair = (None, conv.bias) if norm is None else (norm.weight, norm.bias)
+            parameters += [conv.weight, *pair]
+        for rounder in self.rounders:
+            rounder.state.waiting.discard(rounder.name)
+            rounder.count(len(x))
+        noise = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
+        return _Chain.apply(x, self, noise, *parameters)  # pyright: ignore[reportReturnType]
+
+    @property
+    def observes(self) -> bool:
+        """Whether a policy asks what layers see."""
+        return any(rounder.observer is not None for rounder in self.rounders)
+
+    def program(self, x: Tensor, needs_input: bool, needs_weights: tuple[bool, ...]) -> Any:
+        """Return the program for images like ``x``."""
+        from fixedpoint_kernels.fused.program import Program  # Numba takes a second to import
+
+        path = products.path().name
+        threads = min(thread_count() if is_parallel(x.numel() * 16) else 1, len(x))
+        observes = self.observes
+        needs_input = needs_input or observes
+        key = self._segment, tuple(x.shape), path, threads, needs_input, needs_weights, observes
+        segment, size = self._segment, (x.shape[2], x.shape[3])
+        assert segment is not None
+        rest = path, threads, needs_input, needs_weights, observes
+        return keep(self._programs, key, lambda: Program(segment, len(x), size, *rest))
+
+    def note(self, program: Any, x: Tensor) -> None:
+        """Count what was clamped."""
+        clamped = program.clamped.sum(1).tolist()
+        for i, (layer, rounder) in enumerate(
+            zip(program.segment.layers, self.rounders, strict=True)
+        ):
+            if layer.clip and (layer.source >= 0 or x.requires_grad):
+                shape = program.shapes[layer.source]
+                rounder.tally.add(clamped[i], shape.elements * len(x))
+
+    def show(self, seen: Mapping[int, Tensor]) -> list[Callable[[Tensor], None] | None]:
+        """Show what layers took to the policy; return what takes the gradients."""
+        assert self._segment is not None
+        found = []
+        for layer, own in zip(self._segment.layers, self.rounders, strict=True):
+            x, see = _taken(seen[layer.source], layer), own.observer and own.observer.see
+            found.append(see and see(x, layer.inputs))
+        return found
+
+    def track(self, parameters: Sequence[Parameters]) -> None:
+        """Let the kernels move the running statistics of batch norm, as it would do itself."""
+        batches, running = [], []
+        for norm, own in zip(self.norms, parameters, strict=True):
+            if norm is None or not norm.track_running_stats:
+                continue
+            count, mean, variance = norm.num_batches_tracked, norm.running_mean, norm.running_var
+            if count is not None:
+                batches.append(count)
+            if mean is None or variance is None:
+                continue
+            running += [mean, variance]
+            own.running, own.momentum = (mean, variance), norm.momentum or 0.0
+            if norm.momentum is None and count is not None:
+                own.momentum = 1 / (int(count) + 1)
+        if batches:
+            foreach_add_(batches, 1)
+        increment_version(running)
+
+
+def _taken(x: Tensor, layer: Layer) -> Tensor:
+    """Return an image map as the layer alone would take it."""
+    return x.flatten(1) if layer.is_flat else x
+
+
+def _is_float32(norm: nn.BatchNorm2d) -> bool:
+    own = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    return all(t is None or (t.dtype is torch.float32 and t.is_contiguous()) for t in own)
+
+
+def _is_fit(layer: nn.Module) -> bool:
+    """Say whether a layer has what chains need."""
+    rounders = rounders_of(layer)
+    if len(rounders) != 1 or has_hooks(layer) or not layer.training:
+        return False
+    formats = rounders[0].formats(layer)
+    product = choose(layer, formats)
+    return not isinstance(product, str) and _fits(product, getattr(layer, OPTIONS), formats)
+
+
+def _fits(product: Product, options: Options, formats: ModuleFormats) -> bool:
+    others = formats.outputs, formats.samples, formats.gradients
+    is_plain = all(fmt is None for fmt in others)
+    return is_plain and not product.shifts and options == Options()
+
+
+def _window(product: Product) -> Window:
+    if product.window is None:
+        return Window()
+    stride, padding, dilation = ((pair[0], pair[1]) for pair in product.window)
+    return Window(stride, padding, dilation, product.groups)
+
+
+class _Chain(torch.autograd.Function):
+    """A chain, forward and backward; keeps codes, what batch norm needs, and masks of bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, run: ChainRun, noise: list[tuple[int, int]], *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        from fixedpoint_kernels.fused import execute
+
+        needed = ctx.needs_input_grad[3:]
+        program = run.program(x, ctx.needs_input_grad[0], tuple(needed[::3]))
+        own = _own(parameters, noise)
+        run.track(own)
+        seen: dict[int, Tensor] = {}
+        outputs, kept = execute.forward(program, x, own, seen)
+        run.note(program, x)
+        ctx.observers = run.show(seen) if program.observes else []
+        ctx.save_for_backward(kept, *parameters)
+        ctx.program, ctx.noise = program, noise
+        return tuple(lies_as(y, x) for y in outputs)
+
+    @staticmethod
+    @once
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        from fixedpoint_kernels.fused import execute
+
+        kept, *parameters = ctx.saved_tensors
+        seen: list[Tensor] = []
+        own = _own(parameters, ctx.noise)
+        dx, found = execute.backward(ctx.program, kept, own, grads, seen)
+        layers = ctx.program.segment.layers if ctx.observers else ()
+        for layer, observe, grad in zip(layers, ctx.observers, seen, strict=True):
+            if observe is not None:
+                observe(_taken(grad, layer))
+        back: list[Tensor | None] = [dx if ctx.needs_input_grad[0] else None, None, None]
+        for i, own in enumerate(found):
+            ways = own.weight, own.scale, own.shift
+            for k, way in enumerate(ways):
+                back.append(way if ctx.needs_input_grad[3 + 3 * i + k] else None)
+        return tuple(back)
+
+
+def _own(parameters: Sequence[Tensor | None], noise: list[tuple[int, int]]) -> list[Parameters]:
+    found = []
+    triples = zip(parameters[::3], parameters[1::3], parameters[2::3], noise, strict=True)
+    for weight, scale, shift, own in triples:
+        assert weight is not None
+        found.append(Parameters(weight, scale, shift, own))
+    return found

@@ -1,0 +1,75 @@
+"""Running one chain of a module as one operation, in eval mode and without gradients."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from fixedpoint_kernels import products
+from fixedpoint_kernels.threads import is_parallel, thread_count
+from marvin.hooks import rounders_of
+from marvin.integer.autograd import lies_as
+from marvin.integer.chain_run import ChainRun, count_of_rounding, has_hooks, is_in_the_way, keep
+from marvin.integer.formats import carried
+
+if TYPE_CHECKING:
+    from fixedpoint_kernels.fused import inference
+
+__all__ = ["InferenceRun"]
+
+
+class InferenceRun(ChainRun):
+    """One chain: what its layers compute one by one, to the bit; also of a frozen model."""
+
+    def ready(self) -> bool:
+        """Say whether the chain can run fused now."""
+        from fixedpoint_kernels.fused.inference import rounds_once
+
+        if rounds_once() is None:
+            return False
+        for conv in self.convolutions:
+            if conv.training or count_of_rounding(conv) != 1 or has_hooks(conv):
+                return False
+        if any(is_in_the_way(own) or own.training for own in self.others):
+            return False
+        if any(norm is not None and norm.running_mean is None for norm in self.norms):
+            return False
+        formats = [carried(conv)[0] for conv in self.convolutions]
+        if any(own.eval_rounding != "nearest" for own in formats):
+            return False
+        return self._are_float32() and self._knows(formats)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return what leaves the chain."""
+        from fixedpoint_kernels.fused import inference
+
+        if not self._takes(x):
+            return self._plain[0](x)
+        for conv in self.convolutions:
+            for rounder in rounders_of(conv):
+                rounder.state.waiting.discard(rounder.name)
+        program = self._inference(x)
+        weights = [conv.weight.detach() for conv in self.convolutions]
+        pairs = zip(self.convolutions, self.norms, strict=True)
+        norms = [conv.bias if norm is None else _numbers(norm) for conv, norm in pairs]
+        outputs = inference.run(program, x, weights, norms)
+        if outputs is None:
+            return self._plain[0](x)
+        return tuple(lies_as(y, x) for y in outputs)
+
+    def _inference(self, x: Tensor) -> "inference.Program":
+        from fixedpoint_kernels.fused.inference import Program
+
+        path = products.path().name
+        threads = min(thread_count() if is_parallel(x.numel() * 16) else 1, len(x))
+        segment, size = self._segment, (x.shape[2], x.shape[3])
+        assert segment is not None
+        key = segment, tuple(x.shape), path, threads
+        return keep(self._programs, key, lambda: Program(segment, len(x), size, path, threads))
+
+
+def _numbers(norm: nn.BatchNorm2d) -> "inference.Norm":
+    from fixedpoint_kernels.fused.inference import Norm
+
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    return Norm(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)

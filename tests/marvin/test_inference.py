@@ -1,0 +1,302 @@
+"""Chains in eval mode, and of frozen models: to the bit what their layers compute one by one."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import marvin
+from benchmarks.networks import mobilenet_v2
+from fixedpoint_kernels import products
+from fixedpoint_kernels.fused import inference
+from marvin.integer import convert, report
+from marvin.integer.graph import trace
+from train.resnet20 import ResNet20
+
+pytestmark = pytest.mark.skipif(
+    not products.path().is_own, reason="no own path of products on this processor"
+)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """How many chains ran in eval mode, and how many gave up."""
+    found, own = {"fused": 0, "left": 0}, inference.run
+
+    def counted(*args):
+        outputs = own(*args)
+        found["left" if outputs is None else "fused"] += 1
+        return outputs
+
+    monkeypatch.setattr(inference, "run", counted)
+    return found
+
+
+def batch(seed, n=8):
+    generator = torch.Generator().manual_seed(100 + seed)
+    x = torch.randn(n, 3, 12, 12, generator=generator)
+    return x, torch.randint(0, 4, (n,), generator=generator)
+
+
+def train(model, optimizer, steps, first=0):
+    model.train()
+    for i in range(first, first + steps):
+        x, y = batch(i)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step(loss=loss)
+
+
+def trained(model=None, policy=None):
+    """Return a model in eval mode that was trained for some steps, and its optimizer."""
+    torch.manual_seed(0)
+    model = ResNet20(width=8) if model is None else model
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.02, momentum=0.9)
+    optimizer = marvin.Quantized(sgd, policy or marvin.LossBudgetPolicy(), seed=0)
+    marvin.quantize_activations(model, optimizer)
+    convert(model)
+    train(model, optimizer, 5)
+    return model.eval(), optimizer
+
+
+def unfused(model):
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    return twin
+
+
+class Parts(nn.Module):
+    """Convolutions of other kinds, an activation in between, and sums."""
+
+    def __init__(self, act, drop=0.0):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(16)
+        self.each = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False)
+        self.bn3 = nn.BatchNorm2d(16, affine=False)
+        self.narrow = nn.Conv2d(16, 12, 1, stride=2)
+        self.drop, self.act, self.pool = nn.Dropout(drop), act, nn.MaxPool2d(3, 2, 1)
+        self.fc = nn.Linear(12, 10)
+
+    def forward(self, x):
+        x = self.act(self.conv1(x))
+        y = self.drop(self.act(self.bn2(self.conv2(x))))
+        x = x + y if self.training else y + x  # the code depends on the mode
+        y = self.bn3(self.each(x))
+        x = self.act(self.pool(y + x)) if self.act is F.relu6 else self.pool(F.relu(y + x))
+        return self.fc(self.narrow(x).mean((2, 3)))
+
+
+class NormAct(nn.BatchNorm2d):
+    """Batch norm whose code calls the function, as timm has it."""
+
+    def forward(self, x):
+        norm = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training,
+            self.momentum, self.eps,
+        )  # fmt: skip
+        return F.relu(norm)
+
+
+def with_norm_act():
+    layers = nn.Conv2d(3, 8, 3, bias=False), NormAct(8), nn.Conv2d(8, 8, 3, bias=False), NormAct(8)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10))
+
+
+MODELS = {
+    "relu6": lambda: Parts(F.relu6),
+    "relu": lambda: Parts(nn.ReLU(inplace=True)),
+    "dropout": lambda: Parts(F.relu, 0.5),
+    "hardswish": lambda: Parts(nn.Hardswish(inplace=True)),
+    "hardsigmoid": lambda: Parts(F.hardsigmoid),
+    "leaky": lambda: Parts(nn.LeakyReLU(0.2)),
+    "silu": lambda: Parts(nn.SiLU()),
+    "norm with activation": with_norm_act,
+    "resnet20": lambda: ResNet20(width=8),
+    "mobilenet": mobilenet_v2,
+}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_eval_mode_gives_the_bits_of_layers_one_by_one(name, last, runs):
+    model, _ = trained(MODELS[name]())
+    x, _ = batch(3, 19)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    twin = unfused(model)
+    with torch.no_grad():
+        wanted, nothing = twin(x), dict(runs)
+        found = model(x)
+    assert nothing == {"fused": 0, "left": 0}
+    assert runs["fused"] > 0
+    assert runs["left"] == 0
+    assert torch.equal(found, wanted)
+    assert found.stride() == wanted.stride()
+    frozen = marvin.freeze(model)  # with gradients on, of which there are none
+    assert torch.equal(frozen(x), wanted)
+
+
+def test_most_of_a_network_is_one_chain():
+    model = trained()[0]
+    assert [len(c.layers) for c in trace(model, is_exact=True).chains] == [21]
+    assert [len(c.layers) for c in trace(model.train()).chains] == [22]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+def test_batches_of_any_size(count, runs):
+    model, _ = trained()
+    x, _ = batch(1, count)
+    with torch.inference_mode():
+        assert torch.equal(model(x), unfused(model)(x))
+    assert runs["fused"] == 1
+
+
+def test_what_changes_between_two_calls_is_seen(runs):
+    """Weights by their data, running statistics, formats, and modules."""
+    model, optimizer = trained()
+    x, _ = batch(2)
+
+    def check(change):
+        change()
+        with torch.no_grad():
+            assert torch.equal(model(x), unfused(model)(x)), change
+
+    check(lambda: None)
+    check(lambda: model.conv.weight.data.mul_(-1))
+    check(lambda: model.bn.running_mean.data.add_(0.5))
+    check(lambda: setattr(model.bn, "eps", 0.1))
+    check(lambda: setattr(model, "bn", nn.BatchNorm2d(8).eval()))
+    check(lambda: (train(model, optimizer, 2), model.eval()))
+    check(lambda: marvin.reestimate_batch_norm(model, [batch(7)[0]]))
+    assert runs["fused"] == 7
+    assert runs["left"] == 0
+
+
+def goes_backward(model, _x):
+    return model(_x.requires_grad_())
+
+
+def trains(model, x):
+    return model(x)
+
+
+def norm_in_training(model, x):
+    model.bn.train()
+    with torch.no_grad():
+        return model(x)
+
+
+def no_statistics(model, x):
+    model.blocks[0].bn1 = nn.BatchNorm2d(8, track_running_stats=False).eval()
+    with torch.no_grad():
+        return model(x)
+
+
+def not_finite(model, x):
+    model.bn.running_var.fill_(float("nan"))
+    with torch.no_grad():
+        return model(x)
+
+
+def not_a_number(model, x):
+    with torch.no_grad():
+        return model(torch.where(x > 1, float("nan"), x))
+
+
+def hooked(model, x):
+    model.bn.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        return model(x)
+
+
+def in_bfloat16(model, x):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        return model(x)
+
+
+def mapped(model, x):
+    with torch.no_grad():
+        return torch.vmap(model)(x[:, None])[:, 0]
+
+
+def traced(model, x):
+    return torch.jit.trace(model, x)(x)
+
+
+OTHERS = (
+    goes_backward, trains, norm_in_training, no_statistics, not_finite, not_a_number, hooked, in_bfloat16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", OTHERS)
+def test_what_a_chain_does_not_do_runs_layer_by_layer(call, runs):
+    model, _ = trained()
+    x, _ = batch(4)
+    twin = unfused(model)
+    found, wanted = call(model, x.clone()), call(twin, x.clone())
+    assert runs["fused"] == 0
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("call", [mapped, traced])
+def test_transformations_see_torchs_own_operators(call, runs):
+    model = marvin.freeze(trained()[0])
+    x, _ = batch(4)
+    torch.testing.assert_close(call(model, x), unfused(model)(x), rtol=1e-5, atol=1e-6)
+    assert call is traced or runs["fused"] == 0
+
+
+def test_rounding_that_is_stochastic_in_eval_mode_is_not_fused(runs):
+    model, optimizer = trained()
+    marvin.quantize_activations(model, optimizer, eval_rounding="stochastic")
+    train(model, optimizer, 1)
+    model.eval()
+    with torch.no_grad():
+        model(batch(1)[0])
+    assert runs == {"fused": 0, "left": 0}
+
+
+def test_a_frozen_model_is_saved_and_exported(runs):
+    model = marvin.freeze(trained()[0])
+    x, _ = batch(5)
+    wanted = unfused(model)(x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert again.forward.module is again
+    assert torch.equal(again(x), wanted)
+    assert runs["fused"] == 1
+    exported = torch.export.export(model, (x,)).module()
+    assert torch.equal(exported(x), wanted)
+    assert runs["fused"] == 1
+    assert all(row.is_integer for row in report(model).rows)
+
+
+def test_prepared_models_that_no_optimizer_trains_are_fused(runs):
+    model, _ = trained()
+    other = ResNet20(width=8)
+    marvin.prepare(other)
+    other.load_state_dict(model.state_dict())
+    convert(other)
+    x, _ = batch(6)
+    with torch.no_grad():
+        assert torch.equal(other.eval()(x), unfused(model)(x))
+    assert runs["fused"] == 1
+
+
+def test_torchs_batch_norm_is_known():
+    """How it rounds on this processor; and its factors, as it tells them."""
+    assert inference.rounds_once() in (True, False)
+    own = inference.Norm(*torch.rand(4, 5).add(0.1).unbind(), 1e-3)
+    factor, shift = inference.factors(own, 3)
+    assert factor.shape == shift.shape == (15,)
+    x = torch.rand(7, 5)
+    exact = F.batch_norm(*(t.double() for t in (x, *own[:4])), eps=1e-3)
+    torch.testing.assert_close(x.double() * factor[:5] + shift[5:10], exact, rtol=1e-5, atol=1e-6)
