@@ -64,6 +64,13 @@ def fixed_point(
     make: Callable[[], nn.Module], x: Tensor, y: Tensor, *, integer: bool, window: int = 10**6
 ) -> Step:
     """Return a step in the loss budget's formats, which it has found."""
+    return fixed_point_model(make, x, y, integer=integer, window=window)[1]
+
+
+def fixed_point_model(
+    make: Callable[[], nn.Module], x: Tensor, y: Tensor, *, integer: bool, window: int = 10**6
+) -> tuple[nn.Module, Step]:
+    """Return a network and a step of it; see ``fixed_point``."""
     torch.manual_seed(0)
     model, layout = make(), torch.channels_last
     model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]: torch has it
@@ -82,7 +89,7 @@ def fixed_point(
 
     for _ in range(4):  # the first steps are observed
         step()
-    return step
+    return model, step
 
 
 def floats(

@@ -11,7 +11,7 @@ from torch import nn
 import marvin
 from benchmarks.networks import mobilenet_v2
 from fixedpoint_kernels import products
-from fixedpoint_kernels.fused import inference
+from fixedpoint_kernels.fused import Pooled, inference
 from marvin.integer import convert, report
 from marvin.integer.graph import trace
 from train.resnet20 import ResNet20
@@ -145,6 +145,25 @@ def test_most_of_a_network_is_one_chain():
     model = trained()[0]
     assert [len(c.layers) for c in trace(model, is_exact=True).chains] == [21]
     assert [len(c.layers) for c in trace(model.train()).chains] == [22]
+
+
+def test_only_what_has_the_bits_of_torch_is_part_of_chains():
+    """Sums of many terms, and functions that are not a few operations, have other last bits."""
+    for act, kinds in ((nn.SiLU(), set()), (nn.Hardswish(), {"hardswish"}), (nn.ReLU(), set())):
+        model, _ = trained(Parts(act))
+        values = [value for c in trace(model, is_exact=True).chains for value in c.values]
+        assert {value.curve.name for value in values if value.curve} == kinds
+        assert any(isinstance(value, Pooled) for value in values)
+        assert not any(getattr(value, "is_mean", False) for value in values)
+
+
+def test_turns_of_one_image_change_nothing(runs, monkeypatch):
+    monkeypatch.setattr(inference, "_CACHE", 1)
+    model, _ = trained()
+    x, _ = batch(1, 7)
+    with torch.no_grad():
+        assert torch.equal(model(x), unfused(model)(x))
+    assert runs["fused"] == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 40])
