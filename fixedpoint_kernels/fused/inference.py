@@ -4,7 +4,7 @@ A thread takes a few images through all layers, in memory of its own that stays 
 waits for another thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from fixedpoint_kernels.fused import cpu, execute
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import INPUT, Segment
-from fixedpoint_kernels.fused.layout import Layout
+from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.operations import Buffer, Kept, Operation, table
 from fixedpoint_kernels.fused.weights import pack_weights, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
@@ -49,7 +49,7 @@ def rounds_once() -> bool | None:
     x = torch.randn(64, 32, generator=generator)
     mean, variance, scale, shift = torch.rand(4, 32, generator=generator).add(0.1)
     own = Norm(mean, variance, scale, shift, 1e-5)
-    factor, shift = (t.double() for t in factors(own, 1))
+    factor, shift = (t.double() for t in factors(own))
     y = F.batch_norm(x, own.mean, own.variance, own.scale, own.shift, eps=own.eps)
     product = x.double() * factor  # exact
     if torch.equal(y, (product + shift).float()):
@@ -57,16 +57,27 @@ def rounds_once() -> bool | None:
     return False if torch.equal(y, product.float() + shift.float()) else None
 
 
-def factors(own: Norm, times: int) -> tuple[Tensor, Tensor]:
-    """Return by what ``F.batch_norm`` multiplies, and what it adds, repeated: (times * channels,) float32.
+def factors(own: Norm) -> tuple[Tensor, Tensor]:
+    """Return by what ``F.batch_norm`` multiplies, and what it adds; (channels,) float32.
 
     It tells itself: what it makes of 1, with a mean and a shift of 0, and of 0.
     """
-    one, channels = torch.ones(times, len(own.mean)), torch.zeros(len(own.mean))
-    rest = {"eps": own.eps, "training": False}
-    factor = F.batch_norm(one, channels, own.variance, own.scale, channels, **rest)
-    added = F.batch_norm(one.zero_(), own.mean, own.variance, own.scale, own.shift, **rest)
-    return factor.flatten(), added.flatten()
+    zero = torch.zeros(len(own.mean))
+    one = torch.ones(1, len(zero))
+    factor = F.batch_norm(one, zero, own.variance, own.scale, zero, eps=own.eps)
+    added = F.batch_norm(zero[None], own.mean, own.variance, own.scale, own.shift, eps=own.eps)
+    return factor[0], added[0]
+
+
+def _joined(norms: Sequence[Norm]) -> Norm:
+    """Return the channels of several as those of one; all have the same ``eps``, and scale and shift or not."""
+    if len(norms) == 1:
+        return norms[0]
+    parts = zip(*(own[:4] for own in norms), strict=True)
+    mean, variance, scale, shift = (None if p[0] is None else torch.cat(p) for p in parts)
+    assert mean is not None
+    assert variance is not None
+    return Norm(mean, variance, scale, shift, norms[0].eps)
 
 
 class _Layout(Layout):
@@ -88,8 +99,19 @@ class _Layout(Layout):
         self.sums = [Buffer(4 * n * out.padded) for out in self.outs]
         self.clip = [None] * len(segment.layers)
         self.relu, self.gates = {}, {}
-        self.scales = [[self.array(out.pattern, np.float32) for _ in "ab"] for out in self.outs]
-        self.factors = [[own.ctypes.data for own in pair] for pair in self.scales]
+        ends = np.cumsum([0, *(out.pattern for out in self.outs)])
+        self.spread = np.concatenate(
+            [first + np.arange(out.pattern) % out.channels for first, out in self.channels()]
+        )
+        self.both = self.array(2 * ends[-1], np.float32).reshape(2, ends[-1])
+        self.factors = [[own[end:].ctypes.data for own in self.both] for end in ends[:-1]]
+
+    def channels(self) -> Iterator[tuple[int, Shape]]:
+        """Yield what each layer makes, and the number of its first channel among all layers'."""
+        first = 0
+        for out in self.outs:
+            yield first, out
+            first += out.channels
 
 
 class Program:
@@ -115,7 +137,9 @@ class Program:
         self.chunk = max(1, min(-(images // -threads), _CACHE // (6 * most)))
         layers = len(segment.layers)
         layout = _Layout(segment, self.chunk, size, path, 1, False, [False] * layers, False)
-        self.shapes, self.scales = layout.shapes, layout.scales
+        self.shapes, self._factors, self._spread = layout.shapes, layout.both, layout.spread
+        self._parts = [slice(n, n + out.channels) for n, out in layout.channels()]
+        self._flat = np.zeros((2, self._parts[-1].stop), np.float32)
         (operations,) = Forward(layout).regions
         self._held = [layout, details := [_details(op, self.chunk) for op in operations]]
         arena = _placed(operations)
@@ -158,12 +182,23 @@ class Program:
 
     def scale(self, norms: Sequence[Norm | Tensor | None]) -> bool:
         """Write batch norm's factors, or biases; say whether they are finite."""
-        for own, (a, b) in zip(norms, self.scales, strict=True):
+        flat, alike = self._flat, {}
+        for n, own in enumerate(norms):
+            part = flat[:, self._parts[n]]
             if isinstance(own, Norm):
-                a[:], b[:] = (t.numpy() for t in factors(own, len(a) // len(own.mean)))
+                kind = own.eps, own.scale is None, own.shift is None
+                alike.setdefault(kind, []).append((own, part))
             else:
-                a[:], b[:] = 1.0, 0.0 if own is None else np.resize(own.detach().numpy(), len(b))
-        return all(np.isfinite(t).all() for pair in self.scales for t in pair)
+                part[0], part[1] = 1.0, 0.0 if own is None else own.detach().numpy()
+        for members in alike.values():  # torch is asked once
+            sizes = [part.shape[1] for _, part in members]
+            both = np.stack([t.numpy() for t in factors(_joined([own for own, _ in members]))])
+            for (_, part), own in zip(
+                members, np.split(both, np.cumsum(sizes)[:-1], 1), strict=True
+            ):
+                part[:] = own
+        np.take(flat, self._spread, 1, out=self._factors)
+        return bool(np.isfinite(flat).all())
 
     def fill(self, given: dict[tuple[str, int], int], weights: dict[tuple[str, int], int]) -> None:
         """Lay out the weights, and note where images come from and go to."""

@@ -20,14 +20,14 @@ from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.freezing import FrozenRounding
 from marvin.hooks import rounders_of
 from marvin.integer.autograd import lies_as, once
-from marvin.integer.formats import Options, Product, carried, choose, has_nan
+from marvin.integer.formats import Options, Product, choose, has_nan
 from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
 from marvin.integer.token_run import alone
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
-__all__ = ["ChainRun", "count_of_rounding", "has_hooks", "is_in_the_way", "keep"]
+__all__ = ["ChainRun", "has_hooks", "is_in_the_way", "keep", "rounding_of"]
 
 _PROGRAMS = 4  # that a chain keeps: formats and batches change
 
@@ -48,17 +48,20 @@ def keep(
     return program
 
 
-def count_of_rounding(module: nn.Module) -> int:
-    """Return how many hooks of our own round what comes into a module; of a frozen one, too."""
-    frozen = sum(1 for _ in hooks_of(module, FrozenRounding)) // 2  # one before, one behind
-    return len(rounders_of(module)) + frozen
+def rounding_of(module: nn.Module) -> tuple[ModuleFormats, list[Rounder], int]:
+    """Return a module's formats, its rounders, and how many of its hooks before ``forward`` round; of a frozen one, too."""
+    rounders = rounders_of(module)
+    if rounders:
+        return rounders[0].formats(module), rounders, len(rounders)
+    frozen = [*hooks_of(module, FrozenRounding)]  # one before, one behind
+    return (frozen[0].formats if frozen else ModuleFormats()), [], len(frozen) // 2
 
 
 def has_hooks(module: nn.Module, own: int | None = None) -> bool:
     """Say whether a module has hooks of others; ``own``: how many round, where that is known."""
     before, after = own_forward_hooks(module)
     if before or after:
-        own = count_of_rounding(module) if own is None else own
+        own = rounding_of(module)[2] if own is None else own
         if len(before) > own or len(after) > own:
             return True
     return has_backward_hooks(module)
@@ -67,9 +70,10 @@ def has_hooks(module: nn.Module, own: int | None = None) -> bool:
 def is_in_the_way(module: nn.Module) -> bool:
     """Say whether a module that is no convolution rounds, or has hooks that would not be called."""
     before, after = own_forward_hooks(module)
-    if (before or after) and (carried(module)[0].rounds or has_hooks(module)):
-        return True
-    return has_backward_hooks(module)
+    if not before and not after:
+        return has_backward_hooks(module)
+    formats, _, own = rounding_of(module)
+    return formats.rounds or has_hooks(module, own)
 
 
 def _layer(module: nn.Module, name: str) -> nn.Conv2d | nn.Linear:

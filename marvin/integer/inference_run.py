@@ -6,10 +6,8 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels import products
 from fixedpoint_kernels.threads import is_parallel, thread_count
-from marvin.hooks import rounders_of
 from marvin.integer.autograd import lies_as
-from marvin.integer.chain_run import ChainRun, count_of_rounding, has_hooks, is_in_the_way, keep
-from marvin.integer.formats import carried
+from marvin.integer.chain_run import ChainRun, has_hooks, is_in_the_way, keep, rounding_of
 
 if TYPE_CHECKING:
     from fixedpoint_kernels.fused import inference
@@ -26,17 +24,18 @@ class InferenceRun(ChainRun):
 
         if rounds_once() is None:
             return False
-        for conv in self.convolutions:
-            if conv.training or count_of_rounding(conv) != 1 or has_hooks(conv):
+        found = [rounding_of(conv) for conv in self.convolutions]
+        for conv, (formats, _, count) in zip(self.convolutions, found, strict=True):
+            if conv.training or count != 1 or has_hooks(conv, 1):
+                return False
+            if formats.eval_rounding != "nearest":
                 return False
         if any(is_in_the_way(own) or own.training for own in self.others):
             return False
         if any(norm is not None and norm.running_mean is None for norm in self.norms):
             return False
-        formats = [carried(conv)[0] for conv in self.convolutions]
-        if any(own.eval_rounding != "nearest" for own in formats):
-            return False
-        return self._are_float32() and self._knows(formats)
+        self.rounders = tuple(rounder for _, rounders, _ in found for rounder in rounders)
+        return self._are_float32() and self._knows([formats for formats, *_ in found])
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return what leaves the chain."""
@@ -44,9 +43,8 @@ class InferenceRun(ChainRun):
 
         if not self._takes(x):
             return self._plain[0](x)
-        for conv in self.convolutions:
-            for rounder in rounders_of(conv):
-                rounder.state.waiting.discard(rounder.name)
+        for rounder in self.rounders:
+            rounder.state.waiting.discard(rounder.name)
         program = self._inference(x)
         weights = [conv.weight.detach() for conv in self.convolutions]
         pairs = zip(self.convolutions, self.norms, strict=True)
