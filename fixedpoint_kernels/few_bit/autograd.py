@@ -11,10 +11,13 @@ from fixedpoint_kernels.few_bit.integrals import Function
 from fixedpoint_kernels.few_bit.operators import (
     decode,
     encode,
+    encode_plain,
     is_fused,
+    is_fused_plain,
     is_plain,
     registered,
     value_and_encode,
+    value_and_encode_plain,
 )
 from fixedpoint_kernels.strides import laid, memory_order
 
@@ -30,14 +33,14 @@ def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None)
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return function(x)
+    if is_plain(x):
+        return _FewBit.apply(x, function, table, memory_order(x), fused)  # pyright: ignore[reportReturnType]
     if not is_fused(x, fused):
         fused = None
-    arguments = x, function, table, memory_order(x), fused
-    if is_plain(x):
-        return _FewBit.apply(*arguments)  # pyright: ignore[reportReturnType]
     if not torch.compiler.is_compiling() and derivatives_of(x) > 1:
         _refuse_second(table)  # torch.func would take the first derivative for a constant
-    return _Transformable.apply(*arguments)[0]  # pyright: ignore[reportOptionalSubscript]
+    output = _Transformable.apply(x, function, table, memory_order(x), fused)
+    return output[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 class _Transformable(torch.autograd.Function):
@@ -59,10 +62,12 @@ class _Transformable(torch.autograd.Function):
         return _back(y, order), planes
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
-        _keep(ctx, inputs, output)
+        x, _, ctx.table, ctx.order, _ = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(output[1])
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -82,17 +87,21 @@ class _FewBit(_Transformable):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *arguments: Any
+        ctx: Any,
+        x: Tensor,
+        function: Function,
+        table: str,
+        order: tuple[int, ...] | None,
+        fused: Fused | None,
     ) -> Tensor:
-        output = _Transformable.forward(*arguments)
-        _keep(ctx, arguments, output)
-        return output[0]
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, _, ctx.table, ctx.order, _ = inputs
-    ctx.dtype = x.dtype
-    ctx.save_for_backward(output[1])
+        if fused is not None and is_fused_plain(x, fused):
+            y, planes = value_and_encode_plain(laid(x, order), table, *fused)
+            y = _back(y, order)
+        else:
+            y, planes = function(x), encode_plain(laid(x, order), table)
+        ctx.table, ctx.order, ctx.dtype = table, order, x.dtype
+        ctx.save_for_backward(planes)
+        return y
 
 
 def _back(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
