@@ -34,7 +34,7 @@ def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return function(x)
     if is_plain(x):
-        return _FewBit.apply(x, function, table, memory_order(x), fused)  # pyright: ignore[reportReturnType]
+        return _FewBit.apply(x, (function, table, memory_order(x), fused))  # pyright: ignore[reportReturnType]
     if not is_fused(x, fused):
         fused = None
     if not torch.compiler.is_compiling() and derivatives_of(x) > 1:
@@ -75,33 +75,41 @@ class _Transformable(torch.autograd.Function):
     ) -> tuple[Tensor | None, None, None, None, None]:
         if grad is None:
             return None, None, None, None, None
-        (planes,) = ctx.saved_tensors
-        product = _product(laid(grad, ctx.order), planes, ctx.table, ctx.dtype)
-        return _back(product, ctx.order), None, None, None, None
+        return _input_gradient(ctx, grad), None, None, None, None
 
 
-class _FewBit(_Transformable):
-    """The same with one output, without what torch.func and the compiler need."""
+class _FewBit(torch.autograd.Function):
+    """The same of a plain ``x``, with one output: without what torch.func and the compiler need.
 
-    setup_context = torch.autograd.Function.setup_context
+    Its arguments are few because torch looks into each, and in a network they are no longer in the
+    caches then: Python takes as long as a kernel over 100,000 elements.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        x: Tensor,
-        function: Function,
-        table: str,
-        order: tuple[int, ...] | None,
-        fused: Fused | None,
+        ctx: Any, x: Tensor, how: tuple[Function, str, tuple[int, ...] | None, Fused | None]
     ) -> Tensor:
-        if fused is not None and is_fused_plain(x, fused):
-            y, planes = value_and_encode_plain(laid(x, order), table, *fused)
-            y = _back(y, order)
+        function, ctx.table, ctx.order, fused = how
+        ctx.dtype = x.dtype
+        own = x if ctx.order is None else laid(x, ctx.order)
+        if fused is not None and is_fused_plain(own, fused):
+            y, planes = value_and_encode_plain(own, ctx.table, *fused)
+            y = y if ctx.order is None else _back(y, ctx.order)
         else:
-            y, planes = function(x), encode_plain(laid(x, order), table)
-        ctx.table, ctx.order, ctx.dtype = table, order, x.dtype
+            y, planes = function(x), encode_plain(own, ctx.table)
         ctx.save_for_backward(planes)
         return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _input_gradient(ctx, grad), None
+
+
+def _input_gradient(ctx: Any, grad: Tensor) -> Tensor:
+    (planes,) = ctx.saved_tensors
+    if ctx.order is None:
+        return _product(grad, planes, ctx.table, ctx.dtype)
+    return _back(_product(laid(grad, ctx.order), planes, ctx.table, ctx.dtype), ctx.order)
 
 
 def _back(y: Tensor, order: tuple[int, ...] | None) -> Tensor:

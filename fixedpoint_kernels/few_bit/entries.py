@@ -23,6 +23,8 @@ _HALF = 32  # parts in one array: what a permutation of two registers reaches
 _WORDS = _HALF // 2  # of codes
 _WHOLE = np.float32(1.5 * 2**23)  # floats near it are whole numbers, and end in their lowest bits
 _TRIED = 128  # numbers of parts a unit
+_FAR = 2**20  # parts from 0
+_WIDEST, _FINEST = 2.0**120, 2.0**120  # so that parts a unit are an ordinary number
 _NEAR = 2.0**-20  # of the middle of two parts: too near to tell where rounding leads
 _SCALE, _OFFSET, _LOWEST, _HIGHEST = range(_HALF + _WORDS, _HALF + _WORDS + 4)
 
@@ -37,18 +39,19 @@ def entries_of(table: Table) -> tuple[np.ndarray, ...] | None:
         together, or the processor has no permutation of 16 bits.
     """
     borders = table.borders.astype(np.float64)
-    if not (_has_words() and np.isfinite(borders).all() and borders[-1] > borders[0]):
+    reach = borders[-1] - borders[0]
+    if not (_has_words() and 0 < reach < _WIDEST):
         return None
     for last in (_HALF - 1, 2 * _HALF - 1):
         for taken in last + 0.9 - np.arange(_TRIED) / 16:
-            axis = np.float32(taken / (borders[-1] - borders[0]))
-            shift = np.rint(borders[0] * float(axis))
-            places = borders * float(axis) - shift
+            scale = np.float32(min(taken / reach, _FINEST))
+            shift = np.rint(borders[0] * float(scale))
+            places = borders * float(scale) - shift  # exact, or nearly
             at = np.rint(places).astype(np.int64)
             is_clear = np.abs(places - np.floor(places) - 0.5) > _NEAR
-            if is_clear.all() and (np.diff(at) > 0).all() and at[-1] <= last and abs(shift) < 2**20:
-                numbers = axis, _WHOLE - np.float32(shift), _WHOLE, _WHOLE + np.float32(last)
-                return tuple(_arrays(table, at, np.array(numbers, np.float32), last + 1))
+            if is_clear.all() and (np.diff(at) > 0).all() and at[-1] <= last and abs(shift) < _FAR:
+                axis = scale, _WHOLE - np.float32(shift), _WHOLE, _WHOLE + np.float32(last)
+                return tuple(_arrays(table, at, np.array(axis, np.float32), last + 1))
     return None
 
 

@@ -149,10 +149,11 @@ def encode_plain(x: Tensor, table: str) -> Tensor:
 
 def value_and_encode_plain(x: Tensor, table: str, *fused: object) -> tuple[Tensor, Tensor]:
     """Do as ``value_and_encode``, of an ``x`` that ``is_plain``."""
-    dtypes, kinds = _passes_of(x)
+    kernels = kernels_of(x)
+    dtypes, kinds = getattr(kernels, "ONE_PASS", NONE)
     if x.dtype not in dtypes:
         raise TypeError(f"one pass on {x.device} needs one of {dtypes}, got {x.dtype}")
-    one_pass = getattr(kernels_of(x), "value_and_encode", None)
+    one_pass = getattr(kernels, "value_and_encode", None)
     if one_pass is None or fused[0] not in kinds:
         raise ValueError(f"one pass on {x.device} needs one of {kinds}, got {fused[0]!r}")
     x, (y, planes) = in_memory(x), _empty_pair(x, table)
@@ -163,15 +164,14 @@ def value_and_encode_plain(x: Tensor, table: str, *fused: object) -> tuple[Tenso
 
 def _decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
     grad, planes = in_memory(grad, "grad"), in_memory(planes, "planes")
-    out, words = _fake_decode(grad, planes, table, dtype), _words(grad, table)
+    own, n = registered(table), grad.numel()
+    out, words = _fake_decode(grad, planes, table, dtype), _words(n, own)
     if planes.shape != (words,):
         raise ValueError(
-            f"planes of {grad.numel()} elements must have shape ({words},), got "
-            f"{tuple(planes.shape)}"
+            f"planes of {n} elements must have shape ({words},), got {tuple(planes.shape)}"
         )
-    if grad.numel():
-        kernels = kernels_of(grad)
-        kernels.decode(grad.contiguous(), planes.contiguous(), out, _tables[table])
+    if n:
+        kernels_of(grad).decode(grad.contiguous(), planes.contiguous(), out, own)
     return out
 
 
@@ -190,12 +190,12 @@ def _check_floating(dtype: torch.dtype) -> None:
         raise TypeError(f"few-bit activations need a floating tensor, got {dtype}")
 
 
-def _words(x: Tensor, table: str) -> int:
-    return (x.numel() + _TILE - 1) // _TILE * (_WORDS * registered(table).bits)
+def _words(n: int, table: Table) -> int:
+    return (n + _TILE - 1) // _TILE * (_WORDS * table.bits)
 
 
 def _empty_planes(x: Tensor, table: str) -> Tensor:
-    return x.new_empty(_words(x, table), dtype=torch.int32)
+    return x.new_empty(_words(x.numel(), registered(table)), dtype=torch.int32)
 
 
 def _empty_product(grad: Tensor, dtype: torch.dtype) -> Tensor:
