@@ -19,6 +19,7 @@ from fixedpoint_kernels.few_bit.operators import (
     value_and_encode,
     value_and_encode_plain,
 )
+from fixedpoint_kernels.once import leaves_of
 from fixedpoint_kernels.strides import laid, memory_order
 
 
@@ -107,9 +108,12 @@ class _FewBit(torch.autograd.Function):
 
 def _input_gradient(ctx: Any, grad: Tensor) -> Tensor:
     (planes,) = ctx.saved_tensors
-    if ctx.order is None:
-        return _product(grad, planes, ctx.table, ctx.dtype)
-    return _back(_product(laid(grad, ctx.order), planes, ctx.table, ctx.dtype), ctx.order)
+    own = grad if ctx.order is None else laid(grad, ctx.order)
+    if torch.is_grad_enabled():
+        product = _differentiable(ctx, own, planes)
+    else:
+        product = decode(own, planes, ctx.table, ctx.dtype)
+    return product if ctx.order is None else _back(product, ctx.order)
 
 
 def _back(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
@@ -119,12 +123,14 @@ def _back(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return y.permute([order.index(i) for i in range(len(order))])
 
 
-def _product(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
-    if not torch.is_grad_enabled():
-        return decode(grad, planes, table, dtype)
-    if is_plain(grad) and not (grad.requires_grad or registered(table).is_exact):
-        grad = grad.detach().requires_grad_()  # so that nobody takes the product for a constant
-    return _Product.apply(grad, planes, table, dtype)  # pyright: ignore[reportReturnType]
+def _differentiable(ctx: Any, grad: Tensor, planes: Tensor) -> Tensor:
+    """Return the product as what may be differentiated, or refuses to be, by all that it depends on."""
+    leaves: list[Tensor] = []
+    if is_plain(grad) and not registered(ctx.table).is_exact:
+        leaves = leaves_of(ctx)
+        if not grad.requires_grad:
+            grad = grad.detach().requires_grad_()  # so that nobody takes the product for a constant
+    return _Product.apply(grad, planes, ctx.table, ctx.dtype, *leaves)  # pyright: ignore[reportReturnType]
 
 
 def _refuse_second(table: str) -> None:
@@ -141,19 +147,23 @@ class _Product(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
+    def forward(
+        grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype, *_leaves: Tensor
+    ) -> Tensor:
         return decode(grad, planes, table, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, planes, ctx.table, _ = inputs
+        grad, planes, ctx.table, _, *leaves = inputs
+        ctx.count = len(leaves)
         ctx.dtype = grad.dtype
         ctx.save_for_backward(planes)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, None, None, None]:
+    ) -> tuple[Any, ...]:
         _refuse_second(ctx.table)
         (planes,) = ctx.saved_tensors
-        return _product(grad, planes, ctx.table, ctx.dtype), None, None, None
+        product = _Product.apply(grad, planes, ctx.table, ctx.dtype)
+        return product, *(None,) * (3 + ctx.count)

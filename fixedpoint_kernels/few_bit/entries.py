@@ -97,7 +97,9 @@ def coder(builder: Any, pointers: Sequence[Any]) -> Any:
         border = found[0]
         if len(found) == 2:
             bit = index & _HALF
-            is_second = Vector(builder, builder.icmp_unsigned("!=", bit.value, bit.constant(0).value))
+            is_second = Vector(
+                builder, builder.icmp_unsigned("!=", bit.value, bit.constant(0).value)
+            )
             border = is_second.where(found[1], found[0])
         words = index.viewed(I16)
         if len(codes) == 2:
