@@ -38,8 +38,8 @@ SEARCH = "aot_eager_decomp_partition"  # keeps what inductor does, and compiles 
 def resnet18() -> tuple[nn.Module, Tensor]:
     """Return a ResNet-18 and a batch, channels last."""
     model, batch = forward_save_steps.resnet18()
-    last: Any = torch.channels_last
-    return model.to(memory_format=last), batch.to(memory_format=last)
+    last = torch.channels_last
+    return model.to(memory_format=last), batch.contiguous(memory_format=last)  # pyright: ignore[reportCallIssue]
 
 
 MODELS = {
