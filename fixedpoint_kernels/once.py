@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["once_differentiable"]
+__all__ = ["leaves_of", "once_differentiable"]
 
 _MESSAGE = (
     "activations that are kept in few bits have no second derivative: where gradients are "
@@ -38,13 +38,35 @@ def once_differentiable(
             return found
         found = found if isinstance(found, tuple) else (found,)
         # whoever asks for the derivative by one of these comes through here
-        leaves = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
+        leaves = leaves_of(ctx)
         needs = [torch.empty(0, requires_grad=True), *leaves, *grads]
         present = [gradient for gradient in found if gradient is not None]
         tensors = iter(_Refused.apply(message, len(present), *present, *needs))  # pyright: ignore
         return tuple(None if gradient is None else next(tensors) for gradient in found)
 
     return once
+
+
+def leaves_of(ctx: Any) -> list[Tensor]:
+    """Return the leaves that the inputs of an autograd function depend on, each once.
+
+    What is computed from these in the backward pass is asked for its own derivative, whether it is
+    by the function's input or by what that was made of. Inputs that are no leaves are no longer
+    there.
+
+    Args:
+        ctx: Of a backward pass.
+    """
+    leaves, seen, found = [], set(), [ctx]
+    while found:
+        for node, _ in found.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable"):
+                leaves.append(node.variable)
+            found.append(node)
+    return leaves
 
 
 class _Refused(torch.autograd.Function):

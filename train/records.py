@@ -116,8 +116,18 @@ class RunFolder:
             )
         if config.resume:
             self._agree(config)
-            if (self.path / TIMING).exists():
-                read_csv(self.path / TIMING, TIMES)
+            self._check_times()
+
+    def _check_times(self) -> None:
+        if not (self.path / TIMING).exists():
+            return
+        try:
+            read_csv(self.path / TIMING, TIMES)
+        except UserError as error:
+            raise UserError(
+                f"{error}: the run does not need this file, delete it to resume without the times of "
+                "the epochs before"
+            ) from error
 
     def read_config(self) -> Config:
         """Return the configuration of the run in this folder.

@@ -11,11 +11,15 @@ from fixedpoint_kernels.few_bit.integrals import Function
 from fixedpoint_kernels.few_bit.operators import (
     decode,
     encode,
+    encode_plain,
     is_fused,
+    is_fused_plain,
     is_plain,
     registered,
     value_and_encode,
+    value_and_encode_plain,
 )
+from fixedpoint_kernels.once import leaves_of
 from fixedpoint_kernels.strides import laid, memory_order
 
 
@@ -30,14 +34,14 @@ def apply(function: Function, x: Tensor, table: str, fused: Fused | None = None)
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return function(x)
+    if is_plain(x):
+        return _FewBit.apply(x, (function, table, memory_order(x), fused))  # pyright: ignore[reportReturnType]
     if not is_fused(x, fused):
         fused = None
-    arguments = x, function, table, memory_order(x), fused
-    if is_plain(x):
-        return _FewBit.apply(*arguments)  # pyright: ignore[reportReturnType]
     if not torch.compiler.is_compiling() and derivatives_of(x) > 1:
         _refuse_second(table)  # torch.func would take the first derivative for a constant
-    return _Transformable.apply(*arguments)[0]  # pyright: ignore[reportOptionalSubscript]
+    output = _Transformable.apply(x, function, table, memory_order(x), fused)
+    return output[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 class _Transformable(torch.autograd.Function):
@@ -59,10 +63,12 @@ class _Transformable(torch.autograd.Function):
         return _back(y, order), planes
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
-        _keep(ctx, inputs, output)
+        x, _, ctx.table, ctx.order, _ = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(output[1])
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -70,29 +76,44 @@ class _Transformable(torch.autograd.Function):
     ) -> tuple[Tensor | None, None, None, None, None]:
         if grad is None:
             return None, None, None, None, None
-        (planes,) = ctx.saved_tensors
-        product = _product(laid(grad, ctx.order), planes, ctx.table, ctx.dtype)
-        return _back(product, ctx.order), None, None, None, None
+        return _input_gradient(ctx, grad), None, None, None, None
 
 
-class _FewBit(_Transformable):
-    """The same with one output, without what torch.func and the compiler need."""
+class _FewBit(torch.autograd.Function):
+    """The same of a plain ``x``, with one output: without what torch.func and the compiler need.
 
-    setup_context = torch.autograd.Function.setup_context
+    Its arguments are few because torch looks into each, and in a network they are no longer in the
+    caches then: Python takes as long as a kernel over 100,000 elements.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *arguments: Any
+        ctx: Any, x: Tensor, how: tuple[Function, str, tuple[int, ...] | None, Fused | None]
     ) -> Tensor:
-        output = _Transformable.forward(*arguments)
-        _keep(ctx, arguments, output)
-        return output[0]
+        function, ctx.table, ctx.order, fused = how
+        ctx.dtype = x.dtype
+        own = x if ctx.order is None else laid(x, ctx.order)
+        if fused is not None and is_fused_plain(own, fused):
+            y, planes = value_and_encode_plain(own, ctx.table, *fused)
+            y = y if ctx.order is None else _back(y, ctx.order)
+        else:
+            y, planes = function(x), encode_plain(own, ctx.table)
+        ctx.save_for_backward(planes)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _input_gradient(ctx, grad), None
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, _, ctx.table, ctx.order, _ = inputs
-    ctx.dtype = x.dtype
-    ctx.save_for_backward(output[1])
+def _input_gradient(ctx: Any, grad: Tensor) -> Tensor:
+    (planes,) = ctx.saved_tensors
+    own = grad if ctx.order is None else laid(grad, ctx.order)
+    if torch.is_grad_enabled():
+        product = _differentiable(ctx, own, planes)
+    else:
+        product = decode(own, planes, ctx.table, ctx.dtype)
+    return product if ctx.order is None else _back(product, ctx.order)
 
 
 def _back(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
@@ -102,12 +123,14 @@ def _back(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return y.permute([order.index(i) for i in range(len(order))])
 
 
-def _product(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
-    if not torch.is_grad_enabled():
-        return decode(grad, planes, table, dtype)
-    if is_plain(grad) and not (grad.requires_grad or registered(table).is_exact):
-        grad = grad.detach().requires_grad_()  # so that nobody takes the product for a constant
-    return _Product.apply(grad, planes, table, dtype)  # pyright: ignore[reportReturnType]
+def _differentiable(ctx: Any, grad: Tensor, planes: Tensor) -> Tensor:
+    """Return the product as what may be differentiated, or refuses to be, by all that it depends on."""
+    leaves: list[Tensor] = []
+    if is_plain(grad) and not registered(ctx.table).is_exact:
+        leaves = leaves_of(ctx)
+        if not grad.requires_grad:
+            grad = grad.detach().requires_grad_()  # so that nobody takes the product for a constant
+    return _Product.apply(grad, planes, ctx.table, ctx.dtype, *leaves)  # pyright: ignore[reportReturnType]
 
 
 def _refuse_second(table: str) -> None:
@@ -124,19 +147,23 @@ class _Product(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
+    def forward(
+        grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype, *_leaves: Tensor
+    ) -> Tensor:
         return decode(grad, planes, table, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, planes, ctx.table, _ = inputs
+        grad, planes, ctx.table, _, *leaves = inputs
+        ctx.count = len(leaves)
         ctx.dtype = grad.dtype
         ctx.save_for_backward(planes)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, None, None, None]:
+    ) -> tuple[Any, ...]:
         _refuse_second(ctx.table)
         (planes,) = ctx.saved_tensors
-        return _product(grad, planes, ctx.table, ctx.dtype), None, None, None
+        product = _Product.apply(grad, planes, ctx.table, ctx.dtype)
+        return product, *(None,) * (3 + ctx.count)

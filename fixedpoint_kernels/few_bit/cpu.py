@@ -18,6 +18,7 @@ from numba.core import cgutils
 from torch import Tensor
 
 from fixedpoint_kernels.few_bit import reference
+from fixedpoint_kernels.few_bit.entries import coder, entries_of
 from fixedpoint_kernels.few_bit.formulas import formula_of, value_of
 from fixedpoint_kernels.few_bit.fused import ONE_PASS as PASSES
 from fixedpoint_kernels.few_bit.fused import Fused
@@ -98,6 +99,8 @@ def _coder(context, builder, kinds, given):
         else:
             parts.append(Vector.splat(builder, part, LANES))
     if isinstance(kinds[0][0], types.Array):
+        if len(parts) < 3:
+            return coder(builder, parts)
         if len(parts) == 3:
             return lambda x: search(x, *parts)
         if len(parts) == 4:
@@ -259,7 +262,11 @@ _encode_serial, _encode_parallel = compile_both(_encode)
 _decode_serial, _decode_parallel = compile_both(_decode)
 
 
-_encoding = lru_cache(maxsize=256)(encoding_of)
+@lru_cache(maxsize=256)
+def _encoding(table: Table) -> tuple[Any, Any]:
+    """Return the ``pieces`` and ``members`` of ``_encode_tile``."""
+    entries = entries_of(table)
+    return (entries, (0,) * table.bits) if entries else encoding_of(table)
 
 
 @lru_cache(maxsize=256)

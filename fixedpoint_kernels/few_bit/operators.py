@@ -1,7 +1,9 @@
 """``encode`` and ``decode`` as operators of PyTorch, which ``torch.compile`` keeps in its graphs."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,7 +54,7 @@ def encode(x: Tensor, table: str) -> Tensor:
         ValueError: ``table`` is not registered; the storage of ``x`` was freed.
     """
     if is_plain(x):
-        return _encode(x, table)
+        return encode_plain(x, table)
     return torch.ops.fixedpoint_kernels.few_bit_encode.default(x, table)
 
 
@@ -76,7 +78,7 @@ def value_and_encode(x: Tensor, table: str, fused: Fused) -> tuple[Tensor, Tenso
         ValueError: ``fused`` has no formula that is there, or as for ``encode``.
     """
     if is_plain(x):
-        return _value_and_encode(x, table, *fused)
+        return value_and_encode_plain(x, table, *fused)
     return torch.ops.fixedpoint_kernels.few_bit_value_and_encode.default(x, table, *fused)
 
 
@@ -123,12 +125,21 @@ def is_fused(x: Tensor, fused: Fused | None) -> bool:
     return x.dtype in dtypes and fused[0] in kinds
 
 
+def is_fused_plain(x: Tensor, fused: Fused | None) -> bool:
+    """Do as ``is_fused``, of an ``x`` that ``is_plain``."""
+    if fused is None:
+        return False
+    dtypes, kinds = _passes_of(x)
+    return x.dtype in dtypes and fused[0] in kinds
+
+
 def _passes_of(x: Tensor) -> Passes:
     """Return what the kernels for where ``x`` is do in one pass."""
     return getattr(kernels_of(x), "ONE_PASS", NONE)
 
 
-def _encode(x: Tensor, table: str) -> Tensor:
+def encode_plain(x: Tensor, table: str) -> Tensor:
+    """Do as ``encode``, of an ``x`` that ``is_plain``."""
     _check_floating(x.dtype)
     x, planes = in_memory(x), _empty_planes(x, table)
     if x.numel():
@@ -136,11 +147,13 @@ def _encode(x: Tensor, table: str) -> Tensor:
     return planes
 
 
-def _value_and_encode(x: Tensor, table: str, *fused: object) -> tuple[Tensor, Tensor]:
-    dtypes, kinds = _passes_of(x)
+def value_and_encode_plain(x: Tensor, table: str, *fused: object) -> tuple[Tensor, Tensor]:
+    """Do as ``value_and_encode``, of an ``x`` that ``is_plain``."""
+    kernels = kernels_of(x)
+    dtypes, kinds = getattr(kernels, "ONE_PASS", NONE)
     if x.dtype not in dtypes:
         raise TypeError(f"one pass on {x.device} needs one of {dtypes}, got {x.dtype}")
-    one_pass = getattr(kernels_of(x), "value_and_encode", None)
+    one_pass = getattr(kernels, "value_and_encode", None)
     if one_pass is None or fused[0] not in kinds:
         raise ValueError(f"one pass on {x.device} needs one of {kinds}, got {fused[0]!r}")
     x, (y, planes) = in_memory(x), _empty_pair(x, table)
@@ -151,27 +164,25 @@ def _value_and_encode(x: Tensor, table: str, *fused: object) -> tuple[Tensor, Te
 
 def _decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
     grad, planes = in_memory(grad, "grad"), in_memory(planes, "planes")
-    out, words = _fake_decode(grad, planes, table, dtype), _words(grad, table)
+    own, n = registered(table), grad.numel()
+    out, words = _fake_decode(grad, planes, table, dtype), _words(n, own)
     if planes.shape != (words,):
         raise ValueError(
-            f"planes of {grad.numel()} elements must have shape ({words},), got "
-            f"{tuple(planes.shape)}"
+            f"planes of {n} elements must have shape ({words},), got {tuple(planes.shape)}"
         )
-    if grad.numel():
-        kernels = kernels_of(grad)
-        kernels.decode(grad.contiguous(), planes.contiguous(), out, _tables[table])
+    if n:
+        kernels_of(grad).decode(grad.contiguous(), planes.contiguous(), out, own)
     return out
 
 
-def kernels_of(x: Tensor):
+def kernels_of(x: Tensor) -> ModuleType:
     """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
-    if x.is_cuda:
-        from fixedpoint_kernels.few_bit import gpu as kernels
-    elif x.is_cpu:
-        from fixedpoint_kernels.few_bit import cpu as kernels
-    else:
-        from fixedpoint_kernels.few_bit import reference as kernels
-    return kernels
+    return _kernels_of("cpu" if x.is_cpu else "gpu" if x.is_cuda else "reference")
+
+
+@cache  # an import statement takes as long as a kernel over 1,000 elements
+def _kernels_of(name: str) -> ModuleType:
+    return import_module(f"fixedpoint_kernels.few_bit.{name}")
 
 
 def _check_floating(dtype: torch.dtype) -> None:
@@ -179,12 +190,12 @@ def _check_floating(dtype: torch.dtype) -> None:
         raise TypeError(f"few-bit activations need a floating tensor, got {dtype}")
 
 
-def _words(x: Tensor, table: str) -> int:
-    return (x.numel() + _TILE - 1) // _TILE * (_WORDS * registered(table).bits)
+def _words(n: int, table: Table) -> int:
+    return (n + _TILE - 1) // _TILE * (_WORDS * table.bits)
 
 
 def _empty_planes(x: Tensor, table: str) -> Tensor:
-    return x.new_empty((_words(x, table),), dtype=torch.int32)
+    return x.new_empty(_words(x.numel(), registered(table)), dtype=torch.int32)
 
 
 def _empty_product(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -230,11 +241,11 @@ def _define(schema: str, run: Callable[..., object], fake: Callable[..., object]
 
 
 _library = torch.library.Library("fixedpoint_kernels", "FRAGMENT")
-_define("encode(Tensor x, str table) -> Tensor", _encode, _empty_planes)
+_define("encode(Tensor x, str table) -> Tensor", encode_plain, _empty_planes)
 _define(
     "value_and_encode(Tensor x, str table, str kind, float a, float b, float c)"
     " -> (Tensor, Tensor)",
-    _value_and_encode,
+    value_and_encode_plain,
     _empty_pair,
 )
 _define(

@@ -27,7 +27,7 @@ class Table:
     levels: np.ndarray
     loss: float
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Bits a code, 1 to 8: not more than the levels need."""
         return len(self.levels).bit_length() - 1

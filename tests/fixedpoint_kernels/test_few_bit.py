@@ -347,6 +347,18 @@ def test_second_derivatives():
     assert torch.equal(second, 2.0 * (x > 0))
 
 
+def test_second_derivatives_by_what_the_input_was_made_of():
+    """Nobody asks by the input itself: torch would leave out its way, and give 0."""
+    x, hessian = torch.ones(3, requires_grad=True), torch.autograd.functional.hessian
+    (grad,) = torch.autograd.grad(few_bit.gelu(3 * x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(grad.sum(), x, allow_unused=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        hessian(lambda x: few_bit.gelu(x).sum(), torch.ones(3))
+    exact = hessian(lambda x: few_bit.relu(x).square().sum(), torch.ones(3))
+    assert torch.equal(exact, 2 * torch.eye(3))
+
+
 @pytest.mark.parametrize("outer", [torch.func.grad, torch.func.jacrev])
 @pytest.mark.parametrize("inner", [torch.func.grad, torch.func.jacrev])
 def test_second_derivatives_of_torch_func(outer, inner):

@@ -286,6 +286,14 @@ def test_differentiating_twice_is_refused(head, way):
         loss.backward() if way == "backward" else torch.autograd.grad(loss, [*model.parameters()])
 
 
+def test_hessians_are_refused():
+    """They are asked for by what the input is a view of."""
+    layer = nn.Linear(8, 4)
+    forward_save.convert(layer, division=DIVISION)
+    with pytest.raises(RuntimeError, match=r"no second derivative.* forward_save.revert"):
+        torch.autograd.functional.hessian(lambda x: layer(x).sum(), torch.randn(3, 8))
+
+
 LAYERS = {
     "linear": (nn.Linear(8, 4), (3, 8)),
     "convolution": (nn.Conv1d(2, 4, 3), (3, 2, 8)),

@@ -8,7 +8,7 @@ import torch
 from marvin.files import remove_leftovers, write_atomic
 from train.config import Config
 from train.errors import UserError
-from train.records import RunFolder, differences, environment, read_csv
+from train.records import TIMES, RunFolder, differences, environment, read_csv
 
 STATE = {
     "model": {"w": torch.arange(1000.0)},
@@ -159,6 +159,17 @@ def test_tables_keep_every_bit_of_a_number(begun):
     begun.add_row("timing.csv", {"s": 1})
     begun.add_row("timing.csv", {"s": 2})
     assert read_csv(begun.path / "timing.csv") == [{"s": "1"}, {"s": "2"}]
+
+
+def test_a_cut_table_of_times_may_be_deleted(begun):
+    path = begun.path / "timing.csv"
+    begun.save_rows(path.name, [dict.fromkeys(TIMES, 1)], TIMES)
+    path.write_text(path.read_text()[:-3])
+    resumed = Config(resume=True)
+    with pytest.raises(UserError, match=r"timing.csv must be whole, line 2 is cut off.* delete it"):
+        begun.begin(resumed)
+    path.unlink()
+    begun.begin(resumed)
 
 
 def test_a_missing_table_is_named(begun):
