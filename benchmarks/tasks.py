@@ -800,8 +800,7 @@ def _digits(steps: int = 400, advice: dict[str, Any] | None = None, **more: Any)
     return Task(lambda t: classify(t, digit_net(), **more), steps, "accuracy, %", advice=own)
 
 
-_FINE = {"max_noise": (1e-4, 1e-5)}
-_FINER = Advice(lambda: LossBudgetPolicy(**_FINE))
+_FINER = Advice(lambda: LossBudgetPolicy(max_noise=(1e-4, 1e-5)))
 TASKS = {
     **{
         f"regression, targets {scale:g}": Task(
@@ -895,7 +894,8 @@ def run(task: str, way: str, seed: int) -> Run:
             figure, end = TASKS[task].run(training), ""
         except (RuntimeError, ValueError, FloatingPointError) as error:
             figure, end = math.nan, f"{type(error).__name__}: {error}"
-    said = dict.fromkeys([*(str(w.message) for w in caught), *([end] if end else [])])
+    messages: list[str] = [str(w.message) for w in caught] + ([end] if end else [])
+    said: list[str] = list(dict.fromkeys(messages))
     bits = mean(learner.bits() for learner in training.learners)
     return Run(task, way, seed, figure, bits, " | ".join(said), time.perf_counter() - start)
 
