@@ -144,11 +144,11 @@ class QuantizedActivations:
     def saturation(self) -> dict[str, float]:
         """Return the share of values each module clamped in training since the last call.
 
-        Inputs and outputs count together; ``ste="identity"`` does not count. Above a few per
-        cent, use more ``buffer_bits``.
+        Of inputs and outputs the larger share; ``ste="identity"`` does not count, nor do inputs
+        without a gradient. Above a few per cent, use more ``buffer_bits``.
         """
         rounders = [entry.rounder for entry in self.entries if entry.parameters]
-        shares = {rounder.name: rounder.tally.share() for rounder in rounders}
+        shares = {r.name: max(r.tally.share(), r.outputs.share()) for r in rounders}
         for rounder in rounders:
-            rounder.tally = Tally()
+            rounder.tally, rounder.outputs = Tally(), Tally()
         return shares

@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
 from marvin.activations import Entry, QuantizedActivations
 from marvin.hooks import rounders_of
@@ -27,6 +28,7 @@ FOLLOWERS = *_NORMS, *_POOLS
 EXCLUDED = "excluded"
 """Why a module does not round that the user left out."""
 
+_MUCH, _OF_DATA = 0.9, 0.25  # shares of clamped values that a warning names: logits often are
 OTHERS = "rounds by the formats of another optimizer"
 """Why a module does not round by an optimizer whose parameters it does not have."""
 
@@ -42,6 +44,8 @@ class Carriers:
 
     before: tuple[QuantizedActivations, ...] = ()
     named: frozenset[str] = frozenset()  # what ``_name_changes`` has warned of
+    clamped: frozenset[str] = frozenset()  # what ``name_clamped`` has warned of
+    unseen: frozenset[str] = frozenset()  # what ``name_unseen`` has warned of
 
     def __init__(self) -> None:
         self.handles: list[QuantizedActivations] = []
@@ -134,6 +138,51 @@ class Carriers:
             warnings.warn(
                 "activations are not rounded where a model uses a weight without calling its "
                 f"module: {', '.join(sorted(names))}",
+                stacklevel=6,
+            )
+
+    def name_unseen(self) -> None:
+        """Warn once of layers whose inputs stay float32 because they are trained in eval mode."""
+        found = {
+            entry.rounder.name or "the model"
+            for handle in self.handles
+            for entry in handle.entries
+            if (observer := entry.rounder.observer) is not None
+            and observer.sums is None
+            and not entry.module.training
+            and any(p.grad is not None for p in entry.module.parameters(recurse=False))
+        }
+        if found := found - self.unseen:
+            self.unseen |= found
+            warnings.warn(
+                "inputs of layers in eval mode are not measured, so their formats do not change, and "
+                f"before they have one they stay float32: {_listed(sorted(found))}; call model.train()",
+                stacklevel=6,
+            )
+
+    def name_clamped(self) -> None:
+        """Warn once of modules that clamp nearly all that they see, or much of the data."""
+        found: dict[str, float] = {}
+        for entry in (e for handle in self.handles for e in handle.entries if e.is_live):
+            own, formats = entry.rounder, entry.rounder.formats(entry.module)
+            is_much = own.tally.share() > _MUCH or own.data.share() > _OF_DATA
+            rows = (
+                ("inputs", is_much, formats.inputs),
+                (
+                    "outputs",
+                    own.outputs.share() > _MUCH,
+                    formats.outputs,
+                ),
+            )
+            for what, is_named, fmt in rows:
+                if is_named and isinstance(fmt, FixedPoint):
+                    found[f"{what} of {own.name or 'the model'}"] = 2.0**fmt.il
+        if new := [name for name in found if name not in self.clamped]:
+            self.clamped |= {*new}
+            warnings.warn(
+                f"values are clamped, and clamped ones pass no gradient: {_listed(new)}, which "
+                f"reach {found[new[0]]:g} at most and are mostly beyond; scale data and targets, or "
+                "choose formats with more integer bits (buffer_bits of MSGD and MarvinPolicy)",
                 stacklevel=6,
             )
 

@@ -55,6 +55,8 @@ from marvin.shards import is_sharded, local
 
 __all__ = ["Quantized"]
 
+_LOOK = 100  # steps between two looks at what is clamped
+
 
 class Quantized(WithMasters):
     """Let any optimizer train a model whose weights are quantised as a policy decides.
@@ -219,6 +221,7 @@ class Quantized(WithMasters):
         check_loss(loss)
         self._carriers.name_uncalled(self.forward_state.waiting)
         self._carriers.name_stale()
+        self._carriers.name_unseen()
         self._adopt_changed()
         self._begin(p for p in self._layout.names if p.grad is not None)
 
@@ -245,6 +248,8 @@ class Quantized(WithMasters):
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
         self._move(batches, update)
+        if number % _LOOK == 0:
+            self._carriers.name_clamped()
         self._observe_next()
         return loss
 

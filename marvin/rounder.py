@@ -18,7 +18,7 @@ from marvin.noise import Purpose, stream
 from marvin.policies.observer import Observer
 from marvin.ranks import rank
 from marvin.rounding import Format
-from marvin.straight_through import Tally, round_with_gradient
+from marvin.straight_through import StraightThrough, Tally, round_with_gradient
 
 __all__ = ["BUFFER", "FLOATS", "ForwardState", "Rounder", "as_it_is", "channels_of", "formats_of"]
 
@@ -90,7 +90,9 @@ class Rounder:
 
     Attributes:
         counts_samples: Whether this is the module whose inputs tell the size of the batch.
-        tally: Of clamped values.
+        tally: Of clamped inputs that have a gradient.
+        outputs: Of clamped outputs.
+        data: Of clamped inputs without a gradient, in the first pass that rounds them: data changes little.
         observer: Set by the optimizer before a step whose inputs it wants to know.
     """
 
@@ -99,7 +101,7 @@ class Rounder:
     ) -> None:
         self.name, self.state, self.arguments, self.is_root = name, state, arguments, is_root
         self.counts_samples = False
-        self.tally = Tally()
+        self.tally, self.outputs, self.data = Tally(), Tally(), Tally()
         self.observer: Observer | None = None
         self._formats = ModuleFormats()
         self._seen: tuple[Tensor | None, int] = None, 0
@@ -194,9 +196,19 @@ class Rounder:
         wanted = formats.gradients if goes_out else None
         back = None if wanted is None else (wanted, self.state.options(*ways))
         options = self.state.options(*ways)
-        y = round_with_gradient(x, fmt, options, ste=formats.ste, tally=self.tally, back=back)
+        tally = self.outputs if goes_out else self.tally
+        if not x.requires_grad and module.training and not goes_out:
+            self._note_data(x, fmt, formats.ste)
+        y = round_with_gradient(x, fmt, options, ste=formats.ste, tally=tally, back=back)
         self.state.mark(y, fmt)
         return y
+
+    @torch.no_grad()
+    def _note_data(self, x: Tensor, fmt: Format, ste: StraightThrough) -> None:
+        if ste == "clip" and isinstance(fmt, FixedPoint) and not self.data.total and x.numel():
+            reach = 2.0**fmt.il
+            low = -reach if fmt.signed else 0.0
+            self.data.add(((x >= reach) | (x < low)).count_nonzero(), x.numel())
 
     def _observe(self, module: nn.Module, x: Tensor, formats: ModuleFormats) -> Tensor:
         """Round what a layer sees, and show it and its gradient to the policy."""

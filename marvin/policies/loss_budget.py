@@ -1,6 +1,7 @@
 """Policies for integer hardware: word lengths from a loss budget, or given; ranges from data."""
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
@@ -55,8 +56,9 @@ class LossBudgetPolicy(RangePolicy):
             others.
         per_channel: Weights have a fractional length for each entry of their first dimension: channels
             use the integer bits that they do not need as fractional ones.
-        batch_size: Samples of a step, in each process. None: the first dimension of what the first layer sees,
-            summed over a step's forward passes; needs ``marvin.quantize_activations``.
+        batch_size: Samples of a step, in each process: how many terms the loss is the mean of. None: the
+            first dimension of what the first layer sees, summed over a step's forward passes; needs
+            ``marvin.quantize_activations``.
         target_bits: Mean of weights' and inputs' word lengths that the formats must have: at each
             switch ``kappa`` and ``max_noise`` are multiplied by what gives it, so that only their
             ratio matters. None: as ``kappa`` has it.
@@ -68,6 +70,9 @@ class LossBudgetPolicy(RangePolicy):
         loss_floor: The budget follows the loss down to this share of the first window's.
         late: All words have ``max_wl`` bits until the learning rate has fallen to half of its
             highest.
+
+    A loss below 0 has no share to spend: words get ``max_wl`` bits, and those with a target follow
+    ``max_noise`` alone. A warning says so.
 
     Raises:
         ValueError: An argument is out of range; in ``step``, loss or batch size is not known.
@@ -141,11 +146,16 @@ class LossBudgetPolicy(RangePolicy):
         """See ``RangePolicy``; after the first step there is no window, and no budget."""
         if observation.before is None:
             return math.inf
+        if share < 0:
+            has_target = settings["target_bits"] or settings["target_ebops"]
+            return math.inf if has_target else 0.0
         return budget_noise(settings["kappa"] * share, observation.gradient or 0.0)
 
     def share(self, shared: Window, tensors: int, settings: Settings) -> float:
         """See ``RangePolicy``."""
-        loss = max(shared.mean_loss, settings["loss_floor"] * shared.first_loss)
+        loss = shared.mean_loss
+        if floor := settings["loss_floor"]:
+            loss = max(loss, floor * shared.first_loss)
         return loss / max(tensors, 1)
 
     def factor(self, layers: Sequence[Observed], share: float, step: Step) -> float:
@@ -200,6 +210,8 @@ class LossBudgetPolicy(RangePolicy):
                 raise ValueError("late=True needs an optimizer with lr, got one without")
             lr = float(step.settings["lr"])
             shared = replace(shared, lr=lr, highest_lr=max(lr, shared.highest_lr))
+        if self.observes(step.number, step.settings) and not shared.was_negative:
+            shared = _with_warning(shared, self.share(shared, 1, step.settings))
         return super().update(shared, [_with_gradient(layer, step) for layer in layers], step)
 
 
@@ -242,6 +254,19 @@ class StaticPolicy(RangePolicy):
     def noise(self, settings: Settings, observation: Observation, share: float) -> float | None:
         """See ``RangePolicy``; the limits leave no choice."""
         return 0.0
+
+
+def _with_warning(shared: Window, share: float) -> Window:
+    """Say that a loss below 0 gives no budget."""
+    if share >= 0:
+        return shared
+    warnings.warn(
+        f"the loss budget is a share of the loss, got a mean loss of {shared.mean_loss:g}: words get "
+        "max_wl bits where the loss is below 0; set target_bits, or add a constant to the loss that "
+        "step(loss=...) gets",
+        stacklevel=6,
+    )
+    return replace(shared, was_negative=True)
 
 
 def _with_gradient(layer: Layer, step: Step) -> Layer:

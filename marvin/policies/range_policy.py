@@ -52,6 +52,7 @@ class Window(PlainRecord):
         first_loss: Mean loss of the first window of several steps; 0 before.
         lr: Learning rate of the first group, where the policy asks for it.
         highest_lr: Highest of these so far.
+        was_negative: Whether the mean loss of a window was below 0; a warning has said so.
     """
 
     loss_sum: float = 0.0
@@ -59,6 +60,7 @@ class Window(PlainRecord):
     first_loss: float = 0.0
     lr: float = 0.0
     highest_lr: float = 0.0
+    was_negative: bool = False
 
     @property
     def mean_loss(self) -> float:
@@ -68,7 +70,7 @@ class Window(PlainRecord):
     def emptied(self) -> "Window":
         """Return the next window."""
         first = self.first_loss or (self.mean_loss if self.losses > 1 else 0.0)
-        return Window(first_loss=first, lr=self.lr, highest_lr=self.highest_lr)
+        return replace(self, loss_sum=0.0, losses=0, first_loss=first)
 
 
 @dataclass(frozen=True)

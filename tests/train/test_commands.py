@@ -28,7 +28,7 @@ except SystemExit as end:
 """
 MEASUREMENTS = (
     *("biases", "digits_states", "fine_tuning", "gpu", "hgq2", "lsq", "ops.forward_save", "paired"),
-    *("qdq", "quantize_static", "reproduce", "run", "soak", "transformers", "welch"),
+    *("qdq", "quantize_static", "reproduce", "run", "soak", "tasks", "transformers", "welch"),
 )
 COMMANDS = (
     *(f"train.{name}" for name in (*commands.SCRIPTS, "export")),

@@ -1,0 +1,147 @@
+"""Losses that are no mean log-likelihood, and values that formats do not reach."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import marvin
+from marvin import FixedPolicy, LossBudgetPolicy, Quantized
+
+BELOW = "the loss budget is a share of the loss, got a mean loss of -"
+
+
+def make(policy, lr=0.05, inputs=8):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(inputs, 24), nn.ReLU(), nn.Linear(24, 12), nn.ReLU(), nn.Linear(12, 4)
+    )
+    sgd = torch.optim.SGD(model.named_parameters(), lr=lr)
+    optimizer = Quantized(sgd, policy)
+    return model, optimizer, marvin.quantize_activations(model, optimizer)
+
+
+def train(model, optimizer, steps, loss_of=F.cross_entropy, start=0, scale=1.0):
+    for step in range(start, start + steps):
+        x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = loss_of(model(scale * x), x[:, :4].argmax(1))
+        loss.backward()
+        optimizer.step(loss=loss)
+
+
+def lengths(optimizer):
+    own = optimizer.formats(), optimizer.input_formats()
+    return [fmt.wl for formats in own for fmt in formats.values()]
+
+
+def shifted(out, y):
+    return F.cross_entropy(out, y) - 10
+
+
+def test_a_loss_below_0_gets_the_longest_words_and_ranges_follow():
+    model, optimizer, _ = make(LossBudgetPolicy(window=4, max_wl=7))
+    with pytest.warns(UserWarning, match=BELOW):
+        train(model, optimizer, 8, shifted)
+    before = optimizer.formats()["2.weight"]
+    with torch.no_grad():
+        model[2].weight.mul_(16)
+    optimizer.adopt_weights()
+    with warnings.catch_warnings():  # once is enough
+        warnings.simplefilter("error")
+        train(model, optimizer, 4, shifted, start=8)
+    assert lengths(optimizer) == [7] * 6
+    assert optimizer.formats()["2.weight"].fl == before.fl - 4
+    later, other, _ = make(LossBudgetPolicy(window=4, max_wl=7))
+    other.load_state_dict(optimizer.state_dict())
+    later.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():  # it was said
+        warnings.simplefilter("error")
+        train(later, other, 4, shifted, start=12)
+
+
+def test_a_target_is_met_where_the_loss_is_below_0():
+    model, optimizer, _ = make(LossBudgetPolicy(window=4, target_bits=6))
+    with pytest.warns(UserWarning, match=BELOW):
+        train(model, optimizer, 8, shifted)
+    assert sum(lengths(optimizer)) / 6 == pytest.approx(6, abs=1 / 6)
+
+
+def test_a_floor_gives_losses_below_0_a_budget():
+    model, optimizer, _ = make(LossBudgetPolicy(window=4, loss_floor=0.5))
+    train(model, optimizer, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 4, shifted, start=8)
+    assert max(lengths(optimizer)) < 8
+
+
+def total(out, y):
+    return F.cross_entropy(out, y, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "options"),
+    [
+        (lambda out, y: 1024 * F.cross_entropy(out, y), {"kappa": 10.24}),
+        (total, {"batch_size": 1}),
+        (total, {"kappa": 0.32}),
+    ],
+)
+def test_settings_give_other_scales_of_a_loss_the_same_formats(loss_of, options):
+    found = []
+    for own, more in ((F.cross_entropy, {}), (loss_of, options), (loss_of, {})):
+        policy = LossBudgetPolicy(**{"window": 4, "max_noise": (9.0, 9.0), "kappa": 0.01, **more})
+        model, optimizer, _ = make(policy, lr=0.0)
+        train(model, optimizer, 8, own)
+        found.append((optimizer.formats(), optimizer.input_formats()))
+    assert found[0] == found[1]
+    assert found[0] != found[2]  # without, words are longer
+
+
+def test_what_formats_do_not_reach_is_named():
+    model, optimizer, handle = make(FixedPolicy(8, 4))  # -8 to 7.9
+    with torch.no_grad():
+        model[2].bias.fill_(2.0)
+        model[4].weight.fill_(7.5)  # all outputs are above 8
+    optimizer.adopt_weights()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 99)
+    with pytest.warns(UserWarning, match=r"gradient: outputs of 4, which reach 8 at most"):
+        train(model, optimizer, 1, start=99)
+    shares = handle.saturation()
+    assert shares["4"] > 0.9  # of outputs: 12 inputs beside 4 outputs do not hide it
+    assert max(shares["0"], shares["2"]) < 0.05
+    with warnings.catch_warnings():  # once is enough
+        warnings.simplefilter("error")
+        train(model, optimizer, 100, start=100)
+
+
+def test_data_that_formats_do_not_reach_are_named():
+    model, optimizer, _ = make(FixedPolicy(8, 4))
+    with torch.no_grad():
+        model[0].weight.mul_(1 / 64)
+    optimizer.adopt_weights()
+    with pytest.warns(UserWarning, match=r"inputs of 0"):
+        train(model, optimizer, 100, scale=50.0)
+
+
+def test_ranges_that_follow_the_data_are_not_named():
+    model, optimizer, _ = make(LossBudgetPolicy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 100, scale=50.0)
+
+
+def test_layers_that_train_in_eval_mode_are_named():
+    model, optimizer, _ = make(LossBudgetPolicy(batch_size=32))
+    model[0].eval()
+    with pytest.warns(UserWarning, match=r"inputs of layers in eval mode .* float32: 0; call"):
+        train(model, optimizer, 1)
+    assert sorted(optimizer.input_formats()) == ["2.weight", "4.weight"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 2, start=1)
