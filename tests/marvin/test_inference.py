@@ -108,7 +108,14 @@ def with_norm_act():
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10))
 
 
+def bare():
+    """A chain whose floats leave the model as they are."""
+    layers = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+    return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Flatten())
+
+
 MODELS = {
+    "bare": bare,
     "relu6": lambda: Parts(F.relu6),
     "relu": lambda: Parts(nn.ReLU(inplace=True)),
     "dropout": lambda: Parts(F.relu, 0.5),
