@@ -85,9 +85,9 @@ class Learner:
         if policy is not None:
             self.optimizer = marvin.Quantized(self.optimizer, policy)
         if way != "float32" and not (advice and advice.weights_only):
-            marvin.quantize_activations(
-                model, self.optimizer, exclude=advice.exclude if advice and advice.exclude else None
-            )
+            assert isinstance(self.optimizer, marvin.Quantized)
+            exclude = advice.exclude if advice and advice.exclude else None
+            marvin.quantize_activations(model, self.optimizer, exclude=exclude)
         if way == "integer":
             marvin.integer.convert(model)
         self.schedule = (
@@ -472,7 +472,7 @@ def reinforce(t: Training) -> float:
 class Recurrent(nn.Module):
     """A language model of bytes."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(128, 48), nn.Linear(96, 128)
         self.core = kind(48, 96, batch_first=True)
@@ -550,7 +550,7 @@ def multi_label(t: Training) -> float:
     of = torch.tensor(
         [[n % 2, n > 4, n in (2, 3, 5, 7), n in (0, 6, 8, 9)] for n in range(10)]
     ).float()
-    model = nn.Sequential(*digit_net()[:-1], nn.Linear(512, 4))
+    model = nn.Sequential(*list(digit_net())[:-1], nn.Linear(512, 4))
 
     def loss_of(_: int) -> Tensor:
         x, y = t.rows(d.x, of[d.y], batch=64)
@@ -652,7 +652,7 @@ def nearest(model: nn.Module, d: Split) -> float:
 
 def contrastive(t: Training) -> float:
     """Return accuracy of the nearest neighbour after SimCLR: the model is called twice a step."""
-    d, model = digits(), nn.Sequential(*digit_net()[:-1], nn.Linear(512, 32))
+    d, model = digits(), nn.Sequential(*list(digit_net())[:-1], nn.Linear(512, 32))
 
     def loss_of(_: int) -> Tensor:
         (x,) = t.rows(d.x, batch=64)
@@ -664,7 +664,7 @@ def contrastive(t: Training) -> float:
 
 def siamese(t: Training) -> float:
     """Return accuracy of the nearest neighbour after pairs with a margin: the loss may be 0."""
-    d, model = digits(), nn.Sequential(*digit_net()[:-1], nn.Linear(512, 16))
+    d, model = digits(), nn.Sequential(*list(digit_net())[:-1], nn.Linear(512, 16))
 
     def loss_of(_: int) -> Tensor:
         (a, ya), (b, yb) = t.rows(d.x, d.y, batch=32), t.rows(d.x, d.y, batch=32)
@@ -695,7 +695,7 @@ def fine_tuned(t: Training, *, probe: bool) -> float:
     classify(exact, model)
     model[7] = nn.Linear(512, 10)
     model.train()
-    for layer in model[: 7 if probe else 3]:
+    for layer in list(model)[: 7 if probe else 3]:
         layer.requires_grad_(False)
 
     def loss_of(_: int) -> Tensor:
