@@ -18,11 +18,11 @@ from numba.core import cgutils
 from torch import Tensor
 
 from fixedpoint_kernels.few_bit import reference
-from fixedpoint_kernels.few_bit.entries import coder, entries_of
 from fixedpoint_kernels.few_bit.formulas import formula_of, value_of
 from fixedpoint_kernels.few_bit.fused import ONE_PASS as PASSES
 from fixedpoint_kernels.few_bit.fused import Fused
 from fixedpoint_kernels.few_bit.table import Table
+from fixedpoint_kernels.llvm.entries import coder, entries_of
 from fixedpoint_kernels.llvm.lookup import (
     LANES,
     choose,

@@ -139,7 +139,7 @@ def _passes_of(x: Tensor) -> Passes:
 
 
 def encode_plain(x: Tensor, table: str) -> Tensor:
-    """Do as ``encode``, of an ``x`` that ``is_plain``."""
+    """As ``encode``, of an ``x`` that ``is_plain``."""
     _check_floating(x.dtype)
     x, planes = in_memory(x), _empty_planes(x, table)
     if x.numel():
@@ -148,7 +148,7 @@ def encode_plain(x: Tensor, table: str) -> Tensor:
 
 
 def value_and_encode_plain(x: Tensor, table: str, *fused: object) -> tuple[Tensor, Tensor]:
-    """Do as ``value_and_encode``, of an ``x`` that ``is_plain``."""
+    """As ``value_and_encode``, of an ``x`` that ``is_plain``."""
     kernels = kernels_of(x)
     dtypes, kinds = getattr(kernels, "ONE_PASS", NONE)
     if x.dtype not in dtypes:

@@ -169,7 +169,11 @@ class Return:
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers and values, each after what it needs."""
+    """Layers and values, each after what it needs.
+
+    Raises:
+        ValueError: A curve, or a gate, is of a value that not one layer makes alone.
+    """
 
     layers: tuple[Layer, ...]
     values: tuple[Value | Pooled | Scaled, ...]

@@ -116,7 +116,7 @@ def apply(builder: Any, which: str, place: Any, count: int, curve: Any, number: 
         number: float32, as of ``Curve``.
     """
     kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64, F32])
-    name = f"marvin.curve.{which}"
+    name = f"fixedpoint_kernels.curve.{which}"
     function = builder.module.globals.get(name)
     if function is None:
         function = ir.Function(builder.module, kind, name)

@@ -772,7 +772,7 @@ class Gated(nn.Module):
         self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(8)
         self.conv2 = nn.Conv2d(8, 8, 1)
-        self.conv3, self.conv4 = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.conv3, self.conv4, self.conv5 = (nn.Conv2d(8, 8, 1) for _ in range(3))
 
     def forward(self, x):
         x = F.relu(self.bn(self.conv(x)))
@@ -785,7 +785,8 @@ class Gated(nn.Module):
             case "used again":
                 x = x * s + s
             case "twice":
-                x = x * s + x * self.conv4(x.mean((2, 3), keepdim=True)).sigmoid()
+                y = self.conv5(x)
+                x = y * s + y * self.conv4(x.mean((2, 3), keepdim=True)).sigmoid()
             case "number":
                 x = x * 0.5
             case "sum":
