@@ -20,7 +20,7 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import INPUT, Segment
 from fixedpoint_kernels.fused.layout import Layout, Shape
-from fixedpoint_kernels.fused.operations import Buffer, Kept, Operation, table
+from fixedpoint_kernels.fused.operations import Buffer, Kept, Operation, place_buffers, table
 from fixedpoint_kernels.fused.weights import pack_weights, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
 from fixedpoint_kernels.products.instructions import compiled
@@ -228,26 +228,15 @@ def _details(op: Operation, chunk: int) -> jobs.Described | None:
 
 
 def _placed(operations: list[Operation]) -> int:
-    """Give buffers places in a thread's memory, which those share that are not needed together; return its size."""
-    used: dict[Buffer, None] = {}
-    for k, op in enumerate(operations):
-        for number in op.numbers.values():
-            if isinstance(number, Buffer):
-                number.first, number.last = min(number.first, k), max(number.last, k)
-                used[number] = None
-    free: list[tuple[int, int]] = []  # size and place
+    """Give buffers places in a thread's memory, and return its size."""
     end = 0
-    for k in range(len(operations)):
-        for buffer in (b for b in used if b.first == k):
-            size = -(buffer.size // -_BLOCK) * _BLOCK + _BLOCK
-            fitting = [place for place in free if place[0] >= size]
-            if fitting:
-                place = min(fitting)
-                free.remove(place)
-            else:
-                place, end = (size, end), end + size
-            buffer.size, buffer.address = place
-        free += [(b.size, b.address) for b in used if b.last == k]
+
+    def take(size: int) -> int:
+        nonlocal end
+        own, end = end, end - (-size // _BLOCK) * _BLOCK + _BLOCK
+        return own
+
+    place_buffers([[op] for op in operations], take)
     for op in operations:
         for field, number in op.numbers.items():
             if isinstance(number, Buffer):

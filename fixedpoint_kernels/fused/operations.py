@@ -1,6 +1,6 @@
 """What an operation of a program is: numbers, some of which are known later."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ import numpy as np
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.products import jobs
 
-__all__ = ["Addresses", "Buffer", "Given", "Kept", "Number", "Operation", "table"]
+__all__ = ["Addresses", "Buffer", "Given", "Kept", "Number", "Operation", "place_buffers", "table"]
 
 
 @dataclass(eq=False)
@@ -72,6 +72,33 @@ class Addresses(NamedTuple):
 
     kept: tuple[np.ndarray, np.ndarray, np.ndarray]
     given: dict[tuple[str, int], list[tuple[int, int]]]
+
+
+def place_buffers(turns: Sequence[Sequence[Operation]], take: Callable[[int], int]) -> None:
+    """Give buffers addresses; those that are not needed in the same turns share memory.
+
+    Args:
+        turns: Operations of each.
+        take: Returns the address of so many bytes.
+    """
+    used: dict[Buffer, None] = {}
+    for k, operations in enumerate(turns):
+        for op in operations:
+            for number in op.numbers.values():
+                if isinstance(number, Buffer):
+                    number.first, number.last = min(number.first, k), max(number.last, k)
+                    used[number] = None
+    free: list[tuple[int, int]] = []  # size and address
+    for k in range(len(turns)):
+        for buffer in (b for b in used if b.first == k):
+            fitting = [place for place in free if place[0] >= buffer.size]
+            if fitting:
+                found = min(fitting)
+                free.remove(found)
+            else:
+                found = buffer.size, take(buffer.size)
+            buffer.size, buffer.address = found
+        free += [(b.size, b.address) for b in used if b.last == k]
 
 
 def table(operations: list[Operation]) -> tuple[np.ndarray, np.ndarray, Addresses]:

@@ -17,7 +17,7 @@ from fixedpoint_kernels.fused.backward import Backward
 from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import Segment
 from fixedpoint_kernels.fused.layout import Layout, Memory
-from fixedpoint_kernels.fused.operations import Addresses, Buffer, Operation, table
+from fixedpoint_kernels.fused.operations import Addresses, Operation, place_buffers, table
 from fixedpoint_kernels.fused.weights import collect, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
 
@@ -139,7 +139,7 @@ class Program(Layout):
                     times = chunk if part in _OF_IMAGES else 1
                     self._places[part] = max(self._places[part], size * times)
             operations += region
-        self._place_buffers(operations, found)
+        place_buffers([operations[region.begin : region.end] for region in found], self.take)
         rows = np.zeros((len(operations), jobs.FIELDS), np.int64)
         for row, own in zip(rows, details, strict=True):
             if own is not None:
@@ -172,27 +172,6 @@ class Program(Layout):
         own.context[[f.C_OPERATIONS, f.C_IMAGES, f.C_THREADS]] = counts
         scratch = self.scratch, self.scratch_bytes, self.places.ctypes.data
         own.context[[f.C_SCRATCH, f.C_SCRATCH_BYTES, f.C_PLACES]] = scratch
-
-    def _place_buffers(self, operations: list[Operation], regions: list[Region]) -> None:
-        """Give buffers memory; those that are never needed together share it."""
-        used: dict[Buffer, None] = {}
-        for k, region in enumerate(regions):
-            for op in operations[region.begin : region.end]:
-                for number in op.numbers.values():
-                    if isinstance(number, Buffer):
-                        number.first, number.last = min(number.first, k), max(number.last, k)
-                        used[number] = None
-        free: list[tuple[int, int]] = []  # size and address
-        for k in range(len(regions)):
-            for buffer in (b for b in used if b.first == k):
-                fitting = [place for place in free if place[0] >= buffer.size]
-                if fitting:
-                    place = min(fitting)
-                    free.remove(place)
-                else:
-                    place = buffer.size, self.take(buffer.size)
-                buffer.size, buffer.address = place
-            free += [(b.size, b.address) for b in used if b.last == k]
 
     def _make_scratch(self) -> None:
         sizes = [-(size // -64) * 64 + 64 for size in self._places]
