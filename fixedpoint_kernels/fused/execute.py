@@ -3,14 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fixedpoint_kernels.fused import cpu, weights
 from fixedpoint_kernels.fused.graph import INPUT
 from fixedpoint_kernels.fused.layout import Shape
-from fixedpoint_kernels.fused.operations import Addresses
 from fixedpoint_kernels.fused.program import Pass, Program
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
 
@@ -84,7 +82,7 @@ def forward(
         flat; and what backward needs, uint8.
     """
     source = laid(x, program.shapes[INPUT])
-    kept = program.memory.lend()
+    kept = program.memory.lend(program.kept_bytes + 64)
     given = {("x", 0): source.address, **_given(program, parameters)}
     outputs, others = {}, {}
     for i, value in enumerate(program.segment.values):
@@ -94,7 +92,7 @@ def forward(
         elif program.observes and program.segment.takers(i):
             others[i] = Result(len(x), program.shapes[i])
             given["seen", i] = others[i].address
-    with program.lock:
+    with program.memory.lock:
         program.clear()
         program.momenta[:] = [own.momentum for own in parameters]
         _run(program, program.forward, kept, given)
@@ -143,9 +141,9 @@ def backward(
     if program.observes:
         back = [Result(program.images, program.shapes[n.source]) for n in program.segment.layers]
         given |= {("seen gradient", n): own.address for n, own in enumerate(back)}
-    with program.lock:
-        _run(program, program.backward, kept, given)
-        program.collect([own.weight for own in found])
+    with program.memory.lock:
+        work = _run(program, program.backward, kept, given)
+        program.collect([own.weight for own in found], work)
     if seen is not None:
         seen += [own.take() for own in back]
     return (None if dx is None else dx.take()), found
@@ -195,26 +193,12 @@ def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str
 
 def _run(
     program: Program, direction: Pass, kept: Tensor, given: Mapping[tuple[str, int], int]
-) -> None:
-    base = -(kept.data_ptr() // -64) * 64
-    for table, addresses in (
-        (direction.table, direction.addresses),
-        (direction.tasks, direction.task_addresses),
-    ):
-        _fill(table, addresses, base, given)
-    parallel = program.threads > 1
-    weights.pack_weights(parallel)(
+) -> int:
+    """Run a pass, and return where working memory is."""
+    work = program.place(direction, -(kept.data_ptr() // -64) * 64, given)
+    weights.pack_weights(program.threads > 1)(
         *(direction.tasks, direction.task_reals, direction.items),
-        *(program.spare, program.spare_bytes, program.threads),
+        *(work + program.spare_at, program.spare_bytes, program.threads),
     )
     cpu.run(program.path, direction.context, len(direction.regions), program.threads)
-
-
-def _fill(
-    table: np.ndarray, addresses: Addresses, base: int, given: Mapping[tuple[str, int], int]
-) -> None:
-    rows, places, offsets = addresses.kept
-    table[rows, places] = offsets + base
-    for key, cells in addresses.given.items():
-        for cell in cells:
-            table[cell] = given[key]
+    return work

@@ -6,7 +6,6 @@ waits for another thread.
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,8 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import INPUT, Segment
 from fixedpoint_kernels.fused.layout import Layout, Shape
-from fixedpoint_kernels.fused.operations import Buffer, Kept, Operation, place_buffers, table
+from fixedpoint_kernels.fused.memory import Memory
+from fixedpoint_kernels.fused.operations import Buffer, Operation, place_buffers, table
 from fixedpoint_kernels.fused.weights import pack_weights, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
 from fixedpoint_kernels.products.instructions import compiled
@@ -123,13 +123,20 @@ class Program:
         size: Height and width of the input.
         path: Of products, one of ``GRAINS``.
         threads: How many.
+        memory: Shared with programs that never run at the same time; default: one of its own.
 
     Raises:
         ValueError: Sums of a layer do not fit in int32.
     """
 
     def __init__(
-        self, segment: Segment, images: int, size: tuple[int, int], path: str, threads: int
+        self,
+        segment: Segment,
+        images: int,
+        size: tuple[int, int],
+        path: str,
+        threads: int,
+        memory: Memory | None = None,
     ) -> None:
         self.segment, self.path, self.threads = segment, path, threads
         shapes = _shapes(segment, size)
@@ -142,7 +149,7 @@ class Program:
         self._flat = np.zeros((2, self._parts[-1].stop), np.float32)
         (operations,) = Forward(layout).regions
         self._held = [layout, details := [_details(op, self.chunk) for op in operations]]
-        arena = _placed(operations)
+        self._scratch_at = place_buffers([[op] for op in operations])
         rows = [np.zeros(jobs.FIELDS, np.int64) if own is None else own.row for own in details]
         self._details = np.array(rows)
         numbers, self._reals, self.addresses = table(operations)
@@ -150,10 +157,8 @@ class Program:
         self._tasks, self._task_reals, self._task_addresses = table(layout.tasks)
         self._items = packing_items(self._tasks)
         self._spare_bytes = max(spare_bytes(layer.shape) for layer in segment.layers)
-        self._spare = layout.take(self._spare_bytes * threads)
-        self._arenas = [layout.take(arena) for _ in range(threads)]
-        self.lock = Lock()  # its tables are filled for one thread of Python at a time
-        self._make_contexts(layout, operations)
+        self._make_contexts(operations)
+        self.memory = Memory() if memory is None else memory
         given = self.addresses.given.items()
         cells = [(row, column, key) for key, own in given for row, column in own]
         self._keys = [key for *_, key in cells]
@@ -161,7 +166,7 @@ class Program:
         steps = [4 * self.shapes[INPUT if name == "x" else k].padded for name, k in self._keys]
         self._cells[:, 3] = steps
 
-    def _make_contexts(self, layout: Layout, operations: list[Operation]) -> None:
+    def _make_contexts(self, operations: list[Operation]) -> None:
         """Write what each thread's kernel needs to know."""
         sizes = [64] * 7
         for op, row in zip(operations, self._details, strict=True):
@@ -178,7 +183,9 @@ class Program:
             for place, array in zip(places, arrays, strict=True):
                 own[place] = array.ctypes.data
             own[[f.C_OPERATIONS, f.C_THREADS, f.C_SCRATCH_BYTES]] = len(operations), 1, begins[-1]
-            own[[f.C_SCRATCH, f.C_PLACES]] = layout.take(int(begins[-1])), begins.ctypes.data
+            own[f.C_PLACES] = begins.ctypes.data
+        self._thread_bytes = self._scratch_at + int(begins[-1])
+        self.work_bytes = (self._thread_bytes + self._spare_bytes) * self.threads
 
     def scale(self, norms: Sequence[Norm | Tensor | None]) -> bool:
         """Write batch norm's factors, or biases; say whether they are finite."""
@@ -202,14 +209,17 @@ class Program:
 
     def fill(self, given: dict[tuple[str, int], int], weights: dict[tuple[str, int], int]) -> None:
         """Lay out the weights, and note where images come from and go to."""
-        rows, places, offsets = self.addresses.kept
-        for own, arena in zip(self._tables, self._arenas, strict=True):
-            own[rows, places] = offsets + arena
+        work = self.memory.work(self.work_bytes)
+        rows, columns, offsets = self.addresses.work
+        for thread, own in enumerate(self._tables):
+            own[rows, columns] = offsets + work + thread * self._thread_bytes
+        scratch = work + self._scratch_at
+        self._contexts[:, f.C_SCRATCH] = scratch + self._thread_bytes * np.arange(self.threads)
         self._cells[:, 2] = [given[key] for key in self._keys]
         for key, cells in self._task_addresses.given.items():
             for cell in cells:
                 self._tasks[cell] = weights[key]
-        spare = self._spare, self._spare_bytes, self.threads
+        spare = work + self._thread_bytes * self.threads, self._spare_bytes, self.threads
         pack_weights(self.threads > 1)(self._tasks, self._task_reals, self._items, *spare)
 
     def go(self, images: int) -> None:
@@ -225,23 +235,6 @@ def _shapes(segment: Segment, size: tuple[int, int]) -> list[int]:
 
 def _details(op: Operation, chunk: int) -> jobs.Described | None:
     return None if op.details is None else op.details(chunk)
-
-
-def _placed(operations: list[Operation]) -> int:
-    """Give buffers places in a thread's memory, and return its size."""
-    end = 0
-
-    def take(size: int) -> int:
-        nonlocal end
-        own, end = end, end - (-size // _BLOCK) * _BLOCK + _BLOCK
-        return own
-
-    place_buffers([[op] for op in operations], take)
-    for op in operations:
-        for field, number in op.numbers.items():
-            if isinstance(number, Buffer):
-                op.numbers[field] = Kept(number.address)
-    return end
 
 
 def _run_each(contexts, tables, cells, images, chunk, threads):
@@ -291,7 +284,7 @@ def run(
             results[i] = execute.Result(len(x), program.shapes[i])
             given["y", i] = results[i].address
     own = {k: v for n, w in enumerate(weights) for k, v in execute.weight_given(n, w).items()}
-    with program.lock:
+    with program.memory.lock:
         if not program.scale(norms):
             return None
         program.fill(given, own)

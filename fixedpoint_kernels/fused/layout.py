@@ -1,13 +1,10 @@
 """What a program knows before its operations: sizes, formats and places in memory."""
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import INPUT, Layer, Scaled, Segment
@@ -19,7 +16,7 @@ from fixedpoint_kernels.products.shapes import Correlation
 from fixedpoint_kernels.products.spans import Spans, spans
 from fixedpoint_kernels.products.spots import spots
 
-__all__ = ["Layout", "Memory", "Shape"]
+__all__ = ["Layout", "Shape"]
 
 _BLOCK = 64
 
@@ -47,32 +44,6 @@ class Shape(NamedTuple):
         return math.lcm(self.channels, _BLOCK)
 
 
-class Memory:
-    """Lends tensors of one size, and takes their memory back when nobody holds it any more.
-
-    New memory costs as much time as the layers that fill it: the system clears each page.
-
-    Args:
-        size: Bytes.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._free: list[np.ndarray] = []
-
-    def lend(self) -> Tensor:
-        """Return a tensor, uint8, of any content."""
-        memory = self._free.pop() if self._free else np.empty(self.size, np.uint8)
-        lease = memory[:]
-        weakref.finalize(lease, _take_back, self._free, memory).atexit = False
-        return torch.from_numpy(lease)
-
-
-def _take_back(free: list[np.ndarray], memory: np.ndarray) -> None:
-    if not free:  # one is enough for a step after the other
-        free.append(memory)
-
-
 class WeightSums:
     """Where threads add up a layer's weight gradient: int32, and float64 for what int32 cannot hold.
 
@@ -84,9 +55,9 @@ class WeightSums:
 
     Attributes:
         held: Address of (threads, 3) float64: see ``cpu._fold``.
-        sums: Address of each thread's int32, ``stride`` bytes apart: by tap, input and output, each of
+        sums: Each thread's int32, ``stride`` bytes apart: by tap, input and output, each of
             the last two up to a multiple of 16; behind them a row of what flipped codes must lose.
-        totals: Address of as many float64 of each thread, but for that row.
+        totals: As many float64 of each thread, but for that row.
         is_flipped: Whether codes were unsigned only there.
     """
 
@@ -102,8 +73,7 @@ class WeightSums:
         )  # clearing writes up to 63 bytes more
         self.stride, threads = -(room // -64) * 64, layout.threads
         self.held = layout.take(3 * threads, np.float64)
-        self.sums = layout.take(threads * self.stride)
-        self.totals = layout.take(threads * size, np.float64)
+        self.sums, self.totals = Buffer(threads * self.stride), Buffer(8 * threads * size)
         self.is_flipped = bool(FLIPS[layout.path]) and layer.inputs.signed and not read.is_alone
 
 

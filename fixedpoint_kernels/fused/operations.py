@@ -11,6 +11,8 @@ from fixedpoint_kernels.products import jobs
 
 __all__ = ["Addresses", "Buffer", "Given", "Kept", "Number", "Operation", "place_buffers", "table"]
 
+_LINE = 64  # bytes: buffers begin at multiples
+
 
 @dataclass(eq=False)
 class Buffer:
@@ -20,13 +22,13 @@ class Buffer:
         size: Bytes.
         first: First region that uses it.
         last: Last one.
-        address: Of what it is given; operations that are never run together share memory.
+        offset: In working memory; operations that are never run together share it.
     """
 
     size: int
     first: int = 2**31
     last: int = -1
-    address: int = 0
+    offset: int = 0
 
 
 class Kept(NamedTuple):
@@ -68,19 +70,28 @@ class Operation:
 
 
 class Addresses(NamedTuple):
-    """Where in a table which addresses belong: those of kept memory, and those given at each call."""
+    """Where in a table which addresses belong.
 
-    kept: tuple[np.ndarray, np.ndarray, np.ndarray]
+    Args:
+        kept: Rows, columns and offsets, (3, n), of those in kept memory.
+        work: The same of those in working memory.
+        given: Cells of those given at each call.
+    """
+
+    kept: np.ndarray
+    work: np.ndarray
     given: dict[tuple[str, int], list[tuple[int, int]]]
 
 
-def place_buffers(turns: Sequence[Sequence[Operation]], take: Callable[[int], int]) -> None:
-    """Give buffers addresses; those that are not needed in the same turns share memory.
+def place_buffers(turns: Sequence[Sequence[Operation]]) -> int:
+    """Give buffers offsets, and return how many bytes they take.
+
+    Those that are not needed in the same turns share memory.
 
     Args:
         turns: Operations of each.
-        take: Returns the address of so many bytes.
     """
+    end = 0
     used: dict[Buffer, None] = {}
     for k, operations in enumerate(turns):
         for op in operations:
@@ -88,7 +99,7 @@ def place_buffers(turns: Sequence[Sequence[Operation]], take: Callable[[int], in
                 if isinstance(number, Buffer):
                     number.first, number.last = min(number.first, k), max(number.last, k)
                     used[number] = None
-    free: list[tuple[int, int]] = []  # size and address
+    free: list[tuple[int, int]] = []  # size and offset
     for k in range(len(turns)):
         for buffer in (b for b in used if b.first == k):
             fitting = [place for place in free if place[0] >= buffer.size]
@@ -96,9 +107,11 @@ def place_buffers(turns: Sequence[Sequence[Operation]], take: Callable[[int], in
                 found = min(fitting)
                 free.remove(found)
             else:
-                found = buffer.size, take(buffer.size)
-            buffer.size, buffer.address = found
-        free += [(b.size, b.address) for b in used if b.last == k]
+                found = buffer.size, end
+                end += -(-buffer.size // _LINE) * _LINE + _LINE  # clearing writes 63 bytes more
+            buffer.size, buffer.offset = found
+        free += [(b.size, b.offset) for b in used if b.last == k]
+    return end
 
 
 def table(operations: list[Operation]) -> tuple[np.ndarray, np.ndarray, Addresses]:
@@ -106,6 +119,7 @@ def table(operations: list[Operation]) -> tuple[np.ndarray, np.ndarray, Addresse
     rows = np.zeros((len(operations), f.COUNT), np.int64)
     reals = np.array([(*op.reals, op.number) for op in operations], np.float32).reshape(-1, 4)
     kept: list[tuple[int, int, int]] = []
+    work: list[tuple[int, int, int]] = []
     given: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for k, op in enumerate(operations):
         for place, number in op.numbers.items():
@@ -114,8 +128,8 @@ def table(operations: list[Operation]) -> tuple[np.ndarray, np.ndarray, Addresse
             elif isinstance(number, Given):
                 given.setdefault((number.name, number.number), []).append((k, place))
             elif isinstance(number, Buffer):
-                rows[k, place] = number.address
+                work.append((k, place, number.offset))
             else:
                 rows[k, place] = number
-    kept_rows, places, offsets = np.array(kept, np.int64).reshape(-1, 3).T
-    return rows, reals, Addresses((kept_rows, places, offsets), given)
+    kept_at, work_at = (np.array(own, np.int64).reshape(-1, 3).T for own in (kept, work))
+    return rows, reals, Addresses(kept_at, work_at, given)

@@ -4,9 +4,8 @@ Work is cut into regions. In a region a thread takes a few images through all op
 regions all threads wait: batch norm needs the sums of all images.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,8 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.backward import Backward
 from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import Segment
-from fixedpoint_kernels.fused.layout import Layout, Memory
+from fixedpoint_kernels.fused.layout import Layout
+from fixedpoint_kernels.fused.memory import Memory
 from fixedpoint_kernels.fused.operations import Addresses, Operation, place_buffers, table
 from fixedpoint_kernels.fused.weights import collect, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
@@ -64,6 +64,7 @@ class Program(Layout):
         needs_weights: Whether that of each layer's weight is wanted.
         observes: Whether what layers take is written too, and what comes back to each; then
             ``needs_input``.
+        memory: Shared with programs that never run at the same time; default: one of its own.
 
     Raises:
         ValueError: Sums of a layer do not fit in int32 and int64.
@@ -79,49 +80,78 @@ class Program(Layout):
         needs_input: bool,
         needs_weights: Sequence[bool],
         observes: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         super().__init__(segment, images, size, path, threads, needs_input, needs_weights, observes)
-        self._collected = self._collecting()
         self._places = [0] * 7  # bytes of each part of a thread's memory
+        self.work_bytes = 0
         self.forward = self._finished(Forward(self).regions)
-        self.backward = self._finished(Backward(self).regions)
+        last = [
+            Operation({f.SUMS: own.sums, f.TOTALS: own.totals}) for own in self.weight_sums if own
+        ]
+        self.backward = self._finished(Backward(self).regions, last)
         self._make_scratch()
         for own in (self.forward, self.backward):
             self._fill_context(own)
-        self.memory = Memory(self.kept_bytes + 64)
-        self.lock = Lock()  # its tables are filled for one thread of Python at a time
+        self._collected = self._collecting()
+        self.memory = Memory() if memory is None else memory
 
     def clear(self) -> None:
         """Set what forward adds to to 0."""
         self.statistics[:] = 0
         self.clamped[:] = 0
 
-    def collect(self, weights: Sequence[Tensor]) -> None:
+    def place(self, own: Pass, kept: int, given: Mapping[tuple[str, int], int]) -> int:
+        """Fill a pass's tables with addresses; return that of working memory.
+
+        Args:
+            own: ``forward`` or ``backward``.
+            kept: Address of kept memory.
+            given: Other addresses, by names and numbers of layers or values.
+        """
+        work = self.memory.work(self.work_bytes)
+        tables = (own.table, own.addresses), (own.tasks, own.task_addresses)
+        for numbers, addresses in tables:
+            for start, (rows, columns, offsets) in ((kept, addresses.kept), (work, addresses.work)):
+                numbers[rows, columns] = offsets + start
+            for key, cells in addresses.given.items():
+                for cell in cells:
+                    numbers[cell] = given[key]
+        own.context[f.C_SCRATCH] = work + self._scratch_at
+        return work
+
+    def collect(self, weights: Sequence[Tensor], work: int) -> None:
         """Write weight gradients from what backward added up; empty ones are not wanted.
 
         They are contiguous, or lie channels last.
         """
-        tasks, items = self._collected
+        tasks, items, (rows, columns, offsets) = self._collected
+        tasks[rows, columns] = offsets + work
         tasks[:, f.W_STEP_C] = [0 if weight.is_contiguous() else 1 for weight in weights]
         tasks[:, f.OUT] = [weight.data_ptr() if weight.numel() else 0 for weight in weights]
         collect(self.threads > 1)(tasks, items, self.threads)
 
-    def _collecting(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return what ``collect`` takes: layers, and the inputs of each in sixteens, in groups the outputs."""
+    def _collecting(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what ``collect`` takes.
+
+        That are layers; the inputs of each in sixteens, in groups the outputs; and rows, columns and offsets
+        of addresses in working memory.
+        """
         tasks = np.zeros((len(self.segment.layers), f.COUNT), np.int64)
-        items = []
+        items, work = [], []
         for n in range(len(self.segment.layers)):
             for place, size in self.weight_sizes(n).items():
                 tasks[n, place] = size
             tasks[n, f.POWERS] = self.lsbs.ctypes.data + 4 * n
             if (own := self.weight_sums[n]) is not None:
-                tasks[n, [f.HELD, f.TOTALS, f.W_FLIPS]] = own.held, own.totals, own.is_flipped
-                tasks[n, [f.SUMS, f.SUMS_STRIDE]] = own.sums, own.stride
+                tasks[n, [f.HELD, f.W_FLIPS, f.SUMS_STRIDE]] = own.held, own.is_flipped, own.stride
+                work += [(n, f.SUMS, own.sums.offset), (n, f.TOTALS, own.totals.offset)]
             count = tasks[n, f.W_INPUTS if tasks[n, f.W_GROUPS] == 1 else f.W_OUTPUTS]
             items += [(n, first) for first in range(0, int(count), 16)]
-        return tasks, np.array(items, np.int64)
+        return tasks, np.array(items, np.int64), np.array(work, np.int64).reshape(-1, 3).T
 
-    def _finished(self, regions: list[list[Operation]]) -> Pass:
+    def _finished(self, regions: list[list[Operation]], last: Sequence[Operation] = ()) -> Pass:
+        """Return a pass; what ``last`` needs is there when it is over."""
         regions = [region for region in regions if region]
         operations, found, details = [], [], []
         for region in regions:
@@ -139,7 +169,7 @@ class Program(Layout):
                     times = chunk if part in _OF_IMAGES else 1
                     self._places[part] = max(self._places[part], size * times)
             operations += region
-        place_buffers([operations[region.begin : region.end] for region in found], self.take)
+        self.work_bytes = max(self.work_bytes, place_buffers([*regions, last]))
         rows = np.zeros((len(operations), jobs.FIELDS), np.int64)
         for row, own in zip(rows, details, strict=True):
             if own is not None:
@@ -170,14 +200,13 @@ class Program(Layout):
             own.context[place] = array.ctypes.data
         counts = len(own.table), self.images, self.threads
         own.context[[f.C_OPERATIONS, f.C_IMAGES, f.C_THREADS]] = counts
-        scratch = self.scratch, self.scratch_bytes, self.places.ctypes.data
-        own.context[[f.C_SCRATCH, f.C_SCRATCH_BYTES, f.C_PLACES]] = scratch
+        own.context[[f.C_SCRATCH_BYTES, f.C_PLACES]] = self._scratch_bytes, self._begins.ctypes.data
 
     def _make_scratch(self) -> None:
         sizes = [-(size // -64) * 64 + 64 for size in self._places]
         begins = np.cumsum([0, *sizes])
-        self.places = begins[:7].astype(np.int64)
-        self.scratch_bytes = int(begins[-1])
-        self.scratch = self.take(self.scratch_bytes * self.threads)
+        self._begins, self._scratch_bytes = begins[:7].astype(np.int64), int(begins[-1])
+        self._scratch_at = self.work_bytes
+        self.spare_at = self._scratch_at + self._scratch_bytes * self.threads
         self.spare_bytes = max(spare_bytes(layer.shape) for layer in self.segment.layers)
-        self.spare = self.take(self.spare_bytes * self.threads)
+        self.work_bytes = self.spare_at + self.spare_bytes * self.threads

@@ -29,14 +29,14 @@ def forward(
         The values that leave the segment, float32, contiguous; and what backward needs, uint8.
     """
     held = [x.detach().contiguous() for x in xs]
-    kept = program.memory.lend()
+    kept = program.memory.lend(program.kept_bytes + 64)
     given = _given(program, parameters)
     given |= {("x", i): x.data_ptr() for i, x in enumerate(held)}
     outputs = []
     for v in program.segment.outputs:
         outputs.append(torch.empty(*xs[0].shape[:-1], program.widths[v]))
         given["y", v] = outputs[-1].data_ptr()
-    with program.lock:
+    with program.memory.lock:
         program.clamped[:] = 0
         for k, i in enumerate(program.linear):
             program.layers[k, cpu.f.WEIGHTS] = given["first", i]
@@ -74,7 +74,7 @@ def backward(
         given["dx", i] = dxs[-1].data_ptr() if needed else 0  # pyright: ignore[reportOptionalMemberAccess]
     for i, own in enumerate(parameters):
         given |= {("seed", i): own.noise[0], ("stream", i): own.noise[1]}
-    with program.lock:
+    with program.memory.lock:
         _run(program, program.backward, kept, given)
         weights = _weights(program, kept)
         sums = torch.from_numpy(program.partial).sum(0, dtype=torch.float64).float()

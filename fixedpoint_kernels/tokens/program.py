@@ -8,12 +8,11 @@ of weights come last: they are sums over all samples.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 
-from fixedpoint_kernels.fused.layout import Memory
+from fixedpoint_kernels.fused.memory import Memory
 from fixedpoint_kernels.llvm.tiles import kind_of_bytes
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
 from fixedpoint_kernels.products.shapes import GRADIENTS, steps_in_int16
@@ -132,6 +131,7 @@ class Program:
         threads: How many.
         needs_inputs: Whether the gradient of each value that comes in is wanted.
         needs_weights: Whether that of each operation's weight is wanted.
+        memory: Shared with programs that never run at the same time; default: one of its own.
     """
 
     def __init__(  # noqa: PLR0913
@@ -143,6 +143,7 @@ class Program:
         threads: int,
         needs_inputs: Sequence[bool],
         needs_weights: Sequence[bool],
+        memory: Memory | None = None,
     ) -> None:
         self.segment, self.samples, self.tokens = segment, samples, tokens
         self.path, self.threads, self.rows = path, threads, samples * tokens
@@ -150,7 +151,7 @@ class Program:
         self._flips, self._grain = FLIPS[path], GRAINS[path]
         self.widths, self._count = segment.widths(), len(segment.inputs)
         self._memory: list[np.ndarray] = []
-        self._kept_bytes = 0
+        self.kept_bytes = 0
         self.chunk = self._chunk()
         self.chunks = -(samples // -self.chunk)
         self._allocate()
@@ -158,8 +159,7 @@ class Program:
         self._make_scratch(forward, backward)
         self.forward, self.backward = self._finished(forward), self._finished(backward)
         self._weights_tasks()
-        self.memory = Memory(self._kept_bytes + 64)
-        self.lock = Lock()  # its tables are filled for one thread of Python at a time
+        self.memory = Memory() if memory is None else memory
 
     # ------------------------------------------------------------------ memory
 
@@ -176,7 +176,7 @@ class Program:
         return array.ctypes.data
 
     def _keep(self, size: int) -> _Kept:
-        offset, self._kept_bytes = self._kept_bytes, self._kept_bytes - (-size // 64) * 64
+        offset, self.kept_bytes = self.kept_bytes, self.kept_bytes - (-size // 64) * 64
         return _Kept(offset)
 
     def _chunk(self) -> int:

@@ -15,6 +15,7 @@ from fixedpoint_kernels._torch_private import (
     own_forward_hooks,
 )
 from fixedpoint_kernels.fused import Layer, Parameters, Segment
+from fixedpoint_kernels.fused.memory import Memory
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.freezing import FrozenRounding
@@ -108,6 +109,7 @@ class ChainRun(nn.Module):
         self._segment: Segment | None = None
         self._held: tuple[Any, ...] = ()
         self._programs: dict[Hashable, Any] = {}
+        self._memory = Memory()  # of all of them: one runs at a time
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now."""
@@ -204,7 +206,7 @@ class ChainRun(nn.Module):
         key = self._segment, tuple(x.shape), path, threads, needs_input, needs_weights, observes
         segment, size = self._segment, (x.shape[2], x.shape[3])
         assert segment is not None
-        rest = path, threads, needs_input, needs_weights, observes
+        rest = path, threads, needs_input, needs_weights, observes, self._memory
         return keep(self._programs, key, lambda: Program(segment, len(x), size, *rest))
 
     def note(self, program: Any, x: Tensor) -> None:

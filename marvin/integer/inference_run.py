@@ -62,7 +62,8 @@ class InferenceRun(ChainRun):
         segment, size = self._segment, (x.shape[2], x.shape[3])
         assert segment is not None
         key = segment, tuple(x.shape), path, threads
-        return keep(self._programs, key, lambda: Program(segment, len(x), size, path, threads))
+        rest = path, threads, self._memory
+        return keep(self._programs, key, lambda: Program(segment, len(x), size, *rest))
 
 
 def _numbers(norm: nn.BatchNorm2d) -> "inference.Norm":

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import tokens
+from fixedpoint_kernels.fused.memory import Memory
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from fixedpoint_kernels.tokens import Parameters, Segment
 from marvin.hooks import rounders_of
@@ -95,6 +96,7 @@ class TokenRun(nn.Module):
         self._products: list[tuple[Product, bool]] | None = None
         self._segments: dict[tuple[int, ...], Segment | None] = {}
         self._programs: dict[Any, Any] = {}
+        self._memory = Memory()  # of all of them: one runs at a time
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
@@ -220,7 +222,8 @@ class TokenRun(nn.Module):
         key = segment, len(x), rows, path, threads, tuple(inputs), tuple(weights)
         program = self._programs.pop(key, None)
         if program is None:
-            program = Program(segment, len(x), rows // len(x), path, threads, inputs, weights)
+            rest = path, threads, inputs, weights, self._memory
+            program = Program(segment, len(x), rows // len(x), *rest)
             while len(self._programs) >= _PROGRAMS:
                 del self._programs[next(iter(self._programs))]
         self._programs[key] = program

@@ -30,7 +30,7 @@ from fixedpoint_kernels.fused import (
 )
 from fixedpoint_kernels.fused import program as programs
 from fixedpoint_kernels.fused.graph import Return
-from fixedpoint_kernels.fused.layout import Memory
+from fixedpoint_kernels.fused.memory import Memory
 from fixedpoint_kernels.fused.program import Program
 from fixedpoint_kernels.products import paths
 from fixedpoint_kernels.products.shapes import Window
@@ -40,6 +40,20 @@ SIGNED, UNSIGNED = FixedPoint(8, 5), FixedPoint(8, 5, signed=False)
 PADDED, STRIDED, PROJECTED = Window((1, 1), (1, 1)), Window((2, 2), (1, 1)), Window((2, 2))
 
 pytestmark = pytest.mark.skipif(not HERE, reason="no own path of products on this processor")
+
+
+@pytest.fixture(autouse=True)
+def full_memory(monkeypatch):
+    """Memory that programs get holds NaN and the like: what others left there changes nothing."""
+    work, lend = Memory.work, Memory.lend
+
+    def full_work(self, size):
+        address = work(self, size)
+        ctypes.memset(address, 0xFF, size)
+        return address
+
+    monkeypatch.setattr(Memory, "work", full_work)
+    monkeypatch.setattr(Memory, "lend", lambda self, size: lend(self, size).fill_(0xFF))
 
 
 def layer(source, outputs, inputs, *, size=3, window=PADDED, eps=1e-5, **more):
@@ -742,17 +756,65 @@ def take_turns():
 
 
 def test_memory_is_lent_to_one_at_a_time():
-    memory = Memory(128)
-    first, second = memory.lend(), memory.lend()
+    memory = Memory()
+    first, second = memory.lend(128), memory.lend(128)
     assert first.data_ptr() != second.data_ptr()
     place, view = first.data_ptr(), first[64:].view(torch.float32)
     del first
     gc.collect()
-    third = memory.lend()  # ``view`` still holds the first
+    third = memory.lend(128)  # ``view`` still holds the first
     assert third.data_ptr() not in (place, second.data_ptr())
     del view
     gc.collect()
-    assert memory.lend().data_ptr() == place
+    assert memory.lend(128).data_ptr() == place
+
+
+def test_memory_serves_batches_of_other_sizes():
+    memory = Memory()
+    large = memory.lend(4096)
+    place = large.data_ptr()
+    del large
+    small = memory.lend(100)
+    assert (small.data_ptr(), len(small)) == (place, 100)
+    larger = memory.lend(5000)
+    place = larger.data_ptr()
+    del larger, small  # the smaller comes back last, and goes
+    gc.collect()
+    assert memory.lend(4096).data_ptr() == place
+    work = memory.work(1000)
+    assert work % 64 == 0
+    assert memory.work(900) == work
+    assert memory.work(10**6) != work
+
+
+def test_programs_of_other_formats_and_sizes_share_memory():
+    """What they keep for backward stays each one's own."""
+    segment, count, size = SEGMENTS["residual"]
+    own, memory = parameters(segment), Memory()
+    x = images(segment, count, size)
+    batches = [x, x[:1], x]
+    shared = [
+        Program(
+            segment, len(b), size, HERE[0], 1, True, [True] * len(segment.layers), False, memory
+        )
+        for b in batches
+    ]
+
+    def backward(made, forward):
+        (y, *_), kept = forward
+        return execute.backward(made, kept, own, [torch.ones_like(y)])
+
+    alone = []
+    for b in batches:
+        made = program(segment, b)
+        alone.append(backward(made, execute.forward(made, b, own)))
+    forwards = [execute.forward(made, b, own) for made, b in zip(shared, batches, strict=True)]
+    for made, forward, (dx, found) in zip(shared, forwards, alone, strict=True):
+        here, others = backward(made, forward)
+        assert torch.equal(here, dx)
+        for a, b in zip(others, found, strict=True):
+            assert torch.equal(a.weight, b.weight)
+            assert torch.equal(a.scale, b.scale)
 
 
 def test_segments_say_which_shapes_they_hold():
