@@ -776,11 +776,15 @@ def test_memory_serves_batches_of_other_sizes():
     del large
     small = memory.lend(100)
     assert (small.data_ptr(), len(small)) == (place, 100)
-    larger = memory.lend(5000)
-    place = larger.data_ptr()
-    del larger, small  # the smaller comes back last, and goes
+    large = memory.lend(5000)
+    place = large.data_ptr()
+    del large, small  # the smaller comes back last, and goes
     gc.collect()
-    assert memory.lend(4096).data_ptr() == place
+    large = memory.lend(4097)
+    assert (large.data_ptr(), len(large)) == (place, 4097)
+    del large
+    gc.collect()
+    assert len(memory.lend(6000)) == 6000
     work = memory.work(1000)
     assert work % 64 == 0
     assert memory.work(900) == work

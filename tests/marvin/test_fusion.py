@@ -1,9 +1,11 @@
 """Chains of layers that run fused: beside the same model unfused, and through what people do."""
 
 import copy
+import gc
 import inspect
 import io
 import pickle
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -400,6 +402,24 @@ def test_batches_of_other_sizes():
     for i, n in enumerate((8, 3, 8, 1, 5, 8)):
         assert step(model, optimizer, i, n) < 10
     assert len(list(model.children())) == 5  # nothing became part of the model
+
+
+def test_memory_does_not_pile_up_with_sizes_of_batches():
+    """Each size has a program, and all work in the same memory."""
+    model, optimizer = make()
+
+    def held(n):
+        step(model, optimizer, 0, n)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    step(model, optimizer, 0, 2)  # what is made once
+    tracemalloc.start()
+    one = held(256)
+    several = [held(n) for n in (255, 254, 253)]
+    tracemalloc.stop()
+    assert one > 4_000_000
+    assert several[-1] - one < 3 * 0.4 * one  # tables say where each position is
 
 
 def test_weights_that_are_frozen_get_no_gradient():
