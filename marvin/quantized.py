@@ -248,6 +248,8 @@ class Quantized(WithMasters):
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
         self._move(batches, update)
+        if update.switches:
+            self._carriers.publish(self)
         if number % _LOOK == 0:
             self._carriers.name_clamped()
         self._observe_next()
@@ -512,8 +514,6 @@ class Quantized(WithMasters):
             if moves is not None:  # the kernel does not take these tensors
                 self._update(batches)
             self._write(written, Purpose.WEIGHTS)
-        if update.switches:
-            self._carriers.publish(self)
 
     def _move_compact(
         self, batches: Sequence[Gradients], update: Update, moved: Sequence[Tensor]
@@ -528,8 +528,6 @@ class Quantized(WithMasters):
             self._write(written, Purpose.WEIGHTS)
         else:
             self._write_rows(written, rows)
-        if update.switches:
-            self._carriers.publish(self)
 
     def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keep what the policy made of a step; return what moved or has another format."""
