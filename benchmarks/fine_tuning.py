@@ -34,7 +34,6 @@ if __name__ == "__main__":  # --help and slips are answered before torch loads
     PARSER.parse_args()
 
 import argparse
-import csv
 import importlib
 import importlib.util
 import pydoc_data.topics
@@ -46,6 +45,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import runs
 from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.forward_save import sample
 from perfmodel.trial import convert as convert_trial
@@ -213,32 +213,12 @@ def run(name: str, way: str, seed: int, steps: int, folder: Path) -> Run:
     return Run(name, way, seed, steps, loss, accuracy, kept, time.perf_counter() - start)
 
 
-def known_runs(path: Path = RESULTS) -> list[Run]:
-    """Return the runs that are written."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    kinds = Run.__annotations__
-    return [Run(**{name: kinds[name](row[name]) for name in Run._fields}) for row in rows]
-
-
-def keep(found: Run, path: Path = RESULTS) -> None:
-    """Write a run behind the others."""
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if is_new:
-            writer.writerow(Run._fields)
-        writer.writerow(found)
-
-
-def table(runs: list[Run]) -> Iterator[str]:
+def table(found: list[Run]) -> Iterator[str]:
     """Yield a row for each task and way: means over seeds, and differences seed by seed."""
     yield "| task | way | kept, MB | held-out loss | over exact, with its standard error | right, % | seeds |"
     yield "|---|---|---:|---:|---:|---:|---:|"
-    for task, steps in dict.fromkeys((run.task, run.steps) for run in runs):
-        of = {(r.way, r.seed): r for r in runs if (r.task, r.steps) == (task, steps)}
+    for task, steps in dict.fromkeys((run.task, run.steps) for run in found):
+        of = {(r.way, r.seed): r for r in found if (r.task, r.steps) == (task, steps)}
         for way in WAYS:
             pairs = [(r, of.get(("exact", seed))) for (w, seed), r in of.items() if w == way]
             if not pairs:
@@ -267,17 +247,17 @@ def main(arguments: list[str] | None = None) -> None:
     for name, task in TASKS.items():
         if name in chosen.tasks and not importlib.util.find_spec(task.package):
             print(f"{name}: left out, {task.package} is not installed")
-    print("\n".join(table(known_runs())))
+    print("\n".join(table(runs.read(Run, RESULTS))))
 
 
 def _make(task: str, way: str, seed: int, chosen: argparse.Namespace) -> None:
     """Make a run, unless it is written or cannot be."""
     key = task, way, seed, chosen.steps
-    is_known = any(r[:4] == key for r in known_runs())
+    is_known = any(r[:4] == key for r in runs.read(Run, RESULTS))
     if is_known or not importlib.util.find_spec(TASKS[task].package):
         return
     found = run(task, way, seed, chosen.steps, chosen.folder)
-    keep(found)
+    runs.append(RESULTS, found)
     print(f"{task}, {way}, seed {seed}: loss {found.loss:.4f}, {found.time_s:.0f} s", flush=True)
 
 

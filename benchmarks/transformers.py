@@ -1,4 +1,4 @@
-"""What integer norms, softmax and attention cost: ``python -m benchmarks.transformers`` prints docs/deploy.md's table.
+"""What integer norms, softmax and attention cost: ``python -m benchmarks.transformers`` prints docs/transformers.md's table.
 
 Two transformers learn digits in float32, some ten seconds each: the vision transformer of ``train/vit.py``
 on images of 32x32, and an encoder of torch on the pixels as 64 words of 17. Each is calibrated, which

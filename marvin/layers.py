@@ -18,6 +18,7 @@ class ParameterTable:
 
     Args:
         names: Its name, or its position.
+        positions: Its place among all of them.
         groups: Its parameter group.
         owners: The layer whose format it takes; None if it stays float.
         layers: Position and weight of each layer.
@@ -25,6 +26,7 @@ class ParameterTable:
     """
 
     names: dict[Tensor, str]
+    positions: dict[Tensor, int]
     groups: dict[Tensor, Group]
     owners: dict[Tensor, Tensor | None]
     layers: list[tuple[int, Tensor]]
@@ -48,9 +50,14 @@ def layout_of(param_groups: Sequence[Group]) -> ParameterTable:
     names = [str(i) if name is None else name for i, name in enumerate(given)]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"parameter names must be unique, got {sorted(twice)} more than once")
-    layers = [(i, p) for i, p in enumerate(groups) if is_layer(p)]
-    shards = {p: shard_of(p) for p in groups}
-    return ParameterTable(dict(zip(groups, names, strict=True)), groups, owners, layers, shards)
+    return ParameterTable(
+        names=dict(zip(groups, names, strict=True)),
+        positions={p: i for i, p in enumerate(groups)},
+        groups=groups,
+        owners=owners,
+        layers=[(i, p) for i, p in enumerate(groups) if is_layer(p)],
+        shards={p: shard_of(p) for p in groups},
+    )
 
 
 def is_layer(parameter: Tensor) -> bool:

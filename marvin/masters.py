@@ -286,7 +286,6 @@ class WithMasters(Optimizer):
         """Return what belongs to some parameters of a group."""
         known, key = self._known.members, tuple(map(id, params))
         if key not in known:
-            positions = {p: i for i, p in enumerate(self._layout.names)}
             layers = [i for i, p in enumerate(params) if "layer" in self.state.get(p, {})]
             known[key] = Members(
                 compact={p for p in params if is_compact(self.state.get(p, {}))},
@@ -294,7 +293,7 @@ class WithMasters(Optimizer):
                 shards=[self._layout.shards[p] for p in params],
                 masters=[self._masters.get(p, p) for p in params],
                 layers=layers,
-                positions=[positions[params[i]] for i in layers],
+                positions=[self._layout.positions[params[i]] for i in layers],
                 states=[self.state[params[i]] for i in layers],
             )
         return known[key]
@@ -330,9 +329,8 @@ class WithMasters(Optimizer):
         if key not in known:
             found = [(p, self.state[p], self.format_of(p)) for p in params]
             rounded = [(p, own, fmt) for p, own, fmt in found if fmt is not None]
-            positions = {p: i for i, p in enumerate(self._layout.names)}
             known[key] = Rounding(
-                positions=[positions[p] for p in params],
+                positions=[self._layout.positions[p] for p in params],
                 floats=[(p, own) for p, own, fmt in found if fmt is None],
                 rounded=[p for p, _, _ in rounded],
                 states=[own for _, own, _ in rounded],

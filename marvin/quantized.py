@@ -248,6 +248,8 @@ class Quantized(WithMasters):
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
         self._move(batches, update)
+        if update.switches:
+            self._carriers.publish(self)
         if number % _LOOK == 0:
             self._carriers.name_clamped()
         self._observe_next()
@@ -506,15 +508,12 @@ class Quantized(WithMasters):
         if moves is None:
             self._update(batches)
         written = self._keep(update, moved)
-        if moves is not None and not self._write_moved(written, moved, moves):
-            self._update(batches)
-            moves = None
-        if moves is None:
-            self._write(written, Purpose.WEIGHTS)
-        else:
+        if moves is not None and self._write_moved(written, moved, moves):
             keep_momenta(self.optimizer, batches, moves)
-        if update.switches:
-            self._carriers.publish(self)
+        else:
+            if moves is not None:  # the kernel does not take these tensors
+                self._update(batches)
+            self._write(written, Purpose.WEIGHTS)
 
     def _move_compact(
         self, batches: Sequence[Gradients], update: Update, moved: Sequence[Tensor]
@@ -529,8 +528,6 @@ class Quantized(WithMasters):
             self._write(written, Purpose.WEIGHTS)
         else:
             self._write_rows(written, rows)
-        if update.switches:
-            self._carriers.publish(self)
 
     def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keep what the policy made of a step; return what moved or has another format."""
@@ -556,7 +553,6 @@ class Quantized(WithMasters):
 
     def _update(self, batches: Sequence[Gradients], done: Container[Tensor] = ()) -> None:
         """Do one step of the wrapped optimizer on the masters, but for those of ``done``."""
-        positions = {p: i for i, p in enumerate(self._layout.names)}
         compact: list[CompactMember] = []
         masters, grads = [], []
         for batch in batches:
@@ -568,7 +564,8 @@ class Quantized(WithMasters):
                 masters.append(master)
                 grads.append(shard.to_dtensor(grad))
                 if p in members.compact:
-                    compact.append(CompactMember(master, self.state[p], shard, positions[p]))
+                    position = self._layout.positions[p]
+                    compact.append(CompactMember(master, self.state[p], shard, position))
         with (
             self._on_masters(),
             in_float(self.optimizer, compact, self._seed, self._counts.step),

@@ -15,15 +15,15 @@ __all__ = ["explain", "skeleton"]
 Convert = Callable[[Tensor], Tensor]
 
 
-def skeleton(model: nn.Module, convert: Convert, *, keep_hooks: bool = False) -> nn.Module:
-    """Return a copy of ``model`` with every tensor replaced.
+def skeleton(model: nn.Module, convert: Convert) -> nn.Module:
+    """Return a copy of ``model`` with every tensor replaced, and without hooks but torch's own.
+
+    Those of weight and spectral normalisation make the weight.
 
     Args:
         model: Left as it is.
         convert: Makes the tensor of the copy from the model's; called once a tensor, so tied
             weights stay tied.
-        keep_hooks: Whether the copy calls the model's hooks. Torch's own (weight and spectral
-            normalisation) are always called.
 
     Returns:
         The copy. Attributes that are neither tensors nor modules are shared.
@@ -37,14 +37,11 @@ def skeleton(model: nn.Module, convert: Convert, *, keep_hooks: bool = False) ->
             tensors[id(tensor)] = convert(tensor)
         return tensors[id(tensor)]
 
-    return _copy(uncompiled(model), {}, once, keep_hooks)
+    return _copy(uncompiled(model), {}, once)
 
 
 def _copy(
-    module: nn.Module,
-    copies: dict[int, nn.Module],
-    convert: Callable[[Any], Any],
-    keep_hooks: bool,
+    module: nn.Module, copies: dict[int, nn.Module], convert: Callable[[Any], Any]
 ) -> nn.Module:
     """Copy ``module`` and all below it; a module met before is the same copy."""
     if id(module) in copies:
@@ -54,9 +51,9 @@ def _copy(
     copy.__dict__ = {n: convert(v) if isinstance(v, Tensor) else v for n, v in state.items()}
     for name in HOOKS:
         hooks = getattr(module, name)
-        kept = ((key, hook) for key, hook in hooks.items() if keep_hooks or is_torchs(hook))
+        kept = ((key, hook) for key, hook in hooks.items() if is_torchs(hook))
         setattr(copy, name, type(hooks)(kept))
-    fill_copy(copy, module, convert, lambda m: _copy(m, copies, convert, keep_hooks))
+    fill_copy(copy, module, convert, lambda m: _copy(m, copies, convert))
     return copy
 
 

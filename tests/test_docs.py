@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from fixedpoint_kernels import FixedPoint, Minifloat, quantize
+from train.arguments import parse
+from train.config import Config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -109,6 +111,27 @@ def test_modules_that_commands_run_exist(page):
         path = ROOT.joinpath(*module.split("."))
         if (ROOT / module.split(".")[0]).is_dir():
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+def test_trainers_take_the_flags_that_pages_give_them():
+    meant = {
+        "S": "0",
+        "$seed": "0",
+        "$o": "msgd",
+        "[FLAGS]": "",
+    }  # what a reader puts in their place
+    count = 0
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        for model, rest in re.findall(
+            r"python -m train\.(resnet20|alexnet|vit)\b([^`#\n)]*)", text
+        ):
+            words = [meant.get(word, word) for word in rest.split()]
+            parse(
+                Config(model=model), [word for word in words if word]
+            )  # ends at a flag that is none
+            count += 1
+    assert count > 20
 
 
 def test_the_pictures_of_the_concepts_are_drawn_by_their_script(tmp_path):

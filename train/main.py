@@ -22,9 +22,10 @@ from perfmodel.files import LAYERS, UserError
 from perfmodel.report import one_line
 from perfmodel.run import read_run
 from train import checkpoint, distributed, plot
+from train.arguments import parse
 from train.augment import private_generator
 from train.checks import in_flags
-from train.config import Config, parse, run_folder
+from train.config import Config, run_folder
 from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
 from train.loop import evaluate, fit, reestimate

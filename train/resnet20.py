@@ -1,6 +1,7 @@
 """``python -m train.resnet20``: train ResNet20 in fixed point or in float32."""
 
-from train.config import Config, parse
+from train.arguments import parse
+from train.config import Config
 
 DEFAULTS = Config(model="resnet20", width=16, buffer_bits=8, channels_last=True)
 if __name__ == "__main__":  # --help and slips are answered before torch loads

@@ -3,7 +3,7 @@
 An element is a sample of 3x32x32. Formats are those of ``StaticPolicy``, 6 or 8 bits for weights and
 layers' inputs, sums of 8. The original is the same network without rounding, as an exporter would
 write it; ONNX Runtime folds its batch normalisation into the convolutions. ``portable``: 8-bit
-weights as uint8; ``vnni``: as int8, see ``docs/deploy.md``. Weights of 6 bits are int8 anyway.
+weights as uint8; ``vnni``: as int8, see ``docs/targets.md``. Weights of 6 bits are int8 anyway.
 """
 
 from collections.abc import Callable, Iterator

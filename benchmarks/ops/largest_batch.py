@@ -7,13 +7,14 @@ machine as it is. Each row is written to ``results/largest_batch.csv`` once it i
 it is there.
 """
 
-import csv
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
+from benchmarks import runs
 from perfmodel.batch import MALLOC, WAYS, Found, Trial, largest
 from perfmodel.text import binary
 from perfmodel.zoo import MODELS
@@ -22,7 +23,13 @@ TESTS = "tests/perfmodel/test_batch.py"
 RESULTS = Path(__file__).parents[1] / "results/largest_batch.csv"
 MEMORY_BYTES = 2**30
 PRECISION = 0.05  # of the batch
-_KEY = "model", "memory_bytes", "way"
+
+
+class Case(NamedTuple):
+    """What is trained, and in how much."""
+
+    model: str
+    memory_bytes: int
 
 
 def resnet18() -> nn.Module:
@@ -62,30 +69,13 @@ def table() -> Iterator[str]:
 
 def row(model: str, trial: Trial, memory_bytes: int = MEMORY_BYTES) -> Found:
     """Return the largest batch of one model and way: as written before, or searched for now."""
-    key = model, str(memory_bytes), trial.way
-    known = known_rows()
-    if key not in known:
-        found = largest(trial, memory_bytes, precision=PRECISION)
-        is_new = not RESULTS.exists()
-        with RESULTS.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            if is_new:
-                writer.writerow([*_KEY[:2], *Found._fields])
-            writer.writerow([model, memory_bytes, *found])
-        known = known_rows()
-    return known[key]
+    case = Case(model, memory_bytes)
+    if (case, trial.way) not in known_rows():
+        runs.append(RESULTS, case, largest(trial, memory_bytes, precision=PRECISION))
+    return known_rows()[case, trial.way]
 
 
-def known_rows() -> dict[tuple[str, ...], Found]:
-    """Return what is written, by model, memory and way."""
-    if not RESULTS.exists():
-        return {}
-    with RESULTS.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    kinds = {"way": str, "step_s": float}
-    return {
-        tuple(own[name] for name in _KEY): Found(
-            **{name: kinds.get(name, int)(own[name]) for name in Found._fields}
-        )
-        for own in rows
-    }
+def known_rows() -> dict[tuple[Case, str], Found]:
+    """Return what is written, by case and way."""
+    rows = zip(runs.read(Case, RESULTS), runs.read(Found, RESULTS), strict=True)
+    return {(case, found.way): found for case, found in rows}

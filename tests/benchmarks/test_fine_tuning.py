@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import fine_tuning
+from benchmarks import fine_tuning, runs
 from benchmarks.fine_tuning import Data, Run, Task
-
-own, keep = fine_tuning.known_runs, fine_tuning.keep
 
 
 class Block(nn.Module):
@@ -33,15 +31,14 @@ def build():
 @pytest.fixture
 def one_task(monkeypatch, tmp_path):
     monkeypatch.setattr(fine_tuning, "TASKS", {"tiny": Task("torch", build, data, 16)})
-    monkeypatch.setattr(fine_tuning, "known_runs", lambda: own(tmp_path / "runs.csv"))
-    monkeypatch.setattr(fine_tuning, "keep", lambda run: keep(run, tmp_path / "runs.csv"))
+    monkeypatch.setattr(fine_tuning, "RESULTS", tmp_path / "runs.csv")
     return ["--seeds", "2", "--steps", "8", "--threads", "1", "--folder", str(tmp_path)]
 
 
 def test_runs_are_written_once(one_task, monkeypatch, capsys):
     fine_tuning.main(one_task)
     capsys.readouterr()
-    found = {(run.way, run.seed): run for run in fine_tuning.known_runs()}
+    found = {(run.way, run.seed): run for run in runs.read(Run, fine_tuning.RESULTS)}
     assert len(found) == 2 * len(fine_tuning.WAYS)
     for seed in (0, 1):
         exact = found["exact", seed]

@@ -10,7 +10,8 @@ from benchmarks import comparison, figure, reproduce
 from benchmarks.experiments import EXPERIMENTS, POLICIES
 from perfmodel.files import RunError
 from train import resnet20
-from train.config import Config, parse
+from train.arguments import parse
+from train.config import Config
 
 SMALL = [
     "--dataset",

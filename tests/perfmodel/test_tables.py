@@ -2,7 +2,7 @@ import pytest
 
 from perfmodel import papers
 from perfmodel.__main__ import main
-from perfmodel.forward_save import Division, conv_block_ratio, linear_block_ratio
+from perfmodel.forward_save import Division
 from perfmodel.tables import few_bit_sizes, follows, kept_by, printed_batches, released_division
 
 GIB = 2**30
@@ -75,16 +75,6 @@ def test_table_2b_of_division(block, bits, ratio):
     saved = kept_by("ResNet-18/CIFAR", 128, "in-place", 32)
     got = saved.total_bytes / released_division(saved, Division(block, bits, is_cut=False))
     assert got == pytest.approx(ratio, rel=0.006)  # they shift so much with the batch
-
-
-@pytest.mark.parametrize(("side", "ratio"), [(7, 10.346), (14, 12.36), (28, 12.90), (56, 13.04)])
-def test_equation_54(side, ratio):
-    assert conv_block_ratio(side) == pytest.approx(ratio, abs=0.005)
-
-
-@pytest.mark.parametrize(("features", "ratio"), [(64, 8.89), (128, 9.41)])
-def test_equation_56(features, ratio):
-    assert linear_block_ratio(features, 16) == pytest.approx(ratio, abs=0.005)
 
 
 @pytest.mark.slow

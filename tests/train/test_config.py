@@ -7,8 +7,9 @@ import torch
 
 import marvin
 from train.alexnet import DEFAULTS as ALEXNET
+from train.arguments import READ_BY, parse
 from train.checks import MAY_BE_INFINITE
-from train.config import MSGD_KEYWORDS, READ_BY, Config, from_dict, parse, run_folder, to_dict
+from train.config import MSGD_KEYWORDS, Config, from_dict, run_folder, to_dict
 from train.resnet20 import DEFAULTS as RESNET20
 
 

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.soak import is_same
 from train import alexnet, distributed, main
+from train.arguments import parse
 from train.augment import Augmentation, augment, private_generator
-from train.config import parse
 from train.errors import UserError
 from train.loop import evaluate
 from train.records import RunFolder, read_csv

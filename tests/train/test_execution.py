@@ -7,7 +7,7 @@ import torch
 
 from marvin.integer import report
 from train import loop
-from train.config import parse
+from train.arguments import parse
 from train.resnet20 import DEFAULTS
 
 

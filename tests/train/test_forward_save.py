@@ -9,7 +9,8 @@ from torch import nn
 from fixedpoint_kernels import few_bit, forward_save
 from fixedpoint_kernels.few_bit.activations import ENTRIES
 from train import loop
-from train.config import ACTIVATIONS, parse
+from train.arguments import parse
+from train.config import ACTIVATIONS
 from train.main import prepare
 from train.resnet20 import DEFAULTS, MIN_SIDE, resnet20
 

@@ -12,7 +12,8 @@ from fixedpoint_kernels import BlockFloat, FixedPoint
 from perfmodel.run import read_run
 from perfmodel.summary import totals
 from train import loop
-from train.config import Config, parse, run_folder
+from train.arguments import parse
+from train.config import Config, run_folder
 from train.records import RunFolder, read_csv
 from train.resnet20 import DEFAULTS
 

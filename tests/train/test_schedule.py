@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from train.config import parse
+from train.arguments import parse
 from train.errors import UserError
 from train.records import read_csv
 from train.resnet20 import DEFAULTS

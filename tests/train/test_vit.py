@@ -9,7 +9,8 @@ import torch
 
 from fixedpoint_kernels import few_bit
 from train import main, vit
-from train.config import Config, parse
+from train.arguments import parse
+from train.config import Config
 from train.records import read_csv
 
 LAYERS = 1 + 4 * 4 + 1  # patches, four in each of four blocks, classifier

@@ -1,0 +1,1 @@
+"""Small tasks of other kinds than classification, beside float32: ``python -m benchmarks.tasks``."""

@@ -1,0 +1,123 @@
+"""The command line of the trainers: a flag for each field of the configuration."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from perfmodel.arguments import Parser
+from train.checks import flag
+from train.config import Config
+
+__all__ = ["READ_BY", "parse"]
+
+READ_BY = {  # which policies read a flag; others are common to all
+    ("kappa", "max_noise"): ("loss-budget",),
+    ("policy_bits", "per_channel", "ends_bits"): ("loss-budget", "static"),
+    (
+        *("init_wl", "init_fl", "max_wl", "min_fl", "buffer_bits", "resolution", "lookback"),
+        *("lookback_momentum", "lookback_rounding", "strategy", "strategy_loss", "strategy_margin"),
+        *("kl_eps", "kl_smoothing", "kl_direction", "kl_counts", "pushdown_range", "pushup"),
+    ): ("marvin",),
+}
+
+
+def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:
+    """Read a configuration from command-line flags.
+
+    Args:
+        defaults: Values of the flags that are not given.
+        argv: Arguments; default: those of the process.
+
+    Returns:
+        The configuration. Bad values end the process with a message and status 2.
+    """
+    parser = Parser(
+        f"python -m train.{defaults.model}",
+        f"Train {defaults.model} in fixed point, or in float32 to compare.",
+    )
+    for f in dataclasses.fields(Config):
+        if f.name != "model":
+            flags = [flag(f.name)]
+            if f.name == "run":  # torchrun takes --run for an abbreviation of its own --run-path
+                flags.append("--run-folder")
+            parser.add_argument(*flags, **_argument(f, getattr(defaults, f.name)))
+    given = vars(parser.parse_args(argv))
+    if (given.get("optimizer"), given.get("policy")) in (("sgd", "marvin"), ("msgd", "none")):
+        parser.error(
+            "--optimizer sgd and --policy none are float32, --optimizer msgd and --policy marvin "
+            f"fixed point, got --optimizer {given['optimizer']} --policy {given['policy']}: "
+            "leave one of them out"
+        )
+    try:
+        config = dataclasses.replace(defaults, **given)
+        _check_read(config, given)
+    except ValueError as error:
+        parser.error(str(error))
+    return config
+
+
+def _check_read(config: Config, given: Iterable[str]) -> None:
+    """Refuse flags that are given and that the policy does not read; float32 compares, so it may have all.
+
+    Raises:
+        ValueError: With the flag, and the policies that read it.
+    """
+    if config.method == "sgd":
+        return
+    for name in given:
+        readers = next((own for names, own in READ_BY.items() if name in names), ())
+        if readers and config.policy not in readers:
+            others = " or ".join(f"--policy {reader}" for reader in readers)
+            raise ValueError(f"{flag(name)} must be with {others}, got --policy {config.policy}")
+
+
+def _argument(f: dataclasses.Field[Any], default: object) -> dict[str, Any]:
+    """Return what argparse needs to know about one field."""
+    shown = "runs/MODEL-DATASET-OPTIMIZER-seedSEED" if f.name == "run" else _words(default)
+    argument: dict[str, Any] = {
+        "default": argparse.SUPPRESS,  # so that what is given is known
+        "help": f"{f.metadata['help']} (default: {shown})",
+    }
+    if isinstance(default, bool):
+        return argument | {"action": argparse.BooleanOptionalAction}
+    if isinstance(default, tuple):
+        metavar = ("WEIGHTS", "INPUTS") if f.name == "max_noise" else ("LOWER", "UPPER")
+        kind = type(default[0])
+        return argument | {"nargs": 2, "type": kind, "metavar": metavar, "action": _Pair}
+    if f.name == "kl_eps":
+        return argument | {"type": _float_or_noise, "metavar": "NATS|noise"}
+    if f.metadata["choices"]:
+        return argument | {"choices": f.metadata["choices"]}
+    if f.name == "run":
+        return argument | {"metavar": "DIR"}
+    return argument | {"type": type(default), "metavar": type(default).__name__.upper()}
+
+
+def _words(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+class _Pair(argparse.Action):
+    """Store two values as a tuple."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
+def _float_or_noise(text: str) -> float | str:
+    if text == "noise":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        message = f"must be a number or 'noise', got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
