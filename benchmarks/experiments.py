@@ -106,6 +106,18 @@ EXPERIMENTS = {
         "layers when a run ends, in parentheses weighted by number of elements. Static: the first and "
         "the last layer have 8 bits, as is usual.",
     ),
+    "states": Experiment(
+        "what do optimizer states in few bytes cost in accuracy?",
+        RECIPE,
+        {
+            "float32 states": FULL_SIZE["loss budget"],
+            "compact states": (*FULL_SIZE["loss budget"], "--compact-state"),
+        },
+        has_word_lengths=True,
+        note="All images that are named are trained on; the test images are looked at once, at the end of "
+        "each run. Both train on integer units (--execution int8). Bits are means over the layers "
+        "when a run ends, in parentheses weighted by number of elements.",
+    ),
     "policies": Experiment(
         "which policy reaches the accuracy of float32 at how many bits?",
         (),
