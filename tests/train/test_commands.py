@@ -27,7 +27,7 @@ except SystemExit as end:
     print("torch" in sys.modules, end.code)
 """
 MEASUREMENTS = (
-    *("biases", "digits_states", "fine_tuning", "gpu", "hgq2", "lsq", "ops.forward_save", "paired"),
+    *("biases", "fine_tuning", "gpu", "hgq2", "lsq", "ops.forward_save", "paired", "states"),
     *("qdq", "quantize_static", "reproduce", "run", "soak", "tasks", "transformers", "welch"),
 )
 COMMANDS = (
