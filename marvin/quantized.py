@@ -29,6 +29,7 @@ from marvin.compact import (
     wants_compact,
 )
 from marvin.compact_moves import moves_of_compact
+from marvin.display import listed
 from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, read
 from marvin.layers import is_layer, layout_of
 from marvin.masters import Counts, WithMasters
@@ -249,7 +250,9 @@ class Quantized(WithMasters):
         self._counts.step = number
         self._move(batches, update)
         if number % _LOOK == 0:
-            self._carriers.name_clamped()
+            self._carriers.name_clamped(self.param_groups[0])
+        if number == 1 or number % _LOOK == 0:
+            self._name_runaways()
         self._observe_next()
         return loss
 
@@ -403,10 +406,9 @@ class Quantized(WithMasters):
         self._write(adopted, Purpose.WEIGHTS)
         self._carriers.publish(self)
         names = [self._layout.names[p] for p in adopted]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(
             f"weights changed outside of {type(self).__name__} are the new masters, rounded: "
-            f"{', '.join(names[:3])}{more}",
+            f"{listed(names)}",
             stacklevel=4,
         )
 

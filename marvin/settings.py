@@ -1,6 +1,7 @@
 """What is refused: hyper-parameters out of range, and optimizers and steps that do not work."""
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -125,6 +126,8 @@ def check_settings(settings: Settings, checks: Checks) -> None:
             raise TypeError(f"{name} must be a number, got {name}={value!r}")
         if not value >= 0:
             raise ValueError(f"{name} must be 0 or more, got {name}={value}")
+        if value == math.inf:
+            raise ValueError(f"{name} must be finite, got {name}={value}")
     for name, choices in checks.choices.items():
         if settings[name] not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {settings[name]!r}")
