@@ -12,7 +12,7 @@ from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, 
 from marvin.activations import Entry, QuantizedActivations
 from marvin.display import listed
 from marvin.hooks import rounders_of
-from marvin.layers import is_layer
+from marvin.layers import computed_weights, is_layer
 from marvin.masters import WithMasters
 from marvin.model_formats import ModuleFormats
 from marvin.policies.observer import Observer
@@ -252,9 +252,10 @@ def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
             handle.left[name] = reason
         if not reason and not any(p.requires_grad for p in source):
             handle.left[name] = "frozen: float until it is trained"
-        if is_parametrized(module):
+        if computed := computed_weights(module):
+            how = "a parametrisation" if is_parametrized(module) else "a hook"
             handle.left[name] = (
-                "a parametrisation computes its weight from rounded parameters; no export takes it"
+                f"{how} computes its {' and '.join(computed)} from rounded parameters; no export takes it"
             )
     handle.state.waiting |= handle.with_weights() - {*before}
 

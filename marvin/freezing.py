@@ -17,6 +17,7 @@ from marvin.attention import Attention, Encoder, EncoderLayer
 from marvin.channels import ChannelFormat
 from marvin.conversion import prepare
 from marvin.hooks import rounders_of, unhook
+from marvin.layers import computed_weights
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_value
 from marvin.rounder import BUFFER, FLOATS, as_it_is, formats_of
@@ -49,7 +50,9 @@ def freeze(model: nn.Module) -> nn.Module:
         >>> torch.export.export(marvin.freeze(model), (images,))
     """
     check_model(model, "freeze(model)")
-    frozen = copy.deepcopy(model).eval().requires_grad_(False)
+    computed = (vars(m).get(name) for m in model.modules() for name in computed_weights(m))
+    memo = {id(w): w.detach().clone() for w in computed if isinstance(w, Tensor)}  # these have graphs
+    frozen = copy.deepcopy(model, memo).eval().requires_grad_(False)
     if any(map(is_converted, frozen.modules())):
         revert(frozen)  # nothing goes backward
     found = [(m, rounder) for m in frozen.modules() for rounder in rounders_of(m)]

@@ -49,6 +49,10 @@ class ForwardState:
     def __getstate__(self) -> StateDict:
         return {**vars(self), "_rounded": {}}  # tensors of this process
 
+    def __setstate__(self, state: StateDict) -> None:
+        self.__init__()  # an older one lacks what came since
+        vars(self).update(state)
+
     def options(self, is_training: bool, eval_rounding: Rounding) -> dict[str, Any]:
         """Return how to round once more."""
         rounding = self.rounding if is_training else eval_rounding
@@ -108,6 +112,10 @@ class Rounder:
 
     def __getstate__(self) -> StateDict:
         return {**vars(self), "_seen": (None, 0)}
+
+    def __setstate__(self, state: StateDict) -> None:
+        self.__init__(state["name"], state["state"], state["arguments"])  # as of ``ForwardState``
+        vars(self).update(state)
 
     def formats(self, module: nn.Module) -> ModuleFormats:
         """Return the formats that ``module`` carries; waits for no device unless others wrote them.
