@@ -9,7 +9,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
-from marvin.activations import Entry, QuantizedActivations
+from marvin.activations import FROZEN, Entry, QuantizedActivations
 from marvin.display import listed
 from marvin.hooks import rounders_of
 from marvin.layers import computed_weights, is_layer
@@ -251,7 +251,7 @@ def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
         if reason and (channels_of(module) or isinstance(module, FOLLOWERS)):
             handle.left[name] = reason
         if not reason and not any(p.requires_grad for p in source):
-            handle.left[name] = "frozen: float until it is trained"
+            handle.left[name] = FROZEN
         if computed := computed_weights(module):
             how = "a parametrisation" if is_parametrized(module) else "a hook"
             handle.left[name] = (

@@ -48,7 +48,10 @@ def layout_of(param_groups: Sequence[Group]) -> ParameterTable:
             owners[p] = None
     names = [str(i) if name is None else name for i, name in enumerate(given)]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(f"parameter names must be unique, got {sorted(twice)} more than once")
+        raise ValueError(
+            f"parameter names must be unique, got {sorted(twice)} more than once: of several models, "
+            'write [("encoder." + name, p) for name, p in encoder.named_parameters()]'
+        )
     layers = [(i, p) for i, p in enumerate(groups) if is_layer(p)]
     shards = {p: shard_of(p) for p in groups}
     return ParameterTable(dict(zip(groups, names, strict=True)), groups, owners, layers, shards)
@@ -67,7 +70,9 @@ def computed_weights(module: nn.Module) -> list[str]:
     """
     if is_parametrized(module):
         return [*getattr(module, "parametrizations", {})]
-    own = dict.fromkeys(name.rpartition("_")[0] for name, _ in module.named_parameters(recurse=False))
+    own = dict.fromkeys(
+        name.rpartition("_")[0] for name, _ in module.named_parameters(recurse=False)
+    )
     return [name for name in own if isinstance(vars(module).get(name), Tensor)]
 
 

@@ -72,6 +72,7 @@ class WithMasters(Optimizer):
     _masters: dict[Tensor, Tensor]  # as the wrapped optimizer sees them
     _versions: dict[int, tuple[int, int]]  # of weights, as they were last written, by position
     _plans: Plans
+    _names_unseen: bool = False  # whether ``_name_unseen`` has warned
     _runaways: frozenset[str] = frozenset()  # layers that ``_name_runaways`` has warned of
     _claims: int  # of all optimizers, when this one's parameters were last known to be its own
 
@@ -429,6 +430,27 @@ class WithMasters(Optimizer):
                 put_master(self.state[p], torch.where(differs, own.float(), master))
                 adopted.append(p)
         return adopted
+
+    def _name_unseen(self) -> None:
+        """Warn once of weights that others wrote to without a trace, as ``weight.data.clamp_()`` does."""
+        params = list(self._layout.names)
+        now = _marks_of(locals_of(params))
+        found = []
+        for i, version in self._versions.items():
+            own, p = local(params[i]), params[i]
+            if now[i] != version or own.device != master_of(self.state[p]).device:
+                continue  # what is seen
+            weight = self._rounded(p)
+            if weight is not None and weight.dtype == own.dtype and (own != weight).any():
+                found.append(self._layout.names[p])
+        if found and not self._names_unseen:
+            self._names_unseen = True
+            warnings.warn(
+                f"what is written into weight.data is lost at the next step: {listed(found)}; write to "
+                "the weights under torch.no_grad() (weight.clamp_(-1, 1)), or call "
+                "optimizer.adopt_weights() after",
+                stacklevel=4,
+            )
 
     def _check_owner(self) -> None:
         """Refuse to step parameters that another optimizer was made for."""

@@ -80,8 +80,9 @@ class Quantized(WithMasters):
 
     Weights that change between two steps (``load_state_dict`` of a pretrained model, ``zero_()``,
     ``clamp_()`` under ``no_grad``) are the new weights: their masters take the new values, and a
-    warning says so once. So are those that got other memory (``weight.data = x``); what is written
-    into ``weight.data`` nobody can see: then call ``adopt_weights()``.
+    warning says so once. So are those that got other memory (``weight.data = x``). What is written
+    into ``weight.data`` is lost: call ``adopt_weights()`` after. The second step and every 100th look
+    for it, and warn once.
 
     Args:
         optimizer: Has float32, bfloat16 or float16 parameters, and reads ``grad`` of each
@@ -223,6 +224,8 @@ class Quantized(WithMasters):
         self._carriers.name_uncalled(self.forward_state.waiting)
         self._carriers.name_stale()
         self._carriers.name_unseen()
+        if self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1:
+            self._name_unseen()
         self._adopt_changed()
         self._begin(p for p in self._layout.names if p.grad is not None)
 

@@ -18,6 +18,7 @@ from marvin.noise import Purpose, stream
 from marvin.policies.observer import Observer
 from marvin.ranks import rank
 from marvin.rounding import Format
+from marvin.settings import check_untraced
 from marvin.straight_through import StraightThrough, Tally, round_with_gradient
 
 __all__ = ["BUFFER", "FLOATS", "ForwardState", "Rounder", "as_it_is", "channels_of", "formats_of"]
@@ -170,6 +171,7 @@ class Rounder:
         watches = self.observer is not None and is_watched
         if formats.inputs is None and formats.samples is None and not watches:
             return None
+        check_untraced()
 
         def rounded(x: Tensor) -> Tensor:
             x = self._round_samples(module, x, formats)
@@ -184,6 +186,7 @@ class Rounder:
         formats = self.formats(module)
         if formats.outputs is None:
             return output
+        check_untraced()
         return mapped_value(
             lambda x: self._round(module, x, formats, formats.outputs, True), output
         )

@@ -33,6 +33,7 @@ __all__ = [
     "check_settings",
     "check_step",
     "check_uncompiled",
+    "check_untraced",
     "check_wrapped",
     "guard_step",
 ]
@@ -165,6 +166,19 @@ def check_uncompiled(model: nn.Module, call: str) -> None:
         raise TypeError(
             f"the model must come as it was before torch.compile: write {call} with that model, and "
             "compile it afterwards"
+        )
+
+
+def check_untraced() -> None:
+    """Refuse rounding in a trace of ``torch.jit``, which would keep the values of its sample.
+
+    Raises:
+        RuntimeError: There is such a trace.
+    """
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "a model to trace must be one for inference, got one that an optimizer may change still: "
+            "write torch.jit.trace(marvin.freeze(model), sample), and torch.onnx.export or add_graph alike"
         )
 
 

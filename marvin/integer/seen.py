@@ -10,7 +10,7 @@ from marvin.integer.graph import Traced
 
 __all__ = ["Seen", "plain_attributes"]
 
-_PLAIN = bool, int, float, str
+_PLAIN = bool, int, float, str, type(None)
 _NUMBERS = (  # of torch's own modules, which chains and graphs were made of
     "stride", "padding", "dilation", "groups", "padding_mode", "kernel_size", "ceil_mode", "return_indices", "eps", "p",
     "approximate", "normalized_shape", "count_include_pad", "divisor_override", "output_size",

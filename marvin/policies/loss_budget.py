@@ -169,7 +169,9 @@ class LossBudgetPolicy(RangePolicy):
 
         def excess(power: float) -> float:
             found = [self._lengths(row, share, 4.0**power) for row in layers]
-            return _ebops(found, step.settings) - ebops if bits is None else _mean_bits(found) - bits
+            return (
+                _ebops(found, step.settings) - ebops if bits is None else _mean_bits(found) - bits
+            )
 
         low, high = -_REACH, _REACH  # less noise, more bits; more noise, fewer bits
         for _ in range(_HALVINGS):

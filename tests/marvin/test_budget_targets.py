@@ -92,7 +92,9 @@ def test_out_of_reach_the_nearest_is_taken_and_named(target, length):
 def test_a_target_that_ends_leave_no_room_for_is_named():
     options = {"target_bits": 4.0, "ends_wl": 8}
     model, optimizer = make(**options)
-    with pytest.warns(UserWarning, match=r"target_bits=4 is not met: the nearest formats have 4\.7"):
+    with pytest.warns(
+        UserWarning, match=r"target_bits=4 is not met: the nearest formats have 4\.7"
+    ):
         train(model, optimizer, 4)
 
 

@@ -4,8 +4,10 @@ import copy
 import inspect
 import io
 import pickle
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -490,13 +492,65 @@ def test_code_that_a_trace_cannot_tell_runs_as_it_is(kind):
     assert getattr(model, "calls", 3) == before + 3
 
 
+DRAWS = {
+    "torch": lambda: torch.rand(()).item(),
+    "random": random.random,
+    "numpy": np.random.rand,
+}
+
+
+class Skipping(nn.Module):
+    """Leaves a layer out one time in a hundred: two traces in a row are alike."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+        self.draw, self.draws = draw, []
+
+    def forward(self, x):
+        h = F.relu(self.a(x))
+        if self.training:
+            self.draws.append(DRAWS[self.draw]())
+            if self.draws[-1] < 0.01:
+                return h
+        return self.c(F.relu(self.b(h)))
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_code_that_draws_random_numbers_runs_as_it_is(draw):
+    model, _ = make(model=Skipping(draw))
+    x, _ = batch(0)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    convert(model)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert all(map(np.array_equal, np.random.get_state(), before[2]))
+    assert not is_fused(model, x)
+    found = len(model.draws)
+    for _ in range(3):
+        model(x)
+    assert len(model.draws) == found + 3
+    assert len({*model.draws[-3:]}) == 3
+
+
+def test_noise_that_code_adds_is_drawn_at_each_call():
+    class Noisy(Branching):
+        def forward(self, x):
+            return super().forward(x + torch.randn(3, 1, 1))
+
+    model, _ = make(model=Noisy())
+    x, _ = batch(0)
+    assert not torch.equal(model(x), model(x))
+
+
 def test_a_flag_that_changes_is_seen():
     model, _ = make(model=Branching())
     x, _ = batch(0)
     assert model(x).shape[-1] == 2
-    model.short = True
-    assert is_fused(model, x)
-    assert model(x).shape[-1] == 4
+    for short in (True, None, 1):
+        model.short = short
+        assert is_fused(model, x)
+        assert model(x).shape[-1] == (4 if short else 2)
 
 
 class Scaled(Features):

@@ -43,7 +43,9 @@ def test_a_second_process_is_told_who_writes_and_changes_nothing(tiny, tmp_path)
             table.table([folder])
 
 
-@pytest.mark.parametrize(("name", "why"), [("file/run", "Not a dir"), ("n" * 300, "File name too long")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("file/run", "Not a dir"), ("n" * 300, "File name too long")]
+)
 def test_a_folder_that_cannot_be_made_is_named(tiny, tmp_path, name, why):
     (tmp_path / "file").touch()
     folder = tmp_path / name
