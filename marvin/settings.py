@@ -258,6 +258,11 @@ def check_dtypes(params: Iterable[torch.Tensor], who: str) -> None:
                 f"{who} needs parameters with a shape, got an {type(p).__name__}: run the model once "
                 "on a sample, then make the optimizer"
             )
+        if p.is_meta:
+            raise TypeError(
+                f"{who} needs parameters with values, got one on the meta device: call "
+                'model.to_empty(device="cpu") and load a state or start the weights, then make the optimizer'
+            )
         if p.dtype not in _FLOATS:
             remedy = ": write model.float()" if p.dtype.is_floating_point else ""
             raise TypeError(

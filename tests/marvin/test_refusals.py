@@ -344,6 +344,17 @@ def test_curves_need_a_writer_and_an_optimizer():
             marvin.tensorboard.log_formats(*arguments)
 
 
+def test_parameters_must_have_values():
+    with torch.device("meta"):
+        net = model()
+    for make in (
+        marvin.MSGD,
+        lambda ps: marvin.Quantized(torch.optim.SGD(ps), marvin.StaticPolicy()),
+    ):
+        with pytest.raises(TypeError, match=r"got one on the meta device: call model\.to_empty"):
+            make(net.parameters())
+
+
 def test_traces_of_models_that_train_are_refused():
     net = model()
     marvin.quantize_activations(net, marvin.MSGD(net.named_parameters()))
