@@ -1,12 +1,9 @@
 """Finding layers that pass codes on in a traced model: convolution, batch norm, sum, activation, pooling, linear layer."""
 
 import operator
-import random
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -16,6 +13,7 @@ from fixedpoint_kernels.fused import INPUT, LONGEST, Pooled, Scaled, Value
 from marvin.integer.formats import window_of
 from marvin.integer.layers import CLASSES, IntegerConv2d, IntegerLinear
 from marvin.integer.nodes import curve_of, drop_assertions, flattening, norm_of, plain, pooling
+from marvin.integer.surroundings import Surroundings
 from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Tracer, changes_in_place
 
@@ -130,7 +128,7 @@ def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = Fal
     tracers = _Tracer(), _Tracer()
     buffers = [pair for pair in module.named_buffers() if not pair[1].is_meta]
     before = {name: buffer.clone() for name, buffer in buffers}
-    dice = _dice()
+    surroundings = Surroundings(module)
     try:
         graph = tracers[0].trace(module)
         changed = _restored(module, before)
@@ -139,9 +137,9 @@ def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = Fal
         return f"torch.fx cannot trace it: {str(error).partition(chr(10))[0]}"
     finally:
         _restored(module, before)
-        is_random = _threw(dice)
-    if is_random:
-        return "its forward draws random numbers, which would be the same at each call"
+        reason = surroundings.restore()
+    if reason:
+        return reason
     if str(graph) != str(again):
         return "its forward does other things at each call"
     for name in changed:
@@ -168,23 +166,6 @@ def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = Fal
     if not chains and not tokens:
         return _NO_CHAINS
     return Traced(graph, chains, tokens, _inner(graph, tracers[0]))
-
-
-def _dice() -> tuple[Tensor, Any, Any]:
-    """Return the states of the generators that a model's code draws from without asking."""
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _threw(before: tuple[Tensor, Any, Any]) -> bool:
-    """Say whether code that was traced drew random numbers, and take that back."""
-    now = _dice()
-    is_same = torch.equal(now[0], before[0]) and now[1] == before[1]
-    if is_same and all(map(np.array_equal, now[2], before[2])):
-        return False
-    torch.set_rng_state(before[0])
-    random.setstate(before[1])
-    np.random.set_state(before[2])
-    return True
 
 
 def _inner(graph: fx.Graph, tracer: _Tracer) -> tuple[str, ...]:
