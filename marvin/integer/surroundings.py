@@ -1,7 +1,6 @@
 """What a module's code may read and change besides tensors: its attributes, and random generators."""
 
 import random
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ def names_of(module: nn.Module) -> list[str]:
     return [name for name in vars(module) if name not in _OF_TORCH]
 
 
-def noted(value: Any, depth: int = _DEEP) -> Any:
+def noted(value: object, depth: int = _DEEP) -> object:
     """Return what is equal for as long as a value is the same, and what is in it.
 
     Plain values are what they are, also in lists, tuples, sets and dictionaries that are not long, and in records
@@ -58,7 +57,7 @@ def noted(value: Any, depth: int = _DEEP) -> Any:
     return _Object(value)
 
 
-def _is_record(value: Any, depth: int) -> bool:
+def _is_record(value: object, depth: int) -> bool:
     """Say whether a value has attributes, all of them plain, containers or records: a trainer is none."""
     if not depth or callable(value) or not hasattr(value, "__dict__"):
         return False
@@ -75,8 +74,7 @@ class Surroundings:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [*model.modules()]
-        self._before = [{n: vars(m)[n] for n in names_of(m)} for m in self._modules]
-        self._noted = noted(self._before)
+        self._before, self._noted = self._now()
         held = [value for own in self._before for value in own.values()]
         self._lists = [(value, [*value]) for value in held if type(value) is list]
         self._tables = [(value, {**value}) for value in held if type(value) is dict]
@@ -89,6 +87,11 @@ class Surroundings:
             return "its forward draws random numbers, which would be the same at each call"
         return "its forward changes attributes of modules" if is_changed else ""
 
+    def _now(self) -> tuple[list[dict[str, object]], list[list[tuple[str, object]]]]:
+        """Return the attributes of each module, and what is noted of them."""
+        found = [{n: vars(m)[n] for n in names_of(m)} for m in self._modules]
+        return found, [[(n, noted(value)) for n, value in own.items()] for own in found]
+
     def _threw(self) -> bool:
         ours, pythons, numpys = self._dice
         is_same = torch.equal(torch.get_rng_state(), ours) and random.getstate() == pythons
@@ -100,7 +103,7 @@ class Surroundings:
         return True
 
     def _changed(self) -> bool:
-        if noted([{n: vars(m)[n] for n in names_of(m)} for m in self._modules]) == self._noted:
+        if self._now()[1] == self._noted:
             return False
         for module, before in zip(self._modules, self._before, strict=True):
             own = vars(module)

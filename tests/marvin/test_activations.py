@@ -140,7 +140,7 @@ def test_a_penalty_trains_a_model_whose_inputs_are_measured():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
         sgd = torch.optim.SGD(model.named_parameters(), lr=0.02)
-        optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy(window=4, batch_size=16))
+        optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy(window=1, batch_size=16))
         marvin.quantize_activations(model, optimizer)
         for _ in range(40):
             optimizer.zero_grad()

@@ -620,6 +620,16 @@ def test_what_others_count_in_objects_of_theirs_is_not_traced_again():
     assert vars(model)["forward"]._ready(x) is runs
 
 
+def test_models_of_many_modules_and_attributes_are_traced():
+    model = Branching()
+    model.others = nn.ModuleList(nn.Identity() for _ in range(100))
+    for i in range(100):
+        setattr(model, f"number_{i}", i)
+    model.long = [0] * 100
+    model, _ = make(model=model)
+    assert is_fused(model, batch(0)[0])
+
+
 class Keeping(Branching):
     """Keeps what it computed in attributes: in one, in a list and in a dictionary."""
 
