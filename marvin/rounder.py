@@ -161,7 +161,11 @@ class Rounder:
     def round_inputs(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        """Round what comes into ``module``; masks are left as they are."""
+        """Round what comes into ``module``; masks are left as they are.
+
+        Raises:
+            RuntimeError: ``torch.jit`` traces.
+        """
         formats = self.formats(module)
         self.state.waiting.discard(self.name)
         is_watched = module.training and torch.is_grad_enabled()
@@ -182,7 +186,11 @@ class Rounder:
         return mapped(rounded, args, kwargs, self.arguments)
 
     def round_outputs(self, module: nn.Module, output: object) -> object:
-        """Round what ``module`` returns."""
+        """Round what ``module`` returns.
+
+        Raises:
+            RuntimeError: ``torch.jit`` traces.
+        """
         formats = self.formats(module)
         if formats.outputs is None:
             return output

@@ -73,7 +73,7 @@ class Surroundings:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [*model.modules()]
+        self._parts = [*model.modules()]
         self._before, self._noted = self._now()
         held = [value for own in self._before for value in own.values()]
         self._lists = [(value, [*value]) for value in held if type(value) is list]
@@ -89,7 +89,7 @@ class Surroundings:
 
     def _now(self) -> tuple[list[dict[str, object]], list[list[tuple[str, object]]]]:
         """Return the attributes of each module, and what is noted of them."""
-        found = [{n: vars(m)[n] for n in names_of(m)} for m in self._modules]
+        found = [{n: vars(m)[n] for n in names_of(m)} for m in self._parts]
         return found, [[(n, noted(value)) for n, value in own.items()] for own in found]
 
     def _threw(self) -> bool:
@@ -105,7 +105,7 @@ class Surroundings:
     def _changed(self) -> bool:
         if self._now()[1] == self._noted:
             return False
-        for module, before in zip(self._modules, self._before, strict=True):
+        for module, before in zip(self._parts, self._before, strict=True):
             own = vars(module)
             for name in [name for name in names_of(module) if name not in before]:
                 del own[name]
