@@ -27,7 +27,17 @@ except SystemExit as end:
     print("torch" in sys.modules, end.code)
 """
 MEASUREMENTS = (
-    *("biases", "digits_states", "fine_tuning", "gpu", "hgq2", "lsq", "ops.forward_save", "paired"),
+    *(
+        "biases",
+        "digits_states",
+        "fine_tuning",
+        "gpu",
+        "hgq2",
+        "logits",
+        "lsq",
+        "ops.forward_save",
+        "paired",
+    ),
     *("qdq", "quantize_static", "reproduce", "run", "soak", "tasks", "transformers", "welch"),
 )
 COMMANDS = (
