@@ -254,7 +254,8 @@ class Quantized(WithMasters):
         self._move(batches, update)
         if number % _LOOK == 0:
             self._carriers.name_clamped(self.param_groups[0])
-        if number == 1 or number % _LOOK == 0:
+        follows = self.policy.rules.observes_inputs  # the ranges: after its first steps, too
+        if number % _LOOK == 0 or (number == 1 and not follows):
             self._name_runaways()
         self._observe_next()
         return loss

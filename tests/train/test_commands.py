@@ -27,18 +27,9 @@ except SystemExit as end:
     print("torch" in sys.modules, end.code)
 """
 MEASUREMENTS = (
-    *(
-        "biases",
-        "digits_states",
-        "fine_tuning",
-        "gpu",
-        "hgq2",
-        "logits",
-        "lsq",
-        "ops.forward_save",
-        "paired",
-    ),
-    *("qdq", "quantize_static", "reproduce", "run", "soak", "tasks", "transformers", "welch"),
+    *("biases", "digits_states", "fine_tuning", "gpu", "hgq2", "logits", "lsq"),
+    *("ops.forward_save", "paired", "qdq", "quantize_static", "reproduce", "run", "soak"),
+    *("tasks", "transformers", "welch"),
 )
 COMMANDS = (
     *(f"train.{name}" for name in (*commands.SCRIPTS, "export")),
