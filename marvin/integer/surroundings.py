@@ -30,7 +30,8 @@ class _Object:
 
 def names_of(module: nn.Module) -> list[str]:
     """Return the names of the attributes that a module has besides those of every module."""
-    return [name for name in vars(module) if name not in _OF_TORCH]
+    own = (name for name in vars(module) if name not in _OF_TORCH)
+    return [name for name in own if not name.startswith("_tensor_constant")]  # a tracer's
 
 
 def noted(value: object, depth: int = _DEEP) -> object:
