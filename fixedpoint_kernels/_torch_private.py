@@ -25,7 +25,6 @@ __all__ = [
     "ASSERT",
     "FORWARDS",
     "HOOKS",
-    "KIND_OF_BACKWARD_HOOKS",
     "AdaptiveAvgPoolBase",
     "AvgPoolBase",
     "BatchNormBase",
@@ -79,7 +78,6 @@ _Hook = TypeVar("_Hook")
 # reference that ends with a tensor: weakref's own ends with the Python object, which autograd lets go.
 
 # Tensors. The public operators take one tensor: one call, and on a GPU one launch, for each.
-KIND_OF_BACKWARD_HOOKS = "_is_full_backward_hook"  # a module remembers it when they are gone
 foreach_abs = torch._foreach_abs
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_

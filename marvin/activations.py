@@ -17,7 +17,10 @@ from marvin.straight_through import StraightThrough, Tally
 if TYPE_CHECKING:
     from fixedpoint_kernels.figure import Shown
 
-__all__ = ["BUFFER", "Entry", "QuantizedActivations", "Report", "state_of"]
+__all__ = ["BUFFER", "FROZEN", "Entry", "QuantizedActivations", "Report", "state_of"]
+
+FROZEN = "frozen: float until it is trained"
+"""Why a module does not round whose parameters require no gradient."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,11 @@ class QuantizedActivations:
         waiting = sorted(self.state.waiting & weights)
         if len(waiting) == len(weights):  # the model was not called at all
             waiting = []
-        return Report(
-            tuple(self.layers()), {**self.left, **dict.fromkeys(waiting, "not called yet")}
-        )
+        trained = {
+            e.rounder.name for e in self.entries if any(p.requires_grad for p in e.parameters)
+        }
+        left = {n: why for n, why in self.left.items() if why != FROZEN or n not in trained}
+        return Report(tuple(self.layers()), {**left, **dict.fromkeys(waiting, "not called yet")})
 
     @property
     def is_attached(self) -> bool:

@@ -9,14 +9,16 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private import AdaptiveAvgPoolBase, AvgPoolBase, NormBase
-from marvin.activations import Entry, QuantizedActivations
+from marvin.activations import FROZEN, Entry, QuantizedActivations
+from marvin.display import listed
 from marvin.hooks import rounders_of
-from marvin.layers import is_layer
+from marvin.layers import computed_weights, is_layer
 from marvin.masters import WithMasters
 from marvin.model_formats import ModuleFormats
 from marvin.policies.observer import Observer
 from marvin.policies.records import ActivationFormats, Rules
 from marvin.rounder import channels_of
+from marvin.settings import Settings
 
 __all__ = ["EXCLUDED", "FOLLOWERS", "OTHERS", "Carriers", "assign"]
 
@@ -28,7 +30,7 @@ FOLLOWERS = *_NORMS, *_POOLS
 EXCLUDED = "excluded"
 """Why a module does not round that the user left out."""
 
-_MUCH, _OF_DATA = 0.9, 0.25  # shares of clamped values that a warning names: logits often are
+_MUCH, _OF_OUTPUTS, _OF_DATA = 0.9, 0.5, 0.25  # shares of clamped values that a warning names
 OTHERS = "rounds by the formats of another optimizer"
 """Why a module does not round by an optimizer whose parameters it does not have."""
 
@@ -87,7 +89,7 @@ class Carriers:
         if gone := sorted({*map(optimizer.name_of, away)} - self.named):
             warnings.warn(
                 f"parameters that left the model are trained in vain, and what took their place is "
-                f"not trained: {_listed(gone)}; load states without assign=True, or give new layers to "
+                f"not trained: {listed(gone)}; load states without assign=True, or give new layers to "
                 "add_param_group and call marvin.quantize_activations again",
                 stacklevel=7,
             )
@@ -100,7 +102,7 @@ class Carriers:
         ]
         if came := [name for name in came if name not in self.named]:
             warnings.warn(
-                f"modules that came since marvin.quantize_activations do not round: {_listed(came)}; "
+                f"modules that came since marvin.quantize_activations do not round: {listed(came)}; "
                 "call it again",
                 stacklevel=7,
             )
@@ -156,33 +158,36 @@ class Carriers:
             self.unseen |= found
             warnings.warn(
                 "inputs of layers in eval mode are not measured, so their formats do not change, and "
-                f"before they have one they stay float32: {_listed(sorted(found))}; call model.train()",
+                f"before they have one they stay float32: {listed(sorted(found))}; call model.train()",
                 stacklevel=6,
             )
 
-    def name_clamped(self) -> None:
-        """Warn once of modules that clamp nearly all that they see, or much of the data."""
+    def name_clamped(self, settings: Settings) -> None:
+        """Warn once of modules that clamp most of what they give, or see, or much of the data.
+
+        Args:
+            settings: Of the first parameter group.
+        """
         found: dict[str, float] = {}
         for entry in (e for handle in self.handles for e in handle.entries if e.is_live):
             own, formats = entry.rounder, entry.rounder.formats(entry.module)
-            is_much = own.tally.share() > _MUCH or own.data.share() > _OF_DATA
+            is_much = own.tally.fresh() > _MUCH or own.data.share() > _OF_DATA
             rows = (
                 ("inputs", is_much, formats.inputs),
-                (
-                    "outputs",
-                    own.outputs.share() > _MUCH,
-                    formats.outputs,
-                ),
+                ("outputs", own.outputs.fresh() > _OF_OUTPUTS, formats.outputs),
             )
             for what, is_named, fmt in rows:
                 if is_named and isinstance(fmt, FixedPoint):
                     found[f"{what} of {own.name or 'the model'}"] = 2.0**fmt.il
         if new := [name for name in found if name not in self.clamped]:
             self.clamped |= {*new}
+            remedy = "choose a format with more integer bits"
+            if (bits := settings.get("buffer_bits")) is not None:
+                remedy = f"write buffer_bits={bits + 4}, which reaches {2 ** (bits + 3)}"
             warnings.warn(
-                f"values are clamped, and clamped ones pass no gradient: {_listed(new)}, which "
-                f"reach {found[new[0]]:g} at most and are mostly beyond; scale data and targets, or "
-                "choose formats with more integer bits (buffer_bits of MSGD and MarvinPolicy)",
+                f"values are clamped, and clamped ones pass no gradient: {listed(new)}, which "
+                f"reach {found[new[0]]:g} at most and are mostly beyond; {remedy}, or scale data and "
+                "targets; of a classifier's logits this may cost nothing",
                 stacklevel=6,
             )
 
@@ -198,11 +203,6 @@ class Carriers:
                 "change no more: call marvin.quantize_activations(model, optimizer) with this one",
                 stacklevel=6,
             )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
 
 
 def _root(handle: QuantizedActivations) -> nn.Module:
@@ -251,10 +251,11 @@ def assign(handle: QuantizedActivations, optimizer: WithMasters) -> None:
         if reason and (channels_of(module) or isinstance(module, FOLLOWERS)):
             handle.left[name] = reason
         if not reason and not any(p.requires_grad for p in source):
-            handle.left[name] = "frozen: float until it is trained"
-        if is_parametrized(module):
+            handle.left[name] = FROZEN
+        if computed := computed_weights(module):
+            how = "a parametrisation" if is_parametrized(module) else "a hook"
             handle.left[name] = (
-                "a parametrisation computes its weight from rounded parameters; no export takes it"
+                f"{how} computes its {' and '.join(computed)} from rounded parameters; no export takes it"
             )
     handle.state.waiting |= handle.with_weights() - {*before}
 

@@ -16,7 +16,8 @@ from fixedpoint_kernels.rounding.reference import float_bounds
 from marvin.attention import Attention, Encoder, EncoderLayer
 from marvin.channels import ChannelFormat
 from marvin.conversion import prepare
-from marvin.hooks import rounders_of, unhook
+from marvin.hooks import Unscripted, rounders_of, unhook
+from marvin.layers import computed_weights
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_value
 from marvin.rounder import BUFFER, FLOATS, as_it_is, formats_of
@@ -49,7 +50,11 @@ def freeze(model: nn.Module) -> nn.Module:
         >>> torch.export.export(marvin.freeze(model), (images,))
     """
     check_model(model, "freeze(model)")
-    frozen = copy.deepcopy(model).eval().requires_grad_(False)
+    computed = (vars(m).get(name) for m in model.modules() for name in computed_weights(m))
+    memo = {
+        id(w): w.detach().clone() for w in computed if isinstance(w, Tensor)
+    }  # these have graphs
+    frozen = copy.deepcopy(model, memo).eval().requires_grad_(False)
     if any(map(is_converted, frozen.modules())):
         revert(frozen)  # nothing goes backward
     found = [(m, rounder) for m in frozen.modules() for rounder in rounders_of(m)]
@@ -117,7 +122,7 @@ def saved_classes() -> list[type]:
     return [hook_wrapper(), _Inputs, _Outputs, _Loading, *formats, *spelled]
 
 
-class FrozenRounding:
+class FrozenRounding(Unscripted):
     """Rounds in torch's operators."""
 
     def __init__(self, formats: ModuleFormats, arguments: Any) -> None:

@@ -13,6 +13,7 @@ from marvin.rounder import BUFFER, ForwardState, Rounder
 
 __all__ = [
     "OtherForward",
+    "Unscripted",
     "detach",
     "hook",
     "restore_forwards",
@@ -22,7 +23,18 @@ __all__ = [
 ]
 
 
-class _Hook:
+class Unscripted:
+    """A hook that ``torch.jit.script`` refuses by name: it asks for that of a function."""
+
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(
+            "torch.jit.script cannot compile models that round: write "
+            "torch.jit.trace(marvin.freeze(model), sample)"
+        )
+
+
+class _Hook(Unscripted):
     """What a module calls; a class, so that models with hooks can be copied and pickled."""
 
     def __init__(self, rounder: Rounder) -> None:

@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from marvin.settings import Group
 from marvin.shards import Shard, shard_of
 
-__all__ = ["ParameterTable", "is_layer", "layout_of", "owners_of"]
+__all__ = ["ParameterTable", "computed_weights", "is_layer", "layout_of", "owners_of"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ def layout_of(param_groups: Sequence[Group]) -> ParameterTable:
             owners[p] = None
     names = [str(i) if name is None else name for i, name in enumerate(given)]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(f"parameter names must be unique, got {sorted(twice)} more than once")
+        raise ValueError(
+            f"parameter names must be unique, got {sorted(twice)} more than once: of several models, "
+            'write [("encoder." + name, p) for name, p in encoder.named_parameters()]'
+        )
     return ParameterTable(
         names=dict(zip(groups, names, strict=True)),
         positions={p: i for i, p in enumerate(groups)},
@@ -63,6 +67,20 @@ def layout_of(param_groups: Sequence[Group]) -> ParameterTable:
 def is_layer(parameter: Tensor) -> bool:
     """Say whether a parameter has a format of its own: it has two or more dimensions."""
     return parameter.ndim >= 2
+
+
+def computed_weights(module: nn.Module) -> list[str]:
+    """Return the names of a module's weights that each call computes of other parameters.
+
+    A parametrisation does so, and a hook of ``torch.nn.utils.weight_norm``, ``spectral_norm`` or
+    ``prune``, which leaves a plain tensor beside ``weight_g`` and ``weight_v``, or ``weight_orig``.
+    """
+    if is_parametrized(module):
+        return [*getattr(module, "parametrizations", {})]
+    own = dict.fromkeys(
+        name.rpartition("_")[0] for name, _ in module.named_parameters(recurse=False)
+    )
+    return [name for name in own if isinstance(vars(module).get(name), Tensor)]
 
 
 def owners_of(parameters: Sequence[tuple[str | None, Tensor]]) -> dict[Tensor, Tensor | None]:

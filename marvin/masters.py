@@ -1,5 +1,6 @@
 """Float32 masters, the weights that are rounded from them, and what is asked about their formats."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
@@ -19,7 +21,7 @@ from fixedpoint_kernels.sgd import Moves, Targets, step_many
 from marvin.channels import ChannelFormat
 from marvin.compact import codes_of, is_compact, layer_of, master_of, placeholder, put_master
 from marvin.compact_moves import Moved
-from marvin.display import columns, plot_word_lengths
+from marvin.display import columns, listed, plot_word_lengths
 from marvin.layers import ParameterTable
 from marvin.noise import Purpose, stream
 from marvin.plans import Members, Plans, Rounding, Trained
@@ -70,6 +72,8 @@ class WithMasters(Optimizer):
     _masters: dict[Tensor, Tensor]  # as the wrapped optimizer sees them
     _versions: dict[int, tuple[int, int]]  # of weights, as they were last written, by position
     _plans: Plans
+    _names_unseen: bool = False  # whether ``_name_unseen`` has warned
+    _runaways: frozenset[str] = frozenset()  # layers that ``_name_runaways`` has warned of
     _claims: int  # of all optimizers, when this one's parameters were last known to be its own
 
     def __contains__(self, parameter: object) -> bool:
@@ -189,6 +193,35 @@ class WithMasters(Optimizer):
         for p in self._masters:
             put_master(self.state[p], local(p))
         self._write([*self._masters], Purpose.INITIAL)
+
+    def _name_runaways(self) -> None:
+        """Warn once of layers most of whose masters are beyond their format, which clamps them."""
+        rows = [
+            (p, self.state[p], fmt)
+            for _, p in self._trained()
+            if isinstance(fmt := self.format_of(p), FixedPoint) and local(p).numel()
+        ]
+        if not rows:
+            return
+        found = []
+        largest = [vector_norm(master_of(own), float("inf")) for _, own, _ in rows]
+        for (p, own, fmt), most in zip(rows, torch.stack(largest).tolist(), strict=True):
+            name, reach = self._layout.names[p], 2.0**fmt.il
+            if most < 2 * reach or name in self._runaways:
+                continue
+            if float((master_of(own).abs() >= reach).double().mean()) > 0.5:
+                self._runaways |= {name}
+                found.append((name, reach, most, self._layout.groups[p].get("lr")))
+        if not found:
+            return
+        names = [name for name, *_ in found]
+        _, reach, most, rate = found[0]
+        given = "" if rate is None else f", which is {float(rate):g}"
+        warnings.warn(
+            f"most weights are clamped: {listed(names)}, whose format reaches {reach:g} and whose "
+            f"masters reach {most:g}; lower the learning rate{given}, or scale the weights",
+            stacklevel=4,
+        )
 
     def _trained(self) -> list[tuple[int, Tensor]]:
         """Return position and weight of each layer that has been trained."""
@@ -395,6 +428,27 @@ class WithMasters(Optimizer):
                 put_master(self.state[p], torch.where(differs, own.float(), master))
                 adopted.append(p)
         return adopted
+
+    def _name_unseen(self) -> None:
+        """Warn once of weights that others wrote to without a trace, as ``weight.data.clamp_()`` does."""
+        params = list(self._layout.names)
+        now = _marks_of(locals_of(params))
+        found = []
+        for i, version in self._versions.items():
+            own, p = local(params[i]), params[i]
+            if now[i] != version or own.device != master_of(self.state[p]).device:
+                continue  # what is seen
+            weight = self._rounded(p)
+            if weight is not None and weight.dtype == own.dtype and (own != weight).any():
+                found.append(self._layout.names[p])
+        if found and not self._names_unseen:
+            self._names_unseen = True
+            warnings.warn(
+                f"what is written into weight.data is lost at the next step: {listed(found)}; write to "
+                "the weights under torch.no_grad() (weight.clamp_(-1, 1)), or call "
+                "optimizer.adopt_weights() after",
+                stacklevel=4,
+            )
 
     def _check_owner(self) -> None:
         """Refuse to step parameters that another optimizer was made for."""

@@ -29,6 +29,7 @@ from marvin.compact import (
     wants_compact,
 )
 from marvin.compact_moves import moves_of_compact
+from marvin.display import listed
 from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, read
 from marvin.layers import is_layer, layout_of
 from marvin.masters import Counts, WithMasters
@@ -79,8 +80,9 @@ class Quantized(WithMasters):
 
     Weights that change between two steps (``load_state_dict`` of a pretrained model, ``zero_()``,
     ``clamp_()`` under ``no_grad``) are the new weights: their masters take the new values, and a
-    warning says so once. So are those that got other memory (``weight.data = x``); what is written
-    into ``weight.data`` nobody can see: then call ``adopt_weights()``.
+    warning says so once. So are those that got other memory (``weight.data = x``). What is written
+    into ``weight.data`` is lost: call ``adopt_weights()`` after. The second step and every 100th look
+    for it, and warn once.
 
     Args:
         optimizer: Has float32, bfloat16 or float16 parameters, and reads ``grad`` of each
@@ -222,6 +224,8 @@ class Quantized(WithMasters):
         self._carriers.name_uncalled(self.forward_state.waiting)
         self._carriers.name_stale()
         self._carriers.name_unseen()
+        if self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1:
+            self._name_unseen()
         self._adopt_changed()
         self._begin(p for p in self._layout.names if p.grad is not None)
 
@@ -251,7 +255,10 @@ class Quantized(WithMasters):
         if update.switches:
             self._carriers.publish(self)
         if number % _LOOK == 0:
-            self._carriers.name_clamped()
+            self._carriers.name_clamped(self.param_groups[0])
+        follows = self.policy.rules.observes_inputs  # the ranges: after its first steps, too
+        if number % _LOOK == 0 or (number == 1 and not follows):
+            self._name_runaways()
         self._observe_next()
         return loss
 
@@ -405,10 +412,9 @@ class Quantized(WithMasters):
         self._write(adopted, Purpose.WEIGHTS)
         self._carriers.publish(self)
         names = [self._layout.names[p] for p in adopted]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(
             f"weights changed outside of {type(self).__name__} are the new masters, rounded: "
-            f"{', '.join(names[:3])}{more}",
+            f"{listed(names)}",
             stacklevel=4,
         )
 

@@ -18,6 +18,7 @@ from marvin.noise import Purpose, stream
 from marvin.policies.observer import Observer
 from marvin.ranks import rank
 from marvin.rounding import Format
+from marvin.settings import check_untraced
 from marvin.straight_through import StraightThrough, Tally, round_with_gradient
 
 __all__ = ["BUFFER", "FLOATS", "ForwardState", "Rounder", "as_it_is", "channels_of", "formats_of"]
@@ -48,6 +49,10 @@ class ForwardState:
 
     def __getstate__(self) -> StateDict:
         return {**vars(self), "_rounded": {}}  # tensors of this process
+
+    def __setstate__(self, state: StateDict) -> None:
+        self.__init__()  # an older one lacks what came since
+        vars(self).update(state)
 
     def options(self, is_training: bool, eval_rounding: Rounding) -> dict[str, Any]:
         """Return how to round once more."""
@@ -109,6 +114,10 @@ class Rounder:
     def __getstate__(self) -> StateDict:
         return {**vars(self), "_seen": (None, 0)}
 
+    def __setstate__(self, state: StateDict) -> None:
+        self.__init__(state["name"], state["state"], state["arguments"])  # as of ``ForwardState``
+        vars(self).update(state)
+
     def formats(self, module: nn.Module) -> ModuleFormats:
         """Return the formats that ``module`` carries; waits for no device unless others wrote them.
 
@@ -152,7 +161,11 @@ class Rounder:
     def round_inputs(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        """Round what comes into ``module``; masks are left as they are."""
+        """Round what comes into ``module``; masks are left as they are.
+
+        Raises:
+            RuntimeError: ``torch.jit`` traces.
+        """
         formats = self.formats(module)
         self.state.waiting.discard(self.name)
         is_watched = module.training and torch.is_grad_enabled()
@@ -162,6 +175,7 @@ class Rounder:
         watches = self.observer is not None and is_watched
         if formats.inputs is None and formats.samples is None and not watches:
             return None
+        check_untraced()
 
         def rounded(x: Tensor) -> Tensor:
             x = self._round_samples(module, x, formats)
@@ -172,10 +186,15 @@ class Rounder:
         return mapped(rounded, args, kwargs, self.arguments)
 
     def round_outputs(self, module: nn.Module, output: object) -> object:
-        """Round what ``module`` returns."""
+        """Round what ``module`` returns.
+
+        Raises:
+            RuntimeError: ``torch.jit`` traces.
+        """
         formats = self.formats(module)
         if formats.outputs is None:
             return output
+        check_untraced()
         return mapped_value(
             lambda x: self._round(module, x, formats, formats.outputs, True), output
         )

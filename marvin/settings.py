@@ -1,6 +1,7 @@
 """What is refused: hyper-parameters out of range, and optimizers and steps that do not work."""
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ __all__ = [
     "check_settings",
     "check_step",
     "check_uncompiled",
+    "check_untraced",
     "check_wrapped",
     "guard_step",
 ]
@@ -125,6 +127,8 @@ def check_settings(settings: Settings, checks: Checks) -> None:
             raise TypeError(f"{name} must be a number, got {name}={value!r}")
         if not value >= 0:
             raise ValueError(f"{name} must be 0 or more, got {name}={value}")
+        if value == math.inf:
+            raise ValueError(f"{name} must be finite, got {name}={value}")
     for name, choices in checks.choices.items():
         if settings[name] not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {settings[name]!r}")
@@ -162,6 +166,19 @@ def check_uncompiled(model: nn.Module, call: str) -> None:
         raise TypeError(
             f"the model must come as it was before torch.compile: write {call} with that model, and "
             "compile it afterwards"
+        )
+
+
+def check_untraced() -> None:
+    """Refuse rounding in a trace of ``torch.jit``, which would keep the values of its sample.
+
+    Raises:
+        RuntimeError: There is such a trace.
+    """
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "a model to trace must be one for inference, got one that an optimizer may change still: "
+            "write torch.jit.trace(marvin.freeze(model), sample), and torch.onnx.export or add_graph alike"
         )
 
 
@@ -240,6 +257,11 @@ def check_dtypes(params: Iterable[torch.Tensor], who: str) -> None:
             raise TypeError(
                 f"{who} needs parameters with a shape, got an {type(p).__name__}: run the model once "
                 "on a sample, then make the optimizer"
+            )
+        if p.is_meta:
+            raise TypeError(
+                f"{who} needs parameters with values, got one on the meta device: call "
+                'model.to_empty(device="cpu") and load a state or start the weights, then make the optimizer'
             )
         if p.dtype not in _FLOATS:
             remedy = ": write model.float()" if p.dtype.is_floating_point else ""

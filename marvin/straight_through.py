@@ -4,9 +4,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fixedpoint_kernels import FixedPoint, Minifloat, quantize_with_mask
+from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.rounding import Rounding
 from marvin.rounding import Format, round_one
 
@@ -21,6 +21,11 @@ _Back = (
 class Tally:
     """Counts saturated values; a device adds to its own number, so that nothing waits for it."""
 
+    _looked: tuple[Tensor | int, int] = (
+        0,
+        0,
+    )  # what the last ``fresh`` counted; older ones have none
+
     def __init__(self) -> None:
         self.clipped: Tensor | int = 0
         self.total = 0
@@ -33,6 +38,11 @@ class Tally:
     def share(self) -> float:
         """Return the share of clipped values; 0 where there are none at all."""
         return float(self.clipped) / self.total if self.total else 0.0
+
+    def fresh(self) -> float:
+        """Return the share of those that came since the last call."""
+        (clipped, total), self._looked = self._looked, (self.clipped, self.total)
+        return float(self.clipped - clipped) / (self.total - total) if self.total > total else 0.0
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -58,12 +68,12 @@ class _FakeQuantize(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         (inside,) = ctx.saved_tensors
-        grad = _returned(grad, ctx.back)
+        if ctx.back is not None:
+            (grad,) = _rounded_gradient(ctx, grad)
         if inside is not None:
             grad = torch.where(inside, grad, grad.new_zeros(()))  # a tenth of the product's time
         return grad, None, None, None, None
@@ -80,11 +90,12 @@ class _RoundedIdentity(torch.autograd.Function):
         return x.view_as(x) if fmt is None else round_one(x, fmt, **options)
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        return _returned(grad, ctx.back), None, None, None
+        if ctx.back is not None:
+            (grad,) = _rounded_gradient(ctx, grad)
+        return grad, None, None, None
 
 
 def fake_quantize(
@@ -109,8 +120,8 @@ def fake_quantize(
             saturated values run away.
 
     Returns:
-        Shape and dtype of ``x``. The derivative of the gradient is not defined: differentiating
-        twice raises.
+        Shape and dtype of ``x``. Its gradient may be differentiated again: as if ``x`` had only been
+        clamped, or with ``"identity"`` had stayed.
 
     Raises:
         ValueError: ``ste`` is unknown.
@@ -149,9 +160,14 @@ def round_with_gradient(
     return _FakeQuantize.apply(x, fmt, options, tally, back)  # pyright: ignore[reportReturnType]
 
 
-def _returned(grad: Tensor, back: _Back) -> Tensor:
-    """Round a gradient on its way back, where the policy wants it."""
-    if back is None:
-        return grad
-    fmt, options = back
-    return round_one(grad, fmt, **options)
+def _round_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+    """Round a gradient on its way back, as the policy wants it."""
+    fmt, options = ctx.back
+    return (round_one(grad, fmt, **options),)
+
+
+_rounded_gradient: Any = once_differentiable(
+    _round_gradient,
+    "gradients that are rounded on their way back have no second derivative: where gradients are "
+    "differentiated again, use a policy, or a marvin.Quantizer, that does not round them",
+)

@@ -73,15 +73,21 @@ class RunFolder:
         """``begin``, as the only process that writes to the folder until the block ends.
 
         Raises:
-            UserError: Another process writes to the folder, or as ``begin``.
+            UserError: Another process writes to the folder, it cannot be made or written, or as
+                ``begin``.
         """
-        if not (self.path / LOCK).exists():
-            self._check(config)  # no folder is made for what is then refused
         with ExitStack() as held:
             try:
+                if not (self.path / LOCK).exists():
+                    self._check(config)  # no folder is made for what is then refused
                 word = held.enter_context(lock_folder(self.path))
             except Locked as error:
                 raise UserError(str(error)) from error
+            except OSError as error:
+                raise UserError(
+                    f"the run folder must be one that can be made and written, got {self.path} "
+                    f"({error.strerror}): choose another with --run"
+                ) from error
             if word:
                 print(word)
             self.begin(config)

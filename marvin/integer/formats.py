@@ -100,6 +100,8 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
     names = [name for name, _ in module.named_parameters(recurse=False)]
     weights = dict(zip(names, formats.weights, strict=False))
     inputs, weight = formats.inputs, weights.get("weight")
+    if inputs is not None and "weight" not in weights:
+        return "its weight is computed from other parameters"
     for what, fmt in (("inputs", inputs), ("weights", weight)):
         if fmt is None:
             return f"its {what} are float32"

@@ -15,7 +15,7 @@ from marvin.integer.chain_run import ChainRun, has_hooks
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.inference_run import InferenceRun
 from marvin.integer.layers import IntegerConv2d, IntegerLinear
-from marvin.integer.seen import Seen, plain_attributes
+from marvin.integer.seen import Seen
 from marvin.integer.token_run import TokenRun, put_in
 
 __all__ = ["fuse", "fused_layers", "restore_forwards"]
@@ -143,10 +143,7 @@ class _Mode:
     def _trace(self) -> tuple[Traced | str, Seen | None]:
         known = self._known
         if known is None:
-            before = [plain_attributes(m) for m in self.module.modules()]
             traced = self._traced()
-            if [plain_attributes(m) for m in self.module.modules()] != before:
-                traced = "its forward changes attributes of modules"
             seen = None if isinstance(traced, str) else Seen(self.module, traced)
             self._known = known = traced, seen
         return known

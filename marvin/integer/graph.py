@@ -13,6 +13,7 @@ from fixedpoint_kernels.fused import INPUT, LONGEST, Pooled, Scaled, Value
 from marvin.integer.formats import window_of
 from marvin.integer.layers import CLASSES, IntegerConv2d, IntegerLinear
 from marvin.integer.nodes import curve_of, drop_assertions, flattening, norm_of, plain, pooling
+from marvin.integer.surroundings import Surroundings
 from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Tracer, changes_in_place
 
@@ -127,6 +128,7 @@ def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = Fal
     tracers = _Tracer(), _Tracer()
     buffers = [pair for pair in module.named_buffers() if not pair[1].is_meta]
     before = {name: buffer.clone() for name, buffer in buffers}
+    surroundings = Surroundings(module)
     try:
         graph = tracers[0].trace(module)
         changed = _restored(module, before)
@@ -135,6 +137,9 @@ def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = Fal
         return f"torch.fx cannot trace it: {str(error).partition(chr(10))[0]}"
     finally:
         _restored(module, before)
+        reason = surroundings.restore()
+    if reason:
+        return reason
     if str(graph) != str(again):
         return "its forward does other things at each call"
     for name in changed:

@@ -5,23 +5,17 @@ from typing import Any
 
 from torch import nn
 
-from fixedpoint_kernels._torch_private import KIND_OF_BACKWARD_HOOKS, children_of
+from fixedpoint_kernels._torch_private import children_of
 from marvin.integer.graph import Traced
+from marvin.integer.surroundings import PLAIN, names_of, noted
 
-__all__ = ["Seen", "plain_attributes"]
+__all__ = ["Seen"]
 
-_PLAIN = bool, int, float, str
 _NUMBERS = (  # of torch's own modules, which chains and graphs were made of
     "stride", "padding", "dilation", "groups", "padding_mode", "kernel_size", "ceil_mode", "return_indices", "eps", "p",
     "approximate", "normalized_shape", "count_include_pad", "divisor_override", "output_size",
     "start_dim", "end_dim", "negative_slope",
 )  # fmt: skip
-
-
-def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return names and values of a module's own attributes that its code may branch on."""
-    own = vars(module).items()
-    return [pair for pair in own if type(pair[1]) in _PLAIN and pair[0] != KIND_OF_BACKWARD_HOOKS]
 
 
 class Seen:
@@ -46,12 +40,17 @@ class Seen:
         ]
         calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
         layers = map(module.get_submodule, dict.fromkeys(calls))
-        named = [(own, [name for name, _ in plain_attributes(own)]) for own in inner]
+        named = [(own, [n for n in names_of(own) if type(vars(own)[n]) in PLAIN]) for own in inner]
         named += [(own, [name for name in _NUMBERS if name in vars(own)]) for own in layers]
         self._attributes = [
             (vars(own), len(vars(own)), itemgetter(*names)) for own, names in named if names
         ]
         self._before = [get(own) for own, _, get in self._attributes]
+        others = [(vars(own), n) for own in inner for n in names_of(own)]
+        self._others = [
+            (own, n) for own, n in others if type(own[n]) not in PLAIN and n != "forward"
+        ]
+        self._noted = [noted(own[n]) for own, n in self._others]
         names = [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]
         self._module, self._tensors = module, attrgetter(*names) if names else None
         self._held = self._tensors_now()
@@ -70,6 +69,11 @@ class Seen:
         for (own, size, get), before in zip(self._attributes, self._before, strict=True):
             if len(own) != size or get(own) != before:
                 return False
+        if any(
+            noted(own[n]) != before
+            for (own, n), before in zip(self._others, self._noted, strict=True)
+        ):
+            return False
         return all(map(is_, self._tensors_now(), self._held))
 
     def _tensors_now(self) -> tuple[Any, ...]:

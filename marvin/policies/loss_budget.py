@@ -26,6 +26,7 @@ __all__ = ["LossBudgetPolicy", "StaticPolicy"]
 _Lengths = tuple[
     str, TensorFormat | None, TensorFormat | None
 ]  # of a weight, and its layer's inputs
+_NEAR = 0.1  # a target is met; few layers cannot be nearer
 _REACH, _HALVINGS = 16.0, 16  # powers of 4, each about a bit; to 1/2000 bit
 
 
@@ -70,6 +71,8 @@ class LossBudgetPolicy(RangePolicy):
         loss_floor: The budget follows the loss down to this share of the first window's.
         late: All words have ``max_wl`` bits until the learning rate has fallen to half of its
             highest.
+
+    A warning names a target that formats miss by more than a tenth.
 
     A loss below 0 has no share to spend: words get ``max_wl`` bits, and those with a target follow
     ``max_noise`` alone. A warning says so.
@@ -137,8 +140,8 @@ class LossBudgetPolicy(RangePolicy):
 
     def limits(self, settings: Settings, shared: Window) -> tuple[Limits, Limits]:
         """See ``RangePolicy``."""
-        is_early = settings["late"] and shared.lr > shared.highest_lr / 2
-        lengths = settings["max_wl" if is_early else "min_wl"], settings["max_wl"]
+        shortest = "max_wl" if _is_early(settings, shared) else "min_wl"
+        lengths = settings[shortest], settings["max_wl"]
         weights, inputs = settings["max_noise"]
         return Limits(*lengths, weights), Limits(*lengths, inputs)
 
@@ -163,13 +166,12 @@ class LossBudgetPolicy(RangePolicy):
         bits, ebops = step.settings["target_bits"], step.settings["target_ebops"]
         if bits is None and ebops is None:
             return 1.0
-        madds = dict(step.settings["madds"])
 
         def excess(power: float) -> float:
             found = [self._lengths(row, share, 4.0**power) for row in layers]
-            if bits is not None:
-                return _mean_bits(found) - bits
-            return sum(_madds_of(madds, name) * w * x for name, w, x in _magnitudes(found)) - ebops
+            return (
+                _ebops(found, step.settings) - ebops if bits is None else _mean_bits(found) - bits
+            )
 
         low, high = -_REACH, _REACH  # less noise, more bits; more noise, fewer bits
         for _ in range(_HALVINGS):
@@ -212,7 +214,27 @@ class LossBudgetPolicy(RangePolicy):
             shared = replace(shared, lr=lr, highest_lr=max(lr, shared.highest_lr))
         if self.observes(step.number, step.settings) and not shared.was_negative:
             shared = _with_warning(shared, self.share(shared, 1, step.settings))
-        return super().update(shared, [_with_gradient(layer, step) for layer in layers], step)
+        update = super().update(shared, [_with_gradient(layer, step) for layer in layers], step)
+        if self.observes(step.number, step.settings) and step.number >= step.settings["window"]:
+            return replace(update, shared=self._with_target(update, step.settings))
+        return update
+
+    def _with_target(self, update: Update, settings: Settings) -> Window:
+        """Say that formats do not meet the target."""
+        shared, name = update.shared, "target_bits" if settings["target_bits"] else "target_ebops"
+        target = settings[name]
+        if target is None or shared.was_missed or _is_early(settings, shared):
+            return shared
+        found = [(own.name, own.record.fmt, own.record.inputs) for own in update.layers]
+        met = _mean_bits(found) if name == "target_bits" else _ebops(found, settings)
+        if abs(met / target - 1) <= _NEAR:
+            return shared
+        warnings.warn(
+            f"{name}={target:g} is not met: the nearest formats have {met:g}, with words of "
+            f"{settings['min_wl']} to {settings['max_wl']} bits; set another {name}, min_wl or max_wl",
+            stacklevel=5,
+        )
+        return replace(shared, was_missed=True)
 
 
 @dataclass(frozen=True)
@@ -286,6 +308,17 @@ def _mean_bits(found: Sequence[_Lengths]) -> float:
     lengths = [[fmt.wl for fmt in column if fmt is not None] for column in columns]
     means = [sum(own) / len(own) for own in lengths if own]
     return sum(means) / max(len(means), 1)
+
+
+def _ebops(found: Sequence[_Lengths], settings: Settings) -> int:
+    """Return bits of weights times bits of inputs, over multiply-adds."""
+    madds = dict(settings["madds"])
+    return sum(_madds_of(madds, name) * w * x for name, w, x in _magnitudes(found))
+
+
+def _is_early(settings: Settings, shared: Window) -> bool:
+    """Say whether ``late`` gives all words ``max_wl`` bits still."""
+    return settings["late"] and shared.lr > shared.highest_lr / 2
 
 
 def _magnitudes(found: Sequence[_Lengths]) -> Iterator[tuple[str, int, int]]:

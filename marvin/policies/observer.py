@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private import (
@@ -74,14 +73,18 @@ class _Observed(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         (ste_mask,) = ctx.saved_tensors
         clip = ctx.clips and ctx.has_gradient
-        masked, squares = mask_and_observe(grad, ste_mask, clip=clip)
-        ctx.sums.add_gradient(squares)
+        if torch.is_grad_enabled():  # to be differentiated again: this is not the loss's gradient
+            with torch.no_grad():
+                passed, _ = mask_and_observe(torch.ones_like(grad), ste_mask, clip=clip)
+            masked = torch.where(passed != 0, grad, grad.new_zeros(()))
+        else:
+            masked, squares = mask_and_observe(grad, ste_mask, clip=clip)
+            ctx.sums.add_gradient(squares)
         return masked if ctx.has_gradient else None, None, None, None, None
 
 

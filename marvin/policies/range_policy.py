@@ -53,6 +53,7 @@ class Window(PlainRecord):
         lr: Learning rate of the first group, where the policy asks for it.
         highest_lr: Highest of these so far.
         was_negative: Whether the mean loss of a window was below 0; a warning has said so.
+        was_missed: Whether formats did not meet a target; a warning has said so.
     """
 
     loss_sum: float = 0.0
@@ -61,6 +62,7 @@ class Window(PlainRecord):
     lr: float = 0.0
     highest_lr: float = 0.0
     was_negative: bool = False
+    was_missed: bool = False
 
     @property
     def mean_loss(self) -> float:

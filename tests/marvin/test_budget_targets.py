@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -75,13 +76,26 @@ def test_ebops_are_met(target, activation):
     assert ebops(without) != pytest.approx(target, rel=0.02)
 
 
-def test_out_of_reach_the_nearest_is_taken():
-    model, optimizer = make(target_ebops=1.0, madds=MADDS)
-    train(model, optimizer, 8)
-    assert {fmt.wl for fmt in optimizer.formats().values()} == {4}
-    model, optimizer = make(target_ebops=1e12, madds=MADDS)
-    train(model, optimizer, 8)
-    assert {fmt.wl for fmt in optimizer.formats().values()} == {8}
+@pytest.mark.parametrize(
+    ("target", "length"), [({"target_ebops": 1.0}, 4), ({"target_ebops": 1e12}, 8)]
+)
+def test_out_of_reach_the_nearest_is_taken_and_named(target, length):
+    model, optimizer = make(**target, madds=MADDS)
+    with pytest.warns(UserWarning, match=r"target_ebops=\S+ is not met: the nearest .* 4 to 8"):
+        train(model, optimizer, 4)
+    with warnings.catch_warnings():  # once is enough
+        warnings.simplefilter("error")
+        train(model, optimizer, 8, start=4)
+    assert {fmt.wl for fmt in optimizer.formats().values()} == {length}
+
+
+def test_a_target_that_ends_leave_no_room_for_is_named():
+    options = {"target_bits": 4.0, "ends_wl": 8}
+    model, optimizer = make(**options)
+    with pytest.warns(
+        UserWarning, match=r"target_bits=4 is not met: the nearest formats have 4\.7"
+    ):
+        train(model, optimizer, 4)
 
 
 def test_the_target_keeps_the_order_of_the_rule():

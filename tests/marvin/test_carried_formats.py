@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load, save
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 import marvin
@@ -266,12 +267,36 @@ def test_parameters_that_come_later_bring_their_modules():
     assert carried["0"].weights[0] == optimizer.formats()["0.weight"]
 
 
-def test_a_parametrised_weight_is_named():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
-    nn.utils.parametrizations.weight_norm(model[1])
-    handle = marvin.quantize_activations(model, marvin.MSGD(model.named_parameters()))
-    assert list(handle.report.left) == ["1"]
-    assert "a parametrisation computes its weight" in handle.report.left["1"]
+@pytest.mark.parametrize(
+    ("wrap", "how"),
+    [
+        (nn.utils.parametrizations.weight_norm, "a parametrisation"),
+        (nn.utils.weight_norm, "a hook"),
+        (nn.utils.spectral_norm, "a hook"),
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "a hook"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_a_computed_weight_is_named(wrap, how):
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    wrap(model[2])
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy())
+    handle = marvin.quantize_activations(model, optimizer)
+    marvin.integer.convert(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 6)).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    assert list(handle.report.left) == ["2"]
+    assert handle.report.left["2"].startswith(f"{how} computes its weight from rounded parameters")
+    rows = {row.name: row.reason for row in marvin.integer.report(model).rows}
+    if how == "a hook":
+        assert rows["2"] == "its weight is computed from other parameters"
+    x = torch.randn(8, 6)
+    frozen = marvin.freeze(model)(x)  # though a weight has a graph now
+    assert torch.equal(frozen, model.eval()(x))
 
 
 class Mixed(nn.Module):

@@ -153,6 +153,28 @@ def test_pruned_weights_stay_pruned():
     assert master[zeros].abs().max() < 0.1 < master[~zeros].abs().max()
 
 
+@pytest.mark.parametrize("steps", [1, 99])
+@pytest.mark.parametrize("policy", [marvin.StaticPolicy(), marvin.MarvinPolicy()])
+def test_what_is_written_into_data_is_named(policy, steps):
+    model = make_model()
+    optimizer = marvin.Quantized(torch.optim.SGD(model.named_parameters(), lr=0.05), policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, steps=steps)
+    model[2].weight.data.clamp_(-0.01, 0.01)
+    with pytest.warns(
+        UserWarning, match=r"weight\.data is lost at the next step: 2\.weight; write"
+    ):
+        train(model, optimizer, steps=1)
+    model[0].weight.data.clamp_(-0.01, 0.01)
+    optimizer.adopt_weights()
+    with torch.no_grad():
+        model[4].bias.mul_(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, steps=101)
+
+
 @pytest.mark.parametrize("policy", [marvin.LossBudgetPolicy(), marvin.MarvinPolicy()])
 def test_memory_alone_changes_no_master(policy):
     torch.manual_seed(0)

@@ -6,8 +6,10 @@ import inspect
 import io
 import pickle
 import tracemalloc
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -510,13 +512,181 @@ def test_code_that_a_trace_cannot_tell_runs_as_it_is(kind):
     assert getattr(model, "calls", 3) == before + 3
 
 
+DRAWS = {
+    "torch": lambda: torch.rand(()).item(),
+    "random": random.random,
+    "numpy": np.random.rand,
+}
+
+
+DRAWN = []  # no attribute of a model: those are watched too
+
+
+class Skipping(nn.Module):
+    """Leaves a layer out one time in a hundred: two traces in a row are alike."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+        self.draw = draw
+
+    def forward(self, x):
+        h = F.relu(self.a(x))
+        if self.training:
+            DRAWN.append(DRAWS[self.draw]())
+            if DRAWN[-1] < 0.01:
+                return h
+        return self.c(F.relu(self.b(h)))
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_code_that_draws_random_numbers_runs_as_it_is(draw):
+    model, _ = make(model=Skipping(draw))
+    x, _ = batch(0)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    convert(model)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert all(map(np.array_equal, np.random.get_state(), before[2]))
+    assert not is_fused(model, x)
+    found = len(DRAWN)
+    for _ in range(3):
+        model(x)
+    assert len(DRAWN) == found + 3
+    assert len({*DRAWN[-3:]}) == 3
+
+
+def test_noise_that_code_adds_is_drawn_at_each_call():
+    class Noisy(Branching):
+        def forward(self, x):
+            return super().forward(x + torch.randn(3, 1, 1))
+
+    model, _ = make(model=Noisy())
+    x, _ = batch(0)
+    assert not torch.equal(model(x), model(x))
+
+
 def test_a_flag_that_changes_is_seen():
     model, _ = make(model=Branching())
     x, _ = batch(0)
     assert model(x).shape[-1] == 2
-    model.short = True
+    for short in (True, None, 1):
+        model.short = short
+        assert is_fused(model, x)
+        assert model(x).shape[-1] == (4 if short else 2)
+
+
+class Settings:
+    """A configuration, as models of others have it."""
+
+    def __init__(self):
+        self.short = False
+
+
+class Configured(Branching):
+    """Branches on what is in its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.items, self.both = {"short": False}, [False], (False, False)
+        self.config, self.act = Settings(), torch.relu
+
+    def forward(self, x):
+        is_short = self.table["short"] or self.items[0] or any(self.both) or self.config.short
+        h = self.act(self.b(F.relu(self.a(x))))
+        return h if is_short else self.c(h)
+
+
+CHANGES = {
+    "dictionary": lambda model: model.table.update(short=True),
+    "list": lambda model: model.items.insert(0, True),
+    "tuple": lambda model: setattr(model, "both", (False, True)),
+    "record": lambda model: setattr(model.config, "short", True),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_is_in_attributes_and_changes_is_seen(change, training):
+    model, _ = make(model=Configured())
+    x, _ = batch(0)
+    model.train(training)
+    with torch.set_grad_enabled(training):
+        assert model(x).shape[-1] == 2
+        change(model)
+        assert model(x).shape[-1] == 4
+
+
+def test_a_function_that_another_takes_the_place_of_is_seen():
+    model, _ = make(model=Configured())
+    x, _ = batch(0)
     assert is_fused(model, x)
-    assert model(x).shape[-1] == 4
+    model.act = torch.sign
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    same(model(x), twin(x))
+
+
+def test_what_others_count_in_objects_of_theirs_is_not_traced_again():
+    class Trainer:
+        def __init__(self, model):
+            self.model, self.steps, self.losses = model, 0, []
+
+    model, _ = make(model=Branching())
+    model.trainer = Trainer(model)
+    x, _ = batch(0)
+    assert is_fused(model, x)
+    runs = vars(model)["forward"]._ready(x)
+    assert runs is not None
+    model.trainer.steps += 1
+    model.trainer.losses.append(0.5)
+    assert vars(model)["forward"]._ready(x) is runs
+
+
+def test_models_of_many_modules_and_attributes_are_traced():
+    model = Branching()
+    model.others = nn.ModuleList(nn.Identity() for _ in range(100))
+    for i in range(100):
+        setattr(model, f"number_{i}", i)
+    model.long = [0] * 100
+    model, _ = make(model=model)
+    assert is_fused(model, batch(0)[0])
+
+
+class Keeping(Branching):
+    """Keeps what it computed in attributes: in one, in a list and in a dictionary."""
+
+    def __init__(self, kinds):
+        super().__init__()
+        self.kinds, self.items, self.table, self.kept = kinds, [], {}, None
+
+    def forward(self, x):
+        h = self.a(x)
+        if "attribute" in self.kinds:
+            self.kept = h
+        if "list" in self.kinds:
+            self.items.append(h)
+        if "dictionary" in self.kinds:
+            self.table["a"] = h
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "list", "dictionary"])
+def test_what_code_keeps_in_attributes_is_of_this_call(kind):
+    model, _ = make(model=Keeping(kind))
+    before = [model.kept, *model.items, *model.table.values()]
+    convert(model)
+    after = [model.kept, *model.items, *model.table.values()]
+    assert len(after) == len(before)
+    assert all(a is b for a, b in zip(after, before, strict=True))
+    for i in range(2):
+        x, _ = batch(i)
+        model(x)
+        kept = model.kept if kind == "attribute" else model.table.get("a")
+        if kind == "list":
+            assert len(model.items) == len(before) + i
+            kept = model.items[-1]
+        same(kept, model.a(x))
 
 
 class Scaled(Features):

@@ -207,6 +207,7 @@ def test_frozen_parameters_stay_float_until_they_are_trained():
     model[0].requires_grad_(True)
     train(model, optimizer, 6, 6)
     assert optimizer.layers() == ["0.weight", "3.weight"]
+    assert "0" not in handle.report.left
     fmt = optimizer.formats()["0.weight"]
     same(model[0].weight.detach(), quantize(model[0].weight.detach(), fmt, rounding="nearest"))
     other = net(4)

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import pickle
 import tarfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import marvin
 from marvin import MSGD, FixedPolicy, LossBudgetPolicy, MuppetPolicy, Quantized, StaticPolicy
+from marvin.hooks import rounders_of
 
 STORED = Path(__file__).parent / "data" / "msgd_state.json"  # 8 steps of commit 13e76a3
 
@@ -128,3 +130,19 @@ def test_a_sharded_checkpoint_of_before_loads(tmp_path):
     content = io.BytesIO(gzip.decompress(BEFORE.read_bytes()))
     later = torch.load(content, weights_only=True)["msgd"]["later"]
     torch.testing.assert_close([*model.parameters()], later, rtol=0, atol=0)
+
+
+def test_a_whole_model_that_was_saved_before_there_were_such_counts():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    marvin.quantize_activations(model, MSGD(model.named_parameters()))
+    for module in model.modules():
+        for rounder in rounders_of(module):
+            del rounder.outputs, rounder.data  # as they were
+            rounder.state.__dict__.pop("gradients", None)
+    loaded = pickle.loads(pickle.dumps(model))
+    optimizer = MSGD(loaded.named_parameters())
+    x = torch.randn(8, 4)
+    loaded(x).square().mean().backward()
+    optimizer.step(loss=1.0)
+    assert rounders_of(loaded[2])[0].outputs.total == 16

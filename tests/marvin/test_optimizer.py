@@ -564,6 +564,7 @@ def test_seeds_differ():
     ("settings", "message"),
     [
         ({"lr": -1}, "lr must be 0 or more, got lr=-1"),
+        ({"lr": float("inf")}, "lr must be finite, got lr=inf"),
         ({"lr": torch.ones(2)}, "lr must be one number, got a tensor of 2"),
         ({"momentum": 1.0}, "momentum must be 0 or more and below 1"),
         ({"init_wl": 40}, "init_wl must be 2 bits to max_wl, got init_wl=40"),

@@ -120,6 +120,53 @@ def test_what_formats_do_not_reach_is_named():
         train(model, optimizer, 100, start=100)
 
 
+def test_logits_beyond_the_formats_are_named_with_the_bits_that_reach_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 4))
+    with torch.no_grad():
+        model[0].weight.mul_(10)
+        model[2].weight.mul_(35)
+    optimizer = marvin.MSGD(model.named_parameters(), lr=1e-3, max_wl=16)
+    marvin.quantize_activations(model, optimizer)
+    with torch.no_grad():
+        clamped = (model(torch.randn(256, 8)).abs() > 7.9).float().mean()
+    assert 0.5 < clamped < 0.9
+    with pytest.warns(
+        UserWarning, match=r"outputs of 2, which reach 8 .* write buffer_bits=8, which reaches 128"
+    ):
+        train(model, optimizer, 100)
+    with pytest.warns(UserWarning, match=r"outputs of 0, which"):  # though few were until now
+        train(model, optimizer, 100, start=100, scale=4)
+
+
+@pytest.mark.parametrize("compact_state", [False, True])
+def test_masters_that_run_away_are_named(compact_state):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = marvin.MSGD(model.named_parameters(), lr=1e4, compact_state=compact_state)
+    with pytest.warns(
+        UserWarning,
+        match=r"0\.weight, 2\.weight, whose format reaches 8 and whose masters reach 1\d\d\d.*; "
+        r"lower the learning rate, which is 10000",
+    ):
+        train(model, optimizer, 1)
+    with warnings.catch_warnings():  # once is enough
+        warnings.simplefilter("error")
+        train(model, optimizer, 120, start=1)
+
+
+def test_masters_that_run_away_later_are_named():
+    model, optimizer, _ = make(FixedPolicy(8, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 99)
+    optimizer.param_groups[0]["lr"] = 1e6
+    with pytest.warns(
+        UserWarning, match=r"most weights are clamped: 0\.weight, 2\.weight, 4\.weight,"
+    ):
+        train(model, optimizer, 1, start=99)
+
+
 def test_data_that_formats_do_not_reach_are_named():
     model, optimizer, _ = make(FixedPolicy(8, 4))
     with torch.no_grad():

@@ -342,3 +342,31 @@ def test_curves_need_a_writer_and_an_optimizer():
     for arguments in (("runs", optimizer, 1), (optimizer, None, 1)):
         with pytest.raises(TypeError, match=r"write log_formats\(SummaryWriter\(folder\)"):
             marvin.tensorboard.log_formats(*arguments)
+
+
+def test_parameters_must_have_values():
+    with torch.device("meta"):
+        net = model()
+    for make in (
+        marvin.MSGD,
+        lambda ps: marvin.Quantized(torch.optim.SGD(ps), marvin.StaticPolicy()),
+    ):
+        with pytest.raises(TypeError, match=r"got one on the meta device: call model\.to_empty"):
+            make(net.parameters())
+
+
+def test_traces_of_models_that_train_are_refused():
+    net = model()
+    marvin.quantize_activations(net, marvin.MSGD(net.named_parameters()))
+    x = torch.randn(2, 4)
+    with pytest.raises(
+        RuntimeError, match=r"write torch\.jit\.trace\(marvin\.freeze\(model\), sample"
+    ):
+        torch.jit.trace(net.eval(), x, check_trace=False)
+    frozen = marvin.freeze(net)
+    traced = torch.jit.trace(frozen, x)
+    other = torch.randn(2, 4)
+    assert torch.equal(traced(other), net(other))
+    for own in (net, frozen):
+        with pytest.raises(AttributeError, match=r"torch\.jit\.script cannot compile models that"):
+            torch.jit.script(own)

@@ -27,8 +27,9 @@ except SystemExit as end:
     print("torch" in sys.modules, end.code)
 """
 MEASUREMENTS = (
-    *("biases", "fine_tuning", "gpu", "hgq2", "lsq", "ops.forward_save", "paired", "states"),
-    *("qdq", "quantize_static", "reproduce", "run", "soak", "tasks", "transformers", "welch"),
+    *("biases", "fine_tuning", "gpu", "hgq2", "logits", "lsq", "ops.forward_save", "paired"),
+    *("qdq", "quantize_static", "reproduce", "run", "soak", "states", "tasks", "transformers"),
+    "welch",
 )
 COMMANDS = (
     *(f"train.{name}" for name in (*commands.SCRIPTS, "export")),

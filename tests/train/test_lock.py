@@ -43,6 +43,17 @@ def test_a_second_process_is_told_who_writes_and_changes_nothing(tiny, tmp_path)
             table.table([folder])
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("file/run", "Not a dir"), ("n" * 300, "File name too long")]
+)
+def test_a_folder_that_cannot_be_made_is_named(tiny, tmp_path, name, why):
+    (tmp_path / "file").touch()
+    folder = tmp_path / name
+    message = f"got {folder} \\({why}.*: choose another with --run"
+    with pytest.raises(UserError, match=message), RunFolder(folder).claim(tiny):
+        pass
+
+
 @pytest.mark.slow
 def test_two_fresh_trainers_on_one_folder(tmp_path):
     command = [sys.executable, "-m", "train.resnet20", "--run", str(tmp_path / "run")]

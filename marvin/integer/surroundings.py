@@ -1,0 +1,119 @@
+"""What a module's code may read and change besides tensors: its attributes, and random generators."""
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+__all__ = ["PLAIN", "Surroundings", "names_of", "noted"]
+
+PLAIN = bool, int, float, str, type(None)
+"""Classes of values that are compared as they are."""
+
+_OF_TORCH = {*vars(nn.Module())} - {"training"}
+_FLAT = *PLAIN, dict, list, tuple, set, torch.dtype, torch.device
+_DEEP, _LONG = 4, 64  # how far into lists, dictionaries and records; how many are looked at
+
+
+class _Object:
+    """An object that is equal to itself alone."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other.value is self.value
+
+    __hash__ = object.__hash__
+
+
+def names_of(module: nn.Module) -> list[str]:
+    """Return the names of the attributes that a module has besides those of every module."""
+    own = (name for name in vars(module) if name not in _OF_TORCH)
+    return [name for name in own if not name.startswith("_tensor_constant")]  # a tracer's
+
+
+def noted(value: object, depth: int = _DEEP) -> object:
+    """Return what is equal for as long as a value is the same, and what is in it.
+
+    Plain values are what they are, also in lists, tuples, sets and dictionaries that are not long, and in records
+    (objects with such attributes and no others, such as configurations). Of others, which object it is
+    counts.
+
+    Args:
+        value: Of an attribute.
+        depth: How far to look into it.
+    """
+    if type(value) in PLAIN:
+        return value
+    if depth and isinstance(value, dict | list | tuple | set) and len(value) <= _LONG:
+        if isinstance(value, dict):
+            return dict, [(key, noted(own, depth - 1)) for key, own in value.items()]
+        if isinstance(value, set):
+            return set, {*value}
+        return list, [noted(own, depth - 1) for own in value]
+    if _is_record(value, depth):
+        return _Object(value), [(name, noted(own, depth)) for name, own in vars(value).items()]
+    return _Object(value)
+
+
+def _is_record(value: object, depth: int) -> bool:
+    """Say whether a value has attributes, all of them plain, containers or records: a trainer is none."""
+    if not depth or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    found = (own for own in vars(value).values() if not isinstance(own, _FLAT))
+    return all(_is_record(own, depth - 1) for own in found)
+
+
+class Surroundings:
+    """The attributes of a model's modules, and the random generators of the process, as they are now.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parts = [*model.modules()]
+        self._before, self._noted = self._now()
+        held = [value for own in self._before for value in own.values()]
+        self._lists = [(value, [*value]) for value in held if type(value) is list]
+        self._tables = [(value, {**value}) for value in held if type(value) is dict]
+        self._dice = torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+    def restore(self) -> str:
+        """Put back what has changed since, and say what that was; "" where nothing has."""
+        is_random, is_changed = self._threw(), self._changed()
+        if is_random:
+            return "its forward draws random numbers, which would be the same at each call"
+        return "its forward changes attributes of modules" if is_changed else ""
+
+    def _now(self) -> tuple[list[dict[str, object]], list[list[tuple[str, object]]]]:
+        """Return the attributes of each module, and what is noted of them."""
+        found = [{n: vars(m)[n] for n in names_of(m)} for m in self._parts]
+        return found, [[(n, noted(value)) for n, value in own.items()] for own in found]
+
+    def _threw(self) -> bool:
+        ours, pythons, numpys = self._dice
+        is_same = torch.equal(torch.get_rng_state(), ours) and random.getstate() == pythons
+        if is_same and all(map(np.array_equal, np.random.get_state(), numpys)):
+            return False
+        torch.set_rng_state(ours)
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+        return True
+
+    def _changed(self) -> bool:
+        if self._now()[1] == self._noted:
+            return False
+        for module, before in zip(self._parts, self._before, strict=True):
+            own = vars(module)
+            for name in [name for name in names_of(module) if name not in before]:
+                del own[name]
+            own.update(before)
+        for items, before in self._lists:
+            items[:] = before
+        for items, before in self._tables:
+            items.clear()
+            items.update(before)
+        return True
