@@ -5,8 +5,8 @@ import gc
 import inspect
 import io
 import pickle
-import tracemalloc
 import random
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
