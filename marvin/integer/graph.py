@@ -1,7 +1,7 @@
 """Finding layers that pass codes on in a traced model: convolution, batch norm, sum, activation, pooling, linear layer."""
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -480,10 +480,3 @@ class _Search:
 def _is_layer(part: _Sum) -> bool:
     others = part.other_layer, part.other_value, part.value
     return all(other is None for other in others)
-
-
-def names_in(chains: list[Chain]) -> Iterator[str]:
-    """Yield the names of all layers in chains."""
-    for chain in chains:
-        for layer in chain.layers:
-            yield layer.name
