@@ -21,10 +21,7 @@ _Back = (
 class Tally:
     """Counts saturated values; a device adds to its own number, so that nothing waits for it."""
 
-    _looked: tuple[Tensor | int, int] = (
-        0,
-        0,
-    )  # what the last ``fresh`` counted; older ones have none
+    _looked: tuple[Tensor | int, int] = (0, 0)  # what the last ``fresh`` counted
 
     def __init__(self) -> None:
         self.clipped: Tensor | int = 0
