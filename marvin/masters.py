@@ -439,7 +439,9 @@ class WithMasters(Optimizer):
             if now[i] != version or own.device != master_of(self.state[p]).device:
                 continue  # what is seen
             weight = self._rounded(p)
-            if weight is not None and weight.dtype == own.dtype and (own != weight).any():
+            if weight is None or weight.dtype != own.dtype or not (own != weight).any():
+                continue
+            if master_of(self.state[p]).isfinite().all():  # else it is refused
                 found.append(self._layout.names[p])
         if found and not self._names_unseen:
             self._names_unseen = True

@@ -9,7 +9,10 @@ from torch import nn
 import marvin
 from train.data import load
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:values are clamped"),  # logits, as in the paper
+]
 
 
 def network():

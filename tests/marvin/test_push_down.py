@@ -180,6 +180,7 @@ def test_words_may_be_shorter_than_their_fraction(fmt):
     assert (found.wl, found.fl) == (fmt.wl, fmt.fl)
 
 
+@pytest.mark.filterwarnings("ignore:most weights are clamped")
 @pytest.mark.parametrize("scale", [2.0**-149, 1e-44, 1e-38, 1e-30, 1e30, 1e38, 3.4e38])
 @pytest.mark.parametrize("pushdown_range", ["current", "full"])
 def test_weights_of_any_size_train(scale, pushdown_range):
