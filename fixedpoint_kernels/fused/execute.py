@@ -9,6 +9,7 @@ from torch import Tensor
 from fixedpoint_kernels.fused import cpu, weights
 from fixedpoint_kernels.fused.graph import INPUT
 from fixedpoint_kernels.fused.layout import Shape
+from fixedpoint_kernels.fused.memory import aligned
 from fixedpoint_kernels.fused.program import Pass, Program
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
 
@@ -82,7 +83,7 @@ def forward(
         flat; and what backward needs, uint8.
     """
     source = laid(x, program.shapes[INPUT])
-    kept = program.memory.lend(program.kept_bytes + 64)
+    kept = program.memory.lend(program.kept_bytes + 64)  # kernels read behind it
     given = {("x", 0): source.address, **_given(program, parameters)}
     outputs, others = {}, {}
     for i, value in enumerate(program.segment.values):
@@ -123,7 +124,7 @@ def backward(
         The gradient of the input, if the program was made for it, and those of each layer;
         of weights that need none, empty ones.
     """
-    given = _given(program, parameters)
+    kept, given = aligned(kept), _given(program, parameters)
     outputs = [i for i, value in enumerate(program.segment.values) if value.is_output]
     held = [laid(grad, program.shapes[i]) for i, grad in zip(outputs, grads, strict=True)]
     given |= {("dy", i): own.address for i, own in zip(outputs, held, strict=True)}
@@ -158,11 +159,10 @@ def _like(weight: Tensor) -> Tensor:
 
 def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return mean and (biased) variance of each layer's channels, float64; views of ``kept``."""
-    start = -kept.data_ptr() % 64
     found = []
     for means, variances, out in zip(program.means, program.variances, program.outs, strict=True):
         size = 8 * out.channels
-        pair = (kept[start + k.offset : start + k.offset + size] for k in (means, variances))
+        pair = (kept[k.offset : k.offset + size] for k in (means, variances))
         found.append(tuple(part.view(torch.float64) for part in pair))
     return found
 
@@ -195,7 +195,7 @@ def _run(
     program: Program, direction: Pass, kept: Tensor, given: Mapping[tuple[str, int], int]
 ) -> int:
     """Run a pass, and return where working memory is."""
-    work = program.place(direction, -(kept.data_ptr() // -64) * 64, given)
+    work = program.place(direction, kept.data_ptr(), given)
     weights.pack_weights(program.threads > 1)(
         *(direction.tasks, direction.task_reals, direction.items),
         *(work + program.spare_at, program.spare_bytes, program.threads),

@@ -216,9 +216,7 @@ class Program:
         scratch = work + self._scratch_at
         self._contexts[:, f.C_SCRATCH] = scratch + self._thread_bytes * np.arange(self.threads)
         self._cells[:, 2] = [given[key] for key in self._keys]
-        for key, cells in self._task_addresses.given.items():
-            for cell in cells:
-                self._tasks[cell] = weights[key]
+        self._task_addresses.fill(self._tasks, weights)
         spare = work + self._thread_bytes * self.threads, self._spare_bytes, self.threads
         pack_weights(self.threads > 1)(self._tasks, self._task_reals, self._items, *spare)
 

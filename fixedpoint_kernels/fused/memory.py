@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "aligned"]
 
 _LINE = 64
 
@@ -27,14 +27,18 @@ class Memory:
         self._work = np.empty(0, np.uint8)
 
     def lend(self, size: int) -> Tensor:
-        """Return a tensor of so many uint8, of any content, whose memory comes back when nobody holds it."""
+        """Return a tensor of so many uint8, of any content, whose memory comes back when nobody holds it.
+
+        Its address is a multiple of 64.
+        """
         try:
             memory = self._free.pop()
         except IndexError:
-            memory = self._work[:0]
-        if memory.size < size:
-            memory = np.empty(size, np.uint8)
-        lease = memory[:size]
+            memory = np.empty(0, np.uint8)
+        if memory.size < size + _LINE:
+            memory = np.empty(size + _LINE, np.uint8)
+        start = -memory.ctypes.data % _LINE
+        lease = memory[start : start + size]
         weakref.finalize(lease, _take_back, self._free, memory).atexit = False
         return torch.from_numpy(lease)
 
@@ -43,6 +47,13 @@ class Memory:
         if self._work.size < size + _LINE:
             self._work = np.empty(size + _LINE, np.uint8)
         return -(self._work.ctypes.data // -_LINE) * _LINE
+
+
+def aligned(kept: Tensor) -> Tensor:
+    """Return what was lent, at a multiple of 64 again: hooks on saved tensors give back copies."""
+    if kept.data_ptr() % _LINE == 0:
+        return kept
+    return Memory().lend(len(kept)).copy_(kept)
 
 
 def _take_back(free: list[np.ndarray], memory: np.ndarray) -> None:

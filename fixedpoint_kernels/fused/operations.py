@@ -1,6 +1,6 @@
 """What an operation of a program is: numbers, some of which are known later."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,6 +81,23 @@ class Addresses(NamedTuple):
     kept: np.ndarray
     work: np.ndarray
     given: dict[tuple[str, int], list[tuple[int, int]]]
+
+    def fill(
+        self, table: np.ndarray, given: Mapping[tuple[str, int], int], kept: int = 0, work: int = 0
+    ) -> None:
+        """Write addresses into a table.
+
+        Args:
+            table: Of operations.
+            given: Those given at each call, by names and numbers of layers or values.
+            kept: Of kept memory.
+            work: Of working memory.
+        """
+        for start, (rows, columns, offsets) in ((kept, self.kept), (work, self.work)):
+            table[rows, columns] = offsets + start
+        for key, cells in self.given.items():
+            for cell in cells:
+                table[cell] = given[key]
 
 
 def place_buffers(turns: Sequence[Sequence[Operation]]) -> int:

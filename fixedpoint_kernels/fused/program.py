@@ -110,13 +110,8 @@ class Program(Layout):
             given: Other addresses, by names and numbers of layers or values.
         """
         work = self.memory.work(self.work_bytes)
-        tables = (own.table, own.addresses), (own.tasks, own.task_addresses)
-        for numbers, addresses in tables:
-            for start, (rows, columns, offsets) in ((kept, addresses.kept), (work, addresses.work)):
-                numbers[rows, columns] = offsets + start
-            for key, cells in addresses.given.items():
-                for cell in cells:
-                    numbers[cell] = given[key]
+        own.addresses.fill(own.table, given, kept, work)
+        own.task_addresses.fill(own.tasks, given, kept, work)
         own.context[f.C_SCRATCH] = work + self._scratch_at
         return work
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fixedpoint_kernels.fused.memory import aligned
 from fixedpoint_kernels.tokens import cpu
 from fixedpoint_kernels.tokens.graph import Linear
 from fixedpoint_kernels.tokens.program import Pass, Program
@@ -29,7 +30,7 @@ def forward(
         The values that leave the segment, float32, contiguous; and what backward needs, uint8.
     """
     held = [x.detach().contiguous() for x in xs]
-    kept = program.memory.lend(program.kept_bytes + 64)
+    kept = program.memory.lend(program.kept_bytes + 64)  # kernels read behind it
     given = _given(program, parameters)
     given |= {("x", i): x.data_ptr() for i, x in enumerate(held)}
     outputs = []
@@ -64,7 +65,7 @@ def backward(
         those of its weight or scale, and of its bias or shift.
     """
     held = [grad.detach().contiguous() for grad in grads]
-    given = _given(program, parameters)
+    kept, given = aligned(kept), _given(program, parameters)
     pairs = zip(program.segment.outputs, held, strict=True)
     given |= {("dy", v): grad.data_ptr() for v, grad in pairs}
     dxs: list[Tensor | None] = []
@@ -89,12 +90,11 @@ def backward(
 
 def _weights(program: Program, kept: Tensor) -> dict[int, Tensor]:
     """Return the gradients of weights."""
-    base = _base(kept)
     found: dict[int, Tensor] = {}
     for k, i in enumerate(program.linear):
         op = program.segment.operations[i]
         assert isinstance(op, Linear)
-        program.layers[k, cpu.f.CODES] = base + program.codes[i].offset
+        program.layers[k, cpu.f.CODES] = kept.data_ptr() + program.codes[i].offset
         if program.needs_weights[i]:
             found[i] = torch.empty(op.shape)
             program.layers[k, cpu.f.OUT] = found[i].data_ptr()
@@ -123,15 +123,11 @@ def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str
     return found
 
 
-def _base(kept: Tensor) -> int:
-    return -(kept.data_ptr() // -64) * 64
-
-
 def _run(
     program: Program, direction: Pass, kept: Tensor, given: Mapping[tuple[str, int], int]
 ) -> None:
     rows, places, offsets = direction.kept
-    direction.table[rows, places] = offsets + _base(kept)
+    direction.table[rows, places] = offsets + kept.data_ptr()
     for key, cells in direction.given.items():
         for cell in cells:
             direction.table[cell] = given[key]

@@ -1,7 +1,7 @@
 """Running one chain of a module as one operation, forward and backward, in training."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,7 +15,6 @@ from fixedpoint_kernels._torch_private import (
     own_forward_hooks,
 )
 from fixedpoint_kernels.fused import Layer, Parameters, Segment
-from fixedpoint_kernels.fused.memory import Memory
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.freezing import FrozenRounding
@@ -24,29 +23,12 @@ from marvin.integer.autograd import lies_as, once
 from marvin.integer.formats import Options, Product, choose, has_nan
 from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
+from marvin.integer.programs import Programs
 from marvin.integer.token_run import alone
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
-__all__ = ["ChainRun", "has_hooks", "is_in_the_way", "keep", "rounding_of"]
-
-_PROGRAMS = 4  # that a chain keeps: formats and batches change
-
-
-_Program = TypeVar("_Program")
-
-
-def keep(
-    programs: dict[Hashable, _Program], key: Hashable, make: Callable[[], _Program]
-) -> _Program:
-    """Return a program that was kept, or make it; of those kept, the one not used longest goes."""
-    program = programs.pop(key, None)
-    if program is None:
-        program = make()
-        while len(programs) >= _PROGRAMS:
-            del programs[next(iter(programs))]
-    programs[key] = program
-    return program
+__all__ = ["ChainRun", "has_hooks", "is_in_the_way", "rounding_of"]
 
 
 def rounding_of(module: nn.Module) -> tuple[ModuleFormats, list[Rounder], int]:
@@ -108,8 +90,7 @@ class ChainRun(nn.Module):
         self._formats: list[ModuleFormats] = []
         self._segment: Segment | None = None
         self._held: tuple[Any, ...] = ()
-        self._programs: dict[Hashable, Any] = {}
-        self._memory = Memory()  # of all of them: one runs at a time
+        self._programs: Programs[Any] = Programs()
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now."""
@@ -206,8 +187,8 @@ class ChainRun(nn.Module):
         key = self._segment, tuple(x.shape), path, threads, needs_input, needs_weights, observes
         segment, size = self._segment, (x.shape[2], x.shape[3])
         assert segment is not None
-        rest = path, threads, needs_input, needs_weights, observes, self._memory
-        return keep(self._programs, key, lambda: Program(segment, len(x), size, *rest))
+        rest = path, threads, needs_input, needs_weights, observes
+        return self._programs.get(key, lambda own: Program(segment, len(x), size, *rest, own))
 
     def note(self, program: Any, x: Tensor) -> None:
         """Count what was clamped."""

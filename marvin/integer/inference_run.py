@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fixedpoint_kernels import products
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.integer.autograd import lies_as
-from marvin.integer.chain_run import ChainRun, has_hooks, is_in_the_way, keep, rounding_of
+from marvin.integer.chain_run import ChainRun, has_hooks, is_in_the_way, rounding_of
 
 if TYPE_CHECKING:
     from fixedpoint_kernels.fused import inference
@@ -62,8 +62,8 @@ class InferenceRun(ChainRun):
         segment, size = self._segment, (x.shape[2], x.shape[3])
         assert segment is not None
         key = segment, tuple(x.shape), path, threads
-        rest = path, threads, self._memory
-        return keep(self._programs, key, lambda: Program(segment, len(x), size, *rest))
+        rest = len(x), size, path, threads
+        return self._programs.get(key, lambda own: Program(segment, *rest, own))
 
 
 def _numbers(norm: nn.BatchNorm2d) -> "inference.Norm":

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import tokens
-from fixedpoint_kernels.fused.memory import Memory
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from fixedpoint_kernels.tokens import Parameters, Segment
 from marvin.hooks import rounders_of
@@ -15,13 +14,13 @@ from marvin.integer.autograd import once
 from marvin.integer.formats import Options, Product, choose, has_nan
 from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerLinear
+from marvin.integer.programs import Programs
 from marvin.integer.token_graph import Heads, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
 __all__ = ["TokenRun", "alone", "put_in"]
 
-_PROGRAMS = 4  # that a chain keeps: formats and batches change
 _NO_NOISE = 0, 0
 
 
@@ -95,8 +94,7 @@ class TokenRun(nn.Module):
         self._formats: list[ModuleFormats] = []
         self._products: list[tuple[Product, bool]] | None = None
         self._segments: dict[tuple[int, ...], Segment | None] = {}
-        self._programs: dict[Any, Any] = {}
-        self._memory = Memory()  # of all of them: one runs at a time
+        self._programs: Programs[Any] = Programs()
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
@@ -220,14 +218,8 @@ class TokenRun(nn.Module):
         path, rows = tokens.path() or "", x.shape[:-1].numel()
         threads = min(thread_count() if is_parallel(rows * 256) else 1, len(x))
         key = segment, len(x), rows, path, threads, tuple(inputs), tuple(weights)
-        program = self._programs.pop(key, None)
-        if program is None:
-            rest = path, threads, inputs, weights, self._memory
-            program = Program(segment, len(x), rows // len(x), *rest)
-            while len(self._programs) >= _PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-        self._programs[key] = program
-        return program
+        rest = len(x), rows // len(x), path, threads, inputs, weights
+        return self._programs.get(key, lambda own: Program(segment, *rest, own))
 
     def note(self, program: Any, xs: Sequence[Tensor]) -> None:
         """Count what was clamped."""

@@ -250,6 +250,21 @@ def test_two_passes_before_their_backward():
         assert torch.equal(execute.backward(made, memory, own, [grad])[0][0], wanted)
 
 
+@pytest.mark.parametrize("offset", [0, 16])
+def test_what_is_kept_may_be_moved(offset):
+    """Hooks on saved tensors give back copies, which lie as they like."""
+    segment = block()
+    made, own, xs = program(segment, 4, 8), parameters(segment), inputs(segment, 4, 8)
+    grad = torch.randn(4, 8, 32)
+    _, memory = execute.forward(made, xs, own)
+    (wanted,), _ = execute.backward(made, memory, own, [grad])
+    place = torch.empty(len(memory) + 128, dtype=torch.uint8)
+    start = -place.data_ptr() % 64 + offset
+    moved = place[start : start + len(memory)].copy_(memory)
+    memory.fill_(0xFF)
+    assert torch.equal(execute.backward(made, moved, own, [grad])[0][0], wanted)
+
+
 # ------------------------------------------------------------------ the reference itself
 
 

@@ -424,6 +424,25 @@ def test_memory_does_not_pile_up_with_sizes_of_batches():
     assert several[-1] - one < 3 * 0.4 * one  # tables say where each position is
 
 
+@pytest.mark.parametrize("offset", [0, 4, 16, 48])
+def test_saved_tensors_may_come_back_as_copies(offset):
+    """Hooks that save them elsewhere, as ``torch.autograd.graph.save_on_cpu`` does, lay them as they like."""
+    (model, _), (twin, _) = make(), make()
+
+    def moved(saved):
+        place = torch.empty(saved.nbytes + 128, dtype=torch.uint8)
+        start = -place.data_ptr() % 64 + offset if saved.dtype is torch.uint8 else 0
+        return place[start : start + saved.nbytes].view(saved.dtype).view(saved.shape).copy_(saved)
+
+    x, y = batch(7)
+    with torch.autograd.graph.saved_tensors_hooks(moved, lambda saved: saved):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    F.cross_entropy(twin(x), y).backward()
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+
+
 def test_weights_that_are_frozen_get_no_gradient():
     model, _ = make()
     model.zero_grad()
