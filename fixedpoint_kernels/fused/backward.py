@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from fixedpoint_kernels.fused import by_outputs
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import kind_of, number_of
 from fixedpoint_kernels.fused.graph import INPUT, Return, Scaled
@@ -31,11 +32,18 @@ class Backward:
         self._gradients = {i: Buffer(2 * layout.images * own.padded) for i, own in shapes.items()}
         self._widest = max(own.channels for own in shapes.values())
         self._sums = {i: layout.take(layout.images * 3 * self._widest, np.float64) for i in shapes}
+        self._codes = {
+            n: Buffer(layout.images * self._codes_step(n) + 64)
+            for n, needed in enumerate(layout.needs_weights)
+            if needed and layout.goes_by_outputs(n)
+        }
+        self._scales: dict[int, int] = {}
         self.regions = self._regions()
 
     def _regions(self) -> list[list[Operation]]:
         segment, made_by = self.segment, self.segment.made_by
         regions: list[list[Operation]] = [[]]
+        later: list[Operation] = []  # what needs codes of all images
         fresh: set[int] = set()  # values whose sums the open region adds up
         for step in segment.backward(self.layout.needs_input):
             if isinstance(step, Return):
@@ -48,14 +56,17 @@ class Backward:
                     fresh.add(step.value)
                 continue
             if made_by[step] in fresh:
-                regions.append([])
+                regions.append(later)
+                later = []
                 fresh.clear()
             regions[-1] += self._gradient(step, made_by[step])
-            if self.layout.needs_weights[step]:
+            if step in self._codes:
+                later.append(self._weights_by_output(step))
+            elif self.layout.needs_weights[step]:
                 regions[-1].append(self._weight_product(step))
             if segment.layers[step].source != INPUT or self.layout.needs_input:
                 regions[-1] += self._input_products(step)
-        return regions
+        return [*regions, later]
 
     def _finish(self, step: Return) -> Operation:
         """Return what adds up what comes back to a value."""
@@ -136,7 +147,10 @@ class Backward:
         """Return what makes the codes of a layer's gradient, from that of the value that it makes."""
         layer, out = self.segment.layers[n], self.layout.outs[n]
         places = [self.layout.take(out.pattern, np.float32) for _ in range(3)]
-        step = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
+        step, more = self._codes_step(n), {}
+        if n in self._codes:
+            self._scales[n] = self.layout.take(self.layout.images, np.float64)
+            more = {"CODES": self._codes[n], "SCALES": self._scales[n]}
         coefficients = self.layout.numbers(
             out,
             f.GRADIENT_COEFFICIENTS,
@@ -162,6 +176,7 @@ class Backward:
             CODES_STEP=step,
             SEED=Given("seed", n),
             STREAM=Given("stream", n),
+            **more,
             **dict(zip(("GA", "GB", "GC"), places, strict=True)),
         )
         return [
@@ -169,23 +184,44 @@ class Backward:
             Operation(codes, bytes_an_image=6 * out.padded + step, scratch={1: 4 * step, 2: step}),
         ]
 
-    def _weight_product(self, n: int) -> Operation:
-        layer, out = self.segment.layers[n], self.layout.outs[n]
-        taken = self.layout.taken(n)
-        part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
+    def _codes_step(self, n: int) -> int:
+        """Return bytes from the codes of one image's gradient to the next one's."""
+        return -(self.layout.outs[n].elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
+
+    def _described(self, n: int, chunk: int, images: int = 0) -> jobs.Described:
+        """Describe the jobs of a weight's gradient, of ``chunk`` images or fewer; see ``describe_weights``."""
+        layer, taken = self.segment.layers[n], self.layout.taken(n)
+        part, cut = self.layout.weight_blocks(n, chunk)
+        if cut.most_positions > weight_jobs.PIECE:
+            raise ValueError(f"rows of {taken.width} places are too long to be fused")
         in_int16 = shapes.steps_in_int16(layer.inputs, GRADIENTS)
+        rest = self.layout.outs[n].channels, layer.inputs.signed, in_int16, self.layout.read(n)
+        own = weight_jobs.describe_weights(cut, part, *rest, images)
+        own.row[[jobs.X_IMAGE, jobs.GRAD_IMAGE]] = taken.padded, self._codes_step(n)
+        return own
 
-        def details(chunk: int) -> jobs.Described:
-            grain = 0 if layer.inputs.signed else self.layout.grain(n)
-            cut = blocks(part, chunk, taken[1:], taken.channels, 1, weight_jobs.PIECE - 4096, grain)
-            if cut.most_positions > weight_jobs.PIECE:
-                raise ValueError(f"rows of {taken.width} places are too long to be fused")
-            rest = out.channels, layer.inputs.signed, in_int16, self.layout.read(n)
-            own = weight_jobs.describe_weights(cut, part, *rest)
-            own.row[jobs.X_IMAGE] = taken.padded
-            own.row[jobs.GRAD_IMAGE] = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
-            return own
+    def _weights_by_output(self, n: int) -> Operation:
+        """Return what writes the gradient of a weight, of all images."""
+        images = self.layout.images
+        numbers = self.layout.numbers(
+            self.layout.outs[n],
+            f.WEIGHTS_BY_OUTPUT,
+            X=self.layout.codes[n],
+            CODES=self._codes[n],
+            SCALES=self._scales[n],
+            OUT=Given("of_weight", n),
+            W_STEP_C=Given("of_weight lies last", n),
+            POWERS=self.layout.lsbs.ctypes.data + 4 * n,
+            W_FLIPS=self.layout.flips(n),
+        )
+        described = self._described(n, images, images)
+        work = int(described.row[jobs.WORK_BYTES]) + 64 + by_outputs.room(described.row, images)
+        return Operation(
+            numbers | self.layout.weight_sizes(n), details=lambda _: described, scratch={0: work}
+        )
 
+    def _weight_product(self, n: int) -> Operation:
+        out, taken = self.layout.outs[n], self.layout.taken(n)
         own = self.layout.weight_sums[n]
         assert own is not None
         numbers = self.layout.numbers(
@@ -199,7 +235,7 @@ class Backward:
         )
         return Operation(
             numbers,
-            details=details,
+            details=lambda chunk: self._described(n, chunk),
             bytes_an_image=taken.padded,
         )
 
@@ -208,7 +244,7 @@ class Backward:
         taken = self.layout.taken(n)
         size = taken.height, taken.width
         parts = shapes.input_gradient(layer.window, size, layer.shape[2:])
-        step = -(out.elements // -f.NOISE_BLOCK) * f.NOISE_BLOCK
+        step, codes = self._codes_step(n), self._codes.get(n, 0)
         covered = shapes.covers(parts, size)
         in_int16 = shapes.steps_in_int16(GRADIENTS, layer.weight)
         found = []
@@ -234,6 +270,8 @@ class Backward:
                 f.INPUT_PRODUCT,
                 POWERS=self.layout.exponents,
                 OUT=place,
+                CODES=codes,
+                CODES_STEP=step,
                 ZEROES=k == 0 and not covered,
                 **self.layout.weights_at(n, part, out, taken.channels, True),
             )

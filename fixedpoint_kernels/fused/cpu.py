@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numba import carray, prange
 
+from fixedpoint_kernels.fused import by_images, by_outputs
 from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.fused.by_images import fold, held_of, sort, sums_of, totals_of
 from fixedpoint_kernels.fused.coefficients import bias, coefficients, gradient_coefficients, spread
 from fixedpoint_kernels.fused.pooling import pool, unpool
 from fixedpoint_kernels.fused.views import doubles, floats
@@ -25,7 +27,7 @@ __all__ = ["parts_of_regions", "run"]
 _NOISE_BLOCK = f.NOISE_BLOCK
 
 enter: Any = None
-leave = write_outputs = spread_weights = multiply_weights = enter
+leave = write_outputs = add_weights = write_weights = enter
 FLIPS = 0
 
 
@@ -72,6 +74,8 @@ def _round_gradient(d, n, slot, dz, codes, scales, largest):
     moved = min(exponent - d[f.WEIGHT_FL], 127)
     # inf: what is multiplied into it becomes NaN
     scales[slot] = np.inf if exponent == 128 else np.ldexp(1.0, exponent)
+    if d[f.SCALES]:
+        doubles(d[f.SCALES], n + 1)[n] = scales[slot]
     powers[n] = np.float32(np.inf) if exponent == 128 else np.float32(np.ldexp(1.0, moved))
     whole = (elements + _NOISE_BLOCK - 1) // _NOISE_BLOCK * _NOISE_BLOCK
     if exponent == 128:
@@ -137,107 +141,6 @@ def _weigh(d, n, dx, sums, number):
             out[i] += found[first + i]
 
 
-@inner
-def _fold(j, sums, totals, held, flipped):
-    """Add int32 sums to float64 totals, which the first time may hold anything; the sums become 0.
-
-    ``held``: how many positions ``sums`` has, of what power, and how often it was folded. What was
-    never folded is left for ``weights.collect``.
-    """
-    scale, adds = held[1], held[2] > 0
-    n = j[jobs.GROUPS] * 16
-    own = carray(pointer_to(sums), j[jobs.SUMS_SIZE], np.int32)
-    last = own[j[jobs.SUM_ROWS] * n : (j[jobs.SUM_ROWS] + 1) * n]
-    for row in range(j[jobs.SUM_ROWS]):
-        values, total = own[row * n : row * n + n], totals[row * n : row * n + n]
-        if not adds:
-            total[:] = 0.0
-        if flipped:
-            for i in range(n):
-                total[i] += np.float64(np.int32(values[i] - np.int32(128) * last[i])) * scale
-                values[i] = 0
-        else:
-            for i in range(n):
-                total[i] += np.float64(values[i]) * scale
-                values[i] = 0
-    last[:] = 0
-    held[0] = 0
-    held[2] += 1
-
-
-@inner
-def _held_of(d, thread):
-    """Return what a thread's sums for weights have; see ``_fold``."""
-    return doubles(d[f.HELD], 3 * thread + 3)[3 * thread :]
-
-
-@inner
-def _sums_of(d, thread):
-    """Return the address of a thread's int32 sums for weights."""
-    return d[f.SUMS] + thread * d[f.SUMS_STRIDE]
-
-
-@inner
-def _totals_of(d, j, thread):
-    """Return a thread's float64 totals for weights."""
-    size = j[jobs.SUM_ROWS] * j[jobs.GROUPS] * 16
-    return doubles(d[f.TOTALS], (thread + 1) * size)[thread * size :]
-
-
-@inner
-def _sort(order, scales, images, is_odd):
-    """Order images by the power of two of their gradient, largest first.
-
-    Where there are few powers, every other time the largest comes last: what comes last then comes
-    first the next time.
-    """
-    for i in range(images):
-        order[i] = i
-    for i in range(1, images):
-        own, j = order[i], i - 1
-        while j >= 0 and scales[order[j]] < scales[own]:
-            order[j + 1] = order[j]
-            j -= 1
-        order[j + 1] = own
-    powers = 1
-    for i in range(1, images):
-        powers += scales[order[i]] != scales[order[i - 1]]
-    if is_odd and powers < 4:
-        for i in range(images // 2):
-            order[i], order[images - 1 - i] = order[images - 1 - i], order[i]
-
-
-def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums, held):
-    """Add the products of a few images to a layer's weight gradient.
-
-    ``held``: as of ``_fold``; it is brought up to date. Sums of a
-    larger power are doubled until they are of the smaller one: each then counts as so many positions.
-    """
-    flipped = FLIPS != 0 and j[jobs.FLIPPED] != 0
-    at = 0
-    while at < images:
-        power, end = scales[order[at]], at + 1
-        while end < images and end - at < j[jobs.SLOTS] and scales[order[end]] == power:
-            end += 1
-        for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
-            rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
-            outputs = (end - at) * rows * j[jobs.COUNT_COLUMNS]
-            times = held[1] / power if held[0] > 0 else 1.0
-            if times < 1 or held[0] * times + outputs > f.LONGEST_SUM:
-                _fold(j, sums, totals, held, flipped)
-            elif times > 1:
-                weight_jobs.double(j, sums, np.int64(np.log2(times)))
-                held[0] *= times
-            held[1] = power
-            source = x + first * j[jobs.X_IMAGE]
-            whole = spread_weights(
-                j.ctypes.data, source, order.ctypes.data, at, end - at, row, rows, codes, work
-            )
-            multiply_weights(j.ctypes.data, 0, whole, sums, work)
-            held[0] += outputs
-        at = end
-
-
 def run_region(context, number, thread):
     """Run the operations of a region on a thread's share of the images.
 
@@ -261,8 +164,11 @@ def run_region(context, number, thread):
     enter()
     for k in range(begin, end):
         if table[k, f.KIND] == f.WEIGHT_PRODUCT:
-            tiles.blank(_sums_of(table[k], thread), 4 * details[k, jobs.SUMS_SIZE], 0)
-            _held_of(table[k], thread)[:] = 0.0
+            tiles.blank(sums_of(table[k], thread), 4 * details[k, jobs.SUMS_SIZE], 0)
+            held_of(table[k], thread)[:] = 0.0
+        elif table[k, f.KIND] == f.WEIGHTS_BY_OUTPUT:
+            d, j = table[k], details[k]
+            write_weights(d.ctypes.data, j.ctypes.data, images, thread, threads, work)
     last = images * (thread + 1) // threads
     for first in range(images * thread // threads, last, chunk):
         count = min(chunk, last - first)
@@ -295,27 +201,29 @@ def run_region(context, number, thread):
                         if d[f.HAS_NORM]:
                             jobs.flush(totals, recent)
             elif kind == f.GRADIENT:
+                all_codes = d[f.CODES] + first * d[f.CODES_STEP] if d[f.CODES] else codes
                 for n in range(first, first + count):
                     slot = n - first
-                    place = codes + slot * d[f.CODES_STEP]
+                    place = all_codes + slot * d[f.CODES_STEP]
                     _round_gradient(d, n, slot, dz, place, scales, largest)
-                _sort(order, scales, count, first // chunk % 2 == 1)
+                sort(order, scales, count, first // chunk % 2 == 1)
             elif kind == f.WEIGHT_PRODUCT:
-                at, totals = _sums_of(d, thread), _totals_of(d, j, thread)
+                at, totals = sums_of(d, thread), totals_of(d, j, thread)
                 add_weights(
                     d, j, first, count, d[f.X], codes, order, scales, totals, work, at,
-                    _held_of(d, thread),
+                    held_of(d, thread),
                 )  # fmt: skip
             elif kind == f.INPUT_PRODUCT:
                 if d[f.ZEROES]:  # some places meet no weight
                     tiles.blank(dx, 4 * count * d[f.PADDED], 0)
                 power = d[f.POWERS] + 4 * first
+                all_codes = d[f.CODES] + first * d[f.CODES_STEP] if d[f.CODES] else codes
                 for n in range(0, count, j[jobs.SLOTS]):
                     slots = min(j[jobs.SLOTS], count - n)
                     for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
                         rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
                         write_outputs(
-                            j.ctypes.data, codes, n, slots, row, rows, d[f.WEIGHTS],
+                            j.ctypes.data, all_codes, n, slots, row, rows, d[f.WEIGHTS],
                             d[f.BEGIN], power, recent_at, dx + d[f.OUT], work,
                         )  # fmt: skip
             elif kind == f.FINISH:
@@ -334,10 +242,11 @@ def run_region(context, number, thread):
                     _weigh(d, n, dx + (n - first) * d[f.GATE_STEP], sums, reals[k, 3])
     for k in range(begin, end):
         if table[k, f.KIND] == f.WEIGHT_PRODUCT:
-            d, j, held = table[k], details[k], _held_of(table[k], thread)
+            d, j, held = table[k], details[k], held_of(table[k], thread)
             if held[0] > 0 and held[2] > 0:  # else ``collect`` takes the int32
                 flipped = FLIPS != 0 and j[jobs.FLIPPED] != 0
-                _fold(j, _sums_of(d, thread), _totals_of(d, j, thread), held, flipped)
+                own_sums, totals = sums_of(d, thread), totals_of(d, j, thread)
+                fold(j[jobs.SUM_ROWS], j[jobs.GROUPS] * 16, own_sums, totals, held, flipped)
     leave()
     return 0
 
@@ -386,7 +295,10 @@ def parts_of_regions() -> tuple[Any, ...]:
     """Return what kernels are made of that run regions, ``run_region`` last; see ``compiled``."""
     by_name = jobs.write_spots, jobs.write_outputs, weight_jobs.spread_weights
     by_name += weight_jobs.multiply_spots, weight_jobs.multiply_alone, weight_jobs.multiply_weights
-    return jobs.tile, *map(ByName, by_name), add_weights, ByName(run_region)
+    by_name += by_outputs.lay_out, by_outputs.add_jobs
+    by_name += by_outputs.add_up, by_outputs.write_weights
+    parts = jobs.tile, weight_jobs.turn, *map(ByName, by_name)
+    return *parts, by_images.add_weights, ByName(run_region)
 
 
 def run(path: str, context: np.ndarray, regions: int, threads: int) -> None:

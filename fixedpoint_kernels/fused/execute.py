@@ -133,10 +133,11 @@ def backward(
     found = []
     for n, own in enumerate(parameters):
         outputs_of, seed, stream = len(own.weight), *own.noise
-        weight = _like(own.weight) if program.weight_sums[n] else torch.empty(0)
+        weight = _like(own.weight) if program.needs_weights[n] else torch.empty(0)
         scale, shift = torch.empty(outputs_of), torch.empty(outputs_of)
         given |= {("of_scale", n): scale.data_ptr(), ("of_shift", n): shift.data_ptr()}
-        given |= {("seed", n): seed, ("stream", n): stream}
+        given |= {("seed", n): seed, ("stream", n): stream, ("of_weight", n): weight.data_ptr()}
+        given["of_weight lies last", n] = int(not weight.is_contiguous())
         found.append(Gradients(weight, scale, shift))
     back = []
     if program.observes:

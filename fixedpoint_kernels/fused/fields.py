@@ -20,7 +20,8 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     POOL,  # the largest elements of a value's windows
     UNPOOL,  # the gradient of a value, from that of what was pooled from it
     WEIGH,  # the gradient of a gate, from that of its product with a value
-) = range(11)
+    WEIGHTS_BY_OUTPUT,  # a weight's gradient, of all images: a thread takes some outputs
+) = range(12)
 
 (
     KIND, CHANNELS, ELEMENTS, PADDED, PATTERN, POSITIONS, HAS_NORM,
@@ -29,7 +30,7 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     # of batch norm
     STATISTICS, MEANS, INVERSES, VARIANCES, NUMBERS, SCALE, SHIFT, RUNNING_MEAN, RUNNING_VARIANCE,
     # of products
-    WEIGHTS, BEGIN, POWERS, OUT, CODES_STEP, WEIGHT_FL, SEED, STREAM, TOTALS, HELD, ZEROES,
+    WEIGHTS, BEGIN, POWERS, OUT, CODES_STEP, SCALES, WEIGHT_FL, SEED, STREAM, TOTALS, HELD, ZEROES,
     # of gradients
     G, GA, GB, GC, HAS_PRODUCT, ADD, ADD2, OUTER, OUTER_OUT, SEEN, SUMS, SUMS_STRIDE, WHICH, OF_SCALE, OF_SHIFT,
     # of weights that are laid out
@@ -40,8 +41,8 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     WINDOWS, PLACES,
     # of curves, and of gates: one number a channel and image, so many bytes from image to image
     CURVE, GATE, GATE_STEP, SCALED_GRADIENT,
-) = range(87)  # fmt: skip
-COUNT = 87
+) = range(88)  # fmt: skip
+COUNT = 88
 
 (
     # of a program: addresses of its table, (operations, 4) float32 reals, rows of ``jobs``, (regions, 3)

@@ -10,15 +10,17 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import INPUT, Layer, Scaled, Segment
 from fixedpoint_kernels.fused.operations import Buffer, Given, Kept, Number, Operation
 from fixedpoint_kernels.products import weight_jobs
-from fixedpoint_kernels.products.blocks import blocks, runs
+from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
-from fixedpoint_kernels.products.shapes import Correlation
+from fixedpoint_kernels.products.shapes import Correlation, forward
 from fixedpoint_kernels.products.spans import Spans, spans
 from fixedpoint_kernels.products.spots import spots
 
 __all__ = ["Layout", "Shape"]
 
 _BLOCK = 64
+LEAST_BY_OUTPUTS = 2**16  # elements of a weight: fewer stay in a cache for each thread
+MOST_BY_OUTPUTS = 2**15  # positions: each thread lays out all of them
 
 
 class Shape(NamedTuple):
@@ -54,7 +56,7 @@ class WeightSums:
         n: Number of a layer whose weight needs a gradient.
 
     Attributes:
-        held: Address of (threads, 3) float64: see ``cpu._fold``.
+        held: Address of (threads, 3) float64: see ``by_images.fold``.
         sums: Each thread's int32, ``stride`` bytes apart: by tap, input and output, each of
             the last two up to a multiple of 16; behind them a row of what flipped codes must lose.
         totals: As many float64 of each thread, but for that row.
@@ -74,7 +76,7 @@ class WeightSums:
         self.stride, threads = -(room // -64) * 64, layout.threads
         self.held = layout.take(3 * threads, np.float64)
         self.sums, self.totals = Buffer(threads * self.stride), Buffer(8 * threads * size)
-        self.is_flipped = bool(FLIPS[layout.path]) and layer.inputs.signed and not read.is_alone
+        self.is_flipped = layout.flips(n)
 
 
 class Layout:
@@ -123,6 +125,33 @@ class Layout:
             inputs, outputs = outputs, inputs
         layer = self.segment.layers[n]
         return spans(inputs, outputs, layer.window.groups, math.prod(layer.shape[2:]))
+
+    def flips(self, n: int) -> bool:
+        """Say whether codes that layer ``n`` takes are unsigned only where they are multiplied."""
+        is_signed = self.segment.layers[n].inputs.signed
+        return bool(FLIPS[self.path]) and is_signed and not self.read(n).is_alone
+
+    def weight_blocks(self, n: int, images: int) -> tuple[Correlation, Blocks]:
+        """Return what layer ``n`` computes, and blocks of ``images`` images for its weight's gradient."""
+        layer, taken = self.segment.layers[n], self.taken(n)
+        part = forward(layer.window, taken[1:], layer.shape[2:])
+        grain = 0 if layer.inputs.signed else self.grain(n)
+        most = weight_jobs.PIECE - 4096
+        return part, blocks(part, images, taken[1:], taken.channels, 1, most, grain)
+
+    def goes_by_outputs(self, n: int) -> bool:
+        """Say whether threads share the gradient of layer ``n``'s weight by outputs; see ``by_outputs``."""
+        outputs, inputs, height, width = self.segment.layers[n].shape
+        part, cut = self.weight_blocks(n, self.images)
+        positions = self.images * cut.slot_rows * cut.columns
+        return (
+            self.read(n).groups == 1
+            and outputs % 16 == inputs % 16 == 0
+            and -(outputs // -32) >= self.threads
+            and outputs * inputs * height * width >= LEAST_BY_OUTPUTS
+            and cut.band == part.counts[0]
+            and positions <= MOST_BY_OUTPUTS
+        )
 
     def grain(self, n: int) -> int:
         """Return bytes of a row that a tile takes at a time, if layer ``n`` may go place by place."""
@@ -188,7 +217,8 @@ class Layout:
         self.lsbs = np.array([layer.inputs.lsb for layer in segment.layers], np.float32)
         self.exponents = self.take(n, np.float32)
         self.weight_sums = [
-            WeightSums(self, i) if needed else None for i, needed in enumerate(self.needs_weights)
+            WeightSums(self, i) if needed and not self.goes_by_outputs(i) else None
+            for i, needed in enumerate(self.needs_weights)
         ]
 
     def _sums_of(self, n: int, again: bool) -> Kept | Buffer:

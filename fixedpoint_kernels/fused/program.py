@@ -141,9 +141,15 @@ class Program(Layout):
             if (own := self.weight_sums[n]) is not None:
                 tasks[n, [f.HELD, f.W_FLIPS, f.SUMS_STRIDE]] = own.held, own.is_flipped, own.stride
                 work += [(n, f.SUMS, own.sums.offset), (n, f.TOTALS, own.totals.offset)]
+            else:
+                continue
             count = tasks[n, f.W_INPUTS if tasks[n, f.W_GROUPS] == 1 else f.W_OUTPUTS]
             items += [(n, first) for first in range(0, int(count), 16)]
-        return tasks, np.array(items, np.int64), np.array(work, np.int64).reshape(-1, 3).T
+        return (
+            tasks,
+            np.array(items, np.int64).reshape(-1, 2),
+            np.array(work, np.int64).reshape(-1, 3).T,
+        )
 
     def _finished(self, regions: list[list[Operation]], last: Sequence[Operation] = ()) -> Pass:
         """Return a pass; what ``last`` needs is there when it is over."""

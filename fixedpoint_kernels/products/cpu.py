@@ -103,7 +103,7 @@ def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, fli
                 weight_jobs.fold(d, own, totals[thread], shift, flips)
                 held, ends[thread, 0] = 0, 0
             elif down:
-                weight_jobs.double(d, own, down)
+                weight_jobs.double(own, (d[jobs.SUM_ROWS] + 1) * d[jobs.GROUPS] * 16, down)
                 held <<= down
             shift = shifts[k]
             whole = spread_weights(
@@ -372,7 +372,7 @@ def weight_gradient(
         source, target = _laid(x), _laid(grad)
         by_name = weight_jobs.spread_weights, weight_jobs.multiply_spots, weight_jobs.multiply_alone
         parts = map(ByName, (*by_name, weight_jobs.multiply_weights))
-        compiled(_correlate_weights, path, *parts)[parallel](
+        compiled(_correlate_weights, path, weight_jobs.turn, *parts)[parallel](
             described.row,
             source.data_ptr(),
             table,

@@ -50,7 +50,8 @@ BYTES = 40  # what tiles must know of codes, see ``tiles.kind_of_bytes``
 SPANS = 41  # of first channels, see ``spans``; of weights: of their lines
 ALONE = 42  # whether each output has a channel of its own
 SUM_ROWS = 43  # of sums for weights
-FIELDS = 44
+ROOM = 44  # bytes of a channel from one image to the next, where many are laid out
+FIELDS = 45
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
 wide: Any = None  # the tiles of a path

@@ -39,6 +39,7 @@ from fixedpoint_kernels.products.jobs import (
     PAIRS,
     PLANE_BYTES,
     REACH,
+    ROOM,
     ROW_STARTS,
     SLOT_ROWS,
     SPANS,
@@ -83,7 +84,13 @@ FLIPS, GRAIN, WIDE_ROWS, ALONE_TAPS = 0, 4, 0, 0
 
 
 def describe_weights(
-    cut: Blocks, part: Correlation, grad_channels: int, signed: bool, in_int16: int, read: Spans
+    cut: Blocks,
+    part: Correlation,
+    grad_channels: int,
+    signed: bool,
+    in_int16: int,
+    read: Spans,
+    images: int = 0,
 ) -> Described:
     """Describe jobs that add up products for weights.
 
@@ -94,13 +101,16 @@ def describe_weights(
         signed: Whether codes are.
         in_int16: Steps whose sums int16 holds, see ``shapes.steps_in_int16``.
         read: Channels that outputs read.
+        images: How many are laid out at the same time, whatever jobs they are cut into; 0: those of
+            one job.
     """
     d = describe_blocks(cut, part, signed, in_int16, read)
     (down, across), channels, taps = part.stride, int(d[CHANNELS]), len(part.taps)
     padded, blocks, groups = -(channels // -16), -(read.channels // -16), -(grad_channels // -16)
     d[SUM_ROWS] = sum_rows(taps, read)
-    longest = -(cut.most_positions // -64) * 64
     reach = int(cut.places.max(initial=0)) // across
+    room = -((cut.slot_rows * cut.columns + reach + 16) // -64) * 64  # turning writes 15 bytes more
+    longest = images * room if images else -(cut.most_positions // -64) * 64
     line = (longest + reach + 64 + 127) // 64 * 64  # bytes of a channel
     line += 64 * (line % 512 == 0)  # not all in one set of the cache
     rows = taps * blocks
@@ -109,7 +119,8 @@ def describe_weights(
     starts = np.append(starts, starts[-1:].repeat(4))
     ones = np.ones(longest + 64, np.uint8)
     if (own := cut.spots) is not None:
-        return _weights_by_spot(d, cut, own, part, grad_channels)
+        slots = 4 * images if images else -(cut.slots // -4) * 4
+        return _weights_by_spot(d, slots, own, part, grad_channels)
     if read.is_alone:
         return _weights_alone(d, cut, part, longest)
     # the last outputs in groups read lines behind the last channel
@@ -119,7 +130,7 @@ def describe_weights(
     d[[ACROSS, TAPS, GRAD_CHANNELS, LINE, LONGEST]] = across, taps, grad_channels, line, longest
     d[[TILE_ROWS, GROUPS, ROW_STARTS, ONES]] = rows, groups, starts.ctypes.data, ones.ctypes.data
     d[[TURNED_AT, FLAT_AT]] = d[BUFFER_BYTES], d[BUFFER_BYTES] + turned
-    d[[B_AT, REACH]] = d[BUFFER_BYTES] + turned + flat, reach
+    d[[B_AT, REACH, ROOM]] = d[BUFFER_BYTES] + turned + flat, reach, room
     d[GRAD_IMAGE] = part.counts[0] * part.counts[1] * grad_channels
     d[SUMS_SIZE], d[SPANS] = sums_size(d[SUM_ROWS], groups), lines.ctypes.data
     d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
@@ -151,11 +162,11 @@ def _weights_alone(d: np.ndarray, cut: Blocks, part: Correlation, longest: int) 
 
 
 def _weights_by_spot(
-    d: np.ndarray, cut: Blocks, own: Spots, part: Correlation, grad_channels: int
+    d: np.ndarray, slots: int, own: Spots, part: Correlation, grad_channels: int
 ) -> Described:
     """``describe_weights``, place by place: of a channel lie all images of a place, then the next place."""
     channels, taps, places = int(d[CHANNELS]), len(part.taps), part.counts[0] * part.counts[1]
-    blocks, groups, slots = -(channels // -16), -(grad_channels // -16), -(cut.slots // -4) * 4
+    blocks, groups = -(channels // -16), -(grad_channels // -16)
     line = (int(d[HEIGHT] * d[WIDTH]) * slots + 64 + 63) // 64 * 64
     line += 64 * (line % 512 == 0)
     starts = np.tile(np.arange(blocks) * 16 * line, taps)
@@ -174,10 +185,10 @@ def _weights_by_spot(
 
 
 @inner
-def spread_spots(d, x, order, first, images, grad, work):
-    """``spread_weights``, place by place; return how many images, a multiple of 4."""
+def _turn_spots(d, x, order, first, images, grad, work, x_at, flat_at):
+    """``turn``, place by place; return how many images, a multiple of 4."""
     buffer, image, places = (work + 63) // 64 * 64, d[HEIGHT] * d[X_ROW], d[HEIGHT] * d[WIDTH]
-    turned, flat, b = buffer + d[TURNED_AT], buffer + d[FLAT_AT], buffer + d[B_AT]
+    turned, flat = buffer + d[TURNED_AT] + x_at, buffer + d[FLAT_AT] + flat_at
     channels, line, whole, own = d[CHANNELS], d[LINE], (images + 3) // 4 * 4, d[GRAD_BYTES]
     copy_images(x, order, first, images, d[X_IMAGE], buffer, image, False)
     copy_images(grad, order, first, images, d[GRAD_IMAGE], flat, own, False)
@@ -187,12 +198,6 @@ def spread_spots(d, x, order, first, images, grad, work):
             for i in range(0, whole, 16):  # what is too much is written over, by the next place
                 source = buffer + i * image + place * channels + c
                 tiles.transpose(source, image, turned + c * line + place * whole + i, line)
-    for group in range(d[GROUPS]):
-        target = b + group * d[LONGEST] * 16
-        for place in range(d[SPOTS]):
-            for i in range(0, whole, 4):
-                source = flat + i * own + place * d[GRAD_CHANNELS] + group * 16
-                tiles.interleave(source, own, target + (place * whole + i) * 16)
     return whole
 
 
@@ -255,19 +260,36 @@ def spread_weights(d, x, order, first, images, row, rows, grad, work):
         grad: Address of codes of the gradient.
         work: Address of ``d[WORK_BYTES]`` bytes.
     """
-    d = carray(pointer_to(d), FIELDS, np.int64)
+    zero, d = np.int64(0), carray(pointer_to(d), FIELDS, np.int64)
+    whole = turn(d, x, order, first, images, row, rows, grad, work, zero, zero)
+    if d[ALONE]:
+        return whole
+    buffer = (work + 63) // 64 * 64
+    for group in range(d[GROUPS]):
+        target = buffer + d[B_AT] + group * d[LONGEST] * 16
+        interleave(d, buffer + d[FLAT_AT], group, whole, target)
+    return whole
+
+
+def turn(d, x, order, first, images, row, rows, grad, work, x_at, flat_at):
+    """Lay out the inputs of a job by channel, and its gradient in the same rows.
+
+    Most arguments are those of ``spread_weights``, ``d`` as an array; ``x_at`` are bytes of a channel before,
+    ``flat_at`` those of gradients. Returns how many positions, a multiple of 64, where those behind the last
+    have a gradient of 0; place by place how many images, a multiple of 4.
+    """
     if d[SPOTS]:
-        return spread_spots(d, x, order, first, images, grad, work)
+        return _turn_spots(d, x, order, first, images, grad, work, x_at, flat_at)
     flips = FLIPS != 0 and d[FLIPPED] != 0
     buffer = (work + 63) // 64 * 64
-    turned, flat, b = buffer + d[TURNED_AT], buffer + d[FLAT_AT], buffer + d[B_AT]
+    turned, flat = buffer + d[TURNED_AT] + x_at, buffer + d[FLAT_AT] + flat_at
     down, across, channels, line = d[DOWN], d[ACROSS], d[CHANNELS], d[LINE]
     padded = (channels + 15) // 16 * 16
     n = ((images - 1) * d[SLOT_ROWS] + rows) * d[COLUMNS]
     fill(d, x, order, first, images, row, rows, buffer, flips)
     whole = (n + 63) // 64 * 64
+    _flatten(d, grad, order, first, images, row, rows, flat, whole)
     if d[ALONE]:
-        _flatten(d, grad, order, first, images, row, rows, flat, whole)
         return whole
     for plane in range(down):
         for phase in range(across):
@@ -281,14 +303,22 @@ def spread_weights(d, x, order, first, images, row, rows, grad, work):
                         target + c * line + q,
                         line,
                     )
-    grad_channels, run_bytes = d[GRAD_CHANNELS], d[LONGEST] * 16
-    _flatten(d, grad, order, first, images, row, rows, flat, whole)
-    for group in range(d[GROUPS]):
-        target = b + group * run_bytes
-        for q in range(0, whole, 4):
-            source = flat + q * grad_channels + group * 16
-            tiles.interleave(source, grad_channels, target + q * 16)
     return whole
+
+
+@inner
+def interleave(d, flat, group, whole, target):
+    """Lay out the gradients of 16 outputs of a job; ``whole``: as ``turn`` returns it."""
+    if d[SPOTS]:
+        own = d[GRAD_BYTES]
+        for place in range(d[SPOTS]):
+            for i in range(0, whole, 4):
+                source = flat + i * own + place * d[GRAD_CHANNELS] + group * 16
+                tiles.interleave(source, own, target + (place * whole + i) * 16)
+        return
+    for q in range(0, whole, 4):
+        source = flat + q * d[GRAD_CHANNELS] + group * 16
+        tiles.interleave(source, d[GRAD_CHANNELS], target + q * 16)
 
 
 @inner
@@ -376,11 +406,10 @@ def multiply_weights(d, piece, steps, sums, work):
 
 
 @inner
-def double(d, sums, times):
-    """Double int32 sums ``times`` times."""
-    n = (d[SUM_ROWS] + 1) * d[GROUPS] * 16  # the last row is that of ``ONES``
-    held = carray(pointer_to(sums), d[SUMS_SIZE], np.int32)[:n]
-    for i in range(n):
+def double(sums, count, times):
+    """Double ``count`` int32 sums ``times`` times."""
+    held = carray(pointer_to(sums), count, np.int32)
+    for i in range(count):
         held[i] <<= np.int32(times)
 
 

@@ -26,6 +26,7 @@ from fixedpoint_kernels.fused import (
     Segment,
     Value,
     execute,
+    layout,
     reference,
 )
 from fixedpoint_kernels.fused import program as programs
@@ -458,6 +459,73 @@ def test_sums_for_weights_that_int32_holds_are_those_that_it_does_not(name, monk
     assert any(times for _, _, times in (doubles(own.held, 3) for own in made.weight_sums))
     for a, b in zip(whole, parts, strict=True):
         assert torch.equal(a.weight, b.weight)
+
+
+def large(outputs=64, size=3, window=PADDED):
+    """Layers with 32 outputs or more for each of two threads."""
+    layers = (
+        layer(INPUT, 64, 16, size=size),
+        layer(0, outputs, 64, size=size, window=window),
+        layer(1, 64, outputs, size=1, window=Window(), eps=None),
+    )
+    values = *(Value(n, relu=True) for n in range(2)), Value(2, is_output=True)
+    return Segment(layers, values)
+
+
+LARGE = {
+    "images": (large(), 3, (9, 8)),
+    "images, strided": (large(window=STRIDED), 5, (11, 7)),
+    "images, many": (large(), 70, (9, 8)),
+    "places": (large(), 21, (4, 4)),
+    "places, strided": (large(window=STRIDED), 70, (4, 3)),
+    "sixteens": (large(80), 3, (6, 5)),
+    "one tap": (large(size=1, window=PROJECTED), 4, (5, 5)),
+    "flattened": (flattened(16, 32, 64, 64), 20, (8, 8)),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("name", LARGE)
+def test_weights_by_output_are_those_by_image(name, path, threads, monkeypatch):
+    """Images of many powers of two, so that sums are doubled and folded; weights that lie either way."""
+    segment, count, size = LARGE[name]
+    x, own = images(segment, count, size), parameters(segment)
+    found = []
+    for least in (2**40, 0):
+        monkeypatch.setattr(layout, "LEAST_BY_OUTPUTS", least)
+        made = program(segment, x, path, threads)
+        assert all(made.goes_by_outputs(n) == (least == 0) for n in range(1, 3))
+        check(segment, x, made)
+        for is_last in (False, True):
+            own = [with_layout(one, is_last) for one in own]
+            outputs, memory = execute.forward(made, x, own)
+            powers = 2.0 ** -(torch.arange(count) * 5 % 23).view(-1, *[1] * (outputs[0].dim() - 1))
+            grads = [torch.linspace(-1, 1, y.numel()).view(y.shape) * powers for y in outputs]
+            dx, gradients = execute.backward(made, memory, own, grads)
+            found.append([dx, *(one.weight for one in gradients)])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+def with_layout(own, is_last):
+    if own.weight.dim() != 4 or not is_last:
+        return dataclasses.replace(own, weight=own.weight.contiguous())
+    return dataclasses.replace(own, weight=own.weight.to(memory_format=torch.channels_last))
+
+
+def test_gradients_that_are_not_finite_leave_no_weight_finite(monkeypatch):
+    """By output as by image."""
+    segment, count, size = LARGE["images"]
+    x, own = images(segment, count, size), parameters(segment)
+    for least in (2**40, 0):
+        monkeypatch.setattr(layout, "LEAST_BY_OUTPUTS", least)
+        made = program(segment, x)
+        outputs, memory = execute.forward(made, x, own)
+        grads = [torch.ones_like(y) for y in outputs]
+        grads[0][1, 0, 0, 0] = torch.inf
+        _, gradients = execute.backward(made, memory, own, grads)
+        assert all(not one.weight.isfinite().any() for one in gradients)
 
 
 def doubles(address, n):
