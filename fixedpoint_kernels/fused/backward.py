@@ -2,14 +2,13 @@
 
 import numpy as np
 
-from fixedpoint_kernels.fused import by_outputs
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import kind_of, number_of
 from fixedpoint_kernels.fused.graph import INPUT, Return, Scaled
 from fixedpoint_kernels.fused.layout import Layout
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.llvm import tiles
-from fixedpoint_kernels.products import jobs, shapes, weight_jobs
+from fixedpoint_kernels.products import by_outputs, jobs, shapes, weight_jobs
 from fixedpoint_kernels.products.blocks import blocks, runs
 from fixedpoint_kernels.products.instructions import GRAINS
 from fixedpoint_kernels.products.shapes import GRADIENTS, Correlation
@@ -212,13 +211,15 @@ class Backward:
             OUT=Given("of_weight", n),
             W_STEP_C=Given("of_weight lies last", n),
             POWERS=self.layout.lsbs.ctypes.data + 4 * n,
-            W_FLIPS=self.layout.flips(n),
         )
         described = self._described(n, images, images)
-        work = int(described.row[jobs.WORK_BYTES]) + 64 + by_outputs.room(described.row, images)
-        return Operation(
-            numbers | self.layout.weight_sizes(n), details=lambda _: described, scratch={0: work}
-        )
+        if self.segment.layers[n].is_flat:
+            inputs, height, width = self.layout.shapes[self.segment.layers[n].source]
+            rest = height * width, inputs, inputs
+            described.row[[jobs.OUT_TAPS, jobs.OUT_INPUTS, jobs.OUT_APART]] = rest
+        work = int(described.row[jobs.WORK_BYTES]) + 64
+        work += by_outputs.room(described.row, images, int(described.row[jobs.GROUPS]))
+        return Operation(numbers, details=lambda _: described, scratch={0: work})
 
     def _weight_product(self, n: int) -> Operation:
         out, taken = self.layout.outs[n], self.layout.taken(n)

@@ -3,46 +3,18 @@
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.views import doubles
 from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products import jobs, weight_jobs
+from fixedpoint_kernels.products.by_outputs import fold
 
-__all__ = ["add_weights", "fold", "held_of", "sort", "sums_of", "totals_of"]
+__all__ = ["add_weights", "held_of", "sort", "sums_of", "totals_of"]
 
 spread_weights: Any = None  # of a path
 multiply_weights = spread_weights
 FLIPS = 0
-
-
-@inner
-def fold(rows, n, sums, totals, held, flipped):
-    """Add rows of ``n`` int32 sums to float64 totals, which the first time may hold anything; the sums become 0.
-
-    ``held``: how many positions ``sums`` has, of what power, and how often it was folded. What was
-    never folded is left for who writes the gradient.
-    """
-    scale, adds = held[1], held[2] > 0
-    own = carray(pointer_to(sums), (rows + 1) * n, np.int32)
-    last = own[rows * n :]
-    for row in range(rows):
-        values, total = own[row * n : row * n + n], totals[row * n : row * n + n]
-        if not adds:
-            total[:] = 0.0
-        if flipped:
-            for i in range(n):
-                total[i] += np.float64(np.int32(values[i] - np.int32(128) * last[i])) * scale
-                values[i] = 0
-        else:
-            for i in range(n):
-                total[i] += np.float64(values[i]) * scale
-                values[i] = 0
-    last[:] = 0
-    held[0] = 0
-    held[2] += 1
 
 
 @inner

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numba import carray, prange
 
-from fixedpoint_kernels.fused import by_images, by_outputs
+from fixedpoint_kernels.fused import by_images
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.by_images import fold, held_of, sort, sums_of, totals_of
+from fixedpoint_kernels.fused.by_images import held_of, sort, sums_of, totals_of
 from fixedpoint_kernels.fused.coefficients import bias, coefficients, gradient_coefficients, spread
 from fixedpoint_kernels.fused.pooling import pool, unpool
 from fixedpoint_kernels.fused.views import doubles, floats
@@ -18,7 +18,8 @@ from fixedpoint_kernels.llvm import barrier, passes, tiles
 from fixedpoint_kernels.llvm.barrier import all_come, wait
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.products import jobs, weight_jobs
+from fixedpoint_kernels.products import by_outputs, jobs, weight_jobs
+from fixedpoint_kernels.products.by_outputs import fold
 from fixedpoint_kernels.products.instructions import ByName, compiled
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
 
@@ -168,7 +169,12 @@ def run_region(context, number, thread):
             held_of(table[k], thread)[:] = 0.0
         elif table[k, f.KIND] == f.WEIGHTS_BY_OUTPUT:
             d, j = table[k], details[k]
-            write_weights(d.ctypes.data, j.ctypes.data, images, thread, threads, work)
+            pairs = (j[jobs.GROUPS] + 1) // 2
+            share = 2 * (pairs * thread // threads), 2 * (pairs * (thread + 1) // threads)
+            write_weights(
+                j.ctypes.data, d[f.X], d[f.CODES], d[f.SCALES], images, d[f.OUT], d[f.W_STEP_C],
+                d[f.POWERS], share[0], min(share[1], j[jobs.GROUPS]), work,
+            )  # fmt: skip
     last = images * (thread + 1) // threads
     for first in range(images * thread // threads, last, chunk):
         count = min(chunk, last - first)

@@ -36,6 +36,7 @@ __all__ = [
 X_IMAGE, X_ROW, DOWN, TOP, LEFT, PIXELS, SLOT_ROWS, PLANE_BYTES, EXTRA, CHANNELS = range(10)
 HEIGHT, WIDTH, FLIPPED, COLUMNS, COUNT_ROWS, COUNT_COLUMNS, BUFFER_BYTES, POSITIONS = range(10, 18)
 SLOTS, BAND, WORK_BYTES = range(18, 21)
+# ``FLIPPED``: 1: signed codes, which tiles may want flipped; 2: they are flipped already where tiles want that
 # of a job that writes outputs
 DEPTH, RUNS, TABLE, STEP, OUT_IMAGE, OUT_ROW, OUT_COLUMN, OUT_CHANNELS, OUT_SIZE = range(21, 30)
 KIND, OFFSETS, STARTS = range(30, 33)
@@ -50,8 +51,10 @@ BYTES = 40  # what tiles must know of codes, see ``tiles.kind_of_bytes``
 SPANS = 41  # of first channels, see ``spans``; of weights: of their lines
 ALONE = 42  # whether each output has a channel of its own
 SUM_ROWS = 43  # of sums for weights
-ROOM = 44  # bytes of a channel from one image to the next, where many are laid out
-FIELDS = 45
+# of weights whose outputs threads share: most positions of an image; taps and inputs of the weight, and rows
+# of sums from one tap to the next
+ROOM, OUT_TAPS, OUT_INPUTS, OUT_APART = range(44, 48)
+FIELDS = 48
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
 wide: Any = None  # the tiles of a path

@@ -35,6 +35,9 @@ from fixedpoint_kernels.products.jobs import (
     LINE,
     LONGEST,
     ONES,
+    OUT_APART,
+    OUT_INPUTS,
+    OUT_TAPS,
     PAIR_FIRSTS,
     PAIRS,
     PLANE_BYTES,
@@ -91,6 +94,7 @@ def describe_weights(
     in_int16: int,
     read: Spans,
     images: int = 0,
+    most: int = 2**31,
 ) -> Described:
     """Describe jobs that add up products for weights.
 
@@ -101,16 +105,19 @@ def describe_weights(
         signed: Whether codes are.
         in_int16: Steps whose sums int16 holds, see ``shapes.steps_in_int16``.
         read: Channels that outputs read.
-        images: How many are laid out at the same time, whatever jobs they are cut into; 0: those of
-            one job.
+        images: Of which as many as fit are laid out at the same time; 0: those of one job.
+        most: Positions that are laid out then, if a job has fewer.
     """
     d = describe_blocks(cut, part, signed, in_int16, read)
     (down, across), channels, taps = part.stride, int(d[CHANNELS]), len(part.taps)
     padded, blocks, groups = -(channels // -16), -(read.channels // -16), -(grad_channels // -16)
     d[SUM_ROWS] = sum_rows(taps, read)
+    d[[OUT_TAPS, OUT_INPUTS, OUT_APART]] = taps, channels, padded * 16
     reach = int(cut.places.max(initial=0)) // across
     room = -((cut.slot_rows * cut.columns + reach + 16) // -64) * 64  # turning writes 15 bytes more
-    longest = images * room if images else -(cut.most_positions // -64) * 64
+    longest = -(cut.most_positions // -64) * 64
+    if images:
+        longest = min(images * room, max(-(most // -64) * 64, longest + room))
     line = (longest + reach + 64 + 127) // 64 * 64  # bytes of a channel
     line += 64 * (line % 512 == 0)  # not all in one set of the cache
     rows = taps * blocks
@@ -280,7 +287,7 @@ def turn(d, x, order, first, images, row, rows, grad, work, x_at, flat_at):
     """
     if d[SPOTS]:
         return _turn_spots(d, x, order, first, images, grad, work, x_at, flat_at)
-    flips = FLIPS != 0 and d[FLIPPED] != 0
+    flips = FLIPS != 0 and d[FLIPPED] == 1
     buffer = (work + 63) // 64 * 64
     turned, flat = buffer + d[TURNED_AT] + x_at, buffer + d[FLAT_AT] + flat_at
     down, across, channels, line = d[DOWN], d[ACROSS], d[CHANNELS], d[LINE]

@@ -13,20 +13,18 @@ from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.products.instructions import compiled
+from fixedpoint_kernels.products import by_outputs, weight_jobs
+from fixedpoint_kernels.products.instructions import ByName, compiled
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
 from fixedpoint_kernels.threads import compile_both
 from fixedpoint_kernels.tokens import fields as f
 
-__all__ = ["PIECE", "add_weights", "pack_weights", "run"]
+__all__ = ["add_weights", "pack_weights", "run"]
 
-PIECE = 1024
-"""Rows whose products are added up before they become float64."""
 _NOISE_BLOCK = 512
-_SIXTEEN = 16
 
 enter: Any = None
-leave = wide = narrow = wide_rows = narrow_rows = enter
+leave = wide = narrow = write_weights = enter
 FLIPS, GRAIN, NARROW_ROWS, WIDE_ROWS = 0, 4, 0, 0
 
 
@@ -103,13 +101,13 @@ def _round_gradient(d, g, samples, first, tokens, own, places):
     width, padded = tokens * d[f.WIDTH], _NOISE_BLOCK
     codes, powers_at = own + places[f.ROUNDED], own + places[f.POWERS]
     powers = _floats(powers_at, samples * tokens)
-    exponents = carray(pointer_to(d[f.EXPONENTS]), first + samples, np.int32)
+    scales = carray(pointer_to(d[f.SCALES]), first + samples, np.float64)
     key = d[f.SEED], d[f.STREAM]
     blocks = (width + 15) // 16
     for i in range(samples):
         values = _floats(g + 4 * i * width, width + padded)
         exponent = exponent_of(carray(pointer_to(g + 4 * i * width), width, np.int32))
-        exponents[first + i] = exponent
+        scales[first + i] = np.inf if exponent == 128 else np.ldexp(1.0, exponent)
         moved = min(exponent - d[f.WEIGHT_FL], 127)
         power = np.float32(np.inf) if exponent == 128 else np.float32(np.ldexp(1.0, moved))
         powers[i * tokens : i * tokens + tokens] = power
@@ -393,193 +391,35 @@ def _pack_layer(d, r, codes):
         back[k] *= np.int32(-128) * np.int32(d[f.FLIPS])
 
 
-@inner
-def _sorted(exponents, order):
-    """Order samples by their exponent, largest first, others as they come."""
-    starts = np.zeros(300, np.int64)
-    for e in exponents:
-        starts[129 - e] += 1  # one further than its own place
-    total = np.int64(0)
-    for i in range(300):
-        total += starts[i]
-        starts[i] = total
-    for i in range(len(exponents)):
-        place = 128 - exponents[i]
-        order[starts[place]] = i
-        starts[place] += 1
-
-
-def add_piece(d, order, at, tokens, rows, first_row, channels, first, work, places):
-    """Add the products of some rows of samples, ``first_row`` to ``rows`` of these, to int32 sums.
-
-    Args:
-        d: Row of numbers.
-        order: Numbers of samples.
-        at: First of ``order``.
-        tokens: Rows of a sample.
-        rows: End of the rows, counted from the first sample on.
-        first_row: First of them; ``PIECE`` or fewer are left.
-        channels: How many inputs, a multiple of 16.
-        first: Of these.
-        work: Address of the thread's memory.
-        places: Where its parts begin: sums, turned inputs, gradients, 16 rows of each, starts, runs.
-    """
-    depth, outputs = d[f.DEPTH], d[f.OUTPUTS]
-    sums, turned, grads, few = work, work + places[1], work + places[2], work + places[3]
-    few_grads = few + 16 * channels + 64
-    line = PIECE + 64
-    unit = max(GRAIN, _SIXTEEN)
-    n = rows - first_row
-    whole = (n + unit - 1) // unit * unit
-    run_bytes = whole * 16
-    for q in range(0, whole, 16):
-        row = first_row + q
-        own, own_grad, step, grad_step = few, few_grads, channels, outputs
-        if tokens % 16 == 0 and q < n:
-            place = order[at + row // tokens] * tokens + row % tokens
-            own, step = d[f.CODES] + place * depth + first, depth
-            own_grad, grad_step = d[f.GRAD_CODES] + place * outputs, outputs
-        else:
-            for i in range(16):
-                if q + i < n:
-                    place = order[at + (row + i) // tokens] * tokens + (row + i) % tokens
-                    tiles.copy(d[f.CODES] + place * depth + first, few + i * channels, channels)
-                    source = d[f.GRAD_CODES] + place * outputs
-                    tiles.copy(source, few_grads + i * outputs, outputs)
-                else:
-                    tiles.blank(few_grads + i * outputs, outputs, 0)
-        for c in range(0, channels, 16):
-            tiles.transpose(own + c, step, turned + c * line + q, line)
-        for o in range(0, outputs, 16):
-            target = grads + o // 16 * run_bytes + q * 16
-            for i in range(0, 16, 4):
-                tiles.interleave(own_grad + i * grad_step + o, grad_step, target + i * 16)
-    table = carray(pointer_to(work + places[5]), 3, np.int64)
-    table[0], table[1], table[2] = 0, (whole + GRAIN - 1) // GRAIN, 0
-    starts = carray(pointer_to(work + places[4]), channels // 16 + 4, np.int64)
-    groups, tile_rows, row_bytes, group = outputs // 16, channels // 16, outputs * 4, 0
-    for i in range(tile_rows + 4):
-        starts[i] = min(i, tile_rows - 1) * 16 * line
-    runs = work + places[5]
-    while group < groups:
-        pair = group + 1 < groups and WIDE_ROWS > 0
-        weights, tile_row = grads + group * run_bytes, 0
-        while tile_row < tile_rows:
-            place = sums + tile_row * 16 * row_bytes + group * 64
-            here = work + places[4] + 8 * tile_row
-            if pair:
-                tile_row += wide_rows(
-                    d[f.BYTES], tile_rows - tile_row, turned, here, starts[tile_row], line, runs,
-                    1, weights, run_bytes, place, row_bytes,
-                )  # fmt: skip
-            else:
-                tile_row += narrow_rows(
-                    d[f.BYTES], tile_rows - tile_row, turned, here, starts[tile_row], line, runs,
-                    1, weights, run_bytes, place, row_bytes,
-                )  # fmt: skip
-        if FLIPS and d[f.SIGNED]:
-            for half in range(2 if pair else 1):
-                place = sums + tile_rows * 16 * row_bytes + (group + half) * 64
-                narrow(
-                    0, work + places[6], work + places[4], 0, runs, 1, weights + half * run_bytes,
-                    run_bytes, place, 0, place, 0,
-                )  # fmt: skip
-        group += 2 if pair else 1
-
-
-@inner
-def _fold(sums, channels, outputs, totals, power, flips):
-    """Move int32 sums to float64 totals; they become 0."""
-    last = carray(pointer_to(sums + 4 * channels * outputs), outputs, np.int32)
-    held = carray(pointer_to(sums), channels * outputs, np.int32)
-    if flips:
-        for c in range(channels):
-            row = held[c * outputs : c * outputs + outputs]
-            for o in range(outputs):
-                row[o] -= np.int32(128) * last[o]
-    passes.fold(sums, channels * outputs, totals, power)
-    tiles.blank(sums, 4 * (channels + 1) * outputs, 0)
-
-
-@inner
-def _write_weights(totals, channels, first, depth, outputs, lsb, out):
-    held = carray(pointer_to(totals), channels * outputs, np.float64)
-    weight = _floats(out, outputs * depth)
-    for o in range(outputs):
-        row = weight[o * depth + first : o * depth + first + channels]
-        for c in range(channels):
-            row[c] = np.float32(held[c * outputs + o]) * lsb
-
-
-def add_layer(d, lsb, first, channels, samples, tokens, own, places):
-    """Write the gradients of a layer's weights of some inputs.
-
-    Args:
-        d: Row of numbers, see ``fields``.
-        lsb: Of the input's format.
-        first: Of the inputs.
-        channels: How many.
-        samples: How many.
-        tokens: Rows of a sample.
-        own: Address of the thread's memory.
-        places: (8,) int64: where its parts begin.
-    """
-    outputs = d[f.OUTPUTS]
-    exponents = carray(pointer_to(d[f.EXPONENTS]), samples, np.int32)
-    order = np.empty(samples, np.int64)
-    _sorted(exponents, order)
-    totals = own + places[7]
-    tiles.blank(totals, 8 * channels * outputs, 0)
-    tiles.blank(own, 4 * (channels + 1) * outputs, 0)
-    tiles.blank(own + places[6], PIECE + 64, 1)
-    flips = FLIPS != 0 and d[f.SIGNED] != 0
-    at = 0
-    while at < samples:
-        exponent, end = exponents[order[at]], at + 1
-        while end < samples and exponents[order[end]] == exponent:
-            end += 1
-        power = np.float32(np.inf) if exponent == 128 else np.float32(np.ldexp(1.0, exponent))
-        rows = (end - at) * tokens
-        for row in range(0, rows, PIECE):
-            add_piece(
-                d, order, at, tokens, min(row + PIECE, rows), row, channels, first, own, places
-            )
-            _fold(own, channels, outputs, totals, power, flips)
-        at = end
-    _write_weights(totals, channels, first, d[f.DEPTH], outputs, lsb, d[f.OUT])
-
-
-def _add_weights(
-    table, lsbs, tasks, begins, samples, tokens, scratch, scratch_bytes, places, threads
-):
+def _add_weights(table, details, tasks, begins, samples, scratch, scratch_bytes, threads):
     """Write gradients of weights.
 
     Args:
         table: (layers, ...) int64, see ``fields``.
-        lsbs: (layers,) float32.
-        tasks: (tasks, 3) int64: a layer, the first of its inputs, and how many.
+        details: (layers, ...) int64, see ``products.jobs``.
+        tasks: (tasks, 3) int64: a layer, the first of its outputs in sixteens, and behind the last.
         begins: (threads + 1,) int64: which tasks a thread has.
         samples: How many.
-        tokens: Rows of a sample.
         scratch: Address of each thread's memory, one after the other.
         scratch_bytes: Of a thread.
-        places: (8,) int64: where in it which part begins.
         threads: How many.
     """
     for thread in prange(threads):
-        own = scratch + thread * scratch_bytes
         enter()
         for k in range(begins[thread], begins[thread + 1]):
-            layer = tasks[k, 0]
-            add_layer(
-                table[layer], lsbs[layer], tasks[k, 1], tasks[k, 2], samples, tokens, own, places
-            )
+            layer, begin, end = tasks[k]
+            d = table[layer]
+            write_weights(
+                details[layer].ctypes.data, d[f.CODES], d[f.GRAD_CODES], d[f.SCALES], samples,
+                d[f.OUT], np.int64(0), d[f.LSB], begin, end, scratch + thread * scratch_bytes,
+            )  # fmt: skip
         leave()
 
 
 def add_weights(path: str, parallel: bool) -> Any:
     """Return the kernel of gradients of weights with the tiles of a path."""
-    return compiled(_add_weights, path, add_piece, add_layer)[parallel]
+    parts = by_outputs.lay_out, by_outputs.add_jobs, by_outputs.add_up, by_outputs.write_weights
+    return compiled(_add_weights, path, weight_jobs.turn, *map(ByName, parts))[parallel]
 
 
 def pack_weights(parallel: bool) -> Any:

@@ -101,14 +101,12 @@ def _weights(program: Program, kept: Tensor) -> dict[int, Tensor]:
     if found:
         cpu.add_weights(program.path, program.threads > 1)(
             program.layers,
-            program.lsbs,
+            program.details,
             program.tasks,
             program.begins,
             program.samples,
-            program.tokens,
             program.weight_scratch,
             program.weight_bytes,
-            program.weight_places,
             program.threads,
         )
     return found

@@ -16,7 +16,7 @@ which holds the rows of one chunk.
     ADDS, SUMS, SUMS2,
     # of linear layers
     DEPTH, OUTPUTS, CODES, MASK, FLIP, SIGNED, CLAMPED, WEIGHTS, BEGIN, BIAS, GROUP_BYTES, RUNS, STARTS,
-    GRAD_CODES, EXPONENTS, WEIGHT_FL, SEED, STREAM,
+    GRAD_CODES, SCALES, WEIGHT_FL, SEED, STREAM,
     # of norms and activation functions
     KEPT, INVERSE, SCALE, SHIFT,
     # of attention: queries, keys and values, and their gradients
@@ -24,11 +24,11 @@ which holds the rows of one chunk.
     Q_START, K_START, V_START,
     DQ, DQ_ROW, DK, DK_ROW, DV, DV_ROW, DK_ADDS, DV_ADDS, HEADS, SIZE, CAUSAL,
     # of weights: what is laid out, and gradients
-    PACKED, PACKED_BEGIN, TURNED, TURNED_BEGIN, DEPTH_PADDED, TURNED_PADDED, OUT, FLIPS,
+    PACKED, PACKED_BEGIN, TURNED, TURNED_BEGIN, DEPTH_PADDED, TURNED_PADDED, OUT, FLIPS, LSB,
     # what tiles must know of codes, see ``tiles.kind_of_bytes``
     BYTES,
-) = range(68)  # fmt: skip
-COUNT = 68
+) = range(69)  # fmt: skip
+COUNT = 69
 
 # parts of a thread's memory
 WORK, ROUNDED, POWERS, HEAD, LOCAL = range(5)

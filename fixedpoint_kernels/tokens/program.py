@@ -5,7 +5,6 @@ operations values lie in its own memory, which others take when nobody needs the
 of weights come last: they are sums over all samples.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,10 +13,12 @@ import numpy as np
 
 from fixedpoint_kernels.fused.memory import Memory
 from fixedpoint_kernels.llvm.tiles import kind_of_bytes
+from fixedpoint_kernels.products import by_outputs, jobs, weight_jobs
+from fixedpoint_kernels.products.blocks import blocks
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
-from fixedpoint_kernels.products.shapes import GRADIENTS, steps_in_int16
+from fixedpoint_kernels.products.shapes import GRADIENTS, Window, forward, steps_in_int16
+from fixedpoint_kernels.products.spans import spans
 from fixedpoint_kernels.tokens import fields as f
-from fixedpoint_kernels.tokens.cpu import PIECE
 from fixedpoint_kernels.tokens.graph import (
     Add,
     Attention,
@@ -33,8 +34,7 @@ __all__ = ["Program"]
 
 _CACHE = 2**18  # bytes of values that a thread works on at a time
 _SPARE_ROWS = 64  # that tiles, and rounding of gradients, reach behind the last row
-_TASKS_A_THREAD = 4
-_CHANNELS = 64  # inputs of a piece of work on weights, at least
+_PIECE = 1024  # rows that are laid out at once for gradients of weights
 
 
 class _Kept(NamedTuple):
@@ -191,7 +191,7 @@ class Program:
         self.packed: dict[int, tuple[int, ...]] = {}
         operations = self.segment.operations
         self.clamped = np.zeros((len(operations), self.threads), np.int64)
-        self.exponents, self.grad_codes = {}, {}
+        self.scales, self.grad_codes = {}, {}
         for i, op in enumerate(operations):
             width = self.widths[self._count + i]
             if isinstance(op, Linear):
@@ -200,7 +200,7 @@ class Program:
                     self.masks[i] = self._keep(n * op.shape[1] // 8)
                 self.partials[i] = (self._partial(width),)
                 self.packed[i] = self._room_of_weights(op)
-                self.exponents[i] = self._take(self.samples, np.int32)
+                self.scales[i] = self._take(self.samples, np.float64)
                 self.grad_codes[i] = self._take(n * width + 64)
             elif isinstance(op, Norm):
                 self.extra[i], self.inverses[i] = self._keep(2 * n * width), self._keep(4 * n)
@@ -390,7 +390,7 @@ class Program:
             "MASK": self.masks.get(i, 0),
             "SUMS": self.partials[i][0],
             "GRAD_CODES": self.grad_codes[i],
-            "EXPONENTS": self.exponents[i],
+            "SCALES": self.scales[i],
             "WEIGHT_FL": op.weight.fl,
             "SEED": _Given("seed", i),
             "STREAM": _Given("stream", i),
@@ -452,7 +452,8 @@ class Program:
             d[f.FLIP], d[f.FLIPS] = 128 * self._is_flipped(op), self._flips
             d[f.SIGNED] = op.inputs.signed
             d[f.BYTES] = kind_of_bytes(op.inputs.signed, steps_in_int16(op.inputs, GRADIENTS))
-            d[[f.EXPONENTS, f.GRAD_CODES]] = self.exponents[i], self.grad_codes[i]
+            d[[f.SCALES, f.GRAD_CODES]] = self.scales[i], self.grad_codes[i]
+            d[f.LSB] = self.lsbs.ctypes.data + 4 * k
             self.formats[k] = op.weight.scale, op.weight.min_code, op.weight.max_code
         self.spare_bytes = max([op.shape[0] * op.shape[1] for _, op in linear] or [0]) + 128
         self.spare = self._take(self.spare_bytes * self.threads)
@@ -461,35 +462,42 @@ class Program:
     def _share_weights(self, linear: Sequence[tuple[int, Linear]]) -> None:
         """Cut gradients of weights into tasks, and give each thread as many products."""
         wanted = [k for k, (i, _) in enumerate(linear) if self.needs_weights[i]]
-        total = sum(math.prod(linear[k][1].shape) for k in wanted)
-        tasks: list[tuple[int, int, int]] = []
-        for k in wanted:
+        described = {k: self._described(linear[k][1]) for k in wanted}
+        self._memory += [array for own in described.values() for array in own.kept]
+        self.details = np.zeros((len(linear), jobs.FIELDS), np.int64)
+        pairs: list[tuple[int, int, int]] = []
+        for k, own in described.items():
+            self.details[k] = own.row
             outputs, inputs = linear[k][1].shape
-            share = total / (_TASKS_A_THREAD * self.threads) / outputs
-            size = max(_CHANNELS, -(int(share) // -16) * 16) if self.threads > 1 else inputs
-            tasks += [(k, c, min(size, inputs - c)) for c in range(0, inputs, size)]
-        tasks.sort(key=lambda task: -task[2] * linear[task[0]][1].shape[0])
-        shares: list[list[tuple[int, int, int]]] = [[] for _ in range(self.threads)]
-        loads = [0] * self.threads
-        for task in tasks:
-            thread = loads.index(min(loads))
-            shares[thread].append(task)
-            loads[thread] += task[2] * linear[task[0]][1].shape[0]
-        self.tasks = np.array([task for own in shares for task in own], np.int64).reshape(-1, 3)
-        self.begins = np.cumsum([0, *map(len, shares)]).astype(np.int64)
-        channels = max((task[2] for task in tasks), default=16)
-        outputs = max((linear[k][1].shape[0] for k in wanted), default=16)
-        line = PIECE + 64
-        sizes = (
-            4 * (channels + 1 + 64) * outputs,
-            channels * line + 64,
-            outputs * line + 64,
-            16 * (channels + outputs) + 256,
-            8 * (channels // 16 + 8),
-            64,
-            line + 64,
-            8 * channels * outputs,
-        )
-        begins = np.cumsum([0, *(-(size // -64) * 64 + 64 for size in sizes)])
-        self.weight_places, self.weight_bytes = begins[:8].astype(np.int64), int(begins[-1])
+            pairs += [(k, group, inputs) for group in range(0, outputs // 16, 2)]
+        ends = np.cumsum([inputs for *_, inputs in pairs], dtype=np.int64)
+        tasks, self.begins = [], np.zeros(self.threads + 1, np.int64)
+        for thread in range(self.threads):
+            share = [ends[-1] * (thread + i) // self.threads for i in range(2)] if pairs else [0, 0]
+            own = [
+                pair for pair, end in zip(pairs, ends, strict=True) if share[0] < end <= share[1]
+            ]
+            for k in dict.fromkeys(k for k, *_ in own):
+                groups = [group for other, group, _ in own if other == k]
+                tasks.append((k, groups[0], min(groups[-1] + 2, linear[k][1].shape[0] // 16)))
+            self.begins[thread + 1] = len(tasks)
+        self.tasks = np.array(tasks, np.int64).reshape(-1, 3)
+        sizes = [
+            int(described[k].row[jobs.WORK_BYTES])
+            + by_outputs.room(described[k].row, self.samples, end - begin)
+            for k, begin, end in tasks
+        ]
+        self.weight_bytes = -(max(sizes, default=0) // -64) * 64 + 64
         self.weight_scratch = self._take(self.weight_bytes * self.threads)
+
+    def _described(self, op: Linear) -> jobs.Described:
+        """Describe the jobs of a weight's gradient: tokens lie below each other, as rows of an image."""
+        outputs, inputs = op.shape
+        size = self.tokens, 1
+        part = forward(Window(), size, (1, 1))
+        cut = blocks(part, self.samples, size, inputs, 1, weight_jobs.PIECE - 4096)
+        in_int16, read = steps_in_int16(op.inputs, GRADIENTS), spans(inputs, outputs, 1, 1)
+        rest = outputs, op.inputs.signed, in_int16, read, self.samples, _PIECE
+        own = weight_jobs.describe_weights(cut, part, *rest)
+        own.row[jobs.FLIPPED] *= 2  # forward left them so
+        return own

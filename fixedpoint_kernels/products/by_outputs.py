@@ -1,0 +1,379 @@
+"""Weight gradients that threads share by outputs: for its own, a thread adds up the products of all images.
+
+The sums of 32 outputs stay in the thread's cache, and what leaves it is the gradient, once. By images (see
+``fused.by_images``) each thread has sums of the whole weight, which go to memory and back; that costs more
+where a weight has many elements and there are few places.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.calls import inner, keep
+from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.products import jobs, weight_jobs
+from fixedpoint_kernels.products.shapes import LONGEST_SUM
+
+__all__ = ["add_jobs", "add_up", "fold", "lay_out", "room", "write_weights"]
+
+turn: Any = None  # of a path
+narrow = narrow_rows = wide_rows = turn
+FLIPS, GRAIN, WIDE_ROWS = 0, 4, 0
+
+# of a job, images of one power of two that are laid out together: bytes of a channel and of gradients before
+# them, positions of gradients before them; as ``turn`` returns; outputs; steps of tiles before them, and theirs
+_X_AT, _FLAT_AT, _AT, _WHOLE, _OUTPUTS, _STEPS_AT, _STEPS = range(7)
+_JOB = 8
+# parts of a thread's memory, int64 addresses; then the next image in order, and the next row of its outputs
+_JOBS, _POWERS, _ORDER, _SCALES, _TABLE, _SUMS, _TOTALS, _VALUES, _END, _NEXT, _ROW = range(11)
+_PARTS = 11
+
+
+@inner
+def _floats(address, n):
+    return carray(pointer_to(address), n, np.float32)
+
+
+@inner
+def _doubles(address, n):
+    return carray(pointer_to(address), n, np.float64)
+
+
+def room(j: np.ndarray, images: int, groups: int) -> int:
+    """Return how many bytes of a thread's memory are needed behind ``WORK_BYTES``.
+
+    Args:
+        j: Row of numbers, of ``describe_weights`` with ``images``.
+        images: How many.
+        groups: Of 16 outputs, that a thread has at most.
+    """
+    at = np.zeros(_PARTS, np.int64)
+    _place_parts(j, images, groups, 0, at)
+    return int(at[_END] - j[jobs.WORK_BYTES])
+
+
+@njit
+def _place_parts(j, images, groups, work, out):
+    """Write where the parts of a thread's memory begin, and where it ends."""
+    # one job a row of outputs is the most; place by place, of an image
+    most = images * (-(j[jobs.COUNT_ROWS] // -j[jobs.BAND]))
+    size = _sums_of_pair(j) * (1 if _are_together(j, images) else (groups + 1) // 2)
+    out[_JOBS] = (work + j[jobs.WORK_BYTES] + 63) // 64 * 64
+    out[_POWERS] = out[_JOBS] + 8 * _JOB * most
+    out[_ORDER] = out[_POWERS] + 8 * most
+    out[_SCALES] = out[_ORDER] + 8 * images
+    out[_TABLE] = out[_SCALES] + 8 * images
+    out[_SUMS] = (out[_TABLE] + 24 * most * max(j[jobs.SPOTS], 1) + 63) // 64 * 64
+    out[_TOTALS] = out[_SUMS] + 4 * size + 64
+    out[_VALUES] = out[_TOTALS] + 8 * size
+    out[_END] = out[_VALUES] + 1024
+
+
+@njit
+def _sums_of_pair(j):
+    return 32 * (j[jobs.SUM_ROWS] + 80)  # tiles write some rows more
+
+
+@njit
+def _are_together(j, images):
+    """Say whether all images are laid out at once, so that the sums of two groups of outputs do for all."""
+    whole = j[jobs.BAND] == j[jobs.COUNT_ROWS] and images * j[jobs.ROOM] <= j[jobs.LONGEST]
+    return j[jobs.SPOTS] > 0 or whole
+
+
+@inner
+def _sort(scales, images, order, out):
+    """Write the numbers of images, and their scales, from the largest scale on, others as they come."""
+    power, done = 0.0, 0
+    while done < images:
+        largest = -1.0
+        for scale in scales:
+            if (done == 0 or scale < power) and scale > largest:
+                largest = scale
+        power = largest
+        for i in range(images):
+            if scales[i] == power:
+                order[done], out[done] = i, power
+                done += 1
+
+
+@inner
+def _bytes_of(j, images, rows):
+    """Return how many positions a job has, and bytes of a channel that it takes, a multiple of 64."""
+    n = ((images - 1) * j[jobs.SLOT_ROWS] + rows) * j[jobs.COLUMNS]
+    return n, (n + j[jobs.REACH] + 16 + 63) // 64 * 64  # turning writes 15 bytes more
+
+
+def lay_out(j, x, grad, images, work, at):
+    """Lay out images and their gradients in order, from the next one on, while there is room; return how many jobs.
+
+    Args:
+        j: Address of a row of numbers.
+        x: Address of codes.
+        grad: Address of codes of the gradient.
+        images: How many.
+        work: Address of the thread's memory.
+        at: Address of its parts.
+    """
+    j, at = carray(pointer_to(j), jobs.FIELDS, np.int64), carray(pointer_to(at), _PARTS, np.int64)
+    bands = -(j[jobs.COUNT_ROWS] // -j[jobs.BAND])
+    table = carray(pointer_to(at[_JOBS]), (images * bands, _JOB), np.int64)
+    powers, scales = _doubles(at[_POWERS], images * bands), _doubles(at[_SCALES], images)
+    count, x_at, flat_at, positions = 0, np.int64(0), np.int64(0), np.int64(0)
+    while at[_NEXT] < images:
+        first, row = at[_NEXT], at[_ROW]
+        rows, n = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row), np.int64(1)
+        while n < j[jobs.SLOTS] and first + n < images and scales[first + n] == scales[first]:
+            n += 1
+        if not j[jobs.SPOTS]:
+            while n > 1 and positions + _bytes_of(j, n, rows)[1] > j[jobs.LONGEST]:
+                n -= 1
+            if count > 0 and positions + _bytes_of(j, n, rows)[1] > j[jobs.LONGEST]:
+                break
+        whole = turn(j, x, at[_ORDER], first, n, row, rows, grad, work, x_at, flat_at)
+        own = table[count]
+        own[_X_AT], own[_FLAT_AT], own[_AT], own[_WHOLE] = x_at, flat_at, positions, whole
+        own[_OUTPUTS], powers[count] = n * rows * j[jobs.COUNT_COLUMNS], scales[first]
+        if j[jobs.SPOTS]:
+            x_at += whole * j[jobs.HEIGHT] * j[jobs.WIDTH]
+            flat_at += whole * j[jobs.GRAD_BYTES]
+            positions += whole * j[jobs.SPOTS]
+        else:
+            held, size = _bytes_of(j, n, rows)
+            own[_STEPS_AT], own[_STEPS] = positions // GRAIN, (held + GRAIN - 1) // GRAIN
+            x_at, positions = x_at + size, positions + size
+            flat_at += size * j[jobs.GRAD_CHANNELS]
+        count += 1
+        at[_ROW] = row + rows
+        if at[_ROW] == j[jobs.COUNT_ROWS]:
+            at[_NEXT], at[_ROW] = first + n, 0
+    return count
+
+
+@inner
+def _runs(j, at, first, last, tap):
+    """Write what tiles read of some jobs, see ``tiles.runs_of``: of a tap, place by place; return how many runs."""
+    table = carray(pointer_to(at[_JOBS]), (last, _JOB), np.int64)
+    count = 0
+    if j[jobs.SPOTS]:
+        firsts = carray(pointer_to(j[jobs.PAIR_FIRSTS]), tap + 2, np.int64)
+        begin, end = int(firsts[tap]), int(firsts[tap + 1])
+        pairs = carray(pointer_to(j[jobs.PAIRS]), (end, 3), np.int64)
+        out = carray(pointer_to(at[_TABLE]), ((last - first) * j[jobs.SPOTS], 3), np.int64)
+        for k in range(first, last):
+            whole = table[k, _WHOLE]
+            for i in range(begin, end):
+                out[count, 0] = table[k, _X_AT] + pairs[i, 0] * whole
+                out[count, 1] = pairs[i, 1] * whole // 4
+                out[count, 2] = (table[k, _AT] + pairs[i, 2] * whole) // 4
+                count += 1
+        return count
+    out = carray(pointer_to(at[_TABLE]), (last - first, 3), np.int64)
+    for k in range(first, last):
+        out[count, 0], out[count, 1] = table[k, _X_AT], table[k, _STEPS]
+        out[count, 2] = table[k, _STEPS_AT]
+        count += 1
+    return count
+
+
+def add_jobs(j, at, sums, first, last, width, work):
+    """Add the products of some jobs of one power to the sums of 16 outputs, or 32.
+
+    Args:
+        j: Address of a row of numbers.
+        at: Address of the parts of a thread's memory.
+        sums: Address of int32.
+        first: Of the jobs.
+        last: Behind the last of them.
+        width: 1 or 2.
+        work: Address of the thread's memory.
+    """
+    j, at = carray(pointer_to(j), jobs.FIELDS, np.int64), carray(pointer_to(at), _PARTS, np.int64)
+    buffer = (work + 63) // 64 * 64
+    turned, b, line = buffer + j[jobs.TURNED_AT], buffer + j[jobs.B_AT], j[jobs.LINE]
+    rows, run_bytes, row_bytes = j[jobs.TILE_ROWS], j[jobs.LONGEST] * 16, width * 64
+    starts, runs = carray(pointer_to(j[jobs.ROW_STARTS]), rows, np.int64), at[_TABLE]
+    taps, count = j[jobs.TAPS] if j[jobs.SPOTS] else 1, 0
+    for tap in range(taps):
+        count = _runs(j, at, first, last, tap)
+        row, end = tap * (rows // taps), (tap + 1) * (rows // taps)
+        while row < end and count > 0:
+            place, here = sums + row * 16 * row_bytes, j[jobs.ROW_STARTS] + 8 * row
+            if width == 2:
+                row += wide_rows(
+                    j[jobs.BYTES], end - row, turned, here, starts[row], line, runs, count, b, run_bytes,
+                    place, row_bytes,
+                )  # fmt: skip
+            else:
+                row += narrow_rows(
+                    j[jobs.BYTES], end - row, turned, here, starts[row], line, runs, count, b, run_bytes,
+                    place, row_bytes,
+                )  # fmt: skip
+    if FLIPS != 0 and j[jobs.FLIPPED] != 0:
+        for half in range(width):
+            place = sums + rows * 16 * row_bytes + half * 64
+            narrow(
+                0, j[jobs.ONES], j[jobs.ROW_STARTS], 0, runs, count, b + half * run_bytes,
+                run_bytes, place, 0, place, 0,
+            )  # fmt: skip
+    return 0
+
+
+@inner
+def fold(rows, n, sums, totals, held, flipped):
+    """Add rows of ``n`` int32 sums to float64 totals, which the first time may hold anything; the sums become 0.
+
+    ``held``: how many positions ``sums`` has, of what power, and how often it was folded. What was
+    never folded is left for who writes the gradient.
+    """
+    scale, adds = held[1], held[2] > 0
+    own = carray(pointer_to(sums), (rows + 1) * n, np.int32)
+    last = own[rows * n :]
+    for row in range(rows):
+        values, total = own[row * n : row * n + n], totals[row * n : row * n + n]
+        if not adds:
+            total[:] = 0.0
+        if flipped:
+            for i in range(n):
+                total[i] += np.float64(np.int32(values[i] - np.int32(128) * last[i])) * scale
+                values[i] = 0
+        else:
+            for i in range(n):
+                total[i] += np.float64(values[i]) * scale
+                values[i] = 0
+    last[:] = 0
+    held[0] = 0
+    held[2] += 1
+
+
+def add_up(j, at, sums, totals, count, width, held, work):
+    """Add up the products of the jobs that are laid out, for 16 outputs or 32.
+
+    Args:
+        j: Address of a row of numbers.
+        at: Address of the parts of a thread's memory.
+        sums: Address of int32.
+        totals: Address of float64.
+        count: Jobs.
+        width: 1 or 2.
+        held: Address of float64, as of ``fold``.
+        work: Address of the thread's memory.
+    """
+    j_at, parts, held = j, at, _doubles(held, 3)
+    j, at = carray(pointer_to(j), jobs.FIELDS, np.int64), carray(pointer_to(at), _PARTS, np.int64)
+    n, powers, rows = width * 16, _doubles(at[_POWERS], count), j[jobs.SUM_ROWS]
+    table, first = carray(pointer_to(at[_JOBS]), (count, _JOB), np.int64), 0
+    totals, flipped = _doubles(totals, rows * n), FLIPS != 0 and j[jobs.FLIPPED] != 0
+    while first < count:
+        last, outputs = first + 1, table[first, _OUTPUTS]
+        while (
+            last < count
+            and powers[last] == powers[first]
+            and outputs + table[last, _OUTPUTS] <= LONGEST_SUM
+        ):
+            outputs += table[last, _OUTPUTS]
+            last += 1
+        times = held[1] / powers[first] if held[0] > 0 else 1.0
+        if held[0] * times + outputs > LONGEST_SUM:
+            fold(rows, n, sums, totals, held, flipped)
+        elif times > 1:
+            weight_jobs.double(sums, (rows + 1) * n, np.int64(np.log2(times)))
+            held[0] *= times
+        held[1] = powers[first]
+        add_jobs(j_at, parts, sums, first, last, width, work)
+        held[0] += outputs
+        first = last
+    return 0
+
+
+@inner
+def _write(j, at, sums, totals, width, held, out, is_last, lsb, flipped):
+    """Write the gradients of 16 outputs, or 32, as the weight lies, from their sums."""
+    n, rows = width * 16, j[jobs.SUM_ROWS]
+    if held[2] > 0:
+        fold(rows, n, sums, _doubles(totals, rows * n), held, flipped)
+    is_folded, scale, totals = held[2] > 0, np.float32(held[1]), _doubles(totals, rows * n)
+    held_sums = carray(pointer_to(sums), (rows + 1) * n, np.int32)
+    last, lost = held_sums[rows * n :], np.zeros(n, np.int32)
+    if flipped:
+        for i in range(n):
+            lost[i] = np.int32(128) * last[i]
+    values = _floats(at[_VALUES], 256)
+    taps, inputs, apart = j[jobs.OUT_TAPS], j[jobs.OUT_INPUTS], j[jobs.OUT_APART]
+    for half in range(width):
+        place, half_lost = out + 64 * half * taps * inputs, lost[half * 16 : half * 16 + 16]
+        for first in range(0, taps * inputs, 16):
+            for i in range(16):
+                k = first + i
+                tap, c = (k // inputs, k % inputs) if is_last != 0 else (k % taps, k // taps)
+                start = (tap * apart + c) * n + half * 16
+                found = values[i * 16 : i * 16 + 16]
+                if is_folded:
+                    own_totals = totals[start : start + 16]
+                    for o in range(16):
+                        found[o] = np.float32(own_totals[o]) * lsb
+                else:
+                    own = held_sums[start : start + 16]
+                    for o in range(16):
+                        found[o] = np.float32(np.int32(own[o] - half_lost[o])) * scale * lsb
+            tiles.transpose_floats(at[_VALUES], place + 4 * first, 4 * taps * inputs)
+
+
+def write_weights(j, x, grad, scales, images, out, is_last, lsb, begin, end, work):
+    """Write the gradient of a weight, of some outputs.
+
+    Args:
+        j: Address of a row of numbers, of ``describe_weights`` with ``images``.
+        x: Address of codes.
+        grad: Address of codes of the gradient.
+        scales: Address of float64: what a code of each image's gradient counts.
+        images: How many.
+        out: Address of float32: (outputs, inputs, taps).
+        is_last: Not 0: (outputs, taps, inputs).
+        lsb: Address of float32: what a code of ``x`` counts.
+        begin: Of groups of 16 outputs, even.
+        end: Behind the last of them.
+        work: Address of the thread's memory: ``WORK_BYTES``, and ``room``.
+    """
+    j_at, j = j, carray(pointer_to(j), jobs.FIELDS, np.int64)
+    flipped, buffer = FLIPS != 0 and j[jobs.FLIPPED] != 0, (work + 63) // 64 * 64
+    if begin >= end:
+        return 0
+    at, held, before = np.empty(_PARTS, np.int64), np.empty(3, np.float64), np.zeros(3, np.float64)
+    _place_parts(j, images, end - begin, work, at)
+    at[_NEXT] = at[_ROW] = 0
+    order, sorted_scales = (
+        carray(pointer_to(at[_ORDER]), images, np.int64),
+        _doubles(at[_SCALES], images),
+    )
+    _sort(_doubles(scales, images), images, order, sorted_scales)
+    size, apart = _sums_of_pair(j), not _are_together(j, images)
+    while at[_NEXT] < images:
+        is_first = at[_NEXT] == 0 and at[_ROW] == 0
+        count = lay_out(j_at, x, grad, images, work, at.ctypes.data)
+        table = carray(pointer_to(at[_JOBS]), (count, _JOB), np.int64)
+        group = begin
+        while group < end:
+            width = 2 if group + 1 < end and WIDE_ROWS > 0 else 1
+            for half in range(width):
+                for k in range(count):
+                    target = buffer + j[jobs.B_AT] + (half * j[jobs.LONGEST] + table[k, _AT]) * 16
+                    flat = buffer + j[jobs.FLAT_AT] + table[k, _FLAT_AT]
+                    weight_jobs.interleave(j, flat, group + half, table[k, _WHOLE], target)
+            own = (group - begin) * size // 2 if apart else 0
+            sums, totals = at[_SUMS] + 4 * own, at[_TOTALS] + 8 * own
+            held[:] = before
+            if is_first:
+                tiles.blank(sums, 4 * size * width // 2, 0)
+            add_up(j_at, at.ctypes.data, sums, totals, count, width, held.ctypes.data, work)
+            if at[_NEXT] == images:
+                place = out + 64 * group * j[jobs.OUT_TAPS] * j[jobs.OUT_INPUTS]
+                _write(
+                    j, at, sums, totals, width, held, place, is_last, _floats(lsb, 1)[0], flipped
+                )
+            group += width
+        before[:] = held
+    keep(at, held, before)
+    return 0
