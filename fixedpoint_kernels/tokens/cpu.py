@@ -16,10 +16,9 @@ from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products import by_outputs, weight_jobs
 from fixedpoint_kernels.products.instructions import ByName, compiled
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
-from fixedpoint_kernels.threads import compile_both
 from fixedpoint_kernels.tokens import fields as f
 
-__all__ = ["add_weights", "pack_weights", "run"]
+__all__ = ["add_weights", "run"]
 
 _NOISE_BLOCK = 512
 
@@ -339,58 +338,6 @@ def run(path: str, parallel: bool) -> Any:
 # ------------------------------------------------------------------ weights
 
 
-def _pack(tasks, reals, spare, spare_bytes, threads):
-    """Round weights to nearest codes, and lay them out for tiles, as they are and turned.
-
-    Args:
-        tasks: (layers, ...) int64, see ``fields``.
-        reals: (layers, 3) float32: scale, lowest and highest code.
-        spare: Address of each thread's memory.
-        spare_bytes: Of a thread.
-        threads: How many.
-    """
-    for thread in prange(threads):
-        for k in range(thread, len(tasks), threads):
-            _pack_layer(tasks[k], reals[k], spare + thread * spare_bytes)
-
-
-@inner
-def _pack_layer(d, r, codes):
-    outputs, inputs = d[f.OUTPUTS], d[f.DEPTH]
-    passes.encode(d[f.WEIGHTS], outputs * inputs, codes, 0, 0, r[0], r[1], r[2])
-    depth = d[f.DEPTH_PADDED]
-    quads, whole = depth // 4, inputs // 4
-    source = carray(pointer_to(codes), outputs * whole, np.int32)
-    target = carray(pointer_to(d[f.PACKED]), outputs * quads, np.int32)
-    for group in range(outputs // 16):
-        for k in range(whole):
-            start = (group * quads + k) * 16
-            for c in range(16):
-                target[start + c] = source[(group * 16 + c) * whole + k]
-    all_codes = carray(pointer_to(codes), outputs * inputs, np.int8)
-    begin = carray(pointer_to(d[f.PACKED_BEGIN]), outputs, np.int32)
-    for o in range(outputs):
-        total = np.int32(0)
-        for k in range(inputs):
-            total += np.int32(all_codes[o * inputs + k])
-        begin[o] = total * np.int32(-128) if d[f.FLIP] else np.int32(0)
-    if not d[f.TURNED]:
-        return
-    size = d[f.TURNED_PADDED] * 16
-    for group in range(inputs // 16):
-        for o in range(0, outputs, 4):
-            place = d[f.TURNED] + group * size + o * 16
-            tiles.interleave(codes + o * inputs + group * 16, inputs, place)
-    back = carray(pointer_to(d[f.TURNED_BEGIN]), inputs, np.int32)
-    back[:] = 0
-    for o in range(outputs):
-        own = all_codes[o * inputs : o * inputs + inputs]
-        for k in range(inputs):
-            back[k] += np.int32(own[k])
-    for k in range(inputs):
-        back[k] *= np.int32(-128) * np.int32(d[f.FLIPS])
-
-
 def _add_weights(table, details, tasks, begins, samples, scratch, scratch_bytes, threads):
     """Write gradients of weights.
 
@@ -420,13 +367,3 @@ def add_weights(path: str, parallel: bool) -> Any:
     """Return the kernel of gradients of weights with the tiles of a path."""
     parts = by_outputs.lay_out, by_outputs.add_jobs, by_outputs.add_up, by_outputs.write_weights
     return compiled(_add_weights, path, weight_jobs.turn, *map(ByName, parts))[parallel]
-
-
-def pack_weights(parallel: bool) -> Any:
-    """Return the kernel that lays out weights."""
-    if not _packs:
-        _packs.extend(compile_both(_pack))
-    return _packs[parallel]
-
-
-_packs: list[Any] = []

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fixedpoint_kernels.fused import fields, weights
 from fixedpoint_kernels.fused.memory import aligned
 from fixedpoint_kernels.tokens import cpu
 from fixedpoint_kernels.tokens.graph import Linear
@@ -39,11 +40,10 @@ def forward(
         given["y", v] = outputs[-1].data_ptr()
     with program.memory.lock:
         program.clamped[:] = 0
-        for k, i in enumerate(program.linear):
-            program.layers[k, cpu.f.WEIGHTS] = given["first", i]
-        is_parallel = program.threads > 1
-        cpu.pack_weights(is_parallel)(
-            program.layers, program.formats, program.spare, program.spare_bytes, program.threads
+        program.pack.tasks[:, fields.WEIGHTS] = [given["first", i] for i in program.pack.layers]
+        weights.pack_weights(program.threads > 1)(
+            *(program.pack.tasks, program.pack.reals, program.pack.items),
+            *(program.pack.spare, program.pack.spare_bytes, program.threads),
         )
         _run(program, program.forward, kept, given)
     return outputs, kept
@@ -77,13 +77,13 @@ def backward(
         given |= {("seed", i): own.noise[0], ("stream", i): own.noise[1]}
     with program.memory.lock:
         _run(program, program.backward, kept, given)
-        weights = _weights(program, kept)
+        found_weights = _weights(program, kept)
         sums = torch.from_numpy(program.partial).sum(0, dtype=torch.float64).float()
     found: list[Pair] = []
     for i, op in enumerate(program.segment.operations):
         width = program.widths[len(program.widths) - len(parameters) + i]
         parts = [sums[start : start + width].clone() for start in program.partials.get(i, ())]
-        first = weights.get(i) if isinstance(op, Linear) else (parts[0] if parts else None)
+        first = found_weights.get(i) if isinstance(op, Linear) else (parts[0] if parts else None)
         found.append((first, parts[-1] if parts else None))
     return dxs, found
 

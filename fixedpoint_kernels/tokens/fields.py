@@ -23,12 +23,12 @@ which holds the rows of one chunk.
     Q, Q_ROW, Q_STEP, K, K_ROW, K_STEP, V, V_ROW, V_STEP, Q_LINE, K_LINE, V_LINE,
     Q_START, K_START, V_START,
     DQ, DQ_ROW, DK, DK_ROW, DV, DV_ROW, DK_ADDS, DV_ADDS, HEADS, SIZE, CAUSAL,
-    # of weights: what is laid out, and gradients
-    PACKED, PACKED_BEGIN, TURNED, TURNED_BEGIN, DEPTH_PADDED, TURNED_PADDED, OUT, FLIPS, LSB,
+    # of gradients of weights
+    OUT, LSB,
     # what tiles must know of codes, see ``tiles.kind_of_bytes``
     BYTES,
-) = range(69)  # fmt: skip
-COUNT = 69
+) = range(62)  # fmt: skip
+COUNT = 62
 
 # parts of a thread's memory
 WORK, ROUNDED, POWERS, HEAD, LOCAL = range(5)

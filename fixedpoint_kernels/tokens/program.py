@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fixedpoint_kernels.fused import fields as w
 from fixedpoint_kernels.fused.memory import Memory
+from fixedpoint_kernels.fused.weights import packing_items, spare_bytes
 from fixedpoint_kernels.llvm.tiles import kind_of_bytes
 from fixedpoint_kernels.products import by_outputs, jobs, weight_jobs
 from fixedpoint_kernels.products.blocks import blocks
@@ -48,6 +50,17 @@ class _Given(NamedTuple):
 
     name: str
     number: int
+
+
+class _Packing(NamedTuple):
+    """What lays out weights, see ``fused.weights``, and the layer of each task."""
+
+    tasks: np.ndarray
+    reals: np.ndarray
+    items: np.ndarray
+    layers: list[int]
+    spare: int
+    spare_bytes: int
 
 
 @dataclass(eq=False)
@@ -441,23 +454,37 @@ class Program:
         linear = [(i, op) for i, op in enumerate(self.segment.operations) if isinstance(op, Linear)]
         self.linear = [i for i, _ in linear]
         self.layers = np.zeros((len(linear), f.COUNT), np.int64)
-        self.formats = np.zeros((len(linear), 3), np.float32)
         self.lsbs = np.array([op.inputs.lsb for _, op in linear], np.float32)
-        for k, (i, op) in enumerate(linear):
-            d = self.layers[k]
-            d[[f.OUTPUTS, f.DEPTH]] = op.shape
-            d[[f.PACKED, f.PACKED_BEGIN, f.TURNED, f.TURNED_BEGIN]] = self.packed[i][:4]
-            d[[f.DEPTH_PADDED, f.TURNED_PADDED]] = self.packed[i][4:]
-            d[f.TURNED] *= self._needs_gradient(op.source)
-            d[f.FLIP], d[f.FLIPS] = 128 * self._is_flipped(op), self._flips
-            d[f.SIGNED] = op.inputs.signed
-            d[f.BYTES] = kind_of_bytes(op.inputs.signed, steps_in_int16(op.inputs, GRADIENTS))
-            d[[f.SCALES, f.GRAD_CODES]] = self.scales[i], self.grad_codes[i]
-            d[f.LSB] = self.lsbs.ctypes.data + 4 * k
-            self.formats[k] = op.weight.scale, op.weight.min_code, op.weight.max_code
-        self.spare_bytes = max([op.shape[0] * op.shape[1] for _, op in linear] or [0]) + 128
-        self.spare = self._take(self.spare_bytes * self.threads)
+        for k, (i, _) in enumerate(linear):
+            own = self.scales[i], self.grad_codes[i], self.lsbs.ctypes.data + 4 * k
+            self.layers[k, [f.SCALES, f.GRAD_CODES, f.LSB]] = own
+        self.pack = self._packing(linear)
         self._share_weights(linear)
+
+    def _packing(self, linear: Sequence[tuple[int, Linear]]) -> _Packing:
+        """Describe what lays out weights, as they are and, where a gradient goes on, turned."""
+        first, tasks, reals, layers = self._hold([0], np.int64), [], [], []
+        for i, op in linear:
+            packed, begin, turned, turned_begin, *depths = self.packed[i]
+            places = [(packed, begin), (turned, turned_begin)]
+            for is_turned in range(1 + self._needs_gradient(op.source)):
+                d = np.zeros(w.COUNT, np.int64)
+                d[[w.W_OUTPUTS, w.W_INPUTS]] = op.shape
+                d[[w.W_TAPS, w.W_PART_TAPS, w.W_GROUPS, w.W_STEP_C, w.W_STEP_T]] = 1
+                d[[w.W_STEP_O, w.W_DEPTH]] = op.shape[1], depths[is_turned]
+                d[[w.W_NUMBERS, w.W_OFFSETS]] = first
+                d[[w.W_PACKED, w.BEGIN]] = places[is_turned]
+                d[w.W_IS_TURNED] = is_turned
+                d[w.W_FLIPS] = self._flips if is_turned else self._is_flipped(op)
+                tasks.append(d)
+                reals.append((op.weight.scale, op.weight.min_code, op.weight.max_code, 0))
+                layers.append(i)
+        table = np.array(tasks, np.int64).reshape(-1, w.COUNT)
+        size = max((spare_bytes((*op.shape, 1, 1)) for _, op in linear), default=64)
+        size = -(size // -64) * 64
+        spare = self._take(size * self.threads)
+        found = np.array(reals, np.float32).reshape(-1, 4)
+        return _Packing(table, found, packing_items(table), layers, spare, size)
 
     def _share_weights(self, linear: Sequence[tuple[int, Linear]]) -> None:
         """Cut gradients of weights into tasks, and give each thread as many products."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, decode, encode, functions, tokens
 from fixedpoint_kernels.fused.memory import Memory
-from fixedpoint_kernels.products import paths
+from fixedpoint_kernels.products import jobs, paths
 from fixedpoint_kernels.tokens import (
     Add,
     Attention,
@@ -209,18 +209,27 @@ def test_a_linear_layer_has_the_bits_of_its_products(samples, tokens, outputs, f
 
 
 def test_gradients_far_apart_and_many_rows_are_exact():
-    """Sums of more rows than a piece has, of samples of other powers of two."""
-    segment = Segment((16,), (Linear(0, UNSIGNED, WEIGHT, (32, 16)),), (1,))
+    """Sums of more rows than are laid out at once, of samples of other powers of two."""
+    segment = Segment((128,), (Linear(0, UNSIGNED, WEIGHT, (96, 128)),), (1,))
     samples, tokens = 12, 300
     made = program(segment, samples, tokens)
+    assert made.details[0, jobs.LONGEST] < samples * tokens // 2
     xs, own = inputs(segment, samples, tokens), parameters(segment)
     powers = 2.0 ** torch.tensor([0, -3, 0, 5, -9, 2, 2, 0, -3, 1, 0, 3])
-    grad = torch.randn(samples, tokens, 32) * powers[:, None, None]
+    grad = torch.randn(samples, tokens, 96) * powers[:, None, None]
     _, memory = execute.forward(made, xs, own)
     _, ((weight, _),) = execute.backward(made, memory, own, [grad])
     _, kept = reference.forward(segment, xs, own)
     _, ((wanted, _),) = reference.backward(segment, kept, own, [grad])
     assert torch.equal(weight, wanted)
+
+
+def test_samples_of_many_rows_are_laid_out_in_pieces():
+    """A sample of more codes than a job has."""
+    segment = Segment((512,), (Linear(0, SIGNED, WEIGHT, (80, 512)),), (1,))
+    made = program(segment, 3, 700, threads=2)
+    assert 1 < made.details[0, jobs.BAND] < 700
+    check(segment, made)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
