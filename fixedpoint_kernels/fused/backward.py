@@ -217,9 +217,8 @@ class Backward:
             inputs, height, width = self.layout.shapes[self.segment.layers[n].source]
             rest = height * width, inputs, inputs
             described.row[[jobs.OUT_TAPS, jobs.OUT_INPUTS, jobs.OUT_APART]] = rest
-        work = int(described.row[jobs.WORK_BYTES]) + 64
-        work += by_outputs.room(described.row, images, int(described.row[jobs.GROUPS]))
-        return Operation(numbers, details=lambda _: described, scratch={0: work})
+        by_outputs.make_room(described.row, images, int(described.row[jobs.GROUPS]))
+        return Operation(numbers, details=lambda _: described)
 
     def _weight_product(self, n: int) -> Operation:
         out, taken = self.layout.outs[n], self.layout.taken(n)

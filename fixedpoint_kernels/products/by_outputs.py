@@ -8,7 +8,7 @@ where a weight has many elements and there are few places.
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import inner, keep
@@ -16,7 +16,7 @@ from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products import jobs, weight_jobs
 from fixedpoint_kernels.products.shapes import LONGEST_SUM
 
-__all__ = ["add_jobs", "add_up", "fold", "lay_out", "room", "write_weights"]
+__all__ = ["add_jobs", "add_up", "fold", "lay_out", "make_room", "write_weights"]
 
 turn: Any = None  # of a path
 narrow = narrow_rows = wide_rows = turn
@@ -27,8 +27,8 @@ FLIPS, GRAIN, WIDE_ROWS = 0, 4, 0
 _X_AT, _FLAT_AT, _AT, _WHOLE, _OUTPUTS, _STEPS_AT, _STEPS = range(7)
 _JOB = 8
 # parts of a thread's memory, int64 addresses; then the next image in order, and the next row of its outputs
-_JOBS, _POWERS, _ORDER, _SCALES, _TABLE, _SUMS, _TOTALS, _VALUES, _END, _NEXT, _ROW = range(11)
-_PARTS = 11
+_JOBS, _POWERS, _ORDER, _SCALES, _TABLE, _SUMS, _TOTALS, _VALUES, _NEXT, _ROW = range(10)
+_PARTS = 10
 
 
 @inner
@@ -41,46 +41,25 @@ def _doubles(address, n):
     return carray(pointer_to(address), n, np.float64)
 
 
-def room(j: np.ndarray, images: int, groups: int) -> int:
-    """Return how many bytes of a thread's memory are needed behind ``WORK_BYTES``.
+def make_room(j: np.ndarray, images: int, groups: int) -> None:
+    """Add to ``WORK_BYTES`` what ``write_weights`` needs, and write where it lies.
 
     Args:
         j: Row of numbers, of ``describe_weights`` with ``images``.
         images: How many.
         groups: Of 16 outputs, that a thread has at most.
     """
-    at = np.zeros(_PARTS, np.int64)
-    _place_parts(j, images, groups, 0, at)
-    return int(at[_END] - j[jobs.WORK_BYTES])
-
-
-@njit
-def _place_parts(j, images, groups, work, out):
-    """Write where the parts of a thread's memory begin, and where it ends."""
-    # one job a row of outputs is the most; place by place, of an image
-    most = images * (-(j[jobs.COUNT_ROWS] // -j[jobs.BAND]))
-    size = _sums_of_pair(j) * (1 if _are_together(j, images) else (groups + 1) // 2)
-    out[_JOBS] = (work + j[jobs.WORK_BYTES] + 63) // 64 * 64
-    out[_POWERS] = out[_JOBS] + 8 * _JOB * most
-    out[_ORDER] = out[_POWERS] + 8 * most
-    out[_SCALES] = out[_ORDER] + 8 * images
-    out[_TABLE] = out[_SCALES] + 8 * images
-    out[_SUMS] = (out[_TABLE] + 24 * most * max(j[jobs.SPOTS], 1) + 63) // 64 * 64
-    out[_TOTALS] = out[_SUMS] + 4 * size + 64
-    out[_VALUES] = out[_TOTALS] + 8 * size
-    out[_END] = out[_VALUES] + 1024
-
-
-@njit
-def _sums_of_pair(j):
-    return 32 * (j[jobs.SUM_ROWS] + 80)  # tiles write some rows more
-
-
-@njit
-def _are_together(j, images):
-    """Say whether all images are laid out at once, so that the sums of two groups of outputs do for all."""
-    whole = j[jobs.BAND] == j[jobs.COUNT_ROWS] and images * j[jobs.ROOM] <= j[jobs.LONGEST]
-    return j[jobs.SPOTS] > 0 or whole
+    bands = -(int(j[jobs.COUNT_ROWS]) // -int(j[jobs.BAND]))
+    are_together = j[jobs.SPOTS] > 0 or (bands == 1 and images * j[jobs.ROOM] <= j[jobs.LONGEST])
+    size = 32 * (int(j[jobs.SUM_ROWS]) + 80)  # tiles write some rows more
+    most, sums = images * bands, size * (1 if are_together else -(groups // -2))
+    runs = 24 * most * max(int(j[jobs.SPOTS]), 1)
+    sizes = 8 * _JOB * most, 8 * most, 8 * images, 8 * images, runs, 4 * sums, 8 * sums, 1024
+    ends = np.cumsum(
+        [-((int(j[jobs.WORK_BYTES]) + 64) // -64) * 64] + [-(n // -64) * 64 + 64 for n in sizes]
+    )
+    j[jobs.PARTS : jobs.PARTS + len(sizes)] = ends[:-1]
+    j[[jobs.WORK_BYTES, jobs.PAIR_SUMS]] = ends[-1], 0 if are_together else size
 
 
 @inner
@@ -325,7 +304,7 @@ def write_weights(j, x, grad, scales, images, out, is_last, lsb, begin, end, wor
     """Write the gradient of a weight, of some outputs.
 
     Args:
-        j: Address of a row of numbers, of ``describe_weights`` with ``images``.
+        j: Address of a row of numbers, of ``describe_weights`` with ``images``, and ``make_room``.
         x: Address of codes.
         grad: Address of codes of the gradient.
         scales: Address of float64: what a code of each image's gradient counts.
@@ -335,21 +314,22 @@ def write_weights(j, x, grad, scales, images, out, is_last, lsb, begin, end, wor
         lsb: Address of float32: what a code of ``x`` counts.
         begin: Of groups of 16 outputs, even.
         end: Behind the last of them.
-        work: Address of the thread's memory: ``WORK_BYTES``, and ``room``.
+        work: Address of the thread's memory, ``WORK_BYTES``.
     """
     j_at, j = j, carray(pointer_to(j), jobs.FIELDS, np.int64)
     flipped, buffer = FLIPS != 0 and j[jobs.FLIPPED] != 0, (work + 63) // 64 * 64
     if begin >= end:
         return 0
     at, held, before = np.empty(_PARTS, np.int64), np.empty(3, np.float64), np.zeros(3, np.float64)
-    _place_parts(j, images, end - begin, work, at)
+    for i in range(_NEXT):
+        at[i] = buffer + j[jobs.PARTS + i]
     at[_NEXT] = at[_ROW] = 0
     order, sorted_scales = (
         carray(pointer_to(at[_ORDER]), images, np.int64),
         _doubles(at[_SCALES], images),
     )
     _sort(_doubles(scales, images), images, order, sorted_scales)
-    size, apart = _sums_of_pair(j), not _are_together(j, images)
+    size = 4 * (j[jobs.SUM_ROWS] + 80)  # bytes of an output
     while at[_NEXT] < images:
         is_first = at[_NEXT] == 0 and at[_ROW] == 0
         count = lay_out(j_at, x, grad, images, work, at.ctypes.data)
@@ -362,11 +342,11 @@ def write_weights(j, x, grad, scales, images, out, is_last, lsb, begin, end, wor
                     target = buffer + j[jobs.B_AT] + (half * j[jobs.LONGEST] + table[k, _AT]) * 16
                     flat = buffer + j[jobs.FLAT_AT] + table[k, _FLAT_AT]
                     weight_jobs.interleave(j, flat, group + half, table[k, _WHOLE], target)
-            own = (group - begin) * size // 2 if apart else 0
+            own = (group - begin) // 2 * j[jobs.PAIR_SUMS]
             sums, totals = at[_SUMS] + 4 * own, at[_TOTALS] + 8 * own
             held[:] = before
             if is_first:
-                tiles.blank(sums, 4 * size * width // 2, 0)
+                tiles.blank(sums, size * width * 16, 0)
             add_up(j_at, at.ctypes.data, sums, totals, count, width, held.ctypes.data, work)
             if at[_NEXT] == images:
                 place = out + 64 * group * j[jobs.OUT_TAPS] * j[jobs.OUT_INPUTS]

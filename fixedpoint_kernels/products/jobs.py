@@ -51,10 +51,10 @@ BYTES = 40  # what tiles must know of codes, see ``tiles.kind_of_bytes``
 SPANS = 41  # of first channels, see ``spans``; of weights: of their lines
 ALONE = 42  # whether each output has a channel of its own
 SUM_ROWS = 43  # of sums for weights
-# of weights whose outputs threads share: most positions of an image; taps and inputs of the weight, and rows
-# of sums from one tap to the next
-ROOM, OUT_TAPS, OUT_INPUTS, OUT_APART = range(44, 48)
-FIELDS = 48
+# of weights whose outputs threads share, see ``by_outputs``: most positions of an image; taps and inputs of the
+# weight, and rows of sums from one tap to the next; sums from one pair of groups to the next; where memory's parts lie
+ROOM, OUT_TAPS, OUT_INPUTS, OUT_APART, PAIR_SUMS, PARTS = range(44, 50)
+FIELDS = 58
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
 wide: Any = None  # the tiles of a path

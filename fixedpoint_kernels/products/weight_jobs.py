@@ -140,7 +140,7 @@ def describe_weights(
     d[[B_AT, REACH, ROOM]] = d[BUFFER_BYTES] + turned + flat, reach, room
     d[GRAD_IMAGE] = part.counts[0] * part.counts[1] * grad_channels
     d[SUMS_SIZE], d[SPANS] = sums_size(d[SUM_ROWS], groups), lines.ctypes.data
-    d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
+    d[WORK_BYTES] = d[B_AT] + (2 if images else groups) * longest * 16 + 64
     return Described(d, (starts, ones, lines))
 
 

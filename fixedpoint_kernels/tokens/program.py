@@ -493,8 +493,7 @@ class Program:
         self._memory += [array for own in described.values() for array in own.kept]
         self.details = np.zeros((len(linear), jobs.FIELDS), np.int64)
         pairs: list[tuple[int, int, int]] = []
-        for k, own in described.items():
-            self.details[k] = own.row
+        for k in described:
             outputs, inputs = linear[k][1].shape
             pairs += [(k, group, inputs) for group in range(0, outputs // 16, 2)]
         ends = np.cumsum([inputs for *_, inputs in pairs], dtype=np.int64)
@@ -509,12 +508,12 @@ class Program:
                 tasks.append((k, groups[0], min(groups[-1] + 2, linear[k][1].shape[0] // 16)))
             self.begins[thread + 1] = len(tasks)
         self.tasks = np.array(tasks, np.int64).reshape(-1, 3)
-        sizes = [
-            int(described[k].row[jobs.WORK_BYTES])
-            + by_outputs.room(described[k].row, self.samples, end - begin)
-            for k, begin, end in tasks
-        ]
-        self.weight_bytes = -(max(sizes, default=0) // -64) * 64 + 64
+        most = max((end - begin for _, begin, end in tasks), default=0)
+        for k, own in described.items():
+            by_outputs.make_room(own.row, self.samples, most)
+            self.details[k] = own.row
+        most = max((int(own.row[jobs.WORK_BYTES]) for own in described.values()), default=0)
+        self.weight_bytes = most + 128
         self.weight_scratch = self._take(self.weight_bytes * self.threads)
 
     def _described(self, op: Linear) -> jobs.Described:
