@@ -342,7 +342,7 @@ def write_weights(j, x, grad, scales, images, out, is_last, lsb, begin, end, wor
                     target = buffer + j[jobs.B_AT] + (half * j[jobs.LONGEST] + table[k, _AT]) * 16
                     flat = buffer + j[jobs.FLAT_AT] + table[k, _FLAT_AT]
                     weight_jobs.interleave(j, flat, group + half, table[k, _WHOLE], target)
-            own = (group - begin) // 2 * j[jobs.PAIR_SUMS]
+            own = (group - begin) * j[jobs.PAIR_SUMS] // 2
             sums, totals = at[_SUMS] + 4 * own, at[_TOTALS] + 8 * own
             held[:] = before
             if is_first:

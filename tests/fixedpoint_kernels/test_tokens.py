@@ -208,11 +208,12 @@ def test_a_linear_layer_has_the_bits_of_its_products(samples, tokens, outputs, f
     close(bias, of_bias, 1e-5)
 
 
-def test_gradients_far_apart_and_many_rows_are_exact():
+@pytest.mark.parametrize("path", HERE)
+def test_gradients_far_apart_and_many_rows_are_exact(path):
     """Sums of more rows than are laid out at once, of samples of other powers of two."""
     segment = Segment((128,), (Linear(0, UNSIGNED, WEIGHT, (96, 128)),), (1,))
     samples, tokens = 12, 300
-    made = program(segment, samples, tokens)
+    made = program(segment, samples, tokens, path)
     assert made.details[0, jobs.LONGEST] < samples * tokens // 2
     xs, own = inputs(segment, samples, tokens), parameters(segment)
     powers = 2.0 ** torch.tensor([0, -3, 0, 5, -9, 2, 2, 0, -3, 1, 0, 3])
@@ -224,10 +225,11 @@ def test_gradients_far_apart_and_many_rows_are_exact():
     assert torch.equal(weight, wanted)
 
 
-def test_samples_of_many_rows_are_laid_out_in_pieces():
+@pytest.mark.parametrize("path", HERE)
+def test_samples_of_many_rows_are_laid_out_in_pieces(path):
     """A sample of more codes than a job has."""
     segment = Segment((512,), (Linear(0, SIGNED, WEIGHT, (80, 512)),), (1,))
-    made = program(segment, 3, 700, threads=2)
+    made = program(segment, 3, 700, path, threads=2)
     assert 1 < made.details[0, jobs.BAND] < 700
     check(segment, made)
 
