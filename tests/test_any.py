@@ -17,10 +17,12 @@ FENCED = "fixedpoint_kernels/llvm/"  # values of llvmlite, which has no types
 ALLOWED = {
     "numba, llvmlite and triton have no types for what a kernel and an intrinsic take": {
         "fixedpoint_kernels/few_bit/cpu.py": 4,
+        "fixedpoint_kernels/fused/by_images.py": 1,
         "fixedpoint_kernels/fused/cpu.py": 2,
         "fixedpoint_kernels/fused/inference.py": 1,
         "fixedpoint_kernels/philox/cpu.py": 8,
         "fixedpoint_kernels/philox/gpu.py": 1,
+        "fixedpoint_kernels/products/by_outputs.py": 1,
         "fixedpoint_kernels/products/cpu.py": 1,
         "fixedpoint_kernels/products/instructions.py": 7,
         "fixedpoint_kernels/products/jobs.py": 1,

@@ -24,6 +24,9 @@ class Backward:
 
     Attributes:
         regions: Operations of each region.
+
+    Raises:
+        ValueError: Rows of what a layer takes are too long.
     """
 
     def __init__(self, layout: Layout) -> None:
