@@ -37,7 +37,7 @@ class Backward:
         self._codes = {
             n: Buffer(layout.images * self._codes_step(n) + 64)
             for n, needed in enumerate(layout.needs_weights)
-            if needed and layout.goes_by_outputs(n)
+            if needed and layout.weight_sums[n] is None
         }
         self._scales: dict[int, int] = {}
         self.regions = self._regions()

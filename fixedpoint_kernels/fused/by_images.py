@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import numpy as np
-
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.views import doubles
 from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.products import jobs, weight_jobs
-from fixedpoint_kernels.products.by_outputs import fold
+from fixedpoint_kernels.llvm.views import doubles
+from fixedpoint_kernels.products import jobs
+from fixedpoint_kernels.products.sums import make_ready
 
 __all__ = ["add_weights", "held_of", "sort", "sums_of", "totals_of"]
 
@@ -19,7 +17,7 @@ FLIPS = 0
 
 @inner
 def held_of(d, thread):
-    """Return what a thread's sums for weights have; see ``fold``."""
+    """Return what a thread's sums for weights have; see ``sums.fold``."""
     return doubles(d[f.HELD], 3 * thread + 3)[3 * thread :]
 
 
@@ -62,11 +60,10 @@ def sort(order, scales, images, is_odd):
 def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums, held):
     """Add the products of a few images to a layer's weight gradient.
 
-    ``held``: as of ``fold``; it is brought up to date. Sums of a
-    larger power are doubled until they are of the smaller one: each then counts as so many positions.
+    ``held``: as of ``sums.fold``; it is brought up to date.
     """
     flipped = FLIPS != 0 and j[jobs.FLIPPED] != 0
-    at = 0
+    rows_of_sums, n, at = j[jobs.SUM_ROWS], j[jobs.GROUPS] * 16, 0
     while at < images:
         power, end = scales[order[at]], at + 1
         while end < images and end - at < j[jobs.SLOTS] and scales[order[end]] == power:
@@ -74,19 +71,10 @@ def add_weights(d, j, first, images, x, codes, order, scales, totals, work, sums
         for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
             rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
             outputs = (end - at) * rows * j[jobs.COUNT_COLUMNS]
-            times = held[1] / power if held[0] > 0 else 1.0
-            if times < 1 or held[0] * times + outputs > f.LONGEST_SUM:
-                fold(j[jobs.SUM_ROWS], j[jobs.GROUPS] * 16, sums, totals, held, flipped)
-            elif times > 1:
-                weight_jobs.double(
-                    sums, (j[jobs.SUM_ROWS] + 1) * j[jobs.GROUPS] * 16, np.int64(np.log2(times))
-                )
-                held[0] *= times
-            held[1] = power
+            make_ready(rows_of_sums, n, sums, totals, held, power, outputs, flipped)
             source = x + first * j[jobs.X_IMAGE]
             whole = spread_weights(
                 j.ctypes.data, source, order.ctypes.data, at, end - at, row, rows, codes, work
             )
             multiply_weights(j.ctypes.data, 0, whole, sums, work)
-            held[0] += outputs
         at = end

@@ -4,9 +4,9 @@ import numpy as np
 from numba import carray
 
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.views import doubles, floats
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.llvm.views import doubles, floats
 
 __all__ = ["bias", "coefficients", "gradient_coefficients", "spread"]
 

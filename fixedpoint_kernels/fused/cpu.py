@@ -13,15 +13,15 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.by_images import held_of, sort, sums_of, totals_of
 from fixedpoint_kernels.fused.coefficients import bias, coefficients, gradient_coefficients, spread
 from fixedpoint_kernels.fused.pooling import pool, unpool
-from fixedpoint_kernels.fused.views import doubles, floats
 from fixedpoint_kernels.llvm import barrier, passes, tiles
 from fixedpoint_kernels.llvm.barrier import all_come, wait
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.llvm.views import doubles, floats
 from fixedpoint_kernels.products import by_outputs, jobs, weight_jobs
-from fixedpoint_kernels.products.by_outputs import fold
 from fixedpoint_kernels.products.instructions import ByName, compiled
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
+from fixedpoint_kernels.products.sums import fold
 
 __all__ = ["parts_of_regions", "run"]
 
@@ -142,6 +142,12 @@ def _weigh(d, n, dx, sums, number):
             out[i] += found[first + i]
 
 
+@inner
+def _codes_of(d, first, own):
+    """Return where codes of gradients from image ``first`` on lie: with those of all images, or in a thread's memory."""
+    return d[f.CODES] + first * d[f.CODES_STEP] if d[f.CODES] else own
+
+
 def run_region(context, number, thread):
     """Run the operations of a region on a thread's share of the images.
 
@@ -207,7 +213,7 @@ def run_region(context, number, thread):
                         if d[f.HAS_NORM]:
                             jobs.flush(totals, recent)
             elif kind == f.GRADIENT:
-                all_codes = d[f.CODES] + first * d[f.CODES_STEP] if d[f.CODES] else codes
+                all_codes = _codes_of(d, first, codes)
                 for n in range(first, first + count):
                     slot = n - first
                     place = all_codes + slot * d[f.CODES_STEP]
@@ -223,7 +229,7 @@ def run_region(context, number, thread):
                 if d[f.ZEROES]:  # some places meet no weight
                     tiles.blank(dx, 4 * count * d[f.PADDED], 0)
                 power = d[f.POWERS] + 4 * first
-                all_codes = d[f.CODES] + first * d[f.CODES_STEP] if d[f.CODES] else codes
+                all_codes = _codes_of(d, first, codes)
                 for n in range(0, count, j[jobs.SLOTS]):
                     slots = min(j[jobs.SLOTS], count - n)
                     for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
@@ -301,9 +307,7 @@ def parts_of_regions() -> tuple[Any, ...]:
     """Return what kernels are made of that run regions, ``run_region`` last; see ``compiled``."""
     by_name = jobs.write_spots, jobs.write_outputs, weight_jobs.spread_weights
     by_name += weight_jobs.multiply_spots, weight_jobs.multiply_alone, weight_jobs.multiply_weights
-    by_name += by_outputs.lay_out, by_outputs.add_jobs
-    by_name += by_outputs.add_up, by_outputs.write_weights
-    parts = jobs.tile, weight_jobs.turn, *map(ByName, by_name)
+    parts = jobs.tile, *weight_jobs.PARTS, *map(ByName, (*by_name, *by_outputs.PARTS))
     return *parts, by_images.add_weights, ByName(run_region)
 
 

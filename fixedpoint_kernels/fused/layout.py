@@ -56,7 +56,7 @@ class WeightSums:
         n: Number of a layer whose weight needs a gradient.
 
     Attributes:
-        held: Address of (threads, 3) float64: see ``by_images.fold``.
+        held: Address of (threads, 3) float64: see ``sums.fold``.
         sums: Each thread's int32, ``stride`` bytes apart: by tap, input and output, each of
             the last two up to a multiple of 16; behind them a row of what flipped codes must lose.
         totals: As many float64 of each thread, but for that row.

@@ -5,9 +5,9 @@ from numba import carray
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import Pooled
-from fixedpoint_kernels.fused.views import floats
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.llvm.views import floats
 
 __all__ = ["numbers_of", "pool", "unpool"]
 

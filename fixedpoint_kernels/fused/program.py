@@ -116,14 +116,14 @@ class Program(Layout):
         return work
 
     def collect(self, weights: Sequence[Tensor], work: int) -> None:
-        """Write weight gradients from what backward added up; empty ones are not wanted.
+        """Write weight gradients from what backward added up by images.
 
         They are contiguous, or lie channels last.
         """
         tasks, items, (rows, columns, offsets) = self._collected
         tasks[rows, columns] = offsets + work
         tasks[:, f.W_STEP_C] = [0 if weight.is_contiguous() else 1 for weight in weights]
-        tasks[:, f.OUT] = [weight.data_ptr() if weight.numel() else 0 for weight in weights]
+        tasks[:, f.OUT] = [weight.data_ptr() for weight in weights]
         collect(self.threads > 1)(tasks, items, self.threads)
 
     def _collecting(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -135,14 +135,13 @@ class Program(Layout):
         tasks = np.zeros((len(self.segment.layers), f.COUNT), np.int64)
         items, work = [], []
         for n in range(len(self.segment.layers)):
+            if (own := self.weight_sums[n]) is None:
+                continue
             for place, size in self.weight_sizes(n).items():
                 tasks[n, place] = size
             tasks[n, f.POWERS] = self.lsbs.ctypes.data + 4 * n
-            if (own := self.weight_sums[n]) is not None:
-                tasks[n, [f.HELD, f.W_FLIPS, f.SUMS_STRIDE]] = own.held, own.is_flipped, own.stride
-                work += [(n, f.SUMS, own.sums.offset), (n, f.TOTALS, own.totals.offset)]
-            else:
-                continue
+            tasks[n, [f.HELD, f.W_FLIPS, f.SUMS_STRIDE]] = own.held, own.is_flipped, own.stride
+            work += [(n, f.SUMS, own.sums.offset), (n, f.TOTALS, own.totals.offset)]
             count = tasks[n, f.W_INPUTS if tasks[n, f.W_GROUPS] == 1 else f.W_OUTPUTS]
             items += [(n, first) for first in range(0, int(count), 16)]
         return (

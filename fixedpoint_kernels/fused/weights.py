@@ -6,11 +6,11 @@ import numpy as np
 from numba import carray, prange
 
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.views import doubles, floats
 from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import called, inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.llvm.views import doubles, floats
 from fixedpoint_kernels.products.packing import (
     pack,
     pack_alone,
@@ -397,8 +397,6 @@ def _collect(tasks, items, threads):
     """
     for k in prange(len(items)):
         layer, first = items[k]
-        if not tasks[layer, f.OUT]:
-            continue
         if tasks[layer, f.W_GROUPS] > 1:
             _collect_groups(tasks[layer].ctypes.data, first, threads)
         else:

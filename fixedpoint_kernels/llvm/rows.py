@@ -312,17 +312,6 @@ def _float_tile(to: _To, a, a_row, a_step, b, b_step, depth, out, out_step, adds
         to.added(to.get(total), place, adds)
 
 
-def _fold(to: _To, sums, count, totals, scale):
-    """Add int32 sums times a power of two to float64 totals."""
-    wide = ir.VectorType(ir.DoubleType(), _LANES)
-    scales = to.builder.fpext(to.splat(scale).value, wide)
-    with to.loop(count) as at:
-        own = to.builder.sitofp(to.load(to.at(sums, at, 4), I32).value, wide)
-        place = to.builder.inttoptr(to.at(totals, at, 8), wide.as_pointer())
-        old = to.builder.load(place, align=8)
-        to.builder.store(to.builder.fadd(old, to.builder.fmul(own, scales)), place, align=8)
-
-
 encode = _made("x count codes mask flip scale low high", _encode, 3)
 finish_product = _made("sums step rows out out_step bias groups scale", _finish_product, 1)
 finish_gradient = _made(
@@ -343,4 +332,3 @@ softmax = _made("x count first causal scale", _softmax, 1)
 softmax_backward = _made("p grad count scale", _softmax_backward, 1)
 transpose = _made("source step valid out", _transpose)
 float_tile = _made("a a_row a_step b b_step depth out out_step adds", _float_tile)
-fold = _made("sums count totals scale", _fold, 1)

@@ -13,32 +13,24 @@ from numba import carray
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import inner, keep
 from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.llvm.views import doubles, floats
 from fixedpoint_kernels.products import jobs, weight_jobs
 from fixedpoint_kernels.products.shapes import LONGEST_SUM
+from fixedpoint_kernels.products.sums import fold, make_ready
 
-__all__ = ["add_jobs", "add_up", "fold", "lay_out", "make_room", "write_weights"]
+__all__ = ["PARTS", "make_room"]
 
 turn: Any = None  # of a path
-narrow = narrow_rows = wide_rows = turn
+add_rows = add_ones = turn
 FLIPS, GRAIN, WIDE_ROWS = 0, 4, 0
 
 # of a job, images of one power of two that are laid out together: bytes of a channel and of gradients before
 # them, positions of gradients before them; as ``turn`` returns; outputs; steps of tiles before them, and theirs
 _X_AT, _FLAT_AT, _AT, _WHOLE, _OUTPUTS, _STEPS_AT, _STEPS = range(7)
-_JOB = 8
+_JOB = 7
 # parts of a thread's memory, int64 addresses; then the next image in order, and the next row of its outputs
 _JOBS, _POWERS, _ORDER, _SCALES, _TABLE, _SUMS, _TOTALS, _VALUES, _NEXT, _ROW = range(10)
 _PARTS = 10
-
-
-@inner
-def _floats(address, n):
-    return carray(pointer_to(address), n, np.float32)
-
-
-@inner
-def _doubles(address, n):
-    return carray(pointer_to(address), n, np.float64)
 
 
 def make_room(j: np.ndarray, images: int, groups: int) -> None:
@@ -99,7 +91,7 @@ def lay_out(j, x, grad, images, work, at):
     j, at = carray(pointer_to(j), jobs.FIELDS, np.int64), carray(pointer_to(at), _PARTS, np.int64)
     bands = -(j[jobs.COUNT_ROWS] // -j[jobs.BAND])
     table = carray(pointer_to(at[_JOBS]), (images * bands, _JOB), np.int64)
-    powers, scales = _doubles(at[_POWERS], images * bands), _doubles(at[_SCALES], images)
+    powers, scales = doubles(at[_POWERS], images * bands), doubles(at[_SCALES], images)
     count, x_at, flat_at, positions = 0, np.int64(0), np.int64(0), np.int64(0)
     while at[_NEXT] < images:
         first, row = at[_NEXT], at[_ROW]
@@ -171,60 +163,17 @@ def add_jobs(j, at, sums, first, last, width, work):
     """
     j, at = carray(pointer_to(j), jobs.FIELDS, np.int64), carray(pointer_to(at), _PARTS, np.int64)
     buffer = (work + 63) // 64 * 64
-    turned, b, line = buffer + j[jobs.TURNED_AT], buffer + j[jobs.B_AT], j[jobs.LINE]
-    rows, run_bytes, row_bytes = j[jobs.TILE_ROWS], j[jobs.LONGEST] * 16, width * 64
-    starts, runs = carray(pointer_to(j[jobs.ROW_STARTS]), rows, np.int64), at[_TABLE]
-    taps, count = j[jobs.TAPS] if j[jobs.SPOTS] else 1, 0
+    turned, b, runs = buffer + j[jobs.TURNED_AT], buffer + j[jobs.B_AT], at[_TABLE]
+    taps, count = j[jobs.TAPS] if j[jobs.SPOTS] else 1, np.int64(0)
+    rows, step = j[jobs.TILE_ROWS] // taps, width * 64
     for tap in range(taps):
         count = _runs(j, at, first, last, tap)
-        row, end = tap * (rows // taps), (tap + 1) * (rows // taps)
-        while row < end and count > 0:
-            place, here = sums + row * 16 * row_bytes, j[jobs.ROW_STARTS] + 8 * row
-            if width == 2:
-                row += wide_rows(
-                    j[jobs.BYTES], end - row, turned, here, starts[row], line, runs, count, b, run_bytes,
-                    place, row_bytes,
-                )  # fmt: skip
-            else:
-                row += narrow_rows(
-                    j[jobs.BYTES], end - row, turned, here, starts[row], line, runs, count, b, run_bytes,
-                    place, row_bytes,
-                )  # fmt: skip
+        if count > 0:
+            row = tap * rows
+            add_rows(j, row, row + rows, turned, runs, count, b, sums, step, width == 2)
     if FLIPS != 0 and j[jobs.FLIPPED] != 0:
-        for half in range(width):
-            place = sums + rows * 16 * row_bytes + half * 64
-            narrow(
-                0, j[jobs.ONES], j[jobs.ROW_STARTS], 0, runs, count, b + half * run_bytes,
-                run_bytes, place, 0, place, 0,
-            )  # fmt: skip
+        add_ones(j, runs, count, b, sums, step, width)
     return 0
-
-
-@inner
-def fold(rows, n, sums, totals, held, flipped):
-    """Add rows of ``n`` int32 sums to float64 totals, which the first time may hold anything; the sums become 0.
-
-    ``held``: how many positions ``sums`` has, of what power, and how often it was folded. What was
-    never folded is left for who writes the gradient.
-    """
-    scale, adds = held[1], held[2] > 0
-    own = carray(pointer_to(sums), (rows + 1) * n, np.int32)
-    last = own[rows * n :]
-    for row in range(rows):
-        values, total = own[row * n : row * n + n], totals[row * n : row * n + n]
-        if not adds:
-            total[:] = 0.0
-        if flipped:
-            for i in range(n):
-                total[i] += np.float64(np.int32(values[i] - np.int32(128) * last[i])) * scale
-                values[i] = 0
-        else:
-            for i in range(n):
-                total[i] += np.float64(values[i]) * scale
-                values[i] = 0
-    last[:] = 0
-    held[0] = 0
-    held[2] += 1
 
 
 def add_up(j, at, sums, totals, count, width, held, work):
@@ -240,11 +189,11 @@ def add_up(j, at, sums, totals, count, width, held, work):
         held: Address of float64, as of ``fold``.
         work: Address of the thread's memory.
     """
-    j_at, parts, held = j, at, _doubles(held, 3)
+    j_at, parts, held = j, at, doubles(held, 3)
     j, at = carray(pointer_to(j), jobs.FIELDS, np.int64), carray(pointer_to(at), _PARTS, np.int64)
-    n, powers, rows = width * 16, _doubles(at[_POWERS], count), j[jobs.SUM_ROWS]
+    n, powers, rows = width * 16, doubles(at[_POWERS], count), j[jobs.SUM_ROWS]
     table, first = carray(pointer_to(at[_JOBS]), (count, _JOB), np.int64), 0
-    totals, flipped = _doubles(totals, rows * n), FLIPS != 0 and j[jobs.FLIPPED] != 0
+    totals, flipped = doubles(totals, rows * n), FLIPS != 0 and j[jobs.FLIPPED] != 0
     while first < count:
         last, outputs = first + 1, table[first, _OUTPUTS]
         while (
@@ -254,15 +203,8 @@ def add_up(j, at, sums, totals, count, width, held, work):
         ):
             outputs += table[last, _OUTPUTS]
             last += 1
-        times = held[1] / powers[first] if held[0] > 0 else 1.0
-        if held[0] * times + outputs > LONGEST_SUM:
-            fold(rows, n, sums, totals, held, flipped)
-        elif times > 1:
-            weight_jobs.double(sums, (rows + 1) * n, np.int64(np.log2(times)))
-            held[0] *= times
-        held[1] = powers[first]
+        make_ready(rows, n, sums, totals, held, powers[first], outputs, flipped)
         add_jobs(j_at, parts, sums, first, last, width, work)
-        held[0] += outputs
         first = last
     return 0
 
@@ -272,14 +214,14 @@ def _write(j, at, sums, totals, width, held, out, is_last, lsb, flipped):
     """Write the gradients of 16 outputs, or 32, as the weight lies, from their sums."""
     n, rows = width * 16, j[jobs.SUM_ROWS]
     if held[2] > 0:
-        fold(rows, n, sums, _doubles(totals, rows * n), held, flipped)
-    is_folded, scale, totals = held[2] > 0, np.float32(held[1]), _doubles(totals, rows * n)
+        fold(rows, n, sums, doubles(totals, rows * n), held, flipped)
+    is_folded, scale, totals = held[2] > 0, np.float32(held[1]), doubles(totals, rows * n)
     held_sums = carray(pointer_to(sums), (rows + 1) * n, np.int32)
     last, lost = held_sums[rows * n :], np.zeros(n, np.int32)
     if flipped:
         for i in range(n):
             lost[i] = np.int32(128) * last[i]
-    values = _floats(at[_VALUES], 256)
+    values = floats(at[_VALUES], 256)
     taps, inputs, apart = j[jobs.OUT_TAPS], j[jobs.OUT_INPUTS], j[jobs.OUT_APART]
     for half in range(width):
         place, half_lost = out + 64 * half * taps * inputs, lost[half * 16 : half * 16 + 16]
@@ -326,9 +268,9 @@ def write_weights(j, x, grad, scales, images, out, is_last, lsb, begin, end, wor
     at[_NEXT] = at[_ROW] = 0
     order, sorted_scales = (
         carray(pointer_to(at[_ORDER]), images, np.int64),
-        _doubles(at[_SCALES], images),
+        doubles(at[_SCALES], images),
     )
-    _sort(_doubles(scales, images), images, order, sorted_scales)
+    _sort(doubles(scales, images), images, order, sorted_scales)
     size = 4 * (j[jobs.SUM_ROWS] + 80)  # bytes of an output
     while at[_NEXT] < images:
         is_first = at[_NEXT] == 0 and at[_ROW] == 0
@@ -350,10 +292,12 @@ def write_weights(j, x, grad, scales, images, out, is_last, lsb, begin, end, wor
             add_up(j_at, at.ctypes.data, sums, totals, count, width, held.ctypes.data, work)
             if at[_NEXT] == images:
                 place = out + 64 * group * j[jobs.OUT_TAPS] * j[jobs.OUT_INPUTS]
-                _write(
-                    j, at, sums, totals, width, held, place, is_last, _floats(lsb, 1)[0], flipped
-                )
+                _write(j, at, sums, totals, width, held, place, is_last, floats(lsb, 1)[0], flipped)
             group += width
         before[:] = held
     keep(at, held, before)
     return 0
+
+
+PARTS = lay_out, add_jobs, add_up, write_weights
+"""Of kernels, by name, behind those of ``weight_jobs``; see ``instructions.compiled``."""

@@ -29,6 +29,7 @@ from fixedpoint_kernels.products.packing import (
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
 from fixedpoint_kernels.products.spans import Spans, spans
+from fixedpoint_kernels.products.sums import double
 from fixedpoint_kernels.threads import is_parallel, thread_count
 
 __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
@@ -103,7 +104,7 @@ def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, fli
                 weight_jobs.fold(d, own, totals[thread], shift, flips)
                 held, ends[thread, 0] = 0, 0
             elif down:
-                weight_jobs.double(own, (d[jobs.SUM_ROWS] + 1) * d[jobs.GROUPS] * 16, down)
+                double(own, (d[jobs.SUM_ROWS] + 1) * d[jobs.GROUPS] * 16, down)
                 held <<= down
             shift = shifts[k]
             whole = spread_weights(
@@ -372,7 +373,7 @@ def weight_gradient(
         source, target = _laid(x), _laid(grad)
         by_name = weight_jobs.spread_weights, weight_jobs.multiply_spots, weight_jobs.multiply_alone
         parts = map(ByName, (*by_name, weight_jobs.multiply_weights))
-        compiled(_correlate_weights, path, weight_jobs.turn, *parts)[parallel](
+        compiled(_correlate_weights, path, *weight_jobs.PARTS, *parts)[parallel](
             described.row,
             source.data_ptr(),
             table,

@@ -67,9 +67,9 @@ from fixedpoint_kernels.products.spans import Spans
 from fixedpoint_kernels.products.spots import Spots
 
 __all__ = [
+    "PARTS",
     "PIECE",
     "describe_weights",
-    "double",
     "fold",
     "multiply_alone",
     "multiply_spots",
@@ -220,35 +220,57 @@ def _runs_of_pairs(pairs, count, images, out):
         runs[i, 1], runs[i, 2] = rows[i, 1] * images // 4, rows[i, 2] * images // 4
 
 
+def add_rows(d, row, end, source, runs, count, weights, sums, row_bytes, is_pair):
+    """Add products to rows of the sums of 16 outputs, or 32 where ``is_pair``.
+
+    ``row`` and ``end`` count sixteens of rows, ``source`` are turned inputs, ``runs`` and ``count`` as of
+    ``tiles.runs_of``, ``weights`` interleaved gradients; rows of sums are ``row_bytes`` apart.
+    """
+    starts, run_bytes = carray(pointer_to(d[ROW_STARTS]), d[TILE_ROWS], np.int64), d[LONGEST] * 16
+    while row < end:
+        place, here = sums + row * 16 * row_bytes, d[ROW_STARTS] + 8 * row
+        if is_pair:
+            row += wide_rows(
+                d[BYTES], end - row, source, here, starts[row], d[LINE], runs, count, weights,
+                run_bytes, place, row_bytes,
+            )  # fmt: skip
+        else:
+            row += narrow_rows(
+                d[BYTES], end - row, source, here, starts[row], d[LINE], runs, count, weights,
+                run_bytes, place, row_bytes,
+            )  # fmt: skip
+
+
+def add_ones(d, runs, count, weights, sums, row_bytes, groups):
+    """Add gradients alone to the row behind the sums of ``groups`` times 16 outputs; see ``add_rows``."""
+    run_bytes = d[LONGEST] * 16
+    for group in range(groups):
+        place = sums + d[TILE_ROWS] * 16 * row_bytes + group * 64
+        narrow(
+            0, d[ONES], d[ROW_STARTS], 0, runs, count, weights + group * run_bytes, run_bytes,
+            place, 0, place, 0,
+        )  # fmt: skip
+
+
 def multiply_spots(d, images, sums, work):
     """``multiply_weights``, place by place: a tap has the pairs of places that it joins."""
     d = carray(pointer_to(d), FIELDS, np.int64)
     buffer = (work + 63) // 64 * 64
-    turned, b, line = buffer + d[TURNED_AT], buffer + d[B_AT], d[LINE]
+    turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]
     firsts = carray(pointer_to(d[PAIR_FIRSTS]), d[TAPS] + 1, np.int64)
     _runs_of_pairs(d[PAIRS], firsts[d[TAPS]], images, buffer)  # codes there are read no more
     groups, run_bytes, blocks = d[GROUPS], d[LONGEST] * 16, d[TILE_ROWS] // d[TAPS]
-    starts = carray(pointer_to(d[ROW_STARTS]), d[TILE_ROWS], np.int64)
     row_bytes, group = groups * 64, 0
     while group < groups:
         pair = group + 1 < groups and WIDE_ROWS > 0
         weights = b + group * run_bytes
         for tap in range(d[TAPS]):
             runs, count = buffer + 24 * firsts[tap], firsts[tap + 1] - firsts[tap]
-            row = tap * blocks if count else (tap + 1) * blocks
-            while row < (tap + 1) * blocks:
-                place = sums + row * 16 * row_bytes + group * 64
-                here, left = d[ROW_STARTS] + 8 * row, (tap + 1) * blocks - row
-                if pair:
-                    row += wide_rows(
-                        d[BYTES], left, turned, here, starts[row], line, runs, count, weights, run_bytes,
-                        place, row_bytes,
-                    )  # fmt: skip
-                else:
-                    row += narrow_rows(
-                        d[BYTES], left, turned, here, starts[row], line, runs, count, weights, run_bytes,
-                        place, row_bytes,
-                    )  # fmt: skip
+            if count:
+                row, place = tap * blocks, sums + group * 64
+                add_rows(
+                    d, row, row + blocks, turned, runs, count, weights, place, row_bytes, pair
+                )  # fmt: skip
         group += 2 if pair else 1
     return 0
 
@@ -380,44 +402,18 @@ def multiply_weights(d, piece, steps, sums, work):
     turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]
     table = carray(pointer_to(buffer), 3, np.int64)  # codes there are read no more
     table[0], table[1], table[2] = 0, (steps + GRAIN - 1) // GRAIN, 0
-    tile_rows, groups, run_bytes, line = d[TILE_ROWS], d[GROUPS], d[LONGEST] * 16, d[LINE]
-    starts = carray(pointer_to(d[ROW_STARTS]), tile_rows, np.int64)
+    groups, run_bytes = d[GROUPS], d[LONGEST] * 16
     spans = carray(pointer_to(d[SPANS]), groups, np.int64)
     row_bytes, group = groups * 64, 0
     while group < groups:
         pair = group + 1 < groups and WIDE_ROWS > 0 and spans[group + 1] == spans[group]
         weights, source = b + group * run_bytes + piece * 16, turned + spans[group] + piece
-        row = 0
-        while row < tile_rows:
-            place = sums + row * 16 * row_bytes + group * 64
-            here = d[ROW_STARTS] + 8 * row
-            if pair:
-                row += wide_rows(
-                    d[BYTES], tile_rows - row, source, here, starts[row], line, buffer, 1,
-                    weights, run_bytes, place, row_bytes,
-                )  # fmt: skip
-            else:
-                row += narrow_rows(
-                    d[BYTES], tile_rows - row, source, here, starts[row], line, buffer, 1,
-                    weights, run_bytes, place, row_bytes,
-                )  # fmt: skip
+        place, one = sums + group * 64, np.int64(1)
+        add_rows(d, np.int64(0), d[TILE_ROWS], source, buffer, one, weights, place, row_bytes, pair)
         if flips:
-            for half in range(2 if pair else 1):
-                place = sums + tile_rows * 16 * row_bytes + (group + half) * 64
-                narrow(
-                    0, d[ONES], d[ROW_STARTS], 0, buffer, 1, weights + half * run_bytes,
-                    run_bytes, place, 0, place, 0,
-                )  # fmt: skip
+            add_ones(d, buffer, one, weights, place, row_bytes, 2 if pair else 1)
         group += 2 if pair else 1
     return 0
-
-
-@inner
-def double(sums, count, times):
-    """Double ``count`` int32 sums ``times`` times."""
-    held = carray(pointer_to(sums), count, np.int32)
-    for i in range(count):
-        held[i] <<= np.int32(times)
 
 
 @inner
@@ -445,3 +441,7 @@ def fold(d, sums, totals, shift, flipped):
                 total[i] += np.int64(values[i]) << shift
                 values[i] = 0
     last[:] = 0
+
+
+PARTS = turn, add_rows, add_ones
+"""Of kernels that call the functions above, see ``instructions.compiled``."""

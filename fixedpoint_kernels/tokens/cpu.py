@@ -13,6 +13,7 @@ from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.llvm.views import floats
 from fixedpoint_kernels.products import by_outputs, weight_jobs
 from fixedpoint_kernels.products.instructions import ByName, compiled
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
@@ -24,12 +25,7 @@ _NOISE_BLOCK = 512
 
 enter: Any = None
 leave = wide = narrow = write_weights = enter
-FLIPS, GRAIN, NARROW_ROWS, WIDE_ROWS = 0, 4, 0, 0
-
-
-@inner
-def _floats(address, n):
-    return carray(pointer_to(address), n, np.float32)
+FLIPS, NARROW_ROWS, WIDE_ROWS = 0, 0, 0
 
 
 @inner
@@ -99,12 +95,12 @@ def _round_gradient(d, g, samples, first, tokens, own, places):
     """Round each sample to codes of its own power of two; write the power of each row."""
     width, padded = tokens * d[f.WIDTH], _NOISE_BLOCK
     codes, powers_at = own + places[f.ROUNDED], own + places[f.POWERS]
-    powers = _floats(powers_at, samples * tokens)
+    powers = floats(powers_at, samples * tokens)
     scales = carray(pointer_to(d[f.SCALES]), first + samples, np.float64)
     key = d[f.SEED], d[f.STREAM]
     blocks = (width + 15) // 16
     for i in range(samples):
-        values = _floats(g + 4 * i * width, width + padded)
+        values = floats(g + 4 * i * width, width + padded)
         exponent = exponent_of(carray(pointer_to(g + 4 * i * width), width, np.int32))
         scales[first + i] = np.inf if exponent == 128 else np.ldexp(1.0, exponent)
         moved = min(exponent - d[f.WEIGHT_FL], 127)
@@ -365,5 +361,5 @@ def _add_weights(table, details, tasks, begins, samples, scratch, scratch_bytes,
 
 def add_weights(path: str, parallel: bool) -> Any:
     """Return the kernel of gradients of weights with the tiles of a path."""
-    parts = by_outputs.lay_out, by_outputs.add_jobs, by_outputs.add_up, by_outputs.write_weights
-    return compiled(_add_weights, path, weight_jobs.turn, *map(ByName, parts))[parallel]
+    parts = *weight_jobs.PARTS, *map(ByName, by_outputs.PARTS)
+    return compiled(_add_weights, path, *parts)[parallel]

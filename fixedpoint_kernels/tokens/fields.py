@@ -15,7 +15,7 @@ which holds the rows of one chunk.
     # of gradients: whether they are added to what is there; where sums over rows begin in a partial
     ADDS, SUMS, SUMS2,
     # of linear layers
-    DEPTH, OUTPUTS, CODES, MASK, FLIP, SIGNED, CLAMPED, WEIGHTS, BEGIN, BIAS, GROUP_BYTES, RUNS, STARTS,
+    DEPTH, OUTPUTS, CODES, MASK, FLIP, CLAMPED, WEIGHTS, BEGIN, BIAS, GROUP_BYTES, RUNS, STARTS,
     GRAD_CODES, SCALES, WEIGHT_FL, SEED, STREAM,
     # of norms and activation functions
     KEPT, INVERSE, SCALE, SHIFT,
@@ -27,8 +27,8 @@ which holds the rows of one chunk.
     OUT, LSB,
     # what tiles must know of codes, see ``tiles.kind_of_bytes``
     BYTES,
-) = range(62)  # fmt: skip
-COUNT = 62
+) = range(61)  # fmt: skip
+COUNT = 61
 
 # parts of a thread's memory
 WORK, ROUNDED, POWERS, HEAD, LOCAL = range(5)
