@@ -1,5 +1,6 @@
 """Settings every test shares."""
 
+import ctypes
 import os
 
 import hypothesis
@@ -30,6 +31,24 @@ def _same_numbers_every_run():
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN, 255, ... too
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that programs of chains get holds NaN and the like: what others left there changes nothing."""
+    from fixedpoint_kernels.fused import inference, memory, program
+    from fixedpoint_kernels.tokens import execute
+
+    own, lend = memory.work_memory, memory.Memory.lend
+
+    def full_work(size: int) -> int:
+        address = own(size)
+        ctypes.memset(address, 0xFF, size)
+        return address
+
+    for module in (inference, program, execute):
+        monkeypatch.setattr(module, "work_memory", full_work)
+    monkeypatch.setattr(memory.Memory, "lend", lambda self, size: lend(self, size).fill_(0xFF))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ waits for another thread.
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import INPUT, Segment
 from fixedpoint_kernels.fused.layout import Layout, Shape
-from fixedpoint_kernels.fused.memory import Memory
+from fixedpoint_kernels.fused.memory import work_memory
 from fixedpoint_kernels.fused.operations import Buffer, Operation, place_buffers, table
 from fixedpoint_kernels.fused.weights import pack_weights, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
@@ -123,7 +124,6 @@ class Program:
         size: Height and width of the input.
         path: Of products, one of ``GRAINS``.
         threads: How many.
-        memory: Shared with programs that never run at the same time; default: one of its own.
 
     Raises:
         ValueError: Sums of a layer do not fit in int32.
@@ -136,7 +136,6 @@ class Program:
         size: tuple[int, int],
         path: str,
         threads: int,
-        memory: Memory | None = None,
     ) -> None:
         self.segment, self.path, self.threads = segment, path, threads
         shapes = _shapes(segment, size)
@@ -158,7 +157,7 @@ class Program:
         self._items = packing_items(self._tasks)
         self._spare_bytes = max(spare_bytes(layer.shape) for layer in segment.layers)
         self._make_contexts(operations)
-        self.memory = Memory() if memory is None else memory
+        self.lock = Lock()
         given = self.addresses.given.items()
         cells = [(row, column, key) for key, own in given for row, column in own]
         self._keys = [key for *_, key in cells]
@@ -209,7 +208,7 @@ class Program:
 
     def fill(self, given: dict[tuple[str, int], int], weights: dict[tuple[str, int], int]) -> None:
         """Lay out the weights, and note where images come from and go to."""
-        work = self.memory.work(self.work_bytes)
+        work = work_memory(self.work_bytes)
         rows, columns, offsets = self.addresses.work
         for thread, own in enumerate(self._tables):
             own[rows, columns] = offsets + work + thread * self._thread_bytes
@@ -282,7 +281,7 @@ def run(
             results[i] = execute.Result(len(x), program.shapes[i])
             given["y", i] = results[i].address
     own = {k: v for n, w in enumerate(weights) for k, v in execute.weight_given(n, w).items()}
-    with program.memory.lock:
+    with program.lock:
         if not program.scale(norms):
             return None
         program.fill(given, own)

@@ -1,19 +1,20 @@
 """Memory that programs work in, and that forward leaves for backward."""
 
 import weakref
-from threading import Lock
+from threading import Lock, local
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Memory", "aligned"]
+__all__ = ["Memory", "aligned", "work_memory"]
 
 _LINE = 64
+_WORK = local()
 
 
 class Memory:
-    """Memory of programs that run one after the other, as formats and sizes of batches change.
+    """What programs keep for backward that run one after the other, as formats and sizes of batches change.
 
     New memory costs as much time as the layers that fill it: the system clears each page.
 
@@ -24,7 +25,6 @@ class Memory:
     def __init__(self) -> None:
         self.lock = Lock()
         self._free: list[np.ndarray] = []
-        self._work = np.empty(0, np.uint8)
 
     def lend(self, size: int) -> Tensor:
         """Return a tensor of so many uint8, of any content, whose memory comes back when nobody holds it.
@@ -42,11 +42,16 @@ class Memory:
         weakref.finalize(lease, _take_back, self._free, memory).atexit = False
         return torch.from_numpy(lease)
 
-    def work(self, size: int) -> int:
-        """Return the address of so many bytes, of any content, for whoever holds the lock."""
-        if self._work.size < size + _LINE:
-            self._work = np.empty(size + _LINE, np.uint8)
-        return -(self._work.ctypes.data // -_LINE) * _LINE
+
+def work_memory(size: int) -> int:
+    """Return the address of so many bytes, of any content, in which this thread of Python may work.
+
+    All programs take the same memory: what it holds is lost when another one runs.
+    """
+    memory = getattr(_WORK, "memory", None)
+    if memory is None or memory.size < size + _LINE:
+        _WORK.memory = memory = np.empty(size + _LINE, np.uint8)
+    return -(memory.ctypes.data // -_LINE) * _LINE
 
 
 def aligned(kept: Tensor) -> Tensor:

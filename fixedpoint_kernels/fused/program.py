@@ -16,7 +16,7 @@ from fixedpoint_kernels.fused.backward import Backward
 from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import Segment
 from fixedpoint_kernels.fused.layout import Layout
-from fixedpoint_kernels.fused.memory import Memory
+from fixedpoint_kernels.fused.memory import Memory, work_memory
 from fixedpoint_kernels.fused.operations import Addresses, Operation, place_buffers, table
 from fixedpoint_kernels.fused.weights import collect, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
@@ -109,7 +109,7 @@ class Program(Layout):
             kept: Address of kept memory.
             given: Other addresses, by names and numbers of layers or values.
         """
-        work = self.memory.work(self.work_bytes)
+        work = work_memory(self.work_bytes)
         own.addresses.fill(own.table, given, kept, work)
         own.task_addresses.fill(own.tasks, given, kept, work)
         own.context[f.C_SCRATCH] = work + self._scratch_at

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.fused import fields, weights
-from fixedpoint_kernels.fused.memory import aligned
+from fixedpoint_kernels.fused.memory import aligned, work_memory
 from fixedpoint_kernels.tokens import cpu
 from fixedpoint_kernels.tokens.graph import Linear
 from fixedpoint_kernels.tokens.program import Pass, Program
@@ -38,14 +38,15 @@ def forward(
     for v in program.segment.outputs:
         outputs.append(torch.empty(*xs[0].shape[:-1], program.widths[v]))
         given["y", v] = outputs[-1].data_ptr()
+    work = work_memory(program.work_bytes)
     with program.memory.lock:
         program.clamped[:] = 0
         program.pack.tasks[:, fields.WEIGHTS] = [given["first", i] for i in program.pack.layers]
         weights.pack_weights(program.threads > 1)(
             *(program.pack.tasks, program.pack.reals, program.pack.items),
-            *(program.pack.spare, program.pack.spare_bytes, program.threads),
+            *(work, program.pack.spare_bytes, program.threads),
         )
-        _run(program, program.forward, kept, given)
+        _run(program, program.forward, kept, given, work)
     return outputs, kept
 
 
@@ -75,9 +76,10 @@ def backward(
         given["dx", i] = dxs[-1].data_ptr() if needed else 0  # pyright: ignore[reportOptionalMemberAccess]
     for i, own in enumerate(parameters):
         given |= {("seed", i): own.noise[0], ("stream", i): own.noise[1]}
+    work = work_memory(program.work_bytes)
     with program.memory.lock:
-        _run(program, program.backward, kept, given)
-        found_weights = _weights(program, kept)
+        _run(program, program.backward, kept, given, work)
+        found_weights = _weights(program, kept, work)
         sums = torch.from_numpy(program.partial).sum(0, dtype=torch.float64).float()
     found: list[Pair] = []
     for i, op in enumerate(program.segment.operations):
@@ -88,7 +90,7 @@ def backward(
     return dxs, found
 
 
-def _weights(program: Program, kept: Tensor) -> dict[int, Tensor]:
+def _weights(program: Program, kept: Tensor, work: int) -> dict[int, Tensor]:
     """Return the gradients of weights."""
     found: dict[int, Tensor] = {}
     for k, i in enumerate(program.linear):
@@ -105,7 +107,7 @@ def _weights(program: Program, kept: Tensor) -> dict[int, Tensor]:
             program.tasks,
             program.begins,
             program.samples,
-            program.weight_scratch,
+            work,
             program.weight_bytes,
             program.threads,
         )
@@ -122,7 +124,11 @@ def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str
 
 
 def _run(
-    program: Program, direction: Pass, kept: Tensor, given: Mapping[tuple[str, int], int]
+    program: Program,
+    direction: Pass,
+    kept: Tensor,
+    given: Mapping[tuple[str, int], int],
+    work: int,
 ) -> None:
     rows, places, offsets = direction.kept
     direction.table[rows, places] = offsets + kept.data_ptr()
@@ -135,7 +141,7 @@ def _run(
         program.samples,
         program.tokens,
         program.chunk,
-        program.scratch,
+        work,
         program.scratch_bytes,
         program.places,
         program.partial.ctypes.data,

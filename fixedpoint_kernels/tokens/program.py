@@ -59,7 +59,6 @@ class _Packing(NamedTuple):
     reals: np.ndarray
     items: np.ndarray
     layers: list[int]
-    spare: int
     spare_bytes: int
 
 
@@ -266,7 +265,6 @@ class Program:
         sizes = [-(size // -64) * 64 for size in sizes]
         begins = np.cumsum([0, *sizes])
         self.places, self.scratch_bytes = begins[:5].astype(np.int64), int(begins[-1])
-        self.scratch = self._take(self.scratch_bytes * self.threads)
 
     # ------------------------------------------------------------------ forward
 
@@ -482,9 +480,8 @@ class Program:
         table = np.array(tasks, np.int64).reshape(-1, w.COUNT)
         size = max((spare_bytes((*op.shape, 1, 1)) for _, op in linear), default=64)
         size = -(size // -64) * 64
-        spare = self._take(size * self.threads)
         found = np.array(reals, np.float32).reshape(-1, 4)
-        return _Packing(table, found, packing_items(table), layers, spare, size)
+        return _Packing(table, found, packing_items(table), layers, size)
 
     def _share_weights(self, linear: Sequence[tuple[int, Linear]]) -> None:
         """Cut gradients of weights into tasks, and give each thread as many products."""
@@ -514,7 +511,8 @@ class Program:
             self.details[k] = own.row
         most = max((int(own.row[jobs.WORK_BYTES]) for own in described.values()), default=0)
         self.weight_bytes = most + 128
-        self.weight_scratch = self._take(self.weight_bytes * self.threads)
+        a_thread = max(self.scratch_bytes, self.weight_bytes, self.pack.spare_bytes)
+        self.work_bytes = a_thread * self.threads
 
     def _described(self, op: Linear) -> jobs.Described:
         """Describe the jobs of a weight's gradient: tokens lie below each other, as rows of an image."""

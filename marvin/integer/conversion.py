@@ -128,8 +128,8 @@ def convert(
         execution: ``"integer"``; or ``"simulation"``, the same step in PyTorch's float32, equal to
             the bit where its sums are exact.
         fused: Whether convolutions, batch norm, sums and ReLU that follow each other run as one in
-            training, and pass codes on; see ``docs/integer.md``. It needs integer products of both
-            gradients.
+            training, and pass codes on, and a linear layer with its codes and its bias; see
+            ``docs/integer.md``. It needs integer products of both gradients.
 
     Returns:
         What runs in each layer, and why not integers where they do not.
@@ -147,14 +147,15 @@ def convert(
         )
     if execution not in ("integer", "simulation"):
         raise ValueError(f"execution must be 'integer' or 'simulation', got {execution!r}")
+    options = Options(*pair, execution, fused)
     keep_out_of_compilation()
     restore_forwards(model)
     for module in model.modules():
         if type(module) in CLASSES:
             module.__class__ = CLASSES[type(module)]
         if type(module) in CLASSES.values():
-            setattr(module, OPTIONS, Options(*pair, execution))
-    if fused and Options(*pair, execution) == Options():
+            setattr(module, OPTIONS, options)
+    if options == Options():
         fuse(model)
     return report(model)
 

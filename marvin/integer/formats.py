@@ -40,11 +40,13 @@ class Options:
         input_gradient_bits: 8, or None for the input's gradient in float.
         weight_gradient_bits: 8, or None for the weight's gradient in float.
         execution: ``"integer"``; or ``"simulation"``, the same step in PyTorch's float32.
+        fused: Whether a layer's products, its codes and its bias may be one operation.
     """
 
     input_gradient_bits: int | None = BITS
     weight_gradient_bits: int | None = BITS
     execution: Execution = "integer"
+    fused: bool = True
 
 
 @dataclass(frozen=True)

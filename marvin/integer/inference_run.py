@@ -63,7 +63,7 @@ class InferenceRun(ChainRun):
         assert segment is not None
         key = segment, tuple(x.shape), path, threads
         rest = len(x), size, path, threads
-        return self._programs.get(key, lambda own: Program(segment, *rest, own))
+        return self._programs.get(key, lambda _: Program(segment, *rest))
 
 
 def _numbers(norm: nn.BatchNorm2d) -> "inference.Norm":

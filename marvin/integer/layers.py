@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private import is_transformed
 from marvin.integer import autograd
-from marvin.integer.formats import Product, carried, choose, has_nan, why_no_kernel
+from marvin.integer.formats import Options, Product, carried, choose, has_nan, why_no_kernel
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import FLOATS, ForwardState
 
@@ -82,7 +82,14 @@ def _train(
         return stock(x)
     if module.training and torch.is_grad_enabled():
         noise = autograd.Noise(*state.noise_of_gradients())
-    layer = autograd.Layer(product, getattr(module, OPTIONS), noise)
+    options = getattr(module, OPTIONS)
+    if noise is not None and options == Options():
+        from marvin.integer import lone_run  # which takes layers
+
+        y = lone_run.multiply(module, x, product, noise)
+        if y is not None:
+            return y
+    layer = autograd.Layer(product, options, noise)
     return autograd.multiply(x, module.weight, module.bias, layer)
 
 

@@ -19,7 +19,7 @@ from marvin.integer.token_graph import Heads, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
-__all__ = ["TokenRun", "alone", "put_in"]
+__all__ = ["TokenRun", "alone", "is_plain", "program_of", "put_in", "run_tokens"]
 
 _NO_NOISE = 0, 0
 
@@ -145,7 +145,7 @@ class TokenRun(nn.Module):
         for own in self.own:
             has = isinstance(own, IntegerLinear | nn.LayerNorm)
             parameters += (own.weight, own.bias) if has else (None, None)
-        return _Tokens.apply(self, segment, noise, *xs, *parameters)  # pyright: ignore[reportReturnType]
+        return run_tokens(self, segment, noise, xs, parameters)
 
     def _segment_of(self, xs: Sequence[Tensor]) -> Segment | None:
         """Return what is computed for values of these shapes; None where it cannot be fused."""
@@ -213,13 +213,7 @@ class TokenRun(nn.Module):
         self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
     ) -> Any:
         """Return the program for values of the shape of ``x``."""
-        from fixedpoint_kernels.tokens.program import Program  # Numba takes a second to import
-
-        path, rows = tokens.path() or "", x.shape[:-1].numel()
-        threads = min(thread_count() if is_parallel(rows * 256) else 1, len(x))
-        key = segment, len(x), rows, path, threads, tuple(inputs), tuple(weights)
-        rest = len(x), rows // len(x), path, threads, inputs, weights
-        return self._programs.get(key, lambda own: Program(segment, *rest, own))
+        return program_of(self._programs, segment, x, inputs, weights)
 
     def note(self, program: Any, xs: Sequence[Tensor]) -> None:
         """Count what was clamped."""
@@ -258,15 +252,51 @@ def alone(chain: TokenChain | Chain) -> fx.Graph:
     return graph
 
 
+def program_of(
+    programs: Programs[Any],
+    segment: Segment,
+    x: Tensor,
+    inputs: Sequence[bool],
+    weights: Sequence[bool],
+) -> Any:
+    """Return the program of a segment for values of the shape of ``x``, and the gradients that are wanted."""
+    from fixedpoint_kernels.tokens.program import Program  # Numba takes a second to import
+
+    path, rows = tokens.path() or "", x.shape[:-1].numel()
+    threads = min(thread_count() if is_parallel(rows * 256) else 1, len(x))
+    key = segment, len(x), rows, path, threads, tuple(inputs), tuple(weights)
+    rest = len(x), rows // len(x), path, threads, inputs, weights
+    return programs.get(key, lambda own: Program(segment, *rest, own))
+
+
 def _are_plain(own: nn.Module) -> bool:
-    """Say whether all parameters are float32 and lie one after the other on the CPU."""
-    return all(
-        type(p) in (Tensor, nn.Parameter)
-        and p.dtype is torch.float32
-        and p.is_contiguous()
-        and p.device.type == "cpu"
-        for p in own.parameters(recurse=False)
-    )
+    """Say whether all parameters of a module are plain."""
+    return all(map(is_plain, own.parameters(recurse=False)))
+
+
+def is_plain(x: Tensor) -> bool:
+    """Say whether a tensor is float32 and lies one after the other on the CPU."""
+    is_own = type(x) in (Tensor, nn.Parameter) and x.dtype is torch.float32
+    return is_own and x.is_contiguous() and x.device.type == "cpu"
+
+
+def run_tokens(
+    run: Any,
+    segment: Segment,
+    noise: list[tuple[int, int]],
+    xs: Sequence[Tensor],
+    parameters: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """Return what leaves a segment, under autograd.
+
+    Args:
+        run: Has programs, and notes what was clamped; see ``TokenRun``.
+        segment: What is computed.
+        noise: Seed and stream of each linear layer's gradient.
+        xs: What comes in.
+        parameters: Weight or scale, and bias or shift, of each operation.
+    """
+    return _Tokens.apply(run, segment, noise, *xs, *parameters)  # pyright: ignore[reportReturnType]
 
 
 class _Tokens(torch.autograd.Function):
@@ -275,7 +305,7 @@ class _Tokens(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        run: TokenRun,
+        run: Any,
         segment: Segment,
         noise: list[tuple[int, int]],
         *tensors: Tensor | None,

@@ -31,7 +31,7 @@ from fixedpoint_kernels.fused import (
 )
 from fixedpoint_kernels.fused import program as programs
 from fixedpoint_kernels.fused.graph import Return
-from fixedpoint_kernels.fused.memory import Memory
+from fixedpoint_kernels.fused.memory import Memory, work_memory
 from fixedpoint_kernels.fused.program import Program
 from fixedpoint_kernels.products import paths
 from fixedpoint_kernels.products.shapes import Window
@@ -40,21 +40,10 @@ HERE = [name for name in paths.OWN if name not in paths.unavailable()]
 SIGNED, UNSIGNED = FixedPoint(8, 5), FixedPoint(8, 5, signed=False)
 PADDED, STRIDED, PROJECTED = Window((1, 1), (1, 1)), Window((2, 2), (1, 1)), Window((2, 2))
 
-pytestmark = pytest.mark.skipif(not HERE, reason="no own path of products on this processor")
-
-
-@pytest.fixture(autouse=True)
-def full_memory(monkeypatch):
-    """Memory that programs get holds NaN and the like: what others left there changes nothing."""
-    work, lend = Memory.work, Memory.lend
-
-    def full_work(self, size):
-        address = work(self, size)
-        ctypes.memset(address, 0xFF, size)
-        return address
-
-    monkeypatch.setattr(Memory, "work", full_work)
-    monkeypatch.setattr(Memory, "lend", lambda self, size: lend(self, size).fill_(0xFF))
+pytestmark = [
+    pytest.mark.skipif(not HERE, reason="no own path of products on this processor"),
+    pytest.mark.usefixtures("full_memory"),
+]
 
 
 def layer(source, outputs, inputs, *, size=3, window=PADDED, eps=1e-5, **more):
@@ -853,10 +842,19 @@ def test_memory_serves_batches_of_other_sizes():
     del large
     gc.collect()
     assert len(memory.lend(6000)) == 6000
-    work = memory.work(1000)
+    work = work_memory(1000)
     assert work % 64 == 0
-    assert memory.work(900) == work
-    assert memory.work(10**6) != work
+    assert work_memory(900) == work
+    assert work_memory(10**8) != work
+
+
+def test_threads_of_python_work_in_memory_of_their_own():
+    here, there = work_memory(1000), []
+    thread = threading.Thread(target=lambda: there.append(work_memory(1000)))
+    thread.start()
+    thread.join()
+    assert there[0] != here
+    assert work_memory(1000) == here
 
 
 def test_programs_of_other_formats_and_sizes_share_memory():

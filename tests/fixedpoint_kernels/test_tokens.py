@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, decode, encode, functions, tokens
-from fixedpoint_kernels.fused.memory import Memory
 from fixedpoint_kernels.products import jobs, paths
 from fixedpoint_kernels.tokens import (
     Add,
@@ -29,14 +28,10 @@ from fixedpoint_kernels.tokens.program import Program
 HERE = [name for name in tokens.PATHS if name not in paths.unavailable()]
 SIGNED, UNSIGNED, WEIGHT = FixedPoint(8, 5), FixedPoint(7, 5, signed=False), FixedPoint(8, 7)
 
-pytestmark = pytest.mark.skipif(not HERE, reason="no path of tokens on this processor")
-
-
-@pytest.fixture(autouse=True)
-def full_memory(monkeypatch):
-    """Memory that programs get holds NaN and the like: what others left there changes nothing."""
-    lend = Memory.lend
-    monkeypatch.setattr(Memory, "lend", lambda self, size: lend(self, size).fill_(0xFF))
+pytestmark = [
+    pytest.mark.skipif(not HERE, reason="no path of tokens on this processor"),
+    pytest.mark.usefixtures("full_memory"),
+]
 
 
 def block(width=32, heads=2, *, causal=False, signed=SIGNED, unsigned=UNSIGNED, weight=WEIGHT):

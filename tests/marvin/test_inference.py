@@ -1,7 +1,6 @@
 """Chains in eval mode, and of frozen models: to the bit what their layers compute one by one."""
 
 import copy
-import ctypes
 import io
 
 import pytest
@@ -13,27 +12,16 @@ import marvin
 from benchmarks.networks import mobilenet_v2
 from fixedpoint_kernels import products
 from fixedpoint_kernels.fused import Pooled, inference
-from fixedpoint_kernels.fused.memory import Memory
 from marvin.integer import convert, report
 from marvin.integer.graph import trace
 from train.resnet20 import ResNet20
 
-pytestmark = pytest.mark.skipif(
-    not products.path().is_own, reason="no own path of products on this processor"
-)
-
-
-@pytest.fixture(autouse=True)
-def full_memory(monkeypatch):
-    """Memory that programs work in holds NaN and the like: what others left there changes nothing."""
-    work = Memory.work
-
-    def full_work(self, size):
-        address = work(self, size)
-        ctypes.memset(address, 0xFF, size)
-        return address
-
-    monkeypatch.setattr(Memory, "work", full_work)
+pytestmark = [
+    pytest.mark.skipif(
+        not products.path().is_own, reason="no own path of products on this processor"
+    ),
+    pytest.mark.usefixtures("full_memory"),
+]
 
 
 @pytest.fixture

@@ -1,0 +1,231 @@
+"""Layers that no chain takes: one operation each, with the results of separate products."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import marvin
+from fixedpoint_kernels import tokens
+from marvin.hooks import state_of
+from marvin.integer import convert
+
+pytestmark = [
+    pytest.mark.skipif(tokens.path() is None, reason="no path of tokens on this processor"),
+    pytest.mark.usefixtures("full_memory"),
+]
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(32, 48), (5, 32)),
+    "of one sample": (lambda: nn.Linear(32, 48), (1, 32)),
+    "of tokens": (lambda: nn.Linear(32, 48, bias=False), (3, 7, 32)),
+    "of a grid": (lambda: nn.Linear(32, 16), (2, 3, 5, 32)),
+    "places": (lambda: nn.Conv2d(32, 48, 1), (3, 32, 4, 5)),
+    "patches": (lambda: nn.Conv2d(4, 32, (2, 4), (2, 4), bias=False), (3, 4, 8, 8)),
+    "one patch": (lambda: nn.Conv2d(16, 48, (3, 2)), (5, 16, 3, 2)),
+    "one place": (lambda: nn.Conv2d(32, 48, 1, 2), (5, 32, 1, 1)),
+}
+OTHERS = {
+    "features": (lambda: nn.Linear(32, 10), (5, 32)),
+    "cropped patches": (lambda: nn.Conv2d(4, 32, 2, 2), (3, 4, 7, 8)),
+    "padding": (lambda: nn.Conv2d(32, 48, 1, padding=1), (3, 32, 4, 4)),
+    "dilation": (lambda: nn.Conv2d(4, 32, 2, 2, dilation=2), (3, 4, 8, 8)),
+    "stride": (lambda: nn.Conv2d(32, 48, 1, 2), (3, 32, 4, 4)),
+    "groups": (lambda: nn.Conv2d(32, 32, 1, groups=2), (3, 32, 4, 4)),
+    "windows": (lambda: nn.Conv2d(16, 16, 3), (3, 16, 5, 5)),
+}
+
+
+class Alone(nn.Module):
+    """A layer in code that cannot be traced."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x) if len(x) else x
+
+
+def twins(layer, shape=(5, 32), form=torch.contiguous_format, policy=None):
+    """Return two equal models, whose formats one step has found: the second multiplies layer by layer."""
+    model = Alone(layer).to(memory_format=form)
+    with torch.no_grad():
+        if layer.bias is not None:
+            layer.bias.uniform_(-1, 1)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = marvin.Quantized(sgd, policy or marvin.StaticPolicy(6, 7))
+    marvin.quantize_activations(model, optimizer)
+    loss = model(batch(shape)).square().mean()
+    loss.backward()
+    optimizer.step(loss=loss)
+    optimizer.zero_grad()
+    twin = copy.deepcopy(model)
+    convert(model)
+    convert(twin, fused=False)
+    return model, twin
+
+
+def batch(shape, form=torch.contiguous_format):
+    x = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    x = x.contiguous(memory_format=form) if len(shape) == 4 else x
+    return x.requires_grad_()
+
+
+def grads(model, x, dy):
+    """Return the output, and the gradients of what came in and of parameters, with the noise of the first step."""
+    state = state_of(model)
+    assert state is not None
+    state.gradients = 0
+    y = model(x)
+    return y, *torch.autograd.grad(y, [x, *model.parameters()], dy)
+
+
+def runs_alone(y):
+    waiting = [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and "Tokens" in type(node).__name__:
+            return True
+        waiting += [] if node is None else [own for own, _ in node.next_functions]
+    return False
+
+
+def same(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def compare(layer, shape, forms, threads=1):
+    model, twin = twins(layer, shape, forms[0])
+    x = batch(shape, forms[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    dy = torch.randn_like(twin(x)) * 2.0 ** -torch.arange(len(x)).view(-1, *[1] * (len(shape) - 1))
+    found, wanted = grads(model, x, dy), grads(twin, x, dy)
+    torch.set_num_threads(before)
+    for own, other in zip(found[:3], wanted[:3], strict=True):  # output, input, weight
+        same(own, other)
+    y, other = found[0], wanted[0]
+    assert y.is_contiguous() == other.is_contiguous()
+    if y.dim() == 4:
+        form = torch.channels_last
+        assert y.is_contiguous(memory_format=form) == other.is_contiguous(memory_format=form)
+    for own, other in zip(found[3:], wanted[3:], strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6)
+    assert not runs_alone(wanted[0])
+    return runs_alone(found[0])
+
+
+FORMS = [
+    (weight, x)
+    for weight in (torch.contiguous_format, torch.channels_last)
+    for x in (torch.contiguous_format, torch.channels_last)
+]
+
+
+@pytest.mark.parametrize("forms", FORMS, ids=lambda f: "-".join(str(m)[6:] for m in f))
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_alone_have_the_bits_of_separate_products(kind, forms):
+    make, shape = LAYERS[kind]
+    assert compare(make(), shape, forms)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_layers_run_as_they_did(kind):
+    make, shape = OTHERS[kind]
+    assert not compare(make(), shape, FORMS[-1])
+
+
+def test_formats_by_channel_are_multiplied_as_before():
+    layer = nn.Linear(32, 48)
+    with torch.no_grad():
+        layer.weight *= 2.0 ** -(torch.arange(48) % 4).view(-1, 1)
+    model, twin = twins(layer, policy=marvin.LossBudgetPolicy(window=1, per_channel=True))
+    found, wanted = (own(batch((5, 32))) for own in (model, twin))
+    assert not runs_alone(found)
+    same(found, wanted)
+
+
+def test_two_threads_give_the_bits_of_separate_products():
+    assert compare(nn.Linear(256, 256), (16, 32, 256), FORMS[0], threads=2)
+
+
+def test_values_that_lie_otherwise():
+    model, twin = twins(nn.Linear(32, 48))
+    x = batch((4, 32, 6)).detach().transpose(1, 2).requires_grad_()
+    dy = torch.randn(4, 6, 48)
+    found, wanted = grads(model, x, dy), grads(twin, x, dy)
+    assert runs_alone(found[0])
+    for own, other in zip(found[:3], wanted[:3], strict=True):
+        same(own, other)
+
+
+def test_what_is_frozen_gets_no_gradient():
+    model, twin = twins(nn.Linear(32, 48))
+    for own in (model, twin):
+        own.layer.weight.requires_grad_(False)
+    x = batch((5, 32))
+    y, dx, db = grads_of(model, x)
+    other, dx2, db2 = grads_of(twin, x)
+    same(y, other)
+    same(dx, dx2)
+    torch.testing.assert_close(db, db2)
+    assert model.layer.weight.grad is None
+
+
+def grads_of(model, x):
+    state = state_of(model)
+    assert state is not None
+    state.gradients = 0
+    y = model(x)
+    return y, *torch.autograd.grad(y.square().sum(), [x, model.layer.bias])
+
+
+def test_one_layer_may_be_called_twice():
+    model, twin = twins(nn.Linear(32, 32))
+    x = batch((5, 32))
+    found, wanted = ([], [])
+    for own, out in ((model, found), (twin, wanted)):
+        state_of(own).gradients = 0
+        y = own(own(x))
+        out += [y, *torch.autograd.grad(y, [x, own.layer.weight], torch.ones_like(y))]
+    assert runs_alone(found[0])
+    for a, b in zip(found, wanted, strict=True):
+        same(a, b)
+
+
+def test_a_gradient_that_is_not_finite_is_seen():
+    model, _ = twins(nn.Linear(32, 48))
+    x, dy = batch((5, 32)), torch.ones(5, 48)
+    dy[2, 3] = float("nan")
+    _, dx, dw, _ = grads(model, x, dy)
+    assert dx[2].isnan().all()
+    assert dx[[0, 1, 3, 4]].isfinite().all()
+    assert not dw.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "autocast", "eval", "no gradients"])
+def test_where_it_cannot_run_layers_multiply_as_before(kind):
+    model, twin = twins(nn.Linear(32, 48))
+    x = batch((5, 32)).detach()
+    if kind == "bfloat16":
+        model, twin, x = model.bfloat16(), twin.bfloat16(), x.bfloat16()
+    if kind == "eval":
+        model, twin = model.eval(), twin.eval()
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
+    with autocast, torch.set_grad_enabled(kind != "no gradients"):
+        found, wanted = model(x), twin(x)
+    assert not runs_alone(found)
+    same(found, wanted)
+
+
+def test_a_copy_and_a_pickle_run_alone_too():
+    model, _ = twins(nn.Linear(32, 48))
+    x = batch((5, 32))
+    y = model(x)
+    for own in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        again = own(x)
+        assert runs_alone(again)
+        same(again, y)
