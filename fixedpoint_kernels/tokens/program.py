@@ -194,7 +194,7 @@ class Program:
     def _chunk(self) -> int:
         """Return how many samples a thread takes at a time: the same for any number of threads."""
         widest = 4 * max(self.widths) * self.tokens
-        return max(1, min(_CACHE // (6 * widest), self.samples // 8))
+        return max(1, min(_CACHE // (2 * widest), self.samples // 8))
 
     def _allocate(self) -> None:
         n = self.rows

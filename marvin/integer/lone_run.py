@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fixedpoint_kernels import tokens
 from fixedpoint_kernels._torch_private import is_watched
@@ -16,7 +17,7 @@ from fixedpoint_kernels.tokens import Segment
 from marvin.integer.autograd import Noise, lies_as
 from marvin.integer.formats import Product
 from marvin.integer.programs import Programs
-from marvin.integer.token_run import is_plain, program_of, run_tokens
+from marvin.integer.token_run import is_plain, program_of, run_tokens, threads_of
 
 __all__ = ["multiply"]
 
@@ -62,14 +63,23 @@ def _multiplied(
     product: Product,
     noise: Noise,
 ) -> Tensor | None:
-    outputs, inputs = weight.shape
-    if product.shifts or x.shape[-1] != inputs or inputs % 16 or outputs % 16:
-        return None
+    (outputs, inputs), rows = weight.shape, x.shape[:-1].numel()
+    more = -inputs % 16, -outputs % 16  # features that are added, of 0
+    if product.shifts or x.shape[-1] != inputs or (more[1] and rows != len(x)):
+        return None  # what is added to each of several rows would move the noise of the others
     if not all(own is None or is_plain(own) for own in (weight, bias)):
         return None
-    operation = tokens.Linear(0, product.inputs, product.weight_fmt, (outputs, inputs), clip=False)
-    segment, own = Segment((inputs,), (operation,), (1,)), _LAYERS.setdefault(module, _Lone())
-    return run_tokens(own, segment, [noise[:2]], (x,), (weight, bias))[0]
+    shape = outputs + more[1], inputs + more[0]
+    operation = tokens.Linear(0, product.inputs, product.weight_fmt, shape, clip=False)
+    segment = Segment((shape[1],), (operation,), (1,))
+    if len(x) < threads_of(segment, rows):
+        return None
+    if any(more):
+        x, weight = F.pad(x, (0, more[0])), F.pad(weight, (0, more[0], 0, more[1]))
+        bias = None if bias is None else F.pad(bias, (0, more[1]))
+    own = _LAYERS.setdefault(module, _Lone())
+    (y,) = run_tokens(own, segment, [noise[:2]], (x,), (weight, bias))
+    return y[..., :outputs].contiguous()
 
 
 def _patch(x: Tensor, weight: Tensor, product: Product) -> tuple[int, int] | None:

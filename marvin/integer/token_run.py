@@ -1,5 +1,6 @@
 """Running chains of a transformer as one, forward and backward; see ``fusion``."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,9 +20,10 @@ from marvin.integer.token_graph import Heads, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
-__all__ = ["TokenRun", "alone", "is_plain", "program_of", "put_in", "run_tokens"]
+__all__ = ["TokenRun", "alone", "is_plain", "program_of", "put_in", "run_tokens", "threads_of"]
 
 _NO_NOISE = 0, 0
+_MACS = 64  # multiply-adds that cost as much as one element of another kernel
 
 
 def put_in(
@@ -263,10 +265,16 @@ def program_of(
     from fixedpoint_kernels.tokens.program import Program  # Numba takes a second to import
 
     path, rows = tokens.path() or "", x.shape[:-1].numel()
-    threads = min(thread_count() if is_parallel(rows * 256) else 1, len(x))
+    threads = min(threads_of(segment, rows), len(x))
     key = segment, len(x), rows, path, threads, tuple(inputs), tuple(weights)
     rest = len(x), rows // len(x), path, threads, inputs, weights
     return programs.get(key, lambda own: Program(segment, *rest, own))
+
+
+def threads_of(segment: Segment, rows: int) -> int:
+    """Return how many threads rows of values are worth; a thread takes whole samples."""
+    macs = sum(math.prod(op.shape) for op in segment.operations if isinstance(op, tokens.Linear))
+    return thread_count() if is_parallel(rows * max(256, macs // _MACS)) else 1
 
 
 def _are_plain(own: nn.Module) -> bool:
