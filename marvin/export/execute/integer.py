@@ -46,7 +46,7 @@ def run(network: Network, x: Tensor) -> Tensor:
 
     Raises:
         ExportError: ``x`` has another shape, or holds a NaN; or the network has several outputs.
-        TypeError: ``network`` is none.
+        TypeError: ``network`` is none, or ``x`` no tensor.
     """
     check_network(network)
     found = run_heads(network, x)
@@ -62,7 +62,10 @@ def run_heads(network: Network, x: Tensor) -> dict[str, Tensor]:
 
     Raises:
         ExportError: ``x`` has another shape, or holds a NaN.
+        TypeError: ``x`` is no tensor.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"samples must be a tensor, got {type(x).__name__}")
     each = sum(math.prod(value.shape) for value in network.values.values())
     found: dict[str, list[Tensor]] = {label: [] for label in network.outputs}
     for part in x.split(max(1, _CODES // each)):

@@ -173,7 +173,10 @@ class Builder:
     def begin(self, name: str, shape: tuple[int, ...]) -> None:
         """Add the input."""
         self.operations.append(Input(name, (), shape))
-        why_not = "takes the network's input before any layer rounds it: do that to the samples, before the network"
+        why_not = (
+            "takes the network's input before any layer rounds it: do that to the samples, before the network; "
+            "or, where a layer takes them as they are, let a convolution of one pixel come before both"
+        )
         self.pending[name] = Pending(
             "", lambda n, _, fmt: Round(n, (name,), fmt), shape, name, why_not
         )

@@ -38,6 +38,7 @@ __all__ = ["describe"]
 _KINDS = {**MODULES, **ACTIVATIONS, **ROWS}
 _SOME = FixedPoint(8, 0)  # format: which one does not matter
 _VIEWS = nn.Flatten, nn.Unflatten
+_WRAPPERS = nn.DataParallel, nn.parallel.DistributedDataParallel
 
 
 def describe(  # noqa: PLR0913  each is a choice of the user's
@@ -94,6 +95,12 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
     check_uncompiled(model, "describe(model, samples)")
     if not isinstance(sample, Tensor):
         raise TypeError(f"samples must be a tensor, one batch, got {type(sample).__name__}")
+    if not sample.numel():
+        raise ExportError(f"samples must be some, to compare on, got shape {tuple(sample.shape)}")
+    if isinstance(model, _WRAPPERS):
+        raise ExportError(
+            f"the model must come without {type(model).__name__}: write describe(model.module, samples)"
+        )
     model = _plain(model)
     _check_dtypes(model)
     origin = "trained" if activations is None else "calibrated"
@@ -236,8 +243,12 @@ def _check_rounded(tracer: Tracer, layers: set[str], activations: Mapping[str, F
     """Refuse modules that round something and have calls inside that are traced one by one."""
     inner = [name for name in tracer.called if name in activations and name not in layers]
     if inner:
+        own = dict(tracer.root.get_submodule(inner[0]).named_parameters(recurse=False))
+        instead = (
+            f": put {', '.join(own)} into a module of its own, which forward calls" if own else ""
+        )
         shown = inner[0] or "the model"
-        raise ExportError(f"{shown} rounds activations and is not called as one layer")
+        raise ExportError(f"{shown} rounds activations and is not called as one layer{instead}")
 
 
 def _translate(builder: Builder, node: fx.Node, sample: Tensor) -> Step | None:

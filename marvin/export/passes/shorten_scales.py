@@ -1,6 +1,7 @@
 """Scales of batch normalisation as long as integer kernels compute them exactly."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ def shorten_scales(network: Network) -> Network:
 
     Before a rounding to at most 8 bits, the scale of each channel loses as many of its last bits as
     the rule of ``fold`` asks for: it is rounded to nearest, and its offset is made a multiple of it
-    again. Others stay.
+    again. Others stay, and so does an operation of which a channel would lose more than an eighth of its scale:
+    its sums are too long for integer kernels.
     """
     values, operations = dict(network.values), []
     for op in network.operations:
@@ -58,10 +60,21 @@ def _shortened(op: Affine, x: Value, spare: Tensor, rounds: list[Round]) -> Affi
             short = min(round(scale / 2**lost), op.scale_fmt.max_code >> lost) << lost
             b = round(offset / (short << zeros[i])) << zeros[i] if short else 0
             if is_exact(i, short, b):
+                if _changes(op, x, i, short, rounds):
+                    return op
                 pairs.append((short, short * b if short else _significant(offset)))
                 break
     scale, offset = torch.tensor(pairs).T
     return replace(op, scale=scale.contiguous(), offset=offset.contiguous())
+
+
+def _changes(op: Affine, x: Value, channel: int, short: int, rounds: list[Round]) -> bool:
+    """Say whether a shorter scale is another: an eighth off, and half a step somewhere."""
+    scale = int(op.scale[channel])
+    lost = abs(scale - short)
+    moved = lost * x.channel(channel).magnitude
+    half = max(r.fmt.fl for r in rounds) + 1 - x.fl - op.scale_fmt.fl  # in steps, to powers of two
+    return 8 * lost > abs(scale) and Fraction(moved) * Fraction(2) ** half > 1
 
 
 def _significant(code: int) -> int:

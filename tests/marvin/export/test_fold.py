@@ -192,6 +192,16 @@ def test_scales_become_as_short_as_they_must():
     assert shorten_scales(wide).operation("bn") is wide.operation("bn")
 
 
+@pytest.mark.parametrize(("scale", "is_kept"), [(501, True), (33, True), (31, False), (3, False)])
+def test_a_scale_that_long_sums_leave_no_bits_stays_where_it_moves_a_code(scale, is_kept):
+    """Sums of nearly ``2**25``, times ``2**-31``: a scale of 32 moves them by half a step."""
+    network = chain(([scale], 31), ([0], 31), terms=2**10)
+    assert network.values["conv"].magnitude.bit_length() == 25
+    assert fold(network, network.operation("bn"), SIGNED) is None
+    found = shorten_scales(network).operation("bn").scale.tolist()
+    assert found == ([scale] if is_kept else [0])
+
+
 @pytest.mark.parametrize("bits", [(4, 4), (6, 6), (8, 8)])
 def test_float32_has_what_is_made_of_batch_normalisations(ranged, bits):
     _, network, x = ranged(bits=bits)

@@ -257,7 +257,7 @@ def tied(layer):
         (lambda: Bare(lambda m, y: y, lambda x: x - 1), r"sub\(x, 1\) .* or before the network"),
         (
             lambda: Bare(lambda m, y: y, lambda x: x + x),
-            "add takes the network's input .* to the samples",
+            "add takes the network's input .* to the samples.* let a convolution of one pixel come before",
         ),
     ],
 )
@@ -327,8 +327,57 @@ def test_what_rounds_around_its_layers_is_followed(make):
 
 
 def test_a_model_that_rounds_around_its_layers_is_refused(make):
-    with pytest.raises(ExportError, match=r"^the model rounds activations and is not called"):
+    message = (
+        r"^the model rounds activations and is not called as one layer: put spare into a module"
+    )
+    with pytest.raises(ExportError, match=message):
         make(Spare, (1, 4, 4))
+
+
+class Scaled(nn.Module):
+    """Multiplies what batch normalisation gives, as layer scale does."""
+
+    def __init__(self, factors):
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
+        self.factors = factors
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        for factor in self.factors:
+            y = y * factor
+        return self.last(F.relu(y))
+
+
+@pytest.mark.parametrize("factors", [(0.37,), (0.37, 1.3), (0.5, 0.37)])
+def test_a_product_behind_batch_norm_keeps_its_scale(factors):
+    torch.manual_seed(0)
+    x = torch.randn(8, 1, 8, 8)
+    fixed = marvin.calibrate(Scaled(factors), [x])
+    network = describe(fixed, x)
+    scales = [op.scale for op in network.operations if isinstance(op, Affine)]
+    assert len(scales) == 1 + len(factors)
+    assert all(scale.all() for scale in scales)
+    gap = (integer.run(network, x) - outputs(fixed, x)).abs().max()
+    assert gap < 0.01 * outputs(fixed, x).abs().max()
+
+
+@pytest.mark.parametrize("samples", [torch.zeros(0, 1, 4, 4), torch.zeros(2, 1, 0, 4)])
+def test_samples_of_nothing_are_refused(plain, samples):
+    with pytest.raises(ExportError, match=r"samples must be some, to compare on, got shape \("):
+        describe(plain()[0], samples)
+
+
+def test_a_wrapped_model_is_refused(plain):
+    model, _, x = plain()
+    with pytest.raises(ExportError, match=r"without DataParallel: write describe\(model.module"):
+        describe(nn.DataParallel(model), x)
+
+
+def test_the_reference_takes_tensors_alone(plain):
+    _, network, x = plain()
+    with pytest.raises(TypeError, match="samples must be a tensor, got ndarray"):
+        integer.run(network, x.numpy())
 
 
 def test_a_layer_that_is_not_called_does_no_harm(make):
