@@ -16,6 +16,7 @@ from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.inference_run import InferenceRun
 from marvin.integer.layers import IntegerConv2d, IntegerLinear
 from marvin.integer.seen import Seen
+from marvin.integer.token_inference import TokenInference
 from marvin.integer.token_run import TokenRun, put_in
 
 __all__ = ["fuse", "fused_layers", "restore_forwards"]
@@ -190,7 +191,8 @@ def _built(module: nn.Module, traced: Traced, training: bool) -> fx.GraphModule:
     graph, copies = put_in(traced.graph, named)
     runs = fx.GraphModule(module, traced.graph)
     for name, chain in named:
-        runs.add_module(name, TokenRun(module, chain, has_hooks))
+        own = TokenRun(module, chain, has_hooks) if training else TokenInference(module, chain)
+        runs.add_module(name, own)
     runs.graph = graph
     for i, chain in enumerate(traced.chains):
         name = f"chain_{i}"

@@ -122,8 +122,8 @@ def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = Fal
     Args:
         module: To be traced.
         left: Names of layers that belong to no chain.
-        is_exact: Whether chains have to be, to the bit, what their layers compute one by one: in
-            eval mode. Means, some curves, linear layers and all of ``tokens`` are left out.
+        is_exact: Whether chains of convolutions have to be, to the bit, what their layers compute one
+            by one: in eval mode. Means, some curves and linear layers are left out.
     """
     tracers = _Tracer(), _Tracer()
     buffers = [pair for pair in module.named_buffers() if not pair[1].is_meta]
@@ -156,8 +156,11 @@ def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = Fal
     alone = {n for n in graph.nodes if n.op == "call_module" and n.target in left}
     alone |= set(graph.nodes) - _needed(graph)
     if is_exact:
-        found = _Search(module, graph, alone, is_exact=True).chains()
-        return Traced(graph, found, [], _inner(graph, tracers[0])) if found else _NO_CHAINS
+        chains = _Search(module, graph, alone, is_exact=True).chains()
+        alone |= {n for chain in chains for n in chain.replaced}
+        tokens = find(module, graph, alone, infers=True)
+        own = Traced(graph, chains, tokens, _inner(graph, tracers[0]))
+        return own if chains or tokens else _NO_CHAINS
     tokens = find(module, graph, alone)
     # linear layers among norms, GELU and attention stay there
     others = {n for own in tokens if not own.is_plain for n in own.replaced}

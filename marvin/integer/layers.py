@@ -66,8 +66,14 @@ def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tenso
     product = _chosen(module, x, formats)
     if product is None:
         return stock(x)
-    layer = autograd.Layer(product, getattr(module, OPTIONS))
-    return autograd.multiply_traceably(x, module.weight, module.bias, layer)
+    options = getattr(module, OPTIONS)
+    if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        y = _alone(module, x, product, options, None)
+        if y is not None:
+            return y
+    return autograd.multiply_traceably(
+        x, module.weight, module.bias, autograd.Layer(product, options)
+    )
 
 
 def _train(
@@ -83,14 +89,25 @@ def _train(
     if module.training and torch.is_grad_enabled():
         noise = autograd.Noise(*state.noise_of_gradients())
     options = getattr(module, OPTIONS)
-    if noise is not None and options == Options():
-        from marvin.integer import lone_run  # which takes layers
-
-        y = lone_run.multiply(module, x, product, noise)
-        if y is not None:
-            return y
+    y = _alone(module, x, product, options, noise)
+    if y is not None:
+        return y
     layer = autograd.Layer(product, options, noise)
     return autograd.multiply(x, module.weight, module.bias, layer)
+
+
+def _alone(
+    module: nn.Module, x: Tensor, product: Product, options: Options, noise: autograd.Noise | None
+) -> Tensor | None:
+    """Return the output of a layer that can be one operation; ``noise``: None where nothing goes backward."""
+    from marvin.integer import lone_run  # which takes layers
+
+    goes_back = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (x, *module.parameters(recurse=False))
+    )
+    if options != Options() or (noise is None and goes_back):
+        return None
+    return lone_run.multiply(module, x, product, noise or autograd.Noise(0, 0, 0))
 
 
 def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | None:

@@ -197,22 +197,27 @@ class TokenChain:
         return {node for member in self.members for node in member.nodes} | set(self.same)
 
 
-def find(module: nn.Module, graph: fx.Graph, others: Collection[fx.Node] = ()) -> list[TokenChain]:
+def find(
+    module: nn.Module, graph: fx.Graph, others: Collection[fx.Node] = (), *, infers: bool = False
+) -> list[TokenChain]:
     """Return the chains of a traced module: of two values or more, one of a linear layer.
 
     Args:
         module: That was traced.
         graph: Of it.
         others: Nodes that belong to chains of convolutions.
+        infers: Whether the module is in eval mode, where dropout passes on what comes in.
     """
-    return _Search(module, graph, others).chains()
+    return _Search(module, graph, others, infers).chains()
 
 
 class _Search:
     """Finds members, then which belong together."""
 
-    def __init__(self, module: nn.Module, graph: fx.Graph, others: Collection[fx.Node]) -> None:
-        self.module, self.graph, self.others = module, graph, others
+    def __init__(
+        self, module: nn.Module, graph: fx.Graph, others: Collection[fx.Node], infers: bool
+    ) -> None:
+        self.module, self.graph, self.others, self.infers = module, graph, others, infers
         self.same: dict[fx.Node, fx.Node] = {}  # nodes that pass on what another has
         self.members: dict[fx.Node, Member] = {}
 
@@ -240,7 +245,7 @@ class _Search:
 
     def _is_same(self, node: fx.Node) -> bool:
         own = self._of(node)
-        is_off = type(own) is nn.Dropout and own.p == 0
+        is_off = type(own) is nn.Dropout and (own.p == 0 or self.infers)
         return (type(own) is nn.Identity or is_off) and _plain(node)
 
     def _member(self, node: fx.Node) -> Member | None:

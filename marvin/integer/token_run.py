@@ -20,7 +20,17 @@ from marvin.integer.token_graph import Heads, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
-__all__ = ["TokenRun", "alone", "is_plain", "program_of", "put_in", "run_tokens", "threads_of"]
+__all__ = [
+    "TokenRun",
+    "alone",
+    "are_plain",
+    "is_plain",
+    "parameters_of",
+    "program_of",
+    "put_in",
+    "run_tokens",
+    "threads_of",
+]
 
 _NO_NOISE = 0, 0
 _MACS = 64  # multiply-adds that cost as much as one element of another kernel
@@ -106,16 +116,17 @@ class TokenRun(nn.Module):
         for layer, rounder in zip(self.layers, self.rounders, strict=True):
             if rounder.observer is not None or not layer.training or self._is_hooked(layer):
                 return False
-            if rounder.state.rounding != "nearest" or not _are_plain(layer):
+            if rounder.state.rounding != "nearest" or not are_plain(layer):
                 return False
         for own in self.others:
             rounds = any(rounder.formats(own).rounds for rounder in rounders_of(own))
-            if rounds or self._is_hooked(own) or not own.training or not _are_plain(own):
+            if rounds or self._is_hooked(own) or not own.training or not are_plain(own):
                 return False
-        formats = [
-            rounder.formats(layer)
-            for rounder, layer in zip(self.rounders, self.layers, strict=True)
-        ]
+        pairs = zip(self.rounders, self.layers, strict=True)
+        return self._knows([rounder.formats(layer) for rounder, layer in pairs])
+
+    def _knows(self, formats: list[ModuleFormats]) -> bool:
+        """Choose products by these formats, and say whether they fit."""
         if len(formats) != len(self._formats) or any(
             a is not b for a, b in zip(formats, self._formats, strict=True)
         ):
@@ -143,11 +154,15 @@ class TokenRun(nn.Module):
             rounder.state.waiting.discard(rounder.name)
             rounder.count(len(xs[0]))
         noise = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
-        parameters: list[Tensor | None] = []
+        return run_tokens(self, segment, noise, xs, self.parameters_in_order())
+
+    def parameters_in_order(self) -> list[Tensor | None]:
+        """Return weight or scale, and bias or shift, of each member."""
+        found: list[Tensor | None] = []
         for own in self.own:
             has = isinstance(own, IntegerLinear | nn.LayerNorm)
-            parameters += (own.weight, own.bias) if has else (None, None)
-        return run_tokens(self, segment, noise, xs, parameters)
+            found += (own.weight, own.bias) if has else (None, None)
+        return found
 
     def _segment_of(self, xs: Sequence[Tensor]) -> Segment | None:
         """Return what is computed for values of these shapes; None where it cannot be fused."""
@@ -277,7 +292,7 @@ def threads_of(segment: Segment, rows: int) -> int:
     return thread_count() if is_parallel(rows * max(256, macs // _MACS)) else 1
 
 
-def _are_plain(own: nn.Module) -> bool:
+def are_plain(own: nn.Module) -> bool:
     """Say whether all parameters of a module are plain."""
     return all(map(is_plain, own.parameters(recurse=False)))
 
@@ -324,7 +339,7 @@ class _Tokens(torch.autograd.Function):
         xs = [x for x in tensors[:count] if x is not None]
         needed = ctx.needs_input_grad[3:]
         program = run.program(segment, xs[0], needed[:count], needed[count::2])
-        own = _parameters(segment, tensors[count:], noise)
+        own = parameters_of(segment, tensors[count:], noise)
         outputs, kept = execute.forward(program, xs, own)
         run.note(program, xs)
         ctx.save_for_backward(kept, *tensors[count:])
@@ -339,16 +354,17 @@ class _Tokens(torch.autograd.Function):
         from fixedpoint_kernels.tokens import execute
 
         kept, *parameters = ctx.saved_tensors
-        own = _parameters(ctx.program.segment, parameters, ctx.noise)
+        own = parameters_of(ctx.program.segment, parameters, ctx.noise)
         dxs, found = execute.backward(ctx.program, kept, own, grads)
         back = [None, None, None, *dxs, *(way for pair in found for way in pair)]
         pairs = zip(back, ctx.needs_input_grad, strict=True)
         return tuple(way if needed else None for way, needed in pairs)
 
 
-def _parameters(
+def parameters_of(
     segment: Segment, tensors: Sequence[Tensor | None], noise: list[tuple[int, int]]
 ) -> list[Parameters]:
+    """Return what each operation takes: of a linear layer, the noise of its gradient, too."""
     streams = iter(noise)
     return [
         Parameters(

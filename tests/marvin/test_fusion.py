@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import marvin
 from fixedpoint_kernels import FixedPoint, products
 from fixedpoint_kernels.functions import Curve
-from fixedpoint_kernels.fused import INPUT, Pooled, Value
+from fixedpoint_kernels.fused import INPUT, Pooled, Value, memory
 from fixedpoint_kernels.products.shapes import Window
 from marvin.hooks import rounders_of, state_of
 from marvin.integer import convert, report, revert
@@ -416,6 +416,7 @@ def test_memory_does_not_pile_up_with_sizes_of_batches():
         return tracemalloc.get_traced_memory()[0]
 
     step(model, optimizer, 0, 2)  # what is made once
+    vars(memory._WORK).clear()  # that other tests left
     tracemalloc.start()
     one = held(256)
     several = [held(n) for n in (255, 254, 253)]
@@ -1481,7 +1482,10 @@ def test_shapes_that_chains_do_not_have_run_as_they_are(kind):
         model.zero_grad()
         model(x).square().sum().backward()
     for a, b in zip(own.parameters(), other.parameters(), strict=True):
-        same(a.grad, b.grad)
+        if a.dim() > 1:
+            same(a.grad, b.grad)
+        else:  # sums for a bias, in another order
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
 
 
 class Reused(nn.Module):

@@ -561,3 +561,137 @@ def test_ranks_train_alike_and_add_up_batches(tmp_path):
     start = [p.detach() for p in make(steps=0)[0].parameters()]
     for p, fused, alone in zip(start, *first, strict=True):
         assert (fused - alone).norm() <= 0.3 * (alone - p).norm() + 0.01 * p.norm()
+
+
+# ------------------------------------------------------------------ eval mode
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Operations of each segment that ran forward."""
+    from fixedpoint_kernels.tokens import execute
+
+    found, own = [], execute.forward
+
+    def counted(program, xs, parameters):
+        found.append(len(program.segment.operations))
+        return own(program, xs, parameters)
+
+    monkeypatch.setattr(execute, "forward", counted)
+    return found
+
+
+class Dropping(Net):
+    """With dropout, of modules and of attention, that is off in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.drop = nn.Dropout(0.3)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.fc(self.drop(self.norm(self.blocks(self.embed(x)))).mean(1))
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_eval_mode_computes_what_training_does(kind, passes):
+    model, twin, _ = twins(Net(ATTENTIONS[kind]))
+    x, _ = batch(3, 19)
+    wanted = model(x).detach()
+    assert max(passes) > CHAINED
+    model.eval()
+    twin.eval()
+    passes.clear()
+    with torch.no_grad():
+        found, other = model(x), twin(x)
+    assert max(passes) > CHAINED
+    same(found, wanted)
+    assert (found - other).abs().max() < 0.05 * other.abs().max()
+    frozen = marvin.freeze(model)
+    passes.clear()
+    same(frozen(x), found)
+    assert max(passes) > CHAINED
+
+
+def test_dropout_is_off_in_eval_mode(passes):
+    model, _ = make(model=Dropping())
+    model.eval()
+    x, _ = batch(3)
+    with torch.no_grad():
+        found = model(x)
+    assert max(passes) > CHAINED
+    twin = copy.deepcopy(model)
+    for own in twin.modules():
+        if type(own) is nn.Dropout:
+            own.p = 0.0
+    same(found, twin.train()(x).detach())
+
+
+def test_dropout_is_no_part_of_chains_in_training():
+    model = Dropping()
+    make(model=model)
+    assert not any("drop" in name for chain in trace(model).tokens for name in chain.modules)
+
+
+def test_modes_take_turns():
+    model, _ = make()
+    x, _ = batch(3)
+    first = model(x)
+    model.eval()
+    with torch.inference_mode():
+        second = model(x)
+    third = model.train()(x)
+    same(second, first.detach())
+    same(third, first)
+    assert is_fused(model)
+
+
+def test_eval_mode_with_gradients_runs_layer_by_layer(passes):
+    model, twin, _ = twins()
+    model.eval()
+    twin.eval()
+    passes.clear()
+    x = batch(3)[0].requires_grad_()
+    same(model(x), twin(x))
+    assert not passes
+
+
+@pytest.mark.parametrize("what", ["hook", "hook of a norm", "training part"])
+def test_eval_mode_runs_layer_by_layer_where_it_must(what, passes):
+    model, twin, _ = twins()
+    seen = []
+    for own in (model, twin):
+        own.eval()
+        if what == "hook":
+            own.blocks[0].fc1.register_forward_hook(lambda *_: seen.append(1))
+        if what == "hook of a norm":
+            own.blocks[1].norm2.register_forward_hook(lambda *_: seen.append(1))
+        if what == "training part":
+            own.blocks[0].norm1.train()
+    x, _ = batch(3)
+    passes.clear()
+    with torch.no_grad():
+        same(model(x), twin(x))
+    assert len(seen) == (0 if what == "training part" else 2)
+    assert all(count == 1 for count in passes)
+
+
+def test_linear_layers_in_eval_mode_have_the_bits_of_layers_one_by_one(passes):
+    layers = nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)
+    model, _ = make(model=nn.Sequential(*layers, nn.Flatten(), nn.Linear(288, 4)))
+    model.eval()
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    x, _ = batch(3)
+    passes.clear()
+    with torch.no_grad():
+        found = model(x)
+        assert max(passes) == 3  # the first has six features
+        passes.clear()
+        same(found, twin(x))
+        assert not passes
+    frozen = marvin.freeze(model)
+    same(frozen(x), found)
+    exported = torch.export.export(frozen, (x,)).module()
+    same(exported(x), found)
