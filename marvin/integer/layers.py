@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private import is_transformed
-from marvin.integer import autograd
+from marvin.integer import autograd, lone_run
 from marvin.integer.formats import Options, Product, carried, choose, has_nan, why_no_kernel
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import FLOATS, ForwardState
@@ -100,8 +100,6 @@ def _alone(
     module: nn.Module, x: Tensor, product: Product, options: Options, noise: autograd.Noise | None
 ) -> Tensor | None:
     """Return the output of a layer that can be one operation; ``noise``: None where nothing goes backward."""
-    from marvin.integer import lone_run  # which takes layers
-
     goes_back = torch.is_grad_enabled() and any(
         t.requires_grad for t in (x, *module.parameters(recurse=False))
     )

@@ -1,10 +1,10 @@
-"""Running a layer that no chain takes as one operation, where it is a linear layer; see ``token_run``.
+"""Running a layer that no chain takes as one operation, where it is a linear layer; see ``token_autograd``.
 
 So is a convolution that cuts images into patches: all places of a patch are features.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,10 @@ from fixedpoint_kernels.tokens import Segment
 from marvin.integer.autograd import Noise, lies_as
 from marvin.integer.formats import Product
 from marvin.integer.programs import Programs
-from marvin.integer.token_run import is_plain, program_of, run_tokens, threads_of
+from marvin.integer.token_autograd import is_plain, program_of, run_tokens, threads_of
+
+if TYPE_CHECKING:
+    from fixedpoint_kernels.tokens.program import Program
 
 __all__ = ["multiply"]
 
@@ -105,15 +108,15 @@ class _Lone:
     """A layer's programs."""
 
     def __init__(self) -> None:
-        self._programs: Programs[Any] = Programs()
+        self._programs: Programs[Program] = Programs()
 
     def program(
         self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
-    ) -> Any:
+    ) -> "Program":
         """Return the program for values of the shape of ``x``."""
         return program_of(self._programs, segment, x, inputs, weights)
 
-    def note(self, program: Any, xs: Sequence[Tensor]) -> None:
+    def note(self, program: "Program", xs: Sequence[Tensor]) -> None:
         """Count nothing: who rounded the input has counted."""
 
 

@@ -4,8 +4,9 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels import tokens
 from marvin.integer.chain_run import has_hooks, is_in_the_way, rounding_of
+from marvin.integer.token_autograd import parameters_of
 from marvin.integer.token_graph import TokenChain
-from marvin.integer.token_run import TokenRun, are_plain, parameters_of
+from marvin.integer.token_run import TokenRun, are_plain
 
 __all__ = ["TokenInference"]
 

@@ -1,39 +1,27 @@
 """Running chains of a transformer as one, forward and backward; see ``fusion``."""
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import tokens
-from fixedpoint_kernels.threads import is_parallel, thread_count
-from fixedpoint_kernels.tokens import Parameters, Segment
+from fixedpoint_kernels.tokens import Segment
 from marvin.hooks import rounders_of
-from marvin.integer.autograd import once
 from marvin.integer.formats import Options, Product, choose, has_nan
 from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerLinear
 from marvin.integer.programs import Programs
+from marvin.integer.token_autograd import is_plain, program_of, run_tokens
 from marvin.integer.token_graph import Heads, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
-__all__ = [
-    "TokenRun",
-    "alone",
-    "are_plain",
-    "is_plain",
-    "parameters_of",
-    "program_of",
-    "put_in",
-    "run_tokens",
-    "threads_of",
-]
+if TYPE_CHECKING:
+    from fixedpoint_kernels.tokens.program import Program
 
-_NO_NOISE = 0, 0
-_MACS = 64  # multiply-adds that cost as much as one element of another kernel
+__all__ = ["TokenRun", "alone", "are_plain", "put_in"]
 
 
 def put_in(
@@ -106,7 +94,7 @@ class TokenRun(nn.Module):
         self._formats: list[ModuleFormats] = []
         self._products: list[tuple[Product, bool]] | None = None
         self._segments: dict[tuple[int, ...], Segment | None] = {}
-        self._programs: Programs[Any] = Programs()
+        self._programs: Programs[Program] = Programs()
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
@@ -228,11 +216,11 @@ class TokenRun(nn.Module):
 
     def program(
         self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
-    ) -> Any:
+    ) -> "Program":
         """Return the program for values of the shape of ``x``."""
         return program_of(self._programs, segment, x, inputs, weights)
 
-    def note(self, program: Any, xs: Sequence[Tensor]) -> None:
+    def note(self, program: "Program", xs: Sequence[Tensor]) -> None:
         """Count what was clamped."""
         rounders = iter(self.rounders)
         for operation, clamped in zip(
@@ -269,108 +257,6 @@ def alone(chain: TokenChain | Chain) -> fx.Graph:
     return graph
 
 
-def program_of(
-    programs: Programs[Any],
-    segment: Segment,
-    x: Tensor,
-    inputs: Sequence[bool],
-    weights: Sequence[bool],
-) -> Any:
-    """Return the program of a segment for values of the shape of ``x``, and the gradients that are wanted."""
-    from fixedpoint_kernels.tokens.program import Program  # Numba takes a second to import
-
-    path, rows = tokens.path() or "", x.shape[:-1].numel()
-    threads = min(threads_of(segment, rows), len(x))
-    key = segment, len(x), rows, path, threads, tuple(inputs), tuple(weights)
-    rest = len(x), rows // len(x), path, threads, inputs, weights
-    return programs.get(key, lambda own: Program(segment, *rest, own))
-
-
-def threads_of(segment: Segment, rows: int) -> int:
-    """Return how many threads rows of values are worth; a thread takes whole samples."""
-    macs = sum(math.prod(op.shape) for op in segment.operations if isinstance(op, tokens.Linear))
-    return thread_count() if is_parallel(rows * max(256, macs // _MACS)) else 1
-
-
 def are_plain(own: nn.Module) -> bool:
     """Say whether all parameters of a module are plain."""
     return all(map(is_plain, own.parameters(recurse=False)))
-
-
-def is_plain(x: Tensor) -> bool:
-    """Say whether a tensor is float32 and lies one after the other on the CPU."""
-    is_own = type(x) in (Tensor, nn.Parameter) and x.dtype is torch.float32
-    return is_own and x.is_contiguous() and x.device.type == "cpu"
-
-
-def run_tokens(
-    run: Any,
-    segment: Segment,
-    noise: list[tuple[int, int]],
-    xs: Sequence[Tensor],
-    parameters: Sequence[Tensor | None],
-) -> tuple[Tensor, ...]:
-    """Return what leaves a segment, under autograd.
-
-    Args:
-        run: Has programs, and notes what was clamped; see ``TokenRun``.
-        segment: What is computed.
-        noise: Seed and stream of each linear layer's gradient.
-        xs: What comes in.
-        parameters: Weight or scale, and bias or shift, of each operation.
-    """
-    return _Tokens.apply(run, segment, noise, *xs, *parameters)  # pyright: ignore[reportReturnType]
-
-
-class _Tokens(torch.autograd.Function):
-    """A chain, forward and backward; keeps codes, and what norms, GELU and attention need."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        run: Any,
-        segment: Segment,
-        noise: list[tuple[int, int]],
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        from fixedpoint_kernels.tokens import execute
-
-        count = len(segment.inputs)
-        xs = [x for x in tensors[:count] if x is not None]
-        needed = ctx.needs_input_grad[3:]
-        program = run.program(segment, xs[0], needed[:count], needed[count::2])
-        own = parameters_of(segment, tensors[count:], noise)
-        outputs, kept = execute.forward(program, xs, own)
-        run.note(program, xs)
-        ctx.save_for_backward(kept, *tensors[count:])
-        ctx.program, ctx.noise = program, noise
-        return tuple(outputs)
-
-    @staticmethod
-    @once
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        from fixedpoint_kernels.tokens import execute
-
-        kept, *parameters = ctx.saved_tensors
-        own = parameters_of(ctx.program.segment, parameters, ctx.noise)
-        dxs, found = execute.backward(ctx.program, kept, own, grads)
-        back = [None, None, None, *dxs, *(way for pair in found for way in pair)]
-        pairs = zip(back, ctx.needs_input_grad, strict=True)
-        return tuple(way if needed else None for way, needed in pairs)
-
-
-def parameters_of(
-    segment: Segment, tensors: Sequence[Tensor | None], noise: list[tuple[int, int]]
-) -> list[Parameters]:
-    """Return what each operation takes: of a linear layer, the noise of its gradient, too."""
-    streams = iter(noise)
-    return [
-        Parameters(
-            first, second, next(streams) if isinstance(operation, tokens.Linear) else _NO_NOISE
-        )
-        for operation, first, second in zip(
-            segment.operations, tensors[::2], tensors[1::2], strict=True
-        )
-    ]

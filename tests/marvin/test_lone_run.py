@@ -55,7 +55,7 @@ class Alone(nn.Module):
 
 def twins(layer, shape=(5, 32), form=torch.contiguous_format, policy=None):
     """Return two equal models, whose formats one step has found: the second multiplies layer by layer."""
-    model = Alone(layer).to(memory_format=form)
+    model = Alone(layer).to(memory_format=form)  # pyright: ignore[reportCallIssue]
     with torch.no_grad():
         if layer.bias is not None:
             layer.bias.uniform_(-1, 1)
@@ -192,7 +192,9 @@ def test_one_layer_may_be_called_twice():
     x = batch((5, 32))
     found, wanted = ([], [])
     for own, out in ((model, found), (twin, wanted)):
-        state_of(own).gradients = 0
+        state = state_of(own)
+        assert state is not None
+        state.gradients = 0
         y = own(own(x))
         out += [y, *torch.autograd.grad(y, [x, own.layer.weight], torch.ones_like(y))]
     assert runs_alone(found[0])
