@@ -32,32 +32,35 @@ def cases() -> Iterator[Case]:
     """Yield a forward pass of each network, for some sizes of batches."""
     print(f"path: {products.path()}")
     for name, (make, side) in NETWORKS.items():
-        frozen = _frozen(make, side)
+        frozen = frozen_model(make, torch.randn(8, 3, side, side))
         for images in BATCHES:
             x = torch.randn(images, 3, side, side)
             row = f"{name}, {images} image{'s' * (images > 1)} of {side}x{side}"
-            yield Case(row, images, _contestants(make, frozen, x))
+            yield Case(row, images, contestants(make, frozen, x))
 
 
-def _frozen(make: Callable[[], nn.Module], side: int) -> nn.Module:
-    """Return a network in the loss budget's formats, frozen."""
-    x, y = torch.randn(8, 3, side, side), torch.randint(10, (8,))
+def frozen_model(make: Callable[[], nn.Module], x: Tensor) -> nn.Module:
+    """Return a network in the loss budget's formats, which it finds on ``x``, frozen."""
+    y = torch.randint(10, (len(x),))
     model, step = fixed_point_model(make, x, y, integer=True)
     step()
     return marvin.freeze(model)
 
 
-def _contestants(make: Callable[[], nn.Module], frozen: nn.Module, x: Tensor) -> dict[str, Step]:
+def contestants(make: Callable[[], nn.Module], frozen: nn.Module, x: Tensor) -> dict[str, Step]:
+    """Return forward passes of a network by what computes them."""
     alone = copy.deepcopy(frozen)
     marvin.integer.convert(alone, fused=False)
-    last = x.contiguous(memory_format=torch.channels_last)
+    last = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
     found = {"ours": _forward(frozen, last), "layer by layer": _forward(alone, last)}
     for dtype in (torch.float32, torch.bfloat16):
-        for layout in (torch.contiguous_format, torch.channels_last):
+        for layout in (torch.contiguous_format, torch.channels_last)[: 1 + (x.dim() == 4)]:
             kind = f"{str(dtype)[6:]}" + " channels last" * (layout is torch.channels_last)
             model = make().eval()
             model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]: torch has it
-            found[kind] = _forward(model, x.contiguous(memory_format=layout), dtype)
+            found[kind] = _forward(
+                model, x.contiguous(memory_format=layout) if x.dim() == 4 else x, dtype
+            )
     return found
 
 

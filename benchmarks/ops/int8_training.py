@@ -52,7 +52,7 @@ def contestants(
     """Return steps of a network by what computes them; ``simulates``: also without integer units."""
     found = {"ours": fixed_point(make, x, y, integer=True)}
     for dtype in (torch.float32, torch.bfloat16):
-        for layout in (torch.contiguous_format, torch.channels_last):
+        for layout in (torch.contiguous_format, torch.channels_last)[: 1 + (x.dim() == 4)]:
             kind = f"{str(dtype)[6:]}" + " channels last" * (layout is torch.channels_last)
             found[kind] = floats(make, x, y, dtype, layout)
     if simulates:
@@ -74,7 +74,7 @@ def fixed_point_model(
     torch.manual_seed(0)
     model, layout = make(), torch.channels_last
     model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]: torch has it
-    x = x.contiguous(memory_format=layout)
+    x = x.contiguous(memory_format=layout) if x.dim() == 4 else x
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy(window=window))
     marvin.quantize_activations(model, optimizer)

@@ -1,0 +1,86 @@
+"""A whole step and inference on integer codes of networks that are linear layers for the most part.
+
+As ``int8_training`` and ``int8_inference``: "ours" beside PyTorch's own; one element is one sample. BERT has 4
+layers of 256 features and 4 heads, and no dropout; its code cannot be traced, so its layers run alone. Without
+transformers, or without timm and the torchvision that it needs, their rows are left out by name.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.ops import int8_inference, int8_training
+from benchmarks.timing import Case
+from fixedpoint_kernels import products
+from train.vit import vit
+
+TESTS = "tests/marvin/test_lone_run.py"
+SECONDS = 20.0  # a row
+_Network = tuple[Callable[[], nn.Module], Tensor]
+
+
+def cases() -> Iterator[Case]:
+    """Yield a step of each network, and its inference."""
+    print(f"path: {products.path()}")
+    for name, (make, x) in _networks().items():
+        y = torch.randint(10, (len(x),))
+        steps = int8_training.contestants(make, x, y, simulates=False)
+        yield Case(f"{name}, training", len(x), steps)
+        frozen = int8_inference.frozen_model(make, x)
+        yield Case(f"{name}, inference", len(x), int8_inference.contestants(make, frozen, x))
+
+
+def _networks() -> dict[str, _Network]:
+    found: dict[str, _Network] = {
+        "perceptron, 128 samples": (_perceptron, torch.randn(128, 512)),
+        "ViT, 128 images of 32x32": (vit, torch.randn(128, 3, 32, 32)),
+        "ViT, 8 images of 32x32": (vit, torch.randn(8, 3, 32, 32)),
+    }
+    if (transformers := _imported("transformers", "BERT")) is not None:
+        ids = torch.randint(1, 1000, (16, 64))
+        found["BERT, 16 texts of 64 words"] = partial(_Bert, transformers), ids
+    if (timm := _imported("timm", "vgg11, vit_small_patch16_224")) is not None:
+        for name, images, side in (("vgg11", 16, 64), ("vit_small_patch16_224", 8, 224)):
+            row = f"timm {name}, {images} images of {side}x{side}"
+            make = partial(timm.create_model, name, num_classes=10)
+            found[row] = make, torch.randn(images, 3, side, side)
+    return found
+
+
+def _imported(name: str, rows: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError) as error:  # torchvision of another torch
+        print(f"left out, for {name} cannot be imported ({error}): {rows}")
+        return None
+
+
+def _perceptron() -> nn.Module:
+    layers = nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()
+    return nn.Sequential(*layers, nn.Linear(1024, 10))
+
+
+class _Bert(nn.Module):
+    """Logits of words."""
+
+    def __init__(self, transformers: Any) -> None:
+        super().__init__()
+        config = transformers.BertConfig(
+            hidden_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=1024,
+            num_labels=10,
+            vocab_size=1000,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        self.bert = transformers.BertForSequenceClassification(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits, shape (samples, 10)."""
+        return self.bert(input_ids=ids).logits
