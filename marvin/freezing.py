@@ -1,4 +1,4 @@
-"""A plain module for inference: what training computes in eval mode, in torch's operators alone."""
+"""A plain module for inference: what training computes in eval mode, in torch's operators wherever these are traced."""
 
 import copy
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels import BlockFloat, FixedPoint
-from fixedpoint_kernels._torch_private import hook_wrapper, hooks_of, remove_hooks
+from fixedpoint_kernels import BlockFloat, FixedPoint, quantize
+from fixedpoint_kernels._torch_private import hook_wrapper, hooks_of, is_watched, remove_hooks
 from fixedpoint_kernels.block import block_fl
 from fixedpoint_kernels.forward_save.conversion import revert
 from fixedpoint_kernels.forward_save.swap import is_converted
@@ -35,7 +35,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
     Its modules, weights and state are those of ``model``, but for what ``forward_save`` made of
     them, which goes: nothing is kept for backward. Where they round activations, they do so in
-    torch's own operators. The outputs equal those of ``model`` in eval mode bit for bit. It
+    torch's own operators, or, where nobody traces or differentiates, in one pass with the same bits. The outputs equal those of ``model`` in eval mode bit for bit. It
     works under ``torch.inference_mode``, ``torch.export``, ``torch.jit.trace``, ``torch.compile``
     and ``torch.save``. The state of any model of this kind can be loaded into it.
 
@@ -180,12 +180,22 @@ def _round(x: Tensor, fmt: Format | None, *, per_sample: bool = False) -> Tensor
     if fmt is None or x.dtype not in FLOATS:
         return x
     if isinstance(fmt, FixedPoint):
+        if _is_seen_by_nobody(x):
+            return quantize(x.detach(), fmt, rounding="nearest")
         return (nearest_codes(x, fmt) * fmt.lsb).to(x.dtype)
     assert isinstance(fmt, BlockFloat)
     fl = block_fl(x, fmt, per_sample=per_sample)
     powers, place = _POWERS.to(x.device), fl.long() + _MOST
     codes = torch.round(x.float() * powers[place]) + 0.0
     return (codes.clamp(fmt.min_code, fmt.max_code) * powers[2 * _MOST - place]).to(x.dtype)
+
+
+def _is_seen_by_nobody(x: Tensor) -> bool:
+    """Say whether a kernel may round ``x``: nothing traces, compiles, transforms or differentiates."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_watched():
+        return False
+    is_plain = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout is torch.strided
+    return is_plain and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def nearest_codes(x: Tensor, fmt: FixedPoint) -> Tensor:

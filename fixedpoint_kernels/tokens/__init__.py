@@ -38,9 +38,9 @@ __all__ = [
     "path",
 ]
 
-PATHS = ("avx512_vnni", "avx2")
+PATHS = ("amx", "avx512_vnni", "avx2")
 """Paths of products that these kernels have run on."""
-_NEAREST = {"amx": "avx512_vnni", "avx_vnni": "avx2"}  # what these processors have too
+_NEAREST = {"avx_vnni": "avx2"}  # what these processors have too
 
 
 def path() -> str | None:

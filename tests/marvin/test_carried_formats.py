@@ -439,7 +439,8 @@ def test_a_frozen_model_gives_the_same_bits(policy):
     same(frozen(x), outputs(model))
 
 
-def test_a_frozen_model_rounds_ties_and_saturates_as_the_model_does():
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_frozen_model_rounds_ties_and_saturates_as_the_model_does(is_traced):
     model = nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     sgd = torch.optim.SGD(model.named_parameters())
@@ -447,7 +448,37 @@ def test_a_frozen_model_rounds_ties_and_saturates_as_the_model_does():
     x = torch.arange(-160, 160).unsqueeze(1) / 32  # a quarter of a step apart, past both ends
     wanted = rounded(x, 6, 3)
     same(outputs_of(model, x), wanted)
-    same(outputs_of(marvin.freeze(model), x), wanted)
+    frozen = marvin.freeze(model)
+    same(outputs_of(torch.jit.trace(frozen, x) if is_traced else frozen, x), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_model_rounds_in_one_pass_as_its_operators_do(dtype):
+    frozen = marvin.freeze(_of_one_number(dtype))
+    x = torch.randn(3, 5, 7, 9, dtype=dtype).to(memory_format=torch.channels_last)
+    x[0, 0, 0, :6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, -0.01, 1e30])
+    with torch.profiler.profile() as fast:
+        y = frozen(x)
+    with torch.profiler.profile() as slow:
+        wanted = frozen(x.clone().requires_grad_())
+    assert wanted.requires_grad  # in operators that can be differentiated
+    same(_bits(y), _bits(wanted))
+    assert [sum("round" in own.key for own in p.key_averages()) for p in (fast, slow)] == [0, 1]
+    with torch.no_grad():
+        same(_bits(frozen(x.clone().requires_grad_())), _bits(wanted))
+
+
+def _of_one_number(dtype):
+    """Return a layer that gives its rounded input back."""
+    model = nn.Sequential(nn.Conv2d(5, 5, 1, groups=5, bias=False)).to(dtype)
+    torch.nn.init.ones_(model[0].weight)
+    sgd = torch.optim.SGD(model.named_parameters())
+    marvin.quantize_activations(model, marvin.Quantized(sgd, marvin.FixedPolicy(6, 3)))
+    return model
+
+
+def _bits(x):
+    return x.detach().view(torch.int32 if x.dtype is torch.float32 else torch.int16)
 
 
 def outputs_of(model, x):
