@@ -5,6 +5,7 @@ what each operation makes.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from fixedpoint_kernels.formats import FixedPoint
@@ -167,6 +168,14 @@ class Segment:
         used = {s for op in self.operations for s in op.sources} | set(self.outputs)
         if used != set(range(len(widths))):
             raise ValueError("each value must be taken by an operation, or leave")
+
+    def __hash__(self) -> int:
+        """Return what is computed once: programs are looked up by it at each call."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.inputs, self.operations, self.outputs))
 
     def widths(self) -> list[int]:
         """Return how many features each value has.

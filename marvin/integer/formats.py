@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fixedpoint_kernels import FixedPoint, products
-from fixedpoint_kernels._torch_private import hooks_of
+from fixedpoint_kernels._torch_private import hooks_of, own_parameters
 from marvin.channels import ChannelFormat
 from marvin.freezing import FrozenRounding
 from marvin.hooks import rounders_of
@@ -99,7 +99,7 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
     window = window_of(module)
     if isinstance(window, str):
         return window
-    names = [name for name, _ in module.named_parameters(recurse=False)]
+    names = [name for name, _ in own_parameters(module)]
     weights = dict(zip(names, formats.weights, strict=False))
     inputs, weight = formats.inputs, weights.get("weight")
     if inputs is not None and "weight" not in weights:

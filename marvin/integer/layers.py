@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import is_transformed
+from fixedpoint_kernels._torch_private import is_transformed, own_parameters
 from marvin.integer import autograd, lone_run
 from marvin.integer.formats import Options, Product, carried, choose, has_nan, why_no_kernel
 from marvin.model_formats import ModuleFormats
@@ -100,8 +100,8 @@ def _alone(
     module: nn.Module, x: Tensor, product: Product, options: Options, noise: autograd.Noise | None
 ) -> Tensor | None:
     """Return the output of a layer that can be one operation; ``noise``: None where nothing goes backward."""
-    goes_back = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (x, *module.parameters(recurse=False))
+    goes_back = torch.is_grad_enabled() and (
+        x.requires_grad or any(p.requires_grad for _, p in own_parameters(module))
     )
     if options != Options() or (noise is None and goes_back):
         return None

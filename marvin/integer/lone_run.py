@@ -73,14 +73,13 @@ def _multiplied(
     if not all(own is None or is_plain(own) for own in (weight, bias)):
         return None
     shape = outputs + more[1], inputs + more[0]
-    operation = tokens.Linear(0, product.inputs, product.weight_fmt, shape, clip=False)
-    segment = Segment((shape[1],), (operation,), (1,))
+    own = _LAYERS.setdefault(module, _Lone())
+    segment = own.segment(product, shape)
     if len(x) < threads_of(segment, rows):
         return None
     if any(more):
         x, weight = F.pad(x, (0, more[0])), F.pad(weight, (0, more[0], 0, more[1]))
         bias = None if bias is None else F.pad(bias, (0, more[1]))
-    own = _LAYERS.setdefault(module, _Lone())
     (y,) = run_tokens(own, segment, [noise[:2]], (x,), (weight, bias))
     return y[..., :outputs].contiguous()
 
@@ -109,6 +108,15 @@ class _Lone:
 
     def __init__(self) -> None:
         self._programs: Programs[Program] = Programs()
+        self._segment: tuple[tuple[object, ...], Segment] | None = None
+
+    def segment(self, product: Product, shape: tuple[int, int]) -> Segment:
+        """Return what is computed; the last one is remembered."""
+        key = product.inputs, product.weight_fmt, shape
+        if self._segment is None or self._segment[0] != key:
+            operation = tokens.Linear(0, *key, clip=False)
+            self._segment = key, Segment((shape[1],), (operation,), (1,))
+        return self._segment[1]
 
     def program(
         self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]

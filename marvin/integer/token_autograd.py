@@ -81,7 +81,28 @@ def run_tokens(
         xs: What comes in.
         parameters: Weight or scale, and bias or shift, of each operation.
     """
+    tensors = *xs, *parameters
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):
+        return tuple(_forward(run, segment, noise, xs, parameters, [False] * len(tensors))[2])
     return _Tokens.apply(run, segment, noise, *xs, *parameters)  # pyright: ignore[reportReturnType]
+
+
+def _forward(
+    run: Run,
+    segment: Segment,
+    noise: list[tuple[int, int]],
+    xs: Sequence[Tensor],
+    parameters: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> "tuple[Program, Tensor, list[Tensor]]":
+    """Return the program, what backward needs, and what leaves the segment."""
+    from fixedpoint_kernels.tokens import execute
+
+    count = len(xs)
+    program = run.program(segment, xs[0], needed[:count], needed[count::2])
+    outputs, kept = execute.forward(program, xs, parameters_of(segment, parameters, noise))
+    run.note(program, xs)
+    return program, kept, outputs
 
 
 class _Tokens(torch.autograd.Function):
@@ -95,15 +116,10 @@ class _Tokens(torch.autograd.Function):
         noise: list[tuple[int, int]],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        from fixedpoint_kernels.tokens import execute
-
         count = len(segment.inputs)
         xs = [x for x in tensors[:count] if x is not None]
-        needed = ctx.needs_input_grad[3:]
-        program = run.program(segment, xs[0], needed[:count], needed[count::2])
-        own = parameters_of(segment, tensors[count:], noise)
-        outputs, kept = execute.forward(program, xs, own)
-        run.note(program, xs)
+        rest = tensors[count:], ctx.needs_input_grad[3:]
+        program, kept, outputs = _forward(run, segment, noise, xs, *rest)
         ctx.save_for_backward(kept, *tensors[count:])
         ctx.program, ctx.noise = program, noise
         return tuple(outputs)

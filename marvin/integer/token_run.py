@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import tokens
+from fixedpoint_kernels._torch_private import own_parameters
 from fixedpoint_kernels.tokens import Segment
 from marvin.hooks import rounders_of
 from marvin.integer.formats import Options, Product, choose, has_nan
@@ -259,4 +260,4 @@ def alone(chain: TokenChain | Chain) -> fx.Graph:
 
 def are_plain(own: nn.Module) -> bool:
     """Say whether all parameters of a module are plain."""
-    return all(map(is_plain, own.parameters(recurse=False)))
+    return all(is_plain(p) for _, p in own_parameters(own))
