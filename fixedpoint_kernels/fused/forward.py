@@ -111,9 +111,9 @@ class Forward:
             more = self._terms(i, y)
             takers = takers or [None]
         for n in takers:
-            operation = Operation(
-                self.layout.numbers(shape, f.VALUE, **more), bytes_an_image=8 * shape.padded
-            )
+            numbers = self.layout.numbers(shape, f.VALUE, **more)
+            scratch = {6: 4 * shape.pattern} if "GATE" in more else {}
+            operation = Operation(numbers, bytes_an_image=8 * shape.padded, scratch=scratch)
             if value is not None:
                 operation.number = number_of(value)
             if n is not None:

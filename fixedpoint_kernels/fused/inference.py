@@ -18,7 +18,7 @@ from torch import Tensor
 from fixedpoint_kernels.fused import cpu, execute
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import Forward
-from fixedpoint_kernels.fused.graph import INPUT, Segment
+from fixedpoint_kernels.fused.graph import INPUT, Scaled, Segment
 from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.memory import work_memory
 from fixedpoint_kernels.fused.operations import Buffer, Operation, place_buffers, table
@@ -99,7 +99,12 @@ class _Layout(Layout):
         self.codes = [Buffer(n * self.shapes[own.source].padded) for own in segment.layers]
         self.sums = [Buffer(4 * n * out.padded) for out in self.outs]
         self.clip = [None] * len(segment.layers)
-        self.relu, self.gates = {}, {}
+        self.relu = {}
+        self.gates = {
+            value.gate: Buffer(4 * n * self.shapes[value.gate].padded)
+            for value in segment.values
+            if isinstance(value, Scaled)
+        }
         ends = np.cumsum([0, *(out.pattern for out in self.outs)])
         self.spread = np.concatenate(
             [first + np.arange(out.pattern) % out.channels for first, out in self.channels()]

@@ -150,7 +150,7 @@ class _Mode:
         return known
 
     def _traced(self, left: frozenset[str] = frozenset()) -> Traced | str:
-        return trace(self.module, left, is_exact=not self._training)
+        return trace(self.module, left, infers=not self._training)
 
 
 def _trains(module: nn.Module) -> bool:

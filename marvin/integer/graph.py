@@ -116,14 +116,15 @@ class _Tracer(Tracer):
         return type(m) in CLASSES.values() or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = False) -> Traced | str:
+def trace(module: nn.Module, left: Collection[str] = (), *, infers: bool = False) -> Traced | str:
     """Return a module's graph and chains, or why there are none.
 
     Args:
         module: To be traced.
         left: Names of layers that belong to no chain.
-        is_exact: Whether chains of convolutions have to be, to the bit, what their layers compute one
-            by one: in eval mode. Means, some curves and linear layers are left out.
+        infers: Whether nothing goes backward: in eval mode. Where chains of convolutions can hold
+            all that means and curves would join, and be to the bit what their layers compute one by
+            one, they are; linear layers behind them are left out.
     """
     tracers = _Tracer(), _Tracer()
     buffers = [pair for pair in module.named_buffers() if not pair[1].is_meta]
@@ -155,8 +156,9 @@ def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = Fal
         return "it changes a value in place that is used again"
     alone = {n for n in graph.nodes if n.op == "call_module" and n.target in left}
     alone |= set(graph.nodes) - _needed(graph)
-    if is_exact:
-        chains = _Search(module, graph, alone, is_exact=True).chains()
+    if infers:
+        exact = _Search(module, graph, alone, infers=True, is_exact=True).chains()
+        chains = max(exact, _Search(module, graph, alone, infers=True).chains(), key=_joined)
         alone |= {n for chain in chains for n in chain.replaced}
         tokens = find(module, graph, alone, infers=True)
         own = Traced(graph, chains, tokens, _inner(graph, tracers[0]))
@@ -169,6 +171,11 @@ def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = Fal
     if not chains and not tokens:
         return _NO_CHAINS
     return Traced(graph, chains, tokens, _inner(graph, tracers[0]))
+
+
+def _joined(chains: list[Chain]) -> int:
+    """Count the places where codes pass from layer to layer."""
+    return sum(len(chain.layers) - 1 for chain in chains)
 
 
 def _inner(graph: fx.Graph, tracer: _Tracer) -> tuple[str, ...]:
@@ -242,9 +249,16 @@ class _Search:
     """Walks through a graph in order; each node becomes part of a chain, or ends some."""
 
     def __init__(
-        self, module: nn.Module, graph: fx.Graph, others: set[fx.Node], *, is_exact: bool = False
+        self,
+        module: nn.Module,
+        graph: fx.Graph,
+        others: set[fx.Node],
+        *,
+        infers: bool = False,
+        is_exact: bool = False,
     ) -> None:
-        self.module, self.graph, self.others, self.is_exact = module, graph, others, is_exact
+        self.module, self.graph, self.others = module, graph, others
+        self.infers, self.is_exact = infers, is_exact
         self.known: dict[fx.Node, _Sum | _Made] = {}
         self.found: list[Chain] = []
 
@@ -271,7 +285,7 @@ class _Search:
         if pooled is not None:
             return not (self.is_exact and pooled.is_mean) and self._pool(node, pooled)
         if flat is not None:
-            return not self.is_exact and self._flatten(flat)
+            return not self.infers and self._flatten(flat)
         if len(node.all_input_nodes) == 1 and not plain(node):
             return False
         if node.op == "call_module":
@@ -299,7 +313,7 @@ class _Search:
         if type(own) in (nn.ReLU, nn.ReLU6):
             return self._relu(node, source, _SIX if type(own) is nn.ReLU6 else None)
         is_same = type(own) is nn.Identity
-        is_same |= type(own) is nn.Dropout and (own.p == 0 or self.is_exact)
+        is_same |= type(own) is nn.Dropout and (own.p == 0 or self.infers)
         if is_same and source in self.known:
             if len(source.users) > 1:
                 self._settle(source)

@@ -153,7 +153,7 @@ def test_eval_mode_gives_the_bits_of_layers_one_by_one(name, last, runs):
 
 def test_most_of_a_network_is_one_chain():
     model = trained()[0]
-    assert [len(c.layers) for c in trace(model, is_exact=True).chains] == [21]
+    assert [len(c.layers) for c in trace(model, infers=True).chains] == [21]
     assert [len(c.layers) for c in trace(model.train()).chains] == [22]
 
 
@@ -161,7 +161,7 @@ def test_only_what_has_the_bits_of_torch_is_part_of_chains():
     """Sums of many terms, and functions that are not a few operations, have other last bits."""
     for act, kinds in ((nn.SiLU(), set()), (nn.Hardswish(), {"hardswish"}), (nn.ReLU(), set())):
         model, _ = trained(Parts(act))
-        values = [value for c in trace(model, is_exact=True).chains for value in c.values]
+        values = [value for c in trace(model, infers=True).chains for value in c.values]
         assert {value.curve.name for value in values if value.curve} == kinds
         assert any(isinstance(value, Pooled) for value in values)
         assert not any(getattr(value, "is_mean", False) for value in values)
