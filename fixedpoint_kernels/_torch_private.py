@@ -230,13 +230,15 @@ HOOKS = (
 _OURS = "_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks"
 
 
-def hooks_of(module: nn.Module, kind: type) -> Iterator[Any]:
-    """Yield the hooks of a class that a module has."""
+def hooks_of(module: nn.Module, kind: type) -> list[Any]:
+    """Return the hooks of a class that a module has."""
+    found, places = [], vars(module)
     for place in _OURS:
-        for hook in getattr(module, place).values():
+        for hook in places[place].values():
             own = _unwrapped(hook)
             if isinstance(own, kind):
-                yield own
+                found.append(own)
+    return found
 
 
 def remove_hooks(module: nn.Module, kind: type) -> None:
@@ -249,7 +251,7 @@ def remove_hooks(module: nn.Module, kind: type) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _unwrapped(hook: object) -> object:
+def _unwrapped(hook: object) -> Any:
     """Return what was registered: torch wraps hooks that want the module."""
     return getattr(hook, "hook", hook)
 
@@ -264,6 +266,12 @@ def own_forward_hooks(
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's children by name; what is put in their place later is seen in it."""
     return module._modules
+
+
+def table_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """Return the table in which a module has a parameter, a buffer or another attribute."""
+    tables = module._parameters, module._buffers
+    return next((own for own in tables if name in own), vars(module))
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

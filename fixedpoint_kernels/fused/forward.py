@@ -208,8 +208,9 @@ class Forward:
         in_int16 = shapes.steps_in_int16(layer.inputs, layer.weight)
 
         def details(chunk: int) -> jobs.Described:
-            cut = blocks(part, chunk, taken[1:], taken.channels, 1, grain=self.layout.grain(n))
             read, signed = self.layout.read(n), layer.inputs.signed
+            images = 1 if read.is_alone else chunk  # 16 channels at a time: an image is read often
+            cut = blocks(part, images, taken[1:], taken.channels, 1, grain=self.layout.grain(n))
             found = runs(cut, GRAINS[self.layout.path], read)
             rest = size, kind, signed, in_int16, read
             own = jobs.describe_outputs(cut, found, part, (*steps, out.channels), *rest)

@@ -28,7 +28,7 @@ from fixedpoint_kernels.products.instructions import compiled
 
 __all__ = ["Norm", "Program", "run"]
 
-_CACHE = 2**20  # bytes of what a thread works on at a time
+_CACHE = 2**21  # bytes of what a thread works on at a time
 _BLOCK = 64
 run_region: Any = None
 

@@ -36,7 +36,7 @@ def rounding_of(module: nn.Module) -> tuple[ModuleFormats, list[Rounder], int]:
     rounders = rounders_of(module)
     if rounders:
         return rounders[0].formats(module), rounders, len(rounders)
-    frozen = [*hooks_of(module, FrozenRounding)]  # one before, one behind
+    frozen = hooks_of(module, FrozenRounding)  # one before, one behind
     return (frozen[0].formats if frozen else ModuleFormats()), [], len(frozen) // 2
 
 
