@@ -42,7 +42,8 @@ class Forward:
         self._ys: dict[int, Number] = {}
         for n, layer in enumerate(self.segment.layers):
             self._make(layer.source)
-            if layer.is_flat and not self.segment.layers[n - 1].is_flat:
+            is_first = layer.is_flat and not self.segment.layers[n - 1].is_flat
+            if is_first and not layout.infers:
                 self._begin()  # a large weight is read once for as many images as there are
             self._multiply(n)
         for i, value in enumerate(self.segment.values):

@@ -1,4 +1,7 @@
-"""A segment forward alone, with batch norm's running statistics: what its layers compute one by one, to the bit.
+"""A segment forward alone, with batch norm's running statistics.
+
+Without means, SiLU, sigmoid and GELU it is to the bit what its layers compute one by one. These are as in
+``fixedpoint_kernels.fused.reference``.
 
 A thread takes a few images through all layers, in memory of its own that stays in its cache: no layer
 waits for another thread.
@@ -124,7 +127,7 @@ class Program:
     """What runs a segment forward on images of one size.
 
     Args:
-        segment: Layers and values; no linear layers, means or gates.
+        segment: Layers and values; linear layers take values of one place.
         images: How many.
         size: Height and width of the input.
         path: Of products, one of ``GRAINS``.
@@ -275,15 +278,15 @@ def run(
         norms: Of each layer: batch norm, a bias, or nothing.
 
     Returns:
-        The values that leave the segment, float32, channels last; None where a factor of batch norm is
-        not finite.
+        The values that leave the segment, float32, channels last, or (images, channels) where they are
+        flat; None where a factor of batch norm is not finite.
     """
     source = execute.laid(x, program.shapes[INPUT])
     given = {("x", 0): source.address}
     results = {}
     for i, value in enumerate(program.segment.values):
         if value.is_output:
-            results[i] = execute.Result(len(x), program.shapes[i])
+            results[i] = execute.Result(len(x), program.shapes[i], value.is_flat)
             given["y", i] = results[i].address
     own = {k: v for n, w in enumerate(weights) for k, v in execute.weight_given(n, w).items()}
     with program.lock:
