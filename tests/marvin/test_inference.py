@@ -160,12 +160,16 @@ def test_most_of_a_network_is_one_chain():
 
 def test_only_what_has_the_bits_of_torch_is_part_of_exact_chains():
     """Sums of many terms, and functions that are not a few operations, have other last bits."""
-    for act, kinds in ((nn.Hardswish(), {"hardswish"}), (nn.ReLU(), set())):
-        model, _ = trained(Parts(act))
+    ends = nn.Sequential(*bare()[:3], nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8), nn.SiLU())
+    ends = nn.Sequential(ends, nn.MaxPool2d(8), nn.Flatten(), nn.Linear(8, 10))
+    models = {"hardswish": Parts(nn.Hardswish()), "max": Parts(nn.ReLU()), "silu": ends}
+    for name, own in models.items():
+        model, _ = trained(own)
+        kinds = {"hardswish"} & {name}  # SiLU at the end joins no convolutions
         chains = trace(model, infers=True).chains
         values = [value for c in chains for value in c.values]
         assert {value.curve.name for value in values if value.curve} == kinds
-        assert any(isinstance(value, Pooled) for value in values)
+        assert any(isinstance(value, Pooled) for value in values) is (name != "silu")
         assert not any(getattr(value, "is_mean", False) for value in values)
         assert all(chain.is_exact for chain in chains)
         assert all(row.is_exact for row in report(model).rows)
@@ -230,7 +234,8 @@ def defined(model):
 @pytest.mark.parametrize("count", [1, 19])
 @pytest.mark.parametrize("act", [nn.SiLU, nn.GELU, nn.Hardswish, nn.ReLU])
 def test_curves_means_and_gates_are_as_they_are_defined(act, count, runs, monkeypatch):
-    model, _ = trained(Gated(act()))
+    layout = torch.contiguous_format if count == 1 else torch.channels_last
+    model, _ = trained(Gated(act()).to(memory_format=layout))
     assert [len(c.layers) for c in trace(model, infers=True).chains] == [9]
     x, _ = batch(3, count)
     with torch.no_grad():
