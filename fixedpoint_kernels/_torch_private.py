@@ -3,7 +3,7 @@
 Each entry says which public way is missing. The tests name what is gone after an update of torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -251,7 +251,7 @@ def remove_hooks(module: nn.Module, kind: type) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _unwrapped(hook: object) -> Any:
+def _unwrapped(hook: object) -> object:
     """Return what was registered: torch wraps hooks that want the module."""
     return getattr(hook, "hook", hook)
 
@@ -268,7 +268,7 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def table_of(module: nn.Module, name: str) -> dict[str, Any]:
+def table_of(module: nn.Module, name: str) -> Mapping[str, object]:
     """Return the table in which a module has a parameter, a buffer or another attribute."""
     tables = module._parameters, module._buffers
     return next((own for own in tables if name in own), vars(module))
