@@ -3,7 +3,7 @@
 Each entry says which public way is missing. The tests name what is gone after an update of torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -230,13 +230,15 @@ HOOKS = (
 _OURS = "_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks"
 
 
-def hooks_of(module: nn.Module, kind: type) -> Iterator[Any]:
-    """Yield the hooks of a class that a module has."""
+def hooks_of(module: nn.Module, kind: type) -> list[Any]:
+    """Return the hooks of a class that a module has."""
+    found, places = [], vars(module)
     for place in _OURS:
-        for hook in getattr(module, place).values():
+        for hook in places[place].values():
             own = _unwrapped(hook)
             if isinstance(own, kind):
-                yield own
+                found.append(own)
+    return found
 
 
 def remove_hooks(module: nn.Module, kind: type) -> None:
@@ -269,6 +271,12 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return names and parameters of a module alone: a tenth of the time of ``named_parameters``."""
     return [(name, own) for name, own in module._parameters.items() if own is not None]
+
+
+def table_of(module: nn.Module, name: str) -> Mapping[str, object]:
+    """Return the table in which a module has a parameter, a buffer or another attribute."""
+    tables = module._parameters, module._buffers
+    return next((own for own in tables if name in own), vars(module))
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -72,7 +72,7 @@ def freeze(model: nn.Module) -> nn.Module:
         unhook(module)
         module.register_forward_pre_hook(_Inputs(formats, rounder.arguments), with_kwargs=True)
         module.register_forward_hook(_Outputs(formats, ()))
-        for hook in [*hooks_of(module, FrozenRounding)]:
+        for hook in hooks_of(module, FrozenRounding):
             module.register_load_state_dict_pre_hook(_Loading(hook))
             _check(hook.formats)
     return frozen
@@ -86,7 +86,7 @@ def frozen_formats(model: nn.Module) -> dict[str, ModuleFormats]:
     """
     found = formats_of(model)
     for name, formats in found.items():
-        hooks = [*hooks_of(model.get_submodule(name), FrozenRounding)]
+        hooks = hooks_of(model.get_submodule(name), FrozenRounding)
         if [type(hook) for hook in hooks] != [_Inputs, _Outputs]:
             raise ValueError(f"it must round by its formats, got no such hooks at {name!r}")
         if any(hook.formats != formats for hook in hooks):

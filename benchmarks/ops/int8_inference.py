@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import marvin
-from benchmarks.networks import mobilenet_v2, resnet18
+from benchmarks.networks import efficientnet_b0, mobilenet_v2, resnet18
 from benchmarks.ops.int8_training import fixed_point_model
 from benchmarks.steps import Step
 from benchmarks.timing import Case
@@ -24,6 +24,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # with the side of
     "ResNet20": (resnet20, 32),
     "ResNet-18": (resnet18, 64),
     "MobileNetV2": (mobilenet_v2, 64),
+    "EfficientNet-B0": (efficientnet_b0, 64),
 }
 BATCHES = 1, 8, 128
 

@@ -168,21 +168,20 @@ def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def weight_given(n: int, weight: Tensor) -> dict[tuple[str, int], int]:
-    """Return where the weight of layer ``n`` is, and how it lies."""
+def weight_given(n: int, weight: Tensor, places: int = 1) -> dict[tuple[str, int], int]:
+    """Return where the weight of layer ``n`` is, and how it lies; ``places``: of a linear layer's input."""
     steps = weight.stride()
     names = "weight", "step_o", "step_c", "step_t"
-    numbers = weight.data_ptr(), steps[0], steps[1], steps[-1]
+    numbers = weight.data_ptr(), steps[0], steps[1] * places, steps[-1]
     return {(name, n): number for name, number in zip(names, numbers, strict=True)}
 
 
 def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:
     found: dict[tuple[str, int], int] = {}
     for n, own in enumerate(parameters):
-        found |= weight_given(n, own.weight)
-        if program.segment.layers[n].is_flat:
-            _, height, width = program.shapes[program.segment.layers[n].source]
-            found["step_c", n] *= height * width
+        layer = program.segment.layers[n]
+        _, height, width = program.shapes[layer.source]
+        found |= weight_given(n, own.weight, height * width if layer.is_flat else 1)
         found |= {
             ("scale", n): 0 if own.scale is None else own.scale.data_ptr(),
             ("shift", n): 0 if own.shift is None else own.shift.data_ptr(),

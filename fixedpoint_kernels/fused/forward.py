@@ -42,7 +42,8 @@ class Forward:
         self._ys: dict[int, Number] = {}
         for n, layer in enumerate(self.segment.layers):
             self._make(layer.source)
-            if layer.is_flat and not self.segment.layers[n - 1].is_flat:
+            is_first = layer.is_flat and not self.segment.layers[n - 1].is_flat
+            if is_first and not layout.infers:
                 self._begin()  # a large weight is read once for as many images as there are
             self._multiply(n)
         for i, value in enumerate(self.segment.values):
@@ -111,9 +112,9 @@ class Forward:
             more = self._terms(i, y)
             takers = takers or [None]
         for n in takers:
-            operation = Operation(
-                self.layout.numbers(shape, f.VALUE, **more), bytes_an_image=8 * shape.padded
-            )
+            numbers = self.layout.numbers(shape, f.VALUE, **more)
+            scratch = {6: 4 * shape.pattern} if "GATE" in more else {}
+            operation = Operation(numbers, bytes_an_image=8 * shape.padded, scratch=scratch)
             if value is not None:
                 operation.number = number_of(value)
             if n is not None:
@@ -208,8 +209,9 @@ class Forward:
         in_int16 = shapes.steps_in_int16(layer.inputs, layer.weight)
 
         def details(chunk: int) -> jobs.Described:
-            cut = blocks(part, chunk, taken[1:], taken.channels, 1, grain=self.layout.grain(n))
             read, signed = self.layout.read(n), layer.inputs.signed
+            images = 1 if read.is_alone else chunk  # 16 channels at a time: an image is read often
+            cut = blocks(part, images, taken[1:], taken.channels, 1, grain=self.layout.grain(n))
             found = runs(cut, GRAINS[self.layout.path], read)
             rest = size, kind, signed, in_int16, read
             own = jobs.describe_outputs(cut, found, part, (*steps, out.channels), *rest)

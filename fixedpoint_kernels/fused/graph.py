@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from fixedpoint_kernels.formats import FixedPoint
@@ -184,6 +185,14 @@ class Segment:
             again = isinstance(value, Scaled) or value.curve is not None
             if again and (len(source.layers) != 1 or source.values):
                 raise ValueError(f"one layer must make what backward computes again, got {source}")
+
+    def __hash__(self) -> int:
+        """Return what is computed once: programs are looked up by it at each call."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layers, self.values))
 
     def sizes(self, size: tuple[int, int]) -> Sizes:
         """Return channels, height and width of each value, of an input of this height and width.

@@ -1,4 +1,7 @@
-"""A segment forward alone, with batch norm's running statistics: what its layers compute one by one, to the bit.
+"""A segment forward alone, with batch norm's running statistics.
+
+Without means, SiLU, sigmoid and GELU it is to the bit what its layers compute one by one. These are as in
+``fixedpoint_kernels.fused.reference``.
 
 A thread takes a few images through all layers, in memory of its own that stays in its cache: no layer
 waits for another thread.
@@ -18,7 +21,7 @@ from torch import Tensor
 from fixedpoint_kernels.fused import cpu, execute
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import Forward
-from fixedpoint_kernels.fused.graph import INPUT, Segment
+from fixedpoint_kernels.fused.graph import INPUT, Scaled, Segment
 from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.memory import work_memory
 from fixedpoint_kernels.fused.operations import Buffer, Operation, place_buffers, table
@@ -28,7 +31,7 @@ from fixedpoint_kernels.products.instructions import compiled
 
 __all__ = ["Norm", "Program", "run"]
 
-_CACHE = 2**20  # bytes of what a thread works on at a time
+_CACHE = 2**21  # bytes of what a thread works on at a time
 _BLOCK = 64
 run_region: Any = None
 
@@ -99,7 +102,12 @@ class _Layout(Layout):
         self.codes = [Buffer(n * self.shapes[own.source].padded) for own in segment.layers]
         self.sums = [Buffer(4 * n * out.padded) for out in self.outs]
         self.clip = [None] * len(segment.layers)
-        self.relu, self.gates = {}, {}
+        self.relu = {}
+        self.gates = {
+            value.gate: Buffer(4 * n * self.shapes[value.gate].padded)
+            for value in segment.values
+            if isinstance(value, Scaled)
+        }
         ends = np.cumsum([0, *(out.pattern for out in self.outs)])
         self.spread = np.concatenate(
             [first + np.arange(out.pattern) % out.channels for first, out in self.channels()]
@@ -119,7 +127,7 @@ class Program:
     """What runs a segment forward on images of one size.
 
     Args:
-        segment: Layers and values; no linear layers, means or gates.
+        segment: Layers and values; linear layers take values of one place.
         images: How many.
         size: Height and width of the input.
         path: Of products, one of ``GRAINS``.
@@ -270,15 +278,15 @@ def run(
         norms: Of each layer: batch norm, a bias, or nothing.
 
     Returns:
-        The values that leave the segment, float32, channels last; None where a factor of batch norm is
-        not finite.
+        The values that leave the segment, float32, channels last, or (images, channels) where they are
+        flat; None where a factor of batch norm is not finite.
     """
     source = execute.laid(x, program.shapes[INPUT])
     given = {("x", 0): source.address}
     results = {}
     for i, value in enumerate(program.segment.values):
         if value.is_output:
-            results[i] = execute.Result(len(x), program.shapes[i])
+            results[i] = execute.Result(len(x), program.shapes[i], value.is_flat)
             given["y", i] = results[i].address
     own = {k: v for n, w in enumerate(weights) for k, v in execute.weight_given(n, w).items()}
     with program.lock:

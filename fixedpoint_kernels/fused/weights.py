@@ -8,7 +8,7 @@ from numba import carray, prange
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
-from fixedpoint_kernels.llvm.calls import called, inner
+from fixedpoint_kernels.llvm.calls import called, inner, keep
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.llvm.views import doubles, floats
 from fixedpoint_kernels.products.packing import (
@@ -43,19 +43,29 @@ def _code(value, scale, low, high):
 
 
 @inner
+def _round_row(weight, size, codes, scale, low, high):
+    """Round elements that follow each other; ``weight``, ``codes``: addresses."""
+    whole = size // 16 * 16
+    passes.encode(weight, whole, codes, 0, 0, scale, low, high)
+    values, rest = floats(weight, size), carray(pointer_to(codes), size, np.int8)
+    for i in range(whole, size):
+        rest[i] = _code(values[i], scale, low, high)
+
+
+@inner
 def _round_rows(weight, step_o, taps, inputs, codes, scale, low, high):
-    """Round a contiguous weight; the codes of a row lie by tap, then by input."""
+    """Round a weight whose taps follow each other; the codes of a row lie by tap, then by input."""
     size = taps * inputs
     row = np.empty(size, np.int8)
     for first in range(0, len(codes), size):
-        start = first // size * step_o
-        values, out = weight[start : start + size], codes[first : first + size]
-        for i in range(size):
-            row[i] = _code(values[i], scale, low, high)
+        source = weight.ctypes.data + 4 * (first // size * step_o)
+        _round_row(source, size, row.ctypes.data, scale, low, high)
+        out = codes[first : first + size]
         for t in range(taps):
             own, tap = out[t * inputs : (t + 1) * inputs], row[t:]
             for c in range(inputs):
                 own[c] = tap[c * taps]
+    keep(row)
 
 
 @inner
@@ -80,7 +90,10 @@ def pack_task(d, scales, own):
     step_o, step_c, step_t = d[f.W_STEP_O], d[f.W_STEP_C], d[f.W_STEP_T]
     size = (outputs - 1) * step_o + (inputs - 1) * step_c + (taps - 1) * step_t + 1
     weight = floats(d[f.WEIGHTS], size)
-    if step_t == 1 and step_c == taps:
+    is_dense = outputs == 1 or step_o == taps * inputs
+    if is_dense and (taps == 1 or step_t == inputs) and (inputs == 1 or step_c == 1):
+        _round_row(d[f.WEIGHTS], len(codes), own, scale, low, high)
+    elif step_t == 1 and step_c == taps:
         _round_rows(weight, step_o, taps, inputs, codes, scale, low, high)
     else:
         _round_places(weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high)

@@ -28,7 +28,7 @@ from marvin.integer.token_run import alone
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
-__all__ = ["ChainRun", "has_hooks", "is_in_the_way", "rounding_of"]
+__all__ = ["ChainRun", "has_fitting_formats", "has_hooks", "is_in_the_way", "rounding_of"]
 
 
 def rounding_of(module: nn.Module) -> tuple[ModuleFormats, list[Rounder], int]:
@@ -36,7 +36,7 @@ def rounding_of(module: nn.Module) -> tuple[ModuleFormats, list[Rounder], int]:
     rounders = rounders_of(module)
     if rounders:
         return rounders[0].formats(module), rounders, len(rounders)
-    frozen = [*hooks_of(module, FrozenRounding)]  # one before, one behind
+    frozen = hooks_of(module, FrozenRounding)  # one before, one behind
     return (frozen[0].formats if frozen else ModuleFormats()), [], len(frozen) // 2
 
 
@@ -124,10 +124,17 @@ class ChainRun(nn.Module):
     def unfit(self) -> list[str]:
         """Return the names of linear layers without which the chain could run fused now."""
         pairs = zip(self.chain.layers, self.convolutions, strict=True)
-        unfit = [(own.name, layer) for own, layer in pairs if not _is_fit(layer)]
+        unfit = [(own.name, layer) for own, layer in pairs if not self._is_fit(layer)]
         return (
             [name for name, _ in unfit] if all(isinstance(n, nn.Linear) for _, n in unfit) else []
         )
+
+    def _is_fit(self, layer: nn.Module) -> bool:
+        """Say whether a layer has what chains need."""
+        rounders = rounders_of(layer)
+        if len(rounders) != 1 or has_hooks(layer) or not layer.training:
+            return False
+        return has_fitting_formats(layer, rounders[0].formats(layer))
 
     def _described(self, formats: list[ModuleFormats]) -> Segment | None:
         layers = []
@@ -239,12 +246,8 @@ def _is_float32(norm: nn.BatchNorm2d) -> bool:
     return all(t is None or (t.dtype is torch.float32 and t.is_contiguous()) for t in own)
 
 
-def _is_fit(layer: nn.Module) -> bool:
-    """Say whether a layer has what chains need."""
-    rounders = rounders_of(layer)
-    if len(rounders) != 1 or has_hooks(layer) or not layer.training:
-        return False
-    formats = rounders[0].formats(layer)
+def has_fitting_formats(layer: nn.Module, formats: ModuleFormats) -> bool:
+    """Say whether a layer has formats that chains take."""
     product = choose(layer, formats)
     return not isinstance(product, str) and _fits(product, getattr(layer, OPTIONS), formats)
 

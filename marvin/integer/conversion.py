@@ -34,6 +34,8 @@ class Row:
         reason: Why not all of them are integer; "" where they are.
         is_fused: Whether it runs with its neighbours as one in training, codes going from layer to
             layer, where ``marvin.integer.convert`` says that this can be.
+        is_exact: Whether it has the bits of layers one by one in eval mode without gradients: its chain
+            there has no means, SiLU, sigmoid or GELU, norms or attention.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Row:
     weight_gradient: str
     reason: str = ""
     is_fused: bool = False
+    is_exact: bool = True
 
     @property
     def is_integer(self) -> bool:
@@ -71,6 +74,7 @@ class Report:
             ways = f"{row.forward}, {row.input_gradient}, {row.weight_gradient}"
             notes = [row.reason] if row.reason else []
             notes += ["fused"] if row.is_fused else []
+            notes += [] if row.is_exact else ["other last bits in eval mode"]
             lines.append(f"{row.name}: {ways}" + (f" ({', '.join(notes)})" if notes else ""))
         return "\n".join(lines)
 
@@ -176,9 +180,13 @@ def report(model: nn.Module) -> Report:
     Args:
         model: Converted or not.
     """
-    fused = fused_layers(model)
+    fused, inexact = fused_layers(model)
     rows = [
-        replace(row, is_fused=name in fused and not row.reason)
+        replace(
+            row,
+            is_fused=name in fused and not row.reason,
+            is_exact=name not in inexact or not row.is_integer,
+        )
         for name, module in model.named_modules()
         if any(is_layer(p) for p in module.parameters(recurse=False))
         for row in [_row(name, module)]

@@ -70,6 +70,10 @@ class Fused(OtherForward):
         """Return the names of the layers in chains, within the module."""
         return self._modes[True].layers()
 
+    def inexact(self) -> list[str]:
+        """Return the names of the layers in chains whose last bits are others in eval mode."""
+        return self._modes[False].inexact()
+
     def _ready(self, x: Any) -> fx.GraphModule | None:
         if (
             torch.compiler.is_compiling()
@@ -107,6 +111,11 @@ class _Mode:
         """Return the names of the layers in chains, within the module."""
         traced = self._trace()[0]
         return [] if isinstance(traced, str) else traced.layers
+
+    def inexact(self) -> list[str]:
+        """Return the names of those in chains that are not, to the bit, what layers compute one by one."""
+        traced = self._trace()[0]
+        return [] if isinstance(traced, str) else traced.inexact
 
     def ready(self, x: Tensor) -> fx.GraphModule | None:
         """Return the module with its chains, if they can run now."""
@@ -150,7 +159,7 @@ class _Mode:
         return known
 
     def _traced(self, left: frozenset[str] = frozenset()) -> Traced | str:
-        return trace(self.module, left, is_exact=not self._training)
+        return trace(self.module, left, infers=not self._training)
 
 
 def _trains(module: nn.Module) -> bool:
@@ -164,14 +173,15 @@ def fuse(model: nn.Module) -> None:
         module.forward = Fused(module)
 
 
-def fused_layers(model: nn.Module) -> set[str]:
-    """Return the names of the layers of a model that run fused in training."""
-    found = set()
+def fused_layers(model: nn.Module) -> tuple[set[str], set[str]]:
+    """Return the names of the layers of a model that run fused in training, and of those whose last bits differ in eval mode."""
+    fused, inexact = set(), set()
     for name, module in model.named_modules():
         own = vars(module).get("forward")
         if isinstance(own, Fused):
-            found |= {f"{name}.{layer}".lstrip(".") for layer in own.layers()}
-    return found
+            fused |= {f"{name}.{layer}".lstrip(".") for layer in own.layers()}
+            inexact |= {f"{name}.{layer}".lstrip(".") for layer in own.inexact()}
+    return fused, inexact
 
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:

@@ -77,6 +77,13 @@ class Chain:
         return is_mean_of_all or self.has_one_place(value.source)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether it is, to the bit, what its layers compute one by one in eval mode: without means and some curves."""
+        curves = {value.curve.name for value in self.values if value.curve is not None}
+        has_means = any(isinstance(value, Pooled) and value.is_mean for value in self.values)
+        return not has_means and curves <= {*_EXACT}
+
+    @property
     def inputs(self) -> list[fx.Node]:
         """The node of what comes in."""
         return [self.input]
@@ -109,6 +116,12 @@ class Traced:
         own = [layer.name for chain in self.chains for layer in chain.layers]
         return own + [name for chain in self.tokens for name in chain.layers]
 
+    @property
+    def inexact(self) -> list[str]:
+        """Names of those in chains whose last bits, in eval mode, are others than layers' one by one."""
+        own = [layer.name for c in self.chains if not c.is_exact for layer in c.layers]
+        return own + [name for chain in self.tokens if not chain.is_plain for name in chain.layers]
+
 
 class _Tracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -116,14 +129,15 @@ class _Tracer(Tracer):
         return type(m) in CLASSES.values() or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = False) -> Traced | str:
+def trace(module: nn.Module, left: Collection[str] = (), *, infers: bool = False) -> Traced | str:
     """Return a module's graph and chains, or why there are none.
 
     Args:
         module: To be traced.
         left: Names of layers that belong to no chain.
-        is_exact: Whether chains of convolutions have to be, to the bit, what their layers compute one
-            by one: in eval mode. Means, some curves and linear layers are left out.
+        infers: Whether nothing goes backward: in eval mode. Chains of convolutions are then to the
+            bit what their layers compute one by one, without means and some curves, unless these
+            join more convolutions.
     """
     tracers = _Tracer(), _Tracer()
     buffers = [pair for pair in module.named_buffers() if not pair[1].is_meta]
@@ -155,8 +169,10 @@ def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = Fal
         return "it changes a value in place that is used again"
     alone = {n for n in graph.nodes if n.op == "call_module" and n.target in left}
     alone |= set(graph.nodes) - _needed(graph)
-    if is_exact:
-        chains = _Search(module, graph, alone, is_exact=True).chains()
+    if infers:
+        exact = _Search(module, graph, alone, infers=True, is_exact=True).chains()
+        others = _Search(module, graph, alone, infers=True).chains()
+        chains = max(exact, others, key=lambda chains: _joined(module, chains))
         alone |= {n for chain in chains for n in chain.replaced}
         tokens = find(module, graph, alone, infers=True)
         own = Traced(graph, chains, tokens, _inner(graph, tracers[0]))
@@ -169,6 +185,12 @@ def trace(module: nn.Module, left: Collection[str] = (), *, is_exact: bool = Fal
     if not chains and not tokens:
         return _NO_CHAINS
     return Traced(graph, chains, tokens, _inner(graph, tracers[0]))
+
+
+def _joined(module: nn.Module, chains: list[Chain]) -> int:
+    """Count the places where codes pass from convolution to convolution."""
+    layers = [module.get_submodule(own.name) for chain in chains for own in chain.layers]
+    return sum(isinstance(own, nn.Conv2d) for own in layers) - len(chains)
 
 
 def _inner(graph: fx.Graph, tracer: _Tracer) -> tuple[str, ...]:
@@ -242,9 +264,16 @@ class _Search:
     """Walks through a graph in order; each node becomes part of a chain, or ends some."""
 
     def __init__(
-        self, module: nn.Module, graph: fx.Graph, others: set[fx.Node], *, is_exact: bool = False
+        self,
+        module: nn.Module,
+        graph: fx.Graph,
+        others: set[fx.Node],
+        *,
+        infers: bool = False,
+        is_exact: bool = False,
     ) -> None:
-        self.module, self.graph, self.others, self.is_exact = module, graph, others, is_exact
+        self.module, self.graph, self.others = module, graph, others
+        self.infers, self.is_exact = infers, is_exact
         self.known: dict[fx.Node, _Sum | _Made] = {}
         self.found: list[Chain] = []
 
@@ -271,7 +300,7 @@ class _Search:
         if pooled is not None:
             return not (self.is_exact and pooled.is_mean) and self._pool(node, pooled)
         if flat is not None:
-            return not self.is_exact and self._flatten(flat)
+            return self._flatten(flat)
         if len(node.all_input_nodes) == 1 and not plain(node):
             return False
         if node.op == "call_module":
@@ -299,7 +328,7 @@ class _Search:
         if type(own) in (nn.ReLU, nn.ReLU6):
             return self._relu(node, source, _SIX if type(own) is nn.ReLU6 else None)
         is_same = type(own) is nn.Identity
-        is_same |= type(own) is nn.Dropout and (own.p == 0 or self.is_exact)
+        is_same |= type(own) is nn.Dropout and (own.p == 0 or self.infers)
         if is_same and source in self.known:
             if len(source.users) > 1:
                 self._settle(source)
@@ -334,8 +363,8 @@ class _Search:
 
     def _flatten(self, nodes: tuple[fx.Node, ...]) -> bool:
         made = self._settle(nodes[-1].all_input_nodes[0])
-        if made is None:
-            return False
+        if made is None or (self.infers and not made.chain.has_one_place(made.number)):
+            return False  # without a region of its own, a large weight is read too often
         made.chain.replaced += nodes[:-1]
         self._join(nodes[-1], replace(made, is_flat=True))
         return True

@@ -7,7 +7,15 @@ from torch import Tensor, nn
 from fixedpoint_kernels import products
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.integer.autograd import lies_as
-from marvin.integer.chain_run import ChainRun, has_hooks, is_in_the_way, rounding_of
+from marvin.integer.chain_run import (
+    ChainRun,
+    has_fitting_formats,
+    has_hooks,
+    is_in_the_way,
+    rounding_of,
+)
+from marvin.model_formats import ModuleFormats
+from marvin.rounder import Rounder
 
 if TYPE_CHECKING:
     from fixedpoint_kernels.fused import inference
@@ -16,7 +24,7 @@ __all__ = ["InferenceRun"]
 
 
 class InferenceRun(ChainRun):
-    """One chain: what its layers compute one by one, to the bit; also of a frozen model."""
+    """One chain, also of a frozen model; see ``Chain.is_exact``."""
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now."""
@@ -25,17 +33,18 @@ class InferenceRun(ChainRun):
         if rounds_once() is None:
             return False
         found = [rounding_of(conv) for conv in self.convolutions]
-        for conv, (formats, _, count) in zip(self.convolutions, found, strict=True):
-            if conv.training or count != 1 or has_hooks(conv, 1):
-                return False
-            if formats.eval_rounding != "nearest":
-                return False
+        if not all(map(_infers, self.convolutions, found)):
+            return False
         if any(is_in_the_way(own) or own.training for own in self.others):
             return False
         if any(norm is not None and norm.running_mean is None for norm in self.norms):
             return False
         self.rounders = tuple(rounder for _, rounders, _ in found for rounder in rounders)
         return self._are_float32() and self._knows([formats for formats, *_ in found])
+
+    def _is_fit(self, layer: nn.Module) -> bool:
+        found = rounding_of(layer)
+        return _infers(layer, found) and has_fitting_formats(layer, found[0])
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return what leaves the chain."""
@@ -64,6 +73,14 @@ class InferenceRun(ChainRun):
         key = segment, tuple(x.shape), path, threads
         rest = len(x), size, path, threads
         return self._programs.get(key, lambda _: Program(segment, *rest))
+
+
+def _infers(layer: nn.Module, rounding: tuple[ModuleFormats, list[Rounder], int]) -> bool:
+    """Say whether a layer's mode, hooks and rounding are those that chains take; see ``rounding_of``."""
+    formats, _, count = rounding
+    if layer.training or count != 1 or has_hooks(layer, 1):
+        return False
+    return formats.eval_rounding == "nearest"
 
 
 def _numbers(norm: nn.BatchNorm2d) -> "inference.Norm":

@@ -1,11 +1,10 @@
 """What a traced graph was made of, to notice when somebody changes it."""
 
-from operator import attrgetter, is_, itemgetter
-from typing import Any
+from operator import is_, itemgetter
 
 from torch import nn
 
-from fixedpoint_kernels._torch_private import children_of
+from fixedpoint_kernels._torch_private import children_of, table_of
 from marvin.integer.graph import Traced
 from marvin.integer.surroundings import PLAIN, names_of, noted
 
@@ -51,9 +50,10 @@ class Seen:
             (own, n) for own, n in others if type(own[n]) not in PLAIN and n != "forward"
         ]
         self._noted = [noted(own[n]) for own, n in self._others]
-        names = [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]
-        self._module, self._tensors = module, attrgetter(*names) if names else None
-        self._held = self._tensors_now()
+        names = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"}
+        owners = [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in sorted(names)]
+        tables = [(table_of(module.get_submodule(own), name), name) for own, name in owners]
+        self._tensors = [(table, name, table[name]) for table, name in tables]
 
     def holds(self) -> bool:
         """Say whether all of it is as it was."""
@@ -74,10 +74,4 @@ class Seen:
             for (own, n), before in zip(self._others, self._noted, strict=True)
         ):
             return False
-        return all(map(is_, self._tensors_now(), self._held))
-
-    def _tensors_now(self) -> tuple[Any, ...]:
-        if self._tensors is None:
-            return ()
-        found = self._tensors(self._module)
-        return found if isinstance(found, tuple) else (found,)
+        return all(table.get(name) is held for table, name, held in self._tensors)
