@@ -5,9 +5,10 @@ from functools import cache
 
 import numpy as np
 import torch
-from numba import carray, njit, prange, types
+from numba import carray, prange, types
 from torch import Tensor
 
+from fixedpoint_kernels.compact import lanes
 from fixedpoint_kernels.compact.records import (
     BLOCK,
     FACTORS,
@@ -20,8 +21,9 @@ from fixedpoint_kernels.compact.records import (
     blocks_of,
 )
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.llvm.vectors import F32, I16, I32, I64, intrinsic, multiply_add, pointer_to
+from fixedpoint_kernels.llvm.calls import inner, keep
+from fixedpoint_kernels.llvm.vectors import F32, I16, I32, I64, intrinsic, pointer_to
+from fixedpoint_kernels.llvm.views import floats
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import words
 from fixedpoint_kernels.rounding.cpu import TASK, numbers_of, round_task
@@ -32,11 +34,10 @@ from fixedpoint_kernels.threads import compile_both, is_parallel
 _WORDS = 128  # of noise, made at a time
 _FREE = FixedPoint(2, 0)  # stands where there is no format
 _PIECE = TASK - 2 * _WORDS  # elements of a task, at most: rounding then takes them at once
-_NOISE = TASK + 2 * _WORDS  # parts of a task's noise
+_NOISE = TASK + 2 * _WORDS + lanes.LANES  # parts of a task's noise, and of a vector more
 _KINDS = {"fixed": 0, "signed": 1, "squares": 2}
 _INFINITY = np.int32(0x7F800000)  # the bits of
-_SIGN = np.int32(-(2**31))
-_ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
+_ONE = np.float32(1.0)
 _SMALLEST = np.float32(2.0**-126)
 _HALF = np.float32(2.0**-17)  # of a step of the noise
 _FACTORS = tuple(map(np.int32, FACTORS))
@@ -70,16 +71,6 @@ def _data_of(_context, array):
 
 
 @intrinsic
-def _bits_of(_context, value):
-    """Return the bits of a float32 as an int32."""
-
-    def codegen(_context, builder, _signature, args):
-        return builder.bitcast(args[0], I32)
-
-    return types.int32(value), codegen
-
-
-@intrinsic
 def _float_of(_context, bits):
     """Return the float32 of an int32's bits."""
 
@@ -99,158 +90,57 @@ def _draw(noise, n, first, seed, stream):
 
 
 @inner
-def _chance(part, factor, half):
-    """Return what a distance is compared with; see ``reference._chances``."""
-    own = np.int32((np.int32(part) * factor) & np.int32(0xFFFF))
-    return multiply_add(np.float32(own), np.float32(2.0**-16), half)
+def _shorts(address, n):
+    return carray(pointer_to(address), n, np.int16)
 
 
 @inner
-def _size(value):
-    """Return the bits of a magnitude; those of infinity and NaN are above all others."""
-    return np.int32(_bits_of(value) & np.int32(0x7FFFFFFF))
+def _bytes(address, n):
+    return carray(pointer_to(address), n, np.int8)
 
 
 @inner
-def _with_sign(size, of):
-    """Return a value that is not below 0 with another's sign."""
-    return _float_of(np.int32(_bits_of(size) | (_bits_of(of) & _SIGN)))
+def _put_fixed(places, n, top, scales, block, noise):
+    """Encode a block, and write what the codes mean.
 
-
-@inner
-def _top(values):
-    top = np.int32(0)
-    for i in range(values.size):
-        top = max(top, _size(values[i]))
-    return top
-
-
-@njit(error_model="numpy")
-def _encode_fixed(values, top, codes, scales, block, noise, factor, half):
-    """Encode a block, and leave in ``values`` what the codes mean; top: of the magnitudes' bits."""
+    places: addresses of values, codes, noise, and where the meaning goes, which may be the values;
+    top: of the magnitudes' bits; noise: factor and half of a step.
+    """
     if top >= _INFINITY:
-        scales[block], codes[:], values[:] = np.nan, 0, np.nan
+        scales[block], codes, meant = np.nan, _shorts(places[1], n), floats(places[3], n)
+        for i in range(n):
+            codes[i], meant[i] = 0, np.nan
         return
     # one code above the largest must fit, too
     exponent = max(((top + np.int32(511)) >> np.int32(23)) - np.int32(14), np.int32(1))
     lsb = _float_of(np.int32(exponent << np.int32(23)))
-    scales[block], scale = lsb, _ONE / lsb
-    for i in range(values.size):
-        scaled = values[i] * scale
-        below = np.floor(scaled)
-        is_up = scaled - below > _chance(noise[i], factor, half)
-        code = below + _ONE if is_up else below  # the scale leaves none to clamp
-        codes[i] = np.int16(np.int32(code))
-        values[i] = code * lsb
+    scales[block] = lsb
+    lanes.encode_fixed(places, n, (lsb, _ONE / lsb), noise[0], noise[1])
 
 
-@njit(error_model="numpy")
-def _encode_signed(values, top, codes, scales, block, noise, factor, half):
+@inner
+def _put_signed(places, n, top, scales, block, noise):
+    """Encode a block; places: addresses of values, codes and noise."""
     if top >= _INFINITY:
-        scales[block], codes[:] = np.nan, 0
+        scales[block], codes = np.nan, _bytes(places[1], n)
+        for i in range(n):
+            codes[i] = 0
         return
     own = max(_float_of(top) / np.float32(127.0**2), _SMALLEST)
-    scales[block], inverse = own, _ONE / own
-    most = np.float32(127.0)
-    for i in range(values.size):
-        scaled = values[i] * inverse
-        size = abs(scaled)
-        below = np.floor(np.sqrt(size))  # never above 127
-        gap = multiply_add(below, _TWO, _ONE)  # to the next square
-        is_up = gap * _chance(noise[i], factor, half) < size - below * below
-        code = min(below + _ONE if is_up else below, most)
-        codes[i] = np.int8(np.int32(_with_sign(code, scaled)))
+    scales[block] = own
+    lanes.encode_signed(places, n, _ONE / own, noise[0], noise[1])
 
 
-@njit(error_model="numpy")
-def _encode_squares(values, top, codes, scales, block, noise, factor, half):
+@inner
+def _put_squares(places, n, top, scales, block, noise):
     if top >= _INFINITY:
-        scales[block], codes[:] = np.nan, 0
+        scales[block], codes = np.nan, _bytes(places[1], n)
+        for i in range(n):
+            codes[i] = 0
         return
     own = max(_float_of(top) / np.float32(255.0**4), _SMALLEST)
-    scales[block], inverse = own, _ONE / own
-    most = np.float32(255.0)
-    for i in range(values.size):
-        size = max(values[i] * inverse, _ZERO)
-        below = min(np.floor(np.sqrt(np.sqrt(size))), most)
-        above = below + _ONE
-        low, high = below * below, above * above
-        low, high = low * low, high * high
-        step = (high - low) * _chance(noise[i], factor, half)
-        code = min(below + (_ONE if step < size - low else _ZERO), most)
-        code = max(code, _ONE if values[i] > _ZERO else _ZERO)
-        codes[i] = np.uint8(np.int32(code))
-
-
-@inner
-def _fixed(code, scale):
-    return np.float32(np.int32(code)) * scale
-
-
-@inner
-def _signed(code, scale):
-    own = np.float32(np.int32(code))
-    return own * abs(own) * scale
-
-
-@inner
-def _square(code, scale):
-    own = np.float32(np.int32(code))
-    own = own * own
-    return own * own * scale
-
-
-@inner
-def _decoded(codes, lsb, master):
-    for i in range(master.size):
-        master[i] = _fixed(codes[i], lsb)
-
-
-@inner
-def _sgd(codes, lsb, grad, rate, master):
-    """Move a block without momentum into ``master``; rate: see ``_rate_of``.
-
-    Each of these returns the largest magnitudes' bits of what it writes.
-    """
-    step, decay, top = rate[0], rate[2], np.int32(0)
-    for i in range(master.size):
-        own = _fixed(codes[i], lsb)
-        g = multiply_add(own, decay, grad[i]) if decay != 0 else grad[i]
-        master[i] = multiply_add(g, step, own)
-        top = max(top, _size(master[i]))
-    return top
-
-
-@inner
-def _momentum(codes, lsb, momenta, scale, grad, rate, master, momentum):
-    step, kept, decay = rate[0], rate[1], rate[2]
-    is_nesterov, top, high = rate[3] != 0, np.int32(0), np.int32(0)
-    for i in range(master.size):
-        own = _fixed(codes[i], lsb)
-        g = multiply_add(own, decay, grad[i]) if decay != 0 else grad[i]
-        moved = kept * _signed(momenta[i], scale) + g
-        g = multiply_add(moved, kept, g) if is_nesterov else moved
-        new = multiply_add(g, step, own)
-        momentum[i], master[i] = moved, new
-        top, high = max(top, _size(new)), max(high, _size(moved))
-    return top, high
-
-
-@njit(error_model="numpy")
-def _adam(codes, lsb, momenta, scale, squares, power, grad, rate, master, first, second):
-    step, weight1, beta2, weight2 = rate[0], rate[1], rate[2], rate[3]
-    correction, eps, decay, kept = rate[4], rate[5], rate[6], rate[7]
-    top, high, peak = np.int32(0), np.int32(0), np.int32(0)
-    for i in range(master.size):
-        own = _fixed(codes[i], lsb) * kept
-        g = multiply_add(own, decay, grad[i]) if decay != 0 else grad[i]
-        m = _signed(momenta[i], scale)
-        m = multiply_add(weight1, g - m, m)
-        v = multiply_add(weight2 * g, g, _square(squares[i], power) * beta2)
-        new = own + step * m / (np.sqrt(v) / correction + eps)
-        master[i], first[i], second[i] = new, m, v
-        top, high, peak = max(top, _size(new)), max(high, _size(m)), max(peak, _size(v))
-    return top, high, peak
+    scales[block] = own
+    lanes.encode_squares(places, n, _ONE / own, noise[0], noise[1])
 
 
 @inner
@@ -268,100 +158,91 @@ def _copy(target, source):
         target[i] = source[i]
 
 
-def _encode(x, codes, scales, shape, kind, seed, stream, offset, factor, half):
-    # x, codes (n,); scales (blocks,); shape: blocks of a row, columns; factor: 0 for nearest
+def _encode(x, codes, itemsize, scales, shape, kind, seed, stream, offset, factor, half):
+    # x, codes: addresses; itemsize: of a code; scales (blocks,); shape: blocks of a row, columns;
+    # factor: 0 for nearest
     count, columns = shape
     blocks = scales.size
     for task in prange((blocks + 15) // 16):
-        values, noise, lead = np.empty(BLOCK, np.float32), np.empty(_NOISE, np.uint16), 0
+        meant, noise, lead = np.empty(BLOCK, np.float32), np.empty(_NOISE, np.uint16), 0
         first, stop = task * 16, min(task * 16 + 16, blocks)
         begin, last = _span(first, count, columns)[0], _span(stop - 1, count, columns)
         if factor:
             lead = _draw(noise, last[0] + last[1] - begin, offset + begin, seed, stream)
         for block in range(first, stop):
             start, n = _span(block, count, columns)
-            own, at = values[:n], lead + start - begin if factor else 0
-            _copy(own, x[start : start + n])
-            piece, drawn, top = codes[start : start + n], noise[at : at + n], _top(own)
+            own, piece = x + 4 * start, codes + itemsize * start
+            drawn = _data_of(noise) + 2 * (lead + start - begin if factor else 0)
+            top, rule = lanes.top(own, n), (factor, half)
             if kind == 0:
-                _encode_fixed(own, top, piece, scales, block, drawn, factor, half)
+                _put_fixed((own, piece, drawn, _data_of(meant)), n, top, scales, block, rule)
             elif kind == 1:
-                _encode_signed(own, top, piece, scales, block, drawn, factor, half)
+                _put_signed((own, piece, drawn), n, top, scales, block, rule)
             else:
-                _encode_squares(own, top, piece, scales, block, drawn, factor, half)
+                _put_squares((own, piece, drawn), n, top, scales, block, rule)
+        keep(meant, noise)
 
 
-def _decode(codes, scales, values, shape, kind):
+def _decode(codes, itemsize, scales, values, shape, kind):
+    # codes, values: addresses; itemsize: of a code
     count, columns = shape
     blocks = scales.size
     for task in prange((blocks + 15) // 16):
         for block in range(task * 16, min(task * 16 + 16, blocks)):
             start, n = _span(block, count, columns)
-            own, piece, scale = values[start : start + n], codes[start : start + n], scales[block]
-            for i in range(own.size):
-                if kind == 0:
-                    own[i] = _fixed(piece[i], scale)
-                elif kind == 1:
-                    own[i] = _signed(piece[i], scale)
-                else:
-                    own[i] = _square(piece[i], scale)
+            own, piece, scale = values + 4 * start, codes + itemsize * start, scales[block]
+            if kind == 0:
+                lanes.decode_fixed(piece, own, n, scale)
+            elif kind == 1:
+                lanes.decode_signed(piece, own, n, scale)
+            else:
+                lanes.decode_squares(piece, own, n, scale)
 
 
 @inner
-def _move(pointers, size, where, rate, kind, key, offset, work):
+def _move(pointers, where, rate, kind, key, offset, work):
     """Move some blocks of a parameter, and leave its masters in memory to work in.
 
     pointers (8,) int64; where: blocks, of a row and columns, the first and the one behind the last;
     kind: 0 SGD, 1 SGD with momentum, 2 Adam, -1: only decode; key: seed and stream of the states'
-    noise; work: for the masters, two moments of a block, and noise. Arrays made of addresses have no
-    counts of references, which would take as long as a block.
+    noise; work: for the masters, two moments of a block, and noise.
     """
     blocks, (count, columns), first, stop = where
     begin, last = _span(first, count, columns)[0], _span(stop - 1, count, columns)
-    masters = carray(pointer_to(_data_of(work[0])), TASK, np.float32)
-    one = carray(pointer_to(_data_of(work[1])), BLOCK, np.float32)
-    two = carray(pointer_to(_data_of(work[1]) + 4 * BLOCK), BLOCK, np.float32)
-    noise = carray(pointer_to(_data_of(work[2])), _NOISE, np.uint16)
-    half = _HALF
-    codes = carray(pointer_to(pointers[0]), size, np.int16)
-    lsbs = carray(pointer_to(pointers[1]), blocks, np.float32)
-    grads = carray(pointer_to(pointers[3]), size, np.float32)
-    momenta = carray(pointer_to(pointers[4]), size, np.int8)
-    scales = carray(pointer_to(pointers[5]), blocks, np.float32)
-    squares = carray(pointer_to(pointers[6]), size, np.uint8)
-    powers = carray(pointer_to(pointers[7]), blocks, np.float32)
-    lead = 0
+    fresh = _data_of(work[1])
+    second, lead = fresh + 4 * BLOCK, 0
+    lsbs, scales = floats(pointers[1], blocks), floats(pointers[5], blocks)
+    powers, plain = floats(pointers[7], blocks), (rate[0], rate[1], rate[2], rate[3])
     if kind >= 0:
-        lead = _draw(noise, last[0] + last[1] - begin, offset + begin, key[0], key[1])
+        lead = _draw(work[2], last[0] + last[1] - begin, offset + begin, key[0], key[1])
     for block in range(first, stop):
         start, n = _span(block, count, columns)
-        end = start + n
-        master, own, lsb = masters[start - begin : end - begin], codes[start:end], lsbs[block]
+        at, lsb = start - begin, lsbs[block]
+        master, own = _data_of(work[0]) + 4 * at, pointers[0] + 2 * start
         if kind < 0:
-            _decoded(own, lsb, master)
+            lanes.decode_fixed(own, master, n, lsb)
             continue
-        grad, fresh, second = grads[start:end], one[:n], two[:n]
-        at = lead + start - begin
-        drawn, high, peak = noise[at : at + n], np.int32(0), np.int32(0)
+        grad, drawn = pointers[3] + 4 * start, _data_of(work[2]) + 2 * (lead + at)
+        old, squares = pointers[4] + start, pointers[6] + start
+        high, peak = np.int32(0), np.int32(0)
         if kind == 0:
-            top = _sgd(own, lsb, grad, rate, master)
+            top = lanes.sgd((own, grad, master), n, lsb, plain)
         elif kind == 1:
-            top, high = _momentum(
-                own, lsb, momenta[start:end], scales[block], grad, rate, master, fresh
-            )
+            places = own, grad, master, old, fresh
+            top, high = lanes.momentum(places, n, (lsb, scales[block]), plain)
         else:
-            mean, scale = momenta[start:end], scales[block]
-            square, power = squares[start:end], powers[block]
-            top, high, peak = _adam(
-                own, lsb, mean, scale, square, power, grad, rate, master, fresh, second
-            )
-        _encode_fixed(master, top, own, lsbs, block, drawn, _FACTORS[0], half)
+            places = own, grad, master, old, fresh, squares, second
+            rates = (*plain, rate[4], rate[5], rate[6], rate[7])
+            numbers = lsb, scales[block], powers[block]
+            top, high, peak = lanes.adam(places, n, numbers, rates)
+        _put_fixed((master, own, drawn, master), n, top, lsbs, block, (_FACTORS[0], _HALF))
         if kind:
-            piece = momenta[start:end]
-            _encode_signed(fresh, high, piece, scales, block, drawn, _FACTORS[1], half)
+            rule = _FACTORS[1], _HALF
+            _put_signed((fresh, old, drawn), n, high, scales, block, rule)
         if kind == 2:
-            piece = squares[start:end]
-            _encode_squares(second, peak, piece, powers, block, drawn, _FACTORS[2], half)
+            rule = _FACTORS[2], _HALF
+            _put_squares((second, squares, drawn), n, peak, powers, block, rule)
+    keep(work)
 
 
 def _step_many(pointers, sizes, rates, numbers, streams, tasks, key, rounds):
@@ -386,7 +267,7 @@ def _step_many(pointers, sizes, rates, numbers, streams, tasks, key, rounds):
             own_key = key, streams[tensor, 1]
             work = memory, buffers, noise
             where = blocks, shape, first, stop
-            _move(pointers[tensor], size, where, rates[tensor], kind, own_key, offset, work)
+            _move(pointers[tensor], where, rates[tensor], kind, own_key, offset, work)
         else:
             _copy(masters, carray(pointer_to(pointers[tensor, 0]), size, np.float32)[begin:end])
         if streams[tensor, 0] < 0:
@@ -413,8 +294,9 @@ def encode(x: Tensor, kind: Kind, noise: Noise | None) -> Codes:
     kernel = _encode_parallel if is_parallel(x.numel()) else _encode_serial
     key = noise.key if noise else Key(0, 0)
     kernel(
-        x.view(-1).numpy(),
-        codes.codes.view(-1).numpy(),
+        x.data_ptr(),
+        codes.codes.data_ptr(),
+        codes.codes.itemsize,
         codes.scales.view(-1).numpy(),
         (count, x.shape[1:].numel()),
         _KINDS[kind],
@@ -432,8 +314,8 @@ def decode(codes: Codes, kind: Kind) -> Tensor:
     x = torch.empty(codes.codes.shape)
     kernel = _decode_parallel if is_parallel(x.numel()) else _decode_serial
     shape = blocks_of(x.shape)[1], x.shape[1:].numel()
-    own = codes.codes.view(-1).numpy(), codes.scales.view(-1).numpy()
-    kernel(*own, x.view(-1).numpy(), shape, _KINDS[kind])
+    own, scales = codes.codes, codes.scales.view(-1).numpy()
+    kernel(own.data_ptr(), own.itemsize, scales, x.data_ptr(), shape, _KINDS[kind])
     return x
 
 
