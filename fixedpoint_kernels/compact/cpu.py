@@ -22,7 +22,7 @@ from fixedpoint_kernels.compact.records import (
 )
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.llvm.calls import inner, keep
-from fixedpoint_kernels.llvm.vectors import F32, I16, I32, I64, intrinsic, pointer_to
+from fixedpoint_kernels.llvm.vectors import F32, I32, I64, intrinsic, pointer_to
 from fixedpoint_kernels.llvm.views import floats
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import words
@@ -35,6 +35,8 @@ _WORDS = 128  # of noise, made at a time
 _FREE = FixedPoint(2, 0)  # stands where there is no format
 _PIECE = TASK - 2 * _WORDS  # elements of a task, at most: rounding then takes them at once
 _NOISE = TASK + 2 * _WORDS + lanes.LANES  # parts of a task's noise, and of a vector more
+_GROUP = 1024  # elements that are moved before they are encoded
+_MEMORY = TASK + 2 * _GROUP + 64 + _NOISE // 2  # float32 that a task works in
 _KINDS = {"fixed": 0, "signed": 1, "squares": 2}
 _INFINITY = np.int32(0x7F800000)  # the bits of
 _ONE = np.float32(1.0)
@@ -45,15 +47,14 @@ _DTYPES = {"fixed": torch.int16, "signed": torch.int8, "squares": torch.uint8}
 
 
 @intrinsic
-def _store_words(_context, out, at, first, seed, stream):
-    """Write the ``_WORDS`` words of noise from word ``first`` on to ``out[at:]``, uint16 halves."""
-    signature = types.void(out, at, first, seed, stream)
+def _store_words(_context, out, first, seed, stream):
+    """Write the ``_WORDS`` words of noise from word ``first`` on to an address."""
+    signature = types.void(out, first, seed, stream)
 
-    def codegen(context, builder, signature, args):
-        array = context.make_array(signature.args[0])(context, builder, args[0])
-        block = builder.lshr(args[2], args[2].type(2))
-        found = words(builder, block, args[3], args[4], _WORDS // 4).viewed(I16)
-        found.store(builder.gep(array.data, [args[1]]))
+    def codegen(context, builder, _signature, args):
+        block = builder.lshr(args[1], args[1].type(2))
+        found = words(builder, block, args[2], args[3], _WORDS // 4)
+        found.store(builder.inttoptr(args[0], I32.as_pointer()))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -82,10 +83,14 @@ def _float_of(_context, bits):
 
 @inner
 def _draw(noise, n, first, seed, stream):
-    """Write 16 bits of noise for each of ``n`` elements from ``first`` on; say where they begin."""
+    """Write 16 bits of noise for each of ``n`` elements from ``first`` on to an address.
+
+    Returns:
+        How many 16 bits before those of the first element there are.
+    """
     lead = first % (2 * _WORDS)
     for at in range(0, lead + n, 2 * _WORDS):
-        _store_words(noise, at, (first - lead + at) >> 1, seed, stream)
+        _store_words(noise + 2 * at, (first - lead + at) >> 1, seed, stream)
     return lead
 
 
@@ -168,14 +173,15 @@ def _encode(x, codes, itemsize, scales, shape, kind, seed, stream, offset, facto
         first, stop = task * 16, min(task * 16 + 16, blocks)
         begin, last = _span(first, count, columns)[0], _span(stop - 1, count, columns)
         if factor:
-            lead = _draw(noise, last[0] + last[1] - begin, offset + begin, seed, stream)
+            n = last[0] + last[1] - begin
+            lead = _draw(_data_of(noise), n, offset + begin, seed, stream)
         for block in range(first, stop):
             start, n = _span(block, count, columns)
             own, piece = x + 4 * start, codes + itemsize * start
             drawn = _data_of(noise) + 2 * (lead + start - begin if factor else 0)
             top, rule = lanes.top(own, n), (factor, half)
             if kind == 0:
-                _put_fixed((own, piece, drawn, _data_of(meant)), n, top, scales, block, rule)
+                _put_fixed((own, piece, drawn, _data_of(meant), own), n, top, scales, block, rule)
             elif kind == 1:
                 _put_signed((own, piece, drawn), n, top, scales, block, rule)
             else:
@@ -200,49 +206,81 @@ def _decode(codes, itemsize, scales, values, shape, kind):
 
 
 @inner
-def _move(pointers, where, rate, kind, key, offset, work):
+def _move_group(pointers, where, rate, kind, work, tops):
+    """Move some blocks; see ``_move``."""
+    blocks, (count, columns), first, stop, begin = where
+    lsbs, scales = floats(pointers[1], blocks), floats(pointers[5], blocks)
+    powers, plain = floats(pointers[7], blocks), (rate[0], rate[1], rate[2], rate[3])
+    masters, fresh, second, _ = work
+    origin = _span(first, count, columns)[0]
+    for block in range(first, stop):
+        start, n = _span(block, count, columns)
+        own, master, lsb = pointers[0] + 2 * start, masters + 4 * (start - begin), lsbs[block]
+        if kind < 0:
+            lanes.decode_fixed(own, master, n, lsb)
+            continue
+        at, old, grad = 4 * (start - origin), pointers[4] + start, pointers[3] + 4 * start
+        row = 3 * (block - first)
+        if kind == 0:
+            tops[row] = lanes.sgd((own, grad, master), n, lsb, plain)
+        elif kind == 1:
+            places = own, grad, master, old, fresh + at
+            tops[row], tops[row + 1] = lanes.momentum(places, n, (lsb, scales[block]), plain)
+        else:
+            places = own, grad, master, old, fresh + at, pointers[6] + start, second + at
+            rates = (*plain, rate[4], rate[5], rate[6], rate[7])
+            numbers = lsb, scales[block], powers[block]
+            tops[row], tops[row + 1], tops[row + 2] = lanes.adam(places, n, numbers, rates)
+
+
+@inner
+def _encode_group(pointers, where, kind, work, tops):
+    """Encode some blocks that have been moved; see ``_move``."""
+    blocks, (count, columns), first, stop, begin = where
+    lsbs, scales = floats(pointers[1], blocks), floats(pointers[5], blocks)
+    powers = floats(pointers[7], blocks)
+    masters, fresh, second, noise = work
+    origin = _span(first, count, columns)[0]
+    for block in range(first, stop):
+        start, n = _span(block, count, columns)
+        at, row, drawn = 4 * (start - origin), 3 * (block - first), noise + 2 * (start - begin)
+        master, weight = masters + 4 * (start - begin), pointers[2] + 4 * start
+        places = master, pointers[0] + 2 * start, drawn, master, weight
+        _put_fixed(places, n, tops[row], lsbs, block, (_FACTORS[0], _HALF))
+        if kind:
+            places, rule = (fresh + at, pointers[4] + start, drawn), (_FACTORS[1], _HALF)
+            _put_signed(places, n, tops[row + 1], scales, block, rule)
+        if kind == 2:
+            places, rule = (second + at, pointers[6] + start, drawn), (_FACTORS[2], _HALF)
+            _put_squares(places, n, tops[row + 2], powers, block, rule)
+
+
+@inner
+def _move(pointers, where, rate, kind, key, offset, memory):
     """Move some blocks of a parameter, and leave its masters in memory to work in.
 
     pointers (8,) int64; where: blocks, of a row and columns, the first and the one behind the last;
     kind: 0 SGD, 1 SGD with momentum, 2 Adam, -1: only decode; key: seed and stream of the states'
-    noise; work: for the masters, two moments of a block, and noise.
+    noise; memory (_MEMORY,) float32. Some blocks are moved, then encoded: a processor finds the scale of one
+    while it is busy with others.
     """
-    blocks, (count, columns), first, stop = where
-    begin, last = _span(first, count, columns)[0], _span(stop - 1, count, columns)
-    fresh = _data_of(work[1])
-    second, lead = fresh + 4 * BLOCK, 0
-    lsbs, scales = floats(pointers[1], blocks), floats(pointers[5], blocks)
-    powers, plain = floats(pointers[7], blocks), (rate[0], rate[1], rate[2], rate[3])
+    blocks, shape, first, stop = where
+    begin = _span(first, shape[0], shape[1])[0]
+    last, n = _span(stop - 1, shape[0], shape[1])
+    masters = _data_of(memory)
+    fresh = masters + 4 * TASK
+    second = fresh + 4 * _GROUP
+    tops = carray(pointer_to(second + 4 * _GROUP), 48, np.int32)
+    noise = second + 4 * _GROUP + 256
     if kind >= 0:
-        lead = _draw(work[2], last[0] + last[1] - begin, offset + begin, key[0], key[1])
-    for block in range(first, stop):
-        start, n = _span(block, count, columns)
-        at, lsb = start - begin, lsbs[block]
-        master, own = _data_of(work[0]) + 4 * at, pointers[0] + 2 * start
-        if kind < 0:
-            lanes.decode_fixed(own, master, n, lsb)
-            continue
-        grad, drawn = pointers[3] + 4 * start, _data_of(work[2]) + 2 * (lead + at)
-        old, squares = pointers[4] + start, pointers[6] + start
-        high, peak = np.int32(0), np.int32(0)
-        if kind == 0:
-            top = lanes.sgd((own, grad, master), n, lsb, plain)
-        elif kind == 1:
-            places = own, grad, master, old, fresh
-            top, high = lanes.momentum(places, n, (lsb, scales[block]), plain)
-        else:
-            places = own, grad, master, old, fresh, squares, second
-            rates = (*plain, rate[4], rate[5], rate[6], rate[7])
-            numbers = lsb, scales[block], powers[block]
-            top, high, peak = lanes.adam(places, n, numbers, rates)
-        _put_fixed((master, own, drawn, master), n, top, lsbs, block, (_FACTORS[0], _HALF))
-        if kind:
-            rule = _FACTORS[1], _HALF
-            _put_signed((fresh, old, drawn), n, high, scales, block, rule)
-        if kind == 2:
-            rule = _FACTORS[2], _HALF
-            _put_squares((second, squares, drawn), n, peak, powers, block, rule)
-    keep(work)
+        noise += 2 * _draw(noise, last + n - begin, offset + begin, key[0], key[1])
+    work = masters, fresh, second, noise
+    many = min(max(_GROUP // max(min(shape[1], BLOCK), 1), 1), 16)
+    for at in range(first, stop, many):
+        own = blocks, shape, at, min(at + many, stop), begin
+        _move_group(pointers, own, rate, kind, work, tops)
+        if kind >= 0:
+            _encode_group(pointers, own, kind, work, tops)
 
 
 def _step_many(pointers, sizes, rates, numbers, streams, tasks, key, rounds):
@@ -259,15 +297,14 @@ def _step_many(pointers, sizes, rates, numbers, streams, tasks, key, rounds):
         begin = _span(first, shape[0], shape[1])[0]
         last, n = _span(stop - 1, shape[0], shape[1])
         end = last + n
-        memory, buffers = np.empty(TASK, np.float32), np.empty((2, BLOCK), np.float32)
-        noise = np.empty(_NOISE, np.uint16)
+        memory = np.empty(_MEMORY + 16, np.float32)
+        memory = memory[(-_data_of(memory) & 63) >> 2 :]
         masters = memory[: end - begin]
         weight = carray(pointer_to(pointers[tensor, 2]), size, np.float32)[begin:end]
         if pointers[tensor, 1]:
             own_key = key, streams[tensor, 1]
-            work = memory, buffers, noise
             where = blocks, shape, first, stop
-            _move(pointers[tensor], where, rates[tensor], kind, own_key, offset, work)
+            _move(pointers[tensor], where, rates[tensor], kind, own_key, offset, memory)
         else:
             _copy(masters, carray(pointer_to(pointers[tensor, 0]), size, np.float32)[begin:end])
         if streams[tensor, 0] < 0:

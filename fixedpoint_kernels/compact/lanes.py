@@ -17,6 +17,7 @@ __all__ = ["LANES", "adam", "decode_fixed", "decode_signed", "decode_squares"]
 __all__ += ["encode_fixed", "encode_signed", "encode_squares", "momentum", "sgd", "top"]
 
 LANES = 32
+AHEAD = 1024  # elements
 _MAGNITUDE, _SIGN = 0x7FFFFFFF, 0x80000000
 
 
@@ -34,6 +35,16 @@ class _Lanes:
 
     def store(self, values: Vector, address: Any) -> None:
         values.store(self._pointer(address, values.element), self.where)
+
+    def fetch(self, address: Any, itemsize: int, ahead: int = AHEAD, *, writes: bool = False) -> None:
+        """Bring elements to the cache that lie some ahead: to be read, or written."""
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        first = self.builder.add(address, self.builder.mul(self.at, I64(itemsize)))
+        for line in range(0, LANES * itemsize, 64):
+            place = self.builder.add(first, I64(ahead * itemsize + line))
+            pointer = self.builder.inttoptr(place, I8.as_pointer())
+            self.builder.call(function, [pointer, I32(int(writes)), I32(3), I32(1)])
 
     def _pointer(self, address: Any, element: Any) -> Any:
         pointer = self.builder.inttoptr(address, element.as_pointer())
@@ -206,6 +217,8 @@ def momentum(_context, addresses, n, scales, rate):
         found, high = _Top(builder), _Top(builder)
 
         def move(own: _Lanes) -> None:
+            for place, itemsize in ((codes, 2), (grad, 4), (old, 1)):
+                own.fetch(place, itemsize)
             value, factor = own.fixed(codes, lsb), own.splat(kept)
             g = _gradient(own, grad, value, own.splat(decay))
             moved = factor * own.signed(old, scale) + g
@@ -275,9 +288,10 @@ def encode_fixed(_context, addresses, n, lsb, factor, half):
 
     def codegen(context, builder, _signature, args):
         places, (count,), (own_lsb, scale), (times,), (middle,) = _unpacked(builder, args)
-        values, codes, noise, meant = places
+        values, codes, noise, meant, weight = places
 
         def encode(own: _Lanes) -> None:
+            own.fetch(weight, 4, 0, writes=True)
             scaled = own.load(values, F32) * own.splat(scale)
             below = scaled.floor()
             is_up = scaled - below > own.chance(noise, times, middle)
