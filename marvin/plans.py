@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
+from fixedpoint_kernels.compact import Targets as CompactTargets
 from fixedpoint_kernels.sgd import Targets
 from marvin.policies.records import Layer
 from marvin.rounding import Format
@@ -50,8 +51,9 @@ class Rounding:
         states: Of these, one each; so are the lists below.
         formats: To which they are rounded.
         offsets: Where in the whole tensors that begins.
+        is_fixed: Whether no format is of another kind than ``FixedPoint``.
         targets: All of them, for moving and rounding in one pass; None where a format is of
-            another kind than ``FixedPoint``.
+            another kind, or a state compact.
     """
 
     positions: list[int]
@@ -60,6 +62,7 @@ class Rounding:
     states: list[StateDict]
     formats: list[Format]
     offsets: list[int]
+    is_fixed: bool
     targets: Targets | None
 
 
@@ -82,6 +85,7 @@ class Plans:
         members: By the parameters' ids.
         rounding: By the parameters' ids.
         trained: By position among the optimizer's parameters; None before it was asked for.
+        compact: What a step writes where states are compact, and how it is rounded; None before one.
     """
 
     def __init__(self, states: Sequence[Mapping[str, object]] = ()) -> None:
@@ -89,6 +93,7 @@ class Plans:
         self.members: dict[tuple[int, ...], Members] = {}
         self.rounding: dict[tuple[int, ...], Rounding] = {}
         self.trained: dict[int, Trained] | None = None
+        self.compact: tuple[Rounding, CompactTargets] | None = None
 
     def hold(self, state: Mapping[Tensor, Mapping[str, object]]) -> bool:
         """Say whether these are the dictionaries in ``state``, the very same ones."""

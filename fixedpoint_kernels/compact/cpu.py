@@ -1,7 +1,7 @@
 """Compact states in Numba: a block is decoded, moved and encoded while it is in the cache."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from fixedpoint_kernels.compact.records import (
     Adam,
     Codes,
     Kind,
+    Moves,
     Noise,
-    Row,
     Sgd,
     blocks_of,
 )
+from fixedpoint_kernels.compact.targets import Tables, Targets
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.llvm.calls import inner, keep
 from fixedpoint_kernels.llvm.vectors import F32, I32, I64, intrinsic, pointer_to
@@ -29,6 +30,7 @@ from fixedpoint_kernels.philox.cpu import words
 from fixedpoint_kernels.rounding.cpu import TASK, numbers_of, round_task
 from fixedpoint_kernels.rounding.reference import Rounding
 from fixedpoint_kernels.sgd import has_bits_of_torch as has_sums_of_torch
+from fixedpoint_kernels.sgd.cpu import move
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
 _WORDS = 128  # of noise, made at a time
@@ -283,40 +285,45 @@ def _move(pointers, where, rate, kind, key, offset, memory):
             _encode_group(pointers, own, kind, work, tops)
 
 
-def _step_many(pointers, sizes, rates, numbers, streams, tasks, key, rounds):
-    # pointers (t, 8) int64: of codes and scales of the master (or float32, and 0), of weight,
-    # gradient, and codes and scales of two moments; sizes (t, 6) int64: elements, those before
-    # them, blocks, blocks of a row, columns, kind of move; rates (t, 8) float32;
-    # numbers (t, 4) float32; streams (t, 2) int64: of weights (-1: no format) and of states;
-    # tasks (k, 3) int64: tensor, first block and one behind the last; key: seed of the noise
+@inner
+def _write(masters, weight, at, number, is_stochastic, seed, stream):
+    """Round masters, elements ``at`` on of a tensor, into a weight; stream: -1 without a format."""
+    if stream < 0:
+        _copy(weight, masters)
+    elif is_stochastic:
+        round_task(masters, weight, None, -(at % _WORDS), at, number, (seed, stream))
+    else:
+        round_task(masters, weight, None, -(at % _WORDS), at, number, None)
+
+
+def _step_many(pointers, sizes, streams, kinds, rates, numbers, tasks, key):
+    # pointers (t, 8), sizes (t, 6), streams (t, 2) int64: see ``targets.Tables``; kinds (t,) int64: -1
+    # for what stays; rates (t, 8), numbers (t, 4) float32; tasks (k, 3) int64: tensor, first
+    # block and one behind the last; key: seed, streams of weights and states, whether there is noise
     for task in prange(tasks.shape[0]):
         tensor, first, stop = tasks[task, 0], tasks[task, 1], tasks[task, 2]
-        size, offset, blocks = sizes[tensor, 0], sizes[tensor, 1], sizes[tensor, 2]
+        offset, blocks, kind = sizes[tensor, 1], sizes[tensor, 2], kinds[tensor]
         shape = sizes[tensor, 3], sizes[tensor, 4]
-        kind = sizes[tensor, 5]
         begin = _span(first, shape[0], shape[1])[0]
         last, n = _span(stop - 1, shape[0], shape[1])
-        end = last + n
-        memory = np.empty(_MEMORY + 16, np.float32)
-        memory = memory[(-_data_of(memory) & 63) >> 2 :]
-        masters = memory[: end - begin]
-        weight = carray(pointer_to(pointers[tensor, 2]), size, np.float32)[begin:end]
+        size = last + n - begin
+        weight = floats(pointers[tensor, 2] + 4 * begin, size)
+        number = numbers[tensor, 0], numbers[tensor, 1], numbers[tensor, 2], numbers[tensor, 3]
+        stream = streams[tensor, 0] + (key[1] if streams[tensor, 0] >= 0 else 0)
         if pointers[tensor, 1]:
-            own_key = key, streams[tensor, 1]
-            where = blocks, shape, first, stop
+            memory = np.empty(_MEMORY + 16, np.float32)
+            memory = memory[(-_data_of(memory) & 63) >> 2 :]  # vectors within lines of the cache
+            own_key, where = (key[0], key[2] + streams[tensor, 1]), (blocks, shape, first, stop)
             _move(pointers[tensor], where, rates[tensor], kind, own_key, offset, memory)
+            _write(memory[:size], weight, offset + begin, number, key[3], key[0], stream)
         else:
-            _copy(masters, carray(pointer_to(pointers[tensor, 0]), size, np.float32)[begin:end])
-        if streams[tensor, 0] < 0:
-            _copy(weight, masters)
-            continue
-        row = numbers[tensor]
-        number = (row[0], row[1], row[2], row[3])
-        at = offset + begin
-        if rounds:
-            round_task(masters, weight, None, -(at % _WORDS), at, number, (key, streams[tensor, 0]))
-        else:
-            round_task(masters, weight, None, -(at % _WORDS), at, number, None)
+            masters = floats(pointers[tensor, 0] + 4 * begin, size)
+            if kind >= 0:
+                grad = floats(pointers[tensor, 3] + 4 * begin, size)
+                momentum = floats(pointers[tensor, 4] + 4 * begin, size if kind else 0)
+                rate = rates[tensor]
+                move(masters, grad, momentum, 0, rate, False, rate[3] != 0)
+            _write(masters, weight, offset + begin, number, key[3], key[0], stream)
 
 
 _encode_serial, _encode_parallel = compile_both(_encode)
@@ -356,45 +363,46 @@ def decode(codes: Codes, kind: Kind) -> Tensor:
     return x
 
 
-def step_many(rows: Sequence[Row], *, rounding: Rounding, seed: int) -> None:
-    """See ``fixedpoint_kernels.compact.step_many``."""
-    pointers = np.array([_pointers(row) for row in rows], np.int64)
-    sizes = np.array([_sizes(row) for row in rows], np.int64)
-    rates = np.array([_rate_of(row.move) for row in rows], np.float32)
-    numbers = numbers_of(tuple(row.fmt or _FREE for row in rows))
-    streams = np.array([(row.stream if row.fmt else -1, row.noise) for row in rows], np.int64)
-    tasks = _tasks(tuple(tuple(own[2:5]) for own in sizes.tolist()))
-    kernel = _step_parallel if is_parallel(int(sizes[:, 0].sum())) else _step_serial
-    kernel(pointers, sizes, rates, numbers, streams, tasks, seed, rounding == "stochastic")
+def step_many(
+    targets: Targets,
+    tables: Tables,
+    moves: Moves,
+    grads: Sequence[int],
+    key: tuple[Rounding, int, int, int],
+) -> None:
+    """See ``fixedpoint_kernels.compact.step_many``.
+
+    Args:
+        targets: Of the step.
+        tables: Of the targets.
+        moves: Of the step.
+        grads: Addresses of the gradients.
+        key: Rounding, seed, and streams of weights and states.
+    """
+    rounding, *noise = key
+    rows, kinds = np.array(moves.rows, np.int64), np.full(len(targets.rows), -1, np.int64)
+    kinds[rows] = tables.sizes[rows, 5]
+    pointers = tables.pointers.copy()
+    pointers[rows, 3] = grads
+    rates = np.zeros((len(kinds), 8), np.float32)
+    rates[rows] = _rates(tuple(moves.moves))
+    numbers = numbers_of(tuple(row.fmt or _FREE for row in targets.rows))
+    tasks = _tasks(tuple(map(tuple, tables.sizes[:, 2:5].tolist())))
+    kernel = _step_parallel if is_parallel(int(tables.sizes[:, 0].sum())) else _step_serial
+    own = (*noise, rounding == "stochastic")
+    kernel(pointers, tables.sizes, tables.streams, kinds, rates, numbers, tasks, own)
 
 
-def _pointers(row: Row) -> list[int]:
-    master = row.master
-    own = [*master] if isinstance(master, Codes) else [master]
-    found = [x.data_ptr() for x in own] + [0] * (2 - len(own))
-    found += [row.weight.data_ptr(), row.grad.data_ptr()]
-    return (found + [x.data_ptr() for pair in row.moments for x in pair] + [0] * 4)[:8]
+@lru_cache(maxsize=16)  # the same parameters come step after step
+def _rates(moves: tuple[Sgd | Adam, ...]) -> np.ndarray:
+    return np.array([_rate_of(move) for move in moves], np.float32).reshape(-1, 8)
 
 
-def _sizes(row: Row) -> tuple[int, ...]:
-    shape, size = row.weight.shape, row.weight.numel()
-    kind = -1
-    if row.move is not None:
-        kind = len(row.moments)
-    if isinstance(row.master, Codes):
-        count = blocks_of(shape)[1]
-        return size, row.offset, shape[0] * count, count, shape[1:].numel(), kind
-    count = -(-size // BLOCK)
-    return size, row.offset, count, count, size, -1
-
-
-def _rate_of(move: Sgd | Adam | None) -> tuple[float, ...]:
+def _rate_of(move: Sgd | Adam) -> tuple[float, ...]:
     """Return the numbers of a move, as torch computes them in float64."""
     if isinstance(move, Sgd):
         own = -move.lr, move.momentum, move.weight_decay, float(move.nesterov)
         return (*own, 0.0, 0.0, 0.0, 0.0)
-    if move is None:
-        return (0.0,) * 8
     beta1, beta2 = move.betas
     size = move.lr / (1 - beta1**move.step)
     correction = (1 - beta2**move.step) ** 0.5
@@ -403,7 +411,7 @@ def _rate_of(move: Sgd | Adam | None) -> tuple[float, ...]:
     return -size, 1 - beta1, beta2, 1 - beta2, correction, move.eps, decay, kept
 
 
-@cache
+@lru_cache(maxsize=16)
 def _tasks(shapes: tuple[tuple[int, ...], ...]) -> np.ndarray:
     """Return tensor, first block and the one behind the last of each piece of work."""
     tasks = []

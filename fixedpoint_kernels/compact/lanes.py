@@ -16,7 +16,7 @@ from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intr
 __all__ = ["LANES", "adam", "decode_fixed", "decode_signed", "decode_squares"]
 __all__ += ["encode_fixed", "encode_signed", "encode_squares", "momentum", "sgd", "top"]
 
-LANES = 32
+LANES = 16
 AHEAD = 1024  # elements
 _MAGNITUDE, _SIGN = 0x7FFFFFFF, 0x80000000
 

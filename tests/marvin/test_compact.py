@@ -120,7 +120,7 @@ def test_the_step_is_done_in_one_pass(monkeypatch):
     calls = []
     step = compact.step_many
     monkeypatch.setattr(
-        "marvin.masters.step_compact", lambda rows, **o: calls.append(len(rows)) or step(rows, **o)
+        "marvin.masters.step_compact", lambda *a, **o: calls.append(1) or step(*a, **o)
     )
     for kind, count in (("msgd", 2), ("adamw", 2), ("amsgrad", 0), ("blocks", 0)):
         del calls[:]
