@@ -13,7 +13,6 @@ from marvin.compact import moment_of
 from marvin.gradients import Gradients
 from marvin.settings import Group, OwnStep
 from marvin.sgd import SGD
-from marvin.shards import Shard
 
 __all__ = ["Moved", "moves_of_compact"]
 
@@ -34,9 +33,7 @@ class Moved(NamedTuple):
     moments: tuple[Codes | Tensor, ...]
 
 
-def moves_of_compact(
-    optimizer: Optimizer, batches: Sequence[Gradients]
-) -> dict[int, Moved] | None:
+def moves_of_compact(optimizer: Optimizer, batches: Sequence[Gradients]) -> dict[int, Moved] | None:
     """Return how parameters move that need no ``step`` of the wrapped optimizer, by their ids.
 
     The compact ones, and for SGD the others too, once their momentum is begun. That of compact ones is

@@ -314,13 +314,17 @@ class WithMasters(Optimizer):
                 return known.compact[1]
         streams = {id(p): i for i, p in enumerate(plan.rounded)}
         rows = zip(params, masters, weights, moments, plan.positions, strict=True)
-        fmts = dict(zip(map(id, plan.rounded), plan.formats, strict=True))
+        fmts = {
+            id(p): fmt
+            for p, fmt in zip(plan.rounded, plan.formats, strict=True)
+            if isinstance(fmt, FixedPoint)
+        }
         targets = CompactTargets(
             [
                 Row(
                     master=own,
                     weight=weight,
-                    fmt=fmt if isinstance(fmt := fmts.get(id(p)), FixedPoint) else None,
+                    fmt=fmts.get(id(p)),
                     stream=streams.get(id(p), 0),
                     offset=self._layout.shards[p].offset,
                     moments=more,

@@ -77,7 +77,7 @@ def zeros(like: Tensor, kind: Kind) -> Codes:
     return encode(torch.zeros_like(like, dtype=torch.float32), kind)
 
 
-def step_many(  # noqa: PLR0913  noise has three coordinates
+def step_many(
     targets: Targets,
     moves: Moves,
     *,

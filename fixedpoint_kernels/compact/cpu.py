@@ -121,8 +121,9 @@ def _put_fixed(places, n, top, scales, block, noise):
     # one code above the largest must fit, too
     exponent = max(((top + np.int32(511)) >> np.int32(23)) - np.int32(14), np.int32(1))
     lsb = _float_of(np.int32(exponent << np.int32(23)))
+    scale = _float_of(np.int32((np.int32(254) - exponent) << np.int32(23)))  # 1 / lsb
     scales[block] = lsb
-    lanes.encode_fixed(places, n, (lsb, _ONE / lsb), noise[0], noise[1])
+    lanes.encode_fixed(places, n, (lsb, scale), noise[0], noise[1])
 
 
 @inner

@@ -36,7 +36,9 @@ class _Lanes:
     def store(self, values: Vector, address: Any) -> None:
         values.store(self._pointer(address, values.element), self.where)
 
-    def fetch(self, address: Any, itemsize: int, ahead: int = AHEAD, *, writes: bool = False) -> None:
+    def fetch(
+        self, address: Any, itemsize: int, ahead: int = AHEAD, *, writes: bool = False
+    ) -> None:
         """Bring elements to the cache that lie some ahead: to be read, or written."""
         kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
@@ -263,7 +265,9 @@ def adam(_context, addresses, n, scales, rate):
             m = weight1.fused(g - m, m)
             v = (weight2 * g).fused(g, own.squares(old_squares, power) * beta2)
             new = value + step * m / (v.root() / correction + eps)
-            for values, place, found in zip((new, m, v), (masters, momenta, squares), tops, strict=True):
+            for values, place, found in zip(
+                (new, m, v), (masters, momenta, squares), tops, strict=True
+            ):
                 own.store(values, place)
                 found.see(values, own.where)
 
@@ -279,7 +283,8 @@ def encode_fixed(_context, addresses, n, lsb, factor, half):
     """Encode a block of masters.
 
     Args:
-        addresses: Of values, codes, noise, and of what the codes mean, which may be the values.
+        addresses: Of values, codes, noise, of what the codes mean, which may be the values, and of
+            memory that is written next.
         n: Elements.
         lsb: A power of two, which leaves no code to clamp, and its inverse.
         factor: Of the noise.

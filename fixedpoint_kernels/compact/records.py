@@ -9,7 +9,19 @@ from torch import Tensor
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.philox import Key
 
-__all__ = ["BLOCK", "FACTORS", "Adam", "Codes", "Kind", "Moves", "Noise", "Row", "Sgd", "blocks_of", "flattened"]
+__all__ = [
+    "BLOCK",
+    "FACTORS",
+    "Adam",
+    "Codes",
+    "Kind",
+    "Moves",
+    "Noise",
+    "Row",
+    "Sgd",
+    "blocks_of",
+    "flattened",
+]
 
 FACTORS = 1, 0x9E35, 0x6A0B, 0xC2B3  # odd; of the noise of each tensor of a parameter
 BLOCK = 256  # elements that share a scale, at most

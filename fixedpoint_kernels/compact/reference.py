@@ -101,7 +101,7 @@ def _power(code: Tensor, kind: Kind) -> Tensor:
     return square if kind == "signed" else square * square
 
 
-def step_many(  # noqa: PLR0913  noise has three coordinates
+def step_many(
     rows: Sequence[Row],
     moves: Moves,
     *,
@@ -129,10 +129,7 @@ def _step(row: Row, grad: Tensor, move: Sgd | Adam, key: Key) -> None:
     kinds: tuple[Kind, ...] = ("fixed", "signed", "squares")
     places = list(zip((row.master, *row.moments), kinds, strict=False))
     master, *old = [decode(x, kind) if isinstance(x, Codes) else x for x, kind in places]
-    if isinstance(move, Sgd):
-        new = _sgd(master, grad, old, move)
-    else:
-        new = _adam(master, grad, old, move)
+    new = _sgd(master, grad, old, move) if isinstance(move, Sgd) else _adam(master, grad, old, move)
     for lane, ((place, kind), values) in enumerate(zip(places, new, strict=True)):
         if isinstance(place, Codes):
             codes = encode(values, kind, Noise(key, lane))

@@ -56,7 +56,12 @@ class Targets:
 
     def written(self) -> list[Tensor]:
         """Return what others may look at: weights, and masters and moments that are float32."""
-        return [x for row in self.rows for x in (row.weight, row.master, *row.moments) if isinstance(x, Tensor)]
+        return [
+            x
+            for row in self.rows
+            for x in (row.weight, row.master, *row.moments)
+            if isinstance(x, Tensor)
+        ]
 
     def _looked_up(self) -> Tables | None:
         codes = [x for x in self._tensors if x.dtype is not torch.float32]

@@ -143,6 +143,7 @@ MOVES = {
     "momentum": Sgd(0.1, 0.9, 1e-3, False),
     "nesterov": Sgd(0.1, 0.9, 1e-3, True),
     "adamw": Adam(1e-3, (0.9, 0.999), 1e-8, 0.01, True, 1),
+    "eps0": Adam(1e-3, (0.9, 0.999), 0.0, 0.0, True, 1),
     "adam": Adam(1e-3, (0.8, 0.99), 1e-6, 0.01, False, 1),
 }
 
@@ -157,7 +158,9 @@ def case(move, seed=1):
         is_float = i in (1, 6, 8)
         own = master if is_float else compact.encode(master, "fixed")
         kept = [] if i == 1 else moments
-        kept = [torch.randn(shape, generator=g) if is_float else compact.zeros(master, k) for k in kept]
+        kept = [
+            torch.randn(shape, generator=g) if is_float else compact.zeros(master, k) for k in kept
+        ]
         fmt = None if i in (2, 8) else FixedPoint(8, 6)
         if not (i in (1, 3) or (is_float and isinstance(move, Adam))):
             moving.append(i)
