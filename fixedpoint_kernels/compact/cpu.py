@@ -22,7 +22,7 @@ from fixedpoint_kernels.compact.records import (
 )
 from fixedpoint_kernels.compact.targets import Tables, Targets
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.llvm.calls import inner, keep
+from fixedpoint_kernels.llvm.calls import inlined, inner, keep
 from fixedpoint_kernels.llvm.vectors import F32, I32, I64, intrinsic, pointer_to
 from fixedpoint_kernels.llvm.views import floats
 from fixedpoint_kernels.philox import Key
@@ -83,7 +83,7 @@ def _float_of(_context, bits):
     return types.float32(bits), codegen
 
 
-@inner
+@inlined
 def _draw(noise, n, first, seed, stream):
     """Write 16 bits of noise for each of ``n`` elements from ``first`` on to an address.
 
@@ -106,7 +106,7 @@ def _bytes(address, n):
     return carray(pointer_to(address), n, np.int8)
 
 
-@inner
+@inlined
 def _put_fixed(places, n, top, scales, block, noise):
     """Encode a block, and write what the codes mean.
 
@@ -126,7 +126,7 @@ def _put_fixed(places, n, top, scales, block, noise):
     lanes.encode_fixed(places, n, (lsb, scale), noise[0], noise[1])
 
 
-@inner
+@inlined
 def _put_signed(places, n, top, scales, block, noise):
     """Encode a block; places: addresses of values, codes and noise."""
     if top >= _INFINITY:
@@ -139,7 +139,7 @@ def _put_signed(places, n, top, scales, block, noise):
     lanes.encode_signed(places, n, _ONE / own, noise[0], noise[1])
 
 
-@inner
+@inlined
 def _put_squares(places, n, top, scales, block, noise):
     if top >= _INFINITY:
         scales[block], codes = np.nan, _bytes(places[1], n)
@@ -151,7 +151,7 @@ def _put_squares(places, n, top, scales, block, noise):
     lanes.encode_squares(places, n, _ONE / own, noise[0], noise[1])
 
 
-@inner
+@inlined
 def _span(block, count, columns):
     """Return the first element of a block, and how many it has."""
     row, place = block // count, block % count
@@ -208,7 +208,7 @@ def _decode(codes, itemsize, scales, values, shape, kind):
                 lanes.decode_squares(piece, own, n, scale)
 
 
-@inner
+@inlined
 def _move_group(pointers, where, rate, kind, work, tops):
     """Move some blocks; see ``_move``."""
     blocks, (count, columns), first, stop, begin = where
@@ -236,7 +236,7 @@ def _move_group(pointers, where, rate, kind, work, tops):
             tops[row], tops[row + 1], tops[row + 2] = lanes.adam(places, n, numbers, rates)
 
 
-@inner
+@inlined
 def _encode_group(pointers, where, kind, work, tops):
     """Encode some blocks that have been moved; see ``_move``."""
     blocks, (count, columns), first, stop, begin = where
@@ -258,7 +258,7 @@ def _encode_group(pointers, where, kind, work, tops):
             _put_squares(places, n, tops[row + 2], powers, block, rule)
 
 
-@inner
+@inlined
 def _move(pointers, where, rate, kind, key, offset, memory):
     """Move some blocks of a parameter, and leave its masters in memory to work in.
 
@@ -286,7 +286,7 @@ def _move(pointers, where, rate, kind, key, offset, memory):
             _encode_group(pointers, own, kind, work, tops)
 
 
-@inner
+@inlined
 def _write(masters, weight, at, number, is_stochastic, seed, stream):
     """Round masters, elements ``at`` on of a tensor, into a weight; stream: -1 without a format."""
     if stream < 0:
