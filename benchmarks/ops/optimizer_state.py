@@ -39,8 +39,8 @@ LR = {"SGD": 0.1, "AdamW": 1e-3}
 NETWORK_STEPS = 40
 NETWORKS = {"ResNet20": resnet20, "transformer of 4 blocks": Transformer, "ResNet-18": resnet18}
 OPTIMIZERS: dict[str, Callable[[list[Tensor], bool], marvin.Quantized]] = {
-    "SGD": lambda params, compact: _quantized("SGD", compact)(params),
-    "AdamW": lambda params, compact: _quantized("AdamW", compact)(params),
+    "SGD": lambda params, compact: _quantized("SGD", compact, 4)(params),
+    "AdamW": lambda params, compact: _quantized("AdamW", compact, 4)(params),
     "MSGD": lambda params, compact: marvin.MSGD(
         params, lr=1e-3, momentum=0.9, compact_state=compact
     ),
@@ -146,8 +146,10 @@ def _torch(family: str) -> Callable[[list[Tensor]], Optimizer]:
     return lambda ps: torch.optim.AdamW(ps, lr=LR[family])
 
 
-def _quantized(family: str, compact: bool) -> Callable[[list[Tensor]], marvin.Quantized]:
-    policy = marvin.FixedPolicy(8, 8)
+def _quantized(
+    family: str, compact: bool, fl: int = 8
+) -> Callable[[list[Tensor]], marvin.Quantized]:
+    policy = marvin.FixedPolicy(8, fl)
     return lambda ps: marvin.Quantized(_torch(family)(ps), policy, compact_state=compact)
 
 

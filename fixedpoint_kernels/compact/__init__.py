@@ -118,7 +118,7 @@ def step_many(
                 torch.autograd.graph.increment_version(targets.written())
                 grads = places.xs if places else ()
                 key = rounding, seed, stream, noise
-                cpu.step_many(targets, tables, moves, grads, key)
+                cpu.step_many(tables, moves, grads, key)
                 return
     reference.step_many(
         targets.rows, moves, rounding=rounding, seed=seed, stream=stream, noise=noise

@@ -20,7 +20,7 @@ from fixedpoint_kernels.compact.records import (
     Sgd,
     blocks_of,
 )
-from fixedpoint_kernels.compact.targets import Tables, Targets
+from fixedpoint_kernels.compact.targets import Tables
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.llvm.calls import inlined, inner, keep
 from fixedpoint_kernels.llvm.vectors import F32, I32, I64, intrinsic, pointer_to
@@ -365,7 +365,6 @@ def decode(codes: Codes, kind: Kind) -> Tensor:
 
 
 def step_many(
-    targets: Targets,
     tables: Tables,
     moves: Moves,
     grads: Sequence[int],
@@ -374,27 +373,30 @@ def step_many(
     """See ``fixedpoint_kernels.compact.step_many``.
 
     Args:
-        targets: Of the step.
         tables: Of the targets.
         moves: Of the step.
         grads: Addresses of the gradients.
         key: Rounding, seed, and streams of weights and states.
     """
     rounding, *noise = key
-    rows, kinds = np.array(moves.rows, np.int64), np.full(len(targets.rows), -1, np.int64)
+    rows, kinds = np.array(moves.rows, np.int64), np.full(len(tables.sizes), -1, np.int64)
     kinds[rows] = tables.sizes[rows, 5]
     pointers = tables.pointers.copy()
     pointers[rows, 3] = grads
     rates = np.zeros((len(kinds), 8), np.float32)
     rates[rows] = _rates(tuple(moves.moves))
-    numbers = numbers_of(tuple(row.fmt or _FREE for row in targets.rows))
-    tasks = _tasks(tuple(map(tuple, tables.sizes[:, 2:5].tolist())))
-    kernel = _step_parallel if is_parallel(int(tables.sizes[:, 0].sum())) else _step_serial
+    numbers, tasks = _numbers(tables.fmts), _tasks(tables.shapes)
+    kernel = _step_parallel if is_parallel(tables.elements) else _step_serial
     own = (*noise, rounding == "stochastic")
     kernel(pointers, tables.sizes, tables.streams, kinds, rates, numbers, tasks, own)
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
+def _numbers(fmts: tuple[FixedPoint | None, ...]) -> np.ndarray:
+    return numbers_of(tuple(fmt or _FREE for fmt in fmts))
+
+
+@lru_cache(maxsize=16)
 def _rates(moves: tuple[Sgd | Adam, ...]) -> np.ndarray:
     return np.array([_rate_of(move) for move in moves], np.float32).reshape(-1, 8)
 

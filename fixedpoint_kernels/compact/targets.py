@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.compact.records import BLOCK, Codes, Row, blocks_of
+from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import places_on_cpu
 
 __all__ = ["Tables", "Targets"]
@@ -22,11 +23,17 @@ class Tables(NamedTuple):
             the gradient, codes and scales of two moments (or float32, and 0), 0 where there is none.
         sizes: (t, 6) int64: elements, those before them, blocks, blocks of a row, columns, number of moments.
         streams: (t, 2) int64, counted from the step's: of the weight, -1 without a format, and of the states.
+        shapes: Blocks, blocks of a row and columns of each.
+        fmts: Of each.
+        elements: Of all.
     """
 
     pointers: np.ndarray
     sizes: np.ndarray
     streams: np.ndarray
+    shapes: tuple[tuple[int, ...], ...]
+    fmts: tuple[FixedPoint | None, ...]
+    elements: int
 
 
 class Targets:
@@ -69,9 +76,16 @@ class Targets:
         if not is_plain or (self._floats and places_on_cpu(self._floats) is None):
             return None
         pointers = np.array([_pointers(row) for row in self.rows], np.int64).reshape(-1, 8)
-        sizes = np.array([_sizes(row) for row in self.rows], np.int64).reshape(-1, 6)
+        sizes = list(map(_sizes, self.rows))
         streams = [(row.stream if row.fmt else -1, row.noise) for row in self.rows]
-        return Tables(pointers, sizes, np.array(streams, np.int64).reshape(-1, 2))
+        return Tables(
+            pointers,
+            np.array(sizes, np.int64).reshape(-1, 6),
+            np.array(streams, np.int64).reshape(-1, 2),
+            tuple(own[2:5] for own in sizes),
+            tuple(row.fmt for row in self.rows),
+            sum(own[0] for own in sizes),
+        )
 
 
 def _pointers(row: Row) -> list[int]:
