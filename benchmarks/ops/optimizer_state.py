@@ -83,7 +83,7 @@ def steps(build: Callable[[], nn.Module], family: str) -> tuple[int, float, floa
     """Return parameters of a network, and seconds of a step with float32 and with compact states."""
     made = []
     for compact in (False, True):
-        params = list(build().parameters())
+        params: list[Tensor] = [*build().parameters()]
         made.append((params, OPTIMIZERS[family](params, compact)))
     grads, times = [torch.randn_like(p) * 1e-2 for p in made[0][0]], ([], [])
     for _ in range(NETWORK_STEPS):
