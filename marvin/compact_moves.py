@@ -65,8 +65,9 @@ def _sgd_moves(optimizer: Optimizer, batch: Gradients) -> Iterator[tuple[int, Mo
     own = (group[name] for name in ("momentum", "weight_decay", "nesterov"))
     move, moments = Sgd(float(group["lr"]), *own), ()
     rows = zip(members.params, members.masters, batch.values, members.shards, strict=True)
+    compact = set(map(id, members.compact))
     for p, master, grad, shard in rows:
-        is_coded = p in members.compact
+        is_coded = id(p) in compact
         if move.momentum:
             state = optimizer.state[master]
             if is_coded:

@@ -304,12 +304,11 @@ class WithMasters(Optimizer):
         """Return what a step writes, where states are compact; ``moments``: of each that moves."""
         plan, known, weights = self._rounding(params), self._known, locals_of(params)
         masters = [
-            codes_of(own, "master") if is_compact(own) else own["master"]
-            for own in map(self.state.__getitem__, params)
+            codes_of(own, "master") if is_compact(own) else own["master"] for own in plan.own
         ]
         if known.compact is not None and known.compact[0] is plan:
-            rows = zip(masters, weights, moments, strict=True)
-            tensors = [x for own, p, more in rows for x in flattened((own, p, *more))]
+            tensors = [*flattened(masters), *weights]
+            tensors += flattened(x for more in moments for x in more)
             if known.compact[1].holds(tensors):
                 return known.compact[1]
         streams = {id(p): i for i, p in enumerate(plan.rounded)}
@@ -398,6 +397,7 @@ class WithMasters(Optimizer):
             rounded = [(p, own, fmt) for p, own, fmt in found if fmt is not None]
             known[key] = Rounding(
                 positions=[self._layout.positions[p] for p in params],
+                own=[own for _, own, _ in found],
                 floats=[(p, own) for p, own, fmt in found if fmt is None],
                 rounded=[p for p, _, _ in rounded],
                 states=[own for _, own, _ in rounded],

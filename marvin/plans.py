@@ -46,6 +46,7 @@ class Rounding:
 
     Args:
         positions: Of all of them among the optimizer's parameters.
+        own: The states of all.
         floats: Parameters without a format, and their states.
         rounded: The others.
         states: Of these, one each; so are the lists below.
@@ -57,6 +58,7 @@ class Rounding:
     """
 
     positions: list[int]
+    own: list[StateDict]
     floats: list[tuple[Tensor, StateDict]]
     rounded: list[Tensor]
     states: list[StateDict]

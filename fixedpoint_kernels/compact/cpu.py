@@ -8,7 +8,6 @@ import torch
 from numba import carray, prange, types
 from torch import Tensor
 
-from fixedpoint_kernels.compact import lanes
 from fixedpoint_kernels.compact.records import (
     BLOCK,
     FACTORS,
@@ -22,6 +21,7 @@ from fixedpoint_kernels.compact.records import (
 )
 from fixedpoint_kernels.compact.targets import Tables
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.llvm import states
 from fixedpoint_kernels.llvm.calls import inlined, inner, keep
 from fixedpoint_kernels.llvm.vectors import F32, I32, I64, intrinsic, pointer_to
 from fixedpoint_kernels.llvm.views import floats
@@ -36,7 +36,7 @@ from fixedpoint_kernels.threads import compile_both, is_parallel
 _WORDS = 128  # of noise, made at a time
 _FREE = FixedPoint(2, 0)  # stands where there is no format
 _PIECE = TASK - 2 * _WORDS  # elements of a task, at most: rounding then takes them at once
-_NOISE = TASK + 2 * _WORDS + lanes.LANES  # parts of a task's noise, and of a vector more
+_NOISE = TASK + 2 * _WORDS + states.LANES  # parts of a task's noise, and of a vector more
 _GROUP = 1024  # elements that are moved before they are encoded
 _MEMORY = TASK + 2 * _GROUP + 64 + _NOISE // 2  # float32 that a task works in
 _KINDS = {"fixed": 0, "signed": 1, "squares": 2}
@@ -123,7 +123,7 @@ def _put_fixed(places, n, top, scales, block, noise):
     lsb = _float_of(np.int32(exponent << np.int32(23)))
     scale = _float_of(np.int32((np.int32(254) - exponent) << np.int32(23)))  # 1 / lsb
     scales[block] = lsb
-    lanes.encode_fixed(places, n, (lsb, scale), noise[0], noise[1])
+    states.encode_fixed(places, n, (lsb, scale), noise[0], noise[1])
 
 
 @inlined
@@ -136,7 +136,7 @@ def _put_signed(places, n, top, scales, block, noise):
         return
     own = max(_float_of(top) / np.float32(127.0**2), _SMALLEST)
     scales[block] = own
-    lanes.encode_signed(places, n, _ONE / own, noise[0], noise[1])
+    states.encode_signed(places, n, _ONE / own, noise[0], noise[1])
 
 
 @inlined
@@ -148,7 +148,7 @@ def _put_squares(places, n, top, scales, block, noise):
         return
     own = max(_float_of(top) / np.float32(255.0**4), _SMALLEST)
     scales[block] = own
-    lanes.encode_squares(places, n, _ONE / own, noise[0], noise[1])
+    states.encode_squares(places, n, _ONE / own, noise[0], noise[1])
 
 
 @inlined
@@ -182,7 +182,7 @@ def _encode(x, codes, itemsize, scales, shape, kind, seed, stream, offset, facto
             start, n = _span(block, count, columns)
             own, piece = x + 4 * start, codes + itemsize * start
             drawn = _data_of(noise) + 2 * (lead + start - begin if factor else 0)
-            top, rule = lanes.top(own, n), (factor, half)
+            top, rule = states.top(own, n), (factor, half)
             if kind == 0:
                 _put_fixed((own, piece, drawn, _data_of(meant), own), n, top, scales, block, rule)
             elif kind == 1:
@@ -201,11 +201,11 @@ def _decode(codes, itemsize, scales, values, shape, kind):
             start, n = _span(block, count, columns)
             own, piece, scale = values + 4 * start, codes + itemsize * start, scales[block]
             if kind == 0:
-                lanes.decode_fixed(piece, own, n, scale)
+                states.decode_fixed(piece, own, n, scale)
             elif kind == 1:
-                lanes.decode_signed(piece, own, n, scale)
+                states.decode_signed(piece, own, n, scale)
             else:
-                lanes.decode_squares(piece, own, n, scale)
+                states.decode_squares(piece, own, n, scale)
 
 
 @inlined
@@ -220,20 +220,20 @@ def _move_group(pointers, where, rate, kind, work, tops):
         start, n = _span(block, count, columns)
         own, master, lsb = pointers[0] + 2 * start, masters + 4 * (start - begin), lsbs[block]
         if kind < 0:
-            lanes.decode_fixed(own, master, n, lsb)
+            states.decode_fixed(own, master, n, lsb)
             continue
         at, old, grad = 4 * (start - origin), pointers[4] + start, pointers[3] + 4 * start
         row = 3 * (block - first)
         if kind == 0:
-            tops[row] = lanes.sgd((own, grad, master), n, lsb, plain)
+            tops[row] = states.sgd((own, grad, master), n, lsb, plain)
         elif kind == 1:
             places = own, grad, master, old, fresh + at
-            tops[row], tops[row + 1] = lanes.momentum(places, n, (lsb, scales[block]), plain)
+            tops[row], tops[row + 1] = states.momentum(places, n, (lsb, scales[block]), plain)
         else:
             places = own, grad, master, old, fresh + at, pointers[6] + start, second + at
             rates = (*plain, rate[4], rate[5], rate[6], rate[7])
             numbers = lsb, scales[block], powers[block]
-            tops[row], tops[row + 1], tops[row + 2] = lanes.adam(places, n, numbers, rates)
+            tops[row], tops[row + 1], tops[row + 2] = states.adam(places, n, numbers, rates)
 
 
 @inlined

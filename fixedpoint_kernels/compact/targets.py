@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.compact.records import BLOCK, Codes, Row, blocks_of
+from fixedpoint_kernels.compact.records import BLOCK, Codes, Row, blocks_of, flattened
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import places_on_cpu
 
@@ -45,13 +45,15 @@ class Targets:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = tuple(rows)
-        self._tensors = [x for row in rows for x in row.tensors]
+        self._tensors = flattened(row.master for row in rows)
+        self._tensors += [row.weight for row in rows]
+        self._tensors += flattened(x for row in rows for x in row.moments)
         self._floats = [x for x in self._tensors if x.dtype is torch.float32]
         self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._tables: Tables | None = None
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether ``tensors`` are those of the rows, the very same ones."""
+        """Say whether ``tensors`` are those of the masters, the weights and the moments, the very same ones."""
         return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
 
     def find(self) -> Tables | None:

@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from fixedpoint_kernels import FixedPoint, compact
-from fixedpoint_kernels.compact import Adam, Codes, Moves, Noise, Row, Sgd, Targets, cpu, reference
+from fixedpoint_kernels.compact import (
+    Adam,
+    Codes,
+    Moves,
+    Noise,
+    Row,
+    Sgd,
+    Targets,
+    cpu,
+    flattened,
+    reference,
+)
 from fixedpoint_kernels.philox import Key, words
 
 KINDS = "fixed", "signed", "squares"
@@ -207,7 +218,8 @@ def test_targets_that_got_other_memory_are_looked_up_again():
 
 def test_targets_know_their_tensors():
     found, _ = case(MOVES["momentum"])
-    targets, tensors = Targets(found), [x for row in found for x in row.tensors]
+    targets, tensors = Targets(found), flattened(row.master for row in found)
+    tensors += [row.weight for row in found] + flattened(x for row in found for x in row.moments)
     assert targets.holds(tensors)
     assert not targets.holds(tensors[:-1])
     assert not targets.holds([*tensors[:-1], tensors[-1].clone()])
