@@ -202,13 +202,15 @@ def test_a_step_has_the_bits_of_the_reference(name, rounding):
 def test_targets_that_got_other_memory_are_looked_up_again():
     """The same tensors: their memory is another one, and what lay in the old one stays."""
     (found, moves), (wanted, _) = case(MOVES["momentum"]), case(MOVES["momentum"])
-    targets = Targets(found)
+    targets, old = Targets(found), []
     for step in (1, 2):
         compact.step_many(targets, moves, rounding="nearest", seed=step)
         reference.step_many(wanted, moves, rounding="nearest", seed=step, stream=0, noise=0)
         same(tensors_of(found), tensors_of(wanted))
+        old += [x.data for x in found[0].tensors]  # whose memory lives on
         for x in found[0].tensors:
             x.data = x.data.clone()
+    old.append(found[4].weight.data)
     for row in (found[4], wanted[4]):  # and without a kernel
         row.weight.data = row.weight.data.t().contiguous().t()
     compact.step_many(targets, moves, rounding="nearest", seed=3)
