@@ -291,8 +291,8 @@ class WithMasters(Optimizer):
         step_compact(
             self._compact_targets(params, moments),
             CompactMoves(*zip(*moving, strict=True)) if moving else CompactMoves([], [], []),
-            rounding=self.policy.rules.weight_rounding,
             seed=self._seed,
+            rounding=self.policy.rules.weight_rounding,
             stream=first,
             noise=stream(Purpose.STATES, self._counts.step),
         )
