@@ -1,6 +1,6 @@
 """Steps of SGD and Adam on compact states, without a float32 copy of any."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from marvin.compact import moment_of
 from marvin.gradients import Gradients
 from marvin.settings import Group, OwnStep
 from marvin.sgd import SGD
-from marvin.shards import Shard
 
 __all__ = ["Moved", "moves_of_compact"]
 
@@ -21,7 +20,7 @@ _ADAMS = torch.optim.Adam, torch.optim.AdamW
 
 
 class Moved(NamedTuple):
-    """How a compact parameter moves, without a float32 copy.
+    """How a parameter moves in one pass with the rounding; a compact one without a float32 copy.
 
     Args:
         move: Of ``torch.optim.SGD`` or ``Adam``.
@@ -31,22 +30,21 @@ class Moved(NamedTuple):
 
     move: Sgd | Adam
     grad: Tensor
-    moments: tuple[Codes, ...]
+    moments: tuple[Codes | Tensor, ...]
 
 
-def moves_of_compact(
-    optimizer: Optimizer, batches: Sequence[Gradients]
-) -> dict[Tensor, Moved] | None:
-    """Return how the compact ones among some parameters move, by parameter.
+def moves_of_compact(optimizer: Optimizer, batches: Sequence[Gradients]) -> dict[int, Moved] | None:
+    """Return how parameters move that need no ``step`` of the wrapped optimizer, by their ids.
 
-    Moments that are not begun are made here.
+    The compact ones, and for SGD the others too, once their momentum is begun. That of compact ones is
+    begun here.
 
     Args:
         optimizer: The wrapped one.
         batches: The gradients, a group each.
 
     Returns:
-        None where the wrapped optimizer's ``step`` must be called: a class other than SGD, Adam
+        None where the wrapped optimizer's ``step`` must be called for all: a class other than SGD, Adam
         and AdamW, a method of one's own, hooks, an option that is not plain.
     """
     kind = type(optimizer)
@@ -55,38 +53,46 @@ def moves_of_compact(
         return None
     if not all(_is_plain(batch.group, kind) for batch in batches):
         return None
+    of_group = _adam_moves if isinstance(optimizer, _ADAMS) else _sgd_moves
     found = {}
     for batch in batches:
-        members = batch.members
-        rows = zip(members.params, members.masters, batch.values, members.shards, strict=True)
-        for p, master, grad, shard in rows:
-            if p in members.compact:
-                found[p] = _moved(optimizer, batch.group, master, grad, shard)
+        found.update(of_group(optimizer, batch))
     return found
 
 
-def _moved(optimizer: Optimizer, group: Group, master: Tensor, grad: Tensor, shard: Shard) -> Moved:
-    state = optimizer.state.get(master, {})
-    if isinstance(optimizer, _ADAMS):
+def _sgd_moves(optimizer: Optimizer, batch: Gradients) -> Iterator[tuple[int, Moved]]:
+    group, members, name = batch.group, batch.members, "momentum_buffer"
+    own = (group[name] for name in ("momentum", "weight_decay", "nesterov"))
+    move, moments = Sgd(float(group["lr"]), *own), ()
+    rows = zip(members.params, members.masters, batch.values, members.shards, strict=True)
+    compact = set(map(id, members.compact))
+    for p, master, grad, shard in rows:
+        is_coded = id(p) in compact
+        if move.momentum:
+            state = optimizer.state[master]
+            if is_coded:
+                moments = (moment_of(state, name, master, shard),)
+            elif name in state:
+                moments = (state[name],)
+            else:
+                continue
+        if is_coded or shard.group is None:
+            yield id(p), Moved(move, grad, moments)
+
+
+def _adam_moves(optimizer: Optimizer, batch: Gradients) -> Iterator[tuple[int, Moved]]:
+    group, members = batch.group, batch.members
+    options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+    options |= {"lr": float(group["lr"]), "decoupled": group["decoupled_weight_decay"]}
+    rows = zip(members.params, members.masters, batch.values, members.shards, strict=True)
+    for p, master, grad, shard in rows:
+        if p not in members.compact:
+            continue
+        state = optimizer.state[master]
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
-        decoupled = group["decoupled_weight_decay"]
-        move = Adam(
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=decoupled,
-            step=int(state["step"]),
-        )
-        names = ["exp_avg", "exp_avg_sq"]
-    else:
-        own = (group[name] for name in ("momentum", "weight_decay", "nesterov"))
-        move = Sgd(float(group["lr"]), *own)
-        names = ["momentum_buffer"] if move.momentum else []
-    moments = tuple(moment_of(state, name, master, shard) for name in names)
-    if moments:
-        optimizer.state[master] = state
-    return Moved(move, grad, moments)
+        move = Adam(**options, step=int(state["step"]))
+        names = "exp_avg", "exp_avg_sq"
+        yield id(p), Moved(move, grad, tuple(moment_of(state, n, master, shard) for n in names))
 
 
 def _is_plain(group: Group, kind: type[Optimizer]) -> bool:

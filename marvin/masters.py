@@ -15,7 +15,9 @@ from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels._torch_private import versions_of
-from fixedpoint_kernels.compact import Row
+from fixedpoint_kernels.compact import Codes, Row, flattened
+from fixedpoint_kernels.compact import Moves as CompactMoves
+from fixedpoint_kernels.compact import Targets as CompactTargets
 from fixedpoint_kernels.compact import step_many as step_compact
 from fixedpoint_kernels.sgd import Moves, Targets, step_many
 from marvin.channels import ChannelFormat
@@ -280,27 +282,58 @@ class WithMasters(Optimizer):
             self._note_written(plan, first, locals_of(params))
         return done
 
-    def _write_rows(self, params: Sequence[Tensor], moved: Mapping[Tensor, Moved]) -> None:
-        """Move the compact masters of ``moved``, and round those of ``params``, in one pass."""
+    def _write_rows(self, params: Sequence[Tensor], moved: Mapping[int, Moved]) -> None:
+        """Move the masters of ``moved``, and round those of ``params``, in one pass."""
         plan, first = self._rounding(params), stream(Purpose.WEIGHTS, self._counts.step)
-        streams = {p: first + i for i, p in enumerate(plan.rounded)}
-        rows = []
-        for p, index in zip(params, plan.positions, strict=True):
-            own, fmt = self.state[p], self.format_of(p)
-            how = moved.get(p)
-            row = Row(
-                master=codes_of(own, "master") if is_compact(own) else own["master"],
-                weight=local(p),
-                fmt=fmt if isinstance(fmt, FixedPoint) else None,
-                stream=streams.get(p, 0),
-                offset=self._layout.shards[p].offset,
-                noise=stream(Purpose.STATES, self._counts.step, 2 * index),
-            )
-            if how is not None:
-                row = row._replace(move=how.move, grad=how.grad, moments=how.moments)
-            rows.append(row)
-        step_compact(rows, rounding=self.policy.rules.weight_rounding, seed=self._seed)
+        hows = [moved.get(id(p)) for p in params]
+        moments = [how.moments if how else () for how in hows]
+        moving = [(row, how.grad, how.move) for row, how in enumerate(hows) if how]
+        step_compact(
+            self._compact_targets(params, moments),
+            CompactMoves(*zip(*moving, strict=True)) if moving else CompactMoves([], [], []),
+            seed=self._seed,
+            rounding=self.policy.rules.weight_rounding,
+            stream=first,
+            noise=stream(Purpose.STATES, self._counts.step),
+        )
         self._note_written(plan, first, locals_of(params))
+
+    def _compact_targets(
+        self, params: Sequence[Tensor], moments: Sequence[tuple[Codes | Tensor, ...]]
+    ) -> CompactTargets:
+        """Return what a step writes, where states are compact; ``moments``: of each that moves."""
+        plan, known, weights = self._rounding(params), self._known, locals_of(params)
+        masters = [
+            codes_of(own, "master") if is_compact(own) else own["master"] for own in plan.own
+        ]
+        if known.compact is not None and known.compact[0] is plan:
+            tensors = [*flattened(masters), *weights]
+            tensors += flattened(x for more in moments for x in more)
+            if known.compact[1].holds(tensors):
+                return known.compact[1]
+        streams = {id(p): i for i, p in enumerate(plan.rounded)}
+        rows = zip(params, masters, weights, moments, plan.positions, strict=True)
+        fmts = {
+            id(p): fmt
+            for p, fmt in zip(plan.rounded, plan.formats, strict=True)
+            if isinstance(fmt, FixedPoint)
+        }
+        targets = CompactTargets(
+            [
+                Row(
+                    master=own,
+                    weight=weight,
+                    fmt=fmts.get(id(p)),
+                    stream=streams.get(id(p), 0),
+                    offset=self._layout.shards[p].offset,
+                    moments=more,
+                    noise=2 * index,
+                )
+                for p, own, weight, more, index in rows
+            ]
+        )
+        known.compact = plan, targets
+        return targets
 
     def _note_written(self, plan: Rounding, first: int, weights: Sequence[Tensor]) -> None:
         """Remember the noise of what was rounded, and that the weights are this optimizer's."""
@@ -364,11 +397,13 @@ class WithMasters(Optimizer):
             rounded = [(p, own, fmt) for p, own, fmt in found if fmt is not None]
             known[key] = Rounding(
                 positions=[self._layout.positions[p] for p in params],
+                own=[own for _, own, _ in found],
                 floats=[(p, own) for p, own, fmt in found if fmt is None],
                 rounded=[p for p, _, _ in rounded],
                 states=[own for _, own, _ in rounded],
                 formats=[fmt for _, _, fmt in rounded],
                 offsets=[self._layout.shards[p].offset for p, _, _ in rounded],
+                is_fixed=all(isinstance(fmt, FixedPoint | None) for _, _, fmt in found),
                 targets=self._targets(found),
             )
         return known[key]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
+from fixedpoint_kernels.compact import Targets as CompactTargets
 from fixedpoint_kernels.sgd import Targets
 from marvin.policies.records import Layer
 from marvin.rounding import Format
@@ -45,21 +46,25 @@ class Rounding:
 
     Args:
         positions: Of all of them among the optimizer's parameters.
+        own: The states of all.
         floats: Parameters without a format, and their states.
         rounded: The others.
         states: Of these, one each; so are the lists below.
         formats: To which they are rounded.
         offsets: Where in the whole tensors that begins.
+        is_fixed: Whether no format is of another kind than ``FixedPoint``.
         targets: All of them, for moving and rounding in one pass; None where a format is of
-            another kind than ``FixedPoint``.
+            another kind, or a state compact.
     """
 
     positions: list[int]
+    own: list[StateDict]
     floats: list[tuple[Tensor, StateDict]]
     rounded: list[Tensor]
     states: list[StateDict]
     formats: list[Format]
     offsets: list[int]
+    is_fixed: bool
     targets: Targets | None
 
 
@@ -82,6 +87,7 @@ class Plans:
         members: By the parameters' ids.
         rounding: By the parameters' ids.
         trained: By position among the optimizer's parameters; None before it was asked for.
+        compact: What a step writes where states are compact, and how it is rounded; None before one.
     """
 
     def __init__(self, states: Sequence[Mapping[str, object]] = ()) -> None:
@@ -89,6 +95,7 @@ class Plans:
         self.members: dict[tuple[int, ...], Members] = {}
         self.rounding: dict[tuple[int, ...], Rounding] = {}
         self.trained: dict[int, Trained] | None = None
+        self.compact: tuple[Rounding, CompactTargets] | None = None
 
     def hold(self, state: Mapping[Tensor, Mapping[str, object]]) -> bool:
         """Say whether these are the dictionaries in ``state``, the very same ones."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels.philox import Key
 from marvin import state as states
 from marvin.activations import QuantizedActivations
@@ -526,10 +525,10 @@ class Quantized(WithMasters):
     ) -> None:
         """Do as ``_move`` does where masters are compact."""
         written = self._keep(update, moved)
-        fmts = [self.format_of(p) for p in written]
-        is_fixed = all(fmt is None or isinstance(fmt, FixedPoint) for fmt in fmts)
+        is_fixed = self._rounding(written).is_fixed
         rows = moves_of_compact(self.optimizer, batches) if is_fixed else None
-        self._update(batches, rows or {})
+        if rows is None or len(rows) < len(moved):
+            self._update(batches, rows or {})
         if rows is None:
             self._write(written, Purpose.WEIGHTS)
         else:
@@ -557,15 +556,15 @@ class Quantized(WithMasters):
                 chosen.add(p)
         return [p for p in names if p in chosen]
 
-    def _update(self, batches: Sequence[Gradients], done: Container[Tensor] = ()) -> None:
-        """Do one step of the wrapped optimizer on the masters, but for those of ``done``."""
+    def _update(self, batches: Sequence[Gradients], done: Container[int] = ()) -> None:
+        """Do one step of the wrapped optimizer on the masters, but for those whose ids are in ``done``."""
         compact: list[CompactMember] = []
         masters, grads = [], []
         for batch in batches:
             members = batch.members
             rows = zip(members.params, members.masters, members.shards, batch.values, strict=True)
             for p, master, shard, grad in rows:
-                if p in done:
+                if id(p) in done:
                     continue
                 masters.append(master)
                 grads.append(shard.to_dtensor(grad))

@@ -8,6 +8,9 @@ times as large, both of a size of its own, log-normal with a spread of 1 or, har
 masters and moments; where an optimizer has no masters, float32 weights stand for them. Times are the smallest of
 interleaved steps, of the thread's own clock. torchao and bitsandbytes take part where they are
 installed.
+
+The second table has steps of whole networks, with random gradients: medians, of the thread's clock too. Gradients
+are copied before each step, as backward writes them.
 """
 
 import importlib
@@ -15,6 +18,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -22,13 +26,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import marvin
+from benchmarks.networks import resnet18
+from benchmarks.states import Transformer
 from marvin.compact import master_of
+from train.resnet20 import resnet20
 
 TESTS = "tests/marvin/test_compact.py"
 SHAPE = 1024, 1024
 STEPS, TIMED = 100, 15
 SPREADS = 1.0, 2.0
 LR = {"SGD": 0.1, "AdamW": 1e-3}
+NETWORK_STEPS = 40
+NETWORKS = {"ResNet20": resnet20, "transformer of 4 blocks": Transformer, "ResNet-18": resnet18}
+OPTIMIZERS: dict[str, Callable[[list[Tensor], bool], marvin.Quantized]] = {
+    "SGD": lambda params, compact: _quantized("SGD", compact, 4)(params),
+    "AdamW": lambda params, compact: _quantized("AdamW", compact, 4)(params),
+    "MSGD": lambda params, compact: marvin.MSGD(
+        params, lr=1e-3, momentum=0.9, compact_state=compact
+    ),
+}
 
 
 class Row(NamedTuple):
@@ -52,6 +68,33 @@ def table() -> Iterator[str]:
     missing = [name for name in ("torchao", "bitsandbytes") if not importlib.util.find_spec(name)]
     if missing:
         yield f"\nnot installed: {', '.join(missing)}"
+    yield "\n| network | parameters | optimizer | float32 state, ms a step | compact, ms | compact over float32 |"
+    yield "|---|---:|---|---:|---:|---:|"
+    for name, build in NETWORKS.items():
+        for family in OPTIMIZERS:
+            count, plain, compact = steps(build, family)
+            yield (
+                f"| {name} | {count:,} | {family} | {plain * 1e3:.2f} | {compact * 1e3:.2f} "
+                f"| {compact / plain:.2f} |"
+            )
+
+
+def steps(build: Callable[[], nn.Module], family: str) -> tuple[int, float, float]:
+    """Return parameters of a network, and seconds of a step with float32 and with compact states."""
+    made = []
+    for compact in (False, True):
+        params: list[Tensor] = [*build().parameters()]
+        made.append((params, OPTIMIZERS[family](params, compact)))
+    grads, times = [torch.randn_like(p) * 1e-2 for p in made[0][0]], ([], [])
+    for _ in range(NETWORK_STEPS):
+        for (params, optimizer), own in zip(made, times, strict=True):
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad.clone()
+            began = time.thread_time()
+            optimizer.step(loss=1.0)
+            own.append(time.thread_time() - began)
+    plain, compact = (median(own[NETWORK_STEPS // 10 :]) for own in times)
+    return sum(grad.numel() for grad in grads), plain, compact
 
 
 def rows(family: str, spread: float) -> list[Row]:
@@ -66,7 +109,7 @@ def rows(family: str, spread: float) -> list[Row]:
     made = {}
     for name, make in makers.items():
         p = nn.Parameter(start.clone())
-        made[name] = p, make(p)
+        made[name] = p, make([p])
     best = dict.fromkeys(made, math.inf)
     for step in range(STEPS):
         grad = _gradient(step, spread)
@@ -97,23 +140,25 @@ def _error(way: Tensor, want: Tensor) -> float:
     return float((way - want).norm() / want.norm())
 
 
-def _torch(family: str) -> Callable[[Tensor], Optimizer]:
+def _torch(family: str) -> Callable[[list[Tensor]], Optimizer]:
     if family == "SGD":
-        return lambda p: torch.optim.SGD([p], lr=LR[family], momentum=0.9)
-    return lambda p: torch.optim.AdamW([p], lr=LR[family])
+        return lambda ps: torch.optim.SGD(ps, lr=LR[family], momentum=0.9)
+    return lambda ps: torch.optim.AdamW(ps, lr=LR[family])
 
 
-def _quantized(family: str, compact: bool) -> Callable[[Tensor], Optimizer]:
-    policy = marvin.FixedPolicy(8, 8)
-    return lambda p: marvin.Quantized(_torch(family)(p), policy, compact_state=compact)
+def _quantized(
+    family: str, compact: bool, fl: int = 8
+) -> Callable[[list[Tensor]], marvin.Quantized]:
+    policy = marvin.FixedPolicy(8, fl)
+    return lambda ps: marvin.Quantized(_torch(family)(ps), policy, compact_state=compact)
 
 
-def _rivals() -> Iterator[tuple[str, Callable[[Tensor], Optimizer]]]:
+def _rivals() -> Iterator[tuple[str, Callable[[list[Tensor]], Optimizer]]]:
     """Yield 8-bit AdamW of other packages that are installed."""
     for package, module in (("torchao", "torchao.optim"), ("bitsandbytes", "bitsandbytes.optim")):
         if importlib.util.find_spec(package):
             kind = importlib.import_module(module).AdamW8bit
-            yield f"{package} AdamW8bit", lambda p, kind=kind: kind([p], lr=LR["AdamW"])
+            yield f"{package} AdamW8bit", lambda ps, kind=kind: kind(ps, lr=LR["AdamW"])
 
 
 def _weights(p: Tensor, optimizer: Optimizer) -> Tensor:

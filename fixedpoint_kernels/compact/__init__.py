@@ -21,11 +21,24 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fixedpoint_kernels.compact import reference
-from fixedpoint_kernels.compact.records import BLOCK, Adam, Codes, Kind, Noise, Row, Sgd, blocks_of
+from fixedpoint_kernels.compact.records import (
+    BLOCK,
+    Adam,
+    Codes,
+    Kind,
+    Moves,
+    Noise,
+    Row,
+    Sgd,
+    blocks_of,
+    flattened,
+)
+from fixedpoint_kernels.compact.targets import Targets
+from fixedpoint_kernels.memory import places_on_cpu
 from fixedpoint_kernels.rounding.reference import Rounding
 
-__all__ = ["BLOCK", "Adam", "Codes", "Kind", "Noise", "Row", "Sgd"]
-__all__ += ["blocks_of", "decode", "encode", "step_many", "zeros"]
+__all__ = ["BLOCK", "Adam", "Codes", "Kind", "Moves", "Noise", "Row", "Sgd", "Targets"]
+__all__ += ["blocks_of", "decode", "encode", "flattened", "step_many", "zeros"]
 
 _PLAIN = {Tensor, Parameter}
 
@@ -64,7 +77,15 @@ def zeros(like: Tensor, kind: Kind) -> Codes:
     return encode(torch.zeros_like(like, dtype=torch.float32), kind)
 
 
-def step_many(rows: Sequence[Row], *, rounding: Rounding, seed: int) -> None:
+def step_many(
+    targets: Targets,
+    moves: Moves,
+    *,
+    rounding: Rounding,
+    seed: int,
+    stream: int = 0,
+    noise: int = 0,
+) -> None:
     """Move masters by SGD or Adam, keep them and their moments as codes, and round the weights.
 
     One pass over memory on a CPU. The bits are those of torch's optimizer on the decoded states,
@@ -72,21 +93,36 @@ def step_many(rows: Sequence[Row], *, rounding: Rounding, seed: int) -> None:
     products otherwise than the kernel, plain PyTorch does it.
 
     Args:
-        rows: The parameters; their states and weights are changed. No two share memory.
+        targets: The parameters; their states and weights are changed.
+        moves: Which of them move, and how; gradients share no memory with the targets.
         rounding: Of the weights, ``"stochastic"`` or ``"nearest"``.
         seed: Of the noise, 0 to 2**63 - 1.
-    """
-    tensors = [x for row in rows for x in (row.weight, row.grad)]
-    tensors += [x for row in rows if isinstance(row.master, Tensor) for x in [row.master]]
-    is_plain = all(x.is_contiguous() and x.dtype is torch.float32 for x in tensors)
-    if is_plain and _has_kernel(tensors):
-        from fixedpoint_kernels.compact import cpu
+        stream: Of the weights' noise, from which the rows' are counted.
+        noise: Of the states' noise, from which the rows' are counted.
 
-        if cpu.has_bits_of_torch():
-            torch.autograd.graph.increment_version([row.weight for row in rows])
-            cpu.step_many(rows, rounding=rounding, seed=seed)
-            return
-    reference.step_many(rows, rounding=rounding, seed=seed)
+    Raises:
+        TypeError: A float32 master is to move by Adam.
+    """
+    if any(isinstance(move, Adam) for move in moves.moves):
+        masters = [targets.rows[i].master for i in moves.rows]
+        pairs = zip(moves.moves, masters, strict=True)
+        if any(isinstance(move, Adam) and isinstance(own, Tensor) for move, own in pairs):
+            raise TypeError("a float32 master must move by Sgd, got Adam")
+    places = places_on_cpu(moves.grads) if moves.grads else None
+    if places is not None or not moves.grads:
+        tables = targets.find()
+        if tables is not None:
+            from fixedpoint_kernels.compact import cpu
+
+            if cpu.has_bits_of_torch():
+                torch.autograd.graph.increment_version(targets.written())
+                grads = places.xs if places else ()
+                key = rounding, seed, stream, noise
+                cpu.step_many(tables, moves, grads, key)
+                return
+    reference.step_many(
+        targets.rows, moves, rounding=rounding, seed=seed, stream=stream, noise=noise
+    )
 
 
 def _has_kernel(tensors: Sequence[Tensor]) -> bool:

@@ -1,5 +1,6 @@
 """What compact states are made of."""
 
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -8,7 +9,19 @@ from torch import Tensor
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.philox import Key
 
-__all__ = ["BLOCK", "FACTORS", "Adam", "Codes", "Kind", "Noise", "Row", "Sgd", "blocks_of"]
+__all__ = [
+    "BLOCK",
+    "FACTORS",
+    "Adam",
+    "Codes",
+    "Kind",
+    "Moves",
+    "Noise",
+    "Row",
+    "Sgd",
+    "blocks_of",
+    "flattened",
+]
 
 FACTORS = 1, 0x9E35, 0x6A0B, 0xC2B3  # odd; of the noise of each tensor of a parameter
 BLOCK = 256  # elements that share a scale, at most
@@ -73,16 +86,14 @@ class Row(NamedTuple):
     """One parameter in ``step_many``.
 
     Args:
-        master: ``Codes`` of kind ``"fixed"``, or float32, contiguous, which does not move here.
+        master: ``Codes`` of kind ``"fixed"``, or float32, contiguous, which moves by ``Sgd`` alone.
         weight: float32, where the master goes, rounded.
         fmt: Of the weight; None: it is the master.
-        stream: Of the noise of the weight.
+        stream: Of the noise of the weight, counted from the step's.
         offset: Position of the first element in the whole tensor.
-        move: How the master moves; None: not at all.
-        grad: float32, contiguous.
         moments: For ``Sgd`` the momentum (``"signed"``), or none where it is 0; for ``Adam`` the
-            first moment (``"signed"``) and the second (``"squares"``).
-        noise: Stream of the noise of the states.
+            first moment (``"signed"``) and the second (``"squares"``). Of a float32 master float32.
+        noise: Stream of the noise of the states, counted from the step's.
     """
 
     master: Codes | Tensor
@@ -90,10 +101,32 @@ class Row(NamedTuple):
     fmt: FixedPoint | None
     stream: int
     offset: int
-    move: Sgd | Adam | None = None
-    grad: Tensor = torch.empty(0)
-    moments: tuple[Codes, ...] = ()
+    moments: tuple[Codes | Tensor, ...] = ()
     noise: int = 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a step writes: of the master, the weight and the moments."""
+        return flattened((self.master, self.weight, *self.moments))
+
+
+class Moves(NamedTuple):
+    """Which masters move, and how; sequences of one length.
+
+    Args:
+        rows: Positions among the parameters, ascending.
+        grads: float32, contiguous.
+        moves: Of each.
+    """
+
+    rows: Sequence[int]
+    grads: Sequence[Tensor]
+    moves: Sequence[Sgd | Adam]
+
+
+def flattened(parts: Iterable[Codes | Tensor]) -> list[Tensor]:
+    """Return the tensors that some values are kept in."""
+    return [x for part in parts for x in (part if isinstance(part, Codes) else (part,))]
 
 
 def blocks_of(shape: torch.Size) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from fixedpoint_kernels.compact.records import (
     Adam,
     Codes,
     Kind,
+    Moves,
     Noise,
     Row,
     Sgd,
@@ -100,57 +101,54 @@ def _power(code: Tensor, kind: Kind) -> Tensor:
     return square if kind == "signed" else square * square
 
 
-def step_many(rows: Sequence[Row], *, rounding: Rounding, seed: int) -> None:
-    """See ``fixedpoint_kernels.compact.step_many``."""
-    for row in rows:
+def step_many(
+    rows: Sequence[Row],
+    moves: Moves,
+    *,
+    rounding: Rounding,
+    seed: int,
+    stream: int,
+    noise: int,
+) -> None:
+    """See ``fixedpoint_kernels.compact.step_many``; ``rows`` are those of its targets."""
+    moving = {row: (grad, move) for row, grad, move in zip(*moves, strict=True)}
+    for position, row in enumerate(rows):
         own = row.master
+        if position in moving:
+            _step(row, *moving[position], Key(seed, noise + row.noise, row.offset))
         master = decode(own, "fixed") if isinstance(own, Codes) else own.detach()
-        if row.move is not None and isinstance(own, Codes):
-            master = _moved(master, row, own, seed)
-        key = Key(seed, row.stream, row.offset)
+        key = Key(seed, stream + row.stream, row.offset)
         if row.fmt is None:
             row.weight.copy_(master)
         else:
             rounding_reference.quantize(master, row.weight, None, row.fmt, rounding, key)
 
 
-def _moved(master: Tensor, row: Row, own: Codes, seed: int) -> Tensor:
-    """Move a master, keep it and its moments, and return it as it is kept."""
-    move, grad = row.move, row.grad
-    kinds: tuple[Kind, ...] = ("signed", "squares")
-    old = [decode(own, kind) for own, kind in zip(row.moments, kinds, strict=False)]
-    if isinstance(move, Sgd):
-        master, new = _sgd(master, grad, old, move)
-    elif isinstance(move, Adam):
-        master, new = _adam(master, grad, old, move)
-    else:
-        raise TypeError(f"a move must be of Sgd or Adam, got {type(move).__name__}")
-    key = Key(seed, row.noise, row.offset)
-    _put(own, encode(master, "fixed", Noise(key)))
-    for lane, (place, values) in enumerate(zip(row.moments, new, strict=True)):
-        _put(place, encode(values, kinds[lane], Noise(key, lane + 1)))
-    return decode(own, "fixed")
+def _step(row: Row, grad: Tensor, move: Sgd | Adam, key: Key) -> None:
+    """Move a master and its moments; ``key``: noise of what is compact."""
+    kinds: tuple[Kind, ...] = ("fixed", "signed", "squares")
+    places = list(zip((row.master, *row.moments), kinds, strict=False))
+    master, *old = [decode(x, kind) if isinstance(x, Codes) else x for x, kind in places]
+    new = _sgd(master, grad, old, move) if isinstance(move, Sgd) else _adam(master, grad, old, move)
+    for lane, ((place, kind), values) in enumerate(zip(places, new, strict=True)):
+        if isinstance(place, Codes):
+            codes = encode(values, kind, Noise(key, lane))
+            place.codes.copy_(codes.codes)
+            place.scales.copy_(codes.scales)
+        else:
+            place.copy_(values)
 
 
-def _put(place: Codes, codes: Codes) -> None:
-    place.codes.copy_(codes.codes)
-    place.scales.copy_(codes.scales)
-
-
-def _sgd(
-    master: Tensor, grad: Tensor, old: Sequence[Tensor], move: Sgd
-) -> tuple[Tensor, list[Tensor]]:
+def _sgd(master: Tensor, grad: Tensor, old: Sequence[Tensor], move: Sgd) -> list[Tensor]:
     step = grad.add(master, alpha=move.weight_decay) if move.weight_decay else grad
     if not old:
-        return master.add(step, alpha=-move.lr), []
+        return [master.add(step, alpha=-move.lr)]
     momentum = (old[0] * move.momentum).add_(step)
     step = step.add(momentum, alpha=move.momentum) if move.nesterov else momentum
-    return master.add(step, alpha=-move.lr), [momentum]
+    return [master.add(step, alpha=-move.lr), momentum]
 
 
-def _adam(
-    master: Tensor, grad: Tensor, old: Sequence[Tensor], move: Adam
-) -> tuple[Tensor, list[Tensor]]:
+def _adam(master: Tensor, grad: Tensor, old: Sequence[Tensor], move: Adam) -> list[Tensor]:
     beta1, beta2 = move.betas
     if move.weight_decay and move.decoupled:
         master = master * (1 - move.lr * move.weight_decay)
@@ -160,4 +158,4 @@ def _adam(
     second = (old[1] * beta2).addcmul_(grad, grad, value=1 - beta2)
     size = move.lr / (1 - beta1**move.step)
     below = (_sqrt(second) / (1 - beta2**move.step) ** 0.5).add_(move.eps)
-    return master.addcdiv(first, below, value=-size), [first, second]
+    return [master.addcdiv(first, below, value=-size), first, second]

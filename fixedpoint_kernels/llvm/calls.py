@@ -17,8 +17,9 @@ from numba.core.registry import CPUDispatcher
 from fixedpoint_kernels.llvm.vectors import I64, intrinsic
 from fixedpoint_kernels.threads import kept
 
-__all__ = ["called", "inner", "keep"]
+__all__ = ["called", "inlined", "inner", "keep"]
 
+_OPTIONS = {"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _compiled: dict[str, CFunc] = {}  # by name; what LLVM knows the address of must live on
 
 
@@ -53,8 +54,16 @@ def inner(function: FunctionType) -> Any:
     Raises:
         TypeError: Python calls it.
     """
-    options = {"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return _Inner(function, targetoptions=options)
+    return _Inner(function, targetoptions=dict(_OPTIONS))
+
+
+def inlined(function: FunctionType) -> Any:
+    """Do as ``inner``; LLVM puts the function into its callers, whatever its size.
+
+    Raises:
+        TypeError: Python calls it.
+    """
+    return _Inner(function, targetoptions={**_OPTIONS, "forceinline": True})
 
 
 class _Inner(CPUDispatcher):

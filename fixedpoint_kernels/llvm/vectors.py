@@ -39,16 +39,30 @@ class Vector:
         return one.shuffled(one, [0] * lanes)
 
     @classmethod
-    def load(cls, builder: Any, pointer: Any, lanes: int) -> "Vector":
-        """Read ``lanes`` consecutive elements, aligned as one element is."""
-        whole = ir.VectorType(pointer.type.pointee, lanes)
-        address = builder.bitcast(pointer, whole.as_pointer())
-        return cls(builder, builder.load(address, align=_size_bytes(whole.element)))
+    def load(
+        cls, builder: Any, pointer: Any, lanes: int, where: "Vector | None" = None
+    ) -> "Vector":
+        """Read ``lanes`` consecutive elements, aligned as one element is.
 
-    def store(self, pointer: Any) -> None:
-        """Write all lanes to consecutive elements."""
-        address = self.builder.bitcast(pointer, self.value.type.as_pointer())
-        self.builder.store(self.value, address, align=_size_bytes(self.element))
+        ``where``: conditions; other lanes are 0, and are not read.
+        """
+        whole = ir.VectorType(pointer.type.pointee, lanes)
+        address, size = builder.bitcast(pointer, whole.as_pointer()), _size_bytes(whole.element)
+        if where is None:
+            return cls(builder, builder.load(address, align=size))
+        zeros = ir.Constant(whole, [0] * lanes)
+        arguments = [address, I32(size), where.value, zeros]
+        return cls(builder, _masked(builder, "load", whole, whole, arguments))
+
+    def store(self, pointer: Any, where: "Vector | None" = None) -> None:
+        """Write all lanes to consecutive elements, or those where a condition is true."""
+        whole, size = self.value.type, _size_bytes(self.element)
+        address = self.builder.bitcast(pointer, whole.as_pointer())
+        if where is None:
+            self.builder.store(self.value, address, align=size)
+            return
+        arguments = [self.value, address, I32(size), where.value]
+        _masked(self.builder, "store", whole, ir.VoidType(), arguments)
 
     def constant(self, values: Any) -> "Vector":
         """Return a constant of this type, from one number or one a lane."""
@@ -157,6 +171,10 @@ class Vector:
     def __gt__(self, other: Any) -> "Vector":
         return self._compare(">", other)
 
+    def is_zero(self) -> "Vector":
+        """Return conditions: which lanes are 0, of either sign."""
+        return self._compare("==", 0.0)
+
     def is_nan(self) -> "Vector":
         """Return conditions: which lanes are NaN."""
         return Vector(self.builder, self.builder.fcmp_unordered("uno", self.value, self.value))
@@ -179,6 +197,14 @@ class Vector:
         signature = ir.FunctionType(self.value.type, [x.value.type for x in arguments])
         function = cgutils.get_or_insert_function(self.builder.module, signature, f"llvm.{name}")
         return Vector(self.builder, self.builder.call(function, [x.value for x in arguments]))
+
+
+def _masked(builder: Any, name: str, whole: Any, result: Any, arguments: Sequence[Any]) -> Any:
+    """Call LLVM's load or store of some lanes; ``whole``: type of all."""
+    kind = "f" if whole.element == F32 else "i"
+    own = f"llvm.masked.{name}.v{whole.count}{kind}{8 * _size_bytes(whole.element)}.p0"
+    signature = ir.FunctionType(result, [x.type for x in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, own), arguments)
 
 
 def intrinsic(typing: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ _FREE = FixedPoint(2, 0)  # stands where there is no format
 
 
 @inner
-def _move(master, grad, momentum, start, rate, is_first, is_nesterov):
+def move(master, grad, momentum, start, rate, is_first, is_nesterov):
     """Move a piece, from element ``start`` on: see ``reference.py``.
 
     master, grad (n,) float32; momentum (n,) float32, or (0,) without; rate (3,) float32: -lr,
@@ -75,7 +75,7 @@ def step_task(table, seed, stream, is_stochastic, task):
         momentum = carray(pointer_to(pointers[3]), size if pointers[3] else 0, np.float32)
         rate = carray(pointer_to(at[3] + 12 * row), 3, np.float32)
         kind = carray(pointer_to(at[4] + 2 * row), 2, np.uint8)
-        _move(master, grad, momentum, start, rate, kind[0] != 0, kind[1] != 0)
+        move(master, grad, momentum, start, rate, kind[0] != 0, kind[1] != 0)
     own_stream = carray(pointer_to(at[6] + 8 * tensor), 1, np.int64)[0]
     if own_stream < 0:
         _copy(master, weight, start)

@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from fixedpoint_kernels import FixedPoint, compact
-from fixedpoint_kernels.compact import Adam, Codes, Noise, Row, Sgd, cpu, reference
+from fixedpoint_kernels.compact import (
+    Adam,
+    Codes,
+    Moves,
+    Noise,
+    Row,
+    Sgd,
+    Targets,
+    cpu,
+    flattened,
+    reference,
+)
 from fixedpoint_kernels.philox import Key, words
 
 KINDS = "fixed", "signed", "squares"
@@ -143,49 +154,84 @@ MOVES = {
     "momentum": Sgd(0.1, 0.9, 1e-3, False),
     "nesterov": Sgd(0.1, 0.9, 1e-3, True),
     "adamw": Adam(1e-3, (0.9, 0.999), 1e-8, 0.01, True, 1),
+    "eps0": Adam(1e-3, (0.9, 0.999), 0.0, 0.0, True, 1),
     "adam": Adam(1e-3, (0.8, 0.99), 1e-6, 0.01, False, 1),
 }
 
 
-def rows(move, seed=1):
-    """Compact masters that move, one that is float32, one without a format, one that stays."""
-    g, found = torch.Generator().manual_seed(seed), []
+def case(move, seed=1):
+    """Compact masters that move, float32 ones that do if they can, one without a format, some that stay."""
+    g, rows, moving, grads = torch.Generator().manual_seed(seed), [], [], []
     moments = KINDS[1:] if isinstance(move, Adam) else KINDS[1:2] if move.momentum else ()
-    for i, shape in enumerate([(30, 300), (20,), (5, 70), (7, 3, 3, 40), (100, 513), (0, 64)]):
+    shapes = (30, 300), (20,), (5, 70), (7, 3, 3, 40), (100, 513), (0, 64), (9000,), (17, 3, 7, 7)
+    for i, shape in enumerate([*shapes, (4, 5)]):
         master = torch.randn(shape, generator=g) * 0.1
-        own = compact.encode(master, "fixed") if i != 1 else master
-        kept = tuple(compact.zeros(master, kind) for kind in moments) if i != 1 else ()
-        found.append(
-            Row(
-                own,
-                torch.zeros(shape),
-                None if i == 2 else FixedPoint(8, 6),
-                5 + i,
-                13 * i,
-                None if i in (1, 3) else move,
-                torch.randn(shape, generator=g),
-                kept,
-                900 + 4 * i,
-            )
-        )
-    return found
+        is_float = i in (1, 6, 8)
+        own = master if is_float else compact.encode(master, "fixed")
+        kept = [] if i == 1 else moments
+        kept = [
+            torch.randn(shape, generator=g) if is_float else compact.zeros(master, k) for k in kept
+        ]
+        fmt = None if i in (2, 8) else FixedPoint(8, 6)
+        if not (i in (1, 3) or (is_float and isinstance(move, Adam))):
+            moving.append(i)
+            grads.append(torch.randn(shape, generator=g))
+        rows.append(Row(own, torch.zeros(shape), fmt, 5 + i, 13 * i, tuple(kept), 900 + 4 * i))
+    return rows, Moves(moving, grads, [move] * len(moving))
 
 
-def tensors_of(row):
-    own = [*row.master] if isinstance(row.master, Codes) else [row.master]
-    return [*own, row.weight, *(x for pair in row.moments for x in pair)]
+def tensors_of(rows):
+    return [row.tensors for row in rows]
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", MOVES)
 def test_a_step_has_the_bits_of_the_reference(name, rounding):
-    found, wanted = rows(MOVES[name]), rows(MOVES[name])
+    (found, moves), (wanted, _) = case(MOVES[name]), case(MOVES[name])
+    targets = Targets(found)
+    key = {"stream": 3, "noise": 70, "rounding": rounding}
     for step in (1, 2, 3):
-        for run, own in ((compact, found), (reference, wanted)):
-            if isinstance(MOVES[name], Adam):
-                own = [r._replace(move=r.move and r.move._replace(step=step)) for r in own]
-            run.step_many(own, rounding=rounding, seed=step)
-        same([tensors_of(r) for r in found], [tensors_of(r) for r in wanted])
+        if isinstance(MOVES[name], Adam):
+            moves = moves._replace(moves=[move._replace(step=step) for move in moves.moves])
+        compact.step_many(targets, moves, seed=step, **key)
+        reference.step_many(wanted, moves, seed=step, **key)
+        same(tensors_of(found), tensors_of(wanted))
+
+
+@pytest.mark.skipif(not cpu.has_bits_of_torch(), reason="torch rounds otherwise on this processor")
+def test_targets_that_got_other_memory_are_looked_up_again():
+    """The same tensors: their memory is another one, and what lay in the old one stays."""
+    (found, moves), (wanted, _) = case(MOVES["momentum"]), case(MOVES["momentum"])
+    targets, old = Targets(found), []
+    for step in (1, 2):
+        compact.step_many(targets, moves, rounding="nearest", seed=step)
+        reference.step_many(wanted, moves, rounding="nearest", seed=step, stream=0, noise=0)
+        same(tensors_of(found), tensors_of(wanted))
+        old += [x.data for x in found[0].tensors]  # whose memory lives on
+        for x in found[0].tensors:
+            x.data = x.data.clone()
+    old.append(found[4].weight.data)
+    for row in (found[4], wanted[4]):  # and without a kernel
+        row.weight.data = row.weight.data.t().contiguous().t()
+    compact.step_many(targets, moves, rounding="nearest", seed=3)
+    reference.step_many(wanted, moves, rounding="nearest", seed=3, stream=0, noise=0)
+    same(tensors_of(found), tensors_of(wanted))
+
+
+def test_targets_know_their_tensors():
+    found, _ = case(MOVES["momentum"])
+    targets, tensors = Targets(found), flattened(row.master for row in found)
+    tensors += [row.weight for row in found] + flattened(x for row in found for x in row.moments)
+    assert targets.holds(tensors)
+    assert not targets.holds(tensors[:-1])
+    assert not targets.holds([*tensors[:-1], tensors[-1].clone()])
+
+
+def test_a_float32_master_that_is_to_move_by_adam_is_refused():
+    found, moves = case(MOVES["adam"])
+    rows = [*moves.rows[:-1], 8]
+    with pytest.raises(TypeError, match="must move by Sgd, got Adam"):
+        compact.step_many(Targets(found), moves._replace(rows=rows), rounding="nearest", seed=0)
 
 
 @pytest.mark.skipif(not cpu.has_bits_of_torch(), reason="torch rounds otherwise on this processor")
@@ -193,10 +239,10 @@ def test_threads_do_as_one(monkeypatch):
     found = []
     for chosen in (False, True):
         monkeypatch.setattr(cpu, "is_parallel", lambda _, chosen=chosen: chosen)
-        own = rows(MOVES["adamw"])
-        compact.step_many(own, rounding="stochastic", seed=3)
+        own, moves = case(MOVES["adamw"])
+        compact.step_many(Targets(own), moves, rounding="stochastic", seed=3)
         encoded = compact.encode(values((50, 300), "fixed"), "fixed", Noise(Key(1, 1)))
-        found.append([[tensors_of(r) for r in own], [*encoded, compact.decode(encoded, "fixed")]])
+        found.append([tensors_of(own), [*encoded, compact.decode(encoded, "fixed")]])
     same(*found)
 
 
@@ -204,7 +250,7 @@ def test_threads_do_as_one(monkeypatch):
 def test_a_step_is_torchs_but_for_the_rounding_of_states(name):
     """From zero moments and a master that is a number of the codes; the update in float64."""
     move = MOVES[name]
-    row = rows(move)[0]
+    (row, *_), moves = case(move)
     start = compact.decode(row.master, "fixed").double().requires_grad_()
     kind = torch.optim.SGD if isinstance(move, Sgd) else torch.optim.AdamW
     options = {"lr": move.lr, "weight_decay": move.weight_decay}
@@ -214,9 +260,10 @@ def test_a_step_is_torchs_but_for_the_rounding_of_states(name):
         kind = torch.optim.AdamW if move.decoupled else torch.optim.Adam
         options |= {"betas": move.betas, "eps": move.eps}
     optimizer = kind([start], **options)
-    start.grad = row.grad.double()
+    start.grad = moves.grads[0].double()
     optimizer.step()
-    compact.step_many([row], rounding="nearest", seed=0)
+    only = Moves([0], moves.grads[:1], [move])
+    compact.step_many(Targets([row]), only, rounding="nearest", seed=0)
     lsb = row.master.scales.repeat_interleave(256, 1)[:, :300].double()
     off = compact.decode(row.master, "fixed").double() - start.detach()
     assert (off.abs() <= lsb * (1 + 1e-3)).all()

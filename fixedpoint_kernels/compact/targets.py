@@ -1,0 +1,111 @@
+"""What a step of compact states writes, where that lies, and whether a kernel may."""
+
+from collections.abc import Sequence
+from operator import is_
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels.compact.records import BLOCK, Codes, Row, blocks_of, flattened
+from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.memory import places_on_cpu
+
+__all__ = ["Tables", "Targets"]
+
+
+class Tables(NamedTuple):
+    """Targets, for a kernel.
+
+    Args:
+        pointers: Addresses, (t, 8) int64: codes and scales of the master (or float32, and 0), weight, 0 for
+            the gradient, codes and scales of two moments (or float32, and 0), 0 where there is none.
+        sizes: (t, 6) int64: elements, those before them, blocks, blocks of a row, columns, number of moments.
+        streams: (t, 2) int64, counted from the step's: of the weight, -1 without a format, and of the states.
+        shapes: Blocks, blocks of a row and columns of each.
+        fmts: Of each.
+        elements: Of all.
+    """
+
+    pointers: np.ndarray
+    sizes: np.ndarray
+    streams: np.ndarray
+    shapes: tuple[tuple[int, ...], ...]
+    fmts: tuple[FixedPoint | None, ...]
+    elements: int
+
+
+class Targets:
+    """What steps write. Where it lies is looked up once, until it changes.
+
+    Args:
+        rows: The parameters; no two share memory.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = tuple(rows)
+        self._tensors = flattened(row.master for row in rows)
+        self._tensors += [row.weight for row in rows]
+        self._tensors += flattened(x for row in rows for x in row.moments)
+        self._floats = [x for x in self._tensors if x.dtype is torch.float32]
+        self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self._tables: Tables | None = None
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether ``tensors`` are those of the masters, the weights and the moments, the very same ones."""
+        return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+
+    def find(self) -> Tables | None:
+        """Return where the tensors lie; None where a kernel takes them not."""
+        now = tuple(map(Tensor.data_ptr, self._tensors)), tuple(map(Tensor.numel, self._tensors))
+        if now != self._seen or not all(map(Tensor.is_contiguous, self._tensors)):
+            self._seen, self._tables = now, self._looked_up()
+        return self._tables
+
+    def written(self) -> list[Tensor]:
+        """Return what others may look at: weights, and masters and moments that are float32."""
+        return [
+            x
+            for row in self.rows
+            for x in (row.weight, row.master, *row.moments)
+            if isinstance(x, Tensor)
+        ]
+
+    def _looked_up(self) -> Tables | None:
+        codes = [x for x in self._tensors if x.dtype is not torch.float32]
+        is_plain = all(type(x) is Tensor and x.is_cpu and x.is_contiguous() for x in codes)
+        if not is_plain or (self._floats and places_on_cpu(self._floats) is None):
+            return None
+        pointers = np.array([_pointers(row) for row in self.rows], np.int64).reshape(-1, 8)
+        sizes = list(map(_sizes, self.rows))
+        streams = [(row.stream if row.fmt else -1, row.noise) for row in self.rows]
+        return Tables(
+            pointers,
+            np.array(sizes, np.int64).reshape(-1, 6),
+            np.array(streams, np.int64).reshape(-1, 2),
+            tuple(own[2:5] for own in sizes),
+            tuple(row.fmt for row in self.rows),
+            sum(own[0] for own in sizes),
+        )
+
+
+def _pointers(row: Row) -> list[int]:
+    own = [_pair(part) for part in (row.master, *row.moments)]
+    found = [*own[0], row.weight.data_ptr(), 0, *(x for pair in own[1:] for x in pair)]
+    return found + [0] * (8 - len(found))
+
+
+def _pair(part: Codes | Tensor) -> tuple[int, int]:
+    if isinstance(part, Codes):
+        return part.codes.data_ptr(), part.scales.data_ptr()
+    return part.data_ptr(), 0
+
+
+def _sizes(row: Row) -> tuple[int, ...]:
+    shape, size = row.weight.shape, row.weight.numel()
+    if isinstance(row.master, Codes):
+        count = blocks_of(shape)[1]
+        return size, row.offset, shape[0] * count, count, shape[1:].numel(), len(row.moments)
+    count = -(-size // BLOCK)
+    return size, row.offset, count, count, size, len(row.moments)
