@@ -132,6 +132,7 @@ class Program:
         size: Height and width of the input.
         path: Of products, one of ``GRAINS``.
         threads: How many.
+        packers: How many threads lay weights out: a single image has one thread and all weights.
 
     Raises:
         ValueError: Sums of a layer do not fit in int32.
@@ -144,8 +145,9 @@ class Program:
         size: tuple[int, int],
         path: str,
         threads: int,
+        packers: int,
     ) -> None:
-        self.segment, self.path, self.threads = segment, path, threads
+        self.segment, self.path, self.threads, self.packers = segment, path, threads, packers
         shapes = _shapes(segment, size)
         most = max(shapes)
         self.chunk = max(1, min(-(images // -threads), _CACHE // (6 * most)))
@@ -192,7 +194,7 @@ class Program:
             own[[f.C_OPERATIONS, f.C_THREADS, f.C_SCRATCH_BYTES]] = len(operations), 1, begins[-1]
             own[f.C_PLACES] = begins.ctypes.data
         self._thread_bytes = self._scratch_at + int(begins[-1])
-        self.work_bytes = (self._thread_bytes + self._spare_bytes) * self.threads
+        self.work_bytes = self._thread_bytes * self.threads + self._spare_bytes * self.packers
 
     def scale(self, norms: Sequence[Norm | Tensor | None]) -> bool:
         """Write batch norm's factors, or biases; say whether they are finite."""
@@ -224,8 +226,8 @@ class Program:
         self._contexts[:, f.C_SCRATCH] = scratch + self._thread_bytes * np.arange(self.threads)
         self._cells[:, 2] = [given[key] for key in self._keys]
         self._task_addresses.fill(self._tasks, weights)
-        spare = work + self._thread_bytes * self.threads, self._spare_bytes, self.threads
-        pack_weights(self.threads > 1)(self._tasks, self._task_reals, self._items, *spare)
+        spare = work + self._thread_bytes * self.threads, self._spare_bytes, self.packers
+        pack_weights(self.packers > 1)(self._tasks, self._task_reals, self._items, *spare)
 
     def go(self, images: int) -> None:
         """Run all images."""

@@ -70,8 +70,10 @@ class InferenceRun(ChainRun):
         threads = min(thread_count() if is_parallel(x.numel() * 16) else 1, len(x))
         segment, size = self._segment, (x.shape[2], x.shape[3])
         assert segment is not None
-        key = segment, tuple(x.shape), path, threads
-        rest = len(x), size, path, threads
+        weights = sum(conv.weight.numel() for conv in self.convolutions)
+        packers = max(threads, thread_count() if is_parallel(weights) else 1)
+        key = segment, tuple(x.shape), path, threads, packers
+        rest = len(x), size, path, threads, packers
         return self._programs.get(key, lambda _: Program(segment, *rest))
 
 

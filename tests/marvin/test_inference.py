@@ -13,7 +13,7 @@ from benchmarks.networks import mobilenet_v2
 from fixedpoint_kernels import products
 from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import Pooled, inference
-from marvin.integer import convert, report
+from marvin.integer import convert, inference_run, report
 from marvin.integer.chain_run import rounding_of
 from marvin.integer.graph import trace
 from train.resnet20 import ResNet20
@@ -229,6 +229,27 @@ def defined(model):
         if isinstance(own, nn.SiLU | nn.GELU | nn.Sigmoid | nn.AdaptiveAvgPool2d | nn.AvgPool2d):
             setattr(twin, name, Defined(own))
     return twin
+
+
+def test_all_threads_lay_out_the_weights_of_one_image(runs, monkeypatch):
+    model, _ = trained()
+    packed, own = [], inference.pack_weights
+
+    def pack_weights(parallel):
+        def pack(*args):
+            packed.append((parallel, args[-1]))
+            own(parallel)(*args)
+
+        return pack
+
+    monkeypatch.setattr(inference, "pack_weights", pack_weights)
+    monkeypatch.setattr(inference_run, "thread_count", lambda: 3)
+    monkeypatch.setattr(inference_run, "is_parallel", lambda _: True)
+    x = batch(1, 1)[0]
+    with torch.no_grad():
+        assert torch.equal(model(x), unfused(model)(x))
+    assert runs == {"fused": 1, "left": 0}
+    assert packed == [(True, 3)]
 
 
 @pytest.mark.parametrize("count", [1, 19])
