@@ -103,11 +103,11 @@ def step_many(
     Raises:
         TypeError: A float32 master is to move by Adam.
     """
-    if any(isinstance(move, Adam) for move in moves.moves):
-        masters = [targets.rows[i].master for i in moves.rows]
-        pairs = zip(moves.moves, masters, strict=True)
-        if any(isinstance(move, Adam) and isinstance(own, Tensor) for move, own in pairs):
-            raise TypeError("a float32 master must move by Sgd, got Adam")
+    pairs = zip(moves.rows, moves.moves, strict=True)
+    if any(
+        isinstance(how, Adam) and isinstance(targets.rows[i].master, Tensor) for i, how in pairs
+    ):
+        raise TypeError("a float32 master must move by Sgd, got Adam")
     places = places_on_cpu(moves.grads) if moves.grads else None
     if places is not None or not moves.grads:
         tables = targets.find()

@@ -73,7 +73,9 @@ def _multiplied(
     if not all(own is None or is_plain(own) for own in (weight, bias)):
         return None
     shape = outputs + more[1], inputs + more[0]
-    own = _LAYERS.setdefault(module, _Lone())
+    own = _LAYERS.get(module)
+    if own is None:
+        own = _LAYERS[module] = _Lone()
     segment = own.segment(product, shape)
     if len(x) < threads_of(segment, rows):
         return None

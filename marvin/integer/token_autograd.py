@@ -16,7 +16,7 @@ from marvin.integer.programs import Programs
 if TYPE_CHECKING:
     from fixedpoint_kernels.tokens.program import Program
 
-__all__ = ["Run", "is_plain", "parameters_of", "program_of", "run_tokens", "threads_of"]
+__all__ = ["Run", "is_plain", "program_of", "run_tokens", "threads_of"]
 
 _NO_NOISE = 0, 0
 _MACS = 64  # multiply-adds that cost as much as one element of another kernel
@@ -100,7 +100,7 @@ def _forward(
 
     count = len(xs)
     program = run.program(segment, xs[0], needed[:count], needed[count::2])
-    outputs, kept = execute.forward(program, xs, parameters_of(segment, parameters, noise))
+    outputs, kept = execute.forward(program, xs, _parameters_of(segment, parameters, noise))
     run.note(program, xs)
     return program, kept, outputs
 
@@ -132,14 +132,14 @@ class _Tokens(torch.autograd.Function):
         from fixedpoint_kernels.tokens import execute
 
         kept, *parameters = ctx.saved_tensors
-        own = parameters_of(ctx.program.segment, parameters, ctx.noise)
+        own = _parameters_of(ctx.program.segment, parameters, ctx.noise)
         dxs, found = execute.backward(ctx.program, kept, own, grads)
         back = [None, None, None, *dxs, *(way for pair in found for way in pair)]
         pairs = zip(back, ctx.needs_input_grad, strict=True)
         return tuple(way if needed else None for way, needed in pairs)
 
 
-def parameters_of(
+def _parameters_of(
     segment: Segment, tensors: Sequence[Tensor | None], noise: list[tuple[int, int]]
 ) -> list[Parameters]:
     """Return what each operation takes: of a linear layer, the noise of its gradient, too."""

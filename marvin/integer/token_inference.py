@@ -1,16 +1,22 @@
 """Running chains of a transformer as one operation, in eval mode and without gradients."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from fixedpoint_kernels import tokens
 from marvin.integer.chain_run import has_hooks, is_in_the_way, rounding_of
-from marvin.integer.token_autograd import parameters_of
+from marvin.integer.token_autograd import run_tokens
 from marvin.integer.token_graph import TokenChain
 from marvin.integer.token_run import TokenRun, are_plain
 
+if TYPE_CHECKING:
+    from fixedpoint_kernels.tokens.program import Program
+
 __all__ = ["TokenInference"]
 
-_NO_NOISE = 0, 0
+_NO_NOISE: tuple[int, int] = 0, 0
 
 
 class TokenInference(TokenRun):
@@ -41,14 +47,13 @@ class TokenInference(TokenRun):
 
     def forward(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Return what leaves the chain."""
-        from fixedpoint_kernels.tokens import execute
-
         segment = self._segment_of(xs)
         if segment is None:
             return self._plain[0](*xs)
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
-        wanted = [False] * len(xs), [False] * len(segment.operations)
-        program = self.program(segment, xs[0], *wanted)
-        own = parameters_of(segment, self.parameters_in_order(), [_NO_NOISE] * len(self.layers))
-        return tuple(execute.forward(program, xs, own)[0])
+        noise = [_NO_NOISE] * len(self.layers)
+        return run_tokens(self, segment, noise, xs, self.parameters_in_order())
+
+    def note(self, program: "Program", xs: Sequence[Tensor]) -> None:
+        """Count nothing: only training does."""
