@@ -4,7 +4,7 @@ import numpy as np
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import kind_of, number_of
-from fixedpoint_kernels.fused.graph import INPUT, Return, Scaled
+from fixedpoint_kernels.fused.graph import INPUT, Joined, Layer, Norm, Return, Scaled
 from fixedpoint_kernels.fused.layout import Layout
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.llvm import tiles
@@ -61,6 +61,9 @@ class Backward:
                 regions.append(later)
                 later = []
                 fresh.clear()
+            if isinstance(segment.layers[step], Norm):
+                regions[-1] += self._norm_gradient(step, made_by[step])
+                continue
             regions[-1] += self._gradient(step, made_by[step])
             if step in self._codes:
                 later.append(self._weights_by_output(step))
@@ -80,7 +83,7 @@ class Backward:
         if step.layer is not None:
             mask = self.layout.clip[step.layer]
             more |= {"HAS_PRODUCT": 1, "CLIP_MASK": 0 if mask is None else mask}
-            if self.layout.observes:
+            if self.layout.observes and isinstance(self.segment.layers[step.layer], Layer):
                 more["SEEN"] = Given("seen gradient", step.layer)
         elif step.pooled is not None or step.gated is not None:
             more["HAS_PRODUCT"] = 1
@@ -139,7 +142,12 @@ class Backward:
         )
 
     def _unpool(self, i: int, source: int) -> Operation:
-        """Return what makes the gradient of a value from that of what was pooled from it."""
+        """Return what makes the gradient of a value from that of what was pooled or joined from it."""
+        if isinstance(self.segment.values[i], Joined):
+            shape = self.layout.shapes[source]
+            more = {"G": self._gradients[i], **self.layout.place_in(i, source)}
+            numbers, size = self.layout.numbers(shape, f.CUT, **more), 4 * shape.padded
+            return Operation(numbers, bytes_an_image=size, scratch={3: size})
         size, own = 4 * self.layout.shapes[source].padded, self.layout.pooled[i]
         more = dict(zip(("WINDOWS", "PLACES"), own, strict=True))
         numbers = self.layout.numbers(self.layout.shapes[i], f.UNPOOL, G=self._gradients[i], **more)
@@ -147,26 +155,12 @@ class Backward:
 
     def _gradient(self, n: int, i: int) -> list[Operation]:
         """Return what makes the codes of a layer's gradient, from that of the value that it makes."""
-        layer, out = self.segment.layers[n], self.layout.outs[n]
-        places = [self.layout.take(out.pattern, np.float32) for _ in range(3)]
+        layer, out = self.segment.product(n), self.layout.outs[n]
+        coefficients, places = self._coefficients(n, i)
         step, more = self._codes_step(n), {}
         if n in self._codes:
             self._scales[n] = self.layout.take(self.layout.images, np.float64)
             more = {"CODES": self._codes[n], "SCALES": self._scales[n]}
-        coefficients = self.layout.numbers(
-            out,
-            f.GRADIENT_COEFFICIENTS,
-            HAS_NORM=layer.eps is not None,
-            SUMS=self._sums[i],
-            SUMS_STRIDE=self._widest,
-            WHICH=1 + self.segment.values[i].layers.index(n),
-            MEANS=self.layout.means[n],
-            INVERSES=self.layout.inverses[n],
-            SCALE=Given("scale", n),
-            OF_SCALE=Given("of_scale", n),
-            OF_SHIFT=Given("of_shift", n),
-            **dict(zip(("GA", "GB", "GC"), places, strict=True)),
-        )
         codes = self.layout.numbers(
             out,
             f.GRADIENT,
@@ -179,12 +173,40 @@ class Backward:
             SEED=Given("seed", n),
             STREAM=Given("stream", n),
             **more,
-            **dict(zip(("GA", "GB", "GC"), places, strict=True)),
+            **places,
         )
         return [
-            Operation(coefficients),
+            coefficients,
             Operation(codes, bytes_an_image=6 * out.padded + step, scratch={1: 4 * step, 2: step}),
         ]
+
+    def _norm_gradient(self, n: int, i: int) -> list[Operation]:
+        """Return what makes the gradient of what a batch norm took, from that of the value that it makes."""
+        shape, (coefficients, places) = self.layout.outs[n], self._coefficients(n, i)
+        own = {"FIRST": f.BFLOAT16, "G": self._gradients[i], "Z": self.layout.sums[n], **places}
+        numbers = self.layout.numbers(shape, f.NORM_GRADIENT, **own)
+        size = 4 * shape.padded
+        return [coefficients, Operation(numbers, bytes_an_image=2 * size, scratch={3: size})]
+
+    def _coefficients(self, n: int, i: int) -> tuple[Operation, dict[str, Number]]:
+        """Return what makes the factors of batch norm's backward, and where they are."""
+        out = self.layout.outs[n]
+        places = {name: self.layout.take(out.pattern, np.float32) for name in ("GA", "GB", "GC")}
+        numbers = self.layout.numbers(
+            out,
+            f.GRADIENT_COEFFICIENTS,
+            HAS_NORM=self.layout.has_statistics(n),
+            SUMS=self._sums[i],
+            SUMS_STRIDE=self._widest,
+            WHICH=1 + self.segment.values[i].layers.index(n),
+            MEANS=self.layout.means[n],
+            INVERSES=self.layout.inverses[n],
+            SCALE=Given("scale", n),
+            OF_SCALE=Given("of_scale", n),
+            OF_SHIFT=Given("of_shift", n),
+            **places,
+        )
+        return Operation(numbers), places
 
     def _codes_step(self, n: int) -> int:
         """Return bytes from the codes of one image's gradient to the next one's."""
@@ -192,7 +214,7 @@ class Backward:
 
     def _described(self, n: int, chunk: int, images: int = 0) -> jobs.Described:
         """Describe the jobs of a weight's gradient, of ``chunk`` images or fewer; see ``describe_weights``."""
-        layer, taken = self.segment.layers[n], self.layout.taken(n)
+        layer, taken = self.segment.product(n), self.layout.taken(n)
         part, cut = self.layout.weight_blocks(n, chunk)
         if cut.most_positions > weight_jobs.PIECE:
             raise ValueError(f"rows of {taken.width} places are too long to be fused")
@@ -216,8 +238,8 @@ class Backward:
             POWERS=self.layout.lsbs.ctypes.data + 4 * n,
         )
         described = self._described(n, images, images)
-        if self.segment.layers[n].is_flat:
-            inputs, height, width = self.layout.shapes[self.segment.layers[n].source]
+        if (layer := self.segment.product(n)).is_flat:
+            inputs, height, width = self.layout.shapes[layer.source]
             rest = height * width, inputs, inputs
             described.row[[jobs.OUT_TAPS, jobs.OUT_INPUTS, jobs.OUT_APART]] = rest
         by_outputs.make_room(described.row, images, int(described.row[jobs.GROUPS]))
@@ -243,7 +265,7 @@ class Backward:
         )
 
     def _input_products(self, n: int) -> list[Operation]:
-        layer, out = self.segment.layers[n], self.layout.outs[n]
+        layer, out = self.segment.product(n), self.layout.outs[n]
         taken = self.layout.taken(n)
         size = taken.height, taken.width
         parts = shapes.input_gradient(layer.window, size, layer.shape[2:])

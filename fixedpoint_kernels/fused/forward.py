@@ -6,7 +6,7 @@ import numpy as np
 
 from fixedpoint_kernels.functions import CURVES
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.graph import INPUT, LONGEST, Layer, Pooled, Scaled, Value
+from fixedpoint_kernels.fused.graph import INPUT, LONGEST, Joined, Layer, Norm, Pooled, Scaled, Value
 from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.fused.pooling import numbers_of
@@ -42,8 +42,10 @@ class Forward:
         self._ys: dict[int, Number] = {}
         for n, layer in enumerate(self.segment.layers):
             self._make(layer.source)
-            is_first = layer.is_flat and not self.segment.layers[n - 1].is_flat
-            if is_first and not layout.infers:
+            if isinstance(layer, Norm):
+                self._measure(n, layer)
+                continue
+            if layer.is_flat and not self._is_flat(n - 1) and not layout.infers:
                 self._begin()  # a large weight is read once for as many images as there are
             self._multiply(n)
         for i, value in enumerate(self.segment.values):
@@ -54,6 +56,25 @@ class Forward:
         """Begin a region."""
         self.regions.append([])
         self._fresh.clear()
+
+    def _is_flat(self, n: int) -> bool:
+        layer = self.segment.layers[n]
+        return isinstance(layer, Layer) and layer.is_flat
+
+    def _measure(self, n: int, layer: Norm) -> None:
+        """Add up what batch norm takes, and keep it; where nothing goes backward it is scaled where it lies."""
+        layout, y = self.layout, self._ys[layer.source]
+        if layout.infers:
+            layout.sums[n] = y
+            return
+        shape, sums = layout.shapes[layer.source], layout.moments[n]
+        numbers = layout.numbers(shape, f.MOMENTS, Z=y, OUT=layout.sums[n], SUMS=sums)
+        self.regions[-1].append(
+            Operation(
+                numbers, bytes_an_image=6 * shape.padded, scratch={4: 16 * shape.pattern}
+            )
+        )
+        self._fresh.add(n)
 
     def _multiply(self, n: int) -> None:
         """Compute what a layer makes."""
@@ -79,6 +100,10 @@ class Forward:
             self._make(value.source)
             self._make(value.gate)
             return
+        if isinstance(value, Joined):
+            for k in value.sources:
+                self._make(k)
+            return
         for k in value.values:
             self._make(k)
         if not self._fresh.isdisjoint(value.layers):
@@ -96,7 +121,7 @@ class Forward:
         if i in self.layout.gates:
             return self.layout.gates[i]
         value = self.segment.values[i]
-        if isinstance(value, Pooled) or self.segment.users(i) > len(self.segment.takers(i)[:1]):
+        if isinstance(value, Pooled | Joined) or self.segment.users(i) > len(self.segment.takers(i)[:1]):
             return Buffer(4 * self.layout.images * self.layout.shapes[i].padded)
         return 0
 
@@ -108,9 +133,12 @@ class Forward:
         if isinstance(value, Pooled):
             found.append(self._pool(i, value, y))
             more = {"FIRST": f.PLAIN, "Z": y}
+        elif isinstance(value, Joined):
+            found += [self._join(i, k, y) for k in value.sources]
+            more = {"FIRST": f.PLAIN, "Z": y}
         else:
             more = self._terms(i, y)
-            takers = takers or [None]
+            takers = takers if takers or value is None else [None]
         for n in takers:
             numbers = self.layout.numbers(shape, f.VALUE, **more)
             scratch = {6: 4 * shape.pattern} if "GATE" in more else {}
@@ -143,6 +171,14 @@ class Forward:
             more["RELU_MASK"] = self.layout.relu[i]
         return more | kind_of(value)
 
+    def _join(self, i: int, source: int, y: Number) -> Operation:
+        """Return what writes a value among the channels of another."""
+        shape = self.layout.shapes[source]
+        more = {"Z": self._ys[source], "Y": y, **self.layout.place_in(i, source)}
+        return Operation(
+            self.layout.numbers(shape, f.JOIN, **more), bytes_an_image=8 * shape.padded
+        )
+
     def _pool(self, i: int, value: Pooled, y: Number) -> Operation:
         """Return what makes a pooled value; its windows and what they took stay for backward."""
         layout, source, made = self.layout, self.layout.shapes[value.source], self.layout.shapes[i]
@@ -158,7 +194,9 @@ class Forward:
 
     def _coefficients(self, n: int) -> Operation:
         layer, out = self.segment.layers[n], self.layout.outs[n]
-        power = 2.0 ** (-layer.inputs.fl - layer.weight.fl)
+        power = (
+            1.0 if isinstance(layer, Norm) else 2.0 ** (-layer.inputs.fl - layer.weight.fl)
+        )
         numbers = self.layout.norms[n]
         numbers[:2] = power, layer.eps or 0.0
         return Operation(
@@ -167,6 +205,7 @@ class Forward:
                 f.COEFFICIENTS,
                 HAS_NORM=layer.eps is not None,
                 STATISTICS=self.layout.statistics_at[n],
+                SUMS=self.layout.moments.get(n, 0),
                 MEANS=self.layout.means[n],
                 INVERSES=self.layout.inverses[n],
                 VARIANCES=self.layout.variances[n],
@@ -181,7 +220,7 @@ class Forward:
         )
 
     def _with_codes(self, operation: Operation, n: int) -> None:
-        layer = self.segment.layers[n]
+        layer = self.segment.product(n)
         fmt = layer.inputs
         operation.reals = fmt.scale, fmt.min_code, fmt.max_code
         mask = self.layout.clip[n]
@@ -194,7 +233,7 @@ class Forward:
         }
 
     def _product(self, n: int) -> Operation:
-        layer, out = self.segment.layers[n], self.layout.outs[n]
+        layer, out = self.segment.product(n), self.layout.outs[n]
         taken = self.layout.taken(n)
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
         _check_sums(layer, part, taken)
@@ -236,13 +275,13 @@ class Forward:
         )
 
 
-def kind_of(value: Value | Pooled | Scaled) -> dict[str, Number]:
+def kind_of(value: Value | Pooled | Scaled | Joined) -> dict[str, Number]:
     """Return of what kind a value's activation is."""
     curve = 0 if value.curve is None else 1 + CURVES.index(value.curve.name)
     return {"RELU": 2 if value.ceiling is not None else value.relu, "CURVE": curve}
 
 
-def number_of(value: Value | Pooled | Scaled) -> float:
+def number_of(value: Value | Pooled | Scaled | Joined) -> float:
     """Return the number of a value's activation."""
     return value.curve.number if value.curve is not None else value.ceiling or 0.0
 

@@ -284,6 +284,27 @@ def _weigh(
         to.store(to.get(total), to.moved(sums, at, 32))
 
 
+def _moments(to: _Image, elements, padded, pattern, x, out, sums):
+    """Write a value as bfloat16; and its sums, and those of its squares: float64, ``pattern`` of each."""
+    wide = ir.VectorType(ir.DoubleType(), BLOCK)
+    with to.pattern(pattern) as at:
+        totals = [cgutils.alloca_once(to.builder, wide) for _ in range(2)]
+        for total in totals:
+            to.builder.store(ir.Constant(wide, [0.0] * BLOCK), total)
+        with to.every(at, padded, pattern) as e:
+            value = to.load(to.moved(x, e, 32))
+            to.store_bfloat16(value, to.moved(out, e, 16))
+            kept = to.flags(to.inside(e, elements)).where(value, to.zero)
+            exact = to.builder.fpext(kept.value, wide)
+            for total, part in zip(totals, (exact, to.builder.fmul(exact, exact)), strict=True):
+                to.builder.store(to.builder.fadd(to.builder.load(total), part), total)
+        for k, total in enumerate(totals):
+            first = to.builder.add(at, to.builder.mul(pattern, I64(k)))
+            place = to.place(to.moved(sums, first, 64), ir.DoubleType())
+            whole = to.builder.bitcast(place, wide.as_pointer())
+            to.builder.store(to.builder.load(total), whole, align=8)
+
+
 def _keep(to: _Image, value, mask):
     """Set to 0 what a mask has not."""
     to.put(to.load_mask(mask).where(to.get(value), to.zero), value)
@@ -302,4 +323,5 @@ finish = _made(
     _finish,
     1,
 )
+moments = _made("elements padded pattern x out sums", _moments)
 weigh = _made("elements padded pattern g first z a b relu curve sums number", _weigh, 1)
