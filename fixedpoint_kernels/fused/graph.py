@@ -330,6 +330,11 @@ class Segment:
         layers = enumerate(self.layers)
         return [n for n, own in layers if isinstance(own, Norm) and own.source == value]
 
+    @property
+    def products(self) -> list[Layer]:
+        """The layers that multiply codes."""
+        return [own for own in self.layers if isinstance(own, Layer)]
+
     def product(self, n: int) -> Layer:
         """Return layer ``n``, which multiplies codes."""
         layer = self.layers[n]

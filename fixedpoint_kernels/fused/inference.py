@@ -168,9 +168,7 @@ class Program:
         self._tables = np.stack([numbers] * threads)
         self._tasks, self._task_reals, self._task_addresses = table(layout.tasks)
         self._items = packing_items(self._tasks)
-        self._spare_bytes = max(
-            spare_bytes(own.shape) for own in segment.layers if isinstance(own, Layer)
-        )
+        self._spare_bytes = max(spare_bytes(own.shape) for own in segment.products)
         self._make_contexts(operations)
         self.lock = Lock()
         given = self.addresses.given.items()

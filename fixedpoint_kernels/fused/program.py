@@ -14,7 +14,7 @@ from torch import Tensor
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.backward import Backward
 from fixedpoint_kernels.fused.forward import Forward
-from fixedpoint_kernels.fused.graph import Layer, Segment
+from fixedpoint_kernels.fused.graph import Segment
 from fixedpoint_kernels.fused.layout import Layout
 from fixedpoint_kernels.fused.memory import Memory, work_memory
 from fixedpoint_kernels.fused.operations import Addresses, Operation, place_buffers, table
@@ -208,7 +208,5 @@ class Program(Layout):
         self._begins, self._scratch_bytes = begins[:7].astype(np.int64), int(begins[-1])
         self._scratch_at = self.work_bytes
         self.spare_at = self._scratch_at + self._scratch_bytes * self.threads
-        self.spare_bytes = max(
-            spare_bytes(own.shape) for own in self.segment.layers if isinstance(own, Layer)
-        )
+        self.spare_bytes = max(spare_bytes(own.shape) for own in self.segment.products)
         self.work_bytes = self.spare_at + self.spare_bytes * self.threads

@@ -300,7 +300,7 @@ def preactivated(width=8, eps=1e-5, curve=None):
         Value(3, relu=True),
         Value(4, other_value=1, is_output=True),
         Value(5, relu=True, ceiling=2.0),
-        Value(6, other_layer=7),
+        Value(6, other_layer=7, is_output=True),
         Value(8, relu=True, is_output=True),
     )
     return Segment(layers, values)
