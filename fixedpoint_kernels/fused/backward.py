@@ -53,6 +53,7 @@ class Backward:
                     regions[-1].append(self._unpool(step.pooled, step.value))
                 if step.gated is not None:
                     regions[-1].append(self._weigh(step.gated))
+                regions[-1] += self._cuts(step)
                 regions[-1].append(self._finish(step))
                 if step.is_last:
                     fresh.add(step.value)
@@ -85,7 +86,7 @@ class Backward:
             more |= {"HAS_PRODUCT": 1, "CLIP_MASK": 0 if mask is None else mask}
             if self.layout.observes and isinstance(self.segment.layers[step.layer], Layer):
                 more["SEEN"] = Given("seen gradient", step.layer)
-        elif step.pooled is not None or step.gated is not None:
+        elif _has_part(step) or step.joined:
             more["HAS_PRODUCT"] = 1
         if step.is_last and value is None:
             more |= {"OUT": 0, "OUTER_OUT": Given("dx", 0)}
@@ -142,16 +143,21 @@ class Backward:
         )
 
     def _unpool(self, i: int, source: int) -> Operation:
-        """Return what makes the gradient of a value from that of what was pooled or joined from it."""
-        if isinstance(self.segment.values[i], Joined):
-            shape = self.layout.shapes[source]
-            more = {"G": self._gradients[i], **self.layout.place_in(i, source)}
-            numbers, size = self.layout.numbers(shape, f.CUT, **more), 4 * shape.padded
-            return Operation(numbers, bytes_an_image=size, scratch={3: size})
+        """Return what makes the gradient of a value from that of what was pooled from it."""
         size, own = 4 * self.layout.shapes[source].padded, self.layout.pooled[i]
         more = dict(zip(("WINDOWS", "PLACES"), own, strict=True))
         numbers = self.layout.numbers(self.layout.shapes[i], f.UNPOOL, G=self._gradients[i], **more)
         return Operation(numbers, bytes_an_image=size, scratch={3: size})
+
+    def _cuts(self, step: Return) -> list[Operation]:
+        """Return what makes the gradient of a value from those of what it was joined to, or adds them."""
+        shape = self.layout.shapes[step.value]
+        size, adds, found = 4 * shape.padded, _has_part(step), []
+        for i in step.joined:
+            own = {"G": self._gradients[i], "J_ADDS": adds, **self.layout.place_in(i, step.value)}
+            numbers, adds = self.layout.numbers(shape, f.CUT, **own), True
+            found.append(Operation(numbers, bytes_an_image=size, scratch={3: size}))
+        return found
 
     def _gradient(self, n: int, i: int) -> list[Operation]:
         """Return what makes the codes of a layer's gradient, from that of the value that it makes."""
@@ -310,3 +316,8 @@ class Backward:
                 )
             )
         return found
+
+
+def _has_part(step: Return) -> bool:
+    """Say whether a gradient comes from a layer, a pooled value or a gate."""
+    return any(own is not None for own in (step.layer, step.pooled, step.gated))

@@ -12,7 +12,7 @@ from fixedpoint_kernels.fused import by_images
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.by_images import held_of, sort, sums_of, totals_of
 from fixedpoint_kernels.fused.coefficients import bias, coefficients, gradient_coefficients, spread
-from fixedpoint_kernels.fused.joining import cut, join
+from fixedpoint_kernels.fused.joining import cut, join, join_sums
 from fixedpoint_kernels.fused.pooling import pool, unpool
 from fixedpoint_kernels.llvm import barrier, passes, tiles
 from fixedpoint_kernels.llvm.barrier import all_come, wait
@@ -274,6 +274,9 @@ def run_region(context, number, thread):
             elif kind == f.JOIN:
                 for n in range(first, first + count):
                     join(d, n)
+            elif kind == f.JOIN_SUMS:
+                for n in range(first, first + count):
+                    join_sums(d, n)
             elif kind == f.CUT:
                 for n in range(first, first + count):
                     cut(d, n, dx + 4 * (n - first) * d[f.PADDED])

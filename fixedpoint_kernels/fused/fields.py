@@ -24,8 +24,9 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     MOMENTS,  # a value as bfloat16 for batch norm, and its sums
     NORM_GRADIENT,  # the gradient of what batch norm took
     JOIN,  # a value among the channels of another, each place repeated
+    JOIN_SUMS,  # the same of what batch norm takes
     CUT,  # the gradient of such a value, from that of the other
-) = range(16)
+) = range(17)
 
 (
     KIND, CHANNELS, ELEMENTS, PADDED, PATTERN, POSITIONS, HAS_NORM,
@@ -46,10 +47,11 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     # of curves, and of gates: one number a channel and image, so many bytes from image to image
     CURVE, GATE, GATE_STEP, SCALED_GRADIENT,
     # of joining: the other value's channels, the first of these, its elements from image to image, the
-    # width of the value that is among them, and how many places down and across are made of one
-    J_CHANNELS, J_FIRST, J_PADDED, J_WIDTH, J_DOWN, J_ACROSS,
-) = range(94)  # fmt: skip
-COUNT = 94
+    # width of the value that is among them, how many places down and across are made of one, and whether
+    # a gradient is added
+    J_CHANNELS, J_FIRST, J_PADDED, J_WIDTH, J_DOWN, J_ACROSS, J_ADDS,
+) = range(95)  # fmt: skip
+COUNT = 95
 
 (
     # of a program: addresses of its table, (operations, 4) float32 reals, rows of ``jobs``, (regions, 3)

@@ -43,7 +43,8 @@ class Forward:
         for n, layer in enumerate(self.segment.layers):
             self._make(layer.source)
             if isinstance(layer, Norm):
-                self._measure(n, layer)
+                if layout.infers:
+                    layout.sums[n] = self._ys[layer.source]
                 continue
             if layer.is_flat and not self._is_flat(n - 1) and not layout.infers:
                 self._begin()  # a large weight is read once for as many images as there are
@@ -61,20 +62,21 @@ class Forward:
         layer = self.segment.layers[n]
         return isinstance(layer, Layer) and layer.is_flat
 
-    def _measure(self, n: int, layer: Norm) -> None:
-        """Add up what batch norm takes, and keep it; where nothing goes backward it is scaled where it lies."""
-        layout, y = self.layout, self._ys[layer.source]
-        if layout.infers:
-            layout.sums[n] = y
-            return
-        shape, sums = layout.shapes[layer.source], layout.moments[n]
-        numbers = layout.numbers(shape, f.MOMENTS, Z=y, OUT=layout.sums[n], SUMS=sums)
-        self.regions[-1].append(
-            Operation(
-                numbers, bytes_an_image=6 * shape.padded, scratch={4: 16 * shape.pattern}
-            )
-        )
-        self._fresh.add(n)
+    def _measured(self, i: int) -> list[Operation]:
+        """Return what makes a value as batch norm takes it, and adds it up."""
+        layout, value = self.layout, None if i == INPUT else self.segment.values[i]
+        own: dict[str, Number] = {"OUT": layout.wide[i], "SUMS": layout.moments[i]}
+        if isinstance(value, Joined):
+            return [
+                self._joining(
+                    i, k, f.JOIN_SUMS, Z=layout.wide[k], X=layout.moments[k], **own
+                )
+                for k in value.sources
+            ]
+        shape = layout.shapes[i]
+        numbers = layout.numbers(shape, f.MOMENTS, Z=self._ys[i], **own)
+        size, scratch = 6 * shape.padded, {4: 16 * shape.pattern}
+        return [Operation(numbers, bytes_an_image=size, scratch=scratch)]
 
     def _multiply(self, n: int) -> None:
         """Compute what a layer makes."""
@@ -90,6 +92,9 @@ class Forward:
             self._prepare(i)
         self._ys[i] = self._place(i)
         self.regions[-1] += self._value(i, self._ys[i])
+        if not self.layout.infers and i in self.layout.wide:
+            self.regions[-1] += self._measured(i)
+            self._fresh.update(self.segment.norms(i))
 
     def _prepare(self, i: int) -> None:
         value = self.segment.values[i]
@@ -121,9 +126,14 @@ class Forward:
         if i in self.layout.gates:
             return self.layout.gates[i]
         value = self.segment.values[i]
+        if isinstance(value, Joined) and not self._needs_floats(i):
+            return 0
         if isinstance(value, Pooled | Joined) or self.segment.users(i) > len(self.segment.takers(i)[:1]):
             return Buffer(4 * self.layout.images * self.layout.shapes[i].padded)
         return 0
+
+    def _needs_floats(self, i: int) -> bool:
+        return self.layout.infers or self.segment.needs_floats(i)
 
     def _value(self, i: int, y: Number) -> list[Operation]:
         """Return what makes a value: once for each layer that takes codes of it."""
@@ -134,7 +144,10 @@ class Forward:
             found.append(self._pool(i, value, y))
             more = {"FIRST": f.PLAIN, "Z": y}
         elif isinstance(value, Joined):
-            found += [self._join(i, k, y) for k in value.sources]
+            if self._needs_floats(i):
+                found += [
+                    self._joining(i, k, f.JOIN, Z=self._ys[k], Y=y) for k in value.sources
+                ]
             more = {"FIRST": f.PLAIN, "Z": y}
         else:
             more = self._terms(i, y)
@@ -171,13 +184,11 @@ class Forward:
             more["RELU_MASK"] = self.layout.relu[i]
         return more | kind_of(value)
 
-    def _join(self, i: int, source: int, y: Number) -> Operation:
+    def _joining(self, i: int, source: int, kind: int, **own: Number) -> Operation:
         """Return what writes a value among the channels of another."""
         shape = self.layout.shapes[source]
-        more = {"Z": self._ys[source], "Y": y, **self.layout.place_in(i, source)}
-        return Operation(
-            self.layout.numbers(shape, f.JOIN, **more), bytes_an_image=8 * shape.padded
-        )
+        numbers = self.layout.numbers(shape, kind, **own, **self.layout.place_in(i, source))
+        return Operation(numbers, bytes_an_image=8 * shape.padded)
 
     def _pool(self, i: int, value: Pooled, y: Number) -> Operation:
         """Return what makes a pooled value; its windows and what they took stay for backward."""
@@ -205,7 +216,7 @@ class Forward:
                 f.COEFFICIENTS,
                 HAS_NORM=layer.eps is not None,
                 STATISTICS=self.layout.statistics_at[n],
-                SUMS=self.layout.moments.get(n, 0),
+                SUMS=self.layout.moments[layer.source] if isinstance(layer, Norm) else 0,
                 MEANS=self.layout.means[n],
                 INVERSES=self.layout.inverses[n],
                 VARIANCES=self.layout.variances[n],

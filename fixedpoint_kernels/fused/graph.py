@@ -193,8 +193,10 @@ class Return:
             was scaled from it, times the gate, before the others.
         outer: Whether the gradient from outside is added.
         is_last: Whether this is all.
-        pooled: Number of the value that was pooled or joined from it, of which this is the gradient; None: none.
+        pooled: Number of the value that was pooled from it, of which this is the gradient; None: none.
         gated: Number of the value of which it is the gate; None: none.
+        joined: Numbers of the values to which it was joined: their gradients of its channels are added,
+            before all others but those of a layer, a pooled value or a gate.
     """
 
     value: int
@@ -205,6 +207,7 @@ class Return:
     is_last: bool
     pooled: int | None = None
     gated: int | None = None
+    joined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -330,6 +333,19 @@ class Segment:
         layers = enumerate(self.layers)
         return [n for n, own in layers if isinstance(own, Norm) and own.source == value]
 
+    def is_normed(self, value: int) -> bool:
+        """Say whether batch norm takes a value itself, or what it is joined to."""
+        return bool(self.norms(value)) or any(map(self.is_normed, self.joiners(value)))
+
+    def needs_floats(self, value: int) -> bool:
+        """Say whether something takes a joined value but batch norm."""
+        others = self.takers, self.adders, self.poolers, self.scalers
+        return (
+            self.values[value].is_output
+            or any(of(value) for of in others)
+            or any(map(self.needs_floats, self.joiners(value)))
+        )
+
     @property
     def products(self) -> list[Layer]:
         """The layers that multiply codes."""
@@ -387,6 +403,7 @@ class _Order:
         self.steps: list[int | Return] = []
         numbers = range(INPUT, len(segment.values))
         self._added: dict[int, list[int]] = {i: [] for i in numbers}
+        self._joined: dict[int, list[int]] = {i: [] for i in numbers}
         self._outer = {i for i in numbers if i != INPUT and segment.values[i].is_output}
         self._left = {i: segment.users(i) + (i in self._outer) for i in numbers}
         self._begun: set[int] = set()
@@ -399,9 +416,7 @@ class _Order:
                 self._return(value.source, None, i)
             elif isinstance(value, Joined):
                 for source in value.sources:
-                    if source != INPUT or needs_input:
-                        self._left[source] -= 1
-                        self._return(source, None, i)
+                    self._give(source, i, self._joined)
             elif isinstance(value, Scaled):
                 self._left[value.gate] -= 1
                 self._return(value.gate, None, gated=i)
@@ -413,12 +428,14 @@ class _Order:
                     self._left[source] -= 1
                     self._return(source, n)
 
-    def _give(self, i: int, adder: int | None) -> None:
+    def _give(
+        self, i: int, adder: int | None, noted: dict[int, list[int]] | None = None
+    ) -> None:
         """Note a gradient that comes back as it is; add it up when it is the last."""
         if i == INPUT and not self.needs_input:
             return
         if adder is not None:
-            self._added[i].append(adder)
+            (self._added if noted is None else noted)[i].append(adder)
         self._left[i] -= 1
         if self._left[i] == 0:
             self._return(i, None)
@@ -429,9 +446,13 @@ class _Order:
         continues = i in self._begun
         room = 1 if continues else 2
         added, self._added[i] = self._added[i][:room], self._added[i][room:]
-        is_last = self._left[i] == 0 and not self._added[i]
+        joined: list[int] = []
+        if layer is None or isinstance(self.segment.layers[layer], Norm):  # others mask what is added
+            joined, self._joined[i] = self._joined[i], []
+        is_last = self._left[i] == 0 and not self._added[i] and not self._joined[i]
         outer = i in self._outer
-        self.steps.append(Return(i, layer, continues, tuple(added), outer, is_last, pooled, gated))
+        rest = outer, is_last, pooled, gated, tuple(joined)
+        self.steps.append(Return(i, layer, continues, tuple(added), *rest))
         self._outer.discard(i)
         self._begun.add(i)
         if self._left[i] == 0 and not is_last:

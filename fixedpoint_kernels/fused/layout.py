@@ -186,6 +186,11 @@ class Layout:
             for layer in segment.layers
         ]
         again = segment.computed_again
+        normed = [i for i in self.shapes if segment.is_normed(i)]
+        self.wide = {i: self._wide_of(i) for i in normed}  # what batch norm takes, as bfloat16
+        self.moments = {
+            i: self.take(2 * n * self.shapes[i].channels, np.float64) for i in normed
+        }
         self.sums: list[Number] = [
             self._sums_of(i, i in again) for i in range(len(segment.layers))
         ]
@@ -218,20 +223,21 @@ class Layout:
             [own.inputs.lsb if isinstance(own, Layer) else 0.0 for own in segment.layers],
             np.float32,
         )
-        self.moments = {
-            i: self.take(2 * n * own.channels, np.float64)
-            for i, own in enumerate(segment.layers)
-            if isinstance(own, Norm)
-        }
         self.exponents = self.take(n, np.float32)
         self.weight_sums = [
             WeightSums(self, i) if needed and not self.goes_by_outputs(i) else None
             for i, needed in enumerate(self.needs_weights)
         ]
 
+    def _wide_of(self, i: int) -> Kept | Buffer:
+        size = 2 * self.images * self.shapes[i].padded
+        return self.keep(size) if self.segment.norms(i) else Buffer(size)
+
     def _sums_of(self, n: int, again: bool) -> Kept | Buffer:
-        size = self.images * self.outs[n].padded
-        if self.segment.layers[n].eps is not None:
+        layer, size = self.segment.layers[n], self.images * self.outs[n].padded
+        if isinstance(layer, Norm):
+            return self.wide[layer.source]
+        if layer.eps is not None:
             return self.keep(2 * size)
         return self.keep(4 * size) if again else Buffer(4 * size)
 

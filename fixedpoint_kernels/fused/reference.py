@@ -78,7 +78,7 @@ def forward(
     for n, layer in enumerate(segment.layers):
         source = _value(segment, layer.source, kept, parameters)
         made = (
-            _measured(layer, source)
+            _measured(segment, layer, kept)
             if isinstance(layer, Norm)
             else _layer(layer, source, parameters[n])
         )
@@ -109,16 +109,26 @@ def _layer(layer: Layer, x: Tensor, own: Parameters) -> _Made:
     return _Made(codes, inside, weight, y, mean, inverse, variance)
 
 
-def _measured(layer: Norm, x: Tensor) -> _Made:
+def _measured(segment: Segment, layer: Norm, kept: Kept) -> _Made:
     """Return a value as batch norm keeps it: bfloat16; mean and variance are those of the float32."""
-    count, none = x.numel() // x.shape[1], torch.empty(0, dtype=torch.bool)
-    exact = x.double()
-    mean, squares = (
-        _in_order(_by_image(part).flatten(1)) / count for part in (exact, exact * exact)
-    )
+    x, none = kept.values[layer.source], torch.empty(0, dtype=torch.bool)
+    count = x.numel() // x.shape[1]
+    moments = _moments(segment, layer.source, kept)
+    mean, squares = (_in_order(part) / count for part in moments)
     variance = (squares - mean * mean).clamp(min=0)
     inverse = 1 / (variance + layer.eps).sqrt()
     return _Made(none, none, none, x.bfloat16(), mean, inverse, variance)
+
+
+def _moments(segment: Segment, i: int, kept: Kept) -> tuple[Tensor, Tensor]:
+    """Return the sums of each image of a value, and of its squares: (images, channels) float64."""
+    value = None if i == INPUT else segment.values[i]
+    if isinstance(value, Joined):
+        parts = zip(*(_moments(segment, k, kept) for k in value.sources), strict=True)
+        first, second = (torch.cat(part, 1) * math.prod(value.times) for part in parts)
+        return first, second
+    x = kept.values[i].double()
+    return _by_image(x).flatten(1), _by_image(x * x).flatten(1)
 
 
 def _term(layer: Layer | Norm, made: _Made, own: Parameters) -> Tensor:
@@ -206,12 +216,11 @@ def _spread(value: Pooled, g: Tensor, like: Tensor) -> Tensor:
     return found[:, :, above : size[0] - above, left : size[1] - left]
 
 
-def _cut(value: Joined, source: int, g: Tensor, kept: Kept) -> Tensor:
-    """Return the gradient of one of those that were joined: sums over the places made of one, in order."""
-    channels = [kept.values[k].shape[1] for k in value.sources]
+def _cut(value: Joined, source: int, g: Tensor, kept: Kept) -> list[Tensor]:
+    """Return the gradients of one of those that were joined, of each of the places made of one."""
+    channels, (down, across) = [kept.values[k].shape[1] for k in value.sources], value.times
     own = g.split(channels, 1)[value.sources.index(source)]
-    parts = [own[:, :, i :: value.times[0], j :: value.times[1]] for i, j in product(*map(range, value.times))]
-    return sum(parts[1:], parts[0])
+    return [own[:, :, i::down, j::across] for i, j in product(range(down), range(across))]
 
 
 def _weighed(g: Tensor, x: Tensor) -> Tensor:
@@ -268,10 +277,8 @@ def backward(
         parts = [] if step.layer is None else [back.pop(step.layer).reshape(like.shape)]
         if (k := step.pooled) is not None:
             value = segment.values[k]
-            assert isinstance(value, Pooled | Joined)
-            if isinstance(value, Joined):
-                parts.append(_cut(value, i, total[k], kept))
-            elif value.is_mean:
+            assert isinstance(value, Pooled)
+            if value.is_mean:
                 parts.append(_spread(value, total[k], like))
             else:
                 parts.append(_unpool(total[k], kept.places[k], like))
@@ -279,6 +286,10 @@ def backward(
             value = segment.values[k]
             assert isinstance(value, Scaled)
             parts.append(_weighed(total[k], kept.values[value.source]))
+        for k in step.joined:
+            value = segment.values[k]
+            assert isinstance(value, Joined)
+            parts += _cut(value, i, total[k], kept)
         gates = {k: own.gate for k, own in enumerate(segment.values) if isinstance(own, Scaled)}
         parts += [total[k] * kept.values[gates[k]] for k in step.added if k in gates]
         parts += [total[i]] if step.continues else []
