@@ -245,7 +245,10 @@ class Level(nn.Module):
 
 
 def _twice(inputs: int, outputs: int) -> list[nn.Module]:
-    return [*_convolved(inputs, outputs, 3, act=nn.ReLU), *_convolved(outputs, outputs, 3, act=nn.ReLU)]
+    return [
+        *_convolved(inputs, outputs, 3, act=nn.ReLU),
+        *_convolved(outputs, outputs, 3, act=nn.ReLU),
+    ]
 
 
 def unet(base: int = 16, classes: int = 10) -> nn.Module:

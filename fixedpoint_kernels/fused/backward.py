@@ -4,7 +4,7 @@ import numpy as np
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import kind_of, number_of
-from fixedpoint_kernels.fused.graph import INPUT, Joined, Layer, Norm, Return, Scaled
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Norm, Return, Scaled
 from fixedpoint_kernels.fused.layout import Layout
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.llvm import tiles
@@ -49,12 +49,7 @@ class Backward:
         fresh: set[int] = set()  # values whose sums the open region adds up
         for step in segment.backward(self.layout.needs_input):
             if isinstance(step, Return):
-                if step.pooled is not None:
-                    regions[-1].append(self._unpool(step.pooled, step.value))
-                if step.gated is not None:
-                    regions[-1].append(self._weigh(step.gated))
-                regions[-1] += self._cuts(step)
-                regions[-1].append(self._finish(step))
+                regions[-1] += self._returned(step)
                 if step.is_last:
                     fresh.add(step.value)
                 continue
@@ -73,6 +68,15 @@ class Backward:
             if segment.layers[step].source != INPUT or self.layout.needs_input:
                 regions[-1] += self._input_products(step)
         return [*regions, later]
+
+    def _returned(self, step: Return) -> list[Operation]:
+        """Return what makes a part of the gradient of a value, and what adds it to the others."""
+        found = []
+        if step.pooled is not None:
+            found.append(self._unpool(step.pooled, step.value))
+        if step.gated is not None:
+            found.append(self._weigh(step.gated))
+        return [*found, *self._cuts(step), self._finish(step)]
 
     def _finish(self, step: Return) -> Operation:
         """Return what adds up what comes back to a value."""
@@ -189,6 +193,8 @@ class Backward:
     def _norm_gradient(self, n: int, i: int) -> list[Operation]:
         """Return what makes the gradient of what a batch norm took, from that of the value that it makes."""
         shape, (coefficients, places) = self.layout.outs[n], self._coefficients(n, i)
+        if self.segment.layers[n].source == INPUT and not self.layout.needs_input:
+            return [coefficients]
         own = {"FIRST": f.BFLOAT16, "G": self._gradients[i], "Z": self.layout.sums[n], **places}
         numbers = self.layout.numbers(shape, f.NORM_GRADIENT, **own)
         size = 4 * shape.padded
@@ -197,7 +203,9 @@ class Backward:
     def _coefficients(self, n: int, i: int) -> tuple[Operation, dict[str, Number]]:
         """Return what makes the factors of batch norm's backward, and where they are."""
         out = self.layout.outs[n]
-        places = {name: self.layout.take(out.pattern, np.float32) for name in ("GA", "GB", "GC")}
+        places: dict[str, Number] = {
+            name: self.layout.take(out.pattern, np.float32) for name in ("GA", "GB", "GC")
+        }
         numbers = self.layout.numbers(
             out,
             f.GRADIENT_COEFFICIENTS,

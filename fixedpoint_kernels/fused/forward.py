@@ -6,7 +6,16 @@ import numpy as np
 
 from fixedpoint_kernels.functions import CURVES
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.graph import INPUT, LONGEST, Joined, Layer, Norm, Pooled, Scaled, Value
+from fixedpoint_kernels.fused.graph import (
+    INPUT,
+    LONGEST,
+    Joined,
+    Layer,
+    Norm,
+    Pooled,
+    Scaled,
+    Value,
+)
 from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.fused.pooling import numbers_of
@@ -68,9 +77,7 @@ class Forward:
         own: dict[str, Number] = {"OUT": layout.wide[i], "SUMS": layout.moments[i]}
         if isinstance(value, Joined):
             return [
-                self._joining(
-                    i, k, f.JOIN_SUMS, Z=layout.wide[k], X=layout.moments[k], **own
-                )
+                self._joining(i, k, f.JOIN_SUMS, Z=layout.wide[k], X=layout.moments[k], **own)
                 for k in value.sources
             ]
         shape = layout.shapes[i]
@@ -128,7 +135,9 @@ class Forward:
         value = self.segment.values[i]
         if isinstance(value, Joined) and not self._needs_floats(i):
             return 0
-        if isinstance(value, Pooled | Joined) or self.segment.users(i) > len(self.segment.takers(i)[:1]):
+        if isinstance(value, Pooled | Joined) or self.segment.users(i) > len(
+            self.segment.takers(i)[:1]
+        ):
             return Buffer(4 * self.layout.images * self.layout.shapes[i].padded)
         return 0
 
@@ -145,9 +154,7 @@ class Forward:
             more = {"FIRST": f.PLAIN, "Z": y}
         elif isinstance(value, Joined):
             if self._needs_floats(i):
-                found += [
-                    self._joining(i, k, f.JOIN, Z=self._ys[k], Y=y) for k in value.sources
-                ]
+                found += [self._joining(i, k, f.JOIN, Z=self._ys[k], Y=y) for k in value.sources]
             more = {"FIRST": f.PLAIN, "Z": y}
         else:
             more = self._terms(i, y)
@@ -205,9 +212,7 @@ class Forward:
 
     def _coefficients(self, n: int) -> Operation:
         layer, out = self.segment.layers[n], self.layout.outs[n]
-        power = (
-            1.0 if isinstance(layer, Norm) else 2.0 ** (-layer.inputs.fl - layer.weight.fl)
-        )
+        power = 1.0 if isinstance(layer, Norm) else 2.0 ** (-layer.inputs.fl - layer.weight.fl)
         numbers = self.layout.norms[n]
         numbers[:2] = power, layer.eps or 0.0
         return Operation(

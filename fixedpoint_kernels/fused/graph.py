@@ -428,9 +428,7 @@ class _Order:
                     self._left[source] -= 1
                     self._return(source, n)
 
-    def _give(
-        self, i: int, adder: int | None, noted: dict[int, list[int]] | None = None
-    ) -> None:
+    def _give(self, i: int, adder: int | None, noted: dict[int, list[int]] | None = None) -> None:
         """Note a gradient that comes back as it is; add it up when it is the last."""
         if i == INPUT and not self.needs_input:
             return
@@ -447,7 +445,9 @@ class _Order:
         room = 1 if continues else 2
         added, self._added[i] = self._added[i][:room], self._added[i][room:]
         joined: list[int] = []
-        if layer is None or isinstance(self.segment.layers[layer], Norm):  # others mask what is added
+        if layer is None or isinstance(
+            self.segment.layers[layer], Norm
+        ):  # others mask what is added
             joined, self._joined[i] = self._joined[i], []
         is_last = self._left[i] == 0 and not self._added[i] and not self._joined[i]
         outer = i in self._outer

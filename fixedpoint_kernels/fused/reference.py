@@ -16,7 +16,16 @@ from torch import Tensor
 
 from fixedpoint_kernels import products
 from fixedpoint_kernels.functions import Curve
-from fixedpoint_kernels.fused.graph import INPUT, Joined, Layer, Norm, Pooled, Return, Scaled, Segment
+from fixedpoint_kernels.fused.graph import (
+    INPUT,
+    Joined,
+    Layer,
+    Norm,
+    Pooled,
+    Return,
+    Scaled,
+    Segment,
+)
 from fixedpoint_kernels.rounding import encode, quantize_with_mask
 
 __all__ = ["Parameters", "backward", "forward"]

@@ -240,7 +240,8 @@ def _finish(
     with to.pattern(padded, pattern) as (at, strip):
         totals = [to.variable(to.zero) for _ in range(3)]
         places = [
-            to.moved(sums, to.builder.add(at, to.builder.mul(pattern, I64(k))), 32) for k in range(3)
+            to.moved(sums, to.builder.add(at, to.builder.mul(pattern, I64(k))), 32)
+            for k in range(3)
         ]
         with to.there(to.builder.select(to.is_set(sums), strip[0], I64(0))):
             for total, place in zip(totals, places, strict=True):

@@ -163,7 +163,9 @@ class ChainRun(nn.Module):
             )  # fmt: skip
         return Segment(tuple(layers), tuple(self.chain.values))
 
-    def each(self, convolutions: Iterable[_Own]) -> Iterator[tuple[_Own | None, nn.BatchNorm2d | None]]:
+    def each(
+        self, convolutions: Iterable[_Own]
+    ) -> Iterator[tuple[_Own | None, nn.BatchNorm2d | None]]:
         """Yield what belongs to the convolution of each layer, None of batch norm alone; and its norm."""
         found = iter(convolutions)
         for own, norm in zip(self.chain.layers, self.norms, strict=True):

@@ -320,6 +320,9 @@ class _Search:
             return self._flatten(flat)
         if (joined := concatenation(node)) is not None:
             return self._concatenate(node, joined)
+        return self._take_other(node)
+
+    def _take_other(self, node: fx.Node) -> bool:
         if (times := repetition(node, self.module)) is not None:
             return self._concatenate(node, node.all_input_nodes, times)
         if len(node.all_input_nodes) == 1 and not plain(node):
@@ -472,16 +475,19 @@ class _Search:
         self, node: fx.Node, sources: Sequence[fx.Node], times: tuple[int, int] = (1, 1)
     ) -> bool:
         """Take values of one chain side by side, or one whose places are repeated."""
-        made = [*map(self._settle, sources)]
-        chain = next((own.chain for own in made if own is not None), None)
-        if chain is None or any(own is not None and own.is_flat for own in made):
+        found = [own for own in map(self._settle, sources) if own is not None]
+        if not found:
             return False
-        numbers = [
-            INPUT if source is chain.input else own.number
-            for source, own in zip(sources, made, strict=True)
-            if source is chain.input or (own is not None and own.chain is chain)
+        chain = found[0].chain
+        made = [
+            _Made(chain, INPUT) if own is chain.input else self.known.get(own) for own in sources
         ]
-        if len(numbers) < len(sources) or len({*numbers}) < len(numbers):
+        numbers = [
+            own.number
+            for own in made
+            if isinstance(own, _Made) and own.chain is chain and not own.is_flat
+        ]
+        if len({*numbers}) < len(sources):
             return False
         chain.values.append(Joined(tuple(numbers), times))
         chain.nodes.append(node)

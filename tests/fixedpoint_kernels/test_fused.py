@@ -1004,6 +1004,32 @@ def test_segments_say_which_shapes_they_hold():
     assert not dataclasses.replace(squeezed, layers=layers).holds((3, 9, 8))
 
 
+def test_joined_values_have_equal_places_and_all_channels():
+    segment, *_ = SEGMENTS["repeated"]
+    assert segment.sizes((8, 12))[4] == (24, 8, 12)
+    assert segment.holds((3, 8, 12))
+    assert not segment.holds((3, 9, 12))  # what is pooled by 2 and repeated has 8
+    assert not segment.holds((4, 8, 12))
+    assert SEGMENTS["dense"][0].holds((3, 8, 7))
+    first, *others = SEGMENTS["preactivated"][0].layers
+    layers = dataclasses.replace(first, channels=4), *others
+    assert not Segment(layers, SEGMENTS["preactivated"][0].values).holds((3, 9, 8))
+    with pytest.raises(ValueError, match="a value is joined with others alone"):
+        Segment(segment.layers, (*segment.values, Joined((0, 0))))
+
+
+def test_what_batch_norm_alone_takes_is_kept_once():
+    """Joined values have no float32, and their gradients are added to that of batch norm."""
+    segment, count, size = SEGMENTS["dense"]
+    assert [segment.needs_floats(i) for i in (4, 7, 10, 11)] == [False, False, True, True]
+    made = program(segment, images(segment, count, size))
+    assert set(made.wide) == {0, 3, 4, 6, 7}
+    steps = [s for s in segment.backward(True) if isinstance(s, Return) and s.value == 4]
+    assert [(s.layer, s.joined) for s in steps] == [(3, (7,))]
+    steps = [s for s in segment.backward(True) if isinstance(s, Return) and s.value == 0]
+    assert [(s.layer, s.joined) for s in steps] == [(1, (4,))]
+
+
 def test_sums_that_do_not_fit_are_refused():
     segment = Segment((layer(INPUT, 4, 2000),), (Value(0, is_output=True),))
     x = images(segment, 1, (4, 4))
