@@ -306,7 +306,7 @@ def preactivated(width=8, eps=1e-5, curve=None):
     return Segment(layers, values)
 
 
-def dense(width=8, growth=4, count=3):
+def dense(width=8, growth=4, count=3, ends=True):
     """As DenseNet: each layer's output beside what it took, batch norm of both; the input beside the last."""
     layers, values, wide = [layer(INPUT, width, 3, eps=None)], [Value(0)], width
     for _ in range(count):
@@ -316,6 +316,10 @@ def dense(width=8, growth=4, count=3):
         values.append(Value(len(layers) - 1))
         values.append(Joined((len(values) - 3, len(values) - 1)))
         wide += growth
+    if not ends:
+        layers += Norm(len(values) - 1, wide, 1e-5), layer(len(values), width, wide)
+        values += Value(len(layers) - 2, relu=True), Value(len(layers) - 1, is_output=True)
+        return Segment(tuple(layers), tuple(values))
     values.append(Joined((INPUT, len(values) - 1, 1), is_output=True))
     layers.append(layer(len(values) - 1, width, 3 + wide + width))
     layers[-1] = dataclasses.replace(layers[-1], inputs=SIGNED)
@@ -394,6 +398,7 @@ SEGMENTS = {
     "preactivated wide": (preactivated(70, curve="hardswish"), 2, (12, 13)),
     "dense": (dense(), 3, (8, 7)),
     "dense odd": (dense(5, 3), 2, (5, 9)),
+    "dense to the end": (dense(16, 12, 3, ends=False), 3, (6, 5)),
     "dense strips": (dense(76, 12, 2), 2, (17, 13)),
     "dense wide": (dense(64, 32, 2), 20, (4, 4)),
     "repeated": (repeated(), 3, (8, 12)),
@@ -1020,14 +1025,21 @@ def test_joined_values_have_equal_places_and_all_channels():
 
 def test_what_batch_norm_alone_takes_is_kept_once():
     """Joined values have no float32, and their gradients are added to that of batch norm."""
-    segment, count, size = SEGMENTS["dense"]
-    assert [segment.needs_floats(i) for i in (4, 7, 10, 11)] == [False, False, True, True]
+    segment = SEGMENTS["dense"][0]
+    joined = [i for i, value in enumerate(segment.values) if isinstance(value, Joined)]
+    assert joined == [3, 6, 9, 10]
+    assert all(map(segment.needs_floats, joined))
+    segment, count, size = SEGMENTS["dense to the end"]
+    assert not any(map(segment.needs_floats, joined[:3]))
     made = program(segment, images(segment, count, size))
-    assert set(made.wide) == {0, 3, 4, 6, 7}
-    steps = [s for s in segment.backward(True) if isinstance(s, Return) and s.value == 4]
-    assert [(s.layer, s.joined) for s in steps] == [(3, (7,))]
-    steps = [s for s in segment.backward(True) if isinstance(s, Return) and s.value == 0]
-    assert [(s.layer, s.joined) for s in steps] == [(1, (4,))]
+    assert set(made.wide) == {0, 2, 3, 5, 6, 8, 9}
+    steps = [s for s in segment.backward(True) if isinstance(s, Return) and s.joined]
+    found = [(s.value, s.layer, s.joined, s.is_last) for s in steps]
+    assert found == [(8, None, (9,), True), (6, 5, (9,), True), (5, None, (6,), True)] + [
+        (3, 3, (6,), True),
+        (2, None, (3,), True),
+        (0, 1, (3,), True),
+    ]
 
 
 def test_sums_that_do_not_fit_are_refused():
