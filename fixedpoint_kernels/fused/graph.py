@@ -445,9 +445,8 @@ class _Order:
         room = 1 if continues else 2
         added, self._added[i] = self._added[i][:room], self._added[i][room:]
         joined: list[int] = []
-        if layer is None or isinstance(
-            self.segment.layers[layer], Norm
-        ):  # others mask what is added
+        masks = layer is not None and isinstance(self.segment.layers[layer], Layer)
+        if not masks:  # else what is added would be masked, too
             joined, self._joined[i] = self._joined[i], []
         is_last = self._left[i] == 0 and not self._added[i] and not self._joined[i]
         outer = i in self._outer
