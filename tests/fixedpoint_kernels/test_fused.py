@@ -1037,7 +1037,10 @@ def test_what_batch_norm_alone_takes_is_kept_once():
     assert set(made.wide) == {0, 2, 3, 5, 6, 8, 9}
     steps = [s for s in segment.backward(True) if isinstance(s, Return) and s.joined]
     found = [(s.value, s.layer, s.joined, s.is_last) for s in steps]
-    assert found == [(8, None, (9,), True), (6, 5, (9,), True), (5, None, (6,), True)] + [
+    assert found == [
+        (8, None, (9,), True),
+        (6, 5, (9,), True),
+        (5, None, (6,), True),
         (3, 3, (6,), True),
         (2, None, (3,), True),
         (0, 1, (3,), True),
