@@ -197,7 +197,7 @@ def repetition(node: fx.Node, module: nn.Module) -> tuple[int, int] | None:
     return _times(given.get("size"), given.get("scale_factor"), given.get("mode", "nearest"))
 
 
-def _times(size: Any, factor: Any, mode: Any) -> tuple[int, int] | None:
+def _times(size: object, factor: object, mode: object) -> tuple[int, int] | None:
     if size is not None or mode != "nearest":
         return None
     pair = factor if isinstance(factor, tuple | list) else (factor, factor)

@@ -1018,9 +1018,11 @@ def test_joined_values_have_equal_places_and_all_channels():
     assert not segment.holds((3, 9, 12))  # what is pooled by 2 and repeated has 8
     assert not segment.holds((4, 8, 12))
     assert SEGMENTS["dense"][0].holds((3, 8, 7))
-    first, *others = SEGMENTS["preactivated"][0].layers
-    layers = dataclasses.replace(first, channels=4), *others
-    assert not Segment(layers, SEGMENTS["preactivated"][0].values).holds((3, 9, 8))
+    before, *_ = SEGMENTS["preactivated"]
+    assert before.holds((3, 9, 8))
+    layers = [*before.layers]
+    layers[2] = dataclasses.replace(layers[2], channels=4)
+    assert not Segment(tuple(layers), before.values).holds((3, 9, 8))
     with pytest.raises(ValueError, match="a value is joined with others alone"):
         Segment(segment.layers, (*segment.values, Joined((0, 0))))
 
