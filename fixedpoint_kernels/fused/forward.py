@@ -142,7 +142,7 @@ class Forward:
         return 0
 
     def _needs_floats(self, i: int) -> bool:
-        return self.layout.infers or self.segment.needs_floats(i)
+        return self.layout.infers or i in self.segment.floats
 
     def _value(self, i: int, y: Number) -> list[Operation]:
         """Return what makes a value: once for each layer that takes codes of it."""

@@ -333,18 +333,25 @@ class Segment:
         layers = enumerate(self.layers)
         return [n for n, own in layers if isinstance(own, Norm) and own.source == value]
 
-    def is_normed(self, value: int) -> bool:
-        """Say whether batch norm takes a value itself, or what it is joined to."""
-        return bool(self.norms(value)) or any(map(self.is_normed, self.joiners(value)))
+    @cached_property
+    def normed(self) -> set[int]:
+        """Numbers of the values that batch norm takes, and of those joined to them."""
+        return self._with_sources({own.source for own in self.layers if isinstance(own, Norm)})
 
-    def needs_floats(self, value: int) -> bool:
-        """Say whether something takes a joined value but batch norm."""
+    @cached_property
+    def floats(self) -> set[int]:
+        """Numbers of the joined values that something takes but batch norm, and of those joined to them."""
         others = self.takers, self.adders, self.poolers, self.scalers
-        return (
-            self.values[value].is_output
-            or any(of(value) for of in others)
-            or any(map(self.needs_floats, self.joiners(value)))
-        )
+        values = enumerate(self.values)
+        joined = [i for i, own in values if isinstance(own, Joined)]
+        taken = (i for i in joined if self.values[i].is_output or any(of(i) for of in others))
+        return self._with_sources({*taken})
+
+    def _with_sources(self, found: set[int]) -> set[int]:
+        for i, value in reversed([*enumerate(self.values)]):
+            if isinstance(value, Joined) and i in found:
+                found |= {*value.sources}
+        return found
 
     @property
     def products(self) -> list[Layer]:

@@ -186,9 +186,11 @@ class Layout:
             for layer in segment.layers
         ]
         again = segment.computed_again
-        normed = [i for i in self.shapes if segment.is_normed(i)]
-        self.wide = {i: self._wide_of(i) for i in normed}  # what batch norm takes, as bfloat16
-        self.moments = {i: self.take(2 * n * self.shapes[i].channels, np.float64) for i in normed}
+        # what batch norm takes, as bfloat16, and its sums
+        self.wide = {i: self._wide_of(i) for i in sorted(segment.normed)}
+        self.moments = {
+            i: self.take(2 * n * self.shapes[i].channels, np.float64) for i in self.wide
+        }
         self.sums: list[Number] = [self._sums_of(i, i in again) for i in range(len(segment.layers))]
         self.gates = {
             value.gate: self.keep(4 * n * self.shapes[value.gate].padded)

@@ -201,8 +201,8 @@ def _times(size: object, factor: object, mode: object) -> tuple[int, int] | None
     if size is not None or mode != "nearest":
         return None
     pair = factor if isinstance(factor, tuple | list) else (factor, factor)
-    numbers = [n for n in pair if isinstance(n, int | float) and n in range(1, _MOST_TIMES)]
-    return (int(pair[0]), int(pair[1])) if len(numbers) == len(pair) == 2 else None
+    numbers = [int(n) for n in pair if isinstance(n, int | float) and n in range(1, _MOST_TIMES)]
+    return (numbers[0], numbers[1]) if len(numbers) == len(pair) == 2 else None
 
 
 def flattening(node: fx.Node, module: nn.Module) -> tuple[fx.Node, ...] | None:
