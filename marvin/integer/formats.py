@@ -8,26 +8,36 @@ import torch
 from torch import nn
 
 from fixedpoint_kernels import FixedPoint, products
-from fixedpoint_kernels._torch_private import hooks_of, own_parameters
+from fixedpoint_kernels._torch_private import (
+    has_backward_hooks,
+    hooks_of,
+    own_forward_hooks,
+    own_parameters,
+)
 from marvin.channels import ChannelFormat
 from marvin.freezing import FrozenRounding
 from marvin.hooks import rounders_of
 from marvin.model_formats import ModuleFormats
-from marvin.rounder import ForwardState
+from marvin.rounder import ForwardState, Rounder
 
 __all__ = [
     "BITS",
+    "OPTIONS",
     "Execution",
     "Options",
     "Product",
     "carried",
     "choose",
+    "has_hooks",
     "has_nan",
+    "rounding_of",
     "why_no_kernel",
     "window_of",
 ]
 
 BITS = 8
+OPTIONS = "integer_options"
+"""Name of the attribute in which a converted module has its ``Options``."""
 Execution = Literal["integer", "simulation"]
 _Numbers = tuple[int, ...]
 
@@ -87,6 +97,25 @@ def carried(module: nn.Module) -> tuple[ModuleFormats, ForwardState | None]:
     for hook in hooks_of(module, FrozenRounding):
         return hook.formats, None
     return ModuleFormats(), None
+
+
+def rounding_of(module: nn.Module) -> tuple[ModuleFormats, list[Rounder], int]:
+    """Return a module's formats, its rounders, and how many of its hooks before ``forward`` round; of a frozen one, too."""
+    rounders = rounders_of(module)
+    if rounders:
+        return rounders[0].formats(module), rounders, len(rounders)
+    frozen = hooks_of(module, FrozenRounding)  # one before, one behind
+    return (frozen[0].formats if frozen else ModuleFormats()), [], len(frozen) // 2
+
+
+def has_hooks(module: nn.Module, own: int | None = None) -> bool:
+    """Say whether a module has hooks of others; ``own``: how many round, where that is known."""
+    before, after = own_forward_hooks(module)
+    if before or after:
+        own = rounding_of(module)[2] if own is None else own
+        if len(before) > own or len(after) > own:
+            return True
+    return has_backward_hooks(module)
 
 
 def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:

@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private import is_transformed, own_parameters
 from marvin.integer import autograd, lone_run
-from marvin.integer.formats import Options, Product, carried, choose, has_nan, why_no_kernel
+from marvin.integer.formats import (
+    OPTIONS,
+    Options,
+    Product,
+    carried,
+    choose,
+    has_nan,
+    why_no_kernel,
+)
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import FLOATS, ForwardState
 
@@ -20,9 +28,6 @@ __all__ = [
     "IntegerLinear",
     "keep_out_of_compilation",
 ]
-
-OPTIONS = "integer_options"
-"""Name of the attribute in which a converted module has its ``Options``."""
 
 
 class IntegerConv1d(nn.Conv1d):
@@ -43,6 +48,11 @@ class IntegerConv2d(nn.Conv2d):
 
 class IntegerLinear(nn.Linear):
     """A linear layer; see ``marvin.integer.convert``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as any module; where codes can be made of what comes in at once, its hooks need not round it."""
+        y = lone_run.from_floats(self, args[0]) if len(args) == 1 and not kwargs else None
+        return super().__call__(*args, **kwargs) if y is None else y
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (samples, ..., outputs) of (samples, ..., features)."""

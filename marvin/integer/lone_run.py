@@ -12,17 +12,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fixedpoint_kernels import tokens
-from fixedpoint_kernels._torch_private import is_watched
+from fixedpoint_kernels._torch_private import is_called_plainly, is_watched, own_parameters
 from fixedpoint_kernels.tokens import Segment
 from marvin.integer.autograd import Noise, lies_as
-from marvin.integer.formats import Product
+from marvin.integer.formats import OPTIONS, Options, Product, choose, has_hooks, rounding_of
 from marvin.integer.programs import Programs
 from marvin.integer.token_autograd import is_plain, program_of, run_tokens, threads_of
+from marvin.model_formats import ModuleFormats
+from marvin.rounder import Rounder
 
 if TYPE_CHECKING:
     from fixedpoint_kernels.tokens.program import Program
 
-__all__ = ["multiply"]
+__all__ = ["from_floats", "multiply"]
 
 
 def multiply(module: nn.Module, x: Tensor, product: Product, noise: Noise) -> Tensor | None:
@@ -37,25 +39,88 @@ def multiply(module: nn.Module, x: Tensor, product: Product, noise: Noise) -> Te
         noise: Of the gradient's rounding.
     """
     weight, bias = (getattr(module, name) for name in ("weight", "bias"))
-    if type(x) not in (Tensor, nn.Parameter) or x.dtype is not torch.float32 or not x.numel():
-        return None
-    if (
-        x.device.type != "cpu"
-        or tokens.path() is None
-        or torch.is_autocast_enabled("cpu")
-        or is_watched()
-    ):
+    if not _is_taken(x):
         return None
     if product.window is None:
-        return _multiplied(module, x, weight, bias, product, noise)
+        found = _multiplied(module, x, weight, bias, product, noise)
+        return None if found is None else found[0]
     size = _patch(x, weight, product)
     if size is None:
         return None
     is_first = weight.is_contiguous()
     features = _patches(x, size, is_first)
     laid = weight if is_first else weight.permute(0, 2, 3, 1)
-    y = _multiplied(module, features.flatten(1, 2), laid.flatten(1), bias, product, noise)
-    return None if y is None else lies_as(y.view(*features.shape[:3], -1).permute(0, 3, 1, 2), x)
+    found = _multiplied(module, features.flatten(1, 2), laid.flatten(1), bias, product, noise)
+    if found is None:
+        return None
+    return lies_as(found[0].view(*features.shape[:3], -1).permute(0, 3, 1, 2), x)
+
+
+def from_floats(module: nn.Linear, x: object) -> Tensor | None:
+    """Return the output of a converted layer from what its hooks have not rounded; None: they have to.
+
+    Codes are made, and NaN is seen, in the pass that multiplies. All bits, and what is counted, are those of
+    rounding first.
+
+    Args:
+        module: A linear layer.
+        x: What it is called with; (samples, ..., features) float32 where there is a result.
+    """
+    if not isinstance(x, Tensor) or not _is_taken(x) or x.dim() < 2:
+        return None
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not is_called_plainly(module):
+        return None
+    formats, rounders, count = rounding_of(module)
+    others = formats.outputs, formats.samples, formats.gradients
+    if count != 1 or any(own is not None for own in others) or has_hooks(module, 1):
+        return None
+    rounder = rounders[0] if rounders else None
+    backs, is_clipped = torch.is_grad_enabled(), formats.ste == "clip"
+    trains = rounder is not None and module.training and backs
+    goes_back = backs and (
+        x.requires_grad or any(p.requires_grad for _, p in own_parameters(module))
+    )
+    if getattr(module, OPTIONS) != Options() or (goes_back and not trains):
+        return None
+    if rounder is not None and not _rounds_plainly(module, rounder, formats, x):
+        return None
+    product = choose(module, formats)
+    if isinstance(product, str):
+        return None
+    noise, before = Noise(0, 0, 0), 0
+    if rounder is not None and trains:
+        before = rounder.state.gradients
+        noise = Noise(*rounder.state.noise_of_gradients())
+    found = _multiplied(module, x, module.weight, module.bias, product, noise, is_clipped)
+    if found is None or found[1].nans:
+        if rounder is not None and trains:
+            rounder.state.gradients = before  # drawn again by who multiplies it
+        return None
+    if rounder is not None:
+        rounder.state.waiting.discard(rounder.name)
+        if trains:
+            rounder.count(len(x))
+        if is_clipped and backs and x.requires_grad:
+            rounder.tally.add(found[1].clamped, x.numel())
+    return found[0]
+
+
+def _is_taken(x: Tensor) -> bool:
+    """Say whether kernels may take a tensor now."""
+    if type(x) not in (Tensor, nn.Parameter) or x.dtype is not torch.float32 or not x.numel():
+        return False
+    is_seen = torch.is_autocast_enabled("cpu") or is_watched()
+    return x.device.type == "cpu" and tokens.path() is not None and not is_seen
+
+
+def _rounds_plainly(module: nn.Module, rounder: Rounder, formats: ModuleFormats, x: Tensor) -> bool:
+    """Say whether hooks would only round ``x`` to nearest and count what is clamped."""
+    rounding = rounder.state.rounding if module.training else formats.eval_rounding
+    if rounding != "nearest" or rounder.observer is not None:
+        return False
+    if module.training and not x.requires_grad and not rounder.data.total:
+        return False  # data is looked at once
+    return rounder.state.format_of(x) != formats.inputs
 
 
 def _multiplied(
@@ -65,7 +130,8 @@ def _multiplied(
     bias: Tensor | None,
     product: Product,
     noise: Noise,
-) -> Tensor | None:
+    clip: bool = False,
+) -> "tuple[Tensor, _Call] | None":
     (outputs, inputs), rows = weight.shape, x.shape[:-1].numel()
     more = -inputs % 16, -outputs % 16  # features that are added, of 0
     if product.shifts or x.shape[-1] != inputs or (more[1] and rows != len(x)):
@@ -76,14 +142,15 @@ def _multiplied(
     own = _LAYERS.get(module)
     if own is None:
         own = _LAYERS[module] = _Lone()
-    segment = own.segment(product, shape)
+    segment = own.segment(product, shape, clip)
     if len(x) < threads_of(segment, rows):
         return None
     if any(more):
         x, weight = F.pad(x, (0, more[0])), F.pad(weight, (0, more[0], 0, more[1]))
         bias = None if bias is None else F.pad(bias, (0, more[1]))
-    (y,) = run_tokens(own, segment, [noise[:2]], (x,), (weight, bias))
-    return y[..., :outputs].contiguous()
+    call = _Call(own)
+    (y,) = run_tokens(call, segment, [noise[:2]], (x,), (weight, bias))
+    return (y[..., :outputs].contiguous() if more[1] else y), call
 
 
 def _patch(x: Tensor, weight: Tensor, product: Product) -> tuple[int, int] | None:
@@ -112,11 +179,11 @@ class _Lone:
         self._programs: Programs[Program] = Programs()
         self._segment: tuple[tuple[object, ...], Segment] | None = None
 
-    def segment(self, product: Product, shape: tuple[int, int]) -> Segment:
+    def segment(self, product: Product, shape: tuple[int, int], clip: bool) -> Segment:
         """Return what is computed; the last one is remembered."""
-        key = product.inputs, product.weight_fmt, shape
+        key = product.inputs, product.weight_fmt, shape, clip
         if self._segment is None or self._segment[0] != key:
-            operation = tokens.Linear(0, *key, clip=False)
+            operation = tokens.Linear(0, *key)
             self._segment = key, Segment((shape[1],), (operation,), (1,))
         return self._segment[1]
 
@@ -126,8 +193,18 @@ class _Lone:
         """Return the program for values of the shape of ``x``."""
         return program_of(self._programs, segment, x, inputs, weights)
 
-    def note(self, program: "Program", xs: Sequence[Tensor]) -> None:
-        """Count nothing: who rounded the input has counted."""
+
+class _Call:
+    """One call of a layer, and how many elements of its input were clamped, or NaN."""
+
+    def __init__(self, own: _Lone) -> None:
+        self.program, self.clamped, self.nans = own.program, 0, 0
+
+    def note(
+        self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]
+    ) -> None:
+        """Take the counts."""
+        ((self.clamped, self.nans),) = counts
 
 
 _LAYERS: WeakKeyDictionary[nn.Module, _Lone] = WeakKeyDictionary()
