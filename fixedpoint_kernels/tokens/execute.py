@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,7 +89,7 @@ def backward(
     with program.memory.lock:
         _run(program, program.backward, kept, given, work)
         found_weights = _weights(program, kept, work)
-        sums = torch.from_numpy(program.partial).sum(0, dtype=torch.float64).float()
+        sums = torch.from_numpy(program.partial.sum(0, dtype=np.float64).astype(np.float32))
     found: list[Pair] = []
     for i, op in enumerate(program.segment.operations):
         width = program.widths[len(program.widths) - len(parameters) + i]

@@ -30,7 +30,9 @@ __all__ = [
     "choose",
     "has_hooks",
     "has_nan",
+    "is_transposed",
     "rounding_of",
+    "weight_of",
     "why_no_kernel",
     "window_of",
 ]
@@ -140,8 +142,21 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
             return f"its {what} have {fmt.wl} bits, more than {BITS}"
     if not isinstance(inputs, FixedPoint) or not isinstance(weight, FixedPoint | ChannelFormat):
         return "its inputs or weights are in block floating point"
+    if is_transposed(module) and isinstance(weight, ChannelFormat):
+        return "its weight has a fractional length for each feature of the input"
     product = Product(inputs, weight, window, getattr(module, "groups", 1))
     return product if product.weight_fmt.signed else "its weights are unsigned"
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Say whether a linear layer's weight is (features, outputs), as transformers' ``Conv1D`` has it."""
+    return not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """Return the weight of a layer, outputs first."""
+    weight: torch.Tensor = module.weight  # pyright: ignore[reportAssignmentType]
+    return weight.mT.contiguous() if is_transposed(module) else weight
 
 
 def has_nan(x: torch.Tensor) -> bool:

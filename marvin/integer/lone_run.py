@@ -4,7 +4,7 @@ So is a convolution that cuts images into patches: all places of a patch are fea
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +15,15 @@ from fixedpoint_kernels import tokens
 from fixedpoint_kernels._torch_private import is_called_plainly, is_watched, own_parameters
 from fixedpoint_kernels.tokens import Segment
 from marvin.integer.autograd import Noise, lies_as
-from marvin.integer.formats import OPTIONS, Options, Product, choose, has_hooks, rounding_of
+from marvin.integer.formats import (
+    OPTIONS,
+    Options,
+    Product,
+    choose,
+    has_hooks,
+    rounding_of,
+    weight_of,
+)
 from marvin.integer.programs import Programs
 from marvin.integer.token_autograd import is_plain, program_of, run_tokens, threads_of
 from marvin.model_formats import ModuleFormats
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["from_floats", "multiply"]
 
 
-def multiply(module: nn.Module, x: Tensor, product: Product, noise: Noise) -> Tensor | None:
+def multiply(module: Any, x: Tensor, product: Product, noise: Noise) -> Tensor | None:
     """Return the output of a layer under autograd; None where it has to be multiplied otherwise.
 
     Forward has the bits of ``autograd.multiply``. Backward, sums for the bias are added up in another order.
@@ -38,25 +46,23 @@ def multiply(module: nn.Module, x: Tensor, product: Product, noise: Noise) -> Te
         product: Formats; both gradients have 8 bits.
         noise: Of the gradient's rounding.
     """
-    weight, bias = (getattr(module, name) for name in ("weight", "bias"))
+    weight, bias = weight_of(module), module.bias
+    call = _Call(False, noise)
     if not _is_taken(x):
         return None
     if product.window is None:
-        found = _multiplied(module, x, weight, bias, product, noise)
-        return None if found is None else found[0]
+        return _multiplied(module, x, (weight, bias), product, call)
     size = _patch(x, weight, product)
     if size is None:
         return None
     is_first = weight.is_contiguous()
     features = _patches(x, size, is_first)
     laid = weight if is_first else weight.permute(0, 2, 3, 1)
-    found = _multiplied(module, features.flatten(1, 2), laid.flatten(1), bias, product, noise)
-    if found is None:
-        return None
-    return lies_as(found[0].view(*features.shape[:3], -1).permute(0, 3, 1, 2), x)
+    y = _multiplied(module, features.flatten(1, 2), (laid.flatten(1), bias), product, call)
+    return None if y is None else lies_as(y.view(*features.shape[:3], -1).permute(0, 3, 1, 2), x)
 
 
-def from_floats(module: nn.Linear, x: object) -> Tensor | None:
+def from_floats(module: Any, x: object) -> Tensor | None:
     """Return the output of a converted layer from what its hooks have not rounded; None: they have to.
 
     Codes are made, and NaN is seen, in the pass that multiplies. All bits, and what is counted, are those of
@@ -74,35 +80,45 @@ def from_floats(module: nn.Linear, x: object) -> Tensor | None:
     others = formats.outputs, formats.samples, formats.gradients
     if count != 1 or any(own is not None for own in others) or has_hooks(module, 1):
         return None
-    rounder = rounders[0] if rounders else None
-    backs, is_clipped = torch.is_grad_enabled(), formats.ste == "clip"
-    trains = rounder is not None and module.training and backs
-    goes_back = backs and (
+    product = choose(module, formats)
+    if isinstance(product, str) or getattr(module, OPTIONS) != Options():
+        return None
+    if rounders:
+        return _trained(module, x, product, formats, rounders[0])
+    if _goes_back(module, x):
+        return None
+    call = _Call(formats.ste == "clip", Noise(0, 0, 0))
+    y = _multiplied(module, x, (weight_of(module), module.bias), product, call)
+    return None if call.nans else y
+
+
+def _trained(
+    module: Any, x: Tensor, product: Product, formats: ModuleFormats, rounder: Rounder
+) -> Tensor | None:
+    """Return the output of a layer that is not frozen, and count as its hooks would."""
+    state, goes_back = rounder.state, _goes_back(module, x)
+    trains = module.training and torch.is_grad_enabled()
+    if (goes_back and not trains) or not _rounds_plainly(module, rounder, formats, x):
+        return None
+    before = state.gradients
+    noise = Noise(*state.noise_of_gradients()) if trains else Noise(0, 0, 0)
+    call = _Call(formats.ste == "clip", noise)
+    y = _multiplied(module, x, (weight_of(module), module.bias), product, call)
+    if y is None or call.nans:
+        state.gradients = before  # drawn again by who multiplies it
+        return None
+    state.waiting.discard(rounder.name)
+    if trains:
+        rounder.count(len(x))
+        if call.clip and x.requires_grad:
+            rounder.tally.add(call.clamped, x.numel())
+    return y
+
+
+def _goes_back(module: nn.Module, x: Tensor) -> bool:
+    return torch.is_grad_enabled() and (
         x.requires_grad or any(p.requires_grad for _, p in own_parameters(module))
     )
-    if getattr(module, OPTIONS) != Options() or (goes_back and not trains):
-        return None
-    if rounder is not None and not _rounds_plainly(module, rounder, formats, x):
-        return None
-    product = choose(module, formats)
-    if isinstance(product, str):
-        return None
-    noise, before = Noise(0, 0, 0), 0
-    if rounder is not None and trains:
-        before = rounder.state.gradients
-        noise = Noise(*rounder.state.noise_of_gradients())
-    found = _multiplied(module, x, module.weight, module.bias, product, noise, is_clipped)
-    if found is None or found[1].nans:
-        if rounder is not None and trains:
-            rounder.state.gradients = before  # drawn again by who multiplies it
-        return None
-    if rounder is not None:
-        rounder.state.waiting.discard(rounder.name)
-        if trains:
-            rounder.count(len(x))
-        if is_clipped and backs and x.requires_grad:
-            rounder.tally.add(found[1].clamped, x.numel())
-    return found[0]
 
 
 def _is_taken(x: Tensor) -> bool:
@@ -116,7 +132,8 @@ def _is_taken(x: Tensor) -> bool:
 def _rounds_plainly(module: nn.Module, rounder: Rounder, formats: ModuleFormats, x: Tensor) -> bool:
     """Say whether hooks would only round ``x`` to nearest and count what is clamped."""
     rounding = rounder.state.rounding if module.training else formats.eval_rounding
-    if rounding != "nearest" or rounder.observer is not None:
+    observes = rounder.observer is not None and module.training and torch.is_grad_enabled()
+    if rounding != "nearest" or observes:
         return False
     if module.training and not x.requires_grad and not rounder.data.total:
         return False  # data is looked at once
@@ -126,12 +143,11 @@ def _rounds_plainly(module: nn.Module, rounder: Rounder, formats: ModuleFormats,
 def _multiplied(
     module: nn.Module,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    own: tuple[Tensor, Tensor | None],
     product: Product,
-    noise: Noise,
-    clip: bool = False,
-) -> "tuple[Tensor, _Call] | None":
+    call: "_Call",
+) -> Tensor | None:
+    weight, bias = own
     (outputs, inputs), rows = weight.shape, x.shape[:-1].numel()
     more = -inputs % 16, -outputs % 16  # features that are added, of 0
     if product.shifts or x.shape[-1] != inputs or (more[1] and rows != len(x)):
@@ -139,18 +155,17 @@ def _multiplied(
     if not all(own is None or is_plain(own) for own in (weight, bias)):
         return None
     shape = outputs + more[1], inputs + more[0]
-    own = _LAYERS.get(module)
-    if own is None:
-        own = _LAYERS[module] = _Lone()
-    segment = own.segment(product, shape, clip)
+    lone = _LAYERS.get(module)
+    if lone is None:
+        lone = _LAYERS[module] = _Lone()
+    segment, call.programs = lone.segment(product, shape, call.clip), lone.programs
     if len(x) < threads_of(segment, rows):
         return None
     if any(more):
         x, weight = F.pad(x, (0, more[0])), F.pad(weight, (0, more[0], 0, more[1]))
         bias = None if bias is None else F.pad(bias, (0, more[1]))
-    call = _Call(own)
-    (y,) = run_tokens(call, segment, [noise[:2]], (x,), (weight, bias))
-    return (y[..., :outputs].contiguous() if more[1] else y), call
+    (y,) = run_tokens(call, segment, [call.noise[:2]], (x,), (weight, bias))
+    return y[..., :outputs].contiguous() if more[1] else y
 
 
 def _patch(x: Tensor, weight: Tensor, product: Product) -> tuple[int, int] | None:
@@ -176,7 +191,7 @@ class _Lone:
     """A layer's programs."""
 
     def __init__(self) -> None:
-        self._programs: Programs[Program] = Programs()
+        self.programs: Programs[Program] = Programs()
         self._segment: tuple[tuple[object, ...], Segment] | None = None
 
     def segment(self, product: Product, shape: tuple[int, int], clip: bool) -> Segment:
@@ -187,18 +202,25 @@ class _Lone:
             self._segment = key, Segment((shape[1],), (operation,), (1,))
         return self._segment[1]
 
+
+class _Call:
+    """One call of a layer, and how many elements of its input were clamped, or NaN.
+
+    Args:
+        clip: Whether the gradient of clamped inputs is 0.
+        noise: Of the gradient's rounding.
+    """
+
+    def __init__(self, clip: bool, noise: Noise) -> None:
+        self.clip, self.noise, self.clamped, self.nans = clip, noise, 0, 0
+        self.programs: Programs[Program] | None = None  # a layer's own
+
     def program(
         self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
     ) -> "Program":
         """Return the program for values of the shape of ``x``."""
-        return program_of(self._programs, segment, x, inputs, weights)
-
-
-class _Call:
-    """One call of a layer, and how many elements of its input were clamped, or NaN."""
-
-    def __init__(self, own: _Lone) -> None:
-        self.program, self.clamped, self.nans = own.program, 0, 0
+        assert self.programs is not None
+        return program_of(self.programs, segment, x, inputs, weights)
 
     def note(
         self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]
