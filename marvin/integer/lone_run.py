@@ -72,9 +72,9 @@ def from_floats(module: Any, x: object) -> Tensor | None:
         module: A linear layer.
         x: What it is called with; (samples, ..., features) float32 where there is a result.
     """
-    if not isinstance(x, Tensor) or not _is_taken(x) or x.dim() < 2:
-        return None
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not is_called_plainly(module):
+        return None
+    if not isinstance(x, Tensor) or not _is_taken(x) or x.dim() < 2:
         return None
     formats, rounders, count = rounding_of(module)
     others = formats.outputs, formats.samples, formats.gradients
