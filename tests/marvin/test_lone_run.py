@@ -325,6 +325,7 @@ def test_nan_is_seen_in_that_pass(mode):
         model, twin = marvin.freeze(model), marvin.freeze(twin)
     x = batch((5, 32)).detach()
     x[1, 7], x[2, 3], x[3, 31] = float("nan"), float("inf"), -float("inf")
+    x.requires_grad_(mode == "training")  # else it is data, which is looked at once
     with torch.set_grad_enabled(mode == "training"):
         found, wanted = model(x), twin(x)
     assert found[1].isnan().all()
