@@ -56,6 +56,7 @@ __all__ = [
     "hook_wrapper",
     "hooks_of",
     "int_mm",
+    "is_called_plainly",
     "is_checkpointed",
     "is_recomputed",
     "is_watched",
@@ -293,6 +294,12 @@ def global_forward_hooks() -> tuple[
 ]:
     """Return the hooks before and after every module's ``forward``."""
     return torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+
+
+def is_called_plainly(module: nn.Module) -> bool:
+    """Say whether calling a module is its class's ``forward``, between its own hooks alone."""
+    is_own = "forward" not in vars(module) and module._compiled_call_impl is None
+    return is_own and not any(global_forward_hooks())
 
 
 def hook_wrapper() -> type:

@@ -36,7 +36,7 @@ OWNERS = [  # who must have which private names
     (MODULE, "_backward_hooks _backward_pre_hooks _buffers _conv_forward _forward_hooks"),
     (MODULE, "_forward_hooks_always_called _forward_hooks_with_kwargs _forward_pre_hooks"),
     (MODULE, "_forward_pre_hooks_with_kwargs _load_state_dict_pre_hooks _modules _parameters"),
-    (MODULE, "_reversed_padding_repeated_twice"),
+    (MODULE, "_compiled_call_impl _reversed_padding_repeated_twice"),
     (torch.compile(MODULE), "_orig_mod"),
     (SGD, "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),
     (torch.utils.checkpoint, "_recomputation_hook"),

@@ -75,7 +75,7 @@ def _made(names: str, body: Callable[..., Any], floats: int = 0) -> Any:
 def _encode(to: _To, x, count, codes, mask, flip, scale, low, high):
     """Write codes, to nearest, ties to even, their bits xor ``flip``; return how many were clamped.
 
-    A bit of ``mask`` says that an element was not.
+    A bit of ``mask`` says that an element was not. NaN, whose code is 0, counts 2**40 each.
     """
     clamped = cgutils.alloca_once(to.builder, I64)
     to.builder.store(I64(0), clamped)
@@ -87,7 +87,8 @@ def _encode(to: _To, x, count, codes, mask, flip, scale, low, high):
         whole = (to.load(to.at(x, at, 4)) * scales).rint()
         under, over = whole < lowest, whole > highest
         bounded = over.where(highest, under.where(lowest, whole))
-        known = bounded.is_nan().where(bounded.constant(0.0), bounded)
+        unknown = bounded.is_nan()
+        known = unknown.where(bounded.constant(0.0), bounded)
         own = known.converted(I32).truncated(I8)
         to.store(own ^ Vector.splat(to.builder, flips, _LANES), to.at(codes, at, 1))
         outside = to.bits(under | over)
@@ -95,6 +96,8 @@ def _encode(to: _To, x, count, codes, mask, flip, scale, low, high):
             place = to.builder.add(mask, to.builder.lshr(at, I64(3)))
             to.builder.store(to.builder.not_(outside), to.place(place, I16))
         found = to.builder.zext(to.builder.call(ones, [outside]), I64)
+        nans = to.builder.zext(to.builder.call(ones, [to.bits(unknown)]), I64)
+        found = to.builder.add(found, to.builder.shl(nans, I64(40)))
         to.builder.store(to.builder.add(to.builder.load(clamped), found), clamped)
     return to.builder.load(clamped)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,10 +16,15 @@ from fixedpoint_kernels.tokens.reference import Parameters
 __all__ = ["backward", "forward"]
 
 Pair = tuple[Tensor | None, Tensor | None]
+_NAN_BITS = 40  # of ``encode``'s count: NaN is counted from there on
+_CLAMPED = 2**_NAN_BITS - 1
 
 
 def forward(
-    program: Program, xs: Sequence[Tensor], parameters: Sequence[Parameters]
+    program: Program,
+    xs: Sequence[Tensor],
+    parameters: Sequence[Parameters],
+    counts: list[tuple[int, int]] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Run a segment forward.
 
@@ -26,6 +32,7 @@ def forward(
         program: Made for so many samples and tokens.
         xs: (samples, ..., features), float32, any strides.
         parameters: Of each operation; weights, scales and shifts are contiguous.
+        counts: Gets, of each operation, how many elements a linear layer clamped, and how many were NaN.
 
     Returns:
         The values that leave the segment, float32, contiguous; and what backward needs, uint8.
@@ -47,6 +54,8 @@ def forward(
             *(work, program.pack.spare_bytes, program.threads),
         )
         _run(program, program.forward, kept, given, work)
+        if counts is not None:
+            counts += [(n & _CLAMPED, n >> _NAN_BITS) for n in program.clamped.sum(1).tolist()]
     return outputs, kept
 
 
@@ -80,7 +89,7 @@ def backward(
     with program.memory.lock:
         _run(program, program.backward, kept, given, work)
         found_weights = _weights(program, kept, work)
-        sums = torch.from_numpy(program.partial).sum(0, dtype=torch.float64).float()
+        sums = torch.from_numpy(program.partial.sum(0, dtype=np.float64).astype(np.float32))
     found: list[Pair] = []
     for i, op in enumerate(program.segment.operations):
         width = program.widths[len(program.widths) - len(parameters) + i]

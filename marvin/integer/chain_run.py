@@ -12,16 +12,14 @@ from fixedpoint_kernels import products
 from fixedpoint_kernels._torch_private import (
     foreach_add_,
     has_backward_hooks,
-    hooks_of,
     own_forward_hooks,
 )
 from fixedpoint_kernels.fused import Layer, Norm, Parameters, Segment
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
-from marvin.freezing import FrozenRounding
 from marvin.hooks import rounders_of
 from marvin.integer.autograd import lies_as, once
-from marvin.integer.formats import Options, Product, choose, has_nan
+from marvin.integer.formats import Options, Product, choose, has_hooks, has_nan, rounding_of
 from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
 from marvin.integer.programs import Programs
@@ -29,29 +27,10 @@ from marvin.integer.token_run import alone
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
-__all__ = ["ChainRun", "has_fitting_formats", "has_hooks", "is_in_the_way", "rounding_of"]
+__all__ = ["ChainRun", "has_fitting_formats", "is_in_the_way"]
 
 
 _Own = TypeVar("_Own")
-
-
-def rounding_of(module: nn.Module) -> tuple[ModuleFormats, list[Rounder], int]:
-    """Return a module's formats, its rounders, and how many of its hooks before ``forward`` round; of a frozen one, too."""
-    rounders = rounders_of(module)
-    if rounders:
-        return rounders[0].formats(module), rounders, len(rounders)
-    frozen = hooks_of(module, FrozenRounding)  # one before, one behind
-    return (frozen[0].formats if frozen else ModuleFormats()), [], len(frozen) // 2
-
-
-def has_hooks(module: nn.Module, own: int | None = None) -> bool:
-    """Say whether a module has hooks of others; ``own``: how many round, where that is known."""
-    before, after = own_forward_hooks(module)
-    if before or after:
-        own = rounding_of(module)[2] if own is None else own
-        if len(before) > own or len(after) > own:
-            return True
-    return has_backward_hooks(module)
 
 
 def is_in_the_way(module: nn.Module) -> bool:

@@ -11,7 +11,14 @@ from fixedpoint_kernels.forward_save.swap import is_converted
 from marvin.hooks import restore_forwards
 from marvin.integer.formats import BITS, Execution, Options, carried, choose, why_no_kernel
 from marvin.integer.fusion import fuse, fused_layers
-from marvin.integer.layers import CLASSES, OPTIONS, keep_out_of_compilation
+from marvin.integer.layers import (
+    CLASSES,
+    OPTIONS,
+    TransposedLinear,
+    integer_class,
+    keep_out_of_compilation,
+    stock_class,
+)
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
 from marvin.settings import check_model
@@ -121,7 +128,8 @@ def convert(
     are computed in float.
 
     Modules stay the same objects with the same parameters, hooks and names; only their class
-    becomes ``IntegerConv2d``, ``IntegerConv1d`` or ``IntegerLinear``. A second call changes the
+    becomes ``IntegerConv2d``, ``IntegerConv1d`` or ``IntegerLinear``, or ``IntegerConv1D`` of the one
+    that transformers has. A second call changes the
     options.
 
     Args:
@@ -155,9 +163,9 @@ def convert(
     keep_out_of_compilation()
     restore_forwards(model)
     for module in model.modules():
-        if type(module) in CLASSES:
-            module.__class__ = CLASSES[type(module)]
-        if type(module) in CLASSES.values():
+        if (own := integer_class(type(module))) is not None:
+            module.__class__ = own
+        if stock_class(module) is not None:
             setattr(module, OPTIONS, options)
     if options == Options():
         fuse(model)
@@ -167,10 +175,9 @@ def convert(
 def revert(model: nn.Module) -> None:
     """Undo ``convert``: layers compute in float again."""
     restore_forwards(model)
-    original = {own: kind for kind, own in CLASSES.items()}
     for module in model.modules():
-        if type(module) in original:
-            module.__class__ = original[type(module)]
+        if (stock := stock_class(module)) is not None:
+            module.__class__ = stock
             delattr(module, OPTIONS)
 
 
@@ -207,9 +214,9 @@ def _row(name: str, module: nn.Module) -> Row:
 
 def _why_not(module: nn.Module) -> str:
     """Say why a layer does not multiply integers; "" where it does."""
-    if type(module) in CLASSES:
+    if integer_class(type(module)) is not None:
         return "not converted"
-    if not isinstance(module, tuple(CLASSES.values())):
+    if not isinstance(module, (*CLASSES.values(), TransposedLinear)):
         if is_converted(module):
             return "forward_save.convert came first: revert it, call integer.convert, then again"
         return f"there is no integer product for {type(module).__name__}"

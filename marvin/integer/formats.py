@@ -8,26 +8,38 @@ import torch
 from torch import nn
 
 from fixedpoint_kernels import FixedPoint, products
-from fixedpoint_kernels._torch_private import hooks_of, own_parameters
+from fixedpoint_kernels._torch_private import (
+    has_backward_hooks,
+    hooks_of,
+    own_forward_hooks,
+    own_parameters,
+)
 from marvin.channels import ChannelFormat
 from marvin.freezing import FrozenRounding
 from marvin.hooks import rounders_of
 from marvin.model_formats import ModuleFormats
-from marvin.rounder import ForwardState
+from marvin.rounder import ForwardState, Rounder
 
 __all__ = [
     "BITS",
+    "OPTIONS",
     "Execution",
     "Options",
     "Product",
     "carried",
     "choose",
+    "has_hooks",
     "has_nan",
+    "is_transposed",
+    "rounding_of",
+    "weight_of",
     "why_no_kernel",
     "window_of",
 ]
 
 BITS = 8
+OPTIONS = "integer_options"
+"""Name of the attribute in which a converted module has its ``Options``."""
 Execution = Literal["integer", "simulation"]
 _Numbers = tuple[int, ...]
 
@@ -89,6 +101,25 @@ def carried(module: nn.Module) -> tuple[ModuleFormats, ForwardState | None]:
     return ModuleFormats(), None
 
 
+def rounding_of(module: nn.Module) -> tuple[ModuleFormats, list[Rounder], int]:
+    """Return a module's formats, its rounders, and how many of its hooks before ``forward`` round; of a frozen one, too."""
+    rounders = rounders_of(module)
+    if rounders:
+        return rounders[0].formats(module), rounders, len(rounders)
+    frozen = hooks_of(module, FrozenRounding)  # one before, one behind
+    return (frozen[0].formats if frozen else ModuleFormats()), [], len(frozen) // 2
+
+
+def has_hooks(module: nn.Module, own: int | None = None) -> bool:
+    """Say whether a module has hooks of others; ``own``: how many round, where that is known."""
+    before, after = own_forward_hooks(module)
+    if before or after:
+        own = rounding_of(module)[2] if own is None else own
+        if len(before) > own or len(after) > own:
+            return True
+    return has_backward_hooks(module)
+
+
 def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
     """Return what ``module`` multiplies on integers, or why it does not.
 
@@ -111,8 +142,21 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
             return f"its {what} have {fmt.wl} bits, more than {BITS}"
     if not isinstance(inputs, FixedPoint) or not isinstance(weight, FixedPoint | ChannelFormat):
         return "its inputs or weights are in block floating point"
+    if is_transposed(module) and isinstance(weight, ChannelFormat):
+        return "its weight has a fractional length for each feature of the input"
     product = Product(inputs, weight, window, getattr(module, "groups", 1))
     return product if product.weight_fmt.signed else "its weights are unsigned"
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Say whether a linear layer's weight is (features, outputs), as transformers' ``Conv1D`` has it."""
+    return not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """Return the weight of a layer, outputs first."""
+    weight: torch.Tensor = module.weight  # pyright: ignore[reportAssignmentType]
+    return weight.mT.contiguous() if is_transposed(module) else weight
 
 
 def has_nan(x: torch.Tensor) -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 from fixedpoint_kernels import products
 from fixedpoint_kernels._torch_private import global_forward_hooks, is_watched
 from marvin.hooks import OtherForward, restore_forwards
-from marvin.integer.chain_run import ChainRun, has_hooks
+from marvin.integer.chain_run import ChainRun
+from marvin.integer.formats import has_hooks
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.inference_run import InferenceRun
 from marvin.integer.layers import IntegerConv2d, IntegerLinear

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, LONGEST, Joined, Pooled, Scaled, Value
 from marvin.integer.formats import window_of
-from marvin.integer.layers import CLASSES, IntegerConv2d, IntegerLinear
+from marvin.integer.layers import IntegerConv2d, IntegerLinear, stock_class
 from marvin.integer.nodes import (
     concatenation,
     curve_of,
@@ -142,7 +142,7 @@ class Traced:
 class _Tracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Look into modules of one's own and containers only."""
-        return type(m) in CLASSES.values() or super().is_leaf_module(m, module_qualified_name)
+        return stock_class(m) is not None or super().is_leaf_module(m, module_qualified_name)
 
 
 def trace(module: nn.Module, left: Collection[str] = (), *, infers: bool = False) -> Traced | str:

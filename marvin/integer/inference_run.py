@@ -10,10 +10,9 @@ from marvin.integer.autograd import lies_as
 from marvin.integer.chain_run import (
     ChainRun,
     has_fitting_formats,
-    has_hooks,
     is_in_the_way,
-    rounding_of,
 )
+from marvin.integer.formats import has_hooks, rounding_of
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 

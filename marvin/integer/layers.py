@@ -1,6 +1,8 @@
 """Convolutions and linear layers whose products are of integers, where their formats allow it."""
 
+import pkgutil
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,7 +10,16 @@ from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private import is_transformed, own_parameters
 from marvin.integer import autograd, lone_run
-from marvin.integer.formats import Options, Product, carried, choose, has_nan, why_no_kernel
+from marvin.integer.formats import (
+    OPTIONS,
+    Options,
+    Product,
+    carried,
+    choose,
+    has_nan,
+    weight_of,
+    why_no_kernel,
+)
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import FLOATS, ForwardState
 
@@ -18,11 +29,11 @@ __all__ = [
     "IntegerConv1d",
     "IntegerConv2d",
     "IntegerLinear",
+    "TransposedLinear",
+    "integer_class",
     "keep_out_of_compilation",
+    "stock_class",
 ]
-
-OPTIONS = "integer_options"
-"""Name of the attribute in which a converted module has its ``Options``."""
 
 
 class IntegerConv1d(nn.Conv1d):
@@ -44,6 +55,11 @@ class IntegerConv2d(nn.Conv2d):
 class IntegerLinear(nn.Linear):
     """A linear layer; see ``marvin.integer.convert``."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as any module; where codes can be made of what comes in at once, its hooks need not round it."""
+        y = lone_run.from_floats(self, args[0]) if len(args) == 1 and not kwargs else None
+        return super().__call__(*args, **kwargs) if y is None else y
+
     def forward(self, input: Tensor) -> Tensor:
         """Return (samples, ..., outputs) of (samples, ..., features)."""
         return _forward(self, input, super().forward)
@@ -54,6 +70,50 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: IntegerConv2d,
     nn.Linear: IntegerLinear,
 }
+_TRANSPOSED = "transformers.pytorch_utils.Conv1D"
+
+
+class TransposedLinear:
+    """Goes before transformers' ``Conv1D``, a linear layer whose weight is (features, outputs), in a class's bases."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``IntegerLinear``."""
+        y = lone_run.from_floats(self, args[0]) if len(args) == 1 and not kwargs else None
+        return super().__call__(*args, **kwargs) if y is None else y  # pyright: ignore
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (samples, ..., outputs) of (samples, ..., features)."""
+        return _forward(self, x, super().forward)  # pyright: ignore
+
+
+def integer_class(kind: type) -> type | None:
+    """Return the class whose products are of integers; None where a layer of class ``kind`` has none."""
+    if f"{kind.__module__}.{kind.__qualname__}" == _TRANSPOSED:
+        return _transposed(kind)
+    return CLASSES.get(kind)
+
+
+def stock_class(module: nn.Module) -> type | None:
+    """Return the class that a converted module had before; None where it is not converted."""
+    kind = type(module)
+    if isinstance(module, TransposedLinear):
+        return kind.__bases__[1]
+    return next((stock for stock, own in CLASSES.items() if own is kind), None)
+
+
+@cache
+def _transposed(kind: type) -> type:
+    scope = {"__module__": __name__, "__doc__": "A linear layer; see ``marvin.integer.convert``."}
+    return type("IntegerConv1D", (TransposedLinear, kind), scope)
+
+
+def __getattr__(name: str) -> type:
+    """Return the class of transformers' ``Conv1D`` with integer products, of which a pickle has the name."""
+    if name != "IntegerConv1D":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _transposed(pkgutil.resolve_name(_TRANSPOSED.replace(".Conv1D", ":Conv1D")))
+
+
 _DIMS = {IntegerConv1d: 3, IntegerConv2d: 4}
 
 
@@ -71,9 +131,8 @@ def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tenso
         y = _alone(module, x, product, options, None)
         if y is not None:
             return y
-    return autograd.multiply_traceably(
-        x, module.weight, module.bias, autograd.Layer(product, options)
-    )
+    layer = autograd.Layer(product, options)
+    return autograd.multiply_traceably(x, weight_of(module), module.bias, layer)
 
 
 def _train(
@@ -93,7 +152,7 @@ def _train(
     if y is not None:
         return y
     layer = autograd.Layer(product, options, noise)
-    return autograd.multiply(x, module.weight, module.bias, layer)
+    return autograd.multiply(x, weight_of(module), module.bias, layer)
 
 
 def _alone(

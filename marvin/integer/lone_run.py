@@ -4,7 +4,7 @@ So is a convolution that cuts images into patches: all places of a patch are fea
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,20 +12,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fixedpoint_kernels import tokens
-from fixedpoint_kernels._torch_private import is_watched
+from fixedpoint_kernels._torch_private import is_called_plainly, is_watched, own_parameters
 from fixedpoint_kernels.tokens import Segment
 from marvin.integer.autograd import Noise, lies_as
-from marvin.integer.formats import Product
+from marvin.integer.formats import (
+    OPTIONS,
+    Options,
+    Product,
+    choose,
+    has_hooks,
+    rounding_of,
+    weight_of,
+)
 from marvin.integer.programs import Programs
 from marvin.integer.token_autograd import is_plain, program_of, run_tokens, threads_of
+from marvin.model_formats import ModuleFormats
+from marvin.rounder import Rounder
 
 if TYPE_CHECKING:
     from fixedpoint_kernels.tokens.program import Program
 
-__all__ = ["multiply"]
+__all__ = ["from_floats", "multiply"]
 
 
-def multiply(module: nn.Module, x: Tensor, product: Product, noise: Noise) -> Tensor | None:
+def multiply(module: Any, x: Tensor, product: Product, noise: Noise) -> Tensor | None:
     """Return the output of a layer under autograd; None where it has to be multiplied otherwise.
 
     Forward has the bits of ``autograd.multiply``. Backward, sums for the bias are added up in another order.
@@ -36,36 +46,108 @@ def multiply(module: nn.Module, x: Tensor, product: Product, noise: Noise) -> Te
         product: Formats; both gradients have 8 bits.
         noise: Of the gradient's rounding.
     """
-    weight, bias = (getattr(module, name) for name in ("weight", "bias"))
-    if type(x) not in (Tensor, nn.Parameter) or x.dtype is not torch.float32 or not x.numel():
-        return None
-    if (
-        x.device.type != "cpu"
-        or tokens.path() is None
-        or torch.is_autocast_enabled("cpu")
-        or is_watched()
-    ):
+    weight, bias = weight_of(module), module.bias
+    call = _Call(False, noise)
+    if not _is_taken(x):
         return None
     if product.window is None:
-        return _multiplied(module, x, weight, bias, product, noise)
+        return _multiplied(module, x, (weight, bias), product, call)
     size = _patch(x, weight, product)
     if size is None:
         return None
     is_first = weight.is_contiguous()
     features = _patches(x, size, is_first)
     laid = weight if is_first else weight.permute(0, 2, 3, 1)
-    y = _multiplied(module, features.flatten(1, 2), laid.flatten(1), bias, product, noise)
+    y = _multiplied(module, features.flatten(1, 2), (laid.flatten(1), bias), product, call)
     return None if y is None else lies_as(y.view(*features.shape[:3], -1).permute(0, 3, 1, 2), x)
+
+
+def from_floats(module: Any, x: object) -> Tensor | None:
+    """Return the output of a converted layer from what its hooks have not rounded; None: they have to.
+
+    Codes are made, and NaN is seen, in the pass that multiplies. All bits, and what is counted, are those of
+    rounding first.
+
+    Args:
+        module: A linear layer.
+        x: What it is called with; (samples, ..., features) float32 where there is a result.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not is_called_plainly(module):
+        return None
+    if not isinstance(x, Tensor) or not _is_taken(x) or x.dim() < 2:
+        return None
+    formats, rounders, count = rounding_of(module)
+    others = formats.outputs, formats.samples, formats.gradients
+    if count != 1 or any(own is not None for own in others) or has_hooks(module, 1):
+        return None
+    product = choose(module, formats)
+    if isinstance(product, str) or getattr(module, OPTIONS) != Options():
+        return None
+    if rounders:
+        return _trained(module, x, product, formats, rounders[0])
+    if _goes_back(module, x):
+        return None
+    call = _Call(formats.ste == "clip", Noise(0, 0, 0))
+    y = _multiplied(module, x, (weight_of(module), module.bias), product, call)
+    return None if call.nans else y
+
+
+def _trained(
+    module: Any, x: Tensor, product: Product, formats: ModuleFormats, rounder: Rounder
+) -> Tensor | None:
+    """Return the output of a layer that is not frozen, and count as its hooks would."""
+    state, goes_back = rounder.state, _goes_back(module, x)
+    trains = module.training and torch.is_grad_enabled()
+    if (goes_back and not trains) or not _rounds_plainly(module, rounder, formats, x):
+        return None
+    before = state.gradients
+    noise = Noise(*state.noise_of_gradients()) if trains else Noise(0, 0, 0)
+    call = _Call(formats.ste == "clip", noise)
+    y = _multiplied(module, x, (weight_of(module), module.bias), product, call)
+    if y is None or call.nans:
+        state.gradients = before  # drawn again by who multiplies it
+        return None
+    state.waiting.discard(rounder.name)
+    if trains:
+        rounder.count(len(x))
+        if call.clip and x.requires_grad:
+            rounder.tally.add(call.clamped, x.numel())
+    return y
+
+
+def _goes_back(module: nn.Module, x: Tensor) -> bool:
+    return torch.is_grad_enabled() and (
+        x.requires_grad or any(p.requires_grad for _, p in own_parameters(module))
+    )
+
+
+def _is_taken(x: Tensor) -> bool:
+    """Say whether kernels may take a tensor now."""
+    if type(x) not in (Tensor, nn.Parameter) or x.dtype is not torch.float32 or not x.numel():
+        return False
+    is_seen = torch.is_autocast_enabled("cpu") or is_watched()
+    return x.device.type == "cpu" and tokens.path() is not None and not is_seen
+
+
+def _rounds_plainly(module: nn.Module, rounder: Rounder, formats: ModuleFormats, x: Tensor) -> bool:
+    """Say whether hooks would only round ``x`` to nearest and count what is clamped."""
+    rounding = rounder.state.rounding if module.training else formats.eval_rounding
+    observes = rounder.observer is not None and module.training and torch.is_grad_enabled()
+    if rounding != "nearest" or observes:
+        return False
+    if module.training and not x.requires_grad and not rounder.data.total:
+        return False  # data is looked at once
+    return rounder.state.format_of(x) != formats.inputs
 
 
 def _multiplied(
     module: nn.Module,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    own: tuple[Tensor, Tensor | None],
     product: Product,
-    noise: Noise,
+    call: "_Call",
 ) -> Tensor | None:
+    weight, bias = own
     (outputs, inputs), rows = weight.shape, x.shape[:-1].numel()
     more = -inputs % 16, -outputs % 16  # features that are added, of 0
     if product.shifts or x.shape[-1] != inputs or (more[1] and rows != len(x)):
@@ -73,17 +155,17 @@ def _multiplied(
     if not all(own is None or is_plain(own) for own in (weight, bias)):
         return None
     shape = outputs + more[1], inputs + more[0]
-    own = _LAYERS.get(module)
-    if own is None:
-        own = _LAYERS[module] = _Lone()
-    segment = own.segment(product, shape)
+    lone = _LAYERS.get(module)
+    if lone is None:
+        lone = _LAYERS[module] = _Lone()
+    segment, call.programs = lone.segment(product, shape, call.clip), lone.programs
     if len(x) < threads_of(segment, rows):
         return None
     if any(more):
         x, weight = F.pad(x, (0, more[0])), F.pad(weight, (0, more[0], 0, more[1]))
         bias = None if bias is None else F.pad(bias, (0, more[1]))
-    (y,) = run_tokens(own, segment, [noise[:2]], (x,), (weight, bias))
-    return y[..., :outputs].contiguous()
+    (y,) = run_tokens(call, segment, [call.noise[:2]], (x,), (weight, bias))
+    return y[..., :outputs].contiguous() if more[1] else y
 
 
 def _patch(x: Tensor, weight: Tensor, product: Product) -> tuple[int, int] | None:
@@ -109,25 +191,42 @@ class _Lone:
     """A layer's programs."""
 
     def __init__(self) -> None:
-        self._programs: Programs[Program] = Programs()
+        self.programs: Programs[Program] = Programs()
         self._segment: tuple[tuple[object, ...], Segment] | None = None
 
-    def segment(self, product: Product, shape: tuple[int, int]) -> Segment:
+    def segment(self, product: Product, shape: tuple[int, int], clip: bool) -> Segment:
         """Return what is computed; the last one is remembered."""
-        key = product.inputs, product.weight_fmt, shape
+        key = product.inputs, product.weight_fmt, shape, clip
         if self._segment is None or self._segment[0] != key:
-            operation = tokens.Linear(0, *key, clip=False)
+            operation = tokens.Linear(0, *key)
             self._segment = key, Segment((shape[1],), (operation,), (1,))
         return self._segment[1]
+
+
+class _Call:
+    """One call of a layer, and how many elements of its input were clamped, or NaN.
+
+    Args:
+        clip: Whether the gradient of clamped inputs is 0.
+        noise: Of the gradient's rounding.
+    """
+
+    def __init__(self, clip: bool, noise: Noise) -> None:
+        self.clip, self.noise, self.clamped, self.nans = clip, noise, 0, 0
+        self.programs: Programs[Program] | None = None  # a layer's own
 
     def program(
         self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
     ) -> "Program":
         """Return the program for values of the shape of ``x``."""
-        return program_of(self._programs, segment, x, inputs, weights)
+        assert self.programs is not None
+        return program_of(self.programs, segment, x, inputs, weights)
 
-    def note(self, program: "Program", xs: Sequence[Tensor]) -> None:
-        """Count nothing: who rounded the input has counted."""
+    def note(
+        self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]
+    ) -> None:
+        """Take the counts."""
+        ((self.clamped, self.nans),) = counts
 
 
 _LAYERS: WeakKeyDictionary[nn.Module, _Lone] = WeakKeyDictionary()

@@ -31,8 +31,10 @@ class Run(Protocol):
         """Return the program for values of the shape of ``x``, see ``program_of``."""
         ...
 
-    def note(self, program: "Program", xs: Sequence[Tensor]) -> None:
-        """Count what was clamped."""
+    def note(
+        self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]
+    ) -> None:
+        """Count what each operation clamped, and what was NaN."""
         ...
 
 
@@ -100,8 +102,10 @@ def _forward(
 
     count = len(xs)
     program = run.program(segment, xs[0], needed[:count], needed[count::2])
-    outputs, kept = execute.forward(program, xs, _parameters_of(segment, parameters, noise))
-    run.note(program, xs)
+    counts: list[tuple[int, int]] = []
+    own = _parameters_of(segment, parameters, noise)
+    outputs, kept = execute.forward(program, xs, own, counts)
+    run.note(segment, xs, counts)
     return program, kept, outputs
 
 

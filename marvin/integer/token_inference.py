@@ -1,18 +1,16 @@
 """Running chains of a transformer as one operation, in eval mode and without gradients."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from fixedpoint_kernels import tokens
-from marvin.integer.chain_run import has_hooks, is_in_the_way, rounding_of
+from fixedpoint_kernels.tokens import Segment
+from marvin.integer.chain_run import is_in_the_way
+from marvin.integer.formats import has_hooks, rounding_of
 from marvin.integer.token_autograd import run_tokens
 from marvin.integer.token_graph import TokenChain
 from marvin.integer.token_run import TokenRun, are_plain
-
-if TYPE_CHECKING:
-    from fixedpoint_kernels.tokens.program import Program
 
 __all__ = ["TokenInference"]
 
@@ -55,5 +53,7 @@ class TokenInference(TokenRun):
         noise = [_NO_NOISE] * len(self.layers)
         return run_tokens(self, segment, noise, xs, self.parameters_in_order())
 
-    def note(self, program: "Program", xs: Sequence[Tensor]) -> None:
+    def note(
+        self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]
+    ) -> None:
         """Count nothing: only training does."""

@@ -221,17 +221,17 @@ class TokenRun(nn.Module):
         """Return the program for values of the shape of ``x``."""
         return program_of(self._programs, segment, x, inputs, weights)
 
-    def note(self, program: "Program", xs: Sequence[Tensor]) -> None:
+    def note(
+        self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]
+    ) -> None:
         """Count what was clamped."""
-        rounders = iter(self.rounders)
-        for operation, clamped in zip(
-            program.segment.operations, program.clamped.sum(1), strict=True
-        ):
+        rounders, rows = iter(self.rounders), xs[0].shape[:-1].numel()
+        for operation, (clamped, _) in zip(segment.operations, counts, strict=True):
             if not isinstance(operation, tokens.Linear):
                 continue
             rounder, source = next(rounders), operation.source
             if operation.clip and (source >= len(xs) or xs[source].requires_grad):
-                rounder.tally.add(int(clamped), program.rows * operation.shape[1])
+                rounder.tally.add(clamped, rows * operation.shape[1])
 
 
 def _attention(

@@ -15,7 +15,7 @@ from fixedpoint_kernels import products
 from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import Pooled, inference
 from marvin.integer import convert, inference_run, report
-from marvin.integer.chain_run import rounding_of
+from marvin.integer.formats import rounding_of
 from marvin.integer.graph import trace
 from train.resnet20 import ResNet20
 

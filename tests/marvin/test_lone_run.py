@@ -9,7 +9,7 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import tokens
-from marvin.hooks import state_of
+from marvin.hooks import rounders_of, state_of
 from marvin.integer import convert
 
 pytestmark = [
@@ -53,7 +53,9 @@ class Alone(nn.Module):
         return self.layer(x) if len(x) else x
 
 
-def twins(layer, shape=(5, 32), form=torch.contiguous_format, policy=None):
+def twins(
+    layer, shape=(5, 32), form=torch.contiguous_format, policy=None, ste="clip", observed=False
+):
     """Return two equal models, whose formats one step has found: the second multiplies layer by layer."""
     model = Alone(layer).to(memory_format=form)  # pyright: ignore[reportCallIssue]
     with torch.no_grad():
@@ -61,7 +63,7 @@ def twins(layer, shape=(5, 32), form=torch.contiguous_format, policy=None):
             layer.bias.uniform_(-1, 1)
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
     optimizer = marvin.Quantized(sgd, policy or marvin.StaticPolicy(6, 7))
-    marvin.quantize_activations(model, optimizer)
+    marvin.quantize_activations(model, optimizer, ste=ste)
     loss = model(batch(shape)).square().mean()
     loss.backward()
     optimizer.step(loss=loss)
@@ -69,6 +71,9 @@ def twins(layer, shape=(5, 32), form=torch.contiguous_format, policy=None):
     twin = copy.deepcopy(model)
     convert(model)
     convert(twin, fused=False)
+    for own in (model, twin):
+        rounder, *_ = rounders_of(own.layer)
+        rounder.observer = rounder.observer if observed else None
     return model, twin
 
 
@@ -235,3 +240,196 @@ def test_a_copy_and_a_pickle_run_alone_too():
         again = own(x)
         assert runs_alone(again)
         same(again, y)
+
+
+# ------------------------------------------------------------------ codes are made of floats
+
+
+@pytest.fixture
+def rounded(monkeypatch):
+    """Inputs that hooks of linear layers were asked to round."""
+    from marvin.freezing import _Inputs
+    from marvin.rounder import Rounder
+
+    found = []
+    for kind, name in ((Rounder, "round_inputs"), (_Inputs, "__call__")):
+        own = getattr(kind, name)
+
+        def counted(self, module, args, kwargs, own=own):
+            found.extend(args if isinstance(module, nn.Linear) else ())
+            return own(self, module, args, kwargs)
+
+        monkeypatch.setattr(kind, name, counted)
+    return found
+
+
+def counts(model):
+    """Return what a layer has counted, and what its model's layers share."""
+    (rounder,) = rounders_of(model.layer)
+    state = rounder.state
+    clamped = [(int(own.clipped), own.total) for own in (rounder.tally, rounder.data)]
+    return clamped, state.samples, state.gradients, state.waiting
+
+
+def test_one_pass_makes_codes_and_counts_as_rounding_does(rounded):
+    model, twin = twins(nn.Linear(32, 48))
+    for own in (model, twin):
+        state_of(own).waiting.add("layer")
+    x = (4 * batch((5, 32))).detach().requires_grad_()
+    dy = torch.randn(5, 48)
+    rounded.clear()
+    found = grads(model, x, dy)
+    assert not rounded
+    wanted = grads(twin, x, dy)
+    assert rounded
+    for own, other in zip(found[:3], wanted[:3], strict=True):
+        same(own, other)
+    assert counts(model) == counts(twin)
+    assert counts(model)[0][0][0] > 0  # something was clamped
+    assert (found[1] == 0).any()  # and got no gradient
+
+
+def test_no_gradient_of_the_input_counts_nothing_clamped(rounded):
+    model, twin = twins(nn.Linear(32, 48))
+    x = batch((5, 32)).detach()
+    for own in (model, twin):
+        rounders_of(own.layer)[0].data.total = 0
+    for _ in range(2):  # data is counted in the first pass
+        rounded.clear()
+        y = model(x)
+        own = len(rounded)
+        same(y, twin(x))
+        assert counts(model) == counts(twin)
+    assert own == 0
+    assert counts(model)[0][1][1] == x.numel()
+
+
+def test_identity_lets_gradients_of_clamped_inputs_through(rounded):
+    model, twin = twins(nn.Linear(32, 48), ste="identity")
+    x, dy = (4 * batch((5, 32))).detach().requires_grad_(), torch.randn(5, 48)
+    rounded.clear()
+    found = grads(model, x, dy)
+    assert not rounded
+    wanted = grads(twin, x, dy)
+    for own, other in zip(found[:3], wanted[:3], strict=True):
+        same(own, other)
+    assert counts(model) == counts(twin)
+
+
+@pytest.mark.parametrize("mode", ["training", "eval", "frozen"])
+def test_nan_is_seen_in_that_pass(mode):
+    model, twin = twins(nn.Linear(32, 48))
+    if mode == "eval":
+        model, twin = model.eval(), twin.eval()
+    elif mode == "frozen":
+        model, twin = marvin.freeze(model), marvin.freeze(twin)
+    x = batch((5, 32)).detach()
+    x[1, 7], x[2, 3], x[3, 31] = float("nan"), float("inf"), -float("inf")
+    x.requires_grad_(mode == "training")  # else it is data, which is looked at once
+    with torch.set_grad_enabled(mode == "training"):
+        found, wanted = model(x), twin(x)
+    assert found[1].isnan().all()
+    same(found, wanted)
+    if mode != "frozen":
+        assert counts(model) == counts(twin)
+
+
+@pytest.mark.parametrize("mode", ["eval", "frozen"])
+def test_inference_makes_codes_at_once_too(mode, rounded):
+    model, twin = twins(nn.Linear(32, 48))
+    if mode == "eval":
+        model, twin = model.eval(), twin.eval()
+    else:
+        model, twin = marvin.freeze(model), marvin.freeze(twin)
+    x = batch((5, 7, 32)).detach()
+    rounded.clear()
+    with torch.no_grad():
+        y = model(x)
+        assert not rounded
+        same(y, twin(x))
+
+
+def test_hooks_of_others_see_what_is_rounded():
+    model, _ = twins(nn.Linear(32, 48))
+    seen = []
+    model.layer.register_forward_hook(lambda _module, args, _y: seen.append(args[0]))
+    model(batch((5, 32)))
+    assert (seen[0] * 2**7 % 1 == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["instance", "all modules"])
+def test_who_replaces_forward_or_watches_all_modules_is_asked(kind):
+    model, _ = twins(nn.Linear(32, 48))
+    called = []
+    if kind == "instance":
+        own = model.layer.forward
+        model.layer.forward = lambda x: called.append(x) or own(x)
+        model(batch((5, 32)))
+    else:
+        hook = nn.modules.module.register_module_forward_hook(lambda m, *_: called.append(m))
+        model(batch((5, 32)))
+        hook.remove()
+        called = [own for own in called if own is model.layer]
+    assert called
+
+
+def test_an_observer_sees_what_comes_in():
+    model, _ = twins(nn.Linear(32, 48), observed=True)
+    (rounder,) = rounders_of(model.layer)
+    assert rounder.observer is not None
+    y = model(batch((5, 32)))
+    assert "Tokens" in str(y.grad_fn)
+    assert "AccumulateGrad" not in str(y.grad_fn.next_functions[0][0])  # but of rounding
+
+
+# ------------------------------------------------------------------ weights of (features, outputs)
+
+
+def conv1d(outputs=48, inputs=32):
+    transformers = pytest.importorskip("transformers.pytorch_utils")
+    return transformers.Conv1D(outputs, inputs)
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (3, 7, 32)])
+def test_transposed_weights_have_the_bits_of_the_simulation(shape):
+    model, twin = twins(conv1d(), shape)
+    simulated = copy.deepcopy(twin)
+    convert(simulated, execution="simulation")
+    x, dy = batch(shape), torch.randn(*shape[:-1], 48)
+    found, wanted, float32 = (grads(own, x, dy) for own in (model, twin, simulated))
+    assert runs_alone(found[0])
+    assert found[2].shape == (32, 48)
+    for a, b, c in zip(found[:3], wanted[:3], float32[:3], strict=True):
+        same(a, b)
+        same(a, c)
+    torch.testing.assert_close(found[3], wanted[3], rtol=1e-5, atol=1e-5)
+
+
+def test_transposed_layers_are_copied_pickled_frozen_and_reverted():
+    model, twin = twins(conv1d())
+    stock = type(conv1d())
+    assert isinstance(model.layer, stock)
+    (row,) = marvin.integer.report(model).rows
+    assert row.is_integer
+    assert not row.reason
+    x = batch((5, 32))
+    y = model(x)
+    for own in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        same(own(x), y)
+        assert runs_alone(own(x))
+    with torch.no_grad():
+        same(marvin.freeze(model)(x), twin.eval()(x))
+    marvin.integer.revert(model)
+    assert type(model.layer) is stock
+    (row,) = marvin.integer.report(model).rows
+    assert row.reason == "not converted"
+
+
+def test_transposed_weights_by_channel_stay_in_float():
+    layer = conv1d()
+    with torch.no_grad():
+        layer.weight *= 2.0 ** -(torch.arange(32) % 4).view(-1, 1)
+    model, _ = twins(layer, policy=marvin.LossBudgetPolicy(window=1, per_channel=True))
+    (row,) = marvin.integer.report(model).rows
+    assert row.reason == "its weight has a fractional length for each feature of the input"
+    assert not runs_alone(model(batch((5, 32))))

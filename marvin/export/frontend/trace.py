@@ -28,7 +28,7 @@ from marvin.export.graph.formats import Formats, activation_formats, weight_form
 from marvin.export.graph.nodes import Network
 from marvin.export.passes.shorten_scales import shorten_scales
 from marvin.integer.conversion import revert
-from marvin.integer.layers import CLASSES
+from marvin.integer.layers import stock_class
 from marvin.rounding import Format
 from marvin.settings import check_model, check_uncompiled
 from marvin.tracing import Tracer
@@ -129,7 +129,7 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
 def _plain(model: nn.Module) -> nn.Module:
     """Return a model of torch's own layers: a copy, where others compute the same in eval mode."""
     keeps_less = any(map(is_converted, model.modules()))
-    if not keeps_less and not any(type(m) in CLASSES.values() for m in model.modules()):
+    if not keeps_less and not any(stock_class(m) is not None for m in model.modules()):
         return model
     model = copy.deepcopy(model)
     if keeps_less:
