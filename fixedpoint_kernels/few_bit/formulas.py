@@ -1,4 +1,4 @@
-"""Activations that a CPU computes in the pass that makes their codes, with torch's own bits.
+"""Activations that a CPU computes in the pass that makes their codes, with torch's bits.
 
 Here are those made of sums, comparisons, products and quotients, which every processor rounds
 alike. For exponentials torch calls other packages, so there torch's operator computes the value.
