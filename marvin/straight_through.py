@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint, Minifloat, quantize_with_mask
+from fixedpoint_kernels._torch_private import is_checkpointed
 from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.rounding import Rounding
 from marvin.rounding import Format, round_one
@@ -56,7 +57,8 @@ class _FakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         y, inside = quantize_with_mask(x, fmt, **options)
         clipped = x.numel() - inside.count_nonzero()
-        if inside.is_cpu and not clipped:  # nobody waits for a device
+        # nobody waits for a device; other noise of a second pass may clamp
+        if inside.is_cpu and not clipped and not is_checkpointed():
             inside = None
         ctx.save_for_backward(inside)
         ctx.back = back

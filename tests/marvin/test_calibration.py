@@ -284,7 +284,7 @@ def test_a_model_of_two_inputs_or_of_other_floats_is_named():
 def test_images_of_bytes_are_named():
     with pytest.raises(ValueError, match=r"0 must see float32.*got torch.uint8.*x.float\(\)"):
         marvin.calibrate(build(), [(x * 9).to(torch.uint8) for x in batches(1)])
-    with pytest.raises(ValueError, match="the model must see float32.*got torch.uint8"):
+    with pytest.raises(ValueError, match=r"the model must see float32.*got torch.uint8"):
         marvin.calibrate(nn.Linear(2, 2), [torch.ones(3, 2, dtype=torch.uint8)])
 
     class Scaling(nn.Sequential):
