@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -117,14 +118,14 @@ def storage_key(x: Tensor) -> int:
 
 
 def is_watched() -> bool:
-    """Say whether a mode or a transformation of ``torch.func`` sees what operators do."""
+    """Say whether a mode, ``torch.func`` or forward-mode differentiation sees what operators do."""
     # torch.overrides tells of neither
     return bool(torch._C._len_torch_dispatch_stack() or is_transformed())
 
 
 def is_transformed() -> bool:
-    """Say whether a transformation of ``torch.func`` sees what operators do."""
-    return torch._C._are_functorch_transforms_active()
+    """Say whether ``torch.func`` or forward-mode differentiation sees what operators do."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def derivatives_of(x: Tensor) -> int:

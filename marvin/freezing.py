@@ -1,6 +1,7 @@
 """A plain module for inference: what training computes in eval mode, in torch's operators wherever these are traced."""
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from marvin.settings import check_model
 __all__ = ["FrozenRounding", "freeze", "frozen_formats", "nearest_codes", "saved_classes", "thaw"]
 
 _MOST = 126  # of ``block_fl``
+_NO_GRADIENT = (
+    "a frozen model rounds, and the gradient of rounding is 0: none passes through its layers; where "
+    "gradients are wanted, take the model that was frozen, in eval mode, whose gradients are straight-through"
+)
 _POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)])  # a table: jit can trace it
 
 
@@ -37,7 +42,7 @@ def freeze(model: nn.Module) -> nn.Module:
     them, which goes: nothing is kept for backward. Where they round activations, they do so in
     torch's own operators, or, where nobody traces or differentiates, in one pass with the same bits. The outputs equal those of ``model`` in eval mode bit for bit. It
     works under ``torch.inference_mode``, ``torch.export``, ``torch.jit.trace``, ``torch.compile``
-    and ``torch.save``. The state of any model of this kind can be loaded into it.
+    and ``torch.save``. Its gradients are those of rounding, 0: take them of ``model`` itself, in eval mode. The state of any model of this kind can be loaded into it.
 
     Args:
         model: With ``marvin.quantize_activations`` or ``marvin.prepare`` on it; stays as it is.
@@ -179,6 +184,8 @@ def _round(x: Tensor, fmt: Format | None, *, per_sample: bool = False) -> Tensor
     """Round as ``fixedpoint_kernels.quantize`` and ``quantize_block`` do to nearest."""
     if fmt is None or x.dtype not in FLOATS:
         return x
+    if x.requires_grad and torch.is_grad_enabled() and not _is_traced():
+        warnings.warn(_NO_GRADIENT, stacklevel=2)
     if isinstance(fmt, FixedPoint):
         if _is_seen_by_nobody(x):
             return quantize(x.detach(), fmt, rounding="nearest")
@@ -192,10 +199,14 @@ def _round(x: Tensor, fmt: Format | None, *, per_sample: bool = False) -> Tensor
 
 def _is_seen_by_nobody(x: Tensor) -> bool:
     """Say whether a kernel may round ``x``: nothing traces, compiles, transforms or differentiates."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_watched():
+    if _is_traced() or is_watched():
         return False
     is_plain = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout is torch.strided
     return is_plain and not (x.requires_grad and torch.is_grad_enabled())
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def nearest_codes(x: Tensor, fmt: FixedPoint) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels import BlockFloat, FixedPoint, quantize_block
-from fixedpoint_kernels._torch_private import is_recomputed, version_of
+from fixedpoint_kernels import BlockFloat, FixedPoint
+from fixedpoint_kernels._torch_private import is_recomputed, is_transformed, version_of
 from fixedpoint_kernels.rounding import Rounding
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats, decode_formats, encode_formats
@@ -172,7 +172,7 @@ class Rounder:
         first = next(iter(args or kwargs.values()), None)
         if is_watched and isinstance(first, Tensor) and first.ndim:
             self.count(len(first))
-        watches = self.observer is not None and is_watched
+        watches = self.observer is not None and is_watched and not is_transformed()
         if formats.inputs is None and formats.samples is None and not watches:
             return None
         check_untraced()
@@ -246,7 +246,8 @@ class Rounder:
         if not isinstance(fmt, BlockFloat) or x.dtype not in FLOATS:
             return x
         options = self.state.options(module.training, formats.eval_rounding)
-        return quantize_block(x.detach(), fmt, per_sample=True, **options)
+        options["per_sample"] = True
+        return round_with_gradient(x, fmt, options, ste="identity", tally=self.tally, back=None)
 
 
 def as_it_is(module: nn.Module, x: Tensor, fmt: Format | None) -> Tensor:

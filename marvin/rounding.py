@@ -27,13 +27,15 @@ def round_one(
     rounding: Rounding = "stochastic",
     seed: int = 0,
     stream: int = 0,
+    per_sample: bool = False,
 ) -> Tensor:
-    """Round ``x`` to ``fmt``; see ``quantize`` and ``quantize_block``."""
+    """Round ``x`` to ``fmt``; see ``quantize`` and ``quantize_block``, which alone knows ``per_sample``."""
     if isinstance(fmt, ChannelFormat):
         scale = scale_of(fmt, x)
         return round_one(x * scale, fmt.fmt, rounding=rounding, seed=seed, stream=stream) / scale
     if isinstance(fmt, BlockFloat):
-        return quantize_block(x, fmt, rounding=rounding, seed=seed, stream=stream)
+        noise = {"seed": seed, "stream": stream}
+        return quantize_block(x, fmt, rounding=rounding, per_sample=per_sample, **noise)
     return quantize(x, fmt, rounding=rounding, seed=seed, stream=stream)
 
 

@@ -4,6 +4,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from fixedpoint_kernels import FixedPoint, Minifloat, quantize_with_mask
 from fixedpoint_kernels._torch_private import is_checkpointed
@@ -61,6 +62,7 @@ class _FakeQuantize(torch.autograd.Function):
         if inside.is_cpu and not clipped and not is_checkpointed():
             inside = None
         ctx.save_for_backward(inside)
+        ctx.save_for_forward(inside)
         ctx.back = back
         if tally is not None:
             tally.add(clipped, x.numel())
@@ -76,6 +78,11 @@ class _FakeQuantize(torch.autograd.Function):
         if inside is not None:
             grad = torch.where(inside, grad, grad.new_zeros(()))  # a tenth of the product's time
         return grad, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (inside,) = ctx.saved_tensors
+        return tangent.clone() if inside is None else torch.where(inside, tangent, 0.0)
 
 
 class _RoundedIdentity(torch.autograd.Function):
@@ -95,6 +102,10 @@ class _RoundedIdentity(torch.autograd.Function):
         if ctx.back is not None:
             (grad,) = _rounded_gradient(ctx, grad)
         return grad, None, None, None
+
+    @staticmethod
+    def jvp(_ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tangent.clone()
 
 
 def fake_quantize(
@@ -142,7 +153,7 @@ def round_with_gradient(
     tally: Tally,
     back: _Back,
 ) -> Tensor:
-    """Round ``x`` as ``round_one``; where a gradient is wanted, with a straight-through one.
+    """Round ``x`` as ``round_one``; where a derivative is wanted, with a straight-through one.
 
     Args:
         x: Values, float32, bfloat16 or float16.
@@ -152,7 +163,7 @@ def round_with_gradient(
         tally: Counts what ``"clip"`` clamps.
         back: Format and options by which to round the gradient that comes back; None: not.
     """
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if not (x.requires_grad and torch.is_grad_enabled()) and unpack_dual(x).tangent is None:
         return x if fmt is None else round_one(x.detach(), fmt, **options)
     if ste == "identity" or not isinstance(fmt, FixedPoint | Minifloat):
         return _RoundedIdentity.apply(x, fmt, options, back)  # pyright: ignore[reportReturnType]
