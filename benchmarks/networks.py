@@ -3,9 +3,17 @@
 from collections.abc import Iterator
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["efficientnet_b0", "mobilenet_v2", "resnet18"]
+__all__ = [
+    "densenet40",
+    "efficientnet_b0",
+    "mobilenet_v2",
+    "preact_resnet20",
+    "resnet18",
+    "unet",
+]
 
 
 class Block(nn.Module):
@@ -71,7 +79,7 @@ def _convolved(
     kernel: int,
     stride: int = 1,
     groups: int = 1,
-    act: type[nn.ReLU6 | nn.SiLU] = nn.ReLU6,
+    act: type[nn.ReLU | nn.ReLU6 | nn.SiLU] = nn.ReLU6,
 ) -> Iterator[nn.Module]:
     padding = kernel // 2
     yield nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
@@ -149,3 +157,103 @@ def efficientnet_b0() -> nn.Module:
     stem, last = _convolved(3, 32, 3, 2, act=nn.SiLU), _convolved(width, 1280, 1, act=nn.SiLU)
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(1280, 10)
     return nn.Sequential(*stem, *blocks, *last, *head)
+
+
+class PreActivated(nn.Module):
+    """A residual block whose batch norms stand before the convolutions.
+
+    Args:
+        inputs: Channels that come in.
+        outputs: Channels that go out; where they differ, so does the resolution.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == outputs else 2
+        self.bn1, self.bn2 = nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        own = None if stride == 1 else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.projection = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layers make, and the input or its projection added."""
+        y = self.bn1(x).relu()
+        shortcut = x if self.projection is None else self.projection(y)
+        return self.conv2(self.bn2(self.conv1(y)).relu()) + shortcut
+
+
+def preact_resnet20() -> nn.Module:
+    """Return a pre-activation ResNet of 20 layers."""
+    widths = (16, 16, 16, 16, 32, 32, 32, 64, 64, 64)
+    blocks = [PreActivated(*pair) for pair in pairwise(widths)]
+    head = nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+    return nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1, bias=False), *blocks, *head)
+
+
+class Dense(nn.Module):
+    """A convolution whose output stands beside its input.
+
+    Args:
+        inputs: Channels that come in.
+        growth: Channels that are added.
+    """
+
+    def __init__(self, inputs: int, growth: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(inputs)
+        self.conv = nn.Conv2d(inputs, growth, 3, 1, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input's channels, and behind them the layer's."""
+        return torch.cat([x, self.conv(self.norm(x).relu())], 1)
+
+
+def densenet40(growth: int = 12) -> nn.Module:
+    """Return a DenseNet of 40 layers, for images of 32x32."""
+    width = 16
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False)]
+    for stage in range(3):
+        if stage:
+            one = nn.Conv2d(width, width, 1, bias=False)
+            layers += [nn.BatchNorm2d(width), nn.ReLU(), one, nn.AvgPool2d(2)]
+        layers += [Dense(width + k * growth, growth) for k in range(12)]
+        width += 12 * growth
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)
+    return nn.Sequential(*layers, nn.BatchNorm2d(width), nn.ReLU(), *head)
+
+
+class Level(nn.Module):
+    """A level of a U-Net: two convolutions, what is below, and two more.
+
+    Args:
+        inputs: Channels that come in.
+        outputs: Channels that go out.
+        below: The next level, of twice as many channels.
+    """
+
+    def __init__(self, inputs: int, outputs: int, below: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*_twice(inputs, outputs))
+        self.down, self.below, self.up = nn.MaxPool2d(2), below, nn.Upsample(scale_factor=2)
+        self.last = nn.Sequential(*_twice(3 * outputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return values of the same height and width."""
+        y = self.first(x)
+        return self.last(torch.cat([self.up(self.below(self.down(y))), y], 1))
+
+
+def _twice(inputs: int, outputs: int) -> list[nn.Module]:
+    return [
+        *_convolved(inputs, outputs, 3, act=nn.ReLU),
+        *_convolved(outputs, outputs, 3, act=nn.ReLU),
+    ]
+
+
+def unet(base: int = 16, classes: int = 10) -> nn.Module:
+    """Return a U-Net of four levels, which says of each place which class it is."""
+    below: nn.Module = nn.Sequential(*_twice(4 * base, 8 * base))
+    for width in (4 * base, 2 * base):
+        below = Level(width // 2, width, below)
+    return nn.Sequential(Level(3, base, below), nn.Conv2d(base, classes, 1))

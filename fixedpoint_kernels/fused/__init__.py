@@ -1,4 +1,4 @@
-"""Networks of convolutions, batch norm, sums, activations and pooling, run as a whole on integer codes.
+"""Networks of convolutions, batch norm, sums, concatenation, activations and pooling, run as a whole on integer codes.
 
 segment = Segment(layers, values)                              # what there is
 program = Program(segment, len(x), x.shape[2:], path, ...)     # for images of one size
@@ -13,7 +13,9 @@ from fixedpoint_kernels.fused.graph import (
     INPUT,
     LONGEST,
     MOST_TAPS,
+    Joined,
     Layer,
+    Norm,
     Pooled,
     Scaled,
     Segment,
@@ -26,7 +28,9 @@ __all__ = [
     "LONGEST",
     "MOST_TAPS",
     "Gradients",
+    "Joined",
     "Layer",
+    "Norm",
     "Parameters",
     "Pooled",
     "Scaled",

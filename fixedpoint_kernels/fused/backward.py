@@ -4,7 +4,7 @@ import numpy as np
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import kind_of, number_of
-from fixedpoint_kernels.fused.graph import INPUT, Return, Scaled
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Norm, Return, Scaled
 from fixedpoint_kernels.fused.layout import Layout
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.llvm import tiles
@@ -49,11 +49,7 @@ class Backward:
         fresh: set[int] = set()  # values whose sums the open region adds up
         for step in segment.backward(self.layout.needs_input):
             if isinstance(step, Return):
-                if step.pooled is not None:
-                    regions[-1].append(self._unpool(step.pooled, step.value))
-                if step.gated is not None:
-                    regions[-1].append(self._weigh(step.gated))
-                regions[-1].append(self._finish(step))
+                regions[-1] += self._returned(step)
                 if step.is_last:
                     fresh.add(step.value)
                 continue
@@ -61,6 +57,9 @@ class Backward:
                 regions.append(later)
                 later = []
                 fresh.clear()
+            if isinstance(segment.layers[step], Norm):
+                regions[-1] += self._norm_gradient(step, made_by[step])
+                continue
             regions[-1] += self._gradient(step, made_by[step])
             if step in self._codes:
                 later.append(self._weights_by_output(step))
@@ -69,6 +68,15 @@ class Backward:
             if segment.layers[step].source != INPUT or self.layout.needs_input:
                 regions[-1] += self._input_products(step)
         return [*regions, later]
+
+    def _returned(self, step: Return) -> list[Operation]:
+        """Return what makes a part of the gradient of a value, and what adds it to the others."""
+        found = []
+        if step.pooled is not None:
+            found.append(self._unpool(step.pooled, step.value))
+        if step.gated is not None:
+            found.append(self._weigh(step.gated))
+        return [*found, *self._cuts(step), self._finish(step)]
 
     def _finish(self, step: Return) -> Operation:
         """Return what adds up what comes back to a value."""
@@ -80,9 +88,9 @@ class Backward:
         if step.layer is not None:
             mask = self.layout.clip[step.layer]
             more |= {"HAS_PRODUCT": 1, "CLIP_MASK": 0 if mask is None else mask}
-            if self.layout.observes:
+            if self.layout.observes and isinstance(self.segment.layers[step.layer], Layer):
                 more["SEEN"] = Given("seen gradient", step.layer)
-        elif step.pooled is not None or step.gated is not None:
+        elif _has_part(step) or step.joined:
             more["HAS_PRODUCT"] = 1
         if step.is_last and value is None:
             more |= {"OUT": 0, "OUTER_OUT": Given("dx", 0)}
@@ -145,28 +153,24 @@ class Backward:
         numbers = self.layout.numbers(self.layout.shapes[i], f.UNPOOL, G=self._gradients[i], **more)
         return Operation(numbers, bytes_an_image=size, scratch={3: size})
 
+    def _cuts(self, step: Return) -> list[Operation]:
+        """Return what makes the gradient of a value from those of what it was joined to, or adds them."""
+        shape = self.layout.shapes[step.value]
+        size, adds, found = 4 * shape.padded, _has_part(step), []
+        for i in step.joined:
+            own = {"G": self._gradients[i], "J_ADDS": adds, **self.layout.place_in(i, step.value)}
+            numbers, adds = self.layout.numbers(shape, f.CUT, **own), True
+            found.append(Operation(numbers, bytes_an_image=size, scratch={3: size}))
+        return found
+
     def _gradient(self, n: int, i: int) -> list[Operation]:
         """Return what makes the codes of a layer's gradient, from that of the value that it makes."""
-        layer, out = self.segment.layers[n], self.layout.outs[n]
-        places = [self.layout.take(out.pattern, np.float32) for _ in range(3)]
+        layer, out = self.segment.product(n), self.layout.outs[n]
+        coefficients, places = self._coefficients(n, i)
         step, more = self._codes_step(n), {}
         if n in self._codes:
             self._scales[n] = self.layout.take(self.layout.images, np.float64)
             more = {"CODES": self._codes[n], "SCALES": self._scales[n]}
-        coefficients = self.layout.numbers(
-            out,
-            f.GRADIENT_COEFFICIENTS,
-            HAS_NORM=layer.eps is not None,
-            SUMS=self._sums[i],
-            SUMS_STRIDE=self._widest,
-            WHICH=1 + self.segment.values[i].layers.index(n),
-            MEANS=self.layout.means[n],
-            INVERSES=self.layout.inverses[n],
-            SCALE=Given("scale", n),
-            OF_SCALE=Given("of_scale", n),
-            OF_SHIFT=Given("of_shift", n),
-            **dict(zip(("GA", "GB", "GC"), places, strict=True)),
-        )
         codes = self.layout.numbers(
             out,
             f.GRADIENT,
@@ -179,12 +183,44 @@ class Backward:
             SEED=Given("seed", n),
             STREAM=Given("stream", n),
             **more,
-            **dict(zip(("GA", "GB", "GC"), places, strict=True)),
+            **places,
         )
         return [
-            Operation(coefficients),
+            coefficients,
             Operation(codes, bytes_an_image=6 * out.padded + step, scratch={1: 4 * step, 2: step}),
         ]
+
+    def _norm_gradient(self, n: int, i: int) -> list[Operation]:
+        """Return what makes the gradient of what a batch norm took, from that of the value that it makes."""
+        shape, (coefficients, places) = self.layout.outs[n], self._coefficients(n, i)
+        if self.segment.layers[n].source == INPUT and not self.layout.needs_input:
+            return [coefficients]
+        own = {"FIRST": f.BFLOAT16, "G": self._gradients[i], "Z": self.layout.sums[n], **places}
+        numbers = self.layout.numbers(shape, f.NORM_GRADIENT, **own)
+        size = 4 * shape.padded
+        return [coefficients, Operation(numbers, bytes_an_image=2 * size, scratch={3: size})]
+
+    def _coefficients(self, n: int, i: int) -> tuple[Operation, dict[str, Number]]:
+        """Return what makes the factors of batch norm's backward, and where they are."""
+        out = self.layout.outs[n]
+        places: dict[str, Number] = {
+            name: self.layout.take(out.pattern, np.float32) for name in ("GA", "GB", "GC")
+        }
+        numbers = self.layout.numbers(
+            out,
+            f.GRADIENT_COEFFICIENTS,
+            HAS_NORM=self.layout.has_statistics(n),
+            SUMS=self._sums[i],
+            SUMS_STRIDE=self._widest,
+            WHICH=1 + self.segment.values[i].layers.index(n),
+            MEANS=self.layout.means[n],
+            INVERSES=self.layout.inverses[n],
+            SCALE=Given("scale", n),
+            OF_SCALE=Given("of_scale", n),
+            OF_SHIFT=Given("of_shift", n),
+            **places,
+        )
+        return Operation(numbers), places
 
     def _codes_step(self, n: int) -> int:
         """Return bytes from the codes of one image's gradient to the next one's."""
@@ -192,7 +228,7 @@ class Backward:
 
     def _described(self, n: int, chunk: int, images: int = 0) -> jobs.Described:
         """Describe the jobs of a weight's gradient, of ``chunk`` images or fewer; see ``describe_weights``."""
-        layer, taken = self.segment.layers[n], self.layout.taken(n)
+        layer, taken = self.segment.product(n), self.layout.taken(n)
         part, cut = self.layout.weight_blocks(n, chunk)
         if cut.most_positions > weight_jobs.PIECE:
             raise ValueError(f"rows of {taken.width} places are too long to be fused")
@@ -216,8 +252,8 @@ class Backward:
             POWERS=self.layout.lsbs.ctypes.data + 4 * n,
         )
         described = self._described(n, images, images)
-        if self.segment.layers[n].is_flat:
-            inputs, height, width = self.layout.shapes[self.segment.layers[n].source]
+        if (layer := self.segment.product(n)).is_flat:
+            inputs, height, width = self.layout.shapes[layer.source]
             rest = height * width, inputs, inputs
             described.row[[jobs.OUT_TAPS, jobs.OUT_INPUTS, jobs.OUT_APART]] = rest
         by_outputs.make_room(described.row, images, int(described.row[jobs.GROUPS]))
@@ -243,7 +279,7 @@ class Backward:
         )
 
     def _input_products(self, n: int) -> list[Operation]:
-        layer, out = self.segment.layers[n], self.layout.outs[n]
+        layer, out = self.segment.product(n), self.layout.outs[n]
         taken = self.layout.taken(n)
         size = taken.height, taken.width
         parts = shapes.input_gradient(layer.window, size, layer.shape[2:])
@@ -288,3 +324,8 @@ class Backward:
                 )
             )
         return found
+
+
+def _has_part(step: Return) -> bool:
+    """Say whether a gradient comes from a layer, a pooled value or a gate."""
+    return any(own is not None for own in (step.layer, step.pooled, step.gated))

@@ -35,6 +35,8 @@ def coefficients(d, threads):
     variances, numbers = doubles(d[f.VARIANCES], channels), doubles(d[f.NUMBERS], 3)
     a, b = np.empty(channels, np.float32), np.empty(channels, np.float32)
     count, power, eps = d[f.POSITIONS], numbers[0], numbers[1]
+    images = count // (d[f.ELEMENTS] // channels)
+    moments = doubles(d[f.SUMS], 2 * images * channels if d[f.SUMS] else 0)
     for c in range(channels):
         group, lane = c // 16, c % 16
         place = 16 + lane // 2 + 8 * (lane % 2)  # even columns, then odd ones
@@ -45,7 +47,11 @@ def coefficients(d, threads):
             low += sums[thread, group, place + 16]
         high, low = high + (low >> 32), low & 0xFFFFFFFF
         squares = np.float64(high) * 2.0**32 + np.float64(low)
-        mean = np.float64(total) / count
+        first = np.float64(total)
+        for n in range(images if d[f.SUMS] else 0):
+            first += moments[2 * n * channels + c]
+            squares += moments[(2 * n + 1) * channels + c]
+        mean = first / count
         variance = max(squares / count - mean * mean, 0.0)
         mean, variance = mean * power, variance * (power * power)
         inverse = 1.0 / np.sqrt(variance + eps)

@@ -12,6 +12,7 @@ from fixedpoint_kernels.fused import by_images
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.by_images import held_of, sort, sums_of, totals_of
 from fixedpoint_kernels.fused.coefficients import bias, coefficients, gradient_coefficients, spread
+from fixedpoint_kernels.fused.joining import cut, join, join_sums
 from fixedpoint_kernels.fused.pooling import pool, unpool
 from fixedpoint_kernels.llvm import barrier, passes, tiles
 from fixedpoint_kernels.llvm.barrier import all_come, wait
@@ -143,6 +144,23 @@ def _weigh(d, n, dx, sums, number):
 
 
 @inner
+def _measure(d, n, sums):
+    """Keep a value of image ``n`` for batch norm, and write its sums by channel."""
+    start, channels, pattern = n * d[f.PADDED], d[f.CHANNELS], d[f.PATTERN]
+    passes.moments(
+        d[f.ELEMENTS], d[f.PADDED], pattern, d[f.Z] + 4 * start, d[f.OUT] + 2 * start, sums
+    )
+    out, found = doubles(d[f.SUMS] + 16 * n * channels, 2 * channels), doubles(sums, 2 * pattern)
+    for k in range(2):
+        totals = out[k * channels :][:channels]
+        totals[:] = 0.0
+        for first in range(0, pattern, channels):
+            own = found[k * pattern + first :][:channels]
+            for c in range(channels):
+                totals[c] += own[c]
+
+
+@inner
 def _codes_of(d, first, own):
     """Return where codes of gradients from image ``first`` on lie: with those of all images, or in a thread's memory."""
     return d[f.CODES] + first * d[f.CODES_STEP] if d[f.CODES] else own
@@ -242,6 +260,26 @@ def run_region(context, number, thread):
                 for n in range(first, first + count):
                     place = dx + 4 * (n - first) * d[f.PADDED]
                     _finish(d, n, place, sums, _gate_of(d, n, gates), reals[k, 3])
+            elif kind == f.MOMENTS:
+                for n in range(first, first + count):
+                    _measure(d, n, sums)
+            elif kind == f.NORM_GRADIENT:
+                for n in range(first, first + count):
+                    start = 2 * n * d[f.PADDED]
+                    passes.make_gradient(
+                        d[f.ELEMENTS], d[f.PADDED], d[f.PATTERN], d[f.FIRST], d[f.G] + start,
+                        d[f.Z] + start, d[f.GA], d[f.GB], d[f.GC],
+                        dx + 4 * (n - first) * d[f.PADDED], largest.ctypes.data,
+                    )  # fmt: skip
+            elif kind == f.JOIN:
+                for n in range(first, first + count):
+                    join(d, n)
+            elif kind == f.JOIN_SUMS:
+                for n in range(first, first + count):
+                    join_sums(d, n)
+            elif kind == f.CUT:
+                for n in range(first, first + count):
+                    cut(d, n, dx + 4 * (n - first) * d[f.PADDED])
             elif kind == f.POOL:
                 for n in range(first, first + count):
                     pool(d, n)

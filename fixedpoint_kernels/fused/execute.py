@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels.fused import cpu, weights
-from fixedpoint_kernels.fused.graph import INPUT
+from fixedpoint_kernels.fused.graph import INPUT, Layer
 from fixedpoint_kernels.fused.layout import Shape
 from fixedpoint_kernels.fused.memory import aligned
 from fixedpoint_kernels.fused.program import Pass, Program
@@ -117,8 +117,8 @@ def backward(
         kept: What ``forward`` returned.
         parameters: As of ``forward``.
         grads: Of the outputs.
-        seen: Of a program that observes: takes the gradient of what each layer took, before
-            anything is masked, float32, channels last.
+        seen: Of a program that observes: takes the gradient of what each layer that multiplies took,
+            before anything is masked, float32, channels last.
 
     Returns:
         The gradient of the input, if the program was made for it, and those of each layer;
@@ -132,22 +132,26 @@ def backward(
     given["dx", 0] = 0 if dx is None else dx.address
     found = []
     for n, own in enumerate(parameters):
-        outputs_of, seed, stream = len(own.weight), *own.noise
+        outputs_of, seed, stream = program.outs[n].channels, *own.noise
         weight = _like(own.weight) if program.needs_weights[n] else torch.empty(0)
         scale, shift = torch.empty(outputs_of), torch.empty(outputs_of)
         given |= {("of_scale", n): scale.data_ptr(), ("of_shift", n): shift.data_ptr()}
         given |= {("seed", n): seed, ("stream", n): stream, ("of_weight", n): weight.data_ptr()}
         given["of_weight lies last", n] = int(not weight.is_contiguous())
         found.append(Gradients(weight, scale, shift))
-    back = []
+    back = {}
     if program.observes:
-        back = [Result(program.images, program.shapes[n.source]) for n in program.segment.layers]
-        given |= {("seen gradient", n): own.address for n, own in enumerate(back)}
+        back = {
+            n: Result(program.images, program.shapes[own.source])
+            for n, own in enumerate(program.segment.layers)
+            if isinstance(own, Layer)
+        }
+        given |= {("seen gradient", n): own.address for n, own in back.items()}
     with program.memory.lock:
         work = _run(program, program.backward, kept, given)
         program.collect([own.weight for own in found], work)
     if seen is not None:
-        seen += [own.take() for own in back]
+        seen += [own.take() for own in back.values()]
     return (None if dx is None else dx.take()), found
 
 
@@ -180,8 +184,9 @@ def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str
     found: dict[tuple[str, int], int] = {}
     for n, own in enumerate(parameters):
         layer = program.segment.layers[n]
-        _, height, width = program.shapes[layer.source]
-        found |= weight_given(n, own.weight, height * width if layer.is_flat else 1)
+        if isinstance(layer, Layer):
+            _, height, width = program.shapes[layer.source]
+            found |= weight_given(n, own.weight, height * width if layer.is_flat else 1)
         found |= {
             ("scale", n): 0 if own.scale is None else own.scale.data_ptr(),
             ("shift", n): 0 if own.shift is None else own.shift.data_ptr(),

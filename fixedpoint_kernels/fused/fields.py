@@ -21,7 +21,12 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     UNPOOL,  # the gradient of a value, from that of what was pooled from it
     WEIGH,  # the gradient of a gate, from that of its product with a value
     WEIGHTS_BY_OUTPUT,  # a weight's gradient, of all images: a thread takes some outputs
-) = range(12)
+    MOMENTS,  # a value as bfloat16 for batch norm, and its sums
+    NORM_GRADIENT,  # the gradient of what batch norm took
+    JOIN,  # a value among the channels of another, each place repeated
+    JOIN_SUMS,  # the same of what batch norm takes
+    CUT,  # the gradient of such a value, from that of the other
+) = range(17)
 
 (
     KIND, CHANNELS, ELEMENTS, PADDED, PATTERN, POSITIONS, HAS_NORM,
@@ -41,8 +46,12 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     WINDOWS, PLACES,
     # of curves, and of gates: one number a channel and image, so many bytes from image to image
     CURVE, GATE, GATE_STEP, SCALED_GRADIENT,
-) = range(88)  # fmt: skip
-COUNT = 88
+    # of joining: the other value's channels, the first of these, its elements from image to image, the
+    # width of the value that is among them, how many places down and across are made of one, and whether
+    # a gradient is added
+    J_CHANNELS, J_FIRST, J_PADDED, J_WIDTH, J_DOWN, J_ACROSS, J_ADDS,
+) = range(95)  # fmt: skip
+COUNT = 95
 
 (
     # of a program: addresses of its table, (operations, 4) float32 reals, rows of ``jobs``, (regions, 3)

@@ -6,7 +6,16 @@ import numpy as np
 
 from fixedpoint_kernels.functions import CURVES
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.graph import INPUT, LONGEST, Layer, Pooled, Scaled, Value
+from fixedpoint_kernels.fused.graph import (
+    INPUT,
+    LONGEST,
+    Joined,
+    Layer,
+    Norm,
+    Pooled,
+    Scaled,
+    Value,
+)
 from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.fused.pooling import numbers_of
@@ -42,8 +51,11 @@ class Forward:
         self._ys: dict[int, Number] = {}
         for n, layer in enumerate(self.segment.layers):
             self._make(layer.source)
-            is_first = layer.is_flat and not self.segment.layers[n - 1].is_flat
-            if is_first and not layout.infers:
+            if isinstance(layer, Norm):
+                if layout.infers:
+                    layout.sums[n] = self._ys[layer.source]
+                continue
+            if layer.is_flat and not self._is_flat(n - 1) and not layout.infers:
                 self._begin()  # a large weight is read once for as many images as there are
             self._multiply(n)
         for i, value in enumerate(self.segment.values):
@@ -54,6 +66,24 @@ class Forward:
         """Begin a region."""
         self.regions.append([])
         self._fresh.clear()
+
+    def _is_flat(self, n: int) -> bool:
+        layer = self.segment.layers[n]
+        return isinstance(layer, Layer) and layer.is_flat
+
+    def _measured(self, i: int) -> list[Operation]:
+        """Return what makes a value as batch norm takes it, and adds it up."""
+        layout, value = self.layout, None if i == INPUT else self.segment.values[i]
+        own: dict[str, Number] = {"OUT": layout.wide[i], "SUMS": layout.moments[i]}
+        if isinstance(value, Joined):
+            return [
+                self._joining(i, k, f.JOIN_SUMS, Z=layout.wide[k], X=layout.moments[k], **own)
+                for k in value.sources
+            ]
+        shape = layout.shapes[i]
+        numbers = layout.numbers(shape, f.MOMENTS, Z=self._ys[i], **own)
+        size, scratch = 6 * shape.padded, {4: 16 * shape.pattern}
+        return [Operation(numbers, bytes_an_image=size, scratch=scratch)]
 
     def _multiply(self, n: int) -> None:
         """Compute what a layer makes."""
@@ -69,6 +99,9 @@ class Forward:
             self._prepare(i)
         self._ys[i] = self._place(i)
         self.regions[-1] += self._value(i, self._ys[i])
+        if not self.layout.infers and i in self.layout.wide:
+            self.regions[-1] += self._measured(i)
+            self._fresh.update(self.segment.norms(i))
 
     def _prepare(self, i: int) -> None:
         value = self.segment.values[i]
@@ -78,6 +111,10 @@ class Forward:
         if isinstance(value, Scaled):
             self._make(value.source)
             self._make(value.gate)
+            return
+        if isinstance(value, Joined):
+            for k in value.sources:
+                self._make(k)
             return
         for k in value.values:
             self._make(k)
@@ -96,9 +133,16 @@ class Forward:
         if i in self.layout.gates:
             return self.layout.gates[i]
         value = self.segment.values[i]
-        if isinstance(value, Pooled) or self.segment.users(i) > len(self.segment.takers(i)[:1]):
+        if isinstance(value, Joined) and not self._needs_floats(i):
+            return 0
+        if isinstance(value, Pooled | Joined) or self.segment.users(i) > len(
+            self.segment.takers(i)[:1]
+        ):
             return Buffer(4 * self.layout.images * self.layout.shapes[i].padded)
         return 0
+
+    def _needs_floats(self, i: int) -> bool:
+        return self.layout.infers or i in self.segment.floats
 
     def _value(self, i: int, y: Number) -> list[Operation]:
         """Return what makes a value: once for each layer that takes codes of it."""
@@ -108,9 +152,13 @@ class Forward:
         if isinstance(value, Pooled):
             found.append(self._pool(i, value, y))
             more = {"FIRST": f.PLAIN, "Z": y}
+        elif isinstance(value, Joined):
+            if self._needs_floats(i):
+                found += [self._joining(i, k, f.JOIN, Z=self._ys[k], Y=y) for k in value.sources]
+            more = {"FIRST": f.PLAIN, "Z": y}
         else:
             more = self._terms(i, y)
-            takers = takers or [None]
+            takers = takers if takers or value is None else [None]
         for n in takers:
             numbers = self.layout.numbers(shape, f.VALUE, **more)
             scratch = {6: 4 * shape.pattern} if "GATE" in more else {}
@@ -143,6 +191,12 @@ class Forward:
             more["RELU_MASK"] = self.layout.relu[i]
         return more | kind_of(value)
 
+    def _joining(self, i: int, source: int, kind: int, **own: Number) -> Operation:
+        """Return what writes a value among the channels of another."""
+        shape = self.layout.shapes[source]
+        numbers = self.layout.numbers(shape, kind, **own, **self.layout.place_in(i, source))
+        return Operation(numbers, bytes_an_image=8 * shape.padded)
+
     def _pool(self, i: int, value: Pooled, y: Number) -> Operation:
         """Return what makes a pooled value; its windows and what they took stay for backward."""
         layout, source, made = self.layout, self.layout.shapes[value.source], self.layout.shapes[i]
@@ -158,7 +212,7 @@ class Forward:
 
     def _coefficients(self, n: int) -> Operation:
         layer, out = self.segment.layers[n], self.layout.outs[n]
-        power = 2.0 ** (-layer.inputs.fl - layer.weight.fl)
+        power = 1.0 if isinstance(layer, Norm) else 2.0 ** (-layer.inputs.fl - layer.weight.fl)
         numbers = self.layout.norms[n]
         numbers[:2] = power, layer.eps or 0.0
         return Operation(
@@ -167,6 +221,7 @@ class Forward:
                 f.COEFFICIENTS,
                 HAS_NORM=layer.eps is not None,
                 STATISTICS=self.layout.statistics_at[n],
+                SUMS=self.layout.moments[layer.source] if isinstance(layer, Norm) else 0,
                 MEANS=self.layout.means[n],
                 INVERSES=self.layout.inverses[n],
                 VARIANCES=self.layout.variances[n],
@@ -181,7 +236,7 @@ class Forward:
         )
 
     def _with_codes(self, operation: Operation, n: int) -> None:
-        layer = self.segment.layers[n]
+        layer = self.segment.product(n)
         fmt = layer.inputs
         operation.reals = fmt.scale, fmt.min_code, fmt.max_code
         mask = self.layout.clip[n]
@@ -194,7 +249,7 @@ class Forward:
         }
 
     def _product(self, n: int) -> Operation:
-        layer, out = self.segment.layers[n], self.layout.outs[n]
+        layer, out = self.segment.product(n), self.layout.outs[n]
         taken = self.layout.taken(n)
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
         _check_sums(layer, part, taken)
@@ -236,13 +291,13 @@ class Forward:
         )
 
 
-def kind_of(value: Value | Pooled | Scaled) -> dict[str, Number]:
+def kind_of(value: Value | Pooled | Scaled | Joined) -> dict[str, Number]:
     """Return of what kind a value's activation is."""
     curve = 0 if value.curve is None else 1 + CURVES.index(value.curve.name)
     return {"RELU": 2 if value.ceiling is not None else value.relu, "CURVE": curve}
 
 
-def number_of(value: Value | Pooled | Scaled) -> float:
+def number_of(value: Value | Pooled | Scaled | Joined) -> float:
     """Return the number of a value's activation."""
     return value.curve.number if value.curve is not None else value.ceiling or 0.0
 

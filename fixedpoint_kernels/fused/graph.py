@@ -13,7 +13,9 @@ __all__ = [
     "INPUT",
     "LONGEST",
     "MOST_TAPS",
+    "Joined",
     "Layer",
+    "Norm",
     "Pooled",
     "Return",
     "Scaled",
@@ -54,6 +56,21 @@ class Layer:
     eps: float | None
     clip: bool = True
     is_flat: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Batch norm over the batch of a value itself, as it stands before convolutions.
+
+    Args:
+        source: Number of the value.
+        channels: How many it has.
+        eps: Of batch norm.
+    """
+
+    source: int
+    channels: int
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -143,6 +160,28 @@ class Scaled:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """Channels of earlier values side by side, in this order; each place is repeated.
+
+    Args:
+        sources: Numbers of these values, each once.
+        times: How many places down and across are made of one: nearest upsampling.
+        is_output: Whether it leaves the segment.
+    """
+
+    sources: tuple[int, ...]
+    times: tuple[int, int] = (1, 1)
+    is_output: bool = False
+
+    values: ClassVar[tuple[int, ...]] = ()
+    relu: ClassVar[bool] = False
+    ceiling: ClassVar[None] = None
+    curve: ClassVar[None] = None
+    layers: ClassVar[tuple[int, ...]] = ()
+    is_flat: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
 class Return:
     """Gradients that come back to a value, added up in this order and kept as bfloat16.
 
@@ -156,6 +195,8 @@ class Return:
         is_last: Whether this is all.
         pooled: Number of the value that was pooled from it, of which this is the gradient; None: none.
         gated: Number of the value of which it is the gate; None: none.
+        joined: Numbers of the values to which it was joined: their gradients of its channels are added,
+            before all others but those of a layer, a pooled value or a gate.
     """
 
     value: int
@@ -166,6 +207,7 @@ class Return:
     is_last: bool
     pooled: int | None = None
     gated: int | None = None
+    joined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,11 +215,12 @@ class Segment:
     """Layers and values, each after what it needs.
 
     Raises:
-        ValueError: A curve, or a gate, is of a value that not one layer makes alone.
+        ValueError: A curve, or a gate, is of a value that not one layer makes alone; a value is joined
+            with itself.
     """
 
-    layers: tuple[Layer, ...]
-    values: tuple[Value | Pooled | Scaled, ...]
+    layers: tuple[Layer | Norm, ...]
+    values: tuple[Value | Pooled | Scaled | Joined, ...]
 
     def __post_init__(self) -> None:
         for value in self.values:
@@ -185,6 +228,8 @@ class Segment:
             again = isinstance(value, Scaled) or value.curve is not None
             if again and (len(source.layers) != 1 or source.values):
                 raise ValueError(f"one layer must make what backward computes again, got {source}")
+            if isinstance(value, Joined) and len({*value.sources}) < len(value.sources):
+                raise ValueError(f"a value is joined with others alone, got {value}")
 
     def __hash__(self) -> int:
         """Return what is computed once: programs are looked up by it at each call."""
@@ -201,8 +246,16 @@ class Segment:
             ValueError: A window is larger than what it moves over.
         """
         first = self.layers[0]
-        found = {INPUT: (first.shape[1] * first.window.groups, *size)}
+        channels = (
+            first.channels if isinstance(first, Norm) else first.shape[1] * first.window.groups
+        )
+        found = {INPUT: (channels, *size)}
         for i, value in enumerate(self.values):
+            if isinstance(value, Joined):
+                _, *places = found[value.sources[0]]
+                rows, columns = (n * times for n, times in zip(places, value.times, strict=True))
+                found[i] = sum(found[k][0] for k in value.sources), rows, columns
+                continue
             if isinstance(value, Scaled):
                 found[i] = found[value.source]
                 continue
@@ -214,10 +267,12 @@ class Segment:
                 if value.layer is None:
                     found[i] = found[value.values[0]]
                     continue
+                found[i] = self._made(value.layer, found)
                 layer = self.layers[value.layer]
+                if isinstance(layer, Norm):
+                    continue
                 _, *taken = found[layer.source]
                 kernel = layer.shape[2:]
-                found[i] = self._made(value.layer, found)
             if min(found[i]) < 1:
                 names = "x".join(map(str, kernel)), "x".join(map(str, taken))
                 raise ValueError(
@@ -228,6 +283,8 @@ class Segment:
     def _made(self, n: int, sizes: Sizes) -> tuple[int, int, int]:
         """Return channels, height and width of what a layer makes."""
         layer = self.layers[n]
+        if isinstance(layer, Norm):
+            return sizes[layer.source]
         _, height, width = sizes[layer.source]
         size = (1, 1) if layer.is_flat else (height, width)
         return layer.shape[0], *layer.window.outputs(size, layer.shape[2:])
@@ -244,11 +301,16 @@ class Segment:
         sizes = self.sizes(shape[1:])
         fit = sizes[INPUT] == shape
         for own in self.layers:
+            if isinstance(own, Norm):
+                fit = fit and sizes[own.source][0] == own.channels
+                continue
             taken = math.prod(sizes[own.source]) if own.is_flat else sizes[own.source][0]
             fit = fit and taken == own.shape[1] * own.window.groups
         for i, value in enumerate(self.values):
             terms = [self._made(n, sizes) for n in value.layers]
             terms += [sizes[k] for k in value.values]
+            if isinstance(value, Joined):
+                fit = fit and len({sizes[k][1:] for k in value.sources}) == 1
             fit = fit and all(term == sizes[i] for term in terms)
             fit = fit and (not value.is_flat or sizes[i][1:] == (1, 1))
             fit = fit and (
@@ -263,7 +325,44 @@ class Segment:
 
     def takers(self, value: int) -> list[int]:
         """Return the numbers of the layers that take a value's codes."""
-        return [n for n, layer in enumerate(self.layers) if layer.source == value]
+        layers = enumerate(self.layers)
+        return [n for n, own in layers if isinstance(own, Layer) and own.source == value]
+
+    def norms(self, value: int) -> list[int]:
+        """Return the numbers of the batch norms of a value itself."""
+        layers = enumerate(self.layers)
+        return [n for n, own in layers if isinstance(own, Norm) and own.source == value]
+
+    @cached_property
+    def normed(self) -> set[int]:
+        """Numbers of the values that batch norm takes, and of those joined to them."""
+        return self._with_sources({own.source for own in self.layers if isinstance(own, Norm)})
+
+    @cached_property
+    def floats(self) -> set[int]:
+        """Numbers of the joined values that something takes but batch norm, and of those joined to them."""
+        others = self.takers, self.adders, self.poolers, self.scalers
+        values = enumerate(self.values)
+        joined = [i for i, own in values if isinstance(own, Joined)]
+        taken = (i for i in joined if self.values[i].is_output or any(of(i) for of in others))
+        return self._with_sources({*taken})
+
+    def _with_sources(self, found: set[int]) -> set[int]:
+        for i, value in reversed([*enumerate(self.values)]):
+            if isinstance(value, Joined) and i in found:
+                found |= {*value.sources}
+        return found
+
+    @property
+    def products(self) -> list[Layer]:
+        """The layers that multiply codes."""
+        return [own for own in self.layers if isinstance(own, Layer)]
+
+    def product(self, n: int) -> Layer:
+        """Return layer ``n``, which multiplies codes."""
+        layer = self.layers[n]
+        assert isinstance(layer, Layer)
+        return layer
 
     def adders(self, value: int) -> list[int]:
         """Return the numbers of the values to which a value is added."""
@@ -274,6 +373,11 @@ class Segment:
         values = enumerate(self.values)
         return [n for n, own in values if isinstance(own, Pooled) and own.source == value]
 
+    def joiners(self, value: int) -> list[int]:
+        """Return the numbers of the values to which a value is joined."""
+        values = enumerate(self.values)
+        return [n for n, own in values if isinstance(own, Joined) and value in own.sources]
+
     def scalers(self, value: int) -> list[int]:
         """Return the numbers of the values that are scaled from a value, or of which it is the gate."""
         values = enumerate(self.values)
@@ -283,7 +387,9 @@ class Segment:
 
     def users(self, value: int) -> int:
         """Return how many layers and values take a value."""
-        every = self.takers, self.adders, self.poolers, self.scalers
+        every = (
+            self.takers, self.norms, self.adders, self.poolers, self.joiners, self.scalers
+        )  # fmt: skip
         return sum(len(of(value)) for of in every)
 
     @property
@@ -304,6 +410,7 @@ class _Order:
         self.steps: list[int | Return] = []
         numbers = range(INPUT, len(segment.values))
         self._added: dict[int, list[int]] = {i: [] for i in numbers}
+        self._joined: dict[int, list[int]] = {i: [] for i in numbers}
         self._outer = {i for i in numbers if i != INPUT and segment.values[i].is_output}
         self._left = {i: segment.users(i) + (i in self._outer) for i in numbers}
         self._begun: set[int] = set()
@@ -314,6 +421,9 @@ class _Order:
             if isinstance(value, Pooled):
                 self._left[value.source] -= 1
                 self._return(value.source, None, i)
+            elif isinstance(value, Joined):
+                for source in value.sources:
+                    self._give(source, i, self._joined)
             elif isinstance(value, Scaled):
                 self._left[value.gate] -= 1
                 self._return(value.gate, None, gated=i)
@@ -325,12 +435,12 @@ class _Order:
                     self._left[source] -= 1
                     self._return(source, n)
 
-    def _give(self, i: int, adder: int | None) -> None:
+    def _give(self, i: int, adder: int | None, noted: dict[int, list[int]] | None = None) -> None:
         """Note a gradient that comes back as it is; add it up when it is the last."""
         if i == INPUT and not self.needs_input:
             return
         if adder is not None:
-            self._added[i].append(adder)
+            (self._added if noted is None else noted)[i].append(adder)
         self._left[i] -= 1
         if self._left[i] == 0:
             self._return(i, None)
@@ -341,9 +451,14 @@ class _Order:
         continues = i in self._begun
         room = 1 if continues else 2
         added, self._added[i] = self._added[i][:room], self._added[i][room:]
-        is_last = self._left[i] == 0 and not self._added[i]
+        joined: list[int] = []
+        masks = layer is not None and isinstance(self.segment.layers[layer], Layer)
+        if not masks:  # else what is added would be masked, too
+            joined, self._joined[i] = self._joined[i], []
+        is_last = self._left[i] == 0 and not self._added[i] and not self._joined[i]
         outer = i in self._outer
-        self.steps.append(Return(i, layer, continues, tuple(added), outer, is_last, pooled, gated))
+        rest = outer, is_last, pooled, gated, tuple(joined)
+        self.steps.append(Return(i, layer, continues, tuple(added), *rest))
         self._outer.discard(i)
         self._begun.add(i)
         if self._left[i] == 0 and not is_last:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fixedpoint_kernels.fused import cpu, execute
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import Forward
-from fixedpoint_kernels.fused.graph import INPUT, Scaled, Segment
+from fixedpoint_kernels.fused.graph import INPUT, Layer, Scaled, Segment
 from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.memory import work_memory
 from fixedpoint_kernels.fused.operations import Buffer, Operation, place_buffers, table
@@ -99,7 +99,10 @@ class _Layout(Layout):
 
     def _allocate(self) -> None:
         n, segment = self.images, self.segment
-        self.codes = [Buffer(n * self.shapes[own.source].padded) for own in segment.layers]
+        self.codes = [
+            Buffer(n * self.shapes[own.source].padded) if isinstance(own, Layer) else 0
+            for own in segment.layers
+        ]
         self.sums = [Buffer(4 * n * out.padded) for out in self.outs]
         self.clip = [None] * len(segment.layers)
         self.relu = {}
@@ -165,7 +168,7 @@ class Program:
         self._tables = np.stack([numbers] * threads)
         self._tasks, self._task_reals, self._task_addresses = table(layout.tasks)
         self._items = packing_items(self._tasks)
-        self._spare_bytes = max(spare_bytes(layer.shape) for layer in segment.layers)
+        self._spare_bytes = max(spare_bytes(own.shape) for own in segment.products)
         self._make_contexts(operations)
         self.lock = Lock()
         given = self.addresses.given.items()
@@ -268,7 +271,7 @@ def _run_each(contexts, tables, cells, images, chunk, threads):
 def run(
     program: Program,
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
     norms: Sequence[Norm | Tensor | None],
 ) -> list[Tensor] | None:
     """Run a segment forward.
@@ -276,7 +279,7 @@ def run(
     Args:
         program: Made for the shape of ``x``.
         x: (images, channels, height, width), float32, any strides.
-        weights: Of each layer.
+        weights: Of each layer; None of batch norm alone.
         norms: Of each layer: batch norm, a bias, or nothing.
 
     Returns:
@@ -290,7 +293,9 @@ def run(
         if value.is_output:
             results[i] = execute.Result(len(x), program.shapes[i], value.is_flat)
             given["y", i] = results[i].address
-    own = {k: v for n, w in enumerate(weights) for k, v in execute.weight_given(n, w).items()}
+    own: dict[tuple[str, int], int] = {}
+    for n, weight in enumerate(weights):
+        own |= {} if weight is None else execute.weight_given(n, weight)
     with program.lock:
         if not program.scale(norms):
             return None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fixedpoint_kernels.fused import fields as f
-from fixedpoint_kernels.fused.graph import INPUT, Layer, Scaled, Segment
+from fixedpoint_kernels.fused.graph import INPUT, Joined, Layer, Norm, Scaled, Segment
 from fixedpoint_kernels.fused.operations import Buffer, Given, Kept, Number, Operation
 from fixedpoint_kernels.products import weight_jobs
 from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
@@ -64,8 +64,7 @@ class WeightSums:
     """
 
     def __init__(self, layout: "Layout", n: int) -> None:
-        layer = layout.segment.layers[n]
-        outputs, _, height, width = layer.shape
+        outputs, _, height, width = layout.segment.product(n).shape
         columns = -(outputs // -16) * 16
         read = layout.read(n)
         rows = weight_jobs.sum_rows(height * width, read)
@@ -114,7 +113,7 @@ class Layout:
 
     def taken(self, n: int) -> Shape:
         """Return the shape of what layer ``n`` takes: of a linear layer, channels of one place."""
-        layer = self.segment.layers[n]
+        layer = self.segment.product(n)
         shape = self.shapes[layer.source]
         return Shape(shape.elements, 1, 1) if layer.is_flat else shape
 
@@ -123,17 +122,17 @@ class Layout:
         inputs, outputs = self.taken(n).channels, self.outs[n].channels
         if turned:
             inputs, outputs = outputs, inputs
-        layer = self.segment.layers[n]
+        layer = self.segment.product(n)
         return spans(inputs, outputs, layer.window.groups, math.prod(layer.shape[2:]))
 
     def flips(self, n: int) -> bool:
         """Say whether codes that layer ``n`` takes are unsigned only where they are multiplied."""
-        is_signed = self.segment.layers[n].inputs.signed
+        is_signed = self.segment.product(n).inputs.signed
         return bool(FLIPS[self.path]) and is_signed and not self.read(n).is_alone
 
     def weight_blocks(self, n: int, images: int) -> tuple[Correlation, Blocks]:
         """Return what layer ``n`` computes, and blocks of ``images`` images for its weight's gradient."""
-        layer, taken = self.segment.layers[n], self.taken(n)
+        layer, taken = self.segment.product(n), self.taken(n)
         part = forward(layer.window, taken[1:], layer.shape[2:])
         grain = 0 if layer.inputs.signed else self.grain(n)
         most = weight_jobs.PIECE - 4096
@@ -141,7 +140,7 @@ class Layout:
 
     def goes_by_outputs(self, n: int) -> bool:
         """Say whether threads share the gradient of layer ``n``'s weight by outputs; see ``by_outputs``."""
-        outputs, inputs, height, width = self.segment.layers[n].shape
+        outputs, inputs, height, width = self.segment.product(n).shape
         part, cut = self.weight_blocks(n, self.images)
         positions = self.images * cut.slot_rows * cut.columns
         return (
@@ -155,7 +154,7 @@ class Layout:
 
     def grain(self, n: int) -> int:
         """Return bytes of a row that a tile takes at a time, if layer ``n`` may go place by place."""
-        return GRAINS[self.path] if self.segment.layers[n].window.groups == 1 else 0
+        return GRAINS[self.path] if self.segment.product(n).window.groups == 1 else 0
 
     def array(self, count: int, dtype: type = np.uint8) -> np.ndarray:
         """Return an array of the program's own, of zeros, at a multiple of 64 bytes."""
@@ -176,8 +175,9 @@ class Layout:
 
     def _allocate(self) -> None:
         n, segment = self.images, self.segment
-        self.codes: Sequence[Kept | Buffer] = [
-            self.keep(n * self.shapes[layer.source].padded) for layer in segment.layers
+        self.codes: Sequence[Number] = [
+            self.keep(n * self.shapes[own.source].padded) if isinstance(own, Layer) else 0
+            for own in segment.layers
         ]
         self.clip: Sequence[Kept | None] = [
             self.keep(n * self.shapes[layer.source].padded // 8)
@@ -186,9 +186,12 @@ class Layout:
             for layer in segment.layers
         ]
         again = segment.computed_again
-        self.sums: Sequence[Kept | Buffer] = [
-            self._sums_of(i, i in again) for i in range(len(segment.layers))
-        ]
+        # what batch norm takes, as bfloat16, and its sums
+        self.wide = {i: self._wide_of(i) for i in sorted(segment.normed)}
+        self.moments = {
+            i: self.take(2 * n * self.shapes[i].channels, np.float64) for i in self.wide
+        }
+        self.sums: list[Number] = [self._sums_of(i, i in again) for i in range(len(segment.layers))]
         self.gates = {
             value.gate: self.keep(4 * n * self.shapes[value.gate].padded)
             for value in segment.values
@@ -214,21 +217,30 @@ class Layout:
         self.norms = np.zeros((len(segment.layers), 3))  # power of two, eps, momentum
         self.momenta = self.norms[:, 2]
         self.clamped = np.zeros((len(segment.layers), self.threads), np.int64)
-        self.lsbs = np.array([layer.inputs.lsb for layer in segment.layers], np.float32)
+        self.lsbs = np.array(
+            [own.inputs.lsb if isinstance(own, Layer) else 0.0 for own in segment.layers],
+            np.float32,
+        )
         self.exponents = self.take(n, np.float32)
         self.weight_sums = [
             WeightSums(self, i) if needed and not self.goes_by_outputs(i) else None
             for i, needed in enumerate(self.needs_weights)
         ]
 
+    def _wide_of(self, i: int) -> Kept | Buffer:
+        size = 2 * self.images * self.shapes[i].padded
+        return self.keep(size) if self.segment.norms(i) else Buffer(size)
+
     def _sums_of(self, n: int, again: bool) -> Kept | Buffer:
-        size = self.images * self.outs[n].padded
-        if self.segment.layers[n].eps is not None:
+        layer, size = self.segment.layers[n], self.images * self.outs[n].padded
+        if isinstance(layer, Norm):
+            return self.wide[layer.source]
+        if layer.eps is not None:
             return self.keep(2 * size)
         return self.keep(4 * size) if again else Buffer(4 * size)
 
-    def _wants_mask(self, layer: Layer) -> bool:
-        if layer.source == INPUT and not self.needs_input:
+    def _wants_mask(self, layer: Layer | Norm) -> bool:
+        if isinstance(layer, Norm) or (layer.source == INPUT and not self.needs_input):
             return False
         return layer.clip or self.shares_mask(layer.source)
 
@@ -256,6 +268,16 @@ class Layout:
         step = 4 * self.shapes[value.gate].padded
         return {"GATE": self.gates[value.gate], "GATE_STEP": step}
 
+    def place_in(self, i: int, source: int) -> dict[str, Number]:
+        """Return where a value is among the channels of joined value ``i``."""
+        value, whole = self.segment.values[i], self.shapes[i]
+        assert isinstance(value, Joined)
+        before = value.sources[: value.sources.index(source)]
+        names = "J_CHANNELS", "J_FIRST", "J_PADDED", "J_WIDTH", "J_DOWN", "J_ACROSS"
+        first, width = sum(self.shapes[k].channels for k in before), self.shapes[source].width
+        numbers = whole.channels, first, whole.padded, width, *value.times
+        return dict(zip(names, numbers, strict=True))
+
     def kind_of_sums(self, n: int) -> int:
         """Return as what a layer's sums are kept."""
         return f.BFLOAT16 if self.has_statistics(n) else f.FLOAT32
@@ -266,7 +288,7 @@ class Layout:
 
     def weight_sizes(self, n: int) -> dict[int, int]:
         """Return the sizes of a weight: outputs, inputs of a group and places, also those of a linear layer."""
-        layer = self.segment.layers[n]
+        layer = self.segment.product(n)
         outputs, inputs, height, width = layer.shape
         if layer.is_flat:
             inputs, height, width = self.shapes[layer.source]
@@ -290,7 +312,7 @@ class Layout:
             columns: Channels that come out.
             turned: Whether outputs and inputs change places, as backward.
         """
-        layer = self.segment.layers[n]
+        layer = self.segment.product(n)
         cut = blocks(part, 1, (taken.height, taken.width), taken.channels, 1)
         read = self.read(n, turned)
         found = runs(cut, GRAINS[self.path], read)

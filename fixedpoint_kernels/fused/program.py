@@ -208,5 +208,5 @@ class Program(Layout):
         self._begins, self._scratch_bytes = begins[:7].astype(np.int64), int(begins[-1])
         self._scratch_at = self.work_bytes
         self.spare_at = self._scratch_at + self._scratch_bytes * self.threads
-        self.spare_bytes = max(spare_bytes(layer.shape) for layer in self.segment.layers)
+        self.spare_bytes = max(spare_bytes(own.shape) for own in self.segment.products)
         self.work_bytes = self.spare_at + self.spare_bytes * self.threads

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from fixedpoint_kernels import products
 from fixedpoint_kernels.functions import Curve
-from fixedpoint_kernels.fused.graph import INPUT, Layer, Pooled, Return, Scaled, Segment
+from fixedpoint_kernels.fused.graph import (
+    INPUT,
+    Joined,
+    Layer,
+    Norm,
+    Pooled,
+    Return,
+    Scaled,
+    Segment,
+)
 from fixedpoint_kernels.rounding import encode, quantize_with_mask
 
 __all__ = ["Parameters", "backward", "forward"]
@@ -27,7 +36,8 @@ class Parameters:
     """What a layer has besides its formats.
 
     Args:
-        weight: Values of the weight's format, float32; (outputs, inputs) of a linear layer.
+        weight: Values of the weight's format, float32; (outputs, inputs) of a linear layer; of batch
+            norm alone an empty one.
         scale: Of batch norm, or None.
         shift: Of batch norm, or the bias; None: none.
         noise: Seed and stream of the gradient's rounding.
@@ -76,7 +86,12 @@ def forward(
     kept = Kept([], {INPUT: x})
     for n, layer in enumerate(segment.layers):
         source = _value(segment, layer.source, kept, parameters)
-        kept.layers.append(_layer(layer, source, parameters[n]))
+        made = (
+            _measured(segment, layer, kept)
+            if isinstance(layer, Norm)
+            else _layer(layer, source, parameters[n])
+        )
+        kept.layers.append(made)
     outputs = []
     for i, value in enumerate(segment.values):
         if value.is_output:
@@ -103,14 +118,36 @@ def _layer(layer: Layer, x: Tensor, own: Parameters) -> _Made:
     return _Made(codes, inside, weight, y, mean, inverse, variance)
 
 
-def _term(layer: Layer, made: _Made, own: Parameters) -> Tensor:
+def _measured(segment: Segment, layer: Norm, kept: Kept) -> _Made:
+    """Return a value as batch norm keeps it: bfloat16; mean and variance are those of the float32."""
+    x, none = kept.values[layer.source], torch.empty(0, dtype=torch.bool)
+    count = x.numel() // x.shape[1]
+    moments = _moments(segment, layer.source, kept)
+    mean, squares = (_in_order(part) / count for part in moments)
+    variance = (squares - mean * mean).clamp(min=0)
+    inverse = 1 / (variance + layer.eps).sqrt()
+    return _Made(none, none, none, x.bfloat16(), mean, inverse, variance)
+
+
+def _moments(segment: Segment, i: int, kept: Kept) -> tuple[Tensor, Tensor]:
+    """Return the sums of each image of a value, and of its squares: (images, channels) float64."""
+    value = None if i == INPUT else segment.values[i]
+    if isinstance(value, Joined):
+        parts = zip(*(_moments(segment, k, kept) for k in value.sources), strict=True)
+        first, second = (torch.cat(part, 1) * math.prod(value.times) for part in parts)
+        return first, second
+    x = kept.values[i].double()
+    return _by_image(x).flatten(1), _by_image(x * x).flatten(1)
+
+
+def _term(layer: Layer | Norm, made: _Made, own: Parameters) -> Tensor:
     """Return what a layer makes, float32: its sums, scaled and shifted."""
     a, b = coefficients(layer, made.mean, made.inverse, own.scale, own.shift)
     return made.z.float() * a.view(-1, 1, 1) + b.view(-1, 1, 1)
 
 
 def coefficients(
-    layer: Layer, mean: Tensor, inverse: Tensor, scale: Tensor | None, shift: Tensor | None
+    layer: Layer | Norm, mean: Tensor, inverse: Tensor, scale: Tensor | None, shift: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return by what each channel is multiplied, and what is added; float32, from float64."""
     offset = torch.zeros_like(mean) if shift is None else shift.detach().double()
@@ -131,6 +168,10 @@ def _value(segment: Segment, i: int, kept: Kept, parameters: Sequence[Parameters
     elif isinstance(value, Scaled):
         source, gate = (_value(segment, k, kept, parameters) for k in (value.source, value.gate))
         kept.values[i] = source * gate
+    elif isinstance(value, Joined):
+        whole = torch.cat([_value(segment, k, kept, parameters) for k in value.sources], 1)
+        down, across = value.times
+        kept.values[i] = whole.repeat_interleave(down, 2).repeat_interleave(across, 3)
     elif value is not None:
         terms = [_term(segment.layers[n], kept.layers[n], parameters[n]) for n in value.layers]
         terms += [_value(segment, k, kept, parameters) for k in value.values]
@@ -184,19 +225,34 @@ def _spread(value: Pooled, g: Tensor, like: Tensor) -> Tensor:
     return found[:, :, above : size[0] - above, left : size[1] - left]
 
 
+def _cut(value: Joined, source: int, g: Tensor, kept: Kept) -> list[Tensor]:
+    """Return the gradients of one of those that were joined, of each of the places made of one."""
+    channels, (down, across) = [kept.values[k].shape[1] for k in value.sources], value.times
+    own = g.split(channels, 1)[value.sources.index(source)]
+    return [own[:, :, i::down, j::across] for i, j in product(range(down), range(across))]
+
+
 def _weighed(g: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of a gate: float32 sums of every ``lcm(channels, 64)``-th element, added up in order."""
+    """Return the gradient of a gate; see ``_by_image``."""
+    return _by_image(g * x)
+
+
+def _by_image(x: Tensor) -> Tensor:
+    """Return sums over places: of every ``lcm(channels, 64)``-th element, added up in order."""
     channels = x.shape[1]
     pattern = math.lcm(channels, 64)
-    every = (g * x).permute(0, 2, 3, 1).flatten(1)
+    every = x.permute(0, 2, 3, 1).flatten(1)
     every = F.pad(every, (0, -every.shape[1] % pattern)).view(len(x), -1, pattern)
-    total = torch.zeros_like(every[:, 0])
-    for row in every.unbind(1):
+    total = _in_order(every.transpose(0, 1)).view(len(x), -1, channels)
+    return _in_order(total.transpose(0, 1))[..., None, None]
+
+
+def _in_order(rows: Tensor) -> Tensor:
+    """Return the sum of rows, one after the other."""
+    total = torch.zeros_like(rows[0])
+    for row in rows:
         total = total + row
-    found, *more = total.view(len(x), -1, channels).unbind(1)
-    for own in more:
-        found = found + own
-    return found[..., None, None]
+    return total
 
 
 @dataclass
@@ -239,6 +295,10 @@ def backward(
             value = segment.values[k]
             assert isinstance(value, Scaled)
             parts.append(_weighed(total[k], kept.values[value.source]))
+        for k in step.joined:
+            value = segment.values[k]
+            assert isinstance(value, Joined)
+            parts += _cut(value, i, total[k], kept)
         gates = {k: own.gate for k, own in enumerate(segment.values) if isinstance(own, Scaled)}
         parts += [total[k] * kept.values[gates[k]] for k in step.added if k in gates]
         parts += [total[i]] if step.continues else []
@@ -257,7 +317,7 @@ def backward(
 
 
 def _layer_backward(
-    layer: Layer, made: _Made, own: Parameters, g: Tensor
+    layer: Layer | Norm, made: _Made, own: Parameters, g: Tensor
 ) -> tuple[Gradients, Tensor]:
     first, second = (s.sum((0, 2, 3), dtype=torch.float64) for s in (g, g * made.z.float()))
     of_scale = (second - made.mean * first) * made.inverse
@@ -268,6 +328,8 @@ def _layer_backward(
         c = -a * first / count - b * made.mean
         a, b, c = (t.float().view(-1, 1, 1) for t in (a, b, c))
         g = g * a + (made.z.float() * b + c)
+    if isinstance(layer, Norm):
+        return Gradients(torch.empty(0), of_scale.float(), first.float()), g
     seed, stream = own.noise
     codes, exponents = products.round_per_sample(g, seed=seed, stream=stream)
     window = layer.window._asdict()

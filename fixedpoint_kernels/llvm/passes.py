@@ -1,8 +1,8 @@
 """What happens to the elements of an image between two products, as Numba intrinsics.
 
-An element's channel repeats after ``pattern`` elements, a multiple of 64. So elements are taken 64
-at a time, ``pattern`` apart: what belongs to channels is read once and sums over them stay in
-registers; then follow the next 64 of the pattern. Addresses are int64, 0 where there is nothing;
+An element's channel repeats after ``pattern`` elements, a multiple of 64. So elements of a strip are
+taken 64 at a time, ``pattern`` apart: what belongs to channels is read once and sums over them stay in
+registers; then follow the next 64 of the pattern, then the next strip. Addresses are int64, 0 where there is nothing;
 elements are float32 unless said otherwise. Masks have a bit an element: 8 bytes for 64.
 """
 
@@ -25,6 +25,9 @@ NOTHING, BFLOAT16, FLOAT32, PLAIN, SCALED, FUSED = range(6)
 float32 that is scaled and shifted, rounded once."""
 
 
+_STRIP = 8192  # elements
+
+
 class _Image(Words):
     """Words for elements of an image, 64 at a time."""
 
@@ -32,16 +35,31 @@ class _Image(Words):
         super().__init__(builder, BLOCK)
 
     @contextmanager
-    def pattern(self, pattern: Any) -> Iterator[Any]:
-        """Repeat for each 64 elements of the pattern; yields the first one's number."""
-        slices = cgutils.for_range_slice(self.builder, I64(0), pattern, I64(BLOCK), I64)
-        with slices as (at, _):
-            yield at
+    def strips(self, padded: Any, pattern: Any) -> Iterator[Any]:
+        """Repeat for pieces of an image that the nearest cache holds; yields where each begins and ends.
+
+        Elements ``pattern`` apart are read from there: the memory behind it is read in order.
+        """
+        count = self.builder.udiv(I64(_STRIP), pattern)
+        count = self.builder.select(self.is_set(count), count, I64(1))
+        step = self.builder.mul(count, pattern)
+        with cgutils.for_range_slice(self.builder, I64(0), padded, step, I64) as (begin, _):
+            end = self.builder.add(begin, step)
+            is_last = self.builder.icmp_signed(">", end, padded)
+            yield begin, self.builder.select(is_last, padded, end)
 
     @contextmanager
-    def every(self, at: Any, padded: Any, pattern: Any) -> Iterator[Any]:
-        """Repeat for what has the channels of element ``at``; yields the first one's number."""
-        with cgutils.for_range_slice(self.builder, at, padded, pattern, I64) as (e, _):
+    def pattern(self, padded: Any, pattern: Any) -> Iterator[Any]:
+        """Repeat for each 64 elements of the pattern in each strip; yields the first one's number, and the strip."""
+        slices = cgutils.for_range_slice(self.builder, I64(0), pattern, I64(BLOCK), I64)
+        with self.strips(padded, pattern) as strip, slices as (at, _):
+            yield at, strip
+
+    @contextmanager
+    def every(self, at: Any, strip: Any, pattern: Any) -> Iterator[Any]:
+        """Repeat for what has the channels of element ``at`` in a strip; yields the first one's number."""
+        first, end = self.builder.add(strip[0], at), strip[1]
+        with cgutils.for_range_slice(self.builder, first, end, pattern, I64) as (e, _):
             yield e
 
     def moved(self, address: Any, element: Any, bits: int) -> Any:
@@ -127,9 +145,9 @@ def _make_value(
     clamped, above = (cgutils.alloca_once(to.builder, I64) for _ in range(2))
     to.builder.store(I64(0), clamped)
     scale, lowest, highest, top = (to.splat(real) for real in (scale, low, high, number))
-    with to.pattern(pattern) as at:
+    with to.pattern(padded, pattern) as (at, strip):
         own, more = to.factors(first, at, a, b), to.factors(second, at, a2, b2)
-        with to.every(at, padded, pattern) as e:
+        with to.every(at, strip, pattern) as e:
             value = to.variable(to.zero)
             to.builder.store(I64(-1), above)
             _add_term(to, value, first, z, e, *own)
@@ -195,9 +213,9 @@ def _make_gradient(to: _Image, elements, padded, pattern, first, g, z, a, b, c, 
     """
     none = Vector(to.builder, ir.Constant(ir.VectorType(I32, BLOCK), [0] * BLOCK))
     most = to.variable(none)
-    with to.pattern(pattern) as at:
+    with to.pattern(padded, pattern) as (at, strip):
         a, b, c = to.factors(first, at, a, b, c)
-        with to.every(at, padded, pattern) as e:
+        with to.every(at, strip, pattern) as e:
             value = to.variable(to.load_bfloat16(to.moved(g, e, 16)))
             with to.equal(first, BFLOAT16):
                 rest = to.load_bfloat16(to.moved(z, e, 16)) * to.get(b) + to.get(c)
@@ -219,13 +237,20 @@ def _finish(
     float32, what comes from and goes to others; ``seen``: where ``dx`` goes as it came. The slope of ``curve`` is that where the value's
     first term is. Sums, ``pattern`` of each: of the gradient, and of its products with two layers' bfloat16.
     """
-    with to.pattern(pattern) as at:
+    with to.pattern(padded, pattern) as (at, strip):
         totals = [to.variable(to.zero) for _ in range(3)]
+        places = [
+            to.moved(sums, to.builder.add(at, to.builder.mul(pattern, I64(k))), 32)
+            for k in range(3)
+        ]
+        with to.there(to.builder.select(to.is_set(sums), strip[0], I64(0))):
+            for total, place in zip(totals, places, strict=True):
+                to.put(to.load(place), total)
         (gates,) = to.factors(
             to.builder.select(to.is_set(scaled), I64(SCALED), I64(NOTHING)), at, gate
         )
         own = to.factors(to.builder.select(to.is_set(curve), first, I64(NOTHING)), at, a, b)
-        with to.every(at, padded, pattern) as e:
+        with to.every(at, strip, pattern) as e:
             value = to.variable(to.zero)
             with to.there(has_product):
                 to.put(to.load(to.moved(dx, e, 32)), value)
@@ -262,9 +287,8 @@ def _finish(
                         product = inside.where(product, to.zero)
                         to.put(to.get(total) + product, total)
         with to.there(sums):
-            for k, total in enumerate(totals):
-                first_of = to.builder.add(at, to.builder.mul(pattern, I64(k)))
-                to.store(to.get(total), to.moved(sums, first_of, 32))
+            for total, place in zip(totals, places, strict=True):
+                to.store(to.get(total), place)
 
 
 def _weigh(
@@ -272,16 +296,43 @@ def _weigh(
 ):  # fmt: skip
     """Add up the products of a gradient, bfloat16, and a value of one term: ``pattern`` sums."""
     top, above = to.splat(number), cgutils.alloca_once(to.builder, I64)
-    with to.pattern(pattern) as at:
+    with to.pattern(padded, pattern) as (at, strip):
         total, own = to.variable(to.zero), to.factors(first, at, a, b)
-        with to.every(at, padded, pattern) as e:
+        place = to.moved(sums, at, 32)
+        with to.there(strip[0]):
+            to.put(to.load(place), total)
+        with to.every(at, strip, pattern) as e:
             value = to.variable(to.zero)
             _add_term(to, value, first, z, e, *own)
             _activate(to, value, above, relu, curve, number, top)
             product = to.get(value) * to.load_bfloat16(to.moved(g, e, 16))
             inside = to.flags(to.inside(e, elements))
             to.put(to.get(total) + inside.where(product, to.zero), total)
-        to.store(to.get(total), to.moved(sums, at, 32))
+        to.store(to.get(total), place)
+
+
+def _moments(to: _Image, elements, padded, pattern, x, out, sums):
+    """Write a value as bfloat16; and its sums, and those of its squares: float64, ``pattern`` of each."""
+    wide = ir.VectorType(ir.DoubleType(), BLOCK)
+    with to.pattern(padded, pattern) as (at, strip):
+        totals = [cgutils.alloca_once(to.builder, wide) for _ in range(2)]
+        places = []
+        for k, total in enumerate(totals):
+            first = to.builder.add(at, to.builder.mul(pattern, I64(k)))
+            place = to.place(to.moved(sums, first, 64), ir.DoubleType())
+            places.append(to.builder.bitcast(place, wide.as_pointer()))
+            to.builder.store(ir.Constant(wide, [0.0] * BLOCK), total)
+            with to.there(strip[0]):
+                to.builder.store(to.builder.load(places[-1], align=8), total)
+        with to.every(at, strip, pattern) as e:
+            value = to.load(to.moved(x, e, 32))
+            to.store_bfloat16(value, to.moved(out, e, 16))
+            kept = to.flags(to.inside(e, elements)).where(value, to.zero)
+            exact = to.builder.fpext(kept.value, wide)
+            for total, part in zip(totals, (exact, to.builder.fmul(exact, exact)), strict=True):
+                to.builder.store(to.builder.fadd(to.builder.load(total), part), total)
+        for place, total in zip(places, totals, strict=True):
+            to.builder.store(to.builder.load(total), place, align=8)
 
 
 def _keep(to: _Image, value, mask):
@@ -302,4 +353,5 @@ finish = _made(
     _finish,
     1,
 )
+moments = _made("elements padded pattern x out sums", _moments)
 weigh = _made("elements padded pattern g first z a b relu curve sums number", _weigh, 1)

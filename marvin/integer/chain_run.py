@@ -1,7 +1,8 @@
 """Running one chain of a module as one operation, forward and backward, in training."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,7 +15,7 @@ from fixedpoint_kernels._torch_private import (
     hooks_of,
     own_forward_hooks,
 )
-from fixedpoint_kernels.fused import Layer, Parameters, Segment
+from fixedpoint_kernels.fused import Layer, Norm, Parameters, Segment
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.freezing import FrozenRounding
@@ -29,6 +30,9 @@ from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
 __all__ = ["ChainRun", "has_fitting_formats", "has_hooks", "is_in_the_way", "rounding_of"]
+
+
+_Own = TypeVar("_Own")
 
 
 def rounding_of(module: nn.Module) -> tuple[ModuleFormats, list[Rounder], int]:
@@ -78,8 +82,9 @@ class ChainRun(nn.Module):
         super().__init__()
         self.chain = chain
         # in tuples, so that they are not this module's own; linear layers are convolutions, too
-        self.convolutions = tuple(_layer(module, own.name) for own in chain.layers)
+        self.convolutions = tuple(_layer(module, own.name) for own in chain.products)
         self.norms = tuple(_norm(module, own.norm) for own in chain.layers)
+        self._has_norm_alone = len(chain.products) < len(chain.layers)
         self.others = tuple(
             own
             for own in map(module.get_submodule, chain.modules)
@@ -123,7 +128,7 @@ class ChainRun(nn.Module):
 
     def unfit(self) -> list[str]:
         """Return the names of linear layers without which the chain could run fused now."""
-        pairs = zip(self.chain.layers, self.convolutions, strict=True)
+        pairs = zip(self.chain.products, self.convolutions, strict=True)
         unfit = [(own.name, layer) for own, layer in pairs if not self._is_fit(layer)]
         return (
             [name for name, _ in unfit] if all(isinstance(n, nn.Linear) for _, n in unfit) else []
@@ -137,10 +142,14 @@ class ChainRun(nn.Module):
         return has_fitting_formats(layer, rounders[0].formats(layer))
 
     def _described(self, formats: list[ModuleFormats]) -> Segment | None:
-        layers = []
-        for own, conv, norm, found in zip(
-            self.chain.layers, self.convolutions, self.norms, formats, strict=True
-        ):
+        layers: list[Layer | Norm] = []
+        pairs = zip(self.convolutions, formats, strict=True)
+        for own, norm in zip(self.chain.layers, self.norms, strict=True):
+            if not own.name:
+                assert norm is not None
+                layers.append(Norm(own.source, norm.num_features, norm.eps))
+                continue
+            conv, found = next(pairs)
             product = choose(conv, found)
             if isinstance(product, str) or not _fits(product, getattr(conv, OPTIONS), found):
                 return None
@@ -154,10 +163,20 @@ class ChainRun(nn.Module):
             )  # fmt: skip
         return Segment(tuple(layers), tuple(self.chain.values))
 
+    def each(
+        self, convolutions: Iterable[_Own]
+    ) -> Iterator[tuple[_Own | None, nn.BatchNorm2d | None]]:
+        """Yield what belongs to the convolution of each layer, None of batch norm alone; and its norm."""
+        found = iter(convolutions)
+        for own, norm in zip(self.chain.layers, self.norms, strict=True):
+            yield (next(found) if own.name else None), norm
+
     def _takes(self, x: Tensor) -> bool:
         """Say whether an input has a shape for which the chain is what its layers are, and no NaN."""
         if x.dim() != 4 or has_nan(x):
             return False
+        if self._has_norm_alone and not math.isfinite(x.detach().sum()):
+            return False  # batch norm of infinity is NaN, for which there is no code
         key = self._segment, tuple(x.shape[1:])
         if self._held[:1] != (key,):
             assert self._segment is not None
@@ -169,13 +188,15 @@ class ChainRun(nn.Module):
         if not self._takes(x):
             return self._plain[0](x)
         parameters: list[Tensor | None] = []
-        for conv, norm in zip(self.convolutions, self.norms, strict=True):
-            pair = (None, conv.bias) if norm is None else (norm.weight, norm.bias)
-            parameters += [conv.weight, *pair]
+        for conv, norm in self.each(self.convolutions):
+            bias = None if conv is None else conv.bias
+            pair = (None, bias) if norm is None else (norm.weight, norm.bias)
+            parameters += [None if conv is None else conv.weight, *pair]
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
             rounder.count(len(x))
-        noise = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
+        drawn = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
+        noise = [own or (0, 0) for own, _ in self.each(drawn)]
         return _Chain.apply(x, self, noise, *parameters)  # pyright: ignore[reportReturnType]
 
     @property
@@ -200,9 +221,10 @@ class ChainRun(nn.Module):
     def note(self, program: Any, x: Tensor) -> None:
         """Count what was clamped."""
         clamped = program.clamped.sum(1).tolist()
-        for i, (layer, rounder) in enumerate(
-            zip(program.segment.layers, self.rounders, strict=True)
-        ):
+        for i, (rounder, _) in enumerate(self.each(self.rounders)):
+            layer = program.segment.layers[i]
+            if rounder is None:
+                continue
             if layer.clip and (layer.source >= 0 or x.requires_grad):
                 shape = program.shapes[layer.source]
                 rounder.tally.add(clamped[i], shape.elements * len(x))
@@ -211,7 +233,7 @@ class ChainRun(nn.Module):
         """Show what layers took to the policy; return what takes the gradients."""
         assert self._segment is not None
         found = []
-        for layer, own in zip(self._segment.layers, self.rounders, strict=True):
+        for layer, own in zip(self._segment.products, self.rounders, strict=True):
             x, see = _taken(seen[layer.source], layer), own.observer and own.observer.see
             found.append(see and see(x, layer.inputs))
         return found
@@ -297,7 +319,7 @@ class _Chain(torch.autograd.Function):
         seen: list[Tensor] = []
         own = _own(parameters, ctx.noise)
         dx, found = execute.backward(ctx.program, kept, own, grads, seen)
-        layers = ctx.program.segment.layers if ctx.observers else ()
+        layers = ctx.program.segment.products if ctx.observers else ()
         for layer, observe, grad in zip(layers, ctx.observers, seen, strict=True):
             if observe is not None:
                 observe(_taken(grad, layer))
@@ -313,6 +335,5 @@ def _own(parameters: Sequence[Tensor | None], noise: list[tuple[int, int]]) -> l
     found = []
     triples = zip(parameters[::3], parameters[1::3], parameters[2::3], noise, strict=True)
     for weight, scale, shift, own in triples:
-        assert weight is not None
-        found.append(Parameters(weight, scale, shift, own))
+        found.append(Parameters(torch.empty(0) if weight is None else weight, scale, shift, own))
     return found

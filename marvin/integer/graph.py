@@ -1,7 +1,7 @@
-"""Finding layers that pass codes on in a traced model: convolution, batch norm, sum, activation, pooling, linear layer."""
+"""Finding layers that pass codes on in a traced model: convolution, batch norm, sum, activation, pooling, concatenation, linear layer."""
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,10 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels.functions import Curve
-from fixedpoint_kernels.fused import INPUT, LONGEST, Pooled, Scaled, Value
+from fixedpoint_kernels.fused import INPUT, LONGEST, Joined, Pooled, Scaled, Value
 from marvin.integer.formats import window_of
 from marvin.integer.layers import CLASSES, IntegerConv2d, IntegerLinear
-from marvin.integer.nodes import curve_of, drop_assertions, flattening, norm_of, plain, pooling
+from marvin.integer.nodes import (
+    concatenation,
+    curve_of,
+    drop_assertions,
+    flattening,
+    norm_of,
+    plain,
+    pooling,
+    repetition,
+)
 from marvin.integer.surroundings import Surroundings
 from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Tracer, changes_in_place
@@ -29,10 +38,10 @@ _NO_CHAINS = "no layers in it pass codes on"
 
 @dataclass
 class Found:
-    """A layer of a chain: a convolution, and its batch norm; or a linear layer.
+    """A layer of a chain: a convolution, and its batch norm; a linear layer; or batch norm alone.
 
     Args:
-        name: Of the convolution, or of the linear layer.
+        name: Of the convolution, or of the linear layer; "": batch norm alone.
         source: Number of the value that it takes.
         norm: Name of the batch norm, or None.
     """
@@ -49,7 +58,7 @@ class Chain:
     Args:
         input: Node of what comes in.
         layers: In order of execution.
-        values: See ``fixedpoint_kernels.fused.Value``, ``Pooled`` and ``Scaled``.
+        values: See ``fixedpoint_kernels.fused.Value``, ``Pooled``, ``Scaled`` and ``Joined``.
         nodes: That make the values.
         replaced: Nodes that the chain computes.
         modules: Names of the modules that it computes.
@@ -59,11 +68,16 @@ class Chain:
 
     input: fx.Node
     layers: list[Found] = field(default_factory=list)
-    values: list[Value | Pooled | Scaled] = field(default_factory=list)
+    values: list[Value | Pooled | Scaled | Joined] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
     replaced: list[fx.Node] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
     used: dict[fx.Node, tuple[int, bool]] = field(default_factory=dict)
+
+    @property
+    def products(self) -> list[Found]:
+        """The layers that multiply: all but batch norm alone."""
+        return [own for own in self.layers if own.name]
 
     def has_one_place(self, number: int) -> bool:
         """Say whether a value is known to have one place, as means of all have, and what layers make of them."""
@@ -73,6 +87,8 @@ class Chain:
         if isinstance(value, Value):
             first = value.values[0] if value.layer is None else self.layers[value.layer].source
             return self.has_one_place(first)
+        if isinstance(value, Joined):
+            return value.times == (1, 1) and self.has_one_place(value.sources[0])
         is_mean_of_all = isinstance(value, Pooled) and value.kernel is None
         return is_mean_of_all or self.has_one_place(value.source)
 
@@ -113,13 +129,13 @@ class Traced:
     @property
     def layers(self) -> list[str]:
         """Names of all layers in chains."""
-        own = [layer.name for chain in self.chains for layer in chain.layers]
+        own = [layer.name for chain in self.chains for layer in chain.products]
         return own + [name for chain in self.tokens for name in chain.layers]
 
     @property
     def inexact(self) -> list[str]:
         """Names of those in chains whose last bits, in eval mode, are others than layers' one by one."""
-        own = [layer.name for c in self.chains if not c.is_exact for layer in c.layers]
+        own = [layer.name for c in self.chains if not c.is_exact for layer in c.products]
         return own + [name for chain in self.tokens if not chain.is_plain for name in chain.layers]
 
 
@@ -189,7 +205,7 @@ def trace(module: nn.Module, left: Collection[str] = (), *, infers: bool = False
 
 def _joined(module: nn.Module, chains: list[Chain]) -> int:
     """Count the places where codes pass from convolution to convolution."""
-    layers = [module.get_submodule(own.name) for chain in chains for own in chain.layers]
+    layers = [module.get_submodule(own.name) for chain in chains for own in chain.products]
     return sum(isinstance(own, nn.Conv2d) for own in layers) - len(chains)
 
 
@@ -285,7 +301,8 @@ class _Search:
                     self._settle(source)
         for chain in self.found:
             self._mark_outputs(chain)
-        return [c for c in self.found if len(c.layers) > 1 or c.layers[0].norm]
+        found = [chain for chain in self.found if chain.products]
+        return [c for c in found if len(c.layers) > 1 or c.layers[0].norm]
 
     def _take(self, node: fx.Node) -> bool:
         """Make a node part of a chain, if it can be."""
@@ -301,6 +318,13 @@ class _Search:
             return not (self.is_exact and pooled.is_mean) and self._pool(node, pooled)
         if flat is not None:
             return self._flatten(flat)
+        if (joined := concatenation(node)) is not None:
+            return self._concatenate(node, joined)
+        return self._take_other(node)
+
+    def _take_other(self, node: fx.Node) -> bool:
+        if (times := repetition(node, self.module)) is not None:
+            return self._concatenate(node, node.all_input_nodes, times)
         if len(node.all_input_nodes) == 1 and not plain(node):
             return False
         if node.op == "call_module":
@@ -337,6 +361,10 @@ class _Search:
         return False
 
     def _convolution(self, node: fx.Node, source: fx.Node) -> bool:
+        return self._layer(node, source, str(node.target))
+
+    def _layer(self, node: fx.Node, source: fx.Node, name: str, norm: str | None = None) -> bool:
+        """Take a layer, which begins a chain where its source is in none."""
         made = self._settle(source)
         if made is not None and made.is_flat:
             return False
@@ -345,11 +373,9 @@ class _Search:
             if chain is None:
                 chain = Chain(source)
                 self.found.append(chain)
-            number = INPUT
-        else:
-            chain, number = made.chain, made.number
-        chain.layers.append(Found(str(node.target), number))
-        self._join(node, _Sum(chain, len(chain.layers) - 1))
+            made = _Made(chain, INPUT)
+        made.chain.layers.append(Found(name, made.number, norm))
+        self._join(node, _Sum(made.chain, len(made.chain.layers) - 1))
         return True
 
     def _linear(self, node: fx.Node, source: fx.Node, own: nn.Linear) -> bool:
@@ -385,15 +411,14 @@ class _Search:
         return True
 
     def _norm(self, node: fx.Node, source: fx.Node, name: str | None = None) -> bool:
-        term = self._alone(source)
-        if term is None or term.is_flat or term.layer is None:
-            return False
-        layer = term.chain.layers[term.layer]
-        if layer.norm is not None or self.module.get_submodule(layer.name).bias is not None:
-            return False
-        layer.norm = name or str(node.target)
-        self._join(node, term)
-        return True
+        name, term = name or str(node.target), self._alone(source)
+        if term is not None and not term.is_flat and term.layer is not None:
+            layer = term.chain.layers[term.layer]
+            if layer.norm is None and self.module.get_submodule(layer.name).bias is None:
+                layer.norm = name
+                self._join(node, term)
+                return True
+        return self._layer(node, source, "", name)
 
     def _relu(self, node: fx.Node, source: fx.Node, ceiling: float | None) -> bool:
         term = self.known.get(source)
@@ -444,6 +469,29 @@ class _Search:
         made.chain.values.append(replace(pooled, source=made.number))
         made.chain.nodes.append(node)
         self._join(node, _Made(made.chain, len(made.chain.values) - 1, pooled.is_flat))
+        return True
+
+    def _concatenate(
+        self, node: fx.Node, sources: Sequence[fx.Node], times: tuple[int, int] = (1, 1)
+    ) -> bool:
+        """Take values of one chain side by side, or one whose places are repeated."""
+        found = [own for own in map(self._settle, sources) if own is not None]
+        if not found:
+            return False
+        chain = found[0].chain
+        made = [
+            _Made(chain, INPUT) if own is chain.input else self.known.get(own) for own in sources
+        ]
+        numbers = [
+            own.number
+            for own in made
+            if isinstance(own, _Made) and own.chain is chain and not own.is_flat
+        ]
+        if len({*numbers}) < len(sources):
+            return False
+        chain.values.append(Joined(tuple(numbers), times))
+        chain.nodes.append(node)
+        self._join(node, _Made(chain, len(chain.values) - 1))
         return True
 
     def _add(self, node: fx.Node) -> bool:

@@ -55,9 +55,11 @@ class InferenceRun(ChainRun):
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
         program = self._inference(x)
-        weights = [conv.weight.detach() for conv in self.convolutions]
-        pairs = zip(self.convolutions, self.norms, strict=True)
-        norms = [conv.bias if norm is None else _numbers(norm) for conv, norm in pairs]
+        weights, norms = [], []
+        for conv, norm in self.each(self.convolutions):
+            bias = None if conv is None else conv.bias
+            weights.append(None if conv is None else conv.weight.detach())
+            norms.append(bias if norm is None else _numbers(norm))
         outputs = inference.run(program, x, weights, norms)
         if outputs is None:
             return self._plain[0](x)

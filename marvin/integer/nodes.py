@@ -15,7 +15,16 @@ from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled
 from fixedpoint_kernels.products.shapes import Window
 from marvin.integer.layers import IntegerLinear
 
-__all__ = ["curve_of", "drop_assertions", "flattening", "norm_of", "plain", "pooling"]
+__all__ = [
+    "concatenation",
+    "curve_of",
+    "drop_assertions",
+    "flattening",
+    "norm_of",
+    "plain",
+    "pooling",
+    "repetition",
+]
 
 _CURVES = {
     nn.SiLU: "silu", F.silu: "silu",
@@ -28,6 +37,8 @@ _CURVES = {
 }  # fmt: skip
 _LARGEST = F.max_pool2d, torch.max_pool2d
 _MEANS = torch.mean, "mean"
+_JOINS = torch.cat, torch.concat, torch.concatenate
+_MOST_TIMES = 32  # up to there, PyTorch's own float32 numbers of places are exact
 _FLATTENS = torch.flatten, "flatten"
 _VIEWS = torch.reshape, "reshape", "view"
 
@@ -152,6 +163,46 @@ def _mean(dim: Any = None, keepdim: Any = False, **others: Any) -> Pooled | None
     if others or not isinstance(dim, tuple | list) or len(dim) != 2:
         return None
     return _of_all(is_flat=not keepdim) if {d % 4 for d in dim} == {2, 3} else None
+
+
+def concatenation(node: fx.Node) -> list[fx.Node] | None:
+    """Return the nodes whose channels stand side by side, if that is what a node does."""
+    if node.target not in _JOINS:
+        return None
+    given = dict(zip(("tensors", "dim"), node.args, strict=False)) | node.kwargs
+    tensors = given.pop("tensors", None)
+    if given not in ({"dim": 1}, {"dim": -3}) or not isinstance(tensors, tuple | list):
+        return None
+    nodes = [own for own in tensors if isinstance(own, fx.Node)]
+    return nodes if len(nodes) == len(tensors) else None
+
+
+def repetition(node: fx.Node, module: nn.Module) -> tuple[int, int] | None:
+    """Return how often each place is repeated, down and across, if a node is nearest upsampling by whole numbers."""
+    if len(node.all_input_nodes) != 1:
+        return None
+    if node.op == "call_module":
+        own = module.get_submodule(str(node.target))
+        if not plain(node) or type(own) not in (nn.Upsample, nn.UpsamplingNearest2d):
+            return None
+        assert isinstance(own, nn.Upsample)
+        return _times(own.size, own.scale_factor, own.mode)
+    if node.target is not F.interpolate:
+        return None
+    given = dict(zip(("input", "size", "scale_factor", "mode"), node.args, strict=False))
+    given |= node.kwargs
+    known = {"input", "size", "scale_factor", "mode"}
+    if any(value for name, value in given.items() if name not in known):
+        return None
+    return _times(given.get("size"), given.get("scale_factor"), given.get("mode", "nearest"))
+
+
+def _times(size: object, factor: object, mode: object) -> tuple[int, int] | None:
+    if size is not None or mode != "nearest":
+        return None
+    pair = factor if isinstance(factor, tuple | list) else (factor, factor)
+    numbers = [int(n) for n in pair if isinstance(n, int | float) and n in range(1, _MOST_TIMES)]
+    return (numbers[0], numbers[1]) if len(numbers) == len(pair) == 2 else None
 
 
 def flattening(node: fx.Node, module: nn.Module) -> tuple[fx.Node, ...] | None:

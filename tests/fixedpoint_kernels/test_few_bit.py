@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fixedpoint_kernels import few_bit
@@ -332,6 +333,9 @@ def test_func_transforms():
     value, slope = torch.func.jvp(few_bit.gelu, (x,), (torch.ones_like(x),))
     assert torch.equal(value, F.gelu(x))
     torch.testing.assert_close(slope, gradient(F.gelu, x)[1])  # forward mode keeps nothing: exact
+    with forward_ad.dual_level():  # of parameters' dependents, too
+        dual = forward_ad.make_dual(x.clone().requires_grad_(), torch.ones_like(x))
+        assert torch.equal(forward_ad.unpack_dual(few_bit.gelu(dual)).tangent, slope)
 
 
 def test_second_derivatives():

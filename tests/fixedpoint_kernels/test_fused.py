@@ -19,7 +19,9 @@ from fixedpoint_kernels import FixedPoint
 from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import (
     INPUT,
+    Joined,
     Layer,
+    Norm,
     Parameters,
     Pooled,
     Scaled,
@@ -273,6 +275,79 @@ def added(width=8, eps=1e-5):
     return Segment(layers, values)
 
 
+def preactivated(width=8, eps=1e-5, curve=None):
+    """Batch norm of the input, of a sum and of a sum that leaves; a value that a convolution takes, too."""
+    made = {"relu": True} if curve is None else {"curve": Curve(curve)}
+    layers = (
+        Norm(INPUT, 3, 1e-5),
+        layer(0, width, 3, eps=None),
+        Norm(1, width, 1e-3),
+        layer(2, width, width, eps=eps),
+        layer(3, width, width, eps=None, clip=False),
+        Norm(4, width, 1e-5),
+        layer(4, width, width, size=1, window=PROJECTED, eps=None),
+        layer(5, width, width, window=STRIDED, eps=None),
+        Norm(6, width, 1e-5),
+    )
+    layers = tuple(
+        dataclasses.replace(own, inputs=SIGNED) if n in (1, 6) else own
+        for n, own in enumerate(layers)
+    )
+    values = (
+        Value(0),
+        Value(1),
+        Value(2, **made),
+        Value(3, relu=True),
+        Value(4, other_value=1, is_output=True),
+        Value(5, relu=True, ceiling=2.0),
+        Value(6, other_layer=7, is_output=True),
+        Value(8, relu=True, is_output=True),
+    )
+    return Segment(layers, values)
+
+
+def dense(width=8, growth=4, count=3, ends=True):
+    """As DenseNet: each layer's output beside what it took, batch norm of both; the input beside the last."""
+    layers, values, wide = [layer(INPUT, width, 3, eps=None)], [Value(0)], width
+    for _ in range(count):
+        layers.append(Norm(len(values) - 1, wide, 1e-5))
+        values.append(Value(len(layers) - 1, relu=True))
+        layers.append(layer(len(values) - 1, growth, wide, eps=None))
+        values.append(Value(len(layers) - 1))
+        values.append(Joined((len(values) - 3, len(values) - 1)))
+        wide += growth
+    if not ends:
+        layers += Norm(len(values) - 1, wide, 1e-5), layer(len(values), width, wide)
+        values += Value(len(layers) - 2, relu=True), Value(len(layers) - 1, is_output=True)
+        return Segment(tuple(layers), tuple(values))
+    values.append(Joined((INPUT, len(values) - 1, 1), is_output=True))
+    layers.append(layer(len(values) - 1, width, 3 + wide + width))
+    layers[-1] = dataclasses.replace(layers[-1], inputs=SIGNED)
+    values.append(Value(len(layers) - 1, relu=True, is_output=True))
+    return Segment(tuple(layers), tuple(values))
+
+
+def repeated(width=8, times=(2, 2), eps=1e-5):
+    """As U-Net: pooled, taken, repeated, and beside what it was before; repeated once more, which leaves, and its batch norm."""
+    layers = (
+        layer(INPUT, width, 3, eps=eps),
+        layer(1, 2 * width, width, eps=eps),
+        layer(4, width, 3 * width, eps=None),
+        Norm(6, width, 1e-5),
+    )
+    values = (
+        Value(0, relu=True),
+        Pooled(0, times, Window(times)),
+        Value(1, relu=True),
+        Joined((2,), times),
+        Joined((3, 0)),
+        Value(2),
+        Joined((5,), (1, 3), is_output=True),
+        Value(3, relu=True, is_output=True),
+    )
+    return Segment(layers, values)
+
+
 def narrowed(segment, bits):
     """The same with formats of so many bits, over the same range."""
 
@@ -316,9 +391,20 @@ SEGMENTS = {
     "squeezed": (squeezed(), 3, (9, 8)),
     "squeezed odd": (squeezed(5, 3, 1e-5, "hardswish", "hardsigmoid", leaves=True), 2, (5, 7)),
     "squeezed wide": (squeezed(40, 10, 1e-5, "relu"), 3, (8, 8)),
+    "squeezed strips": (squeezed(76, 12, leaves=True), 2, (17, 13)),
     "squeezed biases": (squeezed(16, 8, None, "gelu", "relu6"), 20, (4, 4)),
     "added": (added(), 3, (9, 8)),
     "added odd": (added(5, None), 2, (7, 5)),
+    "preactivated": (preactivated(), 3, (9, 8)),
+    "preactivated odd": (preactivated(5, None, "silu"), 20, (5, 3)),
+    "preactivated wide": (preactivated(70, curve="hardswish"), 2, (12, 13)),
+    "dense": (dense(), 3, (8, 7)),
+    "dense odd": (dense(5, 3), 2, (5, 9)),
+    "dense to the end": (dense(16, 12, 3, ends=False), 3, (6, 5)),
+    "dense strips": (dense(76, 12, 2), 2, (17, 13)),
+    "dense wide": (dense(64, 32, 2), 20, (4, 4)),
+    "repeated": (repeated(), 3, (8, 12)),
+    "repeated odd": (repeated(5, (1, 3), None), 2, (5, 9)),
     "seven bits": (narrowed(residual(16), 7), 3, (8, 8)),
     "five bits": (narrowed(residual(20, inputs=20), 5), 3, (9, 7)),
     "five bits by place": (narrowed(residual(16, inputs=4), 5), 20, (4, 4)),
@@ -329,6 +415,10 @@ def parameters(segment, seed=0):
     generator = torch.Generator().manual_seed(seed)
     found = []
     for n, own in enumerate(segment.layers):
+        if isinstance(own, Norm):
+            scale, shift = torch.randn(2, own.channels, generator=generator) * 0.1
+            found.append(Parameters(torch.empty(0), 1 + scale, shift))
+            continue
         outputs, inputs, height, width = own.shape
         weight = (
             torch.randn(own.shape, generator=generator) * (2 / (inputs * height * width)) ** 0.5
@@ -344,14 +434,14 @@ def parameters(segment, seed=0):
 
 def images(segment, count, size, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    channels = segment.layers[0].shape[1] * segment.layers[0].window.groups
+    channels = segment.sizes(size)[INPUT][0]
     return torch.randn(count, channels, *size, generator=generator)
 
 
 def program(segment, x, path=None, threads=1, needs_input=True, needs_weights=None):
     path = path or HERE[0]
     paths.chosen(path)  # asks for AMX
-    wanted = needs_weights or [True] * len(segment.layers)
+    wanted = needs_weights or [isinstance(own, Layer) for own in segment.layers]
     return Program(segment, len(x), tuple(x.shape[2:]), path, threads, needs_input, wanted)
 
 
@@ -652,6 +742,8 @@ def in_float64(value, x, places):
 
 def term_in_float64(one, made, x, weight, scale, shift):
     """Return what a layer makes of ``x``, whose codes are the reference's own: gradients are compared alone."""
+    if isinstance(one, Norm):
+        return F.batch_norm(x, None, None, scale, shift, True, 0.1, one.eps)
     x = x.flatten(1)[..., None, None] if one.is_flat else x
     rounded = made.codes * one.inputs.lsb + (x - x.detach()) * (made.inside if one.clip else 1)
     z = F.conv2d(rounded, weight.view(one.shape), None, *one.window)
@@ -674,6 +766,10 @@ def values_in_float64(segment, kept, leaves, source):
             continue
         if isinstance(value, Scaled):
             values[i] = values[value.source] * values[value.gate]
+            continue
+        if isinstance(value, Joined):
+            whole = torch.cat([values[k] for k in value.sources], 1)
+            values[i] = F.interpolate(whole, scale_factor=value.times)
             continue
         terms = [*map(term, value.layers), *(values[k] for k in value.values)]
         h = sum(terms[1:], terms[0])
@@ -699,6 +795,9 @@ def values_in_float64(segment, kept, leaves, source):
         ("added", 256, 0.02),
         ("squeezed", 256, 0.05),  # a shift before batch norm has a gradient of almost 0
         ("squeezed odd", 256, 0.02),
+        ("preactivated", 128, 0.02),
+        ("dense", 128, 0.02),
+        ("repeated", 128, 0.02),
     ],
 )
 def test_reference_is_the_gradient_of_batch_norm_and_convolutions(name, count_of_draws, share):
@@ -910,6 +1009,44 @@ def test_segments_say_which_shapes_they_hold():
     narrow = dataclasses.replace(squeezed.layers[3], shape=(1, 4, 1, 1))  # PyTorch would repeat it
     layers = *squeezed.layers[:3], narrow, *squeezed.layers[4:]
     assert not dataclasses.replace(squeezed, layers=layers).holds((3, 9, 8))
+
+
+def test_joined_values_have_equal_places_and_all_channels():
+    segment, *_ = SEGMENTS["repeated"]
+    assert segment.sizes((8, 12))[4] == (24, 8, 12)
+    assert segment.holds((3, 8, 12))
+    assert not segment.holds((3, 9, 12))  # what is pooled by 2 and repeated has 8
+    assert not segment.holds((4, 8, 12))
+    assert SEGMENTS["dense"][0].holds((3, 8, 7))
+    before, *_ = SEGMENTS["preactivated"]
+    assert before.holds((3, 9, 8))
+    layers = [*before.layers]
+    layers[2] = dataclasses.replace(layers[2], channels=4)
+    assert not Segment(tuple(layers), before.values).holds((3, 9, 8))
+    with pytest.raises(ValueError, match="a value is joined with others alone"):
+        Segment(segment.layers, (*segment.values, Joined((0, 0))))
+
+
+def test_what_batch_norm_alone_takes_is_kept_once():
+    """Joined values have no float32, and their gradients are added to that of batch norm."""
+    segment = SEGMENTS["dense"][0]
+    joined = [i for i, value in enumerate(segment.values) if isinstance(value, Joined)]
+    assert joined == [3, 6, 9, 10]
+    assert segment.floats >= {*joined}
+    segment, count, size = SEGMENTS["dense to the end"]
+    assert not segment.floats
+    made = program(segment, images(segment, count, size))
+    assert set(made.wide) == {0, 2, 3, 5, 6, 8, 9}
+    steps = [s for s in segment.backward(True) if isinstance(s, Return) and s.joined]
+    found = [(s.value, s.layer, s.joined, s.is_last) for s in steps]
+    assert found == [
+        (8, None, (9,), True),
+        (6, 5, (9,), True),
+        (5, None, (6,), True),
+        (3, 3, (6,), True),
+        (2, None, (3,), True),
+        (0, 1, (3,), True),
+    ]
 
 
 def test_sums_that_do_not_fit_are_refused():

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import marvin
+from benchmarks import networks
 from benchmarks.networks import mobilenet_v2
 from fixedpoint_kernels import products
 from fixedpoint_kernels.functions import Curve
@@ -119,6 +120,24 @@ def bare():
     return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Flatten())
 
 
+def before_convolutions():
+    layers = nn.BatchNorm2d(3), nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()
+    blocks = networks.PreActivated(16, 16), networks.PreActivated(16, 32), nn.BatchNorm2d(32)
+    return nn.Sequential(*layers, *blocks, nn.MaxPool2d(5), nn.Flatten(), nn.Linear(32, 4))
+
+
+def dense():
+    layers = nn.Conv2d(3, 16, 3, padding=1), networks.Dense(16, 8), networks.Dense(24, 8)
+    pool = nn.MaxPool2d(12), nn.Flatten(), nn.Linear(32, 4)
+    return nn.Sequential(*layers, nn.BatchNorm2d(32), nn.ReLU(), *pool)
+
+
+def segmenting():
+    below = networks.Level(8, 16, nn.Conv2d(16, 32, 3, padding=1))
+    last = nn.Conv2d(8, 4, 1), nn.MaxPool2d(12), nn.Flatten()
+    return nn.Sequential(networks.Level(3, 8, below), *last)
+
+
 MODELS = {
     "bare": bare,
     "relu6": lambda: Parts(F.relu6),
@@ -130,6 +149,9 @@ MODELS = {
     "norm with activation": with_norm_act,
     "resnet20": lambda: ResNet20(width=8),
     "mobilenet": mobilenet_v2,
+    "before": before_convolutions,
+    "dense": dense,
+    "unet": segmenting,
 }
 
 

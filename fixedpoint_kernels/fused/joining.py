@@ -1,0 +1,73 @@
+"""A value among the channels of another, each place repeated; and its gradient; channels last."""
+
+import numpy as np
+from numba import carray
+
+from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.llvm.calls import inner
+from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.llvm.views import doubles, floats
+
+__all__ = ["cut", "join", "join_sums"]
+
+
+@inner
+def join(d, n):
+    """Write image ``n`` of a value where it belongs."""
+    source = floats(d[f.Z] + 4 * n * d[f.PADDED], d[f.ELEMENTS])
+    _copy(d, source, floats(d[f.Y] + 4 * n * d[f.J_PADDED], d[f.J_PADDED]))
+
+
+@inner
+def join_sums(d, n):
+    """Write image ``n`` of a value, as bfloat16, and its sums where they belong."""
+    source = carray(pointer_to(d[f.Z] + 2 * n * d[f.PADDED]), d[f.ELEMENTS], np.uint16)
+    made = carray(pointer_to(d[f.OUT] + 2 * n * d[f.J_PADDED]), d[f.J_PADDED], np.uint16)
+    _copy(d, source, made)
+    channels, wide = d[f.CHANNELS], d[f.J_CHANNELS]
+    sums = doubles(d[f.X] + 16 * n * channels, 2 * channels)
+    whole = doubles(d[f.SUMS] + 16 * n * wide, 2 * wide)
+    times = np.float64(d[f.J_DOWN] * d[f.J_ACROSS])
+    for k in range(2):
+        for c in range(channels):
+            whole[k * wide + d[f.J_FIRST] + c] = sums[k * channels + c] * times
+
+
+@inner
+def _copy(d, source, made):
+    """Write the elements of an image among those of another."""
+    own, width, channels, wide = d[f.ELEMENTS], d[f.J_WIDTH], d[f.CHANNELS], d[f.J_CHANNELS]
+    down, across = d[f.J_DOWN], d[f.J_ACROSS]
+    for to in range(own // channels * down * across):
+        row, column = to // (width * across) // down, to % (width * across) // across
+        values = source[(row * width + column) * channels :][:channels]
+        out = made[to * wide + d[f.J_FIRST] :][:channels]
+        for c in range(channels):
+            out[c] = values[c]
+
+
+@inner
+def cut(d, n, dx):
+    """Write the gradient of image ``n`` of a value, or add it: the places made of one, in the order of rows.
+
+    ``dx``: address of it, float32, of one image.
+    """
+    own, width, channels, wide = d[f.ELEMENTS], d[f.J_WIDTH], d[f.CHANNELS], d[f.J_CHANNELS]
+    down, across = d[f.J_DOWN], d[f.J_ACROSS]
+    found, bits = floats(dx, own), np.empty(channels, np.uint32)
+    grad, first = bits.view(np.float32), found.view(np.uint32)
+    for place in range(own // channels):
+        row, column = place // width * down, place % width * across
+        out = found[place * channels :][:channels]
+        for tap in range(down * across):
+            at = (row + tap // across) * width * across + column + tap % across
+            start = d[f.G] + 2 * (n * d[f.J_PADDED] + at * wide + d[f.J_FIRST])
+            narrow = carray(pointer_to(start), channels, np.uint16)
+            if tap == 0 and not d[f.J_ADDS]:
+                for c in range(channels):
+                    first[place * channels + c] = np.uint32(narrow[c]) << np.uint32(16)
+                continue
+            for c in range(channels):
+                bits[c] = np.uint32(narrow[c]) << np.uint32(16)
+            for c in range(channels):
+                out[c] += grad[c]
