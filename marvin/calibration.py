@@ -210,18 +210,23 @@ def _fix_again(
         rounders_of(module)[0].write(module, replace(formats, inputs=inputs, outputs=outputs))
 
 
+_OF_FLOATS = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
+
+
 @dataclass
 class _Values:
     """What came into a layer: extremes of all, and some of the values.
 
     Args:
         name: Of the layer.
+        needs_floats: Whether it takes no integers, as code of one's own may do.
         low: Smallest, at most 0.
         high: Largest, at least 0.
         kept: Values, float32, 1-d.
     """
 
     name: str
+    needs_floats: bool = False
     low: float = 0.0
     high: float = 0.0
     kept: list[Tensor] = field(default_factory=list)
@@ -230,10 +235,10 @@ class _Values:
         """Take a tensor into account, if it holds floats; return it."""
         if x.dtype in FLOATS:
             self.add(x)
-        elif x.is_floating_point():
+        elif x.is_floating_point() or self.needs_floats:
             raise ValueError(
-                f"{self.name} must see float32 to be calibrated, got {x.dtype}: write model.float(), and "
-                "x.float() of batches"
+                f"{self.name or 'the model'} must see float32 to be calibrated, got {x.dtype}: write model.float(), and "
+                "x.float() of batches, scaled as in training"
             )
         return x
 
@@ -366,7 +371,9 @@ def _observed(
     check_one_input(model)
     names = {module: name for name, module in model.named_modules()}
     seen = {
-        m: _Ranges(argument_names(m), _Values(names[m]), _Values(names[m]))
+        m: _Ranges(
+            argument_names(m), _Values(names[m], isinstance(m, _OF_FLOATS)), _Values(names[m])
+        )
         for m in {*takes, *gives}
     }
     with contextlib.ExitStack() as stack:

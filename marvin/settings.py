@@ -145,11 +145,17 @@ def check_model(model: object, call: str) -> None:
         call: How it is written, such as ``"freeze(model)"``.
 
     Raises:
-        TypeError: It is no ``torch.nn.Module``.
+        TypeError: It is no ``torch.nn.Module``, or a parameter has no shape yet.
     """
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"a model (torch.nn.Module) must come first, got {got}: write {call}")
+    for name, p in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(p):
+            raise TypeError(
+                f"a model must have parameters with a shape, got an {type(p).__name__} at {name!r}: run "
+                f"the model once on a sample, then write {call}"
+            )
 
 
 def check_uncompiled(model: nn.Module, call: str) -> None:

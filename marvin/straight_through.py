@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from fixedpoint_kernels import FixedPoint, Minifloat, quantize_with_mask
+from fixedpoint_kernels._torch_private import is_checkpointed
 from fixedpoint_kernels.once import once_differentiable
 from fixedpoint_kernels.rounding import Rounding
 from marvin.rounding import Format, round_one
@@ -57,7 +58,8 @@ class _FakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         y, inside = quantize_with_mask(x, fmt, **options)
         clipped = x.numel() - inside.count_nonzero()
-        if inside.is_cpu and not clipped:  # nobody waits for a device
+        # nobody waits for a device; other noise of a second pass may clamp
+        if inside.is_cpu and not clipped and not is_checkpointed():
             inside = None
         ctx.save_for_backward(inside)
         ctx.save_for_forward(inside)

@@ -172,6 +172,8 @@ def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | N
     dims = next((d for kind, d in _DIMS.items() if isinstance(module, kind)), max(x.dim(), 2))
     if isinstance(product, str) or x.dtype not in FLOATS or x.dim() != dims or is_transformed():
         return None
+    if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and not len(x):
+        return None  # products of no sample are none
     if torch.compiler.is_compiling() or getattr(module, OPTIONS).execution == "simulation":
         return product
     return None if why_no_kernel(x.device, product.groups) or has_nan(x) else product

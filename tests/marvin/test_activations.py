@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import marvin
 from fixedpoint_kernels import FixedPoint, quantize
@@ -351,3 +352,19 @@ def test_embeddings_and_tuples():
     assert not is_in(output * 0.3, fmt)
     assert isinstance(h, torch.Tensor)
     assert isinstance(c, torch.Tensor)
+
+
+def test_a_checkpoint_takes_other_noise_that_clamps():
+    seeds = []
+
+    def rounded(x):
+        seeds.append(len(seeds))
+        return fake_quantize(x, FixedPoint(4, 0), seed=seeds[-1])  # -8.5 is clamped or not
+
+    found = set()
+    for _ in range(10):
+        x = torch.full((1,), -8.5, requires_grad=True)
+        checkpoint(rounded, x, use_reentrant=False).backward()
+        found.add(x.grad.item())
+    assert found == {0.0, 1.0}
+    assert len(seeds) == 20

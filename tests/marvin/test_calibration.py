@@ -279,3 +279,16 @@ def test_a_model_of_two_inputs_or_of_other_floats_is_named():
         marvin.calibrate(Two(), [(torch.ones(1), torch.ones(1))])
     with pytest.raises(ValueError, match=r"0 must see float32.*got torch.float64.*model.float\(\)"):
         marvin.calibrate(build().double(), [x.double() for x in batches(1)])
+
+
+def test_images_of_bytes_are_named():
+    with pytest.raises(ValueError, match=r"0 must see float32.*got torch.uint8.*x.float\(\)"):
+        marvin.calibrate(build(), [(x * 9).to(torch.uint8) for x in batches(1)])
+    with pytest.raises(ValueError, match=r"the model must see float32.*got torch.uint8"):
+        marvin.calibrate(nn.Linear(2, 2), [torch.ones(3, 2, dtype=torch.uint8)])
+
+    class Scaling(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x / 255)
+
+    marvin.calibrate(Scaling(*build()), [(x * 9).to(torch.uint8) for x in batches(1)])

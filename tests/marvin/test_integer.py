@@ -595,3 +595,18 @@ def test_layers_that_keep_less_say_what_to_call_first():
     model = nn.Sequential(nn.Linear(4, 4))
     forward_save.convert(model, division=True)
     assert "forward_save.convert came first" in str(marvin.integer.convert(model))
+
+
+@pytest.mark.parametrize("execution", ["integer", "simulation"])
+def test_batches_of_no_sample_give_gradients_of_zero(execution):
+    model, optimizer = make("fixed", execution=execution)
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    y = model(images(0, n=0))
+    y.sum().backward()
+    assert y.shape == (0, 4)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == len([*model.parameters()])
+    for grad in gradients:
+        same(grad, torch.zeros_like(grad))
+    optimizer.step()

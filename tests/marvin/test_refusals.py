@@ -370,3 +370,22 @@ def test_traces_of_models_that_train_are_refused():
     for own in (net, frozen):
         with pytest.raises(AttributeError, match=r"torch\.jit\.script cannot compile models that"):
             torch.jit.script(own)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        marvin.prepare,
+        marvin.integer.convert,
+        marvin.freeze,
+        lambda net: marvin.calibrate(net, [torch.ones(2, 4)]),
+        lambda net: marvin.quantize_activations(net, marvin.MSGD(model().parameters(), lr=0.1)),
+    ],
+    ids=["prepare", "convert", "freeze", "calibrate", "quantize_activations"],
+)
+def test_models_without_shapes_are_named(call):
+    net = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.LazyLinear(2))
+    with pytest.raises(
+        TypeError, match=r"UninitializedParameter at '0.weight': run the model once"
+    ):
+        call(net)
