@@ -104,7 +104,7 @@ class _RoundedIdentity(torch.autograd.Function):
         return grad, None, None, None
 
     @staticmethod
-    def jvp(_ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(_ctx: object, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tangent.clone()
 
 
