@@ -168,7 +168,11 @@ def test_which_are_left_to_torch():
 
 
 def test_the_kernels_alone_say_what_they_do_in_one_pass(monkeypatch):
-    x, hardswish, elu = torch.ones(2), fused.fused_of("hardswish", ()), fused.fused_of("elu", (1.0,))
+    x, hardswish, elu = (
+        torch.ones(2),
+        fused.fused_of("hardswish", ()),
+        fused.fused_of("elu", (1.0,)),
+    )
     monkeypatch.setattr(operators, "kernels_of", lambda x: gpu)
     assert operators.is_fused(x, elu)
     monkeypatch.setattr(operators, "kernels_of", lambda x: reference)  # which has none
