@@ -35,11 +35,12 @@ from fixedpoint_kernels.llvm.lookup import (
     splats,
     unzipped,
 )
-from fixedpoint_kernels.llvm.vectors import I32, Vector, has_avx512, intrinsic, pointer_to
+from fixedpoint_kernels.llvm.vectors import I32, Vector, has_avx512, intrinsic, pointer_to, prefetch
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
 _TILE, _ROWS, _COLUMNS = 1024, 32, 32
 ONE_PASS = PASSES["cpu"]
+_ROWS_AHEAD = 64  # that are brought to the cache: two tiles, as many pages
 _MOST_UNROLLED = 4  # rows whose words of codes are in registers
 _PERMUTED_BITS = 4  # whose levels are in registers; more come from memory
 
@@ -85,6 +86,13 @@ def _for_each_row(builder, index, field, body):
         else:
             with cgutils.for_range(builder, ir.Constant(index, field)) as inner:
                 body(builder.add(first, inner.index), inner.index)
+
+
+def _fetch_row(builder, tile, row, *, writes=False):
+    """Bring a row of a later tile to the cache; beyond the last it does nothing."""
+    ahead = builder.add(row, ir.Constant(row.type, _ROWS_AHEAD))
+    for column in range(0, _COLUMNS, LANES):
+        prefetch(builder, _element(builder, tile, ahead, column), writes=writes)
 
 
 def _coder(context, builder, kinds, given):
@@ -141,6 +149,9 @@ def _encode_tile(_context, x, at, pieces, members, words, formula, y):
         packed = [_in_places(builder, zeros) for _ in columns]
 
         def encode_row(row, r):
+            _fetch_row(builder, source, row)
+            if len(formula):
+                _fetch_row(builder, values_at, row, writes=True)
             for column, own in zip(columns, packed, strict=True):
                 values = Vector.load(builder, _element(builder, source, row, column), LANES)
                 if len(formula):
@@ -190,6 +201,8 @@ def _decode_tile(_context, grad, at, words, bits, levels, out):
             packed.append(_in_places(builder, [code.value for code in codes]))
 
         def decode_row(row, r):
+            _fetch_row(builder, source, row)
+            _fetch_row(builder, target, row, writes=True)
             for column, own in zip(columns, packed, strict=True):
                 values = Vector.load(builder, _element(builder, source, row, column), LANES)
                 place = builder.gep(own, [r])

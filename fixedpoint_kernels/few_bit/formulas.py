@@ -1,7 +1,9 @@
-"""Activations that a CPU computes in the pass that makes their codes, with torch's own bits.
+"""Activations that a CPU computes in the pass that makes their codes, with torch's bits.
 
-Here are those made of sums, comparisons, products and quotients, which every processor rounds
-alike. For exponentials torch calls other packages, so there torch's operator computes the value.
+Most are made of sums, comparisons, products and quotients, which every processor rounds alike. For
+exponentials torch calls SLEEF where it has whole vectors, and libm for the rest, so that its last
+bit depends on the number of threads: here are SLEEF's steps for all. What SLEEF has no short
+formula for is left to torch's operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from fixedpoint_kernels.few_bit.fused import ON_CPU, Fused
-from fixedpoint_kernels.llvm.vectors import Vector
+from fixedpoint_kernels.llvm.vectors import F32, I32, Vector
 
 __all__ = ["formula_of", "value_of"]
 
@@ -24,12 +26,49 @@ def _sixth(x: Vector) -> Vector:
     return _clamped(x + 3.0, x.constant(0.0), x.constant(6.0))
 
 
+def _exponential(x: Vector) -> Vector:
+    """Return e**x as SLEEF's ``expf_u10`` does, from -86 to 89; from 89 on it is infinity."""
+    x = _clamped(x, x.constant(-86.0), x.constant(89.0))
+    moved = x * _LOG2_E + _WHOLE
+    whole = moved - _WHOLE  # rounded to even, as SLEEF's
+    rest = whole.fused(x.constant(-0.693145751953125), x)
+    rest = whole.fused(x.constant(-1.428606765330187045e-06), rest)
+    series = x.constant(_SERIES[0])
+    for term in _SERIES[1:]:
+        series = series.fused(rest, x.constant(term))
+    mantissa = (rest * rest).fused(series, rest) + 1.0
+    # of 2 to the power of ``whole``, which is 128 at most, the half is a float32
+    half = (moved.viewed(I32) << 23) + (126 << 23)
+    return (mantissa + mantissa) * half.viewed(F32)
+
+
+def _below_sigmoid(x: Vector) -> Vector:
+    """Return 1 + e**-x: where e**-x is less than 1e-37, that is 1."""
+    return _exponential(x.constant(0.0) - x) + 1.0
+
+
+_LOG2_E = float(np.float32(1.442695040888963407359924681001892137))
+_WHOLE = 1.5 * 2.0**23  # floats near it are whole numbers, and end in their lowest bits
+_SERIES = [
+    float(np.float32(term))
+    for term in (
+        0.000198527617612853646278381,
+        0.00139304355252534151077271,
+        0.00833336077630519866943359,
+        0.0416664853692054748535156,
+        0.166666671633720397949219,
+        0.5,
+    )
+]
+
 _VALUES: dict[str, Callable[[Vector, Vector, Vector], Vector]] = {
     "hardshrink": lambda x, a, b: ((x >= -a) & (x <= a)).where(x.constant(0.0), x),
     "hardsigmoid": lambda x, a, b: _sixth(x) / 6.0,
     "hardswish": lambda x, a, b: x * _sixth(x) / 6.0,
     "hardtanh": _clamped,
     "leaky_relu": lambda x, a, b: (x > 0.0).where(x, x * a),
+    "sigmoid": lambda x, a, b: x.constant(1.0) / _below_sigmoid(x),
+    "silu": lambda x, a, b: x / _below_sigmoid(x),
     "softsign": lambda x, a, b: x / ((x < 0.0).where(-x, x) + 1.0),
     "threshold": lambda x, a, b: (x <= a).where(b, x),
 }

@@ -2,7 +2,7 @@
 
 On a GPU, left to torch's operator are those whose formula needs a logarithm, or a difference that loses
 digits, which Triton has no accurate function for: LogSigmoid, Mish, Softplus, Tanh, Tanhshrink and
-the tanh form of GELU. On a CPU there are those whose value has torch's own bits: ``formulas.py``.
+the tanh form of GELU. On a CPU there are those whose value has torch's own bits, or nearly: ``formulas.py``.
 """
 
 import torch
@@ -15,6 +15,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 _WITHOUT_NUMBERS = "hardsigmoid", "hardswish", "sigmoid", "silu", "softsign"
 _AS_GIVEN = "hardshrink", "hardtanh", "leaky_relu", "softshrink", "threshold"
 FORMULAS = ("elu", "gelu", *_WITHOUT_NUMBERS, *_AS_GIVEN)
+WITH_EXPONENTIAL = "sigmoid", "silu"  # whose last bit torch rounds in more than one way
 ON_CPU = (
     "hardshrink",
     "hardsigmoid",
@@ -23,6 +24,7 @@ ON_CPU = (
     "leaky_relu",
     "softsign",
     "threshold",
+    *WITH_EXPONENTIAL,
 )
 Passes = tuple[tuple[torch.dtype, ...], tuple[str, ...]]  # dtypes and kinds
 NONE: Passes = (), ()

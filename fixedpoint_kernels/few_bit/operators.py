@@ -68,7 +68,8 @@ def value_and_encode(x: Tensor, table: str, fused: Fused) -> tuple[Tensor, Tenso
 
     Returns:
         Values, with the shape of ``x``, contiguous; and what ``encode`` returns. On a CPU values
-        are torch's own bits. On a GPU they are at most 2 units in the last place from torch's;
+        are torch's own bits; of Sigmoid and SiLU those of torch's vectors, while for the last
+        elements of each thread torch may round to the neighbour. On a GPU they are at most 2 units in the last place from torch's;
         GELU's at most 2 units of ``x / 2`` from exact, since ``1 + erf`` loses digits, in torch's
         too.
 

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic
+from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic, prefetch
 
 __all__ = ["LANES", "adam", "decode_fixed", "decode_signed", "decode_squares"]
 __all__ += ["encode_fixed", "encode_signed", "encode_squares", "momentum", "sgd", "top"]
@@ -40,13 +40,11 @@ class _Lanes:
         self, address: Any, itemsize: int, ahead: int = AHEAD, *, writes: bool = False
     ) -> None:
         """Bring elements to the cache that lie some ahead: to be read, or written."""
-        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         first = self.builder.add(address, self.builder.mul(self.at, I64(itemsize)))
         for line in range(0, LANES * itemsize, 64):
             place = self.builder.add(first, I64(ahead * itemsize + line))
             pointer = self.builder.inttoptr(place, I8.as_pointer())
-            self.builder.call(function, [pointer, I32(int(writes)), I32(3), I32(1)])
+            prefetch(self.builder, pointer, writes=writes)
 
     def _pointer(self, address: Any, element: Any) -> Any:
         pointer = self.builder.inttoptr(address, element.as_pointer())

@@ -207,6 +207,14 @@ def _masked(builder: Any, name: str, whole: Any, result: Any, arguments: Sequenc
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, own), arguments)
 
 
+def prefetch(builder: Any, pointer: Any, *, writes: bool = False) -> None:
+    """Bring the cache line at a pointer near, to be read or written; any address will do."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    address = builder.bitcast(pointer, I8.as_pointer())
+    builder.call(function, [address, I32(int(writes)), I32(3), I32(1)])
+
+
 def intrinsic(typing: Callable[..., Any]) -> Callable[..., Any]:
     """Do as Numba's own: a call of it has no context, which types of Python cannot say."""
     return extending.intrinsic(typing)
