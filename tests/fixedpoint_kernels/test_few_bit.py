@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fixedpoint_kernels import few_bit
-from fixedpoint_kernels.few_bit import functional, modules, named
+from fixedpoint_kernels.few_bit import functional, fused, modules, named
 from fixedpoint_kernels.few_bit.activations import ENTRIES, Entry
 from fixedpoint_kernels.forward_save import activations
 from perfmodel import memory
@@ -129,7 +129,10 @@ def test_values_are_torchs(name, dtype):
     for needs_gradient in (False, True):
         y = ours(x.clone().requires_grad_(needs_gradient))
         assert y.requires_grad == needs_gradient
-        torch.testing.assert_close(y.detach(), theirs(x), rtol=0, atol=0)
+        # torch rounds the last elements of each thread in another way: one unit
+        is_near = needs_gradient and name in fused.WITH_EXPONENTIAL and dtype is torch.float32
+        rtol = 2**-23 if is_near else 0
+        torch.testing.assert_close(y.detach(), theirs(x), rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 8])
