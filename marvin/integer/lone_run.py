@@ -162,7 +162,8 @@ def _multiplied(
     if len(x) < threads_of(segment, rows):
         return None
     if any(more):
-        x, weight = F.pad(x, (0, more[0])), F.pad(weight, (0, more[0], 0, more[1]))
+        x = F.pad(x, (0, more[0])) if more[0] else x  # by nothing it copies
+        weight = F.pad(weight, (0, more[0], 0, more[1]))
         bias = None if bias is None else F.pad(bias, (0, more[1]))
     (y,) = run_tokens(call, segment, [call.noise[:2]], (x,), (weight, bias))
     return y[..., :outputs].contiguous() if more[1] else y
