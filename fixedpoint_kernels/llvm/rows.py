@@ -75,7 +75,7 @@ def _made(names: str, body: Callable[..., Any], floats: int = 0) -> Any:
 def _encode(to: _To, x, count, codes, mask, flip, scale, low, high):
     """Write codes, to nearest, ties to even, their bits xor ``flip``; return how many were clamped.
 
-    A bit of ``mask`` says that an element was not. NaN, whose code is 0, counts 2**40 each.
+    A bit of ``mask`` says that an element was not. Bit 40 of the count says that one was NaN, whose code is 0.
     """
     clamped = cgutils.alloca_once(to.builder, I64)
     to.builder.store(I64(0), clamped)
@@ -96,9 +96,11 @@ def _encode(to: _To, x, count, codes, mask, flip, scale, low, high):
             place = to.builder.add(mask, to.builder.lshr(at, I64(3)))
             to.builder.store(to.builder.not_(outside), to.place(place, I16))
         found = to.builder.zext(to.builder.call(ones, [outside]), I64)
-        nans = to.builder.zext(to.builder.call(ones, [to.bits(unknown)]), I64)
-        found = to.builder.add(found, to.builder.shl(nans, I64(40)))
-        to.builder.store(to.builder.add(to.builder.load(clamped), found), clamped)
+        found = to.builder.add(to.builder.load(clamped), found)
+        flags = to.bits(unknown)
+        has_nan = to.builder.icmp_unsigned("!=", flags, flags.type(0))
+        flag = to.builder.select(has_nan, I64(2**40), I64(0))
+        to.builder.store(to.builder.or_(found, flag), clamped)
     return to.builder.load(clamped)
 
 

@@ -16,7 +16,7 @@ from fixedpoint_kernels.tokens.reference import Parameters
 __all__ = ["backward", "forward"]
 
 Pair = tuple[Tensor | None, Tensor | None]
-_NAN_BITS = 40  # of ``encode``'s count: NaN is counted from there on
+_NAN_BITS = 40  # of ``encode``'s count: from there on, in how many threads there was NaN
 _CLAMPED = 2**_NAN_BITS - 1
 
 
@@ -32,7 +32,8 @@ def forward(
         program: Made for so many samples and tokens.
         xs: (samples, ..., features), float32, any strides.
         parameters: Of each operation; weights, scales and shifts are contiguous.
-        counts: Gets, of each operation, how many elements a linear layer clamped, and how many were NaN.
+        counts: Gets, of each operation, how many elements a linear layer clamped, and whether there was NaN: how many threads
+            met one.
 
     Returns:
         The values that leave the segment, float32, contiguous; and what backward needs, uint8.

@@ -205,7 +205,7 @@ class _Lone:
 
 
 class _Call:
-    """One call of a layer, and how many elements of its input were clamped, or NaN.
+    """One call of a layer, how many elements of its input were clamped, and how many threads met NaN.
 
     Args:
         clip: Whether the gradient of clamped inputs is 0.

@@ -34,7 +34,7 @@ class Run(Protocol):
     def note(
         self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]
     ) -> None:
-        """Count what each operation clamped, and what was NaN."""
+        """Count what each operation clamped, and how many threads met NaN."""
         ...
 
 

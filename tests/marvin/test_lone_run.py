@@ -334,6 +334,13 @@ def test_nan_is_seen_in_that_pass(mode):
         assert counts(model) == counts(twin)
 
 
+@pytest.mark.parametrize("shape", [(64, 64, 4096), (2**20, 16)])
+def test_nan_alone_is_seen_however_much_it_is(shape):
+    model, _ = twins(nn.Linear(shape[-1], 16), (5, shape[-1]))
+    with torch.no_grad():
+        assert model.eval()(torch.full(shape, torch.nan)).isnan().all()
+
+
 @pytest.mark.parametrize("mode", ["eval", "frozen"])
 def test_inference_makes_codes_at_once_too(mode, rounded):
     model, twin = twins(nn.Linear(32, 48))
