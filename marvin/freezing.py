@@ -23,7 +23,7 @@ from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_value
 from marvin.rounder import BUFFER, FLOATS, as_it_is, formats_of
 from marvin.rounding import Format
-from marvin.settings import check_model
+from marvin.settings import check_model, is_traced
 
 __all__ = ["FrozenRounding", "freeze", "frozen_formats", "nearest_codes", "saved_classes", "thaw"]
 
@@ -184,7 +184,7 @@ def _round(x: Tensor, fmt: Format | None, *, per_sample: bool = False) -> Tensor
     """Round as ``fixedpoint_kernels.quantize`` and ``quantize_block`` do to nearest."""
     if fmt is None or x.dtype not in FLOATS:
         return x
-    if x.requires_grad and torch.is_grad_enabled() and not _is_traced():
+    if x.requires_grad and torch.is_grad_enabled() and not is_traced():
         warnings.warn(_NO_GRADIENT, stacklevel=2)
     if isinstance(fmt, FixedPoint):
         if _is_seen_by_nobody(x):
@@ -199,14 +199,10 @@ def _round(x: Tensor, fmt: Format | None, *, per_sample: bool = False) -> Tensor
 
 def _is_seen_by_nobody(x: Tensor) -> bool:
     """Say whether a kernel may round ``x``: nothing traces, compiles, transforms or differentiates."""
-    if _is_traced() or is_watched():
+    if is_traced() or is_watched():
         return False
     is_plain = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout is torch.strided
     return is_plain and not (x.requires_grad and torch.is_grad_enabled())
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def nearest_codes(x: Tensor, fmt: FixedPoint) -> Tensor:

@@ -36,6 +36,7 @@ __all__ = [
     "check_untraced",
     "check_wrapped",
     "guard_step",
+    "is_traced",
 ]
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
@@ -173,6 +174,11 @@ def check_uncompiled(model: nn.Module, call: str) -> None:
             f"the model must come as it was before torch.compile: write {call} with that model, and "
             "compile it afterwards"
         )
+
+
+def is_traced() -> bool:
+    """Say whether ``torch.compile`` or ``torch.jit`` follows what is computed."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def check_untraced() -> None:

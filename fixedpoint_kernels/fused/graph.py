@@ -110,8 +110,18 @@ class Value:
         return tuple(i for i in (self.value, self.other_value) if i is not None)
 
 
+class _Made:
+    """What is made of earlier values otherwise than as their sum."""
+
+    values: ClassVar[tuple[int, ...]] = ()
+    relu: ClassVar[bool] = False
+    ceiling: ClassVar[None] = None
+    curve: ClassVar[None] = None
+    layers: ClassVar[tuple[int, ...]] = ()
+
+
 @dataclass(frozen=True)
-class Pooled:
+class Pooled(_Made):
     """The largest element of each window of an earlier value, or the mean; see ``torch.nn.MaxPool2d``.
 
     Args:
@@ -130,15 +140,9 @@ class Pooled:
     is_mean: bool = False
     is_flat: bool = False
 
-    values: ClassVar[tuple[int, ...]] = ()
-    relu: ClassVar[bool] = False
-    ceiling: ClassVar[None] = None
-    curve: ClassVar[None] = None
-    layers: ClassVar[tuple[int, ...]] = ()
-
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(_Made):
     """An earlier value times a gate, one number a channel and image, as squeeze and excitation has it.
 
     Args:
@@ -151,16 +155,11 @@ class Scaled:
     gate: int
     is_output: bool = False
 
-    values: ClassVar[tuple[int, ...]] = ()
-    relu: ClassVar[bool] = False
-    ceiling: ClassVar[None] = None
-    curve: ClassVar[None] = None
-    layers: ClassVar[tuple[int, ...]] = ()
     is_flat: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
-class Joined:
+class Joined(_Made):
     """Channels of earlier values side by side, in this order; each place is repeated.
 
     Args:
@@ -173,11 +172,6 @@ class Joined:
     times: tuple[int, int] = (1, 1)
     is_output: bool = False
 
-    values: ClassVar[tuple[int, ...]] = ()
-    relu: ClassVar[bool] = False
-    ceiling: ClassVar[None] = None
-    curve: ClassVar[None] = None
-    layers: ClassVar[tuple[int, ...]] = ()
     is_flat: ClassVar[bool] = False
 
 

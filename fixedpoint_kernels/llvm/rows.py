@@ -18,6 +18,8 @@ from fixedpoint_kernels.llvm.curves import Curves
 from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic
 
 _LANES = 16
+NAN_BIT = 40
+"""Of ``encode``'s count."""
 _FLOATS, _BITS = ir.VectorType(F32, _LANES), ir.VectorType(ir.IntType(1), _LANES)
 _WHOLE = ir.VectorType(I32, _LANES)
 
@@ -75,7 +77,7 @@ def _made(names: str, body: Callable[..., Any], floats: int = 0) -> Any:
 def _encode(to: _To, x, count, codes, mask, flip, scale, low, high):
     """Write codes, to nearest, ties to even, their bits xor ``flip``; return how many were clamped.
 
-    A bit of ``mask`` says that an element was not. Bit 40 of the count says that one was NaN, whose code is 0.
+    A bit of ``mask`` says that an element was not. Bit ``NAN_BIT`` of the count says that one was NaN, whose code is 0.
     """
     clamped = cgutils.alloca_once(to.builder, I64)
     to.builder.store(I64(0), clamped)
@@ -99,7 +101,7 @@ def _encode(to: _To, x, count, codes, mask, flip, scale, low, high):
         found = to.builder.add(to.builder.load(clamped), found)
         flags = to.bits(unknown)
         has_nan = to.builder.icmp_unsigned("!=", flags, flags.type(0))
-        flag = to.builder.select(has_nan, I64(2**40), I64(0))
+        flag = to.builder.select(has_nan, I64(2**NAN_BIT), I64(0))
         to.builder.store(to.builder.or_(found, flag), clamped)
     return to.builder.load(clamped)
 

@@ -22,7 +22,7 @@ from fixedpoint_kernels.tokens import fields as f
 __all__ = ["add_weights", "run"]
 
 _NOISE_BLOCK = 512
-_NAN = np.int64(2**40)  # a bit of ``encode``'s count
+_NAN = np.int64(2**passes.NAN_BIT)
 
 enter: Any = None
 leave = wide = narrow = write_weights = enter
@@ -31,7 +31,7 @@ FLIPS, NARROW_ROWS, WIDE_ROWS = 0, 0, 0
 
 @inner
 def _count(address, n):
-    """Add to a count; bit 40, which says that there was NaN, stays. In a parallel loop, Numba takes such lines for dead code."""
+    """Add to a count; that there was NaN stays. In a parallel loop, Numba takes such lines for dead code."""
     own = carray(pointer_to(address), 1, np.int64)
     flag = (own[0] | n) & _NAN
     own[0] = ((own[0] & ~_NAN) + (n & ~_NAN)) | flag

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.fused import fields, weights
 from fixedpoint_kernels.fused.memory import aligned, work_memory
+from fixedpoint_kernels.llvm.rows import NAN_BIT
 from fixedpoint_kernels.tokens import cpu
 from fixedpoint_kernels.tokens.graph import Linear
 from fixedpoint_kernels.tokens.program import Pass, Program
@@ -16,8 +17,7 @@ from fixedpoint_kernels.tokens.reference import Parameters
 __all__ = ["backward", "forward"]
 
 Pair = tuple[Tensor | None, Tensor | None]
-_NAN_BITS = 40  # of ``encode``'s count: from there on, in how many threads there was NaN
-_CLAMPED = 2**_NAN_BITS - 1
+_CLAMPED = 2**NAN_BIT - 1  # of a count; above stands how many threads met NaN
 
 
 def forward(
@@ -56,7 +56,7 @@ def forward(
         )
         _run(program, program.forward, kept, given, work)
         if counts is not None:
-            counts += [(n & _CLAMPED, n >> _NAN_BITS) for n in program.clamped.sum(1).tolist()]
+            counts += [(n & _CLAMPED, n >> NAN_BIT) for n in program.clamped.sum(1).tolist()]
     return outputs, kept
 
 

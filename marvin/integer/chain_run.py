@@ -152,10 +152,11 @@ class ChainRun(nn.Module):
 
     def _takes(self, x: Tensor) -> bool:
         """Say whether an input has a shape for which the chain is what its layers are, and no NaN."""
-        if x.dim() != 4 or has_nan(x):
+        if x.dim() != 4:
             return False
-        if self._has_norm_alone and not math.isfinite(x.detach().sum()):
-            return False  # batch norm of infinity is NaN, for which there is no code
+        # batch norm of infinity is NaN, too
+        if not math.isfinite(x.detach().sum()) if self._has_norm_alone else has_nan(x):
+            return False
         key = self._segment, tuple(x.shape[1:])
         if self._held[:1] != (key,):
             assert self._segment is not None

@@ -19,6 +19,7 @@ from marvin.freezing import FrozenRounding
 from marvin.hooks import rounders_of
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import ForwardState, Rounder
+from marvin.settings import is_traced
 
 __all__ = [
     "BITS",
@@ -164,7 +165,7 @@ def has_nan(x: torch.Tensor) -> bool:
 
     While a model is traced or compiled, nobody can know.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if x.device.type != "cpu" or is_traced():
         return False
     own = x.detach()
     return math.isnan(own.sum()) and bool(

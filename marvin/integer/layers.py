@@ -22,6 +22,7 @@ from marvin.integer.formats import (
 )
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import FLOATS, ForwardState
+from marvin.settings import is_traced
 
 __all__ = [
     "CLASSES",
@@ -52,13 +53,17 @@ class IntegerConv2d(nn.Conv2d):
         return _forward(self, input, super().forward)
 
 
-class IntegerLinear(nn.Linear):
-    """A linear layer; see ``marvin.integer.convert``."""
+class _FromFloats:
+    """Goes before a linear layer in a class's bases."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run as any module; where codes can be made of what comes in at once, its hooks need not round it."""
         y = lone_run.from_floats(self, args[0]) if len(args) == 1 and not kwargs else None
-        return super().__call__(*args, **kwargs) if y is None else y
+        return super().__call__(*args, **kwargs) if y is None else y  # pyright: ignore
+
+
+class IntegerLinear(_FromFloats, nn.Linear):
+    """A linear layer; see ``marvin.integer.convert``."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (samples, ..., outputs) of (samples, ..., features)."""
@@ -73,13 +78,8 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 _TRANSPOSED = "transformers.pytorch_utils.Conv1D"
 
 
-class TransposedLinear:
+class TransposedLinear(_FromFloats):
     """Goes before transformers' ``Conv1D``, a linear layer whose weight is (features, outputs), in a class's bases."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``IntegerLinear``."""
-        y = lone_run.from_floats(self, args[0]) if len(args) == 1 and not kwargs else None
-        return super().__call__(*args, **kwargs) if y is None else y  # pyright: ignore
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (samples, ..., outputs) of (samples, ..., features)."""
@@ -127,7 +127,7 @@ def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tenso
     if product is None:
         return stock(x)
     options = getattr(module, OPTIONS)
-    if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+    if not is_traced():
         y = _alone(module, x, product, options, None)
         if y is not None:
             return y
@@ -172,7 +172,7 @@ def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | N
     dims = next((d for kind, d in _DIMS.items() if isinstance(module, kind)), max(x.dim(), 2))
     if isinstance(product, str) or x.dtype not in FLOATS or x.dim() != dims or is_transformed():
         return None
-    if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and not len(x):
+    if not is_traced() and not len(x):
         return None  # products of no sample are none
     if torch.compiler.is_compiling() or getattr(module, OPTIONS).execution == "simulation":
         return product

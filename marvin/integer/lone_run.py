@@ -28,6 +28,7 @@ from marvin.integer.programs import Programs
 from marvin.integer.token_autograd import is_plain, program_of, run_tokens, threads_of
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
+from marvin.settings import is_traced
 
 if TYPE_CHECKING:
     from fixedpoint_kernels.tokens.program import Program
@@ -72,7 +73,7 @@ def from_floats(module: Any, x: object) -> Tensor | None:
         module: A linear layer.
         x: What it is called with; (samples, ..., features) float32 where there is a result.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not is_called_plainly(module):
+    if is_traced() or not is_called_plainly(module):
         return None
     if not isinstance(x, Tensor) or not _is_taken(x) or x.dim() < 2:
         return None

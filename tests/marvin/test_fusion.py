@@ -284,17 +284,26 @@ def test_chains_show_the_policy_what_layers_do():
         assert one.gradient == pytest.approx(own.gradient, rel=0.2)
 
 
+def saved(model, optimizer):
+    """Save both, and return what loads that into others."""
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+
+    def load(*others):
+        file.seek(0)
+        for other, state in zip(others, torch.load(file, weights_only=True), strict=True):
+            other.load_state_dict(state)
+
+    return load
+
+
 def test_resume_changes_no_bit():
     model, optimizer = make()
     train(model, optimizer, 4)
-    saved = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict()], saved)
+    load = saved(model, optimizer)
     expected = train(model, optimizer, 4, 4)
-    saved.seek(0)
-    states = torch.load(saved, weights_only=True)
     other, its_optimizer = make(seed=5, policy=marvin.LossBudgetPolicy(kappa=0.5), steps=0)
-    other.load_state_dict(states[0])
-    its_optimizer.load_state_dict(states[1])
+    load(other, its_optimizer)
     assert train(other, its_optimizer, 4, 4) == expected
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         same(a, b)
@@ -1685,14 +1694,10 @@ def test_norms_before_convolutions_and_joined_values_are_part_of_chains(name):
 def test_networks_that_join_values_resume_and_are_reverted(name):
     model, optimizer = make(model=JOINING[name]())
     train(model, optimizer, 2)
-    saved = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict()], saved)
+    load = saved(model, optimizer)
     expected = train(model, optimizer, 3, 2)
-    saved.seek(0)
-    states = torch.load(saved, weights_only=True)
     other, its_optimizer = make(seed=5, model=JOINING[name](), steps=0)
-    other.load_state_dict(states[0])
-    its_optimizer.load_state_dict(states[1])
+    load(other, its_optimizer)
     assert train(other, its_optimizer, 3, 2) == expected
     frozen = marvin.freeze(model)
     revert(model)
