@@ -2,10 +2,14 @@
 
 import ctypes
 import os
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tests.guards import Guards
 
 # No deadline: a kernel's first call compiles it. "ci" tries the same inputs every time; "long",
 # chosen by HYPOTHESIS_PROFILE=long, tries others each time, and more of them.
@@ -49,6 +53,14 @@ def full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (inference, program, execute):
         monkeypatch.setattr(module, "work_memory", full_work)
     monkeypatch.setattr(memory.Memory, "lend", lambda self, size: lend(self, size).fill_(0xFF))
+
+
+@pytest.fixture
+def guards(monkeypatch: pytest.MonkeyPatch, full_memory: None) -> "Guards":
+    """Guards behind what chains write; see ``tests.guards``."""
+    from tests.guards import Guards
+
+    return Guards(monkeypatch)
 
 
 @pytest.fixture

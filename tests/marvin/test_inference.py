@@ -157,7 +157,7 @@ MODELS = {
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_eval_mode_gives_the_bits_of_layers_one_by_one(name, last, runs):
+def test_eval_mode_gives_the_bits_of_layers_one_by_one(name, last, runs, guards):
     model, _ = trained(MODELS[name]())
     x, _ = batch(3, 19)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
@@ -172,6 +172,7 @@ def test_eval_mode_gives_the_bits_of_layers_one_by_one(name, last, runs):
     assert found.stride() == wanted.stride()
     frozen = marvin.freeze(model)  # with gradients on, of which there are none
     assert torch.equal(frozen(x), wanted)
+    assert guards.passes
 
 
 def test_most_of_a_network_is_one_chain():
@@ -276,7 +277,7 @@ def test_all_threads_lay_out_the_weights_of_one_image(runs, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 19])
 @pytest.mark.parametrize("act", [nn.SiLU, nn.GELU, nn.Hardswish, nn.ReLU])
-def test_curves_means_and_gates_are_as_they_are_defined(act, count, runs, monkeypatch):
+def test_curves_means_and_gates_are_as_they_are_defined(act, count, runs, monkeypatch, guards):
     layout = torch.contiguous_format if count == 1 else torch.channels_last
     model, _ = trained(Gated(act()).to(memory_format=layout))
     assert [len(c.layers) for c in trace(model, infers=True).chains] == [9]
@@ -290,6 +291,7 @@ def test_curves_means_and_gates_are_as_they_are_defined(act, count, runs, monkey
         assert torch.equal(copy.deepcopy(model)(x), wanted)
     assert torch.equal(marvin.freeze(model)(x), wanted)
     assert runs == {"fused": 4, "left": 0}
+    assert guards.passes
     assert not any(row.is_exact for row in report(model).rows)
     assert str(report(model)).count("other last bits in eval mode") == 9
 
