@@ -150,9 +150,9 @@ def of_width(width):
         Round("r", ("a",), fmt),
         conv("b", "r", codes(8, 4, 1, 3), padding=(0, 1), groups=2),
         Round("s", ("b",), fmt),
-        conv("d", "s", codes(9, 8, 1, 1)),
+        conv("d", "s", codes(9, 8, 1, 1), stride=(2, 1)),
         Round("t", ("d",), fmt),
-        conv("e", "t", codes(2, 9, 1, 1), stride=(1, 2)),
+        conv("e", "t", codes(2, 9, 1, 1)),
     )
     return network, 8 * torch.randn(5, 3, 2, width)
 
