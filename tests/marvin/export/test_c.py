@@ -81,6 +81,12 @@ def test_another_compiler(ranged, digits, wl, tmp_path):
     assert_same(network, x, tmp_path, "clang", nibbles=True)
 
 
+@needs_clang
+def test_rows_that_are_in_place_take_no_helper_that_a_compiler_warns_of(tmp_path):
+    layers = Linear("l", ("in",), codes(7, 6), FixedPoint(8, 5), None, FixedPoint(8, 5))
+    assert_same(network_of((6,), layers), 8 * torch.randn(5, 6), tmp_path, "clang")
+
+
 @needs_gcc
 @pytest.mark.parametrize(("wl", "fl"), [(4, 2), (8, 5), (16, 10), (24, 16)])
 def test_strides_groups_and_averages(plain, wl, fl, tmp_path):
@@ -94,13 +100,16 @@ def test_strides_groups_and_averages(plain, wl, fl, tmp_path):
 def test_vectors_of_this_processor(ranged, bits, flags, tmp_path):
     """Rows of bytes, of 16 bits where no instruction multiplies bytes, and what is behind their end."""
     _, network, x = ranged(bits=bits)
-    network, path = round_sums(network, x), tmp_path / "net.c"
-    source = c.write(network, "net")
-    c.save(network, path)
+    assert_same_with(flags, round_sums(network, x), x, tmp_path)
+
+
+def assert_same_with(flags, network, x, folder):
     if not cpu_can(flags):
         pytest.skip(f"gcc does not know {flags[1]}")
-    compiler.compile_program("gcc", path, tmp_path / "net", flags)
-    got = compiler.run_program([str(tmp_path / "net")], c.input_codes(network, x))
+    source, path = c.write(network, "net"), folder / "net.c"
+    c.save(network, path)
+    compiler.compile_program("gcc", path, folder / "net", flags)
+    got = compiler.run_program([str(folder / "net")], c.input_codes(network, x))
     (found,) = c.output_codes(network, source, got).values()
     torch.testing.assert_close(found, integer.run(network, x), rtol=0, atol=0)
 
@@ -130,6 +139,31 @@ def test_rows_are_as_long_as_vectors(signed, tmp_path):
         fmt=fmt,
     )
     assert_same(network, 8 * torch.randn(9, 8, 5, 5), tmp_path)
+
+
+def of_width(width):
+    """Return a network of images of a width: windows, groups, pixels in place; and samples."""
+    fmt = FixedPoint(8, 4, signed=False)
+    network = network_of(
+        (3, 2, width),
+        conv("a", "in", codes(8, 3, 3, 3), padding=(1, 1)),
+        Round("r", ("a",), fmt),
+        conv("b", "r", codes(8, 4, 1, 3), padding=(0, 1), groups=2),
+        Round("s", ("b",), fmt),
+        conv("d", "s", codes(9, 8, 1, 1), stride=(2, 1)),
+        Round("t", ("d",), fmt),
+        conv("e", "t", codes(2, 9, 1, 1)),
+    )
+    return network, 8 * torch.randn(5, 3, 2, width)
+
+
+@needs_gcc
+@pytest.mark.parametrize("width", [1, 5, 8, 9, 11, 16, 19])
+def test_images_are_computed_some_pixels_at_a_time(width, tmp_path):
+    """Widths that are no multiple of any block: the last begins within the one before."""
+    network, x = of_width(width)
+    assert_same(network, x, tmp_path)
+    assert_same_with(("-O3", "-march=native"), network, x, tmp_path)
 
 
 @needs_gcc

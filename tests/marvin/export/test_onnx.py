@@ -279,6 +279,15 @@ def test_an_unsigned_input_and_unsigned_weights(plain, fmt):
         assert_exact(network, 3 * x, container)
 
 
+@pytest.mark.parametrize(("side", "pads"), [(3, 1), (5, 1), (7, 0)])
+def test_three_channels_become_four_under_small_windows(side, pads):
+    """The runtime's fast kernel takes multiples of 4; under 7x7, its products of matrices are faster."""
+    model = nn.Sequential(nn.Conv2d(3, 8, side), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    x = torch.randn(8, 3, 12, 12)
+    found = assert_exact(describe(marvin.calibrate(model, [x], bits=7), x), x, "int8")
+    assert sum(node.op_type == "Pad" for node in found.graph.node) == pads
+
+
 @pytest.mark.parametrize(
     ("largest", "act", "kind"),
     [(64, 8, "INT8"), (65, 8, "UINT8"), (128, 8, "UINT8"), (127, 7, "INT8"), (128, 7, "INT8")],

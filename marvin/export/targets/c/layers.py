@@ -8,9 +8,18 @@ import numpy as np
 from marvin.export.errors import ExportError
 from marvin.export.execute.arithmetic import Codes
 from marvin.export.graph.nodes import Conv, Weighted
-from marvin.export.targets.c.rows import is_row, longest, products, row_word
+from marvin.export.targets.c.rows import (
+    block_of,
+    copy_of,
+    is_row,
+    longest,
+    over_block,
+    over_blocks,
+    products,
+    row_word,
+)
 from marvin.export.targets.c.terms import Term
-from marvin.export.targets.c.values import Scratch, Stored, channels_last
+from marvin.export.targets.c.values import Stored, channels_last
 from marvin.export.targets.c.windows import corner, over_pixels, window_of
 from marvin.export.targets.c.words import computing, loop, storing
 from marvin.export.targets.c.writer import Writer, results
@@ -36,23 +45,19 @@ def weighted(writer: Writer, op: Weighted) -> list[str]:
     name, groups = f"{writer.lines.name}_weight", op.groups if isinstance(op, Conv) else 1
     term = _biased(op, Term("sum", x.fl + op.weight_fmt.fl, lows, highs, "c", word=word))
     if is_row(x, codes, word) and not _in_nibbles(writer, codes):
-        sums = writer.needs("int32_t", len(codes))
-        before, row = _gather(writer, op, x, row_word(x))
-        names = name, row, sums
-        dots = products(writer.lines.tables, codes, names, x, len(codes) // groups)
-    else:
-        before, row = _gather(writer, op, x, x.word)
-        sums = writer.needs(word, len(codes))
-        row = f"{row} + c / {len(codes) // groups} * {terms}" if groups > 1 else row
-        is_wide = max(int(np.abs(codes).max()), 1) * max(-x.low, x.high) >= 2**31
-        dots = [
-            f"{loop('c', len(codes))} {{",
-            f"const {x.word} *restrict row = {row};",
-            f"{word} sum = 0;",
-            *_dots(writer, codes, name, "int64_t" if is_wide else "int32_t"),
-            f"{sums}[c] = sum;",
-            "}",
-        ]
+        return _rows_of_bytes(writer, op, codes, term)
+    before, row = _gather(writer, op, x)
+    sums = writer.needs(word, len(codes))
+    row = f"{row} + c / {len(codes) // groups} * {terms}" if groups > 1 else row
+    is_wide = max(int(np.abs(codes).max()), 1) * max(-x.low, x.high) >= 2**31
+    dots = [
+        f"{loop('c', len(codes))} {{",
+        f"const {x.word} *restrict row = {row};",
+        f"{word} sum = 0;",
+        *_dots(writer, codes, name, "int64_t" if is_wide else "int32_t"),
+        f"{sums}[c] = sum;",
+        "}",
+    ]
     # all sums first: so compilers see two loops that they can make vectors of
     body = [
         *before, *dots,
@@ -61,6 +66,48 @@ def weighted(writer: Writer, op: Weighted) -> list[str]:
         f"const {word} sum = {sums}[c];", *results(writer, op, term), "}",
     ]  # fmt: skip
     return over_pixels(shape, body) if isinstance(op, Conv) else body
+
+
+def _rows_of_bytes(writer: Writer, op: Weighted, codes: Codes, term: Term) -> list[str]:
+    """Write a layer of bytes: rows of some pixels, then all their sums, then what is done to each.
+
+    So no loop waits for what the one before has just written, and weights are read once for some pixels.
+    """
+    x, shape = writer.stored[op.inputs[0]], writer.network.values[op.name].shape
+    (count, terms), word, is_conv = codes.shape, row_word(x), isinstance(op, Conv)
+    groups, pixels = (op.groups, block_of(shape)) if isinstance(op, Conv) else (1, 0)
+    place, many = _in_place(writer, op, x, "(start + p)"), max(pixels, 1)
+    rows = writer.needs_rows(
+        word, x.word, 0 if place else groups * terms, many * longest(terms, groups)
+    )
+    sums = writer.needs_rows("row_sum", "int32_t", count, many * count)
+    row = f"{rows} + p * {groups} * ROW({terms})" if is_conv else rows
+    before = [f"{word} *restrict window = {row};"]
+    if groups > 1:
+        row += f" + c / {count // groups} * ROW({terms})"
+    read = [f"const {word} *restrict row = {row};"]
+    if place:
+        before.append(f"{copy_of(word)}(window, {place}, {terms});")
+        read = ["#ifdef ROWS_ARE_VECTORS", *read, "#else"]
+        read += [f"const {word} *restrict row = {place};", "#endif"]
+    elif isinstance(op, Conv):
+        before += ["const size_t x = start + p;", *_under_kernel(writer, op, x, is_row=True)]
+    before = over_block(pixels, before)
+    if place:
+        unused = f"(void){rows}, (void){copy_of(word)};"
+        before = ["#ifdef ROWS_ARE_VECTORS", *before, "#else", unused, "#endif"]
+    own = f"{sums}[p * {count} + c" if is_conv else f"{sums}[c"
+    names = f"{writer.lines.name}_weight", own
+    dots = products(writer.lines.tables, codes, names, (x, count // groups), (read, pixels))
+    after = [
+        *([f"const size_t pixel = y * {shape[-1]} + start + p;"] if is_conv else []),
+        f"{loop('c', count)} {{",
+        f"const size_t i = {f'pixel * {count} + c' if is_conv else 'c'};",
+        f"const int32_t sum = {own}];",
+        *results(writer, op, term), "}",
+    ]  # fmt: skip
+    body = [*before, *dots, *over_block(pixels, after)]
+    return over_blocks(shape, body) if is_conv else body
 
 
 def _rows(op: Weighted, x: Stored) -> tuple[Codes, int]:
@@ -134,56 +181,51 @@ def _dots(writer: Writer, codes: Codes, name: str, word: str) -> list[str]:
     ]
 
 
-def _gather(writer: Writer, op: Weighted, x: Stored, word: str) -> tuple[list[str], str]:
-    """Return the code that makes a row of all codes under the kernel, group by group, and its name."""
+def _in_place(writer: Writer, op: Weighted, x: Stored, column: str) -> str:
+    """Return where the row of a pixel lies in memory already; "" where it must be made."""
     name = writer.source(op.inputs[0])
     if not isinstance(op, Conv):
-        return _in_place(writer, name, x, word, x.count)
+        return name
+    at = window_of(op, x)
+    if at.size != (1, 1) or at.padding != (0, 0) or op.groups > 1:
+        return ""
+    channels, _, width = at.shape
+    pixel = f"({corner('y', at.stride[0])}) * {width} + {corner(column, at.stride[1])}"
+    return f"{name} + ({pixel}) * {channels}"
+
+
+def _gather(writer: Writer, op: Weighted, x: Stored) -> tuple[list[str], str]:
+    """Return the code that makes a row of all codes under the kernel, group by group, and its name."""
+    if place := _in_place(writer, op, x, "x"):
+        return [f"const {x.word} *restrict window = {place};"], "window"
+    assert isinstance(op, Conv), "what a linear layer takes lies in memory"
+    own = writer.needs(x.word, op.groups * prod(op.weight.shape[1:]))
+    return [f"{x.word} *restrict window = {own};", *_under_kernel(writer, op, x)], "window"
+
+
+def _under_kernel(writer: Writer, op: Conv, x: Stored, *, is_row: bool = False) -> list[str]:
+    """Return the loops that put all codes under the kernel into ``window``, a row for each group."""
     at = window_of(op, x)
     channels, _, width = at.shape
-    pixel = f"(yy * {width} + xx) * {channels}"
-    if at.size == (1, 1) and at.padding == (0, 0) and op.groups == 1:
-        start = f"({corner('y', at.stride[0])}) * {width} + {corner('x', at.stride[1])}"
-        return _in_place(writer, f"{name} + ({start}) * {channels}", x, word, channels)
-    size, each = prod(at.size), channels // op.groups
-    row = f"{size * each}" if word == x.word else f"ROW({size * each})"
-    window = _needs_row(writer, x, word, size * each, op.groups)
-    place = "k" if op.groups == 1 else f"k / {each} * {row} + k % {each}"
+    each, terms = channels // op.groups, prod(op.weight.shape[1:])
+    word, row = (row_word(x), f"ROW({terms})") if is_row else (x.word, f"{terms}")
+    source = f"{writer.source(op.inputs[0])} + (yy * {width} + xx) * {channels}"
+    to = "to"
+    if op.groups > 1:
+        to, source = f"to + group * {row}", f"{source} + group * {each}"
+    copied = [f"{loop('k', each)} {{", f"({to})[k] = ({source})[k];", "}"]
+    if is_row:
+        copied = [f"{copy_of(word)}({to}, {source}, {each});"]
+    zeros = [f"{loop('k', each)} {{", f"({to})[k] = 0;", "}"]
     inside = at.inside()
-    copied = [f"{loop('k', channels)} {{", f"to[{place}] = {name}[{pixel} + k];", "}"]
-    zeros = [f"{loop('k', channels)} {{", f"to[{place}] = 0;", "}"]
     body = [f"if ({inside}) {{", *copied, "} else {", *zeros, "}"] if inside else copied
+    if op.groups > 1:
+        body = [f"{loop('group', op.groups)} {{", *body, "}"]
     return [
-        f"{word} *restrict window = {window};",
         *at.places(),
         f"{word} *restrict to = window + (ky * {at.size[1]} + kx) * {each};",
         *body, "}", "}",
-    ], "window"  # fmt: skip
-
-
-def _needs_row(writer: Writer, x: Stored, word: str, terms: int, groups: int = 1) -> str:
-    vectors = 0 if word == x.word else longest(terms, groups)
-    writer.scratch.append(Scratch(word, x.word, terms * groups, vectors))
-    return f"s{len(writer.scratch) - 1}"
-
-
-def _in_place(
-    writer: Writer, place: str, x: Stored, word: str, terms: int
-) -> tuple[list[str], str]:
-    """Return the code for a row that lies in memory already; vectors take a copy of it."""
-    if word == x.word:
-        return [f"const {word} *restrict window = {place};"], "window"
-    writer.scratch.append(Scratch(word, x.word, 0, longest(terms, 1)))
-    own = f"s{len(writer.scratch) - 1}"
-    return [
-        "#ifdef ROWS_ARE_VECTORS",
-        f"{loop('k', terms)} {{", f"{own}[k] = ({place})[k];", "}",
-        f"const {word} *restrict window = {own};",
-        "#else",
-        f"(void){own};",
-        f"const {word} *restrict window = {place};",
-        "#endif",
-    ], "window"  # fmt: skip
+    ]  # fmt: skip
 
 
 def _depthwise(writer: Writer, op: Conv, x: Stored) -> list[str]:

@@ -46,6 +46,11 @@ class Writer:
         self.scratch.append(Scratch(word, word, count))
         return f"s{len(self.scratch) - 1}"
 
+    def needs_rows(self, word: str, stored: str, count: int, vectors: int) -> str:
+        """Return the parameter for rows: see ``Scratch``."""
+        self.scratch.append(Scratch(word, stored, count, vectors))
+        return f"s{len(self.scratch) - 1}"
+
     def source(self, name: str) -> str:
         """Return the parameter that has a value, in whatever order."""
         return f"x{self.step.inputs.index(name)}"

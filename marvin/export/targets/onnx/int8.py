@@ -48,6 +48,7 @@ __all__ = ["Int8Writer"]
 _SIGNIFICAND = 24
 _INT16_MAX = 2**15 - 1
 _LONGEST = 16  # bits of containers that ONNX quantises to
+_SMALL_WINDOW = 25  # places under a kernel
 _MOVES = Reshape, Transpose, Slice
 
 
@@ -404,10 +405,11 @@ class Int8Writer(Int16Writer):
     def _widened(self, source: str, found: tuple[str, FixedPoint], codes: Any) -> tuple[str, Any]:
         """Return what a convolution takes, and weights, with channels of 0 up to a multiple of 4.
 
-        The runtime has no fast kernel for other numbers of them.
+        The runtime has no fast kernel for other numbers of them; under large windows, its products of
+        matrices are faster.
         """
         missing, sides = -codes.shape[1] % 4, codes.ndim - 2
-        if not missing:
+        if not missing or math.prod(codes.shape[2:]) > _SMALL_WINDOW:
             return source, codes
         pads = np.array([0, 0, *[0] * sides, 0, missing, *[0] * sides])
         pads = self.graph.constant("pads", pads)
