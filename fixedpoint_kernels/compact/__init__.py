@@ -30,6 +30,7 @@ from fixedpoint_kernels.compact.records import (
     Noise,
     Row,
     Sgd,
+    Sum,
     blocks_of,
     flattened,
 )
@@ -37,8 +38,8 @@ from fixedpoint_kernels.compact.targets import Targets
 from fixedpoint_kernels.memory import places_on_cpu
 from fixedpoint_kernels.rounding.reference import Rounding
 
-__all__ = ["BLOCK", "Adam", "Codes", "Kind", "Moves", "Noise", "Row", "Sgd", "Targets"]
-__all__ += ["blocks_of", "decode", "encode", "flattened", "step_many", "zeros"]
+__all__ = ["BLOCK", "Adam", "Codes", "Kind", "Moves", "Noise", "Row", "Sgd", "Sum", "Targets"]
+__all__ += ["add_many", "blocks_of", "decode", "encode", "flattened", "step_many", "zeros"]
 
 _PLAIN = {Tensor, Parameter}
 
@@ -75,6 +76,36 @@ def decode(codes: Codes, kind: Kind) -> Tensor:
 def zeros(like: Tensor, kind: Kind) -> Codes:
     """Return the codes of zeros, of the shape and on the device of ``like``."""
     return encode(torch.zeros_like(like, dtype=torch.float32), kind)
+
+
+def add_many(
+    codes: Sequence[Codes],
+    xs: Sequence[Tensor],
+    noises: Sequence[Noise],
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[list[Sum], Tensor]:
+    """Add tensors to what codes of kind ``"signed"`` mean, out of place.
+
+    One pass over memory on a CPU: there squares are added up in float64, in an order that does not
+    depend on the number of threads.
+
+    Args:
+        codes: At least one.
+        xs: As many, of the same shapes, float32, any strides.
+        noises: Of the new codes.
+        dtype: In which norms are added up where there is no kernel; on a CPU, float64.
+
+    Returns:
+        The sums, and the 2-norms of them before they are rounded, ``(len(codes),)``.
+    """
+    xs = [x.contiguous() for x in xs]
+    if dtype is torch.float64 and _has_kernel([*xs, *flattened(codes)]):
+        from fixedpoint_kernels.compact import cpu
+
+        made, norms = cpu.add_many(codes, [x.data_ptr() for x in xs], noises)
+        return list(map(Sum, made, codes, xs)), norms
+    return reference.add_many(codes, xs, noises, dtype)
 
 
 def step_many(

@@ -209,6 +209,54 @@ def _decode(codes, itemsize, scales, values, shape, kind):
 
 
 @inlined
+def _add(pointers, where, rule, work):
+    """Add to some blocks, and encode them; return the sum of the squares.
+
+    pointers (5,) int64; where: blocks, of a row and columns, the first and the one behind the last;
+    rule: factor of the noise, and half of a step; work: addresses of sums, float32, of the
+    magnitudes' bits, and of the first block's noise.
+    """
+    blocks, (count, columns), first, stop = where
+    old, fresh = floats(pointers[1], blocks), floats(pointers[4], blocks)
+    sums, tops = work[0], carray(pointer_to(work[1]), 16, np.int32)
+    begin, total = _span(first, count, columns)[0], 0.0
+    many = min(max(_GROUP // max(min(columns, BLOCK), 1), 1), 16)
+    for at in range(first, stop, many):
+        origin, last = _span(at, count, columns)[0], min(at + many, stop)
+        for block in range(at, last):
+            start, n = _span(block, count, columns)
+            places = pointers[0] + start, pointers[2] + 4 * start, sums + 4 * (start - origin)
+            tops[block - at], squares = states.add(places, n, old[block])
+            total += squares
+        for block in range(at, last):
+            start, n = _span(block, count, columns)
+            drawn = work[2] + 2 * (start - begin)
+            places = sums + 4 * (start - origin), pointers[3] + start, drawn
+            _put_signed(places, n, tops[block - at], fresh, block, rule)
+    return total
+
+
+def _add_many(pointers, shapes, noise, tasks, squares):
+    # pointers (t, 5) int64: codes and scales, what is added, new codes and scales; shapes (t, 3) int64:
+    # blocks, of a row, columns; noise (t, 4) int64: seed, stream, offset, factor; tasks (k, 3)
+    # int64: tensor, first block and one behind the last; squares (k,) float64
+    for task in prange(tasks.shape[0]):
+        tensor, first, stop = tasks[task, 0], tasks[task, 1], tasks[task, 2]
+        shape = shapes[tensor, 1], shapes[tensor, 2]
+        begin = _span(first, shape[0], shape[1])[0]
+        last, n = _span(stop - 1, shape[0], shape[1])
+        memory = np.empty(_GROUP + 32 + _NOISE // 2 + 16, np.float32)
+        sums = (_data_of(memory) + 63) & -64  # vectors within lines of the cache
+        tops, drawn = sums + 4 * _GROUP, sums + 4 * _GROUP + 64
+        seed, stream, offset = noise[tensor, 0], noise[tensor, 1], noise[tensor, 2]
+        drawn += 2 * _draw(drawn, last + n - begin, offset + begin, seed, stream)
+        where = shapes[tensor, 0], shape, first, stop
+        rule = np.int32(noise[tensor, 3]), _HALF
+        squares[task] = _add(pointers[tensor], where, rule, (sums, tops, drawn))
+        keep(memory)
+
+
+@inlined
 def _move_group(pointers, where, rate, kind, work, tops):
     """Move some blocks; see ``_move``."""
     blocks, (count, columns), first, stop, begin = where
@@ -328,6 +376,7 @@ def _step_many(pointers, sizes, streams, kinds, rates, numbers, tasks, key):
 
 
 _encode_serial, _encode_parallel = compile_both(_encode)
+_add_serial, _add_parallel = compile_both(_add_many)
 _decode_serial, _decode_parallel = compile_both(_decode)
 _step_serial, _step_parallel = compile_both(_step_many)
 
@@ -364,6 +413,30 @@ def decode(codes: Codes, kind: Kind) -> Tensor:
     return x
 
 
+def add_many(
+    codes: Sequence[Codes], xs: Sequence[int], noises: Sequence[Noise]
+) -> tuple[list[Codes], Tensor]:
+    """See ``fixedpoint_kernels.compact.add_many``; ``xs``: addresses. Returns new codes, and norms."""
+    made = [Codes(torch.empty_like(x), torch.empty_like(scales)) for x, scales in codes]
+    shapes, tasks, elements = _shapes(tuple(own.codes.shape for own in codes))
+    places = [
+        (*(x.data_ptr() for x in own), x, *(x.data_ptr() for x in new))
+        for own, x, new in zip(codes, xs, made, strict=True)
+    ]
+    noise = [(*key, FACTORS[lane]) for key, lane in noises]
+    squares = np.empty(len(tasks))
+    kernel = _add_parallel if is_parallel(elements) else _add_serial
+    kernel(np.array(places, np.int64), shapes, np.array(noise, np.int64), tasks, squares)
+    return made, torch.from_numpy(np.sqrt(np.bincount(tasks[:, 0], squares, len(codes))))
+
+
+@lru_cache(maxsize=16)  # the same parameters come step after step
+def _shapes(sizes: tuple[torch.Size, ...]) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return blocks, blocks of a row and columns of each tensor, pieces of work, and all elements."""
+    rows = [(size[0] * (count := blocks_of(size)[1]), count, size[1:].numel()) for size in sizes]
+    return np.array(rows, np.int64), _tasks(tuple(rows)), sum(size.numel() for size in sizes)
+
+
 def step_many(
     tables: Tables,
     moves: Moves,
@@ -391,7 +464,7 @@ def step_many(
     kernel(pointers, tables.sizes, tables.streams, kinds, rates, numbers, tasks, own)
 
 
-@lru_cache(maxsize=16)  # the same parameters come step after step
+@lru_cache(maxsize=16)
 def _numbers(fmts: tuple[FixedPoint | None, ...]) -> np.ndarray:
     return numbers_of(tuple(fmt or _FREE for fmt in fmts))
 

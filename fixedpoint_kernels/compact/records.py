@@ -19,6 +19,7 @@ __all__ = [
     "Noise",
     "Row",
     "Sgd",
+    "Sum",
     "blocks_of",
     "flattened",
 ]
@@ -60,6 +61,20 @@ class Noise(NamedTuple):
 
     key: Key
     lane: int = 0
+
+
+class Sum(NamedTuple):
+    """What ``add_many`` makes of one tensor.
+
+    Args:
+        codes: Of the sum, rounded.
+        before: Codes that were added to.
+        x: What was added, float32.
+    """
+
+    codes: Codes
+    before: Codes
+    x: Tensor
 
 
 class Sgd(NamedTuple):

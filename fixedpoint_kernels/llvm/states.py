@@ -13,7 +13,7 @@ from numba.core import cgutils
 
 from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic, prefetch
 
-__all__ = ["LANES", "adam", "decode_fixed", "decode_signed", "decode_squares"]
+__all__ = ["LANES", "adam", "add", "decode_fixed", "decode_signed", "decode_squares"]
 __all__ += ["encode_fixed", "encode_signed", "encode_squares", "momentum", "sgd", "top"]
 
 LANES = 16
@@ -93,6 +93,30 @@ class _Top:
         return self._builder.call(function, [whole])
 
 
+class _Squares:
+    """The sum of the squares of what is seen, in float64, where each of them is exact."""
+
+    def __init__(self, builder: Any) -> None:
+        self._wide = ir.VectorType(ir.DoubleType(), LANES)
+        zeros = ir.Constant(self._wide, [0.0] * LANES)
+        self._builder, self._place = builder, cgutils.alloca_once_value(builder, zeros)
+
+    def see(self, values: Vector) -> None:
+        wide = self._builder.fpext(values.value, self._wide)
+        square, found = self._builder.fmul(wide, wide), self._builder.load(self._place)
+        self._builder.store(self._builder.fadd(found, square), self._place)
+
+    def value(self) -> Any:
+        left, lanes = self._builder.load(self._place), LANES
+        while lanes > 1:
+            lanes //= 2
+            orders = [list(range(first, first + lanes)) for first in (0, lanes)]
+            masks = [ir.Constant(ir.VectorType(I32, lanes), order) for order in orders]
+            halves = [self._builder.shuffle_vector(left, left, mask) for mask in masks]
+            left = self._builder.fadd(*halves)
+        return self._builder.extract_element(left, I32(0))
+
+
 def _size(values: Vector) -> Vector:
     return values.viewed(I32) & _MAGNITUDE
 
@@ -158,6 +182,39 @@ def _decode(mean: Callable[[_Lanes, Any, Any], Vector]) -> Any:
 decode_fixed, decode_signed, decode_squares = map(
     _decode, (_Lanes.fixed, _Lanes.signed, _Lanes.squares)
 )
+
+
+@intrinsic
+def add(_context, addresses, n, scale):
+    """Add values to what signed codes mean.
+
+    Args:
+        addresses: Of codes, values, and where the sums go, float32.
+        n: Elements.
+        scale: Of the codes.
+
+    Returns:
+        Largest magnitude's bits of the sums, and the sum of their squares.
+    """
+    signature = types.Tuple((types.int32, types.float64))(addresses, n, scale)
+
+    def codegen(context, builder, signature, args):
+        (codes, values, sums), (count,), (own_scale,) = _unpacked(builder, args)
+        high, squares = _Top(builder), _Squares(builder)
+
+        def move(own: _Lanes) -> None:
+            for place, itemsize in ((codes, 1), (values, 4)):
+                own.fetch(place, itemsize)
+            new = own.signed(codes, own_scale) + own.load(values, F32)
+            own.store(new, sums)
+            high.see(new, own.where)
+            squares.see(new)  # lanes that are not loaded are 0
+
+        _each(builder, count, move)
+        found = [high.value(), squares.value()]
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return signature, codegen
 
 
 def _gradient(own: _Lanes, grad: Any, value: Vector, decay: Vector) -> Vector:
