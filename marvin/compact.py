@@ -9,6 +9,7 @@ the values.
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -16,18 +17,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels.compact import Codes, Kind, Noise, decode, encode, zeros
+from fixedpoint_kernels.compact import Codes, Kind, Noise, Sum, add_many, decode, encode, zeros
+from fixedpoint_kernels._torch_private import foreach_add
+from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.philox import Key
 from marvin.noise import Purpose, stream
 from marvin.policies.records import Layer
 from marvin.settings import Group
-from marvin.shards import Shard, local
+from marvin.shards import Shard, accumulate_dtype, local
 
 __all__ = [
     "CompactMember",
+    "CompactTensors",
+    "add_to_tensors",
     "codes_of",
     "conform",
-    "floats_of",
     "in_float",
     "is_compact",
     "layer_of",
@@ -37,6 +41,7 @@ __all__ = [
     "put_master",
     "put_tensors",
     "size_bytes",
+    "tensors_of",
     "wants_compact",
 ]
 
@@ -125,33 +130,106 @@ def codes_of(own: StateDict, name: str) -> Codes:
     return Codes(local(own[name + _CODES]), local(own[name + _SCALES]))
 
 
-def floats_of(own: StateDict, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return a policy's tensors of a layer: those of ``names``, in float32."""
-    if not is_compact(own):
-        return {k: v for k, v in own.items() if k != "master" and isinstance(v, Tensor)}
-    return {name: _decoded(own, name, "signed") for name in names if name + _CODES in own}
+class CompactTensors(Mapping[str, Tensor]):
+    """A policy's tensors of a layer whose state is compact, decoded when one is asked for.
+
+    Args:
+        own: The layer's state.
+        names: Of the tensors.
+        key: Noise of what is added to them; None where nothing is.
+        new: What has new values already.
+    """
+
+    def __init__(
+        self,
+        own: StateDict,
+        names: Sequence[str],
+        key: Key | None = None,
+        new: Mapping[str, Tensor | Sum] = MappingProxyType({}),
+    ) -> None:
+        held = {name: codes_of(own, name) for name in names if name + _CODES in own}
+        self.held: Mapping[str, Tensor | Codes | Sum] = {**held, **new}
+        self.own, self.key = own, key
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.held[name]
+        if isinstance(value, Sum):
+            return decode(value.before, "signed") + value.x
+        return decode(value, "signed") if isinstance(value, Codes) else value
+
+    def __contains__(self, name: object) -> bool:  # the mixin's decodes
+        return name in self.held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
 
 
-def put_tensors(own: StateDict, tensors: Mapping[str, Tensor], shard: Shard, key: Key) -> None:
+def tensors_of(
+    own: StateDict, names: Sequence[str], new: Mapping[str, Tensor | Sum]
+) -> Mapping[str, Tensor]:
+    """Return a policy's tensors of a layer, as the policy sees them in ``update``.
+
+    Args:
+        own: The layer's state.
+        names: Of those that a compact state has.
+        new: What has new values.
+    """
+    if is_compact(own):
+        return CompactTensors(own, names, None, new)
+    return {k: v for k, v in own.items() if k != "master" and isinstance(v, Tensor)} | new
+
+
+def add_to_tensors(
+    tensors: Sequence[Mapping[str, Tensor]], name: str, xs: Sequence[Tensor]
+) -> tuple[Sequence[Tensor | Sum], Sequence[Tensor]]:
+    """Add to one of a policy's tensors of each layer, out of place.
+
+    What is compact is decoded, added to, measured and encoded in one pass.
+
+    Args:
+        tensors: As ``Policy.measure`` gets them.
+        name: Of the tensor.
+        xs: Of each layer, float32.
+
+    Returns:
+        The sums, and their 2-norms, 0-d, ``accumulate_dtype``: one a layer each.
+    """
+    found: dict[int, tuple[Tensor | Sum, Tensor]] = {}
+    for add, is_coded in ((_add_to_floats, False), (_add_to_codes, True)):
+        indices = [i for i, own in enumerate(tensors) if is_coded is isinstance(own, CompactTensors)]
+        if indices:
+            own, more = [tensors[i] for i in indices], [xs[i] for i in indices]
+            sums, norms = add(own, name, more)
+            found |= zip(indices, zip(sums, norms.unbind(), strict=True), strict=True)
+    return tuple(found[i][0] for i in range(len(xs))), tuple(found[i][1] for i in range(len(xs)))
+
+
+def put_tensors(own: StateDict, tensors: Mapping[str, Tensor], key: Key) -> None:
     """Keep a policy's tensors of a layer; those that are not among ``tensors`` go.
 
     Args:
         own: The layer's state.
-        tensors: New values.
-        shard: What this process holds of them.
+        tensors: New values. Codes to which nothing was added stay as they are.
         key: Noise of the compact ones.
     """
-    coded = is_compact(own)
-    known = [k for k, v in own.items() if isinstance(v, Tensor) and not k.startswith("master")]
-    for name in known:
-        if coded or name not in tensors:
-            del own[name]
-    if not coded:
+    if not is_compact(own):
+        for name in [k for k, v in own.items() if isinstance(v, Tensor) and k != "master"]:
+            if name not in tensors:
+                del own[name]
         own.update(tensors)
         return
-    for lane, (name, values) in enumerate(tensors.items()):
-        noise = Noise(key._replace(offset=shard.offset), lane)
-        _put(own, name, encode(values, "signed", noise))
+    for name in _names(own):
+        if name != "master" and name not in tensors:
+            del own[name + _CODES], own[name + _SCALES]
+    held = tensors.held if isinstance(tensors, CompactTensors) else tensors
+    for lane, (name, value) in enumerate(held.items()):
+        if isinstance(value, Sum):
+            _put(own, name, value.codes)
+        elif isinstance(value, Tensor):
+            _put(own, name, encode(value, "signed", Noise(key, lane)))
 
 
 def conform(own: StateDict, moments: StateDict, shard: Shard, wanted: bool) -> None:
@@ -222,6 +300,21 @@ def moment_of(state: StateDict, name: str, master: Tensor, shard: Shard) -> Code
     if name + _CODES not in state:
         _put(state, name, zeros(local(master), _MOMENTS[name][0]), shard)
     return codes_of(state, name)
+
+
+def _add_to_floats(
+    tensors: Sequence[Mapping[str, Tensor]], name: str, xs: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Tensor]:
+    sums = foreach_add([own[name] for own in tensors], list(xs))
+    return sums, norms_many(sums, dtype=accumulate_dtype(sums[0].device))
+
+
+def _add_to_codes(
+    tensors: Sequence[CompactTensors], name: str, xs: Sequence[Tensor]
+) -> tuple[Sequence[Sum], Tensor]:
+    noises = [Noise(own.key, [*own.held].index(name)) for own in tensors]
+    codes = [codes_of(own.own, name) for own in tensors]
+    return add_many(codes, xs, noises, dtype=accumulate_dtype(xs[0].device))
 
 
 def _pack_moments(state: StateDict, shard: Shard, key: Key | None) -> None:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels._torch_private import foreach_div
+from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.norms import norms_many
-from marvin.compact import floats_of, is_compact
+from fixedpoint_kernels.philox import Key
+from marvin.compact import CompactTensors, is_compact
 from marvin.plans import Members
 from marvin.policies.base import Policy
 from marvin.policies.records import Measured
@@ -68,8 +70,11 @@ def complete(
     batches: Sequence[Gradients],
     policy: Policy,
     shared: object,
+    key_of: Callable[[int, Shard], Key],
 ) -> None:
     """Normalise the gradients, and let the policy measure them.
+
+    ``key_of`` gives the noise of a layer's tensors in this step, from the layer's position and shard.
 
     Where processes share parameters, that takes three collectives at most, whatever the number
     of layers: norms, penalties, and the policy's norms of what was normalised.
@@ -89,9 +94,12 @@ def complete(
             batch.values = list(foreach_div(batch.values, divisors))
         members = batch.members
         grads = [batch.values[i] for i in members.layers]
+        rows = zip(members.states, members.positions, members.layers, strict=True)
         tensors = [
-            floats_of(own, policy.rules.tensors) if is_compact(own) else own
-            for own in members.states
+            CompactTensors(own, policy.rules.tensors, key_of(index, members.shards[i]))
+            if is_compact(own)
+            else own
+            for own, index, i in rows
         ]
         batch.measured = policy.measure(shared, tensors, grads)
     measured = [b for b in batches if b.measured.norms]
@@ -142,7 +150,7 @@ def by_layer(
     batches: Sequence[Gradients],
     norms: Sequence[Sequence[float]],
     numbers: Sequence[Sequence[float]],
-) -> dict[int, tuple[float, float | None, Mapping[str, Tensor]]]:
+) -> dict[int, tuple[float, float | None, Mapping[str, Tensor | Sum]]]:
     """Return norm, the policy's number and the policy's tensors of each layer with a gradient.
 
     By position among the optimizer's parameters.

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
+from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.philox import Key
 from marvin import state as states
 from marvin.activations import QuantizedActivations
@@ -18,13 +20,13 @@ from marvin.carriers import Carriers
 from marvin.compact import (
     CompactMember,
     conform,
-    floats_of,
     in_float,
     is_compact,
     master_of,
     put_master,
     put_tensors,
     size_bytes,
+    tensors_of,
     wants_compact,
 )
 from marvin.compact_moves import moves_of_compact
@@ -51,7 +53,7 @@ from marvin.settings import (
     guard_step,
 )
 from marvin.sgd import keep_momenta, moves_of
-from marvin.shards import is_sharded, local
+from marvin.shards import Shard, is_sharded, local
 
 __all__ = ["Quantized"]
 
@@ -233,7 +235,7 @@ class Quantized(WithMasters):
         if not batches:
             self._check_loss(loss)
             return loss
-        complete(batches, self.policy, self.shared)
+        complete(batches, self.policy, self.shared, partial(self._key, self._counts.step + 1))
         mean = mean_over_ranks(loss, batches[0].norms.device)
         total, norms, numbers = read(batches, mean)
         if wrong := nonfinite(batches, total, norms, self._layout.names):
@@ -470,6 +472,10 @@ class Quantized(WithMasters):
                 if moments:
                     self.optimizer.state[self._masters[p]] = moments
 
+    def _key(self, step: int, index: int, shard: Shard) -> Key:
+        """Return the noise of a layer's own tensors in a step."""
+        return Key(self._seed, stream(Purpose.STATES, step, 2 * index + 1), shard.offset)
+
     def _leave_out(self, wrong: list[str]) -> None:
         self._observe_next()
         if self.param_groups[0]["nonfinite"] == "raise":
@@ -481,7 +487,7 @@ class Quantized(WithMasters):
 
     def _layers(
         self,
-        measured: Mapping[int, tuple[float, float | None, Mapping[str, Tensor]]],
+        measured: Mapping[int, tuple[float, float | None, Mapping[str, Tensor | Sum]]],
         inputs: Mapping[int, Inputs],
     ) -> list[Layer]:
         """Return what the policy sees."""
@@ -490,12 +496,10 @@ class Quantized(WithMasters):
             if not p.requires_grad:
                 continue
             norm, number, new = measured.get(index, (None, None, {}))
-            names = [name for name in self.policy.rules.tensors if name not in new]
-            tensors = {**floats_of(own, names), **new}
             found.append(
                 layer.but(
                     record=own["layer"],
-                    tensors=tensors,
+                    tensors=tensors_of(own, self.policy.rules.tensors, new),
                     norm=norm,
                     measured=number,
                     inputs=inputs.get(index),
@@ -539,8 +543,8 @@ class Quantized(WithMasters):
         trained = self._trained_layers()
         for layer in update.layers:
             own = trained[layer.index].state
-            key = Key(self._seed, stream(Purpose.STATES, self._counts.step, 2 * layer.index + 1))
-            put_tensors(own, layer.tensors, layer.shard, key)
+            key = self._key(self._counts.step, layer.index, layer.shard)
+            put_tensors(own, layer.tensors, key)
             if own["layer"].fmt is not layer.record.fmt:
                 self._plans.rounding.clear()
             own["layer"] = layer.record
