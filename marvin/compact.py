@@ -34,6 +34,7 @@ __all__ = [
     "conform",
     "in_float",
     "is_compact",
+    "key_of",
     "layer_of",
     "master_of",
     "moment_of",
@@ -207,14 +208,20 @@ def add_to_tensors(
     return tuple(found[i][0] for i in range(len(xs))), tuple(found[i][1] for i in range(len(xs)))
 
 
-def put_tensors(own: StateDict, tensors: Mapping[str, Tensor], key: Key) -> None:
-    """Keep a policy's tensors of a layer; those that are not among ``tensors`` go.
+def key_of(noise: Key, index: int, shard: Shard) -> Key:
+    """Return the noise of a layer's own tensors, from that of states in a step and its position."""
+    return Key(noise.seed, noise.stream + 2 * index + 1, shard.offset)
+
+
+def put_tensors(own: StateDict, layer: Layer, noise: Key) -> None:
+    """Keep a policy's tensors of a layer; what else it had goes.
 
     Args:
         own: The layer's state.
-        tensors: New values. Codes to which nothing was added stay as they are.
-        key: Noise of the compact ones.
+        layer: With the new tensors. Codes to which nothing was added stay as they are.
+        noise: Of states in this step.
     """
+    tensors = layer.tensors
     if not is_compact(own):
         for name in [k for k, v in own.items() if isinstance(v, Tensor) and k != "master"]:
             if name not in tensors:
@@ -229,6 +236,7 @@ def put_tensors(own: StateDict, tensors: Mapping[str, Tensor], key: Key) -> None
         if isinstance(value, Sum):
             _put(own, name, value.codes)
         elif isinstance(value, Tensor):
+            key = key_of(noise, layer.index, layer.shard)
             _put(own, name, encode(value, "signed", Noise(key, lane)))
 
 

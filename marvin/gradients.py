@@ -12,7 +12,7 @@ from fixedpoint_kernels._torch_private import foreach_div
 from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.philox import Key
-from marvin.compact import CompactTensors, is_compact
+from marvin.compact import CompactTensors, is_compact, key_of
 from marvin.plans import Members
 from marvin.policies.base import Policy
 from marvin.policies.records import Measured
@@ -70,15 +70,16 @@ def complete(
     batches: Sequence[Gradients],
     policy: Policy,
     shared: object,
-    key_of: Callable[[int, Shard], Key],
+    noise: Key,
 ) -> None:
     """Normalise the gradients, and let the policy measure them.
 
-    ``key_of`` gives the noise of a layer's tensors in this step, from the layer's position and shard.
+    ``noise``: of states in this step; see ``marvin.compact.key_of``.
 
     Where processes share parameters, that takes three collectives at most, whatever the number
     of layers: norms, penalties, and the policy's norms of what was normalised.
     """
+    names = policy.rules.tensors
     norms = whole_norms([b.norms for b in batches], [b.members.shards for b in batches])
     with_l1 = [b for b in batches if b.penalties is not None]
     penalties = sum_vectors(
@@ -94,13 +95,7 @@ def complete(
             batch.values = list(foreach_div(batch.values, divisors))
         members = batch.members
         grads = [batch.values[i] for i in members.layers]
-        rows = zip(members.states, members.positions, members.layers, strict=True)
-        tensors = [
-            CompactTensors(own, policy.rules.tensors, key_of(index, members.shards[i]))
-            if is_compact(own)
-            else own
-            for own, index, i in rows
-        ]
+        tensors = _tensors(members, names, noise) if names else [{}] * len(grads)
         batch.measured = policy.measure(shared, tensors, grads)
     measured = [b for b in batches if b.measured.norms]
     numbers = whole_norms(
@@ -170,6 +165,19 @@ def _dense(params: Sequence[Tensor]) -> list[Tensor]:
     if any(grad.layout is not torch.strided for grad in grads):
         raise RuntimeError("the optimizer needs dense gradients, got a sparse one")
     return [grad if grad.dtype is torch.float32 else grad.float() for grad in locals_of(grads)]
+
+
+def _tensors(
+    members: Members, names: Sequence[str], noise: Key
+) -> list[Mapping[str, Tensor]]:
+    """Return the policy's tensors of the layers; what is compact is decoded when it is asked for."""
+    rows = zip(members.states, members.positions, members.layers, strict=True)
+    return [
+        CompactTensors(own, names, key_of(noise, index, members.shards[i]))
+        if is_compact(own)
+        else own
+        for own, index, i in rows
+    ]
 
 
 def _add_l1(group: Group, params: Sequence[Tensor], grads: list[Tensor]) -> Tensor:

@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Literal
 
 import torch
@@ -53,7 +52,7 @@ from marvin.settings import (
     guard_step,
 )
 from marvin.sgd import keep_momenta, moves_of
-from marvin.shards import Shard, is_sharded, local
+from marvin.shards import is_sharded, local
 
 __all__ = ["Quantized"]
 
@@ -235,7 +234,7 @@ class Quantized(WithMasters):
         if not batches:
             self._check_loss(loss)
             return loss
-        complete(batches, self.policy, self.shared, partial(self._key, self._counts.step + 1))
+        complete(batches, self.policy, self.shared, self._noise(self._counts.step + 1))
         mean = mean_over_ranks(loss, batches[0].norms.device)
         total, norms, numbers = read(batches, mean)
         if wrong := nonfinite(batches, total, norms, self._layout.names):
@@ -472,9 +471,9 @@ class Quantized(WithMasters):
                 if moments:
                     self.optimizer.state[self._masters[p]] = moments
 
-    def _key(self, step: int, index: int, shard: Shard) -> Key:
-        """Return the noise of a layer's own tensors in a step."""
-        return Key(self._seed, stream(Purpose.STATES, step, 2 * index + 1), shard.offset)
+    def _noise(self, step: int) -> Key:
+        """Return the noise of states in a step, from which that of each is counted."""
+        return Key(self._seed, stream(Purpose.STATES, step))
 
     def _leave_out(self, wrong: list[str]) -> None:
         self._observe_next()
@@ -540,11 +539,10 @@ class Quantized(WithMasters):
 
     def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keep what the policy made of a step; return what moved or has another format."""
-        trained = self._trained_layers()
+        trained, noise = self._trained_layers(), self._noise(self._counts.step)
         for layer in update.layers:
             own = trained[layer.index].state
-            key = self._key(self._counts.step, layer.index, layer.shard)
-            put_tensors(own, layer.tensors, key)
+            put_tensors(own, layer, noise)
             if own["layer"].fmt is not layer.record.fmt:
                 self._plans.rounding.clear()
             own["layer"] = layer.record
