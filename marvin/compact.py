@@ -136,76 +136,76 @@ class CompactTensors(Mapping[str, Tensor]):
 
     Args:
         own: The layer's state.
-        names: Of the tensors.
         key: Noise of what is added to them; None where nothing is.
-        new: What has new values already.
+        new: Those that have new values.
     """
 
     def __init__(
         self,
         own: StateDict,
-        names: Sequence[str],
         key: Key | None = None,
         new: Mapping[str, Tensor | Sum] = MappingProxyType({}),
     ) -> None:
-        held = {name: codes_of(own, name) for name in names if name + _CODES in own}
-        self.held: Mapping[str, Tensor | Codes | Sum] = {**held, **new}
-        self.own, self.key = own, key
+        self.own, self.key, self.new = own, key, new
 
     def __getitem__(self, name: str) -> Tensor:
-        value = self.held[name]
-        if isinstance(value, Sum):
-            return decode(value.before, "signed") + value.x
-        return decode(value, "signed") if isinstance(value, Codes) else value
+        value = self.new.get(name)
+        if value is None:
+            return _decoded(self.own, name, "signed")
+        return decode(value.before, "signed") + value.x if isinstance(value, Sum) else value
 
     def __contains__(self, name: object) -> bool:  # the mixin's decodes
-        return name in self.held
+        return name in self.new or f"{name}{_CODES}" in self.own
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.held)
+        names = [name for name in _names(self.own) if name != "master"]
+        return iter(dict.fromkeys([*names, *self.new]))
 
     def __len__(self) -> int:
-        return len(self.held)
+        return sum(1 for _ in self)
 
 
-def tensors_of(
-    own: StateDict, names: Sequence[str], new: Mapping[str, Tensor | Sum]
-) -> Mapping[str, Tensor]:
+def tensors_of(own: StateDict, new: Mapping[str, Tensor | Sum]) -> Mapping[str, Tensor]:
     """Return a policy's tensors of a layer, as the policy sees them in ``update``.
 
     Args:
         own: The layer's state.
-        names: Of those that a compact state has.
         new: What has new values.
     """
     if is_compact(own):
-        return CompactTensors(own, names, None, new)
+        return CompactTensors(own, None, new)
     return {k: v for k, v in own.items() if k != "master" and isinstance(v, Tensor)} | new
 
 
 def add_to_tensors(
     tensors: Sequence[Mapping[str, Tensor]], name: str, xs: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor | Sum], Sequence[Tensor]]:
-    """Add to one of a policy's tensors of each layer, out of place.
+    """Add to one of a policy's tensors of each layer, out of place, and measure the sums.
 
-    What is compact is decoded, added to, measured and encoded in one pass.
+    Where states are compact, all is done in one pass.
 
     Args:
-        tensors: As ``Policy.measure`` gets them.
+        tensors: As ``Policy.measure`` gets them, one or more.
         name: Of the tensor.
         xs: Of each layer, float32.
 
     Returns:
-        The sums, and their 2-norms, 0-d, ``accumulate_dtype``: one a layer each.
+        The sums, and their 2-norms, 0-d, ``accumulate_dtype``.
     """
-    found: dict[int, tuple[Tensor | Sum, Tensor]] = {}
-    for add, is_coded in ((_add_to_floats, False), (_add_to_codes, True)):
-        indices = [i for i, own in enumerate(tensors) if is_coded is isinstance(own, CompactTensors)]
-        if indices:
-            own, more = [tensors[i] for i in indices], [xs[i] for i in indices]
-            sums, norms = add(own, name, more)
-            found |= zip(indices, zip(sums, norms.unbind(), strict=True), strict=True)
-    return tuple(found[i][0] for i in range(len(xs))), tuple(found[i][1] for i in range(len(xs)))
+    dtype = accumulate_dtype(xs[0].device)
+    compact = [own for own in tensors if isinstance(own, CompactTensors)]
+    if not compact:
+        sums = foreach_add([own[name] for own in tensors], list(xs))
+        return sums, norms_many(sums, dtype=dtype).unbind()
+    lane = [*compact[0]].index(name)
+    before: list[Codes | Tensor] = []
+    noises: list[Noise | None] = []
+    for own in tensors:
+        is_coded = isinstance(own, CompactTensors)
+        before.append(codes_of(own.own, name) if is_coded else own[name])
+        noises.append(Noise(own.key, lane) if is_coded and own.key else None)
+    sums, norms = add_many(before, xs, noises, dtype=dtype)
+    return sums, norms.unbind()
 
 
 def key_of(noise: Key, index: int, shard: Shard) -> Key:
@@ -228,14 +228,17 @@ def put_tensors(own: StateDict, layer: Layer, noise: Key) -> None:
                 del own[name]
         own.update(tensors)
         return
-    for name in _names(own):
-        if name != "master" and name not in tensors:
-            del own[name + _CODES], own[name + _SCALES]
-    held = tensors.held if isinstance(tensors, CompactTensors) else tensors
-    for lane, (name, value) in enumerate(held.items()):
+    if isinstance(tensors, CompactTensors):
+        changed = tensors.new
+    else:
+        changed = tensors
+        for name in _names(own):
+            if name != "master" and name not in tensors:
+                del own[name + _CODES], own[name + _SCALES]
+    for lane, (name, value) in enumerate(changed.items()):
         if isinstance(value, Sum):
             _put(own, name, value.codes)
-        elif isinstance(value, Tensor):
+        else:
             key = key_of(noise, layer.index, layer.shard)
             _put(own, name, encode(value, "signed", Noise(key, lane)))
 
@@ -308,21 +311,6 @@ def moment_of(state: StateDict, name: str, master: Tensor, shard: Shard) -> Code
     if name + _CODES not in state:
         _put(state, name, zeros(local(master), _MOMENTS[name][0]), shard)
     return codes_of(state, name)
-
-
-def _add_to_floats(
-    tensors: Sequence[Mapping[str, Tensor]], name: str, xs: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Tensor]:
-    sums = foreach_add([own[name] for own in tensors], list(xs))
-    return sums, norms_many(sums, dtype=accumulate_dtype(sums[0].device))
-
-
-def _add_to_codes(
-    tensors: Sequence[CompactTensors], name: str, xs: Sequence[Tensor]
-) -> tuple[Sequence[Sum], Tensor]:
-    noises = [Noise(own.key, [*own.held].index(name)) for own in tensors]
-    codes = [codes_of(own.own, name) for own in tensors]
-    return add_many(codes, xs, noises, dtype=accumulate_dtype(xs[0].device))
 
 
 def _pack_moments(state: StateDict, shard: Shard, key: Key | None) -> None:

@@ -79,7 +79,6 @@ def complete(
     Where processes share parameters, that takes three collectives at most, whatever the number
     of layers: norms, penalties, and the policy's norms of what was normalised.
     """
-    names = policy.rules.tensors
     norms = whole_norms([b.norms for b in batches], [b.members.shards for b in batches])
     with_l1 = [b for b in batches if b.penalties is not None]
     penalties = sum_vectors(
@@ -95,8 +94,7 @@ def complete(
             batch.values = list(foreach_div(batch.values, divisors))
         members = batch.members
         grads = [batch.values[i] for i in members.layers]
-        tensors = _tensors(members, names, noise) if names else [{}] * len(grads)
-        batch.measured = policy.measure(shared, tensors, grads)
+        batch.measured = policy.measure(shared, _tensors(members, noise), grads)
     measured = [b for b in batches if b.measured.norms]
     numbers = whole_norms(
         [torch.stack(list(b.measured.norms)) for b in measured],
@@ -167,13 +165,11 @@ def _dense(params: Sequence[Tensor]) -> list[Tensor]:
     return [grad if grad.dtype is torch.float32 else grad.float() for grad in locals_of(grads)]
 
 
-def _tensors(
-    members: Members, names: Sequence[str], noise: Key
-) -> list[Mapping[str, Tensor]]:
+def _tensors(members: Members, noise: Key) -> list[Mapping[str, Tensor]]:
     """Return the policy's tensors of the layers; what is compact is decoded when it is asked for."""
     rows = zip(members.states, members.positions, members.layers, strict=True)
     return [
-        CompactTensors(own, names, key_of(noise, index, members.shards[i]))
+        CompactTensors(own, key_of(noise, index, members.shards[i]))
         if is_compact(own)
         else own
         for own, index, i in rows

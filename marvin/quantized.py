@@ -498,7 +498,7 @@ class Quantized(WithMasters):
             found.append(
                 layer.but(
                     record=own["layer"],
-                    tensors=tensors_of(own, self.policy.rules.tensors, new),
+                    tensors=tensors_of(own, new),
                     norm=norm,
                     measured=number,
                     inputs=inputs.get(index),

@@ -79,33 +79,35 @@ def zeros(like: Tensor, kind: Kind) -> Codes:
 
 
 def add_many(
-    codes: Sequence[Codes],
+    before: Sequence[Codes | Tensor],
     xs: Sequence[Tensor],
-    noises: Sequence[Noise],
+    noises: Sequence[Noise | None],
     *,
     dtype: torch.dtype = torch.float64,
-) -> tuple[list[Sum], Tensor]:
-    """Add tensors to what codes of kind ``"signed"`` mean, out of place.
+) -> tuple[Sequence[Sum | Tensor], Tensor]:
+    """Add tensors to what codes of kind ``"signed"`` mean, or to tensors, out of place.
 
-    One pass over memory on a CPU: there squares are added up in float64, in an order that does not
+    One pass over memory on a CPU. There squares are added up in float64, in an order that does not
     depend on the number of threads.
 
     Args:
-        codes: At least one.
+        before: Codes, or float32; at least one.
         xs: As many, of the same shapes, float32, any strides.
-        noises: Of the new codes.
+        noises: Of the new codes; None: to nearest, and where there are none.
         dtype: In which norms are added up where there is no kernel; on a CPU, float64.
 
     Returns:
-        The sums, and the 2-norms of them before they are rounded, ``(len(codes),)``.
+        The sums, and the 2-norms of them before they are rounded, ``(len(xs),)``.
     """
-    xs = [x.contiguous() for x in xs]
-    if dtype is torch.float64 and _has_kernel([*xs, *flattened(codes)]):
+    if dtype is torch.float64 and _has_kernel([*xs, *flattened(before)]):
         from fixedpoint_kernels.compact import cpu
 
-        made, norms = cpu.add_many(codes, [x.data_ptr() for x in xs], noises)
-        return list(map(Sum, made, codes, xs)), norms
-    return reference.add_many(codes, xs, noises, dtype)
+        xs = [x.contiguous() for x in xs]
+        before = [x.contiguous() if isinstance(x, Tensor) else x for x in before]
+        made, norms = cpu.add_many(before, xs, noises)
+        rows = zip(made, before, xs, strict=True)
+        return [Sum(*row) if isinstance(row[0], Codes) else row[0] for row in rows], norms
+    return reference.add_many(before, xs, noises, dtype)
 
 
 def step_many(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from fixedpoint_kernels.compact.records import (
     Moves,
     Noise,
     Sgd,
+    block_shape,
     blocks_of,
+    flattened,
 )
 from fixedpoint_kernels.compact.targets import Tables
 from fixedpoint_kernels.formats import FixedPoint
@@ -209,15 +212,15 @@ def _decode(codes, itemsize, scales, values, shape, kind):
 
 
 @inlined
-def _add(pointers, where, rule, work):
-    """Add to some blocks, and encode them; return the sum of the squares.
+def _add_codes(places, where, rule, work):
+    """Add to some blocks of codes, and encode them; return the sum of the squares.
 
-    pointers (5,) int64; where: blocks, of a row and columns, the first and the one behind the last;
-    rule: factor of the noise, and half of a step; work: addresses of sums, float32, of the
-    magnitudes' bits, and of the first block's noise.
+    places: addresses of codes and scales, new ones, and of what is added; where: blocks, of a row and
+    columns, the first and the one behind the last; rule: factor of the noise, and half of a step;
+    work: addresses of sums, float32, of the magnitudes' bits, and of the first block's noise.
     """
     blocks, (count, columns), first, stop = where
-    old, fresh = floats(pointers[1], blocks), floats(pointers[4], blocks)
+    old, fresh = floats(places[1], blocks), floats(places[3], blocks)
     sums, tops = work[0], carray(pointer_to(work[1]), 16, np.int32)
     begin, total = _span(first, count, columns)[0], 0.0
     many = min(max(_GROUP // max(min(columns, BLOCK), 1), 1), 16)
@@ -225,35 +228,42 @@ def _add(pointers, where, rule, work):
         origin, last = _span(at, count, columns)[0], min(at + many, stop)
         for block in range(at, last):
             start, n = _span(block, count, columns)
-            places = pointers[0] + start, pointers[2] + 4 * start, sums + 4 * (start - origin)
-            tops[block - at], squares = states.add(places, n, old[block])
+            own = places[0] + start, places[4] + 4 * start, sums + 4 * (start - origin)
+            tops[block - at], squares = states.add_to_signed(own, n, old[block])
             total += squares
         for block in range(at, last):
             start, n = _span(block, count, columns)
-            drawn = work[2] + 2 * (start - begin)
-            places = sums + 4 * (start - origin), pointers[3] + start, drawn
-            _put_signed(places, n, tops[block - at], fresh, block, rule)
+            own = sums + 4 * (start - origin), places[2] + start, work[2] + 2 * (start - begin)
+            _put_signed(own, n, tops[block - at], fresh, block, rule)
     return total
 
 
 def _add_many(pointers, shapes, noise, tasks, squares):
-    # pointers (t, 5) int64: codes and scales, what is added, new codes and scales; shapes (t, 3) int64:
-    # blocks, of a row, columns; noise (t, 4) int64: seed, stream, offset, factor; tasks (k, 3)
-    # int64: tensor, first block and one behind the last; squares (k,) float64
+    # pointers (3, t, 2) int64: codes and scales, or float32 and 0; new ones; what is added, and 0; shapes
+    # (t, 3) int64: blocks, of a row, columns; noise (t, 4) int64: seed, stream, offset, factor; tasks
+    # (k, 3) int64: tensor, first block and one behind the last; squares (k,) float64
     for task in prange(tasks.shape[0]):
         tensor, first, stop = tasks[task, 0], tasks[task, 1], tasks[task, 2]
         shape = shapes[tensor, 1], shapes[tensor, 2]
         begin = _span(first, shape[0], shape[1])[0]
         last, n = _span(stop - 1, shape[0], shape[1])
-        memory = np.empty(_GROUP + 32 + _NOISE // 2 + 16, np.float32)
-        sums = (_data_of(memory) + 63) & -64  # vectors within lines of the cache
-        tops, drawn = sums + 4 * _GROUP, sums + 4 * _GROUP + 64
-        seed, stream, offset = noise[tensor, 0], noise[tensor, 1], noise[tensor, 2]
-        drawn += 2 * _draw(drawn, last + n - begin, offset + begin, seed, stream)
-        where = shapes[tensor, 0], shape, first, stop
-        rule = np.int32(noise[tensor, 3]), _HALF
-        squares[task] = _add(pointers[tensor], where, rule, (sums, tops, drawn))
-        keep(memory)
+        n += last - begin
+        old, fresh, x = pointers[0, tensor, 0], pointers[1, tensor, 0], pointers[2, tensor, 0]
+        if pointers[0, tensor, 1]:
+            memory = np.empty(_GROUP + 32 + _NOISE // 2 + 16, np.float32)
+            sums = (_data_of(memory) + 63) & -64  # vectors within lines of the cache
+            drawn, seed, stream = sums + 4 * _GROUP + 64, noise[tensor, 0], noise[tensor, 1]
+            lead = _draw(drawn, n, noise[tensor, 2] + begin, seed, stream)
+            work = sums, sums + 4 * _GROUP, drawn + 2 * lead
+            places = old, pointers[0, tensor, 1], fresh, pointers[1, tensor, 1], x
+            where = shapes[tensor, 0], shape, first, stop
+            factor = np.int32(noise[tensor, 3])
+            rule = factor, _HALF if factor else np.float32(0.5)
+            squares[task] = _add_codes(places, where, rule, work)
+            keep(memory)
+        else:
+            at = 4 * begin
+            squares[task] = states.add_to_floats((old + at, x + at, fresh + at), n, _ONE)[1]
 
 
 @inlined
@@ -414,27 +424,46 @@ def decode(codes: Codes, kind: Kind) -> Tensor:
 
 
 def add_many(
-    codes: Sequence[Codes], xs: Sequence[int], noises: Sequence[Noise]
-) -> tuple[list[Codes], Tensor]:
-    """See ``fixedpoint_kernels.compact.add_many``; ``xs``: addresses. Returns new codes, and norms."""
-    made = [Codes(torch.empty_like(x), torch.empty_like(scales)) for x, scales in codes]
-    shapes, tasks, elements = _shapes(tuple(own.codes.shape for own in codes))
-    places = [
-        (*(x.data_ptr() for x in own), x, *(x.data_ptr() for x in new))
-        for own, x, new in zip(codes, xs, made, strict=True)
-    ]
-    noise = [(*key, FACTORS[lane]) for key, lane in noises]
-    squares = np.empty(len(tasks))
-    kernel = _add_parallel if is_parallel(elements) else _add_serial
-    kernel(np.array(places, np.int64), shapes, np.array(noise, np.int64), tasks, squares)
-    return made, torch.from_numpy(np.sqrt(np.bincount(tasks[:, 0], squares, len(codes))))
+    before: Sequence[Codes | Tensor], xs: Sequence[Tensor], noises: Sequence[Noise | None]
+) -> tuple[list[Codes | Tensor], Tensor]:
+    """Return new codes or tensors, and norms; see ``compact.add_many``; all are contiguous."""
+    coded = [isinstance(x, Codes) for x in before]
+    plan, own = _plan(tuple(x.shape for x in xs), tuple(coded)), flattened(before)
+    made = [torch.empty_like(x) for x in own]
+    pointers = np.zeros((3, 2 * len(xs)), np.int64)
+    pointers[0, plan.places], pointers[1, plan.places] = map(_addresses, (own, made))
+    pointers[2, ::2] = _addresses(xs)
+    noise = [(*own.key, FACTORS[own.lane]) if own else (0, 0, 0, 0) for own in noises]
+    squares = np.empty(len(plan.tasks))
+    kernel = _add_parallel if is_parallel(plan.elements) else _add_serial
+    kernel(pointers.reshape(3, -1, 2), plan.shapes, np.array(noise, np.int64), plan.tasks, squares)
+    norms = np.sqrt(np.bincount(plan.tasks[:, 0], squares, len(xs)))
+    parts = iter(made)
+    sums = [Codes(next(parts), next(parts)) if is_coded else next(parts) for is_coded in coded]
+    return sums, torch.from_numpy(norms)
+
+
+class _Plan(NamedTuple):
+    """Of ``add_many``: see ``_add_many``; places: of the addresses in a row of ``pointers``."""
+
+    places: list[int]
+    shapes: np.ndarray
+    tasks: np.ndarray
+    elements: int
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
-def _shapes(sizes: tuple[torch.Size, ...]) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return blocks, blocks of a row and columns of each tensor, pieces of work, and all elements."""
-    rows = [(size[0] * (count := blocks_of(size)[1]), count, size[1:].numel()) for size in sizes]
-    return np.array(rows, np.int64), _tasks(tuple(rows)), sum(size.numel() for size in sizes)
+def _plan(sizes: tuple[torch.Size, ...], coded: tuple[bool, ...]) -> _Plan:
+    rows = [
+        block_shape(size, is_coded=own) for size, own in zip(sizes, coded, strict=True)
+    ]
+    pairs = [(2 * i, 2 * i + 1)[: 1 + is_coded] for i, is_coded in enumerate(coded)]
+    places = [place for pair in pairs for place in pair]
+    return _Plan(places, np.array(rows, np.int64), _tasks(tuple(rows)), sum(map(torch.Size.numel, sizes)))
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [x.data_ptr() for x in tensors]
 
 
 def step_many(

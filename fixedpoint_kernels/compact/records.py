@@ -20,6 +20,7 @@ __all__ = [
     "Row",
     "Sgd",
     "Sum",
+    "block_shape",
     "blocks_of",
     "flattened",
 ]
@@ -147,3 +148,15 @@ def flattened(parts: Iterable[Codes | Tensor]) -> list[Tensor]:
 def blocks_of(shape: torch.Size) -> tuple[int, int]:
     """Return the rows of a tensor of two or more dimensions, and the blocks of each."""
     return shape[0], -(-shape[1:].numel() // BLOCK)
+
+
+def block_shape(shape: torch.Size, *, is_coded: bool) -> tuple[int, int, int]:
+    """Return how a kernel sees a tensor: its blocks, those of a row, and the columns.
+
+    Without codes it is one row.
+    """
+    if is_coded:
+        rows, count = blocks_of(shape)
+        return rows * count, count, shape[1:].numel()
+    count = -(-shape.numel() // BLOCK)
+    return count, count, shape.numel()

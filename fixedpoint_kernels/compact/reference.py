@@ -57,13 +57,17 @@ def decode(codes: Codes, kind: Kind) -> Tensor:
 
 
 def add_many(
-    codes: Sequence[Codes], xs: Sequence[Tensor], noises: Sequence[Noise], dtype: torch.dtype
-) -> tuple[list[Sum], Tensor]:
+    before: Sequence[Codes | Tensor],
+    xs: Sequence[Tensor],
+    noises: Sequence[Noise | None],
+    dtype: torch.dtype,
+) -> tuple[list[Sum | Tensor], Tensor]:
     """See ``fixedpoint_kernels.compact.add_many``."""
     sums, norms = [], []
-    for own, x, noise in zip(codes, xs, noises, strict=True):
-        values = decode(own, "signed") + x
-        sums.append(Sum(encode(values, "signed", noise), own, x))
+    for own, x, noise in zip(before, xs, noises, strict=True):
+        values = (decode(own, "signed") if isinstance(own, Codes) else own) + x
+        is_coded = isinstance(own, Codes)
+        sums.append(Sum(encode(values, "signed", noise), own, x) if is_coded else values)
         norms.append(vector_norm(values, dtype=dtype))
     return sums, torch.stack(norms)
 

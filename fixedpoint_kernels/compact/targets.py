@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.compact.records import BLOCK, Codes, Row, blocks_of, flattened
+from fixedpoint_kernels.compact.records import Codes, Row, block_shape, flattened
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import places_on_cpu
 
@@ -103,9 +103,5 @@ def _pair(part: Codes | Tensor) -> tuple[int, int]:
 
 
 def _sizes(row: Row) -> tuple[int, ...]:
-    shape, size = row.weight.shape, row.weight.numel()
-    if isinstance(row.master, Codes):
-        count = blocks_of(shape)[1]
-        return size, row.offset, shape[0] * count, count, shape[1:].numel(), len(row.moments)
-    count = -(-size // BLOCK)
-    return size, row.offset, count, count, size, len(row.moments)
+    shape = block_shape(row.weight.shape, is_coded=isinstance(row.master, Codes))
+    return row.weight.numel(), row.offset, *shape, len(row.moments)

@@ -13,8 +13,9 @@ from numba.core import cgutils
 
 from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic, prefetch
 
-__all__ = ["LANES", "adam", "add", "decode_fixed", "decode_signed", "decode_squares"]
-__all__ += ["encode_fixed", "encode_signed", "encode_squares", "momentum", "sgd", "top"]
+__all__ = ["LANES", "adam", "add_to_floats", "add_to_signed", "decode_fixed", "decode_signed"]
+__all__ += ["decode_squares", "encode_fixed", "encode_signed", "encode_squares", "momentum", "sgd"]
+__all__ += ["top"]
 
 LANES = 16
 AHEAD = 1024  # elements
@@ -49,6 +50,10 @@ class _Lanes:
     def _pointer(self, address: Any, element: Any) -> Any:
         pointer = self.builder.inttoptr(address, element.as_pointer())
         return self.builder.gep(pointer, [self.at])
+
+    def floats(self, values: Any, _scale: Any) -> Vector:
+        """Return values that are no codes."""
+        return self.load(values, F32)
 
     def fixed(self, codes: Any, scale: Any) -> Vector:
         """Return what codes of masters mean."""
@@ -184,37 +189,39 @@ decode_fixed, decode_signed, decode_squares = map(
 )
 
 
-@intrinsic
-def add(_context, addresses, n, scale):
-    """Add values to what signed codes mean.
+def _add_to(mean: Callable[[_Lanes, Any, Any], Vector], itemsize: int) -> Any:
+    """Return an intrinsic that adds values to what a block means.
 
-    Args:
-        addresses: Of codes, values, and where the sums go, float32.
-        n: Elements.
-        scale: Of the codes.
-
-    Returns:
-        Largest magnitude's bits of the sums, and the sum of their squares.
+    Its arguments: addresses of the block, the values, and where the sums go, float32; elements; scale. It
+    returns the largest magnitude's bits of the sums, and the sum of their squares.
     """
-    signature = types.Tuple((types.int32, types.float64))(addresses, n, scale)
 
-    def codegen(context, builder, signature, args):
-        (codes, values, sums), (count,), (own_scale,) = _unpacked(builder, args)
-        high, squares = _Top(builder), _Squares(builder)
+    @intrinsic
+    def add(_context, addresses, n, scale):
+        signature = types.Tuple((types.int32, types.float64))(addresses, n, scale)
 
-        def move(own: _Lanes) -> None:
-            for place, itemsize in ((codes, 1), (values, 4)):
-                own.fetch(place, itemsize)
-            new = own.signed(codes, own_scale) + own.load(values, F32)
-            own.store(new, sums)
-            high.see(new, own.where)
-            squares.see(new)  # lanes that are not loaded are 0
+        def codegen(context, builder, signature, args):
+            (before, values, sums), (count,), (own_scale,) = _unpacked(builder, args)
+            high, squares = _Top(builder), _Squares(builder)
 
-        _each(builder, count, move)
-        found = [high.value(), squares.value()]
-        return context.make_tuple(builder, signature.return_type, found)
+            def step(own: _Lanes) -> None:
+                for place, size in ((before, itemsize), (values, 4)):
+                    own.fetch(place, size)
+                new = mean(own, before, own_scale) + own.load(values, F32)
+                own.store(new, sums)
+                high.see(new, own.where)
+                squares.see(new)  # lanes that are not loaded are 0
 
-    return signature, codegen
+            _each(builder, count, step)
+            found = [high.value(), squares.value()]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return add
+
+
+add_to_signed, add_to_floats = _add_to(_Lanes.signed, 1), _add_to(_Lanes.floats, 4)
 
 
 def _gradient(own: _Lanes, grad: Any, value: Vector, decay: Vector) -> Vector:
