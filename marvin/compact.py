@@ -37,6 +37,7 @@ __all__ = [
     "key_of",
     "layer_of",
     "master_of",
+    "names_of_master",
     "moment_of",
     "placeholder",
     "put_master",
@@ -108,6 +109,11 @@ def is_compact(own: StateDict) -> bool:
 def master_of(own: StateDict) -> Tensor:
     """Return a parameter's float32 master, as this process holds it."""
     return _decoded(own, "master", "fixed") if is_compact(own) else own["master"]
+
+
+def names_of_master(own: StateDict) -> tuple[str, ...]:
+    """Return under which names a parameter's state has the tensors of its master."""
+    return ("master" + _CODES, "master" + _SCALES) if is_compact(own) else ("master",)
 
 
 def put_master(own: StateDict, values: Tensor) -> None:

@@ -509,7 +509,7 @@ class Quantized(WithMasters):
     def _move(self, batches: Sequence[Gradients], update: Update) -> None:
         """Move the masters, keep what the policy made of the step, and write the weights."""
         moved = [p for batch in batches for p in batch.members.params]
-        if any(batch.members.compact for batch in batches):
+        if any(any(batch.members.compact) for batch in batches):
             self._move_compact(batches, update, moved)
             return
         moves = moves_of(self.optimizer, batches)
@@ -529,13 +529,14 @@ class Quantized(WithMasters):
         """Do as ``_move`` does where masters are compact."""
         written = self._keep(update, moved)
         is_fixed = self._rounding(written).is_fixed
-        rows = moves_of_compact(self.optimizer, batches) if is_fixed else None
-        if rows is None or len(rows) < len(moved):
-            self._update(batches, rows or {})
-        if rows is None:
+        moves = moves_of_compact(self.optimizer, batches) if is_fixed else None
+        done = moves.rows if moves else []
+        if len(done) < len(moved):
+            self._update(batches, {id(moved[row]) for row in done})
+        if moves is None:
             self._write(written, Purpose.WEIGHTS)
         else:
-            self._write_rows(written, rows)
+            self._write_compact(written, moved, moves)
 
     def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keep what the policy made of a step; return what moved or has another format."""
@@ -564,13 +565,13 @@ class Quantized(WithMasters):
         masters, grads = [], []
         for batch in batches:
             members = batch.members
-            rows = zip(members.params, members.masters, members.shards, batch.values, strict=True)
-            for p, master, shard, grad in rows:
+            own = members.params, members.masters, members.shards, members.compact
+            for p, master, shard, is_coded, grad in zip(*own, batch.values, strict=True):
                 if id(p) in done:
                     continue
                 masters.append(master)
                 grads.append(shard.to_dtensor(grad))
-                if p in members.compact:
+                if is_coded:
                     position = self._layout.positions[p]
                     compact.append(CompactMember(master, self.state[p], shard, position))
         with (

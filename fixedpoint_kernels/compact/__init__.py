@@ -148,7 +148,7 @@ def step_many(
             from fixedpoint_kernels.compact import cpu
 
             if cpu.has_bits_of_torch():
-                torch.autograd.graph.increment_version(targets.written())
+                torch.autograd.graph.increment_version(targets.written)
                 grads = places.xs if places else ()
                 key = rounding, seed, stream, noise
                 cpu.step_many(tables, moves, grads, key)

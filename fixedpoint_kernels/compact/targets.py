@@ -41,6 +41,9 @@ class Targets:
 
     Args:
         rows: The parameters; no two share memory.
+
+    Attributes:
+        written: What others may look at: weights, and masters and moments that are float32.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -49,6 +52,12 @@ class Targets:
         self._tensors += [row.weight for row in rows]
         self._tensors += flattened(x for row in rows for x in row.moments)
         self._floats = [x for x in self._tensors if x.dtype is torch.float32]
+        self.written = [
+            x
+            for row in self.rows
+            for x in (row.weight, row.master, *row.moments)
+            if isinstance(x, Tensor)
+        ]
         self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._tables: Tables | None = None
 
@@ -62,15 +71,6 @@ class Targets:
         if now != self._seen or not all(map(Tensor.is_contiguous, self._tensors)):
             self._seen, self._tables = now, self._looked_up()
         return self._tables
-
-    def written(self) -> list[Tensor]:
-        """Return what others may look at: weights, and masters and moments that are float32."""
-        return [
-            x
-            for row in self.rows
-            for x in (row.weight, row.master, *row.moments)
-            if isinstance(x, Tensor)
-        ]
 
     def _looked_up(self) -> Tables | None:
         codes = [x for x in self._tensors if x.dtype is not torch.float32]
