@@ -17,13 +17,14 @@ from marvin.sgd import SGD
 __all__ = ["Moved", "moves_of_compact"]
 
 _ADAMS = torch.optim.Adam, torch.optim.AdamW
-_Row = tuple[int, Sgd | Adam, tuple[Codes | Tensor, ...]]  # position in a group, move, moments
+_Moments = tuple[Codes | Tensor, ...]
+_Row = tuple[int, Tensor, Sgd | Adam, _Moments]  # see ``Moved``
 
 
 class Moved(NamedTuple):
     """What moves in one pass with the rounding, and how; compact states without a float32 copy.
 
-    Lists of one length.
+    Sequences of one length.
 
     Args:
         rows: Positions among the parameters that have a gradient, group by group, ascending.
@@ -32,10 +33,10 @@ class Moved(NamedTuple):
         moments: What this process holds of them.
     """
 
-    rows: list[int]
-    grads: list[Tensor]
-    moves: list[Sgd | Adam]
-    moments: list[tuple[Codes | Tensor, ...]]
+    rows: Sequence[int]
+    grads: Sequence[Tensor]
+    moves: Sequence[Sgd | Adam]
+    moments: Sequence[_Moments]
 
 
 def moves_of_compact(optimizer: Optimizer, batches: Sequence[Gradients]) -> Moved | None:
@@ -58,24 +59,21 @@ def moves_of_compact(optimizer: Optimizer, batches: Sequence[Gradients]) -> Move
         return None
     if not all(_is_plain(batch.group, kind) for batch in batches):
         return None
-    moves_of_group = _adam_moves if isinstance(optimizer, _ADAMS) else _sgd_moves
-    found, first = Moved([], [], [], []), 0
+    of_group = _adam_moves if isinstance(optimizer, _ADAMS) else _sgd_moves
+    found: list[_Row] = []
+    first = 0
     for batch in batches:
-        for row, move, moments in moves_of_group(optimizer, batch):
-            found.rows.append(first + row)
-            found.grads.append(batch.values[row])
-            found.moves.append(move)
-            found.moments.append(moments)
+        found += of_group(optimizer, batch, first)
         first += len(batch.values)
-    return found
+    return Moved(*zip(*found, strict=True)) if found else Moved((), (), (), ())
 
 
-def _sgd_moves(optimizer: Optimizer, batch: Gradients) -> Iterator[_Row]:
+def _sgd_moves(optimizer: Optimizer, batch: Gradients, first: int) -> Iterator[_Row]:
     group, members, name = batch.group, batch.members, "momentum_buffer"
     own = (group[name] for name in ("momentum", "weight_decay", "nesterov"))
     move, moments = Sgd(float(group["lr"]), *own), ()
-    rows = zip(members.masters, members.shards, members.compact, strict=True)
-    for row, (master, shard, is_coded) in enumerate(rows):
+    rows = zip(batch.values, members.masters, members.shards, members.compact, strict=True)
+    for row, (grad, master, shard, is_coded) in enumerate(rows, first):
         if move.momentum:
             state = optimizer.state[master]
             if is_coded:
@@ -85,22 +83,22 @@ def _sgd_moves(optimizer: Optimizer, batch: Gradients) -> Iterator[_Row]:
             else:
                 continue
         if is_coded or shard.group is None:
-            yield row, move, moments
+            yield row, grad, move, moments
 
 
-def _adam_moves(optimizer: Optimizer, batch: Gradients) -> Iterator[_Row]:
+def _adam_moves(optimizer: Optimizer, batch: Gradients, first: int) -> Iterator[_Row]:
     group, members = batch.group, batch.members
     options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
     options |= {"lr": float(group["lr"]), "decoupled": group["decoupled_weight_decay"]}
-    rows = zip(members.masters, members.shards, members.compact, strict=True)
-    for row, (master, shard, is_coded) in enumerate(rows):
+    rows = zip(batch.values, members.masters, members.shards, members.compact, strict=True)
+    for row, (grad, master, shard, is_coded) in enumerate(rows, first):
         if not is_coded:
             continue
         state = optimizer.state[master]
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
         move = Adam(**options, step=int(state["step"]))
         names = "exp_avg", "exp_avg_sq"
-        yield row, move, tuple(moment_of(state, n, master, shard) for n in names)
+        yield row, grad, move, tuple(moment_of(state, n, master, shard) for n in names)
 
 
 def _is_plain(group: Group, kind: type[Optimizer]) -> bool:

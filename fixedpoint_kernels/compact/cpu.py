@@ -431,24 +431,25 @@ def add_many(
     plan, own = _plan(tuple(x.shape for x in xs), tuple(coded)), flattened(before)
     made = [torch.empty_like(x) for x in own]
     pointers = np.zeros((3, 2 * len(xs)), np.int64)
-    pointers[0, plan.places], pointers[1, plan.places] = map(_addresses, (own, made))
+    pointers[:2, plan.places] = _addresses(own), _addresses(made)
     pointers[2, ::2] = _addresses(xs)
     noise = [(*own.key, FACTORS[own.lane]) if own else (0, 0, 0, 0) for own in noises]
     squares = np.empty(len(plan.tasks))
     kernel = _add_parallel if is_parallel(plan.elements) else _add_serial
     kernel(pointers.reshape(3, -1, 2), plan.shapes, np.array(noise, np.int64), plan.tasks, squares)
-    norms = np.sqrt(np.bincount(plan.tasks[:, 0], squares, len(xs)))
+    norms = np.sqrt(np.bincount(plan.owners, squares, len(xs)))
     parts = iter(made)
     sums = [Codes(next(parts), next(parts)) if is_coded else next(parts) for is_coded in coded]
     return sums, torch.from_numpy(norms)
 
 
 class _Plan(NamedTuple):
-    """Of ``add_many``: see ``_add_many``; places: of the addresses in a row of ``pointers``."""
+    """Of ``add_many``: see ``_add_many``; places: of the addresses in a row of ``pointers``; owners: of tasks."""
 
-    places: list[int]
+    places: np.ndarray
     shapes: np.ndarray
     tasks: np.ndarray
+    owners: np.ndarray
     elements: int
 
 
@@ -458,8 +459,10 @@ def _plan(sizes: tuple[torch.Size, ...], coded: tuple[bool, ...]) -> _Plan:
         block_shape(size, is_coded=own) for size, own in zip(sizes, coded, strict=True)
     ]
     pairs = [(2 * i, 2 * i + 1)[: 1 + is_coded] for i, is_coded in enumerate(coded)]
-    places = [place for pair in pairs for place in pair]
-    return _Plan(places, np.array(rows, np.int64), _tasks(tuple(rows)), sum(map(torch.Size.numel, sizes)))
+    places, tasks = [place for pair in pairs for place in pair], _tasks(tuple(rows))
+    elements = sum(map(torch.Size.numel, sizes))
+    shapes, owners = np.array(rows, np.int64), np.ascontiguousarray(tasks[:, 0])
+    return _Plan(np.array(places), shapes, tasks, owners, elements)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:

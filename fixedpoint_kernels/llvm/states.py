@@ -73,7 +73,7 @@ class _Lanes:
     def chance(self, noise: Any, factor: Any, half: Any) -> Vector:
         """Return what a distance is compared with; see ``reference._chances``."""
         own = Vector.load(self.builder, self._pointer(noise, I16), LANES)
-        part = (own.converted(I32) * self.splat(factor) & 0xFFFF).converted(F32)
+        part = (own * self.splat(self.builder.trunc(factor, I16))).converted(I32).converted(F32)
         return part.fused(part.constant(2.0**-16), self.splat(half))
 
 
