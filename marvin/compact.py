@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels.compact import Codes, Kind, Noise, Sum, add_many, decode, encode, zeros
 from fixedpoint_kernels._torch_private import foreach_add
+from fixedpoint_kernels.compact import Codes, Kind, Noise, Sum, add_many, decode, encode, zeros
 from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.philox import Key
 from marvin.noise import Purpose, stream
@@ -37,8 +37,8 @@ __all__ = [
     "key_of",
     "layer_of",
     "master_of",
-    "names_of_master",
     "moment_of",
+    "names_of_master",
     "placeholder",
     "put_master",
     "put_tensors",
@@ -160,9 +160,6 @@ class CompactTensors(Mapping[str, Tensor]):
             return _decoded(self.own, name, "signed")
         return decode(value.before, "signed") + value.x if isinstance(value, Sum) else value
 
-    def __contains__(self, name: object) -> bool:  # the mixin's decodes
-        return name in self.new or f"{name}{_CODES}" in self.own
-
     def __iter__(self) -> Iterator[str]:
         names = [name for name in _names(self.own) if name != "master"]
         return iter(dict.fromkeys([*names, *self.new]))
@@ -180,7 +177,8 @@ def tensors_of(own: StateDict, new: Mapping[str, Tensor | Sum]) -> Mapping[str, 
     """
     if is_compact(own):
         return CompactTensors(own, None, new)
-    return {k: v for k, v in own.items() if k != "master" and isinstance(v, Tensor)} | new
+    values = [*own.items(), *new.items()]
+    return {k: v for k, v in values if k != "master" and isinstance(v, Tensor)}
 
 
 def add_to_tensors(

@@ -169,9 +169,7 @@ def _tensors(members: Members, noise: Key) -> list[Mapping[str, Tensor]]:
     """Return the policy's tensors of the layers; what is compact is decoded when it is asked for."""
     rows = zip(members.states, members.positions, members.layers, strict=True)
     return [
-        CompactTensors(own, key_of(noise, index, members.shards[i]))
-        if is_compact(own)
-        else own
+        CompactTensors(own, key_of(noise, index, members.shards[i])) if is_compact(own) else own
         for own, index, i in rows
     ]
 

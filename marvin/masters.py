@@ -1,7 +1,7 @@
 """Float32 masters, the weights that are rounded from them, and what is asked about their formats."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

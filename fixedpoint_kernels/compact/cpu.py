@@ -18,6 +18,7 @@ from fixedpoint_kernels.compact.records import (
     Moves,
     Noise,
     Sgd,
+    Sum,
     block_shape,
     blocks_of,
     flattened,
@@ -42,6 +43,7 @@ _PIECE = TASK - 2 * _WORDS  # elements of a task, at most: rounding then takes t
 _NOISE = TASK + 2 * _WORDS + states.LANES  # parts of a task's noise, and of a vector more
 _GROUP = 1024  # elements that are moved before they are encoded
 _MEMORY = TASK + 2 * _GROUP + 64 + _NOISE // 2  # float32 that a task works in
+_ADDED = _GROUP + 48 + _NOISE // 2  # the same, of what is only added to
 _KINDS = {"fixed": 0, "signed": 1, "squares": 2}
 _INFINITY = np.int32(0x7F800000)  # the bits of
 _ONE = np.float32(1.0)
@@ -250,7 +252,7 @@ def _add_many(pointers, shapes, noise, tasks, squares):
         n += last - begin
         old, fresh, x = pointers[0, tensor, 0], pointers[1, tensor, 0], pointers[2, tensor, 0]
         if pointers[0, tensor, 1]:
-            memory = np.empty(_GROUP + 32 + _NOISE // 2 + 16, np.float32)
+            memory = np.empty(_ADDED, np.float32)
             sums = (_data_of(memory) + 63) & -64  # vectors within lines of the cache
             drawn, seed, stream = sums + 4 * _GROUP + 64, noise[tensor, 0], noise[tensor, 1]
             lead = _draw(drawn, n, noise[tensor, 2] + begin, seed, stream)
@@ -425,8 +427,8 @@ def decode(codes: Codes, kind: Kind) -> Tensor:
 
 def add_many(
     before: Sequence[Codes | Tensor], xs: Sequence[Tensor], noises: Sequence[Noise | None]
-) -> tuple[list[Codes | Tensor], Tensor]:
-    """Return new codes or tensors, and norms; see ``compact.add_many``; all are contiguous."""
+) -> tuple[list[Sum | Tensor], Tensor]:
+    """See ``fixedpoint_kernels.compact.add_many``; all is contiguous."""
     coded = [isinstance(x, Codes) for x in before]
     plan, own = _plan(tuple(x.shape for x in xs), tuple(coded)), flattened(before)
     made = [torch.empty_like(x) for x in own]
@@ -439,12 +441,23 @@ def add_many(
     kernel(pointers.reshape(3, -1, 2), plan.shapes, np.array(noise, np.int64), plan.tasks, squares)
     norms = np.sqrt(np.bincount(plan.owners, squares, len(xs)))
     parts = iter(made)
-    sums = [Codes(next(parts), next(parts)) if is_coded else next(parts) for is_coded in coded]
+    sums = [
+        Sum(Codes(next(parts), next(parts)), x, more) if isinstance(x, Codes) else next(parts)
+        for x, more in zip(before, xs, strict=True)
+    ]
     return sums, torch.from_numpy(norms)
 
 
 class _Plan(NamedTuple):
-    """Of ``add_many``: see ``_add_many``; places: of the addresses in a row of ``pointers``; owners: of tasks."""
+    """Of ``add_many``; see ``_add_many``.
+
+    Args:
+        places: Of the addresses in a row of ``pointers``.
+        shapes: Of the tensors.
+        tasks: Pieces of work.
+        owners: The tensor of each.
+        elements: Of all tensors.
+    """
 
     places: np.ndarray
     shapes: np.ndarray
@@ -455,9 +468,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
 def _plan(sizes: tuple[torch.Size, ...], coded: tuple[bool, ...]) -> _Plan:
-    rows = [
-        block_shape(size, is_coded=own) for size, own in zip(sizes, coded, strict=True)
-    ]
+    rows = [block_shape(size, is_coded=own) for size, own in zip(sizes, coded, strict=True)]
     pairs = [(2 * i, 2 * i + 1)[: 1 + is_coded] for i, is_coded in enumerate(coded)]
     places, tasks = [place for pair in pairs for place in pair], _tasks(tuple(rows))
     elements = sum(map(torch.Size.numel, sizes))
