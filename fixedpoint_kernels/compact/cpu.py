@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -240,26 +241,27 @@ def _add_codes(places, where, rule, work):
     return total
 
 
-def _add_many(pointers, shapes, noise, tasks, squares):
-    # pointers (3, t, 2) int64: codes and scales, or float32 and 0; new ones; what is added, and 0; shapes
-    # (t, 3) int64: blocks, of a row, columns; noise (t, 4) int64: seed, stream, offset, factor; tasks
-    # (k, 3) int64: tensor, first block and one behind the last; squares (k,) float64
+def _add_many(addresses, table, noise, tasks, squares):
+    # addresses int64: see ``_Plan``; table (t, 5) int64: blocks, of a row, columns, place among the
+    # addresses, whether there are codes; noise (t, 4) int64: seed, stream, offset, factor; tasks (k, 3)
+    # int64: tensor, first block and one behind the last; squares (k,) float64
+    parts = (addresses.size - table.shape[0]) // 2  # of all tensors
     for task in prange(tasks.shape[0]):
         tensor, first, stop = tasks[task, 0], tasks[task, 1], tasks[task, 2]
-        shape = shapes[tensor, 1], shapes[tensor, 2]
+        shape, place = (table[tensor, 1], table[tensor, 2]), table[tensor, 3]
         begin = _span(first, shape[0], shape[1])[0]
         last, n = _span(stop - 1, shape[0], shape[1])
         n += last - begin
-        old, fresh, x = pointers[0, tensor, 0], pointers[1, tensor, 0], pointers[2, tensor, 0]
-        if pointers[0, tensor, 1]:
+        old, fresh = addresses[place], addresses[parts + place]
+        x = addresses[2 * parts + tensor]
+        if table[tensor, 4]:
             memory = np.empty(_ADDED, np.float32)
             sums = (_data_of(memory) + 63) & -64  # vectors within lines of the cache
             drawn, seed, stream = sums + 4 * _GROUP + 64, noise[tensor, 0], noise[tensor, 1]
             lead = _draw(drawn, n, noise[tensor, 2] + begin, seed, stream)
             work = sums, sums + 4 * _GROUP, drawn + 2 * lead
-            places = old, pointers[0, tensor, 1], fresh, pointers[1, tensor, 1], x
-            where = shapes[tensor, 0], shape, first, stop
-            factor = np.int32(noise[tensor, 3])
+            places = old, addresses[place + 1], fresh, addresses[parts + place + 1], x
+            where, factor = (table[tensor, 0], shape, first, stop), np.int32(noise[tensor, 3])
             rule = factor, _HALF if factor else np.float32(0.5)
             squares[task] = _add_codes(places, where, rule, work)
             keep(memory)
@@ -429,16 +431,14 @@ def add_many(
     before: Sequence[Codes | Tensor], xs: Sequence[Tensor], noises: Sequence[Noise | None]
 ) -> tuple[list[Sum | Tensor], Tensor]:
     """See ``fixedpoint_kernels.compact.add_many``; all is contiguous."""
-    coded = [isinstance(x, Codes) for x in before]
-    plan, own = _plan(tuple(x.shape for x in xs), tuple(coded)), flattened(before)
+    coded = tuple(isinstance(x, Codes) for x in before)
+    plan, own = _plan(tuple(x.shape for x in xs), coded), flattened(before)
     made = [torch.empty_like(x) for x in own]
-    pointers = np.zeros((3, 2 * len(xs)), np.int64)
-    pointers[:2, plan.places] = _addresses(own), _addresses(made)
-    pointers[2, ::2] = _addresses(xs)
+    addresses = np.array([x.data_ptr() for x in (*own, *made, *xs)])
     noise = [(*own.key, FACTORS[own.lane]) if own else (0, 0, 0, 0) for own in noises]
     squares = np.empty(len(plan.tasks))
     kernel = _add_parallel if is_parallel(plan.elements) else _add_serial
-    kernel(pointers.reshape(3, -1, 2), plan.shapes, np.array(noise, np.int64), plan.tasks, squares)
+    kernel(addresses, plan.table, np.array(noise, np.int64), plan.tasks, squares)
     norms = np.sqrt(np.bincount(plan.owners, squares, len(xs)))
     parts = iter(made)
     sums = [
@@ -449,18 +449,16 @@ def add_many(
 
 
 class _Plan(NamedTuple):
-    """Of ``add_many``; see ``_add_many``.
+    """What ``add_many`` does, whatever the addresses: of what there is, of what is made, of what is added.
 
     Args:
-        places: Of the addresses in a row of ``pointers``.
-        shapes: Of the tensors.
+        table: Of the tensors; see ``_add_many``.
         tasks: Pieces of work.
         owners: The tensor of each.
         elements: Of all tensors.
     """
 
-    places: np.ndarray
-    shapes: np.ndarray
+    table: np.ndarray
     tasks: np.ndarray
     owners: np.ndarray
     elements: int
@@ -468,16 +466,15 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=16)  # the same parameters come step after step
 def _plan(sizes: tuple[torch.Size, ...], coded: tuple[bool, ...]) -> _Plan:
-    rows = [block_shape(size, is_coded=own) for size, own in zip(sizes, coded, strict=True)]
-    pairs = [(2 * i, 2 * i + 1)[: 1 + is_coded] for i, is_coded in enumerate(coded)]
-    places, tasks = [place for pair in pairs for place in pair], _tasks(tuple(rows))
+    shapes = [block_shape(size, is_coded=own) for size, own in zip(sizes, coded, strict=True)]
+    places = accumulate((1 + is_coded for is_coded in coded), initial=0)
+    rows = [
+        (*shape, place, is_coded)
+        for shape, place, is_coded in zip(shapes, places, coded, strict=False)
+    ]
+    tasks = _tasks(tuple(shapes))
     elements = sum(map(torch.Size.numel, sizes))
-    shapes, owners = np.array(rows, np.int64), np.ascontiguousarray(tasks[:, 0])
-    return _Plan(np.array(places), shapes, tasks, owners, elements)
-
-
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [x.data_ptr() for x in tensors]
+    return _Plan(np.array(rows, np.int64), tasks, np.ascontiguousarray(tasks[:, 0]), elements)
 
 
 def step_many(

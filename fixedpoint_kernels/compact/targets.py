@@ -67,8 +67,9 @@ class Targets:
 
     def find(self) -> Tables | None:
         """Return where the tensors lie; None where a kernel takes them not."""
-        now = tuple(map(Tensor.data_ptr, self._tensors)), tuple(map(Tensor.numel, self._tensors))
-        if now != self._seen or not all(map(Tensor.is_contiguous, self._tensors)):
+        # codes are nobody else's: they may be moved, but keep their shapes
+        now = tuple(map(Tensor.data_ptr, self._tensors)), tuple(map(Tensor.numel, self.written))
+        if now != self._seen or not all(map(Tensor.is_contiguous, self.written)):
             self._seen, self._tables = now, self._looked_up()
         return self._tables
 

@@ -108,8 +108,12 @@ class _Squares:
 
     def see(self, values: Vector) -> None:
         wide = self._builder.fpext(values.value, self._wide)
-        square, found = self._builder.fmul(wide, wide), self._builder.load(self._place)
-        self._builder.store(self._builder.fadd(found, square), self._place)
+        found = self._builder.load(self._place)
+        kind = ir.FunctionType(self._wide, [self._wide] * 3)
+        name = f"llvm.fmuladd.v{LANES}f64"  # fused or not: squares are exact
+        multiply_add = cgutils.get_or_insert_function(self._builder.module, kind, name)
+        total = self._builder.call(multiply_add, [wide, wide, found])
+        self._builder.store(total, self._place)
 
     def value(self) -> Any:
         left, lanes = self._builder.load(self._place), LANES
