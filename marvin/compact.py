@@ -9,6 +9,7 @@ the values.
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -16,27 +17,33 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels.compact import Codes, Kind, Noise, decode, encode, zeros
+from fixedpoint_kernels._torch_private import foreach_add
+from fixedpoint_kernels.compact import Codes, Kind, Noise, Sum, add_many, decode, encode, zeros
+from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.philox import Key
 from marvin.noise import Purpose, stream
 from marvin.policies.records import Layer
 from marvin.settings import Group
-from marvin.shards import Shard, local
+from marvin.shards import Shard, accumulate_dtype, local
 
 __all__ = [
     "CompactMember",
+    "CompactTensors",
+    "add_to_tensors",
     "codes_of",
     "conform",
-    "floats_of",
     "in_float",
     "is_compact",
+    "key_of",
     "layer_of",
     "master_of",
     "moment_of",
+    "names_of_master",
     "placeholder",
     "put_master",
     "put_tensors",
     "size_bytes",
+    "tensors_of",
     "wants_compact",
 ]
 
@@ -104,6 +111,11 @@ def master_of(own: StateDict) -> Tensor:
     return _decoded(own, "master", "fixed") if is_compact(own) else own["master"]
 
 
+def names_of_master(own: StateDict) -> tuple[str, ...]:
+    """Return under which names a parameter's state has the tensors of its master."""
+    return ("master" + _CODES, "master" + _SCALES) if is_compact(own) else ("master",)
+
+
 def put_master(own: StateDict, values: Tensor) -> None:
     """Give a parameter another master: rounded to nearest where it is compact."""
     if is_compact(own):
@@ -125,33 +137,114 @@ def codes_of(own: StateDict, name: str) -> Codes:
     return Codes(local(own[name + _CODES]), local(own[name + _SCALES]))
 
 
-def floats_of(own: StateDict, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return a policy's tensors of a layer: those of ``names``, in float32."""
-    if not is_compact(own):
-        return {k: v for k, v in own.items() if k != "master" and isinstance(v, Tensor)}
-    return {name: _decoded(own, name, "signed") for name in names if name + _CODES in own}
-
-
-def put_tensors(own: StateDict, tensors: Mapping[str, Tensor], shard: Shard, key: Key) -> None:
-    """Keep a policy's tensors of a layer; those that are not among ``tensors`` go.
+class CompactTensors(Mapping[str, Tensor]):
+    """A policy's tensors of a layer whose state is compact, decoded when one is asked for.
 
     Args:
         own: The layer's state.
-        tensors: New values.
-        shard: What this process holds of them.
-        key: Noise of the compact ones.
+        key: Noise of what is added to them; None where nothing is.
+        new: Those that have new values.
     """
-    coded = is_compact(own)
-    known = [k for k, v in own.items() if isinstance(v, Tensor) and not k.startswith("master")]
-    for name in known:
-        if coded or name not in tensors:
-            del own[name]
-    if not coded:
+
+    def __init__(
+        self,
+        own: StateDict,
+        key: Key | None = None,
+        new: Mapping[str, Tensor | Sum] = MappingProxyType({}),
+    ) -> None:
+        self.own, self.key, self.new = own, key, new
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.new.get(name)
+        if value is None:
+            return _decoded(self.own, name, "signed")
+        return decode(value.before, "signed") + value.x if isinstance(value, Sum) else value
+
+    def __iter__(self) -> Iterator[str]:
+        names = [name for name in _names(self.own) if name != "master"]
+        return iter(dict.fromkeys([*names, *self.new]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def tensors_of(own: StateDict, new: Mapping[str, Tensor | Sum]) -> Mapping[str, Tensor]:
+    """Return a policy's tensors of a layer, as the policy sees them in ``update``.
+
+    Args:
+        own: The layer's state.
+        new: What has new values.
+    """
+    if is_compact(own):
+        return CompactTensors(own, None, new)
+    values = [*own.items(), *new.items()]
+    return {k: v for k, v in values if k != "master" and isinstance(v, Tensor)}
+
+
+def add_to_tensors(
+    tensors: Sequence[Mapping[str, Tensor]], name: str, xs: Sequence[Tensor]
+) -> tuple[Sequence[Tensor | Sum], Sequence[Tensor]]:
+    """Add to one of a policy's tensors of each layer, out of place, and measure the sums.
+
+    Where states are compact, all is done in one pass.
+
+    Args:
+        tensors: As ``Policy.measure`` gets them, one or more.
+        name: Of the tensor.
+        xs: Of each layer, float32.
+
+    Returns:
+        The sums, and their 2-norms, 0-d, ``accumulate_dtype``.
+    """
+    dtype = accumulate_dtype(xs[0].device)
+    compact = [own for own in tensors if isinstance(own, CompactTensors)]
+    if not compact:
+        sums = foreach_add([own[name] for own in tensors], list(xs))
+        return sums, norms_many(sums, dtype=dtype).unbind()
+    lane = [*compact[0]].index(name)
+    before: list[Codes | Tensor] = []
+    noises: list[Noise | None] = []
+    for own in tensors:
+        is_coded = isinstance(own, CompactTensors)
+        before.append(codes_of(own.own, name) if is_coded else own[name])
+        noises.append(Noise(own.key, lane) if is_coded and own.key else None)
+    sums, norms = add_many(before, xs, noises, dtype=dtype)
+    return sums, norms.unbind()
+
+
+def key_of(noise: Key, index: int, shard: Shard) -> Key:
+    """Return the noise of a layer's own tensors, from that of states in a step and its position."""
+    return Key(noise.seed, noise.stream + 2 * index + 1, shard.offset)
+
+
+def put_tensors(own: StateDict, layer: Layer, noise: Key) -> None:
+    """Keep a policy's tensors of a layer; what else it had goes.
+
+    Args:
+        own: The layer's state.
+        layer: With the new tensors. Codes to which nothing was added stay as they are.
+        noise: Of states in this step.
+    """
+    tensors = layer.tensors
+    if not is_compact(own):
+        for name in [k for k, v in own.items() if isinstance(v, Tensor) and k != "master"]:
+            if name not in tensors:
+                del own[name]
         own.update(tensors)
         return
-    for lane, (name, values) in enumerate(tensors.items()):
-        noise = Noise(key._replace(offset=shard.offset), lane)
-        _put(own, name, encode(values, "signed", noise))
+    if isinstance(tensors, CompactTensors):
+        changed = tensors.new
+    else:
+        changed = tensors
+        for name in _names(own):
+            if name != "master" and name not in tensors:
+                del own[name + _CODES], own[name + _SCALES]
+    for lane, (name, value) in enumerate(changed.items()):
+        if isinstance(value, Sum):
+            _put(own, name, value.codes)
+        else:
+            key = key_of(noise, layer.index, layer.shard)
+            _put(own, name, encode(value, "signed", Noise(key, lane)))
 
 
 def conform(own: StateDict, moments: StateDict, shard: Shard, wanted: bool) -> None:

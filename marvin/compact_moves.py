@@ -17,24 +17,30 @@ from marvin.sgd import SGD
 __all__ = ["Moved", "moves_of_compact"]
 
 _ADAMS = torch.optim.Adam, torch.optim.AdamW
+_Moments = tuple[Codes | Tensor, ...]
+_Row = tuple[int, Tensor, Sgd | Adam, _Moments]  # see ``Moved``
 
 
 class Moved(NamedTuple):
-    """How a parameter moves in one pass with the rounding; a compact one without a float32 copy.
+    """What moves in one pass with the rounding, and how; compact states without a float32 copy.
+
+    Sequences of one length.
 
     Args:
-        move: Of ``torch.optim.SGD`` or ``Adam``.
-        grad: float32.
+        rows: Positions among the parameters that have a gradient, group by group, ascending.
+        grads: float32.
+        moves: Of ``torch.optim.SGD`` or ``Adam``.
         moments: What this process holds of them.
     """
 
-    move: Sgd | Adam
-    grad: Tensor
-    moments: tuple[Codes | Tensor, ...]
+    rows: Sequence[int]
+    grads: Sequence[Tensor]
+    moves: Sequence[Sgd | Adam]
+    moments: Sequence[_Moments]
 
 
-def moves_of_compact(optimizer: Optimizer, batches: Sequence[Gradients]) -> dict[int, Moved] | None:
-    """Return how parameters move that need no ``step`` of the wrapped optimizer, by their ids.
+def moves_of_compact(optimizer: Optimizer, batches: Sequence[Gradients]) -> Moved | None:
+    """Return how parameters move that need no ``step`` of the wrapped optimizer.
 
     The compact ones, and for SGD the others too, once their momentum is begun. That of compact ones is
     begun here.
@@ -54,20 +60,20 @@ def moves_of_compact(optimizer: Optimizer, batches: Sequence[Gradients]) -> dict
     if not all(_is_plain(batch.group, kind) for batch in batches):
         return None
     of_group = _adam_moves if isinstance(optimizer, _ADAMS) else _sgd_moves
-    found = {}
+    found: list[_Row] = []
+    first = 0
     for batch in batches:
-        found.update(of_group(optimizer, batch))
-    return found
+        found += of_group(optimizer, batch, first)
+        first += len(batch.values)
+    return Moved(*zip(*found, strict=True)) if found else Moved((), (), (), ())
 
 
-def _sgd_moves(optimizer: Optimizer, batch: Gradients) -> Iterator[tuple[int, Moved]]:
+def _sgd_moves(optimizer: Optimizer, batch: Gradients, first: int) -> Iterator[_Row]:
     group, members, name = batch.group, batch.members, "momentum_buffer"
     own = (group[name] for name in ("momentum", "weight_decay", "nesterov"))
     move, moments = Sgd(float(group["lr"]), *own), ()
-    rows = zip(members.params, members.masters, batch.values, members.shards, strict=True)
-    compact = set(map(id, members.compact))
-    for p, master, grad, shard in rows:
-        is_coded = id(p) in compact
+    rows = zip(batch.values, members.masters, members.shards, members.compact, strict=True)
+    for row, (grad, master, shard, is_coded) in enumerate(rows, first):
         if move.momentum:
             state = optimizer.state[master]
             if is_coded:
@@ -77,22 +83,22 @@ def _sgd_moves(optimizer: Optimizer, batch: Gradients) -> Iterator[tuple[int, Mo
             else:
                 continue
         if is_coded or shard.group is None:
-            yield id(p), Moved(move, grad, moments)
+            yield row, grad, move, moments
 
 
-def _adam_moves(optimizer: Optimizer, batch: Gradients) -> Iterator[tuple[int, Moved]]:
+def _adam_moves(optimizer: Optimizer, batch: Gradients, first: int) -> Iterator[_Row]:
     group, members = batch.group, batch.members
     options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
     options |= {"lr": float(group["lr"]), "decoupled": group["decoupled_weight_decay"]}
-    rows = zip(members.params, members.masters, batch.values, members.shards, strict=True)
-    for p, master, grad, shard in rows:
-        if p not in members.compact:
+    rows = zip(batch.values, members.masters, members.shards, members.compact, strict=True)
+    for row, (grad, master, shard, is_coded) in enumerate(rows, first):
+        if not is_coded:
             continue
         state = optimizer.state[master]
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
         move = Adam(**options, step=int(state["step"]))
         names = "exp_avg", "exp_avg_sq"
-        yield id(p), Moved(move, grad, tuple(moment_of(state, n, master, shard) for n in names))
+        yield row, grad, move, tuple(moment_of(state, n, master, shard) for n in names)
 
 
 def _is_plain(group: Group, kind: type[Optimizer]) -> bool:

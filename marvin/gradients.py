@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels._torch_private import foreach_div
+from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.norms import norms_many
-from marvin.compact import floats_of, is_compact
+from fixedpoint_kernels.philox import Key
+from marvin.compact import CompactTensors, is_compact, key_of
 from marvin.plans import Members
 from marvin.policies.base import Policy
 from marvin.policies.records import Measured
@@ -68,8 +70,11 @@ def complete(
     batches: Sequence[Gradients],
     policy: Policy,
     shared: object,
+    noise: Key,
 ) -> None:
     """Normalise the gradients, and let the policy measure them.
+
+    ``noise``: of states in this step; see ``marvin.compact.key_of``.
 
     Where processes share parameters, that takes three collectives at most, whatever the number
     of layers: norms, penalties, and the policy's norms of what was normalised.
@@ -89,11 +94,7 @@ def complete(
             batch.values = list(foreach_div(batch.values, divisors))
         members = batch.members
         grads = [batch.values[i] for i in members.layers]
-        tensors = [
-            floats_of(own, policy.rules.tensors) if is_compact(own) else own
-            for own in members.states
-        ]
-        batch.measured = policy.measure(shared, tensors, grads)
+        batch.measured = policy.measure(shared, _tensors(members, noise), grads)
     measured = [b for b in batches if b.measured.norms]
     numbers = whole_norms(
         [torch.stack(list(b.measured.norms)) for b in measured],
@@ -142,7 +143,7 @@ def by_layer(
     batches: Sequence[Gradients],
     norms: Sequence[Sequence[float]],
     numbers: Sequence[Sequence[float]],
-) -> dict[int, tuple[float, float | None, Mapping[str, Tensor]]]:
+) -> dict[int, tuple[float, float | None, Mapping[str, Tensor | Sum]]]:
     """Return norm, the policy's number and the policy's tensors of each layer with a gradient.
 
     By position among the optimizer's parameters.
@@ -162,6 +163,15 @@ def _dense(params: Sequence[Tensor]) -> list[Tensor]:
     if any(grad.layout is not torch.strided for grad in grads):
         raise RuntimeError("the optimizer needs dense gradients, got a sparse one")
     return [grad if grad.dtype is torch.float32 else grad.float() for grad in locals_of(grads)]
+
+
+def _tensors(members: Members, noise: Key) -> list[Mapping[str, Tensor]]:
+    """Return the policy's tensors of the layers; what is compact is decoded when it is asked for."""
+    rows = zip(members.states, members.positions, members.layers, strict=True)
+    return [
+        CompactTensors(own, key_of(noise, index, members.shards[i])) if is_compact(own) else own
+        for own, index, i in rows
+    ]
 
 
 def _add_l1(group: Group, params: Sequence[Tensor], grads: list[Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """Float32 masters, the weights that are rounded from them, and what is asked about their formats."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,15 @@ from fixedpoint_kernels.compact import Targets as CompactTargets
 from fixedpoint_kernels.compact import step_many as step_compact
 from fixedpoint_kernels.sgd import Moves, Targets, step_many
 from marvin.channels import ChannelFormat
-from marvin.compact import codes_of, is_compact, layer_of, master_of, placeholder, put_master
+from marvin.compact import (
+    codes_of,
+    is_compact,
+    layer_of,
+    master_of,
+    names_of_master,
+    placeholder,
+    put_master,
+)
 from marvin.compact_moves import Moved
 from marvin.display import columns, listed, plot_word_lengths
 from marvin.layers import ParameterTable
@@ -282,15 +290,27 @@ class WithMasters(Optimizer):
             self._note_written(plan, first, locals_of(params))
         return done
 
-    def _write_rows(self, params: Sequence[Tensor], moved: Mapping[int, Moved]) -> None:
-        """Move the masters of ``moved``, and round those of ``params``, in one pass."""
+    def _write_compact(
+        self, params: Sequence[Tensor], moved: Sequence[Tensor], moves: Moved
+    ) -> None:
+        """Move masters and round those of ``params`` in one pass, where states are compact.
+
+        Args:
+            params: What to write.
+            moved: Those of them that have a gradient.
+            moves: How these move; its rows are their positions.
+        """
         plan, first = self._rounding(params), stream(Purpose.WEIGHTS, self._counts.step)
-        hows = [moved.get(id(p)) for p in params]
-        moments = [how.moments if how else () for how in hows]
-        moving = [(row, how.grad, how.move) for row, how in enumerate(hows) if how]
+        rows = moves.rows
+        if list(map(id, params)) != list(map(id, moved)):  # others change their format alone
+            own = {id(p): row for row, p in enumerate(params)}
+            rows = [own[id(moved[row])] for row in rows]
+        moments: list[tuple[Codes | Tensor, ...]] = [()] * len(params)
+        for row, more in zip(rows, moves.moments, strict=True):
+            moments[row] = more
         step_compact(
             self._compact_targets(params, moments),
-            CompactMoves(*zip(*moving, strict=True)) if moving else CompactMoves([], [], []),
+            CompactMoves(rows, moves.grads, moves.moves),
             seed=self._seed,
             rounding=self.policy.rules.weight_rounding,
             stream=first,
@@ -303,14 +323,15 @@ class WithMasters(Optimizer):
     ) -> CompactTargets:
         """Return what a step writes, where states are compact; ``moments``: of each that moves."""
         plan, known, weights = self._rounding(params), self._known, locals_of(params)
-        masters = [
-            codes_of(own, "master") if is_compact(own) else own["master"] for own in plan.own
-        ]
         if known.compact is not None and known.compact[0] is plan:
-            tensors = [*flattened(masters), *weights]
+            tensors = [own[name] for own, name in plan.masters]
+            tensors += weights
             tensors += flattened(x for more in moments for x in more)
             if known.compact[1].holds(tensors):
                 return known.compact[1]
+        masters = [
+            codes_of(own, "master") if is_compact(own) else own["master"] for own in plan.own
+        ]
         streams = {id(p): i for i, p in enumerate(plan.rounded)}
         rows = zip(params, masters, weights, moments, plan.positions, strict=True)
         fmts = {
@@ -354,7 +375,7 @@ class WithMasters(Optimizer):
         if key not in known:
             layers = [i for i, p in enumerate(params) if "layer" in self.state.get(p, {})]
             known[key] = Members(
-                compact={p for p in params if is_compact(self.state.get(p, {}))},
+                compact=[is_compact(self.state.get(p, {})) for p in params],
                 params=list(params),
                 shards=[self._layout.shards[p] for p in params],
                 masters=[self._masters.get(p, p) for p in params],
@@ -398,6 +419,7 @@ class WithMasters(Optimizer):
             known[key] = Rounding(
                 positions=[self._layout.positions[p] for p in params],
                 own=[own for _, own, _ in found],
+                masters=[(own, name) for _, own, _ in found for name in names_of_master(own)],
                 floats=[(p, own) for p, own, fmt in found if fmt is None],
                 rounded=[p for p, _, _ in rounded],
                 states=[own for _, own, _ in rounded],

@@ -28,7 +28,7 @@ class Members:
         layers: Places of the layers among the parameters; so many are the lists below.
         positions: Of the layers among all of the optimizer's parameters.
         states: Of the layers.
-        compact: Those of the parameters whose state is compact.
+        compact: Whether the state of each parameter is compact.
     """
 
     params: Sequence[Tensor]
@@ -37,7 +37,7 @@ class Members:
     layers: Sequence[int]
     positions: Sequence[int]
     states: Sequence[StateDict]
-    compact: set[Tensor]
+    compact: Sequence[bool]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Rounding:
     Args:
         positions: Of all of them among the optimizer's parameters.
         own: The states of all.
+        masters: In which state, and under which name, each tensor of a master is.
         floats: Parameters without a format, and their states.
         rounded: The others.
         states: Of these, one each; so are the lists below.
@@ -59,6 +60,7 @@ class Rounding:
 
     positions: list[int]
     own: list[StateDict]
+    masters: list[tuple[StateDict, str]]
     floats: list[tuple[Tensor, StateDict]]
     rounded: list[Tensor]
     states: list[StateDict]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
+from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.philox import Key
 from marvin import state as states
 from marvin.activations import QuantizedActivations
@@ -18,13 +19,13 @@ from marvin.carriers import Carriers
 from marvin.compact import (
     CompactMember,
     conform,
-    floats_of,
     in_float,
     is_compact,
     master_of,
     put_master,
     put_tensors,
     size_bytes,
+    tensors_of,
     wants_compact,
 )
 from marvin.compact_moves import moves_of_compact
@@ -233,7 +234,7 @@ class Quantized(WithMasters):
         if not batches:
             self._check_loss(loss)
             return loss
-        complete(batches, self.policy, self.shared)
+        complete(batches, self.policy, self.shared, self._noise(self._counts.step + 1))
         mean = mean_over_ranks(loss, batches[0].norms.device)
         total, norms, numbers = read(batches, mean)
         if wrong := nonfinite(batches, total, norms, self._layout.names):
@@ -470,6 +471,10 @@ class Quantized(WithMasters):
                 if moments:
                     self.optimizer.state[self._masters[p]] = moments
 
+    def _noise(self, step: int) -> Key:
+        """Return the noise of states in a step, from which that of each is counted."""
+        return Key(self._seed, stream(Purpose.STATES, step))
+
     def _leave_out(self, wrong: list[str]) -> None:
         self._observe_next()
         if self.param_groups[0]["nonfinite"] == "raise":
@@ -481,7 +486,7 @@ class Quantized(WithMasters):
 
     def _layers(
         self,
-        measured: Mapping[int, tuple[float, float | None, Mapping[str, Tensor]]],
+        measured: Mapping[int, tuple[float, float | None, Mapping[str, Tensor | Sum]]],
         inputs: Mapping[int, Inputs],
     ) -> list[Layer]:
         """Return what the policy sees."""
@@ -490,12 +495,10 @@ class Quantized(WithMasters):
             if not p.requires_grad:
                 continue
             norm, number, new = measured.get(index, (None, None, {}))
-            names = [name for name in self.policy.rules.tensors if name not in new]
-            tensors = {**floats_of(own, names), **new}
             found.append(
                 layer.but(
                     record=own["layer"],
-                    tensors=tensors,
+                    tensors=tensors_of(own, new),
                     norm=norm,
                     measured=number,
                     inputs=inputs.get(index),
@@ -506,7 +509,7 @@ class Quantized(WithMasters):
     def _move(self, batches: Sequence[Gradients], update: Update) -> None:
         """Move the masters, keep what the policy made of the step, and write the weights."""
         moved = [p for batch in batches for p in batch.members.params]
-        if any(batch.members.compact for batch in batches):
+        if any(any(batch.members.compact) for batch in batches):
             self._move_compact(batches, update, moved)
             return
         moves = moves_of(self.optimizer, batches)
@@ -526,21 +529,21 @@ class Quantized(WithMasters):
         """Do as ``_move`` does where masters are compact."""
         written = self._keep(update, moved)
         is_fixed = self._rounding(written).is_fixed
-        rows = moves_of_compact(self.optimizer, batches) if is_fixed else None
-        if rows is None or len(rows) < len(moved):
-            self._update(batches, rows or {})
-        if rows is None:
+        moves = moves_of_compact(self.optimizer, batches) if is_fixed else None
+        done = moves.rows if moves else []
+        if len(done) < len(moved):
+            self._update(batches, {id(moved[row]) for row in done})
+        if moves is None:
             self._write(written, Purpose.WEIGHTS)
         else:
-            self._write_rows(written, rows)
+            self._write_compact(written, moved, moves)
 
     def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keep what the policy made of a step; return what moved or has another format."""
-        trained = self._trained_layers()
+        trained, noise = self._trained_layers(), self._noise(self._counts.step)
         for layer in update.layers:
             own = trained[layer.index].state
-            key = Key(self._seed, stream(Purpose.STATES, self._counts.step, 2 * layer.index + 1))
-            put_tensors(own, layer.tensors, layer.shard, key)
+            put_tensors(own, layer, noise)
             if own["layer"].fmt is not layer.record.fmt:
                 self._plans.rounding.clear()
             own["layer"] = layer.record
@@ -562,13 +565,13 @@ class Quantized(WithMasters):
         masters, grads = [], []
         for batch in batches:
             members = batch.members
-            rows = zip(members.params, members.masters, members.shards, batch.values, strict=True)
-            for p, master, shard, grad in rows:
+            own = members.params, members.masters, members.shards, members.compact
+            for p, master, shard, is_coded, grad in zip(*own, batch.values, strict=True):
                 if id(p) in done:
                     continue
                 masters.append(master)
                 grads.append(shard.to_dtensor(grad))
-                if p in members.compact:
+                if is_coded:
                     position = self._layout.positions[p]
                     compact.append(CompactMember(master, self.state[p], shard, position))
         with (

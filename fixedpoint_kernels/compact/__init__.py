@@ -30,6 +30,7 @@ from fixedpoint_kernels.compact.records import (
     Noise,
     Row,
     Sgd,
+    Sum,
     blocks_of,
     flattened,
 )
@@ -37,8 +38,8 @@ from fixedpoint_kernels.compact.targets import Targets
 from fixedpoint_kernels.memory import places_on_cpu
 from fixedpoint_kernels.rounding.reference import Rounding
 
-__all__ = ["BLOCK", "Adam", "Codes", "Kind", "Moves", "Noise", "Row", "Sgd", "Targets"]
-__all__ += ["blocks_of", "decode", "encode", "flattened", "step_many", "zeros"]
+__all__ = ["BLOCK", "Adam", "Codes", "Kind", "Moves", "Noise", "Row", "Sgd", "Sum", "Targets"]
+__all__ += ["add_many", "blocks_of", "decode", "encode", "flattened", "step_many", "zeros"]
 
 _PLAIN = {Tensor, Parameter}
 
@@ -75,6 +76,36 @@ def decode(codes: Codes, kind: Kind) -> Tensor:
 def zeros(like: Tensor, kind: Kind) -> Codes:
     """Return the codes of zeros, of the shape and on the device of ``like``."""
     return encode(torch.zeros_like(like, dtype=torch.float32), kind)
+
+
+def add_many(
+    before: Sequence[Codes | Tensor],
+    xs: Sequence[Tensor],
+    noises: Sequence[Noise | None],
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Sequence[Sum | Tensor], Tensor]:
+    """Add tensors to what codes of kind ``"signed"`` mean, or to tensors, out of place.
+
+    One pass over memory on a CPU. There squares are added up in float64, in an order that does not
+    depend on the number of threads.
+
+    Args:
+        before: Codes, or float32; at least one.
+        xs: As many, of the same shapes, float32, any strides.
+        noises: Of the new codes; None: to nearest, and where there are none.
+        dtype: In which norms are added up where there is no kernel; on a CPU, float64.
+
+    Returns:
+        The sums, and the 2-norms of them before they are rounded, ``(len(xs),)``.
+    """
+    if dtype is torch.float64 and _has_kernel([*xs, *flattened(before)]):
+        from fixedpoint_kernels.compact import cpu
+
+        xs = [x.contiguous() for x in xs]
+        before = [x.contiguous() if isinstance(x, Tensor) else x for x in before]
+        return cpu.add_many(before, xs, noises)
+    return reference.add_many(before, xs, noises, dtype)
 
 
 def step_many(
@@ -115,7 +146,7 @@ def step_many(
             from fixedpoint_kernels.compact import cpu
 
             if cpu.has_bits_of_torch():
-                torch.autograd.graph.increment_version(targets.written())
+                torch.autograd.graph.increment_version(targets.written)
                 grads = places.xs if places else ()
                 key = rounding, seed, stream, noise
                 cpu.step_many(tables, moves, grads, key)

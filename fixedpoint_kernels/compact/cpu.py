@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +19,10 @@ from fixedpoint_kernels.compact.records import (
     Moves,
     Noise,
     Sgd,
+    Sum,
+    block_shape,
     blocks_of,
+    flattened,
 )
 from fixedpoint_kernels.compact.targets import Tables
 from fixedpoint_kernels.formats import FixedPoint
@@ -39,6 +44,7 @@ _PIECE = TASK - 2 * _WORDS  # elements of a task, at most: rounding then takes t
 _NOISE = TASK + 2 * _WORDS + states.LANES  # parts of a task's noise, and of a vector more
 _GROUP = 1024  # elements that are moved before they are encoded
 _MEMORY = TASK + 2 * _GROUP + 64 + _NOISE // 2  # float32 that a task works in
+_ADDED = _GROUP + 48 + _NOISE // 2  # the same, of what is only added to
 _KINDS = {"fixed": 0, "signed": 1, "squares": 2}
 _INFINITY = np.int32(0x7F800000)  # the bits of
 _ONE = np.float32(1.0)
@@ -209,6 +215,62 @@ def _decode(codes, itemsize, scales, values, shape, kind):
 
 
 @inlined
+def _add_codes(places, where, rule, work):
+    """Add to some blocks of codes, and encode them; return the sum of the squares.
+
+    places: addresses of codes and scales, new ones, and of what is added; where: blocks, of a row and
+    columns, the first and the one behind the last; rule: factor of the noise, and half of a step;
+    work: addresses of sums, float32, of the magnitudes' bits, and of the first block's noise.
+    """
+    blocks, (count, columns), first, stop = where
+    old, fresh = floats(places[1], blocks), floats(places[3], blocks)
+    sums, tops = work[0], carray(pointer_to(work[1]), 16, np.int32)
+    begin, total = _span(first, count, columns)[0], 0.0
+    many = min(max(_GROUP // max(min(columns, BLOCK), 1), 1), 16)
+    for at in range(first, stop, many):
+        origin, last = _span(at, count, columns)[0], min(at + many, stop)
+        for block in range(at, last):
+            start, n = _span(block, count, columns)
+            own = places[0] + start, places[4] + 4 * start, sums + 4 * (start - origin)
+            tops[block - at], squares = states.add_to_signed(own, n, old[block])
+            total += squares
+        for block in range(at, last):
+            start, n = _span(block, count, columns)
+            own = sums + 4 * (start - origin), places[2] + start, work[2] + 2 * (start - begin)
+            _put_signed(own, n, tops[block - at], fresh, block, rule)
+    return total
+
+
+def _add_many(addresses, table, noise, tasks, squares):
+    # addresses int64: see ``_Plan``; table (t, 5) int64: blocks, of a row, columns, place among the
+    # addresses, whether there are codes; noise (t, 4) int64: seed, stream, offset, factor; tasks (k, 3)
+    # int64: tensor, first block and one behind the last; squares (k,) float64
+    parts = (addresses.size - table.shape[0]) // 2  # of all tensors
+    for task in prange(tasks.shape[0]):
+        tensor, first, stop = tasks[task, 0], tasks[task, 1], tasks[task, 2]
+        shape, place = (table[tensor, 1], table[tensor, 2]), table[tensor, 3]
+        begin = _span(first, shape[0], shape[1])[0]
+        last, n = _span(stop - 1, shape[0], shape[1])
+        n += last - begin
+        old, fresh = addresses[place], addresses[parts + place]
+        x = addresses[2 * parts + tensor]
+        if table[tensor, 4]:
+            memory = np.empty(_ADDED, np.float32)
+            sums = (_data_of(memory) + 63) & -64  # vectors within lines of the cache
+            drawn, seed, stream = sums + 4 * _GROUP + 64, noise[tensor, 0], noise[tensor, 1]
+            lead = _draw(drawn, n, noise[tensor, 2] + begin, seed, stream)
+            work = sums, sums + 4 * _GROUP, drawn + 2 * lead
+            places = old, addresses[place + 1], fresh, addresses[parts + place + 1], x
+            where, factor = (table[tensor, 0], shape, first, stop), np.int32(noise[tensor, 3])
+            rule = factor, _HALF if factor else np.float32(0.5)
+            squares[task] = _add_codes(places, where, rule, work)
+            keep(memory)
+        else:
+            at = 4 * begin
+            squares[task] = states.add_to_floats((old + at, x + at, fresh + at), n, _ONE)[1]
+
+
+@inlined
 def _move_group(pointers, where, rate, kind, work, tops):
     """Move some blocks; see ``_move``."""
     blocks, (count, columns), first, stop, begin = where
@@ -328,6 +390,7 @@ def _step_many(pointers, sizes, streams, kinds, rates, numbers, tasks, key):
 
 
 _encode_serial, _encode_parallel = compile_both(_encode)
+_add_serial, _add_parallel = compile_both(_add_many)
 _decode_serial, _decode_parallel = compile_both(_decode)
 _step_serial, _step_parallel = compile_both(_step_many)
 
@@ -364,6 +427,56 @@ def decode(codes: Codes, kind: Kind) -> Tensor:
     return x
 
 
+def add_many(
+    before: Sequence[Codes | Tensor], xs: Sequence[Tensor], noises: Sequence[Noise | None]
+) -> tuple[list[Sum | Tensor], Tensor]:
+    """See ``fixedpoint_kernels.compact.add_many``; all is contiguous."""
+    coded = tuple(isinstance(x, Codes) for x in before)
+    plan, own = _plan(tuple(x.shape for x in xs), coded), flattened(before)
+    made = [torch.empty_like(x) for x in own]
+    addresses = np.array([x.data_ptr() for x in (*own, *made, *xs)])
+    noise = [(*own.key, FACTORS[own.lane]) if own else (0, 0, 0, 0) for own in noises]
+    squares = np.empty(len(plan.tasks))
+    kernel = _add_parallel if is_parallel(plan.elements) else _add_serial
+    kernel(addresses, plan.table, np.array(noise, np.int64), plan.tasks, squares)
+    norms = np.sqrt(np.bincount(plan.owners, squares, len(xs)))
+    parts = iter(made)
+    sums = [
+        Sum(Codes(next(parts), next(parts)), x, more) if isinstance(x, Codes) else next(parts)
+        for x, more in zip(before, xs, strict=True)
+    ]
+    return sums, torch.from_numpy(norms)
+
+
+class _Plan(NamedTuple):
+    """What ``add_many`` does, whatever the addresses: of what there is, of what is made, of what is added.
+
+    Args:
+        table: Of the tensors; see ``_add_many``.
+        tasks: Pieces of work.
+        owners: The tensor of each.
+        elements: Of all tensors.
+    """
+
+    table: np.ndarray
+    tasks: np.ndarray
+    owners: np.ndarray
+    elements: int
+
+
+@lru_cache(maxsize=16)  # the same parameters come step after step
+def _plan(sizes: tuple[torch.Size, ...], coded: tuple[bool, ...]) -> _Plan:
+    shapes = [block_shape(size, is_coded=own) for size, own in zip(sizes, coded, strict=True)]
+    places = accumulate((1 + is_coded for is_coded in coded), initial=0)
+    rows = [
+        (*shape, place, is_coded)
+        for shape, place, is_coded in zip(shapes, places, coded, strict=False)
+    ]
+    tasks = _tasks(tuple(shapes))
+    elements = sum(map(torch.Size.numel, sizes))
+    return _Plan(np.array(rows, np.int64), tasks, np.ascontiguousarray(tasks[:, 0]), elements)
+
+
 def step_many(
     tables: Tables,
     moves: Moves,
@@ -391,7 +504,7 @@ def step_many(
     kernel(pointers, tables.sizes, tables.streams, kinds, rates, numbers, tasks, own)
 
 
-@lru_cache(maxsize=16)  # the same parameters come step after step
+@lru_cache(maxsize=16)
 def _numbers(fmts: tuple[FixedPoint | None, ...]) -> np.ndarray:
     return numbers_of(tuple(fmt or _FREE for fmt in fmts))
 

@@ -19,6 +19,8 @@ __all__ = [
     "Noise",
     "Row",
     "Sgd",
+    "Sum",
+    "block_shape",
     "blocks_of",
     "flattened",
 ]
@@ -60,6 +62,20 @@ class Noise(NamedTuple):
 
     key: Key
     lane: int = 0
+
+
+class Sum(NamedTuple):
+    """What ``add_many`` makes of one tensor.
+
+    Args:
+        codes: Of the sum, rounded.
+        before: Codes that were added to.
+        x: What was added, float32.
+    """
+
+    codes: Codes
+    before: Codes
+    x: Tensor
 
 
 class Sgd(NamedTuple):
@@ -132,3 +148,15 @@ def flattened(parts: Iterable[Codes | Tensor]) -> list[Tensor]:
 def blocks_of(shape: torch.Size) -> tuple[int, int]:
     """Return the rows of a tensor of two or more dimensions, and the blocks of each."""
     return shape[0], -(-shape[1:].numel() // BLOCK)
+
+
+def block_shape(shape: torch.Size, *, is_coded: bool) -> tuple[int, int, int]:
+    """Return how a kernel sees a tensor: its blocks, those of a row, and the columns.
+
+    Without codes it is one row.
+    """
+    if is_coded:
+        rows, count = blocks_of(shape)
+        return rows * count, count, shape[1:].numel()
+    count = -(-shape.numel() // BLOCK)
+    return count, count, shape.numel()

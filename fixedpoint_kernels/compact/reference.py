@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
 from fixedpoint_kernels.compact.records import (
@@ -16,6 +17,7 @@ from fixedpoint_kernels.compact.records import (
     Noise,
     Row,
     Sgd,
+    Sum,
     blocks_of,
 )
 from fixedpoint_kernels.philox import Key, words
@@ -52,6 +54,22 @@ def decode(codes: Codes, kind: Kind) -> Tensor:
     elif kind == "squares":
         values = values.square().square()
     return (values * codes.scales.repeat_interleave(BLOCK, 1)[:, :columns]).view(shape)
+
+
+def add_many(
+    before: Sequence[Codes | Tensor],
+    xs: Sequence[Tensor],
+    noises: Sequence[Noise | None],
+    dtype: torch.dtype,
+) -> tuple[list[Sum | Tensor], Tensor]:
+    """See ``fixedpoint_kernels.compact.add_many``."""
+    sums, norms = [], []
+    for own, x, noise in zip(before, xs, noises, strict=True):
+        values = (decode(own, "signed") if isinstance(own, Codes) else own) + x
+        is_coded = isinstance(own, Codes)
+        sums.append(Sum(encode(values, "signed", noise), own, x) if is_coded else values)
+        norms.append(vector_norm(values, dtype=dtype))
+    return sums, torch.stack(norms)
 
 
 def _scales(top: Tensor, kind: Kind) -> Tensor:

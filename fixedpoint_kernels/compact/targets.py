@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.compact.records import BLOCK, Codes, Row, blocks_of, flattened
+from fixedpoint_kernels.compact.records import Codes, Row, block_shape, flattened
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import places_on_cpu
 
@@ -41,6 +41,9 @@ class Targets:
 
     Args:
         rows: The parameters; no two share memory.
+
+    Attributes:
+        written: What others may look at: weights, and masters and moments that are float32.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -49,6 +52,12 @@ class Targets:
         self._tensors += [row.weight for row in rows]
         self._tensors += flattened(x for row in rows for x in row.moments)
         self._floats = [x for x in self._tensors if x.dtype is torch.float32]
+        self.written = [
+            x
+            for row in self.rows
+            for x in (row.weight, row.master, *row.moments)
+            if isinstance(x, Tensor)
+        ]
         self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._tables: Tables | None = None
 
@@ -58,19 +67,11 @@ class Targets:
 
     def find(self) -> Tables | None:
         """Return where the tensors lie; None where a kernel takes them not."""
-        now = tuple(map(Tensor.data_ptr, self._tensors)), tuple(map(Tensor.numel, self._tensors))
-        if now != self._seen or not all(map(Tensor.is_contiguous, self._tensors)):
+        # codes are nobody else's: they may be moved, but keep their shapes
+        now = tuple(map(Tensor.data_ptr, self._tensors)), tuple(map(Tensor.numel, self.written))
+        if now != self._seen or not all(map(Tensor.is_contiguous, self.written)):
             self._seen, self._tables = now, self._looked_up()
         return self._tables
-
-    def written(self) -> list[Tensor]:
-        """Return what others may look at: weights, and masters and moments that are float32."""
-        return [
-            x
-            for row in self.rows
-            for x in (row.weight, row.master, *row.moments)
-            if isinstance(x, Tensor)
-        ]
 
     def _looked_up(self) -> Tables | None:
         codes = [x for x in self._tensors if x.dtype is not torch.float32]
@@ -103,9 +104,5 @@ def _pair(part: Codes | Tensor) -> tuple[int, int]:
 
 
 def _sizes(row: Row) -> tuple[int, ...]:
-    shape, size = row.weight.shape, row.weight.numel()
-    if isinstance(row.master, Codes):
-        count = blocks_of(shape)[1]
-        return size, row.offset, shape[0] * count, count, shape[1:].numel(), len(row.moments)
-    count = -(-size // BLOCK)
-    return size, row.offset, count, count, size, len(row.moments)
+    shape = block_shape(row.weight.shape, is_coded=isinstance(row.master, Codes))
+    return row.weight.numel(), row.offset, *shape, len(row.moments)

@@ -13,8 +13,9 @@ from numba.core import cgutils
 
 from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic, prefetch
 
-__all__ = ["LANES", "adam", "decode_fixed", "decode_signed", "decode_squares"]
-__all__ += ["encode_fixed", "encode_signed", "encode_squares", "momentum", "sgd", "top"]
+__all__ = ["LANES", "adam", "add_to_floats", "add_to_signed", "decode_fixed", "decode_signed"]
+__all__ += ["decode_squares", "encode_fixed", "encode_signed", "encode_squares", "momentum", "sgd"]
+__all__ += ["top"]
 
 LANES = 16
 AHEAD = 1024  # elements
@@ -50,6 +51,10 @@ class _Lanes:
         pointer = self.builder.inttoptr(address, element.as_pointer())
         return self.builder.gep(pointer, [self.at])
 
+    def floats(self, values: Any, _scale: Any) -> Vector:
+        """Return values that are no codes."""
+        return self.load(values, F32)
+
     def fixed(self, codes: Any, scale: Any) -> Vector:
         """Return what codes of masters mean."""
         return self.load(codes, I16).converted(F32) * self.splat(scale)
@@ -68,7 +73,7 @@ class _Lanes:
     def chance(self, noise: Any, factor: Any, half: Any) -> Vector:
         """Return what a distance is compared with; see ``reference._chances``."""
         own = Vector.load(self.builder, self._pointer(noise, I16), LANES)
-        part = (own.converted(I32) * self.splat(factor) & 0xFFFF).converted(F32)
+        part = (own * self.splat(self.builder.trunc(factor, I16))).converted(I32).converted(F32)
         return part.fused(part.constant(2.0**-16), self.splat(half))
 
 
@@ -91,6 +96,34 @@ class _Top:
         name = f"llvm.vector.reduce.umax.v{LANES}i32"
         function = cgutils.get_or_insert_function(self._builder.module, kind, name)
         return self._builder.call(function, [whole])
+
+
+class _Squares:
+    """The sum of the squares of what is seen, in float64, where each of them is exact."""
+
+    def __init__(self, builder: Any) -> None:
+        self._wide = ir.VectorType(ir.DoubleType(), LANES)
+        zeros = ir.Constant(self._wide, [0.0] * LANES)
+        self._builder, self._place = builder, cgutils.alloca_once_value(builder, zeros)
+
+    def see(self, values: Vector) -> None:
+        wide = self._builder.fpext(values.value, self._wide)
+        found = self._builder.load(self._place)
+        kind = ir.FunctionType(self._wide, [self._wide] * 3)
+        name = f"llvm.fmuladd.v{LANES}f64"  # fused or not: squares are exact
+        multiply_add = cgutils.get_or_insert_function(self._builder.module, kind, name)
+        total = self._builder.call(multiply_add, [wide, wide, found])
+        self._builder.store(total, self._place)
+
+    def value(self) -> Any:
+        left, lanes = self._builder.load(self._place), LANES
+        while lanes > 1:
+            lanes //= 2
+            orders = [list(range(first, first + lanes)) for first in (0, lanes)]
+            masks = [ir.Constant(ir.VectorType(I32, lanes), order) for order in orders]
+            halves = [self._builder.shuffle_vector(left, left, mask) for mask in masks]
+            left = self._builder.fadd(*halves)
+        return self._builder.extract_element(left, I32(0))
 
 
 def _size(values: Vector) -> Vector:
@@ -158,6 +191,41 @@ def _decode(mean: Callable[[_Lanes, Any, Any], Vector]) -> Any:
 decode_fixed, decode_signed, decode_squares = map(
     _decode, (_Lanes.fixed, _Lanes.signed, _Lanes.squares)
 )
+
+
+def _add_to(mean: Callable[[_Lanes, Any, Any], Vector], itemsize: int) -> Any:
+    """Return an intrinsic that adds values to what a block means.
+
+    Its arguments: addresses of the block, the values, and where the sums go, float32; elements; scale. It
+    returns the largest magnitude's bits of the sums, and the sum of their squares.
+    """
+
+    @intrinsic
+    def add(_context, addresses, n, scale):
+        signature = types.Tuple((types.int32, types.float64))(addresses, n, scale)
+
+        def codegen(context, builder, signature, args):
+            (before, values, sums), (count,), (own_scale,) = _unpacked(builder, args)
+            high, squares = _Top(builder), _Squares(builder)
+
+            def step(own: _Lanes) -> None:
+                for place, size in ((before, itemsize), (values, 4)):
+                    own.fetch(place, size)
+                new = mean(own, before, own_scale) + own.load(values, F32)
+                own.store(new, sums)
+                high.see(new, own.where)
+                squares.see(new)  # lanes that are not loaded are 0
+
+            _each(builder, count, step)
+            found = [high.value(), squares.value()]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return add
+
+
+add_to_signed, add_to_floats = _add_to(_Lanes.signed, 1), _add_to(_Lanes.floats, 4)
 
 
 def _gradient(own: _Lanes, grad: Any, value: Vector, decay: Vector) -> Vector:

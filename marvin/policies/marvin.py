@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import FixedPoint
-from fixedpoint_kernels._torch_private import foreach_add
-from fixedpoint_kernels.norms import norms_many
+from marvin.compact import add_to_tensors
 from marvin.noise import Purpose, stream
 from marvin.policies import push_down, push_up
 from marvin.policies.adaptation import LayerState, LookbackRounding, adapt_strategy, observe
@@ -20,7 +19,7 @@ from marvin.policies.push_up import Level
 from marvin.policies.records import Layer, Measured, PlainRecord, Rules, Step, Update
 from marvin.policies.trace import Switch
 from marvin.settings import MARVIN, Settings, check_settings
-from marvin.shards import Spread, accumulate_dtype, spread
+from marvin.shards import Spread, spread
 
 __all__ = ["Losses", "MarvinPolicy"]
 
@@ -100,9 +99,8 @@ class MarvinPolicy(Policy):
         """Add the gradients to their windows, and take the norms of the sums."""
         if not tensors:
             return Measured()
-        sums = foreach_add([own["grad_sum"] for own in tensors], list(grads))
-        norms = norms_many(sums, dtype=accumulate_dtype(sums[0].device))
-        return Measured({"grad_sum": sums}, norms.unbind())
+        sums, norms = add_to_tensors(tensors, "grad_sum", grads)
+        return Measured({"grad_sum": sums}, norms)
 
     def update(self, shared: Losses, layers: Sequence[Layer], step: Step) -> Update:
         """Adapt the strategy, then each layer; full windows switch.

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from torch import Tensor
 
 from fixedpoint_kernels import BlockFloat, FixedPoint
+from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.rounding import Rounding
 from marvin.channels import ChannelFormat
 from marvin.policies.observer import Inputs
@@ -108,12 +109,13 @@ class Measured:
     """What a policy computed from the gradients of a step, before it is known to be finite.
 
     Args:
-        tensors: New values of the policy's own tensors, by name, one a layer each.
+        tensors: New values of the policy's own tensors, by name, one a layer each; a ``Sum`` is in
+            few bytes already.
         norms: 2-norms that ``Policy.update`` wants on the host, float64, 0-d, one a layer; may
             be empty. Where processes share a layer, each gives that of its part.
     """
 
-    tensors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    tensors: Mapping[str, Sequence[Tensor | Sum]] = field(default_factory=dict)
     norms: Sequence[Tensor] = ()
 
 

@@ -1,8 +1,10 @@
 """States in few bytes: kernels against the reference to the bit, and both against arithmetic of Python's."""
 
+import copy
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from fixedpoint_kernels.compact import (
     Noise,
     Row,
     Sgd,
+    Sum,
     Targets,
     cpu,
     flattened,
@@ -147,6 +150,76 @@ def test_rows_are_blocks_of_their_own():
 def test_one_dimension_is_refused():
     with pytest.raises(ValueError, match=r"two or more dimensions, got shape \(4,\)"):
         compact.encode(torch.zeros(4), "fixed")
+
+
+def added():
+    """Codes and float32 tensors, what is added to each, and the noise of most codes."""
+    g, before, xs, keys = torch.Generator().manual_seed(0), [], [], []
+    for i, shape in enumerate([*SHAPES, (700, 300), (2, 40_000)]):
+        x, is_coded = torch.randn(shape, generator=g), i not in (1, 9)
+        before.append(compact.encode(x, "signed") if is_coded else x)
+        xs.append(torch.randn(shape, generator=g) * 0.1)
+        noise = Noise(Key(5, 40 + i, 7 * i), i % 4)
+        keys.append(noise if is_coded and i != 2 else None)
+    return before, xs, keys
+
+
+def sums_of(before, xs):
+    """What is to be encoded, by numpy."""
+    sums = []
+    for own, x in zip(before, xs, strict=True):
+        if isinstance(own, Codes):
+            codes = own.codes.flatten(1).numpy().astype(np.int64)
+            blocks = own.scales.numpy().repeat(256, 1)[:, : codes.shape[1]]
+            own = ((codes * abs(codes)).astype(np.float32) * blocks).reshape(x.shape)
+        sums.append(np.asarray(own) + x.numpy())
+    return sums
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_sums_have_the_bits_of_adding_and_encoding(parallel, monkeypatch):
+    monkeypatch.setattr(cpu, "is_parallel", lambda _: parallel)
+    before, xs, keys = added()
+    old = copy.deepcopy(before)
+    found, norms = compact.add_many(before, xs, keys)
+    same(before, old)
+    for own, x, key, total, norm, result in zip(
+        before, xs, keys, sums_of(before, xs), norms.tolist(), found, strict=True
+    ):
+        wanted = torch.from_numpy(total)
+        if isinstance(own, Codes):
+            assert result.before is own
+            same(result.x, x)
+            result, wanted = result.codes, reference.encode(wanted, "signed", key)
+        same(result, wanted)
+        exact = math.fsum(v * v for v in total.flatten().tolist()) ** 0.5
+        assert abs(norm - exact) <= 1e-12 * exact  # float64, added up in another order
+
+
+def test_sums_of_the_reference_and_of_other_strides():
+    before, xs, keys = added()
+    wide = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in xs]
+    results = [
+        compact.add_many(before, wide, keys),
+        reference.add_many(before, xs, keys, torch.float64),
+        compact.add_many(before, xs, keys),
+    ]
+    codes = [
+        [x.codes if isinstance(x, Sum) else x.contiguous() for x in sums] for sums, _ in results
+    ]
+    for other, (_, norms) in zip(codes[:2], results, strict=False):
+        same(other, codes[2])
+        torch.testing.assert_close(norms, results[2][1], rtol=1e-12, atol=0)  # another order
+
+
+def test_a_sum_that_is_not_finite_is_nan_in_its_block_alone():
+    before, xs, keys = added()
+    xs[8][3, 260] = math.inf
+    found, norms = compact.add_many(before, xs, keys)
+    assert [i for i, norm in enumerate(norms.tolist()) if not math.isfinite(norm)] == [8]
+    back = compact.decode(found[8].codes, "signed")
+    assert back[3, 256:].isnan().all()
+    assert int(back.isnan().sum()) == 44
 
 
 MOVES = {

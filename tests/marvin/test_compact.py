@@ -10,13 +10,18 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import compact, sgd
+from fixedpoint_kernels.compact import Codes, reference
+from fixedpoint_kernels.philox import Key
 from marvin import quantized
 from marvin.compact import master_of
+from marvin.noise import Purpose, stream
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 FIXED, STATIC = marvin.FixedPolicy(8, 6), marvin.StaticPolicy(window=3)
 KINDS = {
-    "msgd": lambda ps, **o: marvin.MSGD(ps, lr=0.05, lookback=(2, 4), resolution=(5, 9), **o),
+    "msgd": lambda ps, **o: marvin.MSGD(
+        ps, **{"lr": 0.05, "lookback": (2, 4), "resolution": (5, 9), **o}
+    ),
     "sgd": lambda ps, **o: marvin.Quantized(torch.optim.SGD(ps, nesterov=True, **SGD), FIXED, **o),
     "plain": lambda ps, **o: marvin.Quantized(torch.optim.SGD(ps, lr=0.1), STATIC, **o),
     "adamw": lambda ps, **o: marvin.Quantized(torch.optim.AdamW(ps, lr=1e-3), FIXED, **o),
@@ -292,3 +297,123 @@ def test_an_exception_in_the_wrapped_step_leaves_compact_states(monkeypatch):
     own = optimizer.state[net[0].weight]
     assert "master_codes" in own
     assert optimizer._masters[net[0].weight].untyped_storage().nbytes() == 4
+
+
+def windows(optimizer):
+    """The compact windows of an optimizer's layers: copies of their codes."""
+    return [
+        Codes(own["grad_sum_codes"].clone(), own["grad_sum_scales"].clone())
+        for own in optimizer.state.values()
+        if "grad_sum_codes" in own
+    ]
+
+
+def test_windows_in_one_pass_have_the_bits_of_the_reference(monkeypatch):
+    found = make("msgd")
+    train(*found, range(7))
+    calls = []
+    monkeypatch.setattr(
+        "marvin.compact.add_many",
+        lambda *a, dtype: calls.append(1) or reference.add_many(*a, dtype),
+    )
+    wanted = make("msgd")
+    train(*wanted, range(7))
+    assert len(calls) == 7
+    same(facts(*found), facts(*wanted))
+    assert found[1].trace == wanted[1].trace
+    assert found[1].trace
+
+
+class Reader(marvin.MarvinPolicy):
+    """Notes what a policy sees of windows, in ``measure`` and in ``update``."""
+
+    def measure(self, shared, tensors, grads):
+        _seen.append([own["grad_sum"] + g for own, g in zip(tensors, grads, strict=True)])
+        return super().measure(shared, tensors, grads)
+
+    def update(self, shared, layers, step):
+        _seen.append([layer.tensors["grad_sum"] for layer in layers])
+        assert all([*layer.tensors] == ["grad_sum"] for layer in layers)
+        return super().update(shared, layers, step)
+
+
+_seen = []
+
+
+def test_a_policy_sees_windows_that_are_not_rounded():
+    net = model()
+    sgd = torch.optim.SGD(net.parameters(), **SGD)
+    optimizer = marvin.Quantized(sgd, Reader(), compact_state=True)
+    train(net, optimizer, range(2))
+    (old,) = windows(optimizer)
+    del _seen[:]
+    train(net, optimizer, range(2, 3))
+    wanted = compact.decode(old, "signed") + net[0].weight.grad
+    measured, updated = _seen
+    same([measured[0], updated[0]], [wanted, wanted])
+    same(measured, updated)
+    noise = compact.Noise(Key(0, stream(Purpose.STATES, 3, 1)))
+    same(windows(optimizer), [reference.encode(wanted, "signed", noise)])
+
+
+def test_a_step_decodes_no_window(monkeypatch):
+    """Nor encodes one; but for those that a switch empties: here is none. One has no gradient."""
+    net = model()
+    optimizer = marvin.MSGD(net.parameters(), lr=0.05, compact_state=True)
+    train(net, optimizer, range(3))
+    monkeypatch.setattr("marvin.compact.decode", lambda *_: 1 / 0)
+    monkeypatch.setattr("marvin.compact.encode", lambda *_: 1 / 0)
+    train(net, optimizer, range(3, 6))
+    old = windows(optimizer)
+    net[0].weight.grad = None
+    optimizer.step(loss=1.0)
+    same(windows(optimizer), old)
+
+
+def test_parameters_without_a_gradient_are_rounded_to_a_new_format(monkeypatch):
+    """Beside those that move: a bias without a gradient takes the format of its layer."""
+    if not sgd.has_bits_of_torch():
+        pytest.skip("torch rounds sums of products twice on this processor")
+    results = []
+    for is_one_pass in (True, False):
+        if not is_one_pass:
+            monkeypatch.setattr(quantized, "moves_of_compact", lambda *_: None)
+        net, optimizer = make("msgd")
+        net[4].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        train(net, optimizer, range(7))
+        results.append((facts(net, optimizer), optimizer.trace))
+    assert results[0][1] == results[1][1] != []
+    same(results[0][0], results[1][0])
+
+
+def test_a_refused_step_leaves_windows():
+    net, optimizer = make("msgd")
+    train(net, optimizer, range(3))
+    before = copy.deepcopy(facts(net, optimizer)[1:])
+    net(torch.randn(6, 8, 4, 4)).square().mean().backward()
+    net[4].bias.grad[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="norm nan"):
+        optimizer.step(loss=1.0)
+    same(facts(net, optimizer)[1:], before)
+
+
+def test_muppet_keeps_the_gradients_of_epochs():
+    """In steps, which know the last gradient alone; and where a state is loaded."""
+    net, optimizer = make("blocks")
+    twins = [(net, optimizer)]
+    for epoch in range(3):
+        for own in twins:
+            train(*own, range(10 * epoch, 10 * epoch + 2))
+            own[1].end_epoch()
+        kept = optimizer.state[net[0].weight]["epoch_grads_codes"]
+        assert kept.shape == (epoch + 1, *net[0].weight.shape)
+        assert "last_grad_codes" in optimizer.state[net[0].weight]
+        if epoch == 0:
+            other, twin = make("blocks", seed=3)
+            other.load_state_dict(net.state_dict())
+            twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            twins.append((other, twin))
+        same(facts(*twins[0]), facts(*twins[-1]))
+        assert optimizer.shared == twins[-1][1].shared
+    train(net, optimizer, range(40, 41))
+    same(optimizer.state[net[0].weight]["epoch_grads_codes"], kept)
