@@ -16,6 +16,7 @@ from marvin.integer.formats import has_hooks
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.inference_run import InferenceRun
 from marvin.integer.layers import IntegerConv2d, IntegerLinear
+from marvin.integer.nodes import defaults_of
 from marvin.integer.seen import Seen
 from marvin.integer.token_inference import TokenInference
 from marvin.integer.token_run import TokenRun, put_in
@@ -38,6 +39,7 @@ class Fused(OtherForward):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._defaults, self._names = defaults_of(module)
         self._modes = {training: _Mode(module, training) for training in (True, False)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -48,7 +50,7 @@ class Fused(OtherForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do as ``forward`` of the module's class."""
-        runs = None if kwargs or len(args) != 1 else self._ready(args[0])
+        runs = self._ready(args[0]) if args and self._are_defaults(args[1:], kwargs) else None
         if runs is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return runs(args[0])
@@ -74,6 +76,16 @@ class Fused(OtherForward):
     def inexact(self) -> list[str]:
         """Return the names of the layers in chains whose last bits are others in eval mode."""
         return self._modes[False].inexact()
+
+    def _are_defaults(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Say whether all arguments behind the first are what they would be if nobody gave them."""
+        if not args and not kwargs:
+            return True
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        return len(given) == len(args) + len(kwargs) and all(
+            name in self._defaults and value is self._defaults[name]
+            for name, value in given.items()
+        )
 
     def _ready(self, x: Any) -> fx.GraphModule | None:
         if (

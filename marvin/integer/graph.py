@@ -15,7 +15,9 @@ from marvin.integer.layers import IntegerConv2d, IntegerLinear, stock_class
 from marvin.integer.nodes import (
     concatenation,
     curve_of,
+    defaults_of,
     drop_assertions,
+    drop_defaults,
     flattening,
     norm_of,
     plain,
@@ -160,9 +162,10 @@ def trace(module: nn.Module, left: Collection[str] = (), *, infers: bool = False
     before = {name: buffer.clone() for name, buffer in buffers}
     surroundings = Surroundings(module)
     try:
-        graph = tracers[0].trace(module)
+        defaults = defaults_of(module)[0] or None
+        graph = tracers[0].trace(module, defaults)
         changed = _restored(module, before)
-        again = tracers[1].trace(module)
+        again = tracers[1].trace(module, defaults)
     except Exception as error:  # whatever a model's own code raises on a tracer's proxies
         return f"torch.fx cannot trace it: {str(error).partition(chr(10))[0]}"
     finally:
@@ -177,6 +180,7 @@ def trace(module: nn.Module, left: Collection[str] = (), *, infers: bool = False
             return f"its forward changes a buffer, {name}"
         _count(graph, name)
     drop_assertions(graph)
+    drop_defaults(graph)
     if sum(node.op == "placeholder" for node in graph.nodes) != 1:
         return "it takes more than one argument"
     if any(

@@ -26,6 +26,7 @@ from marvin.settings import is_traced
 
 __all__ = [
     "CLASSES",
+    "CONV1D",
     "OPTIONS",
     "IntegerConv1d",
     "IntegerConv2d",
@@ -75,7 +76,8 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: IntegerConv2d,
     nn.Linear: IntegerLinear,
 }
-_TRANSPOSED = "transformers.pytorch_utils.Conv1D"
+CONV1D = "transformers.pytorch_utils.Conv1D"
+"""Name of transformers' linear layer whose weight is (features, outputs)."""
 
 
 class TransposedLinear(_FromFloats):
@@ -88,7 +90,7 @@ class TransposedLinear(_FromFloats):
 
 def integer_class(kind: type) -> type | None:
     """Return the class whose products are of integers; None where a layer of class ``kind`` has none."""
-    if f"{kind.__module__}.{kind.__qualname__}" == _TRANSPOSED:
+    if f"{kind.__module__}.{kind.__qualname__}" == CONV1D:
         return _transposed(kind)
     return CLASSES.get(kind)
 
@@ -111,7 +113,7 @@ def __getattr__(name: str) -> type:
     """Return the class of transformers' ``Conv1D`` with integer products, of which a pickle has the name."""
     if name != "IntegerConv1D":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _transposed(pkgutil.resolve_name(_TRANSPOSED.replace(".Conv1D", ":Conv1D")))
+    return _transposed(pkgutil.resolve_name(CONV1D.replace(".Conv1D", ":Conv1D")))
 
 
 _DIMS = {IntegerConv1d: 3, IntegerConv2d: 4}

@@ -1,5 +1,6 @@
 """What single nodes of a traced model do to images: activations, pooling, means, flattening."""
 
+import inspect
 import math
 import operator
 from collections.abc import Sequence
@@ -14,11 +15,14 @@ from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled
 from fixedpoint_kernels.products.shapes import Window
 from marvin.integer.layers import IntegerLinear
+from marvin.integer.surroundings import PLAIN
 
 __all__ = [
     "concatenation",
     "curve_of",
+    "defaults_of",
     "drop_assertions",
+    "drop_defaults",
     "flattening",
     "norm_of",
     "plain",
@@ -75,6 +79,22 @@ def drop_assertions(graph: fx.Graph) -> None:
             not node.users and (_tests_dimensions(node) or _counts_dimensions(node))
         ):
             graph.erase_node(node)
+
+
+def defaults_of(module: nn.Module) -> tuple[dict[str, object], list[str]]:
+    """Return the plain defaults of what ``forward`` takes behind its first argument, and the names that come in order."""
+    others = [*inspect.signature(type(module).forward).parameters.values()][2:]
+    defaults = {own.name: own.default for own in others if type(own.default) in PLAIN}
+    return defaults, [own.name for own in others if own.kind is own.POSITIONAL_OR_KEYWORD]
+
+
+def drop_defaults(graph: fx.Graph) -> None:
+    """Erase arguments that were traced as their plain defaults, and what asserts that they are."""
+    for placeholder in [node for node in graph.nodes if node.op == "placeholder"]:
+        if placeholder.args and type(placeholder.args[0]) in PLAIN:
+            asserted = {node: None for user in placeholder.users for node in (user, *user.users)}
+            for node in (*reversed(asserted), placeholder):
+                graph.erase_node(node)
 
 
 def _tests_dimensions(node: object) -> bool:

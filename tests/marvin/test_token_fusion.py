@@ -205,6 +205,130 @@ def test_a_transformer_is_near_its_unfused_twin(kind):
     assert kinds == {tokens.Norm, tokens.Linear, tokens.Attention, tokens.Add, tokens.Gelu}
 
 
+class Encoding(nn.Module):
+    """torch's encoder, spelled."""
+
+    def __init__(self, norm_first=True, activation="gelu", batch_first=True, dropout=0.0):
+        super().__init__()
+        self.embed, self.fc = nn.Linear(6, 32), nn.Linear(32, 4)
+        rest = dropout, activation, 1e-5, batch_first, norm_first
+        layer = nn.TransformerEncoderLayer(32, 2, 64, *rest)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder, self.batch_first = marvin.spell_attention(encoder), batch_first
+
+    def forward(self, x, mask=None, padding=None):
+        y = self.embed(x)
+        y = y if self.batch_first else y.transpose(0, 1)
+        y = self.encoder(y, mask, src_key_padding_mask=padding)
+        return self.fc(y.mean(int(self.batch_first)))
+
+
+def operations(y):
+    """Return how many operations each chain of a graph has, layers alone aside."""
+    seen, waiting = set(), [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [own for own, _ in node.next_functions]
+    nodes = [node for node in seen if "Tokens" in type(node).__name__]
+    return sorted(n for node in nodes if (n := len(node.program.segment.operations)) > 1)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_encoder_is_one_chain(norm_first, activation, batch_first):
+    model, twin, _ = twins(Encoding(norm_first, activation, batch_first))
+    x, _ = batch(0)
+    assert operations(model(x)) == [24]
+    near(model, twin)
+    with torch.no_grad():
+        y = model(x)
+        same(y, model(x, None, padding=None))
+        own = model.eval()(x)
+        frozen = marvin.freeze(model)
+        same(frozen(x), own)
+        assert (own - twin.eval()(x)).abs().max() < 0.05 * own.abs().max()
+
+
+def test_torchs_encoder_with_dropout_has_chains_between():
+    model, twin, _ = twins(Encoding(dropout=0.5))
+    x, _ = batch(0)
+    assert operations(model(x)) == [3, 3, 4, 4]
+    seed = torch.get_rng_state()
+    assert not torch.equal(model(x), model(x))
+    state_of(model).gradients = state_of(twin).gradients = 0
+    torch.set_rng_state(seed)
+    y = model(x)
+    torch.set_rng_state(seed)
+    assert (y - twin(x)).abs().max() < 0.05 * y.abs().max()
+    with torch.no_grad():
+        same(model.eval()(x), model(x))  # dropout is off
+
+
+@pytest.mark.parametrize("kind", ["mask", "padding"])
+def test_torchs_encoder_with_masks_runs_layer_by_layer(kind):
+    model, twin, _ = twins(Encoding())
+    x, _ = batch(0)
+    masks = {
+        "mask": torch.ones(9, 9, dtype=torch.bool).triu(1),
+        "padding": torch.arange(9) >= torch.arange(8).view(-1, 1) + 2,
+    }
+    given = {kind: masks[kind]}
+    assert operations(model(x))
+    assert not operations(model(x, **given))
+    assert not torch.equal(model(x, **given), model(x))
+    same(model(x, **given), twin(x, **given))
+
+
+def test_what_has_attention_of_torch_is_told_to_spell_it():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    optimizer = marvin.Quantized(
+        torch.optim.SGD(model.named_parameters(), lr=0.1), marvin.StaticPolicy(6, 7)
+    )
+    marvin.quantize_activations(model, optimizer)
+    rows = {row.name: row.reason for row in convert(model).rows}
+    for name in ("layers.0.self_attn", "layers.0.self_attn.out_proj"):
+        assert "write model = marvin.spell_attention(model) before" in rows[name]
+    assert "spell" not in rows["layers.0.linear1"]
+
+
+@pytest.mark.parametrize("default", [None, False, 2, 0.5, "a"])
+def test_arguments_that_nobody_gives_are_their_defaults(default):
+    class Optional(Net):
+        def forward(self, x, other=default, *, last=default):
+            if other == default and last == default:
+                return super().forward(x)
+            return super().forward(x) * 2
+
+    model, _ = make(model=Optional())
+    x, _ = batch(0)
+    y = model(x)
+    for args, kwargs in (((x,), {}), ((x, default), {}), ((x,), {"other": default, "last": default})):
+        assert is_fused(model, *args) or kwargs
+        same(model(*args, **kwargs), y)
+        assert operations(model(*args, **kwargs))
+    for args, kwargs in (((x, 7), {}), ((x,), {"last": 7})):
+        assert not operations(model(*args, **kwargs))
+    with pytest.raises(TypeError, match="multiple values"):
+        model(x, default, other=default)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        model(x, another=default)
+    with pytest.raises(TypeError, match="positional argument"):
+        model(x, default, default)
+
+
+def test_an_argument_without_default_is_none_of_a_chain():
+    class Two(Net):
+        def forward(self, x, other):
+            return super().forward(x) + other
+
+    model, _ = make(model=Net())
+    assert trace(Two()) == "it takes more than one argument"
+
+
 def test_heads_that_lie_otherwise_run_as_they_are():
     model, twin, _ = twins(Net(Mixed))
     assert not is_fused(copy.deepcopy(model))
