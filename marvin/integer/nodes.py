@@ -3,7 +3,7 @@
 import inspect
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from marvin.integer.layers import IntegerLinear
 from marvin.integer.surroundings import PLAIN
 
 __all__ = [
+    "arguments_of",
     "concatenation",
     "curve_of",
-    "defaults_of",
     "drop_assertions",
     "drop_defaults",
     "flattening",
+    "has_default",
     "norm_of",
     "plain",
     "pooling",
@@ -81,16 +82,20 @@ def drop_assertions(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def defaults_of(module: nn.Module) -> tuple[dict[str, object], list[str]]:
-    """Return the plain defaults of what ``forward`` takes behind its first argument, and the names that come in order."""
-    others = [*inspect.signature(type(module).forward).parameters.values()][2:]
-    defaults = {own.name: own.default for own in others if type(own.default) in PLAIN}
-    return defaults, [own.name for own in others if own.kind is own.POSITIONAL_OR_KEYWORD]
+def arguments_of(module: nn.Module) -> list[inspect.Parameter]:
+    """Return what ``forward`` takes."""
+    return [*inspect.signature(type(module).forward).parameters.values()][1:]
 
 
-def drop_defaults(graph: fx.Graph) -> None:
-    """Erase arguments that were traced as their plain defaults, and what asserts that they are."""
-    for placeholder in [node for node in graph.nodes if node.op == "placeholder"]:
+def has_default(argument: inspect.Parameter) -> bool:
+    """Say whether an argument has a default that is a plain value."""
+    return type(argument.default) in PLAIN
+
+
+def drop_defaults(graph: fx.Graph, given: Collection[str]) -> None:
+    """Erase arguments that were traced as their plain defaults, all but those ``given``, and what asserts that they are."""
+    found = [n for n in graph.nodes if n.op == "placeholder" and str(n.target) not in given]
+    for placeholder in found:
         if placeholder.args and type(placeholder.args[0]) in PLAIN:
             asserted = {node: None for user in placeholder.users for node in (user, *user.users)}
             for node in (*reversed(asserted), placeholder):

@@ -267,19 +267,40 @@ def test_torchs_encoder_with_dropout_has_chains_between():
         same(model.eval()(x), model(x))  # dropout is off
 
 
-@pytest.mark.parametrize("kind", ["mask", "padding"])
-def test_torchs_encoder_with_masks_runs_layer_by_layer(kind):
-    model, twin, _ = twins(Encoding())
-    x, _ = batch(0)
-    masks = {
-        "mask": torch.ones(9, 9, dtype=torch.bool).triu(1),
-        "padding": torch.arange(9) >= torch.arange(8).view(-1, 1) + 2,
-    }
-    given = {kind: masks[kind]}
-    assert operations(model(x))
-    assert not operations(model(x, **given))
+MASKS = {
+    "mask": torch.ones(9, 9, dtype=torch.bool).triu(1),
+    "padding": torch.arange(9) >= torch.arange(8).view(-1, 1) + 2,
+    "both": torch.zeros(9, 9).masked_fill(torch.ones(9, 9).bool().triu(1), -torch.inf),
+}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", MASKS)
+def test_torchs_encoder_with_masks_has_chains_between(kind, batch_first):
+    given = {"mask" if kind == "both" else kind: MASKS[kind]}
+    if kind == "both":
+        given["padding"] = MASKS["padding"].float() * -1e9
+    model, twin, _ = twins(Encoding(batch_first=batch_first))
+    x, y = batch(0)
+    assert operations(model(x)) == [24]
+    assert operations(model(x, **given)) == [4, 7, 11]
+    assert operations(model(x)) == [24]
     assert not torch.equal(model(x, **given), model(x))
-    same(model(x, **given), twin(x, **given))
+    state_of(model).gradients = state_of(twin).gradients = 0
+    outputs = [own(x, **given) for own in (model, twin)]
+    assert (outputs[0] - outputs[1]).abs().max() < 0.05 * outputs[1].abs().max()
+    found = [
+        torch.autograd.grad(F.cross_entropy(own, y), [*m.parameters()])
+        for own, m in zip(outputs, (model, twin), strict=True)
+    ]
+    for (name, _), a, b in zip(model.named_parameters(), *found, strict=True):
+        if "key.bias" not in name:  # 0 but for rounding
+            assert (a - b).norm() < 0.5 * b.norm(), name
+    with torch.no_grad():
+        own = model.eval()(x, **given)
+        same(marvin.freeze(model)(x, **given), own)
+        assert (own - twin.eval()(x, **given)).abs().max() < 0.05 * own.abs().max()
+        assert not torch.equal(own, model(x))
 
 
 def test_what_has_attention_of_torch_is_told_to_spell_it():
@@ -320,13 +341,74 @@ def test_arguments_that_nobody_gives_are_their_defaults(default):
         model(x, default, default)
 
 
-def test_an_argument_without_default_is_none_of_a_chain():
-    class Two(Net):
-        def forward(self, x, other):
-            return super().forward(x) + other
+class Output(nn.Module):
+    """As transformers have it: a layer, a sum with what came in before, and a norm."""
 
-    model, _ = make(model=Net())
-    assert trace(Two()) == "it takes more than one argument"
+    def __init__(self, width=32):
+        super().__init__()
+        self.dense, self.norm = nn.Linear(2 * width, width), nn.LayerNorm(width)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, hidden, residual, scale=None):
+        y = self.norm(self.dropout(self.dense(hidden)) + residual)
+        return y if scale is None else y * scale
+
+
+class Untraced(nn.Module):
+    """Calls it in code that cannot be traced."""
+
+    def __init__(self, call=lambda own, a, b: own(a, b)):
+        super().__init__()
+        self.embed, self.up, self.output = nn.Linear(6, 32), nn.Linear(32, 64), Output()
+        self.fc, self.call = nn.Linear(32, 4), call
+
+    def forward(self, x):
+        y = self.embed(x) if len(x) else x
+        return self.fc(self.call(self.output, self.up(y), y).mean(1))
+
+
+def by_name(own, a, b):
+    return own(residual=b, hidden=a)
+
+
+@pytest.mark.parametrize("call", [lambda own, a, b: own(a, b), by_name])
+def test_a_module_of_two_values_is_a_chain(call):
+    model, twin, _ = twins(Untraced(call))
+    assert operations(model(batch(0)[0])) == [3]
+    near(model, twin)
+    with torch.no_grad():
+        own, other = model.eval()(batch(0)[0]), twin.eval()(batch(0)[0])
+    assert (own - other).abs().max() < 0.05 * own.abs().max()
+
+
+def test_values_of_other_shapes_run_layer_by_layer():
+    model, twin, _ = twins(Untraced(lambda own, a, b: own(a, b[:1])))
+    x, _ = batch(0)
+    assert not operations(model(x))
+    same(model(x), twin(x))
+
+
+def test_a_third_value_is_another_trace():
+    scale = torch.linspace(1, 2, 32)
+    model, twin, _ = twins(Untraced())
+    x, _ = batch(0)
+    for one in (model, twin):
+        one.call = lambda own, a, b: own(a, b, scale=scale)
+    assert operations(model(x)) == [3]
+    y, other = model(x), twin(x)
+    assert (y - other).abs().max() < 0.05 * y.abs().max()
+    for one in (model, twin):
+        one.call = lambda own, a, b: own(a, b, 2.0)  # no tensor
+    assert not operations(model(x))
+    same(model(x), twin(x))
+
+
+def test_what_takes_any_number_of_arguments_is_no_chain():
+    class Any(Net):
+        def forward(self, x, *args, **kwargs):
+            return super().forward(x)
+
+    assert trace(Any()) == "it takes any number of arguments"
 
 
 def test_heads_that_lie_otherwise_run_as_they_are():

@@ -13,11 +13,23 @@ from marvin.export import ExportError, describe, integer, load_frozen, packed, w
 pytest.importorskip("transformers.pytorch_utils")
 
 
+class Conv1D(nn.Module):
+    """Another's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 48))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
 def net(seed=0, outputs=16):
-    from transformers.pytorch_utils import Conv1D
+    from transformers import pytorch_utils
 
     torch.manual_seed(seed)
-    model = nn.Sequential(Conv1D(48, 32), nn.ReLU(), Conv1D(outputs, 48))
+    layer = pytorch_utils.Conv1D
+    model = nn.Sequential(layer(48, 32), nn.ReLU(), layer(outputs, 48))
     with torch.no_grad():
         for layer in (model[0], model[2]):
             layer.weight.mul_(8 * 2.0 ** -(torch.arange(len(layer.weight)) % 4).view(-1, 1))
@@ -88,16 +100,6 @@ def test_its_state_goes_into_a_model_of_other_arguments(way):
 
 
 def test_a_class_of_the_same_name_is_none():
-    """Another's ``Conv1D`` may compute what it likes."""
-
-    class Conv1D(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(32, 48))
-
-        def forward(self, x):
-            return x @ self.weight
-
     model = nn.Sequential(Conv1D())
     (row,) = marvin.integer.convert(model).rows
     assert row.reason == "there is no integer product for Conv1D"
