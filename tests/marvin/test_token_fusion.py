@@ -388,6 +388,43 @@ def test_values_of_other_shapes_run_layer_by_layer():
     same(model(x), twin(x))
 
 
+@pytest.mark.parametrize("mode", ["training", "eval", "frozen"])
+@pytest.mark.parametrize("place", ["layer", "sum", "both"])
+def test_nan_goes_through_a_chain_as_through_layers(place, mode):
+    def broken(own, a, b):
+        a, b = a.clone(), b.clone()
+        if place != "sum":
+            a[2, 3, 5] = float("nan")
+        if place != "layer":
+            b[4, 1, 7] = float("nan")
+        return own(a, b)
+
+    model, twin, _ = twins(Untraced())
+    for one in (model, twin):
+        one.call = broken
+        state_of(one).waiting.add("output.dense")
+    if mode == "frozen":
+        model, twin = marvin.freeze(model), marvin.freeze(twin)
+    if mode == "eval":
+        model, twin = model.eval(), twin.eval()
+    x, _ = batch(0)
+    with torch.set_grad_enabled(mode == "training"):
+        y, other = model(x), twin(x)
+    assert y.isnan().any(1).tolist() == [n in (2, 4) and (place, n) in NANS for n in range(8)]
+    if place == "sum":
+        assert (y - other)[[0, 1, 2, 3, 5, 6, 7]].abs().max() < 0.05
+    else:
+        same(y, other)
+    if mode != "frozen":
+        states = [state_of(own) for own in (model, twin)]
+        counts = [(own.samples, own.gradients, own.waiting) for own in states]
+        assert counts[0] == counts[1]
+        assert "output.dense" not in states[0].waiting
+
+
+NANS = {("layer", 2), ("sum", 4), ("both", 2), ("both", 4)}
+
+
 def test_a_third_value_is_another_trace():
     scale = torch.linspace(1, 2, 32)
     model, twin, _ = twins(Untraced())
