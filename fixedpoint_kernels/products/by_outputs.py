@@ -210,6 +210,18 @@ def add_up(j, at, sums, totals, count, width, held, work):
 
 
 @inner
+def _put(j, values, out, first, half, lies):
+    """Write 16 rows of gradients from ``first`` on, each of 16 outputs, of the first half of 32 or the second."""
+    size = j[jobs.OUT_TAPS] * j[jobs.OUT_INPUTS]
+    if lies == 2:
+        place, step = out + 64 * half, 4 * j[jobs.GRAD_CHANNELS]
+        for i in range(16):
+            tiles.copy(values + 64 * i, place + (first + i) * step, 64)
+    else:
+        tiles.transpose_floats(values, out + 64 * half * size + 4 * first, 4 * size)
+
+
+@inner
 def _write(j, at, sums, totals, width, held, out, lies, lsb, flipped):
     """Write the gradients of 16 outputs, or 32, as the weight lies, from their sums; ``lies``: see ``write_weights``."""
     n, rows = width * 16, j[jobs.SUM_ROWS]
@@ -239,13 +251,7 @@ def _write(j, at, sums, totals, width, held, out, lies, lsb, flipped):
                     own = held_sums[start : start + 16]
                     for o in range(16):
                         found[o] = np.float32(np.int32(own[o] - half_lost[o])) * scale * lsb
-            if lies == 2:
-                place, step = out + 64 * half, 4 * j[jobs.GRAD_CHANNELS]
-                for i in range(16):
-                    tiles.copy(at[_VALUES] + 64 * i, place + (first + i) * step, 64)
-            else:
-                place = out + 64 * half * taps * inputs + 4 * first
-                tiles.transpose_floats(at[_VALUES], place, 4 * taps * inputs)
+            _put(j, at[_VALUES], out, first, half, lies)
 
 
 def write_weights(j, x, grad, scales, images, out, lies, lsb, begin, end, work):

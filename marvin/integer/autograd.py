@@ -197,9 +197,7 @@ class _Gradients:
         if noise is None or self.layer.options.input_gradient_bits is None:
             return _input_gradient(grad.float(), decode(self.weight, fmt), self.x.shape, product)
         codes, exponents = (
-            self._rounded
-            if not by_output
-            else _rounded(grad, noise.seed, noise.second, product)
+            self._rounded if not by_output else _rounded(grad, noise.seed, noise.second, product)
         )
         powers = torch.where(
             exponents == NOT_FINITE, exponents, (exponents - fmt.fl).clamp(max=127)

@@ -13,13 +13,13 @@ from fixedpoint_kernels.fused import INPUT, LONGEST, Joined, Pooled, Scaled, Val
 from marvin.integer.formats import window_of
 from marvin.integer.layers import IntegerConv2d, IntegerLinear, stock_class
 from marvin.integer.nodes import (
+    arguments_of,
     concatenation,
     curve_of,
-    arguments_of,
     drop_assertions,
     drop_defaults,
-    has_default,
     flattening,
+    has_default,
     norm_of,
     plain,
     pooling,

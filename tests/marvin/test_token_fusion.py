@@ -327,7 +327,11 @@ def test_arguments_that_nobody_gives_are_their_defaults(default):
     model, _ = make(model=Optional())
     x, _ = batch(0)
     y = model(x)
-    for args, kwargs in (((x,), {}), ((x, default), {}), ((x,), {"other": default, "last": default})):
+    for args, kwargs in (
+        ((x,), {}),
+        ((x, default), {}),
+        ((x,), {"other": default, "last": default}),
+    ):
         assert is_fused(model, *args) or kwargs
         same(model(*args, **kwargs), y)
         assert operations(model(*args, **kwargs))
