@@ -225,7 +225,8 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
         return
     if not isinstance(trace(module), str):
         yield module
-        return
+        if len(arguments_of(module)) == 1:
+            return  # else its children are asked where it is called with what no trace takes
     for child in module.children():
         yield from _roots(child)
 

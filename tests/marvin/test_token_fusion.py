@@ -444,6 +444,22 @@ def test_a_third_value_is_another_trace():
     same(model(x), twin(x))
 
 
+def test_children_are_chains_where_an_argument_is_no_tensor():
+    class Scaled(Net):
+        def forward(self, x, scale=1.0):
+            return super().forward(x) * scale
+
+    model, twin, _ = twins(Scaled())
+    x, _ = batch(0)
+    assert operations(model(x)) == [21]
+    assert operations(model(x, 2.0)) == [20]  # the blocks, without the norm behind them
+    y = model(x)
+    assert (model(x, 2.0) - 2 * y).abs().max() < 0.1 * y.abs().max()
+    near(model, twin)
+    revert(model)
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
 def test_what_takes_any_number_of_arguments_is_no_chain():
     class Any(Net):
         def forward(self, x, *args, **kwargs):
