@@ -26,6 +26,7 @@ once = partial(
     "again, use marvin.integer.revert(model)",
 )
 """For backward passes on integer units."""
+_EXACT = 2**24  # integers up to there are float32
 _WRITTEN = torch.float32, torch.bfloat16  # by the kernels
 
 
@@ -139,18 +140,24 @@ def _by_digits(x: Tensor, weight: Tensor, product: Product) -> Tensor:
     All weights as integers of the longest fractional length have more than 8 bits: they are cut into signed digits
     of 8, the least first, each an output of its own.
     """
-    most = max(product.shifts)
+    most, fmt = max(product.shifts), product.inputs
     count = -((product.weight_fmt.wl + most) // -8)
-    whole = weight.int() << (most - _integers(product.shifts, x))
+    kind = torch.int16 if count <= 2 else torch.int32
+    whole = weight.to(kind) << (most - _integers(product.shifts, x)).to(kind)
     digits = []
     for _ in range(count):
-        digits.append(((whole + 128) & 255) - 128)
+        digits.append(whole.to(torch.int8))  # the bits that are left
         whole = (whole - digits[-1]) >> 8
-    sums = products.linear(x, torch.cat(digits).to(torch.int8), dtype=torch.int64)
-    total, *rest = reversed(sums.chunk(count, -1))
-    for own in rest:
-        total = total * 256 + own
-    return total.float() * 2.0 ** -(product.inputs.fl + product.weight_fmt.fl + most)
+    own, fl = torch.cat(digits), fmt.fl + product.weight_fmt.fl + most
+    if count == 2 and 128 * max(-fmt.min_code, fmt.max_code) * x.shape[-1] <= _EXACT:
+        places = torch.tensor([0, 8], dtype=torch.int32, device=x.device)
+        y = products.linear(x, own, exponents=places.repeat_interleave(len(weight)) - fl)
+        low, high = y.chunk(2, -1)
+        return low + high  # both exact
+    total, *rest = reversed(products.linear(x, own, dtype=torch.int64).chunk(count, -1))
+    for lower in rest:
+        total = total * 256 + lower
+    return total.float() * 2.0**-fl
 
 
 def lies_as(y: Tensor, x: Tensor) -> Tensor:

@@ -459,7 +459,7 @@ def exact(x, weight, inputs, fmt):
 
 
 @pytest.mark.parametrize(("apart", "digits"), [(4, 2), (10, 2), (14, 3)])
-@pytest.mark.parametrize("shape", [(5, 32), (3, 7, 40)])
+@pytest.mark.parametrize("shape", [(5, 32), (3, 7, 40), (3, 4096)])
 def test_transposed_weights_by_channel_multiply_integers(apart, digits, shape):
     model, _ = by_channel(apart, shape)
     inputs, fmt = numbers_of(model)
@@ -473,11 +473,11 @@ def test_transposed_weights_by_channel_multiply_integers(apart, digits, shape):
     found, wanted = (grads(own, x, dy) for own in (model, simulated))
     sums = exact(x.detach(), model.layer.weight.detach(), inputs, fmt).float()
     same(found[0].detach(), sums + model.layer.bias.detach())
-    if apart < 10:  # else float32 does not hold the simulation's sums
+    if apart < 10 and shape[-1] < 100:  # else float32 does not hold the simulation's sums
         same(found[0], wanted[0])
     assert (found[1] != 0).any()
     for own, other in zip(found[1:], wanted[1:], strict=True):
-        torch.testing.assert_close(own, other, rtol=2e-6, atol=1e-6)  # sums of float32
+        torch.testing.assert_close(own, other, rtol=2e-6, atol=1e-5)  # sums of float32
 
 
 @pytest.mark.parametrize("bits", [(8, None), (None, 8), None])
