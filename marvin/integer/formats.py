@@ -161,9 +161,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
-    """Return the weight of a layer, outputs first."""
+    """Return the weight of a layer, outputs first, as it lies."""
     weight: torch.Tensor = module.weight  # pyright: ignore[reportAssignmentType]
-    return weight.mT.contiguous() if is_transposed(module) else weight
+    return weight.mT if is_transposed(module) else weight
 
 
 def has_nan(x: torch.Tensor) -> bool:

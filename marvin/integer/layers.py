@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import is_transformed, own_parameters
+from fixedpoint_kernels._torch_private import is_transformed, is_watched, own_parameters
 from marvin.integer import autograd, lone_run
 from marvin.integer.formats import (
     OPTIONS,
@@ -129,11 +129,13 @@ def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tenso
     if product is None:
         return stock(x)
     options = getattr(module, OPTIONS)
+    layer = autograd.Layer(product, options)
     if not is_traced():
         y = _alone(module, x, product, options, None)
         if y is not None:
             return y
-    layer = autograd.Layer(product, options)
+        if not is_watched() and not _goes_back(module, x):
+            return autograd.multiply(x, weight_of(module), module.bias, layer)
     return autograd.multiply_traceably(x, weight_of(module), module.bias, layer)
 
 
@@ -161,12 +163,15 @@ def _alone(
     module: nn.Module, x: Tensor, product: Product, options: Options, noise: autograd.Noise | None
 ) -> Tensor | None:
     """Return the output of a layer that can be one operation; ``noise``: None where nothing goes backward."""
-    goes_back = torch.is_grad_enabled() and (
-        x.requires_grad or any(p.requires_grad for _, p in own_parameters(module))
-    )
-    if options != Options() or (noise is None and goes_back):
+    if options != Options() or (noise is None and _goes_back(module, x)):
         return None
     return lone_run.multiply(module, x, product, noise or autograd.Noise(0, 0, 0))
+
+
+def _goes_back(module: nn.Module, x: Tensor) -> bool:
+    return torch.is_grad_enabled() and (
+        x.requires_grad or any(p.requires_grad for _, p in own_parameters(module))
+    )
 
 
 def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | None:
