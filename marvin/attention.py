@@ -118,8 +118,7 @@ class Attention(nn.Module):
             is_causal: Without ``attn_mask``, let each row see columns up to its own.
 
         Raises:
-            ValueError: A tensor has not three dimensions; or ``attn_mask`` depends on what comes in while
-                ``torch.fx`` traces this.
+            ValueError: A tensor has not three dimensions.
         """
         if isinstance(query, Tensor) and query.ndim != 3:
             raise ValueError(f"query must have three dimensions, got shape {tuple(query.shape)}")
@@ -131,14 +130,9 @@ class Attention(nn.Module):
             layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for layer, x in zip(layers, taken, strict=True)
         )
-        if isinstance(attn_mask, fx.Proxy):
-            raise ValueError(
-                "attn_mask must be a constant to be exported, got one that depends on what comes in: "
-                "write a padding mask as key_padding_mask=ids == padding"
-            )
         masks = attn_mask, key_padding_mask, is_causal
         dropout = self.dropout if self.training else 0.0
-        is_traced = isinstance(key_padding_mask, fx.Proxy)
+        is_traced = any(isinstance(mask, fx.Proxy) for mask in (attn_mask, key_padding_mask))
         y = (padded_attention if is_traced else _attended)(q, k, v, *masks, dropout)
         y = self.out_proj(y.transpose(1, 2).flatten(2))
         y = y if self.batch_first else y.transpose(0, 1)
@@ -156,7 +150,7 @@ def padded_attention(  # noqa: PLR0913  torch's
     is_causal: bool,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Return the attended values of each head: one call in a trace where padding depends on what comes in.
+    """Return the attended values of each head: one call in a trace where a mask or padding depends on what comes in.
 
     Args:
         q: Queries, shape ``(n, heads, rows, features)``.

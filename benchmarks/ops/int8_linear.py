@@ -1,7 +1,8 @@
 """A whole step and inference on integer codes of networks that are linear layers for the most part.
 
 As ``int8_training`` and ``int8_inference``: "ours" beside PyTorch's own; one element is one sample. BERT has 4
-layers of 256 features and 4 heads, and no dropout; its code cannot be traced, so its layers run alone. Without
+layers of 256 features and 4 heads, and no dropout; its code cannot be traced, so chains are short. torch's encoder
+has 4 layers of 256 features and 8 heads, no dropout; ours is spelled, see ``marvin.spell_attention``. Without
 transformers, or without timm and the torchvision that it needs, their rows are left out by name.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import marvin
 from benchmarks.ops import int8_inference, int8_training
 from benchmarks.timing import Case
 from fixedpoint_kernels import products
@@ -28,9 +30,10 @@ def cases() -> Iterator[Case]:
     print(f"path: {products.path()}")
     for name, (make, x) in _networks().items():
         y = torch.randint(10, (len(x),))
-        steps = int8_training.contestants(make, x, y, simulates=False)
+        own = partial(marvin.spell_attention, make()) if make is _Encoder else make
+        steps = int8_training.contestants(make, x, y, False, own)
         yield Case(f"{name}, training", len(x), steps)
-        frozen = int8_inference.frozen_model(make, x)
+        frozen = int8_inference.frozen_model(own, x)
         yield Case(f"{name}, inference", len(x), int8_inference.contestants(make, frozen, x))
 
 
@@ -39,6 +42,7 @@ def _networks() -> dict[str, _Network]:
         "perceptron, 128 samples": (_perceptron, torch.randn(128, 512)),
         "ViT, 128 images of 32x32": (vit, torch.randn(128, 3, 32, 32)),
         "ViT, 8 images of 32x32": (vit, torch.randn(8, 3, 32, 32)),
+        "torch's encoder, 32 samples of 64 tokens": (_Encoder, torch.randn(32, 64, 256)),
     }
     if (transformers := _imported("transformers", "BERT")) is not None:
         ids = torch.randint(1, 1000, (16, 64))
@@ -62,6 +66,21 @@ def _imported(name: str, rows: str) -> Any:
 def _perceptron() -> nn.Module:
     layers = nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()
     return nn.Sequential(*layers, nn.Linear(1024, 10))
+
+
+class _Encoder(nn.Module):
+    """Classes of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rest = 0.0, "gelu", 1e-5, True, True  # no dropout, batch and norms first
+        layer = nn.TransformerEncoderLayer(256, 8, 1024, *rest)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.fc = nn.Linear(256, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits, shape (samples, 10)."""
+        return self.fc(self.encoder(x).mean(1))
 
 
 class _Bert(nn.Module):

@@ -47,10 +47,22 @@ def cases() -> Iterator[Case]:
 
 
 def contestants(
-    make: Callable[[], nn.Module], x: Tensor, y: Tensor, simulates: bool = True
+    make: Callable[[], nn.Module],
+    x: Tensor,
+    y: Tensor,
+    simulates: bool = True,
+    own: Callable[[], nn.Module] | None = None,
 ) -> dict[str, Step]:
-    """Return steps of a network by what computes them; ``simulates``: also without integer units."""
-    found = {"ours": fixed_point(make, x, y, integer=True)}
+    """Return steps of a network by what computes them.
+
+    Args:
+        make: Builds it.
+        x: A batch.
+        y: Its classes.
+        simulates: Also without integer units.
+        own: Builds ours; default: ``make``.
+    """
+    found = {"ours": fixed_point(own or make, x, y, integer=True)}
     for dtype in (torch.float32, torch.bfloat16):
         for layout in (torch.contiguous_format, torch.channels_last)[: 1 + (x.dim() == 4)]:
             kind = f"{str(dtype)[6:]}" + " channels last" * (layout is torch.channels_last)

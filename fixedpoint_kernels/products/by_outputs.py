@@ -210,8 +210,20 @@ def add_up(j, at, sums, totals, count, width, held, work):
 
 
 @inner
-def _write(j, at, sums, totals, width, held, out, is_last, lsb, flipped):
-    """Write the gradients of 16 outputs, or 32, as the weight lies, from their sums."""
+def _put(j, values, out, first, half, lies):
+    """Write 16 rows of gradients from ``first`` on, each of 16 outputs, of the first half of 32 or the second."""
+    size = j[jobs.OUT_TAPS] * j[jobs.OUT_INPUTS]
+    if lies == 2:
+        place, step = out + 64 * half, 4 * j[jobs.GRAD_CHANNELS]
+        for i in range(16):
+            tiles.copy(values + 64 * i, place + (first + i) * step, 64)
+    else:
+        tiles.transpose_floats(values, out + 64 * half * size + 4 * first, 4 * size)
+
+
+@inner
+def _write(j, at, sums, totals, width, held, out, lies, lsb, flipped):
+    """Write the gradients of 16 outputs, or 32, as the weight lies, from their sums; ``lies``: see ``write_weights``."""
     n, rows = width * 16, j[jobs.SUM_ROWS]
     if held[2] > 0:
         fold(rows, n, sums, doubles(totals, rows * n), held, flipped)
@@ -224,11 +236,11 @@ def _write(j, at, sums, totals, width, held, out, is_last, lsb, flipped):
     values = floats(at[_VALUES], 256)
     taps, inputs, apart = j[jobs.OUT_TAPS], j[jobs.OUT_INPUTS], j[jobs.OUT_APART]
     for half in range(width):
-        place, half_lost = out + 64 * half * taps * inputs, lost[half * 16 : half * 16 + 16]
+        half_lost = lost[half * 16 : half * 16 + 16]
         for first in range(0, taps * inputs, 16):
             for i in range(16):
                 k = first + i
-                tap, c = (k // inputs, k % inputs) if is_last != 0 else (k % taps, k // taps)
+                tap, c = (k // inputs, k % inputs) if lies != 0 else (k % taps, k // taps)
                 start = (tap * apart + c) * n + half * 16
                 found = values[i * 16 : i * 16 + 16]
                 if is_folded:
@@ -239,10 +251,10 @@ def _write(j, at, sums, totals, width, held, out, is_last, lsb, flipped):
                     own = held_sums[start : start + 16]
                     for o in range(16):
                         found[o] = np.float32(np.int32(own[o] - half_lost[o])) * scale * lsb
-            tiles.transpose_floats(at[_VALUES], place + 4 * first, 4 * taps * inputs)
+            _put(j, at[_VALUES], out, first, half, lies)
 
 
-def write_weights(j, x, grad, scales, images, out, is_last, lsb, begin, end, work):
+def write_weights(j, x, grad, scales, images, out, lies, lsb, begin, end, work):
     """Write the gradient of a weight, of some outputs.
 
     Args:
@@ -251,8 +263,8 @@ def write_weights(j, x, grad, scales, images, out, is_last, lsb, begin, end, wor
         grad: Address of codes of the gradient.
         scales: Address of float64: what a code of each image's gradient counts.
         images: How many.
-        out: Address of float32: (outputs, inputs, taps).
-        is_last: Not 0: (outputs, taps, inputs).
+        out: Address of float32.
+        lies: How: 0: (outputs, inputs, taps); 1: (outputs, taps, inputs); 2: (taps, inputs, outputs).
         lsb: Address of float32: what a code of ``x`` counts.
         begin: Of groups of 16 outputs, even.
         end: Behind the last of them.
@@ -291,8 +303,9 @@ def write_weights(j, x, grad, scales, images, out, is_last, lsb, begin, end, wor
                 tiles.blank(sums, size * width * 16, 0)
             add_up(j_at, at.ctypes.data, sums, totals, count, width, held.ctypes.data, work)
             if at[_NEXT] == images:
-                place = out + 64 * group * j[jobs.OUT_TAPS] * j[jobs.OUT_INPUTS]
-                _write(j, at, sums, totals, width, held, place, is_last, floats(lsb, 1)[0], flipped)
+                apart = 1 if lies == 2 else j[jobs.OUT_TAPS] * j[jobs.OUT_INPUTS]
+                place = out + 64 * group * apart
+                _write(j, at, sums, totals, width, held, place, lies, floats(lsb, 1)[0], flipped)
             group += width
         before[:] = held
     keep(at, held, before)

@@ -357,7 +357,7 @@ def _add_weights(table, details, tasks, begins, samples, scratch, scratch_bytes,
             d = table[layer]
             write_weights(
                 details[layer].ctypes.data, d[f.CODES], d[f.GRAD_CODES], d[f.SCALES], samples,
-                d[f.OUT], np.int64(0), d[f.LSB], begin, end, scratch + thread * scratch_bytes,
+                d[f.OUT], d[f.LIES], d[f.LSB], begin, end, scratch + thread * scratch_bytes,
             )  # fmt: skip
         leave()
 

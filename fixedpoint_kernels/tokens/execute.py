@@ -108,7 +108,7 @@ def _weights(program: Program, kept: Tensor, work: int) -> dict[int, Tensor]:
         assert isinstance(op, Linear)
         program.layers[k, cpu.f.CODES] = kept.data_ptr() + program.codes[i].offset
         if program.needs_weights[i]:
-            found[i] = torch.empty(op.shape)
+            found[i] = torch.empty(op.shape[::-1] if op.is_turned else op.shape)
             program.layers[k, cpu.f.OUT] = found[i].data_ptr()
     if found:
         cpu.add_weights(program.path, program.threads > 1)(

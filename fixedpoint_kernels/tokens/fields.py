@@ -23,12 +23,12 @@ which holds the rows of one chunk.
     Q, Q_ROW, Q_STEP, K, K_ROW, K_STEP, V, V_ROW, V_STEP, Q_LINE, K_LINE, V_LINE,
     Q_START, K_START, V_START,
     DQ, DQ_ROW, DK, DK_ROW, DV, DV_ROW, DK_ADDS, DV_ADDS, HEADS, SIZE, CAUSAL,
-    # of gradients of weights
-    OUT, LSB,
+    # of gradients of weights; how they lie, see ``by_outputs.write_weights``
+    OUT, LSB, LIES,
     # what tiles must know of codes, see ``tiles.kind_of_bytes``
     BYTES,
-) = range(61)  # fmt: skip
-COUNT = 61
+) = range(62)  # fmt: skip
+COUNT = 62
 
 # parts of a thread's memory
 WORK, ROUNDED, POWERS, HEAD, LOCAL = range(5)

@@ -21,8 +21,9 @@ class Linear:
         source: Number of the value that it takes.
         inputs: Format to which this is rounded, to nearest.
         weight: Format of the weight, signed.
-        shape: Of the weight: outputs and inputs, multiples of 16.
+        shape: Outputs and inputs, multiples of 16.
         clip: Whether the gradient of clamped inputs is 0.
+        is_turned: Whether the weight, and its gradient, lie as (inputs, outputs).
     """
 
     source: int
@@ -30,6 +31,7 @@ class Linear:
     weight: FixedPoint
     shape: tuple[int, int]
     clip: bool = True
+    is_turned: bool = False
 
     @property
     def sources(self) -> tuple[int, ...]:

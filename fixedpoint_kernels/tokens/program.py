@@ -453,9 +453,10 @@ class Program:
         self.linear = [i for i, _ in linear]
         self.layers = np.zeros((len(linear), f.COUNT), np.int64)
         self.lsbs = np.array([op.inputs.lsb for _, op in linear], np.float32)
-        for k, (i, _) in enumerate(linear):
+        for k, (i, op) in enumerate(linear):
             own = self.scales[i], self.grad_codes[i], self.lsbs.ctypes.data + 4 * k
             self.layers[k, [f.SCALES, f.GRAD_CODES, f.LSB]] = own
+            self.layers[k, f.LIES] = 2 if op.is_turned else 0
         self.pack = self._packing(linear)
         self._share_weights(linear)
 
@@ -465,14 +466,15 @@ class Program:
         for i, op in linear:
             packed, begin, turned, turned_begin, *depths = self.packed[i]
             places = [(packed, begin), (turned, turned_begin)]
+            outer, inner = reversed(op.shape) if op.is_turned else op.shape
             for is_turned in range(1 + self._needs_gradient(op.source)):
                 d = np.zeros(w.COUNT, np.int64)
-                d[[w.W_OUTPUTS, w.W_INPUTS]] = op.shape
+                d[[w.W_OUTPUTS, w.W_INPUTS]] = outer, inner
                 d[[w.W_TAPS, w.W_PART_TAPS, w.W_GROUPS, w.W_STEP_C, w.W_STEP_T]] = 1
-                d[[w.W_STEP_O, w.W_DEPTH]] = op.shape[1], depths[is_turned]
+                d[[w.W_STEP_O, w.W_DEPTH]] = inner, depths[is_turned]
                 d[[w.W_NUMBERS, w.W_OFFSETS]] = first
                 d[[w.W_PACKED, w.BEGIN]] = places[is_turned]
-                d[w.W_IS_TURNED] = is_turned
+                d[w.W_IS_TURNED] = is_turned != op.is_turned
                 d[w.W_FLIPS] = self._flips if is_turned else self._is_flipped(op)
                 tasks.append(d)
                 reals.append((op.weight.scale, op.weight.min_code, op.weight.max_code, 0))

@@ -85,6 +85,7 @@ def _forward(
         _, inside = quantize_with_mask(x, op.inputs, rounding="nearest")
         codes = encode(x, op.inputs, rounding="nearest")
         weight = encode(own.first.detach(), op.weight, rounding="nearest")
+        weight = weight.T if op.is_turned else weight
         y = products.linear(codes, weight, exponents=-op.inputs.fl - op.weight.fl)
         return (y if own.second is None else y + own.second.detach()), (codes, inside, weight)
     if isinstance(op, Norm):
@@ -202,6 +203,7 @@ def _linear_backward(
     codes, exponents = products.round_per_sample(g.flatten(1), seed=seed, stream=stream)
     codes = codes.view(g.shape)
     of_weight = products.linear_weight_gradient(x, codes, exponents=exponents) * op.inputs.lsb
+    of_weight = of_weight.T if op.is_turned else of_weight
     powers = torch.where(exponents == 128, exponents, (exponents - op.weight.fl).clamp(max=127))
     back = products.linear_input_gradient(codes, weight, exponents=powers)
     if op.clip:

@@ -26,6 +26,7 @@ once = partial(
     "again, use marvin.integer.revert(model)",
 )
 """For backward passes on integer units."""
+_EXACT = 2**24  # integers up to there are float32
 _WRITTEN = torch.float32, torch.bfloat16  # by the kernels
 
 
@@ -81,7 +82,7 @@ def multiply_traceably(x: Tensor, weight: Tensor, bias: Tensor | None, layer: La
     with warnings.catch_warnings():  # that formats become constants of the trace, as they shall
         if torch.jit.is_tracing():
             warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        scaled = weight * _of_shifts(product.shifts, weight) if product.shifts else weight
+        scaled = weight * _of_shifts(product, weight) if product.shifts else weight
         codes, own = _traceable(x, product.inputs), _traceable(scaled, product.weight_fmt)
         return _forward(codes, own, bias, layer, _dtype_of_result(x))
 
@@ -117,8 +118,10 @@ def _forward(
     product, kind = layer.product, dtype if dtype in _WRITTEN else torch.float32
     if layer.options.execution == "simulation":
         values = decode(weight, product.weight_fmt)
-        values = values / _of_shifts(product.shifts, values) if product.shifts else values
+        values = values / _of_shifts(product, values) if product.shifts else values
         y = _convolved(decode(x, product.inputs), values, product)
+    elif product.shifts and product.is_transposed:
+        y = _by_digits(x, weight, product)
     else:
         fl = product.inputs.fl + product.weight_fmt.fl
         exponents = -fl - _integers(product.shifts, x) if product.shifts else -fl
@@ -129,6 +132,32 @@ def _forward(
     if bias is None:
         return y
     return y + bias.to(dtype).view(-1, *[1] * (y.dim() - 2 if product.window else 0))
+
+
+def _by_digits(x: Tensor, weight: Tensor, product: Product) -> Tensor:
+    """Return the sums of a linear layer whose inputs have fractional lengths of their own, rounded to float32 once.
+
+    All weights as integers of the longest fractional length have more than 8 bits: they are cut into signed digits
+    of 8, the least first, each an output of its own.
+    """
+    most, fmt = max(product.shifts), product.inputs
+    count = -((product.weight_fmt.wl + most) // -8)
+    kind = torch.int16 if count <= 2 else torch.int32
+    whole = weight.to(kind) << (most - _integers(product.shifts, x)).to(kind)
+    digits = []
+    for _ in range(count):
+        digits.append(whole.to(torch.int8))  # the bits that are left
+        whole = (whole - digits[-1]) >> 8
+    own, fl = torch.cat(digits), fmt.fl + product.weight_fmt.fl + most
+    if count == 2 and 128 * max(-fmt.min_code, fmt.max_code) * x.shape[-1] <= _EXACT:
+        places = torch.tensor([0, 8], dtype=torch.int32, device=x.device)
+        y = products.linear(x, own, exponents=places.repeat_interleave(len(weight)) - fl)
+        low, high = y.chunk(2, -1)
+        return low + high  # both exact
+    total, *rest = reversed(products.linear(x, own, dtype=torch.int64).chunk(count, -1))
+    for lower in rest:
+        total = total * 256 + lower
+    return total.float() * 2.0**-fl
 
 
 def lies_as(y: Tensor, x: Tensor) -> Tensor:
@@ -161,16 +190,21 @@ class _Gradients:
 
     def of_input(self) -> Tensor:
         """Return the product of the gradient with the weight, shape of the input."""
+        product, way = self.layer.product, self._of_input()
+        if product.shifts and product.is_transposed:
+            way = way / _powers(product.shifts, way, way.dim() - 1)
+        return way
+
+    def _of_input(self) -> Tensor:
         product, fmt = self.layer.product, self.layer.product.weight_fmt
         grad, noise = self.grad, self.layer.noise
-        if product.shifts:  # w = codes / shifts: they go to the gradient
-            grad = grad / _of_shifts(product.shifts, grad, self._channels)
+        by_output = product.shifts and not product.is_transposed
+        if by_output:  # w = codes / shifts: they go to the gradient
+            grad = grad / _powers(product.shifts, grad, self._channels)
         if noise is None or self.layer.options.input_gradient_bits is None:
             return _input_gradient(grad.float(), decode(self.weight, fmt), self.x.shape, product)
         codes, exponents = (
-            self._rounded
-            if not product.shifts
-            else _rounded(grad, noise.seed, noise.second, product)
+            self._rounded if not by_output else _rounded(grad, noise.seed, noise.second, product)
         )
         powers = torch.where(
             exponents == NOT_FINITE, exponents, (exponents - fmt.fl).clamp(max=127)
@@ -237,9 +271,14 @@ def _codes(x: Tensor, fmt: FixedPoint) -> Tensor:
 def _codes_of_weight(weight: Tensor, product: Product) -> Tensor:
     """Return codes, channels last as kernels want them, of a copy: FSDP2 frees the weight's memory."""
     form = torch.channels_last if weight.dim() == 4 else torch.contiguous_format
+    form = (
+        torch.preserve_format if product.is_transposed else form
+    )  # codes are turned, in less time
     own = weight.detach().clone(memory_format=form)
     if product.shifts:
-        own.mul_(_of_shifts(product.shifts, own))
+        own.mul_(_of_shifts(product, own))
+    if product.is_transposed:
+        return _codes(own.mT, product.weight_fmt).mT
     return _codes(own, product.weight_fmt)
 
 
@@ -247,8 +286,13 @@ def _traceable(x: Tensor, fmt: FixedPoint) -> Tensor:
     return nearest_codes(x, fmt).to(torch.int8 if fmt.signed else torch.uint8)
 
 
-def _of_shifts(shifts: Sequence[int], x: Tensor, dim: int = 0) -> Tensor:
-    """Return ``2**shift`` of each channel, to be multiplied with ``x`` along ``dim``."""
+def _of_shifts(product: Product, weight: Tensor) -> Tensor:
+    """Return ``2**shift`` of each channel, to be multiplied with the weight, outputs first."""
+    return _powers(product.shifts, weight, int(product.is_transposed))
+
+
+def _powers(shifts: Sequence[int], x: Tensor, dim: int) -> Tensor:
+    """Return ``2**shift``, to be multiplied with ``x`` along ``dim``."""
     powers = torch.tensor([2.0**shift for shift in shifts], dtype=x.dtype, device=x.device)
     return powers.view([-1 if d == dim else 1 for d in range(x.dim())])
 

@@ -108,6 +108,10 @@ class Report:
 
 
 _FLOAT = "float32"
+_SPELL = ": write model = marvin.spell_attention(model) before the optimizer is made, which puts nn.Linear there"
+_INSTEAD: dict[type[nn.Module], str] = dict.fromkeys(
+    (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear), _SPELL
+)
 
 
 def convert(
@@ -219,7 +223,8 @@ def _why_not(module: nn.Module) -> str:
     if not isinstance(module, (*CLASSES.values(), TransposedLinear)):
         if is_converted(module):
             return "forward_save.convert came first: revert it, call integer.convert, then again"
-        return f"there is no integer product for {type(module).__name__}"
+        instead = _INSTEAD.get(type(module), "")
+        return f"there is no integer product for {type(module).__name__}{instead}"
     formats = carried(module)[0]
     if formats == ModuleFormats():
         return "it carries no formats: marvin.quantize_activations leaves it out, or was not called"

@@ -23,6 +23,7 @@ from marvin.settings import is_traced
 
 __all__ = [
     "BITS",
+    "MOST_BITS",
     "OPTIONS",
     "Execution",
     "Options",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 BITS = 8
+MOST_BITS = 24
+"""Of a weight whose inputs have fractional lengths of their own: its digits' sums, put together, fit in int64."""
 OPTIONS = "integer_options"
 """Name of the attribute in which a converted module has its ``Options``."""
 Execution = Literal["integer", "simulation"]
@@ -71,12 +74,14 @@ class Product:
         weight: Format of the weight.
         window: Stride, padding and dilation; None of a linear layer.
         groups: Of a convolution.
+        is_transposed: Of a linear layer: whether fractional lengths differ by input, not by output.
     """
 
     inputs: FixedPoint
     weight: FixedPoint | ChannelFormat
     window: tuple[_Numbers, _Numbers, _Numbers] | None
     groups: int = 1
+    is_transposed: bool = False
 
     @property
     def weight_fmt(self) -> FixedPoint:
@@ -85,7 +90,7 @@ class Product:
 
     @property
     def shifts(self) -> _Numbers:
-        """How many fractional bits more each output channel has; nothing where all are alike."""
+        """How many fractional bits more each output channel has (input, ``is_transposed``); nothing where all are alike."""
         return self.weight.shifts if isinstance(self.weight, ChannelFormat) else ()
 
 
@@ -143,9 +148,10 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
             return f"its {what} have {fmt.wl} bits, more than {BITS}"
     if not isinstance(inputs, FixedPoint) or not isinstance(weight, FixedPoint | ChannelFormat):
         return "its inputs or weights are in block floating point"
-    if is_transposed(module) and isinstance(weight, ChannelFormat):
-        return "its weight has a fractional length for each feature of the input"
-    product = Product(inputs, weight, window, getattr(module, "groups", 1))
+    turned = is_transposed(module)
+    product = Product(inputs, weight, window, getattr(module, "groups", 1), turned)
+    if turned and weight.wl + max(product.shifts, default=0) > MOST_BITS:
+        return f"fractional lengths of its weight differ so much that a sum would need codes of more than {MOST_BITS} bits"
     return product if product.weight_fmt.signed else "its weights are unsigned"
 
 
@@ -155,9 +161,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
-    """Return the weight of a layer, outputs first."""
+    """Return the weight of a layer, outputs first, as it lies."""
     weight: torch.Tensor = module.weight  # pyright: ignore[reportAssignmentType]
-    return weight.mT.contiguous() if is_transposed(module) else weight
+    return weight.mT if is_transposed(module) else weight
 
 
 def has_nan(x: torch.Tensor) -> bool:

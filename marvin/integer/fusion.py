@@ -16,6 +16,7 @@ from marvin.integer.formats import has_hooks
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.inference_run import InferenceRun
 from marvin.integer.layers import IntegerConv2d, IntegerLinear
+from marvin.integer.nodes import arguments_of, has_default
 from marvin.integer.seen import Seen
 from marvin.integer.token_inference import TokenInference
 from marvin.integer.token_run import TokenRun, put_in
@@ -38,7 +39,13 @@ class Fused(OtherForward):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        arguments = arguments_of(module)
+        self._order = {own.name: i for i, own in enumerate(arguments)}
+        self._defaults = {own.name: own.default for own in arguments if has_default(own)}
+        self._places = [own.name for own in arguments if own.kind is not own.KEYWORD_ONLY]
+        self._needed = tuple(own.name for own in arguments if not has_default(own))
         self._modes = {training: _Mode(module, training) for training in (True, False)}
+        self._others: dict[tuple[bool, tuple[str, ...]], _Mode] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module}
@@ -48,10 +55,11 @@ class Fused(OtherForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do as ``forward`` of the module's class."""
-        runs = None if kwargs or len(args) != 1 else self._ready(args[0])
+        given = self._given(args, kwargs)
+        runs = None if given is None else self._ready(given)
         if runs is None:
             return type(self.module).forward(self.module, *args, **kwargs)
-        return runs(args[0])
+        return runs(*given.values())  # pyright: ignore[reportOptionalMemberAccess]
 
     @property
     def __code__(self) -> CodeType:
@@ -75,31 +83,57 @@ class Fused(OtherForward):
         """Return the names of the layers in chains whose last bits are others in eval mode."""
         return self._modes[False].inexact()
 
-    def _ready(self, x: Any) -> fx.GraphModule | None:
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what does not have its default, in order; None where the arguments are not those of ``forward``."""
+        if len(args) == 1 and not kwargs:
+            return {self._places[0]: args[0]} if self._places else None
+        found = dict(zip(self._places, args, strict=False)) | kwargs
+        if len(found) < len(args) + len(kwargs) or not found.keys() <= self._order.keys():
+            return None
+        nothing = object()
+        own = [name for name in found if found[name] is not self._defaults.get(name, nothing)]
+        return {name: found[name] for name in sorted(own, key=self._order.__getitem__)}
+
+    def _ready(self, given: dict[str, Any]) -> fx.GraphModule | None:
         if (
             torch.compiler.is_compiling()
             or torch.jit.is_tracing()
             or is_watched()
-            or type(x) not in (Tensor, nn.Parameter)
-            or x.device.type != "cpu"
-            or not len(x)
+            or not given
+            or not all(
+                type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dim() and len(x)
+                for x in given.values()
+            )
             or torch.is_autocast_enabled("cpu")
             or not products.path().is_own
         ):
             return None
         goes_back = torch.is_grad_enabled() and (
-            self.module.training or x.requires_grad or _trains(self.module)
+            self.module.training
+            or any(x.requires_grad for x in given.values())
+            or _trains(self.module)
         )
         if goes_back is not self.module.training:
             return None
-        return self._modes[goes_back].ready(x)
+        return self._mode(goes_back, tuple(given)).ready(next(iter(given.values())))
+
+    def _mode(self, training: bool, given: tuple[str, ...]) -> "_Mode":
+        """Return the chains of calls with these arguments."""
+        if given == self._needed:
+            return self._modes[training]
+        key = training, given
+        if key not in self._others:
+            self._others[key] = _Mode(self.module, training, given)
+        return self._others[key]
 
 
 class _Mode:
-    """A module's chains in training, or those in eval mode, where code and chains are others."""
+    """A module's chains in training, or those in eval mode, where code and chains are others; see ``trace``."""
 
-    def __init__(self, module: nn.Module, training: bool) -> None:
-        self.module, self._training = module, training
+    def __init__(
+        self, module: nn.Module, training: bool, given: tuple[str, ...] | None = None
+    ) -> None:
+        self.module, self._training, self._arguments = module, training, given
         self._known: tuple[Traced | str, Seen | None] | None = None  # threads may come at once
         self._runs: dict[frozenset[str], fx.GraphModule] = {}  # by what is left out of chains
 
@@ -160,7 +194,7 @@ class _Mode:
         return known
 
     def _traced(self, left: frozenset[str] = frozenset()) -> Traced | str:
-        return trace(self.module, left, infers=not self._training)
+        return trace(self.module, left, infers=not self._training, given=self._arguments)
 
 
 def _trains(module: nn.Module) -> bool:
@@ -191,7 +225,8 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
         return
     if not isinstance(trace(module), str):
         yield module
-        return
+        if len(arguments_of(module)) == 1:
+            return  # else its children are asked where it is called with what no trace takes
     for child in module.children():
         yield from _roots(child)
 

@@ -13,10 +13,13 @@ from fixedpoint_kernels.fused import INPUT, LONGEST, Joined, Pooled, Scaled, Val
 from marvin.integer.formats import window_of
 from marvin.integer.layers import IntegerConv2d, IntegerLinear, stock_class
 from marvin.integer.nodes import (
+    arguments_of,
     concatenation,
     curve_of,
     drop_assertions,
+    drop_defaults,
     flattening,
+    has_default,
     norm_of,
     plain,
     pooling,
@@ -145,12 +148,19 @@ class _Tracer(Tracer):
         return stock_class(m) is not None or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(module: nn.Module, left: Collection[str] = (), *, infers: bool = False) -> Traced | str:
+def trace(
+    module: nn.Module,
+    left: Collection[str] = (),
+    *,
+    infers: bool = False,
+    given: Collection[str] | None = None,
+) -> Traced | str:
     """Return a module's graph and chains, or why there are none.
 
     Args:
         module: To be traced.
         left: Names of layers that belong to no chain.
+        given: Names of the arguments that are tensors; the others have their defaults. None: those without one.
         infers: Whether nothing goes backward: in eval mode. Chains of convolutions are then to the
             bit what their layers compute one by one, without means and some curves, unless these
             join more convolutions.
@@ -160,9 +170,12 @@ def trace(module: nn.Module, left: Collection[str] = (), *, infers: bool = False
     before = {name: buffer.clone() for name, buffer in buffers}
     surroundings = Surroundings(module)
     try:
-        graph = tracers[0].trace(module)
+        arguments = [own for own in arguments_of(module) if has_default(own)]
+        defaults = {own.name: own.default for own in arguments if own.name not in (given or ())}
+        defaults = defaults or None
+        graph = tracers[0].trace(module, defaults)
         changed = _restored(module, before)
-        again = tracers[1].trace(module)
+        again = tracers[1].trace(module, defaults)
     except Exception as error:  # whatever a model's own code raises on a tracer's proxies
         return f"torch.fx cannot trace it: {str(error).partition(chr(10))[0]}"
     finally:
@@ -177,8 +190,9 @@ def trace(module: nn.Module, left: Collection[str] = (), *, infers: bool = False
             return f"its forward changes a buffer, {name}"
         _count(graph, name)
     drop_assertions(graph)
-    if sum(node.op == "placeholder" for node in graph.nodes) != 1:
-        return "it takes more than one argument"
+    drop_defaults(graph, given or ())
+    if any("*" in str(node.target) for node in graph.nodes if node.op == "placeholder"):
+        return "it takes any number of arguments"
     if any(
         changes_in_place(n, module) and len(n.all_input_nodes[0].users) > 1 for n in graph.nodes
     ):

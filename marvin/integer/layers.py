@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels._torch_private import is_transformed, own_parameters
+from fixedpoint_kernels._torch_private import is_transformed, is_watched, own_parameters
 from marvin.integer import autograd, lone_run
 from marvin.integer.formats import (
     OPTIONS,
@@ -26,6 +26,7 @@ from marvin.settings import is_traced
 
 __all__ = [
     "CLASSES",
+    "CONV1D",
     "OPTIONS",
     "IntegerConv1d",
     "IntegerConv2d",
@@ -75,7 +76,8 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: IntegerConv2d,
     nn.Linear: IntegerLinear,
 }
-_TRANSPOSED = "transformers.pytorch_utils.Conv1D"
+CONV1D = "transformers.pytorch_utils.Conv1D"
+"""Name of transformers' linear layer whose weight is (features, outputs)."""
 
 
 class TransposedLinear(_FromFloats):
@@ -88,7 +90,7 @@ class TransposedLinear(_FromFloats):
 
 def integer_class(kind: type) -> type | None:
     """Return the class whose products are of integers; None where a layer of class ``kind`` has none."""
-    if f"{kind.__module__}.{kind.__qualname__}" == _TRANSPOSED:
+    if f"{kind.__module__}.{kind.__qualname__}" == CONV1D:
         return _transposed(kind)
     return CLASSES.get(kind)
 
@@ -111,7 +113,7 @@ def __getattr__(name: str) -> type:
     """Return the class of transformers' ``Conv1D`` with integer products, of which a pickle has the name."""
     if name != "IntegerConv1D":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _transposed(pkgutil.resolve_name(_TRANSPOSED.replace(".Conv1D", ":Conv1D")))
+    return _transposed(pkgutil.resolve_name(CONV1D.replace(".Conv1D", ":Conv1D")))
 
 
 _DIMS = {IntegerConv1d: 3, IntegerConv2d: 4}
@@ -127,11 +129,13 @@ def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tenso
     if product is None:
         return stock(x)
     options = getattr(module, OPTIONS)
+    layer = autograd.Layer(product, options)
     if not is_traced():
         y = _alone(module, x, product, options, None)
         if y is not None:
             return y
-    layer = autograd.Layer(product, options)
+        if not is_watched() and not _goes_back(module, x):
+            return autograd.multiply(x, weight_of(module), module.bias, layer)
     return autograd.multiply_traceably(x, weight_of(module), module.bias, layer)
 
 
@@ -159,12 +163,15 @@ def _alone(
     module: nn.Module, x: Tensor, product: Product, options: Options, noise: autograd.Noise | None
 ) -> Tensor | None:
     """Return the output of a layer that can be one operation; ``noise``: None where nothing goes backward."""
-    goes_back = torch.is_grad_enabled() and (
-        x.requires_grad or any(p.requires_grad for _, p in own_parameters(module))
-    )
-    if options != Options() or (noise is None and goes_back):
+    if options != Options() or (noise is None and _goes_back(module, x)):
         return None
     return lone_run.multiply(module, x, product, noise or autograd.Noise(0, 0, 0))
+
+
+def _goes_back(module: nn.Module, x: Tensor) -> bool:
+    return torch.is_grad_enabled() and (
+        x.requires_grad or any(p.requires_grad for _, p in own_parameters(module))
+    )
 
 
 def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | None:

@@ -21,8 +21,8 @@ from marvin.integer.formats import (
     Product,
     choose,
     has_hooks,
+    is_transposed,
     rounding_of,
-    weight_of,
 )
 from marvin.integer.programs import Programs
 from marvin.integer.token_autograd import is_plain, program_of, run_tokens, threads_of
@@ -47,7 +47,7 @@ def multiply(module: Any, x: Tensor, product: Product, noise: Noise) -> Tensor |
         product: Formats; both gradients have 8 bits.
         noise: Of the gradient's rounding.
     """
-    weight, bias = weight_of(module), module.bias
+    weight, bias = module.weight, module.bias
     call = _Call(False, noise)
     if not _is_taken(x):
         return None
@@ -89,7 +89,7 @@ def from_floats(module: Any, x: object) -> Tensor | None:
     if _goes_back(module, x):
         return None
     call = _Call(formats.ste == "clip", Noise(0, 0, 0))
-    y = _multiplied(module, x, (weight_of(module), module.bias), product, call)
+    y = _multiplied(module, x, (module.weight, module.bias), product, call)
     return None if call.nans else y
 
 
@@ -104,7 +104,7 @@ def _trained(
     before = state.gradients
     noise = Noise(*state.noise_of_gradients()) if trains else Noise(0, 0, 0)
     call = _Call(formats.ste == "clip", noise)
-    y = _multiplied(module, x, (weight_of(module), module.bias), product, call)
+    y = _multiplied(module, x, (module.weight, module.bias), product, call)
     if y is None or call.nans:
         state.gradients = before  # drawn again by who multiplies it
         return None
@@ -148,8 +148,8 @@ def _multiplied(
     product: Product,
     call: "_Call",
 ) -> Tensor | None:
-    weight, bias = own
-    (outputs, inputs), rows = weight.shape, x.shape[:-1].numel()
+    (weight, bias), is_turned, rows = own, is_transposed(module), x.shape[:-1].numel()
+    outputs, inputs = reversed(weight.shape) if is_turned else weight.shape
     more = -inputs % 16, -outputs % 16  # features that are added, of 0
     if product.shifts or x.shape[-1] != inputs or (more[1] and rows != len(x)):
         return None  # what is added to each of several rows would move the noise of the others
@@ -159,12 +159,14 @@ def _multiplied(
     lone = _LAYERS.get(module)
     if lone is None:
         lone = _LAYERS[module] = _Lone()
-    segment, call.programs = lone.segment(product, shape, call.clip), lone.programs
+    segment = lone.segment(product, shape, call.clip, is_turned)
+    call.programs = lone.programs
     if len(x) < threads_of(segment, rows):
         return None
     if any(more):
         x = F.pad(x, (0, more[0])) if more[0] else x  # by nothing it copies
-        weight = F.pad(weight, (0, more[0], 0, more[1]))
+        across, down = reversed(more) if is_turned else more
+        weight = F.pad(weight, (0, across, 0, down))
         bias = None if bias is None else F.pad(bias, (0, more[1]))
     (y,) = run_tokens(call, segment, [call.noise[:2]], (x,), (weight, bias))
     return y[..., :outputs].contiguous() if more[1] else y
@@ -196,9 +198,11 @@ class _Lone:
         self.programs: Programs[Program] = Programs()
         self._segment: tuple[tuple[object, ...], Segment] | None = None
 
-    def segment(self, product: Product, shape: tuple[int, int], clip: bool) -> Segment:
+    def segment(
+        self, product: Product, shape: tuple[int, int], clip: bool, is_turned: bool
+    ) -> Segment:
         """Return what is computed; the last one is remembered."""
-        key = product.inputs, product.weight_fmt, shape, clip
+        key = product.inputs, product.weight_fmt, shape, clip, is_turned
         if self._segment is None or self._segment[0] != key:
             operation = tokens.Linear(0, *key)
             self._segment = key, Segment((shape[1],), (operation,), (1,))

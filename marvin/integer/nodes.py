@@ -1,8 +1,9 @@
 """What single nodes of a traced model do to images: activations, pooling, means, flattening."""
 
+import inspect
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +15,16 @@ from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled
 from fixedpoint_kernels.products.shapes import Window
 from marvin.integer.layers import IntegerLinear
+from marvin.integer.surroundings import PLAIN
 
 __all__ = [
+    "arguments_of",
     "concatenation",
     "curve_of",
     "drop_assertions",
+    "drop_defaults",
     "flattening",
+    "has_default",
     "norm_of",
     "plain",
     "pooling",
@@ -75,6 +80,26 @@ def drop_assertions(graph: fx.Graph) -> None:
             not node.users and (_tests_dimensions(node) or _counts_dimensions(node))
         ):
             graph.erase_node(node)
+
+
+def arguments_of(module: nn.Module) -> list[inspect.Parameter]:
+    """Return what ``forward`` takes."""
+    return [*inspect.signature(type(module).forward).parameters.values()][1:]
+
+
+def has_default(argument: inspect.Parameter) -> bool:
+    """Say whether an argument has a default that is a plain value."""
+    return type(argument.default) in PLAIN
+
+
+def drop_defaults(graph: fx.Graph, given: Collection[str]) -> None:
+    """Erase arguments that were traced as their plain defaults, all but those ``given``, and what asserts that they are."""
+    found = [n for n in graph.nodes if n.op == "placeholder" and str(n.target) not in given]
+    for placeholder in found:
+        if placeholder.args and type(placeholder.args[0]) in PLAIN:
+            asserted = {node: None for user in placeholder.users for node in (user, *user.users)}
+            for node in (*reversed(asserted), placeholder):
+                graph.erase_node(node)
 
 
 def _tests_dimensions(node: object) -> bool:

@@ -345,6 +345,8 @@ class _Search:
 
     def _is_taken(self, node: fx.Node) -> bool:
         """Say whether a layer or a norm takes a node, too: it is of tokens, then."""
+        if node.op == "placeholder":
+            return True  # shapes are looked at in each call
         takers = (self.members.get(user) for user in node.users)
         return any(m is not None and m.kind in ("linear", "norm") for m in takers)
 

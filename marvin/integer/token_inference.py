@@ -1,16 +1,13 @@
 """Running chains of a transformer as one operation, in eval mode and without gradients."""
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
 from fixedpoint_kernels import tokens
-from fixedpoint_kernels.tokens import Segment
 from marvin.integer.chain_run import is_in_the_way
 from marvin.integer.formats import has_hooks, rounding_of
 from marvin.integer.token_autograd import run_tokens
 from marvin.integer.token_graph import TokenChain
-from marvin.integer.token_run import TokenRun, are_plain
+from marvin.integer.token_run import Call, TokenRun, are_plain
 
 __all__ = ["TokenInference"]
 
@@ -44,16 +41,16 @@ class TokenInference(TokenRun):
         return self._knows([formats for formats, *_ in found])
 
     def forward(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Return what leaves the chain."""
+        """Return what leaves the chain; only training counts what is clamped."""
         segment = self._segment_of(xs)
         if segment is None:
             return self._plain[0](*xs)
+        call = Call(self._programs)
+        outputs = run_tokens(
+            call, segment, [_NO_NOISE] * len(self.layers), xs, self.parameters_in_order()
+        )
+        if call.met_nan:
+            return self._plain[0](*xs)
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
-        noise = [_NO_NOISE] * len(self.layers)
-        return run_tokens(self, segment, noise, xs, self.parameters_in_order())
-
-    def note(
-        self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]
-    ) -> None:
-        """Count nothing: only training does."""
+        return outputs

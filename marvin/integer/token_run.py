@@ -10,7 +10,7 @@ from fixedpoint_kernels import tokens
 from fixedpoint_kernels._torch_private import own_parameters
 from fixedpoint_kernels.tokens import Segment
 from marvin.hooks import rounders_of
-from marvin.integer.formats import Options, Product, choose, has_nan
+from marvin.integer.formats import Options, Product, choose
 from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerLinear
 from marvin.integer.programs import Programs
@@ -22,7 +22,7 @@ from marvin.rounder import Rounder
 if TYPE_CHECKING:
     from fixedpoint_kernels.tokens.program import Program
 
-__all__ = ["TokenRun", "alone", "are_plain", "put_in"]
+__all__ = ["Call", "TokenRun", "alone", "are_plain", "put_in"]
 
 
 def put_in(
@@ -139,11 +139,19 @@ class TokenRun(nn.Module):
         segment = self._segment_of(xs)
         if segment is None:
             return self._plain[0](*xs)
+        before = [rounder.state.gradients for rounder in self.rounders]
+        noise = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
+        call = Call(self._programs)
+        outputs = run_tokens(call, segment, noise, xs, self.parameters_in_order())
+        if call.met_nan:
+            for rounder, drawn in zip(self.rounders, before, strict=True):
+                rounder.state.gradients = drawn  # layers draw again
+            return self._plain[0](*xs)
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
             rounder.count(len(xs[0]))
-        noise = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
-        return run_tokens(self, segment, noise, xs, self.parameters_in_order())
+        self._count(segment, xs, call)
+        return outputs
 
     def parameters_in_order(self) -> list[Tensor | None]:
         """Return weight or scale, and bias or shift, of each member."""
@@ -158,7 +166,7 @@ class TokenRun(nn.Module):
         for x in xs:
             if type(x) not in (Tensor, nn.Parameter) or x.dtype is not torch.float32:
                 return None
-            if x.device.type != "cpu" or x.dim() < 2 or not x.numel() or has_nan(x):
+            if x.device.type != "cpu" or x.dim() < 2 or not x.numel():
                 return None
             if x.shape[:-1] != xs[0].shape[:-1]:
                 return None
@@ -215,6 +223,24 @@ class TokenRun(nn.Module):
         except ValueError:  # features that are no multiples of 16, or too few or too many
             return None
 
+    def _count(self, segment: Segment, xs: Sequence[Tensor], call: "Call") -> None:
+        """Count what was clamped."""
+        rounders, rows = iter(self.rounders), xs[0].shape[:-1].numel()
+        for operation, clamped in zip(segment.operations, call.clamped, strict=True):
+            if not isinstance(operation, tokens.Linear):
+                continue
+            rounder, source = next(rounders), operation.source
+            if operation.clip and (source >= len(xs) or xs[source].requires_grad):
+                rounder.tally.add(clamped, rows * operation.shape[1])
+
+
+class Call:
+    """One call of a chain: what each operation clamped, and whether a linear layer met NaN, for which there is no code."""
+
+    def __init__(self, programs: "Programs[Program]") -> None:
+        self._programs, self.met_nan = programs, False
+        self.clamped: list[int] = []
+
     def program(
         self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
     ) -> "Program":
@@ -224,14 +250,9 @@ class TokenRun(nn.Module):
     def note(
         self, segment: Segment, xs: Sequence[Tensor], counts: Sequence[tuple[int, int]]
     ) -> None:
-        """Count what was clamped."""
-        rounders, rows = iter(self.rounders), xs[0].shape[:-1].numel()
-        for operation, (clamped, _) in zip(segment.operations, counts, strict=True):
-            if not isinstance(operation, tokens.Linear):
-                continue
-            rounder, source = next(rounders), operation.source
-            if operation.clip and (source >= len(xs) or xs[source].requires_grad):
-                rounder.tally.add(clamped, rows * operation.shape[1])
+        """Take the counts."""
+        self.clamped = [clamped for clamped, _ in counts]
+        self.met_nan = any(nans for _, nans in counts)
 
 
 def _attention(

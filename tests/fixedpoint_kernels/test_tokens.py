@@ -229,6 +229,29 @@ def test_samples_of_many_rows_are_laid_out_in_pieces(path):
     check(segment, made)
 
 
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_weight_that_lies_turned_gives_the_bits_of_one_that_does_not(path, threads):
+    shape, samples, count, found = (80, 48), 9, 130, []
+    x, weight = torch.randn(samples, count, 48), torch.randn(shape) / 7
+    grad = torch.randn(samples, count, 80) * 2.0 ** torch.arange(-4, 5).view(-1, 1, 1)
+    for is_turned in (False, True):
+        op = Linear(0, SIGNED, WEIGHT, shape, is_turned=is_turned)
+        segment = Segment((48,), (op, Relu(1)), (2,))
+        made = program(segment, samples, count, path, threads)
+        lies = weight.T.contiguous() if is_turned else weight
+        own = [Parameters(lies, None, (1, 2)), Parameters()]
+        ys, memory = execute.forward(made, [x], own)
+        (dx,), ((of_weight, _), _) = execute.backward(made, memory, own, [grad])
+        assert of_weight.is_contiguous()
+        expected, kept = reference.forward(segment, [x], own)
+        _, ((wanted, _), _) = reference.backward(segment, kept, own, [grad])
+        assert torch.equal(ys[0], expected[0])
+        assert torch.equal(of_weight, wanted)
+        found.append((ys[0], dx, of_weight.T if is_turned else of_weight))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_seen(bad):
     segment = block()

@@ -668,11 +668,11 @@ def test_what_others_count_in_objects_of_theirs_is_not_traced_again():
     model.trainer = Trainer(model)
     x, _ = batch(0)
     assert is_fused(model, x)
-    runs = vars(model)["forward"]._ready(x)
+    runs = vars(model)["forward"]._ready({"x": x})
     assert runs is not None
     model.trainer.steps += 1
     model.trainer.losses.append(0.5)
-    assert vars(model)["forward"]._ready(x) is runs
+    assert vars(model)["forward"]._ready({"x": x}) is runs
 
 
 def test_models_of_many_modules_and_attributes_are_traced():

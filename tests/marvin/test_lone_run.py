@@ -397,15 +397,18 @@ def conv1d(outputs=48, inputs=32):
     return transformers.Conv1D(outputs, inputs)
 
 
-@pytest.mark.parametrize("shape", [(5, 32), (3, 7, 32)])
-def test_transposed_weights_have_the_bits_of_the_simulation(shape):
-    model, twin = twins(conv1d(), shape)
+@pytest.mark.parametrize(
+    ("shape", "outputs"), [((5, 32), 48), ((3, 7, 32), 48), ((3, 7, 10), 48), ((5, 33), 20)]
+)
+def test_transposed_weights_have_the_bits_of_the_simulation(shape, outputs):
+    model, twin = twins(conv1d(outputs, shape[-1]), shape)
     simulated = copy.deepcopy(twin)
     convert(simulated, execution="simulation")
-    x, dy = batch(shape), torch.randn(*shape[:-1], 48)
+    x, dy = batch(shape), torch.randn(*shape[:-1], outputs)
     found, wanted, float32 = (grads(own, x, dy) for own in (model, twin, simulated))
     assert runs_alone(found[0])
-    assert found[2].shape == (32, 48)
+    assert found[2].shape == (shape[-1], outputs)
+    assert found[2].is_contiguous()
     for a, b, c in zip(found[:3], wanted[:3], float32[:3], strict=True):
         same(a, b)
         same(a, c)
@@ -432,11 +435,82 @@ def test_transposed_layers_are_copied_pickled_frozen_and_reverted():
     assert row.reason == "not converted"
 
 
-def test_transposed_weights_by_channel_stay_in_float():
-    layer = conv1d()
+def by_channel(apart=4, shape=(5, 32), outputs=48):
+    """Return two equal models of a transposed layer, whose inputs' weights have fractional lengths of their own."""
+    layer = conv1d(outputs, shape[-1])
     with torch.no_grad():
-        layer.weight *= 2.0 ** -(torch.arange(32) % 4).view(-1, 1)
-    model, _ = twins(layer, policy=marvin.LossBudgetPolicy(window=1, per_channel=True))
+        layer.weight *= 2.0 ** -(torch.arange(shape[-1]) % apart).view(-1, 1)
+    return twins(layer, shape, policy=marvin.LossBudgetPolicy(window=1, per_channel=True))
+
+
+def numbers_of(model):
+    """Return the formats of a layer's inputs and weight."""
+    (rounder,) = rounders_of(model.layer)
+    formats = rounder.formats(model.layer)
+    return formats.inputs, formats.weights[0]
+
+
+def exact(x, weight, inputs, fmt):
+    """Return a layer's sums in float64, of numbers that are rounded one by one."""
+    points = torch.tensor([fmt.fl + shift for shift in fmt.shifts]).view(-1, 1)
+    x = (x.double() * 2.0**inputs.fl).round().clamp(inputs.min_code, inputs.max_code)
+    weight = (weight.double() * 2.0**points).round().clamp(fmt.fmt.min_code, fmt.fmt.max_code)
+    return (x * 2.0**-inputs.fl) @ (weight * 2.0**-points)
+
+
+@pytest.mark.parametrize(("apart", "digits"), [(4, 2), (10, 2), (14, 3)])
+@pytest.mark.parametrize("shape", [(5, 32), (3, 7, 40), (3, 4096)])
+def test_transposed_weights_by_channel_multiply_integers(apart, digits, shape):
+    model, _ = by_channel(apart, shape)
+    inputs, fmt = numbers_of(model)
+    assert -((fmt.wl + max(fmt.shifts)) // -8) == digits
     (row,) = marvin.integer.report(model).rows
-    assert row.reason == "its weight has a fractional length for each feature of the input"
+    assert row.is_integer
+    assert not row.reason
+    simulated = copy.deepcopy(model)
+    convert(simulated, execution="simulation")
+    x, dy = batch(shape), torch.randn(*shape[:-1], 48)
+    found, wanted = (grads(own, x, dy) for own in (model, simulated))
+    sums = exact(x.detach(), model.layer.weight.detach(), inputs, fmt).float()
+    same(found[0].detach(), sums + model.layer.bias.detach())
+    if apart < 10 and shape[-1] < 100:  # else float32 does not hold the simulation's sums
+        same(found[0], wanted[0])
+    assert (found[1] != 0).any()
+    for own, other in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(own, other, rtol=2e-6, atol=1e-5)  # sums of float32
+
+
+@pytest.mark.parametrize("bits", [(8, None), (None, 8), None])
+def test_gradients_of_transposed_weights_by_channel_in_float(bits):
+    model, _ = by_channel()
+    other = copy.deepcopy(model)
+    convert(model, gradient_bits=bits)
+    convert(other, gradient_bits=bits, execution="simulation")
+    x, dy = batch((5, 32)), torch.randn(5, 48)
+    found = grads(model, x, dy)
+    for a, b in zip(found, grads(other, x, dy), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)  # sums of float32
+    inputs, fmt = numbers_of(model)
+    weight = exact(torch.eye(32) * inputs.max, model.layer.weight, inputs, fmt) / inputs.max
+    codes = (x.detach() * inputs.scale).round()
+    inside = (codes >= inputs.min_code) & (codes <= inputs.max_code)
+    wanted = torch.where(inside, dy.double() @ weight.T, 0.0)
+    least = 0.05 if isinstance(bits, tuple) and bits[0] else 1e-6  # codes have 8 bits
+    assert (found[1] - wanted).norm() < least * wanted.norm()
+
+
+def test_transposed_weights_by_channel_are_frozen_and_exported():
+    model, _ = by_channel()
+    x = batch((5, 32)).detach()
+    with torch.no_grad():
+        y = model.eval()(x)
+        frozen = marvin.freeze(model)
+        same(frozen(x), y)
+        same(torch.export.export(frozen, (x,)).module()(x), y)
+
+
+def test_transposed_weights_whose_points_lie_far_apart_stay_in_float():
+    model, _ = by_channel(28)
+    (row,) = marvin.integer.report(model).rows
+    assert row.reason.startswith("fractional lengths of its weight differ so much")
     assert not runs_alone(model(batch((5, 32))))

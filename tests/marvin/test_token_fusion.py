@@ -205,6 +205,269 @@ def test_a_transformer_is_near_its_unfused_twin(kind):
     assert kinds == {tokens.Norm, tokens.Linear, tokens.Attention, tokens.Add, tokens.Gelu}
 
 
+class Encoding(nn.Module):
+    """torch's encoder, spelled."""
+
+    def __init__(self, norm_first=True, activation="gelu", batch_first=True, dropout=0.0):
+        super().__init__()
+        self.embed, self.fc = nn.Linear(6, 32), nn.Linear(32, 4)
+        rest = dropout, activation, 1e-5, batch_first, norm_first
+        layer = nn.TransformerEncoderLayer(32, 2, 64, *rest)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder, self.batch_first = marvin.spell_attention(encoder), batch_first
+
+    def forward(self, x, mask=None, padding=None):
+        y = self.embed(x)
+        y = y if self.batch_first else y.transpose(0, 1)
+        y = self.encoder(y, mask, src_key_padding_mask=padding)
+        return self.fc(y.mean(int(self.batch_first)))
+
+
+def operations(y):
+    """Return how many operations each chain of a graph has, layers alone aside."""
+    seen, waiting = set(), [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [own for own, _ in node.next_functions]
+    nodes = [node for node in seen if "Tokens" in type(node).__name__]
+    return sorted(n for node in nodes if (n := len(node.program.segment.operations)) > 1)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_encoder_is_one_chain(norm_first, activation, batch_first):
+    model, twin, _ = twins(Encoding(norm_first, activation, batch_first))
+    x, _ = batch(0)
+    assert operations(model(x)) == [24]
+    near(model, twin)
+    with torch.no_grad():
+        y = model(x)
+        same(y, model(x, None, padding=None))
+        own = model.eval()(x)
+        frozen = marvin.freeze(model)
+        same(frozen(x), own)
+        assert (own - twin.eval()(x)).abs().max() < 0.05 * own.abs().max()
+
+
+def test_torchs_encoder_with_dropout_has_chains_between():
+    model, twin, _ = twins(Encoding(dropout=0.5))
+    x, _ = batch(0)
+    assert operations(model(x)) == [3, 3, 4, 4]
+    seed = torch.get_rng_state()
+    assert not torch.equal(model(x), model(x))
+    state_of(model).gradients = state_of(twin).gradients = 0
+    torch.set_rng_state(seed)
+    y = model(x)
+    torch.set_rng_state(seed)
+    assert (y - twin(x)).abs().max() < 0.05 * y.abs().max()
+    with torch.no_grad():
+        same(model.eval()(x), model(x))  # dropout is off
+
+
+MASKS = {
+    "mask": torch.ones(9, 9, dtype=torch.bool).triu(1),
+    "padding": torch.arange(9) >= torch.arange(8).view(-1, 1) + 2,
+    "both": torch.zeros(9, 9).masked_fill(torch.ones(9, 9).bool().triu(1), -torch.inf),
+}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", MASKS)
+def test_torchs_encoder_with_masks_has_chains_between(kind, batch_first):
+    given = {"mask" if kind == "both" else kind: MASKS[kind]}
+    if kind == "both":
+        given["padding"] = MASKS["padding"].float() * -1e9
+    model, twin, _ = twins(Encoding(batch_first=batch_first))
+    x, y = batch(0)
+    assert operations(model(x)) == [24]
+    assert operations(model(x, **given)) == [4, 7, 11]
+    assert operations(model(x)) == [24]
+    assert not torch.equal(model(x, **given), model(x))
+    state_of(model).gradients = state_of(twin).gradients = 0
+    outputs = [own(x, **given) for own in (model, twin)]
+    assert (outputs[0] - outputs[1]).abs().max() < 0.05 * outputs[1].abs().max()
+    found = [
+        torch.autograd.grad(F.cross_entropy(own, y), [*m.parameters()])
+        for own, m in zip(outputs, (model, twin), strict=True)
+    ]
+    for (name, _), a, b in zip(model.named_parameters(), *found, strict=True):
+        if "key.bias" not in name:  # 0 but for rounding
+            assert (a - b).norm() < 0.5 * b.norm(), name
+    with torch.no_grad():
+        own = model.eval()(x, **given)
+        same(marvin.freeze(model)(x, **given), own)
+        assert (own - twin.eval()(x, **given)).abs().max() < 0.05 * own.abs().max()
+        assert not torch.equal(own, model(x))
+
+
+def test_what_has_attention_of_torch_is_told_to_spell_it():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    optimizer = marvin.Quantized(
+        torch.optim.SGD(model.named_parameters(), lr=0.1), marvin.StaticPolicy(6, 7)
+    )
+    marvin.quantize_activations(model, optimizer)
+    rows = {row.name: row.reason for row in convert(model).rows}
+    for name in ("layers.0.self_attn", "layers.0.self_attn.out_proj"):
+        assert "write model = marvin.spell_attention(model) before" in rows[name]
+    assert "spell" not in rows["layers.0.linear1"]
+
+
+@pytest.mark.parametrize("default", [None, False, 2, 0.5, "a"])
+def test_arguments_that_nobody_gives_are_their_defaults(default):
+    class Optional(Net):
+        def forward(self, x, other=default, *, last=default):
+            if other == default and last == default:
+                return super().forward(x)
+            return super().forward(x) * 2
+
+    model, _ = make(model=Optional())
+    x, _ = batch(0)
+    y = model(x)
+    for args, kwargs in (
+        ((x,), {}),
+        ((x, default), {}),
+        ((x,), {"other": default, "last": default}),
+    ):
+        assert is_fused(model, *args) or kwargs
+        same(model(*args, **kwargs), y)
+        assert operations(model(*args, **kwargs)) == [21]
+    for args, kwargs in (((x, 7), {}), ((x,), {"last": 7})):
+        assert operations(model(*args, **kwargs)) == [20]  # of the blocks
+    with pytest.raises(TypeError, match="multiple values"):
+        model(x, default, other=default)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        model(x, another=default)
+    with pytest.raises(TypeError, match="positional argument"):
+        model(x, default, default)
+
+
+class Output(nn.Module):
+    """As transformers have it: a layer, a sum with what came in before, and a norm."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.dense, self.norm = nn.Linear(2 * width, width), nn.LayerNorm(width)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, hidden, residual, scale=None):
+        y = self.norm(self.dropout(self.dense(hidden)) + residual)
+        return y if scale is None else y * scale
+
+
+class Untraced(nn.Module):
+    """Calls it in code that cannot be traced."""
+
+    def __init__(self, call=lambda own, a, b: own(a, b)):
+        super().__init__()
+        self.embed, self.up, self.output = nn.Linear(6, 32), nn.Linear(32, 64), Output()
+        self.fc, self.call = nn.Linear(32, 4), call
+
+    def forward(self, x):
+        y = self.embed(x) if len(x) else x
+        return self.fc(self.call(self.output, self.up(y), y).mean(1))
+
+
+def by_name(own, a, b):
+    return own(residual=b, hidden=a)
+
+
+@pytest.mark.parametrize("call", [lambda own, a, b: own(a, b), by_name])
+def test_a_module_of_two_values_is_a_chain(call):
+    model, twin, _ = twins(Untraced(call))
+    assert operations(model(batch(0)[0])) == [3]
+    near(model, twin)
+    with torch.no_grad():
+        own, other = model.eval()(batch(0)[0]), twin.eval()(batch(0)[0])
+    assert (own - other).abs().max() < 0.05 * own.abs().max()
+
+
+def test_values_of_other_shapes_run_layer_by_layer():
+    model, twin, _ = twins(Untraced(lambda own, a, b: own(a, b[:1])))
+    x, _ = batch(0)
+    assert not operations(model(x))
+    same(model(x), twin(x))
+
+
+@pytest.mark.parametrize("mode", ["training", "eval", "frozen"])
+@pytest.mark.parametrize("place", ["layer", "sum", "both"])
+def test_nan_goes_through_a_chain_as_through_layers(place, mode):
+    def broken(own, a, b):
+        a, b = a.clone(), b.clone()
+        if place != "sum":
+            a[2, 3, 5] = float("nan")
+        if place != "layer":
+            b[4, 1, 7] = float("nan")
+        return own(a, b)
+
+    model, twin, _ = twins(Untraced())
+    for one in (model, twin):
+        one.call = broken
+        state_of(one).waiting.add("output.dense")
+    if mode == "frozen":
+        model, twin = marvin.freeze(model), marvin.freeze(twin)
+    if mode == "eval":
+        model, twin = model.eval(), twin.eval()
+    x, _ = batch(0)
+    with torch.set_grad_enabled(mode == "training"):
+        y, other = model(x), twin(x)
+    assert y.isnan().any(1).tolist() == [n in (2, 4) and (place, n) in NANS for n in range(8)]
+    if place == "sum":
+        assert (y - other)[[0, 1, 2, 3, 5, 6, 7]].abs().max() < 0.05
+    else:
+        same(y, other)
+    if mode != "frozen":
+        states = [state_of(own) for own in (model, twin)]
+        counts = [(own.samples, own.gradients, own.waiting) for own in states]
+        assert counts[0] == counts[1]
+        assert "output.dense" not in states[0].waiting
+
+
+NANS = {("layer", 2), ("sum", 4), ("both", 2), ("both", 4)}
+
+
+def test_a_third_value_is_another_trace():
+    scale = torch.linspace(1, 2, 32)
+    model, twin, _ = twins(Untraced())
+    x, _ = batch(0)
+    for one in (model, twin):
+        one.call = lambda own, a, b: own(a, b, scale=scale)
+    assert operations(model(x)) == [3]
+    y, other = model(x), twin(x)
+    assert (y - other).abs().max() < 0.05 * y.abs().max()
+    for one in (model, twin):
+        one.call = lambda own, a, b: own(a, b, 2.0)  # no tensor
+    assert not operations(model(x))
+    same(model(x), twin(x))
+
+
+def test_children_are_chains_where_an_argument_is_no_tensor():
+    class Scaled(Net):
+        def forward(self, x, scale=1.0):
+            return super().forward(x) * scale
+
+    model, twin, _ = twins(Scaled())
+    x, _ = batch(0)
+    assert operations(model(x)) == [21]
+    assert operations(model(x, 2.0)) == [20]  # the blocks, without the norm behind them
+    y = model(x)
+    assert (model(x, 2.0) - 2 * y).abs().max() < 0.1 * y.abs().max()
+    near(model, twin)
+    revert(model)
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_what_takes_any_number_of_arguments_is_no_chain():
+    class Any(Net):
+        def forward(self, x, *args, **kwargs):
+            return super().forward(x)
+
+    assert trace(Any()) == "it takes any number of arguments"
+
+
 def test_heads_that_lie_otherwise_run_as_they_are():
     model, twin, _ = twins(Net(Mixed))
     assert not is_fused(copy.deepcopy(model))

@@ -147,6 +147,11 @@ def _attention(builder: Builder, call: Call) -> str:
 def _padded(builder: Builder, call: Call) -> str:
     """Add attention as ``marvin.spell_attention`` writes it, with padding."""
     *nodes, mask, padding, is_causal, _dropout = call.args
+    if isinstance(mask, fx.Node):
+        raise call.refusal(
+            ": attn_mask must be a constant to be exported, got one that depends on what comes in: write a "
+            "padding mask as key_padding_mask=ids == padding"
+        )
     if isinstance(mask, Tensor) and mask.dtype is torch.bool:
         mask = ~mask  # of what is seen, from here on
     if isinstance(mask, Tensor) and mask.ndim == 3:  # of samples and heads

@@ -16,7 +16,7 @@ from marvin.freezing import frozen_formats, saved_classes
 from marvin.integer.conversion import revert
 from marvin.integer.formats import Options
 from marvin.integer.fusion import Fused
-from marvin.integer.layers import CLASSES
+from marvin.integer.layers import CLASSES, CONV1D, integer_class
 
 __all__ = ["load_frozen", "load_tensor"]
 
@@ -24,6 +24,7 @@ _WRITE = "write torch.save(marvin.freeze(model), path)"
 _OURS = "marvin.", "fixedpoint_kernels."
 _INTEGER = Fused, Options, *CLASSES.values()
 _LAYERS = [getattr(nn, name) for name in nn.modules.__all__]
+_NAMED = {"marvin.integer.layers.IntegerConv1D": CONV1D}  # who allows the second allows the first
 
 
 def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
@@ -35,7 +36,8 @@ def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
 
     Args:
         path: Of the file.
-        allow: Classes of one's own in the model, as ``"package.module:Class"``. They are imported.
+        allow: Classes of one's own in the model, as ``"package.module:Class"``, and those of other packages, such as
+            ``"transformers.pytorch_utils:Conv1D"``. They are imported.
             Classes of these names of the script or notebook that wrote the file are allowed too.
 
     Raises:
@@ -43,6 +45,8 @@ def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
             not allowed; says which, and what to write.
     """
     own = [_imported(name) for name in allow]
+    kinds = (integer_class(kind) for kind in own if isinstance(kind, type))
+    own += [kind for kind in kinds if kind is not None]
     _check_whole(path)
     with safe_globals([*saved_classes(), *_LAYERS, *_INTEGER, *own, *map(_of_script, own)]):
         try:
@@ -108,6 +112,7 @@ def _of_script(found: Callable[..., object]) -> tuple[Callable[..., object], str
 
 def _refusal(path: str | Path, unknown: Sequence[str]) -> str:
     """Return what to write where a file has objects of classes that are not allowed."""
+    unknown = sorted({_NAMED.get(name, name) for name in unknown})
     if any(name.startswith(_OURS) for name in unknown):
         return f"{path} must hold a frozen model, got one that is not: {_WRITE}"
     for name in unknown:

@@ -11,6 +11,7 @@ from torch.fx.proxy import TraceError
 
 from fixedpoint_kernels import FixedPoint, forward_save
 from fixedpoint_kernels.forward_save.swap import is_converted
+from marvin.channels import ChannelFormat
 from marvin.export.errors import ExportError
 from marvin.export.execute.verify import evaluating
 from marvin.export.frontend.activations import ACTIVATIONS, exact
@@ -28,7 +29,7 @@ from marvin.export.graph.formats import Formats, activation_formats, weight_form
 from marvin.export.graph.nodes import Network
 from marvin.export.passes.shorten_scales import shorten_scales
 from marvin.integer.conversion import revert
-from marvin.integer.layers import stock_class
+from marvin.integer.layers import CLASSES, integer_class, stock_class
 from marvin.rounding import Format
 from marvin.settings import check_model, check_uncompiled
 from marvin.tracing import Tracer
@@ -106,6 +107,7 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
     origin = "trained" if activations is None else "calibrated"
     own = activation_formats(model)
     weights = weight_formats(model) if weights is None else weights
+    model, weights = _turned(model, weights)
     if activations is None:
         activations = own
         if not activations:
@@ -136,6 +138,25 @@ def _plain(model: nn.Module) -> nn.Module:
         forward_save.revert(model)
     revert(model)
     return model
+
+
+def _turned(
+    model: nn.Module, weights: Mapping[str, Format]
+) -> tuple[nn.Module, Mapping[str, Format]]:
+    """Return a model without transformers' ``Conv1D``, which are ``nn.Linear`` in a copy, and formats of its weights."""
+    kinds = [(name, type(m)) for name, m in model.named_modules()]
+    names = [name for name, kind in kinds if integer_class(kind) not in (None, *CLASSES.values())]
+    if not names:
+        return model, weights
+    model, found = copy.deepcopy(model), dict(weights)
+    for name in names:
+        own: Any = model.get_submodule(name)
+        own.weight = nn.Parameter(own.weight.detach().T.contiguous(), requires_grad=False)
+        own.__class__, own.in_features, own.out_features = nn.Linear, own.nx, own.nf
+        fmt = found.get(key := f"{name}.weight".lstrip("."))
+        if isinstance(fmt, ChannelFormat):  # of each input: a sum has one
+            found[key] = fmt.whole()
+    return model, found
 
 
 def _check_dtypes(model: nn.Module) -> None:
