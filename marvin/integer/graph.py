@@ -24,7 +24,7 @@ from marvin.integer.nodes import (
 )
 from marvin.integer.surroundings import Surroundings
 from marvin.integer.token_graph import TokenChain, find
-from marvin.tracing import Tracer, changes_in_place
+from marvin.tracing import Tracer, changes_shared
 
 __all__ = ["Chain", "Found", "Traced", "trace"]
 
@@ -179,11 +179,10 @@ def trace(module: nn.Module, left: Collection[str] = (), *, infers: bool = False
     drop_assertions(graph)
     if sum(node.op == "placeholder" for node in graph.nodes) != 1:
         return "it takes more than one argument"
-    if any(
-        changes_in_place(n, module) and len(n.all_input_nodes[0].users) > 1 for n in graph.nodes
-    ):
+    if any(changes_shared(node, module) for node in graph.nodes):
         return "it changes a value in place that is used again"
     alone = {n for n in graph.nodes if n.op == "call_module" and n.target in left}
+    alone |= {n for n in graph.nodes if _has_forward(n, module)}
     alone |= set(graph.nodes) - _needed(graph)
     if infers:
         exact = _Search(module, graph, alone, infers=True, is_exact=True).chains()
@@ -201,6 +200,11 @@ def trace(module: nn.Module, left: Collection[str] = (), *, infers: bool = False
     if not chains and not tokens:
         return _NO_CHAINS
     return Traced(graph, chains, tokens, _inner(graph, tracers[0]))
+
+
+def _has_forward(node: fx.Node, module: nn.Module) -> bool:
+    """Say whether a node calls a module whose ``forward`` somebody set on the object."""
+    return node.op == "call_module" and "forward" in vars(module.get_submodule(str(node.target)))
 
 
 def _joined(module: nn.Module, chains: list[Chain]) -> int:
