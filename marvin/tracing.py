@@ -125,10 +125,10 @@ def _makes_own(node: fx.Node, module: nn.Module) -> bool:
     """Say whether the result of a node is known to share memory with nothing that it takes."""
     if node.op == "call_module":
         return not isinstance(module.get_submodule(str(node.target)), _PASS_ON)
-    return _name(node) in _OWN
+    return _called(node) in _OWN
 
 
-def _name(node: fx.Node) -> str:
+def _called(node: fx.Node) -> str:
     """Return the name of the function or method that a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
@@ -141,7 +141,7 @@ def _changes_in_place(node: fx.Node, module: nn.Module) -> bool:
         return False
     if node.kwargs.get("inplace") or "out" in node.kwargs:
         return True
-    name = _name(node)
+    name = _called(node)
     own = getattr(operator, name, None)
     return (own is node.target and name in (*_OPERATORS, "setitem")) or (
         name.endswith("_") and not name.endswith("__")
