@@ -109,9 +109,9 @@ def changes_shared(node: fx.Node, module: nn.Module) -> bool:
         own = waiting.pop()
         if len(own.users) > 1:
             return True
-        if _changes_in_place(own, module):
-            waiting.append(_written(own))
-        elif not _makes_own(own, module):
+        if not (
+            _makes_own(own, module) or _changes_in_place(own, module)
+        ):  # these are asked themselves
             waiting += own.all_input_nodes
     return False
 

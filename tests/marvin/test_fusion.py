@@ -547,13 +547,14 @@ class Viewing(nn.Module):
 
     def __init__(self, change):
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
         self.same, self.change = nn.Identity(), change
+        self.register_buffer("zeros", torch.zeros(8, 4, 6, 6))
 
     def forward(self, x):
         h = F.relu(self.a(x)) * 1.0
         REWRITES[self.change](self, h)
-        return F.relu(self.b(h))
+        return self.c(F.relu(self.b(h)))
 
 
 REWRITES = {
@@ -561,8 +562,7 @@ REWRITES = {
     "flat": lambda _, h: h.flatten(1).mul_(2),
     "data": lambda _, h: h.data.mul_(2),
     "a module": lambda own, h: F.hardtanh(own.same(h), 0.0, 0.1, inplace=True),
-    "in place twice": lambda _, h: h.flatten(1).mul_(2).sub_(0.1),
-    "out": lambda _, h: torch.mul(h.detach(), 2.0, out=h.data),
+    "out": lambda own, h: torch.mul(own.zeros, 2.0, out=h.data),
 }
 
 
