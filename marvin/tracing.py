@@ -104,7 +104,9 @@ def changes_shared(node: fx.Node, module: nn.Module) -> bool:
     """Say whether a call of a trace of ``module`` writes to what other nodes use, or to memory that they may share."""
     if not _changes_in_place(node, module):
         return False
-    waiting = [_written(node)]
+    if "out" in node.kwargs:
+        return True
+    waiting = [node.all_input_nodes[0]]
     while waiting:
         own = waiting.pop()
         if len(own.users) > 1:
@@ -114,11 +116,6 @@ def changes_shared(node: fx.Node, module: nn.Module) -> bool:
         ):  # these are asked themselves
             waiting += own.all_input_nodes
     return False
-
-
-def _written(node: fx.Node) -> fx.Node:
-    out = node.kwargs.get("out")
-    return out if isinstance(out, fx.Node) else node.all_input_nodes[0]
 
 
 def _makes_own(node: fx.Node, module: nn.Module) -> bool:
