@@ -111,9 +111,8 @@ def changes_shared(node: fx.Node, module: nn.Module) -> bool:
         own = waiting.pop()
         if len(own.users) > 1:
             return True
-        if not (
-            _makes_own(own, module) or _changes_in_place(own, module)
-        ):  # these are asked themselves
+        is_asked_itself = _changes_in_place(own, module)
+        if not is_asked_itself and not _makes_own(own, module):
             waiting += own.all_input_nodes
     return False
 
