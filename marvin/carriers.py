@@ -89,8 +89,8 @@ class Carriers:
         if gone := sorted({*map(optimizer.name_of, away)} - self.named):
             warnings.warn(
                 f"parameters that left the model are trained in vain, and what took their place is "
-                f"not trained: {listed(gone)}; load states without assign=True, or give new layers to "
-                "add_param_group and call marvin.quantize_activations again",
+                f"not trained: {listed(gone)}; load states without assign=True, make a new optimizer after "
+                "to_empty(), or give new layers to add_param_group and call marvin.quantize_activations again",
                 stacklevel=7,
             )
         came = [

@@ -80,12 +80,16 @@ def decode_formats(numbers: Tensor, name: str) -> ModuleFormats:
         name: Of the module, for the message.
 
     Raises:
-        ValueError: They are not whole: averaged, cast, or never loaded.
+        ValueError: They are not whole: averaged, cast, never loaded, or on the meta device.
     """
-    values = None if numbers.is_meta else numbers.detach().cpu().numpy()
+    if numbers.is_meta:
+        raise ValueError(
+            f"{name} must hold formats, got a tensor on the meta device, which has no values: write "
+            'model.to_empty(device="cpu"), and load a state'
+        )
+    values = numbers.detach().cpu().numpy()
     if (
-        values is None
-        or values.dtype != np.int32
+        values.dtype != np.int32
         or values.ndim != 1
         or len(values) < 3 + 4 * _ROW + 1
         or values[-1] != _checksum(values[:-1])
@@ -93,7 +97,7 @@ def decode_formats(numbers: Tensor, name: str) -> ModuleFormats:
     ):
         raise ValueError(
             f"{name} must hold formats as marvin saved them, got other numbers: copy this buffer "
-            "as it is (do not average or cast it), or load the model's own state"
+            "as it is (do not average or cast it), or load the model's own state, as after to_empty()"
         )
     _, flags, weights, *rest = values[:-1].tolist()
     rows = [rest[i : i + _ROW] for i in range(0, (4 + weights) * _ROW, _ROW)]

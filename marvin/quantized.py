@@ -232,6 +232,7 @@ class Quantized(WithMasters):
         # what the gradients tell; nothing is changed yet
         batches = self._gather()
         if not batches:
+            self._carriers.publish(self)  # which names parameters that left a model
             self._check_loss(loss)
             return loss
         complete(batches, self.policy, self.shared, self._noise(self._counts.step + 1))
@@ -252,7 +253,7 @@ class Quantized(WithMasters):
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
         self._move(batches, update)
-        if update.switches:
+        if update.switches or number % _LOOK == 0:
             self._carriers.publish(self)
         if number % _LOOK == 0:
             self._carriers.name_clamped(self.param_groups[0])

@@ -7,12 +7,28 @@ from typing import Any
 
 from torch import fx, nn
 
-__all__ = ["Tracer", "changes_in_place"]
+__all__ = ["Tracer", "changes_shared"]
 
 _OPERATORS = (  # in place, which torch.fx would trace as others
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
     "iand", "ior", "ixor", "ilshift", "irshift",
 )  # fmt: skip
+# what gives a tensor of its own; of others, a result may share memory with what they take
+_OWN = {
+    "add", "sub", "mul", "div", "truediv", "neg", "matmul", "bmm", "mm", "cat", "concat", "concatenate", "stack", "clone",
+    "mean", "sum", "amax", "amin", "softmax", "relu", "relu6", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid",
+    "leaky_relu", "linear", "conv1d", "conv2d", "batch_norm", "layer_norm", "max_pool2d", "avg_pool2d",
+    "adaptive_avg_pool2d", "interpolate", "scaled_dot_product_attention",
+}  # fmt: skip
+_PASS_ON = (
+    nn.Identity,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+)
 
 
 class _Proxy(fx.Proxy):
@@ -84,15 +100,44 @@ class Tracer(fx.Tracer):
         return _Proxy(node, self)
 
 
-def changes_in_place(node: fx.Node, module: nn.Module) -> bool:
-    """Say whether a call of a trace of ``module`` writes to what it takes."""
+def changes_shared(node: fx.Node, module: nn.Module) -> bool:
+    """Say whether a call of a trace of ``module`` writes to what other nodes use, or to memory that they may share."""
+    if not _changes_in_place(node, module):
+        return False
+    if "out" in node.kwargs:
+        return True
+    waiting = [node.all_input_nodes[0]]
+    while waiting:
+        own = waiting.pop()
+        if len(own.users) > 1:
+            return True
+        is_asked_itself = _changes_in_place(own, module)
+        if not is_asked_itself and not _makes_own(own, module):
+            waiting += own.all_input_nodes
+    return False
+
+
+def _makes_own(node: fx.Node, module: nn.Module) -> bool:
+    """Say whether the result of a node is known to share memory with nothing that it takes."""
+    if node.op == "call_module":
+        return not isinstance(module.get_submodule(str(node.target)), _PASS_ON)
+    return _called(node) in _OWN
+
+
+def _called(node: fx.Node) -> str:
+    """Return the name of the function or method that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _changes_in_place(node: fx.Node, module: nn.Module) -> bool:
+    """Say whether a node writes to what it takes."""
     if node.op == "call_module":
         return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
     if node.op not in ("call_function", "call_method"):
         return False
     if node.kwargs.get("inplace") or "out" in node.kwargs:
         return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _called(node)
     own = getattr(operator, name, None)
     return (own is node.target and name in (*_OPERATORS, "setitem")) or (
         name.endswith("_") and not name.endswith("__")

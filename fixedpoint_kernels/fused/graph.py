@@ -283,6 +283,16 @@ class Segment:
         size = (1, 1) if layer.is_flat else (height, width)
         return layer.shape[0], *layer.window.outputs(size, layer.shape[2:])
 
+    def normalises_one(self, size: tuple[int, int]) -> bool:
+        """Say whether a batch norm takes one value of each channel from an image of this height and width.
+
+        Raises:
+            ValueError: A window is larger than what it moves over.
+        """
+        sizes = self.sizes(size)
+        norms = [n for n, own in enumerate(self.layers) if own.eps is not None]
+        return any(self._made(n, sizes)[1:] == (1, 1) for n in norms)
+
     def holds(self, shape: tuple[int, int, int]) -> bool:
         """Say whether layers have an input for each channel, or element, and sums are of equal shapes.
 

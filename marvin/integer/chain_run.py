@@ -163,9 +163,14 @@ class ChainRun(nn.Module):
             self._held = key, self._segment.holds((x.shape[1], x.shape[2], x.shape[3]))
         return self._held[1]
 
+    def _normalises_one(self, x: Tensor) -> bool:
+        """Say whether a batch norm has one value of each channel, which PyTorch refuses."""
+        assert self._segment is not None
+        return len(x) == 1 and self._segment.normalises_one((x.shape[2], x.shape[3]))
+
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return what leaves the chain."""
-        if not self._takes(x):
+        if not self._takes(x) or self._normalises_one(x):
             return self._plain[0](x)
         parameters: list[Tensor | None] = []
         for conv, norm in self.each(self.convolutions):

@@ -225,6 +225,8 @@ def _why_not(module: nn.Module) -> str:
             return "forward_save.convert came first: revert it, call integer.convert, then again"
         instead = _INSTEAD.get(type(module), "")
         return f"there is no integer product for {type(module).__name__}{instead}"
+    if any(t.is_meta for t in (*module.parameters(False), *module.buffers(False))):
+        return "it is on the meta device, which has no values"
     formats = carried(module)[0]
     if formats == ModuleFormats():
         return "it carries no formats: marvin.quantize_activations leaves it out, or was not called"

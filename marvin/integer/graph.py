@@ -27,7 +27,7 @@ from marvin.integer.nodes import (
 )
 from marvin.integer.surroundings import Surroundings
 from marvin.integer.token_graph import TokenChain, find
-from marvin.tracing import Tracer, changes_in_place
+from marvin.tracing import Tracer, changes_shared
 
 __all__ = ["Chain", "Found", "Traced", "trace"]
 
@@ -193,11 +193,10 @@ def trace(
     drop_defaults(graph, given or ())
     if any("*" in str(node.target) for node in graph.nodes if node.op == "placeholder"):
         return "it takes any number of arguments"
-    if any(
-        changes_in_place(n, module) and len(n.all_input_nodes[0].users) > 1 for n in graph.nodes
-    ):
+    if any(changes_shared(node, module) for node in graph.nodes):
         return "it changes a value in place that is used again"
     alone = {n for n in graph.nodes if n.op == "call_module" and n.target in left}
+    alone |= {n for n in graph.nodes if _has_forward(n, module)}
     alone |= set(graph.nodes) - _needed(graph)
     if infers:
         exact = _Search(module, graph, alone, infers=True, is_exact=True).chains()
@@ -215,6 +214,11 @@ def trace(
     if not chains and not tokens:
         return _NO_CHAINS
     return Traced(graph, chains, tokens, _inner(graph, tracers[0]))
+
+
+def _has_forward(node: fx.Node, module: nn.Module) -> bool:
+    """Say whether a node calls a module whose ``forward`` somebody set on the object."""
+    return node.op == "call_module" and "forward" in vars(module.get_submodule(str(node.target)))
 
 
 def _joined(module: nn.Module, chains: list[Chain]) -> int:

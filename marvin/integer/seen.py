@@ -5,6 +5,7 @@ from operator import is_, itemgetter
 from torch import nn
 
 from fixedpoint_kernels._torch_private import children_of, table_of
+from marvin.hooks import OtherForward
 from marvin.integer.graph import Traced
 from marvin.integer.surroundings import PLAIN, names_of, noted
 
@@ -42,12 +43,15 @@ class Seen:
         named = [(own, [n for n in names_of(own) if type(vars(own)[n]) in PLAIN]) for own in inner]
         named += [(own, [name for name in _NUMBERS if name in vars(own)]) for own in layers]
         self._attributes = [
-            (vars(own), len(vars(own)), itemgetter(*names)) for own, names in named if names
+            (vars(own), len(vars(own)), itemgetter(*names) if names else _nothing)
+            for own, names in named
         ]
         self._before = [get(own) for own, _, get in self._attributes]
         others = [(vars(own), n) for own in inner for n in names_of(own)]
         self._others = [
-            (own, n) for own, n in others if type(own[n]) not in PLAIN and n != "forward"
+            (own, n)
+            for own, n in others
+            if type(own[n]) not in PLAIN and not isinstance(own[n], OtherForward)
         ]
         self._noted = [noted(own[n]) for own, n in self._others]
         names = {str(node.target) for node in traced.graph.nodes if node.op == "get_attr"}
@@ -75,3 +79,7 @@ class Seen:
         ):
             return False
         return all(table.get(name) is held for table, name, held in self._tensors)
+
+
+def _nothing(_: object) -> None:
+    return None

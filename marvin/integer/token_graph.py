@@ -59,6 +59,11 @@ class Heads:
         """All of them."""
         return *self.before, self.call, *self.after
 
+    @property
+    def bases(self) -> set[fx.Node]:
+        """Nodes of which it takes values, or shapes."""
+        return {n for own in self.nodes for n in own.all_input_nodes} - {*self.nodes}
+
     def parts(
         self, values: dict[fx.Node, int], widths: Sequence[int], samples: int, tokens: int
     ) -> tuple[list[Part], int, int] | None:
@@ -192,6 +197,12 @@ class TokenChain:
         return all(member.kind in ("linear", "add", "relu") for member in self.members)
 
     @property
+    def apart(self) -> list[Member]:
+        """Attention whose heads take their shape from a value that is not the chain's."""
+        known = {*self.inputs, *(member.node for member in self.members)}
+        return [own for own in self.members if own.heads and not own.heads.bases <= known]
+
+    @property
     def replaced(self) -> set[fx.Node]:
         """Nodes that the chain computes."""
         return {node for member in self.members for node in member.nodes} | set(self.same)
@@ -229,13 +240,16 @@ class _Search:
             member = self._member(node)
             if member is not None:
                 self.members[node] = member
-        self._drop()
-        groups: dict[fx.Node, list[Member]] = {}
-        roots = self._roots()
-        for node, member in self.members.items():
-            groups.setdefault(roots[node], []).append(member)
-        chains = [self._chain(group) for group in groups.values()]
-        return [chain for chain in chains if chain.layers and len(chain.members) > 1]
+        while True:
+            self._drop()
+            groups: dict[fx.Node, list[Member]] = {}
+            roots = self._roots()
+            for node, member in self.members.items():
+                groups.setdefault(roots[node], []).append(member)
+            chains = [self._chain(group) for group in groups.values()]
+            if not (apart := [own for chain in chains for own in chain.apart]):
+                return [chain for chain in chains if chain.layers and len(chain.members) > 1]
+            self.members = {n: own for n, own in self.members.items() if own not in apart}
 
     def _real(self, node: fx.Node) -> fx.Node:
         return self.same.get(node, node)
@@ -331,10 +345,8 @@ class _Search:
     def _holds(self, member: Member) -> bool:
         inside = [source for source in member.sources if source in self.members]
         if member.heads is not None:
-            bases = {n for own in member.heads.nodes for n in own.all_input_nodes}
-            bases -= set(member.heads.nodes)
             kinds = [self.members[s].kind for s in member.sources if s in self.members]
-            known = all(n in self.members or self._is_taken(n) for n in bases)
+            known = all(n in self.members or self._is_taken(n) for n in member.heads.bases)
             return len(inside) == len(member.sources) and set(kinds) == {"linear"} and known
         if member.kind in ("linear", "norm"):
             return True

@@ -1,10 +1,13 @@
 """Policies for integer hardware: word lengths from a loss budget, or given; ranges from data."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
+
+import torch
 
 from fixedpoint_kernels import FixedPoint
 from marvin.policies.range_policy import (
@@ -214,6 +217,8 @@ class LossBudgetPolicy(RangePolicy):
             shared = replace(shared, lr=lr, highest_lr=max(lr, shared.highest_lr))
         if self.observes(step.number, step.settings) and not shared.was_negative:
             shared = _with_warning(shared, self.share(shared, 1, step.settings))
+        if any(layer.inputs for layer in layers) and not shared.was_scaled:
+            shared = _with_scaler(shared)
         update = super().update(shared, [_with_gradient(layer, step) for layer in layers], step)
         if self.observes(step.number, step.settings) and step.number >= step.settings["window"]:
             return replace(update, shared=self._with_target(update, step.settings))
@@ -289,6 +294,24 @@ def _with_warning(shared: Window, share: float) -> Window:
         stacklevel=6,
     )
     return replace(shared, was_negative=True)
+
+
+def _with_scaler(shared: Window) -> Window:
+    """Say that gradients of inputs are those of a loss that a scaler has multiplied."""
+    frame = inspect.currentframe()
+    while frame is not None:  # the scaler calls step(), and hands in nothing that tells of it
+        own = frame.f_locals.get("self")
+        if isinstance(own, torch.amp.GradScaler) and own.is_enabled() and own.get_scale() != 1:
+            break
+        frame = frame.f_back
+    if frame is None:
+        return shared
+    warnings.warn(
+        "the loss budget measures gradients of inputs while a gradient scaler multiplies them: word lengths of "
+        "inputs come out too long; use bfloat16 without a scaler, or StaticPolicy",
+        stacklevel=6,
+    )
+    return replace(shared, was_scaled=True)
 
 
 def _with_gradient(layer: Layer, step: Step) -> Layer:

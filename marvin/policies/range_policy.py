@@ -54,6 +54,7 @@ class Window(PlainRecord):
         highest_lr: Highest of these so far.
         was_negative: Whether the mean loss of a window was below 0; a warning has said so.
         was_missed: Whether formats did not meet a target; a warning has said so.
+        was_scaled: Whether a gradient scaler did a step; a warning has said so.
     """
 
     loss_sum: float = 0.0
@@ -63,6 +64,7 @@ class Window(PlainRecord):
     highest_lr: float = 0.0
     was_negative: bool = False
     was_missed: bool = False
+    was_scaled: bool = False
 
     @property
     def mean_loss(self) -> float:

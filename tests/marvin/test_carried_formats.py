@@ -185,6 +185,22 @@ def test_numbers_that_are_no_formats_are_refused():
         make()[0].load_state_dict(state)
 
 
+def test_a_model_without_values_says_so():
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    state = copy.deepcopy(model.state_dict())
+    y = model.eval()(images(0))
+    model.to("meta")
+    with pytest.raises(ValueError, match=r"0\.fixed_point must hold .*meta device.* load a state"):
+        model[0](images(0).to("meta"))
+    model.to_empty(device="cpu")
+    model[0].fixed_point.fill_(7)  # whatever was there
+    with pytest.raises(ValueError, match=r"0\.fixed_point must hold .*as after to_empty"):
+        model[0](images(0))
+    model.load_state_dict(state)
+    torch.testing.assert_close(model(images(0)), y, rtol=0, atol=0)
+
+
 def test_a_second_call_takes_the_place_of_the_first():
     model, optimizer = make()
     count = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())

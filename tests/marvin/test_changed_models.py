@@ -132,6 +132,24 @@ def test_parameters_that_a_state_replaced():
         train(model, optimizer, steps=25)
 
 
+@pytest.mark.parametrize("steps", [1, 100])
+def test_a_model_that_left_its_optimizer_is_named_where_formats_do_not_change(steps):
+    """Moved to the meta device, a model has other parameters; in part, where layers are replaced."""
+    model = make_model()
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
+    optimizer = marvin.Quantized(sgd, marvin.FixedPolicy(8, 4))
+    marvin.quantize_activations(model, optimizer)
+    train(model, optimizer, steps=1)
+    optimizer.zero_grad()
+    if steps == 1:
+        state = copy.deepcopy(model.state_dict())
+        model.to("meta").to_empty(device="cpu").load_state_dict(state)
+    else:
+        model[4] = nn.Linear(16, 3)
+    with pytest.warns(UserWarning, match="parameters that left the model are trained in vain"):
+        train(model, optimizer, steps=steps)
+
+
 def test_weights_that_got_other_memory():
     model, optimizer, _ = trained()
     model[0].weight.data = torch.zeros(16, 8)

@@ -542,6 +542,102 @@ def test_code_that_a_trace_cannot_tell_runs_as_it_is(kind):
     assert getattr(model, "calls", 3) == before + 3
 
 
+class Viewing(nn.Module):
+    """Changes a value in place by another name of its memory."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+        self.same, self.change = nn.Identity(), change
+        self.register_buffer("zeros", torch.zeros(8, 4, 6, 6))
+
+    def forward(self, x):
+        h = F.relu(self.a(x)) * 1.0
+        REWRITES[self.change](self, h)
+        return self.c(F.relu(self.b(h)))
+
+
+REWRITES = {
+    "a part": lambda _, h: h[:, 0].zero_(),
+    "flat": lambda _, h: h.flatten(1).mul_(2),
+    "data": lambda _, h: h.data.mul_(2),
+    "a module": lambda own, h: F.hardtanh(own.same(h), 0.0, 0.1, inplace=True),
+    "out": lambda own, h: torch.mul(own.zeros, 2.0, out=h.data),
+}
+
+
+@pytest.mark.parametrize("change", REWRITES)
+def test_what_changes_under_another_name_is_not_passed_over(change):
+    model, _ = make(model=Viewing(change))
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    x, _ = batch(0)
+    assert not is_fused(model, x)
+    same(model(x), twin(x))
+    for one in (model, twin):
+        one.eval()
+    with torch.no_grad():
+        same(model(x), twin(x))
+
+
+class Adding(nn.Module):
+    """Changes values in place that nothing else uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
+        self.c, self.same = nn.Conv2d(4, 4, 3), nn.Identity()
+
+    def forward(self, x):
+        h = self.same(self.a(x))
+        h += self.b(x)
+        return F.relu(self.c(F.relu(h, inplace=True)), inplace=True)
+
+
+def test_changes_in_place_that_nobody_else_sees_stay_fused():
+    model, _ = make(model=Adding())
+    assert is_fused(model)
+    assert all(row.is_fused for row in report(model).rows)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["relu", "bn", "conv", "blocks.0.conv1", "fc"])
+def test_a_forward_that_is_set_on_an_object_is_called(name, training):
+    model, _ = make()
+    model.train(training)
+    own, called, (x, _) = model.get_submodule(name), [], batch(3)
+    with torch.set_grad_enabled(training):
+        before = model(x)
+        usual = own.forward
+
+        def forward(x):
+            called.append(x)
+            return 2 * usual(x)
+
+        own.forward = forward
+        after = model(x)
+        assert len(called) == 1
+        assert (after - before).abs().max() > 0
+        convert(model)
+        model(x)
+        assert len(called) == 2
+        del own.forward
+        model(x)
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_batch_norm_of_one_value_is_refused_as_by_pytorch(size):
+    model, _ = make(model=Features())
+    x = torch.randn(1, 3, size, size)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(x)
+    assert is_fused(model, torch.randn(1, 3, 3, 3))
+    assert is_fused(model, torch.randn(2, 3, size, size))
+    with torch.no_grad():
+        assert model.eval()(x).isfinite().all()
+
+
 DRAWS = {
     "torch": lambda: torch.rand(()).item(),
     "random": random.random,

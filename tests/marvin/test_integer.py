@@ -432,6 +432,25 @@ class Own(nn.Conv2d):
     """A convolution that may compute anything."""
 
 
+def test_a_model_without_values_is_converted_and_loaded():
+    own = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    optimizer = marvin.Quantized(torch.optim.SGD(own.parameters(), lr=0.1), marvin.StaticPolicy())
+    marvin.quantize_activations(own, optimizer)
+    for _ in range(2):
+        loss = own(torch.randn(4, 3, 8, 8)).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    marvin.prepare(model)
+    reasons = {row.reason for row in convert(model).rows}
+    assert reasons == {"it is on the meta device, which has no values"}
+    model.load_state_dict(own.state_dict(), assign=True)
+    x = torch.randn(4, 3, 8, 8)
+    convert(own)
+    torch.testing.assert_close(model.eval()(x), own.eval()(x), rtol=0, atol=0)
+
+
 def test_the_report_says_why_not():
     model = nn.Sequential(
         nn.Conv2d(4, 4, 3, padding=1, groups=2),

@@ -192,3 +192,40 @@ def test_layers_that_train_in_eval_mode_are_named():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, optimizer, 2, start=1)
+
+
+def scaled(model, optimizer, scaler, steps=3):
+    for step in range(steps):
+        x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), x[:, :4].argmax(1))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer, loss=loss)
+        scaler.update()
+
+
+def test_a_scaler_that_multiplies_what_the_budget_measures_is_named():
+    model, optimizer, _ = make(LossBudgetPolicy(window=4))
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.warns(UserWarning, match="while a gradient scaler multiplies them") as found:
+        scaled(model, optimizer, scaler, steps=10)
+    assert len(found) == 1
+    other = make(LossBudgetPolicy(window=4))[1]
+    other.load_state_dict(optimizer.state_dict())
+    assert other.shared.was_scaled
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (LossBudgetPolicy(), {"enabled": False}),
+        (LossBudgetPolicy(), {"init_scale": 1.0}),
+        (marvin.StaticPolicy(8, 8), {}),
+    ],
+    ids=["off", "one", "static"],
+)
+def test_a_scaler_that_falsifies_nothing_is_not_named(policy, options):
+    model, optimizer, _ = make(policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaled(model, optimizer, torch.amp.GradScaler("cpu", **options))

@@ -475,6 +475,34 @@ def test_heads_that_lie_otherwise_run_as_they_are():
     same(model(x), twin(x))
 
 
+class ShapedBefore(Net):
+    """Heads have the shape of what comes in, before a norm that is in no chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.RMSNorm(32)
+        self.blocks[0].norm1 = nn.Identity()
+
+    def forward(self, x):
+        x = self.embed(x)
+        n, t, w = x.shape
+        own = self.blocks[0].attention
+        q, k, v = own.qkv(self.before(x)).view(n, t, 3, own.heads, w // 2).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, w)
+        return self.fc(self.norm(self.blocks[1](x + own.out(y))).mean(1))
+
+
+def test_heads_with_the_shape_of_another_chains_value_are_in_none():
+    model, _ = make(model=ShapedBefore())
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    x = batch(3)[0]
+    torch.testing.assert_close(model(x), twin(x), rtol=0, atol=0.05)  # a code, here and there
+    rows = {row.name: row.is_fused for row in report(model).rows}
+    assert not rows["blocks.0.attention.qkv"]
+    assert rows["blocks.1.attention.qkv"]
+
+
 def test_linear_layers_alone_have_the_same_bits():
     """Products of integers, sums of two, ReLU: nothing rounds otherwise."""
 
