@@ -480,11 +480,11 @@ class ShapedBefore(Net):
 
     def __init__(self):
         super().__init__()
-        self.before = nn.RMSNorm(32)
+        self.first, self.before = nn.Linear(32, 32), nn.RMSNorm(32)
         self.blocks[0].norm1 = nn.Identity()
 
     def forward(self, x):
-        x = self.embed(x)
+        x = self.first(self.embed(x))
         n, t, w = x.shape
         own = self.blocks[0].attention
         q, k, v = own.qkv(self.before(x)).view(n, t, 3, own.heads, w // 2).permute(2, 0, 3, 1, 4)
