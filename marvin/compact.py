@@ -22,7 +22,6 @@ from fixedpoint_kernels.compact import Codes, Kind, Noise, Sum, add_many, decode
 from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.philox import Key
 from marvin.noise import Purpose, stream
-from marvin.policies.records import Layer
 from marvin.settings import Group
 from marvin.shards import Shard, accumulate_dtype, local
 
@@ -35,7 +34,6 @@ __all__ = [
     "in_float",
     "is_compact",
     "key_of",
-    "layer_of",
     "master_of",
     "moment_of",
     "names_of_master",
@@ -60,24 +58,6 @@ _MOMENTS: Mapping[str, tuple[Kind, int]] = {  # of torch's optimizers: kind, and
     "sum": ("squares", 2),
     "exp_inf": ("squares", 2),
 }
-
-
-class CompactLayer(Layer):
-    """A layer whose master is decoded when a policy asks for it; see ``layer_of``."""
-
-    @property
-    def master(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The float32 weight."""
-        return master_of(vars(self)["master"])
-
-
-def layer_of(layer: Layer, own: StateDict) -> Layer:
-    """Return a layer that finds its master in its state, where that is compact."""
-    if not is_compact(own):
-        return layer.but(master=own["master"])
-    found = object.__new__(CompactLayer)
-    vars(found).update(vars(layer), master=own)
-    return found
 
 
 class CompactMember(NamedTuple):
@@ -217,15 +197,18 @@ def key_of(noise: Key, index: int, shard: Shard) -> Key:
     return Key(noise.seed, noise.stream + 2 * index + 1, shard.offset)
 
 
-def put_tensors(own: StateDict, layer: Layer, noise: Key) -> None:
+def put_tensors(
+    own: StateDict, tensors: Mapping[str, Tensor | Sum], noise: Key, index: int, shard: Shard
+) -> None:
     """Keep a policy's tensors of a layer; what else it had goes.
 
     Args:
         own: The layer's state.
-        layer: With the new tensors. Codes to which nothing was added stay as they are.
+        tensors: The new ones. Codes to which nothing was added stay as they are.
         noise: Of states in this step.
+        index: Of the layer's weight among the optimizer's parameters.
+        shard: What this process holds of it.
     """
-    tensors = layer.tensors
     if not is_compact(own):
         for name in [k for k, v in own.items() if isinstance(v, Tensor) and k != "master"]:
             if name not in tensors:
@@ -243,7 +226,7 @@ def put_tensors(own: StateDict, layer: Layer, noise: Key) -> None:
         if isinstance(value, Sum):
             _put(own, name, value.codes)
         else:
-            key = key_of(noise, layer.index, layer.shard)
+            key = key_of(noise, index, shard)
             _put(own, name, encode(value, "signed", Noise(key, lane)))
 
 

@@ -24,7 +24,6 @@ from marvin.channels import ChannelFormat
 from marvin.compact import (
     codes_of,
     is_compact,
-    layer_of,
     master_of,
     names_of_master,
     placeholder,
@@ -393,7 +392,7 @@ class WithMasters(Optimizer):
                 index: Trained(
                     p,
                     own := self.state[p],
-                    layer_of(
+                    _layer_of(
                         Layer(
                             index=index,
                             name=layout.names[p],
@@ -532,6 +531,24 @@ class WithMasters(Optimizer):
     @property
     def _seed(self) -> int:
         return self.param_groups[0]["seed"]
+
+
+class _CompactLayer(Layer):
+    """A layer whose master is decoded when a policy asks for it; see ``_layer_of``."""
+
+    @property
+    def master(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The float32 weight."""
+        return master_of(vars(self)["master"])
+
+
+def _layer_of(layer: Layer, own: StateDict) -> Layer:
+    """Return a layer that finds its master in its state, where that is compact."""
+    if not is_compact(own):
+        return layer.but(master=own["master"])
+    found = object.__new__(_CompactLayer)
+    vars(found).update(vars(layer), master=own)
+    return found
 
 
 def _marks_of(weights: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -544,7 +544,7 @@ class Quantized(WithMasters):
         trained, noise = self._trained_layers(), self._noise(self._counts.step)
         for layer in update.layers:
             own = trained[layer.index].state
-            put_tensors(own, layer, noise)
+            put_tensors(own, layer.tensors, noise, layer.index, layer.shard)
             if own["layer"].fmt is not layer.record.fmt:
                 self._plans.rounding.clear()
             own["layer"] = layer.record

@@ -110,7 +110,7 @@ def module_of(path):
 
 
 def graph_of(codes):
-    """Return the modules each module imports, also in functions and for types alone."""
+    """Return the modules each module imports, also in functions and for types alone, and the packages that come with them."""
     graph = {}
     for name, code in codes.items():
         found = graph[name] = set()
@@ -121,6 +121,10 @@ def graph_of(codes):
                 for alias in node.names:
                     full = f"{node.module}.{alias.name}"
                     found |= {full if full in codes else node.module} & set(codes)
+        packages = {
+            ".".join(own.split(".")[:n]) for own in found for n in range(1, own.count(".") + 1)
+        }
+        found |= {own for own in packages & set(codes) if not f"{name}.".startswith(f"{own}.")}
         found.discard(name)
     return graph
 
@@ -165,6 +169,17 @@ def test_a_circle_is_named(code):
     codes = {"a": "", "a.b": "from a import c", "a.c": "import a.d", "a.d": code}
     assert circle_in(graph_of(codes)) == ["a.b", "a.c", "a.d"]
     assert circle_in(graph_of(codes | {"a.c": ""})) == []
+
+
+def test_a_circle_through_a_package_is_named():
+    codes = {
+        "a": "",
+        "a.b": "from a.c.d import e",
+        "a.c": "from a.c.f import g",
+        "a.c.d": "",
+        "a.c.f": "import a.b",
+    }
+    assert circle_in(graph_of(codes)) == ["a.b", "a.c", "a.c.f"]
 
 
 @pytest.mark.parametrize("package", ["fixedpoint_kernels", "marvin"])
