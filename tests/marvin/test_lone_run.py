@@ -480,6 +480,23 @@ def test_transposed_weights_by_channel_multiply_integers(apart, digits, shape):
         torch.testing.assert_close(own, other, rtol=2e-6, atol=1e-5)  # sums of float32
 
 
+def test_sums_of_digits_beyond_float32_are_rounded_once():
+    model, _ = by_channel(10, (3, 16384))
+    inputs, fmt = numbers_of(model)
+    left = max(fmt.shifts) - torch.tensor(fmt.shifts)  # places that codes move up
+    codes = (127 >> left).clamp(max=fmt.fmt.max_code)  # so that low digits are positive and large
+    codes[left > 7] = 1
+    with torch.no_grad():
+        weight = codes * 2.0 ** -(fmt.fl + torch.tensor(fmt.shifts)).double()
+        model.layer.weight.copy_(weight.view(-1, 1))
+        x = (inputs.max_code - torch.randint(2, (200, 16384))) * inputs.lsb
+        sums = exact(x, model.layer.weight, inputs, fmt)
+        same(model(x), sums.float() + model.layer.bias)
+    assert (codes << left)[
+        left < 8
+    ].sum() * inputs.max_code > 2**25  # float32 holds even numbers there
+
+
 @pytest.mark.parametrize("bits", [(8, None), (None, 8), None])
 def test_gradients_of_transposed_weights_by_channel_in_float(bits):
     model, _ = by_channel()
