@@ -271,9 +271,8 @@ def _codes(x: Tensor, fmt: FixedPoint) -> Tensor:
 def _codes_of_weight(weight: Tensor, product: Product) -> Tensor:
     """Return codes, channels last as kernels want them, of a copy: FSDP2 frees the weight's memory."""
     form = torch.channels_last if weight.dim() == 4 else torch.contiguous_format
-    form = (
-        torch.preserve_format if product.is_transposed else form
-    )  # codes are turned, in less time
+    if product.is_transposed:
+        form = torch.preserve_format  # codes are turned, in less time
     own = weight.detach().clone(memory_format=form)
     if product.shifts:
         own.mul_(_of_shifts(product, own))

@@ -20,6 +20,7 @@ from marvin.integer.nodes import arguments_of, has_default
 from marvin.integer.seen import Seen
 from marvin.integer.token_inference import TokenInference
 from marvin.integer.token_run import TokenRun, put_in
+from marvin.settings import is_traced
 
 __all__ = ["fuse", "fused_layers", "restore_forwards"]
 
@@ -96,8 +97,7 @@ class Fused(OtherForward):
 
     def _ready(self, given: dict[str, Any]) -> fx.GraphModule | None:
         if (
-            torch.compiler.is_compiling()
-            or torch.jit.is_tracing()
+            is_traced()
             or is_watched()
             or not given
             or not all(

@@ -98,6 +98,15 @@ def test_resuming_equals_never_having_stopped(kind):
         same(facts(n, o), facts(net, optimizer))
 
 
+def both_ways(monkeypatch):
+    """Yield twice: states move in one pass, and then by the wrapped optimizer's own step."""
+    if not sgd.has_bits_of_torch():
+        pytest.skip("torch rounds sums of products twice on this processor")
+    yield
+    monkeypatch.setattr(quantized, "moves_of_compact", lambda *_: None)
+    yield
+
+
 @pytest.mark.parametrize("kind", ["msgd", "sgd", "plain"])
 def test_one_pass_has_the_bits_of_torchs_step_on_decoded_states(kind, monkeypatch):
     if not sgd.has_bits_of_torch():
@@ -112,12 +121,8 @@ def test_one_pass_has_the_bits_of_torchs_step_on_decoded_states(kind, monkeypatc
 
 def test_tensors_of_a_state_may_be_replaced(monkeypatch):
     """By ``adopt_weights``, which makes new codes: the next steps move those."""
-    if not sgd.has_bits_of_torch():
-        pytest.skip("torch rounds sums of products twice on this processor")
     results = []
-    for is_one_pass in (True, False):
-        if not is_one_pass:
-            monkeypatch.setattr(quantized, "moves_of_compact", lambda *_: None)
+    for _ in both_ways(monkeypatch):
         net, optimizer = make("sgd")
         train(net, optimizer, range(3))
         net[0].weight.data.fill_(0.25)
@@ -372,12 +377,8 @@ def test_a_step_decodes_no_window(monkeypatch):
 
 def test_parameters_without_a_gradient_are_rounded_to_a_new_format(monkeypatch):
     """Beside those that move: a bias without a gradient takes the format of its layer."""
-    if not sgd.has_bits_of_torch():
-        pytest.skip("torch rounds sums of products twice on this processor")
     results = []
-    for is_one_pass in (True, False):
-        if not is_one_pass:
-            monkeypatch.setattr(quantized, "moves_of_compact", lambda *_: None)
+    for _ in both_ways(monkeypatch):
         net, optimizer = make("msgd")
         net[4].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         train(net, optimizer, range(7))

@@ -30,6 +30,7 @@ from marvin.integer.graph import Traced, trace
 from marvin.integer.nodes import concatenation, curve_of, flattening, pooling, repetition
 from marvin.policies.observer import Observer, inputs_of
 from marvin.rounder import formats_of
+from tests.graphs import nodes_of
 from train.resnet20 import Block
 
 pytestmark = pytest.mark.skipif(
@@ -106,13 +107,7 @@ def same(a, b):
 def is_fused(model, *args):
     """Say whether a forward pass goes through chains."""
     y = model(*args or batch(0)[:1])
-    seen, waiting = set(), [y.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [next_node for next_node, _ in node.next_functions]
-    return any("Chain" in type(node).__name__ for node in seen)
+    return any("Chain" in type(node).__name__ for node in nodes_of(y))
 
 
 def test_report_names_what_is_fused():

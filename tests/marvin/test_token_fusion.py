@@ -20,6 +20,7 @@ from marvin.integer.fusion import Fused
 from marvin.integer.graph import trace
 from marvin.integer.token_run import TokenRun
 from marvin.rounder import formats_of
+from tests.graphs import nodes_of
 
 pytestmark = pytest.mark.skipif(tokens.path() is None, reason="no path of tokens on this processor")
 
@@ -140,15 +141,13 @@ def same(a, b):
 
 def is_fused(model, *args):
     """Say whether a forward pass goes through chains, of more than a layer alone."""
-    y = model(*args or batch(0)[:1])
-    seen, waiting = set(), [y.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [next_node for next_node, _ in node.next_functions]
-    chains = [node for node in seen if "Tokens" in type(node).__name__]
-    return any(len(node.program.segment.operations) > 1 for node in chains)
+    return bool(operations(model(*args or batch(0)[:1])))
+
+
+def operations(y):
+    """Return how many operations each chain of a graph has, layers alone aside."""
+    nodes = [node for node in nodes_of(y) if "Tokens" in type(node).__name__]
+    return sorted(n for node in nodes if (n := len(node.program.segment.operations)) > 1)
 
 
 def gradients(model, x, y, draws=8):
@@ -221,18 +220,6 @@ class Encoding(nn.Module):
         y = y if self.batch_first else y.transpose(0, 1)
         y = self.encoder(y, mask, src_key_padding_mask=padding)
         return self.fc(y.mean(int(self.batch_first)))
-
-
-def operations(y):
-    """Return how many operations each chain of a graph has, layers alone aside."""
-    seen, waiting = set(), [y.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [own for own, _ in node.next_functions]
-    nodes = [node for node in seen if "Tokens" in type(node).__name__]
-    return sorted(n for node in nodes if (n := len(node.program.segment.operations)) > 1)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])

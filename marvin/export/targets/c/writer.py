@@ -43,8 +43,7 @@ class Writer:
 
     def needs(self, word: str, count: int) -> str:
         """Return the parameter for memory of some integers."""
-        self.scratch.append(Scratch(word, word, count))
-        return f"s{len(self.scratch) - 1}"
+        return self.needs_rows(word, word, count, 0)
 
     def needs_rows(self, word: str, stored: str, count: int, vectors: int) -> str:
         """Return the parameter for rows: see ``Scratch``."""
