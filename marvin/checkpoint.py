@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from marvin.compact import SUFFIXES
 from marvin.quantized import Quantized
 from marvin.rounder import BUFFER
 from marvin.shards import Shard, shard_of
@@ -133,7 +134,7 @@ def _target(name: str, saved: Any, shards: Sequence[Shard]) -> Tensor:
     """Return an empty tensor, spread as the parameter is to whose state it belongs."""
     found = _STATE_OF.search(name)
     index = int(found[1]) if found else len(shards)
-    has_rows = name.endswith(("_codes", "_scales"))
+    has_rows = name.endswith(SUFFIXES)
     if index < len(shards) and (has_rows or shards[index].shape == saved.size):
         return shards[index].empty(saved.size, saved.properties.dtype)
     return torch.empty(saved.size, dtype=saved.properties.dtype)

@@ -18,7 +18,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels._torch_private import foreach_add
-from fixedpoint_kernels.compact import Codes, Kind, Noise, Sum, add_many, decode, encode, zeros
+from fixedpoint_kernels.compact import (
+    Codes,
+    Kind,
+    Noise,
+    Sum,
+    add_many,
+    check_codes,
+    decode,
+    encode,
+    zeros,
+)
 from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.philox import Key
 from marvin.noise import Purpose, stream
@@ -26,9 +36,11 @@ from marvin.settings import Group
 from marvin.shards import Shard, accumulate_dtype, local
 
 __all__ = [
+    "SUFFIXES",
     "CompactMember",
     "CompactTensors",
     "add_to_tensors",
+    "check_saved",
     "codes_of",
     "conform",
     "in_float",
@@ -46,7 +58,7 @@ __all__ = [
 ]
 
 _LEAST = 64  # elements of a row; scales of shorter ones would take too many bytes
-_CODES, _SCALES = "_codes", "_scales"
+SUFFIXES = _CODES, _SCALES = "_codes", "_scales"  # of names in a state
 _MOMENTS: Mapping[str, tuple[Kind, int]] = {  # of torch's optimizers: kind, and lane of the noise
     "momentum_buffer": ("signed", 1),
     "exp_avg": ("signed", 1),
@@ -252,6 +264,35 @@ def conform(own: StateDict, moments: StateDict, shard: Shard, wanted: bool) -> N
         del own[name + _CODES], own[name + _SCALES]
         own[name] = values
     _un_pack_moments(moments, shard)
+
+
+def check_saved(own: StateDict, moments: StateDict, shape: torch.Size) -> None:
+    """Refuse codes that are not of a parameter: kernels would read memory behind them.
+
+    Args:
+        own: The parameter's state.
+        moments: Its state in the wrapped optimizer.
+        shape: Of the parameter; a policy's tensors may be several of it.
+
+    Raises:
+        ValueError: With the name of what does not fit.
+    """
+    parts: list[tuple[StateDict, str, Kind]] = [
+        (own, name, "fixed" if name == "master" else "signed") for name in _names(own)
+    ]
+    known = (name for name in _names(moments) if name in _MOMENTS)
+    parts.extend((moments, name, _MOMENTS[name][0]) for name in known)
+    for state, name, kind in parts:
+        codes, scales = state[name + _CODES], state.get(name + _SCALES)
+        if not isinstance(codes, Tensor) or not isinstance(scales, Tensor):
+            raise ValueError(f"{name} must have codes and scales, got no tensors of both")
+        is_stack = state is own and name != "master" and codes.shape[1:] == shape
+        try:
+            check_codes(Codes(codes, scales), kind, codes.shape if is_stack else shape)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if strange := set(_names(moments)) - set(_MOMENTS):
+        raise ValueError(f"moments must be of {', '.join(_MOMENTS)}, got {', '.join(strange)}")
 
 
 def size_bytes(own: StateDict, moments: StateDict) -> int:

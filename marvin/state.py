@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
+from marvin.compact import SUFFIXES, check_saved
 from marvin.policies.base import Policy, fields_of
 from marvin.policies.records import restored
 from marvin.shards import Shard
@@ -123,20 +124,28 @@ def checked(
         raise ValueError(f"the state must be of {wrapped} on masters, got {saved}")
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     states = [state_dict["state"].get(index, {}) for index in indices]
-    for (parameter, shape), values in zip(names, states, strict=False):
-        found = _shape_of(values)
-        if values and found != shape:
-            got = "none" if found is None else tuple(found)
+    moments = of_wrapped(state_dict)["state"]
+    for (parameter, shape), index, values in zip(names, indices, states, strict=False):
+        master = _whole(values[_CODES]) if _CODES in values else values.get("master")
+        if values and (not isinstance(master, Tensor) or master.shape != shape):
+            got = tuple(master.shape) if isinstance(master, Tensor) else "none"
             raise ValueError(f"the state of {parameter} must have shape {tuple(shape)}, got {got}")
+        own = {**values, _CODES: master} if _CODES in values else values
+        try:
+            check_saved(own, moments.get(index, {}), shape)
+        except ValueError as error:
+            raise ValueError(f"the state of {parameter} does not fit: {error}") from None
     return states
 
 
-def _shape_of(values: StateDict) -> torch.Size | None:
-    """Return the shape of a saved master; None where there is none."""
-    if _CODES in values:
-        *rest, last = values[_CODES].shape
-        return torch.Size((*rest, last // 2))
-    return values["master"].shape if "master" in values else None
+def _whole(codes: object) -> object:
+    """Return codes of a master as they will be, without their values: they are saved as pairs of bytes."""
+    if not isinstance(codes, Tensor) or codes.layout is not torch.strided:
+        return codes
+    if codes.dtype is not torch.int8 or codes.shape[-1] % 2 or not codes.is_contiguous():
+        return codes
+    shape = (*codes.shape[:-1], codes.shape[-1] // 2)
+    return torch.empty(shape, dtype=torch.int16, device="meta")
 
 
 def of_wrapped(state_dict: Mapping[str, Any]) -> StateDict:
@@ -167,7 +176,7 @@ def spread_state(state_dict: Mapping[str, Any], shards: Sequence[Shard]) -> dict
 
 def _is_spread(name: str, value: Tensor, shard: Shard) -> bool:
     """Say whether a tensor of a state has the rows of its parameter."""
-    return value.shape == shard.shape or name.endswith("_scales")
+    return value.shape == shard.shape or name.endswith(SUFFIXES[1])
 
 
 def kept_dtypes(loaded: dict[str, Any], saved: Mapping[str, object]) -> None:

@@ -29,8 +29,8 @@ def check_alike(where: str, want: Any, got: Any) -> None:
     Args:
         where: What to call the value.
         want: A value of the right kind. Where it is None, a number or a format may have come
-            since. Of dictionaries the names in both are compared, of lists each element with the
-            first of ``want``.
+            since. Of dictionaries the names in both are compared; lists of one length element by
+            element, others each element with the first of ``want``.
         got: The value.
 
     Raises:
@@ -46,8 +46,9 @@ def check_alike(where: str, want: Any, got: Any) -> None:
                 check_alike(f"{where}.{name}", want[name], value)
     elif isinstance(want, list | tuple):
         _require(where, "a list", isinstance(got, list | tuple), got)
-        for value in got:
-            check_alike(where, want[0] if want else None, value)
+        firsts = [want[0] if want else None] * len(got)
+        for own, value in zip(want if len(want) == len(got) else firsts, got, strict=True):
+            check_alike(where, own, value)
     elif want is None:
         _check_unknown(where, got)
     else:

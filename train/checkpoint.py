@@ -11,6 +11,7 @@ from torch import Tensor
 
 import marvin
 from marvin.averaging import AverageState
+from marvin.compact import SUFFIXES
 from marvin.policies.push_up import Level
 from marvin.rounder import BUFFER
 from marvin.state import of_wrapped
@@ -20,6 +21,7 @@ from train.training import COLUMNS, Training
 
 __all__ = ["load"]
 
+CODES = SUFFIXES[0]
 OF_THE_SCHEDULE = "best", "num_bad_epochs", "cooldown_counter", "last_epoch"
 FREE = "lr", "initial_lr", "batch_size"  # settings that may differ from those the run began with
 
@@ -178,7 +180,7 @@ def _without_streams(state: Mapping[Any, object]) -> dict[Any, Any]:
 def _check_state(
     where: str, settings: Mapping[str, Any], state: Mapping[str, Any], needed: set[str]
 ) -> None:
-    if missing := needed - set(state):
+    if missing := needed - {*state, *(name.removesuffix(CODES) for name in state)}:
         raise ValueError(f"{where} has no {', '.join(sorted(missing))}")
     for name, value in state.items():
         if name == "stream" and (type(value) is not int or not 0 <= value < 2**62):
@@ -194,10 +196,13 @@ def _check_state(
 
 
 def _check_tensors(state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Refuse tensors that are not float32 of their parameter's shape, or several of that."""
+    """Refuse tensors that are not float32 of their parameter's shape, or several of that.
+
+    Codes and their scales were looked at when they were loaded.
+    """
     for p, values in state.items():
         for name, value in values.items():
-            if name in ("layer", "stream"):
+            if name in ("layer", "stream") or name.endswith(SUFFIXES):
                 continue
             fits = value.shape == p.shape or value.shape[1:] == p.shape
             if not fits or value.dtype != torch.float32 or value.layout != torch.strided:

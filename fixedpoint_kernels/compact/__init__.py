@@ -32,6 +32,7 @@ from fixedpoint_kernels.compact.records import (
     Sgd,
     Sum,
     blocks_of,
+    check_codes,
     flattened,
 )
 from fixedpoint_kernels.compact.targets import Targets
@@ -39,7 +40,16 @@ from fixedpoint_kernels.memory import places_on_cpu
 from fixedpoint_kernels.rounding.reference import Rounding
 
 __all__ = ["BLOCK", "Adam", "Codes", "Kind", "Moves", "Noise", "Row", "Sgd", "Sum", "Targets"]
-__all__ += ["add_many", "blocks_of", "decode", "encode", "flattened", "step_many", "zeros"]
+__all__ += [
+    "add_many",
+    "blocks_of",
+    "check_codes",
+    "decode",
+    "encode",
+    "flattened",
+    "step_many",
+    "zeros",
+]
 
 _PLAIN = {Tensor, Parameter}
 
@@ -65,7 +75,12 @@ def encode(x: Tensor, kind: Kind, noise: Noise | None = None) -> Codes:
 
 
 def decode(codes: Codes, kind: Kind) -> Tensor:
-    """Return the values of codes: float32, contiguous, shape of the codes."""
+    """Return the values of codes: float32, contiguous, shape of the codes.
+
+    Raises:
+        ValueError: They are not of this kind, or their scales are not theirs.
+    """
+    check_codes(codes, kind)
     if _has_kernel(codes):
         from fixedpoint_kernels.compact import cpu
 
@@ -98,7 +113,15 @@ def add_many(
 
     Returns:
         The sums, and the 2-norms of them before they are rounded, ``(len(xs),)``.
+
+    Raises:
+        ValueError: One of ``before`` is not of the shape of its ``xs``, or codes are not ``"signed"``.
     """
+    for own, x in zip(before, xs, strict=True):
+        if isinstance(own, Codes):
+            check_codes(own, "signed", x.shape)
+        elif own.shape != x.shape:
+            raise ValueError(f"before must have shape {tuple(x.shape)}, got {tuple(own.shape)}")
     if dtype is torch.float64 and _has_kernel([*xs, *flattened(before)]):
         from fixedpoint_kernels.compact import cpu
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.compact.records import (
     BLOCK,
+    DTYPES,
     FACTORS,
     Adam,
     Codes,
@@ -51,7 +52,6 @@ _ONE = np.float32(1.0)
 _SMALLEST = np.float32(2.0**-126)
 _HALF = np.float32(2.0**-17)  # of a step of the noise
 _FACTORS = tuple(map(np.int32, FACTORS))
-_DTYPES = {"fixed": torch.int16, "signed": torch.int8, "squares": torch.uint8}
 
 
 @intrinsic
@@ -398,7 +398,7 @@ _step_serial, _step_parallel = compile_both(_step_many)
 def encode(x: Tensor, kind: Kind, noise: Noise | None) -> Codes:
     """See ``fixedpoint_kernels.compact.encode``; ``x`` is float32 and contiguous."""
     rows, count = blocks_of(x.shape)
-    codes = Codes(torch.empty(x.shape, dtype=_DTYPES[kind]), torch.empty(rows, count))
+    codes = Codes(torch.empty(x.shape, dtype=DTYPES[kind]), torch.empty(rows, count))
     kernel = _encode_parallel if is_parallel(x.numel()) else _encode_serial
     key = noise.key if noise else Key(0, 0)
     kernel(

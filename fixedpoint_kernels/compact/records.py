@@ -11,6 +11,7 @@ from fixedpoint_kernels.philox import Key
 
 __all__ = [
     "BLOCK",
+    "DTYPES",
     "FACTORS",
     "Adam",
     "Codes",
@@ -22,11 +23,13 @@ __all__ = [
     "Sum",
     "block_shape",
     "blocks_of",
+    "check_codes",
     "flattened",
 ]
 
 FACTORS = 1, 0x9E35, 0x6A0B, 0xC2B3  # odd; of the noise of each tensor of a parameter
 BLOCK = 256  # elements that share a scale, at most
+DTYPES = {"fixed": torch.int16, "signed": torch.int8, "squares": torch.uint8}
 Kind = Literal["fixed", "signed", "squares"]
 
 
@@ -148,6 +151,38 @@ def flattened(parts: Iterable[Codes | Tensor]) -> list[Tensor]:
 def blocks_of(shape: torch.Size) -> tuple[int, int]:
     """Return the rows of a tensor of two or more dimensions, and the blocks of each."""
     return shape[0], -(-shape[1:].numel() // BLOCK)
+
+
+def check_codes(codes: Codes, kind: Kind, shape: torch.Size | None = None) -> None:
+    """Refuse codes that kernels would not read, or behind which they would read other memory.
+
+    Args:
+        codes: To look at.
+        kind: What they must be.
+        shape: What they must have; None: any of two or more dimensions.
+
+    Raises:
+        ValueError: Codes or scales have another type or shape, or are not dense.
+    """
+    own, scales = codes
+    is_alike = own.ndim >= 2 if shape is None else own.shape == shape
+    if (
+        is_alike
+        and own.dtype is DTYPES[kind]
+        and scales.dtype is torch.float32
+        and scales.shape == blocks_of(own.shape)
+        and own.layout is scales.layout is torch.strided
+        and own.is_contiguous()
+        and scales.is_contiguous()
+    ):
+        return
+    asked = "(rows, ...)" if shape is None else tuple(shape)
+    blocks = blocks_of(shape or own.shape) if shape or own.ndim >= 2 else "(rows, blocks)"
+    got = f"{own.dtype} of {tuple(own.shape)}, scales {scales.dtype} of {tuple(scales.shape)}"
+    raise ValueError(
+        f"{kind} codes must be {DTYPES[kind]} of {asked}, their scales float32 of {blocks}, all "
+        f"contiguous, got {got}"
+    )
 
 
 def block_shape(shape: torch.Size, *, is_coded: bool) -> tuple[int, int, int]:

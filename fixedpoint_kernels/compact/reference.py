@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from fixedpoint_kernels.compact.records import (
     BLOCK,
+    DTYPES,
     FACTORS,
     Adam,
     Codes,
@@ -24,7 +25,6 @@ from fixedpoint_kernels.philox import Key, words
 from fixedpoint_kernels.rounding import reference as rounding_reference
 from fixedpoint_kernels.rounding.reference import Rounding
 
-_DTYPES = {"fixed": torch.int16, "signed": torch.int8, "squares": torch.uint8}
 _MOST = {"fixed": 2.0**15 - 1, "signed": 127.0, "squares": 255.0}
 _SMALLEST = 2.0**-126  # of float32's normal numbers
 
@@ -41,7 +41,7 @@ def encode(x: Tensor, kind: Kind, noise: Noise | None) -> Codes:
     codes = _rounded(flat * inverse, chance, kind)
     if kind == "squares":
         codes = torch.where(flat > 0, codes.clamp(1.0), codes)
-    return Codes(codes.nan_to_num(0.0).to(_DTYPES[kind]).view(x.shape), scales)
+    return Codes(codes.nan_to_num(0.0).to(DTYPES[kind]).view(x.shape), scales)
 
 
 def decode(codes: Codes, kind: Kind) -> Tensor:

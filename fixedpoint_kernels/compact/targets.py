@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.compact.records import Codes, Row, block_shape, flattened
+from fixedpoint_kernels.compact.records import (
+    Codes,
+    Kind,
+    Row,
+    block_shape,
+    check_codes,
+    flattened,
+)
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import places_on_cpu
 
@@ -42,12 +49,17 @@ class Targets:
     Args:
         rows: The parameters; no two share memory.
 
+    Raises:
+        ValueError: A master or a moment is not of its weight's shape, or codes are of another kind.
+
     Attributes:
         written: What others may look at: weights, and masters and moments that are float32.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = tuple(rows)
+        for row in self.rows:
+            _check(row)
         self._tensors = flattened(row.master for row in rows)
         self._tensors += [row.weight for row in rows]
         self._tensors += flattened(x for row in rows for x in row.moments)
@@ -89,6 +101,16 @@ class Targets:
             tuple(row.fmt for row in self.rows),
             sum(own[0] for own in sizes),
         )
+
+
+def _check(row: Row) -> None:
+    kinds: tuple[Kind, ...] = ("fixed", "signed", "squares")
+    for part, kind in zip((row.master, *row.moments), kinds, strict=False):
+        if isinstance(part, Codes):
+            check_codes(part, kind, row.weight.shape)
+        elif part.shape != row.weight.shape:
+            got = tuple(part.shape)
+            raise ValueError(f"a state must be of {tuple(row.weight.shape)}, got {got}")
 
 
 def _pointers(row: Row) -> list[int]:

@@ -350,3 +350,44 @@ def test_a_step_is_torchs_but_for_the_rounding_of_states(name):
             "squares": 255**4,
         }[kind]
         assert ((got - moment).abs() <= moment.abs().max() * share * 1.01).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda codes, scales: (codes[:2], scales),
+        lambda codes, scales: (codes, scales[:, :1].clone()),
+        lambda codes, scales: (codes.float(), scales),
+        lambda codes, scales: (codes, scales.double()),
+        lambda codes, scales: (codes.flatten(), scales),
+        lambda codes, scales: (codes.T.contiguous().T, scales),
+        lambda codes, scales: (codes, scales.T.contiguous().T),
+    ],
+    ids=["rows", "blocks", "float", "float64", "flat", "transposed", "transposed scales"],
+)
+def test_what_kernels_would_read_behind_is_refused(change):
+    x = values((3, 300), "signed")
+    for kind in KINDS:
+        wrong = Codes(*change(*compact.encode(x.abs(), kind)))
+        with pytest.raises(ValueError, match=f"{kind} codes must be torch.* contiguous, got"):
+            compact.decode(wrong, kind)
+    wrong = Codes(*change(*compact.encode(x, "signed")))
+    with pytest.raises(ValueError, match="signed codes must be"):
+        compact.add_many([wrong], [x], [None])
+    masters = compact.encode(x, "fixed")
+    for row in (
+        Row(Codes(*change(*masters)), x.clone(), None, 0, 0),
+        Row(masters, x.clone(), None, 0, 0, (wrong,)),
+        Row(masters, x.clone(), None, 0, 0, (compact.encode(x, "signed"), wrong)),
+    ):
+        with pytest.raises(ValueError, match="codes must be"):
+            Targets([row])
+    more = compact.encode(torch.cat([x, x]), "signed")  # fewer rows abort the process
+    with pytest.raises(ValueError, match=r"signed codes must be torch.int8 of \(3, 300\)"):
+        compact.add_many([more], [x], [None])
+    with pytest.raises(ValueError, match=r"signed codes must be torch.int8 of \(3, 300\)"):
+        Targets([Row(masters, x.clone(), None, 0, 0, (more,))])
+    with pytest.raises(ValueError, match="before must have shape"):
+        compact.add_many([x[:2]], [x], [None])
+    with pytest.raises(ValueError, match="a state must be of"):
+        Targets([Row(x[:2], x.clone(), None, 0, 0)])

@@ -418,3 +418,51 @@ def test_muppet_keeps_the_gradients_of_epochs():
         assert optimizer.shared == twins[-1][1].shared
     train(net, optimizer, range(40, 41))
     same(optimizer.state[net[0].weight]["epoch_grads_codes"], kept)
+
+
+def places_of(state):
+    """Yield where the tensors of a state lie."""
+    for at, states in (
+        (("state",), state["state"]),
+        (("optimizer", "state"), state["optimizer"]["state"]),
+    ):
+        for index, values in states.items():
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and name.endswith(("_codes", "_scales")):
+                    yield (*at, index, name)
+
+
+@pytest.mark.parametrize("kind", ["msgd", "adamw", "blocks"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[:1],
+        lambda x: torch.cat([x, x]),
+        lambda x: x[..., :0],
+        lambda x: x.double(),
+        lambda x: x.to_sparse(),
+        lambda x: None,
+    ],
+    ids=["shorter", "longer", "empty", "float64", "sparse", "none"],
+)
+def test_foreign_codes_are_refused_before_anything_changes(kind, change):
+    """Kernels would read, and write, memory behind them."""
+    net, optimizer = make(kind)
+    train(net, optimizer, range(3))
+    state = optimizer.state_dict()
+    places = list(places_of(state))
+    assert len(places) >= 6
+    other, fresh = make(kind, seed=1)
+    before = copy.deepcopy(facts(other, fresh))
+    for place in places:
+        broken = copy.deepcopy(state)
+        inner = broken
+        for name in place[:-1]:
+            inner = inner[name]
+        inner[place[-1]] = change(inner[place[-1]])
+        with pytest.raises((ValueError, TypeError), match=r"the state of \d|must"):
+            fresh.load_state_dict(broken)
+        same(facts(other, fresh), before)
+    other.load_state_dict(net.state_dict())
+    fresh.load_state_dict(state)
+    same(facts(other, fresh), facts(net, optimizer))

@@ -11,15 +11,10 @@ import marvin
 from fixedpoint_kernels import BlockFloat, FixedPoint
 from perfmodel.run import read_run
 from perfmodel.summary import totals
-from train import loop
 from train.arguments import parse
 from train.config import Config, run_folder
-from train.records import RunFolder, read_csv
+from train.records import read_csv
 from train.resnet20 import DEFAULTS
-
-
-class Stop(Exception):
-    """Stands for the end of the process."""
 
 
 @pytest.mark.parametrize(
@@ -90,34 +85,6 @@ def test_names_of_runs_tell_the_policy():
     assert str(run_folder(config)) == "runs/resnet20-digits-fixed-8--2-seed3"
     with pytest.raises(ValueError, match=r"--policy must be marvin, .* got fixed:8"):
         Config(policy="fixed:8")
-
-
-@pytest.mark.parametrize("policy", ["muppet", "fixed:12,8", "loss-budget", "static"])
-def test_a_run_is_resumed_to_the_bit(run, tiny, tmp_path, monkeypatch, policy):
-    tiny = dataclasses.replace(tiny, policy=policy, normalize_gradients=False)
-    summary = run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
-    assert "mean word length" in summary
-    config = dataclasses.replace(tiny, run=str(tmp_path / "stopped"))
-    calls = []
-
-    def stopping(*args):
-        calls.append(1)
-        if len(calls) == 8:
-            raise Stop
-        return loop_step(*args)
-
-    loop_step = loop.train_step
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", stopping)
-        with pytest.raises(Stop):
-            run(config)
-    run(dataclasses.replace(config, resume=True))
-    whole, stopped = (RunFolder(tmp_path / n).load_checkpoint() for n in ("whole", "stopped"))
-    torch.testing.assert_close(stopped["model"], whole["model"], rtol=0, atol=0)
-    assert repr(stopped["optimizer"]["marvin"]) == repr(whole["optimizer"]["marvin"])
-    assert read_csv(tmp_path / "whole" / "metrics.csv") == read_csv(
-        tmp_path / "stopped" / "metrics.csv"
-    )
 
 
 def test_muppet_owns_the_rate_and_the_end(run, tiny, tmp_path, monkeypatch):

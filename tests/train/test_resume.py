@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from marvin.rounder import BUFFER
 from train import loop
+from train.config import Config
 from train.errors import UserError
 from train.records import RunFolder
 
@@ -183,13 +184,103 @@ def test_killed_inside_an_epoch_and_resumed(tmp_path):
     assert curves(killed) == curves(whole)
 
 
-@pytest.mark.parametrize("changes", [{"ema": 0.9}, {"schedule": "cosine", "policy": "loss-budget"}])
-def test_averages_and_schedules_resume_to_the_bit(run, tiny, tmp_path, monkeypatch, changes):
+INTEGER = {"policy": "loss-budget", "execution": "int8"}
+OPTIONS: dict[str, dict[str, object]] = {  # all that a run's future may depend on
+    "marvin": {
+        "normalize_gradients": False,
+        "l1": 1e-3,
+        "l1_params": "all",
+        "init_wl": 12,
+        "init_fl": 6,
+        "max_wl": 20,
+        "min_fl": 3,
+        "buffer_bits": 6,
+        "resolution": (20, 40),
+        "lookback_momentum": 0.5,
+        "lookback_rounding": "nearest",
+        "strategy_loss": "short",
+        "strategy_margin": 0.1,
+        "kl_eps": "noise",
+        "kl_smoothing": 0.25,
+        "kl_direction": "qp",
+        "kl_counts": "sampled",
+        "pushdown_range": "full",
+        "pushup": "marvin",
+    },
+    "activations": {
+        "strategy": "max",
+        "quantize_gradients": True,
+        "one_dim": "float",
+        "master_init": "quantized",
+        "symmetric": True,
+        "nonfinite": "skip",
+        "quantize_activations": False,
+        "init_scale": 1.0,
+    },
+    "fixed": {"policy": "fixed:12,8", "ste": "identity"},
+    "compact": {"compact_state": True, "ema": 0.9},
+    "compact-muppet": {"compact_state": True, "policy": "muppet", "normalize_gradients": False},
+    "compact-front": {
+        **INTEGER,
+        "compact_state": True,
+        "per_channel": True,
+        "keep_front": True,
+        "channels_last": True,
+    },
+    "compact-plain": {"policy": "static", "compact_state": True, "momentum": 0.0, "ends_bits": 8},
+    "budget": {
+        **INTEGER,
+        "gradient_bits": 0,
+        "kappa": 0.03,
+        "max_noise": (0.1, 0.01),
+        "policy_bits": (3, 7),
+        "free_zeros": True,
+        "loss_floor": 0.5,
+        "late": True,
+        "schedule": "cosine",
+    },
+    "bits": {**INTEGER, "target_bits": 5.0, "schedule": "one-cycle"},
+    "ebops": {**INTEGER, "target_ebops": 2e6, "validation_share": 0.0, "batch_norm_batches": 0},
+    "kept": {
+        "activation": "gelu",
+        "forward_save": "few-bit+division",
+        "bits": 2,
+        "block": 4,
+        "division_bits": 4,
+        "division_method": "low",
+        "weight_decay": 0.0,
+    },
+    "float32": {
+        "optimizer": "sgd",
+        "accumulation_steps": 2,
+        "plateau_patience": 0,
+        "plateau_factor": 0.5,
+        "plateau_threshold": 0.9,
+    },
+}
+OF_EVERY_RUN = {  # what the fixture names, and what another test changes while a run is stopped
+    *("model", "width", "dataset", "data_dir", "limit", "run", "resume", "checkpoint_steps"),
+    *("device", "seed", "epochs", "batch_size", "lr", "lookback"),
+}
+
+
+def test_every_option_is_among_them():
+    changed = {name for changes in OPTIONS.values() for name in changes}
+    assert changed | OF_EVERY_RUN == {field.name for field in dataclasses.fields(Config)}
+    assert not changed & OF_EVERY_RUN
+    default = Config()
+    for changes in OPTIONS.values():
+        assert all(value != getattr(default, name) for name, value in changes.items())
+
+
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_resumes_to_the_bit(run, tiny, tmp_path, monkeypatch, changes):
     tiny = dataclasses.replace(tiny, **changes)
     run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
     config = dataclasses.replace(tiny, run=str(tmp_path / "stopped"))
+    stop = 4 if tiny.accumulation_steps > 1 else 8
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", stop_after(8, loop.train_step))
+        patch.setattr(loop, "train_step", stop_after(stop, loop.train_step))
         with pytest.raises(Stop):
             run(config)
     run(dataclasses.replace(config, resume=True))
