@@ -1,5 +1,7 @@
 """DIVISION in Numba: a thread takes some planes, and reads each from memory once.
 
+Where channels lie last in memory, it turns some planes of 16 channels into memory of its own.
+
 Residuals wait in a buffer of the thread's, which a plane of usual size leaves in the cache. They
 are coded in pieces of 128 elements counted through the tensor, not the plane: that is how noise
 and bytes are counted. Each kernel is compiled twice from one definition, serial and parallel.
@@ -13,6 +15,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from fixedpoint_kernels.division.layout import Layout
+from fixedpoint_kernels.llvm.calls import keep
 from fixedpoint_kernels.llvm.division import (
     BLOCK,
     LANES,
@@ -25,6 +28,8 @@ from fixedpoint_kernels.llvm.division import (
     restore_rows,
     subtract_rows,
 )
+from fixedpoint_kernels.llvm.tiles import transpose_floats
+from fixedpoint_kernels.llvm.views import floats
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
@@ -104,7 +109,41 @@ def _block_row(sums, plane_means, sizes, slots, inverses, spread, bits):
 
 
 @njit
-def _compress_task(x, means, codes, ranges, geometry, numbers, bits, key, first, last):
+def _turn(source, step, rows, columns, out, out_step):
+    """Write rows of float32 as columns; addresses, and bytes from one row to the next, and one column."""
+    whole_rows, whole_columns = rows // LANES * LANES, columns // LANES * LANES
+    for row in range(0, whole_rows, LANES):
+        for column in range(0, whole_columns, LANES):
+            own = source + row * step + 4 * column
+            transpose_floats(own, step, out + column * out_step + 4 * row, out_step)
+    for column in range(columns):
+        target = floats(out + column * out_step, rows)
+        for row in range(whole_rows if column < whole_columns else 0, rows):
+            target[row] = floats(source + row * step, columns)[column]
+
+
+@njit
+def _turn_planes(x, planes, channels, elements, first, last, is_back):
+    """Copy the planes ``first`` to ``last`` of a tensor with channels last, or write them there.
+
+    x: the tensor; planes: one behind the other; both addresses.
+    """
+    plane = first
+    while plane < last:
+        sample, channel = plane // channels, plane % channels
+        count = min(last - plane, channels - channel)
+        there = x + 4 * (sample * elements * channels + channel)
+        own = planes + 4 * (plane - first) * elements
+        if is_back:
+            _turn(own, 4 * elements, count, elements, there, 4 * channels)
+        else:
+            _turn(there, 4 * channels, elements, count, own, 4 * elements)
+        plane += count
+
+
+@njit
+def _compress_task(x, begin, means, codes, ranges, geometry, numbers, bits, key, first, last):
+    # x: from plane ``begin`` on
     depth, height, width, edge_z, edge_y, edge_x, nz, ny, nx, slots = geometry
     levels, inverse_levels = numbers[:2]
     elements = depth * height * width
@@ -116,7 +155,7 @@ def _compress_task(x, means, codes, ranges, geometry, numbers, bits, key, first,
     mean_bits = np.empty(columns, np.uint16)
     found = np.empty((3, LANES), np.float32)
     for plane in range(first, last):
-        values, at = _readable(x, plane * elements, elements, LANES)
+        values, at = _readable(x, (plane - begin) * elements, elements, LANES)
         found[0], found[1], found[2] = _INFINITY, -_INFINITY, np.float32(0.0)
         for band in range(nz * ny):
             z, y = band // ny * edge_z, band % ny * edge_y
@@ -190,7 +229,8 @@ def _code(positions, start, stop, bits, key, codes):
 
 
 @njit
-def _restore_task(means, codes, ranges, out, geometry, bits, first, last):
+def _restore_task(means, codes, ranges, out, begin, geometry, bits, first, last):
+    # out: from plane ``begin`` on
     depth, height, width, edge_z, edge_y, edge_x, nz, ny, nx, _ = geometry
     elements = depth * height * width
     spread = np.zeros(-(-width // LANES) * LANES, np.float32)
@@ -208,8 +248,8 @@ def _restore_task(means, codes, ranges, out, geometry, bits, first, last):
                 _spread_row(means[plane, band * nx : band * nx + nx], edge_x, spread)
             for layer in range(z, min(z + edge_z, depth)):
                 offset = (layer * height + y) * width
-                to = plane * elements + offset
-                stop = to + (height - y) * width if depth > 1 else last * elements
+                to = (plane - begin) * elements + offset
+                stop = to + (height - y) * width if depth > 1 else (last - begin) * elements
                 at = bit + offset * len(bits)
                 restore_rows(packed, at, rows, width, bits, spread, (low, step), out, to, stop)
 
@@ -225,21 +265,38 @@ def _spread_row(row, edge, spread):
             spread[block * edge : block * edge + edge] = _value(row[block])
 
 
-def _compress(x, means, codes, ranges, geometry, numbers, bits, key, planes, task):
+def _compress(x, means, codes, ranges, geometry, numbers, bits, key, planes, task, channels):
     # x (n,) float32, or uint16: bfloat16; means (planes, blocks or 0) uint16; codes (bytes,)
     # uint8, or None; ranges (planes, 2) uint16; geometry: sides, edges, blocks, slots; numbers:
     # 2**bits - 1 and its inverse, then of each side 1 over a whole block's edge and over the last
-    # one's; bits, any tuple of that length; key (seed, stream); planes; a task's
+    # one's; bits, any tuple of that length; key (seed, stream); planes; a task's; channels that
+    # come last in x, float32, or 0
+    elements = geometry[0] * geometry[1] * geometry[2]
     for i in prange((planes + task - 1) // task):
-        last = min(planes, (i + 1) * task)
-        _compress_task(x, means, codes, ranges, geometry, numbers, bits, key, i * task, last)
+        first, last = i * task, min(planes, (i + 1) * task)
+        values, begin = x, 0
+        if channels:
+            values, begin = np.empty((last - first) * elements + LANES, x.dtype), first
+            places = x.ctypes.data, values.ctypes.data
+            _turn_planes(places[0], places[1], channels, elements, first, last, False)
+        _compress_task(
+            values, begin, means, codes, ranges, geometry, numbers, bits, key, first, last
+        )
 
 
-def _decompress(means, codes, ranges, out, geometry, bits, planes, task):
+def _decompress(means, codes, ranges, out, geometry, bits, planes, task, channels):
     # the same; out (n,) float32, or uint16: bfloat16
+    elements = geometry[0] * geometry[1] * geometry[2]
     for i in prange((planes + task - 1) // task):
-        last = min(planes, (i + 1) * task)
-        _restore_task(means, codes, ranges, out, geometry, bits, i * task, last)
+        first, last = i * task, min(planes, (i + 1) * task)
+        if channels:
+            own = np.empty((last - first) * elements, out.dtype)
+            _restore_task(means, codes, ranges, own, first, geometry, bits, first, last)
+            places = out.ctypes.data, own.ctypes.data
+            _turn_planes(places[0], places[1], channels, elements, first, last, True)
+            keep(own)
+        else:
+            _restore_task(means, codes, ranges, out, 0, geometry, bits, first, last)
 
 
 _compress_serial, _compress_parallel = compile_both(_compress)
@@ -249,12 +306,14 @@ _decompress_serial, _decompress_parallel = compile_both(_decompress)
 def compress(
     x: Tensor, means: Tensor, codes: Tensor, ranges: Tensor, layout: Layout, key: Key
 ) -> None:
-    """See ``fixedpoint_kernels.division.compress``; ``x`` is contiguous and has elements."""
+    """See ``fixedpoint_kernels.division.compress``; ``x`` has elements."""
     kernel = _compress_parallel if is_parallel(x.numel()) else _compress_serial
     x = x.detach() if x.dtype is torch.bfloat16 else x.detach().float()
-    geometry, numbers, bits, task = _arguments(layout)
+    channels = _channels_of(x, layout)
+    x = _in_order(x) if channels else x.contiguous().view(-1)
+    geometry, numbers, bits, task = _arguments(layout, bool(channels))
     kernel(
-        _array(x.view(-1)),
+        _array(x),
         _array(means),
         codes.numpy() if layout.has_codes else None,
         _array(ranges),
@@ -264,27 +323,43 @@ def compress(
         (key.seed, key.stream),
         layout.planes,
         task,
+        channels,
     )
 
 
 def decompress(means: Tensor, codes: Tensor, ranges: Tensor, out: Tensor, layout: Layout) -> None:
-    """See ``fixedpoint_kernels.division.decompress``; ``out`` is contiguous and has elements."""
+    """See ``fixedpoint_kernels.division.decompress``; ``out`` has elements, as the layout says."""
     kernel = _decompress_parallel if is_parallel(out.numel()) else _decompress_serial
     is_direct = out.dtype in (torch.float32, torch.bfloat16)
     result = out if is_direct else torch.empty_like(out, dtype=torch.float32)
-    geometry, _, bits, task = _arguments(layout)
+    channels = _channels_of(result, layout)
+    if not channels and not result.is_contiguous():
+        result = torch.empty(result.shape, dtype=result.dtype)
+    geometry, _, bits, task = _arguments(layout, bool(channels))
     kernel(
         _array(means),
         codes.numpy(),
         _array(ranges),
-        _array(result.view(-1)),
+        _array(_in_order(result) if channels else result.view(-1)),
         geometry,
         bits,
         layout.planes,
         task,
+        channels,
     )
-    if not is_direct:
+    if result is not out:
         out.copy_(result)
+
+
+def _channels_of(x: Tensor, layout: Layout) -> int:
+    """Return the channels that lie last in memory and are no part of a plane; 0 where none do."""
+    is_turned = layout.is_channels_last and layout.spatial == x.dim() - 2
+    return x.shape[1] if is_turned and x.dtype is torch.float32 else 0
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """Return the elements of a tensor with channels last, as they lie in memory."""
+    return x.permute(0, *range(2, x.dim()), 1).reshape(-1)
 
 
 def _array(x: Tensor) -> np.ndarray:
@@ -292,11 +367,14 @@ def _array(x: Tensor) -> np.ndarray:
 
 
 @lru_cache(maxsize=256)
-def _arguments(layout: Layout) -> tuple:
-    """Return geometry, numbers and bits for the kernels, and the planes of a task."""
+def _arguments(layout: Layout, is_turned: bool) -> tuple:
+    """Return geometry, numbers and bits for the kernels, and the planes of a task.
+
+    Where planes are read across memory it is 16 or a multiple: whole vectors of channels.
+    """
     sides, edges, blocks, slots = layout.geometry
     numbers = 2.0**layout.bits - 1, layout.inverse_levels, *sum(layout.inverses, ())
-    least = layout.planes_of_whole_bytes
+    least = LANES if is_turned else layout.planes_of_whole_bytes
     task = least * max(1, _TASK // (least * layout.elements))
     flat = *sides, *edges, *blocks, slots  # parallel kernels take no tuple of tuples
     return flat, tuple(map(np.float32, numbers)), (0,) * layout.bits, task

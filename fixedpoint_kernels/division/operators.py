@@ -46,7 +46,8 @@ def _compress(
     if layout.is_one_pixel:
         means.copy_(x.detach().reshape(means.shape))
     elif layout.planes:
-        kernels_of(x).compress(x.contiguous(), means, codes, ranges, layout, key)
+        own = x if x.is_cpu else x.contiguous()
+        kernels_of(x).compress(own, means, codes, ranges, layout, key)
     return means, codes, ranges
 
 
@@ -87,7 +88,8 @@ def _decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> 
     names = "means", "codes", "ranges"
     means, codes, ranges = map(in_memory, (means, codes, ranges), names)
     _check_parts((means, codes, ranges), layout)
-    out = means.new_empty(layout.shape, dtype=layout.dtype)
+    order = layout.memory_format if means.is_cpu else torch.contiguous_format
+    out = torch.empty(layout.shape, dtype=layout.dtype, device=means.device, memory_format=order)
     if layout.is_one_pixel:
         out.copy_(means.view(out.shape))
     elif layout.planes:

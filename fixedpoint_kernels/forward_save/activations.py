@@ -17,6 +17,7 @@ from fixedpoint_kernels.few_bit.named import resolve
 from fixedpoint_kernels.few_bit.operators import register
 from fixedpoint_kernels.few_bit.solver import solve_function
 from fixedpoint_kernels.few_bit.table import Table
+from fixedpoint_kernels.forward_save.in_place import overwrite
 from fixedpoint_kernels.forward_save.scope import paused
 
 __all__ = [
@@ -59,7 +60,7 @@ class InPlace(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input``, which holds the value from then on."""
         own: Callable[[Tensor], Tensor] = super().forward
-        return input.copy_(own(input)) if self.training else own(input)  # torch's own writes to it
+        return overwrite(input, own(input)) if self.training else own(input)  # torch's own writes
 
 
 class OwnValues(nn.Module):

@@ -1,5 +1,7 @@
 """Dropout and pooling that keep a mask, a small index, or only shapes; their gradients are exact."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from fixedpoint_kernels._torch_private import adaptive_avg_pool_backward
 from fixedpoint_kernels.few_bit import operators
 from fixedpoint_kernels.few_bit.functional import table_key
 from fixedpoint_kernels.forward_save import maps
+from fixedpoint_kernels.forward_save.in_place import overwrite
 
 __all__ = ["AdaptiveAvgPool", "AvgPool", "Dropout", "MaxPool"]
 
@@ -30,7 +33,7 @@ class Dropout(nn.Module):
         if not _keeps(self, input) or not 0 < self.p < 1:
             return super().forward(input)
         out = dropout(input, self.p)
-        return input.copy_(out) if self.inplace else out  # pyright: ignore
+        return overwrite(input, out) if self.inplace else out
 
 
 class MaxPool(nn.Module):
@@ -143,7 +146,15 @@ class _MaxPool(torch.autograd.Function):
         out, index = pool(x, *window, ceil_mode=ceil_mode, return_indices=True)
         ctx.sides, ctx.leading, ctx.window = x.shape[-spatial:], x.shape[:-spatial], window
         ctx.order = maps.order_of(x)
-        ctx.save_for_backward(_places(index, ctx.sides, window).to(torch.uint8))
+        offsets = _offsets(ctx.sides, window, x.device)
+        kernel, _, _, dilation = window
+        last = sum(
+            (k - 1) * d * n for k, d, n in zip(kernel, dilation, _scales(ctx.sides), strict=True)
+        )
+        places = torch.zeros(1 + last, dtype=torch.uint8, device=x.device)
+        places[offsets] = torch.arange(len(offsets), dtype=torch.uint8, device=x.device)
+        first = _starts(index.shape[-spatial:], ctx.sides, window, x.device)
+        ctx.save_for_backward(places.take(index - first))
         return out
 
     @staticmethod
@@ -151,44 +162,40 @@ class _MaxPool(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         (places,) = ctx.saved_tensors
         spatial = len(ctx.sides)
-        index = _indices(places.long(), ctx.sides, ctx.window)
-        total = 1
-        for side in ctx.sides:
-            total *= side
-        dx = grad.new_zeros((*ctx.leading, total))
+        index = _offsets(ctx.sides, ctx.window, grad.device).take(places.long())
+        index += _starts(places.shape[-spatial:], ctx.sides, ctx.window, grad.device)
+        dx = grad.new_zeros((*ctx.leading, math.prod(ctx.sides)))
         dx.scatter_add_(-1, index.flatten(-spatial), grad.flatten(-spatial))
         dx = dx.unflatten(-1, tuple(ctx.sides))
         return dx.contiguous(memory_format=ctx.order), None, None
 
 
-def _starts(count: int, side: int, window: Any, dimension: int, like: Tensor) -> Tensor:
-    """Return where each output's window begins, outside the input included."""
-    _, stride, padding, _ = (sizes[dimension] for sizes in window)
-    starts = torch.arange(count, device=like.device) * stride - padding
-    dimensions = len(window[0])
-    return starts.view([-1 if i == dimension else 1 for i in range(dimensions)])
+def _offsets(sides: Sequence[int], window: Any, device: torch.device) -> Tensor:
+    """Return where the places of a window lie in a plane, int64, counted from its first.
 
-
-def _places(index: Tensor, sides: Any, window: Any) -> Tensor:
-    """Return, for indices into a plane, which place of its window each is."""
+    In planes narrower than the window some have one offset: they are one element.
+    """
     kernel, _, _, dilation = window
-    place, scale = torch.zeros_like(index), 1
-    for i in reversed(range(len(sides))):
-        first = _starts(index.shape[i - len(sides)], sides[i], window, i, index)
-        place = place + (index % sides[i] - first) // dilation[i] * scale
-        index, scale = index // sides[i], scale * kernel[i]
-    return place
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for count, step, scale in zip(kernel, dilation, _scales(sides), strict=True):
+        found = found.unsqueeze(-1) + torch.arange(count, device=device) * (step * scale)
+    return found.flatten()
 
 
-def _indices(place: Tensor, sides: Any, window: Any) -> Tensor:
-    """Undo ``_places``."""
-    kernel, _, _, dilation = window
-    index, scale = torch.zeros_like(place), 1
-    for i in reversed(range(len(sides))):
-        first = _starts(place.shape[i - len(sides)], sides[i], window, i, place)
-        index = index + (first + place % kernel[i] * dilation[i]) * scale
-        place, scale = place // kernel[i], scale * sides[i]
-    return index
+def _starts(
+    counts: Sequence[int], sides: Sequence[int], window: Any, device: torch.device
+) -> Tensor:
+    """Return where each output's window begins in a plane, int64; before it where there is padding."""
+    _, stride, padding, _ = window
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for count, step, before, scale in zip(counts, stride, padding, _scales(sides), strict=True):
+        found = found.unsqueeze(-1) + (torch.arange(count, device=device) * step - before) * scale
+    return found
+
+
+def _scales(sides: Sequence[int]) -> list[int]:
+    """Return how far neighbours along each side lie apart in a plane."""
+    return [math.prod(sides[i + 1 :]) for i in range(len(sides))]
 
 
 class _AvgPool(torch.autograd.Function):

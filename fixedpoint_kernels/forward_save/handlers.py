@@ -18,6 +18,7 @@ from fixedpoint_kernels._torch_private import attention_of_functions
 from fixedpoint_kernels.few_bit import functional as few_bit_functional
 from fixedpoint_kernels.few_bit.activations import ENTRIES
 from fixedpoint_kernels.forward_save import exact, layers, maps, norms, recompute
+from fixedpoint_kernels.forward_save.in_place import overwrite
 from fixedpoint_kernels.forward_save.scope import paused
 from fixedpoint_kernels.forward_save.settings import Division, FewBit, bit_count
 
@@ -117,7 +118,7 @@ def _activation(scope: Keeper, func: Function, args: Arguments, kwargs: Options)
     parameters = few_bit_functional.numbers(values.values())
     bits = 1 if entry.exact else settings.bits
     out = few_bit_functional.run(name, x, parameters, bits, settings.weight)
-    return x.copy_(out) if is_inplace else out
+    return overwrite(x, out) if is_inplace else out
 
 
 def _is_trained(*tensors: object) -> bool:
@@ -242,7 +243,7 @@ def _dropout(scope: Keeper, func: Function, args: Arguments, kwargs: Options) ->
     if not given.get("training", True) or not 0 < p < 1:
         return NotImplemented
     out = exact.dropout(x, p)
-    return x.copy_(out) if given.get("inplace") else out
+    return overwrite(x, out) if given.get("inplace") else out
 
 
 def _norm(

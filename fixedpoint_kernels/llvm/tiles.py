@@ -262,10 +262,11 @@ def _transpose(builder: Any, source: Any, step: Any, out: Any, out_step: Any) ->
                 store(builder, part, place)
 
 
-def _transpose_floats(builder: Any, source: Any, out: Any, out_step: Any) -> None:
-    """Write 16 rows of 16 float32, one behind the other, as columns: row j at ``out + j * out_step``."""
+def _transpose_floats(builder: Any, source: Any, step: Any, out: Any, out_step: Any) -> None:
+    """Write 16 rows of 16 float32, ``step`` bytes apart, as columns: row j at ``out + j * out_step``."""
     whole = vector(F32, 16)
-    rows = [load(builder, builder.add(source, I64(64 * i)), whole) for i in range(16)]
+    places = (builder.add(source, builder.mul(step, I64(i))) for i in range(16))
+    rows = [load(builder, place, whole) for place in places]
     for size in (1, 2, 4, 8):  # blocks off the diagonal change places
         low = [j if not j & size else 16 + j - size for j in range(16)]
         high = [j + size if not j & size else 16 + j for j in range(16)]
@@ -442,7 +443,7 @@ configure = addressed(1, _configure)
 release = addressed(1, _release)
 interleave = addressed(3, _interleave)
 transpose = addressed(4, _transpose)
-transpose_floats = addressed(3, _transpose_floats)
+transpose_floats = addressed(4, _transpose_floats)
 sum_columns = addressed(3, _sum_columns)
 copy = addressed(3, _copy(False))
 copy_flipped = addressed(3, _copy(True))

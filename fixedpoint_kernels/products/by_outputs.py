@@ -218,7 +218,7 @@ def _put(j, values, out, first, half, lies):
         for i in range(16):
             tiles.copy(values + 64 * i, place + (first + i) * step, 64)
     else:
-        tiles.transpose_floats(values, out + 64 * half * size + 4 * first, 4 * size)
+        tiles.transpose_floats(values, 64, out + 64 * half * size + 4 * first, 4 * size)
 
 
 @inner

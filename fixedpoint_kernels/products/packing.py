@@ -142,7 +142,7 @@ def write_columns(values, rows, columns, out, step):
     """
     whole = rows // 16 * 16 if columns == 16 else 0
     for row in range(0, whole, 16):
-        tiles.transpose_floats(values.ctypes.data + 64 * row, out + 4 * row, 4 * step)
+        tiles.transpose_floats(values.ctypes.data + 64 * row, 64, out + 4 * row, 4 * step)
     own = carray(pointer_to(out), (columns - 1) * step + rows, np.float32)
     for column in range(columns):
         for row in range(whole, rows):

@@ -149,6 +149,37 @@ def test_strides_and_memory_formats():
     assert torch.equal(roundtrip(expanded), roundtrip(expanded.contiguous()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 40, 32, 31),  # tasks begin and end between channels
+        (3, 3, 9, 5),
+        (2, 17, 7, 7),
+        (1, 40, 16, 5),
+        (5, 64, 1, 33),
+        (4, 100, 3, 3),
+        (40, 2, 4, 4),
+        (2, 18, 4, 5, 6),
+    ],
+)
+@pytest.mark.parametrize(("block", "bits"), [(8, 2), (3, 1), (None, 4), (4, 8), (8, 0)])
+def test_channels_last_have_the_bits_of_the_usual_order(shape, dtype, block, bits):
+    x = torch.randn(shape).to(dtype)
+    order = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    last = x.to(memory_format=order)
+    kept = division.compress(x, block=block, bits=bits, seed=3)
+    turned = division.compress(last, block=block, bits=bits, seed=3)
+    for a, b in zip(kept.tensors, turned.tensors, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    back = division.decompress(turned)
+    assert torch.equal(back, division.decompress(kept))
+    assert back.is_contiguous(memory_format=order)
+    for spatial in range(len(shape) - 1):  # channels may be part of a plane
+        options = {"block": block, "bits": bits, "spatial": min(spatial, 3)}
+        assert torch.equal(roundtrip(last, **options), roundtrip(x, **options))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype):
     x = torch.randn(2, 3, 9, 5).to(dtype)

@@ -169,6 +169,59 @@ def test_in_place_stays_in_place():
         assert y.item() == -0.5
 
 
+class Blocks(nn.Module):
+    """Activations in place, of layers and of functions, and dropout in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(16, 20, 3)
+        self.norm, self.act = nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.5, inplace=True)
+
+    def forward(self, x):
+        seen = []
+        for layer in (self.first, self.norm, self.act, self.drop, F.relu_, self.second):
+            x = layer(x)
+            x = x * 1  # hooks are not for what is changed
+            x.register_hook(lambda grad: seen.append(grad.is_contiguous(memory_format=LAST)))
+        return x, seen
+
+
+LAST = torch.channels_last
+
+
+def test_gradients_of_what_is_changed_in_place_lie_as_it_does():
+    model, x = Blocks().to(memory_format=LAST), torch.randn(3, 4, 9, 7).to(memory_format=LAST)
+    forward_save.convert(model, few_bit=3, division=True)
+    out, seen = model(x)
+    out.backward(torch.randn(out.shape).to(memory_format=LAST))
+    assert seen == [True] * 6
+
+
+def test_a_view_may_be_changed_in_place():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.act = nn.Linear(4, 6), nn.LeakyReLU(0.5, inplace=True)
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.act(y[:, :2])
+            return y.sin()
+
+    model, x = Half(), torch.randn(5, 4)
+    want = gradients(model, x)
+    forward_save.convert(model, few_bit=3)
+    exact_bits(gradients(model, x), want)
+
+
+def test_a_leaf_may_not_be_changed_in_place():
+    act = nn.Sequential(nn.ReLU(inplace=True))
+    forward_save.convert(act, few_bit=3)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        act(torch.randn(3, requires_grad=True))
+
+
 class OwnForward(nn.GELU):
     def forward(self, input):
         return super().forward(input) * 2

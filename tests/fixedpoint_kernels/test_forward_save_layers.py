@@ -66,6 +66,9 @@ SMALL = [
     (lambda: nn.AdaptiveAvgPool1d(3), (2, 3, 11)),
     (lambda: nn.AdaptiveAvgPool2d((3, None)), (2, 3, 8, 7)),
     (lambda: nn.AdaptiveAvgPool3d(2), (2, 3, 4, 5, 6)),
+    (lambda: nn.MaxPool2d(3, 1, padding=1), (2, 3, 5, 2)),  # windows are wider than the image
+    (lambda: nn.MaxPool2d(3, 2, padding=1, dilation=2), (2, 3, 9, 3)),
+    (lambda: nn.MaxPool3d((2, 3, 3), (1, 2, 1), (1, 1, 1)), (2, 3, 3, 4, 2)),
 ]
 
 
