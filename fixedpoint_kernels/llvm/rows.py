@@ -278,14 +278,9 @@ def _softmax_backward(to: _To, p, grad, count, scale):
         to.store(own * scales, place)
 
 
-def _transpose(to: _To, source, step, valid, out):
-    """Write 16 rows of 16 float32 as columns, 64 bytes apart; rows from ``valid`` on count as 0."""
-    rows = []
-    for i in range(_LANES):
-        is_there = to.builder.icmp_signed("<", I64(i), valid)
-        row = to.load(to.builder.add(source, to.builder.mul(step, I64(i)))).value
-        rows.append(Vector(to.builder, to.builder.select(is_there, row, to.zero.value)))
-    for bit in (8, 4, 2, 1):  # rows and columns change places, one bit of their numbers at a time
+def _columns(rows: list[Vector]) -> list[Vector]:
+    """Return 16 rows of 16 as columns: one bit of their numbers after the other changes places."""
+    for bit in (8, 4, 2, 1):
         others = list(rows)
         for i in range(_LANES):
             low, high = rows[i & ~bit], rows[i | bit]
@@ -294,8 +289,38 @@ def _transpose(to: _To, source, step, valid, out):
                 order = [j | bit for j in order]
             others[i] = low.shuffled(high, order)
         rows = others
-    for i, row in enumerate(rows):
+    return rows
+
+
+def _transpose(to: _To, source, step, valid, out):
+    """Write 16 rows of 16 float32 as columns, 64 bytes apart; rows from ``valid`` on count as 0."""
+    rows = []
+    for i in range(_LANES):
+        is_there = to.builder.icmp_signed("<", I64(i), valid)
+        row = to.load(to.builder.add(source, to.builder.mul(step, I64(i)))).value
+        rows.append(Vector(to.builder, to.builder.select(is_there, row, to.zero.value)))
+    for i, row in enumerate(_columns(rows)):
         to.store(row, to.builder.add(out, I64(64 * i)))
+
+
+def _write_sums(to: _To, source, step, lost, out, out_step, turns, scale, lsb):
+    """Write 16 rows of 16 int32, less those at ``lost``, times two numbers; as columns where ``turns``.
+
+    Rows are ``step`` bytes apart, what is written ``out_step``.
+    """
+    less, scales, lsbs = to.load(lost, I32), to.splat(scale), to.splat(lsb)
+    places = (to.builder.add(source, to.builder.mul(step, I64(i))) for i in range(_LANES))
+    rows = [(to.load(place, I32) - less).converted(F32) * scales * lsbs for place in places]
+
+    def write(values: list[Vector]) -> None:
+        for i, row in enumerate(values):
+            to.store(row, to.builder.add(out, to.builder.mul(out_step, I64(i))))
+
+    with to.builder.if_else(to.is_set(turns)) as (yes, no):
+        with yes:
+            write(_columns(rows))
+        with no:
+            write(rows)
 
 
 _TILE_ROWS = 8
@@ -338,4 +363,5 @@ add_rows = _made("x rows count out", _add_rows)
 softmax = _made("x count first causal scale", _softmax, 1)
 softmax_backward = _made("p grad count scale", _softmax_backward, 1)
 transpose = _made("source step valid out", _transpose)
+write_sums = _made("source step lost out out_step turns scale lsb", _write_sums, 2)
 float_tile = _made("a a_row a_step b b_step depth out out_step adds", _float_tile)

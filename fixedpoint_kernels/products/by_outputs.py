@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import inner, keep
 from fixedpoint_kernels.llvm.vectors import pointer_to
@@ -210,15 +211,38 @@ def add_up(j, at, sums, totals, count, width, held, work):
 
 
 @inner
-def _put(j, values, out, first, half, lies):
-    """Write 16 rows of gradients from ``first`` on, each of 16 outputs, of the first half of 32 or the second."""
-    size = j[jobs.OUT_TAPS] * j[jobs.OUT_INPUTS]
-    if lies == 2:
-        place, step = out + 64 * half, 4 * j[jobs.GRAD_CHANNELS]
-        for i in range(16):
-            tiles.copy(values + 64 * i, place + (first + i) * step, 64)
+def _from(j, first, lies):
+    """Return which row of sums a row of gradients comes from, without the distance of outputs."""
+    taps, inputs, apart = j[jobs.OUT_TAPS], j[jobs.OUT_INPUTS], j[jobs.OUT_APART]
+    if taps == 1:
+        return first
+    tap, c = (first // inputs, first % inputs) if lies != 0 else (first % taps, first // taps)
+    return tap * apart + c
+
+
+@inner
+def _lost(last, n, flipped):
+    """Return what flipped codes added to the sums of each of ``n`` outputs, whose gradients' sums are at ``last``."""
+    lost = np.zeros(n, np.int32)
+    if flipped:
+        own = carray(pointer_to(last), n, np.int32)
+        for i in range(n):
+            lost[i] = np.int32(128) * own[i]
+    return lost
+
+
+@inner
+def _write_totals(totals, starts, lsb, values, target, out_step, turns):
+    """Write 16 rows of float64 sums that were folded; see ``write_sums``."""
+    found = floats(values, 256)
+    for i in range(16):
+        for o in range(16):
+            found[16 * i + o] = np.float32(totals[starts[i] + o]) * lsb
+    if turns:
+        tiles.transpose_floats(values, 64, target, out_step)
     else:
-        tiles.transpose_floats(values, 64, out + 64 * half * size + 4 * first, 4 * size)
+        for i in range(16):
+            tiles.copy(values + 64 * i, target + i * out_step, 64)
 
 
 @inner
@@ -228,30 +252,31 @@ def _write(j, at, sums, totals, width, held, out, lies, lsb, flipped):
     if held[2] > 0:
         fold(rows, n, sums, doubles(totals, rows * n), held, flipped)
     is_folded, scale, totals = held[2] > 0, np.float32(held[1]), doubles(totals, rows * n)
-    held_sums = carray(pointer_to(sums), (rows + 1) * n, np.int32)
-    last, lost = held_sums[rows * n :], np.zeros(n, np.int32)
-    if flipped:
-        for i in range(n):
-            lost[i] = np.int32(128) * last[i]
-    values = floats(at[_VALUES], 256)
-    taps, inputs, apart = j[jobs.OUT_TAPS], j[jobs.OUT_INPUTS], j[jobs.OUT_APART]
+    lost, values, starts = (
+        _lost(sums + 4 * rows * n, n, flipped),
+        at[_VALUES],
+        np.empty(16, np.int64),
+    )
+    taps, inputs, turns = j[jobs.OUT_TAPS], j[jobs.OUT_INPUTS], lies != 2
+    are_apart = taps > 1 and lies == 0  # inputs are a multiple of 16
+    out_step = 4 * taps * inputs if turns else 4 * j[jobs.GRAD_CHANNELS]
     for half in range(width):
-        half_lost = lost[half * 16 : half * 16 + 16]
+        place = out + 16 * half * out_step if turns else out + 64 * half
         for first in range(0, taps * inputs, 16):
-            for i in range(16):
-                k = first + i
-                tap, c = (k // inputs, k % inputs) if lies != 0 else (k % taps, k // taps)
-                start = (tap * apart + c) * n + half * 16
-                found = values[i * 16 : i * 16 + 16]
-                if is_folded:
-                    own_totals = totals[start : start + 16]
-                    for o in range(16):
-                        found[o] = np.float32(own_totals[o]) * lsb
-                else:
-                    own = held_sums[start : start + 16]
-                    for o in range(16):
-                        found[o] = np.float32(np.int32(own[o] - half_lost[o])) * scale * lsb
-            _put(j, at[_VALUES], out, first, half, lies)
+            target = place + 4 * first if turns else place + first * out_step
+            for i in range(16 if are_apart or is_folded else 1):
+                starts[i] = _from(j, first + i, lies) * n + half * 16
+            if is_folded:
+                _write_totals(totals, starts, lsb, values, target, out_step, turns)
+                continue
+            own, step = sums + 4 * starts[0], 4 * n
+            if are_apart:
+                own, step = values, 64
+                for i in range(16):
+                    tiles.copy(sums + 4 * starts[i], values + 64 * i, 64)
+            less = lost.ctypes.data + 64 * half
+            passes.write_sums(own, step, less, target, out_step, turns, scale, lsb)
+    keep(lost, starts)
 
 
 def write_weights(j, x, grad, scales, images, out, lies, lsb, begin, end, work):
