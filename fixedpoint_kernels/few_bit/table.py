@@ -6,7 +6,6 @@ from functools import cached_property
 
 import numpy as np
 
-
 _MOST_LEVELS = 256
 
 
