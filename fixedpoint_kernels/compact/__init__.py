@@ -121,11 +121,11 @@ def add_many(
         TypeError: A tensor is not float32.
     """
     for own, x, _ in zip(before, xs, noises, strict=True):
-        is_float = isinstance(own, Codes) or own.dtype is torch.float32
-        if not is_float or x.dtype is not torch.float32:
+        dtypes = {x.dtype} if isinstance(own, Codes) else {x.dtype, own.dtype}
+        if dtypes != {torch.float32}:
             raise TypeError(
-                f"what is added, and to what, must be float32 (write x.float()), got {x.dtype}"
-                f"{'' if is_float else f' and {own.dtype}'}"
+                "what is added, and to what, must be float32 (write x.float()), got "
+                f"{' and '.join(map(str, dtypes))}"
             )
         if isinstance(own, Codes):
             check_codes(own, "signed", x.shape)

@@ -282,6 +282,7 @@ def alone(chain: TokenChain | Chain) -> fx.Graph:
 
 def are_plain(own: nn.Module) -> bool:
     """Say whether all parameters of a module are plain, and of the shapes that its numbers say."""
+    shapes: dict[str, tuple[int, ...] | None]
     if isinstance(own, nn.Linear):
         shapes = {"weight": (own.out_features, own.in_features), "bias": (own.out_features,)}
     else:
