@@ -649,7 +649,7 @@ def test_windows_and_moments_of_another_shape_are_refused(change, name):
     optimizer, other = (MSGD([("w", nn.Parameter(torch.ones(2, 3)))]) for _ in range(2))
     for own in (optimizer, other):
         own.param_groups[0]["params"][0].grad = torch.ones(2, 3)
-        own.step()
+        own.step(loss=1.0)
     state = copy.deepcopy(optimizer.state_dict())
     own = state["state"][0] if name == "grad_sum" else state["optimizer"]["state"][0]
     own[name] = change(own[name]).clone()
