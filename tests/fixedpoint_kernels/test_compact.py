@@ -429,9 +429,9 @@ def test_a_weight_that_got_memory_of_another_shape_is_refused():
     rows, moves = case(MOVES["momentum"])
     targets = Targets(rows)
     compact.step_many(targets, moves, rounding="nearest", seed=0)
-    rows[0].weight.data = torch.zeros(300, 30)
-    moves = moves._replace(grads=[moves.grads[0].T.contiguous(), *moves.grads[1:]])
-    with pytest.raises(ValueError, match=r"fixed codes must be .*of \(300, 30\)"):
+    rows[0].weight.data = torch.zeros(15, 600)
+    moves = moves._replace(grads=[moves.grads[0].view(15, 600), *moves.grads[1:]])
+    with pytest.raises(ValueError, match=r"fixed codes must be .*of \(15, 600\)"):
         compact.step_many(targets, moves, rounding="nearest", seed=0)
 
 
