@@ -79,7 +79,11 @@ class Targets:
         return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
 
     def find(self) -> Tables | None:
-        """Return where the tensors lie; None where a kernel takes them not."""
+        """Return where the tensors lie; None where a kernel takes them not.
+
+        Raises:
+            ValueError: A weight has got memory of another shape.
+        """
         # codes are nobody else's: they may be moved, but keep their shapes
         now = tuple(map(Tensor.data_ptr, self._tensors)), tuple(map(Tensor.numel, self.written))
         if now != self._seen or not all(map(Tensor.is_contiguous, self.written)):
