@@ -113,15 +113,13 @@ def is_float32(x: Tensor, shape: Sequence[int], *, is_dense: bool = True) -> boo
     """Say whether ``x`` is plain float32 of this shape, with memory on a CPU.
 
     Args:
-        x: May be anything that modules have as parameters or buffers.
+        x: May be what modules have as parameters or buffers.
         shape: That it must have, with elements.
         is_dense: Whether it must be contiguous.
     """
     if type(x) not in _PLAIN or x.shape != shape or x.dtype is not torch.float32:
         return False
-    if not x.is_cpu or x.layout is not torch.strided:
-        return False
-    return (x.is_contiguous() or not is_dense) and x.data_ptr() != 0  # 0: it was freed
+    return x.is_cpu and (not is_dense or x.is_contiguous()) and x.data_ptr() != 0  # 0: freed
 
 
 def places_of(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Places | None:
