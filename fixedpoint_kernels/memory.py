@@ -21,6 +21,7 @@ __all__ = [
     "check_apart",
     "check_memory",
     "in_memory",
+    "is_float32",
     "places_of",
     "places_on_cpu",
 ]
@@ -106,6 +107,19 @@ def _is_plain(x: Tensor) -> bool:
     except RuntimeError:  # of what has no storage, or no strides
         return False
     return is_held and not x.is_nested
+
+
+def is_float32(x: Tensor, shape: Sequence[int], *, is_dense: bool = True) -> bool:
+    """Say whether ``x`` is plain float32 of this shape, with memory on a CPU.
+
+    Args:
+        x: May be what modules have as parameters or buffers.
+        shape: That it must have, with elements.
+        is_dense: Whether it must be contiguous.
+    """
+    if type(x) not in _PLAIN or x.shape != shape or x.dtype is not torch.float32:
+        return False
+    return x.is_cpu and (not is_dense or x.is_contiguous()) and x.data_ptr() != 0  # 0: freed
 
 
 def places_of(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Places | None:

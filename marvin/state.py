@@ -28,6 +28,7 @@ __all__ = [
 
 VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
 _CODES = "master_codes"  # saved as pairs of bytes
+_MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"  # of torch's optimizers; of one shape
 _EARLIER_SHARED = "level", "losses", "loss_sum"  # were beside the trace
 
 
@@ -130,12 +131,27 @@ def checked(
         if values and (not isinstance(master, Tensor) or master.shape != shape):
             got = tuple(master.shape) if isinstance(master, Tensor) else "none"
             raise ValueError(f"the state of {parameter} must have shape {tuple(shape)}, got {got}")
+        _check_shapes(parameter, shape, values, policy.rules.tensors)
+        _check_shapes(parameter, shape, moments.get(index, {}), _MOMENTS)
         own = {**values, _CODES: master} if _CODES in values else values
         try:
             check_saved(own, moments.get(index, {}), shape)
         except ValueError as error:
             raise ValueError(f"the state of {parameter} does not fit: {error}") from None
     return states
+
+
+def _check_shapes(
+    parameter: str, shape: torch.Size, values: Mapping[str, object], names: Sequence[str]
+) -> None:
+    """Refuse tensors that sums would spread over others, or that kernels would take for flat ones."""
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, Tensor) and value.shape != shape:
+            raise ValueError(
+                f"the state of {parameter} must have {name} of shape {tuple(shape)}, got "
+                f"{tuple(value.shape)}"
+            )
 
 
 def _whole(codes: object) -> object:

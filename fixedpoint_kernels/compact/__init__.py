@@ -36,7 +36,7 @@ from fixedpoint_kernels.compact.records import (
     flattened,
 )
 from fixedpoint_kernels.compact.targets import Targets
-from fixedpoint_kernels.memory import places_on_cpu
+from fixedpoint_kernels.memory import in_memory, places_on_cpu
 from fixedpoint_kernels.rounding.reference import Rounding
 
 __all__ = ["BLOCK", "Adam", "Codes", "Kind", "Moves", "Noise", "Row", "Sgd", "Sum", "Targets"]
@@ -63,14 +63,15 @@ def encode(x: Tensor, kind: Kind, noise: Noise | None = None) -> Codes:
         noise: Of stochastic rounding; None: to nearest.
 
     Raises:
-        ValueError: ``x`` has fewer than two dimensions.
+        ValueError: ``x`` has fewer than two dimensions, or its storage was freed.
+        TypeError: ``x`` does not lie in memory (sparse, nested).
     """
     if x.ndim < 2:
         raise ValueError(f"x must have two or more dimensions, got shape {tuple(x.shape)}")
     if _has_kernel([x]):
         from fixedpoint_kernels.compact import cpu
 
-        return cpu.encode(x.detach().float().contiguous(), kind, noise)
+        return cpu.encode(in_memory(x).detach().float().contiguous(), kind, noise)
     return reference.encode(x, kind, noise)
 
 
@@ -115,9 +116,17 @@ def add_many(
         The sums, and the 2-norms of them before they are rounded, ``(len(xs),)``.
 
     Raises:
-        ValueError: One of ``before`` is not of the shape of its ``xs``, or codes are not ``"signed"``.
+        ValueError: One of ``before`` is not of the shape of its ``xs``, or codes are not ``"signed"``;
+            there are not as many of ``noises``.
+        TypeError: A tensor is not float32.
     """
-    for own, x in zip(before, xs, strict=True):
+    for own, x, _ in zip(before, xs, noises, strict=True):
+        dtypes = {x.dtype} if isinstance(own, Codes) else {x.dtype, own.dtype}
+        if dtypes != {torch.float32}:
+            raise TypeError(
+                "what is added, and to what, must be float32 (write x.float()), got "
+                f"{' and '.join(map(str, dtypes))}"
+            )
         if isinstance(own, Codes):
             check_codes(own, "signed", x.shape)
         elif own.shape != x.shape:
@@ -156,12 +165,24 @@ def step_many(
 
     Raises:
         TypeError: A float32 master is to move by Adam.
+        ValueError: A gradient is not of its weight's shape, or a row has other moments than its move
+            takes.
     """
-    pairs = zip(moves.rows, moves.moves, strict=True)
-    if any(
-        isinstance(how, Adam) and isinstance(targets.rows[i].master, Tensor) for i, how in pairs
-    ):
-        raise TypeError("a float32 master must move by Sgd, got Adam")
+    for i, grad, how in zip(moves.rows, moves.grads, moves.moves, strict=True):
+        row = targets.rows[i]
+        if isinstance(how, Adam) and isinstance(row.master, Tensor):
+            raise TypeError("a float32 master must move by Sgd, got Adam")
+        if grad.shape != row.weight.shape:
+            raise ValueError(
+                f"a gradient must have its weight's shape {tuple(row.weight.shape)}, got "
+                f"{tuple(grad.shape)}"
+            )
+        counts = (2,) if isinstance(how, Adam) else (1,) if how.momentum else (0, 1)
+        if len(row.moments) not in counts:
+            raise ValueError(
+                f"what moves by {type(how).__name__} must have {counts[-1]} moments, got "
+                f"{len(row.moments)}"
+            )
     places = places_on_cpu(moves.grads) if moves.grads else None
     if places is not None or not moves.grads:
         tables = targets.find()

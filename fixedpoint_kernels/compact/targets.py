@@ -5,7 +5,6 @@ from operator import is_
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fixedpoint_kernels.compact.records import (
@@ -63,13 +62,15 @@ class Targets:
         self._tensors = flattened(row.master for row in rows)
         self._tensors += [row.weight for row in rows]
         self._tensors += flattened(x for row in rows for x in row.moments)
-        self._floats = [x for x in self._tensors if x.dtype is torch.float32]
         self.written = [
             x
             for row in self.rows
             for x in (row.weight, row.master, *row.moments)
             if isinstance(x, Tensor)
         ]
+        coded = [x for row in rows for x in (row.master, *row.moments) if isinstance(x, Codes)]
+        self._codes = [x.codes for x in coded]
+        self._floats = [*self.written, *(x.scales for x in coded)]
         self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._tables: Tables | None = None
 
@@ -78,7 +79,11 @@ class Targets:
         return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
 
     def find(self) -> Tables | None:
-        """Return where the tensors lie; None where a kernel takes them not."""
+        """Return where the tensors lie; None where a kernel takes them not.
+
+        Raises:
+            ValueError: A weight has got memory of another shape.
+        """
         # codes are nobody else's: they may be moved, but keep their shapes
         now = tuple(map(Tensor.data_ptr, self._tensors)), tuple(map(Tensor.numel, self.written))
         if now != self._seen or not all(map(Tensor.is_contiguous, self.written)):
@@ -86,8 +91,9 @@ class Targets:
         return self._tables
 
     def _looked_up(self) -> Tables | None:
-        codes = [x for x in self._tensors if x.dtype is not torch.float32]
-        is_plain = all(type(x) is Tensor and x.is_cpu and x.is_contiguous() for x in codes)
+        for row in self.rows:
+            _check(row)  # a weight may have been given memory of another shape
+        is_plain = all(type(x) is Tensor and x.is_cpu and x.is_contiguous() for x in self._codes)
         if not is_plain or (self._floats and places_on_cpu(self._floats) is None):
             return None
         pointers = np.array([_pointers(row) for row in self.rows], np.int64).reshape(-1, 8)

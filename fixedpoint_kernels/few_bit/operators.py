@@ -21,7 +21,12 @@ _tables: dict[str, Table] = {}
 
 
 def register(table: Table) -> str:
-    """Make a table known to the operators, and return its key."""
+    """Make a table known to the operators, and return its key.
+
+    Raises:
+        ValueError: Its arrays do not fit together.
+    """
+    table.check()
     return _tables.setdefault(table.key, table).key
 
 

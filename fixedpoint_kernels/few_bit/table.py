@@ -6,6 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
+_MOST_LEVELS = 256
+
 
 @dataclass(frozen=True, eq=False)
 class Table:
@@ -44,6 +46,30 @@ class Table:
         for part in (self.borders, self.codes, self.levels):
             digest.update(part.tobytes())
         return digest.hexdigest()[:24]
+
+    def check(self) -> None:
+        """Raise unless kernels can read the arrays, which they do without looking at their sizes.
+
+        Raises:
+            ValueError: A dtype or shape is not as above, or a code has no level.
+        """
+        borders, codes, levels = self.borders, self.codes, self.levels
+        dtypes = borders.dtype, codes.dtype, levels.dtype
+        is_whole = (
+            dtypes == (np.float32, np.uint8, np.float32)
+            and borders.ndim == codes.ndim == levels.ndim == 1
+            and len(codes) == len(borders) + 1
+            and 2 <= len(levels) <= _MOST_LEVELS
+            and len(levels) == 1 << self.bits
+            and codes.max() < len(levels)
+        )
+        if not is_whole:
+            raise ValueError(
+                "a table must have float32 borders, one uint8 code more than borders, and 2, 4, ... or "
+                f"256 float32 levels, one of each code; got borders {dtypes[0]} of shape "
+                f"{borders.shape}, codes {dtypes[1]} of {codes.shape}, levels {dtypes[2]} of "
+                f"{levels.shape}"
+            )
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """Return the level at each ``x``, float32."""

@@ -36,7 +36,8 @@ class BatchNorm(Divided):
 
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return torch's own, and move the running statistics as torch does."""
-        if not self._keeps(input) or _is_one_value_a_channel(input) or _is_synchronised(self):
+        others = self.running_mean, self.running_var, self.weight, self.bias
+        if not self._keeps(input) or _is_refused(input, others) or _is_synchronised(self):
             return super().forward(input)
         self._check_input_dim(input)
         running = self.running_mean, self.running_var
@@ -111,7 +112,7 @@ def batch_norm(  # noqa: PLR0913  torch's own arguments
     """Return ``F.batch_norm``; outside of training, ``input`` is kept for the weight alone."""
     running = running_mean, running_var
     if training:
-        if _is_one_value_a_channel(input):
+        if _is_refused(input, (*running, weight, bias)):
             return F.batch_norm(input, *running, weight, bias, True, momentum, eps)
         kept = pack(input, None)
         return functions.BatchNorm.apply(input, weight, bias, *kept, running, (momentum, eps))  # pyright: ignore
@@ -174,9 +175,16 @@ def _cast(x: Tensor, probe: Callable[[], Tensor]) -> Tensor:
     return x.to(probe().dtype)
 
 
-def _is_one_value_a_channel(x: Tensor) -> bool:
-    """Whether torch refuses to normalise ``x``; its own layer then says so."""
-    return x.dim() < 2 or x.numel() <= x.shape[1]
+def _is_refused(x: Tensor, others: Sequence[Tensor | None]) -> bool:
+    """Whether torch refuses to normalise ``x``; its own function then says so.
+
+    Args:
+        x: To be normalised.
+        others: Must have one number a channel: torch's operator writes behind what is shorter.
+    """
+    if x.dim() < 2 or x.numel() <= x.shape[1]:
+        return True
+    return any(own is not None and own.shape != x.shape[1:2] for own in others)
 
 
 def _is_synchronised(norm: nn.Module) -> bool:

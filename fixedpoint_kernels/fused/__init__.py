@@ -22,6 +22,7 @@ from fixedpoint_kernels.fused.graph import (
     Value,
 )
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
+from fixedpoint_kernels.fused.taken import are_taken
 
 __all__ = [
     "INPUT",
@@ -36,4 +37,5 @@ __all__ = [
     "Scaled",
     "Segment",
     "Value",
+    "are_taken",
 ]

@@ -12,6 +12,7 @@ from fixedpoint_kernels.fused.layout import Shape
 from fixedpoint_kernels.fused.memory import aligned
 from fixedpoint_kernels.fused.program import Pass, Program
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
+from fixedpoint_kernels.fused.taken import are_taken
 
 __all__ = ["Laid", "Result", "backward", "forward", "laid", "statistics", "weight_given"]
 
@@ -123,8 +124,17 @@ def backward(
     Returns:
         The gradient of the input, if the program was made for it, and those of each layer;
         of weights that need none, empty ones.
+
+    Raises:
+        ValueError: ``kept`` or a parameter is not as ``forward`` had it.
     """
-    kept, given = aligned(kept), _given(program, parameters)
+    for n, (layer, own) in enumerate(zip(program.segment.layers, parameters, strict=True)):
+        if not are_taken(layer, own.weight, (own.scale, own.shift)):
+            raise ValueError(
+                f"what layer {n} saved must be float32 on the CPU and of its shape, {layer}: hooks "
+                "on saved tensors must give back what they got"
+            )
+    kept, given = aligned(kept, program.kept_bytes + 64), _given(program, parameters)
     outputs = [i for i, value in enumerate(program.segment.values) if value.is_output]
     held = [laid(grad, program.shapes[i]) for i, grad in zip(outputs, grads, strict=True)]
     given |= {("dy", i): own.address for i, own in zip(outputs, held, strict=True)}

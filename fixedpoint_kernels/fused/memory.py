@@ -54,9 +54,22 @@ def work_memory(size: int) -> int:
     return -(memory.ctypes.data // -_LINE) * _LINE
 
 
-def aligned(kept: Tensor) -> Tensor:
-    """Return what was lent, at a multiple of 64 again: hooks on saved tensors give back copies."""
-    if kept.data_ptr() % _LINE == 0:
+def aligned(kept: Tensor, size: int) -> Tensor:
+    """Return what was lent, at a multiple of 64 again: hooks on saved tensors give back copies.
+
+    Args:
+        kept: As they gave it back.
+        size: Of what was lent.
+
+    Raises:
+        ValueError: It is not so many uint8 on a CPU.
+    """
+    if kept.shape != (size,) or kept.dtype is not torch.uint8 or not kept.is_cpu:
+        raise ValueError(
+            f"hooks on saved tensors must give back what they got, uint8 of shape ({size},), got "
+            f"{kept.dtype} of shape {tuple(kept.shape)} on {kept.device}"
+        )
+    if kept.is_contiguous() and kept.data_ptr() % _LINE == 0:
         return kept
     return Memory().lend(len(kept)).copy_(kept)
 

@@ -220,4 +220,6 @@ def _values(x: Tensor) -> np.ndarray:
 
 def _bins(bins: Bins) -> tuple[np.float32, np.float32, int, np.float32]:
     low, inverse_width, resolution, power = bins
+    if resolution < 1:
+        raise ValueError(f"a histogram needs 1 bin or more, got resolution={resolution}")
     return np.float32(low), np.float32(inverse_width), resolution, np.float32(power)

@@ -93,9 +93,9 @@ def convolve(  # noqa: PLR0913  a convolution's own numbers
         (samples, outputs, height, width), or without height; channels last.
 
     Raises:
-        TypeError: A dtype is not as above.
+        TypeError: A dtype is not as above, or a tensor does not lie in memory.
         ValueError: A shape or number does not fit, or int32 could not hold a sum of so many
-            products (``shapes.LONGEST_SUM``, 65,793).
+            products (``shapes.LONGEST_SUM``, 65,793); the storage of a tensor was freed.
     """
     window = _window(x, stride, padding, dilation, groups)
     parts = _with_height(x), _with_height(weight), _exponents(exponents, x), window

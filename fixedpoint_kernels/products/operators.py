@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fixedpoint_kernels.memory import check_memory, in_memory
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.products import reference
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Window
@@ -19,6 +20,7 @@ def _convolve(
     x: Tensor, weight: Tensor, exponents: Tensor | None, numbers: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     window, _ = _checked_forward(x, weight, exponents, numbers, dtype)
+    _check_memory(x=x, weight=weight)
     if weight[0].numel() > LONGEST_SUM:
         return reference.finish(_long_convolve(x, weight, window), exponents, 1, dtype)
     y, _ = kernels_of(x).convolve(x, weight, exponents, window, _held(dtype), False)
@@ -36,6 +38,7 @@ def _convolve_with_statistics(
     x: Tensor, weight: Tensor, exponents: Tensor | None, numbers: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     window, _ = _checked_forward(x, weight, exponents, numbers, dtype)
+    _check_memory(x=x, weight=weight)
     _check_length(weight[0].numel(), "statistics")
     parts = x, weight, exponents, window, _held(dtype), True
     y, statistics = kernels_of(x).convolve(*parts)
@@ -59,6 +62,7 @@ def _input_gradient(
     dtype: torch.dtype,
 ) -> Tensor:
     window, _ = _checked_input_gradient(grad, weight, exponents, size, numbers, dtype)
+    _check_memory(grad=grad, weight=weight)
     height, width = size
     if _backward_depth(weight, window) > LONGEST_SUM:
         sums = _long_input_gradient(grad, weight, (height, width), window)
@@ -87,6 +91,7 @@ def _weight_gradient(
     numbers: Sequence[int],
 ) -> Tensor:
     window, shape = _checked_weight_gradient(x, grad, exponents, kernel, numbers)
+    _check_memory(x=x, grad=grad)
     parts = x, grad, exponents, (shape[2], shape[3]), window
     return kernels_of(x).weight_gradient(*parts).contiguous()
 
@@ -104,7 +109,7 @@ def _fake_weight_gradient(
 
 def _round_per_sample(x: Tensor, seed: int, stream: int, first: int) -> tuple[Tensor, Tensor]:
     key = Key.checked(seed, stream, first)
-    flat = _checked_samples(x)
+    flat = _checked_samples(in_memory(x))
     elements = flat.shape[1]
     if (first + len(flat)) * -(elements // -16) >= 2**60:
         raise ValueError(f"first sample must leave room in the noise, got first={first}")
@@ -291,6 +296,11 @@ def _check_codes(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], dims: in
         raise TypeError(f"{name} must be codes of {' or '.join(map(str, dtypes))}, got {x.dtype}")
     if x.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
+
+
+def _check_memory(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        check_memory(x, name)
 
 
 def _check_weight(weight: Tensor, window: Window) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from fixedpoint_kernels.fused import fields, weights
 from fixedpoint_kernels.fused.memory import aligned, work_memory
 from fixedpoint_kernels.llvm.rows import NAN_BIT
+from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.tokens import cpu
 from fixedpoint_kernels.tokens.graph import Linear
 from fixedpoint_kernels.tokens.program import Pass, Program
@@ -74,9 +75,13 @@ def backward(
     Returns:
         The gradients of what came in, where the program was made for them; and for each operation
         those of its weight or scale, and of its bias or shift.
+
+    Raises:
+        ValueError: ``kept`` or a parameter is not as ``forward`` had it.
     """
+    _check_saved(program, parameters)
     held = [grad.detach().contiguous() for grad in grads]
-    kept, given = aligned(kept), _given(program, parameters)
+    kept, given = aligned(kept, program.kept_bytes + 64), _given(program, parameters)
     pairs = zip(program.segment.outputs, held, strict=True)
     given |= {("dy", v): grad.data_ptr() for v, grad in pairs}
     dxs: list[Tensor | None] = []
@@ -122,6 +127,22 @@ def _weights(program: Program, kept: Tensor, work: int) -> dict[int, Tensor]:
             program.threads,
         )
     return found
+
+
+def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:
+    """Refuse parameters that hooks on saved tensors have changed."""
+    first = len(program.widths) - len(parameters)
+    for i, (op, own) in enumerate(zip(program.segment.operations, parameters, strict=True)):
+        width = (program.widths[first + i],)
+        shape = width
+        if isinstance(op, Linear):
+            shape = op.shape[::-1] if op.is_turned else op.shape
+        for x, wanted in (own.first, shape), (own.second, width):
+            if x is not None and not is_float32(x, wanted):
+                raise ValueError(
+                    "hooks on saved tensors must give back what they got, contiguous float32 of "
+                    f"shape {tuple(wanted)}, got {x.dtype} of shape {tuple(x.shape)}"
+                )
 
 
 def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:

@@ -14,7 +14,7 @@ from fixedpoint_kernels._torch_private import (
     has_backward_hooks,
     own_forward_hooks,
 )
-from fixedpoint_kernels.fused import Layer, Norm, Parameters, Segment
+from fixedpoint_kernels.fused import Layer, Norm, Parameters, Segment, are_taken
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.hooks import rounders_of
@@ -72,6 +72,7 @@ class ChainRun(nn.Module):
         self._plain = (fx.GraphModule(module, alone(chain)),)
         self.rounders: tuple[Rounder, ...] = ()
         self._formats: list[ModuleFormats] = []
+        self._shapes: list[torch.Size] = []
         self._segment: Segment | None = None
         self._held: tuple[Any, ...] = ()
         self._programs: Programs[Any] = Programs()
@@ -90,19 +91,30 @@ class ChainRun(nn.Module):
         if any(is_in_the_way(own) or not own.training for own in self.others):
             return False
         pairs = zip(self.rounders, self.convolutions, strict=True)
-        return self._are_float32() and self._knows([r.formats(conv) for r, conv in pairs])
+        return self._knows([r.formats(conv) for r, conv in pairs]) and self._are_taken()
 
-    def _are_float32(self) -> bool:
-        """Say whether weights and what batch norm has are what kernels take."""
-        norms = all(norm is None or _is_float32(norm) for norm in self.norms)
-        return norms and all(conv.weight.dtype is torch.float32 for conv in self.convolutions)
+    def _are_taken(self) -> bool:
+        """Say whether weights, biases and what batch norm has are what kernels take."""
+        assert self._segment is not None
+        pairs = zip(self._segment.layers, self.each(self.convolutions), strict=True)
+        for layer, (conv, norm) in pairs:
+            if conv is not None and norm is not None and conv.bias is not None:
+                return False  # batch norm would take it away, all but the running mean
+            weight = None if conv is None else conv.weight
+            if not are_taken(layer, weight, _others(conv, norm)):
+                return False
+        return True
 
     def _knows(self, formats: list[ModuleFormats]) -> bool:
         """Describe the chain with these formats, and say whether they fit."""
-        if len(formats) != len(self._formats) or any(
-            a is not b for a, b in zip(formats, self._formats, strict=True)
+        shapes = [conv.weight.shape for conv in self.convolutions]
+        if (
+            shapes != self._shapes
+            or len(formats) != len(self._formats)
+            or any(a is not b for a, b in zip(formats, self._formats, strict=True))
         ):
-            self._formats, self._segment = formats, self._described(formats)
+            self._formats, self._shapes = formats, shapes
+            self._segment = self._described(formats)
         return self._segment is not None
 
     def unfit(self) -> list[str]:
@@ -134,6 +146,8 @@ class ChainRun(nn.Module):
                 return None
             eps, clip = (None if norm is None else norm.eps), found.ste == "clip"
             is_flat, sizes = isinstance(conv, nn.Linear), (*conv.weight.shape, 1, 1)
+            if conv.weight.dim() != (2 if is_flat else 4) or sizes[0] % product.groups:
+                return None
             layers.append(
                 Layer(
                     own.source, product.inputs, product.weight_fmt,
@@ -248,9 +262,13 @@ def _taken(x: Tensor, layer: Layer) -> Tensor:
     return x.flatten(1) if layer.is_flat else x
 
 
-def _is_float32(norm: nn.BatchNorm2d) -> bool:
-    own = norm.weight, norm.bias, norm.running_mean, norm.running_var
-    return all(t is None or (t.dtype is torch.float32 and t.is_contiguous()) for t in own)
+def _others(
+    conv: nn.Conv2d | nn.Linear | None, norm: nn.BatchNorm2d | None
+) -> tuple[Tensor | None, ...]:
+    """Return what a layer has for each channel that it makes."""
+    if norm is None:
+        return (None if conv is None else conv.bias,)
+    return norm.weight, norm.bias, norm.running_mean, norm.running_var
 
 
 def has_fitting_formats(layer: nn.Module, formats: ModuleFormats) -> bool:

@@ -39,7 +39,7 @@ class InferenceRun(ChainRun):
         if any(norm is not None and norm.running_mean is None for norm in self.norms):
             return False
         self.rounders = tuple(rounder for _, rounders, _ in found for rounder in rounders)
-        return self._are_float32() and self._knows([formats for formats, *_ in found])
+        return self._knows([formats for formats, *_ in found]) and self._are_taken()
 
     def _is_fit(self, layer: nn.Module) -> bool:
         found = rounding_of(layer)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fixedpoint_kernels import tokens
 from fixedpoint_kernels._torch_private import is_called_plainly, is_watched, own_parameters
+from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.tokens import Segment
 from marvin.integer.autograd import Noise, lies_as
 from marvin.integer.formats import (
@@ -149,11 +150,13 @@ def _multiplied(
     call: "_Call",
 ) -> Tensor | None:
     (weight, bias), is_turned, rows = own, is_transposed(module), x.shape[:-1].numel()
+    if weight.dim() != 2:
+        return None
     outputs, inputs = reversed(weight.shape) if is_turned else weight.shape
     more = -inputs % 16, -outputs % 16  # features that are added, of 0
     if product.shifts or x.shape[-1] != inputs or (more[1] and rows != len(x)):
         return None  # what is added to each of several rows would move the noise of the others
-    if not all(own is None or is_plain(own) for own in (weight, bias)):
+    if not is_plain(weight) or not (bias is None or is_float32(bias, (outputs,))):
         return None
     shape = outputs + more[1], inputs + more[0]
     lone = _LAYERS.get(module)

@@ -14,7 +14,8 @@ __all__ = ["Seen"]
 _NUMBERS = (  # of torch's own modules, which chains and graphs were made of
     "stride", "padding", "dilation", "groups", "padding_mode", "kernel_size", "ceil_mode", "return_indices", "eps", "p",
     "approximate", "normalized_shape", "count_include_pad", "divisor_override", "output_size",
-    "start_dim", "end_dim", "negative_slope", "size", "scale_factor", "mode",
+    "start_dim", "end_dim", "negative_slope", "size", "scale_factor", "mode", "num_features", "in_features",
+    "out_features",
 )  # fmt: skip
 
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fixedpoint_kernels import tokens
+from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from fixedpoint_kernels.tokens import Parameters, Segment
 from marvin.integer.autograd import once
@@ -63,8 +64,7 @@ def threads_of(segment: Segment, rows: int) -> int:
 
 def is_plain(x: Tensor) -> bool:
     """Say whether a tensor is float32 and lies one after the other on the CPU."""
-    is_own = type(x) in (Tensor, nn.Parameter) and x.dtype is torch.float32
-    return is_own and x.is_contiguous() and x.device.type == "cpu"
+    return is_float32(x, x.shape)
 
 
 def run_tokens(

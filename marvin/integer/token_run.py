@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import tokens
 from fixedpoint_kernels._torch_private import own_parameters
+from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.tokens import Segment
 from marvin.hooks import rounders_of
 from marvin.integer.formats import Options, Product, choose
@@ -280,5 +281,13 @@ def alone(chain: TokenChain | Chain) -> fx.Graph:
 
 
 def are_plain(own: nn.Module) -> bool:
-    """Say whether all parameters of a module are plain."""
-    return all(is_plain(p) for _, p in own_parameters(own))
+    """Say whether all parameters of a module are plain, and of the shapes that its numbers say."""
+    shapes: dict[str, tuple[int, ...] | None]
+    if isinstance(own, nn.Linear):
+        shapes = {"weight": (own.out_features, own.in_features), "bias": (own.out_features,)}
+    else:
+        shapes = dict.fromkeys(("weight", "bias"), getattr(own, "normalized_shape", None))
+    return all(
+        is_plain(p) if (shape := shapes.get(name)) is None else is_float32(p, shape)
+        for name, p in own_parameters(own)
+    )

@@ -391,3 +391,62 @@ def test_what_kernels_would_read_behind_is_refused(change):
         compact.add_many([x[:2]], [x], [None])
     with pytest.raises(ValueError, match="a state must be of"):
         Targets([Row(x[:2], x.clone(), None, 0, 0)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows, moves: (rows, moves._replace(grads=[moves.grads[0][:3], *moves.grads[1:]])),
+        lambda rows, moves: (rows, moves._replace(grads=[moves.grads[0].T, *moves.grads[1:]])),
+        lambda rows, moves: ([rows[0]._replace(moments=()), *rows[1:]], moves),
+        lambda rows, moves: ([rows[0]._replace(moments=rows[0].moments * 2), *rows[1:]], moves),
+    ],
+    ids=["shorter gradient", "turned gradient", "no moments", "more moments"],
+)
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_a_step_refuses_what_it_would_read_behind(name, change):
+    rows, moves = case(MOVES[name])
+    before = [[x.clone() for x in row.tensors] for row in rows]
+    changed, moved = change(rows, moves)
+    with pytest.raises(ValueError, match=r"must (have (its weight's shape|\d moments)|be torch)"):
+        compact.step_many(Targets(changed), moved, rounding="nearest", seed=0)
+    same(tensors_of(rows), before)
+
+
+@pytest.mark.skipif(not cpu.has_bits_of_torch(), reason="torch rounds otherwise on this processor")
+def test_a_weight_that_became_bfloat16_is_written_as_such():
+    (found, moves), (wanted, _) = case(MOVES["momentum"]), case(MOVES["momentum"])
+    room = torch.full((30 * 300 * 2,), -1.0, dtype=torch.bfloat16)
+    for row, more in (found[0], room[: 30 * 300]), (wanted[0], room[: 30 * 300].clone()):
+        row.weight.data = more.view(30, 300)
+    compact.step_many(Targets(found), moves, rounding="nearest", seed=3)
+    reference.step_many(wanted, moves, rounding="nearest", seed=3, stream=0, noise=0)
+    same(tensors_of(found), tensors_of(wanted))
+    assert (room[30 * 300 :] == -1).all()
+
+
+def test_a_weight_that_got_memory_of_another_shape_is_refused():
+    rows, moves = case(MOVES["momentum"])
+    targets = Targets(rows)
+    compact.step_many(targets, moves, rounding="nearest", seed=0)
+    rows[0].weight.data = torch.zeros(15, 600)
+    moves = moves._replace(grads=[moves.grads[0].view(15, 600), *moves.grads[1:]])
+    with pytest.raises(ValueError, match=r"fixed codes must be .*of \(15, 600\)"):
+        compact.step_many(targets, moves, rounding="nearest", seed=0)
+
+
+def test_sums_of_other_dtypes_are_refused():
+    x = torch.randn(3, 300)
+    own = compact.encode(x, "signed")
+    for before, more in (own, x.double()), (own, x.bfloat16()), (x.bfloat16(), x):
+        with pytest.raises(TypeError, match=r"must be float32 \(write x.float\(\)\), got"):
+            compact.add_many([before], [more], [None])
+    with pytest.raises(ValueError, match=r"zip\(\)"):
+        compact.add_many([own], [x], [])
+
+
+def test_codes_of_freed_memory_are_refused():
+    x = torch.randn(3, 300)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="its storage was freed"):
+        compact.encode(x, "fixed")

@@ -13,8 +13,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fixedpoint_kernels import few_bit
-from fixedpoint_kernels.few_bit import functional, fused, modules, named
+from fixedpoint_kernels.few_bit import functional, fused, modules, named, operators
 from fixedpoint_kernels.few_bit.activations import ENTRIES, Entry
+from fixedpoint_kernels.few_bit.table import Table
 from fixedpoint_kernels.forward_save import activations
 from perfmodel import memory
 
@@ -415,3 +416,25 @@ def test_modules_are_torchs_and_survive_copies():
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"borders": np.zeros(3)},
+        {"borders": np.zeros(4, np.float32)},
+        {"codes": np.array([0, 1, 2, 4], np.uint8)},
+        {"codes": np.array([0, 1, 2, 3])},
+        {"levels": np.zeros(3, np.float32)},
+        {"levels": np.zeros((2, 2), np.float32)},
+        {"levels": np.zeros(1, np.float32)},
+        {"levels": np.zeros(512, np.float32)},
+    ],
+)
+def test_tables_whose_arrays_do_not_fit_together_are_refused(change):
+    """Kernels read levels by code, and borders by position."""
+    borders, codes = np.array([-1, 0, 1], np.float32), np.array([0, 1, 2, 3], np.uint8)
+    own = {"borders": borders, "codes": codes, "levels": np.arange(4, dtype=np.float32)}
+    operators.register(Table(**own, loss=0.5))
+    with pytest.raises(ValueError, match="a table must have float32 borders"):
+        operators.register(Table(**(own | change), loss=0.5))

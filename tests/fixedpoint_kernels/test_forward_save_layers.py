@@ -228,3 +228,20 @@ def test_a_parametrised_weight(whole, wrap):
     assert type(twin).__bases__ == (nn.Linear,)
     remove_parametrizations(twin, "weight")
     assert type(twin) is nn.Linear
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["running_mean", "running_var", "weight", "bias"])
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_batch_norm_of_other_channels_is_refused_as_by_torch(name, count, training):
+    """Torch's operator itself would write behind running statistics."""
+    room = torch.ones(64)
+    norm = nn.BatchNorm2d(8)
+    forward_save.convert(model := nn.Sequential(norm), division=True)
+    norm = model[0].train(training)
+    own = room[:count]
+    setattr(norm, name, nn.Parameter(own) if name in ("weight", "bias") else own)
+    x = torch.randn(4, 8, 3, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=f"{name} should contain 8 elements not {count}"):
+        model(x)
+    assert (room == 1).all()

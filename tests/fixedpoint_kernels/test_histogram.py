@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, histogram_candidates, quantize
 from fixedpoint_kernels.histogram import (
+    Bins,
     Expected,
     bins_of,
     cpu,
@@ -274,3 +275,8 @@ def test_a_grid_has_a_largest_size():
     x = torch.randn(9)
     with pytest.raises(ValueError, match="at most 16777216 steps"):
         grid_histogram(x, bins_of(x, 50), 28)
+
+
+def test_bins_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="1 bin or more, got resolution=0"):
+        sampled_histogram(torch.randn(9), [], Bins(0.0, 1.0, 0, 1.0), Key(0, 0), "nearest")

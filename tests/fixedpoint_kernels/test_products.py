@@ -603,3 +603,17 @@ def test_weights_of_patches(shape, kernel, path):
             found = products.convolve_weight_gradient(x, grad, kernel, exponents=own, stride=kernel)
         wanted = reference.weight_gradient(x, grad, own, kernel, Window(kernel))
         assert torch.equal(found, wanted)
+
+
+def test_codes_whose_memory_was_freed_are_refused():
+    x, weight = torch.ones(1, 4, 4, 4, dtype=torch.int8), torch.ones(4, 4, 1, 1, dtype=torch.int8)
+    freed = torch.ones(1, 4, 4, 4, dtype=torch.int8)
+    freed.untyped_storage().resize_(0)
+    for call in (
+        lambda: products.convolve(freed, weight),
+        lambda: products.convolve_with_statistics(freed, weight),
+        lambda: products.convolve_input_gradient(freed, weight, (4, 4)),
+        lambda: products.convolve_weight_gradient(x, freed, (1, 1)),
+    ):
+        with pytest.raises(ValueError, match="its storage was freed"):
+            call()

@@ -1917,3 +1917,92 @@ def test_chains_keep_what_batch_norm_alone_is():
         own for own in model.forward._modes[True].ready(x).children() if hasattr(own, "chain")
     )
     assert run._segment.layers[0] == Norm(INPUT, 3, 0.5)
+
+
+def _strided(weight):
+    weight.data = torch.randn(8, 8, 5, 5)[..., 1:4, 1:4]
+
+
+FOREIGN = {
+    "another window": lambda m: setattr(
+        m.blocks[0].conv1, "weight", nn.Parameter(torch.randn(8, 8, 1, 1))
+    ),
+    "fewer outputs": lambda m: setattr(
+        m.blocks[0].conv1, "weight", nn.Parameter(torch.randn(4, 8, 3, 3))
+    ),
+    "a part of a window": lambda m: _strided(m.blocks[0].conv1.weight),
+    "a weight of half": lambda m: setattr(
+        m.blocks[0].conv1, "weight", nn.Parameter(m.blocks[0].conv1.weight.detach().half())
+    ),
+    "a bias before batch norm": lambda m: setattr(
+        m.blocks[0].conv1, "bias", nn.Parameter(torch.ones(8))
+    ),
+    "a short running mean": lambda m: setattr(m.blocks[0].bn1, "running_mean", torch.zeros(64)[:2]),
+    "a long running variance": lambda m: setattr(m.blocks[0].bn1, "running_var", torch.ones(64)),
+    "a short scale": lambda m: setattr(m.blocks[0].bn1, "weight", nn.Parameter(torch.ones(64)[:2])),
+    "one shift": lambda m: setattr(m.blocks[0].bn1, "bias", nn.Parameter(torch.ones(1))),
+    "one bias": lambda m: setattr(m.fc, "bias", nn.Parameter(torch.ones(1))),
+    "a bias of half": lambda m: setattr(m.fc, "bias", nn.Parameter(torch.ones(4).half())),
+    "fewer features": lambda m: setattr(m.fc, "weight", nn.Parameter(torch.randn(4, 8))),
+}
+
+
+def outcome(model, x, training):
+    try:
+        with torch.set_grad_enabled(training):
+            return model.train(training)(x).detach()
+    except (RuntimeError, ValueError) as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("change", FOREIGN.values(), ids=FOREIGN)
+def test_chains_leave_what_their_kernels_would_read_wrongly(change, training):
+    """They know shapes of before, and go through memory by them."""
+    model, _ = make()
+    assert is_fused(model)
+    x = batch(1)[0]
+    outcome(model, x, training)
+    change(model)
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    found, wanted = outcome(model, x, training), outcome(twin, x, training)
+    if isinstance(wanted, torch.Tensor):
+        same(found, wanted)
+    else:
+        assert found == wanted
+
+
+def test_a_chain_whose_layers_got_fewer_channels_is_fused_again():
+    model, _ = make()
+    assert is_fused(model)
+    block = model.blocks[0]
+    block.conv1.weight = nn.Parameter(block.conv1.weight.detach()[:4].clone())
+    block.conv2.weight = nn.Parameter(block.conv2.weight.detach()[:, :4].clone())
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        own = getattr(block.bn1, name).detach()[:4].clone()
+        setattr(block.bn1, name, own if name.startswith("running") else nn.Parameter(own))
+    assert is_fused(model)
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    same(outcome(model, batch(1)[0], False), outcome(twin, batch(1)[0], False))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.float() if x.dtype is torch.uint8 else x,
+        lambda x: x[:-64] if x.dtype is torch.uint8 else x,
+        lambda x: x.double() if x.dtype is torch.float32 else x,
+        lambda x: torch.cat([x, x]) if x.dtype is torch.float32 else x,
+    ],
+    ids=["codes as floats", "fewer codes", "float64 weights", "more outputs"],
+)
+def test_hooks_that_give_back_something_else_are_refused(change):
+    model, _ = make()
+    x, _ = batch(1)
+    with torch.autograd.graph.saved_tensors_hooks(lambda own: own, change):
+        y = model(x)
+    assert any("Chain" in type(node).__name__ for node in nodes_of(y))
+    with pytest.raises(ValueError, match="hooks on saved tensors must give back what they got"):
+        y.sum().backward()

@@ -526,3 +526,18 @@ def test_transposed_weights_whose_points_lie_far_apart_stay_in_float():
     (row,) = marvin.integer.report(model).rows
     assert row.reason.startswith("fractional lengths of its weight differ so much")
     assert not runs_alone(model(batch((5, 32))))
+
+
+@pytest.mark.parametrize("count", [1, 49])
+def test_a_bias_of_another_length_is_what_torch_makes_of_it(count):
+    model, twin = twins(nn.Linear(32, 48))
+    x, own = batch((5, 32)), torch.ones(64)[:count]
+    for each in (model, twin):
+        each.layer.bias = nn.Parameter(own.clone())
+    if count == 1:  # it is spread
+        assert not runs_alone(model(x))
+        same(model(x), twin(x))
+        return
+    for each in (model, twin):
+        with pytest.raises(RuntimeError, match="must match the size of tensor b"):
+            each(x)

@@ -636,3 +636,24 @@ def test_the_formats_are_the_same_on_both_devices():
             optimizer.step(loss=1.0)
         runs.append(optimizer.formats())
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", ["grad_sum", "momentum_buffer"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x[:1], lambda x: x.T, lambda x: x.flatten(), lambda x: torch.stack([x, x])],
+    ids=["row", "turned", "flat", "stack"],
+)
+def test_windows_and_moments_of_another_shape_are_refused(change, name):
+    """Sums would spread them, and kernels take as many elements for the same ones."""
+    optimizer, other = (MSGD([("w", nn.Parameter(torch.ones(2, 3)))]) for _ in range(2))
+    for own in (optimizer, other):
+        own.param_groups[0]["params"][0].grad = torch.ones(2, 3)
+        own.step(loss=1.0)
+    state = copy.deepcopy(optimizer.state_dict())
+    own = state["state"][0] if name == "grad_sum" else state["optimizer"]["state"][0]
+    own[name] = change(own[name]).clone()
+    before = other.state_dict()["state"][0]["master"].clone()
+    with pytest.raises(ValueError, match=rf"of w must have {name} of shape \(2, 3\), got \("):
+        other.load_state_dict(state)
+    assert torch.equal(other.state_dict()["state"][0]["master"], before)

@@ -973,3 +973,76 @@ def test_linear_layers_in_eval_mode_have_the_bits_of_layers_one_by_one(passes):
     same(frozen(x), found)
     exported = torch.export.export(frozen, (x,)).module()
     same(exported(x), found)
+
+
+FOREIGN = {
+    "fewer outputs": ("fc1", "weight", torch.randn(32, 32)),
+    "one bias": ("fc1", "bias", torch.ones(1)),
+    "a long bias": ("fc1", "bias", torch.ones(99)),
+    "one scale": ("norm1", "weight", torch.ones(1)),
+    "a long shift": ("norm1", "bias", torch.ones(99)),
+}
+
+
+def outcome(model, x):
+    try:
+        return model(x)
+    except (RuntimeError, ValueError) as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("change", FOREIGN.values(), ids=FOREIGN)
+def test_chains_leave_what_their_kernels_would_read_wrongly(change, training):
+    """They know shapes of before, and go through memory by them."""
+    name, what, value = change
+    model, _ = make()
+    assert is_fused(model)
+    setattr(getattr(model.blocks[0], name), what, nn.Parameter(value))
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    x = batch(1)[0]
+    with torch.set_grad_enabled(training):
+        found, wanted = (outcome(own.train(training), x) for own in (model, twin))
+    if not isinstance(wanted, torch.Tensor):
+        assert found == wanted
+        return
+    assert not training or not any(n > 1 for n in operations(found))
+    same(found.detach(), wanted.detach())
+
+
+def test_a_layer_that_got_fewer_outputs_and_says_so_is_fused_again():
+    model, _ = make()
+    assert is_fused(model)
+    with torch.no_grad():
+        model.eval()(batch(1)[0])
+    block = model.blocks[0]
+    first, second = block.fc1.weight.detach(), block.fc2.weight.detach()
+    block.fc1.weight = nn.Parameter(first[:32].clone())
+    block.fc1.bias = nn.Parameter(block.fc1.bias.detach()[:32].clone())
+    block.fc2.weight = nn.Parameter(second[:, :32].clone())
+    block.fc1.out_features = block.fc2.in_features = 32
+    assert is_fused(model.train())
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            found, wanted = (own.train(training)(batch(1)[0]) for own in (model, twin))
+        assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[:-64] if x.dtype is torch.uint8 else x,
+        lambda x: x.double() if x.dtype is torch.float32 else x,
+        lambda x: torch.cat([x, x]) if x.dtype is torch.float32 else x,
+    ],
+    ids=["fewer codes", "float64 weights", "more outputs"],
+)
+def test_hooks_that_give_back_something_else_are_refused(change):
+    model, _ = make()
+    with torch.autograd.graph.saved_tensors_hooks(lambda own: own, change):
+        y = model(batch(1)[0])
+    with pytest.raises(ValueError, match="hooks on saved tensors must give back what they got"):
+        y.sum().backward()
