@@ -270,11 +270,12 @@ class Quantized(WithMasters):
         ``MarvinPolicy`` and ``FixedPolicy`` do not mind. A policy that owns the learning rate
         changes ``lr`` of every group here.
         """
-        self._adopt_changed()
         before = self.lr_scale
         now = Step(self._counts.step, self._seed, self.param_groups[0])
-        update = self.policy.end_epoch(self.shared, self._layers({}, {}), now)
-        self._write(self._keep(update, []), Purpose.WEIGHTS)
+        with self.with_values():
+            self._adopt_changed()
+            update = self.policy.end_epoch(self.shared, self._layers({}, {}), now)
+            self._write(self._keep(update, []), Purpose.WEIGHTS)
         if update.switches:
             self._carriers.publish(self)
         for group in self.param_groups:
@@ -286,7 +287,8 @@ class Quantized(WithMasters):
 
         ``"optimizer"`` is the wrapped one's state.
         """
-        self._adopt_changed()
+        with self.with_values():
+            self._adopt_changed()
         packed = super().state_dict()
         shards = list(self._layout.shards.values())
         packed["state"] = {
@@ -328,6 +330,18 @@ class Quantized(WithMasters):
         common = state_dict["marvin"]
         policy, values = states.policy_of(self.policy, common)
         shared = policy.load_shared(values)
+        with self.with_values():
+            self._load(state_dict, saved, policy, shared)
+
+    def _load(
+        self,
+        state_dict: StateDict,
+        saved: Sequence[StateDict],
+        policy: Policy,
+        shared: object,
+    ) -> None:
+        """Continue from a state that was checked; ``saved``: of each parameter."""
+        common = state_dict["marvin"]
         for p, values in zip(self._layout.names, saved, strict=False):
             if not values and p in self._masters:  # it was frozen, in float
                 local(p).copy_(master_of(self.state[p]))
