@@ -190,7 +190,8 @@ def _fix_again(
         for fmt in (formats.samples, formats.inputs, formats.outputs):
             if fmt is not None and not isinstance(fmt, FixedPoint):
                 raise ValueError(
-                    f"{rounder.name} must carry fixed-point formats to be calibrated, got {fmt}"
+                    f"{rounder.name or 'the model'} must carry fixed-point formats to be calibrated, got {fmt}: "
+                    "first take the trained model's formats off, marvin.prepare(model).remove()"
                 )
         rounder.write(module, replace(formats, inputs=None, outputs=None))
     takes = [module for module, formats in carried.items() if formats.inputs]
