@@ -220,6 +220,8 @@ class Quantized(WithMasters):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            for own in self.stored:  # whose values the forward pass took away
+                own.restore()
         check_loss(loss)
         self._carriers.name_uncalled(self.forward_state.waiting)
         self._carriers.name_stale()
