@@ -246,7 +246,7 @@ class Quantized(WithMasters):
 
         # what the policy makes of it
         samples = self.policy.samples(self.param_groups[0], self.forward_state.samples)
-        seen = inputs_of(self._carriers.observers, samples)
+        seen = inputs_of(self._carriers.observers, samples, batches[0].norms.device)
         layers = self._layers(by_layer(batches, norms, numbers), seen)
         number = self._counts.step + 1
         now = Step(number, self._seed, self.param_groups[0], total, samples)
