@@ -191,7 +191,10 @@ def inputs_of(
         all_sums = {key: sums for key, sums in all_sums.items() if sums is not None}
     if not all_sums:
         return {}
-    rows = [_Sums.unseen(device or torch.device("cpu")) if sums is None else sums for sums in all_sums.values()]
+    rows = [
+        _Sums.unseen(device or torch.device("cpu")) if sums is None else sums
+        for sums in all_sums.values()
+    ]
     counts = torch.stack([sums.counts for sums in rows])
     lowest, added = torch.stack([sums.scalars() for sums in rows]).split([1, 4], dim=1)
     added = torch.cat([added, torch.full_like(lowest, samples)], dim=1)

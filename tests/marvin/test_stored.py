@@ -164,7 +164,9 @@ def test_what_is_done_between_steps_has_values(policy, between):
         found.append((dict(model.state_dict()), optimizer.state_dict()))
     torch.testing.assert_close(*(weights for weights, _ in found), rtol=0, atol=0)
     states = [[*state["state"].values()] for _, state in found]
-    torch.testing.assert_close(*[[own["master"] for own in state] for state in states], rtol=0, atol=0)
+    torch.testing.assert_close(
+        *[[own["master"] for own in state] for state in states], rtol=0, atol=0
+    )
 
 
 def test_a_written_weight_has_its_own_gradient():
