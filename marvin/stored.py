@@ -11,7 +11,7 @@ from fixedpoint_kernels import FixedPoint, decode, encode
 from fixedpoint_kernels._torch_private import version_of
 from marvin.layers import is_layer
 from marvin.quantized import Quantized
-from marvin.settings import check_model
+from marvin.settings import check_model, check_values
 from marvin.shards import is_sharded
 
 __all__ = ["StoredCodes", "store_codes"]
@@ -168,9 +168,11 @@ def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
 
     Raises:
         TypeError: ``model`` is no module, or ``optimizer`` not one of fixed point.
-        ValueError: No module of ``model`` has a layer of ``optimizer``, or processes share one.
+        ValueError: No module of ``model`` has a layer of ``optimizer``, processes share one, or its
+            weights are codes already.
     """
     check_model(model, "store_codes(model, optimizer)")
+    check_values(model)
     if not isinstance(optimizer, Quantized):
         raise TypeError(
             "store_codes needs an optimizer of fixed point, such as marvin.MSGD(...) or "

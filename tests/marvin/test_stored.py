@@ -1,4 +1,5 @@
 import copy
+import io
 
 import pytest
 import torch
@@ -179,6 +180,27 @@ def test_a_written_weight_has_its_own_gradient():
             net.head.weight.fill_(0.3)
         net(*inputs(0)).sum().backward()
     torch.testing.assert_close(model.one.weight.grad, plain.one.weight.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, _: marvin.freeze(model),
+        lambda model, _: marvin.calibrate(model, [torch.ones(2, 4)]),
+        store_codes,
+    ],
+    ids=["freeze", "calibrate", "store_codes"],
+)
+def test_what_needs_values_says_how_to_get_them(call):
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = Quantized(torch.optim.SGD(model.parameters(), lr=0.1), FixedPolicy(8, 5))
+    marvin.quantize_activations(model, optimizer)
+    stored = store_codes(model, optimizer)
+    with pytest.raises(ValueError, match=r"got codes in the place of 0\.weight: call remove\(\)"):
+        call(model, optimizer)
+    stored.remove()
+    torch.save(marvin.freeze(model), io.BytesIO())
+    call(model, optimizer)
 
 
 def test_one_optimizer_may_have_two_stored_models():
