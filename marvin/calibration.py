@@ -20,7 +20,13 @@ from marvin.model_formats import ModuleFormats
 from marvin.nested import mapped, mapped_value
 from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_one
-from marvin.settings import check_batches, check_model, check_one_input, check_uncompiled
+from marvin.settings import (
+    check_batches,
+    check_model,
+    check_one_input,
+    check_uncompiled,
+    check_values,
+)
 
 __all__ = [
     "Batches",
@@ -84,13 +90,14 @@ def calibrate(
             tensor, or a batch no tensor.
         ValueError: An argument is out of range; there is no batch, no layer sees one, or a value is not
             finite, or float64; or the model carries block floating point, or formats of weights alone, or must be
-            called with several tensors.
+            called with several tensors, or ``marvin.store_codes`` keeps its weights as codes.
 
     Examples:
         >>> fixed = marvin.calibrate(net, (images for images, _ in loader), bits=8)
         >>> torch.save(marvin.freeze(fixed), "net.pt")
     """
     check_model(model, "calibrate(model, batches)")
+    check_values(model)
     check_uncompiled(model, "calibrate(model, batches)")
     if estimator not in get_args(Estimator):
         raise ValueError(f"estimator must be one of {get_args(Estimator)}, got {estimator!r}")
@@ -190,7 +197,8 @@ def _fix_again(
         for fmt in (formats.samples, formats.inputs, formats.outputs):
             if fmt is not None and not isinstance(fmt, FixedPoint):
                 raise ValueError(
-                    f"{rounder.name} must carry fixed-point formats to be calibrated, got {fmt}"
+                    f"{rounder.name or 'the model'} must carry fixed-point formats to be calibrated, got {fmt}: "
+                    "first take the trained model's formats off, marvin.prepare(model).remove()"
                 )
         rounder.write(module, replace(formats, inputs=None, outputs=None))
     takes = [module for module, formats in carried.items() if formats.inputs]

@@ -23,7 +23,7 @@ from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_value
 from marvin.rounder import BUFFER, FLOATS, as_it_is, formats_of
 from marvin.rounding import Format
-from marvin.settings import check_model, is_traced
+from marvin.settings import check_model, check_values, is_traced
 
 __all__ = ["FrozenRounding", "freeze", "frozen_formats", "nearest_codes", "saved_classes", "thaw"]
 
@@ -49,12 +49,14 @@ def freeze(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: ``model`` carries no formats, is frozen already, or rounds stochastically in eval mode.
+        ValueError: ``model`` carries no formats, is frozen already, rounds stochastically in eval mode, or
+            ``marvin.store_codes`` keeps its weights as codes.
 
     Examples:
         >>> torch.export.export(marvin.freeze(model), (images,))
     """
     check_model(model, "freeze(model)")
+    check_values(model)
     computed = (vars(m).get(name) for m in model.modules() for name in computed_weights(m))
     memo = {
         id(w): w.detach().clone() for w in computed if isinstance(w, Tensor)

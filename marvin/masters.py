@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -64,6 +64,18 @@ class _Owners(WeakValueDictionary[int, Optimizer]):
 _OWNERS = _Owners()
 
 
+class Stored(Protocol):
+    """Has codes in the place of weights' values; see ``marvin.store_codes``."""
+
+    def restore(self) -> None:
+        """Give the weights their values."""
+        ...
+
+    def store(self) -> None:
+        """Take them away again."""
+        ...
+
+
 class WithMasters(Optimizer):
     """An optimizer whose parameters are rounded from masters; see ``Quantized``.
 
@@ -81,6 +93,7 @@ class WithMasters(Optimizer):
     _masters: dict[Tensor, Tensor]  # as the wrapped optimizer sees them
     _versions: dict[int, tuple[int, int]]  # of weights, as they were last written, by position
     _plans: Plans
+    stored: tuple[Stored, ...] = ()  # have the weights' values between two steps
     _names_unseen: bool = False  # whether ``_name_unseen`` has warned
     _runaways: frozenset[str] = frozenset()  # layers that ``_name_runaways`` has warned of
     _claims: int  # of all optimizers, when this one's parameters were last known to be its own
@@ -192,6 +205,17 @@ class WithMasters(Optimizer):
         """Whether the training is over as far as the policy is concerned."""
         return self.policy.should_stop_at(self.shared)
 
+    @contextmanager
+    def with_values(self) -> Iterator[None]:
+        """Let the weights have their values, where ``marvin.store_codes`` keeps codes in their place."""
+        for own in self.stored:
+            own.restore()
+        try:
+            yield
+        finally:
+            for own in self.stored:
+                own.store()
+
     @torch.no_grad()
     def adopt_weights(self) -> None:
         """Take the model's weights as the new masters, and quantise the model again.
@@ -199,9 +223,10 @@ class WithMasters(Optimizer):
         Call this after writing into the model's weights through ``.data``; other changes are seen.
         Formats, momentum and windows stay.
         """
-        for p in self._masters:
-            put_master(self.state[p], local(p))
-        self._write([*self._masters], Purpose.INITIAL)
+        with self.with_values():
+            for p in self._masters:
+                put_master(self.state[p], local(p))
+            self._write([*self._masters], Purpose.INITIAL)
 
     def _name_runaways(self) -> None:
         """Warn once of layers most of whose masters are beyond their format, which clamps them."""

@@ -220,6 +220,8 @@ class Quantized(WithMasters):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            for own in self.stored:  # whose values the forward pass took away
+                own.restore()
         check_loss(loss)
         self._carriers.name_uncalled(self.forward_state.waiting)
         self._carriers.name_stale()
@@ -244,7 +246,7 @@ class Quantized(WithMasters):
 
         # what the policy makes of it
         samples = self.policy.samples(self.param_groups[0], self.forward_state.samples)
-        seen = inputs_of(self._carriers.observers, samples)
+        seen = inputs_of(self._carriers.observers, samples, batches[0].norms.device)
         layers = self._layers(by_layer(batches, norms, numbers), seen)
         number = self._counts.step + 1
         now = Step(number, self._seed, self.param_groups[0], total, samples)
@@ -270,11 +272,12 @@ class Quantized(WithMasters):
         ``MarvinPolicy`` and ``FixedPolicy`` do not mind. A policy that owns the learning rate
         changes ``lr`` of every group here.
         """
-        self._adopt_changed()
         before = self.lr_scale
         now = Step(self._counts.step, self._seed, self.param_groups[0])
-        update = self.policy.end_epoch(self.shared, self._layers({}, {}), now)
-        self._write(self._keep(update, []), Purpose.WEIGHTS)
+        with self.with_values():
+            self._adopt_changed()
+            update = self.policy.end_epoch(self.shared, self._layers({}, {}), now)
+            self._write(self._keep(update, []), Purpose.WEIGHTS)
         if update.switches:
             self._carriers.publish(self)
         for group in self.param_groups:
@@ -286,7 +289,8 @@ class Quantized(WithMasters):
 
         ``"optimizer"`` is the wrapped one's state.
         """
-        self._adopt_changed()
+        with self.with_values():
+            self._adopt_changed()
         packed = super().state_dict()
         shards = list(self._layout.shards.values())
         packed["state"] = {
@@ -328,6 +332,18 @@ class Quantized(WithMasters):
         common = state_dict["marvin"]
         policy, values = states.policy_of(self.policy, common)
         shared = policy.load_shared(values)
+        with self.with_values():
+            self._load(state_dict, saved, policy, shared)
+
+    def _load(
+        self,
+        state_dict: StateDict,
+        saved: Sequence[StateDict],
+        policy: Policy,
+        shared: object,
+    ) -> None:
+        """Continue from a state that was checked; ``saved``: of each parameter."""
+        common = state_dict["marvin"]
         for p, values in zip(self._layout.names, saved, strict=False):
             if not values and p in self._masters:  # it was frozen, in float
                 local(p).copy_(master_of(self.state[p]))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
+    "is_distributed",
     "mean_over_ranks",
     "min_over_ranks",
     "rank",
@@ -18,7 +19,7 @@ __all__ = [
 
 def rank() -> int:
     """Return this process's number in the default group; 0 where there is none."""
-    return dist.get_rank() if _is_distributed() else 0
+    return dist.get_rank() if is_distributed() else 0
 
 
 def mean_over_ranks(loss: float | Tensor | None, device: torch.device) -> float | Tensor | None:
@@ -28,7 +29,7 @@ def mean_over_ranks(loss: float | Tensor | None, device: torch.device) -> float 
         loss: Of this process, one element; None, if so on all of them.
         device: Where the group communicates.
     """
-    if loss is None or not _is_distributed():
+    if loss is None or not is_distributed():
         return loss
     total = torch.as_tensor(loss, dtype=torch.float32).detach().to(device, copy=True)
     dist.all_reduce(total)
@@ -37,17 +38,17 @@ def mean_over_ranks(loss: float | Tensor | None, device: torch.device) -> float 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     """Return the sum over the default group's processes, the same bits on each."""
-    return reduced(x, dist.ReduceOp.SUM) if _is_distributed() else x
+    return reduced(x, dist.ReduceOp.SUM) if is_distributed() else x
 
 
 def min_over_ranks(x: Tensor) -> Tensor:
     """Return the smallest values over the default group's processes."""
-    return reduced(x, dist.ReduceOp.MIN) if _is_distributed() else x
+    return reduced(x, dist.ReduceOp.MIN) if is_distributed() else x
 
 
 def sums_over_ranks(values: Sequence[float], device: torch.device | None) -> list[float]:
     """Return the sums of numbers on the host; ``device``: where the group communicates."""
-    if not _is_distributed():
+    if not is_distributed():
         return list(values)
     return sum_over_ranks(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
 
@@ -67,5 +68,6 @@ def reduced(
     return total
 
 
-def _is_distributed() -> bool:
+def is_distributed() -> bool:
+    """Say whether several processes train together."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

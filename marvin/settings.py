@@ -34,6 +34,7 @@ __all__ = [
     "check_step",
     "check_uncompiled",
     "check_untraced",
+    "check_values",
     "check_wrapped",
     "guard_step",
     "is_traced",
@@ -156,6 +157,20 @@ def check_model(model: object, call: str) -> None:
             raise TypeError(
                 f"a model must have parameters with a shape, got an {type(p).__name__} at {name!r}: run "
                 f"the model once on a sample, then write {call}"
+            )
+
+
+def check_values(model: nn.Module) -> None:
+    """Refuse a model whose weights have no values for now, where these are to be copied or encoded.
+
+    Raises:
+        ValueError: ``marvin.store_codes`` keeps codes in their place.
+    """
+    for name, p in model.named_parameters():
+        if p.numel() > 1 and not any(p.stride()):
+            raise ValueError(
+                f"a model must have values of its weights, got codes in the place of {name}: call remove() "
+                "of what marvin.store_codes returned first"
             )
 
 

@@ -36,6 +36,8 @@ class SGD(torch.optim.SGD):
             return
         for group in self.param_groups:
             masters = [p for p in group["params"] if p.grad is not None]
+            if not masters:  # compact ones were moved elsewhere
+                continue
             steps: Sequence[Tensor] = [p.grad for p in masters]
             if decay := group["weight_decay"]:
                 if group["normalize_gradients"]:
@@ -44,8 +46,7 @@ class SGD(torch.optim.SGD):
                     steps = foreach_add(steps, masters, alpha=decay)
             if group["momentum"]:
                 steps = self._momenta(masters, steps, group["momentum"])
-            if masters:
-                foreach_add_(masters, steps, alpha=-float(group["lr"]))
+            foreach_add_(masters, steps, alpha=-float(group["lr"]))
 
     def _momenta(
         self, masters: list[Tensor], steps: Sequence[Tensor], momentum: float

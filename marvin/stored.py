@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels import FixedPoint, decode, encode
+from fixedpoint_kernels._torch_private import version_of
 from marvin.layers import is_layer
 from marvin.quantized import Quantized
-from marvin.settings import check_model
+from marvin.settings import check_model, check_values
 from marvin.shards import is_sharded
 
 __all__ = ["StoredCodes", "store_codes"]
@@ -26,6 +27,7 @@ class StoredCodes:
         self._codes: dict[Tensor, tuple[Tensor, FixedPoint]] = {}
         self._weights: dict[Tensor, None] = {}  # in order
         self._generation = 0  # of the codes: a step makes new ones
+        self._marks: dict[Tensor, tuple[int, int]] = {}  # of weights that got their values back
         self._hooks: list[RemovableHandle] = []
 
     def __repr__(self) -> str:
@@ -42,8 +44,11 @@ class StoredCodes:
         return sum(p.numel() * p.element_size() for p in self._codes)
 
     def restore(self) -> None:
-        """Put the weights' values back for now; the next forward or step stores codes again."""
-        for p in self._codes:
+        """Put the weights' values back for now; the next forward or step stores codes again.
+
+        Those that somebody writes to until then stay, and are the new weights at the next step.
+        """
+        for p in [*self._codes]:
             self._fill(p)
 
     def remove(self) -> None:
@@ -53,6 +58,7 @@ class StoredCodes:
             hook.remove()
         self._hooks.clear()
         self._codes.clear()
+        self._optimizer.stored = tuple(own for own in self._optimizer.stored if own is not self)
 
     @torch.no_grad()
     def store(self, *_: object) -> None:
@@ -72,8 +78,7 @@ class StoredCodes:
 
         def before(*_: object) -> None:
             for p in weights:
-                if p in self._codes:
-                    self._fill(p)
+                self._fill(p)
             context = torch.autograd.graph.saved_tensors_hooks(
                 lambda x: self._pack(x, weights), self._unpack
             )
@@ -93,6 +98,7 @@ class StoredCodes:
     def attach_everywhere_else(self, model: nn.Module) -> None:
         """Have values where a step, ``state_dict`` and ``load_state_dict`` look for them."""
         restore = self.restore
+        self._optimizer.stored += (self,)
         self._hooks += [
             self._optimizer.register_step_pre_hook(lambda *_: restore()),
             self._optimizer.register_step_post_hook(self.store),
@@ -102,8 +108,13 @@ class StoredCodes:
         ]
 
     def _fill(self, p: Tensor) -> None:
+        if p not in self._codes:
+            return
         if p.untyped_storage().nbytes() < p.numel() * p.element_size():
             p.data = self._decoded(p)
+            self._marks[p] = _mark_of(p)
+        elif _mark_of(p) != self._marks.get(p):  # somebody wrote to it: the codes are of before
+            del self._codes[p]
 
     def _empty(self, p: Tensor) -> None:
         # autograd wants the shape; whoever reads it otherwise gets NaN, not something plausible
@@ -125,9 +136,14 @@ class StoredCodes:
         if isinstance(kept, Tensor):
             return kept
         p, generation, shape, stride, offset = kept
-        if generation != self._generation:
+        if generation != self._generation or p not in self._codes:
             raise RuntimeError("backward must come before the step that changes the weights")
         return self._decoded(p).as_strided(shape, stride, offset)
+
+
+def _mark_of(p: Tensor) -> tuple[int, int]:
+    """Return what changes when somebody writes to a weight, or gives it other memory."""
+    return version_of(p), p.data_ptr()
 
 
 def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
@@ -152,9 +168,11 @@ def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
 
     Raises:
         TypeError: ``model`` is no module, or ``optimizer`` not one of fixed point.
-        ValueError: No module of ``model`` has a layer of ``optimizer``, or processes share one.
+        ValueError: No module of ``model`` has a layer of ``optimizer``, processes share one, or its
+            weights are codes already.
     """
     check_model(model, "store_codes(model, optimizer)")
+    check_values(model)
     if not isinstance(optimizer, Quantized):
         raise TypeError(
             "store_codes needs an optimizer of fixed point, such as marvin.MSGD(...) or "

@@ -32,8 +32,9 @@ PARSER.add_argument("--data-dir", help="folder of data sets, where it has moved 
 if __name__ == "__main__":  # --help and slips are answered before the trainer loads
     PARSER.parse_args()
 
+import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,8 @@ from marvin.export.deployed import Deployed, Options
 from marvin.export.deployed import deploy as deploy_model
 from marvin.export.errors import ExportError
 from marvin.export.report import Trained
+from marvin.hooks import detach
+from marvin.policies.muppet import MuppetPolicy
 from marvin.quantized import Quantized
 from train import alexnet, augment, checkpoint, resnet20, vit
 from train.config import Config
@@ -146,8 +149,9 @@ def open_run(path: Path, data_dir: str | None = None, *, epoch: int | None = Non
 def deploy(run: TrainedRun, options: Options, weights: str = "nearest") -> Deployed:
     """Return the network of a run.
 
-    Formats are those of training. Where there are none, weights and activations get formats of
-    ``options.wl`` bits by ``options.estimator``, from the weights and from training images.
+    Formats are those of training. Where there are none, or those of MuPPET, which no target has,
+    weights and activations get formats of ``options.wl`` bits by ``options.estimator``, from the
+    weights and from training images.
 
     Args:
         run: From ``open_run``.
@@ -158,13 +162,26 @@ def deploy(run: TrainedRun, options: Options, weights: str = "nearest") -> Deplo
     Raises:
         ExportError: Something in the model cannot be exported; says what, and why.
     """
-    if not isinstance(run.optimizer, Quantized):
-        formats, masters = formats_of_weights(run.model, options.wl, options.estimator), None
-    else:
+    model, masters = run.model, run.masters if weights == "nearest" else None
+    if isinstance(run.optimizer, Quantized) and not isinstance(run.optimizer.policy, MuppetPolicy):
         formats = run.optimizer.formats()
-        masters = run.masters if weights == "nearest" else None
-    model = nearest_weights(run.model, formats, masters)
+    else:  # float32 or block floating point, which no target has
+        model, masters = _in_float32(model, masters), None
+        formats = formats_of_weights(model, options.wl, options.estimator)
+    model = nearest_weights(model, formats, masters)
     return deploy_model(model, formats, run.train, options)
+
+
+@torch.no_grad()
+def _in_float32(model: nn.Module, masters: Mapping[str, Tensor] | None) -> nn.Module:
+    """Return a copy of a model that carries no formats; with ``masters``, these are its weights."""
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        detach(module)
+    for name, p in copied.named_parameters():
+        if masters and name in masters:
+            p.copy_(masters[name])
+    return copied
 
 
 if __name__ == "__main__":

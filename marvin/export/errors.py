@@ -28,7 +28,10 @@ def fixed_point(name: str, fmt: object) -> FixedPoint:
         except ValueError as error:
             raise ExportError(f"{name}: {error}") from error
     if not isinstance(fmt, FixedPoint):
-        raise ExportError(f"{name} must have a fixed-point format, got {fmt}")
+        raise ExportError(
+            f"{name} must have a fixed-point format, got {fmt}: take the trained model's formats "
+            "off, marvin.prepare(model).remove(), and write marvin.calibrate(model, batches)"
+        )
     return fmt
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from fixedpoint_kernels._torch_private import (
     foreach_sub,
 )
 from fixedpoint_kernels.norms import norms_many
-from fixedpoint_kernels.observer import mask_and_observe, round_and_observe
+from fixedpoint_kernels.observer import MAGNITUDES, mask_and_observe, round_and_observe
 from marvin.policies.ranges import Range, integer_bits_of
-from marvin.ranks import min_over_ranks, sum_over_ranks
+from marvin.ranks import is_distributed, min_over_ranks, sum_over_ranks
 from marvin.shards import Shard, accumulate_dtype, spread, whole_norms
 
 __all__ = ["Inputs", "Observer", "inputs_of", "weight_ranges"]
@@ -54,9 +54,19 @@ class _Sums:
         self.gradient = squares if self.gradient is None else self.gradient + squares
 
     def scalars(self) -> Tensor:
-        """Return ``forward`` and ``gradient`` in one vector."""
+        """Return ``forward``, ``gradient``, and whether there was one, in one vector."""
         gradient = self.forward.new_zeros(()) if self.gradient is None else self.gradient
-        return torch.cat([self.forward, gradient.view(1)])
+        has_gradient = torch.full_like(self.forward[:1], self.gradient is not None)
+        return torch.cat([self.forward, gradient.view(1), has_gradient])
+
+    @classmethod
+    def unseen(cls, device: torch.device) -> Self:
+        """Return the sums of a layer through which nothing went."""
+        own = cls()
+        none = [math.inf, 0.0, 0.0]
+        own.counts = torch.zeros(MAGNITUDES, dtype=torch.int64, device=device)
+        own.forward = torch.tensor(none, dtype=accumulate_dtype(device), device=device)
+        return own
 
 
 class _Observed(torch.autograd.Function):
@@ -166,27 +176,36 @@ class Observer:
         return of_gradient
 
 
-def inputs_of(observers: Mapping[int, Observer], samples: int) -> dict[int, Inputs]:
+def inputs_of(
+    observers: Mapping[int, Observer], samples: int, device: torch.device | None = None
+) -> dict[int, Inputs]:
     """Return what layers saw, by their key; in one transfer. Those that saw nothing are left out.
 
     Args:
-        observers: Of the layers.
+        observers: Of the layers; of several processes each has the same.
         samples: How many went forward in this process; the loss was their mean.
+        device: Where the processes communicate; None: on the CPU.
     """
     all_sums = {key: observer.sums for key, observer in observers.items()}
-    observed = {key: sums for key, sums in all_sums.items() if sums is not None}
-    if not observed:
+    if not is_distributed():  # others may have seen what this process did not
+        all_sums = {key: sums for key, sums in all_sums.items() if sums is not None}
+    if not all_sums:
         return {}
-    counts = torch.stack([sums.counts for sums in observed.values()])
-    lowest, added = torch.stack([sums.scalars() for sums in observed.values()]).split([1, 3], dim=1)
+    rows = [
+        _Sums.unseen(device or torch.device("cpu")) if sums is None else sums
+        for sums in all_sums.values()
+    ]
+    counts = torch.stack([sums.counts for sums in rows])
+    lowest, added = torch.stack([sums.scalars() for sums in rows]).split([1, 4], dim=1)
     added = torch.cat([added, torch.full_like(lowest, samples)], dim=1)
     added[:, 2] *= float(samples) ** 2  # of the samples' own losses, not of their mean
     scalars = torch.cat([min_over_ranks(lowest), sum_over_ranks(added)], dim=1)
     found = {}
-    rows = zip(observed.items(), sum_over_ranks(counts).tolist(), scalars.tolist(), strict=True)
-    for (key, sums), table, (low, squares, clamped, gradient, every) in rows:
-        total = sum(table)
-        known = gradient / every if sums.gradient is not None and every else None
+    values = zip(all_sums, sum_over_ranks(counts).tolist(), scalars.tolist(), strict=True)
+    for key, table, (low, squares, clamped, gradient, has_gradient, every) in values:
+        if not (total := sum(table)):
+            continue
+        known = gradient / every if has_gradient and every else None
         found[key] = Inputs(table, low, squares / total, clamped / total, known)
     return found
 

@@ -211,6 +211,19 @@ def test_groups_may_differ():
         KINDS["sgd"](list(net.parameters()), compact_state=3)
 
 
+def test_a_group_may_be_compact_as_a_whole(monkeypatch):
+    """The wrapped optimizer's first step, which begins other momenta, has nothing to do with it."""
+    results = []
+    for _ in both_ways(monkeypatch):
+        net = model()
+        own, *others = net.named_parameters()
+        groups = [{"params": [own]}, {"params": others}]
+        optimizer = KINDS["msgd"](groups, compact_state=True, weight_decay=0.01)
+        train(net, optimizer, range(4))
+        results.append(facts(net, optimizer))
+    same(*results)
+
+
 def test_an_older_state_becomes_what_the_optimizer_was_built_for():
     """States of before know nothing of ``compact_state``: masters are rounded to 16 bits."""
     net = model()

@@ -1,4 +1,5 @@
 import copy
+import io
 
 import pytest
 import torch
@@ -116,6 +117,105 @@ def test_checkpoints_have_values_and_loading_stores_them():
     model.load_state_dict(changed)
     assert not has_values(model.head.weight)
     assert all((codes == 0).all() for codes, _ in stored._codes.values())
+
+
+def evaluate(optimizer, model, i=50):
+    optimizer.zero_grad()
+    loss = model(*inputs(i)).square().mean()
+    loss.backward()
+    return loss
+
+
+def write(optimizer, model, stored):
+    if stored:
+        stored.restore()
+    with torch.no_grad():
+        model.head.weight.mul_(0.5)
+        model.one.weight.data = model.one.weight * 0.5
+    with torch.no_grad():
+        model(*inputs(60))
+    evaluate(optimizer, model)
+
+
+BETWEEN = {  # what people do between two steps, with the handle of ``store_codes`` or None
+    "state": lambda optimizer, model, stored: optimizer.state_dict(),
+    "loaded": lambda optimizer, model, stored: optimizer.load_state_dict(
+        copy.deepcopy(optimizer.state_dict())
+    ),
+    "end of an epoch": lambda optimizer, model, stored: optimizer.end_epoch(),
+    "adopted": lambda optimizer, model, stored: optimizer.adopt_weights(),
+    "closure": lambda optimizer, model, stored: optimizer.step(lambda: evaluate(optimizer, model)),
+    "written": write,
+}
+
+
+@pytest.mark.filterwarnings("ignore:weights changed outside of:UserWarning")
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+@pytest.mark.parametrize("policy", [None, FixedPolicy(8, 5), MuppetPolicy(patience=1)])
+def test_what_is_done_between_steps_has_values(policy, between):
+    found = []
+    for is_stored in (False, True):
+        model, optimizer = make(policy)
+        stored = store_codes(model, optimizer) if is_stored else None
+        train(model, optimizer, range(3))
+        between(optimizer, model, stored)
+        if stored is not None and between is not write:
+            assert has_values(model.head.weight) == isinstance(policy, MuppetPolicy)
+        train(model, optimizer, range(3, 6))
+        found.append((dict(model.state_dict()), optimizer.state_dict()))
+    torch.testing.assert_close(*(weights for weights, _ in found), rtol=0, atol=0)
+    states = [[*state["state"].values()] for _, state in found]
+    torch.testing.assert_close(
+        *[[own["master"] for own in state] for state in states], rtol=0, atol=0
+    )
+
+
+def test_a_written_weight_has_its_own_gradient():
+    model, optimizer = make(FixedPolicy(8, 5))
+    plain = copy.deepcopy(model)
+    stored = store_codes(model, optimizer)
+    stored.restore()
+    for net in (model, plain):
+        with torch.no_grad():
+            net.head.weight.fill_(0.3)
+        net(*inputs(0)).sum().backward()
+    torch.testing.assert_close(model.one.weight.grad, plain.one.weight.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, _: marvin.freeze(model),
+        lambda model, _: marvin.calibrate(model, [torch.ones(2, 4)]),
+        store_codes,
+    ],
+    ids=["freeze", "calibrate", "store_codes"],
+)
+def test_what_needs_values_says_how_to_get_them(call):
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = Quantized(torch.optim.SGD(model.parameters(), lr=0.1), FixedPolicy(8, 5))
+    marvin.quantize_activations(model, optimizer)
+    stored = store_codes(model, optimizer)
+    with pytest.raises(ValueError, match=r"got codes in the place of 0\.weight: call remove\(\)"):
+        call(model, optimizer)
+    stored.remove()
+    torch.save(marvin.freeze(model), io.BytesIO())
+    call(model, optimizer)
+
+
+def test_one_optimizer_may_have_two_stored_models():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    params = [*first.parameters(), *second.parameters()]
+    optimizer = Quantized(torch.optim.SGD(params, lr=0.1), FixedPolicy(8, 5))
+    handles = [store_codes(model, optimizer) for model in (first, second)]
+    optimizer.state_dict()
+    handles[0].remove()
+    assert has_values(first.weight)
+    assert not has_values(second.weight)
+    optimizer.state_dict()
+    assert not has_values(second.weight)
+    handles[1].remove()
+    assert not optimizer.stored
 
 
 def test_backward_after_the_step_is_refused():

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import marvin
+from fixedpoint_kernels import FixedPoint, quantize
 from marvin.channels import ChannelFormat
 from marvin.export import describe, integer, packed
 from marvin.export.deployed import Options
 from marvin.export.frontend import trace
 from marvin.export.graph.formats import activation_formats
+from marvin.rounder import BUFFER
 from train import demo, resnet20
 from train import main as trainer
 from train.config import Config
@@ -373,3 +375,23 @@ def test_the_runs_of_the_demo_become_c(monkeypatch, tmp_path, capsys):
         assert "EBOPs: " in text
         files = {path.name for path in (tmp_path / "runs" / run / "export/c").iterdir()}
         assert {"network.c", "network.h", "export.json"} <= files
+
+
+@pytest.mark.parametrize("weights", ["nearest", "last"])
+def test_a_run_in_block_floating_point_is_calibrated(tmp_path, capsys, weights):
+    folder = train(tmp_path / "run", policy="muppet", normalize_gradients=False)
+    export(folder, "--to", "packed", "--verify", "--weights", weights)
+    text = capsys.readouterr().out
+    assert "formats of activations: calibrated" in text
+    assert "verified: " in text
+    trained = open_run(folder)
+    assert trained.masters is not None
+    own = trained.masters if weights == "nearest" else trained.model.state_dict()
+    network = deploy(trained, Options(), weights)
+    name, fmt = "fc.weight", network.formats["fc.weight"]
+    assert isinstance(fmt, FixedPoint)
+    assert fmt.wl == 8
+    want = quantize(own[name], fmt, rounding="nearest")
+    torch.testing.assert_close(network.model.state_dict()[name], want, rtol=0, atol=0)
+    assert not activation_formats(network.model)
+    assert "fc." + BUFFER in trained.model.state_dict()  # which stays as it is

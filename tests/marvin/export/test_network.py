@@ -399,6 +399,10 @@ def test_block_floating_point_is_refused_by_name():
         ExportError, match=r"activations of .* must have a fixed-point format, got b"
     ):
         describe(model.eval(), torch.ones(1, 1, 2, 2))
+    marvin.prepare(model).remove()  # as the error says
+    fixed = marvin.calibrate(model, [torch.ones(1, 1, 2, 2)])
+    network = describe(fixed, torch.ones(1, 1, 2, 2))
+    assert sum(row.different for row in verify(network, torch.ones(1, 1, 2, 2))) == 0
 
 
 def test_formats_that_no_target_has_are_named(plain):
