@@ -33,6 +33,7 @@ from fixedpoint_kernels.llvm.views import floats
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
+KNOWS_ORDERS = True  # of activations in memory
 _TASK = 4096  # elements of small planes that a thread takes at a time
 _SMALLEST_STEP = np.float32(2.0**-126)
 _NAN_BITS = np.uint16(0x7FC0)

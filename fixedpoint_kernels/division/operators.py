@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,12 +47,18 @@ def _compress(
     if layout.is_one_pixel:
         means.copy_(x.detach().reshape(means.shape))
     elif layout.planes:
-        own = x if x.is_cpu else x.contiguous()
-        kernels_of(x).compress(own, means, codes, ranges, layout, key)
+        kernels = kernels_of(x)
+        own = x if _knows_orders(kernels) else x.contiguous()
+        kernels.compress(own, means, codes, ranges, layout, key)
     return means, codes, ranges
 
 
-def kernels_of(x: Tensor):
+def _knows_orders(kernels: ModuleType) -> bool:
+    """Say whether kernels take activations in any order in memory; others want the usual one."""
+    return getattr(kernels, "KNOWS_ORDERS", False)
+
+
+def kernels_of(x: Tensor) -> ModuleType:
     """Return the kernels for where ``x`` is; no compiler is loaded before one is needed."""
     if x.is_cuda:
         from fixedpoint_kernels.division import gpu as kernels
@@ -88,13 +95,14 @@ def _decompress(means: Tensor, codes: Tensor, ranges: Tensor, *numbers: Any) -> 
     names = "means", "codes", "ranges"
     means, codes, ranges = map(in_memory, (means, codes, ranges), names)
     _check_parts((means, codes, ranges), layout)
-    order = layout.memory_format if means.is_cpu else torch.contiguous_format
+    kernels = kernels_of(means)
+    order = layout.memory_format if _knows_orders(kernels) else torch.contiguous_format
     out = torch.empty(layout.shape, dtype=layout.dtype, device=means.device, memory_format=order)
     if layout.is_one_pixel:
         out.copy_(means.view(out.shape))
     elif layout.planes:
         parts = means.contiguous(), codes.contiguous(), ranges.contiguous()
-        kernels_of(means).decompress(*parts, out, layout)
+        kernels.decompress(*parts, out, layout)
     return out.contiguous(memory_format=layout.memory_format)
 
 
