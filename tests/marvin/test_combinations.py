@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import marvin
 from fixedpoint_kernels import forward_save
 from marvin import Policy, Quantized
+from tests.same import assert_same
 
 STEPS, STOP = 11, 5
 MADDS = (("0.weight", 432 * 16), ("3.weight", 2304 * 16), ("6.weight", 2560))
@@ -381,23 +382,6 @@ def gradients_kept(run: Run, _: Setting, __: object) -> None:
 @action
 def closures(run: Run, _: Setting, __: object) -> None:
     train(run, 3, closure=True)
-
-
-def assert_same(got: object, want: object, where: str = "") -> None:
-    if isinstance(want, Tensor):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=where)
-    elif isinstance(want, dict):
-        assert isinstance(got, dict)
-        assert got.keys() == want.keys(), where
-        for name in want:
-            assert_same(got[name], want[name], f"{where}/{name}")
-    elif isinstance(want, list | tuple):
-        assert isinstance(got, list | tuple)
-        assert len(got) == len(want), where
-        for i, pair in enumerate(zip(got, want, strict=True)):
-            assert_same(*pair, f"{where}/{i}")
-    else:
-        assert repr(got) == repr(want), where
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

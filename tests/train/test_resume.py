@@ -15,6 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from marvin.rounder import BUFFER
+from tests.same import assert_same
 from train import loop
 from train.config import Config
 from train.errors import UserError
@@ -40,24 +41,8 @@ def stop_after(calls: int, function):
     return stopping
 
 
-def assert_same_bits(got: object, want: object) -> None:
-    assert type(got) is type(want)
-    if isinstance(want, torch.Tensor):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-    elif isinstance(want, dict):
-        assert set(got) == set(want)
-        for name in want:
-            assert_same_bits(got[name], want[name])
-    elif isinstance(want, list | tuple):
-        assert len(got) == len(want)
-        for a, b in zip(got, want, strict=True):
-            assert_same_bits(a, b)
-    else:
-        assert repr(got) == repr(want)  # NaN too
-
-
 def assert_same_run(got: Path, want: Path) -> None:
-    assert_same_bits(RunFolder(got).load_checkpoint(), RunFolder(want).load_checkpoint())
+    assert_same(RunFolder(got).load_checkpoint(), RunFolder(want).load_checkpoint())
     for name in TABLES:
         if (want / name).exists():
             assert (got / name).read_bytes() == (want / name).read_bytes(), name
