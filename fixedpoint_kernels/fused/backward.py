@@ -60,13 +60,17 @@ class Backward:
             if isinstance(segment.layers[step], Norm):
                 regions[-1] += self._norm_gradient(step, made_by[step])
                 continue
-            regions[-1] += self._gradient(step, made_by[step])
+            layer, needs_weight = segment.product(step), self.layout.needs_weights[step]
+            coefficients, places = self._coefficients(step, made_by[step])
+            regions[-1].append(coefficients)
+            if needs_weight or not layer.by_channel:
+                regions[-1].append(self._gradient(step, made_by[step], places))
             if step in self._codes:
                 later.append(self._weights_by_output(step))
-            elif self.layout.needs_weights[step]:
+            elif needs_weight:
                 regions[-1].append(self._weight_product(step))
-            if segment.layers[step].source != INPUT or self.layout.needs_input:
-                regions[-1] += self._input_products(step)
+            if layer.source != INPUT or self.layout.needs_input:
+                regions[-1] += self._for_input(step, made_by[step], places)
         return [*regions, later]
 
     def _returned(self, step: Return) -> list[Operation]:
@@ -163,12 +167,18 @@ class Backward:
             found.append(Operation(numbers, bytes_an_image=size, scratch={3: size}))
         return found
 
-    def _gradient(self, n: int, i: int) -> list[Operation]:
-        """Return what makes the codes of a layer's gradient, from that of the value that it makes."""
+    def _gradient(
+        self, n: int, i: int, places: dict[str, Number], moved: bool = False
+    ) -> Operation:
+        """Return what makes the codes of a layer's gradient, from that of the value that it makes.
+
+        moved: Whether to meet weights that have fractional bits by channel.
+        """
         layer, out = self.segment.product(n), self.layout.outs[n]
-        coefficients, places = self._coefficients(n, i)
         step, more = self._codes_step(n), {}
-        if n in self._codes:
+        if moved:
+            more = {"FACTORS": self.layout.powers[n].of_gradients}
+        elif n in self._codes:
             self._scales[n] = self.layout.take(self.layout.images, np.float64)
             more = {"CODES": self._codes[n], "SCALES": self._scales[n]}
         codes = self.layout.numbers(
@@ -181,14 +191,18 @@ class Backward:
             WEIGHT_FL=layer.weight.fl,
             CODES_STEP=step,
             SEED=Given("seed", n),
-            STREAM=Given("stream", n),
+            STREAM=Given("second stream" if moved else "stream", n),
             **more,
             **places,
         )
-        return [
-            coefficients,
-            Operation(codes, bytes_an_image=6 * out.padded + step, scratch={1: 4 * step, 2: step}),
-        ]
+        size = 6 * out.padded + step
+        return Operation(codes, bytes_an_image=size, scratch={1: 4 * step, 2: step})
+
+    def _for_input(self, n: int, i: int, places: dict[str, Number]) -> list[Operation]:
+        """Return what makes the gradient of what a layer takes, from that of value ``i``, which it makes."""
+        by_channel = self.segment.product(n).by_channel
+        codes = [self._gradient(n, i, places, moved=True)] if by_channel else []
+        return codes + self._input_products(n)
 
     def _norm_gradient(self, n: int, i: int) -> list[Operation]:
         """Return what makes the gradient of what a batch norm took, from that of the value that it makes."""
@@ -283,7 +297,7 @@ class Backward:
         taken = self.layout.taken(n)
         size = taken.height, taken.width
         parts = shapes.input_gradient(layer.window, size, layer.shape[2:])
-        step, codes = self._codes_step(n), self._codes.get(n, 0)
+        step, codes = self._codes_step(n), 0 if layer.by_channel else self._codes.get(n, 0)
         covered = shapes.covers(parts, size)
         in_int16 = shapes.steps_in_int16(GRADIENTS, layer.weight)
         found = []

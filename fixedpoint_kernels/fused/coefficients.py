@@ -32,9 +32,10 @@ def coefficients(d, threads):
     channels, groups = d[f.CHANNELS], (d[f.CHANNELS] + 15) // 16
     sums = carray(pointer_to(d[f.STATISTICS]), (threads, groups, 48), np.int64)
     means, inverses = doubles(d[f.MEANS], channels), doubles(d[f.INVERSES], channels)
-    variances, numbers = doubles(d[f.VARIANCES], channels), doubles(d[f.NUMBERS], 3)
+    variances, numbers = doubles(d[f.VARIANCES], channels), doubles(d[f.NUMBERS], 2)
+    powers = floats(d[f.POWERS], channels)
     a, b = np.empty(channels, np.float32), np.empty(channels, np.float32)
-    count, power, eps = d[f.POSITIONS], numbers[0], numbers[1]
+    count, eps = d[f.POSITIONS], numbers[0]
     images = count // (d[f.ELEMENTS] // channels)
     moments = doubles(d[f.SUMS], 2 * images * channels if d[f.SUMS] else 0)
     for c in range(channels):
@@ -53,11 +54,12 @@ def coefficients(d, threads):
             squares += moments[(2 * n + 1) * channels + c]
         mean = first / count
         variance = max(squares / count - mean * mean, 0.0)
+        power = np.float64(powers[c])
         mean, variance = mean * power, variance * (power * power)
         inverse = 1.0 / np.sqrt(variance + eps)
         means[c], variances[c], inverses[c] = mean, variance, inverse
         if d[f.RUNNING_MEAN]:
-            share, unbiased = numbers[2], variance * (count / max(count - 1, 1))
+            share, unbiased = numbers[1], variance * (count / max(count - 1, 1))
             _mix(d[f.RUNNING_MEAN], c, mean, share)
             _mix(d[f.RUNNING_VARIANCE], c, unbiased, share)
         scale = np.float64(floats(d[f.SCALE], channels)[c]) if d[f.SCALE] else 1.0

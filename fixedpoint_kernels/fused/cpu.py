@@ -69,7 +69,7 @@ def _round_gradient(d, n, slot, dz, codes, scales, largest):
     padded, elements = d[f.PADDED], d[f.ELEMENTS]
     passes.make_gradient(
         elements, padded, d[f.PATTERN], d[f.FIRST], d[f.G] + 2 * n * padded,
-        d[f.Z] + 2 * n * padded, d[f.GA], d[f.GB], d[f.GC], dz, largest.ctypes.data,
+        d[f.Z] + 2 * n * padded, d[f.GA], d[f.GB], d[f.GC], d[f.FACTORS], dz, largest.ctypes.data,
     )  # fmt: skip
     exponent = exponent_of(largest)
     powers = floats(d[f.POWERS], n + 1)
@@ -268,7 +268,7 @@ def run_region(context, number, thread):
                     start = 2 * n * d[f.PADDED]
                     passes.make_gradient(
                         d[f.ELEMENTS], d[f.PADDED], d[f.PATTERN], d[f.FIRST], d[f.G] + start,
-                        d[f.Z] + start, d[f.GA], d[f.GB], d[f.GC],
+                        d[f.Z] + start, d[f.GA], d[f.GB], d[f.GC], 0,
                         dx + 4 * (n - first) * d[f.PADDED], largest.ctypes.data,
                     )  # fmt: skip
             elif kind == f.JOIN:

@@ -97,6 +97,7 @@ def forward(
     with program.memory.lock:
         program.clear()
         program.momenta[:] = [own.momentum for own in parameters]
+        program.move(parameters)
         _run(program, program.forward, kept, given)
     found = {i: result.take() for i, result in outputs.items()}
     if seen is not None:
@@ -146,7 +147,8 @@ def backward(
         weight = _like(own.weight) if program.needs_weights[n] else torch.empty(0)
         scale, shift = torch.empty(outputs_of), torch.empty(outputs_of)
         given |= {("of_scale", n): scale.data_ptr(), ("of_shift", n): shift.data_ptr()}
-        given |= {("seed", n): seed, ("stream", n): stream, ("of_weight", n): weight.data_ptr()}
+        given |= {("seed", n): seed, ("stream", n): stream, ("second stream", n): own.second_stream}
+        given["of_weight", n] = weight.data_ptr()
         given["of_weight lies last", n] = int(not weight.is_contiguous())
         found.append(Gradients(weight, scale, shift))
     back = {}
@@ -158,6 +160,7 @@ def backward(
         }
         given |= {("seen gradient", n): own.address for n, own in back.items()}
     with program.memory.lock:
+        program.move(parameters)
         work = _run(program, program.backward, kept, given)
         program.collect([own.weight for own in found], work)
     if seen is not None:

@@ -35,13 +35,13 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     # of batch norm
     STATISTICS, MEANS, INVERSES, VARIANCES, NUMBERS, SCALE, SHIFT, RUNNING_MEAN, RUNNING_VARIANCE,
     # of products
-    WEIGHTS, BEGIN, POWERS, OUT, CODES_STEP, SCALES, WEIGHT_FL, SEED, STREAM, TOTALS, HELD, ZEROES,
+    WEIGHTS, BEGIN, POWERS, OUT, CODES_STEP, SCALES, WEIGHT_FL, FACTORS, SEED, STREAM, TOTALS, HELD, ZEROES,
     # of gradients
     G, GA, GB, GC, HAS_PRODUCT, ADD, ADD2, OUTER, OUTER_OUT, SEEN, SUMS, SUMS_STRIDE, WHICH, OF_SCALE, OF_SHIFT,
     # of weights that are laid out
     W_OUTPUTS, W_INPUTS, W_TAPS, W_STEP_O, W_STEP_C, W_STEP_T, W_PART_TAPS, W_NUMBERS, W_OFFSETS,
     W_DEPTH, W_IS_TURNED, W_FLIPS, W_PACKED, W_SPOTS, W_MEETS, W_IS_FLAT, W_GROUPS, W_FIRSTS,
-    W_STARTS, W_ROWS, W_SUM_ROWS, W_IS_ALONE,
+    W_STARTS, W_ROWS, W_SUM_ROWS, W_IS_ALONE, W_SCALES,
     # of pooling: numbers of windows, see ``pooling``, and which of a window's places was the largest; 0: means
     WINDOWS, PLACES,
     # of curves, and of gates: one number a channel and image, so many bytes from image to image
@@ -50,8 +50,8 @@ NOISE_BLOCK = 512  # elements that are rounded at once
     # width of the value that is among them, how many places down and across are made of one, and whether
     # a gradient is added
     J_CHANNELS, J_FIRST, J_PADDED, J_WIDTH, J_DOWN, J_ACROSS, J_ADDS,
-) = range(95)  # fmt: skip
-COUNT = 95
+) = range(97)  # fmt: skip
+COUNT = 97
 
 (
     # of a program: addresses of its table, (operations, 4) float32 reals, rows of ``jobs``, (regions, 3)

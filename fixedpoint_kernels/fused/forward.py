@@ -2,8 +2,6 @@
 
 import math
 
-import numpy as np
-
 from fixedpoint_kernels.functions import CURVES
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import (
@@ -212,9 +210,8 @@ class Forward:
 
     def _coefficients(self, n: int) -> Operation:
         layer, out = self.segment.layers[n], self.layout.outs[n]
-        power = 1.0 if isinstance(layer, Norm) else 2.0 ** (-layer.inputs.fl - layer.weight.fl)
         numbers = self.layout.norms[n]
-        numbers[:2] = power, layer.eps or 0.0
+        numbers[0] = layer.eps or 0.0
         return Operation(
             self.layout.numbers(
                 out,
@@ -226,6 +223,7 @@ class Forward:
                 INVERSES=self.layout.inverses[n],
                 VARIANCES=self.layout.variances[n],
                 NUMBERS=numbers.ctypes.data,
+                POWERS=self.layout.powers[n].of_sums,
                 SCALE=Given("scale", n),
                 SHIFT=Given("shift", n),
                 RUNNING_MEAN=Given("running_mean", n),
@@ -257,10 +255,6 @@ class Forward:
         size = 2 if has_statistics else 4
         steps = size * out.padded, size * out.width * out.channels, size * out.channels
         kind = tiles.KINDS["bfloat16 and statistics" if has_statistics else "float32"]
-        scales = np.full(
-            -(out.channels // -16) * 16, 2.0 ** (-layer.inputs.fl - layer.weight.fl), np.float32
-        )
-        self.layout.held.append(scales)
         in_int16 = shapes.steps_in_int16(layer.inputs, layer.weight)
 
         def details(chunk: int) -> jobs.Described:
@@ -282,7 +276,7 @@ class Forward:
                 HAS_NORM=has_statistics,
                 STATISTICS=self.layout.statistics_at[n] if has_statistics else 0,
                 OUT=self.layout.sums[n],
-                POWERS=scales.ctypes.data,
+                POWERS=self.layout.powers[n].of_sums,
                 **self.layout.weights_at(n, part, taken, out.channels, False),
             ),
             details=details,

@@ -46,6 +46,8 @@ class Layer:
         clip: Whether the gradient is 0 where a code was clamped.
         is_flat: Whether it is a linear layer: its inputs are all elements of an image, in the order
             of ``torch.flatten``, and its weight has two dimensions. ``shape`` ends with 1, 1.
+        by_channel: Whether outputs have fractional bits of their own, which each call gives: ``weight`` is
+            the format of those that have none.
     """
 
     source: int
@@ -56,6 +58,7 @@ class Layer:
     eps: float | None
     clip: bool = True
     is_flat: bool = False
+    by_channel: bool = False
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,7 @@ class Program:
         layers = len(segment.layers)
         layout = _Layout(segment, self.chunk, size, path, 1, False, [False] * layers, False)
         self.shapes, self._factors, self._spread = layout.shapes, layout.both, layout.spread
+        self._powers = layout.powers
         self._parts = [slice(n, n + out.channels) for n, out in layout.channels()]
         self._flat = np.zeros((2, self._parts[-1].stop), np.float32)
         (operations,) = Forward(layout).regions
@@ -219,6 +220,11 @@ class Program:
         np.take(flat, self._spread, 1, out=self._factors)
         return bool(np.isfinite(flat).all())
 
+    def move(self, shifts: Sequence[tuple[int, ...]]) -> None:
+        """Take the fractional bits of each layer's channels; empty: they have none of their own."""
+        for powers, own in zip(self._powers, shifts, strict=True):
+            powers.move(own)
+
     def fill(self, given: dict[tuple[str, int], int], weights: dict[tuple[str, int], int]) -> None:
         """Lay out the weights, and note where images come from and go to."""
         work = work_memory(self.work_bytes)
@@ -273,6 +279,7 @@ def run(
     x: Tensor,
     weights: Sequence[Tensor | None],
     norms: Sequence[Norm | Tensor | None],
+    shifts: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Tensor] | None:
     """Run a segment forward.
 
@@ -281,6 +288,7 @@ def run(
         x: (images, channels, height, width), float32, any strides.
         weights: Of each layer; None of batch norm alone.
         norms: Of each layer: batch norm, a bias, or nothing.
+        shifts: Of each layer: how many fractional bits more its channels have, or empty; default: all empty.
 
     Returns:
         The values that leave the segment, float32, channels last, or (images, channels) where they are
@@ -299,6 +307,7 @@ def run(
     with program.lock:
         if not program.scale(norms):
             return None
+        program.move([()] * len(weights) if shifts is None else shifts)
         program.fill(given, own)
         program.go(len(x))
     return [result.take() for result in results.values()]

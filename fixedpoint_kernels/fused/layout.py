@@ -9,6 +9,7 @@ import numpy as np
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import INPUT, Joined, Layer, Norm, Scaled, Segment
 from fixedpoint_kernels.fused.operations import Buffer, Given, Kept, Number, Operation
+from fixedpoint_kernels.fused.powers import Powers
 from fixedpoint_kernels.products import weight_jobs
 from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
@@ -109,6 +110,7 @@ class Layout:
         self.held: list[object] = []  # arrays whose addresses operations have
         self.tasks: list[Operation] = []  # weights to be laid out
         self.pooled: dict[int, tuple[Number, Number]] = {}  # windows, and what they took
+        self.powers = list(map(self._powers_of, segment.layers, self.outs))
         self._allocate()
 
     def taken(self, n: int) -> Shape:
@@ -155,6 +157,12 @@ class Layout:
     def grain(self, n: int) -> int:
         """Return bytes of a row that a tile takes at a time, if layer ``n`` may go place by place."""
         return GRAINS[self.path] if self.segment.product(n).window.groups == 1 else 0
+
+    def _powers_of(self, layer: Layer | Norm, out: Shape) -> Powers:
+        multiplies = isinstance(layer, Layer)
+        formats = (layer.inputs, layer.weight) if multiplies else None
+        rest = multiplies and layer.by_channel, out.channels, out.pattern, self.array
+        return Powers(formats, *rest)
 
     def array(self, count: int, dtype: type = np.uint8) -> np.ndarray:
         """Return an array of the program's own, of zeros, at a multiple of 64 bytes."""
@@ -214,8 +222,8 @@ class Layout:
             [self.keep(4 * out.pattern) if i in again else self.take(4 * out.pattern) for _ in "ab"]
             for i, out in enumerate(self.outs)
         ]
-        self.norms = np.zeros((len(segment.layers), 3))  # power of two, eps, momentum
-        self.momenta = self.norms[:, 2]
+        self.norms = np.zeros((len(segment.layers), 2))  # eps, momentum
+        self.momenta = self.norms[:, 1]
         self.clamped = np.zeros((len(segment.layers), self.threads), np.int64)
         self.lsbs = np.array(
             [own.inputs.lsb if isinstance(own, Layer) else 0.0 for own in segment.layers],
@@ -339,6 +347,7 @@ class Layout:
                     f.W_SPOTS: len(meets),
                     f.W_MEETS: meets.ctypes.data,
                     f.BEGIN: begin,
+                    f.W_SCALES: self.powers[n].of_weights,
                     f.WEIGHTS: Given("weight", n),
                     f.W_STEP_O: Given("step_o", n),
                     f.W_STEP_C: Given("step_c", n),

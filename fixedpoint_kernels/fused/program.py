@@ -18,6 +18,7 @@ from fixedpoint_kernels.fused.graph import Segment
 from fixedpoint_kernels.fused.layout import Layout
 from fixedpoint_kernels.fused.memory import Memory, work_memory
 from fixedpoint_kernels.fused.operations import Addresses, Operation, place_buffers, table
+from fixedpoint_kernels.fused.reference import Parameters
 from fixedpoint_kernels.fused.weights import collect, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
 
@@ -100,6 +101,11 @@ class Program(Layout):
         """Set what forward adds to to 0."""
         self.statistics[:] = 0
         self.clamped[:] = 0
+
+    def move(self, parameters: Sequence[Parameters]) -> None:
+        """Take the fractional bits of channels, where layers have some of their own."""
+        for powers, own in zip(self.powers, parameters, strict=True):
+            powers.move(own.shifts)
 
     def place(self, own: Pass, kept: int, given: Mapping[tuple[str, int], int]) -> int:
         """Fill a pass's tables with addresses; return that of working memory.

@@ -26,6 +26,7 @@ from fixedpoint_kernels.fused.graph import (
     Scaled,
     Segment,
 )
+from fixedpoint_kernels.products.reference import powers_of_two
 from fixedpoint_kernels.rounding import encode, quantize_with_mask
 
 __all__ = ["Parameters", "backward", "forward"]
@@ -41,6 +42,8 @@ class Parameters:
         scale: Of batch norm, or None.
         shift: Of batch norm, or the bias; None: none.
         noise: Seed and stream of the gradient's rounding.
+        shifts: How many fractional bits more each output has, of a layer ``by_channel``.
+        second_stream: Of another rounding of its gradient, for the product with such a weight.
         running: Mean and variance of batch norm for eval mode, float32, contiguous, which the
             kernels move by ``momentum``; None: none.
         momentum: Share of a batch in these.
@@ -50,6 +53,8 @@ class Parameters:
     scale: Tensor | None = None
     shift: Tensor | None = None
     noise: tuple[int, int] = (0, 0)
+    shifts: tuple[int, ...] = ()
+    second_stream: int = 0
     running: tuple[Tensor, Tensor] | None = None
     momentum: float = 0.0
 
@@ -104,18 +109,26 @@ def _layer(layer: Layer, x: Tensor, own: Parameters) -> _Made:
     x = x.flatten(1)[..., None, None] if layer.is_flat else x
     _, inside = quantize_with_mask(x, layer.inputs, rounding="nearest")
     codes = encode(x, layer.inputs, rounding="nearest")
-    weight = encode(own.weight.view(layer.shape), layer.weight, rounding="nearest")
-    exponent = -layer.inputs.fl - layer.weight.fl
+    shifts = _shifts(own, layer)
+    values = own.weight.view(layer.shape) * powers_of_two(shifts).view(-1, 1, 1, 1)
+    weight = encode(values, layer.weight, rounding="nearest")
+    exponents = -layer.inputs.fl - layer.weight.fl - shifts
     kind = torch.float32 if layer.eps is None else torch.bfloat16
     y, sums = products.convolve_with_statistics(
-        codes, weight, exponents=exponent, dtype=kind, **layer.window._asdict()
+        codes, weight, exponents=exponents, dtype=kind, **layer.window._asdict()
     )
     count = y.numel() // y.shape[1]
     mean = sums.sums.double() / count
     variance = (sums.squares / count - mean * mean).clamp(min=0)
-    mean, variance = mean * 2.0**exponent, variance * 4.0**exponent
+    powers = powers_of_two(exponents).double()
+    mean, variance = mean * powers, variance * (powers * powers)
     inverse = torch.ones_like(mean) if layer.eps is None else 1 / (variance + layer.eps).sqrt()
     return _Made(codes, inside, weight, y, mean, inverse, variance)
+
+
+def _shifts(own: Parameters, layer: Layer) -> Tensor:
+    """Return how many fractional bits more each output has, int32."""
+    return torch.tensor(own.shifts or (0,) * layer.shape[0], dtype=torch.int32)
 
 
 def _measured(segment: Segment, layer: Norm, kept: Kept) -> _Made:
@@ -336,6 +349,9 @@ def _layer_backward(
     weight = products.convolve_weight_gradient(
         made.codes, codes, layer.shape[2:], exponents=exponents, **window
     )
+    if layer.by_channel:
+        moved = g * powers_of_two(-_shifts(own, layer)).view(-1, 1, 1)
+        codes, exponents = products.round_per_sample(moved, seed=seed, stream=own.second_stream)
     powers = torch.where(exponents == 128, exponents, (exponents - layer.weight.fl).clamp(max=127))
     back = products.convolve_input_gradient(
         codes, made.weight, made.codes.shape[2:], exponents=powers, **window

@@ -43,6 +43,12 @@ def _code(value, scale, low, high):
 
 
 @inner
+def _scale_of(d, output, scale):
+    """Return by what the weights of an output are multiplied to be codes."""
+    return floats(d[f.W_SCALES], output + 1)[output] if d[f.W_SCALES] else scale
+
+
+@inner
 def _round_row(weight, size, codes, scale, low, high):
     """Round elements that follow each other; ``weight``, ``codes``: addresses."""
     whole = size // 16 * 16
@@ -53,13 +59,14 @@ def _round_row(weight, size, codes, scale, low, high):
 
 
 @inner
-def _round_rows(weight, step_o, taps, inputs, codes, scale, low, high):
+def _round_rows(d, weight, step_o, taps, inputs, codes, scale, low, high):
     """Round a weight whose taps follow each other; the codes of a row lie by tap, then by input."""
     size = taps * inputs
     row = np.empty(size, np.int8)
     for first in range(0, len(codes), size):
         source = weight.ctypes.data + 4 * (first // size * step_o)
-        _round_row(source, size, row.ctypes.data, scale, low, high)
+        own_scale = _scale_of(d, first // size, scale)
+        _round_row(source, size, row.ctypes.data, own_scale, low, high)
         out = codes[first : first + size]
         for t in range(taps):
             own, tap = out[t * inputs : (t + 1) * inputs], row[t:]
@@ -69,11 +76,12 @@ def _round_rows(weight, step_o, taps, inputs, codes, scale, low, high):
 
 
 @inner
-def _round_places(weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high):
+def _round_places(d, weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high):
     """``_round_rows`` of any strides."""
     for at in range(len(codes)):
         o, t, c = at // (taps * inputs), at // inputs % taps, at % inputs
-        codes[at] = _code(weight[o * step_o + c * step_c + t * step_t], scale, low, high)
+        value = weight[o * step_o + c * step_c + t * step_t]
+        codes[at] = _code(value, _scale_of(d, o, scale), low, high)
 
 
 def pack_task(d, scales, own):
@@ -92,11 +100,14 @@ def pack_task(d, scales, own):
     weight = floats(d[f.WEIGHTS], size)
     is_dense = outputs == 1 or step_o == taps * inputs
     if is_dense and (taps == 1 or step_t == inputs) and (inputs == 1 or step_c == 1):
-        _round_row(d[f.WEIGHTS], len(codes), own, scale, low, high)
+        size = taps * inputs if d[f.W_SCALES] else len(codes)
+        for first in range(0, len(codes), size):
+            own_scale = _scale_of(d, first // size, scale)
+            _round_row(d[f.WEIGHTS] + 4 * first, size, own + first, own_scale, low, high)
     elif step_t == 1 and step_c == taps:
-        _round_rows(weight, step_o, taps, inputs, codes, scale, low, high)
+        _round_rows(d, weight, step_o, taps, inputs, codes, scale, low, high)
     else:
-        _round_places(weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high)
+        _round_places(d, weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high)
     count = d[f.W_PART_TAPS]
     numbers = carray(pointer_to(d[f.W_NUMBERS]), count, np.int64)
     offsets = carray(pointer_to(d[f.W_OFFSETS]), count, np.int64)
@@ -133,8 +144,9 @@ def _round_outputs(d, block, scale, low, high, own):
     inputs, step_o, size = d[f.W_INPUTS], d[f.W_STEP_O], d[f.W_INPUTS] * d[f.W_TAPS]
     step_c, turned = d[f.W_STEP_C] * 16, own + 16 * size
     for i in range(16):
-        source = d[f.WEIGHTS] + 4 * (block * 16 + i) * step_o
-        passes.encode(source, size, own + i * size, 0, 0, scale, low, high)
+        output = block * 16 + i
+        source, own_scale = d[f.WEIGHTS] + 4 * output * step_o, _scale_of(d, output, scale)
+        passes.encode(source, size, own + i * size, 0, 0, own_scale, low, high)
     for j in range(0, size, 16):  # the codes of 16 outputs side by side
         tiles.transpose(own + j, size, turned + 16 * j, 16)
     out = d[f.W_PACKED] + block * d[f.W_DEPTH] * 16
@@ -157,12 +169,14 @@ def _round_inputs(d, block, scale, low, high, own):
     for output in range(0, outputs, 16):
         for o in range(16):
             source, place = d[f.WEIGHTS] + 4 * (output + o) * d[f.W_STEP_O], own + o * step
+            own_scale = _scale_of(d, output + o, scale)
             if is_last:
                 for i in range(count):
                     start = source + 4 * (_tap(d, i, outputs)[0] * step_t + first)
-                    passes.encode(start, 16, place + 16 * i, 0, 0, scale, low, high)
+                    passes.encode(start, 16, place + 16 * i, 0, 0, own_scale, low, high)
             else:
-                passes.encode(source + 4 * first * taps, 16 * taps, codes, 0, 0, scale, low, high)
+                start = source + 4 * first * taps
+                passes.encode(start, 16 * taps, codes, 0, 0, own_scale, low, high)
                 for j in range(0, taps, 16):
                     tiles.transpose(codes + j, taps, place + 16 * j, 16)
         for i in range(count):

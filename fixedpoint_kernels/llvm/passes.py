@@ -206,8 +206,10 @@ def _activate(to: _Image, value, above, relu, curve, number, top):
         to.put(to.curved("value", to.get(value), curve, number), value)
 
 
-def _make_gradient(to: _Image, elements, padded, pattern, first, g, z, a, b, c, out, largest):
-    """Write ``g * a + (z * b + c)``, or ``g``; and the largest magnitudes, as bits of float32.
+def _make_gradient(
+    to: _Image, elements, padded, pattern, first, g, z, a, b, c, factors, out, largest
+):
+    """Write ``g * a + (z * b + c)``, or ``g``, times factors; and the largest magnitudes, as bits of float32.
 
     Behind the last element stands 0. ``g``, ``z``: bfloat16; ``largest``: 64 int32.
     """
@@ -215,11 +217,15 @@ def _make_gradient(to: _Image, elements, padded, pattern, first, g, z, a, b, c, 
     most = to.variable(none)
     with to.pattern(padded, pattern) as (at, strip):
         a, b, c = to.factors(first, at, a, b, c)
+        moves = to.builder.select(to.is_set(factors), I64(SCALED), I64(NOTHING))
+        (factor,) = to.factors(moves, at, factors)
         with to.every(at, strip, pattern) as e:
             value = to.variable(to.load_bfloat16(to.moved(g, e, 16)))
             with to.equal(first, BFLOAT16):
                 rest = to.load_bfloat16(to.moved(z, e, 16)) * to.get(b) + to.get(c)
                 to.put(to.get(value) * to.get(a) + rest, value)
+            with to.there(factors):
+                to.put(to.get(value) * to.get(factor), value)
             found = to.flags(to.inside(e, elements)).where(to.get(value), to.zero)
             to.store(found, to.moved(out, e, 32))
             magnitudes, before = found.viewed(I32) & 0x7FFFFFFF, to.get(most)
@@ -346,7 +352,7 @@ make_value = _made(
     _make_value,
     4,
 )
-make_gradient = _made("elements padded pattern first g z a b c out largest", _make_gradient)
+make_gradient = _made("elements padded pattern first g z a b c factors out largest", _make_gradient)
 finish = _made(
     "elements padded pattern has_product dx seen clip_mask scaled gate add add2 outer relu_mask curve a b "
     "out outer_out first z second z2 sums number",

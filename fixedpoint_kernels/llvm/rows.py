@@ -106,12 +106,12 @@ def _encode(to: _To, x, count, codes, mask, flip, scale, low, high):
     return to.builder.load(clamped)
 
 
-def _finish_product(to: _To, sums, step, rows, out, out_step, bias, groups, scale):
-    """Write int32 sums of 16 columns, or twice as many, times a power of two, plus a bias."""
-    scales = to.splat(scale)
+def _finish_product(to: _To, sums, step, rows, out, out_step, bias, groups, powers):
+    """Write int32 sums of 16 columns, or twice as many, times the power of two of each column, plus a bias."""
     for j in range(2):
         with to.builder.if_then(to.builder.icmp_signed(">", groups, I64(j))):
             own = to.load(to.builder.add(bias, I64(64 * j)))
+            scales = to.load(to.builder.add(powers, I64(64 * j)))
             with cgutils.for_range(to.builder, rows, intp=I64) as loop:
                 place = to.builder.add(sums, to.builder.mul(loop.index, step))
                 found = to.load(to.builder.add(place, I64(64 * j)), I32).converted(F32)
@@ -345,7 +345,7 @@ def _float_tile(to: _To, a, a_row, a_step, b, b_step, depth, out, out_step, adds
 
 
 encode = _made("x count codes mask flip scale low high", _encode, 3)
-finish_product = _made("sums step rows out out_step bias groups scale", _finish_product, 1)
+finish_product = _made("sums step rows out out_step bias groups powers", _finish_product)
 finish_gradient = _made(
     "sums step rows out out_step mask mask_step groups adds powers", _finish_gradient
 )

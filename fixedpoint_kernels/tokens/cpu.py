@@ -45,7 +45,7 @@ def _place(d, operand, own, first):
 
 
 def multiply(
-    d, a, step, groups, rows, sums, out, bias, scale, mask, adds, powers
+    d, a, step, groups, rows, sums, out, bias, columns, mask, adds, powers
 ):  # fmt: skip
     """Multiply rows of codes, and write outputs (``powers`` is 0) or gradients.
 
@@ -58,10 +58,10 @@ def multiply(
         sums: Address of room for int32 of 32 columns, and for 64 rows more.
         out: Address of float32.
         bias: Address of float32.
-        scale: Power of two.
+        columns: Address of float32, powers of two, one a column; of outputs.
         mask: Address of bits of gradients, or 0.
         adds: Whether gradients are added.
-        powers: Address of float32, one a row.
+        powers: Address of float32, one a row; of gradients.
     """
     group, out_step = 0, groups * 64
     while group < groups:
@@ -88,24 +88,40 @@ def multiply(
             )
         else:
             passes.finish_product(
-                sums, sums_step, rows, target, out_step, bias + 64 * group, count, scale
+                sums,
+                sums_step,
+                rows,
+                target,
+                out_step,
+                bias + 64 * group,
+                count,
+                columns + 64 * group,
             )
         group += count
 
 
 @inner
-def _round_gradient(d, g, samples, first, tokens, own, places):
-    """Round each sample to codes of its own power of two; write the power of each row."""
+def _scale_columns(x, rows, width, factors):
+    """Multiply rows of float32 by a number a column."""
+    values, own = floats(x, rows * width), floats(factors, width)
+    for first in range(0, rows * width, width):
+        row = values[first : first + width]
+        for i in range(width):
+            row[i] *= own[i]
+
+
+@inner
+def _round_gradient(d, g, samples, first, tokens, own, places, stream, scales):
+    """Round each sample to codes of its own power of two, which ``scales`` takes; write the power of each row."""
     width, padded = tokens * d[f.WIDTH], _NOISE_BLOCK
     codes, powers_at = own + places[f.ROUNDED], own + places[f.POWERS]
     powers = floats(powers_at, samples * tokens)
-    scales = carray(pointer_to(d[f.SCALES]), first + samples, np.float64)
-    key = d[f.SEED], d[f.STREAM]
+    key = d[f.SEED], stream
     blocks = (width + 15) // 16
     for i in range(samples):
         values = floats(g + 4 * i * width, width + padded)
         exponent = exponent_of(carray(pointer_to(g + 4 * i * width), width, np.int32))
-        scales[first + i] = np.inf if exponent == 128 else np.ldexp(1.0, exponent)
+        scales[i] = np.inf if exponent == 128 else np.ldexp(1.0, exponent)
         moved = min(exponent - d[f.WEIGHT_FL], 127)
         power = np.float32(np.inf) if exponent == 128 else np.float32(np.ldexp(1.0, moved))
         powers[i * tokens : i * tokens + tokens] = power
@@ -249,21 +265,30 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
         mask = d[f.MASK] + row * depth // 8 if d[f.MASK] else np.int64(0)
         clamped = passes.encode(x, rows * depth, codes, mask, d[f.FLIP], r[0], r[1], r[2])
         _count(d[f.CLAMPED] + 8 * thread, clamped)
-        multiply(d, codes, depth, width // 16, rows, sums, y, d[f.BIAS], r[3], 0, 0, 0)
+        bias, powers = d[f.BIAS], d[f.SUM_POWERS]
+        multiply(d, codes, depth, width // 16, rows, sums, y, bias, powers, 0, 0, 0)
     elif kind == f.LINEAR_BACKWARD:
-        _round_gradient(d, x, samples, first, tokens, own, places)
+        scales = carray(pointer_to(d[f.SCALES]), first + samples, np.float64)[first:]
+        _round_gradient(d, x, samples, first, tokens, own, places, d[f.STREAM], scales)
         codes = own + places[f.ROUNDED]
         grad_codes = d[f.GRAD_CODES] + row * width
         tiles.copy(codes, grad_codes, count)
         if d[f.SUMS] >= 0:
             passes.add_rows(x, rows, width, partial + 4 * d[f.SUMS])
         if d[f.WEIGHTS]:
-            if FLIPS:
+            if d[f.FACTORS]:
+                _scale_columns(x, rows, width, d[f.FACTORS])
+                scales = np.empty(samples, np.float64)  # those of weights stay
+                stream = d[f.SECOND_STREAM]
+                _round_gradient(d, x, samples, first, tokens, own, places, stream, scales)
+                if FLIPS:
+                    tiles.copy_flipped(codes, codes, (count + 63) // 64 * 64)  # pieces do not meet
+            elif FLIPS:
                 tiles.copy_flipped(grad_codes, codes, count)
             depth = d[f.DEPTH]
             mask = d[f.MASK] + row * depth // 8 if d[f.MASK] else np.int64(0)
             multiply(
-                d, codes, width, depth // 16, rows, sums, y, 0, r[0], mask, d[f.ADDS],
+                d, codes, width, depth // 16, rows, sums, y, 0, 0, mask, d[f.ADDS],
                 own + places[f.POWERS],
             )  # fmt: skip
     elif kind == f.NORM:

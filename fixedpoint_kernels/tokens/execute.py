@@ -50,11 +50,8 @@ def forward(
     work = work_memory(program.work_bytes)
     with program.memory.lock:
         program.clamped[:] = 0
-        program.pack.tasks[:, fields.WEIGHTS] = [given["first", i] for i in program.pack.layers]
-        weights.pack_weights(program.threads > 1)(
-            *(program.pack.tasks, program.pack.reals, program.pack.items),
-            *(work, program.pack.spare_bytes, program.threads),
-        )
+        program.move(parameters)
+        _pack(program, given, work)
         _run(program, program.forward, kept, given, work)
         if counts is not None:
             counts += [(n & _CLAMPED, n >> NAN_BIT) for n in program.clamped.sum(1).tolist()]
@@ -91,8 +88,11 @@ def backward(
         given["dx", i] = dxs[-1].data_ptr() if needed else 0  # pyright: ignore[reportOptionalMemberAccess]
     for i, own in enumerate(parameters):
         given |= {("seed", i): own.noise[0], ("stream", i): own.noise[1]}
+        given["second stream", i] = own.second_stream
     work = work_memory(program.work_bytes)
     with program.memory.lock:
+        if program.move(parameters):  # another call had other formats by channel
+            _pack(program, given, work)
         _run(program, program.backward, kept, given, work)
         found_weights = _weights(program, kept, work)
         sums = torch.from_numpy(program.partial.sum(0, dtype=np.float64).astype(np.float32))
@@ -127,6 +127,15 @@ def _weights(program: Program, kept: Tensor, work: int) -> dict[int, Tensor]:
             program.threads,
         )
     return found
+
+
+def _pack(program: Program, given: Mapping[tuple[str, int], int], work: int) -> None:
+    """Lay out the weights, as they are and turned."""
+    pack = program.pack
+    pack.tasks[:, fields.WEIGHTS] = [given["first", i] for i in pack.layers]
+    weights.pack_weights(program.threads > 1)(
+        *(pack.tasks, pack.reals, pack.items), *(work, pack.spare_bytes, program.threads)
+    )
 
 
 def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:

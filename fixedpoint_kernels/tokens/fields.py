@@ -16,7 +16,7 @@ which holds the rows of one chunk.
     ADDS, SUMS, SUMS2,
     # of linear layers
     DEPTH, OUTPUTS, CODES, MASK, FLIP, CLAMPED, WEIGHTS, BEGIN, BIAS, GROUP_BYTES, RUNS, STARTS,
-    GRAD_CODES, SCALES, WEIGHT_FL, SEED, STREAM,
+    GRAD_CODES, SCALES, WEIGHT_FL, SEED, STREAM, SECOND_STREAM, SUM_POWERS, FACTORS,
     # of norms and activation functions
     KEPT, INVERSE, SCALE, SHIFT,
     # of attention: queries, keys and values, and their gradients
@@ -27,8 +27,8 @@ which holds the rows of one chunk.
     OUT, LSB, LIES,
     # what tiles must know of codes, see ``tiles.kind_of_bytes``
     BYTES,
-) = range(62)  # fmt: skip
-COUNT = 62
+) = range(65)  # fmt: skip
+COUNT = 65
 
 # parts of a thread's memory
 WORK, ROUNDED, POWERS, HEAD, LOCAL = range(5)

@@ -24,6 +24,8 @@ class Linear:
         shape: Outputs and inputs, multiples of 16.
         clip: Whether the gradient of clamped inputs is 0.
         is_turned: Whether the weight, and its gradient, lie as (inputs, outputs).
+        by_channel: Whether outputs have fractional bits of their own, which each call gives: ``weight`` is
+            the format of those that have none.
     """
 
     source: int
@@ -32,6 +34,7 @@ class Linear:
     shape: tuple[int, int]
     clip: bool = True
     is_turned: bool = False
+    by_channel: bool = False
 
     @property
     def sources(self) -> tuple[int, ...]:

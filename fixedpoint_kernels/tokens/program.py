@@ -13,6 +13,7 @@ import numpy as np
 
 from fixedpoint_kernels.fused import fields as w
 from fixedpoint_kernels.fused.memory import Memory
+from fixedpoint_kernels.fused.powers import Powers
 from fixedpoint_kernels.fused.weights import packing_items, spare_bytes
 from fixedpoint_kernels.llvm.tiles import kind_of_bytes
 from fixedpoint_kernels.products import by_outputs, jobs, weight_jobs
@@ -31,6 +32,7 @@ from fixedpoint_kernels.tokens.graph import (
     Part,
     Segment,
 )
+from fixedpoint_kernels.tokens.reference import Parameters
 
 __all__ = ["Program"]
 
@@ -173,13 +175,24 @@ class Program:
         self._weights_tasks()
         self.memory = Memory() if memory is None else memory
 
+    def move(self, parameters: Sequence[Parameters]) -> bool:
+        """Take the fractional bits of outputs, where layers have some of their own; say whether they changed."""
+        changed = [own.move(parameters[i].shifts) for i, own in self.powers.items()]
+        return any(changed)
+
     # ------------------------------------------------------------------ memory
 
     def _take(self, count: int, dtype: type = np.uint8) -> int:
         """Return the address of memory of the program's own, 0 at first."""
-        memory = np.zeros(count * np.dtype(dtype).itemsize + 128, np.uint8)
+        return self._array(count, dtype).ctypes.data
+
+    def _array(self, count: int, dtype: type) -> np.ndarray:
+        """Return an array of the program's own, of zeros, at a multiple of 64 bytes."""
+        size = count * np.dtype(dtype).itemsize
+        memory = np.zeros(size + 128, np.uint8)
         self._memory.append(memory)
-        return -(memory.ctypes.data // -64) * 64
+        start = -memory.ctypes.data % 64
+        return memory[start : start + size].view(dtype)
 
     def _hold(self, numbers: Sequence[float], dtype: type) -> int:
         """Return the address of an array of the program's own."""
@@ -204,6 +217,7 @@ class Program:
         operations = self.segment.operations
         self.clamped = np.zeros((len(operations), self.threads), np.int64)
         self.scales, self.grad_codes = {}, {}
+        self.powers: dict[int, Powers] = {}
         for i, op in enumerate(operations):
             width = self.widths[self._count + i]
             if isinstance(op, Linear):
@@ -211,6 +225,8 @@ class Program:
                 if op.clip and self._needs_gradient(op.source):
                     self.masks[i] = self._keep(n * op.shape[1] // 8)
                 self.partials[i] = (self._partial(width),)
+                formats = op.inputs, op.weight
+                self.powers[i] = Powers(formats, op.by_channel, width, width, self._array)
                 self.packed[i] = self._room_of_weights(op)
                 self.scales[i] = self._take(self.samples, np.float64)
                 self.grad_codes[i] = self._take(n * width + 64)
@@ -311,9 +327,10 @@ class Program:
                 "BYTES": kind_of_bytes(op.inputs.signed, steps_in_int16(op.inputs, op.weight)),
                 "CLAMPED": self.clamped[i].ctypes.data,
                 "BIAS": _Given("second", i),
+                "SUM_POWERS": self.powers[i].of_sums,
             }
             numbers = op.inputs.scale, op.inputs.min_code, op.inputs.max_code
-            rows.add(f.LINEAR, more, *numbers, 2.0 ** (-op.inputs.fl - op.weight.fl))
+            rows.add(f.LINEAR, more, *numbers)
         elif isinstance(op, Norm):
             more |= {"SCALE": _Given("first", i), "SHIFT": _Given("second", i)}
             more |= {"KEPT": self.extra[i], "INVERSE": self.inverses[i]}
@@ -405,6 +422,8 @@ class Program:
             "WEIGHT_FL": op.weight.fl,
             "SEED": _Given("seed", i),
             "STREAM": _Given("stream", i),
+            "SECOND_STREAM": _Given("second stream", i),
+            "FACTORS": self.powers[i].of_gradients,
         }
         rows.add(f.LINEAR_BACKWARD, more)
 
@@ -474,6 +493,7 @@ class Program:
                 d[[w.W_STEP_O, w.W_DEPTH]] = inner, depths[is_turned]
                 d[[w.W_NUMBERS, w.W_OFFSETS]] = first
                 d[[w.W_PACKED, w.BEGIN]] = places[is_turned]
+                d[w.W_SCALES] = self.powers[i].of_weights
                 d[w.W_IS_TURNED] = is_turned != op.is_turned
                 d[w.W_FLIPS] = self._flips if is_turned else self._is_flipped(op)
                 tasks.append(d)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import functions, products
+from fixedpoint_kernels.products.reference import powers_of_two
 from fixedpoint_kernels.rounding import encode, quantize_with_mask
 from fixedpoint_kernels.tokens.graph import (
     Add,
@@ -39,11 +40,15 @@ class Parameters:
         first: Weight of a linear layer, values of its format; scale of a norm. None: none.
         second: Bias of a linear layer; shift of a norm. None: none.
         noise: Seed and stream of the gradient's rounding in a linear layer.
+        shifts: How many fractional bits more each output has, of a linear layer ``by_channel``.
+        second_stream: Of another rounding of its gradient, for the product with such a weight.
     """
 
     first: Tensor | None = None
     second: Tensor | None = None
     noise: tuple[int, int] = (0, 0)
+    shifts: tuple[int, ...] = ()
+    second_stream: int = 0
 
 
 @dataclass
@@ -84,9 +89,10 @@ def _forward(
         assert own.first is not None
         _, inside = quantize_with_mask(x, op.inputs, rounding="nearest")
         codes = encode(x, op.inputs, rounding="nearest")
-        weight = encode(own.first.detach(), op.weight, rounding="nearest")
-        weight = weight.T if op.is_turned else weight
-        y = products.linear(codes, weight, exponents=-op.inputs.fl - op.weight.fl)
+        shifts = _shifts(own, op)
+        weight = own.first.detach().T if op.is_turned else own.first.detach()
+        weight = encode(weight * powers_of_two(shifts)[:, None], op.weight, rounding="nearest")
+        y = products.linear(codes, weight, exponents=-op.inputs.fl - op.weight.fl - shifts)
         return (y if own.second is None else y + own.second.detach()), (codes, inside, weight)
     if isinstance(op, Norm):
         found, inverse = normalize(x, op.eps)
@@ -98,6 +104,11 @@ def _forward(
     if isinstance(op, Relu):
         return torch.where(x <= 0, 0.0, x), ()
     return x + values[op.other], ()
+
+
+def _shifts(own: Parameters, op: Linear) -> Tensor:
+    """Return how many fractional bits more each output has, int32."""
+    return torch.tensor(own.shifts or (0,) * op.shape[0], dtype=torch.int32)
 
 
 def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -204,6 +215,10 @@ def _linear_backward(
     codes = codes.view(g.shape)
     of_weight = products.linear_weight_gradient(x, codes, exponents=exponents) * op.inputs.lsb
     of_weight = of_weight.T if op.is_turned else of_weight
+    if op.by_channel:
+        moved = (g * powers_of_two(-_shifts(own, op))).flatten(1)
+        codes, exponents = products.round_per_sample(moved, seed=seed, stream=own.second_stream)
+        codes = codes.view(g.shape)
     powers = torch.where(exponents == 128, exponents, (exponents - op.weight.fl).clamp(max=127))
     back = products.linear_input_gradient(codes, weight, exponents=powers)
     if op.clip:

@@ -74,6 +74,7 @@ class ChainRun(nn.Module):
         self._formats: list[ModuleFormats] = []
         self._shapes: list[torch.Size] = []
         self._segment: Segment | None = None
+        self.shifts: list[tuple[int, ...]] = []
         self._held: tuple[Any, ...] = ()
         self._programs: Programs[Any] = Programs()
 
@@ -134,11 +135,13 @@ class ChainRun(nn.Module):
 
     def _described(self, formats: list[ModuleFormats]) -> Segment | None:
         layers: list[Layer | Norm] = []
+        self.shifts = []
         pairs = zip(self.convolutions, formats, strict=True)
         for own, norm in zip(self.chain.layers, self.norms, strict=True):
             if not own.name:
                 assert norm is not None
                 layers.append(Norm(own.source, norm.num_features, norm.eps))
+                self.shifts.append(())
                 continue
             conv, found = next(pairs)
             product = choose(conv, found)
@@ -152,8 +155,10 @@ class ChainRun(nn.Module):
                 Layer(
                     own.source, product.inputs, product.weight_fmt,
                     (sizes[0], sizes[1], sizes[2], sizes[3]), _window(product), eps, clip, is_flat,
+                    bool(product.shifts),
                 )
             )  # fmt: skip
+            self.shifts.append(product.shifts)
         return Segment(tuple(layers), tuple(self.chain.values))
 
     def each(
@@ -194,8 +199,8 @@ class ChainRun(nn.Module):
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
             rounder.count(len(x))
-        drawn = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
-        noise = [own or (0, 0) for own, _ in self.each(drawn)]
+        drawn = [rounder.state.noise_of_gradients() for rounder in self.rounders]
+        noise = [own or (0, 0, 0) for own, _ in self.each(drawn)]
         return _Chain.apply(x, self, noise, *parameters)  # pyright: ignore[reportReturnType]
 
     @property
@@ -280,7 +285,7 @@ def has_fitting_formats(layer: nn.Module, formats: ModuleFormats) -> bool:
 def _fits(product: Product, options: Options, formats: ModuleFormats) -> bool:
     others = formats.outputs, formats.samples, formats.gradients
     is_plain = all(fmt is None for fmt in others)
-    return is_plain and not product.shifts and options == Options()
+    return is_plain and options == Options()
 
 
 def _window(product: Product) -> Window:
@@ -295,20 +300,24 @@ class _Chain(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, run: ChainRun, noise: list[tuple[int, int]], *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        run: ChainRun,
+        noise: list[tuple[int, int, int]],
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         from fixedpoint_kernels.fused import execute
 
         needed = ctx.needs_input_grad[3:]
         program = run.program(x, ctx.needs_input_grad[0], tuple(needed[::3]))
-        own = _own(parameters, noise)
+        own = _own(parameters, noise, run.shifts)
         run.track(own)
         seen: dict[int, Tensor] = {}
         outputs, kept = execute.forward(program, x, own, seen)
         run.note(program, x)
         ctx.observers = run.show(seen) if program.observes else []
         ctx.save_for_backward(kept, *parameters)
-        ctx.program, ctx.noise = program, noise
+        ctx.program, ctx.noise, ctx.shifts = program, noise, run.shifts
         return tuple(lies_as(y, x) for y in outputs)
 
     @staticmethod
@@ -320,7 +329,7 @@ class _Chain(torch.autograd.Function):
 
         kept, *parameters = ctx.saved_tensors
         seen: list[Tensor] = []
-        own = _own(parameters, ctx.noise)
+        own = _own(parameters, ctx.noise, ctx.shifts)
         dx, found = execute.backward(ctx.program, kept, own, grads, seen)
         layers = ctx.program.segment.products if ctx.observers else ()
         for layer, observe, grad in zip(layers, ctx.observers, seen, strict=True):
@@ -334,9 +343,14 @@ class _Chain(torch.autograd.Function):
         return tuple(back)
 
 
-def _own(parameters: Sequence[Tensor | None], noise: list[tuple[int, int]]) -> list[Parameters]:
+def _own(
+    parameters: Sequence[Tensor | None],
+    noise: list[tuple[int, int, int]],
+    shifts: list[tuple[int, ...]],
+) -> list[Parameters]:
     found = []
-    triples = zip(parameters[::3], parameters[1::3], parameters[2::3], noise, strict=True)
-    for weight, scale, shift, own in triples:
-        found.append(Parameters(torch.empty(0) if weight is None else weight, scale, shift, own))
+    every = zip(parameters[::3], parameters[1::3], parameters[2::3], noise, shifts, strict=True)
+    for weight, scale, shift, (seed, stream, second), own in every:
+        weight = torch.empty(0) if weight is None else weight
+        found.append(Parameters(weight, scale, shift, (seed, stream), own, second))
     return found

@@ -59,7 +59,7 @@ class InferenceRun(ChainRun):
             bias = None if conv is None else conv.bias
             weights.append(None if conv is None else conv.weight.detach())
             norms.append(bias if norm is None else _numbers(norm))
-        outputs = inference.run(program, x, weights, norms)
+        outputs = inference.run(program, x, weights, norms, self.shifts)
         if outputs is None:
             return self._plain[0](x)
         return tuple(lies_as(y, x) for y in outputs)

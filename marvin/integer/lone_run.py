@@ -26,7 +26,14 @@ from marvin.integer.formats import (
     rounding_of,
 )
 from marvin.integer.programs import Programs
-from marvin.integer.token_autograd import is_plain, program_of, run_tokens, threads_of
+from marvin.integer.token_autograd import (
+    NO_NOISE,
+    LinearCall,
+    is_plain,
+    program_of,
+    run_tokens,
+    threads_of,
+)
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 from marvin.settings import is_traced
@@ -89,7 +96,7 @@ def from_floats(module: Any, x: object) -> Tensor | None:
         return _trained(module, x, product, formats, rounders[0])
     if _goes_back(module, x):
         return None
-    call = _Call(formats.ste == "clip", Noise(0, 0, 0))
+    call = _Call(formats.ste == "clip", NO_NOISE)
     y = _multiplied(module, x, (module.weight, module.bias), product, call)
     return None if call.nans else y
 
@@ -103,7 +110,7 @@ def _trained(
     if (goes_back and not trains) or not _rounds_plainly(module, rounder, formats, x):
         return None
     before = state.gradients
-    noise = Noise(*state.noise_of_gradients()) if trains else Noise(0, 0, 0)
+    noise = Noise(*state.noise_of_gradients()) if trains else NO_NOISE
     call = _Call(formats.ste == "clip", noise)
     y = _multiplied(module, x, (module.weight, module.bias), product, call)
     if y is None or call.nans:
@@ -154,7 +161,9 @@ def _multiplied(
         return None
     outputs, inputs = reversed(weight.shape) if is_turned else weight.shape
     more = -inputs % 16, -outputs % 16  # features that are added, of 0
-    if product.shifts or x.shape[-1] != inputs or (more[1] and rows != len(x)):
+    if x.shape[-1] != inputs or (is_turned and product.shifts):
+        return None  # fractional lengths by feature
+    if more[1] and rows != len(x):
         return None  # what is added to each of several rows would move the noise of the others
     if not is_plain(weight) or not (bias is None or is_float32(bias, (outputs,))):
         return None
@@ -171,7 +180,8 @@ def _multiplied(
         across, down = reversed(more) if is_turned else more
         weight = F.pad(weight, (0, across, 0, down))
         bias = None if bias is None else F.pad(bias, (0, more[1]))
-    (y,) = run_tokens(call, segment, [call.noise[:2]], (x,), (weight, bias))
+    shifts = product.shifts and (*product.shifts, *[0] * more[1])
+    (y,) = run_tokens(call, segment, [LinearCall(call.noise, shifts)], (x,), (weight, bias))
     return y[..., :outputs].contiguous() if more[1] else y
 
 
@@ -205,7 +215,7 @@ class _Lone:
         self, product: Product, shape: tuple[int, int], clip: bool, is_turned: bool
     ) -> Segment:
         """Return what is computed; the last one is remembered."""
-        key = product.inputs, product.weight_fmt, shape, clip, is_turned
+        key = product.inputs, product.weight_fmt, shape, clip, is_turned, bool(product.shifts)
         if self._segment is None or self._segment[0] != key:
             operation = tokens.Linear(0, *key)
             self._segment = key, Segment((shape[1],), (operation,), (1,))

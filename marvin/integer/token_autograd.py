@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,16 +11,23 @@ from fixedpoint_kernels import tokens
 from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from fixedpoint_kernels.tokens import Parameters, Segment
-from marvin.integer.autograd import once
+from marvin.integer.autograd import Noise, once
 from marvin.integer.programs import Programs
 
 if TYPE_CHECKING:
     from fixedpoint_kernels.tokens.program import Program
 
-__all__ = ["Run", "is_plain", "program_of", "run_tokens", "threads_of"]
+__all__ = ["NO_NOISE", "LinearCall", "Run", "is_plain", "program_of", "run_tokens", "threads_of"]
 
-_NO_NOISE = 0, 0
+NO_NOISE = Noise(0, 0, 0)
 _MACS = 64  # multiply-adds that cost as much as one element of another kernel
+
+
+class LinearCall(NamedTuple):
+    """What a linear layer has in one call: noise for its gradient, and each output's further fractional bits, or none."""
+
+    noise: Noise
+    shifts: tuple[int, ...]
 
 
 class Run(Protocol):
@@ -70,7 +77,7 @@ def is_plain(x: Tensor) -> bool:
 def run_tokens(
     run: Run,
     segment: Segment,
-    noise: list[tuple[int, int]],
+    calls: list[LinearCall],
     xs: Sequence[Tensor],
     parameters: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
@@ -79,20 +86,20 @@ def run_tokens(
     Args:
         run: Has programs, and notes what was clamped.
         segment: What is computed.
-        noise: Seed and stream of each linear layer's gradient.
+        calls: Of each linear layer.
         xs: What comes in.
         parameters: Weight or scale, and bias or shift, of each operation.
     """
     tensors = *xs, *parameters
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):
-        return tuple(_forward(run, segment, noise, xs, parameters, [False] * len(tensors))[2])
-    return _Tokens.apply(run, segment, noise, *xs, *parameters)  # pyright: ignore[reportReturnType]
+        return tuple(_forward(run, segment, calls, xs, parameters, [False] * len(tensors))[2])
+    return _Tokens.apply(run, segment, calls, *xs, *parameters)  # pyright: ignore[reportReturnType]
 
 
 def _forward(
     run: Run,
     segment: Segment,
-    noise: list[tuple[int, int]],
+    calls: list[LinearCall],
     xs: Sequence[Tensor],
     parameters: Sequence[Tensor | None],
     needed: Sequence[bool],
@@ -103,7 +110,7 @@ def _forward(
     count = len(xs)
     program = run.program(segment, xs[0], needed[:count], needed[count::2])
     counts: list[tuple[int, int]] = []
-    own = _parameters_of(segment, parameters, noise)
+    own = _parameters_of(segment, parameters, calls)
     outputs, kept = execute.forward(program, xs, own, counts)
     run.note(segment, xs, counts)
     return program, kept, outputs
@@ -117,15 +124,15 @@ class _Tokens(torch.autograd.Function):
         ctx: Any,
         run: Run,
         segment: Segment,
-        noise: list[tuple[int, int]],
+        calls: list[LinearCall],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         count = len(segment.inputs)
         xs = [x for x in tensors[:count] if x is not None]
         rest = tensors[count:], ctx.needs_input_grad[3:]
-        program, kept, outputs = _forward(run, segment, noise, xs, *rest)
+        program, kept, outputs = _forward(run, segment, calls, xs, *rest)
         ctx.save_for_backward(kept, *tensors[count:])
-        ctx.program, ctx.noise = program, noise
+        ctx.program, ctx.calls = program, calls
         return tuple(outputs)
 
     @staticmethod
@@ -136,7 +143,7 @@ class _Tokens(torch.autograd.Function):
         from fixedpoint_kernels.tokens import execute
 
         kept, *parameters = ctx.saved_tensors
-        own = _parameters_of(ctx.program.segment, parameters, ctx.noise)
+        own = _parameters_of(ctx.program.segment, parameters, ctx.calls)
         dxs, found = execute.backward(ctx.program, kept, own, grads)
         back = [None, None, None, *dxs, *(way for pair in found for way in pair)]
         pairs = zip(back, ctx.needs_input_grad, strict=True)
@@ -144,15 +151,15 @@ class _Tokens(torch.autograd.Function):
 
 
 def _parameters_of(
-    segment: Segment, tensors: Sequence[Tensor | None], noise: list[tuple[int, int]]
+    segment: Segment, tensors: Sequence[Tensor | None], calls: list[LinearCall]
 ) -> list[Parameters]:
-    """Return what each operation takes: of a linear layer, the noise of its gradient, too."""
-    streams = iter(noise)
-    return [
-        Parameters(
-            first, second, next(streams) if isinstance(operation, tokens.Linear) else _NO_NOISE
-        )
-        for operation, first, second in zip(
-            segment.operations, tensors[::2], tensors[1::2], strict=True
-        )
-    ]
+    """Return what each operation takes: a linear layer also what it has in this call."""
+    found, own = [], iter(calls)
+    for operation, first, second in zip(
+        segment.operations, tensors[::2], tensors[1::2], strict=True
+    ):
+        found.append(Parameters(first, second))
+        if isinstance(operation, tokens.Linear):
+            (seed, stream, other), shifts = next(own)
+            found[-1] = Parameters(first, second, (seed, stream), shifts, other)
+    return found

@@ -5,13 +5,11 @@ from torch import Tensor, nn
 from fixedpoint_kernels import tokens
 from marvin.integer.chain_run import is_in_the_way
 from marvin.integer.formats import has_hooks, rounding_of
-from marvin.integer.token_autograd import run_tokens
+from marvin.integer.token_autograd import NO_NOISE, run_tokens
 from marvin.integer.token_graph import TokenChain
 from marvin.integer.token_run import Call, TokenRun, are_plain
 
 __all__ = ["TokenInference"]
-
-_NO_NOISE: tuple[int, int] = 0, 0
 
 
 class TokenInference(TokenRun):
@@ -46,9 +44,8 @@ class TokenInference(TokenRun):
         if segment is None:
             return self._plain[0](*xs)
         call = Call(self._programs)
-        outputs = run_tokens(
-            call, segment, [_NO_NOISE] * len(self.layers), xs, self.parameters_in_order()
-        )
+        calls = self.calls([NO_NOISE] * len(self.layers))
+        outputs = run_tokens(call, segment, calls, xs, self.parameters_in_order())
         if call.met_nan:
             return self._plain[0](*xs)
         for rounder in self.rounders:

@@ -11,11 +11,12 @@ from fixedpoint_kernels._torch_private import own_parameters
 from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.tokens import Segment
 from marvin.hooks import rounders_of
+from marvin.integer.autograd import Noise
 from marvin.integer.formats import Options, Product, choose
 from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerLinear
 from marvin.integer.programs import Programs
-from marvin.integer.token_autograd import is_plain, program_of, run_tokens
+from marvin.integer.token_autograd import LinearCall, is_plain, program_of, run_tokens
 from marvin.integer.token_graph import Heads, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
@@ -128,7 +129,7 @@ class TokenRun(nn.Module):
         for layer, own in zip(self.layers, formats, strict=True):
             product = choose(layer, own)
             others = own.outputs, own.samples, own.gradients
-            if isinstance(product, str) or product.shifts or any(o is not None for o in others):
+            if isinstance(product, str) or any(o is not None for o in others):
                 return None
             if getattr(layer, OPTIONS) != Options():
                 return None
@@ -141,9 +142,9 @@ class TokenRun(nn.Module):
         if segment is None:
             return self._plain[0](*xs)
         before = [rounder.state.gradients for rounder in self.rounders]
-        noise = [rounder.state.noise_of_gradients()[:2] for rounder in self.rounders]
+        noise = [Noise(*rounder.state.noise_of_gradients()) for rounder in self.rounders]
         call = Call(self._programs)
-        outputs = run_tokens(call, segment, noise, xs, self.parameters_in_order())
+        outputs = run_tokens(call, segment, self.calls(noise), xs, self.parameters_in_order())
         if call.met_nan:
             for rounder, drawn in zip(self.rounders, before, strict=True):
                 rounder.state.gradients = drawn  # layers draw again
@@ -153,6 +154,11 @@ class TokenRun(nn.Module):
             rounder.count(len(xs[0]))
         self._count(segment, xs, call)
         return outputs
+
+    def calls(self, noise: Sequence[Noise]) -> list[LinearCall]:
+        """Return what each linear layer has in a call with this noise."""
+        chosen = self._products or ()
+        return [LinearCall(own, p.shifts) for own, (p, _) in zip(noise, chosen, strict=True)]
 
     def parameters_in_order(self) -> list[Tensor | None]:
         """Return weight or scale, and bias or shift, of each member."""
@@ -197,7 +203,8 @@ class TokenRun(nn.Module):
                 product, clip = next(chosen)
                 shape = own.out_features, own.in_features
                 fmt = product.weight_fmt
-                operation = tokens.Linear(sources[0], product.inputs, fmt, shape, clip)
+                rest = fmt, shape, clip, False, bool(product.shifts)
+                operation = tokens.Linear(sources[0], product.inputs, *rest)
                 width = own.out_features
             elif isinstance(own, nn.LayerNorm):
                 is_whole = own.normalized_shape == (width,)

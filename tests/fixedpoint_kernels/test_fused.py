@@ -361,6 +361,15 @@ def narrowed(segment, bits):
     return Segment(tuple(layers), segment.values)
 
 
+def by_channel(segment, every=1):
+    """The same; the weight of each, or of every second layer, has a fractional length for each output."""
+    layers = [
+        dataclasses.replace(own, by_channel=n % every == 0) if isinstance(own, Layer) else own
+        for n, own in enumerate(segment.layers)
+    ]
+    return Segment(tuple(layers), segment.values)
+
+
 SEGMENTS = {
     "residual": (residual(), 3, (12, 10)),
     "odd": (residual(5, inputs=2), 3, (9, 7)),
@@ -408,6 +417,15 @@ SEGMENTS = {
     "seven bits": (narrowed(residual(16), 7), 3, (8, 8)),
     "five bits": (narrowed(residual(20, inputs=20), 5), 3, (9, 7)),
     "five bits by place": (narrowed(residual(16, inputs=4), 5), 20, (4, 4)),
+    "by channel": (by_channel(residual(16, inputs=16)), 3, (9, 7)),
+    "by channel odd": (by_channel(residual(5, inputs=2), 2), 3, (9, 7)),
+    "by channel biases": (by_channel(residual(20, None)), 3, (8, 8)),
+    "by channel places": (by_channel(residual(16, inputs=4)), 20, (4, 4)),
+    "by channel flattened": (by_channel(flattened(6, 16, 32, 16)), 5, (4, 6)),
+    "by channel grouped": (by_channel(grouped()), 3, (10, 9)),
+    "by channel inverted": (by_channel(inverted()), 3, (9, 8)),
+    "by channel preactivated": (by_channel(preactivated()), 3, (9, 8)),
+    "by channel squeezed": (by_channel(squeezed()), 3, (9, 8)),
 }
 
 
@@ -423,12 +441,19 @@ def parameters(segment, seed=0):
         weight = (
             torch.randn(own.shape, generator=generator) * (2 / (inputs * height * width)) ** 0.5
         )
+        shifts = torch.randint(6, (outputs,), generator=generator) if own.by_channel else None
         codes = (weight * own.weight.scale).round()
         weight = codes.clamp(own.weight.min_code, own.weight.max_code) * own.weight.lsb
+        if shifts is not None:
+            weight = weight / 2.0 ** shifts.view(-1, 1, 1, 1)
         weight = weight.flatten(1) if own.is_flat else weight
         scale = 1 + 0.1 * torch.randn(outputs, generator=generator)
         shift = 0.1 * torch.randn(outputs, generator=generator)
         found.append(Parameters(weight, None if own.eps is None else scale, shift, (seed, n)))
+        if shifts is not None:
+            found[-1] = dataclasses.replace(
+                found[-1], shifts=tuple(shifts.tolist()), second_stream=n + 100
+            )
     return found
 
 
@@ -561,6 +586,7 @@ LARGE = {
     "sixteens": (large(80), 3, (6, 5)),
     "one tap": (large(size=1, window=PROJECTED), 4, (5, 5)),
     "flattened": (flattened(16, 32, 64, 64), 20, (8, 8)),
+    "by channel": (by_channel(large()), 3, (9, 8)),
 }
 
 
@@ -799,6 +825,7 @@ def values_in_float64(segment, kept, leaves, source):
         ("preactivated", 128, 0.02),
         ("dense", 128, 0.02),
         ("repeated", 128, 0.02),
+        ("by channel", 128, 0.02),
     ],
 )
 def test_reference_is_the_gradient_of_batch_norm_and_convolutions(name, count_of_draws, share):
@@ -849,8 +876,9 @@ def test_reference_is_the_gradient_of_batch_norm_and_convolutions(name, count_of
     norm=st.booleans(),
     grouped=st.booleans(),
     curve=st.sampled_from([None, *CURVES]),
+    channels=st.booleans(),
 )
-def test_chains_of_any_shape(seed, count, size, widths, relu, norm, grouped, curve):
+def test_chains_of_any_shape(seed, count, size, widths, relu, norm, grouped, curve, channels):
     layers, values, before = [], [], 2
     for i, width in enumerate(widths):
         fmt = UNSIGNED if relu and i else SIGNED
@@ -864,6 +892,7 @@ def test_chains_of_any_shape(seed, count, size, widths, relu, norm, grouped, cur
         values.append(Value(i, None, None, relu, ceiling, own, is_output=i == len(widths) - 1))
         before = width
     segment = Segment(tuple(layers), tuple(values))
+    segment = by_channel(segment) if channels else segment
     x = images(segment, count, size, seed)
     check(segment, x, program(segment, x), seed)
 

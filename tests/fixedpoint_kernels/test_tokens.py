@@ -76,6 +76,13 @@ def two_inputs():
     return Segment((16, 48), operations, (5, 7))
 
 
+def by_channel(segment):
+    """The same; each weight has a fractional length for each output."""
+    own = segment.operations
+    operations = [replace(op, by_channel=True) if isinstance(op, Linear) else op for op in own]
+    return replace(segment, operations=tuple(operations))
+
+
 SEGMENTS = {
     "block": block(),
     "causal": block(48, 3, causal=True),
@@ -86,6 +93,8 @@ SEGMENTS = {
         signed=FixedPoint(5, 2), unsigned=FixedPoint(5, 3, signed=False), weight=FixedPoint(5, 4)
     ),
     "linear": Segment((64,), (Linear(0, UNSIGNED, WEIGHT, (96, 64)),), (1,)),
+    "by channel": by_channel(block()),
+    "by channel two inputs": by_channel(two_inputs()),
 }
 
 
@@ -97,6 +106,10 @@ def parameters(segment, seed=0):
         if isinstance(op, Linear):
             weight = torch.randn(op.shape, generator=generator) * op.shape[1] ** -0.5
             found.append(Parameters(weight, shift if n % 2 else None, (seed, n)))
+            if op.by_channel:
+                shifts = torch.randint(5, (width,), generator=generator)
+                weight *= 2.0 ** -shifts[:, None]
+                found[-1].shifts, found[-1].second_stream = tuple(shifts.tolist()), n + 100
         elif isinstance(op, Norm):
             scale = 1 + 0.1 * torch.randn(width, generator=generator)
             found.append(Parameters(scale, shift) if n != 5 else Parameters())
@@ -156,13 +169,15 @@ def test_kernels_equal_their_reference(name, samples, tokens):
 
 
 @pytest.mark.parametrize("path", HERE[1:])
-@pytest.mark.parametrize("name", ["block", "seven bits", "few bits"])
+@pytest.mark.parametrize("name", ["block", "seven bits", "few bits", "by channel"])
 def test_other_paths_have_the_same_bits(name, path):
     check(SEGMENTS[name], program(SEGMENTS[name], 3, 12, path))
 
 
-def test_threads_have_the_same_bits():
-    found = [check(block(), program(block(), 40, 9, threads=threads), seed=3) for threads in (1, 2)]
+@pytest.mark.parametrize("name", ["block", "by channel"])
+def test_threads_have_the_same_bits(name):
+    own = SEGMENTS[name]
+    found = [check(own, program(own, 40, 9, threads=threads), seed=3) for threads in (1, 2)]
     (ys, dxs, grads), (other_ys, other_dxs, other_grads) = found
     assert all(map(torch.equal, ys, other_ys))
     assert all(map(torch.equal, dxs, other_dxs))
@@ -279,6 +294,20 @@ def test_two_passes_before_their_backward():
         assert torch.equal(execute.backward(made, memory, own, [grad])[0][0], wanted)
 
 
+def test_two_passes_of_other_formats_before_their_backward():
+    """One program has both: weights are laid out anew where they are others."""
+    segment = SEGMENTS["by channel"]
+    made, xs, grad = program(segment, 4, 8), inputs(segment, 4, 8), torch.randn(4, 8, 32)
+    every = [parameters(segment, seed) for seed in range(2)]
+    wanted = []
+    for own in every:
+        _, kept = reference.forward(segment, xs, own)
+        wanted.append(reference.backward(segment, kept, own, [grad])[0][0])
+    memories = [execute.forward(made, xs, own)[1] for own in every]
+    for memory, own, dx in zip(memories, every, wanted, strict=True):
+        close(execute.backward(made, memory, own, [grad])[0][0], dx, 3e-2)
+
+
 @pytest.mark.parametrize("offset", [0, 16])
 def test_what_is_kept_may_be_moved(offset):
     """Hooks on saved tensors give back copies, which lie as they like."""
@@ -322,7 +351,8 @@ def in_float64(segment, xs, own):
         )
         leaves.append((first, second))
         if isinstance(op, Linear):
-            weight = Round.apply(first, op.weight)
+            moved = 2.0 ** torch.tensor(mine.shifts or [0] * len(first)).view(-1, 1)
+            weight = Round.apply(first * moved, op.weight) / moved
             y = F.linear(Round.apply(values[op.source], op.inputs), weight, second)
         elif isinstance(op, Norm):
             x = values[op.source]
@@ -348,10 +378,13 @@ def in_float64(segment, xs, own):
     return [values[v] for v in segment.outputs], xs, leaves
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_reference_is_near_autograd_in_float64(causal):
+@pytest.mark.parametrize(
+    "segment",
+    [block(), block(causal=True), by_channel(block())],
+    ids=["block", "causal", "by channel"],
+)
+def test_the_reference_is_near_autograd_in_float64(segment):
     """Rounding to formats as fine as 8 bits allow, and a mean over the noise of gradients."""
-    segment = block(causal=causal)
     wide = FixedPoint(8, 5)
     operations = [
         replace(op, inputs=wide, clip=True) if isinstance(op, Linear) else op
@@ -361,7 +394,9 @@ def test_the_reference_is_near_autograd_in_float64(causal):
     xs, own = inputs(segment, 4, 11), parameters(segment)
     for mine in own:  # so that rounding changes no weight
         if mine.first is not None and mine.first.dim() == 2:
-            mine.first = decode(encode(mine.first, WEIGHT, rounding="nearest"), WEIGHT)
+            moved = 2.0 ** torch.tensor(mine.shifts or [0] * len(mine.first)).view(-1, 1)
+            codes = encode(mine.first * moved, WEIGHT, rounding="nearest")
+            mine.first = decode(codes, WEIGHT) / moved
     ys, kept = reference.forward(segment, xs, own)
     (wanted,), leaves, parameters64 = in_float64(segment, xs, own)
     close(ys[0].double(), wanted, 2e-2)  # a code may lie on the other side of a middle
