@@ -158,9 +158,24 @@ def gradients_are_near(model, twin, moved, x, y):
         assert (a - b).norm() < 1.5 * (c - b).norm() + 0.03 * b.norm(), name
 
 
-def test_gradients_are_those_of_unfused_layers_as_far_as_bfloat16_goes():
+def apart(model):
+    """Return a model whose layers have outputs of other sizes, for formats by channel."""
+    with torch.no_grad():
+        for _, layer in layers_of(model):
+            places = torch.arange(len(layer.weight)).view(-1, *[1] * (layer.weight.dim() - 1))
+            layer.weight *= 2.0 ** -(places % 4)
+    return model
+
+
+def by_channel(window=3):
+    return marvin.LossBudgetPolicy(window=window, per_channel=True)
+
+
+@pytest.mark.parametrize("policy", [lambda: None, by_channel])
+def test_gradients_are_those_of_unfused_layers_as_far_as_bfloat16_goes(policy):
     """Of the sums before batch norm, chains keep bfloat16: rounding these moves others as far."""
-    model, optimizer = make()
+    torch.manual_seed(0)
+    model, optimizer = make(model=apart(Net()), policy=policy())
     train(model, optimizer, 4)
     twin, rounded = unfused(model), unfused(model, rounded=True)
     assert is_fused(copy.deepcopy(model))
@@ -292,8 +307,29 @@ def saved(model, optimizer):
     return load
 
 
-def test_resume_changes_no_bit():
-    model, optimizer = make()
+def test_fractional_lengths_of_channels_change_and_programs_stay(monkeypatch):
+    """A program is made for word lengths, and for the fewest fractional bits of a weight's channels."""
+    from fixedpoint_kernels.fused import program
+
+    policy = marvin.LossBudgetPolicy(window=1, per_channel=True, min_wl=6, max_wl=6)
+    model, optimizer = make(model=apart(Net()), policy=policy)
+    optimizer.param_groups[0]["lr"] = 0.005
+    own, made, shifts, others = program.Program, [], set(), set()
+    monkeypatch.setattr(program, "Program", lambda *args: made.append(args) or own(*args))
+    for i in range(24):
+        formats, known = [own for own in formats_of(model).values() if own.inputs], len(others)
+        shifts.add(tuple(own.weights[0].shifts for own in formats))
+        others.add(tuple((own.weights[0].fmt, own.inputs) for own in formats))
+        assert is_fused(copy.deepcopy(model))
+        made.clear()
+        step(model, optimizer, i)
+        assert not made or len(others) > known
+    assert len(shifts) > len(others)
+
+
+@pytest.mark.parametrize("policy", [lambda: None, by_channel])
+def test_resume_changes_no_bit(policy):
+    model, optimizer = make(model=apart(Net()), policy=policy())
     train(model, optimizer, 4)
     load = saved(model, optimizer)
     expected = train(model, optimizer, 4, 4)

@@ -17,6 +17,7 @@ from fixedpoint_kernels.fused import Pooled, inference
 from marvin.integer import convert, inference_run, report
 from marvin.integer.formats import rounding_of
 from marvin.integer.graph import trace
+from marvin.rounder import formats_of
 from train.resnet20 import ResNet20
 
 pytestmark = [
@@ -173,6 +174,22 @@ def test_eval_mode_gives_the_bits_of_layers_one_by_one(name, last, runs, guards)
     frozen = marvin.freeze(model)  # with gradients on, of which there are none
     assert torch.equal(frozen(x), wanted)
     assert guards.passes
+
+
+@pytest.mark.parametrize("name", ["resnet20", "mobilenet", "relu6", "before"])
+def test_formats_by_channel_give_the_bits_of_layers_one_by_one(name, runs):
+    model, optimizer = trained(MODELS[name](), marvin.LossBudgetPolicy(window=2, per_channel=True))
+    x, _ = batch(3, 19)
+    for _ in range(2):  # other formats, the same program
+        found = [own.weights[0].shifts for own in formats_of(model).values() if own.inputs]
+        assert max(map(max, found)) > 0
+        with torch.no_grad():
+            wanted, before = unfused(model)(x), runs["fused"]
+            assert torch.equal(model(x), wanted)
+            assert torch.equal(marvin.freeze(model)(x), wanted)
+        assert runs["fused"] > before
+        train(model, optimizer, 2, 5)
+        model.eval()
 
 
 def test_most_of_a_network_is_one_chain():

@@ -101,8 +101,8 @@ def same(a, b):
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def compare(layer, shape, forms, threads=1):
-    model, twin = twins(layer, shape, forms[0])
+def compare(layer, shape, forms, threads=1, policy=None):
+    model, twin = twins(layer, shape, forms[0], policy)
     x = batch(shape, forms[1])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -142,14 +142,17 @@ def test_other_layers_run_as_they_did(kind):
     assert not compare(make(), shape, FORMS[-1])
 
 
-def test_formats_by_channel_are_multiplied_as_before():
-    layer = nn.Linear(32, 48)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_formats_by_channel_have_the_bits_of_separate_products(kind, threads):
+    make, shape = LAYERS[kind]
+    layer = make()
     with torch.no_grad():
-        layer.weight *= 2.0 ** -(torch.arange(48) % 4).view(-1, 1)
-    model, twin = twins(layer, policy=marvin.LossBudgetPolicy(window=1, per_channel=True))
-    found, wanted = (own(batch((5, 32))) for own in (model, twin))
-    assert not runs_alone(found)
-    same(found, wanted)
+        places = torch.arange(len(layer.weight)).view(-1, *[1] * (layer.weight.dim() - 1))
+        layer.weight *= 2.0 ** -(places % 4)
+    assert compare(
+        layer, shape, FORMS[0], threads, marvin.LossBudgetPolicy(window=1, per_channel=True)
+    )
 
 
 def test_two_threads_give_the_bits_of_separate_products():

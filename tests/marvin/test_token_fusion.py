@@ -872,6 +872,36 @@ class Dropping(Net):
         return self.fc(self.drop(self.norm(self.blocks(self.embed(x)))).mean(1))
 
 
+def by_channel():
+    """Return a model whose layers have outputs of other sizes, and a policy of formats by channel."""
+    model = Net()
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight *= 2.0 ** -(torch.arange(len(layer.weight)) % 4).view(-1, 1)
+    return model, marvin.LossBudgetPolicy(per_channel=True)
+
+
+def test_formats_by_channel_are_near_their_unfused_twin(passes):
+    own, policy = by_channel()
+    model, optimizer = make(model=own, policy=policy, steps=6)
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    formats = formats_of(model).values()
+    assert all(max(own.weights[0].shifts) > 1 for own in formats if own.inputs)
+    passes.clear()
+    near(model, twin)
+    assert max(passes) > CHAINED
+    x, _ = batch(3)
+    wanted = model(x).detach()
+    passes.clear()
+    frozen = marvin.freeze(model)
+    same(frozen(x), wanted)
+    assert max(passes) > CHAINED
+    expected = train(*copy.deepcopy((model, optimizer)), 3)
+    assert train(model, optimizer, 3) == expected
+
+
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_eval_mode_computes_what_training_does(kind, passes):
     model, twin, _ = twins(Net(ATTENTIONS[kind]))
