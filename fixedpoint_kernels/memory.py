@@ -18,6 +18,7 @@ from torch.nn import Parameter
 __all__ = [
     "Places",
     "are_apart",
+    "are_float32",
     "check_apart",
     "check_memory",
     "in_memory",
@@ -30,6 +31,7 @@ _PLAIN = {Tensor, Parameter}
 _DISPATCH = attrgetter("__torch_dispatch__")
 _IS_NESTED = attrgetter("is_nested")
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
+_SHAPE = attrgetter("shape")
 
 
 class Places(NamedTuple):
@@ -120,6 +122,14 @@ def is_float32(x: Tensor, shape: Sequence[int], *, is_dense: bool = True) -> boo
     if type(x) not in _PLAIN or x.shape != shape or x.dtype is not torch.float32:
         return False
     return x.is_cpu and (not is_dense or x.is_contiguous()) and x.data_ptr() != 0  # 0: freed
+
+
+def are_float32(xs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> bool:
+    """Say of many tensors what ``is_float32`` says of one that need not be contiguous; an attribute of all at a time."""
+    is_plain = set(map(type, xs)) <= _PLAIN and set(map(_DTYPE, xs)) <= {torch.float32}
+    if not is_plain or list(map(_SHAPE, xs)) != [*shapes]:
+        return False
+    return all(map(_IS_CPU, xs)) and all(map(Tensor.data_ptr, xs))  # 0: freed
 
 
 def places_of(

@@ -128,12 +128,7 @@ def backward(
     Raises:
         ValueError: ``kept`` or a parameter is not as ``forward`` had it.
     """
-    for n, (layer, own) in enumerate(zip(program.segment.layers, parameters, strict=True)):
-        if not are_taken(layer, own.weight, (own.scale, own.shift)):
-            raise ValueError(
-                f"what layer {n} saved must be float32 on the CPU and of its shape, {layer}: hooks "
-                "on saved tensors must give back what they got"
-            )
+    _check_saved(program, parameters)
     kept, given = aligned(kept, program.kept_bytes + 64), _given(program, parameters)
     outputs = [i for i, value in enumerate(program.segment.values) if value.is_output]
     held = [laid(grad, program.shapes[i]) for i, grad in zip(outputs, grads, strict=True)]
@@ -163,6 +158,20 @@ def backward(
     if seen is not None:
         seen += [own.take() for own in back.values()]
     return (None if dx is None else dx.take()), found
+
+
+def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:
+    """Refuse parameters that hooks on saved tensors have changed."""
+    layers, weights = program.segment.layers, [own.weight for own in parameters]
+    others = [(own.scale, own.shift) for own in parameters]
+    if are_taken(layers, weights, others):
+        return
+    for n, (layer, *own) in enumerate(zip(layers, weights, others, strict=True)):
+        if not are_taken([layer], own[:1], own[1:]):
+            raise ValueError(
+                f"what layer {n} saved must be float32 on the CPU and of its shape, {layer}: hooks "
+                "on saved tensors must give back what they got"
+            )
 
 
 def _like(weight: Tensor) -> Tensor:

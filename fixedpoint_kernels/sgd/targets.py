@@ -102,9 +102,7 @@ class Targets:
         self._starts = self._starts[order]
         return self._addresses
 
-    def are_alike(
-        self, rows: Sequence[int], xs: Sequence[Tensor], sizes: Sequence[int]
-    ) -> bool:
+    def are_alike(self, rows: Sequence[int], xs: Sequence[Tensor], sizes: Sequence[int]) -> bool:
         """Say whether tensors, of so many elements, lie in memory as the masters of these rows do."""
         if [*sizes] != [self.sizes[row] for row in rows]:
             return False
