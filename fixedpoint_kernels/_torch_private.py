@@ -38,6 +38,7 @@ __all__ = [
     "attention_of_functions",
     "base_of",
     "batch_norm",
+    "buffers_of",
     "compiled_as_constant",
     "derivatives_of",
     "fake_tensor_mode",
@@ -297,6 +298,11 @@ def tensor_of(module: nn.Module, name: str) -> Tensor | None:
         if name in own:
             return own[name]
     return getattr(module, name, None)
+
+
+def buffers_of(modules: Sequence[nn.Module], name: str) -> list[Tensor | None]:
+    """Return a buffer of each module; None where there is none."""
+    return [own._buffers.get(name) for own in modules]
 
 
 def table_of(module: nn.Module, name: str) -> Mapping[str, object]:

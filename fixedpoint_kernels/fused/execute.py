@@ -140,8 +140,9 @@ def backward(
         outputs_of, seed, stream = program.outs[n].channels, *own.noise
         weight = _like(own.weight) if program.needs_weights[n] else torch.empty(0)
         scale, shift = torch.empty(outputs_of), torch.empty(outputs_of)
-        given |= {("of_scale", n): scale.data_ptr(), ("of_shift", n): shift.data_ptr()}
-        given |= {("seed", n): seed, ("stream", n): stream, ("of_weight", n): weight.data_ptr()}
+        given["of_scale", n], given["of_shift", n] = scale.data_ptr(), shift.data_ptr()
+        given["seed", n], given["stream", n] = seed, stream
+        given["of_weight", n] = weight.data_ptr()
         given["of_weight lies last", n] = int(not weight.is_contiguous())
         found.append(Gradients(weight, scale, shift))
     back = {}
@@ -177,7 +178,7 @@ def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:
 def _like(weight: Tensor) -> Tensor:
     """Return room for a gradient, as the weight lies: autograd copies what lies otherwise."""
     if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
-        return torch.empty_like(weight, memory_format=torch.channels_last)
+        return torch.empty_like(weight)  # to name the format takes as long again
     return torch.empty(weight.shape)
 
 
@@ -205,13 +206,11 @@ def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str
         layer = program.segment.layers[n]
         if isinstance(layer, Layer):
             _, height, width = program.shapes[layer.source]
-            found |= weight_given(n, own.weight, height * width if layer.is_flat else 1)
-        found |= {
-            ("scale", n): 0 if own.scale is None else own.scale.data_ptr(),
-            ("shift", n): 0 if own.shift is None else own.shift.data_ptr(),
-        }
-        running = (0, 0) if own.running is None else (r.data_ptr() for r in own.running)
-        found |= zip((("running_mean", n), ("running_variance", n)), running, strict=True)
+            found.update(weight_given(n, own.weight, height * width if layer.is_flat else 1))
+        found["scale", n] = 0 if own.scale is None else own.scale.data_ptr()
+        found["shift", n] = 0 if own.shift is None else own.shift.data_ptr()
+        running = (0, 0) if own.running is None else [r.data_ptr() for r in own.running]
+        found["running_mean", n], found["running_variance", n] = running
     return found
 
 

@@ -163,9 +163,7 @@ def _run(
 ) -> None:
     rows, places, offsets = direction.kept
     direction.table[rows, places] = offsets + kept.data_ptr()
-    for key, cells in direction.given.items():
-        for cell in cells:
-            direction.table[cell] = given[key]
+    direction.given.fill(direction.table, given)
     cpu.run(program.path, program.threads > 1)(
         direction.table,
         direction.reals,

@@ -233,14 +233,14 @@ class ChainRun(nn.Module):
 
     def note(self, program: Any, x: Tensor) -> None:
         """Count what was clamped."""
-        clamped = program.clamped.sum(1).tolist()
+        clamped = program.clamped.tolist()
         for i, (rounder, _) in enumerate(self.each(self.rounders)):
             layer = program.segment.layers[i]
             if rounder is None:
                 continue
             if layer.clip and (layer.source >= 0 or x.requires_grad):
                 shape = program.shapes[layer.source]
-                rounder.tally.add(clamped[i], shape.elements * len(x))
+                rounder.tally.add(sum(clamped[i]), shape.elements * len(x))
 
     def show(self, seen: Mapping[int, Tensor]) -> list[Callable[[Tensor], None] | None]:
         """Show what layers took to the policy; return what takes the gradients."""

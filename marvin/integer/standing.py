@@ -5,7 +5,7 @@ from operator import is_
 
 from torch import nn
 
-from fixedpoint_kernels._torch_private import running_hooks, tensor_of, versions_of
+from fixedpoint_kernels._torch_private import buffers_of, running_hooks, versions_of
 from marvin.rounder import BUFFER
 
 __all__ = ["Standing"]
@@ -22,7 +22,7 @@ class Standing:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._formats = [tensor_of(own, BUFFER) for own in modules]
+        self._formats = buffers_of(modules, BUFFER)
         self._seen = self._now()
         # torch counts no versions of what was made in inference mode
         self._is_known = not any(own is not None and own.is_inference() for own in self._formats)
@@ -31,9 +31,9 @@ class Standing:
         """Say whether all of it is as it was."""
         return self._is_known and self._now() == self._seen
 
-    def _now(self) -> tuple[list[object], ...]:
-        formats = [tensor_of(own, BUFFER) for own in self._modules]
+    def _now(self) -> tuple[list[object], list[bool], list[bool], list[int]]:
+        formats = buffers_of(self._modules, BUFFER)
         is_same = list(map(is_, formats, self._formats))
-        modes: list[object] = [own.training for own in self._modules]
+        modes = [own.training for own in self._modules]
         versions = versions_of([own for own in formats if own is not None])
-        return running_hooks(self._modules), modes, is_same, [*versions]
+        return running_hooks(self._modules), modes, is_same, versions
