@@ -201,6 +201,7 @@ class Program:
         n = self.rows
         self.codes, self.masks, self.extra, self.inverses = {}, {}, {}, {}
         self.partial_width, self.partials = 0, {}
+        self.partial_widths: list[int] = []  # of the sums in a row, as they follow each other
         self.packed: dict[int, tuple[int, ...]] = {}
         operations = self.segment.operations
         self.clamped = np.zeros((len(operations), self.threads), np.int64)
@@ -232,6 +233,7 @@ class Program:
 
     def _partial(self, width: int) -> int:
         start, self.partial_width = self.partial_width, self.partial_width + width
+        self.partial_widths.append(width)
         return start
 
     def _room_of_weights(self, op: Linear) -> tuple[int, ...]:
