@@ -13,6 +13,8 @@ from fixedpoint_kernels.strides import is_dense, orders_of
 
 __all__ = ["Moves", "Rates", "Targets"]
 
+_END = np.iinfo(np.int64).max  # behind all memory
+
 
 class Rates(NamedTuple):
     """The hyper-parameters of one parameter, as ``torch.optim.SGD`` names them; dampening is 0."""
@@ -66,7 +68,8 @@ class Targets:
         self._seen: tuple[list[object], ...] | None = None
         self._orders: list[tuple[int, ...] | None] = []
         self.sizes: tuple[int, ...] = ()
-        self._starts = self._ends = np.empty(0, np.int64)
+        self.tables: tuple[np.ndarray, ...] | None = None  # that a kernel made of sizes and formats
+        self._starts, self._ends = np.full(1, _END), np.empty(0, np.int64)
 
     @property
     def is_turned(self) -> bool:
@@ -85,7 +88,7 @@ class Targets:
         is_known = len(momenta) == len(self._momenta) and all(map(is_, momenta, self._momenta))
         if is_known and rows == self._rows and now == self._seen:
             return self._addresses
-        self._seen = None
+        self._seen = self.tables = None
         places = places_on_cpu(tensors, is_dense)
         if places is None or not are_apart(places._replace(ys=places.xs)):
             return None
@@ -99,7 +102,7 @@ class Targets:
         self._starts = self._addresses[filled]
         order = np.argsort(self._starts)
         self._ends = (self._starts + 4 * np.array(sizes)[filled])[order]
-        self._starts = self._starts[order]
+        self._starts = np.append(self._starts[order], _END)
         return self._addresses
 
     def are_alike(self, rows: Sequence[int], xs: Sequence[Tensor], sizes: Sequence[int]) -> bool:
@@ -115,8 +118,7 @@ class Targets:
     def shares(self, starts: np.ndarray, sizes: np.ndarray) -> bool:
         """Say whether spans of float32 elements share memory with these tensors."""
         at = np.searchsorted(self._ends, starts, side="right")  # the first that ends behind a start
-        behind = np.append(self._starts, np.iinfo(np.int64).max)[at]
-        return bool(((starts + 4 * sizes > behind) & (sizes > 0)).any())
+        return bool(((starts + 4 * sizes > self._starts[at]) & (sizes > 0)).any())
 
 
 def _lying(xs: Sequence[Tensor]) -> tuple[list[object], ...]:
