@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import tokens
-from fixedpoint_kernels._torch_private import own_parameters
+from fixedpoint_kernels._torch_private import own_parameters, tensor_of
 from fixedpoint_kernels.memory import are_float32
 from fixedpoint_kernels.tokens import Segment
 from marvin.hooks import rounders_of
@@ -174,7 +174,8 @@ class TokenRun(nn.Module):
         found: list[Tensor | None] = []
         for own in self.own:
             has = isinstance(own, IntegerLinear | nn.LayerNorm)
-            found += (own.weight, own.bias) if has else (None, None)
+            names = ("weight", "bias") if has else ()
+            found += [tensor_of(own, name) for name in names] or (None, None)
         return found
 
     def _segment_of(self, xs: Sequence[Tensor]) -> Segment | None:
