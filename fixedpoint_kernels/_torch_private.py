@@ -38,6 +38,7 @@ __all__ = [
     "attention_of_functions",
     "base_of",
     "batch_norm",
+    "buffers_of",
     "compiled_as_constant",
     "derivatives_of",
     "fake_tensor_mode",
@@ -63,8 +64,10 @@ __all__ = [
     "own_forward_hooks",
     "padding_around",
     "remove_hooks",
+    "running_hooks",
     "step_hooks_of",
     "storage_key",
+    "tensor_of",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
@@ -265,6 +268,20 @@ def own_forward_hooks(
     return module._forward_pre_hooks, module._forward_hooks
 
 
+def running_hooks(modules: Sequence[nn.Module]) -> list[object]:
+    """Return how many hooks run with each module, forward and backward, and then all of them; those of every module, too."""
+    tables = [
+        own
+        for m in modules
+        for own in (
+            m._forward_pre_hooks, m._forward_hooks, m._backward_hooks, m._backward_pre_hooks,
+        )
+    ]  # fmt: skip
+    tables += global_forward_hooks()
+    tables += torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
+    return [*map(len, tables), *(hook for own in filter(None, tables) for hook in own.values())]
+
+
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's children by name; what is put in their place later is seen in it."""
     return module._modules
@@ -273,6 +290,19 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return names and parameters of a module alone: a tenth of the time of ``named_parameters``."""
     return [(name, own) for name, own in module._parameters.items() if own is not None]
+
+
+def tensor_of(module: nn.Module, name: str) -> Tensor | None:
+    """Return a parameter or buffer as ``getattr`` does, without the search; None where there is none."""
+    for own in (module._parameters, module._buffers):
+        if name in own:
+            return own[name]
+    return getattr(module, name, None)
+
+
+def buffers_of(modules: Sequence[nn.Module], name: str) -> list[Tensor | None]:
+    """Return a buffer of each module; None where there is none."""
+    return [own._buffers.get(name) for own in modules]
 
 
 def table_of(module: nn.Module, name: str) -> Mapping[str, object]:

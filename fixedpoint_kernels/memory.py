@@ -6,7 +6,7 @@ tensors at once, ``places_of``.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from operator import add, attrgetter, ge, gt, le
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from torch.nn import Parameter
 __all__ = [
     "Places",
     "are_apart",
+    "are_float32",
     "check_apart",
     "check_memory",
     "in_memory",
@@ -30,6 +31,7 @@ _PLAIN = {Tensor, Parameter}
 _DISPATCH = attrgetter("__torch_dispatch__")
 _IS_NESTED = attrgetter("is_nested")
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
+_SHAPE = attrgetter("shape")
 
 
 class Places(NamedTuple):
@@ -122,7 +124,19 @@ def is_float32(x: Tensor, shape: Sequence[int], *, is_dense: bool = True) -> boo
     return x.is_cpu and (not is_dense or x.is_contiguous()) and x.data_ptr() != 0  # 0: freed
 
 
-def places_of(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Places | None:
+def are_float32(xs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> bool:
+    """Say of many tensors what ``is_float32`` says of one that need not be contiguous; an attribute of all at a time."""
+    is_plain = set(map(type, xs)) <= _PLAIN and set(map(_DTYPE, xs)) <= {torch.float32}
+    if not is_plain or list(map(_SHAPE, xs)) != [*shapes]:
+        return False
+    return all(map(_IS_CPU, xs)) and all(map(Tensor.data_ptr, xs))  # 0: freed
+
+
+def places_of(
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    lies: Callable[[Tensor], bool] = Tensor.is_contiguous,
+) -> Places | None:
     """Return where contiguous tensors lie: inputs, and as many outputs of the same shapes or none.
 
     One attribute of all tensors at a time: ``check_memory`` of each took as long as rounding.
@@ -130,15 +144,16 @@ def places_of(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Places | None:
     Args:
         xs: Inputs, at least one.
         ys: Outputs; both are of one dtype, on one device.
+        lies: What each must be: contiguous, or ``is_dense``.
 
     Returns:
-        None where ``check_memory`` would refuse one, or one is negated or not contiguous.
+        None where ``check_memory`` would refuse one, or one is negated or does not lie so.
     """
     tensors, item = [*xs, *ys], xs[0].itemsize
     try:
         if any(map(Tensor.is_neg, tensors)) or any(map(_IS_NESTED, xs)):
             return None
-        if not all(map(Tensor.is_contiguous, tensors)):
+        if not all(map(lies, tensors)):
             return None
         held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
         first = [item * n for n in map(Tensor.storage_offset, tensors)]
@@ -268,7 +283,14 @@ def _bytes_of(tensors: Sequence[Tensor]) -> int:
     return int(marks.count_nonzero()) * unit
 
 
-def places_on_cpu(tensors: Sequence[Tensor]) -> Places | None:
-    """Return where plain, contiguous float32 tensors on a CPU lie; None where one is something else."""
+def places_on_cpu(
+    tensors: Sequence[Tensor], lies: Callable[[Tensor], bool] = Tensor.is_contiguous
+) -> Places | None:
+    """Return where plain float32 tensors on a CPU lie; None where one is something else.
+
+    Args:
+        tensors: At least one.
+        lies: As of ``places_of``.
+    """
     is_plain = set(map(type, tensors)) <= _PLAIN and set(map(_DTYPE, tensors)) <= {torch.float32}
-    return places_of(tensors, []) if is_plain and all(map(_IS_CPU, tensors)) else None
+    return places_of(tensors, [], lies) if is_plain and all(map(_IS_CPU, tensors)) else None

@@ -1,8 +1,11 @@
 """How tensors lie in memory."""
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 from torch import Tensor
 
-__all__ = ["laid", "memory_order"]
+__all__ = ["is_dense", "laid", "memory_order", "orders_of"]
 
 
 def memory_order(x: Tensor) -> tuple[int, ...] | None:
@@ -24,3 +27,29 @@ def memory_order(x: Tensor) -> tuple[int, ...] | None:
 def laid(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
     """Return ``x`` with its dimensions in an order that ``memory_order`` returned."""
     return x if order is None else x.permute(order)
+
+
+def is_dense(x: Tensor) -> bool:
+    """Say whether ``x`` lies in memory without gaps, in whatever order of its dimensions."""
+    return x.is_contiguous() or _order(x.shape, x.stride()) is not None
+
+
+def orders_of(xs: Sequence[Tensor]) -> list[tuple[int, ...] | None]:
+    """Return the order of dimensions in which each tensor lies: () in their own, None with gaps.
+
+    Tensors of one shape and one order have their elements at the same places. As ``memory_order``, without
+    a tensor made of each.
+    """
+    return list(map(_order, (x.shape for x in xs), map(Tensor.stride, xs)))
+
+
+@lru_cache(maxsize=1024)  # the same parameters come step after step
+def _order(sizes: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...] | None:
+    own = [i for i, n in enumerate(sizes) if n > 1]
+    order = sorted(own, key=lambda i: steps[i], reverse=True)
+    room = 1
+    for i in reversed(order):
+        if steps[i] != room and 0 not in sizes:
+            return None
+        room *= sizes[i]
+    return () if order == own or 0 in sizes else tuple(order)

@@ -18,6 +18,10 @@ class Purpose(IntEnum):
     QUANTIZER = 7  # and, from index 2**19 on, ``round_state``
 
 
+NEXT = 1 << 20
+"""From a stream to that of the next step."""
+
+
 def stream(purpose: Purpose, step: int, index: int = 0) -> int:
     """Return the stream of tensor ``index`` (below 2**20) at ``step`` (below 2**40)."""
     return purpose << 60 | step << 20 | index

@@ -14,7 +14,7 @@ from fixedpoint_kernels.rounding import Rounding
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats, decode_formats, encode_formats
 from marvin.nested import mapped, mapped_value
-from marvin.noise import Purpose, stream
+from marvin.noise import NEXT, Purpose, stream
 from marvin.policies.observer import Observer
 from marvin.ranks import rank
 from marvin.rounding import Format
@@ -67,7 +67,7 @@ class ForwardState:
         """Return a seed, and two streams for the gradient of one more product."""
         self.gradients += 1
         first = stream(Purpose.PRODUCTS, 2 * self.gradients, rank())
-        return self.seed, first, stream(Purpose.PRODUCTS, 2 * self.gradients + 1, rank())
+        return self.seed, first, first + NEXT
 
     def mark(self, x: Tensor, fmt: Format) -> None:
         """Remember that ``x`` has been rounded to ``fmt``."""

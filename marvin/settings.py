@@ -279,6 +279,14 @@ def check_dtypes(params: Iterable[torch.Tensor], who: str) -> None:
     Raises:
         TypeError: With what is required and what came.
     """
+    params = list(params)
+    is_plain = {*map(type, params)} <= {torch.Tensor, torch.nn.Parameter}
+    if (
+        is_plain
+        and {p.dtype for p in params}.issubset(_FLOATS)
+        and not any(p.is_meta for p in params)
+    ):
+        return
     for p in params:
         if is_lazy(p):
             raise TypeError(

@@ -23,7 +23,8 @@ _Back = (
 class Tally:
     """Counts saturated values; a device adds to its own number, so that nothing waits for it."""
 
-    _looked: tuple[Tensor | int, int] = (0, 0)  # what the last ``fresh`` counted
+    _looked: tuple[float, int] = (0.0, 0)  # what the last ``fresh`` counted
+    _on_host = 0  # of the clipped: to add a number to a tensor takes as long as ten to a number
 
     def __init__(self) -> None:
         self.clipped: Tensor | int = 0
@@ -31,17 +32,25 @@ class Tally:
 
     def add(self, clipped: Tensor | int, total: int) -> None:
         """Count ``clipped`` of ``total`` values."""
-        self.clipped = self.clipped + clipped
+        if isinstance(clipped, int):
+            self._on_host += clipped
+        else:
+            self.clipped = self.clipped + clipped
         self.total += total
 
     def share(self) -> float:
         """Return the share of clipped values; 0 where there are none at all."""
-        return float(self.clipped) / self.total if self.total else 0.0
+        return self._count() / self.total if self.total else 0.0
 
     def fresh(self) -> float:
         """Return the share of those that came since the last call."""
-        (clipped, total), self._looked = self._looked, (self.clipped, self.total)
-        return float(self.clipped - clipped) / (self.total - total) if self.total > total else 0.0
+        (clipped, total), self._looked = self._looked, (self._count(), self.total)
+        return (
+            float(self._looked[0] - clipped) / (self.total - total) if self.total > total else 0.0
+        )
+
+    def _count(self) -> float:
+        return float(self.clipped) + self._on_host
 
 
 class _FakeQuantize(torch.autograd.Function):

@@ -3,6 +3,7 @@
 A thread takes a few images through all operations of a region while they are in its cache.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -341,6 +342,7 @@ def _run_together(context, regions, threads, meeting):
                 wait(meeting, threads * (2 * number + 2))
 
 
+@cache
 def parts_of_regions() -> tuple[Any, ...]:
     """Return what kernels are made of that run regions, ``run_region`` last; see ``compiled``."""
     by_name = jobs.write_spots, jobs.write_outputs, weight_jobs.spread_weights

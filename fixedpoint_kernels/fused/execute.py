@@ -129,12 +129,7 @@ def backward(
     Raises:
         ValueError: ``kept`` or a parameter is not as ``forward`` had it.
     """
-    for n, (layer, own) in enumerate(zip(program.segment.layers, parameters, strict=True)):
-        if not are_taken(layer, own.weight, (own.scale, own.shift)):
-            raise ValueError(
-                f"what layer {n} saved must be float32 on the CPU and of its shape, {layer}: hooks "
-                "on saved tensors must give back what they got"
-            )
+    _check_saved(program, parameters)
     kept, given = aligned(kept, program.kept_bytes + 64), _given(program, parameters)
     outputs = [i for i, value in enumerate(program.segment.values) if value.is_output]
     held = [laid(grad, program.shapes[i]) for i, grad in zip(outputs, grads, strict=True)]
@@ -146,8 +141,9 @@ def backward(
         outputs_of, seed, stream = program.outs[n].channels, *own.noise
         weight = _like(own.weight) if program.needs_weights[n] else torch.empty(0)
         scale, shift = torch.empty(outputs_of), torch.empty(outputs_of)
-        given |= {("of_scale", n): scale.data_ptr(), ("of_shift", n): shift.data_ptr()}
-        given |= {("seed", n): seed, ("stream", n): stream, ("second stream", n): own.second_stream}
+        given["of_scale", n], given["of_shift", n] = scale.data_ptr(), shift.data_ptr()
+        given["seed", n], given["stream", n] = seed, stream
+        given["second stream", n] = own.second_stream
         given["of_weight", n] = weight.data_ptr()
         given["of_weight lies last", n] = int(not weight.is_contiguous())
         found.append(Gradients(weight, scale, shift))
@@ -168,10 +164,24 @@ def backward(
     return (None if dx is None else dx.take()), found
 
 
+def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:
+    """Refuse parameters that hooks on saved tensors have changed."""
+    layers, weights = program.segment.layers, [own.weight for own in parameters]
+    others = [(own.scale, own.shift) for own in parameters]
+    if are_taken(layers, weights, others):
+        return
+    for n, (layer, *own) in enumerate(zip(layers, weights, others, strict=True)):
+        if not are_taken([layer], own[:1], own[1:]):
+            raise ValueError(
+                f"what layer {n} saved must be float32 on the CPU and of its shape, {layer}: hooks "
+                "on saved tensors must give back what they got"
+            )
+
+
 def _like(weight: Tensor) -> Tensor:
     """Return room for a gradient, as the weight lies: autograd copies what lies otherwise."""
     if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
-        return torch.empty_like(weight, memory_format=torch.channels_last)
+        return torch.empty_like(weight)  # to name the format takes as long again
     return torch.empty(weight.shape)
 
 
@@ -199,13 +209,11 @@ def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str
         layer = program.segment.layers[n]
         if isinstance(layer, Layer):
             _, height, width = program.shapes[layer.source]
-            found |= weight_given(n, own.weight, height * width if layer.is_flat else 1)
-        found |= {
-            ("scale", n): 0 if own.scale is None else own.scale.data_ptr(),
-            ("shift", n): 0 if own.shift is None else own.shift.data_ptr(),
-        }
-        running = (0, 0) if own.running is None else (r.data_ptr() for r in own.running)
-        found |= zip((("running_mean", n), ("running_variance", n)), running, strict=True)
+            found.update(weight_given(n, own.weight, height * width if layer.is_flat else 1))
+        found["scale", n] = 0 if own.scale is None else own.scale.data_ptr()
+        found["shift", n] = 0 if own.shift is None else own.shift.data_ptr()
+        running = (0, 0) if own.running is None else [r.data_ptr() for r in own.running]
+        found["running_mean", n], found["running_variance", n] = running
     return found
 
 

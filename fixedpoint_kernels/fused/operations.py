@@ -9,7 +9,8 @@ import numpy as np
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.products import jobs
 
-__all__ = ["Addresses", "Buffer", "Given", "Kept", "Number", "Operation", "place_buffers", "table"]
+__all__ = ["Addresses", "Buffer", "Cells", "Given", "Kept", "Number", "Operation"]
+__all__ += ["place_buffers", "table"]
 
 _LINE = 64  # bytes: buffers begin at multiples
 
@@ -69,6 +70,23 @@ class Operation:
     scratch: dict[int, int] = field(default_factory=dict)
 
 
+class Cells:
+    """Cells of a table that get what each call gives.
+
+    Args:
+        given: Row and column of each, by names and numbers of layers or values.
+    """
+
+    def __init__(self, given: Mapping[tuple[str, int], Sequence[tuple[int, int]]]) -> None:
+        self._keys = [key for key, cells in given.items() for _ in cells]
+        places = [cell for cells in given.values() for cell in cells]
+        self._rows, self._columns = np.array(places, np.int64).reshape(-1, 2).T
+
+    def fill(self, table: np.ndarray, given: Mapping[tuple[str, int], int]) -> None:
+        """Write into a table what a call gives: all at once, for each cell alone takes as long as a key."""
+        table[self._rows, self._columns] = list(map(given.__getitem__, self._keys))
+
+
 class Addresses(NamedTuple):
     """Where in a table which addresses belong.
 
@@ -76,11 +94,13 @@ class Addresses(NamedTuple):
         kept: Rows, columns and offsets, (3, n), of those in kept memory.
         work: The same of those in working memory.
         given: Cells of those given at each call.
+        cells: The same.
     """
 
     kept: np.ndarray
     work: np.ndarray
     given: dict[tuple[str, int], list[tuple[int, int]]]
+    cells: Cells
 
     def fill(
         self, table: np.ndarray, given: Mapping[tuple[str, int], int], kept: int = 0, work: int = 0
@@ -95,9 +115,7 @@ class Addresses(NamedTuple):
         """
         for start, (rows, columns, offsets) in ((kept, self.kept), (work, self.work)):
             table[rows, columns] = offsets + start
-        for key, cells in self.given.items():
-            for cell in cells:
-                table[cell] = given[key]
+        self.cells.fill(table, given)
 
 
 def place_buffers(turns: Sequence[Sequence[Operation]]) -> int:
@@ -149,4 +167,4 @@ def table(operations: list[Operation]) -> tuple[np.ndarray, np.ndarray, Addresse
             else:
                 rows[k, place] = number
     kept_at, work_at = (np.array(own, np.int64).reshape(-1, 3).T for own in (kept, work))
-    return rows, reals, Addresses(kept_at, work_at, given)
+    return rows, reals, Addresses(kept_at, work_at, given, Cells(given))

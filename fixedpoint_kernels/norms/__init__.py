@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fixedpoint_kernels._torch_private import foreach_norm
 from fixedpoint_kernels.memory import places_on_cpu
-from fixedpoint_kernels.strides import laid, memory_order
+from fixedpoint_kernels.strides import is_dense
 
 __all__ = ["norms_many"]
 
@@ -26,10 +26,7 @@ def norms_many(xs: Sequence[Tensor], *, dtype: torch.dtype = torch.float64) -> T
     Returns:
         Shape ``(len(xs),)``, ``dtype``.
     """
-    lying = xs
-    if dtype is torch.float64 and not all(map(Tensor.is_contiguous, xs)):
-        lying = [laid(x, memory_order(x)) for x in xs]
-    places = places_on_cpu(lying) if dtype is torch.float64 else None
+    places = places_on_cpu(xs, is_dense) if dtype is torch.float64 else None
     if places is None:
         return torch.stack(foreach_norm(list(xs), 2, dtype))
     from fixedpoint_kernels.norms import cpu

@@ -16,7 +16,7 @@ from fixedpoint_kernels.memory import places_on_cpu
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.reference import Rounding
 from fixedpoint_kernels.sgd.targets import Moves, Rates, Targets
-from fixedpoint_kernels.strides import laid
+from fixedpoint_kernels.strides import is_dense
 
 __all__ = ["Moves", "Rates", "Targets", "has_bits_of_torch", "step_many"]
 
@@ -44,27 +44,19 @@ def step_many(
     offsets = targets.offsets
     Key.checked(seed, stream + len(offsets), max(offsets, default=0))
     key = Key.checked(seed, stream, min(offsets, default=0))
-    orders = targets.orders()
-    if any(orders) and rounding == "stochastic":  # noise goes by the order of dimensions
-        return False
-    moved_orders = [orders[row] for row in moves.rows]
     momenta = [x for x in moves.momenta if x is not None]
-    pairs = zip(moves.momenta, moved_orders, strict=True)
-    own_orders = [order for x, order in pairs if x is not None]
-    if not has_bits_of_torch() or (addresses := targets.find(momenta, own_orders)) is None:
+    rows = [row for row, x in zip(moves.rows, moves.momenta, strict=True) if x is not None]
+    if not has_bits_of_torch() or (addresses := targets.find(momenta, rows)) is None:
+        return False
+    if targets.is_turned and rounding == "stochastic":  # noise goes by the order of dimensions
         return False
     read = np.empty(0, np.int64)
     if moves.grads:
-        grads = list(map(laid, moves.grads, moved_orders)) if any(orders) else moves.grads
-        places = places_on_cpu(grads)
-        if places is None:
+        places = places_on_cpu(moves.grads, is_dense)
+        if places is None or not targets.are_alike(moves.rows, moves.grads, places.elements):
             return False
-        read, sizes = np.array(places.xs, np.int64), places.elements
-        kept = [n for n, x in zip(sizes, moves.momenta, strict=True) if x is not None]
-        moved = [targets.sizes[row] for row in moves.rows]
-        if [*sizes] != moved or kept != [x.numel() for x in momenta]:
-            return False
-        if targets.shares(read, np.array(sizes)):
+        read = np.array(places.xs, np.int64)
+        if targets.shares(read, np.array(places.elements)):
             return False
     from fixedpoint_kernels.sgd import cpu
 

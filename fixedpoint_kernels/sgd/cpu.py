@@ -113,8 +113,9 @@ def step_many(
     moved[rows] = np.arange(len(rows))
     rates, nesterov = _rates(tuple(moves.rates))
     kinds = np.stack([np.array(moves.is_first, np.uint8), nesterov], axis=1)
-    bounds, tasks = pieces_of(sizes, targets.offsets)
-    numbers, streams = _roundings(targets.fmts)
+    if targets.tables is None:
+        targets.tables = *pieces_of(sizes, targets.offsets), *_roundings(targets.fmts)
+    bounds, tasks, numbers, streams = targets.tables
     held = pointers, bounds, moved, rates, kinds, numbers, streams, tasks
     table = np.array([array.ctypes.data for array in held], np.int64)
     noise = (0, 0, 0) if key is None else (key.seed, key.stream, 1)
@@ -129,7 +130,6 @@ def _rates(rates: tuple[Rates, ...]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(numbers, np.float32).reshape(shape), nesterov
 
 
-@lru_cache(maxsize=16)
 def _roundings(fmts: tuple[FixedPoint | None, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of each format, and which stream each has; -1 without a format."""
     has_format = np.array([fmt is not None for fmt in fmts], bool)

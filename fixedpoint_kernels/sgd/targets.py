@@ -9,9 +9,11 @@ from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.memory import are_apart, places_on_cpu
-from fixedpoint_kernels.strides import laid, memory_order
+from fixedpoint_kernels.strides import is_dense, orders_of
 
 __all__ = ["Moves", "Rates", "Targets"]
+
+_END = np.iinfo(np.int64).max  # behind all memory
 
 
 class Rates(NamedTuple):
@@ -62,57 +64,52 @@ class Targets:
         self.fmts, self.offsets = tuple(fmts), tuple(offsets)
         self._own = [*masters, *weights]
         self._momenta: list[Tensor] = []
-        self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        self._strides: list[tuple[int, ...]] = []
+        self._rows: list[int] = []
+        self._seen: tuple[list[object], ...] | None = None
         self._orders: list[tuple[int, ...] | None] = []
-        self._starts = self._ends = np.empty(0, np.int64)
+        self.sizes: tuple[int, ...] = ()
+        self.tables: tuple[np.ndarray, ...] | None = None  # that a kernel made of sizes and formats
+        self._starts, self._ends = np.full(1, _END), np.empty(0, np.int64)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each master; those of its weight are as many."""
-        return self._seen[1][: len(self.fmts)] if self._seen else ()
+    def is_turned(self) -> bool:
+        """Whether dimensions of a master lie in another order than their own."""
+        return any(self._orders)
 
-    def orders(self) -> list[tuple[int, ...] | None]:
-        """Return the order of dimensions in which each master lies in memory, if not their own."""
-        masters = self._own[: len(self.fmts)]
-        strides = [x.stride() for x in masters]
-        if strides != self._strides:
-            self._strides, self._orders = strides, [memory_order(x) for x in masters]
-        return self._orders
-
-    def find(
-        self, momenta: list[Tensor], orders: list[tuple[int, ...] | None]
-    ) -> np.ndarray | None:
+    def find(self, momenta: list[Tensor], rows: list[int]) -> np.ndarray | None:
         """Return addresses of masters, weights and momenta, int64; None where a kernel takes them not.
 
         Args:
             momenta: Those that there are.
-            orders: In which each of them must lie; weights lie as their masters do.
+            rows: Of which masters.
         """
-        own = self.orders()
         tensors = [*self._own, *momenta]
-        if any(own):
-            tensors = list(map(laid, tensors, [*own, *own, *orders]))
+        now = _lying(tensors)
         is_known = len(momenta) == len(self._momenta) and all(map(is_, momenta, self._momenta))
-        if is_known and self._seen is not None:
-            now = tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.numel, tensors))
-            if now == self._seen and all(map(Tensor.is_contiguous, tensors)):
-                return self._addresses
-        self._seen = None
-        places = places_on_cpu(tensors)
+        if is_known and rows == self._rows and now == self._seen:
+            return self._addresses
+        self._seen = self.tables = None
+        places = places_on_cpu(tensors, is_dense)
         if places is None or not are_apart(places._replace(ys=places.xs)):
             return None
         count, sizes = len(self.fmts), places.elements
-        if sizes[count : 2 * count] != sizes[:count]:
+        self.sizes, self._orders = sizes[:count], orders_of(self._own[:count])
+        if not self.are_alike([*range(count), *rows], tensors[count:], sizes[count:]):
             return None
         self._addresses = np.array(places.xs, np.int64)
-        self._seen, self._momenta = (places.xs, sizes), momenta
+        self._seen, self._momenta, self._rows = now, momenta, rows
         filled = np.array(sizes) > 0
         self._starts = self._addresses[filled]
         order = np.argsort(self._starts)
         self._ends = (self._starts + 4 * np.array(sizes)[filled])[order]
-        self._starts = self._starts[order]
+        self._starts = np.append(self._starts[order], _END)
         return self._addresses
+
+    def are_alike(self, rows: Sequence[int], xs: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+        """Say whether tensors, of so many elements, lie in memory as the masters of these rows do."""
+        if [*sizes] != [self.sizes[row] for row in rows]:
+            return False
+        return orders_of(xs) == [self._orders[row] for row in rows]
 
     def written(self) -> list[Tensor]:
         """Return all tensors."""
@@ -121,5 +118,10 @@ class Targets:
     def shares(self, starts: np.ndarray, sizes: np.ndarray) -> bool:
         """Say whether spans of float32 elements share memory with these tensors."""
         at = np.searchsorted(self._ends, starts, side="right")  # the first that ends behind a start
-        behind = np.append(self._starts, np.iinfo(np.int64).max)[at]
-        return bool(((starts + 4 * sizes > behind) & (sizes > 0)).any())
+        return bool(((starts + 4 * sizes > self._starts[at]) & (sizes > 0)).any())
+
+
+def _lying(xs: Sequence[Tensor]) -> tuple[list[object], ...]:
+    """Return where tensors lie, and how: what changes where one gets other memory."""
+    dtypes = {x.dtype for x in xs}
+    return [*map(Tensor.data_ptr, xs)], [x.shape for x in xs], [*map(Tensor.stride, xs)], [*dtypes]

@@ -9,7 +9,7 @@ from torch import Tensor
 from fixedpoint_kernels.fused import fields, weights
 from fixedpoint_kernels.fused.memory import aligned, work_memory
 from fixedpoint_kernels.llvm.rows import NAN_BIT
-from fixedpoint_kernels.memory import is_float32
+from fixedpoint_kernels.memory import are_float32, is_float32
 from fixedpoint_kernels.tokens import cpu
 from fixedpoint_kernels.tokens.graph import Linear
 from fixedpoint_kernels.tokens.program import Pass, Program
@@ -96,10 +96,12 @@ def backward(
         _run(program, program.backward, kept, given, work)
         found_weights = _weights(program, kept, work)
         sums = torch.from_numpy(program.partial.sum(0, dtype=np.float64).astype(np.float32))
+    pieces = iter(
+        torch.split_with_sizes_copy(sums[: program.partial_width], program.partial_widths)
+    )
     found: list[Pair] = []
     for i, op in enumerate(program.segment.operations):
-        width = program.widths[len(program.widths) - len(parameters) + i]
-        parts = [sums[start : start + width].clone() for start in program.partials.get(i, ())]
+        parts = [next(pieces) for _ in program.partials.get(i, ())]
         first = found_weights.get(i) if isinstance(op, Linear) else (parts[0] if parts else None)
         found.append((first, parts[-1] if parts else None))
     return dxs, found
@@ -141,17 +143,25 @@ def _pack(program: Program, given: Mapping[tuple[str, int], int], work: int) -> 
 def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:
     """Refuse parameters that hooks on saved tensors have changed."""
     first = len(program.widths) - len(parameters)
+    found: list[Tensor] = []
+    shapes: list[tuple[int, ...]] = []
     for i, (op, own) in enumerate(zip(program.segment.operations, parameters, strict=True)):
         width = (program.widths[first + i],)
         shape = width
         if isinstance(op, Linear):
             shape = op.shape[::-1] if op.is_turned else op.shape
         for x, wanted in (own.first, shape), (own.second, width):
-            if x is not None and not is_float32(x, wanted):
-                raise ValueError(
-                    "hooks on saved tensors must give back what they got, contiguous float32 of "
-                    f"shape {tuple(wanted)}, got {x.dtype} of shape {tuple(x.shape)}"
-                )
+            if x is not None:
+                found.append(x)
+                shapes.append(wanted)
+    if are_float32(found, shapes) and all(map(Tensor.is_contiguous, found)):
+        return
+    for x, wanted in zip(found, shapes, strict=True):
+        if not is_float32(x, wanted):
+            raise ValueError(
+                "hooks on saved tensors must give back what they got, contiguous float32 of "
+                f"shape {tuple(wanted)}, got {x.dtype} of shape {tuple(x.shape)}"
+            )
 
 
 def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:
@@ -172,9 +182,7 @@ def _run(
 ) -> None:
     rows, places, offsets = direction.kept
     direction.table[rows, places] = offsets + kept.data_ptr()
-    for key, cells in direction.given.items():
-        for cell in cells:
-            direction.table[cell] = given[key]
+    direction.given.fill(direction.table, given)
     cpu.run(program.path, program.threads > 1)(
         direction.table,
         direction.reals,

@@ -13,6 +13,7 @@ import numpy as np
 
 from fixedpoint_kernels.fused import fields as w
 from fixedpoint_kernels.fused.memory import Memory
+from fixedpoint_kernels.fused.operations import Cells
 from fixedpoint_kernels.fused.powers import Powers
 from fixedpoint_kernels.fused.weights import packing_items, spare_bytes
 from fixedpoint_kernels.llvm.tiles import kind_of_bytes
@@ -86,13 +87,13 @@ class Pass:
         table: See ``fields``.
         reals: Row of float32 of each.
         kept: Rows and places of the table, and offsets in kept memory.
-        given: Cells of each address that calls bring.
+        given: Cells of the addresses that calls bring.
     """
 
     table: np.ndarray
     reals: np.ndarray
     kept: tuple[np.ndarray, np.ndarray, np.ndarray]
-    given: dict[tuple[str, int], list[tuple[int, int]]]
+    given: Cells
 
 
 @dataclass
@@ -213,6 +214,7 @@ class Program:
         n = self.rows
         self.codes, self.masks, self.extra, self.inverses = {}, {}, {}, {}
         self.partial_width, self.partials = 0, {}
+        self.partial_widths: list[int] = []  # of the sums in a row, as they follow each other
         self.packed: dict[int, tuple[int, ...]] = {}
         operations = self.segment.operations
         self.clamped = np.zeros((len(operations), self.threads), np.int64)
@@ -247,6 +249,7 @@ class Program:
 
     def _partial(self, width: int) -> int:
         start, self.partial_width = self.partial_width, self.partial_width + width
+        self.partial_widths.append(width)
         return start
 
     def _room_of_weights(self, op: Linear) -> tuple[int, ...]:
@@ -464,7 +467,7 @@ class Program:
                     table[k, place] = local + number.offset if is_local else number
         cells = np.array(kept, np.int64).reshape(-1, 3).T
         reals = np.array(rows.reals, np.float32).reshape(-1, 4)
-        return Pass(table, reals, (cells[0], cells[1], cells[2]), given)
+        return Pass(table, reals, (cells[0], cells[1], cells[2]), Cells(given))
 
     def _weights_tasks(self) -> None:
         """Describe what lays out weights, and what adds up their gradients."""

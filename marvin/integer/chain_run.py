@@ -13,6 +13,7 @@ from fixedpoint_kernels._torch_private import (
     foreach_add_,
     has_backward_hooks,
     own_forward_hooks,
+    tensor_of,
 )
 from fixedpoint_kernels.fused import Layer, Norm, Parameters, Segment, are_taken
 from fixedpoint_kernels.products.shapes import Window
@@ -23,6 +24,7 @@ from marvin.integer.formats import Options, Product, choose, has_hooks, has_nan,
 from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
 from marvin.integer.programs import Programs
+from marvin.integer.standing import Standing
 from marvin.integer.token_run import alone
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
@@ -31,6 +33,7 @@ __all__ = ["ChainRun", "has_fitting_formats", "is_in_the_way"]
 
 
 _Own = TypeVar("_Own")
+_OF_NORM = "weight", "bias", "running_mean", "running_var"
 
 
 def is_in_the_way(module: nn.Module) -> bool:
@@ -77,34 +80,45 @@ class ChainRun(nn.Module):
         self.shifts: list[tuple[int, ...]] = []
         self._held: tuple[Any, ...] = ()
         self._programs: Programs[Any] = Programs()
+        self._standing: Standing | None = None  # of a chain that could run
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now."""
+        stands = self._standing is not None and self._standing.holds()
+        if stands and self._rounds_to_nearest() and self._are_taken():
+            return True
+        is_ready = self._fits() and self._are_taken()
+        self._standing = Standing([*self.convolutions, *self.others]) if is_ready else None
+        return is_ready
+
+    def _rounds_to_nearest(self) -> bool:
+        return all(own.state.rounding == "nearest" for own in self.rounders)
+
+    def _fits(self) -> bool:
+        """Look at each module, and say whether hooks, modes and formats are those that chains take."""
         found = [rounders_of(conv) for conv in self.convolutions]
         if any(len(own) != 1 for own in found):
             return False
         self.rounders = tuple(own[0] for own in found)
-        for conv, rounder in zip(self.convolutions, self.rounders, strict=True):
-            if not conv.training or has_hooks(conv, 1):
-                return False
-            if rounder.state.rounding != "nearest":
-                return False
+        if any(not conv.training or has_hooks(conv, 1) for conv in self.convolutions):
+            return False
+        if not self._rounds_to_nearest():
+            return False
         if any(is_in_the_way(own) or not own.training for own in self.others):
             return False
         pairs = zip(self.rounders, self.convolutions, strict=True)
-        return self._knows([r.formats(conv) for r, conv in pairs]) and self._are_taken()
+        return self._knows([r.formats(conv) for r, conv in pairs])
 
     def _are_taken(self) -> bool:
         """Say whether weights, biases and what batch norm has are what kernels take."""
         assert self._segment is not None
-        pairs = zip(self._segment.layers, self.each(self.convolutions), strict=True)
-        for layer, (conv, norm) in pairs:
-            if conv is not None and norm is not None and conv.bias is not None:
+        weights, others = [], []
+        for conv, norm in self.each(self.convolutions):
+            if conv is not None and norm is not None and tensor_of(conv, "bias") is not None:
                 return False  # batch norm would take it away, all but the running mean
-            weight = None if conv is None else conv.weight
-            if not are_taken(layer, weight, _others(conv, norm)):
-                return False
-        return True
+            weights.append(None if conv is None else tensor_of(conv, "weight"))
+            others.append(_others(conv, norm))
+        return are_taken(self._segment.layers, weights, others)
 
     def _knows(self, formats: list[ModuleFormats]) -> bool:
         """Describe the chain with these formats, and say whether they fit."""
@@ -193,9 +207,9 @@ class ChainRun(nn.Module):
             return self._plain[0](x)
         parameters: list[Tensor | None] = []
         for conv, norm in self.each(self.convolutions):
-            bias = None if conv is None else conv.bias
-            pair = (None, bias) if norm is None else (norm.weight, norm.bias)
-            parameters += [None if conv is None else conv.weight, *pair]
+            own = _others(conv, norm)
+            pair = (None, *own) if norm is None else own[:2]
+            parameters += [None if conv is None else tensor_of(conv, "weight"), *pair]
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
             rounder.count(len(x))
@@ -224,14 +238,14 @@ class ChainRun(nn.Module):
 
     def note(self, program: Any, x: Tensor) -> None:
         """Count what was clamped."""
-        clamped = program.clamped.sum(1).tolist()
+        clamped = program.clamped.tolist()
         for i, (rounder, _) in enumerate(self.each(self.rounders)):
             layer = program.segment.layers[i]
             if rounder is None:
                 continue
             if layer.clip and (layer.source >= 0 or x.requires_grad):
                 shape = program.shapes[layer.source]
-                rounder.tally.add(clamped[i], shape.elements * len(x))
+                rounder.tally.add(sum(clamped[i]), shape.elements * len(x))
 
     def show(self, seen: Mapping[int, Tensor]) -> list[Callable[[Tensor], None] | None]:
         """Show what layers took to the policy; return what takes the gradients."""
@@ -248,7 +262,8 @@ class ChainRun(nn.Module):
         for norm, own in zip(self.norms, parameters, strict=True):
             if norm is None or not norm.track_running_stats:
                 continue
-            count, mean, variance = norm.num_batches_tracked, norm.running_mean, norm.running_var
+            count = tensor_of(norm, "num_batches_tracked")
+            mean, variance = tensor_of(norm, "running_mean"), tensor_of(norm, "running_var")
             if count is not None:
                 batches.append(count)
             if mean is None or variance is None:
@@ -272,8 +287,8 @@ def _others(
 ) -> tuple[Tensor | None, ...]:
     """Return what a layer has for each channel that it makes."""
     if norm is None:
-        return (None if conv is None else conv.bias,)
-    return norm.weight, norm.bias, norm.running_mean, norm.running_var
+        return (None if conv is None else tensor_of(conv, "bias"),)
+    return tuple(tensor_of(norm, name) for name in _OF_NORM)
 
 
 def has_fitting_formats(layer: nn.Module, formats: ModuleFormats) -> bool:

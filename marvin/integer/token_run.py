@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import tokens
-from fixedpoint_kernels._torch_private import own_parameters
-from fixedpoint_kernels.memory import is_float32
+from fixedpoint_kernels._torch_private import own_parameters, tensor_of
+from fixedpoint_kernels.memory import are_float32
 from fixedpoint_kernels.tokens import Segment
 from marvin.hooks import rounders_of
 from marvin.integer.autograd import Noise
@@ -16,7 +16,8 @@ from marvin.integer.formats import Options, Product, choose
 from marvin.integer.graph import Chain
 from marvin.integer.layers import OPTIONS, IntegerLinear
 from marvin.integer.programs import Programs
-from marvin.integer.token_autograd import LinearCall, is_plain, program_of, run_tokens
+from marvin.integer.standing import Standing
+from marvin.integer.token_autograd import LinearCall, program_of, run_tokens
 from marvin.integer.token_graph import Heads, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
@@ -98,21 +99,35 @@ class TokenRun(nn.Module):
         self._products: list[tuple[Product, bool]] | None = None
         self._segments: dict[tuple[int, ...], Segment | None] = {}
         self._programs: Programs[Program] = Programs()
+        self._standing: Standing | None = None  # of a chain that could run
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
-        self.rounders = tuple(r for layer in self.layers for r in rounders_of(layer))
-        if len(self.rounders) != len(self.layers) or tokens.path() is None:
+        if tokens.path() is None:
             return False
-        for layer, rounder in zip(self.layers, self.rounders, strict=True):
-            if rounder.observer is not None or not layer.training or self._is_hooked(layer):
-                return False
-            if rounder.state.rounding != "nearest" or not are_plain(layer):
-                return False
-        for own in self.others:
-            rounds = any(rounder.formats(own).rounds for rounder in rounders_of(own))
-            if rounds or self._is_hooked(own) or not own.training or not are_plain(own):
-                return False
+        modules = *self.layers, *self.others
+        stands = self._standing is not None and self._standing.holds()
+        if stands and self._rounds_to_nearest() and are_plain(*modules):
+            return True
+        is_ready = self._fits() and are_plain(*modules)
+        self._standing = Standing(modules) if is_ready else None
+        return is_ready
+
+    def _rounds_to_nearest(self) -> bool:
+        """Say whether layers round to nearest, and nobody asks what they see."""
+        return all(
+            own.state.rounding == "nearest" and own.observer is None for own in self.rounders
+        )
+
+    def _fits(self) -> bool:
+        """Look at each module, and say whether hooks, modes and formats are those that chains take."""
+        self.rounders = tuple(r for layer in self.layers for r in rounders_of(layer))
+        if len(self.rounders) != len(self.layers) or not self._rounds_to_nearest():
+            return False
+        if any(not own.training or self._is_hooked(own) for own in (*self.layers, *self.others)):
+            return False
+        if any(rounder.formats(own).rounds for own in self.others for rounder in rounders_of(own)):
+            return False
         pairs = zip(self.rounders, self.layers, strict=True)
         return self._knows([rounder.formats(layer) for rounder, layer in pairs])
 
@@ -165,7 +180,8 @@ class TokenRun(nn.Module):
         found: list[Tensor | None] = []
         for own in self.own:
             has = isinstance(own, IntegerLinear | nn.LayerNorm)
-            found += (own.weight, own.bias) if has else (None, None)
+            names = ("weight", "bias") if has else ()
+            found += [tensor_of(own, name) for name in names] or (None, None)
         return found
 
     def _segment_of(self, xs: Sequence[Tensor]) -> Segment | None:
@@ -287,14 +303,21 @@ def alone(chain: TokenChain | Chain) -> fx.Graph:
     return graph
 
 
-def are_plain(own: nn.Module) -> bool:
-    """Say whether all parameters of a module are plain, and of the shapes that its numbers say."""
-    shapes: dict[str, tuple[int, ...] | None]
+def are_plain(*modules: nn.Module) -> bool:
+    """Say whether all parameters of modules are plain, and of the shapes that their numbers say."""
+    found: list[Tensor] = []
+    shapes: list[Sequence[int]] = []
+    for own in modules:
+        for name, p in own_parameters(own):
+            found.append(p)
+            shapes.append(_shape_of(own, name) or p.shape)
+    return are_float32(found, shapes) and all(map(Tensor.is_contiguous, found))
+
+
+def _shape_of(own: nn.Module, name: str) -> tuple[int, ...] | None:
+    """Return the shape of a parameter that a module's numbers say; None where they say none."""
+    if name not in ("weight", "bias"):
+        return None
     if isinstance(own, nn.Linear):
-        shapes = {"weight": (own.out_features, own.in_features), "bias": (own.out_features,)}
-    else:
-        shapes = dict.fromkeys(("weight", "bias"), getattr(own, "normalized_shape", None))
-    return all(
-        is_plain(p) if (shape := shapes.get(name)) is None else is_float32(p, shape)
-        for name, p in own_parameters(own)
-    )
+        return (own.out_features, own.in_features) if name == "weight" else (own.out_features,)
+    return getattr(own, "normalized_shape", None)
