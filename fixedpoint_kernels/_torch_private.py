@@ -3,7 +3,8 @@
 Each entry says which public way is missing. The tests name what is gone after an update of torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -60,6 +61,7 @@ __all__ = [
     "is_checkpointed",
     "is_recomputed",
     "is_watched",
+    "modes_and_hooks",
     "own_forward_hooks",
     "padding_around",
     "remove_hooks",
@@ -229,6 +231,9 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+_MODE_AND_HOOKS = itemgetter(
+    "training", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
 _OURS = "_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks"
 
 
@@ -263,6 +268,17 @@ def own_forward_hooks(
 ) -> tuple[dict[int, Callable[..., object]], dict[int, Callable[..., object]]]:
     """Return the hooks before and after a module's ``forward``."""
     return module._forward_pre_hooks, module._forward_hooks
+
+
+def modes_and_hooks(modules: Iterable[nn.Module]) -> list[tuple[object, ...]]:
+    """Return whether each module trains, and its hooks around ``forward`` and on gradients, those of all modules first."""
+    every = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
+    found: list[tuple[object, ...]] = [tuple(tuple(own.values()) for own in every)]
+    for module in modules:
+        training, *tables = _MODE_AND_HOOKS(vars(module))
+        hooks = [tuple(table.values()) for table in tables] if any(tables) else ()
+        found.append((training, *hooks))
+    return found
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from fixedpoint_kernels.fused import fields as w
 from fixedpoint_kernels.fused.memory import Memory
+from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.fused.weights import packing_items, spare_bytes
 from fixedpoint_kernels.llvm.tiles import kind_of_bytes
 from fixedpoint_kernels.products import by_outputs, jobs, weight_jobs
@@ -144,6 +145,9 @@ class Program:
         needs_inputs: Whether the gradient of each value that comes in is wanted.
         needs_weights: Whether that of each operation's weight is wanted.
         memory: Shared with programs that never run at the same time; default: one of its own.
+
+    Attributes:
+        packed: Of the weights that are laid out; None: of those of one call.
     """
 
     def __init__(  # noqa: PLR0913
@@ -172,6 +176,7 @@ class Program:
         self.forward, self.backward = self._finished(forward), self._finished(backward)
         self._weights_tasks()
         self.memory = Memory() if memory is None else memory
+        self.packed: Stamp | None = None
 
     # ------------------------------------------------------------------ memory
 

@@ -1,21 +1,24 @@
 """What a traced graph was made of, to notice when somebody changes it."""
 
+from collections.abc import Sequence
 from operator import is_, itemgetter
 
 from torch import nn
 
-from fixedpoint_kernels._torch_private import children_of, table_of
+from fixedpoint_kernels._torch_private import children_of, hooks_of, modes_and_hooks, table_of
+from marvin.freezing import FrozenRounding
 from marvin.hooks import OtherForward
+from marvin.integer.formats import PREPACKED
 from marvin.integer.graph import Traced
 from marvin.integer.surroundings import PLAIN, names_of, noted
 
-__all__ = ["Seen"]
+__all__ = ["Frozen", "Seen"]
 
 _NUMBERS = (  # of torch's own modules, which chains and graphs were made of
     "stride", "padding", "dilation", "groups", "padding_mode", "kernel_size", "ceil_mode", "return_indices", "eps", "p",
     "approximate", "normalized_shape", "count_include_pad", "divisor_override", "output_size",
     "start_dim", "end_dim", "negative_slope", "size", "scale_factor", "mode", "num_features", "in_features",
-    "out_features",
+    "out_features", PREPACKED,
 )  # fmt: skip
 
 
@@ -80,6 +83,26 @@ class Seen:
         ):
             return False
         return all(table.get(name) is held for table, name, held in self._tensors)
+
+
+class Frozen:
+    """Modes, hooks and formats of modules, some of them frozen, as they are now.
+
+    Args:
+        modules: All of them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._before = modules, modes_and_hooks(modules)
+        self._hooks = [hook for own in modules for hook in hooks_of(own, FrozenRounding)]
+        self._formats = [hook.formats for hook in self._hooks]
+
+    def holds(self) -> bool:
+        """Say whether all of it is as it was."""
+        formats = (hook.formats for hook in self._hooks)
+        return modes_and_hooks(self._modules) == self._before and all(
+            map(is_, formats, self._formats)
+        )
 
 
 def _nothing(_: object) -> None:

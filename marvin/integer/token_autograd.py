@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import tokens
+from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from fixedpoint_kernels.tokens import Parameters, Segment
@@ -24,7 +25,13 @@ _MACS = 64  # multiply-adds that cost as much as one element of another kernel
 
 
 class Run(Protocol):
-    """Whoever runs a segment."""
+    """Whoever runs a segment.
+
+    Attributes:
+        stamp: Of weights that may stay laid out between calls.
+    """
+
+    stamp: Stamp | None
 
     def program(
         self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
@@ -104,7 +111,7 @@ def _forward(
     program = run.program(segment, xs[0], needed[:count], needed[count::2])
     counts: list[tuple[int, int]] = []
     own = _parameters_of(segment, parameters, noise)
-    outputs, kept = execute.forward(program, xs, own, counts)
+    outputs, kept = execute.forward(program, xs, own, counts, run.stamp)
     run.note(segment, xs, counts)
     return program, kept, outputs
 
