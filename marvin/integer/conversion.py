@@ -180,7 +180,7 @@ def convert(
             module.__class__ = own
         if stock_class(module) is not None:
             setattr(module, OPTIONS, options)
-            vars(module).pop(PREPACKED, None)
+            _unpack(module)
     if options == Options():
         fuse(model)
     return report(model)
@@ -230,6 +230,11 @@ def prepack(model: nn.Module) -> None:
         forget(layer)
 
 
+def _unpack(module: nn.Module) -> None:
+    vars(module).pop(PREPACKED, None)
+    forget(module)
+
+
 def revert(model: nn.Module) -> None:
     """Undo ``convert``: layers compute in float again."""
     restore_forwards(model)
@@ -237,7 +242,7 @@ def revert(model: nn.Module) -> None:
         if (stock := stock_class(module)) is not None:
             module.__class__ = stock
             delattr(module, OPTIONS)
-            vars(module).pop(PREPACKED, None)
+            _unpack(module)
 
 
 def report(model: nn.Module) -> Report:
