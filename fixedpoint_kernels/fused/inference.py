@@ -140,7 +140,7 @@ class Program:
 
     Attributes:
         lock: To be held while the program runs.
-        packed: Of the weights and batch norms that are laid out; None: of those of one call.
+        stamp: Of the weights and batch norms that are laid out; None: of those of one call.
 
     Raises:
         ValueError: Sums of a layer do not fit in int32.
@@ -176,7 +176,7 @@ class Program:
         self._spare_bytes = max(spare_bytes(own.shape) for own in segment.products)
         self._make_contexts(operations)
         self.lock = Lock()
-        self.packed: Stamp | None = None
+        self.stamp: Stamp | None = None
         self._work = 0  # where working memory was
         given = self.addresses.given.items()
         cells = [(row, column, key) for key, own in given for row, column in own]
@@ -310,11 +310,11 @@ def run(
             results[i] = execute.Result(len(x), program.shapes[i], value.is_flat)
             given["y", i] = results[i].address
     with program.lock:
-        if stamp is None or stamp is not program.packed:
-            program.packed = None
+        if stamp is None or stamp is not program.stamp:
+            program.stamp = None
             if not program.scale(norms):
                 return None
             program.pack(weights)
-            program.packed = stamp
+            program.stamp = stamp
         program.go(len(x), given)
     return [result.take() for result in results.values()]

@@ -54,10 +54,10 @@ def forward(
     work = work_memory(program.work_bytes)
     with program.memory.lock:
         program.clamped[:] = 0
-        if stamp is None or stamp is not program.packed:
-            program.packed = None
+        if stamp is None or stamp is not program.stamp:
+            program.stamp = None
             _pack(program, given, work)
-            program.packed = stamp
+            program.stamp = stamp
         _run(program, program.forward, kept, given, work)
         if counts is not None:
             counts += [(n & _CLAMPED, n >> NAN_BIT) for n in program.clamped.sum(1).tolist()]

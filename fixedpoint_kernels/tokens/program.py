@@ -147,7 +147,7 @@ class Program:
         memory: Shared with programs that never run at the same time; default: one of its own.
 
     Attributes:
-        packed: Of the weights that are laid out; None: of those of one call.
+        stamp: Of the weights that are laid out; None: of those of one call.
     """
 
     def __init__(  # noqa: PLR0913
@@ -176,7 +176,7 @@ class Program:
         self.forward, self.backward = self._finished(forward), self._finished(backward)
         self._weights_tasks()
         self.memory = Memory() if memory is None else memory
-        self.packed: Stamp | None = None
+        self.stamp: Stamp | None = None
 
     # ------------------------------------------------------------------ memory
 
