@@ -3,7 +3,7 @@
 Each entry says which public way is missing. The tests name what is gone after an update of torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, TypeVar
@@ -51,6 +51,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_sub",
+    "global_backward_hooks",
     "global_forward_hooks",
     "has_backward_hooks",
     "has_step_hooks",
@@ -61,7 +62,7 @@ __all__ = [
     "is_checkpointed",
     "is_recomputed",
     "is_watched",
-    "modes_and_hooks",
+    "mode_and_hooks",
     "own_forward_hooks",
     "padding_around",
     "remove_hooks",
@@ -231,9 +232,10 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-_MODE_AND_HOOKS = itemgetter(
+mode_and_hooks = itemgetter(
     "training", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 )
+"""Return, of ``vars(module)``, whether it trains, and its hooks around ``forward`` and on gradients."""
 _OURS = "_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks"
 
 
@@ -270,15 +272,11 @@ def own_forward_hooks(
     return module._forward_pre_hooks, module._forward_hooks
 
 
-def modes_and_hooks(modules: Iterable[nn.Module]) -> list[tuple[object, ...]]:
-    """Return whether each module trains, and its hooks around ``forward`` and on gradients, those of all modules first."""
-    every = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
-    found: list[tuple[object, ...]] = [tuple(tuple(own.values()) for own in every)]
-    for module in modules:
-        training, *tables = _MODE_AND_HOOKS(vars(module))
-        hooks = [tuple(table.values()) for table in tables] if any(tables) else ()
-        found.append((training, *hooks))
-    return found
+def global_backward_hooks() -> tuple[
+    dict[int, Callable[..., object]], dict[int, Callable[..., object]]
+]:
+    """Return the hooks on gradients of every module."""
+    return torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -299,9 +297,8 @@ def table_of(module: nn.Module, name: str) -> Mapping[str, object]:
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Say whether a module has hooks on gradients, or all modules have."""
-    own = module._backward_hooks or module._backward_pre_hooks
     return bool(
-        own or torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+        module._backward_hooks or module._backward_pre_hooks or any(global_backward_hooks())
     )
 
 

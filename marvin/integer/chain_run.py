@@ -27,7 +27,7 @@ from marvin.integer.token_run import alone
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
-__all__ = ["ChainRun", "has_fitting_formats", "is_in_the_way", "others_of"]
+__all__ = ["ChainRun", "has_fitting_formats", "is_in_the_way"]
 
 
 _Own = TypeVar("_Own")
@@ -101,7 +101,7 @@ class ChainRun(nn.Module):
             if conv is not None and norm is not None and conv.bias is not None:
                 return False  # batch norm would take it away, all but the running mean
             weight = None if conv is None else conv.weight
-            if not are_taken(layer, weight, others_of(conv, norm)):
+            if not are_taken(layer, weight, _others(conv, norm)):
                 return False
         return True
 
@@ -262,7 +262,7 @@ def _taken(x: Tensor, layer: Layer) -> Tensor:
     return x.flatten(1) if layer.is_flat else x
 
 
-def others_of(
+def _others(
     conv: nn.Conv2d | nn.Linear | None, norm: nn.BatchNorm2d | None
 ) -> tuple[Tensor | None, ...]:
     """Return what a layer has for each channel that it makes."""

@@ -1,5 +1,6 @@
 """Running one chain of a module as one operation, in eval mode and without gradients."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
@@ -12,11 +13,10 @@ from marvin.integer.chain_run import (
     ChainRun,
     has_fitting_formats,
     is_in_the_way,
-    others_of,
 )
 from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
 from marvin.integer.graph import Chain
-from marvin.integer.seen import Frozen
+from marvin.integer.seen import Frozen, Tensors
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
@@ -41,6 +41,7 @@ class InferenceRun(ChainRun):
         super().__init__(module, chain)
         self._frozen: Frozen | None = None  # as it was when the chain could run
         self._given: _Given | None = None  # where layers are prepacked
+        self._tensors = Tensors([])
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now."""
@@ -51,7 +52,7 @@ class InferenceRun(ChainRun):
             if not self.rounders:  # theirs write formats
                 self._frozen = Frozen((*self.convolutions, *self.others))
         given = self._given
-        if given is not None and given.stamp is not None and given.stamp.is_of(self._tensors()):
+        if given is not None and given.stamp is not None and given.stamp.is_of(self._tensors.now()):
             return True
         self._given = None
         return self._knows(self._formats) and self._are_taken()
@@ -92,8 +93,10 @@ class InferenceRun(ChainRun):
         return tuple(lies_as(y, x) for y in outputs)
 
     def _gathered(self) -> _Given:
-        weights, norms = [], []
-        stamp = Stamp(self._tensors()) if is_prepacked(*self.convolutions) else None
+        weights, norms, stamp = [], [], None
+        self._tensors = Tensors([*self._owners()])
+        if is_prepacked(*self.convolutions) and self._tensors.are_known:
+            stamp = Stamp(self._tensors.now())
         for conv, norm in self.each(self.convolutions):
             bias = None if conv is None else conv.bias
             weights.append(None if conv is None else conv.weight.detach())
@@ -102,12 +105,13 @@ class InferenceRun(ChainRun):
         self._given = given if stamp else None
         return given
 
-    def _tensors(self) -> list[Tensor | None]:
-        """Return all that ``_Given`` is made of."""
-        found: list[Tensor | None] = []
-        for conv, norm in self.each(self.convolutions):
-            found += (None if conv is None else conv.weight, *others_of(conv, norm))
-        return found
+    def _owners(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield what has the tensors of ``_Given``, and their names."""
+        for own in self.convolutions:
+            yield from ((own, name) for name in ("weight", "bias"))
+        for norm in self.norms:
+            names = "weight", "bias", "running_mean", "running_var"
+            yield from ((norm, name) for name in names if norm is not None)
 
     def _inference(self, x: Tensor) -> "inference.Program":
         from fixedpoint_kernels.fused.inference import Program

@@ -6,7 +6,8 @@ from fixedpoint_kernels import tokens
 from fixedpoint_kernels.fused.stamp import Stamp
 from marvin.integer.chain_run import is_in_the_way
 from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
-from marvin.integer.seen import Frozen
+from marvin.integer.layers import IntegerLinear
+from marvin.integer.seen import Frozen, Tensors
 from marvin.integer.token_autograd import run_tokens
 from marvin.integer.token_graph import TokenChain
 from marvin.integer.token_run import Call, TokenRun, are_plain
@@ -27,7 +28,8 @@ class TokenInference(TokenRun):
     def __init__(self, module: nn.Module, chain: TokenChain) -> None:
         super().__init__(module, chain, has_hooks)
         self._frozen: Frozen | None = None  # as it was when the chain could run
-        self._stamp: Stamp | None = None  # where layers are prepacked
+        self._given: tuple[Stamp, list[Tensor | None]] | None = None  # where layers are prepacked
+        self._tensors = Tensors([])
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
@@ -39,13 +41,17 @@ class TokenInference(TokenRun):
                 return False
             if not self.rounders:  # theirs write formats
                 self._frozen = Frozen((*self.layers, *self.others))
-        parameters = self.parameters_in_order()
-        if self._stamp is not None and self._stamp.is_of(parameters):
+        given = self._given
+        if given is not None and given[0].is_of(self._tensors.now()):
             return True
-        self._stamp = None
+        self._given = None
         if not all(map(are_plain, (*self.layers, *self.others))):
             return False
-        self._stamp = Stamp(parameters) if is_prepacked(*self.layers) else None
+        if is_prepacked(*self.layers):
+            owners = [own for own in self.own if isinstance(own, IntegerLinear | nn.LayerNorm)]
+            self._tensors = Tensors([(own, name) for own in owners for name in ("weight", "bias")])
+            if self._tensors.are_known:
+                self._given = Stamp(self._tensors.now()), self.parameters_in_order()
         return True
 
     def _looks_ready(self) -> bool:
@@ -66,9 +72,8 @@ class TokenInference(TokenRun):
         segment = self._segment_of(xs)
         if segment is None:
             return self._plain[0](*xs)
-        stamp = self._stamp
+        stamp, parameters = self._given or (None, self.parameters_in_order())
         call = Call(self._programs, stamp)
-        parameters = self.parameters_in_order() if stamp is None else stamp.tensors
         outputs = run_tokens(call, segment, [_NO_NOISE] * len(self.layers), xs, parameters)
         if call.met_nan:
             return self._plain[0](*xs)
