@@ -102,14 +102,14 @@ class Frozen:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [*map(vars, modules)]
-        self._before = [tuple(map(copy, mode_and_hooks(own))) for own in self._modules]
+        self._owners = [*map(vars, modules)]
+        self._before = [tuple(map(copy, mode_and_hooks(own))) for own in self._owners]
         self._hooks = [hook for own in modules for hook in hooks_of(own, FrozenRounding)]
         self._formats = [hook.formats for hook in self._hooks]
 
     def holds(self) -> bool:
         """Say whether all of it is as it was."""
-        if [*map(mode_and_hooks, self._modules)] != self._before or any(global_backward_hooks()):
+        if [*map(mode_and_hooks, self._owners)] != self._before or any(global_backward_hooks()):
             return False
         return all(map(is_, (hook.formats for hook in self._hooks), self._formats))
 
