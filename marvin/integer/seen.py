@@ -16,7 +16,7 @@ from fixedpoint_kernels._torch_private import (
     table_of,
 )
 from marvin.freezing import FrozenRounding
-from marvin.hooks import OtherForward
+from marvin.hooks import OtherForward, rounders_of
 from marvin.integer.formats import PREPACKED
 from marvin.integer.graph import Traced
 from marvin.integer.surroundings import PLAIN, names_of, noted
@@ -98,18 +98,21 @@ class Frozen:
     """Modes, hooks and formats of modules, some of them frozen, as they are now.
 
     Args:
-        modules: All of them; none is called where all modules have hooks on gradients.
+        modules: All of them.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._are_frozen = not any(map(rounders_of, modules))  # others' formats are written
         self._owners = [*map(vars, modules)]
         self._before = [tuple(map(copy, mode_and_hooks(own))) for own in self._owners]
         self._hooks = [hook for own in modules for hook in hooks_of(own, FrozenRounding)]
         self._formats = [hook.formats for hook in self._hooks]
 
     def holds(self) -> bool:
-        """Say whether all of it is as it was."""
-        if [*map(mode_and_hooks, self._owners)] != self._before or any(global_backward_hooks()):
+        """Say whether all of it is as it was; no, where a module is not frozen, or all have hooks on gradients."""
+        if not self._are_frozen or any(global_backward_hooks()):
+            return False
+        if [*map(mode_and_hooks, self._owners)] != self._before:
             return False
         return all(map(is_, (hook.formats for hook in self._hooks), self._formats))
 

@@ -53,7 +53,7 @@ def program_of(
     inputs: Sequence[bool],
     weights: Sequence[bool],
 ) -> "Program":
-    """Return the program of a segment for values of the shape of ``x``, and the gradients that are wanted."""
+    """Return the program of a segment for values of the shape of ``x``, and the gradients that are wanted, see ``Program``."""
     from fixedpoint_kernels.tokens.program import Program  # Numba takes a second to import
 
     path, rows = tokens.path() or "", x.shape[:-1].numel()
@@ -92,7 +92,7 @@ def run_tokens(
     """
     tensors = *xs, *parameters
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):
-        return tuple(_forward(run, segment, noise, xs, parameters, [False] * len(tensors))[2])
+        return tuple(_forward(run, segment, noise, xs, parameters, ())[2])
     return _Tokens.apply(run, segment, noise, *xs, *parameters)  # pyright: ignore[reportReturnType]
 
 
