@@ -12,11 +12,13 @@ from torch import nn
 
 import marvin
 from benchmarks.ops.int8_inference import frozen_model
-from fixedpoint_kernels import FixedPoint, products
+from fixedpoint_kernels import FixedPoint, products, tokens
 from fixedpoint_kernels._torch_private import hooks_of
-from fixedpoint_kernels.fused import inference
+from fixedpoint_kernels.fused import Layer, Segment, Value, inference
+from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.products import paths
-from fixedpoint_kernels.tokens import execute
+from fixedpoint_kernels.products.shapes import Window
+from fixedpoint_kernels.tokens import execute, program
 from marvin.freezing import FrozenRounding
 from marvin.integer import convert, prepack, revert
 from train.resnet20 import ResNet20
@@ -354,3 +356,88 @@ def test_refusals():
     convert(model)
     with pytest.raises(ValueError, match=r"must be frozen, for training .* got layer '0'"):
         prepack(model)
+
+
+def test_an_address_of_before_is_another_tensor():
+    """Memory that a parameter left may be given to its next values: not while a stamp knows it."""
+    parameter = nn.Parameter(torch.randn(64, 64), requires_grad=False)
+    stamp, address = Stamp([parameter]), parameter.data_ptr()
+    parameter.data = torch.randn(32)
+    others = [torch.randn(64, 64) for _ in range(64)]
+    found = [other for other in others if other.data_ptr() == address]
+    parameter.data = found[0] if found else others[0]
+    assert not stamp.is_of([parameter])
+
+
+def test_another_tensor_of_one_memory_is_seen():
+    """Each counts its own writes."""
+    first = nn.Parameter(torch.randn(16), requires_grad=False)
+    second = nn.Parameter(first.data, requires_grad=False)
+    assert (first.data_ptr(), first._version) == (second.data_ptr(), second._version)
+    assert Stamp([first]).is_of([first])
+    assert not Stamp([first]).is_of([second])
+
+
+def test_statistics_alone_are_seen():
+    torch.manual_seed(0)
+    frozen = frozen_model(NETWORKS["convolutions"][0], batch("convolutions"))
+    twin = copy.deepcopy(frozen)
+    prepack(twin)
+    for statistic in ("running_mean", "running_var"):
+        assert_same((frozen, twin), "convolutions")
+        for model in (frozen, twin):
+            getattr(model.bn, statistic).add_(0.5)
+        assert_same((frozen, twin), "convolutions")
+
+
+def test_a_program_that_others_ran_lays_out_again():
+    """A stamp is true of what was laid out last, also where that had none, or did not come to an end."""
+    layer = Layer(-1, *[FixedPoint(8, 4)] * 2, (16, 3, 3, 3), Window(), None)
+    segment = Segment((layer,), (Value(0, is_output=True),))
+    program = inference.Program(segment, 1, (8, 8), products.path().name, 1, 1)
+    x = torch.randn(1, 3, 8, 8)
+    weight = [torch.randn(16, 3, 3, 3) for _ in range(2)]
+    infinite = torch.full((16,), torch.inf)
+    stamp = Stamp(weight[:1])
+    (expected,) = inference.run(program, x, weight[:1], [None], stamp)
+    for bias in (None, infinite):
+        inference.run(program, x, weight[1:], [bias])
+        (found,) = inference.run(program, x, weight[:1], [None], stamp)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Shifted(nn.Module):
+    """A bias that is moved."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor(by), requires_grad=False)
+
+    def forward(self, bias):
+        return bias + self.by
+
+
+def test_computed_biases_are_laid_out_at_each_call():
+    torch.manual_seed(0)
+    frozen = frozen_model(NETWORKS["convolutions"][0], batch("convolutions"))
+    twin = copy.deepcopy(frozen)
+    for model in (frozen, twin):
+        nn.utils.parametrize.register_parametrization(model.bn, "bias", Shifted(0.25))
+    prepack(twin)
+    for _ in range(2):
+        assert_same((frozen, twin), "convolutions")
+        for model in (frozen, twin):
+            model.bn.parametrizations.bias[0].by.add_(0.5)
+
+
+def test_inference_lays_out_weights_one_way():
+    layers = [tokens.Linear(i, *[FixedPoint(8, 4)] * 2, (32, 32)) for i in range(2)]
+    segment = tokens.Segment((32,), tuple(layers), (2,))
+    made = [
+        program.Program(segment, 2, 1, products.path().name, 1, *needs)
+        for needs in (((), ()), ((False,), (True, True)))
+    ]
+    assert [len(own.pack.tasks) for own in made] == [2, 3]
+    xs, own = [torch.randn(2, 32)], [tokens.Parameters(torch.randn(32, 32), None, (0, 0))] * 2
+    (ys, _), (expected, _) = (execute.forward(each, xs, own) for each in made)
+    torch.testing.assert_close(ys, expected, rtol=0, atol=0)
