@@ -4,6 +4,7 @@ Each entry says which public way is missing. The tests name what is gone after a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -51,6 +52,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_sub",
+    "global_backward_hooks",
     "global_forward_hooks",
     "has_backward_hooks",
     "has_step_hooks",
@@ -61,6 +63,7 @@ __all__ = [
     "is_checkpointed",
     "is_recomputed",
     "is_watched",
+    "mode_and_hooks",
     "own_forward_hooks",
     "padding_around",
     "remove_hooks",
@@ -232,6 +235,10 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+mode_and_hooks = itemgetter(
+    "training", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+"""Return, of ``vars(module)``, whether it trains, and its hooks around ``forward`` and on gradients."""
 _OURS = "_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks"
 
 
@@ -282,6 +289,13 @@ def running_hooks(modules: Sequence[nn.Module]) -> list[object]:
     return [*map(len, tables), *(hook for own in filter(None, tables) for hook in own.values())]
 
 
+def global_backward_hooks() -> tuple[
+    dict[int, Callable[..., object]], dict[int, Callable[..., object]]
+]:
+    """Return the hooks on gradients of every module."""
+    return torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
+
+
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's children by name; what is put in their place later is seen in it."""
     return module._modules
@@ -313,9 +327,8 @@ def table_of(module: nn.Module, name: str) -> Mapping[str, object]:
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Say whether a module has hooks on gradients, or all modules have."""
-    own = module._backward_hooks or module._backward_pre_hooks
     return bool(
-        own or torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+        module._backward_hooks or module._backward_pre_hooks or any(global_backward_hooks())
     )
 
 

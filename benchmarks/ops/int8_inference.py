@@ -1,6 +1,7 @@
 """Inference on integer codes inside torch: a frozen model beside float32, bfloat16 autocast, and layers one by one.
 
-"ours": ``marvin.freeze`` of a converted model. "layer by layer": the same without chains
+"ours": ``marvin.freeze`` of a converted model. "prepacked": that, with weights that stay laid out between calls
+(``marvin.integer.prepack``). "layer by layer": the same without chains
 (``convert(frozen, fused=False)``). All others are PyTorch's own in eval mode. One element is one image.
 """
 
@@ -50,10 +51,12 @@ def frozen_model(make: Callable[[], nn.Module], x: Tensor) -> nn.Module:
 
 def contestants(make: Callable[[], nn.Module], frozen: nn.Module, x: Tensor) -> dict[str, Step]:
     """Return forward passes of a network by what computes them."""
-    alone = copy.deepcopy(frozen)
+    alone, prepacked = copy.deepcopy(frozen), copy.deepcopy(frozen)
     marvin.integer.convert(alone, fused=False)
+    marvin.integer.prepack(prepacked)
     last = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
-    found = {"ours": _forward(frozen, last), "layer by layer": _forward(alone, last)}
+    own = {"ours": frozen, "prepacked": prepacked, "layer by layer": alone}
+    found = {name: _forward(model, last) for name, model in own.items()}
     for dtype in (torch.float32, torch.bfloat16):
         for layout in (torch.contiguous_format, torch.channels_last)[: 1 + (x.dim() == 4)]:
             kind = f"{str(dtype)[6:]}" + " channels last" * (layout is torch.channels_last)

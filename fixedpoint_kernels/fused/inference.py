@@ -25,6 +25,7 @@ from fixedpoint_kernels.fused.graph import INPUT, Layer, Scaled, Segment
 from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.memory import work_memory
 from fixedpoint_kernels.fused.operations import Buffer, Operation, place_buffers, table
+from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.fused.weights import pack_weights, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
 from fixedpoint_kernels.products.instructions import compiled
@@ -137,6 +138,10 @@ class Program:
         threads: How many.
         packers: How many threads lay weights out: a single image has one thread and all weights.
 
+    Attributes:
+        lock: To be held while the program runs.
+        stamp: Of the weights and batch norms that are laid out; None: of those of one call.
+
     Raises:
         ValueError: Sums of a layer do not fit in int32.
     """
@@ -172,6 +177,8 @@ class Program:
         self._spare_bytes = max(spare_bytes(own.shape) for own in segment.products)
         self._make_contexts(operations)
         self.lock = Lock()
+        self.stamp: Stamp | None = None
+        self._work = 0  # where working memory was
         given = self.addresses.given.items()
         cells = [(row, column, key) for key, own in given for row, column in own]
         self._keys = [key for *_, key in cells]
@@ -220,26 +227,32 @@ class Program:
         np.take(flat, self._spread, 1, out=self._factors)
         return bool(np.isfinite(flat).all())
 
-    def move(self, shifts: Sequence[tuple[int, ...]]) -> None:
-        """Take the fractional bits of each layer's channels; empty: they have none of their own."""
-        for powers, own in zip(self._powers, shifts, strict=True):
-            powers.move(own)
+    def move(self, shifts: Sequence[tuple[int, ...]]) -> bool:
+        """Take the fractional bits of each layer's channels, empty where they share one length; say whether they changed."""
+        changed = [own.move(moved) for own, moved in zip(self._powers, shifts, strict=True)]
+        return any(changed)
 
-    def fill(self, given: dict[tuple[str, int], int], weights: dict[tuple[str, int], int]) -> None:
-        """Lay out the weights, and note where images come from and go to."""
-        work = work_memory(self.work_bytes)
-        rows, columns, offsets = self.addresses.work
-        for thread, own in enumerate(self._tables):
-            own[rows, columns] = offsets + work + thread * self._thread_bytes
-        scratch = work + self._scratch_at
-        self._contexts[:, f.C_SCRATCH] = scratch + self._thread_bytes * np.arange(self.threads)
-        self._cells[:, 2] = [given[key] for key in self._keys]
-        self._task_addresses.fill(self._tasks, weights)
-        spare = work + self._thread_bytes * self.threads, self._spare_bytes, self.packers
+    def pack(self, weights: Sequence[Tensor | None]) -> None:
+        """Lay out the weights."""
+        own: dict[tuple[str, int], int] = {}
+        for n, weight in enumerate(weights):
+            own |= {} if weight is None else execute.weight_given(n, weight)
+        self._task_addresses.fill(self._tasks, own)
+        work = work_memory(self.work_bytes) + self._thread_bytes * self.threads
+        spare = work, self._spare_bytes, self.packers
         pack_weights(self.packers > 1)(self._tasks, self._task_reals, self._items, *spare)
 
-    def go(self, images: int) -> None:
-        """Run all images."""
+    def go(self, images: int, given: dict[tuple[str, int], int]) -> None:
+        """Run all images; ``given``: where they come from and go to."""
+        work = work_memory(self.work_bytes)
+        if work != self._work:
+            rows, columns, offsets = self.addresses.work
+            for thread, own in enumerate(self._tables):
+                own[rows, columns] = offsets + work + thread * self._thread_bytes
+            scratch = work + self._scratch_at
+            self._contexts[:, f.C_SCRATCH] = scratch + self._thread_bytes * np.arange(self.threads)
+            self._work = work
+        self._cells[:, 2] = [given[key] for key in self._keys]
         parts = cpu.parts_of_regions()
         kernel = compiled(_run_each, self.path, *parts)[self.threads > 1]
         kernel(self._contexts, self._tables, self._cells, images, self.chunk, self.threads)
@@ -279,7 +292,8 @@ def run(
     x: Tensor,
     weights: Sequence[Tensor | None],
     norms: Sequence[Norm | Tensor | None],
-    shifts: Sequence[tuple[int, ...]] | None = None,
+    shifts: Sequence[tuple[int, ...]],
+    stamp: Stamp | None = None,
 ) -> list[Tensor] | None:
     """Run a segment forward.
 
@@ -288,7 +302,9 @@ def run(
         x: (images, channels, height, width), float32, any strides.
         weights: Of each layer; None of batch norm alone.
         norms: Of each layer: batch norm, a bias, or nothing.
-        shifts: Of each layer: how many fractional bits more its channels have, or empty; default: all empty.
+        shifts: Of each layer: how many fractional bits more its channels have, or empty.
+        stamp: Of ``weights`` and ``norms``: where the program was run with this object before, they are not looked at; None: they
+            are laid out.
 
     Returns:
         The values that leave the segment, float32, channels last, or (images, channels) where they are
@@ -301,13 +317,13 @@ def run(
         if value.is_output:
             results[i] = execute.Result(len(x), program.shapes[i], value.is_flat)
             given["y", i] = results[i].address
-    own: dict[tuple[str, int], int] = {}
-    for n, weight in enumerate(weights):
-        own |= {} if weight is None else execute.weight_given(n, weight)
     with program.lock:
-        if not program.scale(norms):
-            return None
-        program.move([()] * len(weights) if shifts is None else shifts)
-        program.fill(given, own)
-        program.go(len(x))
+        moved = program.move(shifts)
+        if moved or stamp is None or stamp is not program.stamp:
+            program.stamp = None
+            if not program.scale(norms):
+                return None
+            program.pack(weights)
+            program.stamp = stamp
+        program.go(len(x), given)
     return [result.take() for result in results.values()]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.fused import fields, weights
 from fixedpoint_kernels.fused.memory import aligned, work_memory
+from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.llvm.rows import NAN_BIT
 from fixedpoint_kernels.memory import are_float32, is_float32
 from fixedpoint_kernels.tokens import cpu
@@ -26,6 +27,7 @@ def forward(
     xs: Sequence[Tensor],
     parameters: Sequence[Parameters],
     counts: list[tuple[int, int]] | None = None,
+    stamp: Stamp | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Run a segment forward.
 
@@ -35,6 +37,8 @@ def forward(
         parameters: Of each operation; weights, scales and shifts are contiguous.
         counts: Gets, of each operation, how many elements a linear layer clamped, and whether there was NaN: how many threads
             met one.
+        stamp: Of the weights: where the program was run forward with this object before, they are not looked at; None: they are
+            laid out.
 
     Returns:
         The values that leave the segment, float32, contiguous; and what backward needs, uint8.
@@ -50,12 +54,24 @@ def forward(
     work = work_memory(program.work_bytes)
     with program.memory.lock:
         program.clamped[:] = 0
-        program.move(parameters)
-        _pack(program, given, work)
+        moved = program.move(parameters)
+        if moved or stamp is None or stamp is not program.stamp:
+            program.stamp = None
+            _pack(program, given, work)
+            program.stamp = stamp
         _run(program, program.forward, kept, given, work)
         if counts is not None:
             counts += [(n & _CLAMPED, n >> NAN_BIT) for n in program.clamped.sum(1).tolist()]
     return outputs, kept
+
+
+def _pack(program: Program, given: Mapping[tuple[str, int], int], work: int) -> None:
+    """Lay out the weights."""
+    own = program.pack
+    own.tasks[:, fields.WEIGHTS] = [given["first", i] for i in own.layers]
+    weights.pack_weights(program.threads > 1)(
+        own.tasks, own.reals, own.items, work, own.spare_bytes, program.threads
+    )
 
 
 def backward(
@@ -92,6 +108,7 @@ def backward(
     work = work_memory(program.work_bytes)
     with program.memory.lock:
         if program.move(parameters):  # another call had other formats by channel
+            program.stamp = None
             _pack(program, given, work)
         _run(program, program.backward, kept, given, work)
         found_weights = _weights(program, kept, work)
@@ -129,15 +146,6 @@ def _weights(program: Program, kept: Tensor, work: int) -> dict[int, Tensor]:
             program.threads,
         )
     return found
-
-
-def _pack(program: Program, given: Mapping[tuple[str, int], int], work: int) -> None:
-    """Lay out the weights, as they are and turned."""
-    pack = program.pack
-    pack.tasks[:, fields.WEIGHTS] = [given["first", i] for i in pack.layers]
-    weights.pack_weights(program.threads > 1)(
-        *(pack.tasks, pack.reals, pack.items), *(work, pack.spare_bytes, program.threads)
-    )
 
 
 def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:

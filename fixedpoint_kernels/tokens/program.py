@@ -15,6 +15,7 @@ from fixedpoint_kernels.fused import fields as w
 from fixedpoint_kernels.fused.memory import Memory
 from fixedpoint_kernels.fused.operations import Cells
 from fixedpoint_kernels.fused.powers import Powers
+from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.fused.weights import packing_items, spare_bytes
 from fixedpoint_kernels.llvm.tiles import kind_of_bytes
 from fixedpoint_kernels.products import by_outputs, jobs, weight_jobs
@@ -144,9 +145,13 @@ class Program:
         tokens: Of a sample.
         path: Of products, one of ``GRAINS``.
         threads: How many.
-        needs_inputs: Whether the gradient of each value that comes in is wanted.
-        needs_weights: Whether that of each operation's weight is wanted.
+        needs_inputs: Whether the gradient of each value that comes in is wanted; nothing where no pass goes
+            backward: then weights are not laid out for one.
+        needs_weights: Whether that of each operation's weight is wanted; nothing where none is.
         memory: Shared with programs that never run at the same time; default: one of its own.
+
+    Attributes:
+        stamp: Of the weights that are laid out; None: of those of one call.
     """
 
     def __init__(  # noqa: PLR0913
@@ -162,7 +167,8 @@ class Program:
     ) -> None:
         self.segment, self.samples, self.tokens = segment, samples, tokens
         self.path, self.threads, self.rows = path, threads, samples * tokens
-        self.needs_inputs, self.needs_weights = tuple(needs_inputs), tuple(needs_weights)
+        self.needs_inputs, self._infers = tuple(needs_inputs), not needs_inputs
+        self.needs_weights = tuple(needs_weights) or (False,) * len(segment.operations)
         self._flips, self._grain = FLIPS[path], GRAINS[path]
         self.widths, self._count = segment.widths(), len(segment.inputs)
         self._memory: list[np.ndarray] = []
@@ -170,11 +176,12 @@ class Program:
         self.chunk = self._chunk()
         self.chunks = -(samples // -self.chunk)
         self._allocate()
-        forward, backward = self._forward(), self._backward()
+        forward, backward = self._forward(), _Rows() if self._infers else self._backward()
         self._make_scratch(forward, backward)
         self.forward, self.backward = self._finished(forward), self._finished(backward)
         self._weights_tasks()
         self.memory = Memory() if memory is None else memory
+        self.stamp: Stamp | None = None
 
     def move(self, parameters: Sequence[Parameters]) -> bool:
         """Take the fractional bits of outputs, where layers have some of their own; say whether they changed."""
@@ -267,7 +274,7 @@ class Program:
 
     def _needs_gradient(self, v: int) -> bool:
         """Say whether a value's gradient is wanted: all that operations make has parameters before."""
-        return v >= self._count or self.needs_inputs[v]
+        return not self._infers and (v >= self._count or self.needs_inputs[v])
 
     def _make_scratch(self, *directions: _Rows) -> None:
         rows, most = self.chunk * self.tokens, max(self.widths)

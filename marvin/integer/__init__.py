@@ -12,7 +12,7 @@ One layer, read in this order: ``conversion.convert`` gives it a class of ``laye
 does the same with the gradient that comes back.
 """
 
-from marvin.integer.conversion import Report, Row, convert, report, revert
+from marvin.integer.conversion import Report, Row, convert, prepack, report, revert
 from marvin.integer.layers import IntegerConv1d, IntegerConv2d, IntegerLinear
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Report",
     "Row",
     "convert",
+    "prepack",
     "report",
     "revert",
 ]

@@ -8,8 +8,16 @@ from torch import nn
 from fixedpoint_kernels import products
 from fixedpoint_kernels.drawing import draw_cells
 from fixedpoint_kernels.forward_save.swap import is_converted
-from marvin.hooks import restore_forwards
-from marvin.integer.formats import BITS, Execution, Options, carried, choose, why_no_kernel
+from marvin.hooks import restore_forwards, rounders_of
+from marvin.integer.formats import (
+    BITS,
+    PREPACKED,
+    Execution,
+    Options,
+    carried,
+    choose,
+    why_no_kernel,
+)
 from marvin.integer.fusion import fuse, fused_layers
 from marvin.integer.layers import (
     CLASSES,
@@ -19,6 +27,7 @@ from marvin.integer.layers import (
     keep_out_of_compilation,
     stock_class,
 )
+from marvin.integer.lone_run import forget
 from marvin.layers import is_layer
 from marvin.model_formats import ModuleFormats
 from marvin.settings import check_model
@@ -26,7 +35,7 @@ from marvin.settings import check_model
 if TYPE_CHECKING:
     from fixedpoint_kernels.figure import Shown
 
-__all__ = ["Report", "Row", "convert", "report", "revert"]
+__all__ = ["Report", "Row", "convert", "prepack", "report", "revert"]
 
 
 @dataclass(frozen=True)
@@ -171,9 +180,59 @@ def convert(
             module.__class__ = own
         if stock_class(module) is not None:
             setattr(module, OPTIONS, options)
+            _unpack(module)
     if options == Options():
         fuse(model)
     return report(model)
+
+
+def prepack(model: nn.Module) -> None:
+    """Let a frozen model keep its weights laid out between calls, in place of laying them out at each.
+
+    It saves time where few samples meet many weights; no bit of a result changes. At each call weights, biases and batch norm's
+    numbers are compared: where one is another tensor, has another address, or has been written to, as by ``load_state_dict``
+    or ``parameter.mul_(2)``, all of its chain are laid out anew. Torch counts no writes through ``parameter.data``, NumPy
+    arrays and addresses, nor those of FSDP2, which gathers weights: **these are not seen**, and the model goes on with the weights of
+    before, until ``prepack`` is called again. Of tensors that were made in ``torch.inference_mode``, which count no writes, nothing is kept.
+
+    A chain, or a layer alone, keeps its weights for the last four sizes of batches, numbers of threads and
+    instructions together: a byte an element each, which it has without ``prepack``, too. They are in no
+    state, file, pickle or copy: a copy is prepacked, and lays out weights of its own. Convolutions that
+    belong to no chain, and cut no patches, lay out theirs at each call.
+
+    Args:
+        model: What ``marvin.freeze`` made of a converted model, or a part of it. ``marvin.integer.convert`` of it
+            undoes ``prepack``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: It has no layers that multiply integers, or one that is not frozen.
+
+    Examples:
+        >>> frozen = marvin.freeze(model)
+        >>> marvin.integer.prepack(frozen)
+    """
+    check_model(model, "integer.prepack(model)")
+    layers = {name: own for name, own in model.named_modules() if stock_class(own) is not None}
+    if not layers:
+        raise ValueError(
+            "a model to prepack must have layers that multiply integers, got none: call "
+            "marvin.integer.convert(model) first"
+        )
+    for name, layer in layers.items():
+        if rounders_of(layer) or any(p.requires_grad for p in layer.parameters()):
+            raise ValueError(
+                "a model to prepack must be frozen, for training writes weights at each step, got layer "
+                f"{name!r} that is not: call marvin.freeze(model) first"
+            )
+    for layer in layers.values():
+        setattr(layer, PREPACKED, getattr(layer, PREPACKED, 0) + 1)
+        forget(layer)
+
+
+def _unpack(module: nn.Module) -> None:
+    vars(module).pop(PREPACKED, None)
+    forget(module)
 
 
 def revert(model: nn.Module) -> None:
@@ -183,6 +242,7 @@ def revert(model: nn.Module) -> None:
         if (stock := stock_class(module)) is not None:
             module.__class__ = stock
             delattr(module, OPTIONS)
+            _unpack(module)
 
 
 def report(model: nn.Module) -> Report:

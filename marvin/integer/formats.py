@@ -25,6 +25,7 @@ __all__ = [
     "BITS",
     "MOST_BITS",
     "OPTIONS",
+    "PREPACKED",
     "Execution",
     "Options",
     "Product",
@@ -32,6 +33,7 @@ __all__ = [
     "choose",
     "has_hooks",
     "has_nan",
+    "is_prepacked",
     "is_transposed",
     "rounding_of",
     "weight_of",
@@ -44,6 +46,8 @@ MOST_BITS = 24
 """Of a weight whose inputs have fractional lengths of their own: its digits' sums, put together, fit in int64."""
 OPTIONS = "integer_options"
 """Name of the attribute in which a converted module has its ``Options``."""
+PREPACKED = "integer_prepacked"
+"""Name of the attribute of a module whose weight stays laid out between calls: how often ``prepack`` was called."""
 Execution = Literal["integer", "simulation"]
 _Numbers = tuple[int, ...]
 
@@ -153,6 +157,11 @@ def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
     if turned and weight.wl + max(product.shifts, default=0) > MOST_BITS:
         return f"fractional lengths of its weight differ so much that a sum would need codes of more than {MOST_BITS} bits"
     return product if product.weight_fmt.signed else "its weights are unsigned"
+
+
+def is_prepacked(*modules: nn.Module) -> bool:
+    """Say whether weights of modules stay laid out between calls; see ``marvin.integer.prepack``."""
+    return all(PREPACKED in vars(module) for module in modules)
 
 
 def is_transposed(module: nn.Module) -> bool:

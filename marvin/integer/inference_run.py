@@ -1,10 +1,12 @@
 """Running one chain of a module as one operation, in eval mode and without gradients."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
 from fixedpoint_kernels import products
+from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.integer.autograd import lies_as
 from marvin.integer.chain_run import (
@@ -12,7 +14,9 @@ from marvin.integer.chain_run import (
     has_fitting_formats,
     is_in_the_way,
 )
-from marvin.integer.formats import has_hooks, rounding_of
+from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
+from marvin.integer.graph import Chain
+from marvin.integer.seen import Frozen, Tensors
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
@@ -22,11 +26,43 @@ if TYPE_CHECKING:
 __all__ = ["InferenceRun"]
 
 
+class _Given(NamedTuple):
+    """What each layer has: its weight; batch norm, a bias, or nothing; and the stamp of both, where layers are prepacked."""
+
+    weights: list[Tensor | None]
+    norms: "list[inference.Norm | Tensor | None]"
+    stamp: Stamp | None
+
+
 class InferenceRun(ChainRun):
     """One chain, also of a frozen model; see ``Chain.is_exact``."""
 
+    def __init__(self, module: nn.Module, chain: Chain) -> None:
+        super().__init__(module, chain)
+        self._frozen: Frozen | None = None  # as it was when the chain could run
+        self._given: _Given | None = None  # where layers are prepacked
+        self._tensors = Tensors([])
+
     def ready(self) -> bool:
         """Say whether the chain can run fused now."""
+        if self._frozen is None or not self._frozen.holds():
+            self._frozen = None
+            if not self._looks_ready():
+                return False
+            if not self.rounders:  # theirs write formats
+                self._frozen = Frozen((*self.convolutions, *self.others))
+        given = self._given
+        if given is not None and given.stamp is not None and given.stamp.is_of(self._tensors.now()):
+            return True
+        self._given = None
+        return self._knows(self._formats) and self._are_taken()
+
+    def _are_taken(self) -> bool:
+        are_known = all(norm is None or norm.running_mean is not None for norm in self.norms)
+        return are_known and super()._are_taken()
+
+    def _looks_ready(self) -> bool:
+        """Say whether modes, hooks and formats are those of a chain that can run."""
         from fixedpoint_kernels.fused.inference import rounds_once
 
         if rounds_once() is None:
@@ -36,10 +72,8 @@ class InferenceRun(ChainRun):
             return False
         if any(is_in_the_way(own) or own.training for own in self.others):
             return False
-        if any(norm is not None and norm.running_mean is None for norm in self.norms):
-            return False
         self.rounders = tuple(rounder for _, rounders, _ in found for rounder in rounders)
-        return self._knows([formats for formats, *_ in found]) and self._are_taken()
+        return self._knows([formats for formats, *_ in found])
 
     def _is_fit(self, layer: nn.Module) -> bool:
         found = rounding_of(layer)
@@ -53,16 +87,32 @@ class InferenceRun(ChainRun):
             return self._plain[0](x)
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
-        program = self._inference(x)
-        weights, norms = [], []
+        weights, norms, stamp = self._given or self._gathered()
+        outputs = inference.run(self._inference(x), x, weights, norms, self.shifts, stamp)
+        if outputs is None:
+            return self._plain[0](x)
+        return tuple(lies_as(y, x) for y in outputs)
+
+    def _gathered(self) -> _Given:
+        weights, norms, stamp = [], [], None
+        self._tensors = Tensors([*self._owners()])
+        if is_prepacked(*self.convolutions) and self._tensors.are_known:
+            stamp = Stamp(self._tensors.now())
         for conv, norm in self.each(self.convolutions):
             bias = None if conv is None else conv.bias
             weights.append(None if conv is None else conv.weight.detach())
             norms.append(bias if norm is None else _numbers(norm))
-        outputs = inference.run(program, x, weights, norms, self.shifts)
-        if outputs is None:
-            return self._plain[0](x)
-        return tuple(lies_as(y, x) for y in outputs)
+        given = _Given(weights, norms, stamp)
+        self._given = given if stamp else None
+        return given
+
+    def _owners(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield what has the tensors of ``_Given``, and their names."""
+        for own in self.convolutions:
+            yield from ((own, name) for name in ("weight", "bias"))
+        for norm in self.norms:
+            names = "weight", "bias", "running_mean", "running_var"
+            yield from ((norm, name) for name in names if norm is not None)
 
     def _inference(self, x: Tensor) -> "inference.Program":
         from fixedpoint_kernels.fused.inference import Program

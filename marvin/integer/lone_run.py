@@ -4,7 +4,7 @@ So is a convolution that cuts images into patches: all places of a patch are fea
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fixedpoint_kernels import tokens
 from fixedpoint_kernels._torch_private import is_called_plainly, is_watched, own_parameters
+from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.tokens import Segment
 from marvin.integer.autograd import Noise, lies_as
@@ -22,6 +23,7 @@ from marvin.integer.formats import (
     Product,
     choose,
     has_hooks,
+    is_prepacked,
     is_transposed,
     rounding_of,
 )
@@ -41,7 +43,7 @@ from marvin.settings import is_traced
 if TYPE_CHECKING:
     from fixedpoint_kernels.tokens.program import Program
 
-__all__ = ["from_floats", "multiply"]
+__all__ = ["forget", "from_floats", "multiply"]
 
 
 def multiply(module: Any, x: Tensor, product: Product, noise: Noise) -> Tensor | None:
@@ -101,6 +103,11 @@ def from_floats(module: Any, x: object) -> Tensor | None:
     return None if call.nans else y
 
 
+def forget(module: nn.Module) -> None:
+    """Let a layer begin anew: what it was told of its weight is no longer true."""
+    _LAYERS.pop(module, None)
+
+
 def _trained(
     module: Any, x: Tensor, product: Product, formats: ModuleFormats, rounder: Rounder
 ) -> Tensor | None:
@@ -156,6 +163,9 @@ def _multiplied(
     product: Product,
     call: "_Call",
 ) -> Tensor | None:
+    lone = _LAYERS.get(module)
+    if lone is None:
+        lone = _LAYERS[module] = _Lone()
     (weight, bias), is_turned, rows = own, is_transposed(module), x.shape[:-1].numel()
     if weight.dim() != 2:
         return None
@@ -168,18 +178,12 @@ def _multiplied(
     if not is_plain(weight) or not (bias is None or is_float32(bias, (outputs,))):
         return None
     shape = outputs + more[1], inputs + more[0]
-    lone = _LAYERS.get(module)
-    if lone is None:
-        lone = _LAYERS[module] = _Lone()
     segment = lone.segment(product, shape, call.clip, is_turned)
     call.programs = lone.programs
     if len(x) < threads_of(segment, rows):
         return None
-    if any(more):
-        x = F.pad(x, (0, more[0])) if more[0] else x  # by nothing it copies
-        across, down = reversed(more) if is_turned else more
-        weight = F.pad(weight, (0, across, 0, down))
-        bias = None if bias is None else F.pad(bias, (0, more[1]))
+    x = F.pad(x, (0, more[0])) if more[0] else x  # by nothing it copies
+    weight, bias, call.stamp = lone.given(module, own, more)
     shifts = product.shifts and (*product.shifts, *[0] * more[1])
     (y,) = run_tokens(call, segment, [LinearCall(call.noise, shifts)], (x,), (weight, bias))
     return y[..., :outputs].contiguous() if more[1] else y
@@ -204,12 +208,44 @@ def _patches(x: Tensor, size: tuple[int, int], is_first: bool) -> Tensor:
     return cut.permute(*((0, 2, 4, 1, 3, 5) if is_first else (0, 2, 4, 3, 5, 1))).flatten(3)
 
 
+class _Given(NamedTuple):
+    """Weight and bias with features added, of 0; and the stamp of the layer's own, where it is prepacked."""
+
+    weight: Tensor
+    bias: Tensor | None
+    stamp: Stamp | None
+
+
 class _Lone:
     """A layer's programs."""
 
     def __init__(self) -> None:
         self.programs: Programs[Program] = Programs()
         self._segment: tuple[tuple[object, ...], Segment] | None = None
+        self._given: _Given | None = None  # where it is prepacked
+
+    def given(
+        self, module: Any, own: tuple[Tensor, Tensor | None], more: tuple[int, int]
+    ) -> _Given:
+        """Return a layer's weight and bias.
+
+        Args:
+            module: The layer.
+            own: Its weight, of two dimensions, and its bias.
+            more: How many inputs and outputs are added.
+        """
+        given, parameters = self._given, (module.weight, module.bias)
+        if given is not None and given.stamp is not None and given.stamp.is_of(parameters):
+            return given
+        weight, bias = own
+        stamp = Stamp(parameters) if is_prepacked(module) else None
+        if any(more):
+            across, down = reversed(more) if is_transposed(module) else more
+            weight = F.pad(weight, (0, across, 0, down))
+            bias = None if bias is None else F.pad(bias, (0, more[1]))
+        given = _Given(weight, bias, stamp)
+        self._given = given if stamp else None
+        return given
 
     def segment(
         self, product: Product, shape: tuple[int, int], clip: bool, is_turned: bool
@@ -233,6 +269,7 @@ class _Call:
     def __init__(self, clip: bool, noise: Noise) -> None:
         self.clip, self.noise, self.clamped, self.nans = clip, noise, 0, 0
         self.programs: Programs[Program] | None = None  # a layer's own
+        self.stamp: Stamp | None = None
 
     def program(
         self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]

@@ -1,21 +1,33 @@
 """What a traced graph was made of, to notice when somebody changes it."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from itertools import chain
 from operator import is_, itemgetter
+from typing import Any
 
 from torch import nn
 
-from fixedpoint_kernels._torch_private import children_of, table_of
-from marvin.hooks import OtherForward
+from fixedpoint_kernels._torch_private import (
+    children_of,
+    global_backward_hooks,
+    hooks_of,
+    mode_and_hooks,
+    table_of,
+)
+from marvin.freezing import FrozenRounding
+from marvin.hooks import OtherForward, rounders_of
+from marvin.integer.formats import PREPACKED
 from marvin.integer.graph import Traced
 from marvin.integer.surroundings import PLAIN, names_of, noted
 
-__all__ = ["Seen"]
+__all__ = ["Frozen", "Seen", "Tensors"]
 
 _NUMBERS = (  # of torch's own modules, which chains and graphs were made of
     "stride", "padding", "dilation", "groups", "padding_mode", "kernel_size", "ceil_mode", "return_indices", "eps", "p",
     "approximate", "normalized_shape", "count_include_pad", "divisor_override", "output_size",
     "start_dim", "end_dim", "negative_slope", "size", "scale_factor", "mode", "num_features", "in_features",
-    "out_features",
+    "out_features", PREPACKED,
 )  # fmt: skip
 
 
@@ -36,18 +48,16 @@ class Seen:
     def __init__(self, module: nn.Module, traced: Traced) -> None:
         inner = [module.get_submodule(name) for name in traced.inner]
         self.inner = [own for own in inner if own is not module]
-        self._children = [
-            (own, tuple(own.values())) for own in map(children_of, module.modules()) if own
-        ]
+        self._children = [*map(children_of, module.modules())]
+        self._parts = [*_parts_of(self._children)]
         calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
         layers = map(module.get_submodule, dict.fromkeys(calls))
         named = [(own, [n for n in names_of(own) if type(vars(own)[n]) in PLAIN]) for own in inner]
         named += [(own, [name for name in _NUMBERS if name in vars(own)]) for own in layers]
-        self._attributes = [
-            (vars(own), len(vars(own)), itemgetter(*names) if names else _nothing)
-            for own, names in named
-        ]
-        self._before = [get(own) for own, _, get in self._attributes]
+        self._owners = [vars(own) for own, _ in named]
+        self._sizes = [*map(len, self._owners)]
+        self._getters = [itemgetter(*names) if names else _nothing for _, names in named]
+        self._before = self._attributes()
         others = [(vars(own), n) for own in inner for n in names_of(own)]
         self._others = [
             (own, n)
@@ -68,18 +78,68 @@ class Seen:
             return False
 
     def _is_same(self) -> bool:
-        for own, before in self._children:
-            if len(own) != len(before) or not all(map(is_, own.values(), before)):
-                return False
-        for (own, size, get), before in zip(self._attributes, self._before, strict=True):
-            if len(own) != size or get(own) != before:
-                return False
+        parts = [*_parts_of(self._children)]
+        if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
+            return False
+        if [*map(len, self._owners)] != self._sizes or self._attributes() != self._before:
+            return False
         if any(
             noted(own[n]) != before
             for (own, n), before in zip(self._others, self._noted, strict=True)
         ):
             return False
         return all(table.get(name) is held for table, name, held in self._tensors)
+
+    def _attributes(self) -> list[object]:
+        return [get(own) for get, own in zip(self._getters, self._owners, strict=True)]
+
+
+class Frozen:
+    """Modes, hooks and formats of modules, some of them frozen, as they are now.
+
+    Args:
+        modules: All of them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._are_frozen = not any(map(rounders_of, modules))  # others' formats are written
+        self._owners = [*map(vars, modules)]
+        self._before = [tuple(map(copy, mode_and_hooks(own))) for own in self._owners]
+        self._hooks = [hook for own in modules for hook in hooks_of(own, FrozenRounding)]
+        self._formats = [hook.formats for hook in self._hooks]
+
+    def holds(self) -> bool:
+        """Say whether all of it is as it was; no, where a module is not frozen, or all have hooks on gradients."""
+        if not self._are_frozen or any(global_backward_hooks()):
+            return False
+        if [*map(mode_and_hooks, self._owners)] != self._before:
+            return False
+        return all(map(is_, (hook.formats for hook in self._hooks), self._formats))
+
+
+class Tensors:
+    """Where modules have parameters and buffers: to look for each at every call takes as long as a layer.
+
+    Args:
+        owners: Modules, and names of what they have.
+
+    Attributes:
+        are_known: Whether all are parameters or buffers: others may be computed from those.
+    """
+
+    def __init__(self, owners: Sequence[tuple[nn.Module, str]]) -> None:
+        self._tables = [(table_of(own, name), name) for own, name in owners]
+        pairs = zip(self._tables, owners, strict=True)
+        self.are_known = all(table is not vars(own) for (table, _), (own, _) in pairs)
+
+    def now(self) -> list[Any]:
+        """Return them; None where there is none, or it is no longer where it was."""
+        return [table.get(name) for table, name in self._tables]
+
+
+def _parts_of(children: Sequence[Mapping[str, nn.Module | None]]) -> Iterator[object]:
+    """Yield the children of modules, and where those of the next begin."""
+    return chain.from_iterable((*own.values(), ...) for own in children)
 
 
 def _nothing(_: object) -> None:

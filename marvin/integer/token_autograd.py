@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import tokens
+from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.memory import is_float32
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from fixedpoint_kernels.tokens import Parameters, Segment
@@ -31,7 +32,13 @@ class LinearCall(NamedTuple):
 
 
 class Run(Protocol):
-    """Whoever runs a segment."""
+    """Whoever runs a segment.
+
+    Attributes:
+        stamp: Of weights that may stay laid out between calls.
+    """
+
+    stamp: Stamp | None
 
     def program(
         self, segment: Segment, x: Tensor, inputs: Sequence[bool], weights: Sequence[bool]
@@ -53,7 +60,7 @@ def program_of(
     inputs: Sequence[bool],
     weights: Sequence[bool],
 ) -> "Program":
-    """Return the program of a segment for values of the shape of ``x``, and the gradients that are wanted."""
+    """Return the program of a segment for values of the shape of ``x``, and the gradients that are wanted, see ``Program``."""
     from fixedpoint_kernels.tokens.program import Program  # Numba takes a second to import
 
     path, rows = tokens.path() or "", x.shape[:-1].numel()
@@ -92,7 +99,7 @@ def run_tokens(
     """
     tensors = *xs, *parameters
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):
-        return tuple(_forward(run, segment, calls, xs, parameters, [False] * len(tensors))[2])
+        return tuple(_forward(run, segment, calls, xs, parameters, ())[2])
     return _Tokens.apply(run, segment, calls, *xs, *parameters)  # pyright: ignore[reportReturnType]
 
 
@@ -111,7 +118,7 @@ def _forward(
     program = run.program(segment, xs[0], needed[:count], needed[count::2])
     counts: list[tuple[int, int]] = []
     own = _parameters_of(segment, parameters, calls)
-    outputs, kept = execute.forward(program, xs, own, counts)
+    outputs, kept = execute.forward(program, xs, own, counts, run.stamp)
     run.note(segment, xs, counts)
     return program, kept, outputs
 

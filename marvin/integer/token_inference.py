@@ -3,8 +3,11 @@
 from torch import Tensor, nn
 
 from fixedpoint_kernels import tokens
+from fixedpoint_kernels.fused.stamp import Stamp
 from marvin.integer.chain_run import is_in_the_way
-from marvin.integer.formats import has_hooks, rounding_of
+from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
+from marvin.integer.layers import IntegerLinear
+from marvin.integer.seen import Frozen, Tensors
 from marvin.integer.token_autograd import NO_NOISE, run_tokens
 from marvin.integer.token_graph import TokenChain
 from marvin.integer.token_run import Call, TokenRun, are_plain
@@ -22,18 +25,42 @@ class TokenInference(TokenRun):
 
     def __init__(self, module: nn.Module, chain: TokenChain) -> None:
         super().__init__(module, chain, has_hooks)
+        self._frozen: Frozen | None = None  # as it was when the chain could run
+        self._given: tuple[Stamp, list[Tensor | None]] | None = None  # where layers are prepacked
+        self._tensors = Tensors([])
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
         if tokens.path() is None:
             return False
+        if self._frozen is None or not self._frozen.holds():
+            self._frozen = None
+            if not self._looks_ready():
+                return False
+            if not self.rounders:  # theirs write formats
+                self._frozen = Frozen((*self.layers, *self.others))
+        given = self._given
+        if given is not None and given[0].is_of(self._tensors.now()):
+            return True
+        self._given = None
+        if not all(map(are_plain, (*self.layers, *self.others))):
+            return False
+        if is_prepacked(*self.layers):
+            owners = [own for own in self.own if isinstance(own, IntegerLinear | nn.LayerNorm)]
+            self._tensors = Tensors([(own, name) for own in owners for name in ("weight", "bias")])
+            if self._tensors.are_known:
+                self._given = Stamp(self._tensors.now()), self.parameters_in_order()
+        return True
+
+    def _looks_ready(self) -> bool:
+        """Say whether modes, hooks and formats are those of a chain that can run."""
         found = [rounding_of(layer) for layer in self.layers]
         for layer, (formats, _, count) in zip(self.layers, found, strict=True):
-            if layer.training or count != 1 or has_hooks(layer, 1) or not are_plain(layer):
+            if layer.training or count != 1 or has_hooks(layer, 1):
                 return False
             if formats.eval_rounding != "nearest":
                 return False
-        if any(is_in_the_way(own) or own.training or not are_plain(own) for own in self.others):
+        if any(is_in_the_way(own) or own.training for own in self.others):
             return False
         self.rounders = tuple(rounder for _, rounders, _ in found for rounder in rounders)
         return self._knows([formats for formats, *_ in found])
@@ -43,9 +70,10 @@ class TokenInference(TokenRun):
         segment = self._segment_of(xs)
         if segment is None:
             return self._plain[0](*xs)
-        call = Call(self._programs)
+        stamp, parameters = self._given or (None, self.parameters_in_order())
+        call = Call(self._programs, stamp)
         calls = self.calls([NO_NOISE] * len(self.layers))
-        outputs = run_tokens(call, segment, calls, xs, self.parameters_in_order())
+        outputs = run_tokens(call, segment, calls, xs, parameters)
         if call.met_nan:
             return self._plain[0](*xs)
         for rounder in self.rounders:

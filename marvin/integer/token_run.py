@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import tokens
 from fixedpoint_kernels._torch_private import own_parameters, tensor_of
+from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.memory import are_float32
 from fixedpoint_kernels.tokens import Segment
 from marvin.hooks import rounders_of
@@ -259,10 +260,15 @@ class TokenRun(nn.Module):
 
 
 class Call:
-    """One call of a chain: what each operation clamped, and whether a linear layer met NaN, for which there is no code."""
+    """One call of a chain: what each operation clamped, and whether a linear layer met NaN, for which there is no code.
 
-    def __init__(self, programs: "Programs[Program]") -> None:
-        self._programs, self.met_nan = programs, False
+    Args:
+        programs: Of the chain.
+        stamp: Of weights that may stay laid out between calls.
+    """
+
+    def __init__(self, programs: "Programs[Program]", stamp: Stamp | None = None) -> None:
+        self._programs, self.stamp, self.met_nan = programs, stamp, False
         self.clamped: list[int] = []
 
     def program(
