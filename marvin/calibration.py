@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -303,8 +304,10 @@ def fitting(low: float, high: float, wl: int, signed: bool) -> FixedPoint:
     """Return the finest format of ``wl`` bits that holds both values without saturating.
 
     Raises:
-        ValueError: None does.
+        ValueError: None does, or they are not finite.
     """
+    if not math.isfinite(low) or not math.isfinite(high):
+        raise ValueError(f"values to be rounded must be finite, got {low} to {high}")
     for fl in range(_LONGEST_FL, -_LONGEST_FL - 1, -1):
         fmt = FixedPoint(wl, fl, signed=signed)
         if fmt.min_code <= round(low * fmt.scale) and round(high * fmt.scale) <= fmt.max_code:

@@ -100,6 +100,9 @@ def frozen_formats(model: nn.Module) -> dict[str, ModuleFormats]:
             raise ValueError(f"it must round as its state says, got other formats at {name!r}")
     if not found:
         raise ValueError("it must carry formats, got none")
+    for name, module in model.named_modules():
+        if name not in found and any(hooks_of(module, FrozenRounding)):
+            raise ValueError(f"it must have the formats it rounds by in its state, got none of {name!r}")
     return found
 
 

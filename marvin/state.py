@@ -10,7 +10,7 @@ from torch.optim.optimizer import StateDict
 
 from marvin.compact import SUFFIXES, check_saved
 from marvin.policies.base import Policy, fields_of
-from marvin.policies.records import restored
+from marvin.policies.records import restored, restored_value
 from marvin.shards import Shard
 
 __all__ = [
@@ -29,6 +29,9 @@ __all__ = [
 VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
 _CODES = "master_codes"  # saved as pairs of bytes
 _MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"  # of torch's optimizers; of one shape
+_KEYS = {1: ("state", "param_groups"), VERSION: ("state", "param_groups", "optimizer")}
+_COMMON_KEYS = {1: ("step", "skipped", "forwards", "trace")}  # by version
+_COMMON_KEYS[VERSION] = (*_COMMON_KEYS[1], "policy", "wrapped")
 _EARLIER_SHARED = "level", "losses", "loss_sum"  # were beside the trace
 
 
@@ -107,7 +110,7 @@ def checked(
         names: Name and shape of each parameter of the optimizer that is to load it.
 
     Raises:
-        ValueError: It is not of this kind or policy, or its parameters differ.
+        ValueError: It is not of this kind or policy, lacks a key, or its parameters differ.
     """
     if "marvin" not in state_dict:
         raise ValueError(
@@ -116,6 +119,14 @@ def checked(
     common = state_dict["marvin"]
     if (version := common.get("version", 1)) not in (1, VERSION):
         raise ValueError(f"the state must be of version 1 or {VERSION}, got version {version!r}")
+    _check_keys("the state", state_dict, _KEYS[version])
+    _check_keys("marvin, in the state,", common, _COMMON_KEYS[version])
+    if isinstance(own := common.get("policy"), Mapping):
+        _check_keys("the policy of the state", own, ("name", "settings", "shared"))
+    if "optimizer" in state_dict:
+        _check_keys("optimizer, in the state,", state_dict["optimizer"], _KEYS[1])
+    for row in common["trace"]:
+        _check_keys("the trace of the state", row, ("step", "layer", "wl"))
     saved = common.get("policy", "MarvinPolicy")
     name = saved if isinstance(saved, str) else saved["name"]
     if name != type(policy).__name__:
@@ -131,6 +142,8 @@ def checked(
         if values and (not isinstance(master, Tensor) or master.shape != shape):
             got = tuple(master.shape) if isinstance(master, Tensor) else "none"
             raise ValueError(f"the state of {parameter} must have shape {tuple(shape)}, got {got}")
+        if values and len(shape) > 1:  # as ``is_layer`` has it
+            _check_layer(parameter, values, policy)
         _check_shapes(parameter, shape, values, policy.rules.tensors)
         _check_shapes(parameter, shape, moments.get(index, {}), _MOMENTS)
         own = {**values, _CODES: master} if _CODES in values else values
@@ -139,6 +152,23 @@ def checked(
         except ValueError as error:
             raise ValueError(f"the state of {parameter} does not fit: {error}") from None
     return states
+
+
+def _check_keys(what: str, found: Mapping[str, object], wanted: Sequence[str]) -> None:
+    if missing := [key for key in wanted if key not in found]:
+        raise ValueError(f"{what} must have {', '.join(missing)}, got {sorted(map(str, found))}")
+
+
+def _check_layer(parameter: str, values: Mapping[str, Any], policy: Policy) -> None:
+    """Refuse a layer without its record, its format, or what its policy keeps of it."""
+    own = [name for name in policy.rules.tensors if name + SUFFIXES[0] not in values]
+    _check_keys(f"the state of {parameter}", values, ["layer", *own])
+    _check_keys(f"the layer of {parameter}", values["layer"], ("fmt",))
+    for name, value in values["layer"].items():
+        try:
+            restored_value(value)
+        except TypeError as error:
+            raise ValueError(f"{name} of {parameter} must be a whole format, got {value}") from error
 
 
 def _check_shapes(
