@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -14,6 +15,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
 from marvin.conversion import argument_names, prepare
+from marvin.display import listed
 from marvin.freezing import thaw
 from marvin.hooks import rounders_of
 from marvin.layers import is_layer
@@ -45,12 +47,14 @@ _KEPT = 2**15  # values of a batch that are looked at, spread evenly; all extrem
 _MOST_KEPT = 2**19  # of all batches
 _FINER = 8  # bits by which a format may be finer than the one in which nothing saturates
 _LONGEST_FL = 31
+_LEAST = 2.0**-32  # what is below is 0 in every format
 _SHORT = 8  # bits of words whose exact sums, times batch norm's scale, every target has
 
 Batches = Iterable[Tensor | tuple[Tensor, ...] | list[Tensor]]
 """What a model takes; of tuples and lists the first."""
 
 
+@torch.inference_mode(False)  # or the copy could not be trained, nor load a state
 def calibrate(
     model: nn.Module,
     batches: Batches,
@@ -399,4 +403,11 @@ def _observed(
             model(_input_of(batch))
     if not any(ranges.takes.kept or ranges.gives.kept for ranges in seen.values()):
         raise ValueError("calibration must see a batch that goes through a layer, got none")
+    values = [own for ranges in seen.values() for own in (ranges.takes, ranges.gives) if own.kept]
+    if dark := [own.name or "the model" for own in values if max(-own.low, own.high) < _LEAST]:
+        warnings.warn(
+            f"calibration saw nothing but zeros at {listed(list(dict.fromkeys(dark)))}: whatever else comes there "
+            "will be clamped to almost 0; calibrate on batches of the data",
+            stacklevel=2,
+        )
     return seen

@@ -35,6 +35,7 @@ _NO_GRADIENT = (
 _POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)])  # a table: jit can trace it
 
 
+@torch.inference_mode(False)  # or the copy could not be trained, nor load a state
 def freeze(model: nn.Module) -> nn.Module:
     """Return a copy of a model for inference, in eval mode, tied to no optimizer.
 

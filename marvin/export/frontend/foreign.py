@@ -64,6 +64,7 @@ def check_finite(layer: str, module: nn.Module) -> None:
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
         if x.is_meta:
             raise ExportError(f"{layer}.{name} must have values, got a tensor on the meta device")
+        x = x.detach()
         wrong = ~x.isfinite()
         if name == "running_var":
             wrong |= x < 0
