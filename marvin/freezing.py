@@ -103,7 +103,9 @@ def frozen_formats(model: nn.Module) -> dict[str, ModuleFormats]:
         raise ValueError("it must carry formats, got none")
     for name, module in model.named_modules():
         if name not in found and any(hooks_of(module, FrozenRounding)):
-            raise ValueError(f"it must have the formats it rounds by in its state, got none of {name!r}")
+            raise ValueError(
+                f"it must have the formats it rounds by in its state, got none of {name!r}"
+            )
     return found
 
 

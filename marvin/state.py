@@ -29,9 +29,12 @@ __all__ = [
 VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
 _CODES = "master_codes"  # saved as pairs of bytes
 _MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"  # of torch's optimizers; of one shape
+# what a state has, and what it has under "marvin", by version
 _KEYS = {1: ("state", "param_groups"), VERSION: ("state", "param_groups", "optimizer")}
-_COMMON_KEYS = {1: ("step", "skipped", "forwards", "trace")}  # by version
-_COMMON_KEYS[VERSION] = (*_COMMON_KEYS[1], "policy", "wrapped")
+_COMMON_KEYS = {
+    1: ("step", "skipped", "forwards", "trace"),
+    VERSION: ("step", "skipped", "forwards", "trace", "policy", "wrapped"),
+}
 _EARLIER_SHARED = "level", "losses", "loss_sum"  # were beside the trace
 
 
@@ -112,21 +115,7 @@ def checked(
     Raises:
         ValueError: It is not of this kind or policy, lacks a key, or its parameters differ.
     """
-    if "marvin" not in state_dict:
-        raise ValueError(
-            f"the state must be of marvin.Quantized or marvin.MSGD, got one with {sorted(state_dict)}"
-        )
-    common = state_dict["marvin"]
-    if (version := common.get("version", 1)) not in (1, VERSION):
-        raise ValueError(f"the state must be of version 1 or {VERSION}, got version {version!r}")
-    _check_keys("the state", state_dict, _KEYS[version])
-    _check_keys("marvin, in the state,", common, _COMMON_KEYS[version])
-    if isinstance(own := common.get("policy"), Mapping):
-        _check_keys("the policy of the state", own, ("name", "settings", "shared"))
-    if "optimizer" in state_dict:
-        _check_keys("optimizer, in the state,", state_dict["optimizer"], _KEYS[1])
-    for row in common["trace"]:
-        _check_keys("the trace of the state", row, ("step", "layer", "wl"))
+    common = _common(state_dict)
     saved = common.get("policy", "MarvinPolicy")
     name = saved if isinstance(saved, str) else saved["name"]
     if name != type(policy).__name__:
@@ -154,6 +143,26 @@ def checked(
     return states
 
 
+def _common(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a state has under ``"marvin"``; refuse one that lacks a part."""
+    if "marvin" not in state_dict:
+        raise ValueError(
+            f"the state must be of marvin.Quantized or marvin.MSGD, got one with {sorted(state_dict)}"
+        )
+    common = state_dict["marvin"]
+    if (version := common.get("version", 1)) not in (1, VERSION):
+        raise ValueError(f"the state must be of version 1 or {VERSION}, got version {version!r}")
+    _check_keys("the state", state_dict, _KEYS[version])
+    _check_keys("marvin, in the state,", common, _COMMON_KEYS[version])
+    if isinstance(own := common.get("policy"), Mapping):
+        _check_keys("the policy of the state", own, ("name", "settings", "shared"))
+    if "optimizer" in state_dict:
+        _check_keys("optimizer, in the state,", state_dict["optimizer"], _KEYS[1])
+    for row in common["trace"]:
+        _check_keys("the trace of the state", row, ("step", "layer", "wl"))
+    return common
+
+
 def _check_keys(what: str, found: Mapping[str, object], wanted: Sequence[str]) -> None:
     if missing := [key for key in wanted if key not in found]:
         raise ValueError(f"{what} must have {', '.join(missing)}, got {sorted(map(str, found))}")
@@ -168,7 +177,9 @@ def _check_layer(parameter: str, values: Mapping[str, Any], policy: Policy) -> N
         try:
             restored_value(value)
         except TypeError as error:
-            raise ValueError(f"{name} of {parameter} must be a whole format, got {value}") from error
+            raise ValueError(
+                f"{name} of {parameter} must be a whole format, got {value}"
+            ) from error
 
 
 def _check_shapes(

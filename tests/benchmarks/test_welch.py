@@ -45,6 +45,7 @@ def test_the_command(tmp_path, capsys):
         ("b,0,0.84\n", "runs of 'b' with different seeds, got one twice"),
         ("b,1,84.0\n", "accuracies of 0 to 1, got 84.0 of 'b'"),
     ],
+    ids=["cut", "nan", "twice", "percent"],
 )
 def test_tables_that_would_mislead_are_one_line(tmp_path, last, message):
     rows = ["run,seed,test_accuracy", "a,0,0.845", "a,1,0.844", "b,0,0.846", last]

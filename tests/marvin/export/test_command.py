@@ -489,8 +489,14 @@ def test_a_model_saved_in_train_mode_is_compared_in_eval_mode(nets, tmp_path, ca
     ("change", "message"),
     [
         (lambda m: m.bias.data.fill_(torch.nan), "0.bias must hold finite numbers, got 12 of 12"),
-        (lambda m: m.bias.data[:1].fill_(torch.inf), "0.bias must hold finite numbers, got 1 of 12"),
-        (lambda m: m.weight.data[0].fill_(torch.nan), "0.weight must hold finite numbers, got 36 of"),
+        (
+            lambda m: m.bias.data[:1].fill_(torch.inf),
+            "0.bias must hold finite numbers, got 1 of 12",
+        ),
+        (
+            lambda m: m.weight.data[0].fill_(torch.nan),
+            "0.weight must hold finite numbers, got 36 of",
+        ),
         (
             lambda m: setattr(m, "weight", nn.Parameter(m.weight.to("meta"), requires_grad=False)),
             "0.weight must have values, got a tensor on the meta device",
