@@ -79,6 +79,8 @@ def calibrate(
     ``bits`` says otherwise. So the ranges of a training run can be taken again, in eval mode. While
     ranges are taken nothing rounds, so no old range limits what a layer behind it sees.
 
+    A warning names layers that saw nothing but zeros: their formats hold nothing else.
+
     Args:
         model: Stays as it is.
         batches: What the model takes; of tuples and lists, such as of images and labels, the first.
