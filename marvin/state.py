@@ -115,7 +115,8 @@ def checked(
     Raises:
         ValueError: It is not of this kind or policy, lacks a key, or its parameters differ.
     """
-    common = _common(state_dict)
+    _check_common(state_dict)
+    common = state_dict["marvin"]
     saved = common.get("policy", "MarvinPolicy")
     name = saved if isinstance(saved, str) else saved["name"]
     if name != type(policy).__name__:
@@ -143,37 +144,40 @@ def checked(
     return states
 
 
-def _common(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a state has under ``"marvin"``; refuse one that lacks a part."""
+def _check_common(state_dict: Mapping[str, object]) -> None:
+    """Refuse a state that lacks a part of what all parameters have in common."""
     if "marvin" not in state_dict:
         raise ValueError(
             f"the state must be of marvin.Quantized or marvin.MSGD, got one with {sorted(state_dict)}"
         )
-    common = state_dict["marvin"]
-    if (version := common.get("version", 1)) not in (1, VERSION):
+    version = _table("marvin, in the state,", state_dict["marvin"]).get("version", 1)
+    if not isinstance(version, int) or version not in _KEYS:
         raise ValueError(f"the state must be of version 1 or {VERSION}, got version {version!r}")
-    _check_keys("the state", state_dict, _KEYS[version])
-    _check_keys("marvin, in the state,", common, _COMMON_KEYS[version])
-    if isinstance(own := common.get("policy"), Mapping):
-        _check_keys("the policy of the state", own, ("name", "settings", "shared"))
+    _table("the state", state_dict, _KEYS[version])
+    common = _table("marvin, in the state,", state_dict["marvin"], _COMMON_KEYS[version])
+    if not isinstance(policy := common.get("policy", ""), str):
+        _table("the policy of the state", policy, ("name", "settings", "shared"))
     if "optimizer" in state_dict:
-        _check_keys("optimizer, in the state,", state_dict["optimizer"], _KEYS[1])
-    for row in common["trace"]:
-        _check_keys("the trace of the state", row, ("step", "layer", "wl"))
-    return common
+        _table("optimizer, in the state,", state_dict["optimizer"], _KEYS[1])
+    if isinstance(trace := common["trace"], Sequence):
+        for row in trace:
+            _table("a row of the state's trace", row, ("step", "layer", "wl"))
 
 
-def _check_keys(what: str, found: Mapping[str, object], wanted: Sequence[str]) -> None:
+def _table(what: str, found: object, wanted: Sequence[str] = ()) -> Mapping[str, object]:
+    """Return a table of a state, if it is one and has all ``wanted`` keys."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{what} must be a table, got {type(found).__name__}")
     if missing := [key for key in wanted if key not in found]:
         raise ValueError(f"{what} must have {', '.join(missing)}, got {sorted(map(str, found))}")
+    return found
 
 
-def _check_layer(parameter: str, values: Mapping[str, Any], policy: Policy) -> None:
+def _check_layer(parameter: str, values: Mapping[str, object], policy: Policy) -> None:
     """Refuse a layer without its record, its format, or what its policy keeps of it."""
     own = [name for name in policy.rules.tensors if name + SUFFIXES[0] not in values]
-    _check_keys(f"the state of {parameter}", values, ["layer", *own])
-    _check_keys(f"the layer of {parameter}", values["layer"], ("fmt",))
-    for name, value in values["layer"].items():
+    _table(f"the state of {parameter}", values, ["layer", *own])
+    for name, value in _table(f"the layer of {parameter}", values["layer"], ("fmt",)).items():
         try:
             restored_value(value)
         except TypeError as error:

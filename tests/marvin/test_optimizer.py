@@ -666,7 +666,7 @@ def test_windows_and_moments_of_another_shape_are_refused(change, name):
         (("optimizer", "state"), "optimizer, in the state, must have state, got"),
         (("marvin", "policy"), "marvin, in the state, must have policy, got"),
         (("marvin", "policy", "shared"), "the policy of the state must have shared, got"),
-        (("marvin", "trace", 0, "wl"), "the trace of the state must have wl, got"),
+        (("marvin", "trace", 0, "wl"), "a row of the state's trace must have wl, got"),
         (("state", 0, "grad_sum"), "the state of w must have grad_sum, got"),
         (("state", 0, "layer"), "the state of w must have layer, got"),
         (("state", 0, "layer", "fmt"), "the layer of w must have fmt, got"),
