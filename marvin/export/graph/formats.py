@@ -98,6 +98,9 @@ def weight_formats(model: nn.Module) -> dict[str, Format]:
 
     Such a layer was left out by ``marvin.quantize_activations(..., exclude=...)``. Its weight has
     the shortest format that holds its values exactly, if 32 bits do.
+
+    Raises:
+        ExportError: As ``carried_weights``.
     """
     found = carried_weights(model)
     for name, module in model.named_modules():
