@@ -188,6 +188,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for word in given.words:
         name, is_named, first = word.rpartition("=")
         if is_named:
+            if name in folders:
+                PARSER.error(f"names of groups must be unique, got {name} twice")
             folders[name] = []
         elif not folders:
             PARSER.error(f"the first run must have a name, as NAME=RUN, got {word}")

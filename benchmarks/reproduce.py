@@ -118,7 +118,7 @@ def plan(
                 *(plain_lr if PLAIN in flags else ()),
             ),
         )
-        for seed in arguments.seeds
+        for seed in dict.fromkeys(arguments.seeds)
         for variant, flags in experiment.variants.items()
     ]
 
@@ -238,11 +238,17 @@ def _command(argv: Sequence[str]) -> str:
 
 
 def put(text: str, name: str, section: str) -> str:
-    """Return a Markdown text with the section of an experiment replaced, or added at its end."""
+    """Return a Markdown text with the section of an experiment replaced, or added at its end.
+
+    Raises:
+        RunError: The section has a begin and no end: what is behind it would be lost.
+    """
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     block = f"{begin}\n{section}\n{end}"
     if begin in text:
         before, _, rest = text.partition(begin)
+        if end not in rest:
+            raise RunError(f"the section must end with {end}, found only {begin}: write that line")
         return before + block + rest.partition(end)[2]
     return f"{text.rstrip()}\n\n{block}\n".lstrip()
 

@@ -19,7 +19,6 @@ PARSER.add_argument("--margin", type=real(), default=MARGIN, help="points of acc
 if __name__ == "__main__":  # --help and slips are answered before scipy loads
     PARSER.parse_args()
 
-import csv
 import math
 import statistics
 import sys
@@ -28,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scipy.stats import t as student
+
+from perfmodel.files import RunError, number, read_rows
 
 __all__ = ["Unpaired"]
 
@@ -91,13 +92,19 @@ def read(path: Path, name: str) -> list[float]:
     """Return the accuracies of a kind of run, %.
 
     Raises:
-        ValueError: There are fewer than two.
+        RunError: The table is cut off, or has no such columns.
+        ValueError: There are fewer than two, or two of one seed, or accuracies are not 0 to 1.
     """
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["run"] == name]
+    columns = "run", "seed", "test_accuracy"
+    rows = [row for row in read_rows(path, columns) if row["run"] == name]
     if len(rows) < 2:
         raise ValueError(f"{path} must have two runs of {name!r} or more, got {len(rows)}")
-    return [100 * float(row["test_accuracy"]) for row in rows]
+    if len({row["seed"] for row in rows}) < len(rows):
+        raise ValueError(f"{path} must have runs of {name!r} with different seeds, got one twice")
+    found = [number(path, row, "test_accuracy") for row in rows]
+    if not all(0 <= accuracy <= 1 for accuracy in found):
+        raise ValueError(f"{path} must have accuracies of 0 to 1, got {max(found)} of {name!r}")
+    return [100 * accuracy for accuracy in found]
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -106,7 +113,7 @@ def main(words: Sequence[str] | None = None) -> None:
     names = arguments.ours, arguments.theirs
     try:
         samples = [read(Path(arguments.table), name) for name in names]
-    except (KeyError, OSError, ValueError) as error:
+    except (RunError, OSError, ValueError) as error:
         sys.exit(f"{PARSER.prog}: {message_of(error)}")
     for name, own in zip(names, samples, strict=True):
         mean, spread = statistics.mean(own), statistics.stdev(own)

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 
+from fixedpoint_kernels._torch_private import own_forward_hooks
 from marvin.hooks import rounders_of
-from marvin.settings import check_model
+from marvin.settings import check_model, check_uncompiled
 
 __all__ = [
     "Attention",
@@ -20,6 +22,7 @@ __all__ = [
 ]
 
 
+@torch.inference_mode(False)  # or the copy could not be trained
 def spell_attention(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose attention is made of linear layers.
 
@@ -33,15 +36,42 @@ def spell_attention(model: nn.Module) -> nn.Module:
         model: Stays as it is.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: Its attention already rounds, or has ``add_bias_kv`` or ``add_zero_attn``.
+        TypeError: ``model`` is no module, or what ``torch.compile`` returned.
+        ValueError: Its attention already rounds, or has ``add_bias_kv`` or ``add_zero_attn``, or shares its
+            ``in_proj_weight`` with other attention; or what is spelled has a hook, a ``forward`` of one
+            object or a parametrised weight, which would be lost.
 
     Examples:
         >>> model = marvin.spell_attention(nn.TransformerEncoder(layer, 2))
         >>> optimizer = marvin.MSGD(model.named_parameters(), lr=0.1)
     """
     check_model(model, "spell_attention(model)")
+    check_uncompiled(model, "spell_attention(model)")
+    _check_untied(model)
     return _spelled(copy.deepcopy(model), "", {})
+
+
+def _check_untied(model: nn.Module) -> None:
+    """Refuse attention that shares what is cut into three: the parts would be trained apart."""
+    owners: dict[Tensor, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+            first = owners.setdefault(module.in_proj_weight, name)
+            if first != name:
+                raise ValueError(
+                    f"{first!r} and {name!r} must not share in_proj_weight to be spelled: share the module"
+                )
+
+
+def _check_plain(module: nn.Module, name: str) -> None:
+    """Refuse what a spelled module would lose."""
+    before, after = own_forward_hooks(module)
+    own = next(iter([*before.values(), *after.values()]), None)
+    if own is not None or "forward" in vars(module):
+        got = "a forward of its own" if own is None else f"the hook {own!r:.60}"
+        raise ValueError(f"{name!r} must be plain to be spelled, got {got}: it would be lost")
+    if is_parametrized(module) or is_parametrized(getattr(module, "out_proj", module)):
+        raise ValueError(f"{name!r} must have plain weights to be spelled, got parametrised ones")
 
 
 def _spelled(module: nn.Module, name: str, done: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -62,12 +92,16 @@ def _spelled(module: nn.Module, name: str, done: dict[nn.Module, nn.Module]) -> 
             raise ValueError(
                 f"{name!r} must have add_bias_kv=False and add_zero_attn=False to be spelled"
             )
+        _check_plain(module, name)
         found = Attention(module)
     elif type(module) is nn.TransformerEncoderLayer and type(module.self_attn) is Attention:
+        _check_plain(module, name)
         found = EncoderLayer(module)
-    elif type(module) is nn.TransformerEncoder:
-        is_spelled = all(type(layer) is EncoderLayer for layer in module.layers)
-        found = Encoder(module) if is_spelled else module
+    elif type(module) is nn.TransformerEncoder and all(
+        type(layer) is EncoderLayer for layer in module.layers
+    ):
+        _check_plain(module, name)
+        found = Encoder(module)
     found.training = module.training
     done[module] = found
     return found
@@ -102,6 +136,7 @@ class Attention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        as_batch_first: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attended values and, if asked for, the weights of attention: see torch's.
 
@@ -116,6 +151,7 @@ class Attention(nn.Module):
                 ``(rows, columns)`` or ``(n * heads, rows, columns)``.
             average_attn_weights: Of all heads.
             is_causal: Without ``attn_mask``, let each row see columns up to its own.
+            as_batch_first: True: as with ``batch_first``, whatever that is; how ``EncoderLayer`` calls it.
 
         Raises:
             ValueError: A tensor has not three dimensions.
@@ -123,7 +159,8 @@ class Attention(nn.Module):
         if isinstance(query, Tensor) and query.ndim != 3:
             raise ValueError(f"query must have three dimensions, got shape {tuple(query.shape)}")
         taken = [query, key, value]
-        if not self.batch_first:
+        as_it_is = self.batch_first or as_batch_first is True  # in a trace it may be a proxy
+        if not as_it_is:
             taken = [x.transpose(0, 1) for x in taken]
         layers = self.query, self.key, self.value
         q, k, v = (
@@ -135,7 +172,7 @@ class Attention(nn.Module):
         is_traced = any(isinstance(mask, fx.Proxy) for mask in (attn_mask, key_padding_mask))
         y = (padded_attention if is_traced else _attended)(q, k, v, *masks, dropout)
         y = self.out_proj(y.transpose(1, 2).flatten(2))
-        y = y if self.batch_first else y.transpose(0, 1)
+        y = y if as_it_is else y.transpose(0, 1)
         weights = attention_weights(q, k, average_attn_weights, *masks) if need_weights else None
         return y, weights
 
@@ -233,10 +270,17 @@ def _merged(
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     layer = nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    layer.weight = _parameter(weight)
     if bias is not None:
-        layer.bias = nn.Parameter(bias.detach().clone(), bias.requires_grad)
+        layer.bias = _parameter(bias)
     return layer
+
+
+def _parameter(x: Tensor) -> nn.Parameter:
+    """Return a parameter; one that is there already, which others may share, as it is."""
+    if isinstance(x, nn.Parameter):
+        return x
+    return nn.Parameter(x.detach().clone(), x.requires_grad)
 
 
 class EncoderLayer(nn.Module):
@@ -251,7 +295,6 @@ class EncoderLayer(nn.Module):
         self.norm_first = source.norm_first
         self.self_attn: nn.Module = source.self_attn
         self.batch_first: bool = getattr(self.self_attn, "batch_first", True)
-        self.self_attn.batch_first = True  # pyright: ignore[reportArgumentType]
         self.linear1, self.linear2 = source.linear1, source.linear2
         self.norm1, self.norm2 = source.norm1, source.norm2
         self.dropout, self.dropout1 = source.dropout, source.dropout1
@@ -266,9 +309,11 @@ class EncoderLayer(nn.Module):
         src_mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
+        as_batch_first: bool = False,
     ) -> Tensor:
-        """Return tokens as those that came: see torch's, and the masks of ``Attention``."""
-        x = src if self.batch_first else src.transpose(0, 1)
+        """Return tokens as those that came: see torch's, and masks and ``as_batch_first`` of ``Attention``."""
+        as_it_is = self.batch_first or as_batch_first is True
+        x = src if as_it_is else src.transpose(0, 1)
         masks = src_mask, src_key_padding_mask, is_causal
         if self.norm_first:
             x = x + self._attended(self.norm1(x), masks)
@@ -276,11 +321,13 @@ class EncoderLayer(nn.Module):
         else:
             x = self.norm1(x + self._attended(x, masks))
             x = self.norm2(x + self._perceptron(x))
-        return x if self.batch_first else x.transpose(0, 1)
+        return x if as_it_is else x.transpose(0, 1)
 
     def _attended(self, x: Tensor, masks: tuple[Tensor | None, Tensor | None, bool]) -> Tensor:
         mask, padding, is_causal = masks
-        y, _ = self.self_attn(x, x, x, padding, False, mask, is_causal=is_causal)
+        y, _ = self.self_attn(
+            x, x, x, padding, False, mask, is_causal=is_causal, as_batch_first=True
+        )
         return self.dropout1(y)
 
     def _perceptron(self, x: Tensor) -> Tensor:
@@ -298,8 +345,6 @@ class Encoder(nn.Module):
         super().__init__()
         self.layers, self.norm = source.layers, source.norm
         self.batch_first = all(getattr(layer, "batch_first", True) for layer in self.layers)
-        for layer in self.layers:
-            layer.batch_first = True  # pyright: ignore[reportArgumentType]
 
     def forward(
         self,
@@ -311,6 +356,6 @@ class Encoder(nn.Module):
         """Return tokens as those that came: see torch's, and the masks of ``Attention``."""
         x = src if self.batch_first else src.transpose(0, 1)
         for layer in self.layers:
-            x = layer(x, mask, src_key_padding_mask, bool(is_causal))
+            x = layer(x, mask, src_key_padding_mask, bool(is_causal), as_batch_first=True)
         x = x if self.norm is None else self.norm(x)
         return x if self.batch_first else x.transpose(0, 1)

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private import BatchNormBase
+from marvin.display import listed
 from marvin.ranks import sum_over_ranks
-from marvin.settings import check_batches
+from marvin.settings import check_batches, check_model
 
 __all__ = ["reestimate_batch_norm"]
 
@@ -41,14 +42,15 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[
         Names of the modules that have new statistics. Those that no batch came through keep theirs.
 
     Raises:
-        TypeError: ``batches`` is one tensor.
+        TypeError: ``batches`` is one tensor, or ``model`` no module.
         ValueError: There is no batch, no batch came through batch norm though the model has it, or a
-            batch has but one value for each channel. The statistics are then as before.
+            batch has but one value for each channel, or statistics are not finite. They are then as before.
 
     Examples:
         >>> marvin.reestimate_batch_norm(model, itertools.islice(loader, 16))
         >>> accuracy = evaluate(model)
     """
+    check_model(model, "reestimate_batch_norm(model, batches)")
     check_batches(batches, "reestimate_batch_norm(model, [x])")
     norms = {
         name: _Statistics(module)
@@ -72,13 +74,18 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[
             hook.remove()
         for norm in norms.values():
             norm.restore()
-    found = tuple(name for name, norm in norms.items() if norm.keep())
+    totals = {name: norm.means() for name, norm in norms.items()}
+    found = {name: means for name, means in totals.items() if means is not None}
+    if wrong := [name for name, means in found.items() if not means.isfinite().all()]:
+        raise ValueError(f"batch norm must see finite values, got others at {listed(wrong)}")
+    for name, means in found.items():
+        norms[name].keep(means)
     if not found:
         raise ValueError(
             "at least one batch must come through a module of batch norm, got none; of a model that "
             "torch.compile returned, give the one that it was made of"
         )
-    return found
+    return tuple(found)
 
 
 class _Statistics:
@@ -97,6 +104,8 @@ class _Statistics:
 
     def __call__(self, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         x = args[0] if args else kwargs["input"]
+        if not x.numel():
+            return
         if x.dtype is not torch.float64:
             x = x.float()
         mean, variance = x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
@@ -113,15 +122,18 @@ class _Statistics:
         for own, value in zip(self.running, self.before, strict=True):
             own.copy_(value)
 
-    def keep(self) -> bool:
-        """Give the module the mean over all batches of all processes; say whether there were some."""
+    def means(self) -> Tensor | None:
+        """Return the means over all batches of all processes, of the running statistics' dtype; None of none."""
         count = self.sums.new_tensor([self.batches])
         total = sum_over_ranks(torch.cat([self.sums.flatten(), count]))
         if not (batches := float(total[-1])):
-            return False
-        for own, value in zip(self.running, total[:-1].view_as(self.sums) / batches, strict=True):
+            return None
+        return (total[:-1].view_as(self.sums) / batches).to(self.before[0].dtype)
+
+    def keep(self, means: Tensor) -> None:
+        """Give the module new statistics."""
+        for own, value in zip(self.running, means, strict=True):
             own.copy_(value)
-        return True
 
 
 def _forward(model: nn.Module, batch: _Batch) -> None:

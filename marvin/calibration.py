@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import math
+import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -13,6 +15,7 @@ from fixedpoint_kernels import FixedPoint
 from marvin.attention import spell_attention
 from marvin.channels import ChannelFormat
 from marvin.conversion import argument_names, prepare
+from marvin.display import listed
 from marvin.freezing import thaw
 from marvin.hooks import rounders_of
 from marvin.layers import is_layer
@@ -44,12 +47,14 @@ _KEPT = 2**15  # values of a batch that are looked at, spread evenly; all extrem
 _MOST_KEPT = 2**19  # of all batches
 _FINER = 8  # bits by which a format may be finer than the one in which nothing saturates
 _LONGEST_FL = 31
+_LEAST = 2.0**-32  # what is below is 0 in every format
 _SHORT = 8  # bits of words whose exact sums, times batch norm's scale, every target has
 
 Batches = Iterable[Tensor | tuple[Tensor, ...] | list[Tensor]]
 """What a model takes; of tuples and lists the first."""
 
 
+@torch.inference_mode(False)  # or the copy could not be trained, nor load a state
 def calibrate(
     model: nn.Module,
     batches: Batches,
@@ -73,6 +78,8 @@ def calibrate(
     its modules round, inputs and outputs, gets new formats of the word lengths that it has, unless
     ``bits`` says otherwise. So the ranges of a training run can be taken again, in eval mode. While
     ranges are taken nothing rounds, so no old range limits what a layer behind it sees.
+
+    A warning names layers that saw nothing but zeros: their formats hold nothing else.
 
     Args:
         model: Stays as it is.
@@ -303,8 +310,10 @@ def fitting(low: float, high: float, wl: int, signed: bool) -> FixedPoint:
     """Return the finest format of ``wl`` bits that holds both values without saturating.
 
     Raises:
-        ValueError: None does.
+        ValueError: None does, or they are not finite.
     """
+    if not math.isfinite(low) or not math.isfinite(high):
+        raise ValueError(f"values to be rounded must be finite, got {low} to {high}")
     for fl in range(_LONGEST_FL, -_LONGEST_FL - 1, -1):
         fmt = FixedPoint(wl, fl, signed=signed)
         if fmt.min_code <= round(low * fmt.scale) and round(high * fmt.scale) <= fmt.max_code:
@@ -396,4 +405,11 @@ def _observed(
             model(_input_of(batch))
     if not any(ranges.takes.kept or ranges.gives.kept for ranges in seen.values()):
         raise ValueError("calibration must see a batch that goes through a layer, got none")
+    values = [own for ranges in seen.values() for own in (ranges.takes, ranges.gives) if own.kept]
+    if dark := [own.name or "the model" for own in values if max(-own.low, own.high) < _LEAST]:
+        warnings.warn(
+            f"calibration saw nothing but zeros at {listed(list(dict.fromkeys(dark)))}: whatever else comes there "
+            "will be clamped to almost 0; calibrate on batches of the data",
+            stacklevel=2,
+        )
     return seen

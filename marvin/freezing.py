@@ -35,6 +35,7 @@ _NO_GRADIENT = (
 _POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)])  # a table: jit can trace it
 
 
+@torch.inference_mode(False)  # or the copy could not be trained, nor load a state
 def freeze(model: nn.Module) -> nn.Module:
     """Return a copy of a model for inference, in eval mode, tied to no optimizer.
 
@@ -100,6 +101,11 @@ def frozen_formats(model: nn.Module) -> dict[str, ModuleFormats]:
             raise ValueError(f"it must round as its state says, got other formats at {name!r}")
     if not found:
         raise ValueError("it must carry formats, got none")
+    for name, module in model.named_modules():
+        if name not in found and any(hooks_of(module, FrozenRounding)):
+            raise ValueError(
+                f"it must have the formats it rounds by in its state, got none of {name!r}"
+            )
     return found
 
 

@@ -323,8 +323,8 @@ class Quantized(WithMasters):
 
         Raises:
             TypeError: The model was made float64.
-            ValueError: ``state_dict`` is not of this kind, policy or wrapped optimizer, or its
-                parameters differ.
+            ValueError: ``state_dict`` is not of this kind, policy or wrapped optimizer, lacks a key, or
+                its parameters differ.
         """
         check_dtypes(self._layout.names, type(self).__name__)
         shapes = [(name, p.shape) for p, name in self._layout.names.items()]

@@ -10,7 +10,7 @@ from torch.optim.optimizer import StateDict
 
 from marvin.compact import SUFFIXES, check_saved
 from marvin.policies.base import Policy, fields_of
-from marvin.policies.records import restored
+from marvin.policies.records import restored, restored_value
 from marvin.shards import Shard
 
 __all__ = [
@@ -29,6 +29,12 @@ __all__ = [
 VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
 _CODES = "master_codes"  # saved as pairs of bytes
 _MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"  # of torch's optimizers; of one shape
+# what a state has, and what it has under "marvin", by version
+_KEYS = {1: ("state", "param_groups"), VERSION: ("state", "param_groups", "optimizer")}
+_COMMON_KEYS = {
+    1: ("step", "skipped", "forwards", "trace"),
+    VERSION: ("step", "skipped", "forwards", "trace", "policy", "wrapped"),
+}
 _EARLIER_SHARED = "level", "losses", "loss_sum"  # were beside the trace
 
 
@@ -107,15 +113,10 @@ def checked(
         names: Name and shape of each parameter of the optimizer that is to load it.
 
     Raises:
-        ValueError: It is not of this kind or policy, or its parameters differ.
+        ValueError: It is not of this kind or policy, lacks a key, or its parameters differ.
     """
-    if "marvin" not in state_dict:
-        raise ValueError(
-            f"the state must be of marvin.Quantized or marvin.MSGD, got one with {sorted(state_dict)}"
-        )
+    _check_common(state_dict)
     common = state_dict["marvin"]
-    if (version := common.get("version", 1)) not in (1, VERSION):
-        raise ValueError(f"the state must be of version 1 or {VERSION}, got version {version!r}")
     saved = common.get("policy", "MarvinPolicy")
     name = saved if isinstance(saved, str) else saved["name"]
     if name != type(policy).__name__:
@@ -131,6 +132,8 @@ def checked(
         if values and (not isinstance(master, Tensor) or master.shape != shape):
             got = tuple(master.shape) if isinstance(master, Tensor) else "none"
             raise ValueError(f"the state of {parameter} must have shape {tuple(shape)}, got {got}")
+        if values and len(shape) > 1:  # as ``is_layer`` has it
+            _check_layer(parameter, values, policy)
         _check_shapes(parameter, shape, values, policy.rules.tensors)
         _check_shapes(parameter, shape, moments.get(index, {}), _MOMENTS)
         own = {**values, _CODES: master} if _CODES in values else values
@@ -139,6 +142,48 @@ def checked(
         except ValueError as error:
             raise ValueError(f"the state of {parameter} does not fit: {error}") from None
     return states
+
+
+def _check_common(state_dict: Mapping[str, object]) -> None:
+    """Refuse a state that lacks a part of what all parameters have in common."""
+    if "marvin" not in state_dict:
+        raise ValueError(
+            f"the state must be of marvin.Quantized or marvin.MSGD, got one with {sorted(state_dict)}"
+        )
+    version = _table("marvin, in the state,", state_dict["marvin"]).get("version", 1)
+    if not isinstance(version, int) or version not in _KEYS:
+        raise ValueError(f"the state must be of version 1 or {VERSION}, got version {version!r}")
+    _table("the state", state_dict, _KEYS[version])
+    common = _table("marvin, in the state,", state_dict["marvin"], _COMMON_KEYS[version])
+    if not isinstance(policy := common.get("policy", ""), str):
+        _table("the policy of the state", policy, ("name", "settings", "shared"))
+    if "optimizer" in state_dict:
+        _table("optimizer, in the state,", state_dict["optimizer"], _KEYS[1])
+    if isinstance(trace := common["trace"], Sequence):
+        for row in trace:
+            _table("a row of the state's trace", row, ("step", "layer", "wl"))
+
+
+def _table(what: str, found: object, wanted: Sequence[str] = ()) -> Mapping[str, object]:
+    """Return a table of a state, if it is one and has all ``wanted`` keys."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{what} must be a table, got {type(found).__name__}")
+    if missing := [key for key in wanted if key not in found]:
+        raise ValueError(f"{what} must have {', '.join(missing)}, got {sorted(map(str, found))}")
+    return found
+
+
+def _check_layer(parameter: str, values: Mapping[str, object], policy: Policy) -> None:
+    """Refuse a layer without its record, its format, or what its policy keeps of it."""
+    own = [name for name in policy.rules.tensors if name + SUFFIXES[0] not in values]
+    _table(f"the state of {parameter}", values, ["layer", *own])
+    for name, value in _table(f"the layer of {parameter}", values["layer"], ("fmt",)).items():
+        try:
+            restored_value(value)
+        except TypeError as error:
+            raise ValueError(
+                f"{name} of {parameter} must be a whole format, got {value}"
+            ) from error
 
 
 def _check_shapes(

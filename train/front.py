@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print and draw the front of the runs on the command line."""
     runs: list[Path] = PARSER.parse_args(argv).runs
     try:
-        found = [own for run in runs for own in candidates_of(run)]
+        found = [own for run in dict.fromkeys(runs) for own in candidates_of(run)]
         for own in front(found):
             kept = f"  {own.checkpoint}" if own.checkpoint.exists() else ""
             cost, accuracy = f"{own.ebops / 1e6:.3g} M EBOPs", f"{own.accuracy:.2%}"

@@ -210,10 +210,15 @@ def restored(record: Any, values: Mapping[str, Any] | None) -> Any:
     if record is None or values is None:
         return None
     names = [f.name for f in dataclasses.fields(record) if f.name in values]
-    return dataclasses.replace(record, **{name: _value(values[name]) for name in names})
+    return dataclasses.replace(record, **{name: restored_value(values[name]) for name in names})
 
 
-def _value(value: object) -> Any:
+def restored_value(value: object) -> Any:
+    """Return a value of a record from what ``dataclasses.asdict`` made of it.
+
+    Raises:
+        TypeError: It is a format that lacks a number.
+    """
     if isinstance(value, list | tuple):
         return tuple(value)
     if not isinstance(value, Mapping):

@@ -79,3 +79,9 @@ def test_what_is_wrong_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([one])
     assert "must have a name, as NAME=RUN" in capsys.readouterr().err
+
+
+def test_a_name_that_comes_twice_does_not_drop_a_group(capsys):
+    with pytest.raises(SystemExit):
+        main(["a=x", "b=y", "a=z"])
+    assert "names of groups must be unique, got a twice" in capsys.readouterr().err

@@ -223,3 +223,8 @@ def test_a_damaged_run_is_named(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(RunError, match=name):
         comparison.finished_runs(experiment, [run], 9)
+
+
+def test_a_section_without_its_end_does_not_swallow_what_follows():
+    with pytest.raises(RunError, match="must end with <!-- x: end -->, found only"):
+        reproduce.put("<!-- x: begin -->\nold\n\nother text\n", "x", "new")

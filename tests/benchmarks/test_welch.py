@@ -28,10 +28,27 @@ def test_what_is_shown(ours, said):
 
 def test_the_command(tmp_path, capsys):
     rows = ["run,seed,test_accuracy", "a,0,0.845", "a,1,0.844", "b,0,0.846", "b,1,0.843", "c,0,0.8"]
-    (tmp_path / "x.csv").write_text("\n".join(rows))
+    (tmp_path / "x.csv").write_text("\n".join([*rows, ""]))
     main([str(tmp_path / "x.csv"), "a", "b"])
     shown = capsys.readouterr().out
     assert "a: 84.45 ± 0.07 %, 2 seeds" in shown
     assert "difference: +0.00 ± 0.16 points" in shown
     with pytest.raises(SystemExit, match="two runs of 'c' or more, got 1"):
         main([str(tmp_path / "x.csv"), "a", "c"])
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ("b,1,0.85\nb,2", "line 6 is cut off"),
+        ("b,1,nan\n", "test_accuracy must be a number, got 'nan'"),
+        ("b,0,0.84\n", "runs of 'b' with different seeds, got one twice"),
+        ("b,1,84.0\n", "accuracies of 0 to 1, got 84.0 of 'b'"),
+    ],
+    ids=["cut", "nan", "twice", "percent"],
+)
+def test_tables_that_would_mislead_are_one_line(tmp_path, last, message):
+    rows = ["run,seed,test_accuracy", "a,0,0.845", "a,1,0.844", "b,0,0.846", last]
+    (tmp_path / "x.csv").write_text("\n".join(rows))
+    with pytest.raises(SystemExit, match=message):
+        main([str(tmp_path / "x.csv"), "a", "b"])

@@ -195,3 +195,21 @@ def test_a_model_without_batch_norm_takes_no_batch():
     assert marvin.reestimate_batch_norm(nn.Linear(3, 3), none()) == ()
     untracked = nn.BatchNorm1d(3, track_running_stats=False)
     assert marvin.reestimate_batch_norm(untracked, none()) == ()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e30])
+def test_statistics_that_are_not_finite_are_refused_and_nothing_changes(wrong):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    before = copy.deepcopy(model.state_dict())
+    batches = [torch.randn(5, 3), torch.randn(5, 3) * wrong]
+    with pytest.raises(ValueError, match="must see finite values, got others at 1"):
+        marvin.reestimate_batch_norm(model, batches)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_batch_of_no_samples_counts_for_nothing():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    other, x = copy.deepcopy(model), torch.randn(5, 3)
+    marvin.reestimate_batch_norm(model, [x[:0], x, x[:0]])
+    marvin.reestimate_batch_norm(other, [x])
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)

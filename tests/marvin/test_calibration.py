@@ -292,3 +292,23 @@ def test_images_of_bytes_are_named():
             return super().forward(x / 255)
 
     marvin.calibrate(Scaling(*build()), [(x * 9).to(torch.uint8) for x in batches(1)])
+
+
+def test_layers_that_saw_nothing_but_zeros_are_named():
+    """Their formats hold nothing: whatever comes later is clamped."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.warns(UserWarning, match="saw nothing but zeros at 0: whatever else comes there"):
+        marvin.calibrate(model, [torch.zeros(4, 3)])
+    with pytest.warns(UserWarning, match="saw nothing but zeros at 0: whatever else comes there"):
+        marvin.calibrate(model, [torch.randn(4, 3) * 1e-12])
+    marvin.calibrate(model, [torch.zeros(4, 3), torch.randn(4, 3)])
+
+
+def test_what_is_made_in_inference_mode_trains_and_loads():
+    x = torch.randn(4, 3)
+    with torch.inference_mode():
+        fixed = marvin.calibrate(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), [x])
+        frozen = marvin.freeze(fixed)
+    for model in (fixed, frozen):
+        model.load_state_dict(fixed.state_dict())
+    fixed(x).sum().backward()

@@ -657,3 +657,39 @@ def test_windows_and_moments_of_another_shape_are_refused(change, name):
     with pytest.raises(ValueError, match=rf"of w must have {name} of shape \(2, 3\), got \("):
         other.load_state_dict(state)
     assert torch.equal(other.state_dict()["state"][0]["master"], before)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (("optimizer",), "the state must have optimizer, got"),
+        (("optimizer", "state"), "optimizer, in the state, must have state, got"),
+        (("marvin", "policy"), "marvin, in the state, must have policy, got"),
+        (("marvin", "policy", "shared"), "the policy of the state must have shared, got"),
+        (("marvin", "trace", 0, "wl"), "a row of the state's trace must have wl, got"),
+        (("state", 0, "grad_sum"), "the state of w must have grad_sum, got"),
+        (("state", 0, "layer"), "the state of w must have layer, got"),
+        (("state", 0, "layer", "fmt"), "the layer of w must have fmt, got"),
+        (("state", 0, "layer", "fmt", "wl"), "fmt of w must be a whole format, got"),
+    ],
+    ids=lambda part: ".".join(map(str, part)) if isinstance(part, tuple) else "",
+)
+def test_what_a_state_lacks_is_named_before_anything_changes(path, message):
+    """Otherwise the next step stops at a KeyError, or goes on with formats and momentum of no training."""
+    optimizer, other = (
+        MSGD([("w", nn.Parameter(torch.ones(2, 3)))], lookback=(1, 1)) for _ in range(2)
+    )
+    for own in (optimizer, other):
+        for _ in range(3):
+            own.param_groups[0]["params"][0].grad = torch.arange(6.0).view(2, 3)
+            own.step(loss=1.0)
+    state = copy.deepcopy(optimizer.state_dict())
+    table = state
+    for key in path[:-1]:
+        table = table[key]
+    del table[path[-1]]
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(state)
+    assert other.state_dict()["marvin"] == before["marvin"]
+    assert torch.equal(other.state_dict()["state"][0]["master"], before["state"][0]["master"])

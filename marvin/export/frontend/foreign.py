@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 from fixedpoint_kernels._torch_private import global_forward_hooks, own_forward_hooks
 from marvin.export.errors import ExportError
 
-__all__ = ["check_own", "kind_of"]
+__all__ = ["check_finite", "check_own", "kind_of"]
 
 _OURS = "marvin"  # whose hooks round activations, which the export knows of
 
@@ -51,6 +51,28 @@ def check_own(model: nn.Module, names: Iterable[str]) -> None:
             raise ExportError(
                 f"{shown} must have plain weights, got a parametrisation of {weights}: "
                 "torch.nn.utils.parametrize.remove_parametrizations makes them so"
+            )
+
+
+def check_finite(layer: str, module: nn.Module) -> None:
+    """Refuse numbers of a layer that have no codes, by name.
+
+    Raises:
+        ExportError: Parameters, or averages of batch normalisation, are not finite, or have no
+            values, or a variance is below 0.
+    """
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        if x.is_meta:
+            raise ExportError(f"{layer}.{name} must have values, got a tensor on the meta device")
+        x = x.detach()
+        wrong = ~x.isfinite()
+        if name == "running_var":
+            wrong |= x < 0
+        if wrong.any():
+            least = " from 0 on" if name == "running_var" else ""
+            raise ExportError(
+                f"{layer}.{name} must hold finite numbers{least}, got {int(wrong.sum())} of "
+                f"{x.numel()} that are not"
             )
 
 

@@ -28,7 +28,7 @@ _NAMED = {"marvin.integer.layers.IntegerConv1D": CONV1D}  # who allows the secon
 
 
 def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
-    """Return the frozen model that ``torch.save(marvin.freeze(model), path)`` wrote.
+    """Return the frozen model that ``torch.save(marvin.freeze(model), path)`` wrote, in eval mode.
 
     Layers that multiply integers (``marvin.integer.convert``) become torch's own again, which
     compute the same. Nothing in the file is run. It can make objects of torch's layers and of what freezing adds to
@@ -63,7 +63,7 @@ def load_frozen(path: str | Path, allow: Sequence[str] = ()) -> nn.Module:
     except Exception as error:  # what is in a foreign file may be of any type
         raise ExportError(f"{path} must hold a frozen model: {error}: {_WRITE}") from error
     revert(model)
-    return model
+    return model.eval()  # in train mode, comparing would move the averages of batch normalisation
 
 
 def load_tensor(path: str | Path) -> Tensor:

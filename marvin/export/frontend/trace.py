@@ -19,7 +19,7 @@ from marvin.export.frontend.builder import Builder
 from marvin.export.frontend.call import Call
 from marvin.export.frontend.calls import CALLS, round_values
 from marvin.export.frontend.follow import Follower, Step, check_numbers
-from marvin.export.frontend.foreign import check_own, kind_of
+from marvin.export.frontend.foreign import check_finite, check_own, kind_of
 from marvin.export.frontend.functions import layer_of
 from marvin.export.frontend.instead import of_layer
 from marvin.export.frontend.layers import MODULES, SAME
@@ -314,6 +314,7 @@ def _layer(builder: Builder, node: fx.Node, name: str, module: nn.Module, key: s
     shown = name or type(module).__name__.lower()
     if kind is None:
         raise ExportError(f"{shown}: {type(module).__name__} cannot be exported{_instead(module)}")
+    check_finite(shown, module)
     taken, source = _source(builder, node, shown)
     builder.taken = taken.name
     rounds, before = builder.input_format(key or name, source), len(builder.operations)

@@ -76,10 +76,18 @@ def carried_weights(model: nn.Module) -> dict[str, Format]:
 
     Args:
         model: With ``marvin.quantize_activations`` on it, or frozen.
+
+    Raises:
+        ExportError: A module has more parameters than formats, or fewer: some were added or taken away.
     """
     found: dict[str, Format] = {}
     for name, formats in formats_of(model).items():
         own = [n for n, _ in model.get_submodule(name).named_parameters(name, recurse=False)]
+        if len(own) != len(formats.weights):
+            raise ExportError(
+                f"{name or 'the model'} must have {len(formats.weights)} parameters, as many as it "
+                f"carries formats for, got {len(own)}"
+            )
         pairs = zip(own, formats.weights, strict=True)
         found |= {parameter: fmt for parameter, fmt in pairs if fmt is not None}
     return found
@@ -90,6 +98,9 @@ def weight_formats(model: nn.Module) -> dict[str, Format]:
 
     Such a layer was left out by ``marvin.quantize_activations(..., exclude=...)``. Its weight has
     the shortest format that holds its values exactly, if 32 bits do.
+
+    Raises:
+        ExportError: As ``carried_weights``.
     """
     found = carried_weights(model)
     for name, module in model.named_modules():

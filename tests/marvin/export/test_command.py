@@ -469,3 +469,45 @@ def test_importing_the_command_loads_no_trainer_and_no_extra():
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
     assert found.stdout.split() == []
+
+
+def test_a_model_saved_in_train_mode_is_compared_in_eval_mode(nets, tmp_path, capsys):
+    """Or comparing would take statistics of the samples, and move the averages that are exported."""
+    model, *_ = trained(nets.resnet())
+    frozen, path = marvin.freeze(model), tmp_path / "net.pt"
+    torch.save(frozen.train(), path)
+    allow = "users_nets:Block"
+    loaded = load_frozen(path, [allow])
+    assert not any(module.training for module in loaded.modules())
+    before = loaded.state_dict()
+    main([str(path), "--to", "packed", "--shape", "1,6,6", "--allow", allow])
+    written = packed.load(tmp_path / "net-export/packed/network.safetensors").state_dict()
+    torch.testing.assert_close(written, dict(before), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.bias.data.fill_(torch.nan), "0.bias must hold finite numbers, got 12 of 12"),
+        (
+            lambda m: m.bias.data[:1].fill_(torch.inf),
+            "0.bias must hold finite numbers, got 1 of 12",
+        ),
+        (
+            lambda m: m.weight.data[0].fill_(torch.nan),
+            "0.weight must hold finite numbers, got 36 of",
+        ),
+        (
+            lambda m: setattr(m, "weight", nn.Parameter(m.weight.to("meta"), requires_grad=False)),
+            "0.weight must have values, got a tensor on the meta device",
+        ),
+        (lambda m: setattr(m, "bias", None), "0 must have 2 parameters, as many as it carries"),
+        (lambda m: m._buffers.pop("fixed_point"), "by in its state, got none of '0'"),
+    ],
+    ids=["nan", "inf", "weight", "meta", "parameter", "formats"],
+)
+def test_numbers_that_no_format_has_are_named(saved, change, message):
+    path, frozen, *_ = saved()
+    change(frozen[0])
+    torch.save(frozen, path)
+    assert message in refused(path, "--to", "packed", "--shape", "36")
