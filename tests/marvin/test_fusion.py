@@ -367,7 +367,7 @@ def test_hooks_on_gradients_are_called(kind):
     assert is_fused(model)
 
 
-@pytest.mark.parametrize("what", ["mode", "rounding", "formats", "other formats"])
+@pytest.mark.parametrize("what", ["mode", "rounding", "formats", "other formats", "hook"])
 def test_what_changes_after_a_pass_is_seen(what):
     model, _ = make()
     assert is_fused(model)
@@ -379,6 +379,8 @@ def test_what_changes_after_a_pass_is_seen(what):
         rounder.state.rounding = "stochastic"
     elif what == "formats":
         rounder.write(model.conv, wide)
+    elif what == "hook":
+        model.conv.register_full_backward_hook(lambda *_: None)
     else:  # another tensor, written as often
         before = model.conv.fixed_point
         model.conv.fixed_point = encode_formats(wide, channels_of(model.conv))
