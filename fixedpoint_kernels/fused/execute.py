@@ -170,8 +170,8 @@ def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:
     others = [(own.scale, own.shift) for own in parameters]
     if are_taken(layers, weights, others):
         return
-    for n, (layer, *own) in enumerate(zip(layers, weights, others, strict=True)):
-        if not are_taken([layer], own[:1], own[1:]):
+    for n, layer in enumerate(layers):
+        if not are_taken([layer], weights[n : n + 1], others[n : n + 1]):
             raise ValueError(
                 f"what layer {n} saved must be float32 on the CPU and of its shape, {layer}: hooks "
                 "on saved tensors must give back what they got"

@@ -113,9 +113,8 @@ def backward(
         _run(program, program.backward, kept, given, work)
         found_weights = _weights(program, kept, work)
         sums = torch.from_numpy(program.partial.sum(0, dtype=np.float64).astype(np.float32))
-    pieces = iter(
-        torch.split_with_sizes_copy(sums[: program.partial_width], program.partial_widths)
-    )
+    rows, widths = sums[: program.partial_width], program.partial_widths
+    pieces = iter(torch.split_with_sizes_copy(rows, widths))  # pyright: ignore[reportCallIssue, reportArgumentType]: torch says it returns None
     found: list[Pair] = []
     for i, op in enumerate(program.segment.operations):
         parts = [next(pieces) for _ in program.partials.get(i, ())]

@@ -180,9 +180,10 @@ class TokenRun(nn.Module):
         """Return weight or scale, and bias or shift, of each member."""
         found: list[Tensor | None] = []
         for own in self.own:
-            has = isinstance(own, IntegerLinear | nn.LayerNorm)
-            names = ("weight", "bias") if has else ()
-            found += [tensor_of(own, name) for name in names] or (None, None)
+            if isinstance(own, IntegerLinear | nn.LayerNorm):
+                found += tensor_of(own, "weight"), tensor_of(own, "bias")
+            else:
+                found += None, None
         return found
 
     def _segment_of(self, xs: Sequence[Tensor]) -> Segment | None:

@@ -143,6 +143,18 @@ def test_what_it_does_not_take_is_left_as_it_was(change, which):
         same(found, before)
 
 
+def test_gradients_lie_as_their_masters():
+    master, grad = torch.rand(3, 4).t(), torch.rand(4, 3)
+    options = {"rounding": "nearest", "offsets": [0], **NOISE}
+    rates, wanted = [Rates(0.5, 0.0, 0.0, False)], master - 0.5 * grad
+    moves = Moves([0], [grad], [None], [False], rates)
+    assert not step_many([master], [torch.empty_like(master)], [None], moves, **options)
+    turned = torch.empty_like(master).copy_(grad)
+    moves = moves._replace(grads=[turned])
+    assert step_many([master], [torch.empty_like(master)], [None], moves, **options)
+    same(master, wanted)
+
+
 def test_shared_memory_is_left_to_torch():
     x = torch.rand(12)
     moves = Moves([0], [x[:6]], [None], [False], [Rates(1.0, 0.0, 0.0, False)])

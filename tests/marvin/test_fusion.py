@@ -28,8 +28,9 @@ from marvin.integer.formats import why_no_kernel
 from marvin.integer.fusion import Fused
 from marvin.integer.graph import Traced, trace
 from marvin.integer.nodes import concatenation, curve_of, flattening, pooling, repetition
+from marvin.model_formats import encode_formats
 from marvin.policies.observer import Observer, inputs_of
-from marvin.rounder import formats_of
+from marvin.rounder import channels_of, formats_of
 from tests.graphs import nodes_of
 from train.resnet20 import Block
 
@@ -400,6 +401,28 @@ def test_hooks_on_gradients_are_called(kind):
     assert calls
     handle.remove()
     assert is_fused(model)
+
+
+@pytest.mark.parametrize("what", ["mode", "rounding", "formats", "other formats", "hook"])
+def test_what_changes_after_a_pass_is_seen(what):
+    model, _ = make()
+    assert is_fused(model)
+    rounder = rounders_of(model.conv)[0]
+    wide = replace(rounder.formats(model.conv), inputs=FixedPoint(12, 4))
+    if what == "mode":
+        model.bn.eval()
+    elif what == "rounding":
+        rounder.state.rounding = "stochastic"
+    elif what == "formats":
+        rounder.write(model.conv, wide)
+    elif what == "hook":
+        model.conv.register_full_backward_hook(lambda *_: None)
+    else:  # another tensor, written as often
+        before = model.conv.fixed_point
+        model.conv.fixed_point = encode_formats(wide, channels_of(model.conv))
+        while model.conv.fixed_point._version < before._version:
+            model.conv.fixed_point.add_(0)
+    assert not is_fused(model)
 
 
 def test_a_norm_that_rounds_is_not_passed_over():
