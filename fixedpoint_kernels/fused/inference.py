@@ -242,8 +242,8 @@ class Program:
         spare = work, self._spare_bytes, self.packers
         pack_weights(self.packers > 1)(self._tasks, self._task_reals, self._items, *spare)
 
-    def go(self, images: int, given: dict[tuple[str, int], int]) -> None:
-        """Run all images; ``given``: where they come from and go to."""
+    def place(self, given: dict[tuple[str, int], int]) -> None:
+        """Note where images come from and go to, and where this thread of Python works."""
         work = work_memory(self.work_bytes)
         if work != self._work:
             rows, columns, offsets = self.addresses.work
@@ -253,6 +253,9 @@ class Program:
             self._contexts[:, f.C_SCRATCH] = scratch + self._thread_bytes * np.arange(self.threads)
             self._work = work
         self._cells[:, 2] = [given[key] for key in self._keys]
+
+    def go(self, images: int) -> None:
+        """Run all images."""
         parts = cpu.parts_of_regions()
         kernel = compiled(_run_each, self.path, *parts)[self.threads > 1]
         kernel(self._contexts, self._tables, self._cells, images, self.chunk, self.threads)
@@ -325,5 +328,6 @@ def run(
                 return None
             program.pack(weights)
             program.stamp = stamp
-        program.go(len(x), given)
+        program.place(given)
+        program.go(len(x))
     return [result.take() for result in results.values()]

@@ -95,9 +95,9 @@ class InferenceRun(ChainRun):
 
     def _gathered(self) -> _Given:
         weights, norms, stamp = [], [], None
-        self._tensors = Tensors([*self._owners()])
-        if is_prepacked(*self.convolutions) and self._tensors.are_known:
-            stamp = Stamp(self._tensors.now())
+        if is_prepacked(*self.convolutions):
+            self._tensors = Tensors([*self._owners()])
+            stamp = Stamp(self._tensors.now()) if self._tensors.are_known else None
         for conv, norm in self.each(self.convolutions):
             bias = None if conv is None else conv.bias
             weights.append(None if conv is None else conv.weight.detach())

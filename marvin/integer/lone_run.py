@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["forget", "from_floats", "multiply"]
 
+_Pair = tuple[Tensor, Tensor | None]
+
 
 def multiply(module: Any, x: Tensor, product: Product, noise: Noise) -> Tensor | None:
     """Return the output of a layer under autograd; None where it has to be multiplied otherwise.
@@ -58,7 +60,7 @@ def multiply(module: Any, x: Tensor, product: Product, noise: Noise) -> Tensor |
         noise: Of the gradient's rounding.
     """
     weight, bias = module.weight, module.bias
-    call = _Call(False, noise)
+    call = _Call(False, noise, (weight, bias))
     if not _is_taken(x):
         return None
     if product.window is None:
@@ -98,8 +100,9 @@ def from_floats(module: Any, x: object) -> Tensor | None:
         return _trained(module, x, product, formats, rounders[0])
     if _goes_back(module, x):
         return None
-    call = _Call(formats.ste == "clip", NO_NOISE)
-    y = _multiplied(module, x, (module.weight, module.bias), product, call)
+    own = module.weight, module.bias
+    call = _Call(formats.ste == "clip", NO_NOISE, own)
+    y = _multiplied(module, x, own, product, call)
     return None if call.nans else y
 
 
@@ -118,8 +121,9 @@ def _trained(
         return None
     before = state.gradients
     noise = Noise(*state.noise_of_gradients()) if trains else NO_NOISE
-    call = _Call(formats.ste == "clip", noise)
-    y = _multiplied(module, x, (module.weight, module.bias), product, call)
+    own = module.weight, module.bias
+    call = _Call(formats.ste == "clip", noise, own)
+    y = _multiplied(module, x, own, product, call)
     if y is None or call.nans:
         state.gradients = before  # drawn again by who multiplies it
         return None
@@ -159,7 +163,7 @@ def _rounds_plainly(module: nn.Module, rounder: Rounder, formats: ModuleFormats,
 def _multiplied(
     module: nn.Module,
     x: Tensor,
-    own: tuple[Tensor, Tensor | None],
+    own: _Pair,
     product: Product,
     call: "_Call",
 ) -> Tensor | None:
@@ -183,7 +187,7 @@ def _multiplied(
     if len(x) < threads_of(segment, rows):
         return None
     x = F.pad(x, (0, more[0])) if more[0] else x  # by nothing it copies
-    weight, bias, call.stamp = lone.given(module, own, more)
+    weight, bias, call.stamp = lone.given(module, own, more, call.parameters)
     shifts = product.shifts and (*product.shifts, *[0] * more[1])
     (y,) = run_tokens(call, segment, [LinearCall(call.noise, shifts)], (x,), (weight, bias))
     return y[..., :outputs].contiguous() if more[1] else y
@@ -225,7 +229,7 @@ class _Lone:
         self._given: _Given | None = None  # where it is prepacked
 
     def given(
-        self, module: Any, own: tuple[Tensor, Tensor | None], more: tuple[int, int]
+        self, module: nn.Module, own: _Pair, more: tuple[int, int], parameters: _Pair
     ) -> _Given:
         """Return a layer's weight and bias.
 
@@ -233,8 +237,9 @@ class _Lone:
             module: The layer.
             own: Its weight, of two dimensions, and its bias.
             more: How many inputs and outputs are added.
+            parameters: Of which ``own`` is made.
         """
-        given, parameters = self._given, (module.weight, module.bias)
+        given = self._given
         if given is not None and given.stamp is not None and given.stamp.is_of(parameters):
             return given
         weight, bias = own
@@ -264,10 +269,12 @@ class _Call:
     Args:
         clip: Whether the gradient of clamped inputs is 0.
         noise: Of the gradient's rounding.
+        parameters: The layer's weight, as it lies, and its bias.
     """
 
-    def __init__(self, clip: bool, noise: Noise) -> None:
+    def __init__(self, clip: bool, noise: Noise, parameters: _Pair) -> None:
         self.clip, self.noise, self.clamped, self.nans = clip, noise, 0, 0
+        self.parameters = parameters
         self.programs: Programs[Program] | None = None  # a layer's own
         self.stamp: Stamp | None = None
 
