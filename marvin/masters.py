@@ -578,7 +578,7 @@ def _layer_of(layer: Layer, own: StateDict) -> Layer:
 
 def _marks_of(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return what changes when somebody writes to a weight, or gives it other memory (``weight.data = x``)."""
-    return list(zip(versions_of(weights), map(Tensor.data_ptr, weights), strict=True))
+    return list(zip(versions_of(weights), (w.data_ptr() for w in weights), strict=True))
 
 
 def _mean_length(formats: Iterable[Format | None]) -> float:
