@@ -21,7 +21,7 @@ class Standing:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+        self._members = modules
         self._formats = buffers_of(modules, BUFFER)
         self._seen = self._now()
         # torch counts no versions of what was made in inference mode
@@ -32,8 +32,8 @@ class Standing:
         return self._is_known and self._now() == self._seen
 
     def _now(self) -> tuple[list[object], list[bool], list[bool], list[int]]:
-        formats = buffers_of(self._modules, BUFFER)
+        formats = buffers_of(self._members, BUFFER)
         is_same = list(map(is_, formats, self._formats))
-        modes = [own.training for own in self._modules]
+        modes = [own.training for own in self._members]
         versions = versions_of([own for own in formats if own is not None])
-        return running_hooks(self._modules), modes, is_same, versions
+        return running_hooks(self._members), modes, is_same, versions
