@@ -345,6 +345,7 @@ def test_hooks_and_formats_are_seen(pair, name):
                 if (own := hook.formats.inputs) is not None:
                     hook.formats = replace(hook.formats, inputs=FixedPoint(own.wl, own.fl - 3))
     assert_same(pair, name)
+    assert_same((copy.deepcopy(pair[0]), pair[1]), name)  # a copy has looked at nothing
     assert not torch.equal(run(pair[1], batch(name)), before)
 
 
