@@ -67,7 +67,6 @@ __all__ = [
     "own_forward_hooks",
     "padding_around",
     "remove_hooks",
-    "running_hooks",
     "step_hooks_of",
     "storage_key",
     "tensor_of",
@@ -273,20 +272,6 @@ def own_forward_hooks(
 ) -> tuple[dict[int, Callable[..., object]], dict[int, Callable[..., object]]]:
     """Return the hooks before and after a module's ``forward``."""
     return module._forward_pre_hooks, module._forward_hooks
-
-
-def running_hooks(modules: Sequence[nn.Module]) -> list[object]:
-    """Return how many hooks run with each module, forward and backward, and then all of them; those of every module, too."""
-    tables = [
-        own
-        for m in modules
-        for own in (
-            m._forward_pre_hooks, m._forward_hooks, m._backward_hooks, m._backward_pre_hooks,
-        )
-    ]  # fmt: skip
-    tables += global_forward_hooks()
-    tables += torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
-    return [*map(len, tables), *(hook for own in filter(None, tables) for hook in own.values())]
 
 
 def global_backward_hooks() -> tuple[

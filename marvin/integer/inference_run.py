@@ -16,7 +16,8 @@ from marvin.integer.chain_run import (
 )
 from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
 from marvin.integer.graph import Chain
-from marvin.integer.seen import Frozen, Tensors
+from marvin.integer.seen import Tensors
+from marvin.integer.standing import Standing
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
@@ -39,18 +40,16 @@ class InferenceRun(ChainRun):
 
     def __init__(self, module: nn.Module, chain: Chain) -> None:
         super().__init__(module, chain)
-        self._frozen: Frozen | None = None  # as it was when the chain could run
         self._given: _Given | None = None  # where layers are prepacked
         self._tensors = Tensors([])
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now."""
-        if self._frozen is None or not self._frozen.holds():
-            self._frozen = None
+        if self._standing is None or not self._standing.holds():
+            self._standing = None
             if not self._looks_ready():
                 return False
-            if not self.rounders:  # theirs write formats
-                self._frozen = Frozen((*self.convolutions, *self.others))
+            self._standing = Standing((*self.convolutions, *self.others))
         given = self._given
         if given is not None and given.stamp is not None and given.stamp.is_of(self._tensors.now()):
             return True

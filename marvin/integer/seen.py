@@ -1,7 +1,6 @@
 """What a traced graph was made of, to notice when somebody changes it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -10,18 +9,14 @@ from torch import nn
 
 from fixedpoint_kernels._torch_private import (
     children_of,
-    global_backward_hooks,
-    hooks_of,
-    mode_and_hooks,
     table_of,
 )
-from marvin.freezing import FrozenRounding
-from marvin.hooks import OtherForward, rounders_of
+from marvin.hooks import OtherForward
 from marvin.integer.formats import PREPACKED
 from marvin.integer.graph import Traced
 from marvin.integer.surroundings import PLAIN, names_of, noted
 
-__all__ = ["Frozen", "Seen", "Tensors"]
+__all__ = ["Seen", "Tensors"]
 
 _NUMBERS = (  # of torch's own modules, which chains and graphs were made of
     "stride", "padding", "dilation", "groups", "padding_mode", "kernel_size", "ceil_mode", "return_indices", "eps", "p",
@@ -92,29 +87,6 @@ class Seen:
 
     def _attributes(self) -> list[object]:
         return [get(own) for get, own in zip(self._getters, self._owners, strict=True)]
-
-
-class Frozen:
-    """Modes, hooks and formats of modules, some of them frozen, as they are now.
-
-    Args:
-        modules: All of them.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._are_frozen = not any(map(rounders_of, modules))  # others' formats are written
-        self._owners = [*map(vars, modules)]
-        self._before = [tuple(map(copy, mode_and_hooks(own))) for own in self._owners]
-        self._hooks = [hook for own in modules for hook in hooks_of(own, FrozenRounding)]
-        self._formats = [hook.formats for hook in self._hooks]
-
-    def holds(self) -> bool:
-        """Say whether all of it is as it was; no, where a module is not frozen, or all have hooks on gradients."""
-        if not self._are_frozen or any(global_backward_hooks()):
-            return False
-        if [*map(mode_and_hooks, self._owners)] != self._before:
-            return False
-        return all(map(is_, (hook.formats for hook in self._hooks), self._formats))
 
 
 class Tensors:

@@ -1,11 +1,20 @@
 """What a chain has found out about its modules, and whether that still stands."""
 
 from collections.abc import Sequence
+from copy import copy
 from operator import is_
 
 from torch import nn
 
-from fixedpoint_kernels._torch_private import buffers_of, running_hooks, versions_of
+from fixedpoint_kernels._torch_private import (
+    buffers_of,
+    global_backward_hooks,
+    global_forward_hooks,
+    hooks_of,
+    mode_and_hooks,
+    versions_of,
+)
+from marvin.freezing import FrozenRounding
 from marvin.rounder import BUFFER
 
 __all__ = ["Standing"]
@@ -17,23 +26,32 @@ class Standing:
     To ask each module takes ten times as long.
 
     Args:
-        modules: Of a chain.
+        modules: Of a chain; they may be frozen.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._members = modules
-        self._formats = buffers_of(modules, BUFFER)
-        self._seen = self._now()
+        self._members, self._owners = modules, [*map(vars, modules)]
+        self._before = [tuple(map(copy, own)) for own in self._modes_and_hooks()]
+        self._buffers = buffers_of(modules, BUFFER)
+        self._versions = self._versions_now()
+        self._frozen = [hook for own in modules for hook in hooks_of(own, FrozenRounding)]
+        self._formats = [hook.formats for hook in self._frozen]
         # torch counts no versions of what was made in inference mode
-        self._is_known = not any(own is not None and own.is_inference() for own in self._formats)
+        self._is_known = not any(own is not None and own.is_inference() for own in self._buffers)
 
     def holds(self) -> bool:
         """Say whether all of it is as it was."""
-        return self._is_known and self._now() == self._seen
+        return (
+            self._is_known
+            and self._modes_and_hooks() == self._before
+            and all(map(is_, buffers_of(self._members, BUFFER), self._buffers))
+            and self._versions_now() == self._versions
+            and all(map(is_, (hook.formats for hook in self._frozen), self._formats))
+        )
 
-    def _now(self) -> tuple[list[object], list[bool], list[bool], list[int]]:
-        formats = buffers_of(self._members, BUFFER)
-        is_same = list(map(is_, formats, self._formats))
-        modes = [own.training for own in self._members]
-        versions = versions_of([own for own in formats if own is not None])
-        return running_hooks(self._members), modes, is_same, versions
+    def _modes_and_hooks(self) -> list[tuple[object, ...]]:
+        """Return those of each module, and the hooks of all."""
+        return [*map(mode_and_hooks, self._owners), global_forward_hooks(), global_backward_hooks()]
+
+    def _versions_now(self) -> list[int]:
+        return versions_of([own for own in self._buffers if own is not None])

@@ -7,7 +7,8 @@ from fixedpoint_kernels.fused.stamp import Stamp
 from marvin.integer.chain_run import is_in_the_way
 from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
 from marvin.integer.layers import IntegerLinear
-from marvin.integer.seen import Frozen, Tensors
+from marvin.integer.seen import Tensors
+from marvin.integer.standing import Standing
 from marvin.integer.token_autograd import NO_NOISE, run_tokens
 from marvin.integer.token_graph import TokenChain
 from marvin.integer.token_run import Call, TokenRun, are_plain
@@ -25,7 +26,6 @@ class TokenInference(TokenRun):
 
     def __init__(self, module: nn.Module, chain: TokenChain) -> None:
         super().__init__(module, chain, has_hooks)
-        self._frozen: Frozen | None = None  # as it was when the chain could run
         self._given: tuple[Stamp, list[Tensor | None]] | None = None  # where layers are prepacked
         self._tensors = Tensors([])
 
@@ -33,12 +33,11 @@ class TokenInference(TokenRun):
         """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
         if tokens.path() is None:
             return False
-        if self._frozen is None or not self._frozen.holds():
-            self._frozen = None
+        if self._standing is None or not self._standing.holds():
+            self._standing = None
             if not self._looks_ready():
                 return False
-            if not self.rounders:  # theirs write formats
-                self._frozen = Frozen((*self.layers, *self.others))
+            self._standing = Standing((*self.layers, *self.others))
         given = self._given
         if given is not None and given[0].is_of(self._tensors.now()):
             return True
