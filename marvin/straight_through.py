@@ -27,7 +27,7 @@ class Tally:
     _on_host = 0  # of the clipped: to add a number to a tensor takes as long as ten to a number
 
     def __init__(self) -> None:
-        self.clipped: Tensor | int = 0
+        self.clipped: Tensor | int = 0  # what devices counted
         self.total = 0
 
     def add(self, clipped: Tensor | int, total: int) -> None:
@@ -40,16 +40,16 @@ class Tally:
 
     def share(self) -> float:
         """Return the share of clipped values; 0 where there are none at all."""
-        return self._count() / self.total if self.total else 0.0
+        return self.count / self.total if self.total else 0.0
 
     def fresh(self) -> float:
         """Return the share of those that came since the last call."""
-        (clipped, total), self._looked = self._looked, (self._count(), self.total)
-        return (
-            float(self._looked[0] - clipped) / (self.total - total) if self.total > total else 0.0
-        )
+        (clipped, total), self._looked = self._looked, (self.count, self.total)
+        return (self._looked[0] - clipped) / (self.total - total) if self.total > total else 0.0
 
-    def _count(self) -> float:
+    @property
+    def count(self) -> float:
+        """How many values were clipped; waits for a device."""
         return float(self.clipped) + self._on_host
 
 

@@ -145,8 +145,8 @@ class Guards:
         own._thread_bytes += GUARD
         own.work_bytes = own._thread_bytes * own.threads + own._spare_bytes * own.packers + GUARD
 
-    def _go(self, go, own, images, given):
-        go(own, images, given)
+    def _go(self, go, own, images):
+        go(own, images)
         work = int(own._contexts[0, f.C_SCRATCH]) - own._scratch_at
         for thread in range(own.threads):
             self.check(own.zones, work + thread * own._thread_bytes)

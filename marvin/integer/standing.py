@@ -32,19 +32,19 @@ class Standing:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._members, self._owners = modules, [*map(vars, modules)]
         self._before = [tuple(map(copy, own)) for own in self._modes_and_hooks()]
-        self._buffers = buffers_of(modules, BUFFER)
+        self._carried = buffers_of(modules, BUFFER)
         self._versions = self._versions_now()
         self._frozen = [hook for own in modules for hook in hooks_of(own, FrozenRounding)]
         self._formats = [hook.formats for hook in self._frozen]
         # torch counts no versions of what was made in inference mode
-        self._is_known = not any(own is not None and own.is_inference() for own in self._buffers)
+        self._is_known = not any(own is not None and own.is_inference() for own in self._carried)
 
     def holds(self) -> bool:
         """Say whether all of it is as it was."""
         return (
             self._is_known
             and self._modes_and_hooks() == self._before
-            and all(map(is_, buffers_of(self._members, BUFFER), self._buffers))
+            and all(map(is_, buffers_of(self._members, BUFFER), self._carried))
             and self._versions_now() == self._versions
             and all(map(is_, (hook.formats for hook in self._frozen), self._formats))
         )
@@ -54,4 +54,4 @@ class Standing:
         return [*map(mode_and_hooks, self._owners), global_forward_hooks(), global_backward_hooks()]
 
     def _versions_now(self) -> list[int]:
-        return versions_of([own for own in self._buffers if own is not None])
+        return versions_of([own for own in self._carried if own is not None])

@@ -265,7 +265,7 @@ def counts(model):
     """Return what a layer has counted, and what its model's layers share."""
     (rounder,) = rounders_of(model.layer)
     state = rounder.state
-    clamped = [(int(own.clipped), own.total) for own in (rounder.tally, rounder.data)]
+    clamped = [(own.count, own.total) for own in (rounder.tally, rounder.data)]
     return clamped, state.samples, state.gradients, state.waiting
 
 
