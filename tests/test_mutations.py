@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fixedpoint_kernels.products import paths
+
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("mutations", ROOT / "tests/mutations.py")
 assert spec is not None
@@ -81,6 +83,12 @@ def test_every_fault_can_be_planted():
     faults = mutations.read_faults()
     assert len({fault.what for fault in faults}) == len(faults) >= 60
     assert mutations.misplaced(faults, ROOT) == []
+
+
+def test_tests_that_are_named_exist_on_every_processor_with_own_kernels():
+    elsewhere = [name for name in paths.OWN if name != "avx2"]
+    named = [test for fault in mutations.read_faults() for test in fault.tests]
+    assert [test for test in named if any(path in test for path in elsewhere)] == []
 
 
 @pytest.mark.slow

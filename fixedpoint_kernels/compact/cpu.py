@@ -133,28 +133,31 @@ def _put_fixed(places, n, top, scales, block, noise):
 
 
 @inlined
+def _scaled(top, steps, scales, block, codes, n):
+    """Write a block's scale, its largest value being so many steps; return 1 over it, or write codes of NaN and return 0."""
+    if top >= _INFINITY:
+        scales[block], own = np.nan, _bytes(codes, n)
+        for i in range(n):
+            own[i] = 0
+        return np.float32(0.0)
+    scale = max(_float_of(top) / np.float32(steps), _SMALLEST)
+    scales[block] = scale
+    return _ONE / scale
+
+
+@inlined
 def _put_signed(places, n, top, scales, block, noise):
     """Encode a block; places: addresses of values, codes and noise."""
-    if top >= _INFINITY:
-        scales[block], codes = np.nan, _bytes(places[1], n)
-        for i in range(n):
-            codes[i] = 0
-        return
-    own = max(_float_of(top) / np.float32(127.0**2), _SMALLEST)
-    scales[block] = own
-    states.encode_signed(places, n, _ONE / own, noise[0], noise[1])
+    inverse = _scaled(top, 127.0**2, scales, block, places[1], n)
+    if inverse > 0.0:
+        states.encode_signed(places, n, inverse, noise[0], noise[1])
 
 
 @inlined
 def _put_squares(places, n, top, scales, block, noise):
-    if top >= _INFINITY:
-        scales[block], codes = np.nan, _bytes(places[1], n)
-        for i in range(n):
-            codes[i] = 0
-        return
-    own = max(_float_of(top) / np.float32(255.0**4), _SMALLEST)
-    scales[block] = own
-    states.encode_squares(places, n, _ONE / own, noise[0], noise[1])
+    inverse = _scaled(top, 255.0**4, scales, block, places[1], n)
+    if inverse > 0.0:
+        states.encode_squares(places, n, inverse, noise[0], noise[1])
 
 
 @inlined

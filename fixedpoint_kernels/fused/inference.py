@@ -179,12 +179,9 @@ class Program:
         self.lock = Lock()
         self.stamp: Stamp | None = None
         self._work = 0  # where working memory was
-        given = self.addresses.given.items()
-        cells = [(row, column, key) for key, own in given for row, column in own]
-        self._keys = [key for *_, key in cells]
-        self._cells = np.array([(row, column, 0, 0) for row, column, _ in cells], np.int64)
-        steps = [4 * self.shapes[INPUT if name == "x" else k].padded for name, k in self._keys]
-        self._cells[:, 3] = steps
+        own = self.addresses.given
+        steps = [4 * self.shapes[INPUT if name == "x" else k].padded for name, k in own.keys]
+        self._cells = np.stack([own.rows, own.columns, np.zeros_like(own.rows), steps], 1)
 
     def _make_contexts(self, operations: list[Operation]) -> None:
         """Write what each thread's kernel needs to know."""
@@ -252,7 +249,7 @@ class Program:
             scratch = work + self._scratch_at
             self._contexts[:, f.C_SCRATCH] = scratch + self._thread_bytes * np.arange(self.threads)
             self._work = work
-        self._cells[:, 2] = [given[key] for key in self._keys]
+        self._cells[:, 2] = self.addresses.given.numbers(given)
 
     def go(self, images: int) -> None:
         """Run all images."""

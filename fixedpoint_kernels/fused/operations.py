@@ -75,16 +75,25 @@ class Cells:
 
     Args:
         given: Row and column of each, by names and numbers of layers or values.
+
+    Attributes:
+        keys: Name and number of each.
+        rows: In a table.
+        columns: In it.
     """
 
     def __init__(self, given: Mapping[tuple[str, int], Sequence[tuple[int, int]]]) -> None:
-        self._keys = [key for key, cells in given.items() for _ in cells]
+        self.keys = [key for key, cells in given.items() for _ in cells]
         places = [cell for cells in given.values() for cell in cells]
-        self._rows, self._columns = np.array(places, np.int64).reshape(-1, 2).T
+        self.rows, self.columns = np.array(places, np.int64).reshape(-1, 2).T
+
+    def numbers(self, given: Mapping[tuple[str, int], int]) -> list[int]:
+        """Return what a call gives each cell."""
+        return list(map(given.__getitem__, self.keys))
 
     def fill(self, table: np.ndarray, given: Mapping[tuple[str, int], int]) -> None:
         """Write into a table what a call gives: all at once, for each cell alone takes as long as a key."""
-        table[self._rows, self._columns] = list(map(given.__getitem__, self._keys))
+        table[self.rows, self.columns] = self.numbers(given)
 
 
 class Addresses(NamedTuple):
@@ -94,13 +103,11 @@ class Addresses(NamedTuple):
         kept: Rows, columns and offsets, (3, n), of those in kept memory.
         work: The same of those in working memory.
         given: Cells of those given at each call.
-        cells: The same.
     """
 
     kept: np.ndarray
     work: np.ndarray
-    given: dict[tuple[str, int], list[tuple[int, int]]]
-    cells: Cells
+    given: Cells
 
     def fill(
         self, table: np.ndarray, given: Mapping[tuple[str, int], int], kept: int = 0, work: int = 0
@@ -115,7 +122,7 @@ class Addresses(NamedTuple):
         """
         for start, (rows, columns, offsets) in ((kept, self.kept), (work, self.work)):
             table[rows, columns] = offsets + start
-        self.cells.fill(table, given)
+        self.given.fill(table, given)
 
 
 def place_buffers(turns: Sequence[Sequence[Operation]]) -> int:
@@ -167,4 +174,4 @@ def table(operations: list[Operation]) -> tuple[np.ndarray, np.ndarray, Addresse
             else:
                 rows[k, place] = number
     kept_at, work_at = (np.array(own, np.int64).reshape(-1, 3).T for own in (kept, work))
-    return rows, reals, Addresses(kept_at, work_at, given, Cells(given))
+    return rows, reals, Addresses(kept_at, work_at, Cells(given))

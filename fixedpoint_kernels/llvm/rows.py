@@ -15,7 +15,7 @@ from numba.core import cgutils
 
 from fixedpoint_kernels.functions import NORMAL
 from fixedpoint_kernels.llvm.curves import Curves
-from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, intrinsic
+from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, columns_of, intrinsic
 
 _LANES = 16
 NAN_BIT = 40
@@ -278,20 +278,6 @@ def _softmax_backward(to: _To, p, grad, count, scale):
         to.store(own * scales, place)
 
 
-def _columns(rows: list[Vector]) -> list[Vector]:
-    """Return 16 rows of 16 as columns: one bit of their numbers after the other changes places."""
-    for bit in (8, 4, 2, 1):
-        others = list(rows)
-        for i in range(_LANES):
-            low, high = rows[i & ~bit], rows[i | bit]
-            order = [j & ~bit | 16 * bool(j & bit) for j in range(_LANES)]
-            if i & bit:
-                order = [j | bit for j in order]
-            others[i] = low.shuffled(high, order)
-        rows = others
-    return rows
-
-
 def _transpose(to: _To, source, step, valid, out):
     """Write 16 rows of 16 float32 as columns, 64 bytes apart; rows from ``valid`` on count as 0."""
     rows = []
@@ -299,7 +285,7 @@ def _transpose(to: _To, source, step, valid, out):
         is_there = to.builder.icmp_signed("<", I64(i), valid)
         row = to.load(to.builder.add(source, to.builder.mul(step, I64(i)))).value
         rows.append(Vector(to.builder, to.builder.select(is_there, row, to.zero.value)))
-    for i, row in enumerate(_columns(rows)):
+    for i, row in enumerate(columns_of(rows)):
         to.store(row, to.builder.add(out, I64(64 * i)))
 
 
@@ -318,7 +304,7 @@ def _write_sums(to: _To, source, step, lost, out, out_step, turns, scale, lsb):
 
     with to.builder.if_else(to.is_set(turns)) as (yes, no):
         with yes:
-            write(_columns(rows))
+            write(columns_of(rows))
         with no:
             write(rows)
 

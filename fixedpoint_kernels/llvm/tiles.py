@@ -13,7 +13,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
-from fixedpoint_kernels.llvm.vectors import intrinsic
+from fixedpoint_kernels.llvm.vectors import Vector, columns_of, intrinsic
 
 I1, I8, I16, I32, I64 = map(ir.IntType, (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -266,15 +266,9 @@ def _transpose_floats(builder: Any, source: Any, step: Any, out: Any, out_step: 
     """Write 16 rows of 16 float32, ``step`` bytes apart, as columns: row j at ``out + j * out_step``."""
     whole = vector(F32, 16)
     places = (builder.add(source, builder.mul(step, I64(i))) for i in range(16))
-    rows = [load(builder, place, whole) for place in places]
-    for size in (1, 2, 4, 8):  # blocks off the diagonal change places
-        low = [j if not j & size else 16 + j - size for j in range(16)]
-        high = [j + size if not j & size else 16 + j for j in range(16)]
-        for i in (i for i in range(16) if not i & size):
-            a, b = rows[i], rows[i + size]
-            rows[i], rows[i + size] = shuffle(builder, a, b, low), shuffle(builder, a, b, high)
-    for j, row in enumerate(rows):
-        store(builder, row, builder.add(out, builder.mul(out_step, I64(j))))
+    rows = [Vector(builder, load(builder, place, whole)) for place in places]
+    for j, column in enumerate(columns_of(rows)):
+        store(builder, column.value, builder.add(out, builder.mul(out_step, I64(j))))
 
 
 def _sum_columns(builder: Any, source: Any, quads: Any, out: Any) -> None:

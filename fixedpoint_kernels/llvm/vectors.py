@@ -199,6 +199,20 @@ class Vector:
         return Vector(self.builder, self.builder.call(function, [x.value for x in arguments]))
 
 
+def columns_of(rows: Sequence[Vector]) -> list[Vector]:
+    """Return rows of a square, whose side is a power of two, as its columns."""
+    side, found = len(rows), list(rows)
+    bit = 1
+    while bit < side:  # blocks off the diagonal change places
+        low = [j if not j & bit else side + j - bit for j in range(side)]
+        high = [j + bit if not j & bit else side + j for j in range(side)]
+        for i in (i for i in range(side) if not i & bit):
+            a, b = found[i], found[i + bit]
+            found[i], found[i + bit] = a.shuffled(b, low), a.shuffled(b, high)
+        bit *= 2
+    return found
+
+
 def _masked(builder: Any, name: str, whole: Any, result: Any, arguments: Sequence[Any]) -> Any:
     """Call LLVM's load or store of some lanes; ``whole``: type of all."""
     kind = "f" if whole.element == F32 else "i"

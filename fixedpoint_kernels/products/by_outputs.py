@@ -323,7 +323,7 @@ def write_weights(j, x, grad, scales, images, out, lies, lsb, begin, end, work):
                     weight_jobs.interleave(j, flat, group + half, table[k, _WHOLE], target)
             own = (group - begin) * j[jobs.PAIR_SUMS] // 2
             sums, totals = at[_SUMS] + 4 * own, at[_TOTALS] + 8 * own
-            held[:] = before
+            tiles.copy(before.ctypes.data, held.ctypes.data, 24)
             if is_first:
                 tiles.blank(sums, size * width * 16, 0)
             add_up(j_at, at.ctypes.data, sums, totals, count, width, held.ctypes.data, work)
@@ -332,7 +332,7 @@ def write_weights(j, x, grad, scales, images, out, lies, lsb, begin, end, work):
                 place = out + 64 * group * apart
                 _write(j, at, sums, totals, width, held, place, lies, floats(lsb, 1)[0], flipped)
             group += width
-        before[:] = held
+        tiles.copy(held.ctypes.data, before.ctypes.data, 24)
     keep(at, held, before)
     return 0
 

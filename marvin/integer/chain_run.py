@@ -80,16 +80,13 @@ class ChainRun(nn.Module):
         self.shifts: list[tuple[int, ...]] = []
         self._held: tuple[Any, ...] = ()
         self._programs: Programs[Any] = Programs()
-        self._standing: Standing | None = None  # of a chain that could run
+        self._standing = Standing((*self.convolutions, *self.others))
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now."""
-        stands = self._standing is not None and self._standing.holds()
-        if stands and self._rounds_to_nearest() and self._are_taken():
+        if self._standing.holds() and self._rounds_to_nearest() and self._are_taken():
             return True
-        is_ready = self._fits() and self._are_taken()
-        self._standing = Standing([*self.convolutions, *self.others]) if is_ready else None
-        return is_ready
+        return self._standing.found(self._fits() and self._are_taken())
 
     def _rounds_to_nearest(self) -> bool:
         return all(own.state.rounding == "nearest" for own in self.rounders)

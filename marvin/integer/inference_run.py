@@ -17,7 +17,6 @@ from marvin.integer.chain_run import (
 from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
 from marvin.integer.graph import Chain
 from marvin.integer.seen import Tensors
-from marvin.integer.standing import Standing
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
@@ -45,11 +44,8 @@ class InferenceRun(ChainRun):
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now."""
-        if self._standing is None or not self._standing.holds():
-            self._standing = None
-            if not self._looks_ready():
-                return False
-            self._standing = Standing((*self.convolutions, *self.others))
+        if not self._standing.holds() and not self._standing.found(self._looks_ready()):
+            return False
         given = self._given
         if given is not None and given.stamp is not None and given.stamp.is_of(self._tensors.now()):
             return True

@@ -21,7 +21,7 @@ __all__ = ["Standing"]
 
 
 class Standing:
-    """Hooks, modes and formats of modules as they are now, to notice when one changes.
+    """Hooks, modes and formats of modules when a chain could run, to notice when one changes.
 
     To ask each module takes ten times as long.
 
@@ -30,17 +30,26 @@ class Standing:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._members, self._owners = modules, [*map(vars, modules)]
+        self._members = modules
+        self._is_known = False
+
+    def found(self, is_ready: bool) -> bool:
+        """Note what the modules are now, where the chain can run; return whether it can."""
+        self._is_known = False
+        if not is_ready:
+            return False
+        self._owners = [*map(vars, self._members)]
         self._before = [tuple(map(copy, own)) for own in self._modes_and_hooks()]
-        self._carried = buffers_of(modules, BUFFER)
+        self._carried = buffers_of(self._members, BUFFER)
         self._versions = self._versions_now()
-        self._frozen = [hook for own in modules for hook in hooks_of(own, FrozenRounding)]
+        self._frozen = [hook for own in self._members for hook in hooks_of(own, FrozenRounding)]
         self._formats = [hook.formats for hook in self._frozen]
         # torch counts no versions of what was made in inference mode
         self._is_known = not any(own is not None and own.is_inference() for own in self._carried)
+        return True
 
     def holds(self) -> bool:
-        """Say whether all of it is as it was."""
+        """Say whether the chain could run, and all of it is as it was."""
         return (
             self._is_known
             and self._modes_and_hooks() == self._before

@@ -8,7 +8,6 @@ from marvin.integer.chain_run import is_in_the_way
 from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
 from marvin.integer.layers import IntegerLinear
 from marvin.integer.seen import Tensors
-from marvin.integer.standing import Standing
 from marvin.integer.token_autograd import NO_NOISE, run_tokens
 from marvin.integer.token_graph import TokenChain
 from marvin.integer.token_run import Call, TokenRun, are_plain
@@ -33,11 +32,8 @@ class TokenInference(TokenRun):
         """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
         if tokens.path() is None:
             return False
-        if self._standing is None or not self._standing.holds():
-            self._standing = None
-            if not self._looks_ready():
-                return False
-            self._standing = Standing((*self.layers, *self.others))
+        if not self._standing.holds() and not self._standing.found(self._looks_ready()):
+            return False
         given = self._given
         if given is not None and given[0].is_of(self._tensors.now()):
             return True

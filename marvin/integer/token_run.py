@@ -100,19 +100,16 @@ class TokenRun(nn.Module):
         self._products: list[tuple[Product, bool]] | None = None
         self._segments: dict[tuple[int, ...], Segment | None] = {}
         self._programs: Programs[Program] = Programs()
-        self._standing: Standing | None = None  # of a chain that could run
+        self._standing = Standing((*self.layers, *self.others))
 
     def ready(self) -> bool:
         """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
         if tokens.path() is None:
             return False
         modules = *self.layers, *self.others
-        stands = self._standing is not None and self._standing.holds()
-        if stands and self._rounds_to_nearest() and are_plain(*modules):
+        if self._standing.holds() and self._rounds_to_nearest() and are_plain(*modules):
             return True
-        is_ready = self._fits() and are_plain(*modules)
-        self._standing = Standing(modules) if is_ready else None
-        return is_ready
+        return self._standing.found(self._fits() and are_plain(*modules))
 
     def _rounds_to_nearest(self) -> bool:
         """Say whether layers round to nearest, and nobody asks what they see."""
