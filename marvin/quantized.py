@@ -328,7 +328,7 @@ class Quantized(WithMasters):
         """
         check_dtypes(self._layout.names, type(self).__name__)
         shapes = [(name, p.shape) for p, name in self._layout.names.items()]
-        saved = states.checked(state_dict, self.policy, type(self.optimizer).__name__, shapes)
+        saved = states.checked(state_dict, self.policy, type(self.optimizer), shapes)
         common = state_dict["marvin"]
         policy, values = states.policy_of(self.policy, common)
         shared = policy.load_shared(values)

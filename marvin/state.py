@@ -11,6 +11,7 @@ from torch.optim.optimizer import StateDict
 from marvin.compact import SUFFIXES, check_saved
 from marvin.policies.base import Policy, fields_of
 from marvin.policies.records import restored, restored_value
+from marvin.sgd import SGD
 from marvin.shards import Shard
 
 __all__ = [
@@ -29,6 +30,24 @@ __all__ = [
 VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
 _CODES = "master_codes"  # saved as pairs of bytes
 _MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"  # of torch's optimizers; of one shape
+_ADAM = "step", "exp_avg", "exp_avg_sq"
+_NEEDED: Mapping[type, tuple[str, ...]] = {  # what optimizers keep of each parameter they have moved
+    SGD: (),
+    torch.optim.SGD: (),
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.NAdam: (*_ADAM, "mu_product"),
+    torch.optim.RAdam: _ADAM,
+    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    torch.optim.RMSprop: ("step", "square_avg"),
+    torch.optim.Adagrad: ("step", "sum"),
+    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
+}
+_NEEDED_BY_OPTION = {  # of these optimizers
+    "momentum": "momentum_buffer",
+    "amsgrad": "max_exp_avg_sq",
+    "centered": "grad_avg",
+}
 # what a state has, and what it has under "marvin", by version
 _KEYS = {1: ("state", "param_groups"), VERSION: ("state", "param_groups", "optimizer")}
 _COMMON_KEYS = {
@@ -101,7 +120,7 @@ def policy_of(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, Mapping
 def checked(
     state_dict: Mapping[str, Any],
     policy: Policy,
-    wrapped: str,
+    wrapped: type,
     names: Sequence[tuple[str, torch.Size]],
 ) -> list[dict[str, Any]]:
     """Return the saved state of each parameter, in parameter order.
@@ -109,7 +128,7 @@ def checked(
     Args:
         state_dict: Of ``Quantized``, or of an earlier ``MSGD``.
         policy: Of which it must be.
-        wrapped: Class of the wrapped optimizer of which it must be.
+        wrapped: Class of the wrapped optimizer, of which it must be.
         names: Name and shape of each parameter of the optimizer that is to load it.
 
     Raises:
@@ -121,12 +140,14 @@ def checked(
     name = saved if isinstance(saved, str) else saved["name"]
     if name != type(policy).__name__:
         raise ValueError(f"the state must be of {type(policy).__name__}, got {name}")
-    saved = common.get("wrapped", wrapped if "optimizer" in state_dict else "SGD")
-    if saved != wrapped:
-        raise ValueError(f"the state must be of {wrapped} on masters, got {saved}")
+    kind = wrapped.__name__
+    saved = common.get("wrapped", kind if "optimizer" in state_dict else "SGD")
+    if saved != kind:
+        raise ValueError(f"the state must be of {kind} on masters, got {saved}")
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     states = [state_dict["state"].get(index, {}) for index in indices]
     moments = of_wrapped(state_dict)["state"]
+    _check_moments(of_wrapped(state_dict), wrapped, [name for name, _ in names])
     for (parameter, shape), index, values in zip(names, indices, states, strict=False):
         master = _whole(values[_CODES]) if _CODES in values else values.get("master")
         if values and (not isinstance(master, Tensor) or master.shape != shape):
@@ -196,6 +217,23 @@ def _check_shapes(
             raise ValueError(
                 f"the state of {parameter} must have {name} of shape {tuple(shape)}, got "
                 f"{tuple(value.shape)}"
+            )
+
+
+def _check_moments(state: StateDict, wrapped: type, names: Sequence[str]) -> None:
+    """Refuse a state of a wrapped optimizer that lacks what the next step reads, or would begin anew."""
+    if wrapped not in _NEEDED:
+        return
+    groups = [(index, group) for group in state["param_groups"] for index in group["params"]]
+    for parameter, (index, group) in zip(names, groups, strict=False):
+        own = state["state"].get(index)  # None: it had no gradient yet
+        needed = [*_NEEDED[wrapped], *(n for o, n in _NEEDED_BY_OPTION.items() if group.get(o))]
+        missing = [n for n in needed if own is not None and not {n, n + SUFFIXES[0]} & own.keys()]
+        if missing:
+            raise ValueError(
+                f"{wrapped.__name__}'s state of {parameter} must have {', '.join(missing)}, got "
+                f"{sorted(own)}: load a whole state, or begin its moments anew by del "
+                f'state["optimizer"]["state"][{index!r}]'
             )
 
 

@@ -188,10 +188,11 @@ class ChainRun(nn.Module):
         if not math.isfinite(x.detach().sum()) if self._has_norm_alone else has_nan(x):
             return False
         key = self._segment, tuple(x.shape[1:])
-        if self._held[:1] != (key,):
+        held = self._held  # threads may come at once
+        if held[:1] != (key,):
             assert self._segment is not None
-            self._held = key, self._segment.holds((x.shape[1], x.shape[2], x.shape[3]))
-        return self._held[1]
+            self._held = held = key, self._segment.holds((x.shape[1], x.shape[2], x.shape[3]))
+        return held[1]
 
     def _normalises_one(self, x: Tensor) -> bool:
         """Say whether a batch norm has one value of each channel, which PyTorch refuses."""

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from threading import RLock
 from types import CodeType
 from typing import Any
 
@@ -134,8 +135,9 @@ class _Mode:
         self, module: nn.Module, training: bool, given: tuple[str, ...] | None = None
     ) -> None:
         self.module, self._training, self._arguments = module, training, given
-        self._known: tuple[Traced | str, Seen | None] | None = None  # threads may come at once
+        self._known: tuple[Traced | str, Seen | None] | None = None
         self._runs: dict[frozenset[str], fx.GraphModule] = {}  # by what is left out of chains
+        self._lock = RLock()  # threads may come at once
 
     def why_not(self) -> str:
         """Say why chains are not fused; "" where they are."""
@@ -153,7 +155,11 @@ class _Mode:
         return [] if isinstance(traced, str) else traced.inexact
 
     def ready(self, x: Tensor) -> fx.GraphModule | None:
-        """Return the module with its chains, if they can run now."""
+        """Return the module with its chains, if they can run now; one thread asks at a time."""
+        with self._lock:
+            return self._ready(x)
+
+    def _ready(self, x: Tensor) -> fx.GraphModule | None:
         traced, seen = self._trace()
         if seen is not None and not seen.holds():
             self._known, self._runs = None, {}

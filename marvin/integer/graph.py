@@ -173,9 +173,11 @@ def trace(
         arguments = [own for own in arguments_of(module) if has_default(own)]
         defaults = {own.name: own.default for own in arguments if own.name not in (given or ())}
         defaults = defaults or None
-        graph = tracers[0].trace(module, defaults)
+        with surroundings.draws:
+            graph = tracers[0].trace(module, defaults)
         changed = _restored(module, before)
-        again = tracers[1].trace(module, defaults)
+        with surroundings.draws:
+            again = tracers[1].trace(module, defaults)
     except Exception as error:  # whatever a model's own code raises on a tracer's proxies
         return f"torch.fx cannot trace it: {str(error).partition(chr(10))[0]}"
     finally:

@@ -257,10 +257,11 @@ class _Lone:
     ) -> Segment:
         """Return what is computed; the last one is remembered."""
         key = product.inputs, product.weight_fmt, shape, clip, is_turned, bool(product.shifts)
-        if self._segment is None or self._segment[0] != key:
+        found = self._segment  # threads may come at once
+        if found is None or found[0] != key:
             operation = tokens.Linear(0, *key)
-            self._segment = key, Segment((shape[1],), (operation,), (1,))
-        return self._segment[1]
+            self._segment = found = key, Segment((shape[1],), (operation,), (1,))
+        return found[1]
 
 
 class _Call:

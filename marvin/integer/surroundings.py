@@ -1,10 +1,14 @@
 """What a module's code may read and change besides tensors: its attributes, and random generators."""
 
 import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from fixedpoint_kernels._torch_private import TorchDispatchMode
 
 __all__ = ["PLAIN", "Surroundings", "names_of", "noted"]
 
@@ -66,14 +70,37 @@ def _is_record(value: object, depth: int) -> bool:
     return all(_is_record(own, depth - 1) for own in found)
 
 
+class _Draws(TorchDispatchMode):
+    """Notes whether this thread draws random numbers of torch's: others may draw meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_drawn = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:
+        tags = func.tags  # pyright: ignore[reportFunctionMemberAccess]: an operator has them
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in tags
+        return func(*args, **(kwargs or {}))
+
+
 class Surroundings:
     """The attributes of a model's modules, and the random generators of the process, as they are now.
 
     Args:
         model: The model.
+
+    Attributes:
+        draws: To be entered while the model's code runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.draws = _Draws()
         self._parts = [*model.modules()]
         self._before, self._noted = self._now()
         held = [value for own in self._before for value in own.values()]
@@ -95,10 +122,12 @@ class Surroundings:
 
     def _threw(self) -> bool:
         ours, pythons, numpys = self._dice
-        is_same = torch.equal(torch.get_rng_state(), ours) and random.getstate() == pythons
+        of_torch = self.draws.has_drawn and not torch.equal(torch.get_rng_state(), ours)
+        is_same = not of_torch and random.getstate() == pythons
         if is_same and all(map(np.array_equal, np.random.get_state(), numpys)):
             return False
-        torch.set_rng_state(ours)
+        if of_torch:
+            torch.set_rng_state(ours)
         random.setstate(pythons)
         np.random.set_state(numpys)
         return True

@@ -199,11 +199,14 @@ class TokenRun(nn.Module):
         widths = tuple(x.shape[-1] for x in xs)
         samples = min(len(xs[0]), 2)
         key = count, samples, *widths
-        if key not in self._segments:
-            if len(self._segments) >= 64:
-                self._segments.clear()
-            self._segments[key] = self._described(widths, samples, count)
-        return self._segments[key]
+        try:
+            return self._segments[key]
+        except KeyError:  # not asked before: other threads may clear all meanwhile
+            found = self._described(widths, samples, count)
+        if len(self._segments) >= 64:
+            self._segments.clear()
+        self._segments[key] = found
+        return found
 
     def _described(self, inputs: tuple[int, ...], samples: int, count: int) -> Segment | None:
         """Return the segment of ``count`` tokens; None where the features do not fit."""

@@ -12,6 +12,7 @@ from torch import nn
 import marvin
 from fixedpoint_kernels import FixedPoint, quantize
 from marvin import MSGD
+from tests.same import assert_same
 
 SETTINGS = [
     {},
@@ -657,6 +658,49 @@ def test_windows_and_moments_of_another_shape_are_refused(change, name):
     with pytest.raises(ValueError, match=rf"of w must have {name} of shape \(2, 3\), got \("):
         other.load_state_dict(state)
     assert torch.equal(other.state_dict()["state"][0]["master"], before)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.RAdam, {}),
+        (torch.optim.Adamax, {}),
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.Adadelta, {}),
+    ],
+)
+def test_what_the_wrapped_optimizers_state_lacks_is_named(kind, options, compact):
+    """Adam's next step stopped at a KeyError, SGD's momentum began anew."""
+    optimizer, other = (
+        marvin.Quantized(
+            kind([("w", nn.Parameter(torch.ones(64, 64)))], 0.01, **options),
+            marvin.FixedPolicy(8, 4),
+            compact_state=compact,
+        )
+        for _ in range(2)
+    )
+    for own in (optimizer, other):
+        own.param_groups[0]["params"][0].grad = torch.ones(64, 64)
+        own.step(loss=1.0)
+    whole = optimizer.state_dict()
+    other.load_state_dict(whole)
+    before = copy.deepcopy(other.state_dict())
+    for key in whole["optimizer"]["state"][0]:
+        state = copy.deepcopy(whole)
+        del state["optimizer"]["state"][0][key]
+        with pytest.raises(ValueError, match=key.removesuffix("_codes").removesuffix("_scales")):
+            other.load_state_dict(state)
+        assert_same(other.state_dict(), before)
+    state = copy.deepcopy(whole)
+    del state["optimizer"]["state"][0]  # as the error says
+    other.load_state_dict(state)
+    other.step(loss=1.0)
 
 
 @pytest.mark.parametrize(
