@@ -23,7 +23,7 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import INPUT, Layer, Scaled, Segment
 from fixedpoint_kernels.fused.layout import Layout, Shape
-from fixedpoint_kernels.fused.memory import work_memory
+from fixedpoint_kernels.fused.memory import bytes_of, work_memory
 from fixedpoint_kernels.fused.operations import Buffer, Operation, place_buffers, table
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.fused.weights import pack_weights, packing_items, spare_bytes
@@ -140,6 +140,7 @@ class Program:
 
     Attributes:
         lock: To be held while the program runs.
+        held_bytes: Of the arrays that it has while it does not run.
         stamp: Of the weights and batch norms that are laid out; None: of those of one call.
 
     Raises:
@@ -177,6 +178,7 @@ class Program:
         self._spare_bytes = max(spare_bytes(own.shape) for own in segment.products)
         self._make_contexts(operations)
         self.lock = Lock()
+        self.held_bytes = bytes_of([layout.held, details, self._tables])
         self.stamp: Stamp | None = None
         self._work = 0  # where working memory was
         own = self.addresses.given

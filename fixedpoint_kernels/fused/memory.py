@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Memory", "aligned", "work_memory"]
+__all__ = ["Memory", "aligned", "bytes_of", "work_memory"]
 
 _LINE = 64
 _WORK = local()
@@ -72,6 +72,13 @@ def aligned(kept: Tensor, size: int) -> Tensor:
     if kept.is_contiguous() and kept.data_ptr() % _LINE == 0:
         return kept
     return Memory().lend(len(kept)).copy_(kept)
+
+
+def bytes_of(held: object) -> int:
+    """Return how many bytes arrays have, also those in tuples and lists."""
+    if isinstance(held, np.ndarray):
+        return held.nbytes
+    return sum(map(bytes_of, held)) if isinstance(held, tuple | list) else 0
 
 
 def _take_back(free: list[np.ndarray], memory: np.ndarray) -> None:

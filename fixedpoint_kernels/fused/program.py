@@ -16,7 +16,7 @@ from fixedpoint_kernels.fused.backward import Backward
 from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import Segment
 from fixedpoint_kernels.fused.layout import Layout
-from fixedpoint_kernels.fused.memory import Memory, work_memory
+from fixedpoint_kernels.fused.memory import Memory, bytes_of, work_memory
 from fixedpoint_kernels.fused.operations import Addresses, Operation, place_buffers, table
 from fixedpoint_kernels.fused.reference import Parameters
 from fixedpoint_kernels.fused.weights import collect, packing_items, spare_bytes
@@ -67,6 +67,9 @@ class Program(Layout):
             ``needs_input``.
         memory: Shared with programs that never run at the same time; default: one of its own.
 
+    Attributes:
+        held_bytes: Of the arrays that it has while it does not run.
+
     Raises:
         ValueError: Sums of a layer do not fit in int32 and int64.
     """
@@ -96,6 +99,7 @@ class Program(Layout):
             self._fill_context(own)
         self._collected = self._collecting()
         self.memory = Memory() if memory is None else memory
+        self.held_bytes = bytes_of(self.held)
 
     def clear(self) -> None:
         """Set what forward adds to to 0."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fixedpoint_kernels.fused import fields as w
-from fixedpoint_kernels.fused.memory import Memory
+from fixedpoint_kernels.fused.memory import Memory, bytes_of
 from fixedpoint_kernels.fused.operations import Cells
 from fixedpoint_kernels.fused.powers import Powers
 from fixedpoint_kernels.fused.stamp import Stamp
@@ -152,6 +152,7 @@ class Program:
 
     Attributes:
         stamp: Of the weights that are laid out; None: of those of one call.
+        held_bytes: Of the arrays that it has while it does not run.
     """
 
     def __init__(  # noqa: PLR0913
@@ -182,6 +183,7 @@ class Program:
         self._weights_tasks()
         self.memory = Memory() if memory is None else memory
         self.stamp: Stamp | None = None
+        self.held_bytes = bytes_of(self._memory)
 
     def move(self, parameters: Sequence[Parameters]) -> bool:
         """Take the fractional bits of outputs, where layers have some of their own; say whether they changed."""

@@ -2,15 +2,21 @@
 
 from collections.abc import Callable, Hashable
 from threading import Lock
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from fixedpoint_kernels.fused.memory import Memory
 
 __all__ = ["Programs"]
 
-_MOST = 4  # that a chain keeps: formats and batches change
+_FEW, _MOST = 4, 64  # that a chain keeps: formats, batches and texts' lengths change
+_MOST_BYTES = 2**26  # of those above the few
 
-_Program = TypeVar("_Program")
+
+class _Sized(Protocol):
+    held_bytes: int
+
+
+_Program = TypeVar("_Program", bound=_Sized)
 
 
 class Programs(Generic[_Program]):
@@ -19,6 +25,7 @@ class Programs(Generic[_Program]):
     def __init__(self) -> None:
         self._made: dict[Hashable, _Program] = {}
         self._memory = Memory()
+        self._bytes = 0
         self._lock = Lock()  # threads may come at once
 
     def get(self, key: Hashable, make: Callable[[Memory], _Program]) -> _Program:
@@ -27,7 +34,8 @@ class Programs(Generic[_Program]):
             program = self._made.pop(key, None)
             if program is None:
                 program = make(self._memory)
-                while len(self._made) >= _MOST:
-                    del self._made[next(iter(self._made))]
+                self._bytes += program.held_bytes
+                while len(self._made) >= (_FEW if self._bytes > _MOST_BYTES else _MOST):
+                    self._bytes -= self._made.pop(next(iter(self._made))).held_bytes
             self._made[key] = program
             return program
