@@ -1,6 +1,7 @@
 """CPU kernels with and without threads, when to use which, and where they are kept compiled."""
 
 import hashlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -18,6 +19,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _PARALLEL_FROM = 50_000  # elements; below, a parallel region costs more than it saves
 _is_forked = False
 _has_warned = False
+_LOGGER = logging.getLogger("fixedpoint_kernels")
 
 
 def is_parallel(elements: int) -> bool:
@@ -98,7 +100,10 @@ def _cache_class() -> Any:
             self._cache_file = _Files(Path(self._cache_path), self._impl.filename_base)
 
         def load_overload(self, sig: object, target_context: object) -> Any:
-            return self._tried(super().load_overload, sig, target_context)
+            found = self._tried(super().load_overload, sig, target_context)
+            if found is None:
+                _tell()
+            return found
 
         def save_overload(self, sig: object, data: object) -> None:
             self._tried(super().save_overload, sig, data)
@@ -181,6 +186,12 @@ def _warn(error: Exception) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+@cache
+def _tell() -> None:
+    """Log, once in a process, why the first steps take long."""
+    _LOGGER.info("compiling kernels for this processor, once: up to two minutes in all")
 
 
 def compile_both(kernel: FunctionType) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -1,6 +1,7 @@
 """What the scripts share: set up a run, train, report."""
 
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,17 @@ def own_process(config: Config) -> None:
     # A debugging aid, and slow. setattr: the module gets this attribute at run time only.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     torch.backends.cudnn.benchmark = False
+    kernels = logging.getLogger("fixedpoint_kernels")
+    kernels.setLevel(logging.INFO)
+    kernels.addHandler(_Printed())
+
+
+class _Printed(logging.Handler):
+    """Prints what is logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message."""
+        print(record.getMessage(), flush=True)
 
 
 def run(config: Config, build: Build, min_side: int) -> str:

@@ -268,3 +268,29 @@ def test_whatever_is_kept_compiled_may_find_no_place():
         ]
         names = {keyword.arg for call in calls for keyword in call.keywords}
         assert "cache" not in names, path
+
+
+LOGGED = """
+import logging, sys, torch
+logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stdout)
+import fixedpoint_kernels as fk
+
+x = torch.linspace(-1, 1, 99)
+fk.quantize(x, fk.FixedPoint(8, 6))
+fk.quantize_many([x], [fk.FixedPoint(8, 6)])
+"""
+
+
+def test_the_log_says_once_that_kernels_are_compiled(tmp_path):
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", LOGGED],
+            env=environment, capture_output=True, text=True, check=True,
+        ).stdout
+        for _ in range(2)
+    ]  # fmt: skip
+    text = "fixedpoint_kernels: compiling kernels for this processor, once"
+    assert said[0].startswith(text)
+    assert said[0].count("\n") == 1
+    assert said[1] == ""
