@@ -33,7 +33,6 @@ from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 __all__ = ["first_value", "shape_of", "value_of"]
 
 _ALL = 64  # what divides 0
-_SAMPLES = 8191  # a prime: values of other numbers of dimensions do not fit by chance
 _INT64_BITS = 61  # with one bit to spare: rounding doubles rests
 
 
@@ -58,11 +57,8 @@ def first_value(op: Round | Embedding, shape: tuple[int, ...]) -> Value:
 
 def shape_of(op: Operation, *shapes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of an operation's value, of one sample, for inputs of these shapes."""
-    metas = [torch.empty((_SAMPLES, *shape), device="meta") for shape in shapes]
-    found = apply(op, *metas).shape
-    if shapes and found[:1] != (_SAMPLES,):
-        raise ValueError(f"{op.name} must keep samples apart, got values of shapes {shapes}")
-    return tuple(found[1:])
+    metas = [torch.empty((1, *shape), device="meta") for shape in shapes]
+    return tuple(apply(op, *metas).shape[1:])
 
 
 def _of_format(shape: tuple[int, ...], fmt: FixedPoint, low: int, high: int) -> Value:
