@@ -53,6 +53,7 @@ def test_a_run_keeps_the_checkpoints_of_its_front(run, tiny, tmp_path, capsys, p
     main([str(folder), f"{folder}/", f"{folder}/front/.."])
     text = capsys.readouterr().out
     assert [text.count(str(own.checkpoint)) for own in best] == [1] * len(best)
+    assert text.count(" M EBOPs ") == len(best)  # each run once, however it is spelled
     assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
