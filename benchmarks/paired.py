@@ -181,13 +181,22 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _named(word: str) -> tuple[str | None, str]:
+    """Return the name that a word of the command line gives, if any, and its run: folders may have "=" in their names."""
+    if Path(word).exists():
+        return None, word
+    ends = [i for i, character in enumerate(word) if character == "="]
+    found = next((i for i in ends if Path(word[i + 1 :]).exists()), ends[-1] if ends else None)
+    return (None, word) if found is None else (word[:found], word[found + 1 :])
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables of the groups on the command line."""
     given = PARSER.parse_args(argv)
     folders: dict[str, list[Path]] = {}
     for word in given.words:
-        name, is_named, first = word.rpartition("=")
-        if is_named:
+        name, first = _named(word)
+        if name is not None:
             if name in folders:
                 PARSER.error(f"names of groups must be unique, got {name} twice")
             folders[name] = []

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from fixedpoint_kernels._torch_private import own_forward_hooks
 from marvin.hooks import rounders_of
@@ -71,7 +71,10 @@ def _check_plain(module: nn.Module, name: str) -> None:
         got = "a forward of its own" if own is None else f"the hook {own!r:.60}"
         raise ValueError(f"{name!r} must be plain to be spelled, got {got}: it would be lost")
     if is_parametrized(module) or is_parametrized(getattr(module, "out_proj", module)):
-        raise ValueError(f"{name!r} must have plain weights to be spelled, got parametrised ones")
+        raise ValueError(
+            f"{name!r} must have plain weights to be spelled, got parametrised ones: call "
+            "torch.nn.utils.parametrize.remove_parametrizations first"
+        )
 
 
 def _spelled(module: nn.Module, name: str, done: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -82,7 +85,7 @@ def _spelled(module: nn.Module, name: str, done: dict[nn.Module, nn.Module]) -> 
         if inner and "." not in inner:
             setattr(module, inner, _spelled(child, f"{name}.{inner}".lstrip("."), done))
     found = module
-    if type(module) is nn.MultiheadAttention:
+    if type_before_parametrizations(module) is nn.MultiheadAttention:
         if rounders_of(module):
             raise ValueError(
                 f"attention must be spelled before it rounds, got formats at {name!r}: call "

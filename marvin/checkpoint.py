@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from marvin.compact import SUFFIXES
 from marvin.quantized import Quantized
+from marvin.ranks import is_distributed, rank
 from marvin.rounder import BUFFER
 from marvin.shards import Shard, shard_of
 
@@ -43,7 +44,8 @@ def save_sharded(
     without ``fully_shard``, too. Where the folder has a file ``.metadata``, it is whole.
 
     Args:
-        folder: A new one: files of an older checkpoint would be overwritten one by one.
+        folder: A new one: files of an older checkpoint are overwritten one by one, and until the last
+            is written, the folder holds none.
         model: Parameters whole or sharded. Buffers that differ between processes (running
             statistics) become those of one of them.
         optimizer: Of this model.
@@ -59,6 +61,10 @@ def save_sharded(
     state = {"optimizer": optimizer.state_dict(), "extra": dict(extra or {})}
     text = json.dumps({name: _plain(value, name, tensors) for name, value in state.items()})
     plain = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    if rank() == 0:  # else files of two checkpoints would pass for one, if this is interrupted
+        (Path(folder) / ".metadata").unlink(missing_ok=True)
+    if is_distributed():
+        dist.barrier()
     with _alone_is_fine():
         dcp.save(
             {"model": model.state_dict(), "tensors": tensors, "plain": plain},
@@ -172,6 +178,6 @@ def _restored(value: object, tensors: Mapping[str, Tensor]) -> Any:
 def _alone_is_fine() -> Iterator[None]:
     """Do not warn where there is one process."""
     with warnings.catch_warnings():
-        if not (dist.is_available() and dist.is_initialized()):
+        if not is_distributed():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
         yield

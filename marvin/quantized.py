@@ -254,7 +254,11 @@ class Quantized(WithMasters):
 
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
-        self._move(batches, update)
+        try:
+            self._move(batches, update)
+        except BaseException:  # else the next step would take half-written weights for the user's
+            self._write([*self._masters], Purpose.WEIGHTS)
+            raise
         if update.switches or number % _LOOK == 0:
             self._carriers.publish(self)
         if number % _LOOK == 0:

@@ -229,8 +229,12 @@ def check_batches(batches: object, call: str) -> None:
     """Refuse one batch where several are asked for: its samples would pass for batches.
 
     Raises:
-        TypeError: It is a tensor.
+        TypeError: It is a tensor, or nothing that can be gone through.
     """
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise TypeError(
+            f"batches must be a loader or a list of batches, got {type(batches).__name__}: write {call}"
+        )
     if isinstance(batches, torch.Tensor):
         shape = tuple(batches.shape)
         raise TypeError(

@@ -26,10 +26,10 @@ from matplotlib.figure import Figure
 import marvin
 from marvin.files import write_atomic
 from perfmodel.cost import ebops
-from perfmodel.files import METRICS, RunError, UserError, number, read_rows, whole
+from perfmodel.files import METRICS, RunError, UserError, number, read_config, read_rows, whole
 from perfmodel.run import MOST_STEPS, read_run, start_of
 from perfmodel.trace import SwitchLike, Trace
-from train.config import to_dict
+from train.config import Config, to_dict
 from train.records import RunFolder
 from train.training import Training
 
@@ -132,19 +132,35 @@ def draw(candidates: Sequence[Candidate]) -> Figure:
     return figure
 
 
+def _check_alike(runs: Sequence[Path]) -> None:
+    """Refuse runs whose accuracies are of other images."""
+    found: dict[str, Path] = {}
+    for run in runs:
+        config = read_config(run)
+        part = "validation" if config.get("validation_share", Config.validation_share) else "training"
+        found.setdefault(f"{config.get('dataset')}'s {part} images", run)
+    if len(found) > 1:
+        got = " and ".join(f"{images} ({run})" for images, run in found.items())
+        raise RunError(f"accuracies must be of the same images, got those of {got}: call this for each")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print and draw the front of the runs on the command line."""
-    runs: list[Path] = PARSER.parse_args(argv).runs
+    runs: dict[Path, Path] = {}  # however they are spelled
+    for run in PARSER.parse_args(argv).runs:
+        runs.setdefault(run.resolve(), run)
     try:
-        found = [own for run in dict.fromkeys(runs) for own in candidates_of(run)]
+        _check_alike(list(runs.values()))
+        found = [own for run in runs.values() for own in candidates_of(run)]
         for own in front(found):
             kept = f"  {own.checkpoint}" if own.checkpoint.exists() else ""
             cost, accuracy = f"{own.ebops / 1e6:.3g} M EBOPs", f"{own.accuracy:.2%}"
             print(f"{cost:>16}  {accuracy:>7}  {own.run}, epoch {own.epoch}{kept}")
         picture = io.BytesIO()
         draw(found).savefig(picture, format="png", metadata={"Software": None})
-        write_atomic(runs[0] / FILE, picture.getvalue())
-        print(f"figure {runs[0] / FILE}")
+        path = next(iter(runs.values())) / FILE
+        write_atomic(path, picture.getvalue())
+        print(f"figure {path}")
     except (RunError, UserError, OSError) as error:
         sys.exit(f"python -m train.front: error: {message_of(error)}")
 

@@ -16,6 +16,7 @@ from marvin.integer.formats import (
     Options,
     carried,
     choose,
+    is_prepacked,
     why_no_kernel,
 )
 from marvin.integer.fusion import fuse, fused_layers
@@ -52,6 +53,8 @@ class Row:
             layer, where ``marvin.integer.convert`` says that this can be.
         is_exact: Whether it has the bits of layers one by one in eval mode without gradients: its chain
             there has no means, SiLU, sigmoid or GELU, norms or attention.
+        is_prepacked: Whether ``marvin.integer.prepack`` was called for it, which says which layers then keep
+            their weights laid out.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Row:
     reason: str = ""
     is_fused: bool = False
     is_exact: bool = True
+    is_prepacked: bool = False
 
     @property
     def is_integer(self) -> bool:
@@ -91,6 +95,7 @@ class Report:
             notes = [row.reason] if row.reason else []
             notes += ["fused"] if row.is_fused else []
             notes += [] if row.is_exact else ["other last bits in eval mode"]
+            notes += ["prepacked"] if row.is_prepacked else []
             lines.append(f"{row.name}: {ways}" + (f" ({', '.join(notes)})" if notes else ""))
         return "\n".join(lines)
 
@@ -257,6 +262,7 @@ def report(model: nn.Module) -> Report:
             row,
             is_fused=name in fused and not row.reason,
             is_exact=name not in inexact or not row.is_integer,
+            is_prepacked=row.is_integer and is_prepacked(module),
         )
         for name, module in model.named_modules()
         if any(is_layer(p) for p in module.parameters(recurse=False))

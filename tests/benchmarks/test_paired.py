@@ -85,3 +85,16 @@ def test_a_name_that_comes_twice_does_not_drop_a_group(capsys):
     with pytest.raises(SystemExit):
         main(["a=x", "b=y", "a=z"])
     assert "names of groups must be unique, got a twice" in capsys.readouterr().err
+
+
+def test_folders_may_have_an_equals_sign_in_their_names(tmp_path, capsys):
+    runs = [run(tmp_path / f"lr=0.1,seed={s}", s, 0.6, 1.0) for s in range(3)]
+    main([f"lr=0.1={runs[0]}", *runs[1:]])
+    assert "| lr=0.1 | 0, 1, 2 | 1.0000" in capsys.readouterr().out
+    main([f"a={runs[0]}", f"b={runs[1]}"])
+    assert "| b | 1 | 1.0000" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(runs)
+    assert "must have a name, as NAME=RUN" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="gone must be the folder of a run"):
+        main([f"a={tmp_path / 'gone'}"])

@@ -58,8 +58,9 @@ def test_shared_parameters_stay_shared_or_are_refused():
         (lambda m: m.a.register_forward_pre_hook(lambda *_: None), "got the hook <function"),
         (lambda m: setattr(m.a, "forward", m.a.forward), "got a forward of its own"),
         (lambda m: parametrizations.weight_norm(m.a.out_proj), "got parametrised ones"),
+        (lambda m: parametrizations.weight_norm(m.a, "in_proj_weight"), "got parametrised ones"),
     ],
-    ids=["hook", "pre-hook", "forward", "parametrised"],
+    ids=["hook", "pre-hook", "forward", "parametrised", "parametrised itself"],
 )
 def test_what_a_spelled_module_would_lose_is_refused(change, message):
     model = Two()

@@ -73,3 +73,22 @@ def test_damage_is_named(saved, tmp_path, name):
     (folder / name).mkdir()
     with pytest.raises(ValueError, match="damaged must hold a whole checkpoint"):
         marvin.load_sharded(folder, *made())
+
+
+def test_a_checkpoint_that_was_half_overwritten_is_none(saved, monkeypatch):
+    """Its files may be of two checkpoints, each whole, with the older one's metadata."""
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with pytest.raises(TypeError, match="plain values"):
+        marvin.save_sharded(saved, *made(), {"a": {1}})
+    assert marvin.load_sharded(saved, *made()) == {"epoch": 3}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed.checkpoint, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            marvin.save_sharded(saved, *made(), {"epoch": 4})
+    with pytest.raises(ValueError, match="whole must hold a whole checkpoint of save_sharded"):
+        marvin.load_sharded(saved, *made())
+    marvin.save_sharded(saved, *made(), {"epoch": 4})
+    assert marvin.load_sharded(saved, *made()) == {"epoch": 4}

@@ -446,3 +446,13 @@ def test_inference_lays_out_weights_one_way():
     xs, own = [torch.randn(2, 32)], [tokens.Parameters(torch.randn(32, 32), None, (0, 0))] * 2
     (ys, _), (expected, _) = (execute.forward(each, xs, own) for each in made)
     torch.testing.assert_close(ys, expected, rtol=0, atol=0)
+
+
+def test_the_report_says_what_is_prepacked(pair, name):
+    frozen, twin = pair
+    rows = marvin.integer.report(twin).rows
+    assert any(row.is_integer for row in rows)
+    assert all(row.is_prepacked is row.is_integer for row in rows)
+    assert "prepacked)" in str(marvin.integer.report(twin))
+    assert "prepacked" not in str(marvin.integer.report(frozen))
+    assert "prepacked" not in str(convert(twin))

@@ -12,6 +12,7 @@ from torch import nn
 import marvin
 from fixedpoint_kernels import FixedPoint, quantize
 from marvin import MSGD, FixedPolicy, MarvinPolicy, Quantized
+from tests.same import assert_same
 
 FAST = {"lookback": (2, 5), "resolution": (10, 20)}
 
@@ -400,3 +401,29 @@ def test_an_interrupted_step_leaves_a_run_that_goes_on():
     other.load_state_dict(state[0])
     later.load_state_dict(state[1])
     assert_same_run((other, later), (model, optimizer))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_weights_of_an_interrupted_step_are_no_new_masters(compact, monkeypatch):
+    """The next step took them for the user's: masters lost what rounding takes, and a warning blamed the user."""
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+        runs.append((model, Quantized(adamw, FixedPolicy(8, 4), compact_state=compact)))
+        model(torch.ones(2, 64)).sum().backward()
+        runs[-1][1].step(loss=1.0)
+
+    def stop(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs[0][1], "_note_written", stop)
+    with pytest.raises(KeyboardInterrupt):
+        runs[0][1].step(loss=1.0)
+    runs[1][1].step(loss=1.0)
+    for _, optimizer in runs:
+        optimizer.step(loss=1.0)
+    assert_same(*(optimizer.state_dict() for _, optimizer in runs))
+    assert_same(*(model.state_dict() for model, _ in runs))

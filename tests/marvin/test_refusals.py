@@ -235,6 +235,8 @@ def test_one_batch_does_not_pass_for_many():
     for call in (marvin.calibrate, marvin.export.calibrate, marvin.reestimate_batch_norm):
         with pytest.raises(TypeError, match=r"got one tensor of shape \(2, 4\): write .*, \[x\]\)"):
             call(net, torch.ones(2, 4))
+        with pytest.raises(TypeError, match=r"a list of batches, got NoneType: write .*, \[x\]\)"):
+            call(net, None)
     with pytest.raises(TypeError, match=r"got dict: .* \(batch\[key\] for batch in loader\)"):
         marvin.calibrate(net, [{"x": torch.ones(2, 4)}])
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from perfmodel.run import read_run
 from perfmodel.summary import totals
+from train.config import to_dict
 from train.front import Candidate, candidates_of, front, main
 from train.records import read_csv
 
@@ -48,12 +50,28 @@ def test_a_run_keeps_the_checkpoints_of_its_front(run, tiny, tmp_path, capsys, p
     for own in best:
         state = torch.load(own.checkpoint, weights_only=True)
         assert state["progress"]["epoch"] == own.epoch
-    main([str(folder), f"{folder}/"])
+    main([str(folder), f"{folder}/", f"{folder}/front/.."])
     text = capsys.readouterr().out
     assert [text.count(str(own.checkpoint)) for own in best] == [1] * len(best)
+    assert text.count(" M EBOPs ") == len(best)  # each run once, however it is spelled
     assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"python -m train\.front: error: .*config\.json"):
         main([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "of"),
+    [({"dataset": "cifar10"}, "cifar10's validation"), ({"validation_share": 0.0}, "digits's training")],
+    ids=["dataset", "validation"],
+)
+def test_accuracies_of_other_images_are_not_compared(changes, of, tiny, tmp_path):
+    for name, own in (("a", {}), ("b", changes), ("c", {"seed": 3})):
+        (tmp_path / name).mkdir()
+        values = to_dict(dataclasses.replace(tiny, **own))
+        (tmp_path / name / "config.json").write_text(json.dumps(values))
+    got = rf"got those of digits's validation images \(.*/a\) and {of} images \(.*/b\)"
+    with pytest.raises(SystemExit, match=got):
+        main([str(tmp_path / name) for name in "abc"])

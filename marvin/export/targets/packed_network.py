@@ -17,8 +17,9 @@ from marvin.channels import ChannelFormat
 from marvin.export.errors import ExportError
 from marvin.export.graph import functions, nodes, transformers, views
 from marvin.export.graph.bounds import first_value, value_of
+from marvin.export.graph.functions import Mul
 from marvin.export.graph.nodes import Add, Affine, Input, Network, Operation, Round, Value
-from marvin.export.graph.transformers import Embedding
+from marvin.export.graph.transformers import Constant, Embedding
 
 __all__ = ["Tensors", "read_format", "read_network", "write_format", "write_network"]
 
@@ -232,6 +233,8 @@ def _tensor(
     if not isinstance(value, str) or value not in tensors.codes:
         raise ExportError(f"{where} must be the name of a tensor with a format, got {value!r:.80}")
     codes, fmt = tensors.codes[value].long(), tensors.formats[value]
+    if codes.ndim != 1 and name not in ("weight", "mask") and kind is not Constant:
+        raise ExportError(f"{where} must have one dimension, got shape {tuple(codes.shape)}")
     found: dict[str, object] = {}
     if isinstance(fmt, ChannelFormat):
         if "per_channel" not in fields or name != "weight":
@@ -256,13 +259,15 @@ def _value(op: Operation, source: Operation, values: Mapping[str, Value]) -> Val
     if unknown := [name for name in op.inputs if name not in values]:
         raise ExportError(f"{op.name} must take values of before, got {', '.join(unknown)!r:.80}")
     inputs = [values[name] for name in op.inputs]
-    for name in ("kernel", "stride", "padding"):  # one for each side of an image or a sequence
+    for name in ("kernel", "stride", "padding", "dilation"):  # one for each side of an image or a sequence
         numbers = getattr(op, name, None)
         if numbers is not None and any(len(numbers) != len(x.shape) - 1 for x in inputs):
             raise ExportError(f"{op.name}.{name} must have a number for each side, got {numbers}")
     value = _checked(op, lambda: value_of(op, inputs))
     if isinstance(op, Add) and inputs[0].shape != inputs[1].shape:
         raise ExportError(f"{op.name} must add values of one shape")
+    if isinstance(op, Mul) and len(inputs[0].shape) != len(inputs[1].shape):
+        raise ExportError(f"{op.name} must multiply values of as many dimensions")
     if isinstance(op, Affine) and len(op.scale) != inputs[0].shape[0]:
         raise ExportError(f"{op.name} must have {inputs[0].shape[0]} scales, got {len(op.scale)}")
     return value

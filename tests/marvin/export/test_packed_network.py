@@ -245,6 +245,7 @@ def of_network(change):
         (operation("Conv", padding=[-1, 1]), "must be a whole number from 0, got -1"),
         (operation("Conv", padding=[2**13, 2**13]), "must have 1 to 67,108,864 codes"),
         (operation("Conv", dilation=[2**30, 1]), "must be an operation on its inputs"),
+        (operation("Conv", dilation=[1, 1, 1]), "dilation must have a number for each side, got"),
         (operation("Conv", groups=0), "must be a whole number from 1, got 0"),
         (operation("Conv", groups=3), "must be an operation on its inputs"),
         (operation("Conv", shape=[6, 8, 9]), r"must have shape \[6, 8, 8\]"),
@@ -263,6 +264,7 @@ def of_network(change):
         (operation("Input", shape=[1, 8]), "must be an operation on its inputs|must have shape"),
         (operation("Input", shape=[1] * 40), "must be up to 16 whole numbers"),
         (operation("Input", shape=[1, 2**14, 2**14]), "must have 1 to 67,108,864 codes"),
+        (lambda f: f["fixed_point"]["1.scale"].update(shape=[6, 1]), "scale must have one dimension"),
         (lambda f: f["fixed_point"]["0.weight"].update(shifts=[0]), "a shift for each channel"),
         (lambda f: f["fixed_point"]["0.weight"].update(shifts=[-1] * 6), "must have shifts of 0"),
         (lambda f: f["fixed_point"]["0.weight"].update(shifts=[0, 26] * 3), "more than 32 bits|32"),
@@ -273,6 +275,18 @@ def test_each_wrong_field_of_a_network_is_named(change, message, digits):
     fields, tensors = content(digits()[1])
     change(fields)
     with pytest.raises(ExportError, match=message):
+        packed.from_bytes(written(fields, tensors))
+
+
+def test_products_of_values_of_other_dimensions_are_refused(make):
+    """With one sample they broadcast, with more they do not."""
+    fields, tensors = content(make(Squeezed, (2, 4, 4))[1])
+    entries = fields["network"]["operations"]
+    gate, product = (next(op for op in entries if op["name"] == n) for n in ("hardsigmoid", "mul"))
+    flat = {"kind": "Flatten", "name": "flat", "inputs": [gate["name"]], "shape": [4]}
+    entries.insert(-1, flat | {"fl": gate["fl"], "bits": gate["bits"]})
+    product["inputs"] = ["relu", "flat"]
+    with pytest.raises(ExportError, match="mul must multiply values of as many dimensions"):
         packed.from_bytes(written(fields, tensors))
 
 
