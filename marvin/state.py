@@ -31,7 +31,9 @@ VERSION = 2  # of what ``Quantized.state_dict`` returns under "marvin"
 _CODES = "master_codes"  # saved as pairs of bytes
 _MOMENTS = "momentum_buffer", "exp_avg", "exp_avg_sq"  # of torch's optimizers; of one shape
 _ADAM = "step", "exp_avg", "exp_avg_sq"
-_NEEDED: Mapping[type, tuple[str, ...]] = {  # what optimizers keep of each parameter they have moved
+_NEEDED: Mapping[
+    type, tuple[str, ...]
+] = {  # what optimizers keep of each parameter they have moved
     SGD: (),
     torch.optim.SGD: (),
     torch.optim.Adam: _ADAM,
