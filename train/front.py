@@ -137,11 +137,15 @@ def _check_alike(runs: Sequence[Path]) -> None:
     found: dict[str, Path] = {}
     for run in runs:
         config = read_config(run)
-        part = "validation" if config.get("validation_share", Config.validation_share) else "training"
+        part = (
+            "validation" if config.get("validation_share", Config.validation_share) else "training"
+        )
         found.setdefault(f"{config.get('dataset')}'s {part} images", run)
     if len(found) > 1:
         got = " and ".join(f"{images} ({run})" for images, run in found.items())
-        raise RunError(f"accuracies must be of the same images, got those of {got}: call this for each")
+        raise RunError(
+            f"accuracies must be of the same images, got those of {got}: call this for each"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

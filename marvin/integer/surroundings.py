@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -79,11 +78,11 @@ class _Draws(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         tags = func.tags  # pyright: ignore[reportFunctionMemberAccess]: an operator has them
         self.has_drawn |= torch.Tag.nondeterministic_seeded in tags
         return func(*args, **(kwargs or {}))

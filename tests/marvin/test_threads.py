@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ class Images(nn.Module):
 class Draws(Images):
     """Another thread draws random numbers, while this one's code runs."""
 
-    drawn: list[float] = []
+    drawn: ClassVar[list[float]] = []
 
     def forward(self, x):
         with ThreadPoolExecutor(1) as pool:

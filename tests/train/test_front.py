@@ -64,7 +64,10 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "of"),
-    [({"dataset": "cifar10"}, "cifar10's validation"), ({"validation_share": 0.0}, "digits's training")],
+    [
+        ({"dataset": "cifar10"}, "cifar10's validation"),
+        ({"validation_share": 0.0}, "digits's training"),
+    ],
     ids=["dataset", "validation"],
 )
 def test_accuracies_of_other_images_are_not_compared(changes, of, tiny, tmp_path):

@@ -259,7 +259,8 @@ def _value(op: Operation, source: Operation, values: Mapping[str, Value]) -> Val
     if unknown := [name for name in op.inputs if name not in values]:
         raise ExportError(f"{op.name} must take values of before, got {', '.join(unknown)!r:.80}")
     inputs = [values[name] for name in op.inputs]
-    for name in ("kernel", "stride", "padding", "dilation"):  # one for each side of an image or a sequence
+    # one for each side of an image or a sequence
+    for name in ("kernel", "stride", "padding", "dilation"):
         numbers = getattr(op, name, None)
         if numbers is not None and any(len(numbers) != len(x.shape) - 1 for x in inputs):
             raise ExportError(f"{op.name}.{name} must have a number for each side, got {numbers}")

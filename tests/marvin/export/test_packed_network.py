@@ -264,7 +264,10 @@ def of_network(change):
         (operation("Input", shape=[1, 8]), "must be an operation on its inputs|must have shape"),
         (operation("Input", shape=[1] * 40), "must be up to 16 whole numbers"),
         (operation("Input", shape=[1, 2**14, 2**14]), "must have 1 to 67,108,864 codes"),
-        (lambda f: f["fixed_point"]["1.scale"].update(shape=[6, 1]), "scale must have one dimension"),
+        (
+            lambda f: f["fixed_point"]["1.scale"].update(shape=[6, 1]),
+            "scale must have one dimension",
+        ),
         (lambda f: f["fixed_point"]["0.weight"].update(shifts=[0]), "a shift for each channel"),
         (lambda f: f["fixed_point"]["0.weight"].update(shifts=[-1] * 6), "must have shifts of 0"),
         (lambda f: f["fixed_point"]["0.weight"].update(shifts=[0, 26] * 3), "more than 32 bits|32"),
