@@ -96,6 +96,7 @@ def _spelled(module: nn.Module, name: str, done: dict[nn.Module, nn.Module]) -> 
                 f"{name!r} must have add_bias_kv=False and add_zero_attn=False to be spelled"
             )
         _check_plain(module, name)
+        assert isinstance(module, nn.MultiheadAttention)
         found = Attention(module)
     elif type(module) is nn.TransformerEncoderLayer and type(module.self_attn) is Attention:
         _check_plain(module, name)

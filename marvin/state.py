@@ -228,9 +228,11 @@ def _check_moments(state: StateDict, wrapped: type, names: Sequence[str]) -> Non
         return
     groups = [(index, group) for group in state["param_groups"] for index in group["params"]]
     for parameter, (index, group) in zip(names, groups, strict=False):
-        own = state["state"].get(index)  # None: it had no gradient yet
+        own = state["state"].get(index)
+        if own is None:  # it had no gradient yet
+            continue
         needed = [*_NEEDED[wrapped], *(n for o, n in _NEEDED_BY_OPTION.items() if group.get(o))]
-        missing = [n for n in needed if own is not None and not {n, n + SUFFIXES[0]} & own.keys()]
+        missing = [n for n in needed if not {n, n + SUFFIXES[0]} & own.keys()]
         if missing:
             raise ValueError(
                 f"{wrapped.__name__}'s state of {parameter} must have {', '.join(missing)}, got "
