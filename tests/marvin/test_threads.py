@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -139,13 +140,20 @@ def test_first_calls_and_later_ones_have_the_bits_of_one_thread(name, is_prepack
                 torch.testing.assert_close(y, wanted[i], rtol=0, atol=0)
 
 
+@dataclass(frozen=True, eq=False)
+class Sized:
+    """Stands for a program."""
+
+    held_bytes: int
+
+
 def test_a_program_is_made_once_and_kept():
     programs, made = Programs(), []
 
     def make(_):
         time.sleep(0.05)
         made.append(None)
-        return object()
+        return Sized(2**10)
 
     found = at_once([lambda: programs.get("key", make)] * 4)
     assert len(made) == len({*found}) == 1
@@ -156,7 +164,7 @@ def test_programs_go_while_threads_ask_for_others():
     programs = Programs()
 
     def ask(first):
-        return [programs.get((first + i) % 6, lambda _: object()) for i in range(2000)]
+        return [programs.get((first + i) % 6, lambda _: Sized(2**30)) for i in range(2000)]
 
     at_once([lambda first=first: ask(first) for first in range(4)])
 
