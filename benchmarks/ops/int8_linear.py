@@ -2,8 +2,9 @@
 
 As ``int8_training`` and ``int8_inference``: "ours" beside PyTorch's own; one element is one sample. BERT has 4
 layers of 256 features and 4 heads, and no dropout; its code cannot be traced, so chains are short. torch's encoder
-has 4 layers of 256 features and 8 heads, no dropout; ours is spelled, see ``marvin.spell_attention``. Without
-transformers, or without timm and the torchvision that it needs, their rows are left out by name.
+has 4 layers of 256 features and 8 heads, or 2 of 768 and 12 as BERT-base has them, no dropout; ours is spelled,
+see ``marvin.spell_attention``. Without transformers, or without timm and the torchvision that it needs, their rows
+are left out by name.
 """
 
 import importlib
@@ -30,7 +31,7 @@ def cases() -> Iterator[Case]:
     print(f"path: {products.path()}")
     for name, (make, x) in _networks().items():
         y = torch.randint(10, (len(x),))
-        own = partial(marvin.spell_attention, make()) if make is _Encoder else make
+        own = partial(marvin.spell_attention, make()) if "encoder" in name else make
         steps = int8_training.contestants(make, x, y, False, own)
         yield Case(f"{name}, training", len(x), steps)
         frozen = int8_inference.frozen_model(own, x)
@@ -43,6 +44,10 @@ def _networks() -> dict[str, _Network]:
         "ViT, 128 images of 32x32": (vit, torch.randn(128, 3, 32, 32)),
         "ViT, 8 images of 32x32": (vit, torch.randn(8, 3, 32, 32)),
         "torch's encoder, 32 samples of 64 tokens": (_Encoder, torch.randn(32, 64, 256)),
+        "torch's encoder of 768 features, 8 samples of 128 tokens": (
+            partial(_Encoder, 2, 768, 12),
+            torch.randn(8, 128, 768),
+        ),
     }
     if (transformers := _imported("transformers", "BERT")) is not None:
         ids = torch.randint(1, 1000, (16, 64))
@@ -71,12 +76,12 @@ def _perceptron() -> nn.Module:
 class _Encoder(nn.Module):
     """Classes of sequences."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4, features: int = 256, heads: int = 8) -> None:
         super().__init__()
         rest = 0.0, "gelu", 1e-5, True, True  # no dropout, batch and norms first
-        layer = nn.TransformerEncoderLayer(256, 8, 1024, *rest)
-        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.fc = nn.Linear(256, 10)
+        layer = nn.TransformerEncoderLayer(features, heads, 4 * features, *rest)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.fc = nn.Linear(features, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, shape (samples, 10)."""
