@@ -175,6 +175,7 @@ class Quantized(WithMasters):
             self.optimizer.add_param_group(param_group)
         count = len(self.param_groups)
         try:
+            self._check_common(param_group)
             super().add_param_group(param_group)
             self._check(self.param_groups[-1])
             self._layout = layout_of(self.param_groups)
@@ -418,6 +419,16 @@ class Quantized(WithMasters):
                 f"{type(self.policy).__name__} needs whole parameters, got sharded ones: train on "
                 "several processes with DistributedDataParallel"
             )
+
+    def _check_common(self, param_group: Group) -> None:
+        """Refuse settings of a later group that are read from the first one."""
+        for name in ("nonfinite", "seed", *self.policy.rules.common) if self.param_groups else ():
+            first = self.param_groups[0][name]
+            if (value := param_group.get(name, first)) != first:
+                raise ValueError(
+                    f"{name} is read from the first parameter group and must be {first!r} in others, "
+                    f"got {name}={value!r}: give it to the first group"
+                )
 
     def _check_loss(self, loss: float | Tensor | None) -> None:
         """Refuse a loss that is not finite where there is no gradient to tell."""

@@ -100,6 +100,13 @@ class LossBudgetPolicy(RangePolicy):
     loss_floor: float = 0.0
     late: bool = False
 
+    rules = replace(
+        RangePolicy.rules,
+        common=(
+            *("window", "batch_size", "target_bits", "target_ebops", "madds"),
+            *("loss_floor", "late"),
+        ),
+    )
     checks: ClassVar[Checks] = Checks(
         rules=(
             ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0"),

@@ -121,6 +121,7 @@ class RangePolicy(Policy):
         quantizes_pools=False,
         one_dim="float",
         observes_inputs=True,
+        common=("window",),
     )
     checks: ClassVar[Checks] = Checks(
         rules=(

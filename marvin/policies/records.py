@@ -63,6 +63,7 @@ class Rules:
         takes_shards: Whether processes may share a layer, each with a part of its tensors.
         owns_lr: Whether the policy schedules the learning rate, by ``lr_scale``, and ends the
             training.
+        common: Settings that are read from the first parameter group: others may not differ.
     """
 
     tensors: tuple[str, ...] = ()
@@ -76,6 +77,7 @@ class Rules:
     observes_inputs: bool = False
     takes_shards: bool = True
     owns_lr: bool = False
+    common: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
