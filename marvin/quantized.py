@@ -35,7 +35,7 @@ from marvin.layers import is_layer, layout_of
 from marvin.masters import Counts, WithMasters
 from marvin.noise import Purpose, stream
 from marvin.plans import Plans
-from marvin.policies.base import Policy, check_policy
+from marvin.policies.base import Policy, check_policy, check_record, completed
 from marvin.policies.observer import Inputs, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch
@@ -146,8 +146,14 @@ class Quantized(WithMasters):
             "nonfinite": nonfinite,
             "compact_state": compact_state,
             "seed": seed,
-            **policy.settings(),
         }
+        settings = policy.settings()
+        if clash := sorted({"params", *options} & settings.keys()):
+            raise ValueError(
+                f"{type(policy).__name__} must have no hyper-parameter of Quantized's, "
+                f"got {', '.join(clash)}: give it another name"
+            )
+        options |= settings
         if isinstance(optimizer, Quantized):
             raise TypeError(f"Quantized needs a float optimizer, got {type(optimizer).__name__}")
         check_wrapped(optimizer, options)
@@ -252,6 +258,7 @@ class Quantized(WithMasters):
         number = self._counts.step + 1
         now = Step(number, self._seed, self.param_groups[0], total, samples)
         update = self.policy.update(self.shared, layers, now)
+        update = completed(self.policy, update, layers, number)
 
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
@@ -281,7 +288,9 @@ class Quantized(WithMasters):
         now = Step(self._counts.step, self._seed, self.param_groups[0])
         with self.with_values():
             self._adopt_changed()
-            update = self.policy.end_epoch(self.shared, self._layers({}, {}), now)
+            layers = self._layers({}, {})
+            update = self.policy.end_epoch(self.shared, layers, now)
+            update = completed(self.policy, update, layers, now.number)
             self._write(self._keep(update, []), Purpose.WEIGHTS)
         if update.switches:
             self._carriers.publish(self)
@@ -472,6 +481,7 @@ class Quantized(WithMasters):
                 names = self.policy.rules.tensors
                 own |= {name: torch.zeros_like(own["master"]) for name in names}
                 own["layer"] = self.policy.init(self._layout.groups[p], self.shared)
+                check_record(own["layer"])
         self._show_masters(new)
         for p in new:
             if p in self.optimizer.state:  # some make it in their constructor

@@ -189,7 +189,7 @@ class Update:
     Args:
         shared: What is common to all layers.
         layers: As they came, with other records and tensors, in the same order.
-        switches: Changes of format, for the trace.
+        switches: Changes of format, for the trace; the optimizer adds those that are left out.
     """
 
     shared: Any
@@ -223,8 +223,8 @@ def restored_value(value: object) -> Any:
     """
     if isinstance(value, list | tuple):
         return tuple(value)
-    if not isinstance(value, Mapping):
-        return value
+    if not isinstance(value, Mapping) or not {"fmt", "fl", "wl"} & value.keys():
+        return value  # a plain one, a policy's own table among them
     if "shifts" in value:
         return ChannelFormat(FixedPoint(**value["fmt"]), tuple(value["shifts"]))
     return FixedPoint(**value) if "fl" in value else BlockFloat(**value)
