@@ -441,5 +441,5 @@ def test_the_largest_numbers_of_long_formats_are_those_of_float32():
     optimizer = marvin.Quantized(sgd, marvin.FixedPolicy(32, 24))
     marvin.quantize_activations(model, optimizer)
     x = 500 * torch.randn(16, 4)
-    assert (model.eval()(x).abs() < 128).all() and (model[:1](x) > 127).any()
+    assert (model[:1].eval()(x) > 127).any()
     assert describe(model, x, optimizer.formats()).operations
