@@ -64,6 +64,9 @@ class Rules:
         owns_lr: Whether the policy schedules the learning rate, by ``lr_scale``, and ends the
             training.
         common: Settings that are read from the first parameter group: others may not differ.
+
+    Raises:
+        ValueError: Inputs are observed and not rounded to nearest.
     """
 
     tensors: tuple[str, ...] = ()
@@ -78,6 +81,13 @@ class Rules:
     takes_shards: bool = True
     owns_lr: bool = False
     common: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.observes_inputs and self.activation_rounding != "nearest":
+            raise ValueError(
+                'activation_rounding must be "nearest" where inputs are observed, got '
+                f"{self.activation_rounding!r}"
+            )
 
 
 @dataclass(frozen=True)

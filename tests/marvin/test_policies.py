@@ -273,3 +273,8 @@ def test_a_policy_has_no_setting_of_the_optimizers(name):
     kind = dataclasses.make_dataclass("Own", [(name, int, 3)], bases=(Silent,), frozen=True)
     with pytest.raises(ValueError, match=f"Own must have no .* got {name}: give it another name"):
         own(kind())
+
+
+def test_inputs_that_are_observed_are_rounded_to_nearest():
+    with pytest.raises(ValueError, match=r'must be "nearest" where .*, got \'stochastic\''):
+        marvin.policies.Rules(observes_inputs=True)
