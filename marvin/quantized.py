@@ -175,7 +175,12 @@ class Quantized(WithMasters):
         self._observe_next()
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters to both optimizers, and quantise them."""
+        """Add parameters to both optimizers, and quantise them.
+
+        Raises:
+            TypeError: A parameter is not float32, bfloat16 or float16, or the policy gives no record.
+            ValueError: A setting is out of range, or is read from the first group and differs from it.
+        """
         is_new = all(group is not param_group for group in self.optimizer.param_groups)
         if is_new:
             self.optimizer.add_param_group(param_group)

@@ -229,7 +229,7 @@ def check_policy(policy: object) -> None:
         )
 
 
-def check_record(record: Any) -> None:
+def check_record(record: object) -> None:
     """Refuse a layer's record without a format that weights may have.
 
     Raises:
@@ -240,7 +240,7 @@ def check_record(record: Any) -> None:
             f"a layer's record must have a field fmt, got {type(record).__name__}: write for example "
             "marvin.policies.LayerFormat(FixedPoint(8, 4))"
         )
-    fmt = record.fmt
+    fmt = getattr(record, "fmt", None)
     if fmt is not None and not isinstance(fmt, Format):
         raise TypeError(
             f"a record's fmt must be FixedPoint, BlockFloat or None, got {fmt}: policies choose fixed "

@@ -284,7 +284,7 @@ def _observed_inputs(layer: Layer, limits: Limits) -> Observation | None:
     )
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: float) -> bool:
     """Say whether ``value`` is a whole number from 1 on."""
     return value >= 1 and value % 1 == 0
 

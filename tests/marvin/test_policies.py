@@ -238,7 +238,7 @@ def test_formats_that_change_without_a_switch_reach_the_model():
     ]
     assert rows == [(2, "0.weight", 5, 3, 12, 6), (2, "2.weight", 5, 3, 12, 6)]
     for bits in (3, 2):
-        for values in (model[:1].eval()(torch.randn(4, 6)), model[0].weight):
+        for values in (model[:1].eval()(torch.randn(4, 6)), model.get_parameter("0.weight")):
             assert torch.equal(values * 2**bits, (values * 2**bits).round())
         optimizer.end_epoch()
     assert len(optimizer.trace) == 4
