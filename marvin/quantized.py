@@ -35,7 +35,7 @@ from marvin.layers import is_layer, layout_of
 from marvin.masters import Counts, WithMasters
 from marvin.noise import Purpose, stream
 from marvin.plans import Plans
-from marvin.policies.base import Policy, check_policy
+from marvin.policies.base import Policy, check_policy, check_record, completed
 from marvin.policies.observer import Inputs, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch
@@ -146,8 +146,14 @@ class Quantized(WithMasters):
             "nonfinite": nonfinite,
             "compact_state": compact_state,
             "seed": seed,
-            **policy.settings(),
         }
+        settings = policy.settings()
+        if clash := sorted({"params", *options} & settings.keys()):
+            raise ValueError(
+                f"{type(policy).__name__} must have no hyper-parameter of Quantized's, "
+                f"got {', '.join(clash)}: give it another name"
+            )
+        options |= settings
         if isinstance(optimizer, Quantized):
             raise TypeError(f"Quantized needs a float optimizer, got {type(optimizer).__name__}")
         check_wrapped(optimizer, options)
@@ -169,12 +175,18 @@ class Quantized(WithMasters):
         self._observe_next()
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters to both optimizers, and quantise them."""
+        """Add parameters to both optimizers, and quantise them.
+
+        Raises:
+            TypeError: A parameter is not float32, bfloat16 or float16, or the policy gives no record.
+            ValueError: A setting is out of range, or is read from the first group and differs from it.
+        """
         is_new = all(group is not param_group for group in self.optimizer.param_groups)
         if is_new:
             self.optimizer.add_param_group(param_group)
         count = len(self.param_groups)
         try:
+            self._check_common(param_group)
             super().add_param_group(param_group)
             self._check(self.param_groups[-1])
             self._layout = layout_of(self.param_groups)
@@ -251,6 +263,7 @@ class Quantized(WithMasters):
         number = self._counts.step + 1
         now = Step(number, self._seed, self.param_groups[0], total, samples)
         update = self.policy.update(self.shared, layers, now)
+        update = completed(self.policy, update, layers, number)
 
         # masters move, weights follow; nothing is refused any more
         self._counts.step = number
@@ -280,7 +293,9 @@ class Quantized(WithMasters):
         now = Step(self._counts.step, self._seed, self.param_groups[0])
         with self.with_values():
             self._adopt_changed()
-            update = self.policy.end_epoch(self.shared, self._layers({}, {}), now)
+            layers = self._layers({}, {})
+            update = self.policy.end_epoch(self.shared, layers, now)
+            update = completed(self.policy, update, layers, now.number)
             self._write(self._keep(update, []), Purpose.WEIGHTS)
         if update.switches:
             self._carriers.publish(self)
@@ -419,6 +434,16 @@ class Quantized(WithMasters):
                 "several processes with DistributedDataParallel"
             )
 
+    def _check_common(self, param_group: Group) -> None:
+        """Refuse settings of a later group that are read from the first one."""
+        for name in ("nonfinite", "seed", *self.policy.rules.common) if self.param_groups else ():
+            first = self.param_groups[0][name]
+            if (value := param_group.get(name, first)) != first:
+                raise ValueError(
+                    f"{name} is read from the first parameter group and must be {first!r} in others, "
+                    f"got {name}={value!r}: give it to the first group"
+                )
+
     def _check_loss(self, loss: float | Tensor | None) -> None:
         """Refuse a loss that is not finite where there is no gradient to tell."""
         value = float(loss.detach() if isinstance(loss, Tensor) else loss or 0.0)
@@ -461,6 +486,7 @@ class Quantized(WithMasters):
                 names = self.policy.rules.tensors
                 own |= {name: torch.zeros_like(own["master"]) for name in names}
                 own["layer"] = self.policy.init(self._layout.groups[p], self.shared)
+                check_record(own["layer"])
         self._show_masters(new)
         for p in new:
             if p in self.optimizer.state:  # some make it in their constructor

@@ -134,9 +134,19 @@ def check_settings(settings: Settings, checks: Checks) -> None:
     for name, choices in checks.choices.items():
         if settings[name] not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {settings[name]!r}")
-    for name, holds, requirement in checks.rules:
-        if not holds(settings):
-            raise ValueError(f"{name} must be {requirement}, got {name}={settings[name]!r}")
+    for rule in checks.rules:
+        _check_rule(settings, rule)
+
+
+def _check_rule(settings: Settings, rule: _Rule) -> None:
+    name, holds, requirement = rule
+    message = f"{name} must be {requirement}, got {name}={settings[name]!r}"
+    try:
+        is_met = holds(settings)
+    except TypeError as error:  # of comparing it, or taking it apart
+        raise TypeError(message) from error
+    if not is_met:
+        raise ValueError(message)
 
 
 def check_model(model: object, call: str) -> None:

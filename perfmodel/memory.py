@@ -164,7 +164,8 @@ def saved_bytes(
 
     A copy of the model runs, in the mode the model is in: its statistics, hooks and gradients are
     untouched, its hooks are not called, and no random number of yours is used. What the loss keeps
-    is not included, nor are the inputs that non-reentrant checkpointing holds.
+    is not included, nor are the inputs that non-reentrant checkpointing holds. On a CPU, an LSTM keeps
+    a workspace of oneDNN's, often more than all the rest, that only measuring tells; ``source`` says so.
 
     Args:
         model: Any module; its parameters may be on the meta device unless measured.

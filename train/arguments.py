@@ -20,6 +20,14 @@ READ_BY = {  # which policies read a flag; others are common to all
         *("kl_eps", "kl_smoothing", "kl_direction", "kl_counts", "pushdown_range", "pushup"),
     ): ("marvin",),
 }
+READ_WITH = {  # which values of another flag a flag is read with
+    ("bits",): ("forward_save", ("few-bit", "few-bit+division")),
+    ("block", "division_bits", "division_method"): (
+        "forward_save",
+        ("division", "few-bit+division"),
+    ),
+    ("gradient_bits",): ("execution", ("int8",)),
+}
 
 
 def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:
@@ -58,11 +66,16 @@ def parse(defaults: Config, argv: Sequence[str] | None = None) -> Config:
 
 
 def _check_read(config: Config, given: Iterable[str]) -> None:
-    """Refuse flags that are given and that the policy does not read; float32 compares, so it may have all.
+    """Refuse flags that are given and not read; float32 compares, so it may have those of policies.
 
     Raises:
-        ValueError: With the flag, and the policies that read it.
+        ValueError: With the flag, and what reads it.
     """
+    for name in given:
+        of, values = next((own for names, own in READ_WITH.items() if name in names), ("", ()))
+        if of and (value := getattr(config, of)) not in values:
+            others = " or ".join(f"{flag(of)} {one}" for one in values)
+            raise ValueError(f"{flag(name)} must be with {others}, got {flag(of)} {value}")
     if config.method == "sgd":
         return
     for name in given:

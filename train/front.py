@@ -137,10 +137,10 @@ def _check_alike(runs: Sequence[Path]) -> None:
     found: dict[str, Path] = {}
     for run in runs:
         config = read_config(run)
-        part = (
-            "validation" if config.get("validation_share", Config.validation_share) else "training"
-        )
-        found.setdefault(f"{config.get('dataset')}'s {part} images", run)
+        share, limit = (config.get(n, getattr(Config, n)) for n in ("validation_share", "limit"))
+        part = "validation" if share else "training"
+        split = f"--validation-share {share} --limit {limit}"
+        found.setdefault(f"{config.get('dataset')}'s {part} images ({split})", run)
     if len(found) > 1:
         got = " and ".join(f"{images} ({run})" for images, run in found.items())
         raise RunError(

@@ -136,9 +136,9 @@ def prepare(config: Config, build: Build, min_side: int, *, may_fetch: bool = Tr
     shape = dataset.channels, dataset.side, dataset.side
     layers = perfmodel.layers(model.to(device), shape, unknown="list")
     learning = make_learning(config, model, layers)
-    keep_less(config, model)
-    if config.execution == "int8":
+    if config.execution == "int8":  # before keep_less, which would take these layers
         marvin.integer.convert(model, gradient_bits=config.gradient_bits or None)
+    keep_less(config, model)
     check_shares(config, len(parts.train))
     own_folder = RunFolder(folder) if distributed.is_first() else SilentFolder(folder)
     parallel = distributed.parallel(model)

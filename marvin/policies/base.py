@@ -18,10 +18,13 @@ from marvin.policies.records import (
     Step,
     Update,
     restored,
+    word_length,
 )
+from marvin.policies.trace import Switch
+from marvin.rounding import Format
 from marvin.settings import Group, Settings
 
-__all__ = ["FixedPolicy", "Policy", "check_policy", "fields_of"]
+__all__ = ["FixedPolicy", "Policy", "check_policy", "check_record", "completed", "fields_of"]
 
 _NOW = {  # what policies had before they became records, and where it is
     "level": "optimizer.strategy",
@@ -224,6 +227,75 @@ def check_policy(policy: object) -> None:
         raise TypeError(
             f"policy must be one such as marvin.MarvinPolicy(), got {type(policy).__name__}"
         )
+
+
+def check_record(record: object) -> None:
+    """Refuse a layer's record without a format that weights may have.
+
+    Raises:
+        TypeError: With what is required and what came.
+    """
+    if not hasattr(record, "fmt"):
+        raise TypeError(
+            f"a layer's record must have a field fmt, got {type(record).__name__}: write for example "
+            "marvin.policies.LayerFormat(FixedPoint(8, 4))"
+        )
+    fmt = getattr(record, "fmt", None)
+    if fmt is not None and not isinstance(fmt, Format):
+        raise TypeError(
+            f"a record's fmt must be FixedPoint, BlockFloat or None, got {fmt}: policies choose fixed "
+            "point; marvin.Quantizer rounds activations to others"
+        )
+
+
+def completed(policy: Policy, update: Update, before: Sequence[Layer], step: int) -> Update:
+    """Return an update with a switch for each layer whose formats change: policies may leave it out.
+
+    Args:
+        policy: Whose update it is.
+        update: What it made of a step.
+        before: The layers that it was given.
+        step: Of the optimizer, from 1.
+
+    Raises:
+        TypeError: It is no update, or a new record has no format that weights may have.
+    """
+    if not isinstance(update, Update) or not isinstance(update.layers, Sequence):
+        raise TypeError(
+            f"{type(policy).__name__} must return an Update with a list of layers, got "
+            f"{type(getattr(update, 'layers', update)).__name__}: write Update(shared, layers)"
+        )
+    records = {layer.index: layer.record for layer in before}
+    named, rows = {row.layer for row in update.switches}, []
+    follows = type(policy).activation_formats is Policy.activation_formats  # the weight's format
+    for layer in update.layers:
+        old, new = records[layer.index], layer.record
+        if new is old or layer.name in named:
+            continue
+        check_record(new)
+        if follows and new.fmt is old.fmt:
+            continue
+        now = policy.activation_formats(new)
+        if new.fmt != old.fmt or now != policy.activation_formats(old):
+            rows.append(_switch(layer.name, step, old.fmt, new.fmt, now))
+    return dataclasses.replace(update, switches=[*update.switches, *rows]) if rows else update
+
+
+def _switch(
+    name: str, step: int, before: Format | None, fmt: Format | None, now: ActivationFormats
+) -> Switch:
+    inputs, is_own = now.inputs, now.inputs != fmt
+    return Switch(
+        step=step,
+        layer=name,
+        wl=word_length(fmt),
+        fl=getattr(fmt, "fl", 0),
+        wl_before=word_length(before),
+        fl_before=getattr(before, "fl", 0),
+        input_wl=word_length(inputs) if is_own else 0,
+        input_fl=getattr(inputs, "fl", 0) if is_own else 0,
+        input_signed=getattr(inputs, "signed", True),
+    )
 
 
 def fields_of(policy: Policy) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from marvin.policies.range_policy import (
     RangePolicy,
     TensorFormat,
     Window,
+    is_count,
     is_word_length,
 )
 from marvin.policies.ranges import Limits, budget_noise
@@ -100,16 +101,27 @@ class LossBudgetPolicy(RangePolicy):
     loss_floor: float = 0.0
     late: bool = False
 
+    rules = replace(
+        RangePolicy.rules,
+        common=(
+            *("window", "batch_size", "target_bits", "target_ebops", "madds"),
+            *("loss_floor", "late"),
+        ),
+    )
     checks: ClassVar[Checks] = Checks(
         rules=(
             ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0"),
             ("max_noise", lambda s: _is_pair(s["max_noise"]), "two numbers above 0"),
             ("max_wl", lambda s: is_word_length(s["max_wl"]), "2 to 16 bits"),
-            ("min_wl", lambda s: 2 <= s["min_wl"] <= s["max_wl"], "2 bits to max_wl"),
+            (
+                "min_wl",
+                lambda s: is_word_length(s["min_wl"]) and s["min_wl"] <= s["max_wl"],
+                "a whole number from 2 to max_wl bits",
+            ),
             (
                 "batch_size",
-                lambda s: s["batch_size"] is None or s["batch_size"] >= 1,
-                "1 or more",
+                lambda s: s["batch_size"] is None or is_count(s["batch_size"]),
+                "a whole number from 1 on",
             ),
             (
                 "target_bits",

@@ -75,7 +75,7 @@ class MarvinPolicy(Policy):
     pushup: push_up.PushUp = "adapt"
     symmetric: bool = False
 
-    rules = Rules(tensors=("grad_sum",))
+    rules = Rules(tensors=("grad_sum",), common=("strategy_loss", "strategy_margin"))
 
     def __post_init__(self) -> None:
         self.check(self.settings())

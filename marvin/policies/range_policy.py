@@ -17,7 +17,7 @@ from marvin.ranks import sums_over_ranks
 from marvin.settings import Checks, Settings, check_settings
 
 __all__ = ["LayerBudget", "Observation", "Observed", "RangePolicy", "TensorFormat", "Window"]
-__all__ += ["is_word_length"]
+__all__ += ["is_count", "is_word_length"]
 
 TensorFormat = FixedPoint | ChannelFormat
 _EARLY = 1, 2, 5, 12  # formats change at the end of these steps too: weights move fast then
@@ -121,10 +121,11 @@ class RangePolicy(Policy):
         quantizes_pools=False,
         one_dim="float",
         observes_inputs=True,
+        common=("window",),
     )
     checks: ClassVar[Checks] = Checks(
         rules=(
-            ("window", lambda s: s["window"] >= 1, "1 step or more"),
+            ("window", lambda s: is_count(s["window"]), "a whole number of steps from 1 on"),
             ("sat_tol", lambda s: 0 <= s["sat_tol"] < 1, "0 or more and below 1"),
             (
                 "ends_wl",
@@ -281,6 +282,11 @@ def _observed_inputs(layer: Layer, limits: Limits) -> Observation | None:
     return Observation(
         record.inputs, layer.inputs.range(layer.settings["sat_tol"]), gradient, limits
     )
+
+
+def is_count(value: float) -> bool:
+    """Say whether ``value`` is a whole number from 1 on."""
+    return value >= 1 and value % 1 == 0
 
 
 def is_word_length(value: Any) -> bool:

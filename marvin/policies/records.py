@@ -63,6 +63,10 @@ class Rules:
         takes_shards: Whether processes may share a layer, each with a part of its tensors.
         owns_lr: Whether the policy schedules the learning rate, by ``lr_scale``, and ends the
             training.
+        common: Settings that are read from the first parameter group: others may not differ.
+
+    Raises:
+        ValueError: Inputs are observed and not rounded to nearest.
     """
 
     tensors: tuple[str, ...] = ()
@@ -76,6 +80,14 @@ class Rules:
     observes_inputs: bool = False
     takes_shards: bool = True
     owns_lr: bool = False
+    common: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.observes_inputs and self.activation_rounding != "nearest":
+            raise ValueError(
+                'activation_rounding must be "nearest" where inputs are observed, got '
+                f"{self.activation_rounding!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -187,7 +199,7 @@ class Update:
     Args:
         shared: What is common to all layers.
         layers: As they came, with other records and tensors, in the same order.
-        switches: Changes of format, for the trace.
+        switches: Changes of format, for the trace; the optimizer adds those that are left out.
     """
 
     shared: Any
@@ -221,8 +233,8 @@ def restored_value(value: object) -> Any:
     """
     if isinstance(value, list | tuple):
         return tuple(value)
-    if not isinstance(value, Mapping):
-        return value
+    if not isinstance(value, Mapping) or not {"fmt", "fl", "wl"} & value.keys():
+        return value  # a plain one, a policy's own table among them
     if "shifts" in value:
         return ChannelFormat(FixedPoint(**value["fmt"]), tuple(value["shifts"]))
     return FixedPoint(**value) if "fl" in value else BlockFloat(**value)

@@ -452,16 +452,33 @@ def test_without_activations_the_batch_size_must_be_given():
         (lambda: LossBudgetPolicy(kappa=0), "kappa must be above 0, got kappa=0"),
         (lambda: LossBudgetPolicy(max_noise=0.01), "max_noise must be two numbers above 0"),
         (lambda: LossBudgetPolicy(max_noise=(0.01, 0)), "max_noise must be two numbers above 0"),
-        (lambda: LossBudgetPolicy(window=0), "window must be 1 step or more"),
+        (lambda: LossBudgetPolicy(window=0), "window must be a whole number of steps from 1 on"),
+        (lambda: StaticPolicy(window=2.5), "window must be a whole number of steps from 1 on"),
+        (lambda: LossBudgetPolicy(batch_size=2.5), "batch_size must be a whole number from 1 on"),
+        (lambda: LossBudgetPolicy(min_wl=5.0), "min_wl must be a whole number from 2 to max_wl"),
         (lambda: LossBudgetPolicy(sat_tol=1), "sat_tol must be 0 or more and below 1"),
-        (lambda: LossBudgetPolicy(min_wl=9), "min_wl must be 2 bits to max_wl, got min_wl=9"),
+        (lambda: LossBudgetPolicy(min_wl=9), "a whole number from 2 to max_wl bits, got min_wl=9"),
         (lambda: LossBudgetPolicy(max_wl=17), "max_wl must be 2 to 16 bits"),
         (lambda: LossBudgetPolicy(ends_wl=1), "ends_wl must be 2 to 16 bits"),
-        (lambda: LossBudgetPolicy(batch_size=0), "batch_size must be 1 or more"),
+        (lambda: LossBudgetPolicy(batch_size=0), "batch_size must be a whole number from 1"),
         (lambda: StaticPolicy(weights=1), "weights must be 2 to 16 bits"),
         (lambda: StaticPolicy(activations=6.0), "activations must be 2 to 16 bits"),
     ],
 )
 def test_bad_arguments_are_named(make_policy, message):
     with pytest.raises(ValueError, match=message):
+        make_policy()
+
+
+@pytest.mark.parametrize(
+    ("make_policy", "message"),
+    [
+        (lambda: LossBudgetPolicy(target_bits="5"), "target_bits must be .* got target_bits='5'"),
+        (lambda: marvin.MarvinPolicy(lookback=5), "lookback must be two .* got lookback=5"),
+        (lambda: StaticPolicy(sat_tol=None), "sat_tol must be 0 or more .* got sat_tol=None"),
+    ],
+    ids=["text", "one", "none"],
+)
+def test_arguments_of_another_kind_are_named(make_policy, message):
+    with pytest.raises(TypeError, match=message):
         make_policy()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import marvin
+from fixedpoint_kernels import FixedPoint, Minifloat
 from marvin import (
     FixedPolicy,
     LossBudgetPolicy,
@@ -19,7 +20,7 @@ from marvin import (
     Quantized,
     StaticPolicy,
 )
-from marvin.policies.records import Layer
+from marvin.policies.records import Layer, Update
 from marvin.shards import Shard
 
 # of each policy: the run that is saved, and the object that loads its state; no argument is shared
@@ -183,3 +184,97 @@ def test_a_layer_with_other_values_has_its_fields_alone():
     assert (layer.record, layer.norm) == (None, 1.0)
     with pytest.raises(TypeError, match="no field word_length"):
         layer.but(word_length=8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A record, and a shared one, with a table of its own."""
+
+    fmt: FixedPoint | Minifloat | None
+    seen: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent(marvin.Policy):
+    """Changes formats without a switch."""
+
+    def init_shared(self):
+        return Note(None)
+
+    def init(self, settings, shared):
+        return Note(FixedPoint(12, 6))
+
+    def update(self, shared, layers, step):
+        shared = dataclasses.replace(shared, seen=shared.seen | {str(step.number): 1})
+        record = Note(FixedPoint(5, 3)) if step.number > 1 else layers[0].record
+        return Update(shared, [layer.but(record=record) for layer in layers])
+
+    def end_epoch(self, shared, layers, step):
+        return Update(shared, [layer.but(record=Note(FixedPoint(4, 2))) for layer in layers])
+
+
+def own(policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = Quantized(torch.optim.SGD(model.named_parameters(), lr=0.05), policy)
+    marvin.quantize_activations(model, optimizer)
+    return model, optimizer
+
+
+def steps(model, optimizer, count):
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 6)).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+
+
+def test_formats_that_change_without_a_switch_reach_the_model():
+    model, optimizer = own(Silent())
+    steps(model, optimizer, 3)
+    rows = [
+        (row.step, row.layer, row.wl, row.fl, row.wl_before, row.fl_before)
+        for row in optimizer.trace
+    ]
+    assert rows == [(2, "0.weight", 5, 3, 12, 6), (2, "2.weight", 5, 3, 12, 6)]
+    for bits in (3, 2):
+        for values in (model[:1].eval()(torch.randn(4, 6)), model.get_parameter("0.weight")):
+            assert torch.equal(values * 2**bits, (values * 2**bits).round())
+        optimizer.end_epoch()
+    assert len(optimizer.trace) == 4
+
+
+def test_tables_of_a_policy_are_saved_as_they_are():
+    model, optimizer = own(Silent())
+    steps(model, optimizer, 2)
+    other = own(Silent())[1]
+    other.load_state_dict(optimizer.state_dict())
+    assert other.shared == optimizer.shared == Note(None, {"1": 1, "2": 1})
+
+
+@pytest.mark.parametrize(
+    ("function", "result", "message"),
+    [
+        ("init", lambda *_: 5, r"a layer's record must have a field fmt, got int: write"),
+        ("init", lambda *_: Note(Minifloat(4, 3)), r"fmt must be FixedPoint, .* got e4m3"),
+        ("update", lambda _, *given: given[1], r"must return an Update .*, got list: write Update"),
+        ("update", lambda *_: None, r"must return an Update .*, got NoneType: write Update"),
+    ],
+    ids=["record", "minifloat", "list", "nothing"],
+)
+def test_what_a_policy_must_not_give_is_refused(function, result, message):
+    wrong = dataclasses.dataclass(frozen=True)(type("Wrong", (Silent,), {function: result}))
+    with pytest.raises(TypeError, match=message):
+        steps(*own(wrong()), 1)
+
+
+@pytest.mark.parametrize("name", ["seed", "params"])
+def test_a_policy_has_no_setting_of_the_optimizers(name):
+    kind = dataclasses.make_dataclass("Own", [(name, int, 3)], bases=(Silent,), frozen=True)
+    with pytest.raises(ValueError, match=f"Own must have no .* got {name}: give it another name"):
+        own(kind())
+
+
+def test_inputs_that_are_observed_are_rounded_to_nearest():
+    with pytest.raises(ValueError, match=r'must be "nearest" where .*, got \'stochastic\''):
+        marvin.policies.Rules(observes_inputs=True)

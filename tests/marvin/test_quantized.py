@@ -209,6 +209,34 @@ def test_one_cycle_changes_momentum_too():
     assert optimizer.optimizer.param_groups[0]["betas"][0] != 0.9
 
 
+@pytest.mark.parametrize(
+    ("policy", "setting"),
+    [
+        (FixedPolicy(8, 4), {"seed": 1}),
+        (FixedPolicy(8, 4), {"nonfinite": "skip"}),
+        (marvin.StaticPolicy(), {"window": 5}),
+        (marvin.LossBudgetPolicy(), {"target_bits": 5.0}),
+        (marvin.LossBudgetPolicy(), {"late": True}),
+        (marvin.MarvinPolicy(), {"strategy_loss": "short"}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_of_the_first_group_alone_are_refused_elsewhere(policy, setting):
+    model = make_model()
+    first, second = (list(model[i].named_parameters(prefix=str(i))) for i in (0, 3))
+    groups = [{"params": first, **setting}, {"params": second}]
+    Quantized(torch.optim.SGD(groups, lr=0.1), policy)
+    (name,) = setting
+    wrong = [{"params": first}, {"params": second, **setting}]
+    message = rf"{name} is read from the first parameter group and must be .*, got {name}="
+    with pytest.raises(ValueError, match=message):
+        Quantized(torch.optim.SGD(wrong, lr=0.1), policy)
+    optimizer = Quantized(torch.optim.SGD(wrong[:1], lr=0.1), policy)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": second, **setting})
+    assert len(optimizer.param_groups) == len(optimizer.optimizer.param_groups) == 1
+
+
 def test_groups_have_their_own_settings_and_can_come_later():
     model = make_model()
     adamw = torch.optim.AdamW([{"params": list(model[0].named_parameters(prefix="0")), "wl": 12}])

@@ -112,6 +112,9 @@ def test_onednn_keeps_a_workspace_of_its_own():
     predicted, measured = kept_by(model, 2, 5, 3), kept_by(model, 2, 5, 3, measure=True)
     without = [k for k in measured.kept if k.shape != (k.size_bytes,)]  # bytes: the workspace
     assert [k for k in predicted.kept if k.size_bytes] == without
+    said = "modelled, kernels of cpu, without oneDNN's workspace of LSTMs: measure=True tells it"
+    assert predicted.source == said
+    assert kept_by(nn.GRU(3, 4, batch_first=True), 2, 5, 3).source == "modelled, kernels of cpu"
 
 
 def test_the_model_and_random_numbers_are_left_alone():

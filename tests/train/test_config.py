@@ -56,6 +56,16 @@ def test_every_kind_of_flag():
         ("--init-wl 99", "--init-wl must be at most 32, got 99"),
         ("--policy static --lookback 0 9", "--lookback must be at least 1, got 0"),
         ("--policy fixed:8", "--policy must be marvin, muppet, "),
+        (
+            "--forward-save division --bits 4",
+            "--bits must be with --forward-save few-bit or --forward-save few-bit+division, "
+            "got --forward-save division",
+        ),
+        ("--division-bits 4", "--division-bits must be with --forward-save division or"),
+        (
+            "--gradient-bits 0 --optimizer sgd",
+            "--gradient-bits must be with --execution int8, got --execution float32",
+        ),
         ("--kappa 0.1", "--kappa must be with --policy loss-budget, got --policy marvin"),
         (
             "--ends-bits 8",

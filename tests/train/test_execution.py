@@ -62,3 +62,9 @@ def test_gradients_may_be_float(prepare, tiny):
     assert found == {None}
     with pytest.raises(ValueError, match="--gradient-bits must be 8, or 0 for float32, got 4"):
         dataclasses.replace(tiny, gradient_bits=4)
+
+
+def test_division_leaves_integer_layers_alone(run, tiny, tmp_path):
+    both = {"execution": "int8", "forward_save": "few-bit+division", "policy": "static"}
+    summary = run(dataclasses.replace(tiny, **both, run=str(tmp_path / "run")))
+    assert "22 of 22 layers multiply integers" in summary

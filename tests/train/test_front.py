@@ -67,14 +67,16 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path):
     [
         ({"dataset": "cifar10"}, "cifar10's validation"),
         ({"validation_share": 0.0}, "digits's training"),
+        ({"validation_share": 0.25}, "digits's validation"),
+        ({"limit": 7}, "digits's validation"),
     ],
-    ids=["dataset", "validation"],
+    ids=["dataset", "validation", "share", "limit"],
 )
 def test_accuracies_of_other_images_are_not_compared(changes, of, tiny, tmp_path):
     for name, own in (("a", {}), ("b", changes), ("c", {"seed": 3})):
         (tmp_path / name).mkdir()
         values = to_dict(dataclasses.replace(tiny, **own))
         (tmp_path / name / "config.json").write_text(json.dumps(values))
-    got = rf"got those of digits's validation images \(.*/a\) and {of} images \(.*/b\)"
+    got = rf"got those of digits's validation images \(--.*/a\) and {of} images \(--.*/b\)"
     with pytest.raises(SystemExit, match=got):
         main([str(tmp_path / name) for name in "abc"])

@@ -310,7 +310,7 @@ def _refuse(what: str, bounds: _Bounds, got: object) -> None:
     if not isinstance(got, Tensor) or got.shape != low.shape:
         came = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
         raise ExportError(f"{what}: shape must be {tuple(low.shape)}, got {came}")
-    gap = torch.maximum(low - got, got - high)
+    gap = torch.maximum(_float32(low, -torch.inf) - got, got - _float32(high, torch.inf))
     wrong = ~(gap <= 0)  # of NaN too
     if wrong.any():
         most = float(gap[wrong].max())
@@ -318,6 +318,13 @@ def _refuse(what: str, bounds: _Bounds, got: object) -> None:
             f"{what}: {int(wrong.sum())} of {gap.numel()} values are up to {most:.3g} from what "
             f"roundings explain, the largest value is {float(got.abs().max()):.3g}"
         )
+
+
+def _float32(x: Tensor, end: float) -> Tensor:
+    """Return the nearest number of a float32 towards ``end``: a format may have more digits."""
+    near = x.float()
+    is_inside = near.double() > x if end < 0 else near.double() < x
+    return torch.where(is_inside, torch.nextafter(near, near.new_tensor(end)), near).double()
 
 
 def check_numbers(model: nn.Module, network: Network, steps: Sequence[Step]) -> None:

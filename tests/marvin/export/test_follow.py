@@ -431,3 +431,15 @@ def test_one_module_between_layers_of_different_formats():
     optimizer = marvin.MSGD(groups)
     marvin.quantize_activations(model, optimizer)
     assert_equal(model, describe(model, torch.randn(4, 1, 6, 6), optimizer.formats()))
+
+
+def test_the_largest_numbers_of_long_formats_are_those_of_float32():
+    """The largest code of <32, 24> is 128 - 2^-24; float32 has 128 - 2^-17."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = marvin.Quantized(sgd, marvin.FixedPolicy(32, 24))
+    marvin.quantize_activations(model, optimizer)
+    x = 500 * torch.randn(16, 4)
+    assert (model[:1].eval()(x) > 127).any()
+    assert describe(model, x, optimizer.formats()).operations
