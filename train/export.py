@@ -111,7 +111,7 @@ def open_run(path: Path, data_dir: str | None = None, *, epoch: int | None = Non
         epoch: Of a checkpoint of the run's front, from 1. None: the last checkpoint.
 
     Raises:
-        ExportError: The run has no checkpoint yet, or none of this epoch.
+        ExportError: The run has no checkpoint yet, none of this epoch, or another's in its place.
         UserError: The folder, or the data, cannot be read, or the data is not the run's; says why.
     """
     folder = RunFolder(path)
@@ -132,6 +132,9 @@ def open_run(path: Path, data_dir: str | None = None, *, epoch: int | None = Non
     check_data(state, training.dataset)
     state.pop("forward_save", None)
     checkpoint.load(training, state, file)
+    ended = len(training.progress.rows)
+    if epoch not in (None, ended):
+        raise ExportError(f"{file} must be of epoch {epoch}, got one of epoch {ended}")
     parts = training.parts
     chosen = torch.arange(min(_CALIBRATION_IMAGES, len(parts.train)))
     train, _ = augment.batch(parts.train, chosen, training.dataset)

@@ -196,8 +196,11 @@ class RunFolder:
         Raises:
             UserError: The file is damaged, or of a later version.
         """
-        path = path or self.checkpoint
-        return _read_checkpoint(path) if path.exists() else None
+        if path in (None, self.checkpoint):
+            path, remedy = self.checkpoint, "delete it to begin this run anew"
+        else:
+            remedy = "the run's other checkpoints do not need it"
+        return _read_checkpoint(path, remedy) if path.exists() else None
 
     def save_rows(self, name: str, rows: Iterable[Row], columns: Sequence[str]) -> None:
         """Replace a table such as ``metrics.csv`` at once."""
@@ -271,8 +274,12 @@ def read_csv(path: Path, columns: Sequence[str] = ()) -> list[dict[str, str]]:
     return rows
 
 
-def _read_checkpoint(path: Path) -> dict[str, Any]:
+def _read_checkpoint(path: Path, remedy: str) -> dict[str, Any]:
     """Return the parts of a checkpoint, without running code.
+
+    Args:
+        path: Of the checkpoint.
+        remedy: What to do about a damaged one.
 
     Raises:
         UserError: The file is damaged, of something else, or of a later version.
@@ -293,8 +300,7 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch raises six kinds for six ways of damage
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
         raise UserError(
-            f"{path} must hold a whole checkpoint, got a damaged file ({reason}); "
-            "delete it to begin this run anew"
+            f"{path} must hold a whole checkpoint, got a damaged file ({reason}); {remedy}"
         ) from error
     if version > VERSION:
         raise UserError(

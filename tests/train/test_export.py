@@ -355,6 +355,12 @@ def test_an_epoch_of_the_front_is_exported(tmp_path, capsys):
         SystemExit, match=rf"epoch-0003\.pt; train with --keep-front, kept are: .*{epoch:04}"
     ):
         export(folder, "--to", "packed", "--epoch", "3")
+    RunFolder(folder).kept(epoch).rename(RunFolder(folder).kept(3))
+    with pytest.raises(SystemExit, match=rf"must be of epoch 3, got one of epoch {epoch}"):
+        export(folder, "--to", "packed", "--epoch", "3")
+    RunFolder(folder).kept(3).write_bytes(b"")
+    with pytest.raises(SystemExit, match="the run's other checkpoints do not need it"):
+        export(folder, "--to", "packed", "--epoch", "3")
 
 
 @pytest.mark.slow
