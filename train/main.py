@@ -68,9 +68,7 @@ def own_process(config: Config) -> None:
     # A debugging aid, and slow. setattr: the module gets this attribute at run time only.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     torch.backends.cudnn.benchmark = False
-    kernels = logging.getLogger("fixedpoint_kernels")
-    kernels.setLevel(logging.INFO)
-    kernels.addHandler(_Printed())
+    print_log()
 
 
 class _Printed(logging.Handler):
@@ -79,6 +77,16 @@ class _Printed(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message."""
         print(record.getMessage(), flush=True)
+
+
+_PRINTED = _Printed()
+
+
+def print_log() -> None:
+    """Print what kernels log, once each, however many runs the process has."""
+    kernels = logging.getLogger("fixedpoint_kernels")
+    kernels.setLevel(logging.INFO)
+    kernels.addHandler(_PRINTED)
 
 
 def run(config: Config, build: Build, min_side: int) -> str:

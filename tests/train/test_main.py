@@ -1,4 +1,5 @@
 import json
+import logging
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from fixedpoint_kernels import products
 from train import demo
 from train import main as main_module
-from train.main import choose_device, main, round_onednn
+from train.main import choose_device, main, print_log, round_onednn
 from train.resnet20 import DEFAULTS, MIN_SIDE, resnet20
 
 
@@ -151,3 +152,14 @@ def test_one_process_tells_that_onednn_is_off(monkeypatch, tiny, run, capsys, is
     monkeypatch.setattr(main_module.distributed, "is_first", lambda: is_first)
     run(replace(tiny, epochs=1, limit=40))
     assert capsys.readouterr().out.count("without oneDNN") == is_first
+
+
+def test_what_kernels_log_is_printed_once_after_several_runs(monkeypatch, capsys):
+    logger = logging.getLogger("fixedpoint_kernels")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setattr(logger, "_cache", {})
+    for _ in range(3):
+        print_log()
+    logger.info("compiling")
+    assert capsys.readouterr().out == "compiling\n"
