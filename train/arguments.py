@@ -20,13 +20,11 @@ READ_BY = {  # which policies read a flag; others are common to all
         *("kl_eps", "kl_smoothing", "kl_direction", "kl_counts", "pushdown_range", "pushup"),
     ): ("marvin",),
 }
-READ_WITH = {  # which values of another flag a flag is read with
-    ("bits",): ("forward_save", ("few-bit", "few-bit+division")),
-    ("block", "division_bits", "division_method"): (
-        "forward_save",
-        ("division", "few-bit+division"),
-    ),
-    ("gradient_bits",): ("execution", ("int8",)),
+_DIVIDED = "forward_save", ("division", "few-bit+division")
+READ_WITH = {  # another flag, and with which values of it a flag is read
+    "bits": ("forward_save", ("few-bit", "few-bit+division")),
+    **dict.fromkeys(("block", "division_bits", "division_method"), _DIVIDED),
+    "gradient_bits": ("execution", ("int8",)),
 }
 
 
@@ -72,7 +70,7 @@ def _check_read(config: Config, given: Iterable[str]) -> None:
         ValueError: With the flag, and what reads it.
     """
     for name in given:
-        of, values = next((own for names, own in READ_WITH.items() if name in names), ("", ()))
+        of, values = READ_WITH.get(name, ("", ()))
         if of and (value := getattr(config, of)) not in values:
             others = " or ".join(f"{flag(of)} {one}" for one in values)
             raise ValueError(f"{flag(name)} must be with {others}, got {flag(of)} {value}")
