@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx, nn
+from torch.fx.proxy import Attribute
 
 __all__ = ["Tracer", "changes_shared"]
 
@@ -38,6 +39,24 @@ class _Proxy(fx.Proxy):
         if name not in ("tracer", "node"):
             raise AttributeError(f"an attribute of a value is set, {name}, which no trace can see")
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Attribute:
+        return _Attribute(self, name)
+
+    def __len__(self) -> int:
+        return _length(self)
+
+
+class _Attribute(Attribute):
+    """An attribute of a value, of which one may ask how long it is."""
+
+    def __len__(self) -> int:
+        return _length(self)
+
+
+def _length(proxy: fx.Proxy) -> int:
+    length = proxy.tracer.length(proxy) if isinstance(proxy.tracer, Tracer) else None
+    return fx.Proxy.__len__(proxy) if length is None else length
 
 
 def _keep(name: str) -> Any:
@@ -94,6 +113,10 @@ class Tracer(fx.Tracer):
         if not self.is_here():
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def length(self, obj: fx.Proxy) -> int | None:
+        """Return how many values there are in one; None where that is not known."""
+        return None
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return what stands for a value while the model's code runs."""

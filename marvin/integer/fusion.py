@@ -17,8 +17,10 @@ from marvin.integer.formats import has_hooks
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.inference_run import InferenceRun
 from marvin.integer.layers import IntegerConv2d, IntegerLinear
-from marvin.integer.nodes import arguments_of, has_default
+from marvin.integer.nodes import arguments_of, is_needed
 from marvin.integer.seen import Seen
+from marvin.integer.sizes import Assumed
+from marvin.integer.surroundings import PLAIN, Plain
 from marvin.integer.token_inference import TokenInference
 from marvin.integer.token_run import TokenRun, put_in
 from marvin.settings import is_traced
@@ -26,6 +28,7 @@ from marvin.settings import is_traced
 __all__ = ["fuse", "fused_layers", "restore_forwards"]
 
 _PROGRAMS = 4  # that a chain keeps: formats and batches change
+_CALLS = 16  # kinds of calls, by names and plain values of arguments
 
 
 class Fused(OtherForward):
@@ -42,12 +45,15 @@ class Fused(OtherForward):
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         arguments = arguments_of(module)
-        self._order = {own.name: i for i, own in enumerate(arguments)}
-        self._defaults = {own.name: own.default for own in arguments if has_default(own)}
-        self._places = [own.name for own in arguments if own.kind is not own.KEYWORD_ONLY]
-        self._needed = tuple(own.name for own in arguments if not has_default(own))
+        own = [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        self._order = {p.name: i for i, p in enumerate(own)}
+        self._defaults = {p.name: p.default for p in own if type(p.default) in PLAIN}
+        self._places = [p.name for p in own if p.kind is not p.KEYWORD_ONLY]
+        self._needed = tuple(p.name for p in own if is_needed(p))
+        self._takes_others = any(p.kind is p.VAR_KEYWORD for p in arguments)
         self._modes = {training: _Mode(module, training) for training in (True, False)}
-        self._others: dict[tuple[bool, tuple[str, ...]], _Mode] = {}
+        self._others: dict[tuple[object, ...], list[_Mode]] = {}
+        self._lock = RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module}
@@ -58,10 +64,10 @@ class Fused(OtherForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do as ``forward`` of the module's class."""
         given = self._given(args, kwargs)
-        runs = None if given is None else self._ready(given)
+        runs = None if given is None else self._ready(*given)
         if runs is None:
             return type(self.module).forward(self.module, *args, **kwargs)
-        return runs(*given.values())  # pyright: ignore[reportOptionalMemberAccess]
+        return runs(*given[0].values())  # pyright: ignore[reportOptionalSubscript]
 
     @property
     def __code__(self) -> CodeType:
@@ -85,59 +91,88 @@ class Fused(OtherForward):
         """Return the names of the layers in chains whose last bits are others in eval mode."""
         return self._modes[False].inexact()
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what does not have its default, in order; None where the arguments are not those of ``forward``."""
+    def _given(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Plain]] | None:
+        """Return tensors, and plain values that are not the default, in order; None where there is anything else."""
         if len(args) == 1 and not kwargs:
-            return {self._places[0]: args[0]} if self._places else None
-        found = dict(zip(self._places, args, strict=False)) | kwargs
-        if len(found) < len(args) + len(kwargs) or not found.keys() <= self._order.keys():
+            found = {self._places[0]: args[0]} if self._places else {}
+        else:
+            found = dict(zip(self._places, args, strict=False)) | kwargs
+            if len(found) < len(args) + len(kwargs):
+                return None
+            if not self._takes_others and not found.keys() <= self._order.keys():
+                return None
+            nothing, last = object(), len(self._order)
+            own = [name for name in found if found[name] is not self._defaults.get(name, nothing)]
+            found = {n: found[n] for n in sorted(own, key=lambda n: self._order.get(n, last))}
+        tensors = {n: x for n, x in found.items() if type(x) in (Tensor, nn.Parameter)}
+        plain = {n: x for n, x in found.items() if type(x) in PLAIN}
+        if not tensors or len(tensors) + len(plain) < len(found):
             return None
-        nothing = object()
-        own = [name for name in found if found[name] is not self._defaults.get(name, nothing)]
-        return {name: found[name] for name in sorted(own, key=self._order.__getitem__)}
+        return tensors, plain
 
-    def _ready(self, given: dict[str, Any]) -> fx.GraphModule | None:
+    def _ready(self, tensors: dict[str, Tensor], plain: dict[str, Plain]) -> fx.GraphModule | None:
         if (
             is_traced()
             or is_watched()
-            or not given
-            or not all(
-                type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dim() and len(x)
-                for x in given.values()
-            )
+            or not all(x.device.type == "cpu" and x.dim() and len(x) for x in tensors.values())
             or torch.is_autocast_enabled("cpu")
             or not products.path().is_own
         ):
             return None
         goes_back = torch.is_grad_enabled() and (
             self.module.training
-            or any(x.requires_grad for x in given.values())
+            or any(x.requires_grad for x in tensors.values())
             or _trains(self.module)
         )
         if goes_back is not self.module.training:
             return None
-        return self._mode(goes_back, tuple(given)).ready(next(iter(given.values())))
+        mode = self._mode(goes_back, tensors, plain)
+        return None if mode is None else mode.ready(tensors)
 
-    def _mode(self, training: bool, given: tuple[str, ...]) -> "_Mode":
-        """Return the chains of calls with these arguments."""
-        if given == self._needed:
-            return self._modes[training]
-        key = training, given
-        if key not in self._others:
-            self._others[key] = _Mode(self.module, training, given)
-        return self._others[key]
+    def _mode(
+        self, training: bool, tensors: dict[str, Tensor], plain: dict[str, Plain]
+    ) -> "_Mode | None":
+        """Return the chains of calls with such arguments; None where there were too many kinds of calls."""
+        own = self._modes[training]
+        is_first = not plain and tuple(tensors) == self._needed
+        if is_first and own.fits(tensors):
+            return own
+        key = training, tuple(tensors), tuple((n, type(x), x) for n, x in plain.items())
+        with self._lock:
+            if key not in self._others and len(self._others) >= _CALLS:
+                return None
+            modes = self._others.setdefault(key, [])
+            found = next((own for own in modes if own.fits(tensors)), None)
+            if found is None and len(modes) < _PROGRAMS:
+                shapes = {n: tuple(x.shape) for n, x in tensors.items()}
+                found = _Mode(self.module, training, tuple(tensors), plain, shapes)
+                modes.append(found)
+            return found
 
 
 class _Mode:
     """A module's chains in training, or those in eval mode, where code and chains are others; see ``trace``."""
 
     def __init__(
-        self, module: nn.Module, training: bool, given: tuple[str, ...] | None = None
+        self,
+        module: nn.Module,
+        training: bool,
+        given: tuple[str, ...] | None = None,
+        plain: dict[str, Plain] | None = None,
+        shapes: dict[str, tuple[int, ...]] | None = None,
     ) -> None:
-        self.module, self._training, self._arguments = module, training, given
+        self.module, self._training = module, training
+        self._call = {"given": given, "constants": plain, "shapes": shapes}
         self._known: tuple[Traced | str, Seen | None] | None = None
         self._runs: dict[frozenset[str], fx.GraphModule] = {}  # by what is left out of chains
         self._lock = RLock()  # threads may come at once
+
+    def fits(self, tensors: dict[str, Tensor]) -> bool:
+        """Say whether a call has the shapes that were assumed."""
+        traced = self._trace()[0]
+        return isinstance(traced, str) or traced.assumed.holds(tensors)
 
     def why_not(self) -> str:
         """Say why chains are not fused; "" where they are."""
@@ -154,19 +189,22 @@ class _Mode:
         traced = self._trace()[0]
         return [] if isinstance(traced, str) else traced.inexact
 
-    def ready(self, x: Tensor) -> fx.GraphModule | None:
+    def ready(self, tensors: dict[str, Tensor]) -> fx.GraphModule | None:
         """Return the module with its chains, if they can run now; one thread asks at a time."""
         with self._lock:
-            return self._ready(x)
+            return self._ready(tensors)
 
-    def _ready(self, x: Tensor) -> fx.GraphModule | None:
+    def _ready(self, tensors: dict[str, Tensor]) -> fx.GraphModule | None:
         traced, seen = self._trace()
         if seen is not None and not seen.holds():
             self._known, self._runs = None, {}
             traced, seen = self._trace()
         if isinstance(traced, str) or any(global_forward_hooks()):
             return None
+        x = next(iter(tensors.values()))
         if traced.chains and (x.dim() != 4 or x.dtype is not torch.float32):
+            return None
+        if not traced.assumed.holds(tensors):
             return None
         assert seen is not None
         if any(map(has_hooks, seen.inner)):
@@ -200,7 +238,7 @@ class _Mode:
         return known
 
     def _traced(self, left: frozenset[str] = frozenset()) -> Traced | str:
-        return trace(self.module, left, infers=not self._training, given=self._arguments)
+        return trace(self.module, left, infers=not self._training, **self._call)
 
 
 def _trains(module: nn.Module) -> bool:
@@ -229,9 +267,10 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
     layers = IntegerConv2d, IntegerLinear
     if isinstance(module, layers) or not any(isinstance(m, layers) for m in module.modules()):
         return
-    if not isinstance(trace(module), str):
+    traced = trace(module)
+    if not isinstance(traced, str):
         yield module
-        if len(arguments_of(module)) == 1:
+        if len(arguments_of(module)) == 1 and traced.assumed == Assumed():
             return  # else its children are asked where it is called with what no trace takes
     for child in module.children():
         yield from _roots(child)

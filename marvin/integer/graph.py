@@ -1,8 +1,10 @@
 """Finding layers that pass codes on in a traced model: convolution, batch norm, sum, activation, pooling, concatenation, linear layer."""
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import Parameter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +19,15 @@ from marvin.integer.nodes import (
     concatenation,
     curve_of,
     drop_assertions,
-    drop_defaults,
     flattening,
-    has_default,
+    is_needed,
     norm_of,
     plain,
     pooling,
     repetition,
 )
-from marvin.integer.surroundings import Surroundings
+from marvin.integer.sizes import Assumed, Sizes
+from marvin.integer.surroundings import Plain, Surroundings
 from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Tracer, changes_shared
 
@@ -36,6 +38,7 @@ _PRODUCTS = operator.mul, operator.imul, torch.mul, "mul", "mul_"
 _RELUS = torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_"
 _SIX = 6.0  # the ceiling of ReLU6
 _EXACT = "hardswish", "hardsigmoid", "leaky_relu"  # curves that have the bits of PyTorch's
+_PLACES = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
 _NO_CHAINS = "no layers in it pass codes on"
 
 
@@ -122,12 +125,14 @@ class Traced:
         chains: Of convolutions and what is behind them, each of two layers, or one with batch norm, or more.
         tokens: Of linear layers, norms and attention.
         inner: Names of the modules whose ``forward`` became part of the graph.
+        assumed: Of the shapes of arguments.
     """
 
     graph: fx.Graph
     chains: list[Chain]
     tokens: list[TokenChain]
     inner: tuple[str, ...]
+    assumed: Assumed
 
     @property
     def layers(self) -> list[str]:
@@ -143,9 +148,63 @@ class Traced:
 
 
 class _Tracer(Tracer):
+    """Traces a call of a module.
+
+    Args:
+        module: The module.
+        given: Names of the arguments that are tensors.
+        constants: Those that are plain values.
+        shapes: Of tensors, where they are known.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        given: Sequence[str],
+        constants: Mapping[str, Plain],
+        shapes: Mapping[str, Sequence[int]] | None,
+    ) -> None:
+        super().__init__()
+        self.sizes = Sizes(module, shapes)
+        self._given, self._constants = given, constants
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Look into modules of one's own and containers only."""
         return stock_class(m) is not None or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a module without its hooks: chains do not run where there are any, and hooks may keep what they see."""
+        forward, inputs, options = args
+        return super().call_module(m, m.forward if self.is_here() else forward, inputs, options)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """Return what calls the module with its arguments."""
+        found: dict[str, Any] = {
+            n: self.create_proxy("placeholder", n, (), {}) for n in self._given
+        }
+        found |= self._constants
+        places: list[Any] = []
+        for own in arguments_of(self.root):
+            if own.name not in found or own.kind not in _PLACES:
+                break
+            places.append(found.pop(own.name))
+        return lambda root: root_fn(root, *places, **found), [self.root]
+
+    def length(self, obj: fx.Proxy) -> int | None:
+        """Return how many sizes a shape has."""
+        return self.sizes.length(obj.node)
+
+    def iter(self, obj: Any) -> Iterator[Any]:
+        """Yield each size of a shape."""
+        length = self.length(obj)
+        return super().iter(obj) if length is None else (obj[i] for i in range(length))
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Answer a comparison of sizes."""
+        truth = self.sizes.truth(obj.node)
+        return super().to_bool(obj) if truth is None else truth
 
 
 def trace(
@@ -153,31 +212,39 @@ def trace(
     left: Collection[str] = (),
     *,
     infers: bool = False,
-    given: Collection[str] | None = None,
+    given: Sequence[str] | None = None,
+    constants: Mapping[str, Plain] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Traced | str:
     """Return a module's graph and chains, or why there are none.
 
     Args:
         module: To be traced.
         left: Names of layers that belong to no chain.
-        given: Names of the arguments that are tensors; the others have their defaults. None: those without one.
         infers: Whether nothing goes backward: in eval mode. Chains of convolutions are then to the
             bit what their layers compute one by one, without means and some curves, unless these
             join more convolutions.
+        given: Names of the arguments that are tensors; of others that are no ``constants``, the
+            module has defaults. None: those that it must be given.
+        constants: Arguments that are plain values.
+        shapes: Of tensors, by name, where a call has told them; else, where code branches on a shape,
+            what is usual is assumed.
     """
-    tracers = _Tracer(), _Tracer()
+    arguments = arguments_of(module)
+    if any(own.kind is own.VAR_POSITIONAL for own in arguments):
+        return "it takes any number of arguments"
+    if given is None:
+        given = [own.name for own in arguments if is_needed(own)]
+    tracers = [_Tracer(module, given, constants or {}, shapes) for _ in range(2)]
     buffers = [pair for pair in module.named_buffers() if not pair[1].is_meta]
     before = {name: buffer.clone() for name, buffer in buffers}
     surroundings = Surroundings(module)
     try:
-        arguments = [own for own in arguments_of(module) if has_default(own)]
-        defaults = {own.name: own.default for own in arguments if own.name not in (given or ())}
-        defaults = defaults or None
         with surroundings.draws:
-            graph = tracers[0].trace(module, defaults)
+            graph = tracers[0].trace(module)
         changed = _restored(module, before)
         with surroundings.draws:
-            again = tracers[1].trace(module, defaults)
+            again = tracers[1].trace(module)
     except Exception as error:  # whatever a model's own code raises on a tracer's proxies
         return f"torch.fx cannot trace it: {str(error).partition(chr(10))[0]}"
     finally:
@@ -192,11 +259,19 @@ def trace(
             return f"its forward changes a buffer, {name}"
         _count(graph, name)
     drop_assertions(graph)
-    drop_defaults(graph, given or ())
-    if any("*" in str(node.target) for node in graph.nodes if node.op == "placeholder"):
-        return "it takes any number of arguments"
+    tracers[0].sizes.put_in(graph)
     if any(changes_shared(node, module) for node in graph.nodes):
         return "it changes a value in place that is used again"
+    found = _chains(module, graph, left, infers)
+    if not any(found):
+        return _NO_CHAINS
+    return Traced(graph, *found, _inner(graph, tracers[0]), tracers[0].sizes.assumed)
+
+
+def _chains(
+    module: nn.Module, graph: fx.Graph, left: Collection[str], infers: bool
+) -> tuple[list[Chain], list[TokenChain]]:
+    """Return the chains of a graph."""
     alone = {n for n in graph.nodes if n.op == "call_module" and n.target in left}
     alone |= {n for n in graph.nodes if _has_forward(n, module)}
     alone |= set(graph.nodes) - _needed(graph)
@@ -205,17 +280,12 @@ def trace(
         others = _Search(module, graph, alone, infers=True).chains()
         chains = max(exact, others, key=lambda chains: _joined(module, chains))
         alone |= {n for chain in chains for n in chain.replaced}
-        tokens = find(module, graph, alone, infers=True)
-        own = Traced(graph, chains, tokens, _inner(graph, tracers[0]))
-        return own if chains or tokens else _NO_CHAINS
+        return chains, find(module, graph, alone, infers=True)
     tokens = find(module, graph, alone)
     # linear layers among norms, GELU and attention stay there
     others = {n for own in tokens if not own.is_plain for n in own.replaced}
     chains = _Search(module, graph, alone | others).chains()
-    tokens = find(module, graph, alone | {n for chain in chains for n in chain.replaced})
-    if not chains and not tokens:
-        return _NO_CHAINS
-    return Traced(graph, chains, tokens, _inner(graph, tracers[0]))
+    return chains, find(module, graph, alone | {n for c in chains for n in c.replaced})
 
 
 def _has_forward(node: fx.Node, module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 import inspect
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,14 @@ from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled
 from fixedpoint_kernels.products.shapes import Window
 from marvin.integer.layers import IntegerLinear
-from marvin.integer.surroundings import PLAIN
 
 __all__ = [
     "arguments_of",
     "concatenation",
     "curve_of",
     "drop_assertions",
-    "drop_defaults",
     "flattening",
-    "has_default",
+    "is_needed",
     "norm_of",
     "plain",
     "pooling",
@@ -87,19 +85,10 @@ def arguments_of(module: nn.Module) -> list[inspect.Parameter]:
     return [*inspect.signature(type(module).forward).parameters.values()][1:]
 
 
-def has_default(argument: inspect.Parameter) -> bool:
-    """Say whether an argument has a default that is a plain value."""
-    return type(argument.default) in PLAIN
-
-
-def drop_defaults(graph: fx.Graph, given: Collection[str]) -> None:
-    """Erase arguments that were traced as their plain defaults, all but those ``given``, and what asserts that they are."""
-    found = [n for n in graph.nodes if n.op == "placeholder" and str(n.target) not in given]
-    for placeholder in found:
-        if placeholder.args and type(placeholder.args[0]) in PLAIN:
-            asserted = {node: None for user in placeholder.users for node in (user, *user.users)}
-            for node in (*reversed(asserted), placeholder):
-                graph.erase_node(node)
+def is_needed(argument: inspect.Parameter) -> bool:
+    """Say whether an argument must be given."""
+    is_own = argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+    return is_own and argument.default is argument.empty
 
 
 def _tests_dimensions(node: object) -> bool:

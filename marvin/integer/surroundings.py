@@ -9,10 +9,12 @@ from torch import nn
 
 from fixedpoint_kernels._torch_private import TorchDispatchMode
 
-__all__ = ["PLAIN", "Surroundings", "names_of", "noted"]
+__all__ = ["PLAIN", "Plain", "Surroundings", "names_of", "noted"]
 
 PLAIN = bool, int, float, str, type(None)
 """Classes of values that are compared as they are."""
+Plain = bool | int | float | str | None
+"""What such values are."""
 
 _OF_TORCH = {*vars(nn.Module())} - {"training"}
 _FLAT = *PLAIN, dict, list, tuple, set, torch.dtype, torch.device

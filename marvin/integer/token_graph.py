@@ -204,8 +204,13 @@ class TokenChain:
 
     @property
     def replaced(self) -> set[fx.Node]:
-        """Nodes that the chain computes."""
-        return {node for member in self.members for node in member.nodes} | set(self.same)
+        """Nodes that the chain computes; sizes and heads that others take too are computed for these once more."""
+        found = {node for member in self.members for node in member.nodes} | set(self.same)
+        views = [n for own in self.members if own.heads for n in own.heads.before]
+        for node in reversed(views):  # users come later
+            if any(user not in found for user in node.users):
+                found.discard(node)
+        return found
 
 
 def find(
@@ -298,31 +303,41 @@ class _Search:
         for own in wanted:
             if not isinstance(own, fx.Node) or not self._gather(own, before):
                 return None
+        after = self._after(node, before)
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         first = tuple(sorted(before, key=order.__getitem__))
-        after: list[fx.Node] = []
-        while len(users := list((after or [node])[-1].users)) == 1 and _is_view(users[0]):
-            if users[0].all_input_nodes[0] is not (after or [node])[-1]:
-                break
-            if not all(self._gather(n, before) for n in users[0].all_input_nodes[1:]):
-                break
-            after.append(users[0])
-        first = tuple(sorted(before, key=order.__getitem__))
         q, k, v = (own for own in wanted if isinstance(own, fx.Node))
-        return Heads(node, (q, k, v), first, tuple(after), causal, scale)
+        return Heads(node, (q, k, v), first, after, causal, scale)
+
+    def _after(self, call: fx.Node, before: dict[fx.Node, None]) -> tuple[fx.Node, ...]:
+        """Return the nodes that put heads side by side, the value last; others that these take go to ``before``."""
+        last, found = call, []
+        while True:
+            asked = _asked(last)
+            users = [n for n in last.users if n not in asked]
+            inner = {*asked, *users}
+            if len(users) != 1 or not _is_view(users[0]) or users[0].all_input_nodes[0] is not last:
+                return tuple(found)
+            if any(user not in inner for node in asked for user in node.users):
+                return tuple(found)
+            others = [
+                n for own in inner for n in own.all_input_nodes if n not in inner and n is not last
+            ]
+            more = {**before}
+            if not all(self._gather(n, more) for n in others):
+                return tuple(found)
+            before |= more
+            found += [*asked, users[0]]
+            last = users[0]
 
     def _gather(self, node: fx.Node, found: dict[fx.Node, None]) -> bool:
         """Gather nodes that change shapes, up to layers; say whether there are no others."""
         if self._is_base(node) or node in found:
             return True
-        is_shape = node.op == "call_method" and node.target in _SHAPES
-        is_shape |= node.target is getattr and node.args[1:] == ("shape",)
+        is_shape = _is_shape(node)
         if not (_is_view(node) or is_shape):
             return False
-        if not is_shape or self._is_base(node.all_input_nodes[0]):
-            found[node] = None
-        elif is_shape:
-            return False
+        found[node] = None
         return all(self._gather(n, found) for n in node.all_input_nodes)
 
     def _is_base(self, node: fx.Node) -> bool:
@@ -429,6 +444,23 @@ def _is_view(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _VIEWS
     return node.op == "call_function" and node.target in _FUNCTIONS
+
+
+def _is_shape(node: fx.Node) -> bool:
+    """Say whether a node asks for the shape of another."""
+    if node.op == "call_method":
+        return node.target in _SHAPES
+    return node.target is getattr and node.args[1:] == ("shape",)
+
+
+def _asked(node: fx.Node) -> dict[fx.Node, None]:
+    """Return nodes that have the shape of another, and its sizes, in order."""
+    found: dict[fx.Node, None] = {}
+    for own in node.graph.nodes:
+        is_part = own.target is operator.getitem and own.args[0] in found
+        if is_part or (_is_shape(own) and own.args[0] is node):
+            found[own] = None
+    return found
 
 
 def _plain(node: fx.Node) -> bool:

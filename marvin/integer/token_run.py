@@ -302,9 +302,14 @@ def alone(chain: TokenChain | Chain) -> fx.Graph:
     graph, copies = fx.Graph(), {}
     for i, node in enumerate(chain.inputs):
         copies[node] = graph.placeholder(f"x{i}")
-    inside = chain.replaced
+    needed, waiting = {*chain.inputs}, [*chain.outputs]
+    while waiting:
+        if (node := waiting.pop()) not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    inside = needed | {*chain.replaced}
     for node in chain.inputs[0].graph.nodes:
-        if node in inside:
+        if node in inside and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in chain.outputs))
     return graph

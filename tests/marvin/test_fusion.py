@@ -818,11 +818,11 @@ def test_what_others_count_in_objects_of_theirs_is_not_traced_again():
     model.trainer = Trainer(model)
     x, _ = batch(0)
     assert is_fused(model, x)
-    runs = vars(model)["forward"]._ready({"x": x})
+    runs = vars(model)["forward"]._ready({"x": x}, {})
     assert runs is not None
     model.trainer.steps += 1
     model.trainer.losses.append(0.5)
-    assert vars(model)["forward"]._ready({"x": x}) is runs
+    assert vars(model)["forward"]._ready({"x": x}, {}) is runs
 
 
 def test_models_of_many_modules_and_attributes_are_traced():
@@ -1965,7 +1965,7 @@ def test_chains_keep_what_batch_norm_alone_is():
     model, _ = make(model=before_convolutions())
     (chain,) = trace(model).chains
     assert [own.norm for own in chain.layers if not own.name] == ["0", "2", "4.bn1", "5.bn1", "6"]
-    runs = model.forward._modes[True].ready(batch(0)[0])
+    runs = model.forward._modes[True].ready({"x": batch(0)[0]})
     (run,) = (own for own in runs.children() if hasattr(own, "chain"))
     assert run._segment.layers[0] == Norm(INPUT, 3, 1e-5)
     model[0].eps = 0.5
@@ -1973,7 +1973,9 @@ def test_chains_keep_what_batch_norm_alone_is():
     y = model(x)
     torch.testing.assert_close(y, unfused(model)(x), rtol=0.05, atol=0.05)
     (run,) = (
-        own for own in model.forward._modes[True].ready(x).children() if hasattr(own, "chain")
+        own
+        for own in model.forward._modes[True].ready({"x": x}).children()
+        if hasattr(own, "chain")
     )
     assert run._segment.layers[0] == Norm(INPUT, 3, 0.5)
 

@@ -323,7 +323,13 @@ def test_arguments_that_nobody_gives_are_their_defaults(default):
         same(model(*args, **kwargs), y)
         assert operations(model(*args, **kwargs)) == [21]
     for args, kwargs in (((x, 7), {}), ((x,), {"last": 7})):
-        assert operations(model(*args, **kwargs)) == [20]  # of the blocks
+        twice = model(*args, **kwargs)
+        assert operations(twice) == [21]
+        same(twice, 2 * y)
+    for args, kwargs in (((x, [7]), {}), ((x,), {"last": [7]})):
+        twice = model(*args, **kwargs)
+        assert operations(twice) == [20]  # of the blocks
+        same(twice, 2 * y)
     with pytest.raises(TypeError, match="multiple values"):
         model(x, default, other=default)
     with pytest.raises(TypeError, match="unexpected keyword"):
@@ -426,22 +432,70 @@ def test_a_third_value_is_another_trace():
     y, other = model(x), twin(x)
     assert (y - other).abs().max() < 0.05 * y.abs().max()
     for one in (model, twin):
-        one.call = lambda own, a, b: own(a, b, 2.0)  # no tensor
-    assert not operations(model(x))
-    same(model(x), twin(x))
+        one.call = lambda own, a, b: own(a, b, [2.0])  # neither a tensor nor a plain value
+    with pytest.raises(TypeError):
+        model(x)
 
 
-def test_children_are_chains_where_an_argument_is_no_tensor():
+@pytest.mark.parametrize("kind", ["positional", "keyword"])
+def test_plain_values_are_other_traces(kind):
+    model, twin, _ = twins(Untraced())
+    x, _ = batch(0)
+    for scale in (2.0, 2, True, 0.5, None, 2.0, True):
+        for one in (model, twin):
+            one.call = lambda own, a, b, scale=scale: (
+                own(a, b, scale) if kind == "positional" else own(residual=b, scale=scale, hidden=a)
+            )
+        y, other = model(x), twin(x)
+        assert operations(y) == [3]
+        assert (y - other).abs().max() < 0.05 * y.abs().max()
+
+
+def test_true_and_1_are_other_traces():
+    class Own(Output):
+        def forward(self, hidden, residual, scale=None):
+            y = super().forward(hidden, residual)
+            return -y if scale is True else y
+
+    untraced = Untraced()
+    untraced.output = Own()
+    model, _, _ = twins(untraced)
+    x, _ = batch(0)
+    found = []
+    for scale in (1, True, 1.0, True):
+        model.call = lambda own, a, b, scale=scale: own(a, b, scale).detach()
+        found.append(model(x) - model.fc.bias)
+    for y in found[1:]:
+        assert (y - found[0]).abs().max() < 1e-6 or (y + found[0]).abs().max() < 0.05
+    assert [bool((y - found[0]).abs().max() < 1e-6) for y in found] == [True, False, True, False]
+
+
+def test_too_many_plain_values_run_layer_by_layer():
+    model, twin, _ = twins(Untraced())
+    x, _ = batch(0)
+    found = []
+    for n in range(1, 30):
+        for one in (model, twin):
+            one.call = lambda own, a, b, n=n: own(a, b, n)
+        y, other = model(x), twin(x)
+        found.append(operations(y))
+        assert (y - other).abs().max() < 0.05 * y.abs().max()
+        if not found[-1]:
+            same(y, other)
+    assert found == 16 * [[3]] + 13 * [[]]
+
+
+def test_children_are_chains_where_an_argument_is_no_plain_value():
     class Scaled(Net):
-        def forward(self, x, scale=1.0):
-            return super().forward(x) * scale
+        def forward(self, x, scale=(1.0,)):
+            return super().forward(x) * scale[0]
 
     model, twin, _ = twins(Scaled())
     x, _ = batch(0)
     assert operations(model(x)) == [21]
-    assert operations(model(x, 2.0)) == [20]  # the blocks, without the norm behind them
+    assert operations(model(x, (2.0,))) == [20]  # the blocks, without the norm behind them
     y = model(x)
-    assert (model(x, 2.0) - 2 * y).abs().max() < 0.1 * y.abs().max()
+    assert (model(x, (2.0,)) - 2 * y).abs().max() < 0.1 * y.abs().max()
     near(model, twin)
     revert(model)
     assert not any("forward" in vars(m) for m in model.modules())
@@ -449,10 +503,35 @@ def test_children_are_chains_where_an_argument_is_no_tensor():
 
 def test_what_takes_any_number_of_arguments_is_no_chain():
     class Any(Net):
-        def forward(self, x, *args, **kwargs):
+        def forward(self, x, *args):
             return super().forward(x)
 
     assert trace(Any()) == "it takes any number of arguments"
+
+
+def test_arguments_of_any_name_are_passed_on():
+    class Any(Net):
+        def forward(self, x, **others):
+            y = super().forward(x)
+            y = y * others["scale"] if "scale" in others else y
+            return y + others["more"] if others.get("more") is not None else y
+
+    model, _ = make(model=Any())
+    x, _ = batch(0)
+    y, more = model(x), torch.ones(4)
+    for others, wanted in (
+        ({"more": None}, y),
+        ({"scale": 2.0}, 2 * y),
+        ({"scale": torch.tensor([3.0])}, 3 * y),
+        ({"more": more, "scale": 2.0}, 2 * y + more),
+        ({"scale": 2.0, "more": more}, 2 * y + more),
+    ):
+        own = model(x, **others)
+        assert operations(own) == [21]
+        same(own, wanted)
+    own = model(x, scale=[2.0][0], nothing=object())
+    assert operations(own) == [20]
+    same(own, 2 * y)
 
 
 def test_heads_that_lie_otherwise_run_as_they_are():

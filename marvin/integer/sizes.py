@@ -1,0 +1,237 @@
+"""What is known of shapes while a model is traced, so that code may branch on them.
+
+Sizes of the arguments have names. Where code asks ``x.shape[1] > 1``, or takes ``x.shape[:-1]`` apart, an answer is
+assumed and noted: what was traced is of such calls alone.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+
+__all__ = ["Assumed", "Sizes"]
+
+_RANK = 3  # of arguments of which nothing is known: (samples, tokens, features)
+_SAME_MODULES = (
+    nn.LayerNorm, nn.Identity, nn.Dropout, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid,
+)  # fmt: skip
+_SAME = (
+    F.gelu, F.relu, F.silu, F.dropout, F.layer_norm, F.softmax, torch.relu, torch.tanh, torch.sigmoid, torch.softmax,
+    "contiguous", "float", "clone", "to", "relu", "tanh", "sigmoid", "softmax",
+)  # fmt: skip
+_SUMS = (
+    operator.add,
+    operator.iadd,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    torch.add,
+    torch.mul,
+)
+_Compare = Callable[[int, int], bool]
+_COMPARISONS: dict[_Compare, bool] = {  # what is assumed: sizes are large, and those that are asked for
+    operator.gt: True, operator.ge: True, operator.eq: True,
+    operator.lt: False, operator.le: False, operator.ne: False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Size:
+    """A size of an argument."""
+
+    name: str
+    dim: int
+
+
+_Known = int | _Size | None  # None: a size of which nothing is known
+_Shape = tuple[_Known, ...]
+_Answer = tuple[_Compare, int | _Size, int | _Size, bool]
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a trace takes for granted of its arguments.
+
+    Args:
+        ranks: Numbers of dimensions, by name.
+        answers: A comparison, what it compares, numbers or sizes, and what comes of it.
+    """
+
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    answers: tuple[_Answer, ...] = ()
+
+    def holds(self, given: Mapping[str, Tensor]) -> bool:
+        """Say whether arguments are so."""
+        if not all(given[name].dim() == rank for name, rank in self.ranks.items()):
+            return False
+
+        def number(own: int | _Size) -> int:
+            return own if isinstance(own, int) else given[own.name].shape[own.dim]
+
+        return all(compare(number(a), number(b)) is is_so for compare, a, b, is_so in self.answers)
+
+
+class Sizes:
+    """Sizes in a graph that is being traced, and what was assumed of them.
+
+    Args:
+        module: That is traced.
+        shapes: Of arguments, by name, where a call told them: they decide what is assumed.
+    """
+
+    def __init__(
+        self, module: nn.Module, shapes: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        self._module, self._shapes = module, shapes or {}
+        self._ranks: dict[str, int] = {}
+        self._answers: dict[fx.Node, _Answer] = {}
+        self._known: dict[fx.Node, _Shape | None] = {}
+
+    @property
+    def assumed(self) -> Assumed:
+        """All of it until now."""
+        return Assumed({**self._ranks}, tuple(self._answers.values()))
+
+    def length(self, node: fx.Node) -> int | None:
+        """Return how many sizes a value is; None where it is something else, or not known."""
+        found = self._value(node)
+        return len(found) if isinstance(found, tuple) else None
+
+    def truth(self, node: fx.Node) -> bool | None:
+        """Return what a comparison of sizes is assumed to be; None where it is something else, or not known."""
+        compare = next((own for own in _COMPARISONS if own is node.target), None)
+        if compare is None or len(node.args) != 2:
+            return None
+        a, b = (self._value(own) if isinstance(own, fx.Node) else own for own in node.args)
+        if not isinstance(a, int | _Size) or not isinstance(b, int | _Size):
+            return None
+        if a == b:
+            return compare(0, 0)
+        if isinstance(a, int) and isinstance(b, int):
+            return compare(a, b)
+        first, second = self._number(a), self._number(b)
+        answer = _COMPARISONS[compare]
+        if first is not None and second is not None:
+            answer = compare(first, second)
+        self._answers[node] = compare, a, b, answer
+        return answer
+
+    def put_in(self, graph: fx.Graph) -> None:
+        """Put answers in place of comparisons, and erase what a graph computes of sizes and nobody uses."""
+        for node in reversed([*graph.nodes]):
+            if node in self._answers:
+                answer = self._answers[node][-1]
+                for user in [*node.users]:
+                    args, kwargs = map_arg(
+                        (user.args, user.kwargs),
+                        lambda n, node=node, answer=answer: answer if n is node else n,
+                    )
+                    user.args, user.kwargs = args, kwargs
+            if not node.users and (node in self._answers or _is_size(node)):
+                graph.erase_node(node)
+
+    def _number(self, own: int | _Size) -> int | None:
+        if isinstance(own, int):
+            return own
+        shape = self._shapes.get(own.name)
+        return None if shape is None else shape[own.dim]
+
+    def _value(self, node: fx.Node) -> "_Known | _Shape":
+        """Return a size or a shape that a node has; None where it is something else, or not known."""
+        first = node.args[0] if node.args else None
+        if not isinstance(first, fx.Node):
+            return None
+        if node.target is operator.getitem:
+            own, key = self._value(first), node.args[1]
+            if not isinstance(own, tuple) or not isinstance(key, int | slice):
+                return None
+            return own[key] if isinstance(key, slice) or -len(own) <= key < len(own) else None
+        if not _is_size(node):
+            return None
+        asked = node.args[1] if node.target is getattr else node.target
+        shape = self._shape(first)
+        if shape is None or node.kwargs:
+            return None
+        if asked in ("ndim", "dim"):
+            return len(shape)
+        dims = node.args[1:] if asked == "size" else ()
+        if not dims:
+            return shape
+        dim = dims[0]
+        return shape[dim] if isinstance(dim, int) and -len(shape) <= dim < len(shape) else None
+
+    def _shape(self, node: object) -> _Shape | None:
+        """Return the shape of a tensor; None where nothing is known."""
+        if not isinstance(node, fx.Node):
+            return None
+        if node not in self._known:
+            self._known[node] = self._found(node)
+        return self._known[node]
+
+    def _found(self, node: fx.Node) -> _Shape | None:
+        if node.op == "placeholder":
+            name = str(node.target)
+            rank = self._ranks[name] = len(self._shapes.get(name, range(_RANK)))
+            return tuple(_Size(name, d) for d in range(rank))
+        first = self._shape(node.args[0]) if node.args else None
+        if first is None:
+            return None
+        if node.op == "call_module":
+            own = self._module.get_submodule(str(node.target))
+            if isinstance(own, nn.Linear):
+                return *first[:-1], own.out_features
+            return first if isinstance(own, _SAME_MODULES) else None
+        if node.target is F.scaled_dot_product_attention and len(node.args) >= 3:
+            last = self._shape(node.args[2])
+            return (*first[:-1], last[-1]) if last else None
+        if node.target in _SUMS and len(node.args) == 2:
+            other = node.args[1]
+            is_alike = isinstance(other, int | float) or self._shape(other) == first
+            return first if is_alike else None
+        if node.target in ("transpose", torch.transpose):
+            return _swapped(first, *node.args[1:])
+        if node.target in ("view", "reshape"):
+            return self._viewed(node.args[1:])
+        return first if node.target in _SAME else None
+
+    def _viewed(self, sizes: Sequence[object]) -> _Shape | None:
+        """Return the shape that arguments of ``view`` say."""
+        if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
+            sizes = [*sizes[0]]
+        elif len(sizes) == 1 and isinstance(sizes[0], fx.Node):
+            found = self._value(sizes[0])
+            return found if isinstance(found, tuple) else None
+        is_known = all(isinstance(own, int | fx.Node) for own in sizes)
+        return tuple(map(self._size, sizes)) if is_known else None
+
+    def _size(self, own: object) -> _Known:
+        if isinstance(own, int):
+            return own if own >= 0 else None
+        found = self._value(own) if isinstance(own, fx.Node) else None
+        return None if isinstance(found, tuple) else found
+
+
+def _swapped(shape: _Shape, *dims: object) -> _Shape | None:
+    found, places = (
+        [*shape],
+        [d for d in dims if isinstance(d, int) and -len(shape) <= d < len(shape)],
+    )
+    if len(dims) != 2 or len(places) != 2:
+        return None
+    a, b = places
+    found[a], found[b] = found[b], found[a]
+    return tuple(found)
+
+
+def _is_size(node: object) -> bool:
+    """Say whether a node asks for sizes."""
+    if not isinstance(node, fx.Node):
+        return False
+    if node.target is operator.getitem:
+        return _is_size(node.args[0])
+    is_asked = node.target is getattr and node.args[1] in ("shape", "ndim")
+    return is_asked or (node.op == "call_method" and node.target in ("size", "dim"))
