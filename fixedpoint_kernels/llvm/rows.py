@@ -208,11 +208,13 @@ def _relu(to: _To, x, count, y, mask):
         to.builder.store(bits, to.place(place, I16))
 
 
-def _relu_backward(to: _To, dy, count, mask, dx, adds):
+def _masked(to: _To, x, count, mask, y, adds, factor):
+    """Write, or add, numbers times a factor, and 0 where a bit of ``mask`` is 0."""
+    factors = to.splat(factor)
     with to.loop(count) as at:
         place = to.builder.add(mask, to.builder.lshr(at, I64(3)))
-        own = to.flags(to.one(place, I16)).where(to.load(to.at(dy, at, 4)), to.zero)
-        to.added(own, to.at(dx, at, 4), adds)
+        own = to.flags(to.one(place, I16)).where(to.load(to.at(x, at, 4)) * factors, to.zero)
+        to.added(own, to.at(y, at, 4), adds)
 
 
 def _add(to: _To, x, other, count, y):
@@ -342,7 +344,7 @@ normalize_backward = _made(
 gelu = _made("x count y kept", _gelu)
 gelu_backward = _made("dy count kept dx adds", _gelu_backward)
 relu = _made("x count y mask", _relu)
-relu_backward = _made("dy count mask dx adds", _relu_backward)
+masked = _made("x count mask y adds factor", _masked, 1)
 add = _made("x other count y", _add)
 pass_on = _made("dy count dx adds", _pass_on)
 add_rows = _made("x rows count out", _add_rows)

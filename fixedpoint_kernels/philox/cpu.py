@@ -3,9 +3,10 @@
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.core import cgutils
 
-from fixedpoint_kernels.llvm.vectors import F32, I32, Vector
+from fixedpoint_kernels.llvm.vectors import F32, I16, I32, Vector, intrinsic
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
@@ -63,3 +64,31 @@ def words(builder: Any, block: Any, seed: Any, stream: Any, blocks: int) -> Vect
     low = [word for i in range(0, n, 2) for word in (i, n + i)]
     pairs = [word for i in range(0, n, 2) for word in (i, i + 1, n + i, n + i + 1)]
     return w0.shuffled(w1, low).shuffled(w2.shuffled(w3, low), pairs)
+
+
+DRAWN = 256
+"""Bits that ``draw`` writes."""
+_PART = 32  # of them at a time
+
+
+@intrinsic
+def draw(_context, address, block, key, threshold):
+    """Write which of ``DRAWN`` numbers stay, a bit each: those whose 16 bits of noise are not below a threshold.
+
+    address: int64; block: number of the first, divided by 8, int64; key (seed, stream); threshold int64.
+    """
+    signature = types.void(address, block, key, threshold)
+
+    def codegen(context, builder, signature, args):
+        seed, stream = cgutils.unpack_tuple(builder, args[2])
+        halves = words(builder, args[1], seed, stream, DRAWN // 8).viewed(I16)
+        limit = Vector.splat(builder, builder.trunc(args[3], I16), _PART)
+        target = builder.inttoptr(args[0], I32.as_pointer())
+        for i in range(DRAWN // _PART):
+            part = halves.shuffled(halves, range(_PART * i, _PART * (i + 1)))
+            stays = builder.icmp_unsigned(">=", part.value, limit.value)
+            place = builder.gep(target, [I32(i)])
+            builder.store(builder.bitcast(stays, I32), place, align=1)
+        return context.get_dummy_value()
+
+    return signature, codegen

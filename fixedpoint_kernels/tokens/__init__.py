@@ -1,4 +1,4 @@
-"""Networks of linear layers, layer norms, GELU, attention and sums, run as a whole on integer codes.
+"""Networks of linear layers, layer norms, GELU, dropout, attention and sums, run as a whole on integer codes.
 
 segment = Segment(inputs, operations, outputs)                  # what there is
 program = Program(segment, samples, tokens, path, ...)          # for so many rows
@@ -9,10 +9,12 @@ A thread takes the tokens of a few samples through all operations while they are
 computes is ``reference``, in plain PyTorch: forward to the bit.
 """
 
+from fixedpoint_kernels.dropout import Odds
 from fixedpoint_kernels.products import paths
 from fixedpoint_kernels.tokens.graph import (
     Add,
     Attention,
+    Dropout,
     Gelu,
     Linear,
     Norm,
@@ -27,9 +29,11 @@ __all__ = [
     "PATHS",
     "Add",
     "Attention",
+    "Dropout",
     "Gelu",
     "Linear",
     "Norm",
+    "Odds",
     "Operation",
     "Parameters",
     "Part",

@@ -14,6 +14,7 @@ from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.llvm.views import floats
+from fixedpoint_kernels.philox.cpu import DRAWN, draw
 from fixedpoint_kernels.products import by_outputs, weight_jobs
 from fixedpoint_kernels.products.instructions import ByName, compiled
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
@@ -166,7 +167,22 @@ def _scores(a, line, turned, size, tokens, out):
 
 
 @inner
-def _attend(d, scale, own, places, first, samples, tokens):
+def _draw(d, start, count, out, spare):
+    """Write which of ``count`` numbers stay, a bit each, those from number ``start`` on; ``spare``: 64 bytes."""
+    at, end, key = start, start + count, (d[f.SEED], d[f.STREAM])
+    while at < end:
+        begin = at // DRAWN * DRAWN
+        last = min(begin + DRAWN, end)
+        if last - at == DRAWN:
+            draw(out, begin // 8, key, d[f.THRESHOLD])
+        else:
+            draw(spare, begin // 8, key, d[f.THRESHOLD])
+            tiles.copy(spare + (at - begin) // 8, out, (last - at) // 8)
+        out, at = out + (last - at) // 8, last
+
+
+@inner
+def _attend(d, scale, factor, own, places, first, samples, tokens):
     """Attend, 16 tokens at a time: their scores are columns."""
     size, heads, row0 = d[f.SIZE], d[f.HEADS], first * tokens
     q0, k0, v0 = _place(d, f.Q, own, row0), _place(d, f.K, own, row0), _place(d, f.V, own, row0)
@@ -174,6 +190,8 @@ def _attend(d, scale, own, places, first, samples, tokens):
     spare = own + places[f.HEAD]
     turned = spare + 512
     scores = turned + 64 * size
+    kept = scores + 192 * (tokens + 8)
+    tile, blocks = 16 * tokens, (tokens + 15) // 16
     y_line = 4 * heads * size
     for n in range(samples):
         row = n * tokens
@@ -187,6 +205,10 @@ def _attend(d, scale, own, places, first, samples, tokens):
                 _turned(q + i * d[f.Q_LINE], d[f.Q_LINE], count, size, turned)
                 _scores(k, d[f.K_LINE], turned, size, tokens, scores)
                 passes.softmax(scores, tokens, i, d[f.CAUSAL], scale)
+                if d[f.THRESHOLD]:
+                    at = ((first + n) * heads + head) * blocks + i // 16
+                    _draw(d, at * tile, tile, kept, spare)
+                    passes.masked(scores, tile, kept, scores, 0, factor)
                 _products(
                     scores, 4, 64, v, d[f.V_LINE], count, size, tokens, y + i * y_line, y_line, 0,
                     spare,
@@ -194,7 +216,7 @@ def _attend(d, scale, own, places, first, samples, tokens):
 
 
 @inner
-def _attend_backward(d, scale, own, places, first, samples, tokens):
+def _attend_backward(d, scale, factor, own, places, first, samples, tokens):
     size, heads, row0 = d[f.SIZE], d[f.HEADS], first * tokens
     q0, k0, v0 = _place(d, f.Q, own, row0), _place(d, f.K, own, row0), _place(d, f.V, own, row0)
     dq0, dk0 = _place(d, f.DQ, own, row0), _place(d, f.DK, own, row0)
@@ -203,6 +225,9 @@ def _attend_backward(d, scale, own, places, first, samples, tokens):
     turned = spare + 512
     scores = turned + 64 * size
     grads = scores + 64 * (tokens + 8)
+    weights = grads + 64 * (tokens + 8) if d[f.THRESHOLD] else scores
+    kept = scores + 192 * (tokens + 8)
+    tile, blocks = 16 * tokens, (tokens + 15) // 16
     g_line = 4 * heads * size
     q_line, k_line, v_line = d[f.Q_LINE], d[f.K_LINE], d[f.V_LINE]
     for n in range(samples):
@@ -218,12 +243,18 @@ def _attend_backward(d, scale, own, places, first, samples, tokens):
                 _turned(q, q_line, count, size, turned)
                 _scores(k, k_line, turned, size, tokens, scores)
                 passes.softmax(scores, tokens, i, d[f.CAUSAL], scale)
+                if d[f.THRESHOLD]:
+                    at = ((first + n) * heads + head) * blocks + i // 16
+                    _draw(d, at * tile, tile, kept, spare)
+                    passes.masked(scores, tile, kept, weights, 0, factor)
                 more = 1 if i else d[f.DV_ADDS]
                 _products(
-                    scores, 64, 4, g, g_line, tokens, size, count, dv0 + of_v, v_line, more, spare
+                    weights, 64, 4, g, g_line, tokens, size, count, dv0 + of_v, v_line, more, spare
                 )
                 _turned(g, g_line, count, size, turned)
                 _scores(v, v_line, turned, size, tokens, grads)
+                if d[f.THRESHOLD]:
+                    passes.masked(grads, tile, kept, grads, 0, factor)
                 passes.softmax_backward(scores, grads, tokens, scale)
                 place = dq0 + of_q + i * q_line
                 _products(
@@ -252,10 +283,10 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
     kind, width, rows, row = d[f.KIND], d[f.WIDTH], samples * tokens, first * tokens
     count = rows * width
     if kind == f.ATTENTION:
-        _attend(d, r[0], own, places, first, samples, tokens)
+        _attend(d, r[0], r[1], own, places, first, samples, tokens)
         return
     if kind == f.ATTENTION_BACKWARD:
-        _attend_backward(d, r[0], own, places, first, samples, tokens)
+        _attend_backward(d, r[0], r[1], own, places, first, samples, tokens)
         return
     x, y = _place(d, f.X, own, row), _place(d, f.Y, own, row)
     sums = own + places[f.WORK]
@@ -312,7 +343,13 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
     elif kind == f.RELU:
         passes.relu(x, count, y, d[f.KEPT] + row * width // 8)
     elif kind == f.RELU_BACKWARD:
-        passes.relu_backward(x, count, d[f.KEPT] + row * width // 8, y, d[f.ADDS])
+        passes.masked(x, count, d[f.KEPT] + row * width // 8, y, d[f.ADDS], np.float32(1))
+    elif kind == f.DROPOUT:
+        mask = d[f.KEPT] + row * width // 8
+        _draw(d, row * width, count, mask, own + places[f.HEAD])
+        passes.masked(x, count, mask, y, 0, r[0])
+    elif kind == f.DROPOUT_BACKWARD:
+        passes.masked(x, count, d[f.KEPT] + row * width // 8, y, d[f.ADDS], r[0])
     elif kind == f.ADD:
         passes.add(x, _place(d, f.OTHER, own, row), count, y)
     elif kind == f.PASS_ON:

@@ -102,9 +102,6 @@ def backward(
         width = program.widths[i]
         dxs.append(torch.empty(*held[0].shape[:-1], width) if needed else None)
         given["dx", i] = dxs[-1].data_ptr() if needed else 0  # pyright: ignore[reportOptionalMemberAccess]
-    for i, own in enumerate(parameters):
-        given |= {("seed", i): own.noise[0], ("stream", i): own.noise[1]}
-        given["second stream", i] = own.second_stream
     work = work_memory(program.work_bytes)
     with program.memory.lock:
         if program.move(parameters):  # another call had other formats by channel
@@ -177,6 +174,8 @@ def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str
         first, second = own.first, own.second
         found["first", i] = program.ones if first is None else first.data_ptr()
         found["second", i] = program.zeros if second is None else second.data_ptr()
+        found |= {("seed", i): own.noise[0], ("stream", i): own.noise[1]}
+        found["second stream", i] = own.second_stream
     return found
 
 

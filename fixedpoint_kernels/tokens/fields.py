@@ -7,8 +7,8 @@ which holds the rows of one chunk.
 # kinds of operations
 (
     LINEAR, LINEAR_BACKWARD, NORM, NORM_BACKWARD, GELU, GELU_BACKWARD, RELU, RELU_BACKWARD,
-    ADD, PASS_ON, BLANK, ATTENTION, ATTENTION_BACKWARD,
-) = range(13)  # fmt: skip
+    ADD, PASS_ON, BLANK, ATTENTION, ATTENTION_BACKWARD, DROPOUT, DROPOUT_BACKWARD,
+) = range(15)  # fmt: skip
 
 (
     KIND, WIDTH, X, X_ROW, OTHER, OTHER_ROW, Y, Y_ROW,
@@ -27,8 +27,10 @@ which holds the rows of one chunk.
     OUT, LSB, LIES,
     # what tiles must know of codes, see ``tiles.kind_of_bytes``
     BYTES,
-) = range(65)  # fmt: skip
-COUNT = 65
+    # below which 16 random bits make a 0; 0: no dropout
+    THRESHOLD,
+) = range(66)  # fmt: skip
+COUNT = 66
 
 # parts of a thread's memory
 WORK, ROUNDED, POWERS, HEAD, LOCAL = range(5)

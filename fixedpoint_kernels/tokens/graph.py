@@ -8,9 +8,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from fixedpoint_kernels.dropout import Odds
 from fixedpoint_kernels.formats import FixedPoint
 
-__all__ = ["Add", "Attention", "Gelu", "Linear", "Norm", "Operation", "Part", "Relu", "Segment"]
+__all__ = [
+    "Add",
+    "Attention",
+    "Dropout",
+    "Gelu",
+    "Linear",
+    "Norm",
+    "Operation",
+    "Part",
+    "Relu",
+    "Segment",
+]
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,24 @@ class Relu:
 
 
 @dataclass(frozen=True)
+class Dropout:
+    """A number times a factor, or 0, by chance; each call gives the seed.
+
+    Args:
+        source: Number of the value that it takes.
+        odds: Of 0.
+    """
+
+    source: int
+    odds: Odds
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Numbers of the values that it takes."""
+        return (self.source,)
+
+
+@dataclass(frozen=True)
 class Add:
     """The sum of two values."""
 
@@ -123,6 +153,7 @@ class Attention:
         size: Features of a head, a multiple of 16.
         scale: By which products of queries and keys are multiplied.
         causal: Whether a token sees itself and those before it only.
+        odds: Of 0, of what tokens are weighted with; None: no dropout.
     """
 
     queries: Part
@@ -132,6 +163,7 @@ class Attention:
     size: int
     scale: float
     causal: bool = False
+    odds: Odds | None = None
 
     @property
     def parts(self) -> tuple[Part, Part, Part]:
@@ -144,7 +176,7 @@ class Attention:
         return tuple(dict.fromkeys(part.value for part in self.parts))
 
 
-Operation = Linear | Norm | Gelu | Relu | Add | Attention
+Operation = Linear | Norm | Gelu | Relu | Dropout | Add | Attention
 
 
 @dataclass(frozen=True)

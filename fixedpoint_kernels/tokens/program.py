@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fixedpoint_kernels.dropout import Odds
 from fixedpoint_kernels.fused import fields as w
 from fixedpoint_kernels.fused.memory import Memory, bytes_of
 from fixedpoint_kernels.fused.operations import Cells
@@ -27,6 +28,7 @@ from fixedpoint_kernels.tokens import fields as f
 from fixedpoint_kernels.tokens.graph import (
     Add,
     Attention,
+    Dropout,
     Gelu,
     Linear,
     Norm,
@@ -281,7 +283,10 @@ class Program:
     def _make_scratch(self, *directions: _Rows) -> None:
         rows, most = self.chunk * self.tokens, max(self.widths)
         heads = [op.size for op in self.segment.operations if isinstance(op, Attention)]
-        head = max([512 + 64 * size + 128 * (self.tokens + 8) for size in heads] or [0])
+        lines = (
+            192 * (self.tokens + 8) + 2 * self.tokens
+        )  # scores, their gradients and what is left of them; bits
+        head = max([512 + 64 * size + lines for size in heads] or [0])
         local = max(direction.place(rows) for direction in directions)
         sizes = (
             (rows + _SPARE_ROWS) * 128,
@@ -326,7 +331,7 @@ class Program:
             for name, part in zip("QKV", op.parts, strict=True):
                 more |= self._part(name, where[part.value], part)
             more |= {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal}
-            rows.add(f.ATTENTION, more, op.scale)
+            rows.add(f.ATTENTION, more | self._chance(i, op.odds), op.scale, _factor(op.odds))
             return
         more |= self._operand("X", where[op.source], op.source)
         if isinstance(op, Linear):
@@ -349,9 +354,19 @@ class Program:
             rows.add(f.NORM, more, self.widths[v], op.eps)
         elif isinstance(op, Add):
             rows.add(f.ADD, more | self._operand("OTHER", where[op.other], op.other))
+        elif isinstance(op, Dropout):
+            more |= self._chance(i, op.odds) | {"KEPT": self.extra[i]}
+            rows.add(f.DROPOUT, more, op.odds.factor)
         else:
             kind = f.GELU if isinstance(op, Gelu) else f.RELU
             rows.add(kind, more | {"KEPT": self.extra[i]})
+
+    def _chance(self, i: int, odds: Odds | None) -> dict[str, _Number]:
+        """Return what decides which numbers become 0."""
+        if odds is None:
+            return {}
+        noise: dict[str, _Number] = {"SEED": _Given("seed", i), "STREAM": _Given("stream", i)}
+        return noise | {"THRESHOLD": odds.threshold}
 
     def _is_flipped(self, op: Linear) -> bool:
         return bool(self._flips and op.inputs.signed)
@@ -400,7 +415,7 @@ class Program:
         v = self._count + i
         more = self._operand("X", self._back[v], v) | {"WIDTH": self.widths[v]}
         if isinstance(op, Attention):
-            self._undo_attention(rows, op, more)
+            self._undo_attention(rows, i, op, more)
         elif isinstance(op, Linear):
             self._undo_linear(rows, i, op, more)
         elif isinstance(op, Norm):
@@ -417,7 +432,10 @@ class Program:
         elif self._needs_gradient(op.source):
             kind = f.GELU_BACKWARD if isinstance(op, Gelu) else f.RELU_BACKWARD
             more |= self._contribute(rows, op.source, "Y") | {"KEPT": self.extra[i]}
-            rows.add(kind, more)
+            if isinstance(op, Dropout):
+                rows.add(f.DROPOUT_BACKWARD, more, op.odds.factor)
+            else:
+                rows.add(kind, more)
 
     def _undo_linear(self, rows: _Rows, i: int, op: Linear, more: dict[str, _Number]) -> None:
         if self._needs_gradient(op.source):
@@ -439,7 +457,7 @@ class Program:
         }
         rows.add(f.LINEAR_BACKWARD, more)
 
-    def _undo_attention(self, rows: _Rows, op: Attention, more: dict[str, _Number]) -> None:
+    def _undo_attention(self, rows: _Rows, i: int, op: Attention, more: dict[str, _Number]) -> None:
         for v in op.sources:
             own = [part for part in op.parts if part.value == v]
             covered = np.zeros(self.widths[v], np.int64)
@@ -456,7 +474,8 @@ class Program:
             more |= self._contribute(rows, part.value, f"D{name}", adds[name])
             more[adds[name]] = part.value in touched  # three parts of one value are apart
         more |= {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal}
-        rows.add(f.ATTENTION_BACKWARD, more, op.scale)
+        more |= self._chance(i, op.odds)
+        rows.add(f.ATTENTION_BACKWARD, more, op.scale, _factor(op.odds))
 
     # ------------------------------------------------------------------ rows of numbers
 
@@ -559,3 +578,7 @@ class Program:
         own = weight_jobs.describe_weights(cut, part, *rest)
         own.row[jobs.FLIPPED] *= 2  # forward left them so
         return own
+
+
+def _factor(odds: Odds | None) -> float:
+    return 1.0 if odds is None else odds.factor

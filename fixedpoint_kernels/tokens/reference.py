@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from fixedpoint_kernels import functions, products
+from fixedpoint_kernels.dropout import Odds, keeps
 from fixedpoint_kernels.products.reference import powers_of_two
 from fixedpoint_kernels.rounding import encode, quantize_with_mask
 from fixedpoint_kernels.tokens.graph import (
     Add,
     Attention,
+    Dropout,
     Gelu,
     Linear,
     Norm,
@@ -39,7 +41,7 @@ class Parameters:
     Args:
         first: Weight of a linear layer, values of its format; scale of a norm. None: none.
         second: Bias of a linear layer; shift of a norm. None: none.
-        noise: Seed and stream of the gradient's rounding in a linear layer.
+        noise: Seed and stream of the gradient's rounding in a linear layer; of what dropout makes 0.
         shifts: How many fractional bits more each output has, of a linear layer ``by_channel``.
         second_stream: Of another rounding of its gradient, for the product with such a weight.
     """
@@ -82,8 +84,11 @@ def _forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     if isinstance(op, Attention):
         q, k, v = (_heads(values[part.value], part, op) for part in op.parts)
-        y = attend(_scores(q, k, op), v)
-        return y.transpose(1, 2).flatten(2), ()
+        scores = _scores(q, k, op)
+        if op.odds is None:
+            return attend(scores, v).transpose(1, 2).flatten(2), ()
+        kept = _kept_scores(scores, op.odds, own)
+        return attend(_dropped(scores, kept, op.odds), v).transpose(1, 2).flatten(2), (kept,)
     x = values[op.source]
     if isinstance(op, Linear):
         assert own.first is not None
@@ -103,7 +108,22 @@ def _forward(
         return x * functions.normal(x), (x.bfloat16().float(),)
     if isinstance(op, Relu):
         return torch.where(x <= 0, 0.0, x), ()
+    if isinstance(op, Dropout):
+        kept = keeps(x.numel(), op.odds, *own.noise).view(x.shape)
+        return _dropped(x, kept, op.odds), (kept,)
     return x + values[op.other], ()
+
+
+def _dropped(x: Tensor, kept: Tensor, odds: Odds) -> Tensor:
+    return torch.where(kept, x * torch.tensor(odds.factor, dtype=torch.float32), 0.0)
+
+
+def _kept_scores(scores: Tensor, odds: Odds, own: Parameters) -> Tensor:
+    """Return which scores stay: noise lies by sample, head, 16 tokens that look, token that is seen, and each of the 16."""
+    samples, heads, tokens, _ = scores.shape
+    shape = samples, heads, -(tokens // -16), tokens, 16
+    found = keeps(torch.Size(shape).numel(), odds, *own.noise).view(shape)
+    return found.transpose(3, 4).flatten(2, 3)[:, :, :tokens]
 
 
 def _shifts(own: Parameters, op: Linear) -> Tensor:
@@ -201,9 +221,11 @@ def _backward(
         return [(op.source, g * (functions.normal(z) + z * density))], (None, None)
     if isinstance(op, Relu):
         return [(op.source, torch.where(kept.values[op.source] > 0, g, 0.0))], (None, None)
+    if isinstance(op, Dropout):
+        return [(op.source, _dropped(g, made[0], op.odds))], (None, None)
     if isinstance(op, Add):
         return [(op.source, g), (op.other, g)], (None, None)
-    return _attention_backward(op, kept, g), (None, None)
+    return _attention_backward(op, kept, made, g), (None, None)
 
 
 def _linear_backward(
@@ -226,13 +248,17 @@ def _linear_backward(
     return [(op.source, back)], (of_weight, g.sum((0, 1)))
 
 
-def _attention_backward(op: Attention, kept: Kept, g: Tensor) -> list[tuple[int, Tensor]]:
+def _attention_backward(
+    op: Attention, kept: Kept, made: tuple[Tensor, ...], g: Tensor
+) -> list[tuple[int, Tensor]]:
     q, k, v = (_heads(kept.values[part.value], part, op) for part in op.parts)
     scores = _scores(q, k, op)
     g = g.unflatten(-1, (op.heads, op.size)).transpose(1, 2)
-    of_scores = g @ v.mT
+    of_scores, weights = g @ v.mT, scores
+    if op.odds is not None:
+        of_scores, weights = (_dropped(x, made[0], op.odds) for x in (of_scores, scores))
     of_products = scores * (of_scores - (scores * of_scores).sum(-1, keepdim=True)) * op.scale
-    ways = of_products @ k, of_products.mT @ q, scores.mT @ g
+    ways = of_products @ k, of_products.mT @ q, weights.mT @ g
     found: dict[int, Tensor] = {}
     for part, way in zip(op.parts, ways, strict=True):
         own = found.setdefault(part.value, torch.zeros_like(kept.values[part.value]))

@@ -9,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fixedpoint_kernels import FixedPoint, decode, encode, functions, tokens
+from fixedpoint_kernels.dropout import Odds, keeps
+from fixedpoint_kernels.philox import Key, words
 from fixedpoint_kernels.products import jobs, paths
 from fixedpoint_kernels.tokens import (
     Add,
     Attention,
+    Dropout,
     Gelu,
     Linear,
     Norm,
@@ -51,6 +54,29 @@ def block(width=32, heads=2, *, causal=False, signed=SIGNED, unsigned=UNSIGNED, 
         Add(9, 5),
     )
     return Segment((width,), operations, (10,))
+
+
+def dropping(width=32, heads=2, p=0.1, of_attention=0.3, causal=False):
+    """A post-norm block as models for text have it: with dropout of weights of attention, and of values."""
+    size = width // heads
+    parts = (Part(1, i * width, size) for i in range(3))
+    odds = Odds(of_attention) if of_attention else None
+    operations = (
+        Linear(0, SIGNED, WEIGHT, (3 * width, width)),
+        Attention(*parts, heads, size, size**-0.5, causal, odds),
+        Linear(2, SIGNED, WEIGHT, (width, width)),
+        Dropout(3, Odds(p)),
+        Add(0, 4),
+        Norm(5),
+        Linear(6, SIGNED, WEIGHT, (2 * width, width)),
+        Gelu(7),
+        Dropout(8, Odds(p)),
+        Linear(9, SIGNED, WEIGHT, (width, 2 * width)),
+        Dropout(10, Odds(p)),
+        Add(11, 6),
+        Norm(12),
+    )
+    return Segment((width,), operations, (13,))
 
 
 def separate():
@@ -95,6 +121,12 @@ SEGMENTS = {
     "linear": Segment((64,), (Linear(0, UNSIGNED, WEIGHT, (96, 64)),), (1,)),
     "by channel": by_channel(block()),
     "by channel two inputs": by_channel(two_inputs()),
+    "dropout": dropping(),
+    "dropout causal": dropping(48, 3, 0.5, 0.9, causal=True),
+    "dropout of values": dropping(of_attention=0.0),
+    "dropout first": Segment(
+        (16, 16), (Dropout(0, Odds(0.25)), Dropout(1, Odds(0.5)), Add(2, 3), Relu(4)), (3, 5)
+    ),
 }
 
 
@@ -114,7 +146,7 @@ def parameters(segment, seed=0):
             scale = 1 + 0.1 * torch.randn(width, generator=generator)
             found.append(Parameters(scale, shift) if n != 5 else Parameters())
         else:
-            found.append(Parameters())
+            found.append(Parameters(noise=(seed + 2**40, n + 2**35)))
     return found
 
 
@@ -169,12 +201,12 @@ def test_kernels_equal_their_reference(name, samples, tokens):
 
 
 @pytest.mark.parametrize("path", HERE[1:])
-@pytest.mark.parametrize("name", ["block", "seven bits", "few bits", "by channel"])
+@pytest.mark.parametrize("name", ["block", "seven bits", "few bits", "by channel", "dropout"])
 def test_other_paths_have_the_same_bits(name, path):
     check(SEGMENTS[name], program(SEGMENTS[name], 3, 12, path))
 
 
-@pytest.mark.parametrize("name", ["block", "by channel"])
+@pytest.mark.parametrize("name", ["block", "by channel", "dropout"])
 def test_threads_have_the_same_bits(name):
     own = SEGMENTS[name]
     found = [check(own, program(own, 40, 9, threads=threads), seed=3) for threads in (1, 2)]
@@ -343,6 +375,32 @@ class Round(torch.autograd.Function):
         return torch.where(ctx.inside, grad, 0.0), None
 
 
+def parts_of(values, op):
+    """Return queries, keys and values, (samples, heads, tokens, size)."""
+    return [
+        torch.stack(
+            [values[p.value][..., p.start + p.step * h :][..., : op.size] for h in range(op.heads)],
+            1,
+        )
+        for p in op.parts
+    ]
+
+
+def dropped_by_hand(weights, op, mine):
+    """Drop weights of attention, one number at a time."""
+    samples, heads, tokens, _ = weights.shape
+    blocks = -(tokens // -16)
+    stays = keeps(samples * heads * blocks * tokens * 16, op.odds, *mine.noise).tolist()
+    found = torch.zeros_like(weights)
+    for n in range(samples):
+        for head in range(heads):
+            for i in range(tokens):
+                tile = ((n * heads + head) * blocks + i // 16) * tokens * 16
+                for j in range(tokens):
+                    found[n, head, i, j] = stays[tile + 16 * j + i % 16]
+    return weights * found * op.odds.factor
+
+
 def in_float64(segment, xs, own):
     values = [x.double().requires_grad_() for x in xs]
     xs, leaves = list(values), []
@@ -362,17 +420,17 @@ def in_float64(segment, xs, own):
             y = F.gelu(values[op.source])
         elif isinstance(op, Add):
             y = values[op.source] + values[op.other]
+        elif isinstance(op, Dropout):
+            x = values[op.source]
+            y = x * keeps(x.numel(), op.odds, *mine.noise).view(x.shape) * op.odds.factor
+        elif op.odds is not None:
+            q, k, v = parts_of(values, op)
+            weights = q @ k.mT * op.scale
+            weights = weights.softmax(-1)
+            y = dropped_by_hand(weights, op, mine) @ v
+            y = y.transpose(1, 2).flatten(2)
         else:
-            heads = [
-                torch.stack(
-                    [
-                        values[p.value][..., p.start + p.step * h :][..., : op.size]
-                        for h in range(op.heads)
-                    ],
-                    1,
-                )
-                for p in op.parts
-            ]
+            heads = parts_of(values, op)
             y = F.scaled_dot_product_attention(*heads, is_causal=op.causal, scale=op.scale)
             y = y.transpose(1, 2).flatten(2)
         values.append(y)
@@ -381,8 +439,8 @@ def in_float64(segment, xs, own):
 
 @pytest.mark.parametrize(
     "segment",
-    [block(), block(causal=True), by_channel(block())],
-    ids=["block", "causal", "by channel"],
+    [block(), block(causal=True), by_channel(block()), dropping()],
+    ids=["block", "causal", "by channel", "dropout"],
 )
 def test_the_reference_is_near_autograd_in_float64(segment):
     """Rounding to formats as fine as 8 bits allow, and a mean over the noise of gradients."""
@@ -405,7 +463,11 @@ def test_the_reference_is_near_autograd_in_float64(segment):
     wanted.backward(grad.double())
     draws, total, of_weights = 64, 0, [0] * len(own)
     for i in range(draws):
-        noisy = [replace(mine, noise=(i + 1, mine.noise[1])) for mine in own]
+        is_linear = [isinstance(op, Linear) for op in segment.operations]  # dropout stays as it was
+        noisy = [
+            replace(mine, noise=(i + 1, mine.noise[1])) if is_one else mine
+            for mine, is_one in zip(own, is_linear, strict=True)
+        ]
         (dx,), found = reference.backward(segment, kept, noisy, [grad])
         total = total + dx / draws
         for n, (first, _) in enumerate(found):
@@ -414,6 +476,49 @@ def test_the_reference_is_near_autograd_in_float64(segment):
     for n, (first, _) in enumerate(parameters64):
         if first is not None:
             close(of_weights[n].double(), first.grad, 3e-2)
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.999, 1 - 1e-9])
+def test_what_dropout_makes_0(p):
+    odds = Odds(p)
+    assert 0 < odds.threshold < 2**16
+    assert abs(odds.threshold / 2**16 - p) <= 2**-16
+    assert odds.factor * (1 - odds.threshold / 2**16) == 1
+    stays = keeps(2**20, odds, 5, 6)
+    share = 1 - stays.double().mean().item()
+    expected = odds.threshold / 2**16
+    assert abs(share - expected) < 5 * (expected * (1 - expected) / 2**20) ** 0.5
+    halves = stays.view(-1, 2)  # of one word: they know nothing of each other
+    both = (~halves).all(1).double().mean().item()
+    assert abs(both - expected**2) < 5 * (expected**2 * (1 - expected**2) / 2**19) ** 0.5 + 1e-12
+    assert torch.equal(keeps(1001, odds, 5, 6), stays[:1001])
+    assert p < 1e-3 or not torch.equal(keeps(2**20, odds, 5, 7), stays)
+
+
+def test_words_of_noise_decide_what_dropout_makes_0():
+    """As ``fixedpoint_kernels.philox`` says it: low half first."""
+    word = words(3, Key(11, 2**40 + 1)).tolist()
+    odds = Odds(0.5)
+    wanted = [half >= 2**15 for w in word for half in (w % 2**16, w // 2**16)]
+    assert keeps(6, odds, 11, 2**40 + 1).tolist() == wanted
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize(
+    ("samples", "tokens", "width"), [(5, 3, 16), (3, 77, 48), (1, 1, 16), (9, 64, 64)]
+)
+def test_dropout_has_the_bits_of_its_definition(path, samples, tokens, width):
+    """Wherever a sample begins among the words of noise; and nothing is written behind."""
+    segment = Segment((width,), (Dropout(0, Odds(0.3)),), (1,))
+    made = program(segment, samples, tokens, path, threads=min(2, samples))
+    xs, own = inputs(segment, samples, tokens), [Parameters(noise=(3, 2**33))]
+    (y,), memory = execute.forward(made, xs, own)
+    stays = keeps(y.numel(), Odds(0.3), 3, 2**33).view(y.shape)
+    factor = torch.tensor(Odds(0.3).factor)
+    assert torch.equal(y, torch.where(stays, xs[0] * factor, 0.0))
+    grad = torch.randn(y.shape)
+    (dx,), _ = execute.backward(made, memory, own, [grad])
+    assert torch.equal(dx, torch.where(stays, grad * factor, 0.0))
 
 
 def test_functions_are_near_those_of_float64():
