@@ -168,17 +168,20 @@ def _scores(a, line, turned, size, tokens, out):
 
 @inner
 def _draw(d, start, count, out, spare):
-    """Write which of ``count`` numbers stay, a bit each, those from number ``start`` on; ``spare``: 64 bytes."""
+    """Write which of ``count`` numbers stay, a bit each, those from number ``start`` on; ``spare``: 32 bytes.
+
+    Up to 30 bytes behind are written too: of the numbers that follow.
+    """
     at, end, key = start, start + count, (d[f.SEED], d[f.STREAM])
-    while at < end:
-        begin = at // DRAWN * DRAWN
+    begin = at // DRAWN * DRAWN
+    if at != begin:
         last = min(begin + DRAWN, end)
-        if last - at == DRAWN:
-            draw(out, begin // 8, key, d[f.THRESHOLD])
-        else:
-            draw(spare, begin // 8, key, d[f.THRESHOLD])
-            tiles.copy(spare + (at - begin) // 8, out, (last - at) // 8)
+        draw(spare, begin // 8, key, d[f.THRESHOLD])
+        tiles.copy(spare + (at - begin) // 8, out, (last - at) // 8)
         out, at = out + (last - at) // 8, last
+    while at < end:
+        draw(out, at // 8, key, d[f.THRESHOLD])
+        out, at = out + DRAWN // 8, at + DRAWN
 
 
 @inner

@@ -214,6 +214,12 @@ class Segment:
     def _hash(self) -> int:
         return hash((self.inputs, self.operations, self.outputs))
 
+    @cached_property
+    def has_dropout(self) -> bool:
+        """Whether an operation makes numbers 0 by chance."""
+        own = (op for op in self.operations if isinstance(op, Dropout | Attention))
+        return any(op.odds is not None for op in own)
+
     def widths(self) -> list[int]:
         """Return how many features each value has.
 

@@ -31,6 +31,13 @@ class LinearCall(NamedTuple):
     shifts: tuple[int, ...]
 
 
+class _Drawn(NamedTuple):
+    """Chance in one call of a segment: of each linear layer, and the seed of what dropout makes 0."""
+
+    calls: list[LinearCall]
+    seed: int
+
+
 class Run(Protocol):
     """Whoever runs a segment.
 
@@ -97,16 +104,22 @@ def run_tokens(
         xs: What comes in.
         parameters: Weight or scale, and bias or shift, of each operation.
     """
+    drawn = _Drawn(calls, _seed_of(segment))
     tensors = *xs, *parameters
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):
-        return tuple(_forward(run, segment, calls, xs, parameters, ())[2])
-    return _Tokens.apply(run, segment, calls, *xs, *parameters)  # pyright: ignore[reportReturnType]
+        return tuple(_forward(run, segment, drawn, xs, parameters, ())[2])
+    return _Tokens.apply(run, segment, drawn, *xs, *parameters)  # pyright: ignore[reportReturnType]
+
+
+def _seed_of(segment: Segment) -> int:
+    """Return a seed of torch's generator for what dropout makes 0; 0 where there is none: then nothing is drawn."""
+    return int(torch.randint(2**62, ())) if segment.has_dropout else 0
 
 
 def _forward(
     run: Run,
     segment: Segment,
-    calls: list[LinearCall],
+    drawn: _Drawn,
     xs: Sequence[Tensor],
     parameters: Sequence[Tensor | None],
     needed: Sequence[bool],
@@ -117,7 +130,7 @@ def _forward(
     count = len(xs)
     program = run.program(segment, xs[0], needed[:count], needed[count::2])
     counts: list[tuple[int, int]] = []
-    own = _parameters_of(segment, parameters, calls)
+    own = _parameters_of(segment, parameters, drawn)
     outputs, kept = execute.forward(program, xs, own, counts, run.stamp)
     run.note(segment, xs, counts)
     return program, kept, outputs
@@ -131,15 +144,15 @@ class _Tokens(torch.autograd.Function):
         ctx: Any,
         run: Run,
         segment: Segment,
-        calls: list[LinearCall],
+        drawn: _Drawn,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         count = len(segment.inputs)
         xs = [x for x in tensors[:count] if x is not None]
         rest = tensors[count:], ctx.needs_input_grad[3:]
-        program, kept, outputs = _forward(run, segment, calls, xs, *rest)
+        program, kept, outputs = _forward(run, segment, drawn, xs, *rest)
         ctx.save_for_backward(kept, *tensors[count:])
-        ctx.program, ctx.calls = program, calls
+        ctx.program, ctx.drawn = program, drawn
         return tuple(outputs)
 
     @staticmethod
@@ -150,7 +163,7 @@ class _Tokens(torch.autograd.Function):
         from fixedpoint_kernels.tokens import execute
 
         kept, *parameters = ctx.saved_tensors
-        own = _parameters_of(ctx.program.segment, parameters, ctx.calls)
+        own = _parameters_of(ctx.program.segment, parameters, ctx.drawn)
         dxs, found = execute.backward(ctx.program, kept, own, grads)
         back = [None, None, None, *dxs, *(way for pair in found for way in pair)]
         pairs = zip(back, ctx.needs_input_grad, strict=True)
@@ -158,14 +171,13 @@ class _Tokens(torch.autograd.Function):
 
 
 def _parameters_of(
-    segment: Segment, tensors: Sequence[Tensor | None], calls: list[LinearCall]
+    segment: Segment, tensors: Sequence[Tensor | None], drawn: _Drawn
 ) -> list[Parameters]:
-    """Return what each operation takes: a linear layer also what it has in this call."""
-    found, own = [], iter(calls)
-    for operation, first, second in zip(
-        segment.operations, tensors[::2], tensors[1::2], strict=True
-    ):
-        found.append(Parameters(first, second))
+    """Return what each operation takes: a linear layer also what it has in this call; dropout a stream of the seed."""
+    found, own = [], iter(drawn.calls)
+    triples = zip(segment.operations, tensors[::2], tensors[1::2], strict=True)
+    for stream, (operation, first, second) in enumerate(triples):
+        found.append(Parameters(first, second, (drawn.seed, stream)))
         if isinstance(operation, tokens.Linear):
             (seed, stream, other), shifts = next(own)
             found[-1] = Parameters(first, second, (seed, stream), shifts, other)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.node import Argument, map_arg
 
-from fixedpoint_kernels.tokens import Part
+from fixedpoint_kernels.tokens import Odds, Part
 from marvin.integer.layers import IntegerLinear
 
 __all__ = ["Heads", "Member", "TokenChain", "find"]
@@ -45,6 +45,7 @@ class Heads:
         after: Nodes between the call and the value, so too.
         causal: Whether a token sees those before it only.
         scale: By which products are multiplied, or None.
+        odds: Of dropout, or None.
     """
 
     call: fx.Node
@@ -53,6 +54,7 @@ class Heads:
     after: tuple[fx.Node, ...]
     causal: bool
     scale: float | None
+    odds: Odds | None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -150,10 +152,11 @@ class Member:
 
     Args:
         node: That has the value.
-        kind: ``"linear"``, ``"norm"``, ``"gelu"``, ``"relu"``, ``"add"`` or ``"attention"``.
+        kind: ``"linear"``, ``"norm"``, ``"gelu"``, ``"relu"``, ``"dropout"``, ``"add"`` or ``"attention"``.
         sources: Nodes of the values that it takes.
         module: Name, where it is one.
         heads: Of attention.
+        odds: Of dropout.
     """
 
     node: fx.Node
@@ -161,6 +164,7 @@ class Member:
     sources: tuple[fx.Node, ...]
     module: str = ""
     heads: Heads | None = None
+    odds: Odds | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -193,8 +197,9 @@ class TokenChain:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has linear layers, sums and ReLU alone."""
-        return all(member.kind in ("linear", "add", "relu") for member in self.members)
+        """Whether it has linear layers, sums, ReLU and dropout alone."""
+        kinds = "linear", "add", "relu", "dropout"
+        return all(member.kind in kinds for member in self.members)
 
     @property
     def apart(self) -> list[Member]:
@@ -263,9 +268,24 @@ class _Search:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _is_same(self, node: fx.Node) -> bool:
+        if type(self._of(node)) is nn.Identity:
+            return _plain(node)
+        p = self._dropout(node)
+        return p == 0 or (p is not None and self.infers and node.op == "call_module")
+
+    def _dropout(self, node: fx.Node) -> float | None:
+        """Return with what probability a node makes 0 of a number, in training; None where it is something else."""
         own = self._of(node)
-        is_off = type(own) is nn.Dropout and (own.p == 0 or self.infers)
-        return (type(own) is nn.Identity or is_off) and _plain(node)
+        if type(own) is nn.Dropout:
+            return float(own.p) if _plain(node) else None
+        if node.target is not F.dropout:
+            return None
+        names = "input", "p", "training", "inplace"
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        p, training = given.get("p", 0.5), given.get("training", True)
+        if not isinstance(p, int | float) or not isinstance(training, bool):
+            return None
+        return float(p) if training else 0.0
 
     def _member(self, node: fx.Node) -> Member | None:
         if node.target is _ATTENTION:
@@ -275,6 +295,12 @@ class _Search:
             sources = dict.fromkeys(_source(wanted) for wanted in heads.wanted)
             return Member(heads.nodes[-1], "attention", tuple(sources), heads=heads)
         inputs = node.all_input_nodes
+        p = self._dropout(node)
+        if p is not None:
+            source = self._real(inputs[0])
+            name = str(node.target) if node.op == "call_module" else ""
+            odds = Odds(p) if 0 < p < 1 else None
+            return Member(node, "dropout", (source,), name, odds=odds) if odds else None
         if node.op == "call_module":
             kind = _kind(self._of(node)) if len(inputs) == 1 and _plain(node) else ""
             name = str(node.target)
@@ -292,7 +318,8 @@ class _Search:
         names = "query", "key", "value", "attn_mask", "dropout_p", "is_causal"
         given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         causal, scale = given.get("is_causal", False), given.get("scale")
-        if given.get("attn_mask") is not None or given.get("dropout_p", 0.0) != 0.0:
+        p = given.get("dropout_p", 0.0)
+        if given.get("attn_mask") is not None or not isinstance(p, int | float) or not 0 <= p < 1:
             return None
         if given.get("enable_gqa") or not isinstance(causal, bool):
             return None
@@ -307,7 +334,7 @@ class _Search:
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         first = tuple(sorted(before, key=order.__getitem__))
         q, k, v = (own for own in wanted if isinstance(own, fx.Node))
-        return Heads(node, (q, k, v), first, after, causal, scale)
+        return Heads(node, (q, k, v), first, after, causal, scale, Odds(p) if p else None)
 
     def _after(self, call: fx.Node, before: dict[fx.Node, None]) -> tuple[fx.Node, ...]:
         """Return the nodes that put heads side by side, the value last; others that these take go to ``before``."""
@@ -425,7 +452,7 @@ class _Search:
             if any(user not in inside for node in aliases for user in node.users):
                 chain.outputs.append(member.node)
         chain.modules = [member.module for member in members if member.module]
-        chain.modules += [str(n.target) for n in chain.same]
+        chain.modules += [str(n.target) for n in chain.same if n.op == "call_module"]
         return chain
 
 

@@ -19,7 +19,7 @@ from marvin.integer.layers import OPTIONS, IntegerLinear
 from marvin.integer.programs import Programs
 from marvin.integer.standing import Standing
 from marvin.integer.token_autograd import LinearCall, program_of, run_tokens
-from marvin.integer.token_graph import Heads, TokenChain
+from marvin.integer.token_graph import Heads, Member, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
@@ -230,11 +230,8 @@ class TokenRun(nn.Module):
             elif member.heads is not None:
                 operation = _attention(member.heads, values, widths, samples, count)
                 width = operation.heads * operation.size if operation else 0
-            elif member.kind == "add":
-                operation = tokens.Add(sources[0], sources[1])
             else:
-                kind = tokens.Gelu if member.kind == "gelu" else tokens.Relu
-                operation = kind(sources[0])
+                operation = _operation(member, *sources)
             if operation is None:
                 return None
             found.append(operation)
@@ -286,6 +283,15 @@ class Call:
         self.met_nan = any(nans for _, nans in counts)
 
 
+def _operation(member: Member, source: int, other: int = 0) -> tokens.Operation:
+    """Return what a member without parameters does."""
+    if member.odds is not None:
+        return tokens.Dropout(source, member.odds)
+    if member.kind == "add":
+        return tokens.Add(source, other)
+    return tokens.Gelu(source) if member.kind == "gelu" else tokens.Relu(source)
+
+
 def _attention(
     heads: Heads, values: dict[fx.Node, int], widths: list[int], samples: int, count: int
 ) -> tokens.Attention | None:
@@ -294,7 +300,7 @@ def _attention(
         return None
     (queries, keys, own), number, size = found
     scale = size**-0.5 if heads.scale is None else heads.scale
-    return tokens.Attention(queries, keys, own, number, size, scale, heads.causal)
+    return tokens.Attention(queries, keys, own, number, size, scale, heads.causal, heads.odds)
 
 
 def alone(chain: TokenChain | Chain) -> fx.Graph:

@@ -505,7 +505,7 @@ def test_words_of_noise_decide_what_dropout_makes_0():
 
 @pytest.mark.parametrize("path", HERE)
 @pytest.mark.parametrize(
-    ("samples", "tokens", "width"), [(5, 3, 16), (3, 77, 48), (1, 1, 16), (9, 64, 64)]
+    ("samples", "tokens", "width"), [(5, 3, 16), (3, 77, 48), (1, 1, 16), (9, 64, 64), (24, 7, 48)]
 )
 def test_dropout_has_the_bits_of_its_definition(path, samples, tokens, width):
     """Wherever a sample begins among the words of noise; and nothing is written behind."""

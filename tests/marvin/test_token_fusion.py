@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import marvin
 from fixedpoint_kernels import tokens
+from fixedpoint_kernels.dropout import keeps
 from marvin.hooks import state_of
 from marvin.integer import convert, report, revert
 from marvin.integer.fusion import Fused
@@ -239,19 +240,157 @@ def test_torchs_encoder_is_one_chain(norm_first, activation, batch_first):
         assert (own - twin.eval()(x)).abs().max() < 0.05 * own.abs().max()
 
 
-def test_torchs_encoder_with_dropout_has_chains_between():
+def test_torchs_encoder_with_dropout_is_one_chain():
     model, twin, _ = twins(Encoding(dropout=0.5))
     x, _ = batch(0)
-    assert operations(model(x)) == [3, 3, 4, 4]
-    seed = torch.get_rng_state()
-    assert not torch.equal(model(x), model(x))
-    state_of(model).gradients = state_of(twin).gradients = 0
-    torch.set_rng_state(seed)
-    y = model(x)
-    torch.set_rng_state(seed)
-    assert (y - twin(x)).abs().max() < 0.05 * y.abs().max()
+    assert operations(model(x)) == [30]
+    state = torch.get_rng_state()
+    first, second = model(x), model(x)
+    assert not torch.equal(first, second)
+    torch.set_rng_state(state)
+    same(model(x), first)
+    same(model(x), second)
     with torch.no_grad():
-        same(model.eval()(x), model(x))  # dropout is off
+        own = model.eval()(x)
+        same(own, model(x))  # dropout is off
+        same(marvin.freeze(model)(x), own)
+        assert (own - twin.eval()(x)).abs().max() < 0.05 * own.abs().max()
+
+
+class Chance(Net):
+    """With dropout of values, by modules and by a function, and of attention's weights."""
+
+    class Attention(Unflattened):
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            p = 0.2 if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, None, p, self.causal)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    def __init__(self):
+        super().__init__(self.Attention)
+        for block in self.blocks:
+            block.drop = nn.Dropout(0.3)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        y = F.dropout(self.norm(self.blocks(self.embed(x))), 0.4, self.training)
+        return self.fc(self.drop(y).mean(1))
+
+
+def with_masks_of(chain, monkeypatch):
+    """Let PyTorch's dropout make 0 what a chain's makes 0 in its next call."""
+    state = torch.get_rng_state()
+    seed = int(torch.randint(2**62, ()))
+    torch.set_rng_state(state)
+    waiting = [
+        (op.odds, seed, stream)
+        for stream, op in enumerate(chain.operations)
+        if isinstance(op, tokens.Dropout | tokens.Attention)
+    ]
+
+    def drop(x, p, training=True, inplace=False):
+        odds, *key = waiting.pop(0)
+        assert odds.p == p
+        assert training
+        return x * keeps(x.numel(), odds, *key).view(x.shape) * odds.factor
+
+    def attend(q, k, v, mask, p, causal):
+        odds, *key = waiting.pop(0)
+        assert odds.p == p
+        weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+        samples, heads, count, _ = weights.shape
+        shape = samples, heads, -(count // -16), count, 16
+        kept = keeps(torch.Size(shape).numel(), odds, *key).view(shape)
+        kept = kept.transpose(3, 4).flatten(2, 3)[:, :, :count]
+        return weights * kept * odds.factor @ v
+
+    monkeypatch.setattr(F, "dropout", drop)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    return waiting
+
+
+def test_a_chain_with_dropout_is_near_its_unfused_twin(monkeypatch):
+    model, twin, _ = twins(Chance())
+    x, y = batch(9, 32)
+    assert operations(model(x)) == [25]
+    (run,) = (
+        own for own in model.forward._modes[True]._runs[frozenset()].children()
+        if isinstance(own, TokenRun)
+    )  # fmt: skip
+    (chain,) = {own for own in run._segments.values() if own is not None}
+    state_of(model).gradients = state_of(twin).gradients = 1000
+    model.zero_grad()
+    twin.zero_grad()
+    state = torch.get_rng_state()
+    F.cross_entropy(model.train()(x), y).backward()
+    torch.set_rng_state(state)
+    waiting = with_masks_of(chain, monkeypatch)
+    output = twin(x)
+    assert not waiting
+    F.cross_entropy(output, y).backward()
+    torch.set_rng_state(state)
+    monkeypatch.undo()
+    assert (model(x) - output).abs().max() < 0.05 * output.abs().max()
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() < 0.2 * b.grad.norm() + 1e-6, name
+
+
+def test_dropout_draws_from_torchs_generator_where_there_is_any():
+    for make_model, draws in ((Chance, True), (Net, False)):
+        model, _, _ = twins(make_model())
+        x, _ = batch(0)
+        state = torch.get_rng_state()
+        model(x)
+        assert torch.equal(torch.get_rng_state(), state) is not draws
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            model.eval()(x)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_activation_checkpointing_drops_the_same():
+    model, _, _ = twins(Chance())
+    x, y = batch(0)
+    model.zero_grad()
+    torch.manual_seed(3)
+    F.cross_entropy(model(x), y).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    state_of(model).gradients -= 1  # the noise of gradients
+    model.zero_grad()
+    torch.manual_seed(3)
+    F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+    for p, wanted in zip(model.parameters(), expected, strict=True):
+        assert (p.grad - wanted).norm() < 0.2 * wanted.norm() + 1e-6
+
+
+def test_dropout_that_is_not_by_chance():
+    for p in (0.0, 1.0):
+        model = Chance()
+        model.drop.p = p
+        model, _, _ = twins(model)
+        x, _ = batch(0)
+        assert max(operations(model(x))) >= 24
+        if p == 1.0:
+            same(model(x), model.fc.bias.expand(8, 4))
+
+
+def test_dropout_by_a_function_that_never_stops():
+    """In eval mode too, as some estimate how sure a model is."""
+
+    class Never(Chance):
+        def forward(self, x):
+            y = F.dropout(self.norm(self.blocks(self.embed(x))), 0.4)
+            return self.fc(self.drop(y).mean(1))
+
+    model, twin, _ = twins(Never())
+    x, _ = batch(0)
+    with torch.no_grad():
+        model.eval(), twin.eval()
+        ys = torch.stack([model(x) for _ in range(64)])
+        others = torch.stack([twin(x) for _ in range(64)])
+    assert ys.std(0).min() > 0
+    assert (ys.mean(0) - others.mean(0)).abs().max() < 6 * (others.std(0) / 8).max()
 
 
 MASKS = {
@@ -1015,10 +1154,18 @@ def test_dropout_is_off_in_eval_mode(passes):
     same(found, twin.train()(x).detach())
 
 
-def test_dropout_is_no_part_of_chains_in_training():
-    model = Dropping()
-    make(model=model)
-    assert not any("drop" in name for chain in trace(model).tokens for name in chain.modules)
+def test_a_dropout_module_in_another_mode_leaves_the_chain_unfused():
+    model, _ = make(model=Dropping())
+    x, _ = batch(0)
+    assert operations(model(x)) == [24]
+    model.drop.eval()
+    assert not operations(model(x))
+    model.drop.train()
+    assert operations(model(x)) == [24]
+    model.eval()
+    model.drop.train()
+    with torch.no_grad():
+        assert not torch.equal(model(x), model(x))
 
 
 def test_modes_take_turns():

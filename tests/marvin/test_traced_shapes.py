@@ -209,18 +209,18 @@ def test_sizes_and_heads_may_be_used_behind_attention(what, wanted, passes):
     assert (y - other).abs().max() < 0.05 * y.abs().max()
 
 
-def of_transformers(kind, **others):
+def of_transformers(kind, dropout):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 4}
     rest = {
         "intermediate_size": 64,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
     }
     if kind == "Bert":
-        config = transformers.BertConfig(**sizes, **rest, vocab_size=50, **others)
+        config = transformers.BertConfig(**sizes, **rest, vocab_size=50)
         return transformers.BertForSequenceClassification(config)
-    config = transformers.ViTConfig(**sizes, **rest, image_size=16, patch_size=4, **others)
+    config = transformers.ViTConfig(**sizes, **rest, image_size=16, patch_size=4)
     return transformers.ViTForImageClassification(config)
 
 
@@ -236,10 +236,10 @@ WORDS = {"Bert": of_words, "ViT": of_images}
 LAYER = {"Bert": [12], "ViT": [12]}
 
 
-def trained(kind, steps=6, **others):
+def trained(kind, steps=6, dropout=0.0):
     """Return a model of transformers after some steps, and its copy that is not fused."""
     torch.manual_seed(0)
-    model = of_transformers(kind, **others)
+    model = of_transformers(kind, dropout)
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.02, momentum=0.9)
     optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy(window=10**6), seed=0)
     marvin.quantize_activations(model, optimizer)
@@ -324,3 +324,16 @@ def test_one_word_alone_runs():
     model, twin = trained("Bert")
     y = compare(model, twin, of_words(9)[:, :1])
     assert operations(y.logits) == [12, 12]
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_layers_with_dropout_are_one_chain_each(kind):
+    """As BERT is by default."""
+    model, twin = trained(kind, dropout=0.1)
+    x = WORDS[kind](9)
+    assert operations(model(x).logits) == [LAYER[kind][0] + 2] * 2
+    with torch.no_grad():
+        ys, others = (torch.stack([own(x).logits for _ in range(64)]) for own in (model, twin))
+        assert (ys.mean(0) - others.mean(0)).abs().max() < 6 * (others.std(0) / 8).max()
+        assert 0.7 < ys.std(0).mean() / others.std(0).mean() < 1.4
+        compare(model.eval(), twin.eval(), x)
