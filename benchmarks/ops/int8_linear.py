@@ -1,16 +1,16 @@
 """A whole step and inference on integer codes of networks that are linear layers for the most part.
 
-As ``int8_training`` and ``int8_inference``: "ours" beside PyTorch's own; one element is one sample. BERT has 4
-layers of 256 features and 4 heads, and no dropout; its code cannot be traced, so chains are short. torch's encoder
-has 4 layers of 256 features and 8 heads, or 2 of 768 and 12 as BERT-base has them, no dropout; ours is spelled,
-see ``marvin.spell_attention``. Without transformers, or without timm and the torchvision that it needs, their rows
-are left out by name.
+As ``int8_training`` and ``int8_inference``: "ours" beside PyTorch's own; one element is one sample. BERT, of transformers,
+has 4 layers of 256 features and 4 heads, or 2 of 768 and 12 as BERT-base has them; a layer is a chain. torch's encoder
+has 4 layers of 256 features and 8 heads, or 2 of 768 and 12; ours is spelled, see ``marvin.spell_attention``. Rows say
+where there is dropout: of 0.1, as it is by default. Without transformers, or without timm and the torchvision that it
+needs, their rows are left out by name.
 """
 
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,23 @@ from train.vit import vit
 
 TESTS = "tests/marvin/test_lone_run.py"
 SECONDS = 20.0  # a row
-_Network = tuple[Callable[[], nn.Module], Tensor]
+
+_Made = Callable[[], nn.Module]
+
+
+class _Network(NamedTuple):
+    """What makes a network, what it takes, and what makes ours if that is another."""
+
+    make: _Made
+    x: Tensor
+    spelled: _Made | None = None
 
 
 def cases() -> Iterator[Case]:
     """Yield a step of each network, and its inference."""
     print(f"path: {products.path()}")
-    for name, (make, x) in _networks().items():
-        y = torch.randint(10, (len(x),))
-        own = partial(marvin.spell_attention, make()) if "encoder" in name else make
+    for name, (make, x, spelled) in _networks().items():
+        y, own = torch.randint(10, (len(x),)), spelled or make
         steps = int8_training.contestants(make, x, y, False, own)
         yield Case(f"{name}, training", len(x), steps)
         frozen = int8_inference.frozen_model(own, x)
@@ -40,23 +48,34 @@ def cases() -> Iterator[Case]:
 
 def _networks() -> dict[str, _Network]:
     found: dict[str, _Network] = {
-        "perceptron, 128 samples": (_perceptron, torch.randn(128, 512)),
-        "ViT, 128 images of 32x32": (vit, torch.randn(128, 3, 32, 32)),
-        "ViT, 8 images of 32x32": (vit, torch.randn(8, 3, 32, 32)),
-        "torch's encoder, 32 samples of 64 tokens": (_Encoder, torch.randn(32, 64, 256)),
-        "torch's encoder of 768 features, 8 samples of 128 tokens": (
-            partial(_Encoder, 2, 768, 12),
-            torch.randn(8, 128, 768),
-        ),
+        "perceptron, 128 samples": _Network(_perceptron, torch.randn(128, 512)),
+        "ViT, 128 images of 32x32": _Network(vit, torch.randn(128, 3, 32, 32)),
+        "ViT, 8 images of 32x32": _Network(vit, torch.randn(8, 3, 32, 32)),
+    }
+    few, wide = torch.randn(32, 64, 256), torch.randn(8, 128, 768)
+    found |= {
+        f"torch's encoder{more}": _Network(make, x, partial(_spelled, make))
+        for more, make, x in (
+            (", 32 samples of 64 tokens", _Encoder, few),
+            (", 32 samples of 64 tokens, dropout", partial(_Encoder, dropout=0.1), few),
+            (" of 768 features, 8 samples of 128 tokens", partial(_Encoder, 2, 768, 12), wide),
+        )
     }
     if (transformers := _imported("transformers", "BERT")) is not None:
-        ids = torch.randint(1, 1000, (16, 64))
-        found["BERT, 16 texts of 64 words"] = partial(_Bert, transformers), ids
+        few, wide = torch.randint(1, 1000, (16, 64)), torch.randint(1, 1000, (8, 128))
+        rest = transformers, 2, 768, 12
+        found |= {
+            "BERT, 16 texts of 64 words": _Network(partial(_Bert, transformers), few),
+            "BERT of 768 features, 8 texts of 128 words": _Network(partial(_Bert, *rest), wide),
+            "BERT of 768 features, 8 texts of 128 words, dropout": _Network(
+                partial(_Bert, *rest, dropout=0.1), wide
+            ),
+        }
     if (timm := _imported("timm", "vgg11, vit_small_patch16_224")) is not None:
         for name, images, side in (("vgg11", 16, 64), ("vit_small_patch16_224", 8, 224)):
             row = f"timm {name}, {images} images of {side}x{side}"
             make = partial(timm.create_model, name, num_classes=10)
-            found[row] = make, torch.randn(images, 3, side, side)
+            found[row] = _Network(make, torch.randn(images, 3, side, side))
     return found
 
 
@@ -68,6 +87,10 @@ def _imported(name: str, rows: str) -> Any:
         return None
 
 
+def _spelled(make: _Made) -> nn.Module:
+    return marvin.spell_attention(make())
+
+
 def _perceptron() -> nn.Module:
     layers = nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()
     return nn.Sequential(*layers, nn.Linear(1024, 10))
@@ -76,9 +99,11 @@ def _perceptron() -> nn.Module:
 class _Encoder(nn.Module):
     """Classes of sequences."""
 
-    def __init__(self, layers: int = 4, features: int = 256, heads: int = 8) -> None:
+    def __init__(
+        self, layers: int = 4, features: int = 256, heads: int = 8, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        rest = 0.0, "gelu", 1e-5, True, True  # no dropout, batch and norms first
+        rest = dropout, "gelu", 1e-5, True, True  # batch and norms first
         layer = nn.TransformerEncoderLayer(features, heads, 4 * features, *rest)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.fc = nn.Linear(features, 10)
@@ -91,17 +116,24 @@ class _Encoder(nn.Module):
 class _Bert(nn.Module):
     """Logits of words."""
 
-    def __init__(self, transformers: Any) -> None:
+    def __init__(
+        self,
+        transformers: Any,
+        layers: int = 4,
+        features: int = 256,
+        heads: int = 4,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         config = transformers.BertConfig(
-            hidden_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            intermediate_size=1024,
+            hidden_size=features,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * features,
             num_labels=10,
             vocab_size=1000,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
         )
         self.bert = transformers.BertForSequenceClassification(config)
 

@@ -216,13 +216,10 @@ class Sizes:
 
 
 def _swapped(shape: _Shape, *dims: object) -> _Shape | None:
-    found, places = (
-        [*shape],
-        [d for d in dims if isinstance(d, int) and -len(shape) <= d < len(shape)],
-    )
+    places = [d for d in dims if isinstance(d, int) and -len(shape) <= d < len(shape)]
     if len(dims) != 2 or len(places) != 2:
         return None
-    a, b = places
+    found, (a, b) = [*shape], places
     found[a], found[b] = found[b], found[a]
     return tuple(found)
 
