@@ -67,6 +67,7 @@ __all__ = [
     "own_forward_hooks",
     "padding_around",
     "remove_hooks",
+    "saving_hooks",
     "step_hooks_of",
     "storage_key",
     "tensor_of",
@@ -146,18 +147,23 @@ def derivatives_of(x: Tensor) -> int:
     return found
 
 
+def saving_hooks() -> tuple[Callable[..., object], Callable[..., object]] | None:
+    """Return the innermost hooks for saved tensors, which torch does not tell; None where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+
+
 def is_checkpointed() -> bool:
     """Say whether a checkpoint that is not reentrant drops what is saved just now, or makes it again.
 
     ``torch.utils.checkpoint`` does not tell; its hooks are on top of those for saved tensors.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    hooks = saving_hooks()
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def is_recomputed() -> bool:
     """Say whether a checkpoint that is not reentrant runs a part of a model for the second time."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    hooks = saving_hooks()
     return hooks is not None and "_recomputation_hook" in hooks[0].__qualname__
 
 

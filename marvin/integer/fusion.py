@@ -270,8 +270,9 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
     traced = trace(module)
     if not isinstance(traced, str):
         yield module
-        if len(arguments_of(module)) == 1 and traced.assumed == Assumed():
-            return  # else its children are asked where it is called with what no trace takes
+        is_always = len(arguments_of(module)) == 1 and traced.assumed == Assumed()
+        if is_always and not isinstance(module, nn.Sequential):
+            return  # else its children are asked, which others may call one by one
     for child in module.children():
         yield from _roots(child)
 

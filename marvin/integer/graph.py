@@ -1,15 +1,18 @@
 """Finding layers that pass codes on in a traced model: convolution, batch norm, sum, activation, pooling, concatenation, linear layer."""
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import Parameter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError
 
+from fixedpoint_kernels._torch_private import saving_hooks
 from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, LONGEST, Joined, Pooled, Scaled, Value
 from marvin.integer.formats import window_of
@@ -147,6 +150,14 @@ class Traced:
         return own + [name for chain in self.tokens if not chain.is_plain for name in chain.layers]
 
 
+_MODES = "gradients on or off", "autocast", "hooks for saved tensors (as checkpointing has)"
+
+
+def _modes() -> tuple[object, ...]:
+    hooks = saving_hooks()
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), hooks and hooks[0]
+
+
 class _Tracer(Tracer):
     """Traces a call of a module.
 
@@ -167,6 +178,22 @@ class _Tracer(Tracer):
         super().__init__()
         self.sizes = Sizes(module, shapes)
         self._given, self._constants = given, constants
+
+    def trace(
+        self,
+        root: nn.Module | Callable[..., object],
+        concrete_args: dict[str, object] | None = None,
+    ) -> fx.Graph:
+        """Trace a module, and note what of autograd its code must leave as it is: no graph has such things."""
+        self._modes = _modes()
+        return super().trace(root, concrete_args)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node, if what runs it runs as the rest."""
+        for name, before, now in zip(_MODES, self._modes, _modes(), strict=True):
+            if before is not now:
+                raise TraceError(f"a part of it has {name} of its own")
+        return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Look into modules of one's own and containers only."""
@@ -191,6 +218,18 @@ class _Tracer(Tracer):
                 break
             places.append(found.pop(own.name))
         return lambda root: root_fn(root, *places, **found), [self.root]
+
+    def create_arg(self, a: Any) -> Any:
+        """Return what stands for a value; a dictionary of a class of its own, as transformers return, is made anew."""
+        if not isinstance(a, dict) or type(a) is dict:
+            return super().create_arg(a)
+        if type(a) is OrderedDict:
+            return self.create_proxy("call_function", OrderedDict, ([*a.items()],), {}).node
+        found = {f.name: getattr(a, f.name) for f in fields(a)} if is_dataclass(a) else {}
+        held = {name: own for name, own in found.items() if own is not None}
+        if a.keys() != held.keys() or any(a[name] is not own for name, own in held.items()):
+            raise TraceError(f"it makes a {type(a).__name__}, which no graph can make anew")
+        return self.create_proxy("call_function", type(a), (), found).node
 
     def length(self, obj: fx.Proxy) -> int | None:
         """Return how many sizes a shape has."""
@@ -240,10 +279,10 @@ def trace(
     before = {name: buffer.clone() for name, buffer in buffers}
     surroundings = Surroundings(module)
     try:
-        with surroundings.draws:
+        with surroundings.draws, torch.set_grad_enabled(not infers):
             graph = tracers[0].trace(module)
         changed = _restored(module, before)
-        with surroundings.draws:
+        with surroundings.draws, torch.set_grad_enabled(not infers):
             again = tracers[1].trace(module)
     except Exception as error:  # whatever a model's own code raises on a tracer's proxies
         return f"torch.fx cannot trace it: {str(error).partition(chr(10))[0]}"

@@ -189,9 +189,10 @@ class Sizes:
             last = self._shape(node.args[2])
             return (*first[:-1], last[-1]) if last else None
         if node.target in _SUMS and len(node.args) == 2:
-            other = node.args[1]
-            is_alike = isinstance(other, int | float) or self._shape(other) == first
-            return first if is_alike else None
+            if isinstance(node.args[1], int | float):
+                return first
+            other = self._shape(node.args[1])
+            return tuple(map(_wider, first, other)) if other and len(other) == len(first) else None
         if node.target in ("transpose", torch.transpose):
             return _swapped(first, *node.args[1:])
         if node.target in ("view", "reshape"):
@@ -213,6 +214,16 @@ class Sizes:
             return own if own >= 0 else None
         found = self._value(own) if isinstance(own, fx.Node) else None
         return None if isinstance(found, tuple) else found
+
+
+def _wider(a: _Known, b: _Known) -> _Known:
+    """Return the size of a sum of values of two sizes, which are equal, or one of them is 1."""
+    if a == b:
+        return a
+    for one, other in ((a, b), (b, a)):
+        if isinstance(one, int):
+            return other if one == 1 else one
+    return None
 
 
 def _swapped(shape: _Shape, *dims: object) -> _Shape | None:

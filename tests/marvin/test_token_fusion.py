@@ -5,6 +5,8 @@ import io
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -928,6 +930,157 @@ def test_activation_checkpointing():
     F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
     for p, a, b in zip(model.parameters(), one, other, strict=True):
         assert (p.grad - a).norm() <= 2 * (b - a).norm() + 0.05 * a.norm()
+
+
+class Apart(Net):
+    """Runs its blocks otherwise than the rest, if it is told so."""
+
+    way = None
+
+    def forward(self, x):
+        y = self.embed(x)
+        if self.way == "gradients":
+            with torch.no_grad():
+                y = self.blocks(y)
+        elif self.way == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.blocks(y).float()
+        elif self.way == "hooks":
+            with torch.autograd.graph.saved_tensors_hooks(self.seen.append, lambda _: None):
+                y = self.blocks(y)
+        elif self.way is not None:
+            for block in self.blocks:
+                y = checkpoint(block, y, use_reentrant=self.way == "reentrant")
+        else:
+            y = self.blocks(y)
+        return self.fc(self.norm(y).mean(1))
+
+
+@pytest.mark.parametrize("way", ["gradients", "autocast", "hooks", "reentrant", "checkpoint"])
+def test_parts_that_run_otherwise_than_the_rest_do_so(way):
+    model, twin, _ = twins(Apart())
+    x, y = batch(0)
+    assert operations(model(x)) == [21]
+    for own in (model, twin):
+        own.seen = []
+        own.way = way
+        own.zero_grad()
+    assert not operations(model(x))
+    convert(model)
+    state_of(model).gradients = state_of(twin).gradients = 1000
+    found, other = model(x), twin(x)
+    chains = {"hooks": [20], "reentrant": [], "checkpoint": [10, 10]}.get(way, [])
+    assert operations(found) == chains
+    assert (found - other).abs().max() < 0.05 * other.abs().max()
+    assert way != "autocast" or torch.equal(found, other)
+    assert bool(model.seen) is bool(twin.seen) is (way == "hooks")
+    if way != "hooks":
+        for own in (found, other):
+            F.cross_entropy(own, y).backward()
+        for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert (a.grad is None) is (b.grad is None), name
+            assert a.grad is None or (a.grad - b.grad).norm() < 0.5 * b.grad.norm() + 1e-6, name
+    if way != "reentrant":  # torch warns
+        with torch.no_grad():
+            own, other = model.eval()(x), twin.eval()(x)
+        assert (own - other).abs().max() < 0.05 * other.abs().max()
+
+
+@dataclass
+class Both(OrderedDict):
+    """As transformers return values: by name, by place, and as a dictionary."""
+
+    first: torch.Tensor | None = None
+    second: torch.Tensor | None = None
+    third: float | None = None
+
+    def __post_init__(self):
+        self.update({k: v for k, v in vars(self).items() if v is not None})
+
+    def __getitem__(self, key):
+        return super().__getitem__(key) if isinstance(key, str) else [*self.values()][key]
+
+
+class Own(dict):
+    pass
+
+
+@dataclass
+class Plain:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+Named = namedtuple("Named", "first second")
+RECORDS = {
+    "both": lambda a, b: Both(a, b),
+    "both, a number": lambda a, b: Both(a, None, 2.5),
+    "ordered": lambda a, b: OrderedDict(second=b, first=a),
+    "dictionary": lambda a, b: {"first": a, "second": {"third": (b, 2)}},
+    "named": Named,
+    "plain": Plain,
+    "list": lambda a, b: [a, (b, None)],
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_what_a_model_returns_is_of_its_class(kind):
+    class Returning(Net):
+        def forward(self, x):
+            y = super().forward(x)
+            return RECORDS[kind](y, 2 * y)
+
+    model, _, _ = twins_of_records(Returning())
+    x, _ = batch(0)
+    found, wanted = model(x), type(model).forward(model, x)
+    assert type(found) is type(wanted)
+    leaves, spec = flat(found)
+    others, other_spec = flat(wanted)
+    assert spec == other_spec
+    assert operations(leaves[0]) == [21]
+    for a, b in zip(leaves, others, strict=True):
+        assert a is b or a == b if not isinstance(a, torch.Tensor) else True
+        assert not isinstance(a, torch.Tensor) or (a - b).abs().max() < 0.05 * b.abs().max()
+    if kind.startswith("both"):
+        assert found[0] is found.first is found["first"]
+
+
+def test_a_dictionary_that_no_graph_can_make_anew_leaves_the_model_as_it_is():
+    class Returning(Net):
+        def forward(self, x):
+            return Own(first=super().forward(x))
+
+    model, _, _ = twins_of_records(Returning())
+    x, _ = batch(0)
+    found = model(x)
+    assert type(found) is Own
+    assert operations(found["first"]) == [20]
+    assert "makes a Own" in str(trace(model))
+
+
+def flat(x):
+    """Return values of a record, and how they lie in it."""
+    if isinstance(x, dict):
+        parts = [(type(x), [*x]), *map(flat, x.values())]
+    elif isinstance(x, Plain):
+        parts = [(Plain,), *map(flat, vars(x).values())]
+    elif isinstance(x, tuple | list):
+        parts = [(type(x),), *map(flat, x)]
+    else:
+        return [x], "leaf"
+    return [leaf for own in parts[1:] for leaf in own[0]], (parts[0], [own[1] for own in parts[1:]])
+
+
+def twins_of_records(model):
+    """Do as ``twins`` where the loss is of the first value."""
+    forward = type(model).forward
+    type(model).forward = lambda self, x: flat(forward(self, x))[0][0]
+    try:
+        found, twin, optimizer = twins(model)
+    finally:
+        type(model).forward = forward
+    convert(found)
+    return found, twin, optimizer
 
 
 def test_layers_that_stop_fitting_run_unfused():
