@@ -130,6 +130,12 @@ def has_hooks(module: nn.Module, own: int | None = None) -> bool:
     return has_backward_hooks(module)
 
 
+def rounds_inputs(module: nn.Module) -> bool:
+    """Say whether a module rounds what it takes, by its formats of now."""
+    before, _ = own_forward_hooks(module)
+    return bool(before) and rounding_of(module)[0].rounds
+
+
 def choose(module: nn.Module, formats: ModuleFormats) -> Product | str:
     """Return what ``module`` multiplies on integers, or why it does not.
 

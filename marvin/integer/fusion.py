@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import products
 from fixedpoint_kernels._torch_private import global_forward_hooks, is_watched
-from marvin.hooks import OtherForward, restore_forwards
+from marvin.hooks import OtherForward, restore_forwards, rounders_of
 from marvin.integer.chain_run import ChainRun
-from marvin.integer.formats import has_hooks
+from marvin.integer.formats import has_hooks, rounds_inputs
 from marvin.integer.graph import Chain, Traced, trace
 from marvin.integer.inference_run import InferenceRun
-from marvin.integer.layers import IntegerConv2d, IntegerLinear
+from marvin.integer.layers import IntegerConv2d, IntegerLinear, stock_class
 from marvin.integer.nodes import arguments_of, is_needed
 from marvin.integer.seen import Seen
 from marvin.integer.sizes import Assumed
@@ -196,7 +196,7 @@ class _Mode:
 
     def _ready(self, tensors: dict[str, Tensor]) -> fx.GraphModule | None:
         traced, seen = self._trace()
-        if seen is not None and not seen.holds():
+        if seen is not None and (not seen.holds() or any(map(rounds_inputs, seen.inner))):
             self._known, self._runs = None, {}
             traced, seen = self._trace()
         if isinstance(traced, str) or any(global_forward_hooks()):
@@ -272,7 +272,10 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
         yield module
         is_always = len(arguments_of(module)) == 1 and traced.assumed == Assumed()
         if is_always and not isinstance(module, nn.Sequential):
-            return  # else its children are asked, which others may call one by one
+            for own in module.modules():  # else all are asked, which others may call one by one
+                if own is not module and stock_class(own) is None and rounders_of(own):
+                    yield from _roots(own)  # when it rounds what it takes, it is no part of others
+            return
     for child in module.children():
         yield from _roots(child)
 

@@ -15,7 +15,7 @@ from torch.fx.proxy import TraceError
 from fixedpoint_kernels._torch_private import saving_hooks
 from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, LONGEST, Joined, Pooled, Scaled, Value
-from marvin.integer.formats import window_of
+from marvin.integer.formats import rounds_inputs, window_of
 from marvin.integer.layers import IntegerConv2d, IntegerLinear, stock_class
 from marvin.integer.nodes import (
     arguments_of,
@@ -196,8 +196,9 @@ class _Tracer(Tracer):
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Look into modules of one's own and containers only."""
-        return stock_class(m) is not None or super().is_leaf_module(m, module_qualified_name)
+        """Look into modules of one's own and containers only, and not into those that round what they take."""
+        is_whole = stock_class(m) is not None or rounds_inputs(m)
+        return is_whole or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module without its hooks: chains do not run where there are any, and hooks may keep what they see."""

@@ -1083,6 +1083,42 @@ def twins_of_records(model):
     return found, twin, optimizer
 
 
+class Scale(nn.Module):
+    """Has a parameter of its own, and so rounds what it takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.rand(32, 32))
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+
+    def forward(self, x):
+        return self.layers(x) + x @ self.gamma
+
+
+@pytest.mark.parametrize("policy", [marvin.LossBudgetPolicy, lambda: marvin.StaticPolicy(5, 5)])
+def test_modules_that_round_what_they_take_do_so_within_a_model(policy):
+    class Scaled(Net):
+        def __init__(self):
+            super().__init__()
+            self.scale = Scale()
+
+        def forward(self, x):
+            return self.fc(self.norm(self.scale(self.blocks(self.embed(x)))).mean(1))
+
+    model, _ = make(model=Scaled(), policy=policy(), steps=6)
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    x, _ = batch(0)
+    assert formats_of(model)["scale"].inputs is not None
+    y, other = model(x), twin(x)
+    assert (y - other).abs().max() <= 1e-6 * other.abs().max()
+    assert isinstance(vars(model.scale)["forward"], Fused)
+    assert operations(y) == [3, 20]
+    with torch.no_grad():
+        same(model.eval()(x), twin.eval()(x))
+        same(marvin.freeze(model)(x), twin(x))
+
+
 def test_layers_that_stop_fitting_run_unfused():
     model, _ = make(policy=marvin.StaticPolicy(12, 8))
     assert not is_fused(model)
