@@ -1,7 +1,7 @@
 """A whole step and inference on integer codes of networks that are linear layers for the most part.
 
 As ``int8_training`` and ``int8_inference``: "ours" beside PyTorch's own; one element is one sample. BERT, of transformers,
-has 4 layers of 256 features and 4 heads, or 2 of 768 and 12 as BERT-base has them; a layer is a chain. torch's encoder
+has 4 layers of 256 features and 4 heads, or 2 of 768 and 12 as BERT-base has them. torch's encoder
 has 4 layers of 256 features and 8 heads, or 2 of 768 and 12; ours is spelled, see ``marvin.spell_attention``. Rows say
 where there is dropout: of 0.1, as it is by default. Without transformers, or without timm and the torchvision that it
 needs, their rows are left out by name.
