@@ -1,7 +1,7 @@
 """Functions of float32 as sequences of sums and products, so that every execution has the same bits.
 
 Constants are rounded to float32. ``exp`` is within 2 units of the last place for -87 to 0; ``normal``,
-the share of a normal distribution below a number, is within 2e-7.
+the share of a normal distribution below a number, is within 2e-7, and ``normal_by_tanh`` of its own formula.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,13 @@ __all__ = [
     "LOG2_E",
     "LOWEST",
     "NORMAL",
+    "TANH",
+    "TANH_FROM",
     "Curve",
     "exp",
     "normal",
+    "normal_by_tanh",
+    "number_of",
     "sigmoid",
 ]
 
@@ -46,6 +50,10 @@ ERF = (
 """Factors of ``erf(t) = t * p(t**2) / q(t**2)``, fitted by least squares, errors made alike."""
 NORMAL = 0.7071067811865476, 0.3989422804014327
 """Of a normal distribution: the square root of 1/2, and its largest density."""
+TANH = 1.5957691216057308, 0.07135481627260025
+"""Twice the square root of 2 / pi, and that times 0.044715: ``(1 + tanh(u)) / 2 = sigmoid(x * (a + b * x**2))``."""
+TANH_FROM = 10.0
+"""From here on, and below the negative, the share by tanh is 1 or 0 to float32."""
 
 
 def polynomial(x: Tensor, factors: tuple[float, ...]) -> Tensor:
@@ -72,6 +80,12 @@ def normal(z: Tensor) -> Tensor:
     return (t * above / below + 1.0) * 0.5
 
 
+def normal_by_tanh(x: Tensor) -> Tensor:
+    """Return ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``, float32, GELU's other share below a number."""
+    t = x.clamp(-TANH_FROM, TANH_FROM)
+    return sigmoid((t * t * TANH[1] + TANH[0]) * t)
+
+
 class Curve(NamedTuple):
     """An activation function whose slope is not 0 or 1 alone.
 
@@ -96,6 +110,8 @@ class Curve(NamedTuple):
                 return (x + 3.0).clamp(0.0, 6.0) / 6.0
             case "gelu":
                 return x * normal(x)
+            case "gelu_tanh":
+                return x * normal_by_tanh(x)
         return torch.where(x > 0, x, x * x.new_tensor(self.number))
 
     def slope(self, x: Tensor) -> Tensor:
@@ -114,10 +130,18 @@ class Curve(NamedTuple):
                 return torch.where((x > -3.0) & (x < 3.0), one / 6.0, 0.0)
             case "gelu":
                 return normal(x) + x * (exp(x * x * -0.5) * NORMAL[1])
+            case "gelu_tanh":
+                s, t = normal_by_tanh(x), x.clamp(-TANH_FROM, TANH_FROM)
+                return s + x * ((1.0 - s) * s * (t * t * (3 * TANH[1]) + TANH[0]))
         return torch.where(x > 0, one, x.new_tensor(self.number))
 
 
-CURVES = "silu", "sigmoid", "hardswish", "hardsigmoid", "gelu", "leaky_relu"
+def number_of(curve: Curve | None) -> int:
+    """Return the number that a curve has in kernels; 0: none."""
+    return 0 if curve is None else 1 + CURVES.index(curve.name)
+
+
+CURVES = "silu", "sigmoid", "hardswish", "hardsigmoid", "gelu", "leaky_relu", "gelu_tanh"
 
 
 def sigmoid(x: Tensor) -> Tensor:

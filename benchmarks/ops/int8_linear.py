@@ -1,7 +1,8 @@
 """A whole step and inference on integer codes of networks that are linear layers for the most part.
 
-As ``int8_training`` and ``int8_inference``: "ours" beside PyTorch's own; one element is one sample. BERT, of transformers,
-has 4 layers of 256 features and 4 heads, or 2 of 768 and 12 as BERT-base has them. torch's encoder
+As ``int8_training`` and ``int8_inference``: "ours" beside PyTorch's own; one element is one sample. BERT, GPT-2 and Llama,
+of transformers, have 4 layers of 256 features and 4 heads, or 2 of 768 and 12 as BERT-base has them; the two decoders have
+no cache, and no dropout. torch's encoder
 has 4 layers of 256 features and 8 heads, or 2 of 768 and 12; ours is spelled, see ``marvin.spell_attention``. Rows say
 where there is dropout: of 0.1, as it is by default. Without transformers, or without timm and the torchvision that it
 needs, their rows are left out by name.
@@ -61,9 +62,13 @@ def _networks() -> dict[str, _Network]:
             (" of 768 features, 8 samples of 128 tokens", partial(_Encoder, 2, 768, 12), wide),
         )
     }
-    if (transformers := _imported("transformers", "BERT")) is not None:
+    if (transformers := _imported("transformers", "BERT, GPT-2, Llama")) is not None:
         few, wide = torch.randint(1, 1000, (16, 64)), torch.randint(1, 1000, (8, 128))
         rest = transformers, 2, 768, 12
+        for size, x in ((4, 256, 4), few), ((2, 768, 12), wide):
+            name = f" of {size[1]} features, {x.shape[0]} texts of {x.shape[1]} words"
+            for kind in ("GPT-2", "Llama"):
+                found[kind + name] = _Network(partial(_Decoder, transformers, kind, *size), x)
         found |= {
             "BERT, 16 texts of 64 words": _Network(partial(_Bert, transformers), few),
             "BERT of 768 features, 8 texts of 128 words": _Network(partial(_Bert, *rest), wide),
@@ -140,3 +145,32 @@ class _Bert(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits, shape (samples, 10)."""
         return self.bert(input_ids=ids).logits
+
+
+class _Decoder(nn.Module):
+    """Logits of words, from what a decoder makes of the last."""
+
+    def __init__(
+        self, transformers: Any, kind: str, layers: int, features: int, heads: int
+    ) -> None:
+        super().__init__()
+        if kind == "GPT-2":
+            dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            sizes = {"n_layer": layers, "n_embd": features, "n_head": heads}
+            config = transformers.GPT2Config(vocab_size=1000, use_cache=False, **sizes, **dropout)
+            self.body = transformers.GPT2Model(config)
+        else:
+            config = transformers.LlamaConfig(
+                hidden_size=features,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                intermediate_size=3 * features,
+                vocab_size=1000,
+                use_cache=False,
+            )
+            self.body = transformers.LlamaModel(config)
+        self.fc = nn.Linear(features, 10)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits, shape (samples, 10)."""
+        return self.fc(self.body(input_ids=ids).last_hidden_state[:, -1])

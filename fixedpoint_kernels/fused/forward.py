@@ -2,7 +2,7 @@
 
 import math
 
-from fixedpoint_kernels.functions import CURVES
+from fixedpoint_kernels.functions import number_of as number_of_curve
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import (
     INPUT,
@@ -287,7 +287,7 @@ class Forward:
 
 def kind_of(value: Value | Pooled | Scaled | Joined) -> dict[str, Number]:
     """Return of what kind a value's activation is."""
-    curve = 0 if value.curve is None else 1 + CURVES.index(value.curve.name)
+    curve = number_of_curve(value.curve)
     return {"RELU": 2 if value.ceiling is not None else value.relu, "CURVE": curve}
 
 

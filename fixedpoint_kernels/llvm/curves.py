@@ -15,6 +15,8 @@ from fixedpoint_kernels.functions import (
     LOG2_E,
     LOWEST,
     NORMAL,
+    TANH,
+    TANH_FROM,
 )
 from fixedpoint_kernels.llvm.vectors import F32, I32, I64, Vector
 from fixedpoint_kernels.llvm.words import Words
@@ -47,12 +49,20 @@ class Curves(Words):
 
     def normal(self, z: Vector) -> Vector:
         """Return the share of a normal distribution below ``z``."""
-        t = z * NORMAL[0]
-        low, high = t.constant(-ERF_FROM), t.constant(ERF_FROM)
-        t = (t < low).where(low, (t > high).where(high, t))
+        t = self.bounded(z * NORMAL[0], ERF_FROM)
         square = t * t
         above, below = (self.polynomial(square, factors) for factors in ERF)
         return (t * above / below + 1.0) * 0.5
+
+    def bounded(self, x: Vector, most: float) -> Vector:
+        """Return ``x``, or the nearest number that is no farther than ``most`` from 0."""
+        low, high = x.constant(-most), x.constant(most)
+        return (x < low).where(low, (x > high).where(high, x))
+
+    def normal_by_tanh(self, x: Vector) -> Vector:
+        """Return ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``."""
+        t = self.bounded(x, TANH_FROM)
+        return self.sigmoid((t * t * TANH[1] + TANH[0]) * t)
 
     def sigmoid(self, x: Vector) -> Vector:
         """Return ``1 / (1 + exp(-x))``."""
@@ -70,6 +80,8 @@ def _value(to: Curves, name: str, x: Vector, number: Vector) -> Vector:
             return to.sigmoid(x)
         case "gelu":
             return x * to.normal(x)
+        case "gelu_tanh":
+            return x * to.normal_by_tanh(x)
         case "leaky_relu":
             return (x > zero).where(x, x * number)
     moved = x + three
@@ -89,6 +101,9 @@ def _slope(to: Curves, name: str, x: Vector, number: Vector) -> Vector:
             return s * (one - s)
         case "gelu":
             return to.normal(x) + x * (to.exp(x * x * -0.5) * NORMAL[1])
+        case "gelu_tanh":
+            s, t = to.normal_by_tanh(x), to.bounded(x, TANH_FROM)
+            return s + x * ((one - s) * s * (t * t * (3 * TANH[1]) + TANH[0]))
         case "leaky_relu":
             return (x > zero).where(one, number)
         case "hardswish":
@@ -102,7 +117,7 @@ _BODIES: dict[str, Callable[[Curves, str, Vector, Vector], Vector]] = {
 }
 
 
-def apply(builder: Any, which: str, place: Any, count: int, curve: Any, number: Any) -> None:
+def apply(builder: Any, which: str, address: Any, count: Any, curve: Any, number: Any) -> None:
     """Replace float32 by a curve's values, or by its slopes there.
 
     The code is one function of a module, which others call: each curve is compiled once.
@@ -110,9 +125,9 @@ def apply(builder: Any, which: str, place: Any, count: int, curve: Any, number: 
     Args:
         builder: llvmlite's.
         which: ``value`` or ``slope``.
-        place: Pointer to float32.
-        count: How many; a multiple of 16.
-        curve: int64: 1 and the number of its name in ``CURVES``.
+        address: int64, of float32.
+        count: int64: how many; a multiple of 16.
+        curve: int64, see ``functions.number_of``.
         number: float32, as of ``Curve``.
     """
     kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64, F32])
@@ -123,7 +138,7 @@ def apply(builder: Any, which: str, place: Any, count: int, curve: Any, number: 
         function.linkage = "internal"
         function.attributes.add("noinline")
         _define(function, _BODIES[which])
-    builder.call(function, [builder.ptrtoint(place, I64), I64(count), curve, number])
+    builder.call(function, [address, count, curve, number])
 
 
 def _define(function: Any, body: Callable[[Curves, str, Vector, Vector], Vector]) -> None:

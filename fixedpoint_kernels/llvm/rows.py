@@ -13,8 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from fixedpoint_kernels.functions import NORMAL
-from fixedpoint_kernels.llvm.curves import Curves
+from fixedpoint_kernels.llvm.curves import Curves, apply
 from fixedpoint_kernels.llvm.vectors import F32, I8, I16, I32, I64, Vector, columns_of, intrinsic
 
 _LANES = 16
@@ -140,7 +139,7 @@ def _finish_gradient(
             to.added(to.get(kept), to.builder.add(target, I64(64 * j)), adds)
 
 
-def _normalize(to: _To, x, count, y, kept, inverse, scale, shift, size, eps):
+def _normalize(to: _To, x, count, y, kept, inverse, scale, shift, centred, size, eps):
     """Normalise a row: ``y``, bfloat16 ``kept`` without scale and shift, and the inverse deviation."""
     number = to.splat(size)
 
@@ -150,7 +149,10 @@ def _normalize(to: _To, x, count, y, kept, inverse, scale, shift, size, eps):
             to.put(to.get(total) + of(to.load(to.at(x, at, 4))), total)
         return to.total(to.get(total)) / number
 
-    middle = mean(lambda own: own)
+    place = to.variable(to.zero)
+    with to.there(centred):
+        to.put(mean(lambda own: own), place)
+    middle = to.get(place)
     variance = mean(lambda own: (own - middle) * (own - middle))
     one = middle.constant(1.0)
     found = one / (variance + to.splat(eps)).root()
@@ -162,7 +164,7 @@ def _normalize(to: _To, x, count, y, kept, inverse, scale, shift, size, eps):
 
 
 def _normalize_backward(
-    to: _To, dy, count, kept, inverse, scale, dx, adds, of_scale, of_shift, size
+    to: _To, dy, count, kept, inverse, scale, dx, adds, of_scale, of_shift, centred, size
 ):
     """Write, or add, the gradient of a row; add to those of scale and shift."""
     first, second = to.variable(to.zero), to.variable(to.zero)
@@ -175,6 +177,8 @@ def _normalize_backward(
         to.store(to.load(to.at(of_scale, at, 4)) + product, to.at(of_scale, at, 4))
         to.store(to.load(to.at(of_shift, at, 4)) + grad, to.at(of_shift, at, 4))
     number = to.splat(size)
+    with to.there(to.builder.xor(centred, I64(1))):
+        to.put(to.zero, first)
     one, other = (to.total(to.get(v)) / number for v in (first, second))
     factor = to.splat(to.one(inverse))
     with to.there(dx), to.loop(count) as at:
@@ -183,19 +187,39 @@ def _normalize_backward(
         to.added(found * factor, to.at(dx, at, 4), adds)
 
 
-def _gelu(to: _To, x, count, y, kept):
+def _curve(to: _To, x, count, y, kept, curve, number):
+    """Write a function of numbers; bfloat16 ``kept`` of these."""
     with to.loop(count) as at:
         z = to.load(to.at(x, at, 4))
         to.store_bfloat16(z, to.at(kept, at, 2))
-        to.store(z * to.normal(z), to.at(y, at, 4))
+        to.store(z, to.at(y, at, 4))
+    apply(to.builder, "value", y, count, curve, number)
 
 
-def _gelu_backward(to: _To, dy, count, kept, dx, adds):
+def _curve_backward(to: _To, dy, count, kept, dx, adds, slopes, curve, number):
+    """Write, or add, gradients times the function's slope; ``slopes``: room for ``count`` float32."""
     with to.loop(count) as at:
-        z = to.load_bfloat16(to.at(kept, at, 2))
-        density = to.exp(z * z * -0.5) * NORMAL[1]
-        slope = to.normal(z) + z * density
-        to.added(to.load(to.at(dy, at, 4)) * slope, to.at(dx, at, 4), adds)
+        to.store(to.load_bfloat16(to.at(kept, at, 2)), to.at(slopes, at, 4))
+    apply(to.builder, "slope", slopes, count, curve, number)
+    with to.loop(count) as at:
+        own = to.load(to.at(dy, at, 4)) * to.load(to.at(slopes, at, 4))
+        to.added(own, to.at(dx, at, 4), adds)
+
+
+def _multiply(to: _To, x, other, count, y, kept, other_kept):
+    """Write products of numbers; bfloat16 of both are kept."""
+    with to.loop(count) as at:
+        one, two = to.load(to.at(x, at, 4)), to.load(to.at(other, at, 4))
+        to.store_bfloat16(one, to.at(kept, at, 2))
+        to.store_bfloat16(two, to.at(other_kept, at, 2))
+        to.store(one * two, to.at(y, at, 4))
+
+
+def _multiply_backward(to: _To, dy, count, other_kept, dx, adds):
+    """Write, or add, gradients times what the number was multiplied with."""
+    with to.loop(count) as at:
+        own = to.load(to.at(dy, at, 4)) * to.load_bfloat16(to.at(other_kept, at, 2))
+        to.added(own, to.at(dx, at, 4), adds)
 
 
 def _relu(to: _To, x, count, y, mask):
@@ -337,12 +361,14 @@ finish_product = _made("sums step rows out out_step bias groups powers", _finish
 finish_gradient = _made(
     "sums step rows out out_step mask mask_step groups adds powers", _finish_gradient
 )
-normalize = _made("x count y kept inverse scale shift size eps", _normalize, 2)
+normalize = _made("x count y kept inverse scale shift centred size eps", _normalize, 2)
 normalize_backward = _made(
-    "dy count kept inverse scale dx adds of_scale of_shift size", _normalize_backward, 1
+    "dy count kept inverse scale dx adds of_scale of_shift centred size", _normalize_backward, 1
 )
-gelu = _made("x count y kept", _gelu)
-gelu_backward = _made("dy count kept dx adds", _gelu_backward)
+curve = _made("x count y kept curve number", _curve, 1)
+curve_backward = _made("dy count kept dx adds slopes curve number", _curve_backward, 1)
+multiply = _made("x other count y kept other_kept", _multiply)
+multiply_backward = _made("dy count other_kept dx adds", _multiply_backward)
 relu = _made("x count y mask", _relu)
 masked = _made("x count mask y adds factor", _masked, 1)
 add = _made("x other count y", _add)

@@ -1,4 +1,4 @@
-"""Networks of linear layers, layer norms, GELU, dropout, attention and sums, run as a whole on integer codes.
+"""Networks of linear layers, norms, activation functions, dropout, attention, sums and products, run as a whole on integer codes.
 
 segment = Segment(inputs, operations, outputs)                  # what there is
 program = Program(segment, samples, tokens, path, ...)          # for so many rows
@@ -10,13 +10,15 @@ computes is ``reference``, in plain PyTorch: forward to the bit.
 """
 
 from fixedpoint_kernels.dropout import Odds
+from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.products import paths
 from fixedpoint_kernels.tokens.graph import (
     Add,
     Attention,
+    Curved,
     Dropout,
-    Gelu,
     Linear,
+    Multiply,
     Norm,
     Operation,
     Part,
@@ -29,9 +31,11 @@ __all__ = [
     "PATHS",
     "Add",
     "Attention",
+    "Curve",
+    "Curved",
     "Dropout",
-    "Gelu",
     "Linear",
+    "Multiply",
     "Norm",
     "Odds",
     "Operation",

@@ -23,6 +23,7 @@ from fixedpoint_kernels.tokens import fields as f
 __all__ = ["add_weights", "run"]
 
 _NOISE_BLOCK = 512
+_CURVE_BLOCK = 1024  # elements that go through a curve while they are in the nearest cache
 _NAN = np.int64(2**passes.NAN_BIT)
 
 enter: Any = None
@@ -329,7 +330,7 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
         for i in range(rows):
             passes.normalize(
                 x + 4 * i * width, width, y + 4 * i * width, d[f.KEPT] + 2 * (row + i) * width,
-                d[f.INVERSE] + 4 * (row + i), d[f.SCALE], d[f.SHIFT], r[0], r[1],
+                d[f.INVERSE] + 4 * (row + i), d[f.SCALE], d[f.SHIFT], d[f.CENTRED], r[0], r[1],
             )  # fmt: skip
     elif kind == f.NORM_BACKWARD:
         for i in range(rows):
@@ -337,12 +338,25 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
             passes.normalize_backward(
                 x + 4 * i * width, width, d[f.KEPT] + 2 * (row + i) * width,
                 d[f.INVERSE] + 4 * (row + i), d[f.SCALE], dx, d[f.ADDS],
-                partial + 4 * d[f.SUMS], partial + 4 * d[f.SUMS2], r[0],
+                partial + 4 * d[f.SUMS], partial + 4 * d[f.SUMS2], d[f.CENTRED], r[0],
             )  # fmt: skip
-    elif kind == f.GELU:
-        passes.gelu(x, count, y, d[f.KEPT] + 2 * row * width)
-    elif kind == f.GELU_BACKWARD:
-        passes.gelu_backward(x, count, d[f.KEPT] + 2 * row * width, y, d[f.ADDS])
+    elif kind == f.CURVE:
+        kept = d[f.KEPT] + 2 * row * width
+        for e in range(0, count, _CURVE_BLOCK):
+            n = min(_CURVE_BLOCK, count - e)
+            passes.curve(x + 4 * e, n, y + 4 * e, kept + 2 * e, d[f.CURVE_NUMBER], r[0])
+    elif kind == f.CURVE_BACKWARD:
+        kept = d[f.KEPT] + 2 * row * width
+        for e in range(0, count, _CURVE_BLOCK):
+            n = min(_CURVE_BLOCK, count - e)
+            passes.curve_backward(
+                x + 4 * e, n, kept + 2 * e, y + 4 * e, d[f.ADDS], sums, d[f.CURVE_NUMBER], r[0]
+            )
+    elif kind == f.MULTIPLY:
+        kept, other = 2 * row * width, _place(d, f.OTHER, own, row)
+        passes.multiply(x, other, count, y, d[f.KEPT] + kept, d[f.OTHER_KEPT] + kept)
+    elif kind == f.MULTIPLY_BACKWARD:
+        passes.multiply_backward(x, count, d[f.OTHER_KEPT] + 2 * row * width, y, d[f.ADDS])
     elif kind == f.RELU:
         passes.relu(x, count, y, d[f.KEPT] + row * width // 8)
     elif kind == f.RELU_BACKWARD:

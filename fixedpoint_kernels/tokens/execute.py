@@ -13,8 +13,9 @@ from fixedpoint_kernels.llvm.rows import NAN_BIT
 from fixedpoint_kernels.memory import are_float32, is_float32
 from fixedpoint_kernels.tokens import cpu
 from fixedpoint_kernels.tokens.graph import Linear
-from fixedpoint_kernels.tokens.program import Pass, Program
+from fixedpoint_kernels.tokens.program import Program
 from fixedpoint_kernels.tokens.reference import Parameters
+from fixedpoint_kernels.tokens.rows import Pass
 
 __all__ = ["backward", "forward"]
 

@@ -6,9 +6,10 @@ which holds the rows of one chunk.
 
 # kinds of operations
 (
-    LINEAR, LINEAR_BACKWARD, NORM, NORM_BACKWARD, GELU, GELU_BACKWARD, RELU, RELU_BACKWARD,
+    LINEAR, LINEAR_BACKWARD, NORM, NORM_BACKWARD, CURVE, CURVE_BACKWARD, RELU, RELU_BACKWARD,
     ADD, PASS_ON, BLANK, ATTENTION, ATTENTION_BACKWARD, DROPOUT, DROPOUT_BACKWARD,
-) = range(15)  # fmt: skip
+    MULTIPLY, MULTIPLY_BACKWARD,
+) = range(17)  # fmt: skip
 
 (
     KIND, WIDTH, X, X_ROW, OTHER, OTHER_ROW, Y, Y_ROW,
@@ -17,8 +18,8 @@ which holds the rows of one chunk.
     # of linear layers
     DEPTH, OUTPUTS, CODES, MASK, FLIP, CLAMPED, WEIGHTS, BEGIN, BIAS, GROUP_BYTES, RUNS, STARTS,
     GRAD_CODES, SCALES, WEIGHT_FL, SEED, STREAM, SECOND_STREAM, SUM_POWERS, FACTORS,
-    # of norms and activation functions
-    KEPT, INVERSE, SCALE, SHIFT,
+    # of norms, activation functions and products
+    KEPT, OTHER_KEPT, INVERSE, SCALE, SHIFT, CENTRED, CURVE_NUMBER,
     # of attention: queries, keys and values, and their gradients
     Q, Q_ROW, Q_STEP, K, K_ROW, K_STEP, V, V_ROW, V_STEP, Q_LINE, K_LINE, V_LINE,
     Q_START, K_START, V_START,
@@ -29,8 +30,8 @@ which holds the rows of one chunk.
     BYTES,
     # below which 16 random bits make a 0; 0: no dropout
     THRESHOLD,
-) = range(66)  # fmt: skip
-COUNT = 66
+) = range(69)  # fmt: skip
+COUNT = 69
 
 # parts of a thread's memory
 WORK, ROUNDED, POWERS, HEAD, LOCAL = range(5)

@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 from fixedpoint_kernels.dropout import Odds
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.functions import Curve
 
 __all__ = [
     "Add",
     "Attention",
+    "Curved",
     "Dropout",
-    "Gelu",
     "Linear",
+    "Multiply",
     "Norm",
     "Operation",
     "Part",
@@ -60,11 +62,13 @@ class Norm:
 
     Args:
         source: Number of the value that it takes.
-        eps: Added to the variance.
+        eps: Added to the variance, or to the mean square.
+        centred: Whether the mean is taken off first; without, it is RMS normalisation, which has no shift.
     """
 
     source: int
     eps: float = 1e-5
+    centred: bool = True
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -73,10 +77,11 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Gelu:
-    """A number times the share of a normal distribution below it."""
+class Curved:
+    """An activation function, see ``functions.Curve``."""
 
     source: int
+    curve: Curve
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -117,6 +122,19 @@ class Dropout:
 @dataclass(frozen=True)
 class Add:
     """The sum of two values."""
+
+    source: int
+    other: int
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Numbers of the values that it takes."""
+        return self.source, self.other
+
+
+@dataclass(frozen=True)
+class Multiply:
+    """The product of two values, element by element, as gated networks have it."""
 
     source: int
     other: int
@@ -176,7 +194,7 @@ class Attention:
         return tuple(dict.fromkeys(part.value for part in self.parts))
 
 
-Operation = Linear | Norm | Gelu | Relu | Dropout | Add | Attention
+Operation = Linear | Norm | Curved | Relu | Dropout | Add | Multiply | Attention
 
 
 @dataclass(frozen=True)
@@ -245,8 +263,8 @@ class Segment:
                 raise ValueError(f"{op} takes {widths[op.source]} features")
             if op.inputs.wl > 8 or op.weight.wl > 8 or not op.weight.signed:
                 raise ValueError(f"formats must have 8 bits or fewer, weights signed, got {op}")
-        elif isinstance(op, Add) and widths[op.source] != widths[op.other]:
-            raise ValueError(f"{op} adds {widths[op.source]} and {widths[op.other]} features")
+        elif isinstance(op, Add | Multiply) and widths[op.source] != widths[op.other]:
+            raise ValueError(f"{op} takes {widths[op.source]} and {widths[op.other]} features")
         elif isinstance(op, Attention):
             if op.size % 16:
                 raise ValueError(f"features of a head must be a multiple of 16, got {op.size}")

@@ -5,16 +5,15 @@ operations values lie in its own memory, which others take when nobody needs the
 of weights come last: they are sums over all samples.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from fixedpoint_kernels.dropout import Odds
+from fixedpoint_kernels.functions import number_of
 from fixedpoint_kernels.fused import fields as w
 from fixedpoint_kernels.fused.memory import Memory, bytes_of
-from fixedpoint_kernels.fused.operations import Cells
 from fixedpoint_kernels.fused.powers import Powers
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.fused.weights import packing_items, spare_bytes
@@ -28,34 +27,23 @@ from fixedpoint_kernels.tokens import fields as f
 from fixedpoint_kernels.tokens.graph import (
     Add,
     Attention,
+    Curved,
     Dropout,
-    Gelu,
     Linear,
+    Multiply,
     Norm,
     Operation,
     Part,
+    Relu,
     Segment,
 )
 from fixedpoint_kernels.tokens.reference import Parameters
+from fixedpoint_kernels.tokens.rows import SPARE_ROWS, Given, Kept, Local, Number, Rows
 
 __all__ = ["Program"]
 
 _CACHE = 2**18  # bytes of values that a thread works on at a time
-_SPARE_ROWS = 64  # that tiles, and rounding of gradients, reach behind the last row
 _PIECE = 1024  # rows that are laid out at once for gradients of weights
-
-
-class _Kept(NamedTuple):
-    """A place in what forward leaves for backward."""
-
-    offset: int
-
-
-class _Given(NamedTuple):
-    """An address that each call brings."""
-
-    name: str
-    number: int
 
 
 class _Packing(NamedTuple):
@@ -66,76 +54,6 @@ class _Packing(NamedTuple):
     items: np.ndarray
     layers: list[int]
     spare_bytes: int
-
-
-@dataclass(eq=False)
-class _Local:
-    """Rows of a value, or of its gradient, in a thread's memory."""
-
-    width: int
-    first: int
-    last: int = -1
-    size: int = 0
-    offset: int = 0
-
-
-_Number = int | _Kept | _Given | _Local
-
-
-@dataclass
-class Pass:
-    """Operations of one direction.
-
-    Args:
-        table: See ``fields``.
-        reals: Row of float32 of each.
-        kept: Rows and places of the table, and offsets in kept memory.
-        given: Cells of the addresses that calls bring.
-    """
-
-    table: np.ndarray
-    reals: np.ndarray
-    kept: tuple[np.ndarray, np.ndarray, np.ndarray]
-    given: Cells
-
-
-@dataclass
-class _Rows:
-    """Rows of numbers in the making, and who needs which memory of a thread until when."""
-
-    numbers: list[dict[int, _Number]] = field(default_factory=list)
-    reals: list[tuple[float, ...]] = field(default_factory=list)
-    locals: list[_Local] = field(default_factory=list)
-
-    def add(self, kind: int, numbers: Mapping[str, _Number], *reals: float) -> None:
-        row = {f.KIND: kind} | {getattr(f, name): number for name, number in numbers.items()}
-        for number in numbers.values():
-            if isinstance(number, _Local):
-                number.last = len(self.numbers)
-        self.numbers.append(row)
-        self.reals.append((*reals, 0.0, 0.0, 0.0, 0.0)[:4])
-
-    def local(self, width: int) -> _Local:
-        self.locals.append(_Local(width, len(self.numbers)))
-        return self.locals[-1]
-
-    def place(self, rows: int) -> int:
-        """Give memory to what is local, and return how much that takes."""
-        free: list[tuple[int, int]] = []  # size and offset
-        end = 0
-        for k in range(len(self.numbers)):
-            for own in (v for v in self.locals if v.first == k):
-                size = 4 * own.width * (rows + _SPARE_ROWS)
-                fitting = [place for place in free if place[0] >= size]
-                if fitting:
-                    place = min(fitting)
-                    free.remove(place)
-                else:
-                    place = size, end
-                    end += size
-                own.size, own.offset = place
-            free += [(v.size, v.offset) for v in self.locals if v.last == k]
-        return end
 
 
 class Program:
@@ -179,9 +97,10 @@ class Program:
         self.chunk = self._chunk()
         self.chunks = -(samples // -self.chunk)
         self._allocate()
-        forward, backward = self._forward(), _Rows() if self._infers else self._backward()
+        forward, backward = self._forward(), Rows() if self._infers else self._backward()
         self._make_scratch(forward, backward)
-        self.forward, self.backward = self._finished(forward), self._finished(backward)
+        local = int(self.places[f.LOCAL])
+        self.forward, self.backward = forward.finished(local), backward.finished(local)
         self._weights_tasks()
         self.memory = Memory() if memory is None else memory
         self.stamp: Stamp | None = None
@@ -212,9 +131,9 @@ class Program:
         self._memory.append(array)
         return array.ctypes.data
 
-    def _keep(self, size: int) -> _Kept:
+    def _keep(self, size: int) -> Kept:
         offset, self.kept_bytes = self.kept_bytes, self.kept_bytes - (-size // 64) * 64
-        return _Kept(offset)
+        return Kept(offset)
 
     def _chunk(self) -> int:
         """Return how many samples a thread takes at a time: the same for any number of threads."""
@@ -223,7 +142,7 @@ class Program:
 
     def _allocate(self) -> None:
         n = self.rows
-        self.codes, self.masks, self.extra, self.inverses = {}, {}, {}, {}
+        self.codes, self.masks, self.extra, self.inverses, self.others = {}, {}, {}, {}, {}
         self.partial_width, self.partials = 0, {}
         self.partial_widths: list[int] = []  # of the sums in a row, as they follow each other
         self.packed: dict[int, tuple[int, ...]] = {}
@@ -234,7 +153,7 @@ class Program:
         for i, op in enumerate(operations):
             width = self.widths[self._count + i]
             if isinstance(op, Linear):
-                self.codes[i] = self._keep((n + _SPARE_ROWS) * op.shape[1] + 64)
+                self.codes[i] = self._keep((n + SPARE_ROWS) * op.shape[1] + 64)
                 if op.clip and self._needs_gradient(op.source):
                     self.masks[i] = self._keep(n * op.shape[1] // 8)
                 self.partials[i] = (self._partial(width),)
@@ -246,12 +165,15 @@ class Program:
             elif isinstance(op, Norm):
                 self.extra[i], self.inverses[i] = self._keep(2 * n * width), self._keep(4 * n)
                 self.partials[i] = self._partial(width), self._partial(width)
-            elif not isinstance(op, Add | Attention):
-                size = 2 * n * width if isinstance(op, Gelu) else n * width // 8
-                self.extra[i] = self._keep(size)
+            elif isinstance(op, Curved | Multiply):
+                self.extra[i] = self._keep(2 * n * width)
+                if isinstance(op, Multiply):
+                    self.others[i] = self._keep(2 * n * width)
+            elif isinstance(op, Relu | Dropout):
+                self.extra[i] = self._keep(n * width // 8)
         attended = {s for op in operations if isinstance(op, Attention) for s in op.sources}
         self._made = {
-            v: self._keep(4 * (n + _SPARE_ROWS) * self.widths[v]) for v in sorted(attended)
+            v: self._keep(4 * (n + SPARE_ROWS) * self.widths[v]) for v in sorted(attended)
         }
         self.partial_bytes = max(4 * self.partial_width, 64)
         self.partial = np.zeros((self.chunks, self.partial_bytes // 4), np.float32)
@@ -280,7 +202,7 @@ class Program:
         """Say whether a value's gradient is wanted: all that operations make has parameters before."""
         return not self._infers and (v >= self._count or self.needs_inputs[v])
 
-    def _make_scratch(self, *directions: _Rows) -> None:
+    def _make_scratch(self, *directions: Rows) -> None:
         rows, most = self.chunk * self.tokens, max(self.widths)
         heads = [op.size for op in self.segment.operations if isinstance(op, Attention)]
         lines = (
@@ -289,8 +211,8 @@ class Program:
         head = max([512 + 64 * size + lines for size in heads] or [0])
         local = max(direction.place(rows) for direction in directions)
         sizes = (
-            (rows + _SPARE_ROWS) * 128,
-            (rows + _SPARE_ROWS) * most + 1024,
+            (rows + SPARE_ROWS) * 128,
+            (rows + SPARE_ROWS) * most + 1024,
             4 * rows + 64,
             head + 64,
             local + 4096,
@@ -301,30 +223,30 @@ class Program:
 
     # ------------------------------------------------------------------ forward
 
-    def _forward(self) -> _Rows:
-        rows = _Rows()
-        where: dict[int, _Number] = {i: _Given("x", i) for i in range(self._count)}
+    def _forward(self) -> Rows:
+        rows = Rows()
+        where: dict[int, Number] = {i: Given("x", i) for i in range(self._count)}
         for i, op in enumerate(self.segment.operations):
             v = self._count + i
             leaves = v in self.segment.outputs
             if v in self._made:
                 where[v] = self._made[v]
             elif leaves:
-                where[v] = _Given("y", v)
+                where[v] = Given("y", v)
             else:
                 where[v] = rows.local(self.widths[v])
             self._do(rows, i, op, where)
             if leaves and v in self._made:
-                more = self._operand("X", where[v], v) | self._operand("Y", _Given("y", v), v)
+                more = self._operand("X", where[v], v) | self._operand("Y", Given("y", v), v)
                 rows.add(f.PASS_ON, more | {"WIDTH": self.widths[v]})
         return rows
 
-    def _operand(self, name: str, place: _Number, v: int) -> dict[str, _Number]:
+    def _operand(self, name: str, place: Number, v: int) -> dict[str, Number]:
         """Return where rows of a value are."""
-        row = 0 if isinstance(place, _Local) else 4 * self.widths[v]
+        row = 0 if isinstance(place, Local) else 4 * self.widths[v]
         return {name: place, f"{name}_ROW": row}
 
-    def _do(self, rows: _Rows, i: int, op: Operation, where: dict[int, _Number]) -> None:
+    def _do(self, rows: Rows, i: int, op: Operation, where: dict[int, Number]) -> None:
         v = self._count + i
         more = self._operand("Y", where[v], v) | {"WIDTH": self.widths[v]}
         if isinstance(op, Attention):
@@ -343,35 +265,40 @@ class Program:
                 "FLIP": 128 * self._is_flipped(op),
                 "BYTES": kind_of_bytes(op.inputs.signed, steps_in_int16(op.inputs, op.weight)),
                 "CLAMPED": self.clamped[i].ctypes.data,
-                "BIAS": _Given("second", i),
+                "BIAS": Given("second", i),
                 "SUM_POWERS": self.powers[i].of_sums,
             }
             numbers = op.inputs.scale, op.inputs.min_code, op.inputs.max_code
             rows.add(f.LINEAR, more, *numbers)
         elif isinstance(op, Norm):
-            more |= {"SCALE": _Given("first", i), "SHIFT": _Given("second", i)}
-            more |= {"KEPT": self.extra[i], "INVERSE": self.inverses[i]}
+            more |= {"SCALE": Given("first", i), "SHIFT": Given("second", i)}
+            more |= {"KEPT": self.extra[i], "INVERSE": self.inverses[i], "CENTRED": op.centred}
             rows.add(f.NORM, more, self.widths[v], op.eps)
         elif isinstance(op, Add):
             rows.add(f.ADD, more | self._operand("OTHER", where[op.other], op.other))
         elif isinstance(op, Dropout):
             more |= self._chance(i, op.odds) | {"KEPT": self.extra[i]}
             rows.add(f.DROPOUT, more, op.odds.factor)
+        elif isinstance(op, Multiply):
+            more |= self._operand("OTHER", where[op.other], op.other)
+            rows.add(f.MULTIPLY, more | {"KEPT": self.extra[i], "OTHER_KEPT": self.others[i]})
+        elif isinstance(op, Curved):
+            more |= {"KEPT": self.extra[i], "CURVE_NUMBER": number_of(op.curve)}
+            rows.add(f.CURVE, more, op.curve.number)
         else:
-            kind = f.GELU if isinstance(op, Gelu) else f.RELU
-            rows.add(kind, more | {"KEPT": self.extra[i]})
+            rows.add(f.RELU, more | {"KEPT": self.extra[i]})
 
-    def _chance(self, i: int, odds: Odds | None) -> dict[str, _Number]:
+    def _chance(self, i: int, odds: Odds | None) -> dict[str, Number]:
         """Return what decides which numbers become 0."""
         if odds is None:
             return {}
-        noise: dict[str, _Number] = {"SEED": _Given("seed", i), "STREAM": _Given("stream", i)}
+        noise: dict[str, Number] = {"SEED": Given("seed", i), "STREAM": Given("stream", i)}
         return noise | {"THRESHOLD": odds.threshold}
 
     def _is_flipped(self, op: Linear) -> bool:
         return bool(self._flips and op.inputs.signed)
 
-    def _tiles(self, weights: int, begin: int, depth: int, step: int) -> dict[str, _Number]:
+    def _tiles(self, weights: int, begin: int, depth: int, step: int) -> dict[str, Number]:
         """Return what tiles need to know of packed weights and of rows ``step`` bytes apart."""
         return {
             "WEIGHTS": weights,
@@ -381,37 +308,37 @@ class Program:
             "STARTS": self._hold([16 * step * i for i in range(4)], np.int64),
         }
 
-    def _part(self, name: str, place: _Number, part: Part) -> dict[str, _Number]:
+    def _part(self, name: str, place: Number, part: Part) -> dict[str, Number]:
         """Return where queries, keys or values lie."""
         line = 4 * self.widths[part.value]
-        own: dict[str, _Number] = {name: place, f"{name}_ROW": line, f"{name}_LINE": line}
+        own: dict[str, Number] = {name: place, f"{name}_ROW": line, f"{name}_LINE": line}
         return own | {f"{name}_START": 4 * part.start, f"{name}_STEP": 4 * part.step}
 
     # ------------------------------------------------------------------ backward
 
-    def _backward(self) -> _Rows:
-        rows = _Rows()
-        self._back: dict[int, _Number] = {}
+    def _backward(self) -> Rows:
+        rows = Rows()
+        self._back: dict[int, Number] = {}
         self._touched: set[int] = set()
         outputs = set(self.segment.outputs)
         for i in reversed(range(len(self.segment.operations))):
             v = self._count + i
             if v in outputs:
                 to = self._contribute(rows, v, "Y") | {"WIDTH": self.widths[v]}
-                rows.add(f.PASS_ON, to | self._operand("X", _Given("dy", v), v))
+                rows.add(f.PASS_ON, to | self._operand("X", Given("dy", v), v))
             self._undo(rows, i, self.segment.operations[i])
         return rows
 
-    def _contribute(self, rows: _Rows, v: int, name: str, adds: str = "ADDS") -> dict[str, _Number]:
+    def _contribute(self, rows: Rows, v: int, name: str, adds: str = "ADDS") -> dict[str, Number]:
         """Return where to write, or add to, a value's gradient."""
         if v not in self._back:
             is_input = v < self._count
-            self._back[v] = _Given("dx", v) if is_input else rows.local(self.widths[v])
+            self._back[v] = Given("dx", v) if is_input else rows.local(self.widths[v])
         found = self._operand(name, self._back[v], v) | {adds: v in self._touched}
         self._touched.add(v)
         return found
 
-    def _undo(self, rows: _Rows, i: int, op: Operation) -> None:
+    def _undo(self, rows: Rows, i: int, op: Operation) -> None:
         v = self._count + i
         more = self._operand("X", self._back[v], v) | {"WIDTH": self.widths[v]}
         if isinstance(op, Attention):
@@ -421,23 +348,34 @@ class Program:
         elif isinstance(op, Norm):
             needed = self._needs_gradient(op.source)
             more |= self._contribute(rows, op.source, "Y") if needed else {"Y": -1}
-            more |= {"KEPT": self.extra[i], "INVERSE": self.inverses[i]}
-            more |= {"SCALE": _Given("first", i)}
+            more |= {"KEPT": self.extra[i], "INVERSE": self.inverses[i], "CENTRED": op.centred}
+            more |= {"SCALE": Given("first", i)}
             more |= dict(zip(("SUMS", "SUMS2"), self.partials[i], strict=True))
             rows.add(f.NORM_BACKWARD, more, self.widths[v])
-        elif isinstance(op, Add):
-            for source in (op.source, op.other):
-                if self._needs_gradient(source):
-                    rows.add(f.PASS_ON, more | self._contribute(rows, source, "Y"))
+        elif isinstance(op, Add | Multiply):
+            self._undo_pair(rows, i, op, more)
         elif self._needs_gradient(op.source):
-            kind = f.GELU_BACKWARD if isinstance(op, Gelu) else f.RELU_BACKWARD
             more |= self._contribute(rows, op.source, "Y") | {"KEPT": self.extra[i]}
-            if isinstance(op, Dropout):
+            if isinstance(op, Curved):
+                more["CURVE_NUMBER"] = number_of(op.curve)
+                rows.add(f.CURVE_BACKWARD, more, op.curve.number)
+            elif isinstance(op, Dropout):
                 rows.add(f.DROPOUT_BACKWARD, more, op.odds.factor)
             else:
-                rows.add(kind, more)
+                rows.add(f.RELU_BACKWARD, more)
 
-    def _undo_linear(self, rows: _Rows, i: int, op: Linear, more: dict[str, _Number]) -> None:
+    def _undo_pair(self, rows: Rows, i: int, op: Add | Multiply, more: dict[str, Number]) -> None:
+        factors = self.others.get(i, 0), self.extra.get(i, 0)  # of a product: the other number
+        for source, kept in zip(op.sources, factors, strict=True):
+            if not self._needs_gradient(source):
+                continue
+            to = self._contribute(rows, source, "Y")
+            if isinstance(op, Add):
+                rows.add(f.PASS_ON, more | to)
+            else:
+                rows.add(f.MULTIPLY_BACKWARD, more | to | {"OTHER_KEPT": kept})
+
+    def _undo_linear(self, rows: Rows, i: int, op: Linear, more: dict[str, Number]) -> None:
         if self._needs_gradient(op.source):
             _, _, turned, begin, _, depth = self.packed[i]
             more |= self._contribute(rows, op.source, "Y")
@@ -450,14 +388,14 @@ class Program:
             "GRAD_CODES": self.grad_codes[i],
             "SCALES": self.scales[i],
             "WEIGHT_FL": op.weight.fl,
-            "SEED": _Given("seed", i),
-            "STREAM": _Given("stream", i),
-            "SECOND_STREAM": _Given("second stream", i),
+            "SEED": Given("seed", i),
+            "STREAM": Given("stream", i),
+            "SECOND_STREAM": Given("second stream", i),
             "FACTORS": self.powers[i].of_gradients,
         }
         rows.add(f.LINEAR_BACKWARD, more)
 
-    def _undo_attention(self, rows: _Rows, i: int, op: Attention, more: dict[str, _Number]) -> None:
+    def _undo_attention(self, rows: Rows, i: int, op: Attention, more: dict[str, Number]) -> None:
         for v in op.sources:
             own = [part for part in op.parts if part.value == v]
             covered = np.zeros(self.widths[v], np.int64)
@@ -477,25 +415,7 @@ class Program:
         more |= self._chance(i, op.odds)
         rows.add(f.ATTENTION_BACKWARD, more, op.scale, _factor(op.odds))
 
-    # ------------------------------------------------------------------ rows of numbers
-
-    def _finished(self, rows: _Rows) -> Pass:
-        table = np.zeros((len(rows.numbers), f.COUNT), np.int64)
-        kept: list[tuple[int, int, int]] = []
-        given: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        local = int(self.places[f.LOCAL])
-        for k, numbers in enumerate(rows.numbers):
-            for place, number in numbers.items():
-                if isinstance(number, _Kept):
-                    kept.append((k, place, number.offset))
-                elif isinstance(number, _Given):
-                    given.setdefault((number.name, number.number), []).append((k, place))
-                else:
-                    is_local = isinstance(number, _Local)
-                    table[k, place] = local + number.offset if is_local else number
-        cells = np.array(kept, np.int64).reshape(-1, 3).T
-        reals = np.array(rows.reals, np.float32).reshape(-1, 4)
-        return Pass(table, reals, (cells[0], cells[1], cells[2]), Cells(given))
+    # ------------------------------------------------------------------ weights
 
     def _weights_tasks(self) -> None:
         """Describe what lays out weights, and what adds up their gradients."""

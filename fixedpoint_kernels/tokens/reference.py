@@ -3,7 +3,7 @@
 Forward is equal to the bit: sums of float32 are added up in the order written here. Backward differs
 in the order of sums over features, tokens and samples, which may move a code of a gradient by one.
 What is kept between the two passes is rounded once, to bfloat16: what a norm makes before scale and
-shift, and what GELU takes.
+shift, what activation functions take, and what is multiplied.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,10 @@ from fixedpoint_kernels.rounding import encode, quantize_with_mask
 from fixedpoint_kernels.tokens.graph import (
     Add,
     Attention,
+    Curved,
     Dropout,
-    Gelu,
     Linear,
+    Multiply,
     Norm,
     Operation,
     Part,
@@ -100,12 +101,15 @@ def _forward(
         y = products.linear(codes, weight, exponents=-op.inputs.fl - op.weight.fl - shifts)
         return (y if own.second is None else y + own.second.detach()), (codes, inside, weight)
     if isinstance(op, Norm):
-        found, inverse = normalize(x, op.eps)
+        found, inverse = normalize(x, op.eps, centred=op.centred)
         y = found * (1.0 if own.first is None else own.first.detach())
         y = y + (0.0 if own.second is None else own.second.detach())
         return y, (found.bfloat16().float(), inverse)
-    if isinstance(op, Gelu):
-        return x * functions.normal(x), (x.bfloat16().float(),)
+    if isinstance(op, Curved):
+        return op.curve.value(x), (x.bfloat16().float(),)
+    if isinstance(op, Multiply):
+        other = values[op.other]
+        return x * other, (x.bfloat16().float(), other.bfloat16().float())
     if isinstance(op, Relu):
         return torch.where(x <= 0, 0.0, x), ()
     if isinstance(op, Dropout):
@@ -131,14 +135,13 @@ def _shifts(own: Parameters, op: Linear) -> Tensor:
     return torch.tensor(own.shifts or (0,) * op.shape[0], dtype=torch.int32)
 
 
-def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return features without their mean, divided by their deviation, and its inverse."""
+def normalize(x: Tensor, eps: float, *, centred: bool = True) -> tuple[Tensor, Tensor]:
+    """Return features, without their mean where ``centred``, divided by the root of their mean square, and its inverse."""
     size = float(x.shape[-1])
-    centred = x - _total(x)[..., None] / size
-    variance = _total(centred * centred)[..., None] / size
-    variance = variance + torch.tensor(eps, dtype=torch.float32)
-    inverse = 1.0 / variance.double().sqrt().float()  # torch's root of float32 may round otherwise
-    return centred * inverse, inverse
+    x = x - _total(x)[..., None] / size if centred else x
+    square = _total(x * x)[..., None] / size + torch.tensor(eps, dtype=torch.float32)
+    inverse = 1.0 / square.double().sqrt().float()  # torch's root of float32 may round otherwise
+    return x * inverse, inverse
 
 
 def _total(x: Tensor) -> Tensor:
@@ -212,13 +215,14 @@ def _backward(
     if isinstance(op, Norm):
         normal, inverse = made
         scaled = g if own.first is None else g * own.first.detach()
-        first, second = scaled.mean(-1, keepdim=True), (scaled * normal).mean(-1, keepdim=True)
+        first = scaled.mean(-1, keepdim=True) if op.centred else 0.0
+        second = (scaled * normal).mean(-1, keepdim=True)
         back = (scaled - first - normal * second) * inverse
         return [(op.source, back)], ((g * normal).sum((0, 1)), g.sum((0, 1)))
-    if isinstance(op, Gelu):
-        (z,) = made
-        density = functions.exp(z * z * -0.5) * functions.NORMAL[1]
-        return [(op.source, g * (functions.normal(z) + z * density))], (None, None)
+    if isinstance(op, Curved):
+        return [(op.source, g * op.curve.slope(made[0]))], (None, None)
+    if isinstance(op, Multiply):
+        return [(op.source, g * made[1]), (op.other, g * made[0])], (None, None)
     if isinstance(op, Relu):
         return [(op.source, torch.where(kept.values[op.source] > 0, g, 0.0))], (None, None)
     if isinstance(op, Dropout):

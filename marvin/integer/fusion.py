@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator
 from threading import RLock
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,9 +14,9 @@ from fixedpoint_kernels._torch_private import global_forward_hooks, is_watched
 from marvin.hooks import OtherForward, restore_forwards, rounders_of
 from marvin.integer.chain_run import ChainRun
 from marvin.integer.formats import has_hooks, rounds_inputs
-from marvin.integer.graph import Chain, Traced, trace
+from marvin.integer.graph import Arguments, Chain, Traced, part_of, trace
 from marvin.integer.inference_run import InferenceRun
-from marvin.integer.layers import IntegerConv2d, IntegerLinear, stock_class
+from marvin.integer.layers import IntegerConv2d, IntegerLinear, is_linear, stock_class
 from marvin.integer.nodes import arguments_of, is_needed
 from marvin.integer.seen import Seen
 from marvin.integer.sizes import Assumed
@@ -29,6 +29,14 @@ __all__ = ["fuse", "fused_layers", "restore_forwards"]
 
 _PROGRAMS = 4  # that a chain keeps: formats and batches change
 _CALLS = 16  # kinds of calls, by names and plain values of arguments
+
+
+class _Given(NamedTuple):
+    """What a call brings: tensors, plain values, and of which tuples tensors are parts, and how many each has; by name."""
+
+    tensors: dict[str, Tensor]
+    plain: dict[str, Plain]
+    tuples: dict[str, int]
 
 
 class Fused(OtherForward):
@@ -64,10 +72,10 @@ class Fused(OtherForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do as ``forward`` of the module's class."""
         given = self._given(args, kwargs)
-        runs = None if given is None else self._ready(*given)
-        if runs is None:
+        runs = None if given is None else self._ready(given)
+        if given is None or runs is None:
             return type(self.module).forward(self.module, *args, **kwargs)
-        return runs(*given[0].values())  # pyright: ignore[reportOptionalSubscript]
+        return runs(*given.tensors.values())
 
     @property
     def __code__(self) -> CodeType:
@@ -83,18 +91,23 @@ class Fused(OtherForward):
         """Say why the module's chains are not fused; "" where they are."""
         return self._modes[True].why_not()
 
-    def layers(self) -> list[str]:
-        """Return the names of the layers in chains, within the module."""
-        return self._modes[True].layers()
+    def layers(self) -> set[str]:
+        """Return the names of the layers in chains, within the module: of the calls that were seen, and the usual one."""
+        return {name for mode in self._all(True) for name in mode.layers()}
 
-    def inexact(self) -> list[str]:
+    def inexact(self) -> set[str]:
         """Return the names of the layers in chains whose last bits are others in eval mode."""
-        return self._modes[False].inexact()
+        return {name for mode in self._all(False) for name in mode.inexact()}
 
-    def _given(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, Plain]] | None:
-        """Return tensors, and plain values that are not the default, in order; None where there is anything else."""
+    def _all(self, training: bool) -> "list[_Mode]":
+        with self._lock:
+            others = [
+                own for key, modes in self._others.items() if key[0] is training for own in modes
+            ]
+        return [self._modes[training], *others]
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Given | None":
+        """Return what a call brings, in order, but for plain values that are the default; None where there is anything else."""
         if len(args) == 1 and not kwargs:
             found = {self._places[0]: args[0]} if self._places else {}
         else:
@@ -106,13 +119,20 @@ class Fused(OtherForward):
             nothing, last = object(), len(self._order)
             own = [name for name in found if found[name] is not self._defaults.get(name, nothing)]
             found = {n: found[n] for n in sorted(own, key=lambda n: self._order.get(n, last))}
+        tuples = {n: len(x) for n, x in found.items() if type(x) is tuple and x}
+        for name in tuples:
+            parts = {part_of(name, i): own for i, own in enumerate(found.pop(name))}
+            if found.keys() & parts.keys():
+                return None
+            found |= parts
         tensors = {n: x for n, x in found.items() if type(x) in (Tensor, nn.Parameter)}
         plain = {n: x for n, x in found.items() if type(x) in PLAIN}
         if not tensors or len(tensors) + len(plain) < len(found):
             return None
-        return tensors, plain
+        return _Given(tensors, plain, tuples)
 
-    def _ready(self, tensors: dict[str, Tensor], plain: dict[str, Plain]) -> fx.GraphModule | None:
+    def _ready(self, given: "_Given") -> fx.GraphModule | None:
+        tensors = given.tensors
         if (
             is_traced()
             or is_watched()
@@ -128,26 +148,24 @@ class Fused(OtherForward):
         )
         if goes_back is not self.module.training:
             return None
-        mode = self._mode(goes_back, tensors, plain)
+        mode = self._mode(goes_back, given)
         return None if mode is None else mode.ready(tensors)
 
-    def _mode(
-        self, training: bool, tensors: dict[str, Tensor], plain: dict[str, Plain]
-    ) -> "_Mode | None":
+    def _mode(self, training: bool, given: "_Given") -> "_Mode | None":
         """Return the chains of calls with such arguments; None where there were too many kinds of calls."""
-        own = self._modes[training]
-        is_first = not plain and tuple(tensors) == self._needed
+        own, (tensors, plain, tuples) = self._modes[training], given
+        is_first = not plain and not tuples and tuple(tensors) == self._needed
         if is_first and own.fits(tensors):
             return own
-        key = training, tuple(tensors), tuple((n, type(x), x) for n, x in plain.items())
+        kinds = tuple((n, type(x), x) for n, x in plain.items())
+        key = training, tuple(tensors), kinds, tuple(tuples.items())
         with self._lock:
             if key not in self._others and len(self._others) >= _CALLS:
                 return None
             modes = self._others.setdefault(key, [])
             found = next((own for own in modes if own.fits(tensors)), None)
             if found is None and len(modes) < _PROGRAMS:
-                shapes = {n: tuple(x.shape) for n, x in tensors.items()}
-                found = _Mode(self.module, training, tuple(tensors), plain, shapes)
+                found = _Mode(self.module, training, given)
                 modes.append(found)
             return found
 
@@ -155,16 +173,12 @@ class Fused(OtherForward):
 class _Mode:
     """A module's chains in training, or those in eval mode, where code and chains are others; see ``trace``."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        training: bool,
-        given: tuple[str, ...] | None = None,
-        plain: dict[str, Plain] | None = None,
-        shapes: dict[str, tuple[int, ...]] | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, training: bool, given: "_Given | None" = None) -> None:
         self.module, self._training = module, training
-        self._call = {"given": given, "constants": plain, "shapes": shapes}
+        self._given = Arguments()
+        if given is not None:
+            shapes = {n: tuple(x.shape) for n, x in given.tensors.items()}
+            self._given = Arguments(tuple(given.tensors), given.plain, given.tuples, shapes)
         self._known: tuple[Traced | str, Seen | None] | None = None
         self._runs: dict[frozenset[str], fx.GraphModule] = {}  # by what is left out of chains
         self._lock = RLock()  # threads may come at once
@@ -238,7 +252,7 @@ class _Mode:
         return known
 
     def _traced(self, left: frozenset[str] = frozenset()) -> Traced | str:
-        return trace(self.module, left, infers=not self._training, **self._call)
+        return trace(self.module, left, infers=not self._training, given=self._given)
 
 
 def _trains(module: nn.Module) -> bool:
@@ -264,8 +278,7 @@ def fused_layers(model: nn.Module) -> tuple[set[str], set[str]]:
 
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:
-    layers = IntegerConv2d, IntegerLinear
-    if isinstance(module, layers) or not any(isinstance(m, layers) for m in module.modules()):
+    if _is_layer(module) or not any(map(_is_layer, module.modules())):
         return
     traced = trace(module)
     if not isinstance(traced, str):
@@ -276,8 +289,14 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
                 if own is not module and stock_class(own) is None and rounders_of(own):
                     yield from _roots(own)  # when it rounds what it takes, it is no part of others
             return
+    if any(own.default is not own.empty for own in arguments_of(module)):
+        yield module  # calls that bring more may be traced
     for child in module.children():
         yield from _roots(child)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, IntegerConv2d | IntegerLinear) or is_linear(module)
 
 
 def _built(module: nn.Module, traced: Traced, training: bool) -> fx.GraphModule:

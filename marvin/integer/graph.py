@@ -5,7 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import Parameter
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from marvin.integer.nodes import (
     curve_of,
     drop_assertions,
     flattening,
+    is_known,
     is_needed,
     norm_of,
     plain,
@@ -34,7 +36,7 @@ from marvin.integer.surroundings import Plain, Surroundings
 from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Tracer, changes_shared
 
-__all__ = ["Chain", "Found", "Traced", "trace"]
+__all__ = ["Arguments", "Chain", "Found", "Traced", "part_of", "trace"]
 
 _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
 _PRODUCTS = operator.mul, operator.imul, torch.mul, "mul", "mul_"
@@ -158,26 +160,44 @@ def _modes() -> tuple[object, ...]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), hooks and hooks[0]
 
 
+class Arguments(NamedTuple):
+    """What a call brings.
+
+    Args:
+        tensors: Names of tensors, parts of ``tuples`` among them, see ``part_of``; of arguments that are not named anywhere,
+            the module has defaults. None: those that it must be given.
+        constants: Plain values, by name.
+        tuples: Arguments that are tuples of tensors, and how many each has.
+        shapes: Of tensors, by name, where a call has told them; else, where code branches on a shape,
+            what is usual is assumed.
+    """
+
+    tensors: Sequence[str] | None = None
+    constants: Mapping[str, Plain] = MappingProxyType({})
+    tuples: Mapping[str, int] = MappingProxyType({})
+    shapes: Mapping[str, Sequence[int]] = MappingProxyType({})
+
+
+_NEEDED = Arguments()
+
+
+def part_of(name: str, i: int) -> str:
+    """Return the name of a tensor in an argument that is a tuple of them."""
+    return f"{name}__{i}"
+
+
 class _Tracer(Tracer):
     """Traces a call of a module.
 
     Args:
         module: The module.
-        given: Names of the arguments that are tensors.
-        constants: Those that are plain values.
-        shapes: Of tensors, where they are known.
+        given: What the call brings.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        given: Sequence[str],
-        constants: Mapping[str, Plain],
-        shapes: Mapping[str, Sequence[int]] | None,
-    ) -> None:
+    def __init__(self, module: nn.Module, given: Arguments) -> None:
         super().__init__()
-        self.sizes = Sizes(module, shapes)
-        self._given, self._constants = given, constants
+        self.sizes = Sizes(module, given.shapes)
+        self._given = given
 
     def trace(
         self,
@@ -196,8 +216,8 @@ class _Tracer(Tracer):
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Look into modules of one's own and containers only, and not into those that round what they take."""
-        is_whole = stock_class(m) is not None or rounds_inputs(m)
+        """Look into modules of one's own and containers only, and not into those that round what they take, or are known."""
+        is_whole = stock_class(m) is not None or rounds_inputs(m) or is_known(m)
         return is_whole or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -210,9 +230,11 @@ class _Tracer(Tracer):
     ) -> tuple[Any, list[Any]]:
         """Return what calls the module with its arguments."""
         found: dict[str, Any] = {
-            n: self.create_proxy("placeholder", n, (), {}) for n in self._given
+            n: self.create_proxy("placeholder", n, (), {}) for n in self._given.tensors or ()
         }
-        found |= self._constants
+        found |= self._given.constants
+        for name, count in self._given.tuples.items():
+            found[name] = tuple(found.pop(part_of(name, i)) for i in range(count))
         places: list[Any] = []
         for own in arguments_of(self.root):
             if own.name not in found or own.kind not in _PLACES:
@@ -252,9 +274,7 @@ def trace(
     left: Collection[str] = (),
     *,
     infers: bool = False,
-    given: Sequence[str] | None = None,
-    constants: Mapping[str, Plain] | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
+    given: Arguments = _NEEDED,
 ) -> Traced | str:
     """Return a module's graph and chains, or why there are none.
 
@@ -264,18 +284,14 @@ def trace(
         infers: Whether nothing goes backward: in eval mode. Chains of convolutions are then to the
             bit what their layers compute one by one, without means and some curves, unless these
             join more convolutions.
-        given: Names of the arguments that are tensors; of others that are no ``constants``, the
-            module has defaults. None: those that it must be given.
-        constants: Arguments that are plain values.
-        shapes: Of tensors, by name, where a call has told them; else, where code branches on a shape,
-            what is usual is assumed.
+        given: What the call brings.
     """
     arguments = arguments_of(module)
     if any(own.kind is own.VAR_POSITIONAL for own in arguments):
         return "it takes any number of arguments"
-    if given is None:
-        given = [own.name for own in arguments if is_needed(own)]
-    tracers = [_Tracer(module, given, constants or {}, shapes) for _ in range(2)]
+    if given.tensors is None:
+        given = given._replace(tensors=[own.name for own in arguments if is_needed(own)])
+    tracers = [_Tracer(module, given) for _ in range(2)]
     buffers = [pair for pair in module.named_buffers() if not pair[1].is_meta]
     before = {name: buffer.clone() for name, buffer in buffers}
     surroundings = Surroundings(module)

@@ -32,7 +32,9 @@ __all__ = [
     "IntegerConv2d",
     "IntegerLinear",
     "TransposedLinear",
+    "features_of",
     "integer_class",
+    "is_linear",
     "keep_out_of_compilation",
     "stock_class",
 ]
@@ -93,6 +95,18 @@ def integer_class(kind: type) -> type | None:
     if f"{kind.__module__}.{kind.__qualname__}" == CONV1D:
         return _transposed(kind)
     return CLASSES.get(kind)
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Say whether a module is a converted linear layer."""
+    return type(module) is IntegerLinear or isinstance(module, TransposedLinear)
+
+
+def features_of(layer: Any) -> tuple[int, int]:
+    """Return how many outputs and inputs a converted linear layer says that it has."""
+    if isinstance(layer, TransposedLinear):
+        return layer.nf, layer.nx  # pyright: ignore[reportAttributeAccessIssue]: of transformers
+    return layer.out_features, layer.in_features
 
 
 def stock_class(module: nn.Module) -> type | None:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fixedpoint_kernels._torch_private import ASSERT
-from fixedpoint_kernels.functions import Curve
+from fixedpoint_kernels.forward_save.known import Known, known
+from fixedpoint_kernels.functions import CURVES, Curve
 from fixedpoint_kernels.fused import INPUT, MOST_TAPS, Pooled
 from fixedpoint_kernels.products.shapes import Window
 from marvin.integer.layers import IntegerLinear
@@ -22,14 +23,16 @@ __all__ = [
     "curve_of",
     "drop_assertions",
     "flattening",
+    "is_known",
     "is_needed",
+    "is_rms_norm",
     "norm_of",
     "plain",
     "pooling",
     "repetition",
 ]
 
-_CURVES = {
+_CURVES: dict[object, str] = {
     nn.SiLU: "silu", F.silu: "silu",
     nn.Sigmoid: "sigmoid", F.sigmoid: "sigmoid", torch.sigmoid: "sigmoid", torch.sigmoid_: "sigmoid",
     "sigmoid": "sigmoid", "sigmoid_": "sigmoid",
@@ -38,6 +41,7 @@ _CURVES = {
     nn.GELU: "gelu", F.gelu: "gelu",
     nn.LeakyReLU: "leaky_relu", F.leaky_relu: "leaky_relu",
 }  # fmt: skip
+_GELUS: dict[object, str] = {"none": "gelu", "tanh": "gelu_tanh"}
 _LARGEST = F.max_pool2d, torch.max_pool2d
 _MEANS = torch.mean, "mean"
 _JOINS = torch.cat, torch.concat, torch.concatenate
@@ -51,24 +55,48 @@ def plain(node: fx.Node) -> bool:
     return len(node.args) <= 1 and not set(node.kwargs) - {"inplace", "input"}
 
 
+def is_known(module: nn.Module) -> bool:
+    """Say whether a module of a class of its own is known to be a curve or a norm of chains; see ``forward_save.register``."""
+    found = known(module)
+    if found is None:
+        return False
+    return found.name in CURVES if found.kind == "activation" else is_rms_norm(found)
+
+
+def is_rms_norm(found: Known | None) -> bool:
+    """Say whether a class is known to be RMS normalisation times its weight."""
+    return found is not None and found.kind == "rms_norm" and not found.offset
+
+
 def curve_of(node: fx.Node, module: nn.Module) -> Curve | None:
     """Return what curve a node is, if it is one that chains have."""
     own = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    name = _CURVES.get(node.target if own is None else type(own))
-    if name is None or len(node.all_input_nodes) != 1:
+    if len(node.all_input_nodes) != 1:
         return None
     if own is not None:
-        number = own.negative_slope if isinstance(own, nn.LeakyReLU) else 0.0
-        is_exact = not isinstance(own, nn.GELU) or own.approximate == "none"
-        return Curve(name, number) if plain(node) and is_exact else None
+        return _curve_of_module(own) if plain(node) else None
+    name = _CURVES.get(node.target)
+    if name is None:
+        return None
     names = ("input", "negative_slope") if name == "leaky_relu" else ("input",)
     given = dict(zip((*names, "inplace"), node.args, strict=False)) | node.kwargs
     number = given.pop("negative_slope", 0.01) if name == "leaky_relu" else 0.0
-    is_exact = given.pop("approximate", "none") == "none"
-    if not isinstance(number, float | int):
+    name = _GELUS.get(given.pop("approximate", "none")) if name == "gelu" else name
+    if name is None or not isinstance(number, float | int):
         return None
-    fits = is_exact and not set(given) - {"input", "inplace"}
-    return Curve(name, float(number)) if fits else None
+    return None if set(given) - {"input", "inplace"} else Curve(name, float(number))
+
+
+def _curve_of_module(own: nn.Module) -> Curve | None:
+    name = _CURVES.get(type(own))
+    if name is None:
+        found = known(own)
+        if found is None or found.kind != "activation" or found.name not in CURVES:
+            return None
+        return Curve(found.name)
+    if isinstance(own, nn.GELU):
+        name = _GELUS.get(own.approximate)
+    return Curve(name, getattr(own, "negative_slope", 0.0)) if name else None
 
 
 def drop_assertions(graph: fx.Graph) -> None:

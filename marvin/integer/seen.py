@@ -14,6 +14,8 @@ from fixedpoint_kernels._torch_private import (
 from marvin.hooks import OtherForward
 from marvin.integer.formats import PREPACKED
 from marvin.integer.graph import Traced
+from marvin.integer.layers import TransposedLinear
+from marvin.integer.nodes import is_known
 from marvin.integer.surroundings import PLAIN, names_of, noted
 
 __all__ = ["Seen", "Tensors"]
@@ -48,7 +50,7 @@ class Seen:
         calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
         layers = map(module.get_submodule, dict.fromkeys(calls))
         named = [(own, [n for n in names_of(own) if type(vars(own)[n]) in PLAIN]) for own in inner]
-        named += [(own, [name for name in _NUMBERS if name in vars(own)]) for own in layers]
+        named += [(own, _numbers_of(own)) for own in layers]
         self._owners = [vars(own) for own, _ in named]
         self._sizes = [*map(len, self._owners)]
         self._getters = [itemgetter(*names) if names else _nothing for _, names in named]
@@ -112,6 +114,13 @@ class Tensors:
 def _parts_of(children: Sequence[Mapping[str, nn.Module | None]]) -> Iterator[object]:
     """Yield the children of modules, and where those of the next begin."""
     return chain.from_iterable((*own.values(), ...) for own in children)
+
+
+def _numbers_of(layer: nn.Module) -> list[str]:
+    """Return the names of numbers of a layer: of one that is not torch's, of all plain values."""
+    if is_known(layer) or isinstance(layer, TransposedLinear):
+        return [name for name in names_of(layer) if type(vars(layer)[name]) in PLAIN]
+    return [name for name in _NUMBERS if name in vars(layer)]
 
 
 def _nothing(_: object) -> None:

@@ -4,6 +4,7 @@ Sizes of the arguments have names. Where code asks ``x.shape[1] > 1``, or takes 
 assumed and noted: what was traced is of such calls alone.
 """
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from marvin.integer.layers import features_of, is_linear
+from marvin.integer.nodes import is_known
+
 __all__ = ["Assumed", "Sizes"]
 
 _RANK = 3  # of arguments of which nothing is known: (samples, tokens, features)
 _SAME_MODULES = (
-    nn.LayerNorm, nn.Identity, nn.Dropout, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid,
+    nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid,
 )  # fmt: skip
 _SAME = (
     F.gelu, F.relu, F.silu, F.dropout, F.layer_norm, F.softmax, torch.relu, torch.tanh, torch.sigmoid, torch.softmax,
-    "contiguous", "float", "clone", "to", "relu", "tanh", "sigmoid", "softmax",
+    operator.neg, torch.neg, "neg", "contiguous", "float", "clone", "to", "relu", "tanh", "sigmoid", "softmax",
 )  # fmt: skip
 _SUMS = (
     operator.add,
@@ -32,6 +36,8 @@ _SUMS = (
     torch.add,
     torch.mul,
 )
+_JOINS = torch.cat, torch.concat, torch.concatenate
+_CUTS = "split", "chunk", torch.split, torch.chunk
 _Compare = Callable[[int, int], bool]
 _COMPARISONS: dict[_Compare, bool] = {  # what is assumed: sizes are large, and those that are asked for
     operator.gt: True, operator.ge: True, operator.eq: True,
@@ -89,12 +95,13 @@ class Sizes:
         self._module, self._shapes = module, shapes or {}
         self._ranks: dict[str, int] = {}
         self._answers: dict[fx.Node, _Answer] = {}
+        self._assumed: list[_Answer] = []  # that nobody asked for
         self._known: dict[fx.Node, _Shape | None] = {}
 
     @property
     def assumed(self) -> Assumed:
         """All of it until now."""
-        return Assumed({**self._ranks}, tuple(self._answers.values()))
+        return Assumed({**self._ranks}, (*self._answers.values(), *self._assumed))
 
     def length(self, node: fx.Node) -> int | None:
         """Return how many sizes a value is; None where it is something else, or not known."""
@@ -145,6 +152,9 @@ class Sizes:
         first = node.args[0] if node.args else None
         if not isinstance(first, fx.Node):
             return None
+        if node.target is operator.floordiv:
+            own, by = self._value(first), node.args[1]
+            return own // by if isinstance(own, int) and isinstance(by, int) and by else None
         if node.target is operator.getitem:
             own, key = self._value(first), node.args[1]
             if not isinstance(own, tuple) or not isinstance(key, int | slice):
@@ -177,37 +187,108 @@ class Sizes:
             name = str(node.target)
             rank = self._ranks[name] = len(self._shapes.get(name, range(_RANK)))
             return tuple(_Size(name, d) for d in range(rank))
+        if node.target is operator.getitem:
+            return self._piece(node.args[0]) or self._part(*node.args)
+        if node.target in _JOINS:
+            return self._joined(*node.args, **node.kwargs)
         first = self._shape(node.args[0]) if node.args else None
-        if first is None:
-            return None
+        return None if first is None else self._made(node, first)
+
+    def _made(self, node: fx.Node, first: _Shape) -> _Shape | None:
+        """Return the shape of what a node makes of a value of this shape first of all."""
         if node.op == "call_module":
-            own = self._module.get_submodule(str(node.target))
-            if isinstance(own, nn.Linear):
-                return *first[:-1], own.out_features
-            return first if isinstance(own, _SAME_MODULES) else None
+            return _behind(self._module.get_submodule(str(node.target)), first)
         if node.target is F.scaled_dot_product_attention and len(node.args) >= 3:
             last = self._shape(node.args[2])
             return (*first[:-1], last[-1]) if last else None
         if node.target in _SUMS and len(node.args) == 2:
             if isinstance(node.args[1], int | float):
                 return first
-            other = self._shape(node.args[1])
-            return tuple(map(_wider, first, other)) if other and len(other) == len(first) else None
+            other = self._shape(node.args[1]) or ()
+            return tuple(map(self._wider, first, other)) if len(other) == len(first) else None
         if node.target in ("transpose", torch.transpose):
             return _swapped(first, *node.args[1:])
         if node.target in ("view", "reshape"):
-            return self._viewed(node.args[1:])
+            return self._viewed(first, node.args[1:])
+        if node.target in ("unsqueeze", torch.unsqueeze):
+            return _longer(first, *node.args[1:])
         return first if node.target in _SAME else None
 
-    def _viewed(self, sizes: Sequence[object]) -> _Shape | None:
+    def _piece(self, node: object) -> _Shape | None:
+        """Return the shape of a piece of what a node cuts up; how long it is where it is cut is not known."""
+        if not isinstance(node, fx.Node) or node.target not in _CUTS:
+            return None
+        shape, dim = self._shape(node.args[0]), node.kwargs.get("dim", (*node.args, 0, 0)[2])
+        if shape is None or not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+            return None
+        found: list[_Known] = [*shape]
+        found[dim] = None
+        return tuple(found)
+
+    def _part(self, node: object, key: object) -> _Shape | None:
+        """Return the shape of ``x[..., begin:end]``."""
+        shape = self._shape(node)
+        if shape is None or not isinstance(key, tuple) or len(key) != 2 or key[0] is not ...:
+            return None
+        last, cut = shape[-1], key[1]
+        if not isinstance(cut, slice):
+            return None
+        begin = 0 if cut.start is None else self._whole(cut.start)
+        end = last if cut.stop is None else self._whole(cut.stop)
+        if begin is None or cut.step is not None:
+            return *shape[:-1], None
+        if not isinstance(last, int) or not isinstance(end, int):
+            return *shape[:-1], None
+        return *shape[:-1], len(range(last)[begin:end])
+
+    def _joined(self, tensors: object = (), dim: object = 0, **others: object) -> _Shape | None:
+        """Return the shape of tensors one behind the other."""
+        if others or not isinstance(tensors, tuple | list) or not isinstance(dim, int):
+            return None
+        shapes = [self._shape(own) for own in tensors]
+        known = [own for own in shapes if own is not None and -len(own) <= dim < len(own)]
+        if not known or len(known) < len(shapes):
+            return None
+        found = [*known[0]]
+        sizes = [n for own in known if isinstance(n := own[dim], int)]
+        found[dim] = sum(sizes) if len(sizes) == len(known) else None
+        return tuple(found)
+
+    def _whole(self, own: object) -> int | None:
+        """Return a number, or that of a node that has one."""
+        found = self._value(own) if isinstance(own, fx.Node) else own
+        return found if isinstance(found, int) else None
+
+    def _viewed(self, shape: _Shape, sizes: Sequence[object]) -> _Shape | None:
         """Return the shape that arguments of ``view`` say."""
         if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
             sizes = [*sizes[0]]
         elif len(sizes) == 1 and isinstance(sizes[0], fx.Node):
             found = self._value(sizes[0])
             return found if isinstance(found, tuple) else None
-        is_known = all(isinstance(own, int | fx.Node) for own in sizes)
-        return tuple(map(self._size, sizes)) if is_known else None
+        if not all(isinstance(own, int | fx.Node) for own in sizes):
+            return None
+        found = [self._size(own) for own in sizes]
+        return tuple(
+            _left(shape, found) if own == -1 else n for own, n in zip(sizes, found, strict=True)
+        )
+
+    def _wider(self, a: _Known, b: _Known) -> _Known:
+        """Return the size of a sum of values of two sizes, which are equal, or one of them is 1."""
+        if a == b:
+            return a
+        for one, other in ((a, b), (b, a)):
+            if isinstance(one, int):
+                return other if one == 1 else one
+        if not isinstance(a, _Size) or not isinstance(b, _Size):
+            return None
+        first, second = self._number(a), self._number(b)
+        if first is None or second is None or (first != second and 1 not in (first, second)):
+            return None
+        taken, other = (b, a) if second == 1 else (a, b)
+        is_one = 1 in (first, second)
+        self._assumed.append((operator.eq, taken, 1 if is_one else other, True))
+        return other
 
     def _size(self, own: object) -> _Known:
         if isinstance(own, int):
@@ -216,14 +297,36 @@ class Sizes:
         return None if isinstance(found, tuple) else found
 
 
-def _wider(a: _Known, b: _Known) -> _Known:
-    """Return the size of a sum of values of two sizes, which are equal, or one of them is 1."""
-    if a == b:
-        return a
-    for one, other in ((a, b), (b, a)):
-        if isinstance(one, int):
-            return other if one == 1 else one
-    return None
+def _behind(module: nn.Module, shape: _Shape) -> _Shape | None:
+    """Return the shape of what a module makes of a value."""
+    if is_linear(module):
+        return *shape[:-1], features_of(module)[0]
+    if isinstance(module, nn.Linear):
+        return *shape[:-1], module.out_features
+    return shape if isinstance(module, _SAME_MODULES) or is_known(module) else None
+
+
+def _left(shape: _Shape, sizes: Sequence[_Known]) -> _Known:
+    """Return the size that ``-1`` stands for in a view, where all others are known."""
+    symbols = [own for own in shape if not isinstance(own, int)]
+    for own in (own for own in sizes if isinstance(own, _Size)):
+        if own not in symbols:
+            return None
+        symbols.remove(own)
+    before = math.prod(own for own in shape if isinstance(own, int))
+    after = math.prod(own for own in sizes if isinstance(own, int))
+    if None in symbols or len(symbols) > 1 or sizes.count(None) > 1 or not after:
+        return None
+    if symbols:
+        return symbols[0] if before == after else None
+    return before // after if before % after == 0 else None
+
+
+def _longer(shape: _Shape, dim: object = None) -> _Shape | None:
+    if not isinstance(dim, int) or not -len(shape) <= dim + 1 <= len(shape) + 1:
+        return None
+    place = dim % (len(shape) + 1)
+    return *shape[:place], 1, *shape[place:]
 
 
 def _swapped(shape: _Shape, *dims: object) -> _Shape | None:

@@ -17,6 +17,9 @@ Plain = bool | int | float | str | None
 """What such values are."""
 
 _OF_TORCH = {*vars(nn.Module())} - {"training"}
+_HOOKS = [
+    name for name, own in vars(nn.Module()).items() if isinstance(own, dict) and "hooks" in name
+]
 _FLAT = *PLAIN, dict, list, tuple, set, torch.dtype, torch.device
 _DEEP, _LONG = 4, 64  # how far into lists, dictionaries and records; how many are looked at
 
@@ -91,7 +94,7 @@ class _Draws(TorchDispatchMode):
 
 
 class Surroundings:
-    """The attributes of a model's modules, and the random generators of the process, as they are now.
+    """The attributes and hooks of a model's modules, and the random generators of the process, as they are now.
 
     Args:
         model: The model.
@@ -107,11 +110,15 @@ class Surroundings:
         held = [value for own in self._before for value in own.values()]
         self._lists = [(value, [*value]) for value in held if type(value) is list]
         self._tables = [(value, {**value}) for value in held if type(value) is dict]
+        hooks = [vars(m)[name] for m in self._parts for name in _HOOKS]
+        self._hooks = [(own, {**own}) for own in hooks]
         self._dice = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
     def restore(self) -> str:
         """Put back what has changed since, and say what that was; "" where nothing has."""
-        is_random, is_changed = self._threw(), self._changed()
+        is_random, is_changed, is_hooked = self._threw(), self._changed(), self._hooked()
+        if is_hooked:
+            return "its forward adds or removes hooks of modules"
         if is_random:
             return "its forward draws random numbers, which would be the same at each call"
         return "its forward changes attributes of modules" if is_changed else ""
@@ -132,6 +139,13 @@ class Surroundings:
         random.setstate(pythons)
         np.random.set_state(numpys)
         return True
+
+    def _hooked(self) -> bool:
+        changed = [(own, before) for own, before in self._hooks if own != before]
+        for own, before in changed:
+            own.clear()
+            own.update(before)
+        return bool(changed)
 
     def _changed(self) -> bool:
         if self._now()[1] == self._noted:

@@ -7,19 +7,23 @@ that takes what others made of a chain's values belongs to a later chain.
 import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.node import Argument, map_arg
 
-from fixedpoint_kernels.tokens import Odds, Part
-from marvin.integer.layers import IntegerLinear
+from fixedpoint_kernels._torch_private import tensor_of
+from fixedpoint_kernels.forward_save.known import known
+from fixedpoint_kernels.tokens import Curve, Odds, Part
+from marvin.integer.layers import features_of, is_linear
+from marvin.integer.nodes import curve_of, is_rms_norm, plain
 
-__all__ = ["Heads", "Member", "TokenChain", "find"]
+__all__ = ["Heads", "Member", "RowNorm", "TokenChain", "find"]
 
 _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
+_PRODUCTS = operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_"
 _RELUS = torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_"
 _SHAPES = "size", "dim", "numel"
 _VIEWS = (
@@ -152,11 +156,14 @@ class Member:
 
     Args:
         node: That has the value.
-        kind: ``"linear"``, ``"norm"``, ``"gelu"``, ``"relu"``, ``"dropout"``, ``"add"`` or ``"attention"``.
+        kind: ``"linear"``, ``"norm"``, ``"curve"``, ``"relu"``, ``"dropout"``, ``"add"``, ``"multiply"`` or
+            ``"attention"``.
         sources: Nodes of the values that it takes.
         module: Name, where it is one.
         heads: Of attention.
         odds: Of dropout.
+        curve: What an activation function is.
+        norm: What a norm is.
     """
 
     node: fx.Node
@@ -165,6 +172,8 @@ class Member:
     module: str = ""
     heads: Heads | None = None
     odds: Odds | None = None
+    curve: Curve | None = None
+    norm: "RowNorm | None" = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -269,7 +278,7 @@ class _Search:
 
     def _is_same(self, node: fx.Node) -> bool:
         if type(self._of(node)) is nn.Identity:
-            return _plain(node)
+            return plain(node)
         p = self._dropout(node)
         return p == 0 or (p is not None and self.infers and node.op == "call_module")
 
@@ -277,7 +286,7 @@ class _Search:
         """Return with what probability a node makes 0 of a number, in training; None where it is something else."""
         own = self._of(node)
         if type(own) is nn.Dropout:
-            return float(own.p) if _plain(node) else None
+            return float(own.p) if plain(node) else None
         if node.target is not F.dropout:
             return None
         names = "input", "p", "training", "inplace"
@@ -301,17 +310,25 @@ class _Search:
             name = str(node.target) if node.op == "call_module" else ""
             odds = Odds(p) if 0 < p < 1 else None
             return Member(node, "dropout", (source,), name, odds=odds) if odds else None
-        if node.op == "call_module":
-            kind = _kind(self._of(node)) if len(inputs) == 1 and _plain(node) else ""
-            name = str(node.target)
-            return Member(node, kind, (self._real(inputs[0]),), name) if kind else None
-        if node.target in _RELUS and len(inputs) == 1 and _plain(node):
+        name, curve = str(node.target), curve_of(node, self.module)
+        own = self._of(node)
+        if curve is not None:
+            source = (self._real(inputs[0]),)
+            return Member(node, "curve", source, name if own else "", curve=curve)
+        if own is not None:
+            kind = _kind(own) if len(inputs) == 1 and plain(node) else ""
+            source = (self._real(inputs[0]),) if kind else ()
+            return Member(node, kind, source, name, norm=_row_norm(own)) if kind else None
+        if node.target in _RELUS and len(inputs) == 1 and plain(node):
             return Member(node, "relu", (self._real(inputs[0]),))
-        if node.target is F.gelu and len(inputs) == 1 and _plain_gelu(node):
-            return Member(node, "gelu", (self._real(inputs[0]),))
-        if node.target in _ADDS and len(inputs) == 2 and len(node.args) == 2 and not node.kwargs:
-            a, b = map(self._real, inputs)
-            return Member(node, "add", (a, b))
+        if (
+            len(node.args) == 2
+            and not node.kwargs
+            and all(isinstance(a, fx.Node) for a in node.args)
+        ):
+            kind = "add" if node.target in _ADDS else "multiply" if node.target in _PRODUCTS else ""
+            a, b = (self._real(own) for own in node.args if isinstance(own, fx.Node))
+            return Member(node, kind, (a, b)) if kind else None
         return None
 
     def _heads(self, node: fx.Node) -> Heads | None:
@@ -392,9 +409,11 @@ class _Search:
             return len(inside) == len(member.sources) and set(kinds) == {"linear"} and known
         if member.kind in ("linear", "norm"):
             return True
-        if member.kind != "add":
+        if member.kind not in ("add", "multiply"):
             return len(inside) == 1
         outside = [source for source in member.sources if source not in self.members]
+        if member.kind == "multiply" and any(own.op == "placeholder" for own in outside):
+            return False  # a factor is often of fewer dimensions
         return bool(inside) and all(map(self._is_taken, outside))
 
     def _is_taken(self, node: fx.Node) -> bool:
@@ -456,21 +475,50 @@ class _Search:
         return chain
 
 
+class RowNorm(NamedTuple):
+    """Normalisation of rows of features.
+
+    Args:
+        features: How many.
+        eps: Added to the variance, or to the mean square.
+        centred: Whether the mean is taken off first: layer norm; else it is RMS norm.
+    """
+
+    features: int
+    eps: float
+    centred: bool
+
+
 def _kind(own: nn.Module | None) -> str:
-    """Return what a module is to a chain; "" if it is none."""
-    if type(own) is IntegerLinear and own.in_features % 16 == 0 and own.out_features % 16 == 0:
-        return "linear"
-    if type(own) is nn.LayerNorm and len(own.normalized_shape) == 1:
-        return "norm" if own.normalized_shape[0] % 16 == 0 else ""
-    if type(own) is nn.GELU and own.approximate == "none":
-        return "gelu"
+    """Return what a module is to a chain, but for curves; "" if it is none."""
+    if own is None:
+        return ""
+    if is_linear(own):
+        return "" if any(n % 16 for n in features_of(own)) else "linear"
+    norm = _row_norm(own)
+    if norm is not None:
+        return "" if norm.features % 16 else "norm"
     return "relu" if type(own) is nn.ReLU else ""
+
+
+def _row_norm(own: nn.Module) -> RowNorm | None:
+    if isinstance(own, nn.LayerNorm | nn.RMSNorm) and type(own) in (nn.LayerNorm, nn.RMSNorm):
+        is_row = len(own.normalized_shape) == 1
+        eps = torch.finfo(torch.float32).eps if own.eps is None else own.eps
+        norm = RowNorm(own.normalized_shape[0], eps, type(own) is nn.LayerNorm)
+        return norm if is_row else None
+    found = known(own)
+    weight = tensor_of(own, "weight")
+    if found is None or not is_rms_norm(found) or weight is None or weight.dim() != 1:
+        return None
+    return RowNorm(len(weight), float(getattr(own, found.eps)), False)
 
 
 def _is_view(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _VIEWS
-    return node.op == "call_function" and node.target in _FUNCTIONS
+    scales = any(isinstance(own, float) for own in node.args)
+    return node.op == "call_function" and node.target in _FUNCTIONS and not scales
 
 
 def _is_shape(node: fx.Node) -> bool:
@@ -488,17 +536,6 @@ def _asked(node: fx.Node) -> dict[fx.Node, None]:
         if is_part or (_is_shape(own) and own.args[0] is node):
             found[own] = None
     return found
-
-
-def _plain(node: fx.Node) -> bool:
-    """Say whether a call has nothing but its input, and perhaps ``inplace``."""
-    keywords = set(node.kwargs) - {"inplace", "input"}
-    return len(node.args) <= 1 and not keywords
-
-
-def _plain_gelu(node: fx.Node) -> bool:
-    others = dict(node.kwargs)
-    return len(node.args) <= 1 and others.pop("approximate", "none") == "none" and not others
 
 
 def names(chains: Iterable[TokenChain]) -> Iterator[str]:

@@ -3,14 +3,14 @@
 from torch import Tensor, nn
 
 from fixedpoint_kernels import tokens
+from fixedpoint_kernels._torch_private import own_parameters
 from fixedpoint_kernels.fused.stamp import Stamp
 from marvin.integer.chain_run import is_in_the_way
 from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
-from marvin.integer.layers import IntegerLinear
 from marvin.integer.seen import Tensors
 from marvin.integer.token_autograd import NO_NOISE, run_tokens
 from marvin.integer.token_graph import TokenChain
-from marvin.integer.token_run import Call, TokenRun, are_plain
+from marvin.integer.token_run import Call, TokenRun
 
 __all__ = ["TokenInference"]
 
@@ -38,10 +38,10 @@ class TokenInference(TokenRun):
         if given is not None and given[0].is_of(self._tensors.now()):
             return True
         self._given = None
-        if not all(map(are_plain, (*self.layers, *self.others))):
+        if not self.are_plain():
             return False
         if is_prepacked(*self.layers):
-            owners = [own for own in self.own if isinstance(own, IntegerLinear | nn.LayerNorm)]
+            owners = [own for own in self.own if own is not None and any(own_parameters(own))]
             self._tensors = Tensors([(own, name) for own in owners for name in ("weight", "bias")])
             if self._tensors.are_known:
                 self._given = Stamp(self._tensors.now()), self.parameters_in_order()

@@ -15,7 +15,7 @@ from marvin.hooks import rounders_of
 from marvin.integer.autograd import Noise
 from marvin.integer.formats import Options, Product, choose
 from marvin.integer.graph import Chain
-from marvin.integer.layers import OPTIONS, IntegerLinear
+from marvin.integer.layers import OPTIONS, TransposedLinear, features_of, is_linear
 from marvin.integer.programs import Programs
 from marvin.integer.standing import Standing
 from marvin.integer.token_autograd import LinearCall, program_of, run_tokens
@@ -88,12 +88,11 @@ class TokenRun(nn.Module):
             module.get_submodule(member.module) if member.module else None
             for member in chain.members
         )
-        self.layers = tuple(own for own in self.own if isinstance(own, IntegerLinear))
-        self.others = tuple(
-            own
-            for own in map(module.get_submodule, chain.modules)
-            if not isinstance(own, IntegerLinear)
-        )
+        self.layers = tuple(own for own in self.own if own is not None and is_linear(own))
+        others = map(module.get_submodule, chain.modules)
+        self.others = tuple(own for own in others if not is_linear(own))
+        pairs = zip(chain.members, self.own, strict=True)
+        self._norms = tuple((m.norm.features, own) for m, own in pairs if m.norm and own)
         self._plain = (fx.GraphModule(module, alone(chain)),)
         self.rounders: tuple[Rounder, ...] = ()
         self._formats: list[ModuleFormats] = []
@@ -106,10 +105,15 @@ class TokenRun(nn.Module):
         """Say whether the chain can run fused now, if what comes in has the shapes that it must."""
         if tokens.path() is None:
             return False
-        modules = *self.layers, *self.others
-        if self._standing.holds() and self._rounds_to_nearest() and are_plain(*modules):
+        if self._standing.holds() and self._rounds_to_nearest() and self.are_plain():
             return True
-        return self._standing.found(self._fits() and are_plain(*modules))
+        return self._standing.found(self._fits() and self.are_plain())
+
+    def are_plain(self) -> bool:
+        """Say whether all parameters are plain, and of the shapes that they had when the model was traced."""
+        weights = [(features, tensor_of(own, "weight")) for features, own in self._norms]
+        fits = all(weight is None or weight.shape == (features,) for features, weight in weights)
+        return fits and are_plain(*self.layers, *self.others)
 
     def _rounds_to_nearest(self) -> bool:
         """Say whether layers round to nearest, and nobody asks what they see."""
@@ -144,6 +148,8 @@ class TokenRun(nn.Module):
             others = own.outputs, own.samples, own.gradients
             if isinstance(product, str) or any(o is not None for o in others):
                 return None
+            if product.is_transposed and product.shifts:
+                return None  # fractional lengths by feature
             if getattr(layer, OPTIONS) != Options():
                 return None
             found.append((product, own.ste == "clip"))
@@ -177,10 +183,9 @@ class TokenRun(nn.Module):
         """Return weight or scale, and bias or shift, of each member."""
         found: list[Tensor | None] = []
         for own in self.own:
-            if isinstance(own, IntegerLinear | nn.LayerNorm):
-                found += tensor_of(own, "weight"), tensor_of(own, "bias")
-            else:
-                found += None, None
+            found += (
+                (None, None) if own is None else (tensor_of(own, "weight"), tensor_of(own, "bias"))
+            )
         return found
 
     def _segment_of(self, xs: Sequence[Tensor]) -> Segment | None:
@@ -217,16 +222,16 @@ class TokenRun(nn.Module):
             sources = [values[node] for node in member.sources]
             width = widths[sources[0]]
             operation: tokens.Operation | None
-            if isinstance(own, IntegerLinear):
+            if member.kind == "linear":
                 product, clip = next(chosen)
-                shape = own.out_features, own.in_features
-                fmt = product.weight_fmt
-                rest = fmt, shape, clip, False, bool(product.shifts)
+                shape = features_of(own)
+                rest = product.weight_fmt, shape, clip, product.is_transposed, bool(product.shifts)
                 operation = tokens.Linear(sources[0], product.inputs, *rest)
-                width = own.out_features
-            elif isinstance(own, nn.LayerNorm):
-                is_whole = own.normalized_shape == (width,)
-                operation = tokens.Norm(sources[0], own.eps) if is_whole else None
+                width = shape[0]
+            elif member.norm is not None:
+                _, eps, centred = member.norm
+                is_whole = member.norm.features == width
+                operation = tokens.Norm(sources[0], eps, centred) if is_whole else None
             elif member.heads is not None:
                 operation = _attention(member.heads, values, widths, samples, count)
                 width = operation.heads * operation.size if operation else 0
@@ -287,9 +292,11 @@ def _operation(member: Member, source: int, other: int = 0) -> tokens.Operation:
     """Return what a member without parameters does."""
     if member.odds is not None:
         return tokens.Dropout(source, member.odds)
-    if member.kind == "add":
-        return tokens.Add(source, other)
-    return tokens.Gelu(source) if member.kind == "gelu" else tokens.Relu(source)
+    if member.curve is not None:
+        return tokens.Curved(source, member.curve)
+    if member.kind == "relu":
+        return tokens.Relu(source)
+    return (tokens.Add if member.kind == "add" else tokens.Multiply)(source, other)
 
 
 def _attention(
@@ -336,6 +343,9 @@ def _shape_of(own: nn.Module, name: str) -> tuple[int, ...] | None:
     """Return the shape of a parameter that a module's numbers say; None where they say none."""
     if name not in ("weight", "bias"):
         return None
+    if isinstance(own, TransposedLinear):
+        outputs, inputs = features_of(own)
+        return (inputs, outputs) if name == "weight" else (outputs,)
     if isinstance(own, nn.Linear):
         return (own.out_features, own.in_features) if name == "weight" else (own.out_features,)
     return getattr(own, "normalized_shape", None)

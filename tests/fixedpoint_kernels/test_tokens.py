@@ -15,9 +15,11 @@ from fixedpoint_kernels.products import jobs, paths
 from fixedpoint_kernels.tokens import (
     Add,
     Attention,
+    Curve,
+    Curved,
     Dropout,
-    Gelu,
     Linear,
+    Multiply,
     Norm,
     Parameters,
     Part,
@@ -49,7 +51,7 @@ def block(width=32, heads=2, *, causal=False, signed=SIGNED, unsigned=UNSIGNED, 
         Add(0, 4),
         Norm(5, 1e-3),
         Linear(6, signed, weight, (2 * width, width)),
-        Gelu(7),
+        Curved(7, Curve("gelu")),
         Linear(8, unsigned, weight, (width, 2 * width)),
         Add(9, 5),
     )
@@ -69,7 +71,7 @@ def dropping(width=32, heads=2, p=0.1, of_attention=0.3, causal=False):
         Add(0, 4),
         Norm(5),
         Linear(6, SIGNED, WEIGHT, (2 * width, width)),
-        Gelu(7),
+        Curved(7, Curve("gelu")),
         Dropout(8, Odds(p)),
         Linear(9, SIGNED, WEIGHT, (width, 2 * width)),
         Dropout(10, Odds(p)),
@@ -102,6 +104,28 @@ def two_inputs():
     return Segment((16, 48), operations, (5, 7))
 
 
+def gated(curve="silu", *, centred=False):
+    """The feed-forward half of a block with a gate, behind RMS normalisation; and a square."""
+    operations = (
+        Norm(0, 1e-6, centred),
+        Linear(1, SIGNED, WEIGHT, (64, 32)),
+        Linear(1, SIGNED, WEIGHT, (64, 32)),
+        Curved(2, Curve(curve)),
+        Multiply(4, 3),
+        Linear(5, SIGNED, WEIGHT, (32, 64)),
+        Add(6, 0),
+        Multiply(7, 7),
+    )
+    return Segment((32,), operations, (7, 8))
+
+
+def curves():
+    """Each activation function, of what comes in and in a row."""
+    own = [Curve(name, 0.25 * (name == "leaky_relu")) for name in functions.CURVES]
+    operations = [Curved(0, curve) for curve in own] + [Curved(1, own[0]), Multiply(2, 0)]
+    return Segment((48,), tuple(operations), tuple(range(1, len(operations) + 1)))
+
+
 def by_channel(segment):
     """The same; each weight has a fractional length for each output."""
     own = segment.operations
@@ -121,6 +145,9 @@ SEGMENTS = {
     "linear": Segment((64,), (Linear(0, UNSIGNED, WEIGHT, (96, 64)),), (1,)),
     "by channel": by_channel(block()),
     "by channel two inputs": by_channel(two_inputs()),
+    "gated": gated(),
+    "gated by tanh": gated("gelu_tanh", centred=True),
+    "curves": curves(),
     "dropout": dropping(),
     "dropout causal": dropping(48, 3, 0.5, 0.9, causal=True),
     "dropout of values": dropping(of_attention=0.0),
@@ -144,6 +171,7 @@ def parameters(segment, seed=0):
                 found[-1].shifts, found[-1].second_stream = tuple(shifts.tolist()), n + 100
         elif isinstance(op, Norm):
             scale = 1 + 0.1 * torch.randn(width, generator=generator)
+            shift = shift if op.centred else None
             found.append(Parameters(scale, shift) if n != 5 else Parameters())
         else:
             found.append(Parameters(noise=(seed + 2**40, n + 2**35)))
@@ -401,6 +429,13 @@ def dropped_by_hand(weights, op, mine):
     return weights * found * op.odds.factor
 
 
+def in_torch(curve, x):
+    """What PyTorch has of this name."""
+    if curve.name == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    return getattr(F, curve.name)(x, *[curve.number] * (curve.name == "leaky_relu"))
+
+
 def in_float64(segment, xs, own):
     values = [x.double().requires_grad_() for x in xs]
     xs, leaves = list(values), []
@@ -415,9 +450,14 @@ def in_float64(segment, xs, own):
             y = F.linear(Round.apply(values[op.source], op.inputs), weight, second)
         elif isinstance(op, Norm):
             x = values[op.source]
-            y = F.layer_norm(x, x.shape[-1:], first, second, op.eps)
-        elif isinstance(op, Gelu):
-            y = F.gelu(values[op.source])
+            if op.centred:
+                y = F.layer_norm(x, x.shape[-1:], first, second, op.eps)
+            else:
+                y = F.rms_norm(x, x.shape[-1:], first, op.eps)
+        elif isinstance(op, Curved):
+            y = in_torch(op.curve, values[op.source])
+        elif isinstance(op, Multiply):
+            y = values[op.source] * values[op.other]
         elif isinstance(op, Add):
             y = values[op.source] + values[op.other]
         elif isinstance(op, Dropout):
@@ -439,8 +479,8 @@ def in_float64(segment, xs, own):
 
 @pytest.mark.parametrize(
     "segment",
-    [block(), block(causal=True), by_channel(block()), dropping()],
-    ids=["block", "causal", "by channel", "dropout"],
+    [block(), block(causal=True), by_channel(block()), dropping(), gated(), curves()],
+    ids=["block", "causal", "by channel", "dropout", "gated", "curves"],
 )
 def test_the_reference_is_near_autograd_in_float64(segment):
     """Rounding to formats as fine as 8 bits allow, and a mean over the noise of gradients."""
@@ -457,10 +497,12 @@ def test_the_reference_is_near_autograd_in_float64(segment):
             codes = encode(mine.first * moved, WEIGHT, rounding="nearest")
             mine.first = decode(codes, WEIGHT) / moved
     ys, kept = reference.forward(segment, xs, own)
-    (wanted,), leaves, parameters64 = in_float64(segment, xs, own)
-    close(ys[0].double(), wanted, 2e-2)  # a code may lie on the other side of a middle
-    grad = torch.randn(ys[0].shape, generator=torch.Generator().manual_seed(5))
-    wanted.backward(grad.double())
+    wanted, leaves, parameters64 = in_float64(segment, xs, own)
+    for y, other in zip(ys, wanted, strict=True):
+        close(y.double(), other, 2e-2)  # a code may lie on the other side of a middle
+    generator = torch.Generator().manual_seed(5)
+    grads = [torch.randn(y.shape, generator=generator) for y in ys]
+    torch.autograd.backward(wanted, [grad.double() for grad in grads])
     draws, total, of_weights = 64, 0, [0] * len(own)
     for i in range(draws):
         is_linear = [isinstance(op, Linear) for op in segment.operations]  # dropout stays as it was
@@ -468,7 +510,7 @@ def test_the_reference_is_near_autograd_in_float64(segment):
             replace(mine, noise=(i + 1, mine.noise[1])) if is_one else mine
             for mine, is_one in zip(own, is_linear, strict=True)
         ]
-        (dx,), found = reference.backward(segment, kept, noisy, [grad])
+        (dx,), found = reference.backward(segment, kept, noisy, grads)
         total = total + dx / draws
         for n, (first, _) in enumerate(found):
             of_weights[n] = of_weights[n] + (0 if first is None else first / draws)
@@ -540,7 +582,7 @@ def test_functions_are_near_those_of_float64():
         (lambda: Segment((32,), (Norm(0),), (0,)), "outputs must be"),
         (lambda: Segment((32,), (Norm(0), Norm(0)), (1,)), "each value"),
         (lambda: Segment((32,), (Linear(0, SIGNED, UNSIGNED, (32, 32)),), (1,)), "8 bits"),
-        (lambda: Segment((16, 32), (Add(0, 1),), (2,)), "adds 16 and 32"),
+        (lambda: Segment((16, 32), (Add(0, 1),), (2,)), "takes 16 and 32"),
         (
             lambda: Segment((32,), (Norm(0), Attention(*[Part(1, 0, 8)] * 3, 4, 8, 1.0)), (2,)),
             "of a head",

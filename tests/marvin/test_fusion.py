@@ -821,11 +821,12 @@ def test_what_others_count_in_objects_of_theirs_is_not_traced_again():
     model.trainer = Trainer(model)
     x, _ = batch(0)
     assert is_fused(model, x)
-    runs = vars(model)["forward"]._ready({"x": x}, {})
+    given = vars(model)["forward"]._given((x,), {})
+    runs = vars(model)["forward"]._ready(given)
     assert runs is not None
     model.trainer.steps += 1
     model.trainer.losses.append(0.5)
-    assert vars(model)["forward"]._ready({"x": x}, {}) is runs
+    assert vars(model)["forward"]._ready(given) is runs
 
 
 def test_models_of_many_modules_and_attributes_are_traced():
@@ -872,6 +873,33 @@ def test_what_code_keeps_in_attributes_is_of_this_call(kind):
             assert len(model.items) == len(before) + i
             kept = model.items[-1]
         same(kept, model.a(x))
+
+
+def test_hooks_that_code_adds_once_are_added_once():
+    """Transformers notes in an attribute that it has added hooks, which collect what layers make."""
+    found = []
+
+    class Hooking(Net):
+        def forward(self, x):
+            if not hasattr(self, "is_hooked"):
+                self.is_hooked = True
+                self.bn.register_forward_hook(lambda module, args, y: found.append(y))
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Hooking()
+    optimizer = marvin.Quantized(
+        torch.optim.SGD(model.parameters(), lr=0.1), marvin.StaticPolicy(8)
+    )
+    marvin.quantize_activations(model, optimizer)
+    convert(model)
+    assert "adds or removes hooks" in trace(model)
+    assert not found
+    x, _ = batch(0)
+    for count in (1, 2):
+        model(x)
+        assert len(found) == count
+        assert all(type(y) is torch.Tensor for y in found)
 
 
 class Scaled(Features):
@@ -1200,7 +1228,7 @@ def test_products_that_end_a_chain_give_what_layers_alone_give(how):
         (lambda x: F.leaky_relu(negative_slope=0.3, input=x), Curve("leaky_relu", 0.3)),
         (lambda x: F.gelu(x), Curve("gelu")),
         (lambda x: F.gelu(x, approximate="none"), Curve("gelu")),
-        (lambda x: F.gelu(x, approximate="tanh"), None),
+        (lambda x: F.gelu(x, approximate="tanh"), Curve("gelu_tanh")),
         (lambda x: torch.sigmoid(x), Curve("sigmoid")),
         (lambda x: x.sigmoid_(), Curve("sigmoid")),
         (lambda x: F.hardswish(x, True), Curve("hardswish")),
@@ -1220,7 +1248,7 @@ def test_calls_that_are_curves(call, found):
     [
         (nn.LeakyReLU(0.2), Curve("leaky_relu", 0.2)),
         (nn.GELU(), Curve("gelu")),
-        (nn.GELU("tanh"), None),
+        (nn.GELU("tanh"), Curve("gelu_tanh")),
         (nn.Tanh(), None),
     ],
 )

@@ -175,6 +175,65 @@ def test_what_is_not_known_of_shapes_is_not_assumed():
         assert str(trace(converted(Asking(ask))[0])).startswith("torch.fx cannot trace it")
 
 
+SIZES = {  # of what is made of (samples, tokens, 32 features), and what it is; None: no trace can know
+    "what is left": (lambda y: y.view(y.shape[0], -1, 32).shape[1], lambda y: y.shape[1]),
+    "heads": (lambda y: y.view(*y.shape[:2], -1, 8).shape[2], 4),
+    "twice as many": (lambda y: y.view(y.shape[0], -1, 16).shape[1], None),
+    "samples and tokens": (lambda y: y.view(-1, 32).shape[0], None),
+    "no whole number": (lambda y: y.view(*y.shape[:2], -1, 32 // y.dim()).shape[2], None),
+    "the first half": (lambda y: y[..., : y.shape[-1] // 2].shape[-1], 16),
+    "the second half": (lambda y: y[..., y.shape[-1] // 2 :].shape[-1], 16),
+    "a part": (lambda y: y[..., 4:-8].shape[2], 20),
+    "others of a part": (lambda y: y[..., 4:-8].shape[1], lambda y: y.shape[1]),
+    "every second": (lambda y: y[..., ::2].shape[-1], None),
+    "a part of some": (lambda y: y.transpose(1, 2)[..., :2].shape[-1], None),
+    "halves": (lambda y: torch.cat((-y[..., 16:], y[..., :16]), dim=-1).shape[-1], 32),
+    "both": (lambda y: torch.cat([y, y[..., :8]], -1).shape[-1], 40),
+    "others of both": (lambda y: torch.cat([y, y], -1).shape[0], lambda y: y.shape[0]),
+    "one behind the other": (lambda y: torch.cat([y, y], 1).shape[1], None),
+    "a place more": (lambda y: y.unsqueeze(1).shape[1], 1),
+    "behind it": (lambda y: y.unsqueeze(1).shape[2], lambda y: y.shape[1]),
+    "a place at the end": (lambda y: torch.unsqueeze(y, -1).shape[2], 32),
+    "pieces": (lambda y: y.split(8, dim=-1)[1].shape[-1], None),
+    "others of pieces": (lambda y: y.chunk(2, -1)[1].shape[1], lambda y: y.shape[1]),
+    "pieces of samples": (lambda y: torch.split(y, 2)[0].shape[0], None),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_of_parts_are_known(name):
+    how, wanted = SIZES[name]
+
+    class Asking(Layers):
+        def forward(self, x):
+            y = self.b(self.act(self.a(x)))
+            own = wanted(y) if callable(wanted) else wanted
+            return y if how(y) == (1 if own is None else own) else -y
+
+    model, twin = converted(Asking())
+    if wanted is None:
+        assert str(trace(model)).startswith("torch.fx cannot trace it")
+        return
+    traced = trace(model)
+    assert not traced.assumed.answers
+    for shape in ((8, 5, 32), (3, 7, 32)):
+        x = torch.randn(shape)
+        same(model(x), twin(x))
+        assert operations(model(x)) == [3]
+
+
+def test_sums_of_arguments_are_asked_which_is_wider():
+    class Asking(Layers):
+        def forward(self, x, other):
+            y = self.b(self.act(self.a(x)))
+            return y if (x * other).shape[0] < 9 else -y
+
+    model, twin = converted(Asking())
+    for many, others in ((8, 8), (16, 1), (1, 16), (8, 1), (16, 16), (1, 1), (8, 8), (1, 8)):
+        x, other = torch.randn(many, 5, 32), torch.randn(others, 5, 32)
+        same(model(x, other), twin(x, other))
+
+
 def test_a_trace_of_many_sums_of_itself_is_short():
     class Doubling(Layers):
         def forward(self, x):
