@@ -1,6 +1,7 @@
 """Giving layers integer products, taking them back, and saying what runs."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -19,7 +20,7 @@ from marvin.integer.formats import (
     is_prepacked,
     why_no_kernel,
 )
-from marvin.integer.fusion import fuse, fused_layers
+from marvin.integer.fusion import fuse, fused_layers, refused_calls
 from marvin.integer.layers import (
     CLASSES,
     OPTIONS,
@@ -79,10 +80,12 @@ class Report:
     Args:
         rows: Of modules with a weight of two or more dimensions.
         path: Which instructions integer products take, and why.
+        refused: Modules whose last call ran part by part, and the argument that no trace can be made of.
     """
 
     rows: tuple[Row, ...]
     path: str
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return str(self)
@@ -97,6 +100,13 @@ class Report:
             notes += [] if row.is_exact else ["other last bits in eval mode"]
             notes += ["prepacked"] if row.is_prepacked else []
             lines.append(f"{row.name}: {ways}" + (f" ({', '.join(notes)})" if notes else ""))
+        for argument in dict.fromkeys(self.refused.values()):
+            names = [name or "the model" for name, own in self.refused.items() if own == argument]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            hint = _NO_CACHE if argument.endswith("Cache") else ""
+            lines.append(
+                f"{names[0]}{more}: ran part by part, for its last call had {argument}{hint}"
+            )
         return "\n".join(lines)
 
     def plot(self) -> "Shown":
@@ -122,6 +132,7 @@ class Report:
 
 
 _FLOAT = "float32"
+_NO_CACHE = ": to train, write model.config.use_cache = False"
 _SPELL = ": write model = marvin.spell_attention(model) before the optimizer is made, which puts nn.Linear there"
 _INSTEAD: dict[type[nn.Module], str] = dict.fromkeys(
     (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear), _SPELL
@@ -269,7 +280,7 @@ def report(model: nn.Module) -> Report:
         for row in [_row(name, module)]
     ]
     path = products.path()
-    return Report(tuple(rows), f"{path.name}: {path.reason}")
+    return Report(tuple(rows), f"{path.name}: {path.reason}", refused_calls(model))
 
 
 def _row(name: str, module: nn.Module) -> Row:

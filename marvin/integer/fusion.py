@@ -25,7 +25,7 @@ from marvin.integer.token_inference import TokenInference
 from marvin.integer.token_run import TokenRun, put_in
 from marvin.settings import is_traced
 
-__all__ = ["fuse", "fused_layers", "restore_forwards"]
+__all__ = ["fuse", "fused_layers", "refused_calls", "restore_forwards"]
 
 _PROGRAMS = 4  # that a chain keeps: formats and batches change
 _CALLS = 16  # kinds of calls, by names and plain values of arguments
@@ -48,10 +48,14 @@ class Fused(OtherForward):
 
     Args:
         module: Whose ``forward`` this replaces.
+
+    Attributes:
+        ran: Whether the last call ran as it was traced.
+        refused: An argument of the last call of which no trace can be made, and its class; "": none.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.module, self.ran, self.refused = module, False, ""
         arguments = arguments_of(module)
         own = [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         self._order = {p.name: i for i, p in enumerate(own)}
@@ -73,6 +77,7 @@ class Fused(OtherForward):
         """Do as ``forward`` of the module's class."""
         given = self._given(args, kwargs)
         runs = None if given is None else self._ready(given)
+        self.ran = runs is not None
         if given is None or runs is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return runs(*given.tensors.values())
@@ -127,6 +132,9 @@ class Fused(OtherForward):
             found |= parts
         tensors = {n: x for n, x in found.items() if type(x) in (Tensor, nn.Parameter)}
         plain = {n: x for n, x in found.items() if type(x) in PLAIN}
+        others = [(n, type(x)) for n, x in found.items() if n not in tensors and n not in plain]
+        if not any(issubclass(kind, fx.Proxy) for _, kind in others):
+            self.refused = f"{others[0][0]}, a {others[0][1].__name__}" if others else ""
         if not tensors or len(tensors) + len(plain) < len(found):
             return None
         return _Given(tensors, plain, tuples)
@@ -275,6 +283,21 @@ def fused_layers(model: nn.Module) -> tuple[set[str], set[str]]:
             fused |= {f"{name}.{layer}".lstrip(".") for layer in own.layers()}
             inexact |= {f"{name}.{layer}".lstrip(".") for layer in own.inexact()}
     return fused, inexact
+
+
+def refused_calls(model: nn.Module) -> dict[str, str]:
+    """Return the names of a model's modules whose last call no trace can be made of, and for which argument; the outermost."""
+    found: dict[str, str] = {}
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        own = vars(module).get("forward")
+        if not isinstance(own, Fused) or any(name.startswith(other) for other in outer):
+            continue
+        if own.refused or own.ran:
+            outer.append(f"{name}." if name else "")
+        if own.refused:
+            found[name] = own.refused
+    return found
 
 
 def _roots(module: nn.Module) -> Iterator[nn.Module]:

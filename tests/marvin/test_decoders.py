@@ -95,6 +95,18 @@ def test_a_decoder_with_a_cache_has_chains_of_parts():
     x, _ = batch(0)
     assert operations(model(x)) == [3, 3]  # what feeds forward
     assert (model(x) - twin(x)).abs().max() < 0.05 * twin(x).abs().max()
+    found = report(model)
+    assert found.refused == dict.fromkeys(
+        ("body.h.0", "body.h.1"), "past_key_values, a DynamicCache"
+    )
+    assert str(found).endswith(
+        "\nbody.h.0 and 1 more: ran part by part, for its last call had past_key_values, a DynamicCache: to train, "
+        "write model.config.use_cache = False"
+    )
+    model.options["use_cache"] = False
+    assert operations(model(x)) == [10, 10]
+    assert not report(model).refused
+    assert "part by part" not in str(report(model))
 
 
 def test_lengths_of_texts_may_change():
