@@ -66,7 +66,7 @@ class Carriers:
         self._count_samples()
 
     def _count_samples(self) -> None:
-        """Let the first module of the first model tell the size of the batch, and no other."""
+        """Let the first module of the first model tell the size of the batch; see ``ForwardState.counted``."""
         rounders = [e.rounder for handle in self.handles for e in handle.entries if e.parameters]
         for rounder in rounders:
             rounder.counts_samples = rounder is rounders[0]

@@ -257,7 +257,7 @@ class Quantized(WithMasters):
             return loss
 
         # what the policy makes of it
-        samples = self.policy.samples(self.param_groups[0], self.forward_state.samples)
+        samples = self.policy.samples(self.param_groups[0], self.forward_state.counted)
         seen = inputs_of(self._carriers.observers, samples, batches[0].norms.device)
         layers = self._layers(by_layer(batches, norms, numbers), seen)
         number = self._counts.step + 1
@@ -466,7 +466,7 @@ class Quantized(WithMasters):
 
     def _observe_next(self) -> None:
         """Forget what went forward, and let modules show their inputs if the next step wants that."""
-        self.forward_state.samples = 0
+        self.forward_state.count_anew()
         number, settings = self._counts.step + 1, self.param_groups[0]
         wants = self.policy.rules.observes_inputs and self.policy.observes(number, settings)
         self._carriers.observe(self._trained() if wants else [])

@@ -37,13 +37,15 @@ class ForwardState:
         forwards: Roundings with noise so far; numbers them.
         gradients: Roundings of gradients in integer layers so far; numbers them.
         rounding: How activations are rounded in training.
-        samples: How many went forward in training since the optimizer last asked.
+        samples: How many went forward in training since the optimizer last asked, as the model's first module tells.
+        first: The first module that was called since, and how many samples it tells: where the other was not called.
         waiting: Names of modules that round and were not called yet.
     """
 
     def __init__(self, seed: int = 0, rounding: Rounding = "stochastic") -> None:
         self.seed, self.rounding = seed, rounding
         self.forwards = self.gradients = self.samples = 0
+        self.first: tuple[str, int] | None = None
         self.waiting: set[str] = set()
         self._rounded: dict[int, tuple[weakref.ref[Tensor], Format, int]] = {}
 
@@ -68,6 +70,15 @@ class ForwardState:
         self.gradients += 1
         first = stream(Purpose.PRODUCTS, 2 * self.gradients, rank())
         return self.seed, first, first + NEXT
+
+    @property
+    def counted(self) -> int:
+        """How many samples went forward: the first module that was called tells where the model's first was not called."""
+        return self.samples or (self.first[1] if self.first else 0)
+
+    def count_anew(self) -> None:
+        """Forget the samples of the last step."""
+        self.samples, self.first = 0, None
 
     def mark(self, x: Tensor, fmt: Format) -> None:
         """Remember that ``x`` has been rounded to ``fmt``."""
@@ -155,8 +166,13 @@ class Rounder:
 
     def count(self, samples: int) -> None:
         """Count samples that go forward, where this module tells their number: not those that go again."""
-        if self.counts_samples and not is_recomputed():
+        if is_recomputed():
+            return
+        if self.counts_samples:
             self.state.samples += samples
+        name, count = self.state.first or (self.name, 0)
+        if name == self.name:
+            self.state.first = name, count + samples
 
     def round_inputs(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]

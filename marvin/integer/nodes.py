@@ -19,6 +19,7 @@ from marvin.integer.layers import IntegerLinear
 
 __all__ = [
     "arguments_of",
+    "asks_shape",
     "concatenation",
     "curve_of",
     "drop_assertions",
@@ -97,6 +98,13 @@ def _curve_of_module(own: nn.Module) -> Curve | None:
     if isinstance(own, nn.GELU):
         name = _GELUS.get(own.approximate)
     return Curve(name, getattr(own, "negative_slope", 0.0)) if name else None
+
+
+def asks_shape(node: fx.Node) -> bool:
+    """Say whether a node asks for the shape of another, for one of its sizes or how many there are."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim", "numel")
+    return node.target is getattr and node.args[1] in ("shape", "ndim")
 
 
 def drop_assertions(graph: fx.Graph) -> None:

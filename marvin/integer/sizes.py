@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from marvin.integer.layers import features_of, is_linear
-from marvin.integer.nodes import is_known
+from marvin.integer.nodes import asks_shape, is_known
 
 __all__ = ["Assumed", "Sizes"]
 
@@ -160,7 +160,7 @@ class Sizes:
             if not isinstance(own, tuple) or not isinstance(key, int | slice):
                 return None
             return own[key] if isinstance(key, slice) or -len(own) <= key < len(own) else None
-        if not _is_size(node):
+        if not asks_shape(node) or node.target == "numel":
             return None
         asked = node.args[1] if node.target is getattr else node.target
         shape = self._shape(first)
@@ -339,10 +339,7 @@ def _swapped(shape: _Shape, *dims: object) -> _Shape | None:
 
 
 def _is_size(node: object) -> bool:
-    """Say whether a node asks for sizes."""
+    """Say whether a node asks for sizes, or takes some of these."""
     if not isinstance(node, fx.Node):
         return False
-    if node.target is operator.getitem:
-        return _is_size(node.args[0])
-    is_asked = node.target is getattr and node.args[1] in ("shape", "ndim")
-    return is_asked or (node.op == "call_method" and node.target in ("size", "dim"))
+    return _is_size(node.args[0]) if node.target is operator.getitem else asks_shape(node)

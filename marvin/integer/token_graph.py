@@ -18,14 +18,13 @@ from fixedpoint_kernels._torch_private import tensor_of
 from fixedpoint_kernels.forward_save.known import known
 from fixedpoint_kernels.tokens import Curve, Odds, Part
 from marvin.integer.layers import features_of, is_linear
-from marvin.integer.nodes import curve_of, is_rms_norm, plain
+from marvin.integer.nodes import asks_shape, curve_of, is_rms_norm, plain
 
 __all__ = ["Heads", "Member", "RowNorm", "TokenChain", "find"]
 
 _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
 _PRODUCTS = operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_"
 _RELUS = torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_"
-_SHAPES = "size", "dim", "numel"
 _VIEWS = (
     "view", "reshape", "unflatten", "flatten", "permute", "transpose", "chunk", "split", "unbind",
     "contiguous", "movedim", "swapaxes", "squeeze", "unsqueeze", "tensor_split",
@@ -378,7 +377,7 @@ class _Search:
         """Gather nodes that change shapes, up to layers; say whether there are no others."""
         if self._is_base(node) or node in found:
             return True
-        is_shape = _is_shape(node)
+        is_shape = asks_shape(node)
         if not (_is_view(node) or is_shape):
             return False
         found[node] = None
@@ -521,19 +520,12 @@ def _is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _FUNCTIONS and not scales
 
 
-def _is_shape(node: fx.Node) -> bool:
-    """Say whether a node asks for the shape of another."""
-    if node.op == "call_method":
-        return node.target in _SHAPES
-    return node.target is getattr and node.args[1:] == ("shape",)
-
-
 def _asked(node: fx.Node) -> dict[fx.Node, None]:
     """Return nodes that have the shape of another, and its sizes, in order."""
     found: dict[fx.Node, None] = {}
     for own in node.graph.nodes:
         is_part = own.target is operator.getitem and own.args[0] in found
-        if is_part or (_is_shape(own) and own.args[0] is node):
+        if is_part or (asks_shape(own) and own.args[0] is node):
             found[own] = None
     return found
 

@@ -428,6 +428,34 @@ def test_a_smaller_budget_gives_longer_words():
     assert lengths[0] > lengths[1] > lengths[2]
 
 
+def test_the_first_module_that_is_called_counts_where_the_models_first_is_not():
+    """A shared embedding of transformers is not called, but those that have its weight are."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared = nn.Linear(4, 4)
+            self.second, self.first = nn.Linear(4, 2), nn.Linear(4, 4)
+            self.asks_shared = False
+
+        def forward(self, x):
+            x = self.first(self.first(x))  # twice, and other sizes behind it
+            return self.second((self.shared(x) if self.asks_shared else x)[:3])
+
+    model = Shared()
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = Quantized(sgd, LossBudgetPolicy())
+    marvin.quantize_activations(model, optimizer)
+    for asks, wanted in ((False, 10), (True, 5), (False, 10)):
+        model.asks_shared = asks
+        loss = model(torch.ones(5, 4)).square().mean()
+        loss.backward()
+        assert optimizer.forward_state.counted == wanted
+        assert copy.deepcopy(optimizer.forward_state).counted == wanted
+        optimizer.step(loss=loss)
+        assert optimizer.forward_state.counted == 0
+
+
 def test_without_activations_the_batch_size_must_be_given():
     model = nn.Sequential(nn.Linear(3, 2))
     for batch_size in (None, 4):
