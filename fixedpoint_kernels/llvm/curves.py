@@ -117,20 +117,22 @@ _BODIES: dict[str, Callable[[Curves, str, Vector, Vector], Vector]] = {
 }
 
 
-def apply(builder: Any, which: str, address: Any, count: Any, curve: Any, number: Any) -> None:
-    """Replace float32 by a curve's values, or by its slopes there.
+def apply(
+    builder: Any, which: str, source: Any, target: Any, count: Any, curve: tuple[Any, Any]
+) -> None:
+    """Write a curve's values, or its slopes, at float32; the two places may be one.
 
     The code is one function of a module, which others call: each curve is compiled once.
 
     Args:
         builder: llvmlite's.
         which: ``value`` or ``slope``.
-        address: int64, of float32.
+        source: int64: address of float32.
+        target: int64: of room for as many.
         count: int64: how many; a multiple of 16.
-        curve: int64, see ``functions.number_of``.
-        number: float32, as of ``Curve``.
+        curve: int64, see ``functions.number_of``, and float32, the number of ``Curve``.
     """
-    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64, F32])
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64, I64, F32])
     name = f"fixedpoint_kernels.curve.{which}"
     function = builder.module.globals.get(name)
     if function is None:
@@ -138,12 +140,12 @@ def apply(builder: Any, which: str, address: Any, count: Any, curve: Any, number
         function.linkage = "internal"
         function.attributes.add("noinline")
         _define(function, _BODIES[which])
-    builder.call(function, [address, count, curve, number])
+    builder.call(function, [source, target, count, *curve])
 
 
 def _define(function: Any, body: Callable[[Curves, str, Vector, Vector], Vector]) -> None:
     builder = ir.IRBuilder(function.append_basic_block("begin"))
-    address, count, curve, number = function.args
+    source, target, count, curve, number = function.args
     to = Curves(builder, _LANES)
     number = to.splat(number)
     for k, name in enumerate(CURVES):
@@ -151,6 +153,7 @@ def _define(function: Any, body: Callable[[Curves, str, Vector, Vector], Vector]
             builder.if_then(builder.icmp_signed("==", curve, I64(k + 1))),
             cgutils.for_range_slice(builder, I64(0), count, I64(_LANES), I64) as (at, _),
         ):
-            place = builder.add(address, builder.mul(at, I64(4)))
-            to.store(body(to, name, to.load(place), number), place)
+            step = builder.mul(at, I64(4))
+            x = to.load(builder.add(source, step))
+            to.store(body(to, name, x, number), builder.add(target, step))
     builder.ret_void()

@@ -106,7 +106,7 @@ class _Image(Words):
         place = cgutils.alloca_once(self.builder, F32, size=BLOCK)
         address = self.builder.ptrtoint(place, I64)
         self.store(value, address)
-        curves.apply(self.builder, which, address, I64(BLOCK), curve, number)
+        curves.apply(self.builder, which, address, address, I64(BLOCK), (curve, number))
         return self.load(address)
 
     def factors(self, kind: Any, at: Any, *addresses: Any) -> list[Any]:

@@ -140,7 +140,7 @@ def _finish_gradient(
 
 
 def _normalize(to: _To, x, count, y, kept, inverse, scale, shift, centred, size, eps):
-    """Normalise a row: ``y``, bfloat16 ``kept`` without scale and shift, and the inverse deviation."""
+    """Normalise a row: ``y``, bfloat16 ``kept`` without scale and shift, where it is, and the inverse deviation."""
     number = to.splat(size)
 
     def mean(of: Callable[[Vector], Vector]) -> Vector:
@@ -159,7 +159,8 @@ def _normalize(to: _To, x, count, y, kept, inverse, scale, shift, centred, size,
     to.builder.store(to.builder.extract_element(found.value, I32(0)), to.place(inverse, F32))
     with to.loop(count) as at:
         own = (to.load(to.at(x, at, 4)) - middle) * found
-        to.store_bfloat16(own, to.at(kept, at, 2))
+        with to.there(kept):
+            to.store_bfloat16(own, to.at(kept, at, 2))
         to.store(own * to.load(to.at(scale, at, 4)) + to.load(to.at(shift, at, 4)), to.at(y, at, 4))
 
 
@@ -188,30 +189,29 @@ def _normalize_backward(
 
 
 def _curve(to: _To, x, count, y, kept, curve, number):
-    """Write a function of numbers; bfloat16 ``kept`` of these."""
-    with to.loop(count) as at:
-        z = to.load(to.at(x, at, 4))
-        to.store_bfloat16(z, to.at(kept, at, 2))
-        to.store(z, to.at(y, at, 4))
-    apply(to.builder, "value", y, count, curve, number)
+    """Write a function of numbers; bfloat16 ``kept`` of these, where they are."""
+    with to.there(kept), to.loop(count) as at:
+        to.store_bfloat16(to.load(to.at(x, at, 4)), to.at(kept, at, 2))
+    apply(to.builder, "value", x, y, count, (curve, number))
 
 
 def _curve_backward(to: _To, dy, count, kept, dx, adds, slopes, curve, number):
     """Write, or add, gradients times the function's slope; ``slopes``: room for ``count`` float32."""
     with to.loop(count) as at:
         to.store(to.load_bfloat16(to.at(kept, at, 2)), to.at(slopes, at, 4))
-    apply(to.builder, "slope", slopes, count, curve, number)
+    apply(to.builder, "slope", slopes, slopes, count, (curve, number))
     with to.loop(count) as at:
         own = to.load(to.at(dy, at, 4)) * to.load(to.at(slopes, at, 4))
         to.added(own, to.at(dx, at, 4), adds)
 
 
 def _multiply(to: _To, x, other, count, y, kept, other_kept):
-    """Write products of numbers; bfloat16 of both are kept."""
+    """Write products of numbers; bfloat16 ``kept`` of both, where they are."""
     with to.loop(count) as at:
         one, two = to.load(to.at(x, at, 4)), to.load(to.at(other, at, 4))
-        to.store_bfloat16(one, to.at(kept, at, 2))
-        to.store_bfloat16(two, to.at(other_kept, at, 2))
+        with to.there(kept):
+            to.store_bfloat16(one, to.at(kept, at, 2))
+            to.store_bfloat16(two, to.at(other_kept, at, 2))
         to.store(one * two, to.at(y, at, 4))
 
 

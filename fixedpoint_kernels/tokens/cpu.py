@@ -328,8 +328,9 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
             )  # fmt: skip
     elif kind == f.NORM:
         for i in range(rows):
+            kept = d[f.KEPT] + 2 * (row + i) * width if d[f.KEPT] else np.int64(0)
             passes.normalize(
-                x + 4 * i * width, width, y + 4 * i * width, d[f.KEPT] + 2 * (row + i) * width,
+                x + 4 * i * width, width, y + 4 * i * width, kept,
                 d[f.INVERSE] + 4 * (row + i), d[f.SCALE], d[f.SHIFT], d[f.CENTRED], r[0], r[1],
             )  # fmt: skip
     elif kind == f.NORM_BACKWARD:
@@ -341,10 +342,10 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
                 partial + 4 * d[f.SUMS], partial + 4 * d[f.SUMS2], d[f.CENTRED], r[0],
             )  # fmt: skip
     elif kind == f.CURVE:
-        kept = d[f.KEPT] + 2 * row * width
         for e in range(0, count, _CURVE_BLOCK):
             n = min(_CURVE_BLOCK, count - e)
-            passes.curve(x + 4 * e, n, y + 4 * e, kept + 2 * e, d[f.CURVE_NUMBER], r[0])
+            kept = d[f.KEPT] + 2 * (row * width + e) if d[f.KEPT] else np.int64(0)
+            passes.curve(x + 4 * e, n, y + 4 * e, kept, d[f.CURVE_NUMBER], r[0])
     elif kind == f.CURVE_BACKWARD:
         kept = d[f.KEPT] + 2 * row * width
         for e in range(0, count, _CURVE_BLOCK):
@@ -353,8 +354,9 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
                 x + 4 * e, n, kept + 2 * e, y + 4 * e, d[f.ADDS], sums, d[f.CURVE_NUMBER], r[0]
             )
     elif kind == f.MULTIPLY:
-        kept, other = 2 * row * width, _place(d, f.OTHER, own, row)
-        passes.multiply(x, other, count, y, d[f.KEPT] + kept, d[f.OTHER_KEPT] + kept)
+        kept = d[f.KEPT] + 2 * row * width if d[f.KEPT] else np.int64(0)
+        other = d[f.OTHER_KEPT] + 2 * row * width
+        passes.multiply(x, _place(d, f.OTHER, own, row), count, y, kept, other)
     elif kind == f.MULTIPLY_BACKWARD:
         passes.multiply_backward(x, count, d[f.OTHER_KEPT] + 2 * row * width, y, d[f.ADDS])
     elif kind == f.RELU:

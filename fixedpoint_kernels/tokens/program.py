@@ -135,6 +135,10 @@ class Program:
         offset, self.kept_bytes = self.kept_bytes, self.kept_bytes - (-size // 64) * 64
         return Kept(offset)
 
+    def _bfloat16(self, count: int) -> Number:
+        """Keep so many numbers where a pass goes backward."""
+        return 0 if self._infers else self._keep(2 * count)
+
     def _chunk(self) -> int:
         """Return how many samples a thread takes at a time: the same for any number of threads."""
         widest = 4 * max(self.widths) * self.tokens
@@ -142,7 +146,9 @@ class Program:
 
     def _allocate(self) -> None:
         n = self.rows
-        self.codes, self.masks, self.extra, self.inverses, self.others = {}, {}, {}, {}, {}
+        self.codes, self.masks, self.inverses = {}, {}, {}
+        self.extra: dict[int, Number] = {}
+        self.others: dict[int, Number] = {}
         self.partial_width, self.partials = 0, {}
         self.partial_widths: list[int] = []  # of the sums in a row, as they follow each other
         self.packed: dict[int, tuple[int, ...]] = {}
@@ -163,12 +169,12 @@ class Program:
                 self.scales[i] = self._take(self.samples, np.float64)
                 self.grad_codes[i] = self._take(n * width + 64)
             elif isinstance(op, Norm):
-                self.extra[i], self.inverses[i] = self._keep(2 * n * width), self._keep(4 * n)
+                self.extra[i], self.inverses[i] = self._bfloat16(n * width), self._keep(4 * n)
                 self.partials[i] = self._partial(width), self._partial(width)
             elif isinstance(op, Curved | Multiply):
-                self.extra[i] = self._keep(2 * n * width)
+                self.extra[i] = self._bfloat16(n * width)
                 if isinstance(op, Multiply):
-                    self.others[i] = self._keep(2 * n * width)
+                    self.others[i] = self._bfloat16(n * width)
             elif isinstance(op, Relu | Dropout):
                 self.extra[i] = self._keep(n * width // 8)
         attended = {s for op in operations if isinstance(op, Attention) for s in op.sources}

@@ -14,7 +14,7 @@ from fixedpoint_kernels._torch_private import global_forward_hooks, is_watched
 from marvin.hooks import OtherForward, restore_forwards, rounders_of
 from marvin.integer.chain_run import ChainRun
 from marvin.integer.formats import has_hooks, rounds_inputs
-from marvin.integer.graph import Arguments, Chain, Traced, part_of, trace
+from marvin.integer.graph import NOT_TRACED, Arguments, Chain, Traced, part_of, trace
 from marvin.integer.inference_run import InferenceRun
 from marvin.integer.layers import IntegerConv2d, IntegerLinear, is_linear, stock_class
 from marvin.integer.nodes import arguments_of, is_needed
@@ -163,7 +163,7 @@ class Fused(OtherForward):
         """Return the chains of calls with such arguments; None where there were too many kinds of calls."""
         own, (tensors, plain, tuples) = self._modes[training], given
         is_first = not plain and not tuples and tuple(tensors) == self._needed
-        if is_first and own.fits(tensors):
+        if is_first and own.fits(tensors) and not own.why_not():
             return own
         kinds = tuple((n, type(x), x) for n, x in plain.items())
         key = training, tuple(tensors), kinds, tuple(tuples.items())
@@ -312,10 +312,19 @@ def _roots(module: nn.Module) -> Iterator[nn.Module]:
                 if own is not module and stock_class(own) is None and rounders_of(own):
                     yield from _roots(own)  # when it rounds what it takes, it is no part of others
             return
-    if any(own.default is not own.empty for own in arguments_of(module)):
-        yield module  # calls that bring more may be traced
+    if isinstance(traced, str) and _may_be_traced(module, traced):
+        yield module
     for child in module.children():
         yield from _roots(child)
+
+
+def _may_be_traced(module: nn.Module, reason: str) -> bool:
+    """Say whether calls may be traced for what they bring: other arguments, and shapes."""
+    arguments = arguments_of(module)
+    if any(own.kind is own.VAR_POSITIONAL for own in arguments):
+        return False
+    has_more = any(own.default is not own.empty for own in arguments)
+    return has_more or reason.startswith(NOT_TRACED)
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from marvin.integer.surroundings import Plain, Surroundings
 from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Tracer, changes_shared
 
-__all__ = ["Arguments", "Chain", "Found", "Traced", "part_of", "trace"]
+__all__ = ["NOT_TRACED", "Arguments", "Chain", "Found", "Traced", "part_of", "trace"]
 
 _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
 _PRODUCTS = operator.mul, operator.imul, torch.mul, "mul", "mul_"
@@ -44,6 +44,8 @@ _RELUS = torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_"
 _SIX = 6.0  # the ceiling of ReLU6
 _EXACT = "hardswish", "hardsigmoid", "leaky_relu"  # curves that have the bits of PyTorch's
 _PLACES = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
+NOT_TRACED = "torch.fx cannot trace it"
+"""What the reason begins with where a model's code is in the way."""
 _NO_CHAINS = "no layers in it pass codes on"
 
 
@@ -302,7 +304,7 @@ def trace(
         with surroundings.draws, torch.set_grad_enabled(not infers):
             again = tracers[1].trace(module)
     except Exception as error:  # whatever a model's own code raises on a tracer's proxies
-        return f"torch.fx cannot trace it: {str(error).partition(chr(10))[0]}"
+        return f"{NOT_TRACED}: {str(error).partition(chr(10))[0]}"
     finally:
         _restored(module, before)
         reason = surroundings.restore()

@@ -123,7 +123,7 @@ def curves():
     """Each activation function, of what comes in and in a row."""
     own = [Curve(name, 0.25 * (name == "leaky_relu")) for name in functions.CURVES]
     operations = [Curved(0, curve) for curve in own] + [Curved(1, own[0]), Multiply(2, 0)]
-    return Segment((48,), tuple(operations), tuple(range(1, len(operations) + 1)))
+    return Segment((80,), tuple(operations), tuple(range(1, len(operations) + 1)))
 
 
 def by_channel(segment):

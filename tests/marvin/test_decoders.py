@@ -111,6 +111,8 @@ def test_a_decoder_with_a_cache_has_chains_of_parts():
 
 def test_lengths_of_texts_may_change():
     model, twin, _ = twins(Decoder(llama()))
+    fused = {row.name for row in report(model).rows if row.is_fused}
+    assert {"body.layers.0.self_attn.q_proj", "body.layers.1.self_attn.o_proj"} <= fused
     for count in (9, 5, 9, 1, 16):
         x = torch.randn(8, count, 6)
         y, other = model(x), twin(x)
