@@ -179,6 +179,13 @@ class Member:
         """All that it replaces."""
         return (self.node,) if self.heads is None else self.heads.nodes
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of its module's parameters that chains take."""
+        if self.kind == "linear" or (self.norm is not None and self.norm.centred):
+            return "weight", "bias"
+        return () if self.norm is None else ("weight",)
+
 
 @dataclass
 class TokenChain:
@@ -510,7 +517,8 @@ def _row_norm(own: nn.Module) -> RowNorm | None:
     weight = tensor_of(own, "weight")
     if found is None or not is_rms_norm(found) or weight is None or weight.dim() != 1:
         return None
-    return RowNorm(len(weight), float(getattr(own, found.eps)), False)
+    eps = getattr(own, found.eps, None)
+    return RowNorm(len(weight), float(eps), False) if isinstance(eps, int | float) else None
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -3,7 +3,6 @@
 from torch import Tensor, nn
 
 from fixedpoint_kernels import tokens
-from fixedpoint_kernels._torch_private import own_parameters
 from fixedpoint_kernels.fused.stamp import Stamp
 from marvin.integer.chain_run import is_in_the_way
 from marvin.integer.formats import has_hooks, is_prepacked, rounding_of
@@ -41,8 +40,7 @@ class TokenInference(TokenRun):
         if not self.are_plain():
             return False
         if is_prepacked(*self.layers):
-            owners = [own for own in self.own if own is not None and any(own_parameters(own))]
-            self._tensors = Tensors([(own, name) for own in owners for name in ("weight", "bias")])
+            self._tensors = Tensors([owner for owner in self.owners if owner is not None])
             if self._tensors.are_known:
                 self._given = Stamp(self._tensors.now()), self.parameters_in_order()
         return True

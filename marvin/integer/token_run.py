@@ -91,8 +91,13 @@ class TokenRun(nn.Module):
         self.layers = tuple(own for own in self.own if own is not None and is_linear(own))
         others = map(module.get_submodule, chain.modules)
         self.others = tuple(own for own in others if not is_linear(own))
-        pairs = zip(chain.members, self.own, strict=True)
+        pairs = [*zip(chain.members, self.own, strict=True)]
         self._norms = tuple((m.norm.features, own) for m, own in pairs if m.norm and own)
+        self.owners = tuple(
+            (own, name) if own is not None and name in member.parameters else None
+            for member, own in pairs
+            for name in ("weight", "bias")
+        )
         self._plain = (fx.GraphModule(module, alone(chain)),)
         self.rounders: tuple[Rounder, ...] = ()
         self._formats: list[ModuleFormats] = []
@@ -181,12 +186,7 @@ class TokenRun(nn.Module):
 
     def parameters_in_order(self) -> list[Tensor | None]:
         """Return weight or scale, and bias or shift, of each member."""
-        found: list[Tensor | None] = []
-        for own in self.own:
-            found += (
-                (None, None) if own is None else (tensor_of(own, "weight"), tensor_of(own, "bias"))
-            )
-        return found
+        return [None if owner is None else tensor_of(*owner) for owner in self.owners]
 
     def _segment_of(self, xs: Sequence[Tensor]) -> Segment | None:
         """Return what is computed for values of these shapes; None where it cannot be fused."""

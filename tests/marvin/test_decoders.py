@@ -10,7 +10,9 @@ from torch import nn
 import marvin
 from fixedpoint_kernels import forward_save, tokens
 from marvin.integer import convert, report
+from marvin.integer.fusion import Fused
 from marvin.integer.graph import trace
+from marvin.integer.token_inference import TokenInference
 from tests.marvin.test_token_fusion import Net, batch, make, near, operations, same, twins
 
 transformers = pytest.importorskip("transformers")
@@ -211,6 +213,39 @@ def test_gates_are_near_their_unfused_twins(norm, act):
     with torch.no_grad():
         own, other = model.eval()(x), twin.eval()(x)
     assert (own - other).abs().max() < 0.05 * other.abs().max()
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_known_modules_have_besides_is_theirs():
+    """A number of another name, and attributes that are called as a layer's parameters are."""
+    act, norm = Quick(), Wrong(32)
+    act.weight, norm.bias = 3.0, nn.Parameter(torch.ones(32), requires_grad=False)
+    model, twin, _ = twins(Gated(norm, act))
+    x, _ = batch(0)
+    assert operations(model(x)) == [7]
+    assert (model(x) - twin(x)).abs().max() < 0.05 * twin(x).abs().max()
+    del norm.small
+    with pytest.raises(AttributeError, match="small"):
+        model(x)
+    assert "small" not in str(trace(model))
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "Llama"])
+def test_decoders_may_keep_their_weights_laid_out(kind):
+    model, _, _ = twins(Decoder(DECODERS[kind][0]()))
+    x, _ = batch(0)
+    frozen = marvin.freeze(model.eval())
+    with torch.no_grad():
+        y = frozen(x)
+        marvin.integer.prepack(frozen)
+        for _ in range(2):
+            same(frozen(x), y)
+    runs = [own for own in frozen.modules() if isinstance(vars(own).get("forward"), Fused)]
+    modes = [mode for own in runs for mode in own.forward._all(False)]
+    chains = [run for mode in modes for made in mode._runs.values() for run in made.children()]
+    chains = [run for run in chains if isinstance(run, TokenInference)]
+    assert chains
+    assert all(run._given is not None for run in chains)
 
 
 FUNCTIONS = {
