@@ -48,6 +48,8 @@ def register(
 ) -> None:
     """Tell ``convert`` and ``plan`` what a class of modules does.
 
+    ``marvin.integer`` takes activations and RMS norms into chains by it, where the class's own code computes that.
+
         forward_save.register("mine.models.FastGELU", "activation", name="gelu_tanh")
         forward_save.register(MyNorm, "rms_norm", eps="epsilon")
 

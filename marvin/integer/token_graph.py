@@ -18,7 +18,7 @@ from fixedpoint_kernels._torch_private import tensor_of
 from fixedpoint_kernels.forward_save.known import known
 from fixedpoint_kernels.tokens import Curve, Odds, Part
 from marvin.integer.layers import features_of, is_linear
-from marvin.integer.nodes import asks_shape, curve_of, is_rms_norm, plain
+from marvin.integer.nodes import asks_shape, computes, curve_of, is_rms_norm, plain
 
 __all__ = ["Heads", "Member", "RowNorm", "TokenChain", "find"]
 
@@ -518,7 +518,14 @@ def _row_norm(own: nn.Module) -> RowNorm | None:
     if found is None or not is_rms_norm(found) or weight is None or weight.dim() != 1:
         return None
     eps = getattr(own, found.eps, None)
-    return RowNorm(len(weight), float(eps), False) if isinstance(eps, int | float) else None
+    if not isinstance(eps, int | float):
+        return None
+    scale, features = weight.detach(), len(weight)
+
+    def normalised(x: Tensor) -> Tensor:
+        return F.rms_norm(x, (features,), scale, eps)
+
+    return RowNorm(features, float(eps), False) if computes(own, normalised, features) else None
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -215,6 +215,39 @@ def test_gates_are_near_their_unfused_twins(norm, act):
     assert (own - other).abs().max() < 0.05 * other.abs().max()
 
 
+class Sharp(nn.Module):
+    """A function near GELU."""
+
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
+class Shifted(Wrong):
+    def forward(self, x):
+        return super().forward(x) + 0.01
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("kind", ["activation", "norm", "an error"])
+def test_what_is_registered_as_another_function_runs_as_it_is(kind):
+    class Refusing(nn.Module):
+        def forward(self, x):
+            if x.shape[-1] == 64 and x.dim() == 3:
+                return F.gelu(x, approximate="tanh")
+            raise TypeError("other shapes")
+
+    for cls in (Sharp, Refusing):
+        forward_save.register(cls, "activation", name="gelu_tanh")
+    forward_save.register(Shifted, "rms_norm", eps="small")
+    norm = Shifted(32) if kind == "norm" else nn.RMSNorm(32)
+    model, twin, _ = twins(
+        Gated(norm, {"activation": Sharp, "an error": Refusing}.get(kind, nn.SiLU)())
+    )
+    x, _ = batch(0)
+    assert operations(model(x)) == ([5] if kind == "norm" else [2, 3])
+    near(model, twin)
+
+
 @pytest.mark.usefixtures("registered")
 def test_what_known_modules_have_besides_is_theirs():
     """A number of another name, and attributes that are called as a layer's parameters are."""
