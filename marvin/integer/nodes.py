@@ -59,10 +59,14 @@ def plain(node: fx.Node) -> bool:
 
 def is_known(module: nn.Module) -> bool:
     """Say whether a module of a class of its own is known to be a curve or a norm of chains; see ``forward_save.register``."""
+    return _said_curve(module) is not None or is_rms_norm(known(module))
+
+
+def _said_curve(module: nn.Module) -> Curve | None:
+    """Return the curve that a module's class is said to be."""
     found = known(module)
-    if found is None:
-        return False
-    return found.name in CURVES if found.kind == "activation" else is_rms_norm(found)
+    is_curve = found is not None and found.kind == "activation" and found.name in CURVES
+    return Curve(found.name) if found is not None and is_curve else None
 
 
 def computes(module: nn.Module, wanted: Callable[[Tensor], Tensor], features: int = 64) -> bool:
@@ -103,10 +107,9 @@ def curve_of(node: fx.Node, module: nn.Module) -> Curve | None:
 def _curve_of_module(own: nn.Module) -> Curve | None:
     name = _CURVES.get(type(own))
     if name is None:
-        found = known(own)
-        if found is None or found.kind != "activation" or found.name not in CURVES:
+        curve = _said_curve(own)
+        if curve is None:
             return None
-        curve = Curve(found.name)
         return curve if computes(own, curve.value) else None
     if isinstance(own, nn.GELU):
         name = _GELUS.get(own.approximate)

@@ -327,15 +327,10 @@ class _Search:
             return Member(node, kind, source, name, norm=_row_norm(own)) if kind else None
         if node.target in _RELUS and len(inputs) == 1 and plain(node):
             return Member(node, "relu", (self._real(inputs[0]),))
-        if (
-            len(node.args) == 2
-            and not node.kwargs
-            and all(isinstance(a, fx.Node) for a in node.args)
-        ):
-            kind = "add" if node.target in _ADDS else "multiply" if node.target in _PRODUCTS else ""
-            a, b = (self._real(own) for own in node.args if isinstance(own, fx.Node))
-            return Member(node, kind, (a, b)) if kind else None
-        return None
+        kind = "add" if node.target in _ADDS else "multiply" if node.target in _PRODUCTS else ""
+        pair = tuple(self._real(own) for own in node.args if isinstance(own, fx.Node))
+        is_pair = len(pair) == len(node.args) == 2 and not node.kwargs
+        return Member(node, kind, pair) if kind and is_pair else None
 
     def _heads(self, node: fx.Node) -> Heads | None:
         names = "query", "key", "value", "attn_mask", "dropout_p", "is_causal"
