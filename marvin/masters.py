@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels import FixedPoint
-from fixedpoint_kernels._torch_private import versions_of
 from fixedpoint_kernels.compact import Codes, Row, flattened
 from fixedpoint_kernels.compact import Moves as CompactMoves
 from fixedpoint_kernels.compact import Targets as CompactTargets
@@ -32,6 +31,7 @@ from marvin.compact import (
 from marvin.compact_moves import Moved
 from marvin.display import columns, listed, plot_word_lengths
 from marvin.layers import ParameterTable
+from marvin.marks import Mark, marks_of
 from marvin.noise import Purpose, stream
 from marvin.plans import Members, Plans, Rounding, Trained
 from marvin.policies.base import Policy
@@ -91,7 +91,7 @@ class WithMasters(Optimizer):
     _counts: Counts
     _layout: ParameterTable
     _masters: dict[Tensor, Tensor]  # as the wrapped optimizer sees them
-    _versions: dict[int, tuple[int, int]]  # of weights, as they were last written, by position
+    _marks: dict[int, Mark | None]  # of weights, as they were last written, by position
     _plans: Plans
     stored: tuple[Stored, ...] = ()  # have the weights' values between two steps
     _names_unseen: bool = False  # whether ``_name_unseen`` has warned
@@ -384,7 +384,7 @@ class WithMasters(Optimizer):
         """Remember the noise of what was rounded, and that the weights are this optimizer's."""
         for i, own in enumerate(plan.states):
             own["stream"] = first + i
-        self._versions.update(zip(plan.positions, _marks_of(weights), strict=True))
+        self._marks.update(zip(plan.positions, marks_of(weights), strict=True))
 
     @property
     def _known(self) -> Plans:
@@ -490,20 +490,20 @@ class WithMasters(Optimizer):
         for p in self._masters:
             if (weight := self._rounded(p)) is not None:
                 local(p).copy_(weight)
-        now = _marks_of(locals_of(list(self._layout.names)))
-        self._versions = {i: now[i] for i, p in enumerate(self._layout.names) if p in self._masters}
+        now = marks_of(locals_of(list(self._layout.names)))
+        self._marks = {i: now[i] for i, p in enumerate(self._layout.names) if p in self._masters}
 
     def _adopted(self) -> list[Tensor]:
         """Take weights that others have changed since they were written as masters; name them."""
         params = list(self._layout.names)
-        now = _marks_of(locals_of(params))
-        changed = [i for i, version in self._versions.items() if now[i] != version]
+        now = marks_of(locals_of(params))
+        changed = [i for i, mark in self._marks.items() if now[i] != mark]
         adopted = []
         for i in changed:
             own, p = local(params[i]), params[i]
             if own.dtype not in FLOATS or own.device != master_of(self.state[p]).device:
                 continue  # what is refused by name; compared when it is back
-            self._versions[i], weight = now[i], self._rounded(p)
+            self._marks[i], weight = now[i], self._rounded(p)
             if weight is not None and (differs := own != weight).any():
                 master = master_of(self.state[p])
                 put_master(self.state[p], torch.where(differs, own.float(), master))
@@ -513,11 +513,11 @@ class WithMasters(Optimizer):
     def _name_unseen(self) -> None:
         """Warn once of weights that others wrote to without a trace, as ``weight.data.clamp_()`` does."""
         params = list(self._layout.names)
-        now = _marks_of(locals_of(params))
+        now = marks_of(locals_of(params))
         found = []
-        for i, version in self._versions.items():
+        for i, mark in self._marks.items():
             own, p = local(params[i]), params[i]
-            if now[i] != version or own.device != master_of(self.state[p]).device:
+            if now[i] != mark or own.device != master_of(self.state[p]).device:
                 continue  # what is seen
             weight = self._rounded(p)
             if weight is None or weight.dtype != own.dtype or not (own != weight).any():
@@ -574,11 +574,6 @@ def _layer_of(layer: Layer, own: StateDict) -> Layer:
     found = object.__new__(_CompactLayer)
     vars(found).update(vars(layer), master=own)
     return found
-
-
-def _marks_of(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return what changes when somebody writes to a weight, or gives it other memory (``weight.data = x``)."""
-    return list(zip(versions_of(weights), (w.data_ptr() for w in weights), strict=True))
 
 
 def _mean_length(formats: Iterable[Format | None]) -> float:

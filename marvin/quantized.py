@@ -161,7 +161,7 @@ class Quantized(WithMasters):
         self.trace: list[Switch] = []
         self.forward_state = ForwardState(seed, rules.activation_rounding)
         self._counts, self._carriers = Counts(), Carriers()
-        self._masters, self._versions, self._plans = {}, {}, Plans()
+        self._masters, self._marks, self._plans = {}, {}, Plans()
         super().__init__(optimizer.param_groups, {**optimizer.defaults, **options})
         self._own_step = guard_step(self, optimizer)
 
@@ -395,8 +395,9 @@ class Quantized(WithMasters):
 
     def __getstate__(self) -> StateDict:
         names = "optimizer", "policy", "shared", "trace", "forward_state", "_counts", "_masters"
-        names += "_versions", "_carriers"
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+        own = {name: getattr(self, name) for name in (*names, "_carriers")}
+        marks = dict.fromkeys(self._marks)  # a copy has other memory
+        return {**super().__getstate__(), **own, "_marks": marks}
 
     def __setstate__(self, state: StateDict) -> None:
         own = dict(state.get("defaults", self.__dict__.get("defaults", {})))

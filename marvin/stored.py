@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels import FixedPoint, decode, encode
-from fixedpoint_kernels._torch_private import version_of
 from marvin.layers import is_layer
+from marvin.marks import Mark, marks_of
 from marvin.quantized import Quantized
 from marvin.settings import check_model, check_values
 from marvin.shards import is_sharded
@@ -27,7 +27,7 @@ class StoredCodes:
         self._codes: dict[Tensor, tuple[Tensor, FixedPoint]] = {}
         self._weights: dict[Tensor, None] = {}  # in order
         self._generation = 0  # of the codes: a step makes new ones
-        self._marks: dict[Tensor, tuple[int, int]] = {}  # of weights that got their values back
+        self._marks: dict[Tensor, list[Mark]] = {}  # of weights that got their values back
         self._hooks: list[RemovableHandle] = []
 
     def __repr__(self) -> str:
@@ -112,8 +112,8 @@ class StoredCodes:
             return
         if p.untyped_storage().nbytes() < p.numel() * p.element_size():
             p.data = self._decoded(p)
-            self._marks[p] = _mark_of(p)
-        elif _mark_of(p) != self._marks.get(p):  # somebody wrote to it: the codes are of before
+            self._marks[p] = marks_of([p])
+        elif marks_of([p]) != self._marks.get(p):  # somebody wrote to it: the codes are of before
             del self._codes[p]
 
     def _empty(self, p: Tensor) -> None:
@@ -139,11 +139,6 @@ class StoredCodes:
         if generation != self._generation or p not in self._codes:
             raise RuntimeError("backward must come before the step that changes the weights")
         return self._decoded(p).as_strided(shape, stride, offset)
-
-
-def _mark_of(p: Tensor) -> tuple[int, int]:
-    """Return what changes when somebody writes to a weight, or gives it other memory."""
-    return version_of(p), p.data_ptr()
 
 
 def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:

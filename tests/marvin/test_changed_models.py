@@ -158,6 +158,36 @@ def test_weights_that_got_other_memory():
     assert optimizer.state[model[0].weight]["master"].abs().max() <= 0.05 * 10
 
 
+def test_other_memory_at_the_same_address():
+    model, optimizer, _ = trained()
+    weight = model[0].weight
+    memory = bytearray(weight.nbytes)
+
+    def lie_there(values):
+        weight.data = torch.empty(0)  # nobody holds the memory now, and it could be given to others
+        there = torch.frombuffer(memory, dtype=torch.float32).view(16, 8)
+        weight.data = there.copy_(values)
+
+    lie_there(weight.detach().clone())
+    train(model, optimizer, steps=1)
+    lie_there(torch.zeros(16, 8))
+    with pytest.warns(UserWarning, match=r"the new masters, rounded: 0\.weight"):
+        train(model, optimizer, steps=1)
+    assert optimizer.state[weight]["master"].abs().max() <= 0.05 * 10
+
+
+def test_other_part_of_the_same_memory():
+    model, optimizer, _ = trained()
+    weight = model[0].weight
+    both = torch.stack([weight.detach(), torch.zeros(16, 8)])
+    weight.data = both[0]
+    train(model, optimizer, steps=1)
+    weight.data = both[1]
+    with pytest.warns(UserWarning, match=r"the new masters, rounded: 0\.weight"):
+        train(model, optimizer, steps=1)
+    assert optimizer.state[weight]["master"].abs().max() <= 0.05 * 10
+
+
 def test_pruned_weights_stay_pruned():
     model, optimizer, _ = trained()
     prune.l1_unstructured(model[2], "weight", amount=0.5)

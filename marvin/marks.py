@@ -1,0 +1,22 @@
+"""How to tell that somebody wrote to a weight, or gave it other memory."""
+
+from collections.abc import Sequence
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from fixedpoint_kernels._torch_private import versions_of
+
+__all__ = ["Mark", "marks_of"]
+
+Mark = tuple[int, int, "ref[torch.UntypedStorage]"]
+
+
+def marks_of(weights: Sequence[Tensor]) -> list[Mark]:
+    """Return what changes when somebody writes to a weight, or gives it other memory (``weight.data = x``).
+
+    The address alone does not tell: memory that was let go of comes back for the next tensor.
+    """
+    memory = map(ref, map(Tensor.untyped_storage, weights))
+    return list(zip(versions_of(weights), map(Tensor.data_ptr, weights), memory, strict=True))
