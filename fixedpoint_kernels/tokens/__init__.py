@@ -23,6 +23,7 @@ from fixedpoint_kernels.tokens.graph import (
     Operation,
     Part,
     Relu,
+    Rotary,
     Segment,
 )
 from fixedpoint_kernels.tokens.reference import Parameters
@@ -42,6 +43,7 @@ __all__ = [
     "Parameters",
     "Part",
     "Relu",
+    "Rotary",
     "Segment",
     "path",
 ]

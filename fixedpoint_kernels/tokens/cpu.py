@@ -189,6 +189,7 @@ def _draw(d, start, count, out, spare):
 def _attend(d, scale, factor, own, places, first, samples, tokens):
     """Attend, 16 tokens at a time: their scores are columns."""
     size, heads, row0 = d[f.SIZE], d[f.HEADS], first * tokens
+    groups = d[f.GROUPS]
     q0, k0, v0 = _place(d, f.Q, own, row0), _place(d, f.K, own, row0), _place(d, f.V, own, row0)
     y0 = _place(d, f.Y, own, row0)
     spare = own + places[f.HEAD]
@@ -201,8 +202,8 @@ def _attend(d, scale, factor, own, places, first, samples, tokens):
         row = n * tokens
         for head in range(heads):
             q = q0 + row * d[f.Q_LINE] + d[f.Q_START] + head * d[f.Q_STEP]
-            k = k0 + row * d[f.K_LINE] + d[f.K_START] + head * d[f.K_STEP]
-            v = v0 + row * d[f.V_LINE] + d[f.V_START] + head * d[f.V_STEP]
+            k = k0 + row * d[f.K_LINE] + d[f.K_START] + head // groups * d[f.K_STEP]
+            v = v0 + row * d[f.V_LINE] + d[f.V_START] + head // groups * d[f.V_STEP]
             y = y0 + row * y_line + 4 * head * size
             for i in range(0, tokens, 16):
                 count = min(16, tokens - i)
@@ -233,13 +234,13 @@ def _attend_backward(d, scale, factor, own, places, first, samples, tokens):
     kept = scores + 192 * (tokens + 8)
     tile, blocks = 16 * tokens, (tokens + 15) // 16
     g_line = 4 * heads * size
-    q_line, k_line, v_line = d[f.Q_LINE], d[f.K_LINE], d[f.V_LINE]
+    q_line, k_line, v_line, groups = d[f.Q_LINE], d[f.K_LINE], d[f.V_LINE], d[f.GROUPS]
     for n in range(samples):
         for head in range(heads):
             row = n * tokens
             of_q = row * q_line + d[f.Q_START] + head * d[f.Q_STEP]
-            of_k = row * k_line + d[f.K_START] + head * d[f.K_STEP]
-            of_v = row * v_line + d[f.V_START] + head * d[f.V_STEP]
+            of_k = row * k_line + d[f.K_START] + head // groups * d[f.K_STEP]
+            of_v = row * v_line + d[f.V_START] + head // groups * d[f.V_STEP]
             k, v = k0 + of_k, v0 + of_v
             for i in range(0, tokens, 16):
                 count = min(16, tokens - i)
@@ -251,7 +252,7 @@ def _attend_backward(d, scale, factor, own, places, first, samples, tokens):
                     at = ((first + n) * heads + head) * blocks + i // 16
                     _draw(d, at * tile, tile, kept, spare)
                     passes.masked(scores, tile, kept, weights, 0, factor)
-                more = 1 if i else d[f.DV_ADDS]
+                more = 1 if i or head % groups else d[f.DV_ADDS]
                 _products(
                     weights, 64, 4, g, g_line, tokens, size, count, dv0 + of_v, v_line, more, spare
                 )
@@ -264,10 +265,47 @@ def _attend_backward(d, scale, factor, own, places, first, samples, tokens):
                 _products(
                     grads, 4, 64, k, k_line, count, size, tokens, place, q_line, d[f.ADDS], spare
                 )
-                more = 1 if i else d[f.DK_ADDS]
+                more = 1 if i or head % groups else d[f.DK_ADDS]
                 _products(
                     grads, 64, 4, q, q_line, tokens, size, count, dk0 + of_k, k_line, more, spare
                 )
+
+
+@inner
+def _rotary(d, own, first, samples, tokens):
+    """Turn heads by their position."""
+    row, heads, size, turned = first * tokens, d[f.HEADS], d[f.SIZE], d[f.TURNED]
+    x0, y0, half = _place(d, f.Q, own, row) + d[f.Q_START], _place(d, f.Y, own, row), turned // 2
+    for i in range(samples * tokens):
+        at = 4 * turned * (row + i if d[f.BY_SAMPLE] else i % tokens)
+        cos, sin = floats(d[f.COS] + at, turned), floats(d[f.SIN] + at, turned)
+        for head in range(heads):
+            x = floats(x0 + i * d[f.Q_LINE] + head * d[f.Q_STEP], size)
+            y = floats(y0 + 4 * (i * heads + head) * size, size)
+            for e in range(half):
+                y[e] = x[e] * cos[e] - x[half + e] * sin[e]
+                y[half + e] = x[half + e] * cos[half + e] + x[e] * sin[half + e]
+            for e in range(turned, size):
+                y[e] = x[e]
+
+
+@inner
+def _rotary_backward(d, own, first, samples, tokens):
+    row, heads, size, turned = first * tokens, d[f.HEADS], d[f.SIZE], d[f.TURNED]
+    g0, dx0, half = _place(d, f.X, own, row), _place(d, f.DQ, own, row) + d[f.Q_START], turned // 2
+    for i in range(samples * tokens):
+        at = 4 * turned * (row + i if d[f.BY_SAMPLE] else i % tokens)
+        cos, sin = floats(d[f.COS] + at, turned), floats(d[f.SIN] + at, turned)
+        for head in range(heads):
+            g = floats(g0 + 4 * (i * heads + head) * size, size)
+            dx = floats(dx0 + i * d[f.Q_LINE] + head * d[f.Q_STEP], size)
+            if not d[f.ADDS]:
+                dx[:] = 0
+            for e in range(half):
+                dx[e] += g[e] * cos[e] + g[half + e] * sin[half + e]
+                dx[half + e] += g[half + e] * cos[half + e] - g[e] * sin[e]
+            for e in range(turned, size):
+                dx[e] += g[e]
 
 
 def operate(d, r, thread, own, places, first, samples, tokens, partial):
@@ -291,6 +329,12 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
         return
     if kind == f.ATTENTION_BACKWARD:
         _attend_backward(d, r[0], r[1], own, places, first, samples, tokens)
+        return
+    if kind == f.ROTARY:
+        _rotary(d, own, first, samples, tokens)
+        return
+    if kind == f.ROTARY_BACKWARD:
+        _rotary_backward(d, own, first, samples, tokens)
         return
     x, y = _place(d, f.X, own, row), _place(d, f.Y, own, row)
     sums = own + places[f.WORK]

@@ -12,7 +12,7 @@ from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.llvm.rows import NAN_BIT
 from fixedpoint_kernels.memory import are_float32, is_float32
 from fixedpoint_kernels.tokens import cpu
-from fixedpoint_kernels.tokens.graph import Linear
+from fixedpoint_kernels.tokens.graph import Linear, Rotary
 from fixedpoint_kernels.tokens.program import Program
 from fixedpoint_kernels.tokens.reference import Parameters
 from fixedpoint_kernels.tokens.rows import Pass
@@ -155,6 +155,10 @@ def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:
         shape = width
         if isinstance(op, Linear):
             shape = op.shape[::-1] if op.is_turned else op.shape
+        if isinstance(op, Rotary):
+            shape = width = (program.tokens, op.turned)
+            if op.by_sample:
+                shape = width = (program.samples, *shape)
         for x, wanted in (own.first, shape), (own.second, width):
             if x is not None:
                 found.append(x)

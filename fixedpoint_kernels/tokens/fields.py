@@ -8,8 +8,8 @@ which holds the rows of one chunk.
 (
     LINEAR, LINEAR_BACKWARD, NORM, NORM_BACKWARD, CURVE, CURVE_BACKWARD, RELU, RELU_BACKWARD,
     ADD, PASS_ON, BLANK, ATTENTION, ATTENTION_BACKWARD, DROPOUT, DROPOUT_BACKWARD,
-    MULTIPLY, MULTIPLY_BACKWARD,
-) = range(17)  # fmt: skip
+    MULTIPLY, MULTIPLY_BACKWARD, ROTARY, ROTARY_BACKWARD,
+) = range(19)  # fmt: skip
 
 (
     KIND, WIDTH, X, X_ROW, OTHER, OTHER_ROW, Y, Y_ROW,
@@ -23,15 +23,17 @@ which holds the rows of one chunk.
     # of attention: queries, keys and values, and their gradients
     Q, Q_ROW, Q_STEP, K, K_ROW, K_STEP, V, V_ROW, V_STEP, Q_LINE, K_LINE, V_LINE,
     Q_START, K_START, V_START,
-    DQ, DQ_ROW, DK, DK_ROW, DV, DV_ROW, DK_ADDS, DV_ADDS, HEADS, SIZE, CAUSAL,
+    DQ, DQ_ROW, DK, DK_ROW, DV, DV_ROW, DK_ADDS, DV_ADDS, HEADS, SIZE, CAUSAL, GROUPS,
+    # of rotary embeddings, whose part is that of queries
+    COS, SIN, TURNED, BY_SAMPLE,
     # of gradients of weights; how they lie, see ``by_outputs.write_weights``
     OUT, LSB, LIES,
     # what tiles must know of codes, see ``tiles.kind_of_bytes``
     BYTES,
     # below which 16 random bits make a 0; 0: no dropout
     THRESHOLD,
-) = range(69)  # fmt: skip
-COUNT = 69
+) = range(74)  # fmt: skip
+COUNT = 74
 
 # parts of a thread's memory
 WORK, ROUNDED, POWERS, HEAD, LOCAL = range(5)

@@ -23,12 +23,34 @@ __all__ = [
     "Operation",
     "Part",
     "Relu",
+    "Rotary",
     "Segment",
 ]
 
 
 @dataclass(frozen=True)
-class Linear:
+class _OfOne:
+    source: int
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Numbers of the values that it takes."""
+        return (self.source,)
+
+
+@dataclass(frozen=True)
+class _OfTwo:
+    source: int
+    other: int
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Numbers of the values that it takes."""
+        return self.source, self.other
+
+
+@dataclass(frozen=True)
+class Linear(_OfOne):
     """A linear layer: codes of its input with codes of its weight.
 
     Args:
@@ -42,7 +64,6 @@ class Linear:
             the format of those that have none.
     """
 
-    source: int
     inputs: FixedPoint
     weight: FixedPoint
     shape: tuple[int, int]
@@ -50,14 +71,9 @@ class Linear:
     is_turned: bool = False
     by_channel: bool = False
 
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """Numbers of the values that it takes."""
-        return (self.source,)
-
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(_OfOne):
     """Layer normalisation of the features of each token.
 
     Args:
@@ -66,43 +82,24 @@ class Norm:
         centred: Whether the mean is taken off first; without, it is RMS normalisation, which has no shift.
     """
 
-    source: int
     eps: float = 1e-5
     centred: bool = True
 
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """Numbers of the values that it takes."""
-        return (self.source,)
-
 
 @dataclass(frozen=True)
-class Curved:
+class Curved(_OfOne):
     """An activation function, see ``functions.Curve``."""
 
-    source: int
     curve: Curve
 
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """Numbers of the values that it takes."""
-        return (self.source,)
-
 
 @dataclass(frozen=True)
-class Relu:
+class Relu(_OfOne):
     """A number, or 0 where it is below 0."""
 
-    source: int
-
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """Numbers of the values that it takes."""
-        return (self.source,)
-
 
 @dataclass(frozen=True)
-class Dropout:
+class Dropout(_OfOne):
     """A number times a factor, or 0, by chance; each call gives the seed.
 
     Args:
@@ -110,39 +107,17 @@ class Dropout:
         odds: Of 0.
     """
 
-    source: int
     odds: Odds
 
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """Numbers of the values that it takes."""
-        return (self.source,)
-
 
 @dataclass(frozen=True)
-class Add:
+class Add(_OfTwo):
     """The sum of two values."""
 
-    source: int
-    other: int
-
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """Numbers of the values that it takes."""
-        return self.source, self.other
-
 
 @dataclass(frozen=True)
-class Multiply:
+class Multiply(_OfTwo):
     """The product of two values, element by element, as gated networks have it."""
-
-    source: int
-    other: int
-
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """Numbers of the values that it takes."""
-        return self.source, self.other
 
 
 class Part(NamedTuple):
@@ -160,18 +135,46 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of the heads in a part of a value; in the result they lie side by side.
+
+    Of a head the first ``turned`` features, in halves (a, b), become (a, b) * cos + (-b, a) * sin; the others
+    stay. Each call gives cosines and sines, of (tokens, turned) or (samples, tokens, turned).
+
+    Args:
+        part: Where the heads lie, in a value that a linear layer makes.
+        heads: How many.
+        size: Features of a head, a multiple of 16.
+        turned: How many of them are turned, even.
+        by_sample: Whether samples have cosines and sines of their own.
+    """
+
+    part: Part
+    heads: int
+    size: int
+    turned: int
+    by_sample: bool = False
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Numbers of the values that it takes."""
+        return (self.part.value,)
+
+
+@dataclass(frozen=True)
 class Attention:
     """Scaled dot-product attention of the tokens of a sample; heads lie side by side in the result.
 
     Args:
-        queries: Where they lie, in values that linear layers make.
+        queries: Where they lie, in values that operations make.
         keys: So too.
         values: So too.
-        heads: How many.
+        heads: Of queries, how many.
         size: Features of a head, a multiple of 16.
         scale: By which products of queries and keys are multiplied.
         causal: Whether a token sees itself and those before it only.
         odds: Of 0, of what tokens are weighted with; None: no dropout.
+        groups: How many heads of queries, one after the other, take the same head of keys and values.
     """
 
     queries: Part
@@ -182,6 +185,13 @@ class Attention:
     scale: float
     causal: bool = False
     odds: Odds | None = None
+    groups: int = 1
+
+    @property
+    def heads_of_parts(self) -> tuple[tuple[Part, int], ...]:
+        """Queries, keys and values, each with the number of its heads."""
+        shared = self.heads // self.groups
+        return (self.queries, self.heads), (self.keys, shared), (self.values, shared)
 
     @property
     def parts(self) -> tuple[Part, Part, Part]:
@@ -194,7 +204,7 @@ class Attention:
         return tuple(dict.fromkeys(part.value for part in self.parts))
 
 
-Operation = Linear | Norm | Curved | Relu | Dropout | Add | Multiply | Attention
+Operation = Linear | Norm | Curved | Relu | Dropout | Add | Multiply | Rotary | Attention
 
 
 @dataclass(frozen=True)
@@ -251,7 +261,7 @@ class Segment:
             self._check(op, widths)
             if isinstance(op, Linear):
                 widths.append(op.shape[0])
-            elif isinstance(op, Attention):
+            elif isinstance(op, Attention | Rotary):
                 widths.append(op.heads * op.size)
             else:
                 widths.append(widths[op.source])
@@ -266,9 +276,18 @@ class Segment:
         elif isinstance(op, Add | Multiply) and widths[op.source] != widths[op.other]:
             raise ValueError(f"{op} takes {widths[op.source]} and {widths[op.other]} features")
         elif isinstance(op, Attention):
-            if op.size % 16:
-                raise ValueError(f"features of a head must be a multiple of 16, got {op.size}")
-            for part in op.parts:
-                end = part.start + (op.heads - 1) * part.step + op.size
-                if part.value < len(self.inputs) or end > widths[part.value]:
-                    raise ValueError(f"{part} does not lie in a value that an operation makes")
+            if op.heads % op.groups:
+                raise ValueError(f"heads must be a multiple of groups, got {op}")
+            for part, heads in op.heads_of_parts:
+                self._check_heads(part, heads, op.size, widths)
+        elif isinstance(op, Rotary):
+            self._check_heads(op.part, op.heads, op.size, widths)
+            if op.turned % 2 or not 0 < op.turned <= op.size:
+                raise ValueError(f"turned features must be even, and of a head, got {op}")
+
+    def _check_heads(self, part: Part, heads: int, size: int, widths: list[int]) -> None:
+        if size % 16:
+            raise ValueError(f"features of a head must be a multiple of 16, got {size}")
+        end = part.start + (heads - 1) * part.step + size
+        if part.value < len(self.inputs) or end > widths[part.value]:
+            raise ValueError(f"{part} does not lie in a value that an operation makes")

@@ -35,6 +35,7 @@ from fixedpoint_kernels.tokens.graph import (
     Operation,
     Part,
     Relu,
+    Rotary,
     Segment,
 )
 from fixedpoint_kernels.tokens.reference import Parameters
@@ -258,8 +259,13 @@ class Program:
         if isinstance(op, Attention):
             for name, part in zip("QKV", op.parts, strict=True):
                 more |= self._part(name, where[part.value], part)
-            more |= {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal}
-            rows.add(f.ATTENTION, more | self._chance(i, op.odds), op.scale, _factor(op.odds))
+            more |= self._attending(op) | self._chance(i, op.odds)
+            rows.add(f.ATTENTION, more, op.scale, _factor(op.odds))
+            return
+        if isinstance(op, Rotary):
+            place = where[op.part.value]
+            more |= self._part("Q", place, op.part) | self._operand("Q", place, op.part.value)
+            rows.add(f.ROTARY, more | self._turning(i, op))
             return
         more |= self._operand("X", where[op.source], op.source)
         if isinstance(op, Linear):
@@ -293,6 +299,16 @@ class Program:
             rows.add(f.CURVE, more, op.curve.number)
         else:
             rows.add(f.RELU, more | {"KEPT": self.extra[i]})
+
+    def _attending(self, op: Attention) -> dict[str, Number]:
+        """Return what a pass of attention needs to know in both directions."""
+        return {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal, "GROUPS": op.groups}
+
+    def _turning(self, i: int, op: Rotary) -> dict[str, Number]:
+        """Return the same of a rotary embedding."""
+        tables: dict[str, Number] = {"COS": Given("first", i), "SIN": Given("second", i)}
+        sizes = {"HEADS": op.heads, "SIZE": op.size, "TURNED": op.turned}
+        return tables | sizes | {"BY_SAMPLE": op.by_sample}
 
     def _chance(self, i: int, odds: Odds | None) -> dict[str, Number]:
         """Return what decides which numbers become 0."""
@@ -349,6 +365,8 @@ class Program:
         more = self._operand("X", self._back[v], v) | {"WIDTH": self.widths[v]}
         if isinstance(op, Attention):
             self._undo_attention(rows, i, op, more)
+        elif isinstance(op, Rotary):
+            self._undo_rotary(rows, i, op, more)
         elif isinstance(op, Linear):
             self._undo_linear(rows, i, op, more)
         elif isinstance(op, Norm):
@@ -402,24 +420,32 @@ class Program:
         rows.add(f.LINEAR_BACKWARD, more)
 
     def _undo_attention(self, rows: Rows, i: int, op: Attention, more: dict[str, Number]) -> None:
-        for v in op.sources:
-            own = [part for part in op.parts if part.value == v]
-            covered = np.zeros(self.widths[v], np.int64)
-            for part in own:
-                for head in range(op.heads):
-                    covered[part.start + head * part.step :][: op.size] += 1
-            if v not in self._touched and not (covered == 1).all():
-                to = self._contribute(rows, v, "Y") | {"WIDTH": self.widths[v]}
-                rows.add(f.BLANK, to)
+        self._blank(rows, op.heads_of_parts, op.size)
         touched = set(self._touched)
         adds = {"Q": "ADDS", "K": "DK_ADDS", "V": "DV_ADDS"}
         for name, part in zip("QKV", op.parts, strict=True):
             more |= self._part(name, self._made[part.value], part)
             more |= self._contribute(rows, part.value, f"D{name}", adds[name])
             more[adds[name]] = part.value in touched  # three parts of one value are apart
-        more |= {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal}
-        more |= self._chance(i, op.odds)
+        more |= self._attending(op) | self._chance(i, op.odds)
         rows.add(f.ATTENTION_BACKWARD, more, op.scale, _factor(op.odds))
+
+    def _undo_rotary(self, rows: Rows, i: int, op: Rotary, more: dict[str, Number]) -> None:
+        v = op.part.value
+        self._blank(rows, [(op.part, op.heads)], op.size)
+        more |= self._part("Q", 0, op.part) | self._contribute(rows, v, "DQ")
+        rows.add(f.ROTARY_BACKWARD, more | self._turning(i, op))
+
+    def _blank(self, rows: Rows, parts: Sequence[tuple[Part, int]], size: int) -> None:
+        """Fill gradients of values with 0 that nobody has touched, and whose features heads do not cover once each."""
+        for v in dict.fromkeys(part.value for part, _ in parts):
+            covered = np.zeros(self.widths[v], np.int64)
+            for part, heads in parts:
+                for head in range(heads if part.value == v else 0):
+                    covered[part.start + head * part.step :][:size] += 1
+            if v not in self._touched and not (covered == 1).all():
+                to = self._contribute(rows, v, "Y") | {"WIDTH": self.widths[v]}
+                rows.add(f.BLANK, to)
 
     # ------------------------------------------------------------------ weights
 

@@ -27,6 +27,7 @@ from fixedpoint_kernels.tokens.graph import (
     Operation,
     Part,
     Relu,
+    Rotary,
     Segment,
 )
 
@@ -40,8 +41,8 @@ class Parameters:
     """What an operation has besides its description.
 
     Args:
-        first: Weight of a linear layer, values of its format; scale of a norm. None: none.
-        second: Bias of a linear layer; shift of a norm. None: none.
+        first: Weight of a linear layer, values of its format; scale of a norm; cosines. None: none.
+        second: Bias of a linear layer; shift of a norm; sines. None: none.
         noise: Seed and stream of the gradient's rounding in a linear layer; of what dropout makes 0.
         shifts: How many fractional bits more each output has, of a linear layer ``by_channel``.
         second_stream: Of another rounding of its gradient, for the product with such a weight.
@@ -84,12 +85,17 @@ def _forward(
     op: Operation, values: list[Tensor], own: Parameters
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     if isinstance(op, Attention):
-        q, k, v = (_heads(values[part.value], part, op) for part in op.parts)
+        q, k, v = _attended(values, op)
         scores = _scores(q, k, op)
         if op.odds is None:
             return attend(scores, v).transpose(1, 2).flatten(2), ()
         kept = _kept_scores(scores, op.odds, own)
         return attend(_dropped(scores, kept, op.odds), v).transpose(1, 2).flatten(2), (kept,)
+    if isinstance(op, Rotary):
+        x, (cos, sin) = _heads(values[op.part.value], op.part, op.heads, op.size), _tables(own, op)
+        a, b, rest = x.split([op.turned // 2, op.turned // 2, op.size - op.turned], -1)
+        turned = torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin
+        return torch.cat([turned, rest], -1).transpose(1, 2).flatten(2), ()
     x = values[op.source]
     if isinstance(op, Linear):
         assert own.first is not None
@@ -155,10 +161,25 @@ def _total(x: Tensor) -> Tensor:
     return total[..., 0]
 
 
-def _heads(value: Tensor, part: Part, op: Attention) -> Tensor:
+def _heads(value: Tensor, part: Part, heads: int, size: int) -> Tensor:
     """Return a part of features as (samples, heads, tokens, size)."""
-    starts = [part.start + part.step * head for head in range(op.heads)]
-    return torch.stack([value[..., s : s + op.size] for s in starts], 1)
+    starts = [part.start + part.step * head for head in range(heads)]
+    return torch.stack([value[..., s : s + size] for s in starts], 1)
+
+
+def _attended(values: list[Tensor], op: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, a head of each for every head of queries."""
+    q, k, v = (_heads(values[part.value], part, n, op.size) for part, n in op.heads_of_parts)
+    return q, k.repeat_interleave(op.groups, 1), v.repeat_interleave(op.groups, 1)
+
+
+def _tables(own: Parameters, op: Rotary) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, (samples or 1, 1, tokens, turned)."""
+    assert own.first is not None
+    assert own.second is not None
+    samples = len(own.first) if op.by_sample else 1
+    cos, sin = (x.reshape(samples, 1, -1, op.turned) for x in (own.first, own.second))
+    return cos, sin
 
 
 def _scores(q: Tensor, k: Tensor, op: Attention) -> Tensor:
@@ -229,7 +250,26 @@ def _backward(
         return [(op.source, _dropped(g, made[0], op.odds))], (None, None)
     if isinstance(op, Add):
         return [(op.source, g), (op.other, g)], (None, None)
+    if isinstance(op, Rotary):
+        return [(op.part.value, _rotary_backward(op, kept, own, g))], (None, None)
     return _attention_backward(op, kept, made, g), (None, None)
+
+
+def _rotary_backward(op: Rotary, kept: Kept, own: Parameters, g: Tensor) -> Tensor:
+    g, (cos, sin) = g.unflatten(-1, (op.heads, op.size)).transpose(1, 2), _tables(own, op)
+    turned, rest = g.split([op.turned, op.size - op.turned], -1)
+    a, b = (turned * sin).chunk(2, -1)
+    way = torch.cat([turned * cos + torch.cat([b, -a], -1), rest], -1)
+    found = torch.zeros_like(kept.values[op.part.value])
+    _add_heads(found, op.part, way)
+    return found
+
+
+def _add_heads(found: Tensor, part: Part, way: Tensor) -> None:
+    """Add the gradients of heads, (samples, heads, tokens, size), to that of the value where they lie."""
+    for head in range(way.shape[1]):
+        start = part.start + part.step * head
+        found[..., start : start + way.shape[-1]] += way[:, head]
 
 
 def _linear_backward(
@@ -255,7 +295,7 @@ def _linear_backward(
 def _attention_backward(
     op: Attention, kept: Kept, made: tuple[Tensor, ...], g: Tensor
 ) -> list[tuple[int, Tensor]]:
-    q, k, v = (_heads(kept.values[part.value], part, op) for part in op.parts)
+    q, k, v = _attended(kept.values, op)
     scores = _scores(q, k, op)
     g = g.unflatten(-1, (op.heads, op.size)).transpose(1, 2)
     of_scores, weights = g @ v.mT, scores
@@ -264,9 +304,7 @@ def _attention_backward(
     of_products = scores * (of_scores - (scores * of_scores).sum(-1, keepdim=True)) * op.scale
     ways = of_products @ k, of_products.mT @ q, weights.mT @ g
     found: dict[int, Tensor] = {}
-    for part, way in zip(op.parts, ways, strict=True):
+    for (part, heads), way in zip(op.heads_of_parts, ways, strict=True):
         own = found.setdefault(part.value, torch.zeros_like(kept.values[part.value]))
-        for head in range(op.heads):
-            start = part.start + part.step * head
-            own[..., start : start + op.size] += way[:, head]
+        _add_heads(own, part, way.unflatten(1, (heads, -1)).sum(2))
     return list(found.items())

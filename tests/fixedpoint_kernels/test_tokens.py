@@ -24,6 +24,7 @@ from fixedpoint_kernels.tokens import (
     Parameters,
     Part,
     Relu,
+    Rotary,
     Segment,
     execute,
     reference,
@@ -126,6 +127,34 @@ def curves():
     return Segment((80,), tuple(operations), tuple(range(1, len(operations) + 1)))
 
 
+def turned():
+    """Attention as decoders have it: queries and keys turned by their position, four heads for two of keys and values."""
+    operations = (
+        Norm(0, 1e-6, centred=False),
+        Linear(1, SIGNED, WEIGHT, (64, 32)),
+        Linear(1, SIGNED, WEIGHT, (32, 32)),
+        Linear(1, SIGNED, WEIGHT, (32, 32)),
+        Rotary(Part(2, 0, 16), 4, 16, 16),
+        Rotary(Part(3, 0, 16), 2, 16, 16),
+        Attention(Part(5, 0, 16), Part(6, 0, 16), Part(4, 0, 16), 4, 16, 0.25, True, groups=2),
+        Linear(7, SIGNED, WEIGHT, (32, 64)),
+        Add(8, 0),
+    )
+    return Segment((32,), operations, (9,))
+
+
+def partly_turned():
+    """A quarter of each head, of one layer for queries, keys and values; samples have positions of their own."""
+    operations = (
+        Linear(0, SIGNED, WEIGHT, (240, 32)),
+        Rotary(Part(1, 0, 96), 2, 32, 8, True),
+        Rotary(Part(1, 32, 96), 2, 32, 10, True),
+        Attention(Part(2, 32, -32), Part(3, 0, 32), Part(1, 64, 96), 2, 32, 0.2),
+        Rotary(Part(4, 0, 32), 2, 32, 32, True),
+    )
+    return Segment((32,), operations, (5, 1))
+
+
 def by_channel(segment):
     """The same; each weight has a fractional length for each output."""
     own = segment.operations
@@ -148,6 +177,8 @@ SEGMENTS = {
     "gated": gated(),
     "gated by tanh": gated("gelu_tanh", centred=True),
     "curves": curves(),
+    "turned": turned(),
+    "partly turned": partly_turned(),
     "dropout": dropping(),
     "dropout causal": dropping(48, 3, 0.5, 0.9, causal=True),
     "dropout of values": dropping(of_attention=0.0),
@@ -157,7 +188,7 @@ SEGMENTS = {
 }
 
 
-def parameters(segment, seed=0):
+def parameters(segment, seed=0, samples=4, tokens=8):
     generator = torch.Generator().manual_seed(seed)
     widths, found = segment.widths()[len(segment.inputs) :], []
     for n, (op, width) in enumerate(zip(segment.operations, widths, strict=True)):
@@ -173,6 +204,10 @@ def parameters(segment, seed=0):
             scale = 1 + 0.1 * torch.randn(width, generator=generator)
             shift = shift if op.centred else None
             found.append(Parameters(scale, shift) if n != 5 else Parameters())
+        elif isinstance(op, Rotary):
+            angles = torch.randn(samples, tokens, op.turned, generator=generator)
+            angles = angles if op.by_sample else angles[0].contiguous()
+            found.append(Parameters(angles.cos(), angles.sin()))  # halves may differ
         else:
             found.append(Parameters(noise=(seed + 2**40, n + 2**35)))
     return found
@@ -196,8 +231,9 @@ def close(found, wanted, rtol=1e-4):
     assert (found - wanted).norm() <= rtol * wanted.norm() + 1e-12
 
 
-def check(segment, made, seed=0, tokens=None):
-    xs, own = inputs(segment, made.samples, made.tokens, seed), parameters(segment, seed)
+def check(segment, made, seed=0):
+    sizes = made.samples, made.tokens
+    xs, own = inputs(segment, *sizes, seed), parameters(segment, seed, *sizes)
     expected, kept = reference.forward(segment, xs, own)
     ys, memory = execute.forward(made, xs, own)
     assert all(map(torch.equal, ys, expected))
@@ -229,12 +265,14 @@ def test_kernels_equal_their_reference(name, samples, tokens):
 
 
 @pytest.mark.parametrize("path", HERE[1:])
-@pytest.mark.parametrize("name", ["block", "seven bits", "few bits", "by channel", "dropout"])
+@pytest.mark.parametrize(
+    "name", ["block", "seven bits", "few bits", "by channel", "dropout", "turned", "partly turned"]
+)
 def test_other_paths_have_the_same_bits(name, path):
     check(SEGMENTS[name], program(SEGMENTS[name], 3, 12, path))
 
 
-@pytest.mark.parametrize("name", ["block", "by channel", "dropout"])
+@pytest.mark.parametrize("name", ["block", "by channel", "dropout", "turned", "partly turned"])
 def test_threads_have_the_same_bits(name):
     own = SEGMENTS[name]
     found = [check(own, program(own, 40, 9, threads=threads), seed=3) for threads in (1, 2)]
@@ -407,11 +445,25 @@ def parts_of(values, op):
     """Return queries, keys and values, (samples, heads, tokens, size)."""
     return [
         torch.stack(
-            [values[p.value][..., p.start + p.step * h :][..., : op.size] for h in range(op.heads)],
+            [
+                values[p.value][..., p.start + p.step * (h // shared) :][..., : op.size]
+                for h in range(op.heads)
+            ],
             1,
         )
-        for p in op.parts
+        for p, shared in zip(op.parts, (1, op.groups, op.groups), strict=True)
     ]
+
+
+def turned_by_hand(values, op, cos, sin):
+    """Turn pairs of features, one head after the other."""
+    half, heads = op.turned // 2, []
+    for h in range(op.heads):
+        x = values[op.part.value][..., op.part.start + op.part.step * h :][..., : op.size]
+        a, b, rest = x[..., :half], x[..., half : op.turned], x[..., op.turned :]
+        one, two = cos[..., :half], cos[..., half:]
+        heads += [a * one - b * sin[..., :half], b * two + a * sin[..., half:], rest]
+    return torch.cat(heads, -1)
 
 
 def dropped_by_hand(weights, op, mine):
@@ -427,6 +479,17 @@ def dropped_by_hand(weights, op, mine):
                 for j in range(tokens):
                     found[n, head, i, j] = stays[tile + 16 * j + i % 16]
     return weights * found * op.odds.factor
+
+
+def attended_in_torch(values, op, mine):
+    """Attend as PyTorch does, which draws other numbers."""
+    q, k, v = parts_of(values, op)
+    if op.odds is None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=op.causal, scale=op.scale)
+    else:
+        weights = (q @ k.mT * op.scale).softmax(-1)
+        y = dropped_by_hand(weights, op, mine) @ v
+    return y.transpose(1, 2).flatten(2)
 
 
 def in_torch(curve, x):
@@ -463,24 +526,24 @@ def in_float64(segment, xs, own):
         elif isinstance(op, Dropout):
             x = values[op.source]
             y = x * keeps(x.numel(), op.odds, *mine.noise).view(x.shape) * op.odds.factor
-        elif op.odds is not None:
-            q, k, v = parts_of(values, op)
-            weights = q @ k.mT * op.scale
-            weights = weights.softmax(-1)
-            y = dropped_by_hand(weights, op, mine) @ v
-            y = y.transpose(1, 2).flatten(2)
+        elif isinstance(op, Rotary):
+            y = turned_by_hand(values, op, first.detach(), second.detach())
         else:
-            heads = parts_of(values, op)
-            y = F.scaled_dot_product_attention(*heads, is_causal=op.causal, scale=op.scale)
-            y = y.transpose(1, 2).flatten(2)
+            y = attended_in_torch(values, op, mine)
         values.append(y)
     return [values[v] for v in segment.outputs], xs, leaves
 
 
 @pytest.mark.parametrize(
     "segment",
-    [block(), block(causal=True), by_channel(block()), dropping(), gated(), curves()],
-    ids=["block", "causal", "by channel", "dropout", "gated", "curves"],
+    [
+        *(block(), block(causal=True), by_channel(block()), dropping(), gated(), curves()),
+        *(turned(), partly_turned()),
+    ],
+    ids=[
+        *("block", "causal", "by channel", "dropout", "gated", "curves"),
+        *("turned", "partly turned"),
+    ],
 )
 def test_the_reference_is_near_autograd_in_float64(segment):
     """Rounding to formats as fine as 8 bits allow, and a mean over the noise of gradients."""
@@ -490,9 +553,9 @@ def test_the_reference_is_near_autograd_in_float64(segment):
         for op in segment.operations
     ]
     segment = replace(segment, operations=tuple(operations))
-    xs, own = inputs(segment, 4, 11), parameters(segment)
-    for mine in own:  # so that rounding changes no weight
-        if mine.first is not None and mine.first.dim() == 2:
+    xs, own = inputs(segment, 4, 11), parameters(segment, 0, 4, 11)
+    for op, mine in zip(segment.operations, own, strict=True):  # so that rounding changes no weight
+        if isinstance(op, Linear):
             moved = 2.0 ** torch.tensor(mine.shifts or [0] * len(mine.first)).view(-1, 1)
             codes = encode(mine.first * moved, WEIGHT, rounding="nearest")
             mine.first = decode(codes, WEIGHT) / moved
@@ -516,7 +579,7 @@ def test_the_reference_is_near_autograd_in_float64(segment):
             of_weights[n] = of_weights[n] + (0 if first is None else first / draws)
     close(total.double(), leaves[0].grad, 3e-2)
     for n, (first, _) in enumerate(parameters64):
-        if first is not None:
+        if first is not None and not isinstance(segment.operations[n], Rotary):
             close(of_weights[n].double(), first.grad, 3e-2)
 
 
