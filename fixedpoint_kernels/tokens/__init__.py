@@ -25,6 +25,7 @@ from fixedpoint_kernels.tokens.graph import (
     Relu,
     Rotary,
     Segment,
+    width_of,
 )
 from fixedpoint_kernels.tokens.reference import Parameters
 
@@ -46,6 +47,7 @@ __all__ = [
     "Rotary",
     "Segment",
     "path",
+    "width_of",
 ]
 
 PATHS = ("amx", "avx512_vnni", "avx2")

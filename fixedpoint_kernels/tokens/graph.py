@@ -4,6 +4,7 @@ Values are tensors of (samples, tokens, features). They are numbered: first thos
 what each operation makes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -25,6 +26,7 @@ __all__ = [
     "Relu",
     "Rotary",
     "Segment",
+    "width_of",
 ]
 
 
@@ -207,6 +209,15 @@ class Attention:
 Operation = Linear | Norm | Curved | Relu | Dropout | Add | Multiply | Rotary | Attention
 
 
+def width_of(operation: Operation, widths: Sequence[int]) -> int:
+    """Return how many features an operation makes of values of ``widths``."""
+    if isinstance(operation, Linear):
+        return operation.shape[0]
+    if isinstance(operation, Attention | Rotary):
+        return operation.heads * operation.size
+    return widths[operation.source]
+
+
 @dataclass(frozen=True)
 class Segment:
     """Operations in order.
@@ -259,12 +270,7 @@ class Segment:
             if not all(0 <= source < len(widths) for source in op.sources):
                 raise ValueError(f"{op} takes a value that is not made before it")
             self._check(op, widths)
-            if isinstance(op, Linear):
-                widths.append(op.shape[0])
-            elif isinstance(op, Attention | Rotary):
-                widths.append(op.heads * op.size)
-            else:
-                widths.append(widths[op.source])
+            widths.append(width_of(op, widths))
         return widths
 
     def _check(self, op: Operation, widths: list[int]) -> None:

@@ -50,6 +50,7 @@ _JOINS = torch.cat, torch.concat, torch.concatenate
 _MOST_TIMES = 32  # up to there, PyTorch's own float32 numbers of places are exact
 _FLATTENS = torch.flatten, "flatten"
 _VIEWS = torch.reshape, "reshape", "view"
+_COMPARED = operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge
 
 
 def plain(node: fx.Node) -> bool:
@@ -124,11 +125,10 @@ def asks_shape(node: fx.Node) -> bool:
 
 
 def drop_assertions(graph: fx.Graph) -> None:
-    """Erase assertions about numbers of dimensions, which keep values in use that chains need not make."""
+    """Erase assertions about numbers of dimensions, and comparisons that nobody uses: they keep values in use that chains need not make."""
     for node in reversed(list(graph.nodes)):
-        if (node.target is ASSERT and _tests_dimensions(node.args[0])) or (
-            not node.users and (_tests_dimensions(node) or _counts_dimensions(node))
-        ):
+        is_unused = not node.users and (node.target in _COMPARED or _counts_dimensions(node))
+        if is_unused or (node.target is ASSERT and _tests_dimensions(node.args[0])):
             graph.erase_node(node)
 
 

@@ -5,148 +5,37 @@ that takes what others made of a chain's values belongs to a later chain.
 """
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.fx.node import Argument, map_arg
 
 from fixedpoint_kernels._torch_private import tensor_of
 from fixedpoint_kernels.forward_save.known import known
-from fixedpoint_kernels.tokens import Curve, Odds, Part
+from fixedpoint_kernels.tokens import Curve, Odds
+from marvin.integer.heads import Heads, Turned
 from marvin.integer.layers import features_of, is_linear
 from marvin.integer.nodes import asks_shape, computes, curve_of, is_rms_norm, plain
 
-__all__ = ["Heads", "Member", "RowNorm", "TokenChain", "find"]
+__all__ = ["Member", "RowNorm", "TokenChain", "find"]
 
 _ADDS = operator.add, operator.iadd, torch.add, "add", "add_"
 _PRODUCTS = operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_"
 _RELUS = torch.relu, torch.relu_, F.relu, F.relu_, "relu", "relu_"
 _VIEWS = (
     "view", "reshape", "unflatten", "flatten", "permute", "transpose", "chunk", "split", "unbind",
-    "contiguous", "movedim", "swapaxes", "squeeze", "unsqueeze", "tensor_split",
+    "contiguous", "movedim", "swapaxes", "squeeze", "unsqueeze", "tensor_split", "expand",
 )  # fmt: skip
 _FUNCTIONS = (
     *(getattr(torch, name) for name in _VIEWS if hasattr(torch, name)),
     operator.getitem, operator.floordiv, operator.mul, operator.add, operator.sub, operator.truediv,
     int,
 )  # fmt: skip
+_TURNS = operator.neg, torch.neg, torch.sub, torch.cat, "neg", "sub"  # with sums and products
 _ATTENTION = F.scaled_dot_product_attention
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Attention in a graph.
-
-    Args:
-        call: The node that attends.
-        wanted: Nodes of queries, keys and values.
-        before: Nodes that make these from values, in order; they change shapes alone.
-        after: Nodes between the call and the value, so too.
-        causal: Whether a token sees those before it only.
-        scale: By which products are multiplied, or None.
-        odds: Of dropout, or None.
-    """
-
-    call: fx.Node
-    wanted: tuple[fx.Node, fx.Node, fx.Node]
-    before: tuple[fx.Node, ...]
-    after: tuple[fx.Node, ...]
-    causal: bool
-    scale: float | None
-    odds: Odds | None
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """All of them."""
-        return *self.before, self.call, *self.after
-
-    @property
-    def bases(self) -> set[fx.Node]:
-        """Nodes of which it takes values, or shapes."""
-        return {n for own in self.nodes for n in own.all_input_nodes} - {*self.nodes}
-
-    def parts(
-        self, values: dict[fx.Node, int], widths: Sequence[int], samples: int, tokens: int
-    ) -> tuple[list[Part], int, int] | None:
-        """Return where the heads lie, how many, and their size; None where they lie otherwise.
-
-        The nodes run on the numbers of places instead of values.
-
-        Args:
-            values: Number of the value of each node that has one.
-            widths: Features of values.
-            samples: Of the batch; two tell as much as many.
-            tokens: Of a sample.
-        """
-        samples = min(samples, 2)
-        env: dict[fx.Node, Argument] = {}
-        for node, v in values.items():
-            shape = samples, tokens, widths[v]
-            env[node] = torch.arange(samples * tokens * widths[v]).view(shape)
-        try:
-            for node in self.before:
-                env[node] = _evaluated(node, env)
-            found = [env[node] for node in self.wanted]
-            if not _are_maps(found):
-                return None
-            heads, size = found[0].shape[1], found[0].shape[3]
-            y = torch.arange(found[0].numel()).view(found[0].shape)
-            env[self.call] = y
-            for node in self.after:
-                env[node] = _evaluated(node, env)
-        except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
-            return None
-        last = env[self.nodes[-1]]
-        own = y.transpose(1, 2).flatten(2)
-        if not isinstance(last, Tensor) or last.shape != own.shape or not torch.equal(last, own):
-            return None
-        parts = []
-        for node, numbers in zip(self.wanted, found, strict=True):
-            value = values[_source(node)]
-            part = _part(numbers, value, widths[value])
-            if part is None or numbers.shape != (samples, heads, tokens, size):
-                return None
-            parts.append(part)
-        return parts, heads, size
-
-
-def _are_maps(found: Sequence[object]) -> TypeGuard[list[Tensor]]:
-    return all(isinstance(x, Tensor) and x.dim() == 4 for x in found)
-
-
-def _part(numbers: Tensor, value: int, width: int) -> Part | None:
-    """Return where heads lie whose features have these places; None where that is no even pattern."""
-    samples, heads, tokens, size = numbers.shape
-    start = int(numbers[0, 0, 0, 0])
-    step = int(numbers[0, 1, 0, 0]) - start if heads > 1 else size
-    own = (
-        torch.arange(samples).view(-1, 1, 1, 1) * tokens * width
-        + torch.arange(heads).view(-1, 1, 1) * step
-        + torch.arange(tokens).view(-1, 1) * width
-        + torch.arange(size)
-        + start
-    )
-    return Part(value, start, step) if step >= 0 and torch.equal(own, numbers) else None
-
-
-def _evaluated(node: fx.Node, env: dict[fx.Node, Argument]) -> Argument:
-    """Do what a node does, with other values."""
-    args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """Return the layer that made what a node is a part of."""
-    while node.op != "call_module":
-        node = node.all_input_nodes[0]
-    return node
 
 
 @dataclass(frozen=True)
@@ -155,11 +44,12 @@ class Member:
 
     Args:
         node: That has the value.
-        kind: ``"linear"``, ``"norm"``, ``"curve"``, ``"relu"``, ``"dropout"``, ``"add"``, ``"multiply"`` or
-            ``"attention"``.
+        kind: ``"linear"``, ``"norm"``, ``"curve"``, ``"relu"``, ``"dropout"``, ``"add"``, ``"multiply"``,
+            ``"rotary"`` or ``"attention"``.
         sources: Nodes of the values that it takes.
         module: Name, where it is one.
         heads: Of attention.
+        turned: Of a rotary position embedding.
         odds: Of dropout.
         curve: What an activation function is.
         norm: What a norm is.
@@ -170,6 +60,7 @@ class Member:
     sources: tuple[fx.Node, ...]
     module: str = ""
     heads: Heads | None = None
+    turned: Turned | None = None
     odds: Odds | None = None
     curve: Curve | None = None
     norm: "RowNorm | None" = None
@@ -177,7 +68,13 @@ class Member:
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """All that it replaces."""
-        return (self.node,) if self.heads is None else self.heads.nodes
+        moves = self.moves
+        return (self.node,) if moves is None else moves.nodes
+
+    @property
+    def moves(self) -> Heads | Turned | None:
+        """What knows where heads lie."""
+        return self.heads or self.turned
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -193,7 +90,8 @@ class TokenChain:
 
     Args:
         members: Each makes a value.
-        inputs: Nodes of what comes in.
+        inputs: Nodes of what comes in; ``tables`` are the last of them.
+        tables: Cosines and sines of rotary position embeddings.
         outputs: Nodes of the values that others use.
         same: Nodes that pass a value on unchanged, and the node that made it.
         modules: Names of the modules that the chain computes, linear layers among them.
@@ -201,6 +99,7 @@ class TokenChain:
 
     members: list[Member]
     inputs: list[fx.Node] = field(default_factory=list)
+    tables: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     modules: list[str] = field(default_factory=list)
@@ -218,15 +117,16 @@ class TokenChain:
 
     @property
     def apart(self) -> list[Member]:
-        """Attention whose heads take their shape from a value that is not the chain's."""
+        """Members whose heads take their shape from a value that is not the chain's."""
         known = {*self.inputs, *(member.node for member in self.members)}
-        return [own for own in self.members if own.heads and not own.heads.bases <= known]
+        return [own for own in self.members if own.moves and not own.moves.bases <= known]
 
     @property
     def replaced(self) -> set[fx.Node]:
         """Nodes that the chain computes; sizes and heads that others take too are computed for these once more."""
         found = {node for member in self.members for node in member.nodes} | set(self.same)
         views = [n for own in self.members if own.heads for n in own.heads.before]
+        views = [n for own in self.members if own.turned for n in own.turned.nodes[:-1]] + views
         for node in reversed(views):  # users come later
             if any(user not in found for user in node.users):
                 found.discard(node)
@@ -256,6 +156,7 @@ class _Search:
         self.module, self.graph, self.others, self.infers = module, graph, others, infers
         self.same: dict[fx.Node, fx.Node] = {}  # nodes that pass on what another has
         self.members: dict[fx.Node, Member] = {}
+        self.of_layers: dict[fx.Node, bool] = {}  # see _is_of_layer
 
     def chains(self) -> list[TokenChain]:
         for node in (n for n in self.graph.nodes if n not in self.others):
@@ -307,7 +208,7 @@ class _Search:
             heads = self._heads(node)
             if heads is None:
                 return None
-            sources = dict.fromkeys(_source(wanted) for wanted in heads.wanted)
+            sources = dict.fromkeys(map(self._source, heads.wanted))
             return Member(heads.nodes[-1], "attention", tuple(sources), heads=heads)
         inputs = node.all_input_nodes
         p = self._dropout(node)
@@ -339,7 +240,8 @@ class _Search:
         p = given.get("dropout_p", 0.0)
         if given.get("attn_mask") is not None or not isinstance(p, int | float) or not 0 <= p < 1:
             return None
-        if given.get("enable_gqa") or not isinstance(causal, bool):
+        shares = given.get("enable_gqa", False)
+        if not isinstance(shares, bool) or not isinstance(causal, bool):
             return None
         if scale is not None and not isinstance(scale, int | float):
             return None
@@ -352,7 +254,78 @@ class _Search:
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         first = tuple(sorted(before, key=order.__getitem__))
         q, k, v = (own for own in wanted if isinstance(own, fx.Node))
-        return Heads(node, (q, k, v), first, after, causal, scale, Odds(p) if p else None)
+        return Heads(node, (q, k, v), first, after, causal, scale, Odds(p) if p else None, shares)
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        """Return the member that made what a node is a part of."""
+        while node.op != "call_module" and not self._is_rotary(node):
+            node = node.all_input_nodes[0]
+        return node
+
+    def _is_rotary(self, node: fx.Node) -> bool:
+        return node in self.members and self.members[node].turned is not None
+
+    def _turn(self, node: fx.Node) -> bool:
+        """Say whether a node turns heads by their position; it is a member then, and what it is made of is none."""
+        if self._is_rotary(node):
+            return True
+        inner: dict[fx.Node, None] = {}
+        ends: dict[fx.Node, None] = {}
+        if node.target not in (*_ADDS, *_TURNS) or not self._trail(node, inner, ends, ()):
+            return False
+        tables = _tables(n for n in ends if n not in self.members)
+        inner, ends = {}, {}
+        if not self._trail(node, inner, ends, tables):
+            return False
+        layers = [n for n in ends if n in self.members]
+        if len(layers) != 1 or len(tables) != 2:
+            return False
+        order = sorted(inner, key=[*self.graph.nodes].index)
+        turned = Turned(layers[0], (tables[0], tables[1]), tuple(order))
+        for own in order:
+            self.members.pop(own, None)
+        self.members[node] = Member(node, "rotary", (layers[0],), turned=turned)
+        return True
+
+    def _trail(
+        self,
+        node: fx.Node,
+        inner: dict[fx.Node, None],
+        ends: dict[fx.Node, None],
+        tables: Collection[fx.Node],
+    ) -> bool:
+        """Gather what a node is made of, up to layers and tables; say whether it may turn heads.
+
+        Args:
+            node: The node.
+            inner: Gets nodes that compute.
+            ends: Gets layers and tables.
+            tables: What ends there; nothing: all that no layer makes.
+        """
+        if node in inner:
+            return True
+        inputs = node.all_input_nodes
+        if asks_shape(node):
+            inner[node] = None
+            return self._is_base(inputs[0]) or self._trail(inputs[0], inner, ends, tables)
+        member = self.members.get(node)
+        is_table = node in tables if tables else not (self._is_of_layer(node) or _is_number(node))
+        if is_table or (member is not None and member.kind == "linear"):
+            ends[node] = None
+            return True
+        if not _is_view(node) and node.target not in (*_ADDS, *_PRODUCTS, *_TURNS):
+            return False
+        inner[node] = None
+        return all(self._trail(own, inner, ends, tables) for own in inputs)
+
+    def _is_of_layer(self, node: fx.Node) -> bool:
+        """Say whether a node depends on what a linear layer makes, other than on its shape."""
+        if not self.of_layers:
+            for own in self.graph.nodes:
+                is_layer = _kind(self._of(own)) == "linear"
+                is_behind = any(self.of_layers[n] for n in own.all_input_nodes)
+                self.of_layers[own] = is_layer or (is_behind and not asks_shape(own))
+        return self.of_layers[node]
 
     def _after(self, call: fx.Node, before: dict[fx.Node, None]) -> tuple[fx.Node, ...]:
         """Return the nodes that put heads side by side, the value last; others that these take go to ``before``."""
@@ -377,7 +350,7 @@ class _Search:
 
     def _gather(self, node: fx.Node, found: dict[fx.Node, None]) -> bool:
         """Gather nodes that change shapes, up to layers; say whether there are no others."""
-        if self._is_base(node) or node in found:
+        if node in found or self._turn(node) or self._is_base(node):
             return True
         is_shape = asks_shape(node)
         if not (_is_view(node) or is_shape):
@@ -404,10 +377,11 @@ class _Search:
 
     def _holds(self, member: Member) -> bool:
         inside = [source for source in member.sources if source in self.members]
-        if member.heads is not None:
-            kinds = [self.members[s].kind for s in member.sources if s in self.members]
-            known = all(n in self.members or self._is_taken(n) for n in member.heads.bases)
-            return len(inside) == len(member.sources) and set(kinds) == {"linear"} and known
+        if member.moves is not None:
+            kinds = {self.members[source].kind for source in inside}
+            known = all(n in self.members or self._is_taken(n) for n in member.moves.bases)
+            is_whole = len(inside) == len(member.sources) and kinds <= {"linear", "rotary"}
+            return is_whole and known and (member.heads is not None or self._only_attends(member))
         if member.kind in ("linear", "norm"):
             return True
         if member.kind not in ("add", "multiply"):
@@ -416,6 +390,11 @@ class _Search:
         if member.kind == "multiply" and any(own.op == "placeholder" for own in outside):
             return False  # a factor is often of fewer dimensions
         return bool(inside) and all(map(self._is_taken, outside))
+
+    def _only_attends(self, member: Member) -> bool:
+        """Say whether attention alone takes a value, and others its shape at most: its node has heads as a dimension."""
+        attending = {n for own in self.members.values() if own.heads for n in own.nodes}
+        return all(user in attending for user in member.node.users)
 
     def _is_taken(self, node: fx.Node) -> bool:
         """Say whether a layer or a norm takes a node, too: it is of tokens, then."""
@@ -466,6 +445,9 @@ class _Search:
         made = {member.node for member in members}
         chain.same = {n: real for n, real in self.same.items() if real in made}
         chain.inputs = list(dict.fromkeys(s for m in members for s in m.sources if s not in made))
+        turned = [own.turned for own in members if own.turned]
+        chain.tables = list(dict.fromkeys(table for own in turned for table in own.tables))
+        chain.inputs += [table for table in chain.tables if table not in chain.inputs]
         inside = chain.replaced
         for member in members:
             aliases = [member.node, *(n for n, real in chain.same.items() if real is member.node)]
@@ -528,6 +510,37 @@ def _is_view(node: fx.Node) -> bool:
         return node.target in _VIEWS
     scales = any(isinstance(own, float) for own in node.args)
     return node.op == "call_function" and node.target in _FUNCTIONS and not scales
+
+
+def _tables(ends: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return nodes of which others are views, or that are no views of the same; all are tensors of no layer."""
+    found: list[fx.Node] = []
+    for node in ends:
+        own = _views_of(node)
+        for i, other in enumerate(found):
+            common = [n for n in _views_of(other) if n in own]
+            if common:
+                found[i] = common[0]
+                break
+        else:
+            found.append(node)
+    return found
+
+
+def _views_of(node: fx.Node) -> list[fx.Node]:
+    """Return a node, what it is a view of, what that is a view of, and so on."""
+    found = [node]
+    while _is_view(found[-1]) and found[-1].all_input_nodes:
+        found.append(found[-1].all_input_nodes[0])
+    return found
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Say whether a node is a size, or computed from sizes alone."""
+    if asks_shape(node):
+        return True
+    inputs = node.all_input_nodes
+    return bool(inputs) and node.target in _FUNCTIONS and all(map(_is_number, inputs))
 
 
 def _asked(node: fx.Node) -> dict[fx.Node, None]:

@@ -42,7 +42,7 @@ class TokenInference(TokenRun):
         if is_prepacked(*self.layers):
             self._tensors = Tensors([owner for owner in self.owners if owner is not None])
             if self._tensors.are_known:
-                self._given = Stamp(self._tensors.now()), self.parameters_in_order()
+                self._given = Stamp(self._tensors.now()), super().parameters_in_order()
         return True
 
     def _looks_ready(self) -> bool:
@@ -58,15 +58,18 @@ class TokenInference(TokenRun):
         self.rounders = tuple(rounder for _, rounders, _ in found for rounder in rounders)
         return self._knows([formats for formats, *_ in found])
 
+    def parameters_in_order(self) -> list[Tensor | None]:
+        """Return weight or scale, and bias or shift, of each member."""
+        return super().parameters_in_order() if self._given is None else [*self._given[1]]
+
     def forward(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Return what leaves the chain; only training counts what is clamped."""
-        segment = self._segment_of(xs)
-        if segment is None:
+        found = self._taken(xs)
+        if found is None:
             return self._plain[0](*xs)
-        stamp, parameters = self._given or (None, self.parameters_in_order())
-        call = Call(self._programs, stamp)
+        call = Call(self._programs, self._given[0] if self._given else None)
         calls = self.calls([NO_NOISE] * len(self.layers))
-        outputs = run_tokens(call, segment, calls, xs, parameters)
+        outputs = run_tokens(call, found.segment, calls, found.values, found.parameters)
         if call.met_nan:
             return self._plain[0](*xs)
         for rounder in self.rounders:

@@ -1,7 +1,7 @@
 """Running chains of a transformer as one, forward and backward; see ``fusion``."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,11 +15,12 @@ from marvin.hooks import rounders_of
 from marvin.integer.autograd import Noise
 from marvin.integer.formats import Options, Product, choose
 from marvin.integer.graph import Chain
+from marvin.integer.heads import Places, Turn
 from marvin.integer.layers import OPTIONS, TransposedLinear, features_of, is_linear
 from marvin.integer.programs import Programs
 from marvin.integer.standing import Standing
 from marvin.integer.token_autograd import LinearCall, program_of, run_tokens
-from marvin.integer.token_graph import Heads, Member, TokenChain
+from marvin.integer.token_graph import Member, TokenChain
 from marvin.model_formats import ModuleFormats
 from marvin.rounder import Rounder
 
@@ -102,7 +103,7 @@ class TokenRun(nn.Module):
         self.rounders: tuple[Rounder, ...] = ()
         self._formats: list[ModuleFormats] = []
         self._products: list[tuple[Product, bool]] | None = None
-        self._segments: dict[tuple[int, ...], Segment | None] = {}
+        self._segments: dict[tuple[object, ...], _Described | None] = {}
         self._programs: Programs[Program] = Programs()
         self._standing = Standing((*self.layers, *self.others))
 
@@ -162,13 +163,14 @@ class TokenRun(nn.Module):
 
     def forward(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Return what leaves the chain."""
-        segment = self._segment_of(xs)
-        if segment is None:
+        found = self._taken(xs)
+        if found is None:
             return self._plain[0](*xs)
+        segment, values, parameters = found
         before = [rounder.state.gradients for rounder in self.rounders]
         noise = [Noise(*rounder.state.noise_of_gradients()) for rounder in self.rounders]
         call = Call(self._programs)
-        outputs = run_tokens(call, segment, self.calls(noise), xs, self.parameters_in_order())
+        outputs = run_tokens(call, segment, self.calls(noise), values, parameters)
         if call.met_nan:
             for rounder, drawn in zip(self.rounders, before, strict=True):
                 rounder.state.gradients = drawn  # layers draw again
@@ -176,7 +178,7 @@ class TokenRun(nn.Module):
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
             rounder.count(len(xs[0]))
-        self._count(segment, xs, call)
+        self._count(segment, values, call)
         return outputs
 
     def calls(self, noise: Sequence[Noise]) -> list[LinearCall]:
@@ -188,66 +190,89 @@ class TokenRun(nn.Module):
         """Return weight or scale, and bias or shift, of each member."""
         return [None if owner is None else tensor_of(*owner) for owner in self.owners]
 
-    def _segment_of(self, xs: Sequence[Tensor]) -> Segment | None:
-        """Return what is computed for values of these shapes; None where it cannot be fused."""
-        for x in xs:
+    def _taken(self, xs: Sequence[Tensor]) -> "_Taken | None":
+        """Return what is computed from what comes in, and all that it takes; None where that cannot be fused."""
+        count = len(xs) - len(self.chain.tables)
+        values, tables = xs[:count], xs[count:]
+        found = self._described_for(values, tables)
+        if found is None:
+            return None
+        parameters = self.parameters_in_order()
+        for i, turn in found.turns:
+            turned = self.chain.members[i].turned
+            assert turned is not None
+            shape = values[0].shape[1], turn.operation.turned
+            shape = (len(values[0]), *shape) if turn.operation.by_sample else shape
+            own = [tables[self.chain.tables.index(table)] for table in turned.tables]
+            own = [x.detach().reshape(shape).contiguous() for x in own]
+            parameters[2 * i : 2 * i + 2] = reversed(own) if turn.is_swapped else own
+        return _Taken(found.segment, values, parameters)
+
+    def _described_for(self, xs: Sequence[Tensor], tables: Sequence[Tensor]) -> "_Described | None":
+        """Return what is computed for values and tables of these shapes; None where it cannot be fused."""
+        for x in (*xs, *tables):
             if type(x) not in (Tensor, nn.Parameter) or x.dtype is not torch.float32:
                 return None
             if x.device.type != "cpu" or x.dim() < 2 or not x.numel():
                 return None
-            if x.shape[:-1] != xs[0].shape[:-1]:
-                return None
+        if any(x.shape[:-1] != xs[0].shape[:-1] for x in xs):
+            return None
+        if any(table.requires_grad for table in tables):
+            return None
         has_heads = any(member.heads is not None for member in self.chain.members)
         count = xs[0].shape[:-1].numel() // len(xs[0])
         if has_heads and xs[0].dim() != 3:
             return None
         widths = tuple(x.shape[-1] for x in xs)
-        samples = min(len(xs[0]), 2)
-        key = count, samples, *widths
+        # two samples tell as much as many, but where tables may have as many
+        batch = len(xs[0]) if tables else min(len(xs[0]), 2)
+        key = count, batch, *widths, *(table.shape for table in tables)
         try:
             return self._segments[key]
         except KeyError:  # not asked before: other threads may clear all meanwhile
-            found = self._described(widths, samples, count)
+            shapes = zip(self.chain.tables, (table.shape for table in tables), strict=True)
+            found = self._described(widths, batch, count, dict(shapes))
         if len(self._segments) >= 64:
             self._segments.clear()
         self._segments[key] = found
         return found
 
-    def _described(self, inputs: tuple[int, ...], samples: int, count: int) -> Segment | None:
+    def _described(
+        self,
+        inputs: tuple[int, ...],
+        batch: int,
+        count: int,
+        tables: Mapping[fx.Node, Sequence[int]],
+    ) -> "_Described | None":
         """Return the segment of ``count`` tokens; None where the features do not fit."""
-        values = {node: i for i, node in enumerate(self.chain.inputs)}
-        widths, found = list(inputs), []
+        places = Places(batch, count)
+        for i, (node, width) in enumerate(zip(self.chain.inputs, inputs, strict=False)):
+            places.add(node, i, width)  # tables, behind these, have no number
+        widths, found, turns = list(inputs), [], []
         chosen = iter(self._products or ())
         for member, own in zip(self.chain.members, self.own, strict=True):
-            sources = [values[node] for node in member.sources]
-            width = widths[sources[0]]
-            operation: tokens.Operation | None
-            if member.kind == "linear":
-                product, clip = next(chosen)
-                shape = features_of(own)
-                rest = product.weight_fmt, shape, clip, product.is_transposed, bool(product.shifts)
-                operation = tokens.Linear(sources[0], product.inputs, *rest)
-                width = shape[0]
-            elif member.norm is not None:
-                _, eps, centred = member.norm
-                is_whole = member.norm.features == width
-                operation = tokens.Norm(sources[0], eps, centred) if is_whole else None
+            turn = None
+            if member.turned is not None:
+                turn = member.turned.turn(places, tables, batch)
+                operation = turn and turn.operation
             elif member.heads is not None:
-                operation = _attention(member.heads, values, widths, samples, count)
-                width = operation.heads * operation.size if operation else 0
+                operation = member.heads.operation(places)
             else:
-                operation = _operation(member, *sources)
+                sources = [places.values[node].number for node in member.sources]
+                operation = _operation(member, own, chosen, widths, sources)
             if operation is None:
                 return None
+            if turn is not None:
+                turns.append((len(found), turn))
             found.append(operation)
-            values[member.node] = len(widths)
-            for other, real in self.chain.same.items():
-                if real is member.node:
-                    values[other] = len(widths)
+            width = tokens.width_of(operation, widths)
+            same = [node for node, real in self.chain.same.items() if real is member.node]
+            for node in (member.node, *same):
+                places.add(node, len(widths), width, turn)
             widths.append(width)
-        outputs = tuple(values[node] for node in self.chain.outputs)
+        outputs = tuple(places.values[node].number for node in self.chain.outputs)
         try:
-            return Segment(inputs, tuple(found), outputs)
+            return _Described(Segment(inputs, tuple(found), outputs), turns)
         except ValueError:  # features that are no multiples of 16, or too few or too many
             return None
 
@@ -260,6 +285,21 @@ class TokenRun(nn.Module):
             rounder, source = next(rounders), operation.source
             if operation.clip and (source >= len(xs) or xs[source].requires_grad):
                 rounder.tally.add(clamped, rows * operation.shape[1])
+
+
+class _Described(NamedTuple):
+    """What a chain computes for some shapes, and which of its operations are rotary position embeddings."""
+
+    segment: Segment
+    turns: list[tuple[int, Turn]]
+
+
+class _Taken(NamedTuple):
+    """What is computed in a call, the values that come in, and two parameters of each operation."""
+
+    segment: Segment
+    values: Sequence[Tensor]
+    parameters: list[Tensor | None]
 
 
 class Call:
@@ -288,26 +328,29 @@ class Call:
         self.met_nan = any(nans for _, nans in counts)
 
 
-def _operation(member: Member, source: int, other: int = 0) -> tokens.Operation:
-    """Return what a member without parameters does."""
+def _operation(
+    member: Member,
+    own: nn.Module | None,
+    chosen: Iterator[tuple[Product, bool]],
+    widths: Sequence[int],
+    sources: Sequence[int],
+) -> tokens.Operation | None:
+    """Return what a member does to values of these features; None where they do not fit."""
+    if member.kind == "linear":
+        product, clip = next(chosen)
+        rest = product.weight_fmt, features_of(own), clip
+        lies = product.is_transposed, bool(product.shifts)
+        return tokens.Linear(sources[0], product.inputs, *rest, *lies)
+    if member.norm is not None:
+        features, eps, centred = member.norm
+        return tokens.Norm(sources[0], eps, centred) if features == widths[sources[0]] else None
     if member.odds is not None:
-        return tokens.Dropout(source, member.odds)
+        return tokens.Dropout(sources[0], member.odds)
     if member.curve is not None:
-        return tokens.Curved(source, member.curve)
+        return tokens.Curved(sources[0], member.curve)
     if member.kind == "relu":
-        return tokens.Relu(source)
-    return (tokens.Add if member.kind == "add" else tokens.Multiply)(source, other)
-
-
-def _attention(
-    heads: Heads, values: dict[fx.Node, int], widths: list[int], samples: int, count: int
-) -> tokens.Attention | None:
-    found = heads.parts(values, widths, samples, count)
-    if found is None:
-        return None
-    (queries, keys, own), number, size = found
-    scale = size**-0.5 if heads.scale is None else heads.scale
-    return tokens.Attention(queries, keys, own, number, size, scale, heads.causal, heads.odds)
+        return tokens.Relu(sources[0])
+    return (tokens.Add if member.kind == "add" else tokens.Multiply)(*sources)
 
 
 def alone(chain: TokenChain | Chain) -> fx.Graph:

@@ -283,6 +283,17 @@ def test_threads_have_the_same_bits(name):
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(pair, other, strict=True))
 
 
+def test_what_nothing_turns_has_a_gradient_of_0():
+    """Features between the heads: what lay in memory before is not their gradient."""
+    operations = Linear(0, SIGNED, WEIGHT, (64, 32)), Rotary(Part(1, 0, 48), 2, 16, 16)
+    segment = Segment((32,), operations, (2,))
+    made = program(segment, 4, 8)
+    for seed in range(3):
+        _, _, found = check(segment, made, seed)
+        assert (found[0][0][16:48] == 0).all()
+        assert (found[0][0][:16] != 0).any()
+
+
 def test_what_needs_no_gradient_gets_none():
     segment = two_inputs()
     weights = [True, False, False, False, False, False]

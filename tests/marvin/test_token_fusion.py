@@ -203,7 +203,7 @@ def test_a_transformer_is_near_its_unfused_twin(kind):
         for m in model.forward._modes[True]._runs[frozenset()].children()
         if isinstance(m, TokenRun)
     )
-    kinds = {type(op) for op in run._segment_of([torch.zeros(8, 9, 32)]).operations}
+    kinds = {type(op) for op in run._described_for([torch.zeros(8, 9, 32)], []).segment.operations}
     assert kinds == {tokens.Norm, tokens.Linear, tokens.Attention, tokens.Add, tokens.Curved}
 
 
@@ -320,7 +320,7 @@ def test_a_chain_with_dropout_is_near_its_unfused_twin(monkeypatch):
         own for own in model.forward._modes[True]._runs[frozenset()].children()
         if isinstance(own, TokenRun)
     )  # fmt: skip
-    (chain,) = {own for own in run._segments.values() if own is not None}
+    (chain,) = {own.segment for own in run._segments.values() if own is not None}
     state_of(model).gradients = state_of(twin).gradients = 1000
     model.zero_grad()
     twin.zero_grad()

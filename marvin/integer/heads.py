@@ -1,0 +1,281 @@
+"""Attention in a traced graph, and rotary position embeddings before it: where heads lie among features.
+
+Their nodes run on the numbers of places instead of values: that tells where a number comes from, however
+code has moved it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument, map_arg
+
+from fixedpoint_kernels import tokens
+from fixedpoint_kernels.tokens import Odds, Part
+
+__all__ = ["Heads", "Places", "Turn", "Turned"]
+
+_FAILURES = RuntimeError, TypeError, ValueError, IndexError, KeyError
+
+
+class _Value(NamedTuple):
+    number: int
+    width: int
+    turn: "Turn | None"
+
+
+class Places:
+    """Values of a chain as the numbers of their places.
+
+    Args:
+        samples: Of the batch; two tell as much as many.
+        tokens: Of a sample.
+    """
+
+    def __init__(self, samples: int, tokens: int) -> None:
+        self.samples, self.tokens = min(samples, 2), tokens
+        self.values: dict[fx.Node, _Value] = {}
+
+    def add(self, node: fx.Node, number: int, width: int, turn: "Turn | None" = None) -> None:
+        """Add a value; the node of a rotary position embedding has heads as a dimension."""
+        self.values[node] = _Value(number, width, turn)
+
+    def of(self, nodes: set[fx.Node]) -> dict[fx.Node, Argument]:
+        """Return the numbers of the places of those nodes that have values."""
+        found: dict[fx.Node, Argument] = {}
+        for node in nodes & self.values.keys():
+            _, width, turn = self.values[node]
+            shape = self.samples, self.tokens, width
+            own = torch.arange(self.samples * self.tokens * width).view(shape)
+            if turn is not None:
+                own = own.unflatten(-1, (-1, turn.operation.size))
+                own = own.transpose(1, 2) if turn.heads_first else own
+            found[node] = own
+        return found
+
+    def source(self, node: fx.Node) -> _Value:
+        """Return the value that a node is a part of."""
+        while node not in self.values:
+            node = node.all_input_nodes[0]
+        return self.values[node]
+
+    def part(self, numbers: Tensor, source: _Value) -> Part | None:
+        """Return where heads lie whose features have these places; None where that is no even pattern."""
+        samples, heads, count, size = numbers.shape
+        if (samples, count) != (self.samples, self.tokens):
+            return None
+        start = int(numbers[0, 0, 0, 0])
+        step = int(numbers[0, 1, 0, 0]) - start if heads > 1 else size
+        own = (
+            torch.arange(samples).view(-1, 1, 1, 1) * count * source.width
+            + torch.arange(heads).view(-1, 1, 1) * step
+            + torch.arange(count).view(-1, 1) * source.width
+            + torch.arange(size)
+            + start
+        )
+        is_even = step >= 0 and torch.equal(own, numbers)
+        return Part(source.number, start, step) if is_even else None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention in a graph.
+
+    Args:
+        call: The node that attends.
+        wanted: Nodes of queries, keys and values.
+        before: Nodes that make these from values, in order; they change shapes alone.
+        after: Nodes between the call and the value, so too.
+        causal: Whether a token sees those before it only.
+        scale: By which products are multiplied, or None.
+        odds: Of dropout, or None.
+        shares: Whether heads of queries may share one of keys and values (``enable_gqa``).
+    """
+
+    call: fx.Node
+    wanted: tuple[fx.Node, fx.Node, fx.Node]
+    before: tuple[fx.Node, ...]
+    after: tuple[fx.Node, ...]
+    causal: bool
+    scale: float | None
+    odds: Odds | None
+    shares: bool
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """All of them."""
+        return *self.before, self.call, *self.after
+
+    @property
+    def bases(self) -> set[fx.Node]:
+        """Nodes of which it takes values, or shapes."""
+        return _bases(self.nodes)
+
+    def operation(self, places: Places) -> tokens.Attention | None:
+        """Return what it does to values; None where their heads lie otherwise than an operation takes."""
+        env = places.of(self.bases)
+        _last(self.before, env)
+        found = [env.get(node) for node in self.wanted]
+        if not _are_maps(found):
+            return None
+        q, k, v = found
+        env[self.call] = y = torch.arange(q.numel()).view(q.shape)
+        last = _last((self.call, *self.after), env)
+        own = y.transpose(1, 2).flatten(2)
+        if not isinstance(last, Tensor) or last.shape != own.shape or not torch.equal(last, own):
+            return None
+        heads, size = q.shape[1], q.shape[3]
+        if not self.shares and not heads == k.shape[1] == v.shape[1]:
+            return None
+        k, v = map(_once, (k, v))
+        if k.shape != v.shape or k.shape[3] != size or heads % k.shape[1]:
+            return None
+        pairs = zip((q, k, v), self.wanted, strict=True)
+        parts = [places.part(numbers, places.source(node)) for numbers, node in pairs]
+        queries, keys, values = parts
+        if queries is None or keys is None or values is None:
+            return None
+        scale, groups = size**-0.5 if self.scale is None else self.scale, heads // k.shape[1]
+        rest = heads, size, scale, self.causal, self.odds, groups
+        return tokens.Attention(queries, keys, values, *rest)
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A rotary position embedding in a graph.
+
+    Args:
+        layer: Node of the linear layer whose heads are turned.
+        tables: Nodes of cosines and sines, or of sines and cosines.
+        inner: Nodes that make the result of these, in order, it the last.
+    """
+
+    layer: fx.Node
+    tables: tuple[fx.Node, fx.Node]
+    inner: tuple[fx.Node, ...]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """All that it replaces."""
+        return self.inner
+
+    @property
+    def bases(self) -> set[fx.Node]:
+        """Nodes of which it takes values, or shapes."""
+        return _bases(self.inner) - {*self.tables}
+
+    def turn(
+        self, places: Places, shapes: Mapping[fx.Node, Sequence[int]], batch: int
+    ) -> "Turn | None":
+        """Return what it does to a value; None where that is something else.
+
+        Args:
+            places: Of the values.
+            shapes: Of tables.
+            batch: How many samples there are.
+        """
+        own = [shapes[table] for table in self.tables]
+        is_batch = all(shape[0] == batch > 1 for shape in own)
+        for by_sample in (True, False) if is_batch else (False,):
+            sizes = [[places.samples, *shape[1:]] if by_sample else shape for shape in own]
+            for is_swapped in (False, True):
+                found = self._turn(places, sizes, by_sample, is_swapped)
+                if found is not None:
+                    return found
+        return None
+
+    def _turn(
+        self, places: Places, sizes: Sequence[Sequence[int]], by_sample: bool, is_swapped: bool
+    ) -> "Turn | None":
+        def run(cos: Tensor, sin: Tensor) -> Tensor | None:
+            """Return what becomes of places, counted from 1, with tables of these whole numbers."""
+            found = places.of(self.bases)
+            env = {node: x.double() + 1 for node, x in found.items() if isinstance(x, Tensor)}
+            pair = (sin, cos) if is_swapped else (cos, sin)
+            for table, numbers, size in zip(self.tables, pair, sizes, strict=True):
+                env[table] = numbers.double().view(tuple(size))
+            y = _last(self.inner, {**env})
+            return y if isinstance(y, Tensor) and y.dim() == 4 else None
+
+        count = math.prod(sizes[0])
+        if math.prod(sizes[1]) != count:
+            return None
+        ones, zeros = torch.ones(count), torch.zeros(count)
+        still, rest = run(ones, zeros), run(zeros, zeros)
+        if still is None or rest is None:
+            return None
+        source = places.source(self.layer)
+        for heads_first in (True, False):
+            x = still if heads_first else still.transpose(1, 2)
+            if (part := places.part(x.long() - 1, source)) is not None:
+                break
+        else:
+            return None
+        _, heads, length, size = x.shape
+        turned = int((rest[0, 0, 0] == 0).sum())
+        if turned % 2 or not turned or count != length * turned * len(x) ** by_sample:
+            return None
+        draws = torch.Generator().manual_seed(1)
+        cos, sin = (torch.randint(1, 9, (count,), generator=draws) for _ in range(2))
+        y = run(cos, sin)
+        cos, sin = (own.view(-1, 1, length, turned) for own in (cos, sin))
+        a, b, same = x.split([turned // 2, turned // 2, size - turned], -1)
+        own = torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin
+        wanted = torch.cat([own, same], -1)
+        if y is None or not torch.equal(y, wanted if heads_first else wanted.transpose(1, 2)):
+            return None
+        operation = tokens.Rotary(part, heads, size, turned, by_sample)
+        return Turn(operation, is_swapped, heads_first)
+
+
+class Turn(NamedTuple):
+    """What a rotary position embedding does.
+
+    Args:
+        operation: Of the chain.
+        is_swapped: Whether the first of its tables has the sines.
+        heads_first: Whether its node has heads before tokens.
+    """
+
+    operation: tokens.Rotary
+    is_swapped: bool
+    heads_first: bool
+
+
+def _bases(nodes: tuple[fx.Node, ...]) -> set[fx.Node]:
+    return {n for own in nodes for n in own.all_input_nodes} - {*nodes}
+
+
+def _are_maps(found: Sequence[Argument]) -> TypeGuard[list[Tensor]]:
+    return all(isinstance(x, Tensor) and x.dim() == 4 for x in found)
+
+
+def _once(numbers: Tensor) -> Tensor:
+    """Return heads once that are repeated one after the other."""
+    first = numbers[0, :, 0, 0]
+    times = int((first == first[0]).long().cumprod(0).sum())
+    found = numbers[:, ::times]
+    is_even = len(first) % times == 0 and torch.equal(found.repeat_interleave(times, 1), numbers)
+    return found if is_even else numbers
+
+
+def _last(nodes: tuple[fx.Node, ...], env: dict[fx.Node, Argument]) -> Argument:
+    """Do what nodes do, with other values, which ``env`` has and gets; return the last one, None where that fails."""
+    try:
+        for node in nodes:
+            if node not in env:
+                env[node] = _evaluated(node, env)
+    except _FAILURES:
+        return None
+    return env[nodes[-1]] if nodes else None
+
+
+def _evaluated(node: fx.Node, env: dict[fx.Node, Argument]) -> Argument:
+    args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
