@@ -82,8 +82,8 @@ def computes(module: nn.Module, wanted: Callable[[Tensor], Tensor], features: in
 
 
 def is_rms_norm(found: Known | None) -> bool:
-    """Say whether a class is known to be RMS normalisation times its weight."""
-    return found is not None and found.kind == "rms_norm" and not found.offset
+    """Say whether a class is known to be RMS normalisation times its weight, or its weight and a number."""
+    return found is not None and found.kind == "rms_norm"
 
 
 def curve_of(node: fx.Node, module: nn.Module) -> Curve | None:

@@ -447,7 +447,7 @@ class _Search:
         chain.inputs = list(dict.fromkeys(s for m in members for s in m.sources if s not in made))
         turned = [own.turned for own in members if own.turned]
         chain.tables = list(dict.fromkeys(table for own in turned for table in own.tables))
-        chain.inputs += [table for table in chain.tables if table not in chain.inputs]
+        chain.inputs += chain.tables
         inside = chain.replaced
         for member in members:
             aliases = [member.node, *(n for n, real in chain.same.items() if real is member.node)]
@@ -465,11 +465,13 @@ class RowNorm(NamedTuple):
         features: How many.
         eps: Added to the variance, or to the mean square.
         centred: Whether the mean is taken off first: layer norm; else it is RMS norm.
+        offset: Added to the weight.
     """
 
     features: int
     eps: float
     centred: bool
+    offset: float = 0.0
 
 
 def _kind(own: nn.Module | None) -> str:
@@ -497,12 +499,13 @@ def _row_norm(own: nn.Module) -> RowNorm | None:
     eps = getattr(own, found.eps, None)
     if not isinstance(eps, int | float):
         return None
-    scale, features = weight.detach(), len(weight)
+    scale, features = weight.detach() + found.offset, len(weight)
 
     def normalised(x: Tensor) -> Tensor:
         return F.rms_norm(x, (features,), scale, eps)
 
-    return RowNorm(features, float(eps), False) if computes(own, normalised, features) else None
+    norm = RowNorm(features, float(eps), False, found.offset)
+    return norm if computes(own, normalised, features) else None
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -99,6 +99,8 @@ class TokenRun(nn.Module):
             for member, own in pairs
             for name in ("weight", "bias")
         )
+        norms = [(2 * i, m.norm) for i, m in enumerate(chain.members) if m.norm]
+        self._offsets = [(i, norm.offset) for i, norm in norms if norm.offset]
         self._plain = (fx.GraphModule(module, alone(chain)),)
         self.rounders: tuple[Rounder, ...] = ()
         self._formats: list[ModuleFormats] = []
@@ -188,7 +190,11 @@ class TokenRun(nn.Module):
 
     def parameters_in_order(self) -> list[Tensor | None]:
         """Return weight or scale, and bias or shift, of each member."""
-        return [None if owner is None else tensor_of(*owner) for owner in self.owners]
+        found = [None if owner is None else tensor_of(*owner) for owner in self.owners]
+        for i, offset in self._offsets:
+            if (weight := found[i]) is not None:
+                found[i] = weight + offset
+        return found
 
     def _taken(self, xs: Sequence[Tensor]) -> "_Taken | None":
         """Return what is computed from what comes in, and all that it takes; None where that cannot be fused."""
@@ -342,7 +348,7 @@ def _operation(
         lies = product.is_transposed, bool(product.shifts)
         return tokens.Linear(sources[0], product.inputs, *rest, *lies)
     if member.norm is not None:
-        features, eps, centred = member.norm
+        features, eps, centred, _ = member.norm
         return tokens.Norm(sources[0], eps, centred) if features == widths[sources[0]] else None
     if member.odds is not None:
         return tokens.Dropout(sources[0], member.odds)
