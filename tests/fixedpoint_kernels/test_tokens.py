@@ -179,6 +179,11 @@ SEGMENTS = {
     "curves": curves(),
     "turned": turned(),
     "partly turned": partly_turned(),
+    "turned and taken": Segment(
+        (32,),
+        (Linear(0, SIGNED, WEIGHT, (32, 32)), Rotary(Part(1, 0, 16), 2, 16, 16), Relu(1)),
+        (2, 3),
+    ),
     "dropout": dropping(),
     "dropout causal": dropping(48, 3, 0.5, 0.9, causal=True),
     "dropout of values": dropping(of_attention=0.0),
