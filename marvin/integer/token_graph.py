@@ -157,6 +157,7 @@ class _Search:
         self.same: dict[fx.Node, fx.Node] = {}  # nodes that pass on what another has
         self.members: dict[fx.Node, Member] = {}
         self.of_layers: dict[fx.Node, bool] = {}  # see _is_of_layer
+        self.norms: dict[nn.Module, RowNorm | None] = {}
 
     def chains(self) -> list[TokenChain]:
         for node in (n for n in self.graph.nodes if n not in self.others):
@@ -182,6 +183,23 @@ class _Search:
 
     def _of(self, node: fx.Node) -> nn.Module | None:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def _kind(self, node: fx.Node) -> str:
+        """Return what a module is to a chain, but for curves; "" if a node calls none."""
+        own = self._of(node)
+        if own is None:
+            return ""
+        if is_linear(own):
+            return "" if any(n % 16 for n in features_of(own)) else "linear"
+        norm = self._norm(own)
+        if norm is not None:
+            return "" if norm.features % 16 else "norm"
+        return "relu" if type(own) is nn.ReLU else ""
+
+    def _norm(self, own: nn.Module) -> "RowNorm | None":
+        if own not in self.norms:  # code of other packages runs to tell
+            self.norms[own] = _row_norm(own)
+        return self.norms[own]
 
     def _is_same(self, node: fx.Node) -> bool:
         if type(self._of(node)) is nn.Identity:
@@ -223,9 +241,9 @@ class _Search:
             source = (self._real(inputs[0]),)
             return Member(node, "curve", source, name if own else "", curve=curve)
         if own is not None:
-            kind = _kind(own) if len(inputs) == 1 and plain(node) else ""
+            kind = self._kind(node) if len(inputs) == 1 and plain(node) else ""
             source = (self._real(inputs[0]),) if kind else ()
-            return Member(node, kind, source, name, norm=_row_norm(own)) if kind else None
+            return Member(node, kind, source, name, norm=self._norm(own)) if kind else None
         if node.target in _RELUS and len(inputs) == 1 and plain(node):
             return Member(node, "relu", (self._real(inputs[0]),))
         kind = "add" if node.target in _ADDS else "multiply" if node.target in _PRODUCTS else ""
@@ -322,7 +340,7 @@ class _Search:
         """Say whether a node depends on what a linear layer makes, other than on its shape."""
         if not self.of_layers:
             for own in self.graph.nodes:
-                is_layer = _kind(self._of(own)) == "linear"
+                is_layer = self._kind(own) == "linear"
                 is_behind = any(self.of_layers[n] for n in own.all_input_nodes)
                 self.of_layers[own] = is_layer or (is_behind and not asks_shape(own))
         return self.of_layers[node]
@@ -361,9 +379,7 @@ class _Search:
     def _is_base(self, node: fx.Node) -> bool:
         """Say whether a node may have a value of a chain."""
         return node in self.members or any(
-            _kind(self._of(user)) in ("linear", "norm")
-            for user in node.users
-            if user not in self.others
+            self._kind(user) in ("linear", "norm") for user in node.users if user not in self.others
         )
 
     def _drop(self) -> None:
@@ -472,18 +488,6 @@ class RowNorm(NamedTuple):
     eps: float
     centred: bool
     offset: float = 0.0
-
-
-def _kind(own: nn.Module | None) -> str:
-    """Return what a module is to a chain, but for curves; "" if it is none."""
-    if own is None:
-        return ""
-    if is_linear(own):
-        return "" if any(n % 16 for n in features_of(own)) else "linear"
-    norm = _row_norm(own)
-    if norm is not None:
-        return "" if norm.features % 16 else "norm"
-    return "relu" if type(own) is nn.ReLU else ""
 
 
 def _row_norm(own: nn.Module) -> RowNorm | None:
