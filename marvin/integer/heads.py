@@ -150,22 +150,17 @@ class Turned:
     Args:
         layer: Node of the linear layer whose heads are turned.
         tables: Nodes of cosines and sines, or of sines and cosines.
-        inner: Nodes that make the result of these, in order, it the last.
+        nodes: That make the result of these, in order, it the last.
     """
 
     layer: fx.Node
     tables: tuple[fx.Node, fx.Node]
-    inner: tuple[fx.Node, ...]
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """All that it replaces."""
-        return self.inner
+    nodes: tuple[fx.Node, ...]
 
     @property
     def bases(self) -> set[fx.Node]:
         """Nodes of which it takes values, or shapes."""
-        return _bases(self.inner) - {*self.tables}
+        return _bases(self.nodes) - {*self.tables}
 
     def turn(
         self, places: Places, shapes: Mapping[fx.Node, Sequence[int]], batch: int
@@ -197,7 +192,7 @@ class Turned:
             pair = (sin, cos) if is_swapped else (cos, sin)
             for table, numbers, size in zip(self.tables, pair, sizes, strict=True):
                 env[table] = numbers.double().view(tuple(size))
-            y = _last(self.inner, {**env})
+            y = _last(self.nodes, {**env})
             return y if isinstance(y, Tensor) and y.dim() == 4 else None
 
         count = math.prod(sizes[0])
