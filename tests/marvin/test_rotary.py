@@ -127,7 +127,15 @@ class Backwards(Rotary):
     """The other way round: no operation does this."""
 
     def turned(self, x, cos, sin):
-        return x * cos.unsqueeze(1) - halves(x) * sin.unsqueeze(1)
+        return x * cos.unsqueeze(1) + -halves(x) * sin.unsqueeze(1)
+
+
+class Unlike(Rotary):
+    """Both halves turned to the same side: no operation does this."""
+
+    def turned(self, x, cos, sin):
+        a, b = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat((b, a), -1) * sin.unsqueeze(1)
 
 
 class Interleaved(Rotary):
@@ -226,7 +234,7 @@ def test_as_many_samples_as_tokens(samples):
         assert (y - other).abs().max() < 0.02 * other.abs().max()
 
 
-@pytest.mark.parametrize("attention", [Backwards, Interleaved, Used, Broadcast])
+@pytest.mark.parametrize("attention", [Backwards, Unlike, Interleaved, Used, Broadcast])
 def test_what_turns_otherwise_stays_as_it_is(attention):
     torch.manual_seed(0)
     model, twin, _ = twins(Net(attention))
