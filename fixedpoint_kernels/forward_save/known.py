@@ -6,7 +6,7 @@ calls; an entry makes it a layer of the report and of plans, and may keep less t
 """
 
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeGuard, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -96,16 +96,15 @@ def _copied_norm(module: nn.Module) -> Known | None:
     cls = type(module)
     if cls in _copied:
         return _copied[cls]
-    if not (cls.__module__.startswith("transformers.models.") and cls.__name__.endswith("RMSNorm")):
+    if not any(_is_named_so(base) and base.forward is cls.forward for base in cls.__mro__):
         return None
     own, names = dict(module.named_parameters()), [n for n in _EPSILONS if hasattr(module, n)]
     if own.keys() != {"weight"} or own["weight"].dim() != 1 or len(names) != 1:
         return None
     eps, features = getattr(module, names[0]), len(own["weight"])
     weight = torch.linspace(-1, 2, features)
-    alike = cls.__new__(
-        cls
-    )  # own weights may have no values, and are no numbers while a model is traced
+    # own weights may have no values, and are no numbers while a model is traced
+    alike = cls.__new__(cls)
     vars(alike).update(vars(module), weight=weight)
     x = torch.linspace(-9, 9, 2 * features).view(2, features)
     try:
@@ -117,6 +116,10 @@ def _copied_norm(module: nn.Module) -> Known | None:
         fits = []
     _copied[cls] = Known("rms_norm", eps=names[0], offset=fits[0]) if len(fits) == 1 else None
     return _copied[cls]
+
+
+def _is_named_so(cls: type) -> TypeGuard[type[nn.Module]]:
+    return cls.__module__.startswith("transformers.models.") and cls.__name__.endswith("RMSNorm")
 
 
 @lru_cache(maxsize=1024)

@@ -86,6 +86,14 @@ def test_names_alone_do_not_count(base, module, name, is_known):
     assert (known(cls()) is not None) == is_known
 
 
+def test_a_class_that_inherits_its_forward_counts_as_the_same():
+    mistral = importlib.import_module("transformers.models.mistral.modeling_mistral")
+    own = type("Mine", (mistral.MistralRMSNorm,), {})(32)
+    assert known(own) == Known("rms_norm", eps="variance_epsilon")
+    other = type("Other", (mistral.MistralRMSNorm,), {"forward": lambda self, x: x})(32)
+    assert known(other) is None
+
+
 def test_weights_need_no_values():
     cls = type("LaterRMSNorm", (_Once,), {"__module__": "transformers.models.later.modeling_later"})
     with torch.device("meta"):
