@@ -14,7 +14,7 @@ from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.philox import Key
 from marvin.compact import CompactTensors, is_compact, key_of
 from marvin.plans import Members
-from marvin.policies.base import Policy
+from marvin.policies.base import Policy, check_measured
 from marvin.policies.records import Measured
 from marvin.rounding import Format, round_many
 from marvin.settings import Group
@@ -76,6 +76,10 @@ def complete(
 
     ``noise``: of states in this step; see ``marvin.compact.key_of``.
 
+    Raises:
+        TypeError: The policy's ``measure`` gave no ``Measured``.
+        ValueError: It did not measure each layer.
+
     Where processes share parameters, that takes three collectives at most, whatever the number
     of layers: norms, penalties, and the policy's norms of what was normalised.
     """
@@ -95,6 +99,7 @@ def complete(
         members = batch.members
         grads = [batch.values[i] for i in members.layers]
         batch.measured = policy.measure(shared, _tensors(members, noise), grads)
+        check_measured(policy, batch.measured, len(grads))
     measured = [b for b in batches if b.measured.norms]
     numbers = whole_norms(
         [torch.stack(list(b.measured.norms)) for b in measured],

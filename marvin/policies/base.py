@@ -24,7 +24,15 @@ from marvin.policies.trace import Switch
 from marvin.rounding import Format
 from marvin.settings import Group, Settings
 
-__all__ = ["FixedPolicy", "Policy", "check_policy", "check_record", "completed", "fields_of"]
+__all__ = [
+    "FixedPolicy",
+    "Policy",
+    "check_measured",
+    "check_policy",
+    "check_record",
+    "completed",
+    "fields_of",
+]
 
 _NOW = {  # what policies had before they became records, and where it is
     "level": "optimizer.strategy",
@@ -248,6 +256,35 @@ def check_record(record: object) -> None:
         )
 
 
+def check_measured(policy: Policy, measured: object, count: int) -> None:
+    """Refuse what is not measured of each of ``count`` layers.
+
+    Raises:
+        TypeError: It is no ``Measured``.
+        ValueError: It has more or fewer values than there are layers, or a tensor that ``rules`` does
+            not name.
+    """
+    name = type(policy).__name__
+    if not isinstance(measured, Measured):
+        raise TypeError(
+            f"{name}.measure must return a Measured, got {type(measured).__name__}: "
+            "write Measured(tensors, norms)"
+        )
+    if unknown := sorted(set(measured.tensors) - set(policy.rules.tensors)):
+        raise ValueError(
+            f"{name}.measure must give tensors that its rules name, "
+            f"{', '.join(policy.rules.tensors) or 'which are none'}, got {', '.join(unknown)}: "
+            "write rules = Rules(tensors=(...))"
+        )
+    for what, values in {**measured.tensors, "norms": measured.norms}.items():
+        wanted = (0, count) if what == "norms" else (count,)
+        if len(values) not in wanted:
+            raise ValueError(
+                f"{name}.measure must give {what} for each of {count} layers, got {len(values)}: "
+                "write one for each of grads"
+            )
+
+
 def completed(policy: Policy, update: Update, before: Sequence[Layer], step: int) -> Update:
     """Return an update with a switch for each layer whose formats change: policies may leave it out.
 
@@ -259,11 +296,18 @@ def completed(policy: Policy, update: Update, before: Sequence[Layer], step: int
 
     Raises:
         TypeError: It is no update, or a new record has no format that weights may have.
+        ValueError: Its layers are not those that it was given.
     """
     if not isinstance(update, Update) or not isinstance(update.layers, Sequence):
         raise TypeError(
             f"{type(policy).__name__} must return an Update with a list of layers, got "
             f"{type(getattr(update, 'layers', update)).__name__}: write Update(shared, layers)"
+        )
+    given, made = ([layer.index for layer in layers] for layers in (before, update.layers))
+    if made != given:
+        raise ValueError(
+            f"{type(policy).__name__} must return the {len(given)} layers that it was given, in their "
+            f"order, got {len(made)}: write Update(shared, [layer.but(record=...) for layer in layers])"
         )
     records = {layer.index: layer.record for layer in before}
     named, rows = {row.layer for row in update.switches}, []

@@ -20,7 +20,7 @@ from marvin import (
     Quantized,
     StaticPolicy,
 )
-from marvin.policies.records import Layer, Update
+from marvin.policies.records import Layer, Measured, Rules, Update
 from marvin.shards import Shard
 
 # of each policy: the run that is saved, and the object that loads its state; no argument is shared
@@ -266,6 +266,46 @@ def test_what_a_policy_must_not_give_is_refused(function, result, message):
     wrong = dataclasses.dataclass(frozen=True)(type("Wrong", (Silent,), {function: result}))
     with pytest.raises(TypeError, match=message):
         steps(*own(wrong()), 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "result", "message"),
+    [
+        ("measure", lambda *_: None, "must return a Measured, got NoneType: write Measured"),
+        (
+            "measure",
+            lambda *_: Measured({"mean": ()}),
+            "rules name, which are none, got mean: write",
+        ),
+        (
+            "measure",
+            lambda _, shared, tensors, grads: Measured(norms=[grads[0].norm()]),
+            r"must give norms for each of 2 layers, got 1: write",
+        ),
+        ("measure", lambda *_: Measured({"last": ()}), "give last for each of 2 layers, got 0"),
+        (
+            "update",
+            lambda _, shared, layers, step: Update(shared, layers[:1]),
+            "must return the 2 layers .*, got 1: write Update",
+        ),
+        (
+            "update",
+            lambda _, shared, layers, step: Update(shared, layers[::-1]),
+            "must return the 2 layers .* in their order, got 2: write Update",
+        ),
+    ],
+    ids=["nothing", "a tensor without a name", "a norm", "tensors", "a layer", "their order"],
+)
+def test_what_a_policy_leaves_out_is_named(function, result, message):
+    rules = Rules(tensors=("last",) if "give last" in message else ())
+    wrong = dataclasses.dataclass(frozen=True)(
+        type("Wrong", (Silent,), {function: result, "rules": rules})
+    )
+    model, optimizer = own(wrong())
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises((TypeError, ValueError), match=message):
+        steps(model, optimizer, 1)
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("name", ["seed", "params"])
