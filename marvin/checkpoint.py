@@ -53,10 +53,13 @@ def save_sharded(
             these, the same in all processes.
 
     Raises:
-        TypeError: ``extra`` or the optimizer's state has something else in it.
+        TypeError: ``extra`` or the optimizer's state has something else in it, or the model's state
+            something that is no tensor (``get_extra_state``).
     """
     from torch.distributed import checkpoint as dcp  # slow to import, and not on every system
 
+    own = model.state_dict()
+    _check_tensors(own, Tensor, "the model's state")
     tensors: dict[str, Tensor] = {}
     state = {"optimizer": optimizer.state_dict(), "extra": dict(extra or {})}
     text = json.dumps({name: _plain(value, name, tensors) for name, value in state.items()})
@@ -67,7 +70,7 @@ def save_sharded(
         dist.barrier()
     with _alone_is_fine():
         dcp.save(
-            {"model": model.state_dict(), "tensors": tensors, "plain": plain},
+            {"model": own, "tensors": tensors, "plain": plain},
             checkpoint_id=str(folder),
         )
 
@@ -84,7 +87,8 @@ def load_sharded(folder: Path | str, model: nn.Module, optimizer: Quantized) -> 
         ``extra``.
 
     Raises:
-        ValueError: The folder holds no whole checkpoint of this kind, or one of another model.
+        ValueError: The folder holds no whole checkpoint of this kind, or one of another model; model and
+            optimizer are as they were.
     """
     from torch.distributed import checkpoint as dcp  # slow to import, and not on every system
 
@@ -93,6 +97,9 @@ def load_sharded(folder: Path | str, model: nn.Module, optimizer: Quantized) -> 
         _check_names(path / ".metadata")
         reader = dcp.FileSystemReader(str(folder))
         known = reader.read_metadata().state_dict_metadata
+        _check_tensors(
+            known, dcp.metadata.TensorStorageMetadata, "the folder"
+        )  # torch unpickles others
         plain = torch.empty(known["plain"].size, dtype=torch.uint8)  # pyright: ignore[reportAttributeAccessIssue]
         with _alone_is_fine():
             dcp.load({"plain": plain}, storage_reader=reader)
@@ -105,10 +112,13 @@ def load_sharded(folder: Path | str, model: nn.Module, optimizer: Quantized) -> 
             for name, value in model.state_dict().items()
             if f"model.{name}" in known or name.rpartition(".")[2] != BUFFER
         }
+        loaded = {name: value.clone() for name, value in own.items()}  # what follows may be refused
         with _alone_is_fine():
-            dcp.load({"model": own, "tensors": tensors}, storage_reader=reader)
+            dcp.load({"model": loaded, "tensors": tensors}, storage_reader=reader)
         state, extra = (_restored(trees[name], tensors) for name in ("optimizer", "extra"))
         optimizer.load_state_dict(state)
+        for name, value in own.items():
+            value.copy_(loaded[name])
     except (Exception, dcp.api.CheckpointException) as error:  # which is no Exception
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -134,6 +144,12 @@ def _check_names(path: Path) -> None:
     """Refuse metadata that torch would run code to read."""
     with path.open("rb") as file:
         _Names(file).load()
+
+
+def _check_tensors(values: Mapping[str, object], kind: type, place: str) -> None:
+    """Refuse anything but tensors, or what describes them."""
+    if wrong := sorted(name for name, value in values.items() if not isinstance(value, kind)):
+        raise TypeError(f"{place} must hold tensors alone, got other values: {', '.join(wrong)}")
 
 
 def _target(name: str, saved: Any, shards: Sequence[Shard]) -> Tensor:

@@ -45,9 +45,46 @@ def test_metadata_run_no_code(saved, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_what_is_said_to_be_no_tensor_runs_no_code(saved, tmp_path, monkeypatch):
+    """torch would unpickle it, whatever stands in its place in the model."""
+    real = torch.distributed.checkpoint.save
+
+    def save(state, **where):
+        changed = {**state["model"], "weight": Evil(tmp_path / "made")}
+        real({**state, "model": changed}, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed.checkpoint, "save", save)
+        marvin.save_sharded(saved, *made())
+    with pytest.raises(ValueError, match=r"folder must hold tensors alone, .*: model\.weight"):
+        marvin.load_sharded(saved, *made())
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_model_with_other_values_is_named(saved):
+    kind = type("Own", (nn.Linear,), {"get_extra_state": lambda _: {"a": 1}})
+    model = kind(3, 2)
+    optimizer = marvin.MSGD(model.named_parameters())
+    with pytest.raises(TypeError, match=r"model's state must hold tensors alone, .*_extra_state"):
+        marvin.save_sharded(saved, model, optimizer)
+    assert marvin.load_sharded(saved, *made()) == {"epoch": 3}  # which is still there
+
+
 def test_another_model_is_named(saved):
     with pytest.raises(ValueError, match=r"whole must hold a whole checkpoint .* of this model"):
         marvin.load_sharded(saved, *made(width=4))
+
+
+def test_what_is_refused_leaves_the_model_as_it_is(saved):
+    model = nn.Linear(3, 2)
+    adam = torch.optim.Adam(model.named_parameters())
+    optimizer = marvin.Quantized(adam, marvin.MarvinPolicy())  # the checkpoint is of SGD
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"of this model and optimizer: .*must be of Adam .*got SGD"
+    ):
+        marvin.load_sharded(saved, model, optimizer)
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
