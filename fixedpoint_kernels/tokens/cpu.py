@@ -282,9 +282,14 @@ def _rotary(d, own, first, samples, tokens):
         for head in range(heads):
             x = floats(x0 + i * d[f.Q_LINE] + head * d[f.Q_STEP], size)
             y = floats(y0 + 4 * (i * heads + head) * size, size)
-            for e in range(half):
-                y[e] = x[e] * cos[e] - x[half + e] * sin[e]
-                y[half + e] = x[half + e] * cos[half + e] + x[e] * sin[half + e]
+            if d[f.IN_PAIRS]:
+                for e in range(0, turned, 2):
+                    y[e] = x[e] * cos[e] - x[e + 1] * sin[e]
+                    y[e + 1] = x[e + 1] * cos[e + 1] + x[e] * sin[e + 1]
+            else:
+                for e in range(half):
+                    y[e] = x[e] * cos[e] - x[half + e] * sin[e]
+                    y[half + e] = x[half + e] * cos[half + e] + x[e] * sin[half + e]
             for e in range(turned, size):
                 y[e] = x[e]
 
@@ -301,9 +306,14 @@ def _rotary_backward(d, own, first, samples, tokens):
             dx = floats(dx0 + i * d[f.Q_LINE] + head * d[f.Q_STEP], size)
             if not d[f.ADDS]:
                 dx[:] = 0
-            for e in range(half):
-                dx[e] += g[e] * cos[e] + g[half + e] * sin[half + e]
-                dx[half + e] += g[half + e] * cos[half + e] - g[e] * sin[e]
+            if d[f.IN_PAIRS]:
+                for e in range(0, turned, 2):
+                    dx[e] += g[e] * cos[e] + g[e + 1] * sin[e + 1]
+                    dx[e + 1] += g[e + 1] * cos[e + 1] - g[e] * sin[e]
+            else:
+                for e in range(half):
+                    dx[e] += g[e] * cos[e] + g[half + e] * sin[half + e]
+                    dx[half + e] += g[half + e] * cos[half + e] - g[e] * sin[e]
             for e in range(turned, size):
                 dx[e] += g[e]
 
@@ -371,18 +381,20 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
                 own + places[f.POWERS],
             )  # fmt: skip
     elif kind == f.NORM:
-        for i in range(rows):
-            kept = d[f.KEPT] + 2 * (row + i) * width if d[f.KEPT] else np.int64(0)
+        before = row * d[f.HEADS]
+        for i in range(rows * d[f.HEADS]):
+            kept = d[f.KEPT] + 2 * (before + i) * width if d[f.KEPT] else np.int64(0)
             passes.normalize(
                 x + 4 * i * width, width, y + 4 * i * width, kept,
-                d[f.INVERSE] + 4 * (row + i), d[f.SCALE], d[f.SHIFT], d[f.CENTRED], r[0], r[1],
+                d[f.INVERSE] + 4 * (before + i), d[f.SCALE], d[f.SHIFT], d[f.CENTRED], r[0], r[1],
             )  # fmt: skip
     elif kind == f.NORM_BACKWARD:
-        for i in range(rows):
+        before = row * d[f.HEADS]
+        for i in range(rows * d[f.HEADS]):
             dx = y + 4 * i * width if d[f.Y] >= 0 else np.int64(0)
             passes.normalize_backward(
-                x + 4 * i * width, width, d[f.KEPT] + 2 * (row + i) * width,
-                d[f.INVERSE] + 4 * (row + i), d[f.SCALE], dx, d[f.ADDS],
+                x + 4 * i * width, width, d[f.KEPT] + 2 * (before + i) * width,
+                d[f.INVERSE] + 4 * (before + i), d[f.SCALE], dx, d[f.ADDS],
                 partial + 4 * d[f.SUMS], partial + 4 * d[f.SUMS2], d[f.CENTRED], r[0],
             )  # fmt: skip
     elif kind == f.CURVE:

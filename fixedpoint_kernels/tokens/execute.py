@@ -12,7 +12,7 @@ from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.llvm.rows import NAN_BIT
 from fixedpoint_kernels.memory import are_float32, is_float32
 from fixedpoint_kernels.tokens import cpu
-from fixedpoint_kernels.tokens.graph import Linear, Rotary
+from fixedpoint_kernels.tokens.graph import Linear, Norm, Operation, Rotary
 from fixedpoint_kernels.tokens.program import Program
 from fixedpoint_kernels.tokens.reference import Parameters
 from fixedpoint_kernels.tokens.rows import Pass
@@ -151,15 +151,8 @@ def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:
     found: list[Tensor] = []
     shapes: list[tuple[int, ...]] = []
     for i, (op, own) in enumerate(zip(program.segment.operations, parameters, strict=True)):
-        width = (program.widths[first + i],)
-        shape = width
-        if isinstance(op, Linear):
-            shape = op.shape[::-1] if op.is_turned else op.shape
-        if isinstance(op, Rotary):
-            shape = width = (program.tokens, op.turned)
-            if op.by_sample:
-                shape = width = (program.samples, *shape)
-        for x, wanted in (own.first, shape), (own.second, width):
+        wanted_shapes = _shapes(op, program.widths[first + i], program.samples, program.tokens)
+        for x, wanted in zip((own.first, own.second), wanted_shapes, strict=True):
             if x is not None:
                 found.append(x)
                 shapes.append(wanted)
@@ -171,6 +164,20 @@ def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:
                 "hooks on saved tensors must give back what they got, contiguous float32 of "
                 f"shape {tuple(wanted)}, got {x.dtype} of shape {tuple(x.shape)}"
             )
+
+
+def _shapes(
+    op: Operation, width: int, samples: int, tokens: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of an operation's two parameters."""
+    if isinstance(op, Linear):
+        return op.shape[::-1] if op.is_turned else op.shape, (width,)
+    if isinstance(op, Rotary):
+        shape = tokens, op.turned
+        own = (samples, *shape) if op.by_sample else shape
+        return own, own
+    size = op.size if isinstance(op, Norm) and op.size is not None else width
+    return (size,), (size,)
 
 
 def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:

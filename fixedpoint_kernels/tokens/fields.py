@@ -20,20 +20,20 @@ which holds the rows of one chunk.
     GRAD_CODES, SCALES, WEIGHT_FL, SEED, STREAM, SECOND_STREAM, SUM_POWERS, FACTORS,
     # of norms, activation functions and products
     KEPT, OTHER_KEPT, INVERSE, SCALE, SHIFT, CENTRED, CURVE_NUMBER,
-    # of attention: queries, keys and values, and their gradients
+    # of attention: queries, keys and values, and their gradients; of norms, too: heads
     Q, Q_ROW, Q_STEP, K, K_ROW, K_STEP, V, V_ROW, V_STEP, Q_LINE, K_LINE, V_LINE,
     Q_START, K_START, V_START,
     DQ, DQ_ROW, DK, DK_ROW, DV, DV_ROW, DK_ADDS, DV_ADDS, HEADS, SIZE, CAUSAL, GROUPS,
     # of rotary embeddings, whose part is that of queries
-    COS, SIN, TURNED, BY_SAMPLE,
+    COS, SIN, TURNED, BY_SAMPLE, IN_PAIRS,
     # of gradients of weights; how they lie, see ``by_outputs.write_weights``
     OUT, LSB, LIES,
     # what tiles must know of codes, see ``tiles.kind_of_bytes``
     BYTES,
     # below which 16 random bits make a 0; 0: no dropout
     THRESHOLD,
-) = range(74)  # fmt: skip
-COUNT = 74
+) = range(75)  # fmt: skip
+COUNT = 75
 
 # parts of a thread's memory
 WORK, ROUNDED, POWERS, HEAD, LOCAL = range(5)

@@ -76,16 +76,18 @@ class Linear(_OfOne):
 
 @dataclass(frozen=True)
 class Norm(_OfOne):
-    """Layer normalisation of the features of each token.
+    """Layer normalisation of the features of each token, or of each of its heads.
 
     Args:
         source: Number of the value that it takes.
         eps: Added to the variance, or to the mean square.
         centred: Whether the mean is taken off first; without, it is RMS normalisation, which has no shift.
+        size: Features of a head, a multiple of 16; all heads share scale and shift. None: all features are one.
     """
 
     eps: float = 1e-5
     centred: bool = True
+    size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Rotary:
     """Rotary position embedding of the heads in a part of a value; in the result they lie side by side.
 
     Of a head the first ``turned`` features, in halves (a, b), become (a, b) * cos + (-b, a) * sin; the others
-    stay. Each call gives cosines and sines, of (tokens, turned) or (samples, tokens, turned).
+    stay. In pairs, neighbours are a and b. Each call gives cosines and sines, of (tokens, turned) or (samples, tokens, turned).
 
     Args:
         part: Where the heads lie, in a value that a linear layer makes.
@@ -149,6 +151,7 @@ class Rotary:
         size: Features of a head, a multiple of 16.
         turned: How many of them are turned, even.
         by_sample: Whether samples have cosines and sines of their own.
+        in_pairs: Whether features lie as (a0, b0, a1, b1, ...).
     """
 
     part: Part
@@ -156,6 +159,7 @@ class Rotary:
     size: int
     turned: int
     by_sample: bool = False
+    in_pairs: bool = False
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -275,10 +279,12 @@ class Segment:
 
     def _check(self, op: Operation, widths: list[int]) -> None:
         if isinstance(op, Linear):
-            if op.shape[1] != widths[op.source]:
-                raise ValueError(f"{op} takes {widths[op.source]} features")
-            if op.inputs.wl > 8 or op.weight.wl > 8 or not op.weight.signed:
-                raise ValueError(f"formats must have 8 bits or fewer, weights signed, got {op}")
+            _check_linear(op, widths[op.source])
+        elif isinstance(op, Norm) and op.size is not None:
+            if op.size < 16 or op.size % 16 or widths[op.source] % op.size:
+                raise ValueError(
+                    f"heads must have a multiple of 16 features, of {widths[op.source]}, got {op}"
+                )
         elif isinstance(op, Add | Multiply) and widths[op.source] != widths[op.other]:
             raise ValueError(f"{op} takes {widths[op.source]} and {widths[op.other]} features")
         elif isinstance(op, Attention):
@@ -297,3 +303,10 @@ class Segment:
         end = part.start + (heads - 1) * part.step + size
         if part.value < len(self.inputs) or end > widths[part.value]:
             raise ValueError(f"{part} does not lie in a value that an operation makes")
+
+
+def _check_linear(op: Linear, width: int) -> None:
+    if op.shape[1] != width:
+        raise ValueError(f"{op} takes {width} features")
+    if op.inputs.wl > 8 or op.weight.wl > 8 or not op.weight.signed:
+        raise ValueError(f"formats must have 8 bits or fewer, weights signed, got {op}")

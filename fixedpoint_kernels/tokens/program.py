@@ -170,8 +170,10 @@ class Program:
                 self.scales[i] = self._take(self.samples, np.float64)
                 self.grad_codes[i] = self._take(n * width + 64)
             elif isinstance(op, Norm):
-                self.extra[i], self.inverses[i] = self._bfloat16(n * width), self._keep(4 * n)
-                self.partials[i] = self._partial(width), self._partial(width)
+                size = op.size or width
+                self.extra[i] = self._bfloat16(n * width)
+                self.inverses[i] = self._keep(4 * n * (width // size))
+                self.partials[i] = self._partial(size), self._partial(size)
             elif isinstance(op, Curved | Multiply):
                 self.extra[i] = self._bfloat16(n * width)
                 if isinstance(op, Multiply):
@@ -284,8 +286,8 @@ class Program:
             rows.add(f.LINEAR, more, *numbers)
         elif isinstance(op, Norm):
             more |= {"SCALE": Given("first", i), "SHIFT": Given("second", i)}
-            more |= {"KEPT": self.extra[i], "INVERSE": self.inverses[i], "CENTRED": op.centred}
-            rows.add(f.NORM, more, self.widths[v], op.eps)
+            more |= self._normalizing(i, op)
+            rows.add(f.NORM, more, op.size or self.widths[v], op.eps)
         elif isinstance(op, Add):
             rows.add(f.ADD, more | self._operand("OTHER", where[op.other], op.other))
         elif isinstance(op, Dropout):
@@ -304,11 +306,18 @@ class Program:
         """Return what a pass of attention needs to know in both directions."""
         return {"HEADS": op.heads, "SIZE": op.size, "CAUSAL": op.causal, "GROUPS": op.groups}
 
+    def _normalizing(self, i: int, op: Norm) -> dict[str, Number]:
+        """Return the same of a norm."""
+        width = self.widths[self._count + i]
+        size = op.size or width
+        kept: dict[str, Number] = {"KEPT": self.extra[i], "INVERSE": self.inverses[i]}
+        return kept | {"WIDTH": size, "HEADS": width // size, "CENTRED": op.centred}
+
     def _turning(self, i: int, op: Rotary) -> dict[str, Number]:
         """Return the same of a rotary embedding."""
         tables: dict[str, Number] = {"COS": Given("first", i), "SIN": Given("second", i)}
         sizes = {"HEADS": op.heads, "SIZE": op.size, "TURNED": op.turned}
-        return tables | sizes | {"BY_SAMPLE": op.by_sample}
+        return tables | sizes | {"BY_SAMPLE": op.by_sample, "IN_PAIRS": op.in_pairs}
 
     def _chance(self, i: int, odds: Odds | None) -> dict[str, Number]:
         """Return what decides which numbers become 0."""
@@ -372,10 +381,9 @@ class Program:
         elif isinstance(op, Norm):
             needed = self._needs_gradient(op.source)
             more |= self._contribute(rows, op.source, "Y") if needed else {"Y": -1}
-            more |= {"KEPT": self.extra[i], "INVERSE": self.inverses[i], "CENTRED": op.centred}
-            more |= {"SCALE": Given("first", i)}
+            more |= self._normalizing(i, op) | {"SCALE": Given("first", i)}
             more |= dict(zip(("SUMS", "SUMS2"), self.partials[i], strict=True))
-            rows.add(f.NORM_BACKWARD, more, self.widths[v])
+            rows.add(f.NORM_BACKWARD, more, op.size or self.widths[v])
         elif isinstance(op, Add | Multiply):
             self._undo_pair(rows, i, op, more)
         elif self._needs_gradient(op.source):

@@ -93,8 +93,9 @@ def _forward(
         return attend(_dropped(scores, kept, op.odds), v).transpose(1, 2).flatten(2), (kept,)
     if isinstance(op, Rotary):
         x, (cos, sin) = _heads(values[op.part.value], op.part, op.heads, op.size), _tables(own, op)
-        a, b, rest = x.split([op.turned // 2, op.turned // 2, op.size - op.turned], -1)
-        turned = torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin
+        turned, rest = x.split([op.turned, op.size - op.turned], -1)
+        a, b = _halves(turned, op)
+        turned = turned * cos + _joined(-b, a, op) * sin
         return torch.cat([turned, rest], -1).transpose(1, 2).flatten(2), ()
     x = values[op.source]
     if isinstance(op, Linear):
@@ -107,10 +108,10 @@ def _forward(
         y = products.linear(codes, weight, exponents=-op.inputs.fl - op.weight.fl - shifts)
         return (y if own.second is None else y + own.second.detach()), (codes, inside, weight)
     if isinstance(op, Norm):
-        found, inverse = normalize(x, op.eps, centred=op.centred)
+        found, inverse = normalize(_groups(x, op), op.eps, centred=op.centred)
         y = found * (1.0 if own.first is None else own.first.detach())
         y = y + (0.0 if own.second is None else own.second.detach())
-        return y, (found.bfloat16().float(), inverse)
+        return y.view(x.shape), (found.bfloat16().float(), inverse)
     if isinstance(op, Curved):
         return op.curve.value(x), (x.bfloat16().float(),)
     if isinstance(op, Multiply):
@@ -139,6 +140,11 @@ def _kept_scores(scores: Tensor, odds: Odds, own: Parameters) -> Tensor:
 def _shifts(own: Parameters, op: Linear) -> Tensor:
     """Return how many fractional bits more each output has, int32."""
     return torch.tensor(own.shifts or (0,) * op.shape[0], dtype=torch.int32)
+
+
+def _groups(x: Tensor, op: Norm) -> Tensor:
+    """Return values as (samples, tokens, heads, features); one head where all features are normalised together."""
+    return x.unflatten(-1, (-1, op.size or x.shape[-1]))
 
 
 def normalize(x: Tensor, eps: float, *, centred: bool = True) -> tuple[Tensor, Tensor]:
@@ -234,12 +240,12 @@ def _backward(
     if isinstance(op, Linear):
         return _linear_backward(op, made, own, g)
     if isinstance(op, Norm):
-        normal, inverse = made
+        (normal, inverse), shape, g = made, g.shape, _groups(g, op)
         scaled = g if own.first is None else g * own.first.detach()
         first = scaled.mean(-1, keepdim=True) if op.centred else 0.0
         second = (scaled * normal).mean(-1, keepdim=True)
-        back = (scaled - first - normal * second) * inverse
-        return [(op.source, back)], ((g * normal).sum((0, 1)), g.sum((0, 1)))
+        back = ((scaled - first - normal * second) * inverse).view(shape)
+        return [(op.source, back)], ((g * normal).sum((0, 1, 2)), g.sum((0, 1, 2)))
     if isinstance(op, Curved):
         return [(op.source, g * op.curve.slope(made[0]))], (None, None)
     if isinstance(op, Multiply):
@@ -258,11 +264,22 @@ def _backward(
 def _rotary_backward(op: Rotary, kept: Kept, own: Parameters, g: Tensor) -> Tensor:
     g, (cos, sin) = g.unflatten(-1, (op.heads, op.size)).transpose(1, 2), _tables(own, op)
     turned, rest = g.split([op.turned, op.size - op.turned], -1)
-    a, b = (turned * sin).chunk(2, -1)
-    way = torch.cat([turned * cos + torch.cat([b, -a], -1), rest], -1)
+    a, b = _halves(turned * sin, op)
+    way = torch.cat([turned * cos + _joined(b, -a, op), rest], -1)
     found = torch.zeros_like(kept.values[op.part.value])
     _add_heads(found, op.part, way)
     return found
+
+
+def _halves(x: Tensor, op: Rotary) -> tuple[Tensor, Tensor]:
+    """Return the features that are turned with each other."""
+    half = op.turned // 2
+    return (x[..., ::2], x[..., 1::2]) if op.in_pairs else (x[..., :half], x[..., half:])
+
+
+def _joined(a: Tensor, b: Tensor, op: Rotary) -> Tensor:
+    """Return features in one row again."""
+    return torch.stack([a, b], -1).flatten(-2) if op.in_pairs else torch.cat([a, b], -1)
 
 
 def _add_heads(found: Tensor, part: Part, way: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Attention in a traced graph, and rotary position embeddings before it: where heads lie among features.
+"""Attention in a traced graph, and what is done to heads before it: where they lie among features.
 
 Their nodes run on the numbers of places instead of values: that tells where a number comes from, however
 code has moved it.
@@ -15,16 +15,34 @@ from torch.fx.node import Argument, map_arg
 
 from fixedpoint_kernels import tokens
 from fixedpoint_kernels.tokens import Odds, Part
+from marvin.integer.nodes import casts
 
-__all__ = ["Heads", "Places", "Turn", "Turned"]
+__all__ = ["HeadNorm", "Heads", "Layout", "Places", "Turn", "Turned"]
 
 _FAILURES = RuntimeError, TypeError, ValueError, IndexError, KeyError
+
+
+class Layout(NamedTuple):
+    """How the node of a value lies that has heads as a dimension.
+
+    Args:
+        size: Features of a head.
+        heads_first: Whether heads come before tokens.
+    """
+
+    size: int
+    heads_first: bool
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return (samples, tokens, features) so."""
+        x = x.unflatten(-1, (-1, self.size))
+        return x.transpose(1, 2) if self.heads_first else x
 
 
 class _Value(NamedTuple):
     number: int
     width: int
-    turn: "Turn | None"
+    layout: Layout | None
 
 
 class Places:
@@ -39,22 +57,22 @@ class Places:
         self.samples, self.tokens = min(samples, 2), tokens
         self.values: dict[fx.Node, _Value] = {}
 
-    def add(self, node: fx.Node, number: int, width: int, turn: "Turn | None" = None) -> None:
-        """Add a value; the node of a rotary position embedding has heads as a dimension."""
-        self.values[node] = _Value(number, width, turn)
+    def add(self, node: fx.Node, number: int, width: int, layout: Layout | None = None) -> None:
+        """Add a value; ``layout``: of its node, where that has heads as a dimension."""
+        self.values[node] = _Value(number, width, layout)
 
     def of(self, nodes: set[fx.Node]) -> dict[fx.Node, Argument]:
         """Return the numbers of the places of those nodes that have values."""
         found: dict[fx.Node, Argument] = {}
         for node in nodes & self.values.keys():
-            _, width, turn = self.values[node]
-            shape = self.samples, self.tokens, width
-            own = torch.arange(self.samples * self.tokens * width).view(shape)
-            if turn is not None:
-                own = own.unflatten(-1, (-1, turn.operation.size))
-                own = own.transpose(1, 2) if turn.heads_first else own
-            found[node] = own
+            own, layout = self.plain(node), self.values[node].layout
+            found[node] = own if layout is None else layout.of(own)
         return found
+
+    def plain(self, node: fx.Node) -> Tensor:
+        """Return the numbers of the places of a value, (samples, tokens, features)."""
+        shape = self.samples, self.tokens, self.values[node].width
+        return torch.arange(math.prod(shape)).view(shape)
 
     def source(self, node: fx.Node) -> _Value:
         """Return the value that a node is a part of."""
@@ -144,11 +162,43 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class HeadNorm:
+    """A norm of each head of a value in a graph.
+
+    Args:
+        layer: Node of the value whose heads are normalised: a linear layer, or heads that are turned.
+        size: Features of a head.
+        nodes: That make heads of what it gives, in order, and the norm.
+    """
+
+    layer: fx.Node
+    size: int
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def bases(self) -> set[fx.Node]:
+        """Nodes of which it takes values, or shapes."""
+        return _bases(self.nodes)
+
+    def layout(self, places: Places) -> Layout | None:
+        """Return how the heads lie; None where what is normalised is something else."""
+        value, env = places.plain(self.layer), places.of(self.bases)
+        found = _last(self.nodes[:-1], env) if self.nodes[1:] else env[self.layer]
+        if not isinstance(found, Tensor) or value.shape[-1] % self.size:
+            return None
+        for layout in (Layout(self.size, False), Layout(self.size, True)):
+            wanted = layout.of(value)
+            if found.shape == wanted.shape and torch.equal(found, wanted):
+                return layout
+        return None
+
+
+@dataclass(frozen=True)
 class Turned:
     """A rotary position embedding in a graph.
 
     Args:
-        layer: Node of the linear layer whose heads are turned.
+        layer: Node of the value whose heads are turned: a linear layer, or a norm behind one.
         tables: Nodes of cosines and sines, or of sines and cosines.
         nodes: That make the result of these, in order, it the last.
     """
@@ -217,13 +267,13 @@ class Turned:
         cos, sin = (torch.randint(1, 9, (count,), generator=draws) for _ in range(2))
         y = run(cos, sin)
         cos, sin = (own.view(-1, 1, length, turned) for own in (cos, sin))
-        a, b, same = x.split([turned // 2, turned // 2, size - turned], -1)
-        own = torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin
-        wanted = torch.cat([own, same], -1)
-        if y is None or not torch.equal(y, wanted if heads_first else wanted.transpose(1, 2)):
-            return None
-        operation = tokens.Rotary(part, heads, size, turned, by_sample)
-        return Turn(operation, is_swapped, heads_first)
+        moving, same = x.split([turned, size - turned], -1)
+        for in_pairs in (False, True):
+            own = torch.cat([moving * cos + _crossed(moving, in_pairs) * sin, same], -1)
+            if y is not None and torch.equal(y, own if heads_first else own.transpose(1, 2)):
+                operation = tokens.Rotary(part, heads, size, turned, by_sample, in_pairs)
+                return Turn(operation, is_swapped, Layout(size, heads_first))
+        return None
 
 
 class Turn(NamedTuple):
@@ -232,12 +282,20 @@ class Turn(NamedTuple):
     Args:
         operation: Of the chain.
         is_swapped: Whether the first of its tables has the sines.
-        heads_first: Whether its node has heads before tokens.
+        layout: Of its node.
     """
 
     operation: tokens.Rotary
     is_swapped: bool
-    heads_first: bool
+    layout: Layout
+
+
+def _crossed(x: Tensor, in_pairs: bool) -> Tensor:
+    """Return of features (a, b) in halves, or in pairs, (-b, a)."""
+    if in_pairs:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
 
 
 def _bases(nodes: tuple[fx.Node, ...]) -> set[fx.Node]:
@@ -270,6 +328,8 @@ def _last(nodes: tuple[fx.Node, ...], env: dict[fx.Node, Argument]) -> Argument:
 
 def _evaluated(node: fx.Node, env: dict[fx.Node, Argument]) -> Argument:
     args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+    if casts(node):  # float32 does not hold the number of each place
+        return args[0]
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)

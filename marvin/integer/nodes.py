@@ -19,7 +19,9 @@ from marvin.integer.layers import IntegerLinear
 
 __all__ = [
     "arguments_of",
+    "asks_dtype",
     "asks_shape",
+    "casts",
     "computes",
     "concatenation",
     "curve_of",
@@ -122,6 +124,23 @@ def asks_shape(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in ("size", "dim", "numel")
     return node.target is getattr and node.args[1] in ("shape", "ndim")
+
+
+def asks_dtype(node: fx.Node) -> bool:
+    """Say whether a node asks for the dtype of another."""
+    return node.target is getattr and node.args[1] == "dtype"
+
+
+def casts(node: fx.Node) -> bool:
+    """Say whether a node makes float32 of another, or the dtype that a third has: nothing, where all are float32."""
+    if node.op != "call_method" or node.target not in ("float", "to", "type_as"):
+        return False
+    given = [*node.args[1:], *node.kwargs.values()]
+    if node.target == "float" or len(given) != 1 or [*node.kwargs] not in ([], ["dtype"]):
+        return node.target == "float" and not given
+    if isinstance(given[0], fx.Node):
+        return node.target == "type_as" or asks_dtype(given[0])
+    return given[0] is torch.float32
 
 
 def drop_assertions(graph: fx.Graph) -> None:

@@ -191,6 +191,8 @@ class Sizes:
             return self._piece(node.args[0]) or self._part(*node.args)
         if node.target in _JOINS:
             return self._joined(*node.args, **node.kwargs)
+        if node.target is torch.stack:
+            return self._stacked(*node.args, **node.kwargs)
         first = self._shape(node.args[0]) if node.args else None
         return None if first is None else self._made(node, first)
 
@@ -212,6 +214,10 @@ class Sizes:
             return self._viewed(first, node.args[1:])
         if node.target in ("unsqueeze", torch.unsqueeze):
             return _longer(first, *node.args[1:])
+        if node.target in ("flatten", torch.flatten):
+            return _flat(first, *node.args[1:], **node.kwargs)
+        if node.target in ("repeat_interleave", torch.repeat_interleave):
+            return _repeated(first, *node.args[1:], **node.kwargs)
         return first if node.target in _SAME else None
 
     def _piece(self, node: object) -> _Shape | None:
@@ -226,7 +232,7 @@ class Sizes:
         return tuple(found)
 
     def _part(self, node: object, key: object) -> _Shape | None:
-        """Return the shape of ``x[..., begin:end]``."""
+        """Return the shape of ``x[..., begin:end:step]``."""
         shape = self._shape(node)
         if shape is None or not isinstance(key, tuple) or len(key) != 2 or key[0] is not ...:
             return None
@@ -235,11 +241,12 @@ class Sizes:
             return None
         begin = 0 if cut.start is None else self._whole(cut.start)
         end = last if cut.stop is None else self._whole(cut.stop)
-        if begin is None or cut.step is not None:
+        step = 1 if cut.step is None else self._whole(cut.step)
+        if begin is None or not step:
             return *shape[:-1], None
         if not isinstance(last, int) or not isinstance(end, int):
             return *shape[:-1], None
-        return *shape[:-1], len(range(last)[begin:end])
+        return *shape[:-1], len(range(last)[begin:end:step])
 
     def _joined(self, tensors: object = (), dim: object = 0, **others: object) -> _Shape | None:
         """Return the shape of tensors one behind the other."""
@@ -253,6 +260,16 @@ class Sizes:
         sizes = [n for own in known if isinstance(n := own[dim], int)]
         found[dim] = sum(sizes) if len(sizes) == len(known) else None
         return tuple(found)
+
+    def _stacked(self, tensors: object = (), dim: object = 0) -> _Shape | None:
+        """Return the shape of tensors side by side in a new dimension."""
+        if not isinstance(tensors, tuple | list) or not tensors or not isinstance(dim, int):
+            return None
+        shape = self._shape(tensors[0])
+        found = None if shape is None else _longer(shape, dim)
+        return found and tuple(
+            len(tensors) if d == dim % len(found) else n for d, n in enumerate(found)
+        )
 
     def _whole(self, own: object) -> int | None:
         """Return a number, or that of a node that has one."""
@@ -320,6 +337,28 @@ def _left(shape: _Shape, sizes: Sequence[_Known]) -> _Known:
     if symbols:
         return symbols[0] if before == after else None
     return before // after if before % after == 0 else None
+
+
+def _flat(shape: _Shape, start_dim: object = 0, end_dim: object = -1) -> _Shape | None:
+    """Return the shape where some dimensions are one."""
+    dims = [d for d in (start_dim, end_dim) if isinstance(d, int) and -len(shape) <= d < len(shape)]
+    if len(dims) != 2:
+        return None
+    first, last = (d % len(shape) for d in dims)
+    sizes = [n for n in shape[first : last + 1] if isinstance(n, int)]
+    size = math.prod(sizes) if len(sizes) == last + 1 - first else None
+    return *shape[:first], size, *shape[last + 1 :]
+
+
+def _repeated(shape: _Shape, repeats: object, dim: object = None) -> _Shape | None:
+    """Return the shape where what lies along a dimension is there some times."""
+    if not isinstance(repeats, int) or not isinstance(dim, int):
+        return None
+    if not -len(shape) <= dim < len(shape):
+        return None
+    found, size = [*shape], shape[dim]
+    found[dim] = size * repeats if isinstance(size, int) else None
+    return tuple(found)
 
 
 def _longer(shape: _Shape, dim: object = None) -> _Shape | None:

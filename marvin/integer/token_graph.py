@@ -16,9 +16,17 @@ from torch import Tensor, fx, nn
 from fixedpoint_kernels._torch_private import tensor_of
 from fixedpoint_kernels.forward_save.known import known
 from fixedpoint_kernels.tokens import Curve, Odds
-from marvin.integer.heads import Heads, Turned
+from marvin.integer.heads import HeadNorm, Heads, Turned
 from marvin.integer.layers import features_of, is_linear
-from marvin.integer.nodes import asks_shape, computes, curve_of, is_rms_norm, plain
+from marvin.integer.nodes import (
+    asks_dtype,
+    asks_shape,
+    casts,
+    computes,
+    curve_of,
+    is_rms_norm,
+    plain,
+)
 
 __all__ = ["Member", "RowNorm", "TokenChain", "find"]
 
@@ -34,7 +42,15 @@ _FUNCTIONS = (
     operator.getitem, operator.floordiv, operator.mul, operator.add, operator.sub, operator.truediv,
     int,
 )  # fmt: skip
-_TURNS = operator.neg, torch.neg, torch.sub, torch.cat, "neg", "sub"  # with sums and products
+_TURNS = (
+    operator.neg,
+    torch.neg,
+    torch.sub,
+    torch.cat,
+    torch.stack,
+    "neg",
+    "sub",
+)  # with sums, products
 _ATTENTION = F.scaled_dot_product_attention
 
 
@@ -53,6 +69,7 @@ class Member:
         odds: Of dropout.
         curve: What an activation function is.
         norm: What a norm is.
+        head_norm: Of a norm of heads.
     """
 
     node: fx.Node
@@ -64,6 +81,7 @@ class Member:
     odds: Odds | None = None
     curve: Curve | None = None
     norm: "RowNorm | None" = None
+    head_norm: HeadNorm | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -72,9 +90,9 @@ class Member:
         return (self.node,) if moves is None else moves.nodes
 
     @property
-    def moves(self) -> Heads | Turned | None:
+    def moves(self) -> Heads | Turned | HeadNorm | None:
         """What knows where heads lie."""
-        return self.heads or self.turned
+        return self.heads or self.turned or self.head_norm
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -117,16 +135,23 @@ class TokenChain:
 
     @property
     def apart(self) -> list[Member]:
-        """Members whose heads take their shape from a value that is not the chain's."""
+        """Members whose heads take their shape from a value that is not the chain's, or leave it as a dimension."""
         known = {*self.inputs, *(member.node for member in self.members)}
-        return [own for own in self.members if own.moves and not own.moves.bases <= known]
+        leaving = {*self.outputs}
+        return [
+            own
+            for own in self.members
+            if own.moves
+            and (not own.moves.bases <= known or (own.heads is None and own.node in leaving))
+        ]
 
     @property
     def replaced(self) -> set[fx.Node]:
         """Nodes that the chain computes; sizes and heads that others take too are computed for these once more."""
         found = {node for member in self.members for node in member.nodes} | set(self.same)
-        views = [n for own in self.members if own.heads for n in own.heads.before]
-        views = [n for own in self.members if own.turned for n in own.turned.nodes[:-1]] + views
+        views = [n for own in self.members if own.head_norm for n in own.head_norm.nodes[:-1]]
+        views += [n for own in self.members if own.turned for n in own.turned.nodes[:-1]]
+        views += [n for own in self.members if own.heads for n in own.heads.before]
         for node in reversed(views):  # users come later
             if any(user not in found for user in node.users):
                 found.discard(node)
@@ -158,6 +183,7 @@ class _Search:
         self.members: dict[fx.Node, Member] = {}
         self.of_layers: dict[fx.Node, bool] = {}  # see _is_of_layer
         self.norms: dict[nn.Module, RowNorm | None] = {}
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
 
     def chains(self) -> list[TokenChain]:
         for node in (n for n in self.graph.nodes if n not in self.others):
@@ -242,8 +268,10 @@ class _Search:
             return Member(node, "curve", source, name if own else "", curve=curve)
         if own is not None:
             kind = self._kind(node) if len(inputs) == 1 and plain(node) else ""
-            source = (self._real(inputs[0]),) if kind else ()
-            return Member(node, kind, source, name, norm=self._norm(own)) if kind else None
+            norm = self._norm(own) if kind == "norm" else None
+            heads = None if norm is None else self._head_norm(node, norm)
+            source = (self._real(inputs[0]) if heads is None else heads.layer,) if kind else ()
+            return Member(node, kind, source, name, norm=norm, head_norm=heads) if kind else None
         if node.target in _RELUS and len(inputs) == 1 and plain(node):
             return Member(node, "relu", (self._real(inputs[0]),))
         kind = "add" if node.target in _ADDS else "multiply" if node.target in _PRODUCTS else ""
@@ -269,14 +297,33 @@ class _Search:
             if not isinstance(own, fx.Node) or not self._gather(own, before):
                 return None
         after = self._after(node, before)
-        order = {n: i for i, n in enumerate(self.graph.nodes)}
-        first = tuple(sorted(before, key=order.__getitem__))
+        first = self._in_order(before)
         q, k, v = (own for own in wanted if isinstance(own, fx.Node))
         return Heads(node, (q, k, v), first, after, causal, scale, Odds(p) if p else None, shares)
 
+    def _head_norm(self, node: fx.Node, norm: "RowNorm") -> HeadNorm | None:
+        """Return what is known of a norm of each head that a linear layer makes, or that is turned; None where it is none."""
+        (first,) = node.all_input_nodes
+        before: dict[fx.Node, None] = {}
+        if not self._turn(first):
+            before[first] = None
+            views = _is_view(first) and [self._gather(n, before) for n in first.all_input_nodes]
+            if not views or not all(views):
+                return None
+        layer = self._source(first)
+        own = self._of(layer)
+        if own is not None and (not is_linear(own) or features_of(own)[0] == norm.features):
+            return None
+        if layer not in self.members:
+            return None
+        return HeadNorm(layer, norm.features, (*self._in_order(before), node))
+
+    def _in_order(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+        return tuple(sorted(nodes, key=self.order.__getitem__))
+
     def _source(self, node: fx.Node) -> fx.Node:
-        """Return the member that made what a node is a part of."""
-        while node.op != "call_module" and not self._is_rotary(node):
+        """Return the member that made what a node is a part of, or what came in."""
+        while node.op not in ("call_module", "placeholder") and not self._is_rotary(node):
             node = node.all_input_nodes[0]
         return node
 
@@ -298,8 +345,8 @@ class _Search:
         layers = [n for n in ends if n in self.members]
         if len(layers) != 1 or len(tables) != 2:
             return False
-        order = sorted(inner, key=[*self.graph.nodes].index)
-        turned = Turned(layers[0], (tables[0], tables[1]), tuple(order))
+        order = self._in_order(inner)
+        turned = Turned(layers[0], (tables[0], tables[1]), order)
         for own in order:
             self.members.pop(own, None)
         self.members[node] = Member(node, "rotary", (layers[0],), turned=turned)
@@ -323,12 +370,12 @@ class _Search:
         if node in inner:
             return True
         inputs = node.all_input_nodes
-        if asks_shape(node):
+        if asks_shape(node) or asks_dtype(node):
             inner[node] = None
             return self._is_base(inputs[0]) or self._trail(inputs[0], inner, ends, tables)
         member = self.members.get(node)
         is_table = node in tables if tables else not (self._is_of_layer(node) or _is_number(node))
-        if is_table or (member is not None and member.kind == "linear"):
+        if is_table or (member is not None and member.kind in ("linear", "norm")):
             ends[node] = None
             return True
         if not _is_view(node) and node.target not in (*_ADDS, *_PRODUCTS, *_TURNS):
@@ -370,7 +417,7 @@ class _Search:
         """Gather nodes that change shapes, up to layers; say whether there are no others."""
         if node in found or self._turn(node) or self._is_base(node):
             return True
-        is_shape = asks_shape(node)
+        is_shape = asks_shape(node) or asks_dtype(node)
         if not (_is_view(node) or is_shape):
             return False
         found[node] = None
@@ -396,7 +443,7 @@ class _Search:
         if member.moves is not None:
             kinds = {self.members[source].kind for source in inside}
             known = all(n in self.members or self._is_taken(n) for n in member.moves.bases)
-            is_whole = len(inside) == len(member.sources) and kinds <= {"linear", "rotary"}
+            is_whole = len(inside) == len(member.sources) and kinds <= {"linear", "norm", "rotary"}
             return is_whole and known and (member.heads is not None or self._only_attends(member))
         if member.kind in ("linear", "norm"):
             return True
@@ -408,8 +455,9 @@ class _Search:
         return bool(inside) and all(map(self._is_taken, outside))
 
     def _only_attends(self, member: Member) -> bool:
-        """Say whether attention alone takes a value, and others its shape at most: its node has heads as a dimension."""
-        attending = {n for own in self.members.values() if own.heads for n in own.nodes}
+        """Say whether heads alone are taken of a value, and others take its shape at most: its node has them as a dimension."""
+        others = (own for own in self.members.values() if own.moves)
+        attending = {n for own in others for n in own.nodes}
         return all(user in attending for user in member.node.users)
 
     def _is_taken(self, node: fx.Node) -> bool:
@@ -455,8 +503,7 @@ class _Search:
         return max(levels[n] for n in self.members[node].nodes)
 
     def _chain(self, members: list[Member]) -> TokenChain:
-        order = {n: i for i, n in enumerate(self.graph.nodes)}
-        members = sorted(members, key=lambda member: order[member.node])
+        members = sorted(members, key=lambda member: self.order[member.node])
         chain = TokenChain(members)
         made = {member.node for member in members}
         chain.same = {n: real for n, real in self.same.items() if real in made}
@@ -514,7 +561,7 @@ def _row_norm(own: nn.Module) -> RowNorm | None:
 
 def _is_view(node: fx.Node) -> bool:
     if node.op == "call_method":
-        return node.target in _VIEWS
+        return node.target in _VIEWS or casts(node)
     scales = any(isinstance(own, float) for own in node.args)
     return node.op == "call_function" and node.target in _FUNCTIONS and not scales
 

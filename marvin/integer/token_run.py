@@ -225,7 +225,7 @@ class TokenRun(nn.Module):
             return None
         if any(table.requires_grad for table in tables):
             return None
-        has_heads = any(member.heads is not None for member in self.chain.members)
+        has_heads = any(member.moves is not None for member in self.chain.members)
         count = xs[0].shape[:-1].numel() // len(xs[0])
         if has_heads and xs[0].dim() != 3:
             return None
@@ -257,7 +257,7 @@ class TokenRun(nn.Module):
         widths, found, turns = list(inputs), [], []
         chosen = iter(self._products or ())
         for member, own in zip(self.chain.members, self.own, strict=True):
-            turn = None
+            turn, layout = None, None
             if member.turned is not None:
                 turn = member.turned.turn(places, tables, batch)
                 operation = turn and turn.operation
@@ -266,15 +266,19 @@ class TokenRun(nn.Module):
             else:
                 sources = [places.values[node].number for node in member.sources]
                 operation = _operation(member, own, chosen, widths, sources)
+            if member.head_norm is not None:
+                layout = member.head_norm.layout(places)
+                operation = layout and operation
             if operation is None:
                 return None
             if turn is not None:
                 turns.append((len(found), turn))
+                layout = turn.layout
             found.append(operation)
             width = tokens.width_of(operation, widths)
             same = [node for node, real in self.chain.same.items() if real is member.node]
             for node in (member.node, *same):
-                places.add(node, len(widths), width, turn)
+                places.add(node, len(widths), width, layout)
             widths.append(width)
         outputs = tuple(places.values[node].number for node in self.chain.outputs)
         try:
@@ -349,6 +353,8 @@ def _operation(
         return tokens.Linear(sources[0], product.inputs, *rest, *lies)
     if member.norm is not None:
         features, eps, centred, _ = member.norm
+        if member.head_norm is not None:
+            return tokens.Norm(sources[0], eps, centred, features)
         return tokens.Norm(sources[0], eps, centred) if features == widths[sources[0]] else None
     if member.odds is not None:
         return tokens.Dropout(sources[0], member.odds)

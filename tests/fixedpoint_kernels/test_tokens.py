@@ -143,6 +143,24 @@ def turned():
     return Segment((32,), operations, (9,))
 
 
+def normed_heads():
+    """Heads of queries and keys are normalised, then turned; keys by layer norm, in one part the whole value."""
+    operations = (
+        Linear(0, SIGNED, WEIGHT, (64, 32)),
+        Linear(0, SIGNED, WEIGHT, (32, 32)),
+        Linear(0, SIGNED, WEIGHT, (32, 32)),
+        Norm(1, 1e-6, centred=False, size=16),
+        Norm(2, size=16),
+        Norm(3, size=32),
+        Rotary(Part(4, 0, 16), 4, 16, 16),
+        Rotary(Part(5, 0, 16), 2, 16, 16),
+        Attention(Part(7, 0, 16), Part(8, 0, 16), Part(6, 0, 16), 4, 16, 0.25, True, groups=2),
+        Linear(9, SIGNED, WEIGHT, (32, 64)),
+        Norm(10, 1e-6, centred=False, size=16),
+    )
+    return Segment((32,), operations, (11, 4))
+
+
 def partly_turned():
     """A quarter of each head, of one layer for queries, keys and values; samples have positions of their own."""
     operations = (
@@ -153,6 +171,13 @@ def partly_turned():
         Rotary(Part(4, 0, 32), 2, 32, 32, True),
     )
     return Segment((32,), operations, (5, 1))
+
+
+def in_pairs(segment):
+    """The same; neighbours are turned with each other."""
+    own = segment.operations
+    operations = [replace(op, in_pairs=True) if isinstance(op, Rotary) else op for op in own]
+    return replace(segment, operations=tuple(operations))
 
 
 def by_channel(segment):
@@ -179,6 +204,9 @@ SEGMENTS = {
     "curves": curves(),
     "turned": turned(),
     "partly turned": partly_turned(),
+    "normed heads": normed_heads(),
+    "turned in pairs": in_pairs(turned()),
+    "partly turned in pairs": in_pairs(partly_turned()),
     "turned and taken": Segment(
         (32,),
         (Linear(0, SIGNED, WEIGHT, (32, 32)), Rotary(Part(1, 0, 16), 2, 16, 16), Relu(1)),
@@ -191,6 +219,17 @@ SEGMENTS = {
         (16, 16), (Dropout(0, Odds(0.25)), Dropout(1, Odds(0.5)), Add(2, 3), Relu(4)), (3, 5)
     ),
 }
+
+
+SHORT = (
+    "block",
+    "by channel",
+    "dropout",
+    "turned",
+    "partly turned",
+    "normed heads",
+    "turned in pairs",
+)
 
 
 def parameters(segment, seed=0, samples=4, tokens=8):
@@ -206,8 +245,9 @@ def parameters(segment, seed=0, samples=4, tokens=8):
                 weight *= 2.0 ** -shifts[:, None]
                 found[-1].shifts, found[-1].second_stream = tuple(shifts.tolist()), n + 100
         elif isinstance(op, Norm):
-            scale = 1 + 0.1 * torch.randn(width, generator=generator)
-            shift = shift if op.centred else None
+            size = op.size or width
+            scale = 1 + 0.1 * torch.randn(size, generator=generator)
+            shift = shift[:size].clone() if op.centred else None
             found.append(Parameters(scale, shift) if n != 5 else Parameters())
         elif isinstance(op, Rotary):
             angles = torch.randn(samples, tokens, op.turned, generator=generator)
@@ -270,14 +310,12 @@ def test_kernels_equal_their_reference(name, samples, tokens):
 
 
 @pytest.mark.parametrize("path", HERE[1:])
-@pytest.mark.parametrize(
-    "name", ["block", "seven bits", "few bits", "by channel", "dropout", "turned", "partly turned"]
-)
+@pytest.mark.parametrize("name", ["seven bits", "few bits", *SHORT])
 def test_other_paths_have_the_same_bits(name, path):
     check(SEGMENTS[name], program(SEGMENTS[name], 3, 12, path))
 
 
-@pytest.mark.parametrize("name", ["block", "by channel", "dropout", "turned", "partly turned"])
+@pytest.mark.parametrize("name", SHORT)
 def test_threads_have_the_same_bits(name):
     own = SEGMENTS[name]
     found = [check(own, program(own, 40, 9, threads=threads), seed=3) for threads in (1, 2)]
@@ -472,14 +510,17 @@ def parts_of(values, op):
 
 
 def turned_by_hand(values, op, cos, sin):
-    """Turn pairs of features, one head after the other."""
+    """Turn two features at a time, one head after the other."""
     half, heads = op.turned // 2, []
     for h in range(op.heads):
         x = values[op.part.value][..., op.part.start + op.part.step * h :][..., : op.size]
-        a, b, rest = x[..., :half], x[..., half : op.turned], x[..., op.turned :]
-        one, two = cos[..., :half], cos[..., half:]
-        heads += [a * one - b * sin[..., :half], b * two + a * sin[..., half:], rest]
-    return torch.cat(heads, -1)
+        found = [*x.unbind(-1)]
+        for e in range(half):
+            i, j = (2 * e, 2 * e + 1) if op.in_pairs else (e, half + e)
+            found[i] = x[..., i] * cos[..., i] - x[..., j] * sin[..., i]
+            found[j] = x[..., j] * cos[..., j] + x[..., i] * sin[..., j]
+        heads += found
+    return torch.stack(heads, -1)
 
 
 def dropped_by_hand(weights, op, mine):
@@ -529,10 +570,12 @@ def in_float64(segment, xs, own):
             y = F.linear(Round.apply(values[op.source], op.inputs), weight, second)
         elif isinstance(op, Norm):
             x = values[op.source]
+            x = x if op.size is None else x.view(*x.shape[:-1], x.shape[-1] // op.size, op.size)
             if op.centred:
                 y = F.layer_norm(x, x.shape[-1:], first, second, op.eps)
             else:
                 y = F.rms_norm(x, x.shape[-1:], first, op.eps)
+            y = y.view(values[op.source].shape)
         elif isinstance(op, Curved):
             y = in_torch(op.curve, values[op.source])
         elif isinstance(op, Multiply):
@@ -554,11 +597,12 @@ def in_float64(segment, xs, own):
     "segment",
     [
         *(block(), block(causal=True), by_channel(block()), dropping(), gated(), curves()),
-        *(turned(), partly_turned()),
+        *(turned(), partly_turned(), normed_heads()),
+        *(in_pairs(turned()), in_pairs(partly_turned())),
     ],
     ids=[
         *("block", "causal", "by channel", "dropout", "gated", "curves"),
-        *("turned", "partly turned"),
+        *("turned", "partly turned", "normed heads", "turned in pairs", "partly turned in pairs"),
     ],
 )
 def test_the_reference_is_near_autograd_in_float64(segment):
@@ -660,6 +704,9 @@ def test_functions_are_near_those_of_float64():
         (lambda: Segment((32,), (Add(0, 1),), (1,)), "not made before"),
         (lambda: Segment((32,), (Norm(0),), (0,)), "outputs must be"),
         (lambda: Segment((32,), (Norm(0), Norm(0)), (1,)), "each value"),
+        (lambda: Segment((32,), (Norm(0, size=8),), (1,)), "multiple of 16 features, of 32"),
+        (lambda: Segment((48,), (Norm(0, size=32),), (1,)), "multiple of 16 features, of 48"),
+        (lambda: Segment((32,), (Norm(0, size=0),), (1,)), "multiple of 16 features, of 32"),
         (lambda: Segment((32,), (Linear(0, SIGNED, UNSIGNED, (32, 32)),), (1,)), "8 bits"),
         (lambda: Segment((16, 32), (Add(0, 1),), (2,)), "takes 16 and 32"),
         (

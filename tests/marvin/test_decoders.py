@@ -65,6 +65,16 @@ DECODERS = {  # and how many operations their chains have
     "Phi": (lambda: llama("Phi"), [13, 13]),
     "Phi-3": (lambda: llama("Phi3", num_key_value_heads=2), [2, 2, 9, 9]),
     "StableLM": (lambda: llama("StableLm", num_key_value_heads=2), [16, 16]),
+    "Qwen3": (lambda: llama("Qwen3", num_key_value_heads=2, head_dim=16), [18, 18]),
+    "Gemma 3": (
+        lambda: llama("Gemma3Text", num_key_value_heads=2, head_dim=16),
+        [20, 20],
+    ),
+    "OLMo 2": (lambda: llama("Olmo2", num_key_value_heads=2), [18, 18]),
+    "Helium": (lambda: llama("Helium", num_key_value_heads=1, head_dim=16), [16, 16]),
+    "Ernie 4.5": (lambda: llama("Ernie4_5", num_key_value_heads=1, head_dim=16), [16, 16]),
+    "GLM-4": (lambda: llama("Glm4", num_key_value_heads=2, head_dim=16), [3, 3, 12, 12]),
+    "Cohere": (lambda: llama("Cohere"), [5, 5, 6, 6]),
 }
 
 

@@ -138,12 +138,112 @@ class Unlike(Rotary):
         return x * cos.unsqueeze(1) + torch.cat((b, a), -1) * sin.unsqueeze(1)
 
 
-class Interleaved(Rotary):
-    """Neighbours are pairs: no operation does this."""
+def neighbours(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+class InPairs(Rotary):
+    """Neighbours are turned with each other."""
 
     def turned(self, x, cos, sin):
-        pairs = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-        return x * cos.unsqueeze(1) + pairs * sin.unsqueeze(1)
+        return x * cos.unsqueeze(1) + neighbours(x) * sin.unsqueeze(1)
+
+
+class AsGlm(Rotary):
+    """The same of the first features, with tables for half of these, and dtypes that change nothing."""
+
+    def turned(self, x, cos, sin):
+        cos, sin = (
+            t[..., : t.shape[-1] // 2].unsqueeze(1).repeat_interleave(2, dim=-1) for t in (cos, sin)
+        )
+        turned = cos.shape[-1]
+        one, rest = x[..., :turned].float(), x[..., turned:]
+        return torch.cat([(one * cos + neighbours(one) * sin).to(x.dtype), rest], -1)
+
+
+class Mixed(Rotary):
+    """Cosines are of halves, sines of neighbours: no operation does this."""
+
+    def turned(self, x, cos, sin):
+        return halves(x) * cos.unsqueeze(1) + neighbours(x) * sin.unsqueeze(1)
+
+
+class HeadNorms(Rotary):
+    """Queries and keys are normalised head by head, before they are turned."""
+
+    def __init__(self, features=SIZE):
+        super().__init__()
+        self.q_norm, self.k_norm = nn.RMSNorm(features, eps=1e-5), nn.LayerNorm(features)
+        with torch.no_grad():  # so that tokens look at few others
+            self.q_norm.weight.copy_(torch.linspace(2, 4, features))
+            self.k_norm.weight.copy_(torch.linspace(3, 1, features))
+            self.k_norm.bias.copy_(torch.linspace(-1, 1, features))
+
+    def heads(self, x):
+        sizes = *x.shape[:-1], -1, SIZE
+        q, k = self.q_norm(self.q(x).view(sizes)), self.k_norm(self.k(x).view(sizes))
+        return (own.transpose(1, 2) for own in (q, k, self.v(x).view(sizes)))
+
+
+class HeadsFirst(HeadNorms):
+    """The same after heads and tokens have changed places."""
+
+    def heads(self, x):
+        q, k, v = Rotary.heads(self, x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class NormsBehind(HeadNorms):
+    """Heads are normalised when they have been turned."""
+
+    heads = Rotary.heads
+
+    def attend(self, q, k, v):
+        return super().attend(self.q_norm(q), self.k_norm(k), v)
+
+
+class TwoHeads(HeadNorms):
+    """What is normalised together are two heads."""
+
+    def __init__(self):
+        super().__init__(2 * SIZE)
+
+    def heads(self, x):
+        sizes = *x.shape[:-1], -1, 2 * SIZE
+        q = self.q_norm(self.q(x).view(sizes)).view(*x.shape[:-1], -1, SIZE)
+        k = self.k_norm(self.k(x)).view(*x.shape[:-1], -1, SIZE)  # all of its features
+        return (own.transpose(1, 2) for own in (q, k, self.v(x).view(*x.shape[:-1], -1, SIZE)))
+
+
+class Across(HeadNorms):
+    """What is normalised together is a feature of each head: no operation does this."""
+
+    def heads(self, x):
+        sizes = *x.shape[:-1], SIZE, -1
+        q, k = (own(x).view(sizes).transpose(2, 3) for own in (self.q, self.k))
+        q, k, v = self.q_norm(q), self.k_norm(k), self.v(x).view(*x.shape[:-1], -1, SIZE)
+        return (own.transpose(1, 2) for own in (q, k, v))
+
+
+class NormUsed(HeadNorms):
+    """Normalised queries are used elsewhere, too."""
+
+    def forward(self, x, cos, sin):
+        q, k, v = self.heads(x)
+        y = self.attend(self.turned(q, cos, sin), self.turned(k, cos, sin), v)
+        return self.out(y.transpose(1, 2).flatten(2)) + q.mean((1, 3))[..., None]
+
+
+class Raw(Rotary):
+    """Keys and values are what comes in."""
+
+    def __init__(self):
+        super().__init__()
+        del self.k, self.v
+
+    def heads(self, x):
+        sizes = *x.shape[:-1], -1, SIZE
+        return (own.view(sizes).transpose(1, 2) for own in (self.q(x), x, x))
 
 
 class Used(Rotary):
@@ -154,6 +254,13 @@ class Used(Rotary):
         q = self.turned(q, cos, sin)
         y = self.attend(q, self.turned(k, cos, sin), v)
         return self.out(y.transpose(1, 2).flatten(2)) + q.mean((1, 3))[..., None]
+
+
+class UsedBehind(TokensFirst):
+    """The same, behind a transposition that attention takes, too."""
+
+    def attend(self, q, k, v):
+        return super().attend(q, k, v) + q.mean((1, 3))[:, None, :, None]
 
 
 class Broadcast(EachItsOwn):
@@ -196,7 +303,17 @@ NETS = {
     "of wider tables": (Rotary, lambda n: [t[..., ::2] for t in map(doubled, tables())]),
     "by sample": (Rotary, tables),
     "by sample, partly": (Partly, lambda n: tables(n, 4)),
+    "in pairs": (InPairs, one_for_all),
+    "in pairs, by sample": (InPairs, tables),
+    "in pairs, partly": (AsGlm, lambda n: tables(turned=8)),
 }
+NORMED = {
+    "head by head": HeadNorms,
+    "heads first": HeadsFirst,
+    "behind": NormsBehind,
+    "two heads": TwoHeads,
+}
+NETS |= {f"normed {name}": (own, one_for_all) for name, own in NORMED.items()}
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -205,7 +322,7 @@ def test_turned_heads_are_near_their_unfused_twins(name):
     torch.manual_seed(0)
     model, twin, _ = twins(Net(attention, make))
     x, _ = batch(0)
-    assert operations(model(x)) == [9]
+    assert operations(model(x)) == [11 if issubclass(attention, HeadNorms) else 9]
     near(model, twin)
     with torch.no_grad():
         own, other = model.eval()(x), twin.eval()(x)
@@ -234,7 +351,9 @@ def test_as_many_samples_as_tokens(samples):
         assert (y - other).abs().max() < 0.02 * other.abs().max()
 
 
-@pytest.mark.parametrize("attention", [Backwards, Unlike, Interleaved, Used, Broadcast])
+@pytest.mark.parametrize(
+    "attention", [Backwards, Unlike, Mixed, Used, UsedBehind, Broadcast, Across, NormUsed, Raw]
+)
 def test_what_turns_otherwise_stays_as_it_is(attention):
     torch.manual_seed(0)
     model, twin, _ = twins(Net(attention))
