@@ -310,7 +310,7 @@ def buffers_of(modules: Sequence[nn.Module], name: str) -> list[Tensor | None]:
     return [own._buffers.get(name) for own in modules]
 
 
-def table_of(module: nn.Module, name: str) -> Mapping[str, object]:
+def table_of(module: nn.Module, name: str) -> dict[str, Any]:
     """Return the table in which a module has a parameter, a buffer or another attribute."""
     tables = module._parameters, module._buffers
     return next((own for own in tables if name in own), vars(module))

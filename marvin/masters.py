@@ -44,7 +44,7 @@ from marvin.shards import local, locals_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Counts", "WithMasters"]
+__all__ = ["KEPT", "Counts", "WithMasters"]
 
 
 @dataclass
@@ -62,6 +62,8 @@ class _Owners(WeakValueDictionary[int, Optimizer]):
 
 
 _OWNERS = _Owners()
+KEPT = "fmt"
+"""In the state of a parameter that is frozen: its format, where that of its layer has changed since."""
 
 
 class Stored(Protocol):
@@ -93,6 +95,7 @@ class WithMasters(Optimizer):
     _masters: dict[Tensor, Tensor]  # as the wrapped optimizer sees them
     _marks: dict[int, Mark | None]  # of weights, as they were last written, by position
     _plans: Plans
+    _is_made = True  # but while it is
     stored: tuple[Stored, ...] = ()  # have the weights' values between two steps
     _names_unseen: bool = False  # whether ``_name_unseen`` has warned
     _runaways: frozenset[str] = frozenset()  # layers that ``_name_runaways`` has warned of
@@ -119,6 +122,8 @@ class WithMasters(Optimizer):
         owner = self._layout.owners[parameter]
         if owner is None or parameter not in self._masters:
             return None
+        if KEPT in (own := self.state[parameter]):
+            return own[KEPT]
         if (record := self.state[owner].get("layer")) is None:
             return None
         fmt = record.fmt
@@ -505,7 +510,9 @@ class WithMasters(Optimizer):
                 continue  # what is refused by name; compared when it is back
             self._marks[i], weight = now[i], self._rounded(p)
             if weight is not None and (differs := own != weight).any():
-                master = master_of(self.state[p])
+                master, numbers = master_of(self.state[p]), weight != 0
+                if 2 * int((differs & numbers).sum()) > int(numbers.sum()):
+                    master = own.float()  # all are new; some are what the old ones were rounded to
                 put_master(self.state[p], torch.where(differs, own.float(), master))
                 adopted.append(p)
         return adopted

@@ -32,7 +32,7 @@ from marvin.compact_moves import moves_of_compact
 from marvin.display import listed
 from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, read
 from marvin.layers import is_layer, layout_of
-from marvin.masters import Counts, WithMasters
+from marvin.masters import KEPT, Counts, WithMasters
 from marvin.noise import Purpose, stream
 from marvin.plans import Plans
 from marvin.policies.base import Policy, check_policy, check_record, completed
@@ -162,8 +162,21 @@ class Quantized(WithMasters):
         self.forward_state = ForwardState(seed, rules.activation_rounding)
         self._counts, self._carriers = Counts(), Carriers()
         self._masters, self._marks, self._plans = {}, {}, Plans()
+        self._is_made = False
         super().__init__(optimizer.param_groups, {**optimizer.defaults, **options})
+        del self._is_made
+        self._begin([*self._layout.names])  # a bias may come groups before its weight
         self._own_step = guard_step(self, optimizer)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; the policy stays: records and hyper-parameters in the groups are its own."""
+        if name == "policy" and name in vars(self):
+            raise AttributeError(
+                f"an optimizer keeps its policy, {type(self.policy).__name__}, got another, "
+                f"{type(value).__name__}: make a new optimizer with that, or change a group's "
+                'hyper-parameters (optimizer.param_groups[0]["..."] = ...)'
+            )
+        super().__setattr__(name, value)
 
     def _rounds_activations(self) -> bool:
         return any(handle.is_attached for handle in self._carriers.handles)
@@ -199,7 +212,8 @@ class Quantized(WithMasters):
             if isinstance(before, Quantized):
                 self._carriers.before += tuple(before._carriers.handles)
         self._carriers.widen(self)
-        self._begin(self.param_groups[-1]["params"])
+        if self._is_made:
+            self._begin(self.param_groups[-1]["params"])
 
     @torch.no_grad()
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -270,7 +284,8 @@ class Quantized(WithMasters):
         try:
             self._move(batches, update)
         except BaseException:  # else the next step would take half-written weights for the user's
-            self._write([*self._masters], Purpose.WEIGHTS)
+            frozen = self._frozen()
+            self._write([p for p in self._masters if p not in frozen], Purpose.WEIGHTS)
             raise
         if update.switches or number % _LOOK == 0:
             self._carriers.publish(self)
@@ -312,6 +327,9 @@ class Quantized(WithMasters):
             self._adopt_changed()
         packed = super().state_dict()
         shards = list(self._layout.shards.values())
+        for p in self._masters.keys() & self.optimizer.state.keys():
+            if not self.optimizer.state[p]:  # made by looking there: its moments are the master's
+                del self.optimizer.state[p]
         packed["state"] = {
             index: states.packed(own, shards[index]) for index, own in packed["state"].items()
         }
@@ -363,11 +381,13 @@ class Quantized(WithMasters):
     ) -> None:
         """Continue from a state that was checked; ``saved``: of each parameter."""
         common = state_dict["marvin"]
-        for p, values in zip(self._layout.names, saved, strict=False):
-            if not values and p in self._masters:  # it was frozen, in float
+        frozen = {p for p, own in zip(self._layout.names, saved, strict=False) if not own}
+        for p in frozen & self._masters.keys():  # in float; what others wrote since stays
+            weight = self._rounded(p)
+            if weight is None or torch.equal(local(p), weight):
                 local(p).copy_(master_of(self.state[p]))
         super().load_state_dict(state_dict)
-        self.policy, self.shared = policy, shared
+        vars(self)["policy"], self.shared = policy, shared
         self._masters = {}
         for p, values in zip(self._layout.names, saved, strict=True):
             self.state.pop(p, None)
@@ -380,6 +400,11 @@ class Quantized(WithMasters):
         wrapped = states.spread_state(
             states.of_wrapped(state_dict), list(self._layout.shards.values())
         )
+        pairs = zip(wrapped["param_groups"], self.param_groups, strict=True)
+        wrapped["param_groups"] = [  # hooks may have changed them
+            {name: value if name == "params" else own[name] for name, value in group.items()}
+            for group, own in pairs
+        ]
         with self._on_masters():
             self.optimizer.load_state_dict(wrapped)
         for index, p in enumerate(self._layout.names):
@@ -494,7 +519,9 @@ class Quantized(WithMasters):
                 made = states.float_masters(self.optimizer.state.pop(p), p)
                 self.optimizer.state[self._masters[p]] = made
         self._conform()
-        self._write(new, Purpose.INITIAL)
+        fresh = {*new}
+        waited = [p for p in self._masters if p not in fresh and self._layout.owners[p] in fresh]
+        self._write([*new, *waited], Purpose.INITIAL)
         for p in new:
             if self._layout.groups[p]["master_init"] == "quantized":
                 put_master(self.state[p], local(p))
@@ -589,11 +616,15 @@ class Quantized(WithMasters):
     def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keep what the policy made of a step; return what moved or has another format."""
         trained, noise = self._trained_layers(), self._noise(self._counts.step)
+        for own in [own for p in moved if KEPT in (own := self.state[p])]:
+            del own[KEPT]
+            self._plans.rounding.clear()
         for layer in update.layers:
             own = trained[layer.index].state
             put_tensors(own, layer.tensors, noise, layer.index, layer.shard)
             if own["layer"].fmt is not layer.record.fmt:
                 self._plans.rounding.clear()
+                self._keep_formats(trained[layer.index].weight)
             own["layer"] = layer.record
         self.shared = update.shared
         self.trace += update.switches
@@ -606,6 +637,16 @@ class Quantized(WithMasters):
             if is_trained and owner is not None and names[owner] in switched:
                 chosen.add(p)
         return [p for p in names if p in chosen]
+
+    def _frozen(self) -> set[Tensor]:
+        """Return the parameters that have masters and do not move."""
+        return {p for p in self._masters if not p.requires_grad and p.grad is None}
+
+    def _keep_formats(self, layer: Tensor) -> None:
+        """Let frozen parameters that have the format of a layer keep that: it changes now."""
+        for p in self._frozen():
+            if self._layout.owners[p] is layer and p is not layer:
+                self.state[p].setdefault(KEPT, self.format_of(p))
 
     def _update(self, batches: Sequence[Gradients], done: Container[int] = ()) -> None:
         """Do one step of the wrapped optimizer on the masters, but for those whose ids are in ``done``."""

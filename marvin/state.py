@@ -56,6 +56,7 @@ _COMMON_KEYS = {
     1: ("step", "skipped", "forwards", "trace"),
     VERSION: ("step", "skipped", "forwards", "trace", "policy", "wrapped"),
 }
+_RECORDS = "layer", "fmt"  # of a parameter
 _EARLIER_SHARED = "level", "losses", "loss_sum"  # were beside the trace
 
 
@@ -65,7 +66,8 @@ def packed(state: StateDict, shard: Shard) -> dict[str, Any]:
     if _CODES in tensors:  # 16-bit integers have no collectives
         tensors[_CODES] = tensors[_CODES].view(torch.int8)
     wrapped = {name: shard.to_dtensor(v) for name, v in tensors.items()}
-    return {**state, **wrapped, **({"layer": asdict(state["layer"])} if "layer" in state else {})}
+    records = {name: asdict(state[name]) for name in _RECORDS if state.get(name) is not None}
+    return {**state, **wrapped, **records}
 
 
 def unpacked(
@@ -87,6 +89,8 @@ def unpacked(
                 own[name] = own[name].view(torch.int16)
         else:
             own[name] = restored(record, value) if name == "layer" else value
+            if name == "fmt":
+                own[name] = restored_value(value)
     own.pop("momentum_buffer", None)  # of earlier versions: the wrapped optimizer has it
     return own
 
@@ -150,6 +154,7 @@ def checked(
     states = [state_dict["state"].get(index, {}) for index in indices]
     moments = of_wrapped(state_dict)["state"]
     _check_moments(of_wrapped(state_dict), wrapped, [name for name, _ in names])
+    _check_order(state_dict["param_groups"], [name for name, _ in names])
     for (parameter, shape), index, values in zip(names, indices, states, strict=False):
         master = _whole(values[_CODES]) if _CODES in values else values.get("master")
         if values and (not isinstance(master, Tensor) or master.shape != shape):
@@ -165,6 +170,19 @@ def checked(
         except ValueError as error:
             raise ValueError(f"the state of {parameter} does not fit: {error}") from None
     return states
+
+
+def _check_order(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Refuse parameters in another order. Others names may be of the same model, wrapped otherwise."""
+    saved = [name for group in groups for name in group.get("param_names", ())]
+    if len(saved) != len(names):
+        return
+    for own, name in zip(names, saved, strict=True):
+        if own != name and name in names:
+            raise ValueError(
+                f"the state's parameters must be in the order of this optimizer's, got {name} in the "
+                f"place of {own}: make its groups in the order in which they were saved"
+            )
 
 
 def _check_common(state_dict: Mapping[str, object]) -> None:

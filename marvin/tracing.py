@@ -132,7 +132,7 @@ def changes_shared(node: fx.Node, module: nn.Module) -> bool:
     waiting = [node.all_input_nodes[0]]
     while waiting:
         own = waiting.pop()
-        if len(own.users) > 1:
+        if len(own.users) > 1 or own.op == "get_attr":  # a parameter's, or a buffer's
             return True
         is_asked_itself = _changes_in_place(own, module)
         if not is_asked_itself and not _makes_own(own, module):

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.fx.proxy import TraceError
 
-from fixedpoint_kernels._torch_private import saving_hooks
+from fixedpoint_kernels._torch_private import saving_hooks, table_of, versions_of
 from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, LONGEST, Joined, Pooled, Scaled, Value
 from marvin.integer.formats import rounds_inputs, window_of
@@ -32,7 +32,7 @@ from marvin.integer.nodes import (
     repetition,
 )
 from marvin.integer.sizes import Assumed, Sizes
-from marvin.integer.surroundings import Plain, Surroundings
+from marvin.integer.surroundings import Plain, Surroundings, tensors_of
 from marvin.integer.token_graph import TokenChain, find
 from marvin.tracing import Tracer, changes_shared
 
@@ -294,32 +294,31 @@ def trace(
     if given.tensors is None:
         given = given._replace(tensors=[own.name for own in arguments if is_needed(own)])
     tracers = [_Tracer(module, given) for _ in range(2)]
-    buffers = [pair for pair in module.named_buffers() if not pair[1].is_meta]
-    before = {name: buffer.clone() for name, buffer in buffers}
-    surroundings = Surroundings(module)
+    before, surroundings = _Before(module), Surroundings(module)
     try:
-        with surroundings.draws, torch.set_grad_enabled(not infers):
+        with surroundings.watched(), torch.set_grad_enabled(not infers):
             graph = tracers[0].trace(module)
-        changed = _restored(module, before)
-        with surroundings.draws, torch.set_grad_enabled(not infers):
+        changed = before.restore()
+        with surroundings.watched(), torch.set_grad_enabled(not infers):
             again = tracers[1].trace(module)
     except Exception as error:  # whatever a model's own code raises on a tracer's proxies
         return f"{NOT_TRACED}: {str(error).partition(chr(10))[0]}"
     finally:
-        _restored(module, before)
+        before.restore()
         reason = surroundings.restore()
     if reason:
         return reason
     if str(graph) != str(again):
         return "its forward does other things at each call"
-    for name in changed:
-        if not _counts_batches(module, name):
-            return f"its forward changes a buffer, {name}"
-        _count(graph, name)
+    others = [name for name in changed if not _counts_batches(module, name)]
+    if others:
+        return f"its forward changes a buffer or another tensor, {others[0]}"
     drop_assertions(graph)
     tracers[0].sizes.put_in(graph)
     if any(changes_shared(node, module) for node in graph.nodes):
         return "it changes a value in place that is used again"
+    for name in changed:
+        _count(graph, name)
     found = _chains(module, graph, left, infers)
     if not any(found):
         return _NO_CHAINS
@@ -372,20 +371,31 @@ def _needed(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _restored(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
-    """Give buffers their values back, which tracing a module's code may change; return the names of these."""
-    now = dict(module.named_buffers())
-    changed = [name for name, value in before.items() if not _is_same(now[name], value)]
-    with torch.no_grad():
-        for name in changed:
-            now[name].copy_(before[name])
-    return changed
+class _Before:
+    """The tensors of a module that are no parameters, as they are now: tracing its code may write to them."""
 
+    def __init__(self, module: nn.Module) -> None:
+        found = tensors_of(module)
+        self._names, self._tensors = [*found], [*found.values()]
+        owners = [name.rpartition(".") for name in found]
+        self._tables = [
+            (table_of(module.get_submodule(owner), own), own) for owner, _, own in owners
+        ]
+        self._values = [x.clone() for x in self._tensors]
+        self._versions = versions_of(self._tensors)
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Say whether two tensors have the same numbers, NaN among them."""
-    alike = torch.equal(a.isnan(), b.isnan())
-    return alike and torch.equal(a.nan_to_num(), b.nan_to_num())
+    def restore(self) -> list[str]:
+        """Give tensors their places and values back; return the names of those that were changed."""
+        now = [table.get(own) for table, own in self._tables]
+        rows = zip(now, self._tensors, self._versions, versions_of(self._tensors), strict=True)
+        found = [i for i, (own, x, old, new) in enumerate(rows) if own is not x or old != new]
+        with torch.no_grad():
+            for i in found:
+                self._tensors[i].copy_(self._values[i])
+                table, own = self._tables[i]
+                table[own] = self._tensors[i]
+        self._versions = versions_of(self._tensors)
+        return [self._names[i] for i in found]
 
 
 def _counts_batches(module: nn.Module, name: str) -> bool:

@@ -1,6 +1,7 @@
 """What a traced graph was made of, to notice when somebody changes it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -12,7 +13,7 @@ from fixedpoint_kernels._torch_private import (
     table_of,
 )
 from marvin.hooks import OtherForward
-from marvin.integer.formats import PREPACKED
+from marvin.integer.formats import OPTIONS, PREPACKED
 from marvin.integer.graph import Traced
 from marvin.integer.layers import TransposedLinear
 from marvin.integer.nodes import is_known
@@ -24,7 +25,7 @@ _NUMBERS = (  # of torch's own modules, which chains and graphs were made of
     "stride", "padding", "dilation", "groups", "padding_mode", "kernel_size", "ceil_mode", "return_indices", "eps", "p",
     "approximate", "normalized_shape", "count_include_pad", "divisor_override", "output_size",
     "start_dim", "end_dim", "negative_slope", "size", "scale_factor", "mode", "num_features", "in_features",
-    "out_features", PREPACKED,
+    "out_features", PREPACKED, OPTIONS,
 )  # fmt: skip
 
 
@@ -45,17 +46,23 @@ class Seen:
     def __init__(self, module: nn.Module, traced: Traced) -> None:
         inner = [module.get_submodule(name) for name in traced.inner]
         self.inner = [own for own in inner if own is not module]
-        self._children = [*map(children_of, module.modules())]
+        parts = [*module.modules()]
+        self._children = [*map(children_of, parts)]
         self._parts = [*_parts_of(self._children)]
         calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
         layers = map(module.get_submodule, dict.fromkeys(calls))
-        named = [(own, [n for n in names_of(own) if type(vars(own)[n]) in PLAIN]) for own in inner]
+        # code may look at modules that it did not call this time, and at what was put on a layer
+        unknown = {own: _unknown_of(own) for own in parts}
+        named = [
+            (own, [name for name in names if type(vars(own)[name]) in PLAIN])
+            for own, names in unknown.items()
+        ]
         named += [(own, _numbers_of(own)) for own in layers]
-        self._owners = [vars(own) for own, _ in named]
+        self._owners = [*map(vars, parts)]
         self._sizes = [*map(len, self._owners)]
-        self._getters = [itemgetter(*names) if names else _nothing for _, names in named]
+        self._getters = [(itemgetter(*names), vars(own)) for own, names in named if names]
         self._before = self._attributes()
-        others = [(vars(own), n) for own in inner for n in names_of(own)]
+        others = [(vars(own), n) for own, names in unknown.items() for n in names]
         self._others = [
             (own, n)
             for own, n in others
@@ -88,7 +95,7 @@ class Seen:
         return all(table.get(name) is held for table, name, held in self._tensors)
 
     def _attributes(self) -> list[object]:
-        return [get(own) for get, own in zip(self._getters, self._owners, strict=True)]
+        return [get(own) for get, own in self._getters]
 
 
 class Tensors:
@@ -123,5 +130,17 @@ def _numbers_of(layer: nn.Module) -> list[str]:
     return [name for name in _NUMBERS if name in vars(layer)]
 
 
-def _nothing(_: object) -> None:
-    return None
+def _unknown_of(module: nn.Module) -> list[str]:
+    """Return the names of a module's attributes that its class is not known to have: all, of a class of one's own."""
+    if not type(module).__module__.startswith(("torch.nn.modules", "marvin.integer.layers")):
+        return names_of(module)
+    return [name for name in names_of(module) if name not in _said_of(type(module))]
+
+
+@cache
+def _said_of(cls: type[nn.Module]) -> frozenset[str]:
+    """Return names of attributes that torch's classes have."""
+    found = {"in_channels", "transposed", *_NUMBERS}
+    for base in cls.__mro__:
+        found |= {*vars(base).get("__annotations__", ()), *vars(base).get("__constants__", ())}
+    return frozenset(found)

@@ -1,15 +1,20 @@
 """What a module's code may read and change besides tensors: its attributes, and random generators."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType
+from typing import TypeGuard
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from fixedpoint_kernels._torch_private import TorchDispatchMode
+from fixedpoint_kernels._torch_private import TorchDispatchMode, storage_key, tree_leaves
+from marvin.rounder import BUFFER
 
-__all__ = ["PLAIN", "Plain", "Surroundings", "names_of", "noted"]
+__all__ = ["PLAIN", "Plain", "Surroundings", "names_of", "noted", "tensors_of"]
 
 PLAIN = bool, int, float, str, type(None)
 """Classes of values that are compared as they are."""
@@ -21,7 +26,10 @@ _HOOKS = [
     name for name, own in vars(nn.Module()).items() if isinstance(own, dict) and "hooks" in name
 ]
 _FLAT = *PLAIN, dict, list, tuple, set, torch.dtype, torch.device
+_FUNCTIONS = FunctionType, BuiltinFunctionType, type
+_EXPORTS = Tensor.tolist, Tensor.numpy, Tensor.__array__
 _DEEP, _LONG = 4, 64  # how far into lists, dictionaries and records; how many are looked at
+_LARGE = 2**16  # plain values of a list, and bytes of an array
 
 
 class _Object:
@@ -42,12 +50,21 @@ def names_of(module: nn.Module) -> list[str]:
     return [name for name in own if not name.startswith("_tensor_constant")]  # a tracer's
 
 
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a model, and tensors that are plain attributes of its modules; without those that have no values."""
+    found = dict(model.named_buffers())
+    for name, own in model.named_modules():
+        held = ((key, vars(own)[key]) for key in names_of(own))
+        found |= {f"{name}.{key}".lstrip("."): x for key, x in held if isinstance(x, Tensor)}
+    return {name: x for name, x in found.items() if not x.is_meta}
+
+
 def noted(value: object, depth: int = _DEEP) -> object:
     """Return what is equal for as long as a value is the same, and what is in it.
 
     Plain values are what they are, also in lists, tuples, sets and dictionaries that are not long, and in records
-    (objects with such attributes and no others, such as configurations). Of others, which object it is
-    counts.
+    (objects with such attributes, functions and classes, and no others, such as configurations). Long lists count
+    if plain values are all they have, NumPy's arrays if they are no larger. Of others, which object it is counts.
 
     Args:
         value: Of an attribute.
@@ -61,25 +78,46 @@ def noted(value: object, depth: int = _DEEP) -> object:
         if isinstance(value, set):
             return set, {*value}
         return list, [noted(own, depth - 1) for own in value]
+    if _is_long(value):
+        return list, [*value]
+    if isinstance(value, np.ndarray) and value.nbytes <= _LARGE and not value.dtype.hasobject:
+        return np.ndarray, value.shape, value.dtype.str, value.tobytes()
     if _is_record(value, depth):
         return _Object(value), [(name, noted(own, depth)) for name, own in vars(value).items()]
     return _Object(value)
 
 
+def _is_long(value: object) -> TypeGuard[list[Plain] | tuple[Plain, ...]]:
+    """Say whether a value is a list of plain values alone."""
+    if not isinstance(value, list | tuple) or len(value) > _LARGE:
+        return False
+    return all(type(own) in PLAIN for own in value)
+
+
 def _is_record(value: object, depth: int) -> bool:
-    """Say whether a value has attributes, all of them plain, containers or records: a trainer is none."""
+    """Say whether a value has attributes, all of them plain, containers, functions or records: a trainer is none."""
     if not depth or callable(value) or not hasattr(value, "__dict__"):
         return False
-    found = (own for own in vars(value).values() if not isinstance(own, _FLAT))
+    found = (own for own in vars(value).values() if not isinstance(own, (*_FLAT, *_FUNCTIONS)))
     return all(_is_record(own, depth - 1) for own in found)
 
 
-class _Draws(TorchDispatchMode):
-    """Notes whether this thread draws random numbers of torch's: others may draw meanwhile."""
+class _Watch(TorchDispatchMode):
+    """Notes what code does in this thread: others may do so meanwhile.
 
-    def __init__(self) -> None:
+    Args:
+        tensors: Of a model.
+
+    Attributes:
+        has_drawn: Whether it drew random numbers of torch's.
+        has_read: Whether it made a Python number of a value of the model's, or of what was computed from one.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self.has_drawn = False
+        self.has_drawn = self.has_read = False
+        self._own = {storage_key(x) for x in tensors}
+        self._held: list[object] = []  # so that no other gets the memory of what was computed
 
     def __torch_dispatch__(
         self,
@@ -90,6 +128,34 @@ class _Draws(TorchDispatchMode):
     ) -> object:
         tags = func.tags  # pyright: ignore[reportFunctionMemberAccess]: an operator has them
         self.has_drawn |= torch.Tag.nondeterministic_seeded in tags
+        found = func(*args, **(kwargs or {}))
+        if self._own and any(map(self.is_own, tree_leaves((args, kwargs)))):
+            self.has_read |= func is torch.ops.aten._local_scalar_dense.default
+            self._held.append(found)
+            self._own |= {storage_key(x) for x in tree_leaves(found) if isinstance(x, Tensor)}
+        return found
+
+    def is_own(self, x: object) -> bool:
+        """Say whether something is a tensor of the model's, or computed from one."""
+        return isinstance(x, Tensor) and storage_key(x) in self._own
+
+
+class _Exports(TorchFunctionMode):
+    """Notes where code takes values out of torch, which no operator does."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func in _EXPORTS:
+            self._watch.has_read |= self._watch.is_own(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -98,13 +164,11 @@ class Surroundings:
 
     Args:
         model: The model.
-
-    Attributes:
-        draws: To be entered while the model's code runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.draws = _Draws()
+        values = tensors_of(model).items()  # formats are read to tell what is a layer
+        self._watch = _Watch(x for name, x in values if name.rpartition(".")[2] != BUFFER)
         self._parts = [*model.modules()]
         self._before, self._noted = self._now()
         held = [value for own in self._before for value in own.values()]
@@ -114,6 +178,12 @@ class Surroundings:
         self._hooks = [(own, {**own}) for own in hooks]
         self._dice = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note what the model's code does meanwhile."""
+        with self._watch, _Exports(self._watch):
+            yield
+
     def restore(self) -> str:
         """Put back what has changed since, and say what that was; "" where nothing has."""
         is_random, is_changed, is_hooked = self._threw(), self._changed(), self._hooked()
@@ -121,6 +191,8 @@ class Surroundings:
             return "its forward adds or removes hooks of modules"
         if is_random:
             return "its forward draws random numbers, which would be the same at each call"
+        if self._watch.has_read:
+            return "its forward reads the value of a buffer or another tensor of the model's, which may change"
         return "its forward changes attributes of modules" if is_changed else ""
 
     def _now(self) -> tuple[list[dict[str, object]], list[list[tuple[str, object]]]]:
@@ -130,7 +202,7 @@ class Surroundings:
 
     def _threw(self) -> bool:
         ours, pythons, numpys = self._dice
-        of_torch = self.draws.has_drawn and not torch.equal(torch.get_rng_state(), ours)
+        of_torch = self._watch.has_drawn and not torch.equal(torch.get_rng_state(), ours)
         is_same = not of_torch and random.getstate() == pythons
         if is_same and all(map(np.array_equal, np.random.get_state(), numpys)):
             return False

@@ -1407,7 +1407,7 @@ class Buffered(nn.Module):
 def test_code_that_changes_a_buffer_runs_as_it_is():
     model, _ = make(model=Buffered(), steps=2)
     assert model.calls == 2
-    assert trace(model) == "its forward changes a buffer, calls"
+    assert trace(model) == "its forward changes a buffer or another tensor, calls"
     assert is_fused(model)  # of its child
     assert model.calls == 3
 

@@ -1,0 +1,224 @@
+"""What a model's code reads and writes besides what its layers compute: a fused model does as the model would."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import marvin
+from marvin.integer import convert, report
+from marvin.integer.graph import trace
+from tests.marvin.test_fusion import batch, is_fused, make, same
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.on = nn.Conv2d(4, 4, 3, padding=1), True
+
+    def forward(self, x):
+        return self.conv(torch.relu(x))
+
+
+class Helper(nn.Module):
+    """Is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.table = 1.0, {"factor": 1.0}
+
+
+class Reading(nn.Module):
+    """Its code reads attributes of modules that it does not call, of layers, and what is in objects."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.blocks, self.helper = nn.ModuleList([Block(), Block()]), Helper()
+        self.blocks[1].on = False
+        self.b.gain, self.long = 1.0, [1.0] * 100
+        self.config = SimpleNamespace(scale=1.0, act=torch.relu, kind=nn.ReLU)
+        self.array = np.ones(8)
+
+    def forward(self, x):
+        x = self.config.act(self.b(torch.relu(self.a(x))))
+        x = x * (self.b.gain * self.long[3] * self.config.scale * float(self.array[2]))
+        x = x * (self.helper.factor * self.helper.table["factor"])
+        for block in self.blocks:
+            if block.on:
+                x = block(x)
+        return x.mean((2, 3))
+
+
+def switched_on(model):
+    model.blocks[1].on = True
+
+
+def changed_array(model):
+    model.array[2] = 4.0
+
+
+CHANGES = {
+    "a block that was left out": switched_on,
+    "a number of a layer": lambda model: setattr(model.b, "gain", 4.0),
+    "a long list": lambda model: model.long.__setitem__(3, 4.0),
+    "beside functions": lambda model: setattr(model.config, "scale", 4.0),
+    "an array": changed_array,
+    "a module that is not called": lambda model: setattr(model.helper, "factor", 4.0),
+    "a table of one": lambda model: model.helper.table.update(factor=4.0),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_code_reads_and_changes_is_seen(change, training):
+    model, _ = make(model=Reading())
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    x, _ = batch(0)
+    if training:
+        assert is_fused(model, x)
+    for own in (model, twin):
+        own.train(training)
+    with torch.set_grad_enabled(training):
+        before = model(x)
+        for own in (model, twin):
+            change(own)
+        y, wanted = model(x), twin(x)
+    assert (y - before).abs().max() > 0.05 * before.abs().max()
+    assert (y - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+def test_a_block_that_is_switched_on_is_trained():
+    model, optimizer = make(model=Reading())
+    x, _ = batch(0)
+    model(x).sum().backward()
+    assert model.blocks[1].conv.weight.grad is None
+    switched_on(model)
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    assert model.blocks[1].conv.weight.grad.norm() > 0
+
+
+class Valued(nn.Module):
+    """Its code makes a number of a buffer; ``how`` says how."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), how
+        self.register_buffer("temperature", torch.ones(1))
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x))) / self.how(self.temperature)
+
+
+READS = {
+    "item": lambda own: own.item(),
+    "float": float,
+    "bool": lambda own: 4.0 if own > 1 else 1.0,
+    "computed": lambda own: (own * 2).item() / 2,
+    "list": lambda own: own.tolist()[0],
+    "array": lambda own: float(own.numpy()[0]),
+}
+
+
+@pytest.mark.parametrize("how", READS.values(), ids=READS)
+def test_values_that_code_reads_are_of_now(how):
+    model, _ = make(model=Valued(how))
+    assert "reads the value of a buffer" in trace(model)
+    x, _ = batch(0)
+    before = model(x)
+    model.temperature.fill_(4.0)
+    same(model(x), before / 4)
+    frozen = marvin.freeze(model.eval())
+    with torch.no_grad():
+        before = frozen(x)
+        frozen.temperature.fill_(1.0)
+        same(frozen(x), before * 4)
+
+
+def test_a_buffer_that_is_computed_with_stays_in_chains():
+    model, _ = make(model=Valued(lambda own: own))
+    x, _ = batch(0)
+    before = model(x)
+    assert is_fused(model, x)
+    model.temperature.fill_(4.0)
+    same(model(x), before / 4)
+
+
+class Averaging(nn.Module):
+    """Keeps a running mean in a buffer of zeros, or in a tensor that is none."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        if is_buffer:
+            self.register_buffer("center", torch.zeros(4))
+        else:
+            self.center = torch.zeros(4)
+
+    def forward(self, x):
+        y = torch.relu(self.b(torch.relu(self.a(x)))).mean((2, 3))
+        self.center.mul_(0.9).add_(y.detach().mean(0) * 0.1)
+        return y
+
+
+class Replacing(Averaging):
+    """Puts another tensor in the place of the buffer."""
+
+    def forward(self, x):
+        self.center = self.center * 0.9 + 0.1
+        return torch.relu(self.b(torch.relu(self.a(x)))).mean((2, 3)) + self.center
+
+
+@pytest.mark.parametrize("kind", [Averaging, Replacing])
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_running_means_are_those_of_each_call(kind, is_buffer):
+    model, _ = make(model=kind(is_buffer), steps=2)
+    twin = copy.deepcopy(model)
+    convert(twin, fused=False)
+    x, _ = batch(0)
+    for _ in range(5):
+        same(model(x), twin(x))
+        same(model.center, twin.center)
+    assert model.center.norm() > 0
+
+
+class Clamping(nn.Module):
+    """Clamps a weight before it multiplies."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x):
+        self.b.weight.data.clamp_(-0.02, 0.02)
+        return self.b(torch.relu(self.a(x)))
+
+
+@pytest.mark.filterwarnings("ignore:what is written into weight.data")
+def test_what_code_writes_to_a_parameter_comes_first():
+    model, _ = make(model=Clamping())
+    assert trace(model) == "it changes a value in place that is used again"
+    with torch.no_grad():
+        model.b.weight.fill_(0.5)
+    model(batch(0)[0])
+    assert model.b.weight.abs().max() <= 0.02
+
+
+def test_options_of_a_part_hold_in_a_model_that_ran():
+    model, _ = make(model=Reading())
+    x, _ = batch(0)
+    assert is_fused(model, x)
+    convert(model.b, gradient_bits=None)
+    convert(model.a, gradient_bits=None)
+    assert "float32 (gradient_bits=None)" in str(report(model))
+
+    def gradient():
+        return torch.autograd.grad(model(x).square().mean(), model.b.weight)[0]
+
+    convert(model.blocks, gradient_bits=None)
+    same(gradient(), gradient())  # no noise
