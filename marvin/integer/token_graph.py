@@ -42,15 +42,9 @@ _FUNCTIONS = (
     operator.getitem, operator.floordiv, operator.mul, operator.add, operator.sub, operator.truediv,
     int,
 )  # fmt: skip
-_TURNS = (
-    operator.neg,
-    torch.neg,
-    torch.sub,
-    torch.cat,
-    torch.stack,
-    "neg",
-    "sub",
-)  # with sums, products
+_TURNS = (  # with sums and products
+    operator.neg, torch.neg, torch.sub, torch.cat, torch.stack, "neg", "sub",
+)  # fmt: skip
 _ATTENTION = F.scaled_dot_product_attention
 
 
@@ -322,8 +316,8 @@ class _Search:
         return tuple(sorted(nodes, key=self.order.__getitem__))
 
     def _source(self, node: fx.Node) -> fx.Node:
-        """Return the member that made what a node is a part of, or what came in."""
-        while node.op not in ("call_module", "placeholder") and not self._is_rotary(node):
+        """Return the member that made what a node is a part of, or what came in, or a parameter."""
+        while node.op in ("call_function", "call_method") and not self._is_rotary(node):
             node = node.all_input_nodes[0]
         return node
 

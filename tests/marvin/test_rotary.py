@@ -256,6 +256,22 @@ class Used(Rotary):
         return self.out(y.transpose(1, 2).flatten(2)) + q.mean((1, 3))[..., None]
 
 
+class Learned(Raw):
+    """Keys and values are parameters, which a layer takes, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Parameter(torch.randn(1, TOKENS, 2 * SIZE))
+
+    def heads(self, x):
+        sizes = 1, TOKENS, 2, SIZE
+        own = self.words.view(sizes).transpose(1, 2).expand(x.shape[0], -1, -1, -1)
+        return self.q(x).view(*x.shape[:-1], -1, SIZE).transpose(1, 2), own, own
+
+    def attend(self, q, k, v):
+        return super().attend(q, k, v) + self.q(self.words).mean()
+
+
 class UsedBehind(TokensFirst):
     """The same, behind a transposition that attention takes, too."""
 
@@ -352,7 +368,8 @@ def test_as_many_samples_as_tokens(samples):
 
 
 @pytest.mark.parametrize(
-    "attention", [Backwards, Unlike, Mixed, Used, UsedBehind, Broadcast, Across, NormUsed, Raw]
+    "attention",
+    [Backwards, Unlike, Mixed, Used, UsedBehind, Broadcast, Across, NormUsed, Raw, Learned],
 )
 def test_what_turns_otherwise_stays_as_it_is(attention):
     torch.manual_seed(0)
