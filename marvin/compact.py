@@ -70,6 +70,7 @@ _MOMENTS: Mapping[str, tuple[Kind, int]] = {  # of torch's optimizers: kind, and
     "sum": ("squares", 2),
     "exp_inf": ("squares", 2),
 }
+_CENTERED = {"square_avg", "grad_avg"}  # of RMSprop; see ``_pack_moments``
 
 
 class CompactMember(NamedTuple):
@@ -342,7 +343,14 @@ def moment_of(state: StateDict, name: str, master: Tensor, shard: Shard) -> Code
 
 
 def _pack_moments(state: StateDict, shard: Shard, key: Key | None) -> None:
-    """Make the moments of a parameter compact; ``key``: noise, None for nearest."""
+    """Make the moments of a parameter compact; ``key``: noise, None for nearest.
+
+    Centered RMSprop divides by the root of ``square_avg - grad_avg**2``. Of two tensors that are rounded
+    by themselves that may be below 0: the codes of ``square_avg`` are those of the difference.
+    """
+    if state.keys() >= _CENTERED:
+        mean = state["grad_avg"]
+        state["square_avg"] = state["square_avg"].addcmul(mean, mean, value=-1.0).clamp_(min=0.0)
     for name, value in list(state.items()):
         if not isinstance(value, Tensor) or value.shape != shard.shape or name.endswith(_CODES):
             continue
@@ -359,10 +367,13 @@ def _pack_moments(state: StateDict, shard: Shard, key: Key | None) -> None:
 
 
 def _un_pack_moments(state: StateDict, shard: Shard) -> None:
-    for name in _names(state):
+    names = _names(state)
+    for name in names:
         values = _decoded(state, name, _MOMENTS[name][0])
         del state[name + _CODES], state[name + _SCALES]
         state[name] = shard.to_dtensor(values)
+    if _CENTERED.issubset(names):
+        state["square_avg"].addcmul_(state["grad_avg"], state["grad_avg"])
 
 
 def _names(state: StateDict) -> list[str]:
