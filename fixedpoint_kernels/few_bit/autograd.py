@@ -60,8 +60,7 @@ class _Transformable(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         if fused is None:
             return function(x), encode(laid(x, order), table)
-        y, planes = value_and_encode(laid(x, order), table, fused)
-        return _back(y, order), planes
+        return value_and_encode(x, table, fused, order)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -93,12 +92,10 @@ class _FewBit(torch.autograd.Function):
     ) -> Tensor:
         function, ctx.table, ctx.order, fused = how
         ctx.dtype = x.dtype
-        own = x if ctx.order is None else laid(x, ctx.order)
-        if fused is not None and is_fused_plain(own, fused):
-            y, planes = value_and_encode_plain(own, ctx.table, *fused)
-            y = y if ctx.order is None else _back(y, ctx.order)
+        if fused is not None and is_fused_plain(x, fused):
+            y, planes = value_and_encode_plain(x, ctx.table, fused, ctx.order)
         else:
-            y, planes = function(x), encode_plain(own, ctx.table)
+            y, planes = function(x), encode_plain(laid(x, ctx.order), ctx.table)
         ctx.save_for_backward(planes)
         return y
 

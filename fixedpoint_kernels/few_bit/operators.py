@@ -13,6 +13,7 @@ from fixedpoint_kernels._torch_private import is_watched
 from fixedpoint_kernels.few_bit.fused import NONE, ONE_PASS, Fused, Passes
 from fixedpoint_kernels.few_bit.table import Table
 from fixedpoint_kernels.memory import in_memory
+from fixedpoint_kernels.strides import laid
 
 _TILE = 1024
 _WORDS = 32  # a tile and bit: one a column
@@ -63,16 +64,20 @@ def encode(x: Tensor, table: str) -> Tensor:
     return torch.ops.fixedpoint_kernels.few_bit_encode.default(x, table)
 
 
-def value_and_encode(x: Tensor, table: str, fused: Fused) -> tuple[Tensor, Tensor]:
+def value_and_encode(
+    x: Tensor, table: str, fused: Fused, order: tuple[int, ...] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return an activation and ``encode``, from one pass over ``x``.
 
     Args:
         x: As for ``encode``, without float64; on a CPU float32.
         table: As for ``encode``.
         fused: What ``fused_of`` returns.
+        order: Of the dimensions, in which elements are encoded and values lie; None: as they come.
 
     Returns:
-        Values, with the shape of ``x``, contiguous; and what ``encode`` returns. On a CPU values
+        Values, with the shape of ``x``, without gaps, a view of nothing: autograd lets nobody change
+        a view in place; and what ``encode`` returns of ``x.permute(order)``. On a CPU values
         are torch's own bits; of Sigmoid and SiLU those of torch's vectors, while for the last
         elements of each thread torch may round to the neighbour. On a GPU they are at most 2 units in the last place from torch's;
         GELU's at most 2 units of ``x / 2`` from exact, since ``1 + erf`` loses digits, in torch's
@@ -84,8 +89,8 @@ def value_and_encode(x: Tensor, table: str, fused: Fused) -> tuple[Tensor, Tenso
         ValueError: ``fused`` has no formula that is there, or as for ``encode``.
     """
     if is_plain(x):
-        return value_and_encode_plain(x, table, *fused)
-    return torch.ops.fixedpoint_kernels.few_bit_value_and_encode.default(x, table, *fused)
+        return value_and_encode_plain(x, table, fused, order)
+    return torch.ops.fixedpoint_kernels.few_bit_value_and_encode.default(x, table, *fused, order)
 
 
 def decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
@@ -153,7 +158,9 @@ def encode_plain(x: Tensor, table: str) -> Tensor:
     return planes
 
 
-def value_and_encode_plain(x: Tensor, table: str, *fused: object) -> tuple[Tensor, Tensor]:
+def value_and_encode_plain(
+    x: Tensor, table: str, fused: Fused, order: tuple[int, ...] | None = None
+) -> tuple[Tensor, Tensor]:
     """As ``value_and_encode``, of an ``x`` that ``is_plain``."""
     kernels = kernels_of(x)
     dtypes, kinds = getattr(kernels, "ONE_PASS", NONE)
@@ -162,9 +169,9 @@ def value_and_encode_plain(x: Tensor, table: str, *fused: object) -> tuple[Tenso
     one_pass = getattr(kernels, "value_and_encode", None)
     if one_pass is None or fused[0] not in kinds:
         raise ValueError(f"one pass on {x.device} needs one of {kinds}, got {fused[0]!r}")
-    x, (y, planes) = in_memory(x), _empty_pair(x, table)
+    x, (y, planes) = in_memory(x), _empty_pair(x, table, order)
     if x.numel():
-        one_pass(x.contiguous(), y, planes, _tables[table], fused)
+        one_pass(laid(x, order).contiguous(), laid(y, order), planes, _tables[table], fused)
     return y, planes
 
 
@@ -208,8 +215,13 @@ def _empty_product(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _empty_pair(x: Tensor, table: str, *_fused: object) -> tuple[Tensor, Tensor]:
-    return _empty_product(x, x.dtype), _empty_planes(x, table)
+def _empty_pair(
+    x: Tensor, table: str, order: tuple[int, ...] | None = None
+) -> tuple[Tensor, Tensor]:
+    planes = _empty_planes(x, table)
+    if order is None:
+        return _empty_product(x, x.dtype), planes
+    return torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device), planes
 
 
 def _fake_decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -> Tensor:
@@ -225,7 +237,7 @@ def _fake_decode(grad: Tensor, planes: Tensor, table: str, dtype: torch.dtype) -
 def _each(operator: Any, info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     """Run an operator on one example of a batch after the other; tiles do not cross examples."""
     columns = [
-        argument.unbind(at) if at is not None else [argument] * info.batch_size
+        argument.unbind(at) if isinstance(at, int) else [argument] * info.batch_size
         for argument, at in zip(arguments, in_dims, strict=True)
     ]
     results = [operator(*row) for row in zip(*columns, strict=True)]
@@ -249,10 +261,10 @@ def _define(schema: str, run: Callable[..., object], fake: Callable[..., object]
 _library = torch.library.Library("fixedpoint_kernels", "FRAGMENT")
 _define("encode(Tensor x, str table) -> Tensor", encode_plain, _empty_planes)
 _define(
-    "value_and_encode(Tensor x, str table, str kind, float a, float b, float c)"
+    "value_and_encode(Tensor x, str table, str kind, float a, float b, float c, int[]? order=None)"
     " -> (Tensor, Tensor)",
-    value_and_encode_plain,
-    _empty_pair,
+    lambda x, table, *how: value_and_encode_plain(x, table, how[:4], *how[4:]),
+    lambda x, table, *how: _empty_pair(x, table, *how[4:]),
 )
 _define(
     "decode(Tensor grad, Tensor planes, str table, ScalarType dtype) -> Tensor",

@@ -1,8 +1,11 @@
 """Value and code from one pass: the GPU's kernel in Triton's interpreter, and the CPU's."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from fixedpoint_kernels import few_bit
 from fixedpoint_kernels.few_bit import fused, gpu, named, operators, reference
@@ -241,6 +244,33 @@ def test_the_way_of_a_gpu_compiles_and_maps():
         return (module(x) * grad).sum()
 
     assert torch.equal(torch.func.vmap(torch.func.grad(loss))(x, grad), expected[1])
+    images = torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d)
+    slope = gradient(module, images, torch.ones_like(images))[1]
+    found = torch.func.vmap(torch.func.grad(lambda x: module(x).sum()))(images)
+    torch.testing.assert_close(found, slope, rtol=0, atol=0)
+
+
+def changed_in_place(x):
+    y = few_bit.silu(x)
+    y += 1.0
+    return y
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
+@pytest.mark.parametrize("way", ["eager", "watched", "compiled"])
+def test_a_value_that_lies_in_another_order_may_be_changed_in_place(way):
+    """It is a view of nothing: autograd refuses such changes of views that functions return."""
+    x, grad = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
+    expected = gradient(changed_in_place, x, grad)
+    torch._dynamo.reset()
+    run = torch.compile(changed_in_place, backend="aot_eager", fullgraph=True)
+    with FlopCounterMode(display=False) if way == "watched" else nullcontext():
+        for last in (x.to(memory_format=torch.channels_last), x.permute(1, 0, 2, 3)):
+            own = grad if last.shape == grad.shape else grad.permute(1, 0, 2, 3)
+            y, found = gradient(run if way == "compiled" else changed_in_place, last, own)
+            back = [y, found] if own is grad else [y.transpose(0, 1), found.transpose(0, 1)]
+            torch.testing.assert_close(back, [*expected], rtol=0, atol=0)
+            assert y.stride() == last.stride()
 
 
 def test_the_operator():
