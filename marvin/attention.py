@@ -264,7 +264,7 @@ def _merged(
     if all(x.dtype is torch.bool for x in found):
         return ~(found[0] if len(found) == 1 else found[0] | found[1])
     added = [
-        torch.zeros(x.shape, device=x.device).masked_fill(x, -torch.inf)
+        torch.zeros(x.shape, dtype=q.dtype, device=x.device).masked_fill(x, -torch.inf)
         if x.dtype is torch.bool
         else x
         for x in found

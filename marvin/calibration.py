@@ -274,7 +274,7 @@ class _Values:
         """Return a format of ``wl`` bits, one of them for a sign if there is one."""
         signed = self.low < 0
         own = max(wl, 2) if signed else min(wl, 31)  # of 32 bits, all are signed
-        ends = torch.tensor([self.low, self.high])
+        ends = torch.tensor([self.low, self.high], dtype=torch.float32)
         return best_format(torch.cat([*self.kept, ends]), own, estimator, signed=signed)
 
     def again(self, fmt: Format | None, bits: int | None, estimator: Estimator) -> Format | None:

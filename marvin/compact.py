@@ -122,7 +122,8 @@ def placeholder(own: StateDict) -> Tensor:
     if not is_compact(own):
         return own["master"]
     codes = codes_of(own, "master").codes
-    return torch.full((), torch.nan, device=codes.device).expand(codes.shape)
+    nan = torch.full((), torch.nan, dtype=torch.float32, device=codes.device)
+    return nan.expand(codes.shape)
 
 
 def codes_of(own: StateDict, name: str) -> Codes:

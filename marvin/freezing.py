@@ -32,7 +32,8 @@ _NO_GRADIENT = (
     "a frozen model rounds, and the gradient of rounding is 0: none passes through its layers; where "
     "gradients are wanted, take the model that was frozen, in eval mode, whose gradients are straight-through"
 )
-_POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)])  # a table: jit can trace it
+# a table: jit can trace it
+_POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)], dtype=torch.float32)
 
 
 @torch.inference_mode(False)  # or the copy could not be trained, nor load a state

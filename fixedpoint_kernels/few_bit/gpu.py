@@ -226,7 +226,7 @@ def _decode_kernel(
 def _tensors(table: Table, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return borders, with infinite ones up to a power of two, codes and levels."""
     steps = steps_of(table)
-    borders = torch.full(((1 << steps) - 1,), float("inf"))
+    borders = torch.full(((1 << steps) - 1,), float("inf"), dtype=torch.float32)
     borders[: len(table.borders)] = torch.from_numpy(table.borders)
     codes = torch.zeros(1 << steps, dtype=torch.int32)
     codes[: len(table.codes)] = torch.from_numpy(table.codes)

@@ -42,12 +42,14 @@ class Result:
     def __init__(self, images: int, shape: Shape, is_flat: bool = False) -> None:
         self._shape, size = shape, (images, *shape)
         self.image = (
-            torch.empty(images, shape.channels)
+            torch.empty(images, shape.channels, dtype=torch.float32)
             if is_flat
-            else torch.empty(size, memory_format=torch.channels_last)
+            else torch.empty(size, dtype=torch.float32, memory_format=torch.channels_last)
         )
         is_dense = shape.padded == shape.elements
-        self._padded = None if is_dense else torch.empty(images, shape.padded)
+        self._padded = None
+        if not is_dense:
+            self._padded = torch.empty(images, shape.padded, dtype=torch.float32)
         self.address = (self.image if self._padded is None else self._padded).data_ptr()
 
     def take(self) -> Tensor:
@@ -139,8 +141,10 @@ def backward(
     found = []
     for n, own in enumerate(parameters):
         outputs_of, seed, stream = program.outs[n].channels, *own.noise
-        weight = _like(own.weight) if program.needs_weights[n] else torch.empty(0)
-        scale, shift = torch.empty(outputs_of), torch.empty(outputs_of)
+        weight = (
+            _like(own.weight) if program.needs_weights[n] else torch.empty(0, dtype=torch.float32)
+        )
+        scale, shift = (torch.empty(outputs_of, dtype=torch.float32) for _ in range(2))
         given["of_scale", n], given["of_shift", n] = scale.data_ptr(), shift.data_ptr()
         given["seed", n], given["stream", n] = seed, stream
         given["second stream", n] = own.second_stream
@@ -182,7 +186,7 @@ def _like(weight: Tensor) -> Tensor:
     """Return room for a gradient, as the weight lies: autograd copies what lies otherwise."""
     if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
         return torch.empty_like(weight)  # to name the format takes as long again
-    return torch.empty(weight.shape)
+    return torch.empty(weight.shape, dtype=torch.float32)
 
 
 def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:

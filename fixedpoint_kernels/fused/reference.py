@@ -342,7 +342,7 @@ def _layer_backward(
         a, b, c = (t.float().view(-1, 1, 1) for t in (a, b, c))
         g = g * a + (made.z.float() * b + c)
     if isinstance(layer, Norm):
-        return Gradients(torch.empty(0), of_scale.float(), first.float()), g
+        return Gradients(torch.empty(0, dtype=torch.float32), of_scale.float(), first.float()), g
     seed, stream = own.noise
     codes, exponents = products.round_per_sample(g, seed=seed, stream=stream)
     window = layer.window._asdict()

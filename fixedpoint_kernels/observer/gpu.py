@@ -86,7 +86,7 @@ def observe(
     numbers = (1.0,) * 4 if fmt is None else (fmt.scale, fmt.lsb, *float_bounds(fmt))
     programs = triton.cdiv(x.numel(), _BLOCK)
     counts = torch.zeros(MAGNITUDES, dtype=torch.int64, device=x.device)
-    sums = torch.empty(programs, 3, device=x.device)
+    sums = torch.empty(programs, 3, dtype=torch.float32, device=x.device)
     _observe_kernel[(programs,)](
         x.detach(),
         x.detach() if y is None else y,
@@ -108,7 +108,7 @@ def observe(
 def observe_gradient(grad: Tensor, ste_mask: Tensor, out: Tensor | None) -> Tensor:
     """See ``fixedpoint_kernels.observer.reference.observe_gradient``."""
     programs = triton.cdiv(grad.numel(), _BLOCK)
-    sums = torch.empty(programs, device=grad.device)
+    sums = torch.empty(programs, dtype=torch.float32, device=grad.device)
     _observe_gradient_kernel[(programs,)](
         grad.detach(),
         ste_mask,

@@ -392,7 +392,7 @@ def weight_gradient(
         found = found.unflatten(2, kernel)
         return found if exponents is None else found.float() * 2.0**-room * power
     if exponents is not None:
-        out = torch.empty(outputs, channels, *kernel)
+        out = torch.empty(outputs, channels, *kernel, dtype=torch.float32)
         if out.numel():
             held, shape = Totals(totals, sums, ends, flips), (outputs, channels, taps)
             finish_weights(held, shape, 2.0**-room, power, out.data_ptr())

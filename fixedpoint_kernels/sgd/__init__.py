@@ -5,7 +5,7 @@ torch's ``add_`` of ``alpha`` times a tensor rounds once (it has fused multiply-
 the same; where it rounds twice, there is no kernel: see ``has_bits_of_torch``.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -76,7 +76,6 @@ def has_bits_of_torch() -> bool:
     looked at.
     """
     factor = 1.0 + 2.0**-12  # its square has 25 bits: rounded twice, the last one is lost
-    sums = [
-        torch.full((n,), -1.0).add_(torch.full((n,), factor), alpha=factor) for n in range(1, 68)
-    ]
+    number = partial(torch.full, dtype=torch.float32)
+    sums = [number((n,), -1.0).add_(number((n,), factor), alpha=factor) for n in range(1, 68)]
     return bool((torch.cat(sums) == 2.0**-11 + 2.0**-24).all())

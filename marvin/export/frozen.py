@@ -58,7 +58,7 @@ def _samples(
         if given.labels is not None:
             raise ExportError("--labels must be those of --inputs, got them with --shape")
         generator = torch.Generator().manual_seed(0)
-        samples = torch.randn(_MADE_UP, *given.shape, generator=generator)
+        samples = torch.randn(_MADE_UP, *given.shape, generator=generator, dtype=torch.float32)
         note = f"{_MADE_UP} samples are made up, normally distributed: give data with --inputs"
         return samples, None, (note,)
     samples = load_tensor(given.inputs)
