@@ -216,7 +216,8 @@ def weight_ranges(
     """Return the ranges of weights, which are signed and need leave out nothing.
 
     Args:
-        masters: What this process holds of each, float32; the whole is not empty.
+        masters: What this process holds of each, float32. Of one without elements the range is that
+            of zeros, without channels.
         shards: Where that is.
         per_channel: Whether those of the first dimension's entries are wanted too: then nothing
             is clipped.
@@ -234,16 +235,17 @@ def weight_ranges(
         foreach_clamp_min_(over, 0.0)
         parts.append(norms_many(over, dtype=wide))
     norms = torch.stack(whole_norms(parts, [shards] * len(parts))).T.tolist()
+    counts = [max(shard.numel, 1) for shard in shards]
     return [
         Range(
             True,
             needed,
-            norm * norm / shard.numel,
+            norm * norm / count,
             channels=tuple(map(_length_of, largest)),
-            clipping=() if largest else tuple(over * over / shard.numel for over in clipped),
+            clipping=() if largest else tuple(over * over / count for over in clipped),
         )
-        for needed, shard, (norm, *clipped), largest in zip(
-            lengths, shards, norms, _channels(masters, shards, per_channel), strict=True
+        for needed, count, (norm, *clipped), largest in zip(
+            lengths, counts, norms, _channels(masters, shards, per_channel), strict=True
         )
     ]
 
@@ -253,7 +255,7 @@ def _channels(
 ) -> list[list[float]]:
     """Return the largest magnitude of each channel, for those that want it."""
     found: list[list[float]] = [[] for _ in masters]
-    chosen = [i for i, wanted in enumerate(per_channel) if wanted]
+    chosen = [i for i, wanted in enumerate(per_channel) if wanted and shards[i].numel]
     if chosen:
         rows = [shards[i].rows(masters[i].flatten(1).abs().amax(1)) for i in chosen]
         values = iter(torch.cat(rows).tolist())

@@ -15,7 +15,7 @@ from fixedpoint_kernels import FixedPoint, quantize
 from marvin import LossBudgetPolicy, Quantized, StaticPolicy
 from marvin.hooks import detach
 from marvin.policies.observer import weight_ranges
-from marvin.policies.ranges import Limits
+from marvin.policies.ranges import Limits, Range
 from marvin.shards import Shard
 
 POLICIES = {
@@ -355,6 +355,29 @@ def test_a_dead_layer_stays_float_until_it_lives():
     optimizer.param_groups[0]["lr"] = 0.1
     train(model, optimizer, 4, 1)
     assert optimizer.formats()["7.weight"].wl == 6
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("sides", [(0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("kind", [LossBudgetPolicy, StaticPolicy])
+def test_a_weight_without_elements_stays_float(kind, per_channel, sides):
+    """As that of a layer that takes inputs of a kind which a data set has none of."""
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Linear(*sides), nn.Linear(8, 3)])
+    policy = kind(window=2, per_channel=per_channel)
+    optimizer = Quantized(torch.optim.SGD(net.named_parameters(), lr=0.1), policy)
+    marvin.quantize_activations(net, optimizer)
+    for _ in range(5):
+        optimizer.zero_grad()
+        outputs = net[1](torch.randn(4, 8)), net[0](torch.randn(4, sides[0]))
+        loss = sum(y.square().sum() for y in outputs)
+        loss.backward()
+        optimizer.step(loss=loss)
+    assert "1.weight" in optimizer.formats()
+    assert "0.weight" not in optimizer.formats()
+    (found,) = weight_ranges([torch.empty(sides)], [Shard(torch.Size(sides))], [per_channel])
+    assert found == Range(True, None, 0.0, clipping=(0.0, 0.0))
 
 
 def test_a_window_has_its_own_losses_alone():
