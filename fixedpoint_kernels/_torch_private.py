@@ -3,7 +3,7 @@
 Each entry says which public way is missing. The tests name what is gone after an update of torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, TypeVar

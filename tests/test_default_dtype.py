@@ -44,6 +44,19 @@ def convolutions():
     )
 
 
+def encoder():
+    """A block of a transformer, whose layers are a chain of tokens."""
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    layers = nn.Flatten(2), nn.Linear(16, 32), block, nn.Linear(32, 5), Mean()
+    return marvin.spell_attention(nn.Sequential(*layers))
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+
 def msgd(net):
     optimizer = marvin.MSGD(net.named_parameters(), lr=0.05, lookback=(2, 4), resolution=(5, 9))
     marvin.quantize_activations(net, optimizer)
@@ -72,6 +85,11 @@ def loss_budget(net):
     return optimizer
 
 
+def tokens(net):
+    """The same of a transformer."""
+    return loss_budget(net)
+
+
 def few_bit_and_division(net):
     forward_save.convert(net, few_bit=3, division={"block": 8, "bits": 2})
     return torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -79,7 +97,7 @@ def few_bit_and_division(net):
 
 def trained(prepare, dtype, batches=5):
     """Return losses and weights; the optimizer is made, and steps are done, under a default dtype."""
-    net = convolutions() if prepare is loss_budget else network()
+    net = {loss_budget: convolutions, tokens: encoder}.get(prepare, network)()
     torch.set_default_dtype(dtype)
     try:
         optimizer = prepare(net)
@@ -102,7 +120,7 @@ def trained(prepare, dtype, batches=5):
         torch.set_default_dtype(torch.float32)
 
 
-WAYS = msgd, compact_msgd, adamw, compact_adamw, loss_budget, few_bit_and_division
+WAYS = msgd, compact_msgd, adamw, compact_adamw, loss_budget, tokens, few_bit_and_division
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

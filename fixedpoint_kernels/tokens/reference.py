@@ -190,7 +190,7 @@ def _tables(own: Parameters, op: Rotary) -> tuple[Tensor, Tensor]:
 
 def _scores(q: Tensor, k: Tensor, op: Attention) -> Tensor:
     """Return the softmax of products of queries and keys; sums over features and over tokens in order."""
-    products = torch.zeros(*q.shape[:-1], k.shape[-2])
+    products = torch.zeros(*q.shape[:-1], k.shape[-2], dtype=torch.float32)
     for d in range(op.size):
         products = products + q[..., d, None] * k[..., None, :, d]
     products = products * torch.tensor(op.scale, dtype=torch.float32)
@@ -199,7 +199,7 @@ def _scores(q: Tensor, k: Tensor, op: Attention) -> Tensor:
     seen = seen.tril() if op.causal else seen
     products = products.masked_fill(~seen, -torch.inf)
     powers = functions.exp(products - products.amax(-1, keepdim=True)).masked_fill(~seen, 0.0)
-    total = torch.zeros(powers.shape[:-1])
+    total = torch.zeros(powers.shape[:-1], dtype=torch.float32)
     for j in range(tokens):
         total = total + powers[..., j]
     return powers / total[..., None]
@@ -207,7 +207,7 @@ def _scores(q: Tensor, k: Tensor, op: Attention) -> Tensor:
 
 def attend(scores: Tensor, v: Tensor) -> Tensor:
     """Return the mean of values by scores."""
-    y = torch.zeros(*scores.shape[:-1], v.shape[-1])
+    y = torch.zeros(*scores.shape[:-1], v.shape[-1], dtype=torch.float32)
     for j in range(v.shape[-2]):
         y = y + scores[..., j, None] * v[..., None, j, :]
     return y

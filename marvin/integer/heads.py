@@ -248,7 +248,7 @@ class Turned:
         count = math.prod(sizes[0])
         if math.prod(sizes[1]) != count:
             return None
-        ones, zeros = torch.ones(count), torch.zeros(count)
+        ones, zeros = (torch.full((count,), n, dtype=torch.float64) for n in (1.0, 0.0))
         still, rest = run(ones, zeros), run(zeros, zeros)
         if still is None or rest is None:
             return None

@@ -174,6 +174,23 @@ class Replacing(Averaging):
         return torch.relu(self.b(torch.relu(self.a(x)))).mean((2, 3)) + self.center
 
 
+class Doubling(Averaging):
+    """Doubles a buffer, which is 0 while the model is traced."""
+
+    def forward(self, x):
+        self.center.mul_(2.0)
+        return torch.relu(self.b(torch.relu(self.a(x)))).mean((2, 3)) + self.center
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_what_is_0_may_be_doubled_later(is_buffer):
+    model, _ = make(model=Doubling(is_buffer))
+    model.center.fill_(1.0)
+    for wanted in (2.0, 4.0, 8.0):
+        model(batch(0)[0])
+        assert (model.center == wanted).all()
+
+
 @pytest.mark.parametrize("kind", [Averaging, Replacing])
 @pytest.mark.parametrize("is_buffer", [True, False])
 def test_running_means_are_those_of_each_call(kind, is_buffer):
