@@ -268,7 +268,7 @@ class _Values:
             )
         self.low, self.high = min(self.low, low), max(self.high, high)
         if sum(map(len, self.kept)) < _MOST_KEPT:
-            self.kept.append(flat[:: -(-flat.numel() // _KEPT)].to("cpu", copy=True))
+            self.kept.append(_some(flat).to("cpu", copy=True))
 
     def format(self, wl: int, estimator: Estimator) -> FixedPoint:
         """Return a format of ``wl`` bits, one of them for a sign if there is one."""
@@ -353,6 +353,19 @@ def weight_format(
     return ChannelFormat(
         FixedPoint(wl, least), tuple(0 if fl is None else fl - least for fl in fls)
     )
+
+
+def _some(flat: Tensor) -> Tensor:
+    """Return at most ``_KEPT`` values, always the same ones: one of each stretch of memory, at random.
+
+    Equal steps would meet the same columns of every image where a step is as long as some rows.
+    """
+    count = flat.numel()
+    if count <= _KEPT:
+        return flat
+    generator = torch.Generator().manual_seed(0)
+    places = torch.rand(_KEPT, generator=generator, dtype=torch.float64) + torch.arange(_KEPT)
+    return flat[(places * (count / _KEPT)).long().to(flat.device)]
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Formats from data, for models that were trained without."""
 
 import copy
+import math
 import pickle
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import marvin
 from fixedpoint_kernels import FixedPoint, quantize
+from marvin.calibration import _Values
 from marvin.channels import ChannelFormat
 from marvin.export import describe, integer
 from marvin.hooks import detach, rounders_of
@@ -312,3 +314,45 @@ def test_what_is_made_in_inference_mode_trains_and_loads():
     for model in (fixed, frozen):
         model.load_state_dict(fixed.state_dict())
     fixed(x).sum().backward()
+
+
+def digits(count):
+    """Return images whose strokes are large, with a border of small values: two columns at each side."""
+    images = torch.full((count, 1, 32, 32), -0.42)
+    strokes = torch.rand(count, 1, 28, 28, generator=torch.Generator().manual_seed(2)) < 0.2
+    images[:, :, 2:30, 2:30] += 3.2 * strokes.float()
+    return images
+
+
+@pytest.mark.parametrize("size", [1024, 512, 64, 37])
+def test_no_column_stands_for_all_whatever_the_size_of_batches(size):
+    """Sizes that are powers of two: a step through the memory could meet the border alone."""
+    model, images = nn.Conv2d(1, 2, 3), digits(1024)
+    found = formats_of(marvin.calibrate(model, images.split(size), bits=8))[""].inputs
+    fl, _ = widest(images, 8)
+    formats = [FixedPoint(8, fl + finer) for finer in range(9)]
+    noise = {
+        f.fl: (quantize(images, f, rounding="nearest") - images).square().sum() for f in formats
+    }
+    assert found.fl == min(noise, key=noise.__getitem__)
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 4, 16, 16), (128, 1, 30, 11), (32, 1024, 256), (3, 9, 5000), (1, 1, 224, 224)]
+)
+def test_each_row_column_and_channel_is_looked_at_alike(shape):
+    numbers = torch.arange(math.prod(shape), dtype=torch.float32)
+    values = _Values("layer")
+    values.add(numbers.reshape(shape))
+    (kept,) = values.kept
+    assert len(kept) == 2**15
+    places = kept.long()
+    for size in reversed(shape):
+        seen = torch.bincount(places % size, minlength=size)
+        places = places // size
+        mean = len(kept) / size
+        # a sum of independent choices, of variance no larger than its mean; none of thousands is beyond 6
+        assert (seen - mean).abs().max() <= 6 * math.sqrt(mean)
+    again = _Values("layer")
+    again.add(numbers)
+    torch.testing.assert_close(again.kept, values.kept, rtol=0, atol=0)
