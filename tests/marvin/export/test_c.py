@@ -544,6 +544,41 @@ def test_channels_are_put_together_and_taken_apart(tmp_path):
 
 
 @needs_gcc
+def test_values_put_together_are_long_before_they_are_multiplied(tmp_path):
+    """Codes of 8 and 16 bits, at the binary point of another value, have more than 32."""
+    network = network_of(
+        (4, 5, 3),
+        conv("b", "in", codes(2, 4, 1, 1), FixedPoint(8, 26)),
+        Round("r", ("in",), FixedPoint(16, 8)),
+        Concat("ab", ("in", "r", "b"), 0),
+    )
+    x = 8 * torch.randn(9, 4, 5, 3)
+    assert_same(network, x, tmp_path)
+    assert "int64_t" in c.write(network, "net").code
+    short = network_of(
+        (4, 5, 3),
+        conv("b", "in", codes(2, 4, 1, 1), FixedPoint(8, 5)),
+        Concat("ab", ("in", "b"), 0),
+    )
+    assert_same(short, x, tmp_path)
+    assert "int64_t" not in c.write(short, "net").code
+
+
+@needs_gcc
+def test_outputs_have_the_words_of_their_longest_channel(tmp_path):
+    """Scales that all end with zeros are multiplied last."""
+    weight = codes(4, 6)
+    weight[0] = 0
+    four = torch.full((4,), 2**24)
+    network = network_of(
+        (6,),
+        Linear("l", ("in",), weight, FixedPoint(8, 5), None, FixedPoint(8, 5)),
+        Affine("a", ("l",), four, FixedPoint(30, 20), 0 * four, FixedPoint(8, 0)),
+    )
+    assert_same(network, 8 * torch.randn(9, 6), tmp_path)
+
+
+@needs_gcc
 def test_channels_are_shuffled(tmp_path):
     network = network_of(
         (6, 4, 3),

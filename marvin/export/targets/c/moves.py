@@ -17,7 +17,7 @@ from marvin.export.targets.c.values import (
     indented,
     same_order,
 )
-from marvin.export.targets.c.words import literal, loop, storing
+from marvin.export.targets.c.words import computing, literal, loop, storing
 
 __all__ = ["is_known", "write_copy", "write_move"]
 
@@ -37,7 +37,7 @@ def write_move(
         result: Shape, order and ``fl`` of what it gives.
 
     Raises:
-        ExportError: No nested loops do it.
+        ExportError: No nested loops do it, or 64 bits do not hold it.
     """
     shape, order, fl = result
     shifts = [fl - x.fl for x in sources.values()]
@@ -55,7 +55,8 @@ def write_move(
         targets = np.flatnonzero(own == i)
         if len(targets):
             first = int(ends[i]) - x.count
-            lines += _copied(i, places[targets] - first, targets, word, shift)
+            scale = _scale(op.name if op else name, x, shift)
+            lines += _copied(f"x{i}", places[targets] - first, targets, word, scale)
     text = f"/* {type(op).__name__ if op else 'order'} {(op.name if op else '').replace('*/', '')} */\n"
     text += f"static void {name}({', '.join([*parameters, f'{word} *restrict y0'])})\n{{\n"
     text += "\n".join(indented(lines)) + "\n}\n"
@@ -101,7 +102,17 @@ def _moved(op: Operation | None, sources: Mapping[str, Stored]) -> Codes:
     return places
 
 
-def _copied(index: int, reads: Codes, writes: Codes, word: str, shift: int) -> list[str]:
+def _scale(name: str, x: Stored, shift: int) -> tuple[str, str]:
+    """Return what stands before and behind a code that gets ``shift`` zeros at its end."""
+    if not shift:
+        return "", ""
+    word = computing(name, max(-x.low, x.high, 1) << shift)
+    return f"({word})", f" * {literal(1 << shift)}"
+
+
+def _copied(
+    source: str, reads: Codes, writes: Codes, word: str, scale: tuple[str, str]
+) -> list[str]:
     """Return nested loops that read and write places which go up by equal steps."""
     sizes: list[tuple[int, int, int]] = []
     both = np.stack([reads, writes])
@@ -129,5 +140,5 @@ def _copied(index: int, reads: Codes, writes: Codes, word: str, shift: int) -> l
                 places[side].append(f"{place} * {abs(step)}" if abs(step) != 1 else place)
     parts = zip(begin, places, strict=True)
     read, write = (" + ".join([str(at)] * (at > 0) + terms) or "0" for at, terms in parts)
-    scale = f" * {literal(1 << shift)}" if shift else ""
-    return [*lines, f"y0[{write}] = ({word})(x{index}[{read}]{scale});", *["}"] * len(sizes)]
+    code = f"{scale[0]}{source}[{read}]{scale[1]}"
+    return [*lines, f"y0[{write}] = ({word})({code});", *["}"] * len(sizes)]

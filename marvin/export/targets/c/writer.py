@@ -97,10 +97,9 @@ def _store(writer: Writer, op: Operation) -> None:
     if op.name in outputs:  # its codes are those of the network
         fl = writer.network.values[op.name].fl
         if term.fl != fl:
-            scaled = (1 << fl - term.fl) * max(-term.lows[0], term.highs[0])
-            word = computing(op.name, scaled)
-            text = f"{term.wide(word)} * {literal(1 << fl - term.fl)}"
             low, high = (end << fl - term.fl for end in (min(term.lows), max(term.highs)))
+            word = computing(op.name, max(-low, high))
+            text = f"{term.wide(word)} * {literal(1 << fl - term.fl)}"
             term = writer.lines.new(word, text, fl, low, high)
     writer.terms[op.name] = term
     low, high = min(term.lows), max(term.highs)
