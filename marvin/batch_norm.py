@@ -28,6 +28,9 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[
     changes; the mode of each module comes back. Training does not read these statistics, so it goes
     on with the same bits.
 
+    Batch norm that is frozen, in eval mode within a model that trains, keeps its statistics and
+    normalises by them, as training does. Of a model that is in eval mode as a whole, all are new.
+
     Of several processes (``torch.distributed``) all must call this, each with batches of its own;
     each keeps the mean over all of them.
 
@@ -36,10 +39,11 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[
             not what ``torch.compile`` returned, but what it was given.
         batches: Each a tensor, a tuple or list whose first item is the model's input, as of a
             ``DataLoader``, or a mapping of keywords; on the model's device. 10 to 20 are enough.
-            Drawn from only where there are statistics.
+            Drawn from only where there are statistics to estimate.
 
     Returns:
-        Names of the modules that have new statistics. Those that no batch came through keep theirs.
+        Names of the modules that have new statistics. Those that are frozen, or that no batch came
+        through, keep theirs.
 
     Raises:
         TypeError: ``batches`` is one tensor, or ``model`` no module.
@@ -52,14 +56,16 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[_Batch]) -> tuple[
     """
     check_model(model, "reestimate_batch_norm(model, batches)")
     check_batches(batches, "reestimate_batch_norm(model, [x])")
+    modes = {module: module.training for module in model.modules()}
+    is_evaluated = not any(modes.values())
     norms = {
         name: _Statistics(module)
         for name, module in model.named_modules()
         if isinstance(module, BatchNormBase) and module.running_mean is not None
+        if module.training or is_evaluated  # the others are frozen: training reads their statistics
     }
     if not norms:
         return ()
-    modes = {module: module.training for module in model.modules()}
     hooks = [
         norm.module.register_forward_pre_hook(norm, with_kwargs=True) for norm in norms.values()
     ]

@@ -213,3 +213,34 @@ def test_a_batch_of_no_samples_counts_for_nothing():
     marvin.reestimate_batch_norm(model, [x[:0], x, x[:0]])
     marvin.reestimate_batch_norm(other, [x])
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("policy", ["float", "static"])
+@pytest.mark.parametrize("converted", [False, True])
+def test_frozen_norms_keep_the_statistics_that_training_reads(policy, converted):
+    if converted and policy == "float":
+        pytest.skip("a float model has no formats to convert")
+    model, _ = trained(policy, converted=converted)
+    model.bn1.eval()
+    before = statistics(model)
+    seen: list[Tensor] = []
+    hook = captured(model, "bn2", seen)
+    assert marvin.reestimate_batch_norm(model, batches()) == ("bn2",)
+    hook.remove()
+    after = statistics(model)
+    for name in ("bn1.running_mean", "bn1.running_var"):
+        torch.testing.assert_close(after[name], before[name], rtol=0, atol=0)
+    assert not torch.equal(after["bn2.running_mean"], before["bn2.running_mean"])
+    want: list[Tensor] = []  # what comes behind a norm that its own statistics normalise
+    other = copy.deepcopy(model).eval()
+    captured(other, "bn2", want)
+    with torch.no_grad():
+        for x in batches():
+            other(x)
+    torch.testing.assert_close(seen, want, rtol=0, atol=0)
+    for name in ("bn2", "unused"):  # in a model that trains, all are frozen now
+        model.get_submodule(name).eval()
+    assert marvin.reestimate_batch_norm(model, []) == ()
+    model.eval()
+    assert marvin.reestimate_batch_norm(model, batches()) == ("bn1", "bn2")
+    assert not torch.equal(statistics(model)["bn1.running_mean"], before["bn1.running_mean"])
