@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fixedpoint_kernels import FixedPoint
 from marvin.attention import spell_attention
@@ -18,7 +19,7 @@ from marvin.conversion import argument_names, prepare
 from marvin.display import listed
 from marvin.freezing import thaw
 from marvin.hooks import rounders_of
-from marvin.layers import is_layer
+from marvin.layers import computed_weights, is_layer
 from marvin.model_formats import ModuleFormats
 from marvin.nested import mapped, mapped_value
 from marvin.rounder import FLOATS
@@ -50,6 +51,11 @@ _LONGEST_FL = 31
 _LEAST = 2.0**-32  # what is below is 0 in every format
 _SHORT = 8  # bits of words whose exact sums, times batch norm's scale, every target has
 
+_OF_FLOATS = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
+_OF_INDICES = nn.Embedding, nn.EmbeddingBag
+_TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+_LAYERS = *_OF_FLOATS, *_OF_INDICES, *_TRANSPOSED
+
 Batches = Iterable[Tensor | tuple[Tensor, ...] | list[Tensor]]
 """What a model takes; of tuples and lists the first."""
 
@@ -79,7 +85,9 @@ def calibrate(
     ``bits`` says otherwise. So the ranges of a training run can be taken again, in eval mode. While
     ranges are taken nothing rounds, so no old range limits what a layer behind it sees.
 
-    A warning names layers that saw nothing but zeros: their formats hold nothing else.
+    A subclass of torch's layers rounds as they do, whatever it has inside. Warnings name what stays in
+    floats though it has a weight: layers that no floats came to, and modules of one's own that have
+    others inside. Warnings name layers, too, that saw nothing but zeros: their formats hold nothing else.
 
     Args:
         model: Stays as it is.
@@ -97,7 +105,8 @@ def calibrate(
             tensor, or a batch no tensor.
         ValueError: An argument is out of range; there is no batch, no layer sees one, or a value is not
             finite, or float64; or the model carries block floating point, or formats of weights alone, or must be
-            called with several tensors, or ``marvin.store_codes`` keeps its weights as codes.
+            called with several tensors, or ``marvin.store_codes`` keeps its weights as codes; or each call
+            computes a layer's weight, by a parametrisation or a hook.
 
     Examples:
         >>> fixed = marvin.calibrate(net, (images for images, _ in loader), bits=8)
@@ -138,8 +147,9 @@ def layer_formats(
     Raises:
         TypeError: ``batches`` is one tensor, or a batch no tensor.
         ValueError: There is no batch, no layer sees one, a value is not finite, or float64, or the model must be
-            called with several tensors.
+            called with several tensors, or each call computes a layer's weight.
     """
+    _check_weights(model)
     layers = layers_of(model)
     seen = _observed(model, batches, layers, layers if bits > _SHORT else ())
     return {
@@ -168,8 +178,48 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if any(map(is_layer, module.parameters(recurse=False))) and not any(module.children())
+        if any(map(is_layer, module.parameters(recurse=False)))
+        if isinstance(module, _LAYERS) or not any(module.children())
     ]
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Refuse weights that each call computes: they would stay in floats."""
+    for name, module in model.named_modules():
+        for weight in computed_weights(module):
+            if not is_layer(getattr(module, weight)):
+                continue
+            got, remedy = (
+                f"a hook that computes {weight}",
+                "prune.remove, remove_weight_norm or such",
+            )
+            if is_parametrized(module):
+                got = f"a parametrisation of {weight}"
+                remedy = f"parametrize.remove_parametrizations(module, {weight!r})"
+            raise ValueError(
+                f"{name or 'the model'} must have plain weights to be calibrated, got {got}: "
+                f"torch.nn.utils.{remedy} makes them so"
+            )
+
+
+def _warn_of_floats(model: nn.Module, rounded: Collection[nn.Module]) -> None:
+    """Name weights that stay in floats."""
+    layers, unmet, own = set(layers_of(model)), list[str](), list[str]()
+    for name, module in model.named_modules():
+        if module in layers and module not in rounded:
+            unmet.append(name)
+        if module not in layers and any(module.children()):  # such as positions: these are added
+            mine = module.named_parameters(name, recurse=False)
+            own += [n for n, p in mine if is_layer(p) and n.endswith("weight")]
+    what, rest = "calibration leaves in floats", "their weights and what they take are not rounded"
+    if unmet:
+        warnings.warn(f"{what} {listed(unmet)}: no floats came there; {rest}", stacklevel=2)
+    if own:
+        warnings.warn(
+            f"{what} {listed(own)}: a module of one's own has it, and others inside; give it a layer of "
+            "its own, such as nn.Linear",
+            stacklevel=2,
+        )
 
 
 def _fix(
@@ -184,11 +234,12 @@ def _fix(
         how: The estimator, and whether weights have formats by channel.
     """
     found = layer_formats(model, batches, lengths[0], how[0])
-    for module in layers_of(model):
-        if module in found or isinstance(module, nn.Embedding):
-            formats = found.get(module, ModuleFormats())
-            weights = _round_weights(module, lengths[1], how)
-            rounders_of(module)[0].write(module, replace(formats, weights=weights))
+    rounded = [m for m in layers_of(model) if m in found or isinstance(m, _OF_INDICES)]
+    for module in rounded:
+        formats = found.get(module, ModuleFormats())
+        weights = _round_weights(module, lengths[1], how)
+        rounders_of(module)[0].write(module, replace(formats, weights=weights))
+    _warn_of_floats(model, rounded)
 
 
 def _fix_again(
@@ -223,9 +274,6 @@ def _fix_again(
         inputs = ranges.takes.again(formats.inputs, bits, estimator)
         outputs = ranges.gives.again(formats.outputs, bits, estimator)
         rounders_of(module)[0].write(module, replace(formats, inputs=inputs, outputs=outputs))
-
-
-_OF_FLOATS = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
 
 
 @dataclass

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import marvin
 from fixedpoint_kernels import FixedPoint, quantize
@@ -356,3 +357,81 @@ def test_each_row_column_and_channel_is_looked_at_alike(shape):
     again = _Values("layer")
     again.add(numbers)
     torch.testing.assert_close(again.kept, values.kept, rtol=0, atol=0)
+
+
+class ConvNorm(nn.Conv2d):
+    """A layer with its norm inside, as some packages have it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.norm = nn.BatchNorm2d(self.out_channels)
+
+    def forward(self, x):
+        return torch.relu(self.norm(super().forward(x)))
+
+
+def test_layers_with_something_inside_are_calibrated():
+    x = torch.randn(64, 3, 8, 8)
+    model = nn.Sequential(ConvNorm(3, 8, 3), nn.Flatten(), nn.Linear(288, 4)).eval()
+    fixed = marvin.calibrate(model, [x], bits=3)
+    found = formats_of(fixed)
+    assert found["0"].inputs.wl == found["2"].inputs.wl == 3
+    assert len(fixed[0].weight.unique()) <= 8
+    torch.testing.assert_close(fixed[0].bias, model[0].bias, rtol=0, atol=0)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), model[0].norm, nn.ReLU(), *model[1:])
+    plain[0].load_state_dict(model[0].state_dict(), strict=False)
+    want = marvin.calibrate(plain, [x], bits=3)
+    torch.testing.assert_close(fixed(x), want(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            parametrizations.weight_norm,
+            r"a parametrisation of weight: .*remove_parametrizations\(module, 'weight'\)",
+        ),
+        (torch.nn.utils.spectral_norm, r"a hook that computes weight: .*prune.remove, remove_"),
+    ],
+    ids=["parametrisation", "hook"],
+)
+def test_weights_that_each_call_computes_are_named(change, message):
+    model = build()
+    change(model[3])
+    with pytest.raises(
+        ValueError, match=f"3 must have plain weights to be calibrated, got {message}"
+    ):
+        marvin.calibrate(model, batches(1))
+    vector = nn.Sequential(nn.Linear(2, 2))
+    parametrizations.weight_norm(vector[0], "bias", dim=None)
+    assert formats_of(marvin.calibrate(vector, [torch.randn(4, 2)]))["0"].weights[-1]
+
+
+class Own(nn.Module):
+    """Two layers, and a weight beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.aside = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.own_weight = nn.Parameter(torch.randn(4, 4))
+        self.position = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x):
+        return self.second(self.first(x + self.position) @ self.own_weight)
+
+
+def test_weights_that_stay_in_floats_are_named():
+    with (
+        pytest.warns(
+            UserWarning, match=r"leaves in floats own_weight: a module of one's own has it"
+        ),
+        pytest.warns(UserWarning, match=r"leaves in floats aside: no floats came there"),
+    ):
+        fixed = marvin.calibrate(Own(), [torch.randn(8, 4)], bits=3)
+    assert len(fixed.second.weight.unique()) <= 8
+
+
+def test_bags_of_embeddings_round_their_weights():
+    model = nn.Sequential(nn.EmbeddingBag(20, 8, mode="sum"), nn.Linear(8, 2))
+    fixed = marvin.calibrate(model, [torch.randint(20, (6, 3))], bits=3)
+    assert len(fixed[0].weight.unique()) <= 8
