@@ -42,6 +42,7 @@ __all__ = [
     "buffers_of",
     "compiled_as_constant",
     "derivatives_of",
+    "exchange_hooks",
     "fake_tensor_mode",
     "fill_copy",
     "foreach_abs",
@@ -266,6 +267,24 @@ def remove_hooks(module: nn.Module, kind: type) -> None:
             del hooks[key]
             if place == "_forward_pre_hooks":
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def exchange_hooks(module: nn.Module, old: type, new: type) -> None:
+    """Put a module's hooks around ``forward`` of one class where those of another are, which go.
+
+    Others keep their places: the order of hooks is part of what a module computes.
+    """
+    for hooks in own_forward_hooks(module):
+        before = dict(hooks)
+        moved = {key: hook for key, hook in before.items() if isinstance(hook, new)}
+        hooks.clear()
+        for key, hook in before.items():
+            if key not in moved:
+                hooks[key] = hook
+            if isinstance(hook, old):
+                hooks.update(moved)
+        hooks.update(moved)  # where there was no other
+    remove_hooks(module, old)
 
 
 def _unwrapped(hook: object) -> object:

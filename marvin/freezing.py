@@ -17,7 +17,7 @@ from fixedpoint_kernels.rounding.reference import float_bounds
 from marvin.attention import Attention, Encoder, EncoderLayer
 from marvin.channels import ChannelFormat
 from marvin.conversion import prepare
-from marvin.hooks import Unscripted, rounders_of, unhook
+from marvin.hooks import Unscripted, give_place, rounders_of, take_place
 from marvin.layers import computed_weights
 from marvin.model_formats import ModuleFormats, decode_formats
 from marvin.nested import mapped, mapped_value
@@ -78,9 +78,9 @@ def freeze(model: nn.Module) -> nn.Module:
         )
     for module, rounder in found:
         formats = rounder.formats(module)
-        unhook(module)
         module.register_forward_pre_hook(_Inputs(formats, rounder.arguments), with_kwargs=True)
         module.register_forward_hook(_Outputs(formats, ()))
+        give_place(module, FrozenRounding)
         for hook in hooks_of(module, FrozenRounding):
             module.register_load_state_dict_pre_hook(_Loading(hook))
             _check(hook.formats)
@@ -119,10 +119,10 @@ def thaw(model: nn.Module) -> nn.Module:
     if not any(any(hooks_of(module, FrozenRounding)) for module in model.modules()):
         return model
     carried = frozen_formats(model)
-    for module in model.modules():
-        for kind in (FrozenRounding, _Loading):
-            remove_hooks(module, kind)
     prepare(model, include=[*carried])
+    for module in model.modules():
+        take_place(module, FrozenRounding)
+        remove_hooks(module, _Loading)
     for name, formats in carried.items():
         module = model.get_submodule(name)
         rounders_of(module)[0].write(module, formats)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import StateDict
 
-from fixedpoint_kernels._torch_private import hooks_of, remove_hooks
+from fixedpoint_kernels._torch_private import exchange_hooks, hooks_of, remove_hooks
 from marvin.model_formats import decode_formats
 from marvin.rounder import BUFFER, ForwardState, Rounder
 
@@ -15,11 +15,12 @@ __all__ = [
     "OtherForward",
     "Unscripted",
     "detach",
+    "give_place",
     "hook",
     "restore_forwards",
     "rounders_of",
     "state_of",
-    "unhook",
+    "take_place",
 ]
 
 
@@ -76,14 +77,19 @@ def hook(module: nn.Module, rounder: Rounder) -> None:
     module.register_load_state_dict_pre_hook(_Loading(rounder))
 
 
-def unhook(module: nn.Module) -> None:
-    """Let a module round no more; its formats stay."""
-    remove_hooks(module, _Hook)
+def give_place(module: nn.Module, kind: type) -> None:
+    """Let hooks of a class round where a module's own do, which go; its formats stay."""
+    exchange_hooks(module, _Hook, kind)
+
+
+def take_place(module: nn.Module, kind: type) -> None:
+    """Let a module's own hooks round where those of a class do, which go."""
+    exchange_hooks(module, kind, _Hook)
 
 
 def detach(module: nn.Module) -> None:
     """Take hooks and formats from one module, if it has some."""
-    unhook(module)
+    remove_hooks(module, _Hook)
     if BUFFER in dict(module.named_buffers(recurse=False)):
         delattr(module, BUFFER)
 

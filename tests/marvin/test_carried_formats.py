@@ -455,6 +455,59 @@ def test_a_frozen_model_gives_the_same_bits(policy):
     same(frozen(x), outputs(model))
 
 
+def scaled(_module, args):
+    return (args[0] * 0.7,)
+
+
+def scaled_keywords(_module, args, kwargs):
+    return (args[0] * 1.3,), kwargs
+
+
+def scaled_outputs(_module, _args, y):
+    return y * 0.9
+
+
+def test_hooks_of_a_frozen_model_are_called_in_the_order_of_the_model():
+    """Of one's own: some before rounding, some behind it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(16, 8)
+    own = "scaled", "scaled_keywords", "scaled_outputs"
+
+    def add(layer):
+        layer.register_forward_pre_hook(scaled)
+        layer.register_forward_pre_hook(scaled_keywords, with_kwargs=True)
+        layer.register_forward_hook(scaled_outputs)
+
+    def order(hooks):
+        names = (getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks.values())
+        return [name if name in own else "rounding" for name in names]
+
+    add(model[0])
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.01)
+    optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(4, 4))
+    marvin.quantize_activations(model, optimizer)
+    add(model[2])
+    for _ in range(2):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    wanted = model.eval()(x).detach()
+    frozen = marvin.freeze(model)
+    same(frozen(x), wanted)
+    pair = model, frozen
+    for fixed in (pair, [marvin.freeze(marvin.calibrate(m, [x])) for m in pair]):
+        for layer, before, after in (
+            (0, ["scaled", "scaled_keywords", "rounding"], ["scaled_outputs", "rounding"]),
+            (2, ["rounding", "scaled", "scaled_keywords"], ["rounding", "scaled_outputs"]),
+        ):
+            for m in fixed:
+                assert order(m[layer]._forward_pre_hooks) == before
+                assert order(m[layer]._forward_hooks) == after
+                assert len(m[layer]._forward_pre_hooks_with_kwargs) == 2
+    first, second = (marvin.calibrate(m, [x]) for m in pair)
+    same(second(x), first(x).detach())
+
+
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_a_frozen_model_rounds_ties_and_saturates_as_the_model_does(is_traced):
     model = nn.Linear(1, 1, bias=False)
