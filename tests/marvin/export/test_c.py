@@ -724,6 +724,25 @@ def test_several_outputs(tmp_path):
 
 
 @needs_gcc
+def test_outputs_whose_names_differ_in_case_alone_have_macros_of_their_own(tmp_path):
+    """And those of which one is called as another would be, to tell it from a third."""
+    network = network_of(
+        (6,),
+        Linear("a", ("in",), codes(2, 6), FixedPoint(8, 5), None, FixedPoint(8, 5)),
+        Linear("b", ("in",), codes(3, 6), FixedPoint(8, 4), None, FixedPoint(8, 5)),
+        Relu("c", ("a",)),
+    )
+    for labels in (("logits", "Logits", "x"), ("0.a", "0_a", "0_A_0")):
+        network = with_heads(network, *zip(labels, "abc", strict=True))
+        assert_same(network, 8 * torch.randn(9, 6), tmp_path)
+        header = (tmp_path / "net.h").read_text()
+        macros = re.findall(r"#define (NET_OUTPUT\w+) (.*)", header)
+        assert len(dict(macros)) == len(macros) == 6
+        counts = [value for name, value in macros if name.startswith("NET_OUTPUTS_")]
+        assert counts == ["2", "3", "2"]
+
+
+@needs_gcc
 def test_the_rounded_input_is_a_network_too(tmp_path):
     assert_same(network_of((3, 4, 4)), 8 * torch.randn(9, 3, 4, 4), tmp_path)
 

@@ -26,7 +26,7 @@ from marvin.export.targets.c.rows import rows_text, scratch_text
 from marvin.export.targets.c.runtime import helpers
 from marvin.export.targets.c.schedule import ROWS, Step, input_of, schedule
 from marvin.export.targets.c.steps import needed_orders, write_step
-from marvin.export.targets.c.text import Facts, header, output_name, source
+from marvin.export.targets.c.text import Facts, header, output_names, source
 from marvin.export.targets.c.values import Function, Stored, channels_last, same_order
 from marvin.export.targets.c.words import Tables, bits_of, identifier, storing
 from marvin.files import write_atomic
@@ -121,14 +121,14 @@ def write(network: Network, name: str = "network", *, nibbles: bool = False) -> 
         functions += _functions(
             network, step, stored, (name, tables, called), nibbles, len(functions)
         )
-    outputs: dict[str, Stored] = {}
+    outputs, names = dict[str, Stored](), output_names(network.outputs)
     for label, value in network.outputs.items():
         outputs[label] = stored[value]
         if value in places or not is_known(stored[value]):  # or of the input, or of two outputs
             copied = write_copy(f"{name}_{len(functions)}_copy", value, stored[value], label)
             functions.append(copied)
             ((value, outputs[label]),) = copied.outputs.items()
-        places[value] = output_name(network.outputs, label)
+        places[value] = names[label]
     memory, calls = _calls(functions, places)
     facts = Facts(name, taken, outputs, first.fmt if isinstance(first, Round) else None)
     rows: dict[str, int] = {}

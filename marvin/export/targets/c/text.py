@@ -8,7 +8,7 @@ from marvin.export.targets.c.memory import Memory
 from marvin.export.targets.c.values import Function, Stored
 from marvin.export.targets.c.words import identifier
 
-__all__ = ["Facts", "header", "output_name", "source"]
+__all__ = ["Facts", "header", "output_names", "source"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,22 @@ class Facts:
     fmt: FixedPoint | None
 
 
-def output_name(labels: Iterable[str], label: str) -> str:
-    """Return the name of an output's parameter: ``output``, of several with their label behind it."""
+def output_names(labels: Iterable[str]) -> dict[str, str]:
+    """Return the names of outputs' parameters by label: ``output``, of several with their label behind it.
+
+    They differ in capital letters too, of which macros are made.
+    """
     labels = list(labels)
     if len(labels) == 1:
-        return "output"
-    own = f"output_{identifier(label)}"
-    same = [other for other in labels if f"output_{identifier(other)}" == own]
-    return own if len(same) == 1 else f"{own}_{same.index(label)}"
+        return {labels[0]: "output"}
+    names = [f"output_{identifier(label)}" for label in labels]
+    while len({name.upper() for name in names}) < len(names):
+        capitals = [name.upper() for name in names]
+        names = [
+            name if capitals.count(own) == 1 else f"{name}_{capitals[:i].count(own)}"
+            for i, (name, own) in enumerate(zip(names, capitals, strict=True))
+        ]
+    return dict(zip(labels, names, strict=True))
 
 
 _HEADER = """\
@@ -192,7 +200,8 @@ def header(facts: Facts, memory: Memory) -> str:
 
 
 def _outputs(facts: Facts) -> dict[str, Stored]:
-    return {output_name(facts.outputs, label): y for label, y in facts.outputs.items()}
+    names = output_names(facts.outputs)
+    return {names[label]: y for label, y in facts.outputs.items()}
 
 
 def _count(facts: Facts, own: str) -> str:
