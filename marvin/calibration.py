@@ -98,7 +98,8 @@ def calibrate(
         estimator: How a fractional length is found. ``"max"``: nothing saturates. ``"percentile"``: one
             value in 10,000 may. ``"noise"``: the mean square of what rounding and saturation change is
             the least.
-        per_channel: Weights have a fractional length for each output channel.
+        per_channel: Weights have a fractional length for each entry of their first dimension: an output
+            channel of linear layers and convolutions, an input channel of transposed convolutions.
 
     Raises:
         TypeError: ``model`` is no module, or what ``torch.compile`` returned; or ``batches`` is one
@@ -386,7 +387,7 @@ def _round_weights(
 def weight_format(
     x: Tensor, wl: int, estimator: Estimator = "noise", per_channel: bool = False
 ) -> Format:
-    """Return the format that an estimator chooses for a weight, float32, shape ``(outputs, ...)``.
+    """Return the format that an estimator chooses for a weight, float32, shape ``(channels, ...)``.
 
     Raises:
         ValueError: The weight is not finite, or no format of ``wl`` bits holds it.

@@ -435,3 +435,16 @@ def test_bags_of_embeddings_round_their_weights():
     model = nn.Sequential(nn.EmbeddingBag(20, 8, mode="sum"), nn.Linear(8, 2))
     fixed = marvin.calibrate(model, [torch.randint(20, (6, 3))], bits=3)
     assert len(fixed[0].weight.unique()) <= 8
+
+
+def test_channels_of_transposed_convolutions_are_those_of_their_input():
+    """Formats go by the first dimension of weights, as the docstring says."""
+    model = nn.ConvTranspose2d(3, 5, 2)
+    with torch.no_grad():
+        model.weight[:] = 2.0 ** -torch.tensor([0.0, 3, 1]).view(3, 1, 1, 1)
+    fixed = marvin.calibrate(
+        model, [torch.randn(4, 3, 6, 6)], bits=4, per_channel=True, estimator="max"
+    )
+    (fmt, _) = formats_of(fixed)[""].weights
+    assert fmt.shifts == (0, 3, 1)
+    torch.testing.assert_close(fixed.weight, model.weight, rtol=0, atol=0)
