@@ -33,6 +33,7 @@ __all__ = [
     "ConvolutionHook",
     "NormBase",
     "OpOverload",
+    "SavingHooks",
     "TorchDispatchMode",
     "WeakTensor",
     "adaptive_avg_pool_backward",
@@ -148,9 +149,20 @@ def derivatives_of(x: Tensor) -> int:
     return found
 
 
-def saving_hooks() -> tuple[Callable[..., object], Callable[..., object]] | None:
+SavingHooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def saving_hooks() -> SavingHooks | None:
     """Return the innermost hooks for saved tensors, which torch does not tell; None where there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+
+
+def _saving_hooks_of_others() -> SavingHooks | None:
+    """Return the innermost hooks but those that pass tensors on to ``outer``, an attribute."""
+    hooks = saving_hooks()
+    while hooks is not None and hasattr(hooks[0], "outer"):
+        hooks = hooks[0].outer  # pyright: ignore[reportFunctionMemberAccess]
+    return hooks
 
 
 def is_checkpointed() -> bool:
@@ -158,13 +170,13 @@ def is_checkpointed() -> bool:
 
     ``torch.utils.checkpoint`` does not tell; its hooks are on top of those for saved tensors.
     """
-    hooks = saving_hooks()
+    hooks = _saving_hooks_of_others()
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def is_recomputed() -> bool:
     """Say whether a checkpoint that is not reentrant runs a part of a model for the second time."""
-    hooks = saving_hooks()
+    hooks = _saving_hooks_of_others()
     return hooks is not None and "_recomputation_hook" in hooks[0].__qualname__
 
 

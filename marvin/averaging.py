@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from marvin.compact import master_of
-from marvin.quantized import Quantized
+from marvin.masters import WithMasters, owner_of
 from marvin.rounding import round_one
 from marvin.shards import is_sharded
 
@@ -32,7 +32,7 @@ class MasterAverage:
     Args:
         model: In training. Parameters without a master, and all those of a float32 optimizer, are
             averaged themselves.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer; of a model with several, one of them.
         decay: What is left of the average in a step.
 
     Raises:
@@ -63,7 +63,19 @@ class MasterAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the masters of now; call it after each step of the optimizer."""
+        """Add the masters of now; call it after each step of the optimizer.
+
+        Raises:
+            ValueError: The model has got other parameters, or of other shapes.
+        """
+        for name, p in self.model.named_parameters():
+            shape = self.masters[name].shape if name in self.masters else None
+            if shape != p.shape:
+                raise ValueError(
+                    f"an average is of the parameters that the model had, got {name} of shape "
+                    f"{tuple(p.shape)} in the place of {'none' if shape is None else tuple(shape)}: make "
+                    "a new MasterAverage when layers are added or replaced"
+                )
         weight = 1 - min(self.decay, self.steps / (self.steps + 9))
         self.steps += 1
         for name, p in self.model.named_parameters():
@@ -83,8 +95,9 @@ class MasterAverage:
             raise ValueError("update() must come before averaged(), got no step to average")
         found = copy.deepcopy(self.model)
         for (name, p), own in zip(self.model.named_parameters(), found.parameters(), strict=True):
-            optimizer, fmt = self.optimizer, None
-            if isinstance(optimizer, Quantized) and p in optimizer:
+            optimizer = owner_of(p) or self.optimizer
+            fmt = None
+            if isinstance(optimizer, WithMasters) and p in optimizer:
                 fmt = optimizer.format_of(p)
             value = self.masters[name]
             own.copy_(value if fmt is None else round_one(value, fmt, rounding="nearest"))
@@ -112,5 +125,6 @@ class MasterAverage:
             own[name].copy_(value)
 
     def _master(self, p: Tensor) -> Tensor:
-        own = self.optimizer.state.get(p, {}) if isinstance(self.optimizer, Quantized) else {}
+        optimizer = owner_of(p) or self.optimizer
+        own = optimizer.state.get(p, {}) if isinstance(optimizer, WithMasters) else {}
         return (master_of(own) if own else p).to(torch.float32)

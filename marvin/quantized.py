@@ -275,7 +275,8 @@ class Quantized(WithMasters):
         seen = inputs_of(self._carriers.observers, samples, batches[0].norms.device)
         layers = self._layers(by_layer(batches, norms, numbers), seen)
         number = self._counts.step + 1
-        now = Step(number, self._seed, self.param_groups[0], total, samples)
+        frozen = self._layers({}, {}, frozen=True)
+        now = Step(number, self._seed, self.param_groups[0], total, samples, frozen)
         update = self.policy.update(self.shared, layers, now)
         update = completed(self.policy, update, layers, number)
 
@@ -563,11 +564,13 @@ class Quantized(WithMasters):
         self,
         measured: Mapping[int, tuple[float, float | None, Mapping[str, Tensor | Sum]]],
         inputs: Mapping[int, Inputs],
+        *,
+        frozen: bool = False,
     ) -> list[Layer]:
-        """Return what the policy sees."""
+        """Return what the policy sees of the layers that train, or of those that are frozen."""
         found = []
         for index, (p, own, layer) in self._trained_layers().items():
-            if not p.requires_grad:
+            if p.requires_grad == frozen:
                 continue
             norm, number, new = measured.get(index, (None, None, {}))
             found.append(

@@ -1,13 +1,15 @@
 """Weights as integer codes while nothing computes with them: memory for time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels import FixedPoint, decode, encode
+from fixedpoint_kernels._torch_private import SavingHooks, saving_hooks
 from marvin.layers import is_layer
 from marvin.marks import Mark, marks_of
 from marvin.quantized import Quantized
@@ -17,6 +19,13 @@ from marvin.shards import is_sharded
 __all__ = ["StoredCodes", "store_codes"]
 
 _Marker = tuple[Tensor, int, tuple[int, ...], tuple[int, ...], int]
+
+
+class _Passed(NamedTuple):
+    """What hooks outside keep of a tensor."""
+
+    value: Any
+    unpack: Callable[[Any], Tensor]
 
 
 class StoredCodes:
@@ -79,14 +88,19 @@ class StoredCodes:
         def before(*_: object) -> None:
             for p in weights:
                 self._fill(p)
-            context = torch.autograd.graph.saved_tensors_hooks(
-                lambda x: self._pack(x, weights), self._unpack
-            )
+            outer = saving_hooks()  # such as checkpointing's: torch asks the innermost alone
+
+            def pack(x: Tensor) -> object:
+                return self._pack(x, weights, outer)
+
+            pack.outer = outer  # pyright: ignore[reportFunctionMemberAccess]: who asks sees through
+            context = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
             context.__enter__()
             contexts.append(context)
 
         def after(*_: object) -> None:
-            contexts.pop().__exit__(None, None, None)
+            if contexts:  # else a hook before raised, as checkpointing's do where they have all
+                contexts.pop().__exit__(None, None, None)
             for p in weights:
                 if p in self._codes:
                     self._empty(p)
@@ -124,17 +138,21 @@ class StoredCodes:
         codes, fmt = self._codes[p]
         return decode(codes, fmt).to(p.dtype)
 
-    def _pack(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor | _Marker:
-        """Keep a weight, or a view of one, for backward as a note of which it is."""
+    def _pack(
+        self, x: Tensor, weights: Sequence[Tensor], outer: SavingHooks | None
+    ) -> "Tensor | _Marker | _Passed":
+        """Keep a weight, or a view of one, for backward as a note of which it is; pass others on."""
         address = x.untyped_storage().data_ptr()
         for p in weights:
             if p in self._codes and p.untyped_storage().data_ptr() == address:
                 return p, self._generation, tuple(x.shape), x.stride(), int(x.storage_offset())
-        return x
+        return x if outer is None else _Passed(outer[0](x), outer[1])
 
-    def _unpack(self, kept: Tensor | _Marker) -> Tensor:
+    def _unpack(self, kept: "Tensor | _Marker | _Passed") -> Tensor:
         if isinstance(kept, Tensor):
             return kept
+        if isinstance(kept, _Passed):
+            return kept.unpack(kept.value)
         p, generation, shape, stride, offset = kept
         if generation != self._generation or p not in self._codes:
             raise RuntimeError("backward must come before the step that changes the weights")

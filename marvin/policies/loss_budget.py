@@ -181,9 +181,10 @@ class LossBudgetPolicy(RangePolicy):
         bits, ebops = step.settings["target_bits"], step.settings["target_ebops"]
         if bits is None and ebops is None:
             return 1.0
+        fixed = _lengths_of(step.frozen)
 
         def excess(power: float) -> float:
-            found = [self._lengths(row, share, 4.0**power) for row in layers]
+            found = fixed + [self._lengths(row, share, 4.0**power) for row in layers]
             return (
                 _ebops(found, step.settings) - ebops if bits is None else _mean_bits(found) - bits
             )
@@ -233,16 +234,17 @@ class LossBudgetPolicy(RangePolicy):
             shared = _with_scaler(shared)
         update = super().update(shared, [_with_gradient(layer, step) for layer in layers], step)
         if self.observes(step.number, step.settings) and step.number >= step.settings["window"]:
-            return replace(update, shared=self._with_target(update, step.settings))
+            return replace(update, shared=self._with_target(update, step))
         return update
 
-    def _with_target(self, update: Update, settings: Settings) -> Window:
+    def _with_target(self, update: Update, step: Step) -> Window:
         """Say that formats do not meet the target."""
+        settings = step.settings
         shared, name = update.shared, "target_bits" if settings["target_bits"] else "target_ebops"
         target = settings[name]
         if target is None or shared.was_missed or _is_early(settings, shared):
             return shared
-        found = [(own.name, own.record.fmt, own.record.inputs) for own in update.layers]
+        found = _lengths_of([*update.layers, *step.frozen])
         met = _mean_bits(found) if name == "target_bits" else _ebops(found, settings)
         if abs(met / target - 1) <= _NEAR:
             return shared
@@ -335,6 +337,10 @@ def _with_gradient(layer: Layer, step: Step) -> Layer:
     return layer.but(
         record=LayerBudget(old.fmt, old.inputs, total, old.count + 1, old.input_gradient)
     )
+
+
+def _lengths_of(layers: Sequence[Layer]) -> list[_Lengths]:
+    return [(own.name, own.record.fmt, own.record.inputs) for own in layers]
 
 
 def _mean_bits(found: Sequence[_Lengths]) -> float:

@@ -189,13 +189,15 @@ class RangePolicy(Policy):
         wanted = [layer.settings["per_channel"] for layer in layers]
         weights = zip(weight_ranges(masters, shards, wanted), _gradients(layers), strict=True)
         observed: list[Observed] = []
-        for place, (layer, (measured, gradient)) in enumerate(zip(layers, weights, strict=True)):
+        places = [layer.index for layer in (*layers, *step.frozen)]
+        for layer, (measured, gradient) in zip(layers, weights, strict=True):
             limits = self.limits(layer.settings, shared)
-            if place in (0, len(layers) - 1) and (wl := layer.settings["ends_wl"]) is not None:
+            is_end = layer.index in (min(places), max(places))
+            if is_end and (wl := layer.settings["ends_wl"]) is not None:
                 limits = Limits(wl, wl), Limits(wl, wl)
             of_weight = Observation(layer.record.fmt, measured, gradient, limits[0])
             observed.append((layer, of_weight, _observed_inputs(layer, limits[1])))
-        share = self.share(shared, 2 * len(layers), step.settings)
+        share = self.share(shared, 2 * len(places), step.settings)
         factor = self.factor(observed, share, step)
         after, rows = [], []
         for layer, of_weight, of_inputs in observed:

@@ -183,6 +183,7 @@ class Step:
         settings: Hyper-parameters of the first group.
         loss: As the user gave it, with the L1 penalty; None where there was none.
         samples: How many samples went forward in this process, as ``Policy.samples`` has it.
+        frozen: Layers that have formats and do not train now; their records stay.
     """
 
     number: int
@@ -190,6 +191,7 @@ class Step:
     settings: Settings
     loss: float | None = None
     samples: int = 0
+    frozen: Sequence[Layer] = ()
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,52 @@ def train(model, optimizer, steps: int, average=None, seed: int = 5):
         yield [(p if is_float else state[p]["master"]).detach().clone() for p in model.parameters()]
 
 
+def test_each_weight_has_the_format_of_its_own_optimizer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    made = [
+        marvin.Quantized(torch.optim.SGD([*model[i].named_parameters()], lr=0.1), policy)
+        for i, policy in ((0, marvin.FixedPolicy(8, 6)), (2, marvin.FixedPolicy(4, 2)))
+    ]
+    average = marvin.MasterAverage(model, made[0], decay=0.5)
+    for _ in range(3):
+        model(torch.randn(8, 6)).square().mean().backward()
+        for optimizer in made:
+            optimizer.step(loss=1.0)
+        average.update()
+    found = average.averaged()
+    for i, fl in ((0, 6), (2, 2)):
+        values = found[i].weight * 2**fl
+        assert torch.equal(values, values.round())
+    kept = average.masters["2.weight"] * 4
+    assert not torch.equal(kept, kept.round())  # masters, not weights
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: m.append(nn.Linear(3, 3)),
+            r"got 4\.weight of shape \(3, 3\) in the place of none",
+        ),
+        (
+            lambda m: m.__setitem__(3, nn.Linear(12, 1)),
+            r"of shape \(1, 12\) in the place of \(3, 12\)",
+        ),
+    ],
+    ids=["added", "replaced"],
+)
+def test_other_parameters_are_named(change, message):
+    model, optimizer = make("budget")
+    average = marvin.MasterAverage(model, optimizer)
+    average.update()
+    before = {name: value.clone() for name, value in average.masters.items()}
+    change(model)
+    with pytest.raises(ValueError, match=message + ": make a new MasterAverage"):
+        average.update()
+    assert all(torch.equal(average.masters[name], value) for name, value in before.items())
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_is_the_moving_average_of_the_masters(policy):
     model, optimizer = make(policy)

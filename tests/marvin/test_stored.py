@@ -4,6 +4,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import marvin
 from marvin import MSGD, FixedPolicy, MuppetPolicy, Quantized, store_codes
@@ -52,6 +53,47 @@ def make(policy=None):
     if policy is None:
         return model, MSGD(model.named_parameters(), lookback=(2, 4), resolution=(9, 12))
     return model, Quantized(torch.optim.AdamW(model.named_parameters()), policy)
+
+
+@pytest.mark.filterwarnings("error", "ignore:activations are not rounded")
+def test_checkpoints_keep_as_little_and_no_bit_changes():
+    """Hooks for saved tensors outside of it see what layers save, but for weights."""
+    own, counts = [make() for _ in range(2)], []
+    for model, optimizer in own:
+        marvin.quantize_activations(model, optimizer)
+    store_codes(*own[1])
+
+    def count(x):
+        counts[-1] += x.untyped_storage().nbytes() > 8 * x.element_size()
+        return x
+
+    for model, optimizer in own:
+        counts.append(0)
+        for i in range(4):
+            optimizer.zero_grad()
+            y = checkpoint(model, *inputs(i), use_reentrant=False)
+            y.square().mean().backward()
+            optimizer.step(loss=1.0)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            model(*inputs(9)).sum().backward()
+        assert counts[-1] > 5
+    (model, _), (stored, _) = own
+    torch.testing.assert_close(dict(stored.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_stored_weights_saves_its_inputs_alone():
+    model, optimizer = make()
+    store_codes(model, optimizer)
+    seen = []
+
+    def see(x):
+        seen.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda x: x):
+        y = checkpoint(model, *inputs(0), use_reentrant=False)
+    assert len(seen) <= 2
+    y.sum().backward()
 
 
 @pytest.mark.parametrize("policy", [None, FixedPolicy(8, 5)])
