@@ -3,7 +3,7 @@
 Each entry says which public way is missing. The tests name what is gone after an update of torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ __all__ = [
     "ASSERT",
     "FORWARDS",
     "HOOKS",
+    "READ_ONE",
     "AdaptiveAvgPoolBase",
     "AvgPoolBase",
     "BatchNormBase",
@@ -149,7 +150,10 @@ def derivatives_of(x: Tensor) -> int:
     return found
 
 
-SavingHooks = tuple[Callable[..., Any], Callable[..., Any]]
+READ_ONE = torch.ops.aten._local_scalar_dense.default
+"""The operator that makes a Python number of a tensor."""
+
+SavingHooks = tuple[Callable[..., object], Callable[..., Tensor]]
 
 
 def saving_hooks() -> SavingHooks | None:
@@ -341,7 +345,7 @@ def buffers_of(modules: Sequence[nn.Module], name: str) -> list[Tensor | None]:
     return [own._buffers.get(name) for own in modules]
 
 
-def table_of(module: nn.Module, name: str) -> dict[str, Any]:
+def table_of(module: nn.Module, name: str) -> Mapping[str, object]:
     """Return the table in which a module has a parameter, a buffer or another attribute."""
     tables = module._parameters, module._buffers
     return next((own for own in tables if name in own), vars(module))

@@ -172,7 +172,7 @@ def checked(
     return states
 
 
-def _check_order(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+def _check_order(groups: Sequence[StateDict], names: Sequence[str]) -> None:
     """Refuse parameters in another order. Others names may be of the same model, wrapped otherwise."""
     saved = [name for group in groups for name in group.get("param_names", ())]
     if len(saved) != len(names):

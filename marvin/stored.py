@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ _Marker = tuple[Tensor, int, tuple[int, ...], tuple[int, ...], int]
 class _Passed(NamedTuple):
     """What hooks outside keep of a tensor."""
 
-    value: Any
-    unpack: Callable[[Any], Tensor]
+    value: object
+    unpack: Callable[..., Tensor]
 
 
 class StoredCodes:

@@ -376,24 +376,21 @@ class _Before:
 
     def __init__(self, module: nn.Module) -> None:
         found = tensors_of(module)
+        owners = (name.rpartition(".") for name in found)
+        self._places = [(module.get_submodule(owner), own) for owner, _, own in owners]
         self._names, self._tensors = [*found], [*found.values()]
-        owners = [name.rpartition(".") for name in found]
-        self._tables = [
-            (table_of(module.get_submodule(owner), own), own) for owner, _, own in owners
-        ]
-        self._values = [x.clone() for x in self._tensors]
+        self._copies = [x.clone() for x in self._tensors]
         self._versions = versions_of(self._tensors)
 
     def restore(self) -> list[str]:
         """Give tensors their places and values back; return the names of those that were changed."""
-        now = [table.get(own) for table, own in self._tables]
+        now = [table_of(*place).get(place[1]) for place in self._places]
         rows = zip(now, self._tensors, self._versions, versions_of(self._tensors), strict=True)
         found = [i for i, (own, x, old, new) in enumerate(rows) if own is not x or old != new]
         with torch.no_grad():
             for i in found:
-                self._tensors[i].copy_(self._values[i])
-                table, own = self._tables[i]
-                table[own] = self._tensors[i]
+                self._tensors[i].copy_(self._copies[i])
+                setattr(*self._places[i], self._tensors[i])
         self._versions = versions_of(self._tensors)
         return [self._names[i] for i in found]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fixedpoint_kernels._torch_private import TorchDispatchMode, storage_key, tree_leaves
+from fixedpoint_kernels._torch_private import READ_ONE, TorchDispatchMode, storage_key, tree_leaves
 from marvin.rounder import BUFFER
 
 __all__ = ["PLAIN", "Plain", "Surroundings", "names_of", "noted", "tensors_of"]
@@ -130,7 +130,7 @@ class _Watch(TorchDispatchMode):
         self.has_drawn |= torch.Tag.nondeterministic_seeded in tags
         found = func(*args, **(kwargs or {}))
         if self._own and any(map(self.is_own, tree_leaves((args, kwargs)))):
-            self.has_read |= func is torch.ops.aten._local_scalar_dense.default
+            self.has_read |= func is READ_ONE
             self._held.append(found)
             self._own |= {storage_key(x) for x in tree_leaves(found) if isinstance(x, Tensor)}
         return found
