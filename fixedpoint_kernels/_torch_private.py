@@ -69,6 +69,7 @@ __all__ = [
     "mode_and_hooks",
     "own_forward_hooks",
     "padding_around",
+    "put_before",
     "remove_hooks",
     "saving_hooks",
     "step_hooks_of",
@@ -301,6 +302,22 @@ def exchange_hooks(module: nn.Module, old: type, new: type) -> None:
                 hooks.update(moved)
         hooks.update(moved)  # where there was no other
     remove_hooks(module, old)
+
+
+def put_before(module: nn.Module, number: int, kind: type) -> None:
+    """Move a hook around ``forward``, by its number, in front of that of a class; where there is none, of all."""
+    for hooks in own_forward_hooks(module):
+        before = dict(hooks)
+        own = before.pop(number, None)
+        if own is None:
+            continue
+        keys = [key for key, hook in before.items() if isinstance(hook, kind)] or [*before]
+        hooks.clear()
+        for key, hook in before.items():
+            if key == keys[0]:
+                hooks[number] = own
+            hooks[key] = hook
+        hooks.setdefault(number, own)
 
 
 def _unwrapped(hook: object) -> object:

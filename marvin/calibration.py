@@ -18,7 +18,7 @@ from marvin.channels import ChannelFormat
 from marvin.conversion import argument_names, prepare
 from marvin.display import listed
 from marvin.freezing import thaw
-from marvin.hooks import rounders_of
+from marvin.hooks import rounders_of, see_what_is_rounded
 from marvin.layers import computed_weights, is_layer
 from marvin.model_formats import ModuleFormats
 from marvin.nested import mapped, mapped_value
@@ -458,10 +458,12 @@ def _observed(
     with contextlib.ExitStack() as stack:
         for module in takes:
             see = seen[module].see_inputs
-            handle = module.register_forward_pre_hook(see, prepend=True, with_kwargs=True)
+            handle = module.register_forward_pre_hook(see, with_kwargs=True)
+            see_what_is_rounded(module, handle)
             stack.callback(handle.remove)
         for module in gives:
-            handle = module.register_forward_hook(seen[module].see_output, prepend=True)
+            handle = module.register_forward_hook(seen[module].see_output)
+            see_what_is_rounded(module, handle)
             stack.callback(handle.remove)
         for batch in batches:
             model(_input_of(batch))

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import StateDict
+from torch.utils.hooks import RemovableHandle
 
-from fixedpoint_kernels._torch_private import exchange_hooks, hooks_of, remove_hooks
+from fixedpoint_kernels._torch_private import exchange_hooks, hooks_of, put_before, remove_hooks
 from marvin.model_formats import decode_formats
 from marvin.rounder import BUFFER, ForwardState, Rounder
 
@@ -19,6 +20,7 @@ __all__ = [
     "hook",
     "restore_forwards",
     "rounders_of",
+    "see_what_is_rounded",
     "state_of",
     "take_place",
 ]
@@ -80,6 +82,11 @@ def hook(module: nn.Module, rounder: Rounder) -> None:
 def give_place(module: nn.Module, kind: type) -> None:
     """Let hooks of a class round where a module's own do, which go; its formats stay."""
     exchange_hooks(module, _Hook, kind)
+
+
+def see_what_is_rounded(module: nn.Module, handle: RemovableHandle) -> None:
+    """Let a hook, which was registered last, be called where the module rounds: others may change values before."""
+    put_before(module, handle.id, _Hook)
 
 
 def take_place(module: nn.Module, kind: type) -> None:

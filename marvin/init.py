@@ -69,6 +69,8 @@ def _draw(
 ) -> None:
     if weight.ndim < 2:
         raise ValueError(f"TNVS needs a weight of 2 or more dimensions, got {tuple(weight.shape)}")
+    if not weight.numel():
+        return
     sigma = math.sqrt(scale / weight[0].numel())
     if correct_variance:
         sigma /= _TRUNCATED_STD

@@ -448,3 +448,29 @@ def test_channels_of_transposed_convolutions_are_those_of_their_input():
     (fmt, _) = formats_of(fixed)[""].weights
     assert fmt.shifts == (0, 3, 1)
     torch.testing.assert_close(fixed.weight, model.weight, rtol=0, atol=0)
+
+
+def test_ranges_are_of_what_is_rounded_between_hooks_of_others():
+    """One is called before rounding, one behind."""
+    model, data = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), [torch.rand(64, 8)]
+    model[1].register_forward_pre_hook(lambda _, x: (x[0] * 64,))
+    usual = marvin.calibrate(nn.Sequential(copy.deepcopy(model[0]), nn.Linear(8, 3)), data)
+    before, after = (formats_of(m[1])[""].inputs for m in (usual, marvin.calibrate(model, data)))
+    assert after.fl == before.fl - 6
+    fixed = marvin.calibrate(model, data)
+    fixed[1].register_forward_pre_hook(lambda _, x: (x[0] * 64,))
+    again = marvin.calibrate(fixed, data)
+    assert formats_of(again[1])[""].inputs == after
+
+
+def test_outputs_are_seen_where_they_are_rounded():
+    model, data = build(), batches()
+    found = formats_of(marvin.calibrate(model, data, bits=12)[3])[""]
+    scaled = copy.deepcopy(model)
+    scaled[3].register_forward_hook(lambda _m, _x, y: y * 64)
+    fixed = marvin.calibrate(scaled, data, bits=12)
+    other = formats_of(fixed[3])[""]
+    assert other.outputs.fl == found.outputs.fl - 6
+    assert other.inputs == found.inputs
+    fixed[3].register_forward_hook(lambda _m, _x, y: y * 64)  # behind
+    assert formats_of(marvin.calibrate(fixed, data)[3])[""] == other

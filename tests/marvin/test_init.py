@@ -52,3 +52,8 @@ def test_bad_input_is_named():
         tnvs_(torch.empty(2, 2), 0)
     with pytest.raises(ValueError, match=r"2 or more dimensions, got \(3,\)"):
         tnvs_(torch.empty(3))
+
+
+def test_a_weight_without_elements_stays():
+    assert tnvs_(torch.empty(3, 0)).shape == (3, 0)
+    assert tnvs_(torch.empty(0, 3)).shape == (0, 3)
