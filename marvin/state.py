@@ -282,8 +282,14 @@ def of_wrapped(state_dict: Mapping[str, Any]) -> StateDict:
 
 
 def spread_state(state_dict: Mapping[str, Any], shards: Sequence[Shard]) -> dict[str, Any]:
-    """Return the wrapped optimizer's state, its tensors as spread as the parameters are."""
-    states = dict(state_dict["state"])
+    """Return a copy of the wrapped optimizer's state, its tensors as spread as the parameters are.
+
+    torch would go on with the tensors of the state that it is given, and change them.
+    """
+    states = {
+        index: {name: v.clone() if isinstance(v, Tensor) else v for name, v in own.items()}
+        for index, own in state_dict["state"].items()
+    }
     for index, shard in enumerate(shards):
         if index in states:
             states[index] = {

@@ -221,6 +221,32 @@ def test_groups_have_noise_of_their_own():
     assert not torch.equal(a, b)
 
 
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_state_that_was_loaded_stays_as_it_is(compact):
+    """It may be loaded again, as early stopping does."""
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+        adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+        policy = marvin.StaticPolicy(6, 6, window=2)
+        optimizer = marvin.Quantized(adamw, policy, compact_state=compact)
+        marvin.quantize_activations(model, optimizer)
+        return model, optimizer
+
+    model, optimizer = made(0)
+    train(model, optimizer, 3)
+    best = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    found = []
+    for seed in range(2):
+        later, again = made(seed)
+        later.load_state_dict(best[0])
+        again.load_state_dict(best[1])
+        train(later, again, 3, seed=5)
+        found.append(later)
+    assert all(equal(*found))
+
+
 def test_another_policy_is_refused():
     model, optimizer = build()
     with pytest.raises(
