@@ -286,7 +286,8 @@ class _Values:
         needs_floats: Whether it takes no integers, as code of one's own may do.
         low: Smallest, at most 0.
         high: Largest, at least 0.
-        kept: Values, float32, 1-d.
+        kept: Values, float32, 1-d, of each batch.
+        share: Of how many values of a batch one is kept.
     """
 
     name: str
@@ -294,6 +295,7 @@ class _Values:
     low: float = 0.0
     high: float = 0.0
     kept: list[Tensor] = field(default_factory=list)
+    share: int = 1
 
     def keep(self, x: Tensor) -> Tensor:
         """Take a tensor into account, if it holds floats; return it."""
@@ -316,8 +318,10 @@ class _Values:
                 f"{self.name} must see finite values to be calibrated, got {low} to {high}"
             )
         self.low, self.high = min(self.low, low), max(self.high, high)
-        if sum(map(len, self.kept)) < _MOST_KEPT:
-            self.kept.append(_some(flat).to("cpu", copy=True))
+        count = -(min(flat.numel(), _KEPT) // -self.share)
+        self.kept.append(_some(flat, count).to("cpu", copy=True))
+        if sum(map(len, self.kept)) > _MOST_KEPT:  # each batch counts as much as any other
+            self.kept, self.share = [_some(x, -(len(x) // -2)) for x in self.kept], 2 * self.share
 
     def format(self, wl: int, estimator: Estimator) -> FixedPoint:
         """Return a format of ``wl`` bits, one of them for a sign if there is one."""
@@ -404,17 +408,16 @@ def weight_format(
     )
 
 
-def _some(flat: Tensor) -> Tensor:
-    """Return at most ``_KEPT`` values, always the same ones: one of each stretch of memory, at random.
+def _some(flat: Tensor, count: int) -> Tensor:
+    """Return so many of some values, always the same ones: one of each stretch of memory, at random.
 
     Equal steps would meet the same columns of every image where a step is as long as some rows.
     """
-    count = flat.numel()
-    if count <= _KEPT:
+    if count == flat.numel():
         return flat
     generator = torch.Generator().manual_seed(0)
-    places = torch.rand(_KEPT, generator=generator, dtype=torch.float64) + torch.arange(_KEPT)
-    return flat[(places * (count / _KEPT)).long().to(flat.device)]
+    places = torch.rand(count, generator=generator, dtype=torch.float64) + torch.arange(count)
+    return flat[(places * (flat.numel() / count)).long().to(flat.device)]
 
 
 @dataclass

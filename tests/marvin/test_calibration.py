@@ -359,6 +359,19 @@ def test_each_row_column_and_channel_is_looked_at_alike(shape):
     torch.testing.assert_close(again.kept, values.kept, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("size", [2**17, 2**12, 5000])
+def test_each_batch_counts_alike(size):
+    values, count = _Values("layer"), 2**21 // min(size, 2**15)
+    for number in range(count):
+        values.add(torch.full((size // 8, 8), float(number)) + torch.arange(8) / 8)
+    kept = torch.cat(values.kept)
+    assert 2**18 <= len(kept) <= 2**19
+    seen = torch.bincount(kept.long(), minlength=count)
+    assert seen.min() >= seen.max() - 1
+    columns = torch.bincount((kept % 1 * 8).long(), minlength=8) / len(kept)
+    assert (columns - 1 / 8).abs().max() < 0.03
+
+
 class ConvNorm(nn.Conv2d):
     """A layer with its norm inside, as some packages have it."""
 
