@@ -62,16 +62,14 @@ class _Owners(WeakValueDictionary[int, Optimizer]):
 
 
 _OWNERS = _Owners()
+KEPT = "fmt"
+"""In the state of a parameter that is frozen: its format, where that of its layer has changed since."""
 
 
 def owner_of(parameter: Tensor) -> "WithMasters | None":
     """Return the optimizer that was made last for a parameter; None if none on masters was."""
     found = _OWNERS.get(id(parameter))
     return found if isinstance(found, WithMasters) and parameter in found else None
-
-
-KEPT = "fmt"
-"""In the state of a parameter that is frozen: its format, where that of its layer has changed since."""
 
 
 class Stored(Protocol):

@@ -275,8 +275,8 @@ class Quantized(WithMasters):
         seen = inputs_of(self._carriers.observers, samples, batches[0].norms.device)
         layers = self._layers(by_layer(batches, norms, numbers), seen)
         number = self._counts.step + 1
-        frozen = self._layers({}, {}, frozen=True)
-        now = Step(number, self._seed, self.param_groups[0], total, samples, frozen)
+        others = self._layers({}, {}, frozen=True)
+        now = Step(number, self._seed, self.param_groups[0], total, samples, others)
         update = self.policy.update(self.shared, layers, now)
         update = completed(self.policy, update, layers, number)
 
@@ -403,7 +403,7 @@ class Quantized(WithMasters):
         )
         pairs = zip(wrapped["param_groups"], self.param_groups, strict=True)
         wrapped["param_groups"] = [  # hooks may have changed them
-            {name: value if name == "params" else own[name] for name, value in group.items()}
+            {n: value if n == "params" else own.get(n, value) for n, value in group.items()}
             for group, own in pairs
         ]
         with self._on_masters():
