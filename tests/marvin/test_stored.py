@@ -81,6 +81,28 @@ def test_checkpoints_keep_as_little_and_no_bit_changes():
     torch.testing.assert_close(dict(stored.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("error")
+def test_checkpoints_may_end_before_a_layer():
+    """They stop the second run where they have all, in hooks of a layer, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = Quantized(sgd, marvin.StaticPolicy(8, 8))
+    marvin.quantize_activations(model, optimizer)
+    x = torch.randn(16, 8)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step(loss=1.0)
+    store_codes(model, optimizer)
+    found = []
+    for y in (model(x), checkpoint(model, x, use_reentrant=False)):
+        optimizer.zero_grad()
+        y.square().mean().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_a_checkpoint_of_stored_weights_saves_its_inputs_alone():
     model, optimizer = make()
     store_codes(model, optimizer)
