@@ -307,17 +307,10 @@ def exchange_hooks(module: nn.Module, old: type, new: type) -> None:
 def put_before(module: nn.Module, number: int, kind: type) -> None:
     """Move a hook around ``forward``, by its number, in front of that of a class; where there is none, of all."""
     for hooks in own_forward_hooks(module):
-        before = dict(hooks)
-        own = before.pop(number, None)
-        if own is None:
-            continue
-        keys = [key for key, hook in before.items() if isinstance(hook, kind)] or [*before]
-        hooks.clear()
-        for key, hook in before.items():
-            if key == keys[0]:
-                hooks[number] = own
-            hooks[key] = hook
-        hooks.setdefault(number, own)
+        keys = [key for key in hooks if key != number] if number in hooks else []
+        first = next((i for i, key in enumerate(keys) if isinstance(hooks[key], kind)), 0)
+        for key in keys[first:]:  # go behind it
+            hooks[key] = hooks.pop(key)
 
 
 def _unwrapped(hook: object) -> object:

@@ -40,11 +40,12 @@ from marvin.policies.trace import Switch
 from marvin.rounder import FLOATS
 from marvin.rounding import Format, round_many
 from marvin.shards import local, locals_of
+from marvin.state import KEPT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["KEPT", "Counts", "WithMasters", "owner_of"]
+__all__ = ["Counts", "WithMasters", "owner_of"]
 
 
 @dataclass
@@ -62,8 +63,6 @@ class _Owners(WeakValueDictionary[int, Optimizer]):
 
 
 _OWNERS = _Owners()
-KEPT = "fmt"
-"""In the state of a parameter that is frozen: its format, where that of its layer has changed since."""
 
 
 def owner_of(parameter: Tensor) -> "WithMasters | None":

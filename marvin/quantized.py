@@ -32,7 +32,7 @@ from marvin.compact_moves import moves_of_compact
 from marvin.display import listed
 from marvin.gradients import Gradients, by_layer, complete, gather, nonfinite, read
 from marvin.layers import is_layer, layout_of
-from marvin.masters import KEPT, Counts, WithMasters
+from marvin.masters import Counts, WithMasters
 from marvin.noise import Purpose, stream
 from marvin.plans import Plans
 from marvin.policies.base import Policy, check_policy, check_record, completed
@@ -619,8 +619,8 @@ class Quantized(WithMasters):
     def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keep what the policy made of a step; return what moved or has another format."""
         trained, noise = self._trained_layers(), self._noise(self._counts.step)
-        for own in [own for p in moved if KEPT in (own := self.state[p])]:
-            del own[KEPT]
+        for own in [own for p in moved if states.KEPT in (own := self.state[p])]:
+            del own[states.KEPT]
             self._plans.rounding.clear()
         for layer in update.layers:
             own = trained[layer.index].state
@@ -649,7 +649,7 @@ class Quantized(WithMasters):
         """Let frozen parameters that have the format of a layer keep that: it changes now."""
         for p in self._frozen():
             if self._layout.owners[p] is layer and p is not layer:
-                self.state[p].setdefault(KEPT, self.format_of(p))
+                self.state[p].setdefault(states.KEPT, self.format_of(p))
 
     def _update(self, batches: Sequence[Gradients], done: Container[int] = ()) -> None:
         """Do one step of the wrapped optimizer on the masters, but for those whose ids are in ``done``."""

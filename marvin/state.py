@@ -15,6 +15,7 @@ from marvin.sgd import SGD
 from marvin.shards import Shard
 
 __all__ = [
+    "KEPT",
     "VERSION",
     "checked",
     "float_masters",
@@ -56,7 +57,9 @@ _COMMON_KEYS = {
     1: ("step", "skipped", "forwards", "trace"),
     VERSION: ("step", "skipped", "forwards", "trace", "policy", "wrapped"),
 }
-_RECORDS = "layer", "fmt"  # of a parameter
+KEPT = "fmt"
+"""In the state of a parameter that is frozen: its format, where that of its layer has changed since."""
+_RECORDS = "layer", KEPT  # of a parameter
 _EARLIER_SHARED = "level", "losses", "loss_sum"  # were beside the trace
 
 
@@ -89,7 +92,7 @@ def unpacked(
                 own[name] = own[name].view(torch.int16)
         else:
             own[name] = restored(record, value) if name == "layer" else value
-            if name == "fmt":
+            if name == KEPT:
                 own[name] = restored_value(value)
     own.pop("momentum_buffer", None)  # of earlier versions: the wrapped optimizer has it
     return own
