@@ -1,8 +1,8 @@
 """Which activation modules have a few-bit one, and what it needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules import activation as torchs
@@ -73,7 +73,8 @@ class OwnValues(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the class itself returns."""
         own = super().forward
-        if not self.training or len(args) != 1 or kwargs:
+        is_known = bool(self._name) or not learns(self)
+        if not (self.training and len(args) == 1 and not kwargs and is_known):
             with paused():
                 return own(*args, **kwargs)
         return apply(own, args[0], self.table_key())
@@ -83,9 +84,7 @@ class OwnValues(nn.Module):
         if self._name:
             name, parameters = resolve(self._name)
             return table_key(name, self.bits, self.weight, *parameters)
-        plain = int, float, str, bool
-        settings = {k: v for k, v in vars(self).items() if isinstance(v, plain) and k != "training"}
-        own = _Function(super().forward, f"{type(self)} {settings}")
+        own = _Function(super().forward, (type(self), _settings(self)))
         return register(_solved(own, self.bits, self.weight))
 
 
@@ -95,7 +94,7 @@ compiled_as_constant(OwnValues.table_key)
 class _Function:
     """A function that equals another of the same class and settings."""
 
-    def __init__(self, run: Callable[[Tensor], Tensor], key: str):
+    def __init__(self, run: Callable[[Tensor], Tensor], key: Hashable):
         self.run, self.key = run, key
 
     def __eq__(self, other: object) -> bool:
@@ -103,6 +102,48 @@ class _Function:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+_MACHINERY = {*vars(nn.Module())} - {"_buffers", "_modules", "_parameters"}
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """Return what the values of a module may depend on besides its class."""
+    own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
+    return tuple((name, _hashable(value)) for name, value in own.items())
+
+
+def _hashable(value: object) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), tuple(value.detach().flatten().tolist())
+    if isinstance(value, nn.Module):
+        return type(value), _settings(value)
+    if isinstance(value, Mapping):
+        return tuple((name, _hashable(each)) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_hashable, value))
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return type(value), cast("Hashable", value)  # 1, 1.0 and True are equal
+
+
+class _Same(NamedTuple):
+    """An object that equals itself alone."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def learns(module: nn.Module) -> bool:
+    """Whether a parameter in a module asks for a gradient, which no table gives it."""
+    return any(p.requires_grad for p in module.parameters())
 
 
 @lru_cache(maxsize=256)

@@ -119,14 +119,14 @@ class Scoped(nn.Module):
 
     def __init_subclass__(cls, **named: Any):
         super().__init_subclass__(**named)
-        own: Any = super().forward
 
-        @wraps(own)  # whoever reads the signature sees that of the model
+        @wraps(super().forward)  # whoever reads the signature sees that of the model
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            own: Any = super().forward  # of now: a class may be patched
             if torch.compiler.is_compiling():
-                return own(self, *args, **kwargs)
+                return own(*args, **kwargs)
             with self._scope():
-                return own(self, *args, **kwargs)
+                return own(*args, **kwargs)
 
         cls.forward = forward
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fixedpoint_kernels._torch_private import is_checkpointed, tree_flatten, tree_unflatten
 
-__all__ = ["Checkpointed", "blocks"]
+__all__ = ["Checkpointed", "blocks", "copied_buffers"]
 
 
 class Checkpointed(nn.Module):
@@ -23,16 +23,16 @@ class Checkpointed(nn.Module):
 
     def __init_subclass__(cls, **named: Any):
         super().__init_subclass__(**named)
-        own: Any = super().forward
 
-        @wraps(own)  # whoever reads the signature sees that of the block
+        @wraps(super().forward)  # whoever reads the signature sees that of the block
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            own: Any = super().forward  # of now: a class may be patched
             if not (self.training and torch.is_grad_enabled()):
-                return own(self, *args, **kwargs)
+                return own(*args, **kwargs)
             if torch.compiler.is_compiling():  # a graph writes to buffers once
-                return checkpoint(own, self, *args, use_reentrant=False, **kwargs)
+                return checkpoint(own, *args, use_reentrant=False, **kwargs)
             if is_checkpointed():
-                return own(self, *args, **kwargs)
+                return own(*args, **kwargs)
             return _run(self, own, args, kwargs)
 
         cls.forward = forward
@@ -70,7 +70,7 @@ def _run(module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> 
         for i, tensor in zip(at, tensors, strict=True):
             filled[i] = tensor
         args, kwargs = tree_unflatten(filled, shape)
-        return own(module, *args, **kwargs)
+        return own(*args, **kwargs)
 
     return checkpoint(again, *tensors, use_reentrant=False, context_fn=partial(_contexts, module))
 
@@ -79,11 +79,11 @@ def _contexts(
     module: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return what surrounds the first run and the second."""
-    return nullcontext(), _copied_buffers(module)
+    return nullcontext(), copied_buffers(module)
 
 
 @contextmanager
-def _copied_buffers(module: nn.Module) -> Iterator[None]:
+def copied_buffers(module: nn.Module) -> Iterator[None]:
     """Let a block write to copies of its buffers."""
     own = [
         (part, name, buffer)

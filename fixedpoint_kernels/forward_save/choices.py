@@ -105,6 +105,8 @@ def _known(
     if entry.kind == "activation" and not getattr(module, "inplace", False):
         if few_bit is None:
             return Choice(reason="few_bit is not asked for")
+        if not entry.name and activations.learns(module):
+            return Choice(reason="a parameter of it learns, to which no table gives a gradient")
         attributes = {"bits": few_bit.bits, "weight": few_bit.weight, "_name": entry.name}
         keeps = f"{bit_count(few_bit.bits)} an element"
         return Choice((activations.OwnValues,), attributes, keeps)

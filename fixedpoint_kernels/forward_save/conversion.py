@@ -11,6 +11,7 @@ from fixedpoint_kernels.forward_save.calls import Scoped
 from fixedpoint_kernels.forward_save.checkpoint import Checkpointed
 from fixedpoint_kernels.forward_save.choices import Choice, caller, choose
 from fixedpoint_kernels.forward_save.handlers import keeps
+from fixedpoint_kernels.forward_save.layers import Recomputed
 from fixedpoint_kernels.forward_save.noise import new_noise
 from fixedpoint_kernels.forward_save.planned import Plan, PlannedLayer
 from fixedpoint_kernels.forward_save.report import Call, Kept, Replaced, Report
@@ -171,6 +172,8 @@ def choices_of(
         if isinstance(module, nn.MultiheadAttention):
             hidden = (*hidden, name + "." if name else "")  # it never calls its modules
         choice = choose(module, *settings(name))
+        if choice is not None and Recomputed in choice.bases:
+            hidden = (*hidden, name + "." if name else "")  # it runs again, with all inside
         if calls and choice is None:
             choice = caller(module, *settings(name))
         if name in again:

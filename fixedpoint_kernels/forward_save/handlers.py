@@ -122,9 +122,15 @@ def _activation(scope: Keeper, func: Function, args: Arguments, kwargs: Options)
 
 
 def _is_trained(*tensors: object) -> bool:
-    """Whether all are floating tensors, and one needs a gradient."""
+    """Whether all are floating tensors, neither sparse nor nested, and one needs a gradient."""
     found = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
-    return len(found) == len(tensors) and any(t.requires_grad for t in found)
+    is_floating = len(found) == len(tensors) and any(t.requires_grad for t in found)
+    return is_floating and _are_dense(found)
+
+
+def _are_dense(values: Sequence[object]) -> bool:
+    """Whether tensors among ``values`` are neither sparse nor nested."""
+    return all(maps.is_dense(t) for t in values if isinstance(t, Tensor))
 
 
 def _product(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> Made:
@@ -140,7 +146,7 @@ def _square(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> 
     if scope.division is None or kwargs or not args or not _is_trained(args[0]):
         return NotImplemented
     x, *exponent = args
-    if exponent not in ([2], []):
+    if exponent and not (type(exponent[0]) in (int, float) and exponent == [2]):
         return NotImplemented
     return recompute.product(lambda a, b: func(a, *exponent), x, x, scope.pack_operand)
 
@@ -189,17 +195,20 @@ def _again(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> M
         return NotImplemented
     operands = [*args, *kwargs.values()]
     at = [i for i, value in enumerate(operands) if isinstance(value, Tensor)]
-    if not any(operands[i].requires_grad for i in at):
+    if not any(operands[i].requires_grad for i in at) or not _are_dense(operands):
         return NotImplemented
+
+    tensors, count, names = [operands[i] for i in at], len(args), [*kwargs]
+    for i in at:
+        operands[i] = None  # what runs again must not hold them
 
     def run(*tensors: Tensor) -> Tensor:
         given = list(operands)
         for i, tensor in zip(at, tensors, strict=True):
             given[i] = tensor
         with paused():
-            return func(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+            return func(*given[:count], **dict(zip(names, given[count:], strict=True)))
 
-    tensors = [operands[i] for i in at]
     named = _bound(AGAIN[func.__name__], args, kwargs) or {}
     is_random = float(named.get("dropout_p") or 0) > 0
     mask = named.get("attn_mask")  # it may have infinities
@@ -213,6 +222,8 @@ def _again(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> M
 def _linear(scope: Keeper, func: Function, args: Arguments, kwargs: Options) -> Made:
     given = _bound("input weight bias", args, kwargs)
     if scope.division is None or given is None or not _is_trained(given["input"], given["weight"]):
+        return NotImplemented
+    if given["weight"].dim() != 2:
         return NotImplemented
     return layers.linear(given["input"], given["weight"], given.get("bias"), scope.pack_rows)
 

@@ -81,7 +81,10 @@ def register(
 
 def known(module: nn.Module) -> Known | None:
     """Return what the class of a module does, or that of the base whose forward it has."""
-    return _lookup(type(module)) or _copied_norm(module)
+    found = _lookup(type(module)) or _copied_norm(module)
+    if found is not None and found.kind == "rms_norm" and getattr(module, "weight", None) is None:
+        return None  # the class may do without
+    return found
 
 
 _copied: WeakKeyDictionary[type[nn.Module], Known | None] = WeakKeyDictionary()

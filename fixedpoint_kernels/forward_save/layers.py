@@ -1,6 +1,7 @@
 """Convolution and linear layers that keep their input in few bits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import ConvolutionHook, padding_around
+from fixedpoint_kernels._torch_private import ConvolutionHook, base_of, padding_around
 from fixedpoint_kernels.forward_save import maps, recompute, scope
+from fixedpoint_kernels.forward_save.checkpoint import copied_buffers
 from fixedpoint_kernels.forward_save.settings import Division
 from fixedpoint_kernels.once import once_differentiable
 
@@ -36,15 +38,18 @@ class Divided(nn.Module):
 
     def _keeps(self, input: Tensor) -> bool:
         """Whether something will be kept for backward; otherwise torch's own layer runs."""
-        if not (self.training and torch.is_grad_enabled()):
+        if not (self.training and torch.is_grad_enabled() and maps.is_dense(input)):
             return False
-        return input.requires_grad or any(p.requires_grad for p in self.parameters(recurse=False))
+        # a parametrised weight is a child's
+        return input.requires_grad or any(p.requires_grad for p in self.parameters())
 
     def spatial(self, x: Tensor) -> int:
         """Return how many trailing dimensions of ``x`` make up a plane: features alone."""
         return 1
 
     def _pack(self, x: Tensor, dtype: torch.dtype | None = None) -> maps.Packed:
+        if isinstance(base_of(x), nn.Parameter):  # it is there anyway
+            return maps.whole(x)
         try:
             return maps.pack(x, self.spatial(x), self._keeping(), self._noise, dtype)
         except TypeError as error:
@@ -148,14 +153,34 @@ class Recomputed(Divided):
             return self._own(own, *args, **kwargs)
         parameters = [p for p in self.parameters() if p.requires_grad]
 
-        def run(x: Tensor, *_: Tensor) -> Tensor:
-            with scope.paused():
+        def run(x: Tensor, *given: Tensor) -> Tensor:
+            is_again = torch.is_grad_enabled()  # running statistics move in the first run alone
+            buffers = copied_buffers(self) if is_again else nullcontext()
+            with scope.paused(), _in_place_of(self, parameters, given), buffers:
                 return own(x)
 
-        def pack(x: Tensor) -> maps.Packed:
-            return maps.whole(x) if maps.is_parameter(x) else self._pack(x)
+        return recompute.again(run, [args[0], *parameters], self._pack, is_random=False)
 
-        return recompute.again(run, [args[0], *parameters], pack, is_random=False)
+
+@contextmanager
+def _in_place_of(
+    module: nn.Module, parameters: Sequence[Tensor], given: Sequence[Tensor]
+) -> Iterator[None]:
+    """Let a module's forward read other tensors in the place of its parameters."""
+    others = dict(zip(map(id, parameters), given, strict=True))
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (part._parameters, name, p)
+        for part in module.modules()
+        for name, p in part.named_parameters(recurse=False, remove_duplicate=False)
+        if id(p) in others
+    ]
+    for own, name, p in places:
+        own[name] = others[id(p)]
+    try:
+        yield
+    finally:
+        for own, name, p in places:
+            own[name] = p
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, pack: Pack) -> Tensor:
@@ -243,7 +268,9 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         weight, *parts = ctx.saved_tensors
-        x = maps.restore(parts, ctx.form) if ctx.is_kept else grad.new_empty(ctx.shape)
+        x = grad.new_empty(ctx.shape)
+        if ctx.is_kept:
+            x = maps.restore(parts, ctx.form).to(grad.dtype)
         needed = list(ctx.needs_input_grad[:3])
         gradients = torch.ops.aten.convolution_backward(
             grad, x, weight.to(grad.dtype), ctx.bias_sizes, *ctx.geometry, needed

@@ -24,6 +24,7 @@ __all__ = [
     "Form",
     "Packed",
     "autocast_dtype",
+    "is_dense",
     "is_parameter",
     "is_smaller",
     "pack",
@@ -153,6 +154,8 @@ def pack(
         return _packed(x, spatial, settings, noise, dtype)
     try:
         memory, key = x.untyped_storage(), (*_place(x), settings, id(noise))
+        if settings.rows is not None:
+            key = (*key, x.shape[-1])
     except NotImplementedError as error:
         raise TypeError(
             "activations that are kept in few bits must lie in memory, got those of a transformation "
@@ -256,7 +259,7 @@ def weight_gradient(grad: Tensor, parts: Sequence[Tensor], form: Form | None) ->
     """
     if form is None or not form.rows:
         x = restore(parts, form)
-        return grad.t() @ x.reshape(-1, x.shape[-1])
+        return grad.t() @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
     kept, index = parts[:2]
     scale = form.rows / max(len(index), 1)
     return (grad[index] * scale).t() @ kept.to(grad.dtype)
@@ -266,6 +269,11 @@ def is_parameter(x: Tensor) -> bool:
     """Whether ``x`` is a parameter or a view of one: memory that is there anyway."""
     base = base_of(x)
     return base.is_leaf and base.requires_grad
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether ``x`` is neither sparse nor nested."""
+    return x.layout is torch.strided and not x.is_nested
 
 
 def is_smaller(x: Tensor, spatial: int, settings: Division) -> bool:

@@ -148,10 +148,12 @@ class RMSNorm(torch.autograd.Function):
         """Return torch's own values."""
         *parts, ctx.form, norm = rest
         ctx.count, ctx.dtype, ctx.offset = len(norm.shape), x.dtype, norm.offset
-        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+        eps = norm.eps
+        if eps is None:  # torch's own number, of the type it computes in
+            eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
         scale = x.float().square().mean(_last(ctx.count), keepdim=True).add(eps).rsqrt()
         ctx.save_for_backward(weight, scale, *parts)
-        return norm.run(x, norm.shape, weight, eps)
+        return norm.run(x, norm.shape, weight, norm.eps)
 
     @staticmethod
     @once_differentiable

@@ -40,9 +40,8 @@ class BatchNorm(Divided):
         if not self._keeps(input) or _is_refused(input, others) or _is_synchronised(self):
             return super().forward(input)
         self._check_input_dim(input)
-        running = self.running_mean, self.running_var
-        rest = self.weight, self.bias, True, _momentum(self), self.eps
-        return batch_norm(input, *running, *rest, pack=self._pack)
+        rest = *others[2:], True, _momentum(self), self.eps
+        return batch_norm(input, *others[:2], *rest, pack=self._pack)
 
 
 class LayerNorm(Divided):

@@ -42,7 +42,7 @@ def again(
     """Return ``func(*tensors)``, computed again in the backward pass from what ``pack`` keeps.
 
     Args:
-        func: Of tensors alone; what it needs besides is inside of it.
+        func: Of tensors alone; what it needs besides is inside of it, and it is held until backward.
         tensors: Its operands; gradients go to those that require one.
         pack: Keeps an operand.
         is_random: Whether ``func`` draws random numbers; the same ones are drawn again.
@@ -167,9 +167,9 @@ class _Again(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         needed = ctx.needs_input_grad[3:]
         tensors = [
-            t if t.is_leaf and t.requires_grad else t.detach().requires_grad_(is_needed)
+            t.detach().requires_grad_(is_needed)
             for t, is_needed in zip(_restored(ctx), needed, strict=True)
-        ]  # a parameter is itself, for ``func`` may read it from its module
+        ]  # not a leaf itself: it may stand here twice, and its hooks are autograd's to run
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             if ctx.autocast is not None:
