@@ -137,7 +137,7 @@ def test_a_norm_without_an_eps_has_torchs(dtype):
 
 @pytest.mark.parametrize("p", [torch.full((1,), 2.0), torch.linspace(1, 3, 64)])
 def test_an_exponent_that_learns_gets_its_gradient(p):
-    x, p = torch.rand(8, 64) + 0.5, nn.Parameter(p)
+    x, p = (torch.rand(8, 64) + 0.5).requires_grad_(), nn.Parameter(p)
 
     def run():
         with forward_save.saving(division=True):
