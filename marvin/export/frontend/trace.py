@@ -390,7 +390,14 @@ def _source(builder: Builder, node: fx.Node, name: str) -> tuple[fx.Node, str]:
 
 
 def _output(builder: Builder, node: fx.Node) -> None:
-    heads = dict(_heads(builder, node.args[0], ""))
+    heads: dict[str, str] = {}
+    for label, value in _heads(builder, node.args[0], ""):
+        if label in heads:
+            raise ExportError(
+                f"outputs must have names of their own, got two of the name {label}: rename one in what "
+                "forward returns"
+            )
+        heads[label] = value
     builder.end(heads)
 
 

@@ -1,0 +1,86 @@
+"""Models as people write them: exported to integers that equal the model, or refused by name."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import marvin
+from marvin.export import ExportError, c, describe, integer
+from marvin.export.targets.c import compiler
+
+
+class Net(nn.Module):
+    """Calls one function with its layers."""
+
+    def __init__(self, function, **layers):
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def two(inputs=8, outputs=8):
+    return {"a": nn.Linear(inputs, outputs), "b": nn.Linear(inputs, outputs)}
+
+
+def convs():
+    return {"a": nn.Conv2d(4, 4, 1), "b": nn.Conv2d(4, 4, 1)}
+
+
+def frozen(function, layers, shape=(8,), samples=4):
+    """Return a model in fixed point, and samples."""
+    torch.manual_seed(0)
+    model = Net(function, **layers)
+    optimizer = marvin.MSGD(model.named_parameters(), lr=0.05)
+    marvin.quantize_activations(model, optimizer)
+    return marvin.freeze(model.eval()), torch.randn(samples, *shape) / 2
+
+
+def assert_refused(match, function, layers, shape=(8,), samples=4):
+    model, x = frozen(function, layers, shape, samples)
+    with pytest.raises(ExportError, match=match):
+        describe(model, x)
+
+
+def assert_exact(function, layers, shape=(8,), samples=4):
+    """Return the network, whose integers equal the model on other numbers of samples too."""
+    model, x = frozen(function, layers, shape, samples)
+    network = describe(model, x)
+    for samples in (x, torch.randn(7, *shape)):
+        with torch.no_grad():
+            wanted = model(samples.clone())
+        got = integer.run_heads(network, samples)
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        for have, want in zip(got.values(), wanted, strict=True):
+            torch.testing.assert_close(have, want.double(), rtol=0, atol=0)
+    return network, x
+
+
+def assert_c_equal(network, x, folder):
+    """Compile the network and compare."""
+    if not shutil.which("gcc"):
+        pytest.skip("needs gcc")
+    source = c.write(network)
+    c.save(network, folder / "network")
+    compiler.compile_program("gcc", folder / "network.c", folder / "network", ("-O1",))
+    found = compiler.run_program([str(folder / "network")], c.input_codes(network, x))
+    got = c.output_codes(network, source, found)
+    for label, want in integer.run_heads(network, x).items():
+        torch.testing.assert_close(got[label], want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda m, x: {"box": {"x": m.a(x)}, "box.x": m.b(x)}, "box.x"),
+        (lambda m, x: {0: m.a(x), "0": m.b(x)}, "0"),
+        (lambda m, x: {"": m.a(x), "output": m.b(x)}, "output"),
+    ],
+)
+def test_outputs_of_one_name_are_refused(function, name):
+    assert_refused(f"names of their own, got two of the name {name}: rename", function, two())
