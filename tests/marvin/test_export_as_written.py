@@ -84,3 +84,30 @@ def assert_c_equal(network, x, folder):
 )
 def test_outputs_of_one_name_are_refused(function, name):
     assert_refused(f"names of their own, got two of the name {name}: rename", function, two())
+
+
+@pytest.mark.parametrize(
+    ("function", "outputs"),
+    [
+        (lambda m, x: m.a(x).squeeze(-1), 1),
+        (lambda m, x: m.a(x)[:, 0], 3),
+        (lambda m, x: m.a(x).view(-1), 1),
+        (lambda m, x: m.a(x).squeeze(-1) * 2, 1),
+        (lambda m, x: m.a(x).squeeze(-1) * -1, 1),
+        (lambda m, x: m.a(x).squeeze(-1) + m.b(x).squeeze(-1), 1),
+        (lambda m, x: m.a(x).squeeze(-1) * m.b(x).squeeze(-1), 1),
+        (lambda m, x: torch.sigmoid(m.a(x).squeeze(-1)), 1),
+        (lambda m, x: (m.a(x)[:, 0], m.a(x)[:, 1].relu()), 2),
+        (lambda m, x: m.a(x).squeeze(-1) + torch.tensor(0.5), 1),
+        (lambda m, x: m.a(x).relu()[:, 0][:, None], 2),
+    ],
+)
+def test_values_of_no_dimension(function, outputs, tmp_path):
+    model, x = frozen(function, two(8, outputs))
+    network = describe(model, x)
+    assert_c_equal(network, x, tmp_path)
+
+
+def test_means_of_all(tmp_path):
+    model, x = frozen(lambda m, x: m.a(x).mean((1, 2, 3)), convs(), (4, 4, 4))
+    assert_c_equal(describe(model, x), x, tmp_path)

@@ -79,7 +79,7 @@ def _scaled(builder: Builder, call: Call) -> str:
         raise call.refusal(": two values of the network, or one and a number, can be multiplied")
     factor = 1 / number if is_divided and number else float(number)
     source = call.codes(call.nodes[0])
-    channels = builder.shape(source)[0]
+    channels = (builder.shape(source) or (1,))[0]
     numbers = torch.full((channels,), factor, dtype=torch.float64)
     fmt = exact_format(numbers)
     scale, fmt = nearest(

@@ -32,11 +32,14 @@ def is_by_channel(shape: Shape, whole: Shape) -> bool:
 def expanded(network: Network) -> Network:
     """Return a network in which the sides of factors differ only where one has a code for each channel.
 
-    Roundings of constants are constants.
+    Roundings of constants are constants. Values of one number have one dimension.
     """
     operations: list[Operation] = []
     constants: dict[str, Constant] = {}
-    values = dict(network.values)
+    values = {
+        n: value if value.shape else replace(value, shape=(1,))
+        for n, value in network.values.items()
+    }
     for op in network.operations:
         if isinstance(op, Round) and (source := constants.get(op.inputs[0])):
             codes = round_codes(source.codes.numpy(), source.codes_fmt.fl, op.fmt)
