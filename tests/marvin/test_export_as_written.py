@@ -111,3 +111,52 @@ def test_values_of_no_dimension(function, outputs, tmp_path):
 def test_means_of_all(tmp_path):
     model, x = frozen(lambda m, x: m.a(x).mean((1, 2, 3)), convs(), (4, 4, 4))
     assert_c_equal(describe(model, x), x, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (
+            lambda m, x: m.a(x) * (1 / x.shape[0]),
+            "mul must take .* got truediv: 0.25 of 4, 0.5 of 2",
+        ),
+        (lambda m, x: m.a(x) / x.shape[0], "truediv must take .* got getitem: 4 of 4, 2 of 2"),
+        (lambda m, x: m.a(x).clamp(max=x.size(0) / 4), "clamp must take .* got truediv: 1.0 of 4"),
+        (lambda m, x: m.a(x)[:4], "must leave the batch alone"),
+        (lambda m, x: m.a(x)[:100], "must leave the batch alone"),
+        (lambda m, x: m.a(x).view(4, -1), r"view must give shape \(2, 8\) .* got \(4, 4\)"),
+        (lambda m, x: m.a(x)[:, : x.size(0)], r"getitem must give shape \(2, 4\)"),
+        (lambda m, x: m.a(x)[:, : 8 * x.size(0)], "getitem must take .* got mul: 32 of 4, 16 of 2"),
+        (lambda m, x: m.a(x).view(4, 2, 4), "must take samples of shape .*; it took 4 samples"),
+        (lambda m, x: m.a(x) + torch.full((8,), 1 / x.size(0)), "add must take .* got full"),
+        (lambda m, x: m.a(x).chunk(x.size(0) // 2, 1)[0], r"must give shape \(2, 4\)"),
+    ],
+)
+def test_numbers_made_of_the_number_of_samples_are_refused(function, match):
+    assert_refused(match, function, two())
+
+
+@pytest.mark.parametrize("samples", [2, 3, 8])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.a(x).view(x.size(0), -1),
+        lambda m, x: m.a(x).reshape(len(x) if isinstance(x, list) else x.shape[0], 2, 4),
+        lambda m, x: m.a(x)[: x.size(0)],
+        lambda m, x: m.a(x)[: x.size(0), 2:],
+        lambda m, x: m.a(x)[0:, : x.size(1) // 2],
+        lambda m, x: m.a(x) + torch.full((1, 8), x.size(1) / 8.0).expand(x.size(0), 8),
+        lambda m, x: m.a(x) * (1 / x.shape[1]),
+        lambda m, x: torch.cat(
+            [torch.full((1, 8), x.size(1) / 8.0).expand(x.size(0), -1), m.a(x)], 1
+        ),
+    ],
+)
+def test_shapes_may_name_the_number_of_samples(function, samples):
+    assert_exact(function, two(), samples=samples)
+
+
+def test_one_sample_is_compared_with_two():
+    assert_exact(lambda m, x: m.a(x).view(x.size(0), -1), two(), samples=1)
+    match = r"view must give shape \(2, 8\) of 2 samples, as it gives \(1, 8\) of 1, got \(1, 16\)"
+    assert_refused(match, lambda m, x: m.a(x).view(1, -1), two(), samples=1)

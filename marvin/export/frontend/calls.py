@@ -28,7 +28,7 @@ from marvin.export.graph.nodes import Add, Affine, Flatten, Round
 from marvin.export.graph.views import Concat, Slice, Transpose
 from marvin.export.passes.batch_norm import nearest
 
-__all__ = ["CALLS", "round_values"]
+__all__ = ["CALLS", "SHAPES", "round_values"]
 
 _PRIMES = 2, 3, 5, 7, 11, 13
 _DIVISIONS = operator.truediv, operator.itruediv, torch.div, "div", "div_"
@@ -262,6 +262,8 @@ def _item(builder: Builder, call: Call) -> str:
             raise Call.of(builder, of).refusal()
         whole = of.args[0]
     source = call.value(whole, in_any_order=True)
+    if whole is of and _ends_samples(call.node.args[1]):
+        raise call.refusal(": it must leave the batch alone")
     # the indices of each element of one sample say which part it is
     shape = builder.shape(source)
     numbers = torch.arange(_product(shape)).reshape(1, *shape)
@@ -280,6 +282,12 @@ def _item(builder: Builder, call: Call) -> str:
     result = _slices(builder, call, source, part[0])
     builder.memory.view(call.node, whole, result, place)
     return result
+
+
+def _ends_samples(index: object) -> bool:
+    """Say whether an index has all samples up to some number alone."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    return isinstance(first, slice) and isinstance(first.stop, int)
 
 
 def _batch_of(sample: Tensor, batch: int) -> int | None:
@@ -368,3 +376,4 @@ _HANDLERS: list[tuple[Sequence[object], Callable[[Builder, Call], str]]] = [
     (("mean", torch.mean), _mean),
 ]
 CALLS = {target: handler for targets, handler in _HANDLERS for target in targets}
+SHAPES = [target for target, handler in CALLS.items() if handler is _reshape]

@@ -17,7 +17,8 @@ from marvin.export.execute.verify import evaluating
 from marvin.export.frontend.activations import ACTIVATIONS, exact
 from marvin.export.frontend.builder import Builder
 from marvin.export.frontend.call import Call
-from marvin.export.frontend.calls import CALLS, round_values
+from marvin.export.frontend.calls import CALLS, SHAPES, round_values
+from marvin.export.frontend.counts import OtherCount
 from marvin.export.frontend.follow import Follower, Step, check_numbers
 from marvin.export.frontend.foreign import check_finite, check_own, kind_of
 from marvin.export.frontend.functions import layer_of
@@ -182,10 +183,16 @@ def _described(  # noqa: PLR0913  each is a choice of the user's
     layers = {str(node.target): None for node in graph.nodes if node.op == "call_module"}
     check_own(model, layers)
     observed = observe(model, graph, sample)
+    other = OtherCount.of(model, graph, sample)
     if calibration is not None:
         observed = replace(observed, ranges=observe(model, graph, calibration).ranges)
     builder = Builder(model, weights, activations, *lengths, observed)
-    steps = [step for node in graph.nodes if (step := _translate(builder, node, sample))]
+    steps = []
+    for node in graph.nodes:
+        step = _translate(builder, node, sample)
+        if node in builder.memory:
+            other.check(builder, node, any_sizes=node.target in SHAPES)
+        steps += [step] if step else []
     _check_rounded(tracer, set(layers) | tracer.rounded, activations)
     network = shorten_scales(builder.network(origin))
     steps = [replace(step, output_fmt=_output_of(activations, step.module)) for step in steps]
