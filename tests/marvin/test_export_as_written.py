@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import marvin
-from marvin.export import ExportError, c, describe, integer
+from marvin.export import ExportError, c, describe, integer, onnx
+from marvin.export.targets import write
 from marvin.export.targets.c import compiler
 
 
@@ -160,3 +161,38 @@ def test_one_sample_is_compared_with_two():
     assert_exact(lambda m, x: m.a(x).view(x.size(0), -1), two(), samples=1)
     match = r"view must give shape \(2, 8\) of 2 samples, as it gives \(1, 8\) of 1, got \(1, 16\)"
     assert_refused(match, lambda m, x: m.a(x).view(1, -1), two(), samples=1)
+
+
+POOLED = {
+    "before": lambda: [nn.MaxPool2d(2), nn.Conv2d(3, 3, 3)],
+    "between": lambda: [nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(4, 4, 3)],
+    "twice": lambda: [nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2), nn.Conv2d(3, 4, 1)],
+}
+
+
+@pytest.mark.parametrize("bits", [4, 7, 8, 10])
+@pytest.mark.parametrize("name", POOLED)
+def test_onnx_runtime_loads_max_pooling_of_rounded_values(name, bits):
+    runtime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 12, 12)
+    model = marvin.calibrate(nn.Sequential(*POOLED[name]()), [x], bits=bits)
+    network = describe(marvin.freeze(model), x)
+    content = onnx.to_model(network, "qdq").SerializeToString()
+    session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    options = runtime.SessionOptions()
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    got = torch.from_numpy(session.run(None, {network.input.name: x.numpy()})[0])
+    torch.testing.assert_close(got.double(), integer.run(network, x), rtol=0, atol=0)
+
+
+def test_a_qdq_file_that_does_not_load_is_named(tmp_path, monkeypatch):
+    runtime = pytest.importorskip("onnxruntime")
+
+    def refuse(*_args, **_options):
+        raise RuntimeError("unexpected type")
+
+    monkeypatch.setattr(runtime, "InferenceSession", refuse)
+    with pytest.raises(ExportError, match=r"must load network\.onnx, got unexpected type: write"):
+        write._check_loads(tmp_path / "network.onnx")

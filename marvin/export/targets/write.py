@@ -123,10 +123,24 @@ def _qdq(order: Order, path: Path) -> Written:
         what = f"{path.name} (QDQ): sums are longer than the 24 bits of float32, so it is not exact"
     if order.samples is None:
         return Written(size, what)
+    _check_loads(path)
     # its integer kernels are wrong for weights of 8 bits on processors without VNNI
     got, who = _in_onnx_runtime(network, path, order.samples, as_written=True)
     proved = _proved if is_exact else _counted
     return proved(order, size, what, got, who)
+
+
+def _check_loads(path: Path) -> None:
+    """Refuse a file that ONNX Runtime does not load as users do, with all it changes in graphs."""
+    runtime = require("onnxruntime", "onnx")
+    try:
+        runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    except Exception as error:  # of kinds of its own
+        reason = f"{str(error).partition(chr(10))[0]:.300}"
+        raise ExportError(
+            f"ONNX Runtime {runtime.__version__} must load {path.name}, got {reason}: write the file "
+            "without --qdq"
+        ) from error
 
 
 def _in_onnx_runtime(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from marvin.export.graph.nodes import Network, Operation, Round, Weighted
+from marvin.export.graph.nodes import MaxPool, Network, Operation, Round, Weighted
 from marvin.export.targets.onnx.graph import container
 from marvin.export.targets.onnx.int16 import Int16Writer
 
@@ -51,6 +51,18 @@ class QdqWriter(Int16Writer):
             return super().moved(op, source, name)
         codes, step = self._codes[source]
         return self._dequantized(super().moved(op, codes, name), step, name)
+
+    def max_pool(self, op: MaxPool) -> str:
+        """Add max pooling; of codes, with the nodes of its format behind, too, as runtimes expect it.
+
+        Else ONNX Runtime 1.31 moves those in front behind it, and gets the wrong type.
+        """
+        source, result = self.float(op.inputs[0]), super().max_pool(op)
+        if source not in self._codes:
+            return result
+        _, step = self._codes[source]
+        codes = self.graph.node("QuantizeLinear", [result, *step], f"{op.name}.codes")
+        return self._dequantized(codes, step, op.name)
 
     def bias(self, op: Weighted) -> list[str]:
         """Store codes at the binary point of the products, in int32; a bias that is finer has none there."""
