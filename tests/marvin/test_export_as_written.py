@@ -196,3 +196,26 @@ def test_a_qdq_file_that_does_not_load_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "InferenceSession", refuse)
     with pytest.raises(ExportError, match=r"must load network\.onnx, got unexpected type: write"):
         write._check_loads(tmp_path / "network.onnx")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.flatten(input=m.a(x), start_dim=1),
+        lambda m, x: m.b(torch.mean(input=m.a(x), dim=(2, 3), keepdim=True)),
+        lambda m, x: torch.permute(input=m.a(x), dims=(0, 2, 3, 1)),
+        lambda m, x: torch.transpose(input=m.a(x), dim0=1, dim1=2),
+        lambda m, x: torch.clone(input=m.a(x)),
+        lambda m, x: torch.chunk(input=m.a(x), chunks=2, dim=1)[0],
+        lambda m, x: torch.add(input=m.a(x), other=m.b(x)),
+        lambda m, x: torch.add(m.a(x), other=m.b(x)),
+        lambda m, x: torch.mul(input=m.a(x), other=0.5),
+        lambda m, x: torch.div(input=m.a(x), other=4),
+        lambda m, x: m.b(torch.matmul(other=m.a(x), input=m.b(x))),
+        lambda m, x: m.a(x).add(other=m.b(x)),
+        lambda m, x: torch.clamp(input=m.a(x), min=0),
+        lambda m, x: torch.cat(tensors=[m.a(x), m.b(x)], dim=1),
+    ],
+)
+def test_functions_are_called_by_keyword(function):
+    assert_exact(function, convs(), (4, 4, 4))

@@ -14,7 +14,7 @@ from marvin.export.frontend.instead import of_call
 from marvin.export.frontend.observe import has_tensors
 from marvin.export.frontend.transformers import constant
 
-__all__ = ["Call"]
+__all__ = ["Call", "by_place"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Call:
         builder: Of the network.
         node: Of the trace.
         name: Of the operation.
-        args: With plain values in place of the nodes that gave them.
+        args: With plain values in place of the nodes that gave them; the tensors of torch's functions are
+            here, if they were given by name, too.
         kwargs: Likewise.
         nodes: The tensors of the network that it takes; in ``args``, constants are tensors.
     """
@@ -54,7 +55,7 @@ class Call:
             nodes.append(given)
             return given
 
-        args, kwargs = map_arg((node.args, node.kwargs), resolved)
+        args, kwargs = map_arg(by_place(node), resolved)
         return cls(builder, node, builder.unused(node.name), args, kwargs, tuple(nodes))
 
     def refusal(self, instead: str = "") -> ExportError:
@@ -138,3 +139,16 @@ class Call:
             raise self.refusal(": a constant must be the same for each sample")
         name = self.builder.unused(f"{self.name}.constant")
         return constant(self.builder, name, whole[0].detach().cpu())
+
+
+_NAMES = ("input", "self"), ("other", "mat2")  # of what torch's functions take first, and second
+
+
+def by_place(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a function's or a method's node, with its tensors by place."""
+    args, left = node.args, dict(node.kwargs)
+    for place, names in enumerate(_NAMES):
+        name = next((n for n in names if n in left), None)
+        if name is not None and len(args) == place:
+            args = (*args, left.pop(name))
+    return args, left

@@ -258,9 +258,10 @@ def _item(builder: Builder, call: Call) -> str:
     of = call.args[0]
     whole = of
     if of not in builder.memory:
+        parts = Call.of(builder, of)
         if getattr(of.target, "__name__", of.target) not in _PARTS:
-            raise Call.of(builder, of).refusal()
-        whole = of.args[0]
+            raise parts.refusal()
+        whole = parts.args[0]
     source = call.value(whole, in_any_order=True)
     if whole is of and _ends_samples(call.node.args[1]):
         raise call.refusal(": it must leave the batch alone")

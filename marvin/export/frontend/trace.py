@@ -16,7 +16,7 @@ from marvin.export.errors import ExportError
 from marvin.export.execute.verify import evaluating
 from marvin.export.frontend.activations import ACTIVATIONS, exact
 from marvin.export.frontend.builder import Builder
-from marvin.export.frontend.call import Call
+from marvin.export.frontend.call import Call, by_place
 from marvin.export.frontend.calls import CALLS, SHAPES, round_values
 from marvin.export.frontend.counts import OtherCount
 from marvin.export.frontend.follow import Follower, Step, check_numbers
@@ -390,7 +390,8 @@ def _step(
 
 def _source(builder: Builder, node: fx.Node, name: str) -> tuple[fx.Node, str]:
     """Return the node that a call takes, and the value that is in it."""
-    source = node.args[0] if node.args else None
+    args = node.args if node.op == "call_module" else by_place(node)[0]
+    source = args[0] if args else None
     if not isinstance(source, fx.Node) or source not in builder.memory:
         raise ExportError(f"{name} must be called with a value of the network, got {source}")
     return source, builder.memory.read(source, name)
