@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import marvin
@@ -219,3 +220,39 @@ def test_a_qdq_file_that_does_not_load_is_named(tmp_path, monkeypatch):
 )
 def test_functions_are_called_by_keyword(function):
     assert_exact(function, convs(), (4, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda m, x: F.max_pool1d(m.a(x), 2), "pooling must take samples of 2 dimensions, got 1"),
+        (lambda m, x: F.avg_pool1d(m.a(x), 2), "pooling must take samples of 2 dimensions, got 1"),
+        (
+            lambda m, x: F.adaptive_max_pool1d(m.a(x), 2),
+            "pooling must take samples of 2 dimensions, got 1",
+        ),
+        (
+            lambda m, x: F.scaled_dot_product_attention(m.a(x), m.b(x), m.a(x)),
+            "attention must take samples of 2 dimensions or more, got 1",
+        ),
+    ],
+)
+def test_samples_of_too_few_dimensions_are_refused(function, what):
+    assert_refused(f"{what}: the first dimension of what describe takes", function, two())
+
+
+def test_pooling_of_images_takes_no_rows():
+    match = "pooling must take samples of 3 dimensions, got 2"
+    assert_refused(match, lambda m, x: F.max_pool2d(m.a(x), 2), two(), (4, 8))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.a(x) if isinstance(x, torch.Tensor) else m.b(x),
+        lambda m, x: m.a(x) if torch.is_tensor(x) else m.b(x),
+        lambda m, x: m.b(x) if torch.is_grad_enabled() else m.a(x),
+    ],
+)
+def test_a_forward_that_goes_another_way_in_a_trace_is_refused(function):
+    assert_refused("goes another when it is traced: b is never called", function, two())

@@ -170,6 +170,12 @@ def _attended(
     """Add attention; ``masks`` are a mask of what is seen, whether it is causal, and padding or False."""
     mask, is_causal, padding = masks
     values = [call.value(node) for node in nodes]
+    for dims in (len(builder.shape(value)) for value in values):
+        if dims < 2:
+            raise call.refusal(
+                f": attention must take samples of 2 dimensions or more, got {dims}: the first dimension of "
+                "what describe takes counts samples, so write x[None] for one"
+            )
     *before, rows, features = builder.shape(values[0])
     columns = builder.shape(values[1])[-2]
     of_sample: tuple[str, ...] = ()

@@ -156,6 +156,13 @@ class Follower:
                 f"the model must give {', '.join(self.results)}, got {', '.join(found)}"
             )
         for label, name in self.results.items():
+            if name not in self.values:
+                left = [s.module for s in self.steps[self.position :] if s.module is not None]
+                missed = f": {left[0]} is never called" if left else ""
+                raise ExportError(
+                    f"forward must go one way, and goes another when it is traced{missed}; write it without a "
+                    "branch on what a tracer changes, such as isinstance(x, torch.Tensor)"
+                )
             wanted = self.values[name].double()
             what = f"the model gives something else than its last call as {label}"
             _refuse(what, (wanted, wanted), found[label])

@@ -34,6 +34,8 @@ __all__ = ["MODULES", "SAME", "average", "reshape"]
 # which give back the tensor they take
 SAME = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
+_POOLS_OF_ONE_SIDE = nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d
+
 
 def _numbers(
     builder: Builder, module: str, m: nn.Conv1d | nn.Conv2d | nn.Linear, source: str
@@ -100,11 +102,7 @@ def _conv(builder: Builder, name: str, module: str, m: nn.Conv1d | nn.Conv2d, so
         )
     source = builder.round_input(name, module, source)
     shape, sides = builder.values[source].shape, m.weight.ndim - 2
-    if len(shape) != sides + 1:
-        raise ExportError(
-            f"{module}: a convolution must take samples of {sides + 1} dimensions, got {len(shape)}: "
-            "the first dimension of what describe takes counts samples, so write x[None] for one"
-        )
+    _check_dims(module, "a convolution", sides, shape)
     numbers = _numbers(builder, module, m, source)
     kernel, dilation = m.weight.shape[2:], _each(m.dilation, sides)
     padding, before = _padding(module, m, kernel, dilation)
@@ -121,6 +119,25 @@ def _conv(builder: Builder, name: str, module: str, m: nn.Conv1d | nn.Conv2d, so
         groups=m.groups,
     )
     return builder.round_output(name, module, builder.add(op))
+
+
+def _check_dims(module: str, what: str, sides: int, shape: tuple[int, ...]) -> None:
+    """Refuse samples of another number of dimensions than channels and sides."""
+    if len(shape) != sides + 1:
+        raise ExportError(
+            f"{module}: {what} must take samples of {sides + 1} dimensions, got {len(shape)}: "
+            "the first dimension of what describe takes counts samples, so write x[None] for one"
+        )
+
+
+def _pooled_sides(module: str, m: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sides that pooling makes smaller.
+
+    Raises:
+        ExportError: Samples have another number of dimensions.
+    """
+    _check_dims(module, "pooling", 1 if isinstance(m, _POOLS_OF_ONE_SIDE) else 2, shape)
+    return shape[1:]
 
 
 def _padding(
@@ -196,7 +213,7 @@ def _max_pool(
 ) -> str:
     if m.return_indices:
         raise ExportError(f"{module}: max pooling must have return_indices=False")
-    sides = builder.shape(source)[1:]
+    sides = _pooled_sides(module, m, builder.shape(source))
     stride = m.stride if m.stride is not None else m.kernel_size
     window = [_each(x, len(sides)) for x in (m.kernel_size, stride, m.padding, m.dilation)]
     if m.ceil_mode:
@@ -219,7 +236,7 @@ def _check_ceil(module: str, sides: Sequence[int], window: Sequence[Pair]) -> No
 def _average_pool(
     builder: Builder, name: str, module: str, m: nn.AvgPool1d | nn.AvgPool2d, source: str
 ) -> str:
-    sides = builder.shape(source)[1:]
+    sides = _pooled_sides(module, m, builder.shape(source))
     stride = m.stride if m.stride is not None else m.kernel_size
     kernel, stride, padding = (_each(x, len(sides)) for x in (m.kernel_size, stride, m.padding))
     if m.ceil_mode:
@@ -235,7 +252,7 @@ def _average_pool(
 
 def _adaptive_window(builder: Builder, module: str, m: Any, source: str) -> tuple[Pair, Pair]:
     """Return kernel and stride of an adaptive pooling, whose windows must be of one size."""
-    sides = builder.shape(source)[1:]
+    sides = _pooled_sides(module, m, builder.shape(source))
     wanted = m.output_size if isinstance(m.output_size, tuple) else (m.output_size,) * len(sides)
     given = [s if w is None else w for s, w in zip(sides, wanted, strict=True)]
     if any(s % w for s, w in zip(sides, given, strict=True)):
