@@ -256,3 +256,33 @@ def test_pooling_of_images_takes_no_rows():
 )
 def test_a_forward_that_goes_another_way_in_a_trace_is_refused(function):
     assert_refused("goes another when it is traced: b is never called", function, two())
+
+
+@pytest.mark.parametrize("factor", [1e-9, 1e-10, 3e-8])
+def test_small_factors_that_lose_their_bits_are_refused(factor):
+    match = f"mul: the largest scale must keep 8 of 16 bits, got {factor:.3g}, .*: scale the data"
+    assert_refused(match, lambda m, x: m.a(x) * factor, two())
+
+
+@pytest.mark.parametrize("factor", [1e-6, 2.0**-31, 2.0**-20, 0.0])
+def test_small_factors_that_keep_their_bits_are_exported(factor):
+    model, x = frozen(lambda m, x: m.a(x) * factor, two())
+    with torch.no_grad():
+        want = model(x).double()
+    got = integer.run(describe(model, x), x)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(("size", "is_refused"), [(1e9, True), (1e4, False)])
+def test_batch_normalisation_of_large_values_is_refused(size, is_refused):
+    torch.manual_seed(0)
+    x = torch.randn(64, 8) * size
+    layers = [nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=None), nn.ReLU(), nn.Linear(16, 4)]
+    model = nn.Sequential(*layers)
+    model(x)
+    model = marvin.freeze(marvin.calibrate(model.eval(), [x]))
+    if is_refused:
+        with pytest.raises(ExportError, match="1: the largest scale must keep 8 of 16 bits"):
+            describe(model, x)
+    else:
+        describe(model, x)

@@ -26,7 +26,7 @@ from marvin.export.graph.formats import exact_format
 from marvin.export.graph.functions import Mul
 from marvin.export.graph.nodes import Add, Affine, Flatten, Round
 from marvin.export.graph.views import Concat, Slice, Transpose
-from marvin.export.passes.batch_norm import nearest
+from marvin.export.passes.batch_norm import scales
 
 __all__ = ["CALLS", "SHAPES", "round_values"]
 
@@ -82,9 +82,8 @@ def _scaled(builder: Builder, call: Call) -> str:
     channels = (builder.shape(source) or (1,))[0]
     numbers = torch.full((channels,), factor, dtype=torch.float64)
     fmt = exact_format(numbers)
-    scale, fmt = nearest(
-        numbers, builder.scale_wl if fmt is None else min(builder.scale_wl, fmt.wl)
-    )
+    wl = builder.scale_wl if fmt is None else min(builder.scale_wl, fmt.wl)
+    scale, fmt = scales(call.name, numbers, wl)
     offset = torch.zeros_like(scale)
     result = builder.add(Affine(call.name, (source,), scale, fmt, offset, FixedPoint(2, 0)))
     builder.whole = lambda inputs: (inputs[0] * factor, inputs[0].abs() * abs(factor))

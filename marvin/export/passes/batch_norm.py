@@ -13,6 +13,7 @@ __all__ = [
     "exact_norm",
     "fixed_norm",
     "nearest",
+    "scales",
     "spare_of",
     "zeros_of",
 ]
@@ -28,6 +29,24 @@ def nearest(x: Tensor, wl: int, longest_fl: int = 31) -> tuple[Tensor, FixedPoin
     fmt = fitting((float(x.min()), float(x.max())), wl)
     fmt = FixedPoint(wl, max(-31, min(fmt.fl, longest_fl)))
     return torch.round(x * fmt.scale).to(torch.int64), fmt
+
+
+def scales(name: str, x: Tensor, wl: int) -> tuple[Tensor, FixedPoint]:
+    """Return codes of scales, as ``nearest`` does, and their format.
+
+    Raises:
+        ExportError: The largest keeps less than half of its bits, since steps end at ``2**-31``.
+    """
+    codes, fmt = nearest(x, wl)
+    bits, largest = int(codes.abs().max()).bit_length(), float(x.abs().max())
+    is_exact = torch.equal(codes.double() * fmt.lsb, x.detach().cpu().double())
+    if bits < wl // 2 and not is_exact:
+        raise ExportError(
+            f"{name}: the largest scale must keep {wl // 2} of {wl} bits, got {largest:.3g}, which keeps "
+            f"{bits}, since formats have steps of 2**-31 or more: scale the data, so that the values here "
+            "are smaller"
+        )
+    return codes, fmt
 
 
 def exact_norm(m: nn.BatchNorm1d | nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
@@ -63,12 +82,12 @@ def fixed_norm(
         Codes and format of the scale, then of the offset ``scale * b``.
 
     Raises:
-        ExportError: There are no running statistics.
+        ExportError: There are no running statistics; or scales are too small for their bits.
     """
     if m.running_mean is None or m.running_var is None:
         raise ExportError(f"{module}: batch normalisation must have running statistics")
     scale, offset = exact_norm(m)
-    codes, fmt = nearest(scale, scale_wl)
+    codes, fmt = scales(module, scale, scale_wl)
     product = x.fl + fmt.fl
     offset_codes, offset_fmt = nearest(offset, _OFFSET_WL, product + int(spare.max()))
     finer = offset_fmt.fl - product
