@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import marvin
-from marvin.export import ExportError, c, describe, integer, onnx
+from marvin.export import ExportError, c, describe, integer, onnx, round_sums
 from marvin.export.targets import write
 from marvin.export.targets.c import compiler
 
@@ -286,3 +286,22 @@ def test_batch_normalisation_of_large_values_is_refused(size, is_refused):
             describe(model, x)
     else:
         describe(model, x)
+
+
+def test_parts_without_values_are_refused():
+    match = r"a part must have values, got shape \(0,\) of \(8,\): leave it out"
+    assert_refused(match, lambda m, x: torch.cat([m.a(x), m.b(x)[:, 8:]], 1), two())
+
+
+def test_a_constant_that_changes_in_place_is_refused():
+    def added(m, x):
+        return torch.full((1, 8), x.size(1) / 8.0).repeat(x.size(0), 1).add_(m.a(x))
+
+    assert_refused(r"a constant must stay as it is: write h \+ constant", added, two())
+
+
+@pytest.mark.parametrize("wl", [1, 33, 8.0])
+def test_sums_are_rounded_to_words_of_2_to_32_bits(wl):
+    model, x = frozen(lambda m, x: m.a(x) + m.b(x), two())
+    with pytest.raises(ExportError, match=f"must be 2 to 32 bits, got {wl}: write round_sums"):
+        round_sums(describe(model, x), x, wl)

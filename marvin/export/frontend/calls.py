@@ -38,6 +38,9 @@ def _add(builder: Builder, call: Call) -> str:
     is_constant = [isinstance(x, Tensor) for x in call.args]
     if len(call.args) != 2 or len(call.nodes) + sum(is_constant) != 2 or call.kwargs:
         raise call.refusal()
+    is_in_place = call.node.target in (operator.iadd, "add_")
+    if is_in_place and not isinstance(call.args[0], fx.Node):
+        raise call.refusal(": a constant must stay as it is: write h + constant")
     shape = builder.shape(call.codes(call.nodes[0]))
     sources = tuple(
         call.constant(x, shape) if isinstance(x, Tensor) else call.codes(x) for x in call.args
@@ -46,7 +49,7 @@ def _add(builder: Builder, call: Call) -> str:
     if len(shapes) > 1:
         raise call.refusal(f": both must have one shape, got {' and '.join(map(str, shapes))}")
     result = builder.add(Add(call.name, sources))
-    if call.node.target in (operator.iadd, "add_"):
+    if is_in_place:
         builder.memory.write(call.node, call.args[0], result)
     else:
         builder.memory.new(call.node, result)
@@ -308,6 +311,9 @@ def _batch_of(sample: Tensor, batch: int) -> int | None:
 def _slices(builder: Builder, call: Call, source: str, part: Tensor) -> str:
     """Add the slices that give a part, whose elements are numbered as those of the source."""
     shape = builder.shape(source)
+    if not part.numel():
+        got = tuple(part.shape)
+        raise call.refusal(f": a part must have values, got shape {got} of {shape}: leave it out")
     places = torch.unravel_index(part.reshape(-1), shape)
     result = source
     for axis, taken in enumerate(places):

@@ -43,13 +43,17 @@ def round_sums(network: Network, sample: Tensor, wl: int = 8) -> Network:
         network: From ``describe``.
         sample: What the network takes, shape ``(n, *network.input.shape)``, float32; the more the
             better.
-        wl: Word length of a term, bits.
+        wl: Word length of a term, 2 to 32 bits.
 
     Raises:
-        ExportError: A term is not finite, or fits no format.
+        ExportError: A term is not finite, or fits no format; or there is no such word length.
         TypeError: ``network`` is none.
     """
     check_network(network)
+    if not isinstance(wl, int) or not 2 <= wl <= 32:
+        raise ExportError(
+            f"the word length of sums must be 2 to 32 bits, got {wl!r}: write round_sums(network, sample, 8)"
+        )
     rewriter = _Rewriter(network, {network.input.name: sample.double()}, wl)
     operations = [network.input]
     last = {name: op for op in network.operations for name in op.inputs}
