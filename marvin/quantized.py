@@ -226,9 +226,9 @@ class Quantized(WithMasters):
 
         Args:
             closure: Evaluates the model, backpropagates and returns the loss.
-            loss: The loss of this step, where there is no closure: with gradient accumulation,
-                the mean over the micro-batches. Of several processes (DistributedDataParallel)
-                each gives its own; all decide by the mean.
+            loss: The loss of this step, where there is no closure or it returns None: with gradient
+                accumulation, the mean over the micro-batches. Of several processes
+                (DistributedDataParallel) each gives its own; all decide by the mean.
 
         Returns:
             The loss, as it came.
@@ -245,7 +245,8 @@ class Quantized(WithMasters):
         self._check_owner()
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                found = closure()
+            loss = loss if found is None else found
             for own in self.stored:  # whose values the forward pass took away
                 own.restore()
         check_loss(loss)

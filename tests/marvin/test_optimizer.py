@@ -374,6 +374,16 @@ def test_grad_scaler():
     assert optimizer.state[model[0].weight]["layer"].count == 1
 
 
+@pytest.mark.parametrize("loss", [None, 0.25])
+def test_a_closure_that_returns_none_leaves_the_loss_that_was_given(loss):
+    """Lightning's manual optimization gives one that does nothing."""
+    p = nn.Parameter(torch.zeros(2, 2))
+    optimizer = MSGD([p], lr=1.0)
+    p.grad = torch.ones(2, 2)
+    assert optimizer.step(lambda: loss, loss=0.5) == (loss or 0.5)
+    assert optimizer.state_dict()["marvin"]["policy"]["shared"]["losses"] == (loss or 0.5,)
+
+
 def test_closure_loss_is_returned():
     model = make_model()
     optimizer = make_optimizer(model)
