@@ -104,6 +104,7 @@ class WithMasters(Optimizer):
     stored: tuple[Stored, ...] = ()  # have the weights' values between two steps
     _names_unseen: bool = False  # whether ``_name_unseen`` has warned
     _runaways: frozenset[str] = frozenset()  # layers that ``_name_runaways`` has warned of
+    _taken: "tuple[str, frozenset[Tensor]] | None" = None  # whose rounded weights are masters
     _claims: int  # of all optimizers, when this one's parameters were last known to be its own
 
     def __contains__(self, parameter: object) -> bool:
@@ -564,6 +565,37 @@ class WithMasters(Optimizer):
         _OWNERS.claims += 1
         self._claims = _OWNERS.claims
         return before
+
+    def _take(self, before: "WithMasters", params: Iterable[Tensor]) -> None:
+        """Note which parameters have the weights that another optimizer rounded, not its masters."""
+        if not before._counts.step or before.stored:
+            return
+        found: set[Tensor] = set()
+        for p in params:
+            own, master = local(p), before._masters.get(p)
+            if master is None or own.dtype not in FLOATS or own.device != local(master).device:
+                continue
+            weight, master = before._rounded(p), master_of(before.state[p])
+            if weight is not None and torch.equal(weight, own) and not torch.equal(master, own):
+                found.add(p)
+        if found:
+            _, known = self._taken or ("", frozenset[Tensor]())
+            self._taken = type(before).__name__, known | found
+
+    def _name_taken(self) -> None:
+        """Warn once of masters that are weights which another optimizer has rounded."""
+        if self._taken is None:
+            return
+        (name, found), self._taken = self._taken, None
+        if found:
+            names = [own for p, own in self._layout.names.items() if p in found]
+            warnings.warn(
+                f"weights that {name} has rounded are the masters of the new optimizer: "
+                f"{listed(names)}; to go on from the float32 masters write "
+                "optimizer.load_state_dict(before.state_dict()), or give the same optimizer to the "
+                "next fit",
+                stacklevel=5,
+            )
 
     @property
     def _seed(self) -> int:

@@ -211,6 +211,7 @@ class Quantized(WithMasters):
         for before in self._claim():
             if isinstance(before, Quantized):
                 self._carriers.before += tuple(before._carriers.handles)
+                self._take(before, self.param_groups[-1]["params"])
         self._carriers.widen(self)
         if self._is_made:
             self._begin(self.param_groups[-1]["params"])
@@ -256,6 +257,7 @@ class Quantized(WithMasters):
         if self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1:
             self._name_unseen()
         self._adopt_changed()
+        self._name_taken()
         self._begin(p for p in self._layout.names if p.grad is not None)
 
         # what the gradients tell; nothing is changed yet
@@ -397,6 +399,7 @@ class Quantized(WithMasters):
                 record = self.policy.init(self._layout.groups[p], shared)
                 self.state[p] = states.unpacked(values, self._layout.shards[p], p.device, record)
                 self._show_masters([p])
+        self._taken = None
         self.trace = [Switch(**row) for row in common["trace"]]
         self._counts = Counts(common["step"], common["skipped"])
         wrapped = states.spread_state(
@@ -483,6 +486,9 @@ class Quantized(WithMasters):
         """Take weights that others have changed since they were written as the new ones."""
         if not (adopted := self._adopted()):
             return
+        if self._taken is not None:
+            name, found = self._taken
+            self._taken = name, found.difference(adopted)
         self._write(adopted, Purpose.WEIGHTS)
         self._carriers.publish(self)
         names = [self._layout.names[p] for p in adopted]

@@ -222,6 +222,7 @@ def test_a_model_that_was_freed_gets_no_formats_again():
     assert not any(BUFFER in name for name in model.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:weights that .* has rounded")
 def test_another_optimizer_takes_over():
     model, first = make()
     train(model, first, 3)

@@ -249,6 +249,7 @@ def test_memory_alone_changes_no_master(policy):
         step(model.half(), optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:weights that .* has rounded")
 def test_a_new_optimizer_is_told_of_a_model_that_rounds_by_the_one_before():
     model, _before, _ = trained()
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.05)

@@ -1,5 +1,7 @@
 """Quantised models in the hands of Lightning and transformers, compared bit for bit."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -85,8 +87,11 @@ def test_lightning_stops_resumes_tests_and_loads(lightning, tmp_path):
 def test_lightning_fits_twice(lightning, tmp_path):
     """Each ``fit`` makes an optimizer of the weights there are, as a loop of one's own would."""
     module, own = classifier(lightning)(), classifier(lightning)()
-    for _ in range(2):
-        trainer(lightning, 2, tmp_path).fit(module, data())
+    for again in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(lightning, 2, tmp_path).fit(module, data())
+        assert any("weights that MSGD has rounded" in str(w.message) for w in caught) == again
         optimizer = own.configure_optimizers()
         for batch in [*data(), *data()]:
             optimizer.zero_grad()

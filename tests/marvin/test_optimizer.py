@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -398,6 +399,36 @@ def test_closure_loss_is_returned():
     loss = optimizer.step(closure)
     assert loss.requires_grad
     assert optimizer.state_dict()["marvin"]["policy"]["shared"]["losses"] == (loss.item(),)
+
+
+@pytest.mark.parametrize("how", ["trained", "not trained", "loaded", "new weights"])
+def test_masters_that_are_weights_another_optimizer_rounded_are_named(how):
+    model = make_model()
+    before = make_optimizer(model)
+    batch = next(batches(1))
+
+    def step(optimizer):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step(loss=loss)
+
+    if how != "not trained":
+        step(before)
+    optimizer = make_optimizer(model)
+    if how == "loaded":
+        optimizer.load_state_dict(before.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if how == "new weights":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.normal_()
+        step(optimizer)
+        step(optimizer)
+    words = [str(w.message) for w in caught if "weights that MSGD has rounded" in str(w.message)]
+    assert len(words) == (how == "trained")
+    assert all("write optimizer.load_state_dict(before.state_dict())" in word for word in words)
 
 
 def test_parameters_without_gradients_stay():
