@@ -292,6 +292,7 @@ def resume(training: Training) -> None:
     if state is not None:
         check_data(state, training.dataset)
         checkpoint.load(training, state, folder.checkpoint)
+    folder.accept(config)  # not before: a run whose resume is refused stays as it is
     changes = folder.save_environment(environment(torch.device(config.device)))
     if changes:
         print(f"resuming elsewhere, the last bits may differ: {'; '.join(changes)}")

@@ -70,11 +70,11 @@ class RunFolder:
 
     @contextmanager
     def claim(self, config: Config) -> Iterator[None]:
-        """``begin``, as the only process that writes to the folder until the block ends.
+        """``prepare``, as the only process that writes to the folder until the block ends.
 
         Raises:
             UserError: Another process writes to the folder, it cannot be made or written, or as
-                ``begin``.
+                ``prepare``.
         """
         with ExitStack() as held:
             try:
@@ -90,11 +90,25 @@ class RunFolder:
                 ) from error
             if word:
                 print(word)
-            self.begin(config)
+            self.prepare(config)
             yield
 
     def begin(self, config: Config) -> None:
-        """Make the folder, or check that it may be continued, and store the configuration.
+        """``prepare`` the folder, and store the configuration, as ``accept`` does.
+
+        Raises:
+            UserError: As ``prepare``.
+        """
+        self.prepare(config)
+        self.accept(config)
+
+    def accept(self, config: Config) -> None:
+        """Store the configuration of the run that goes on from here; its result is of before."""
+        (self.path / RESULT).unlink(missing_ok=True)  # it is of fewer epochs
+        write_atomic(self.path / CONFIG, _to_json(to_dict(config) | {"resume": False}))
+
+    def prepare(self, config: Config) -> None:
+        """Make the folder, or check that it may be continued; what a run left there stays.
 
         Raises:
             UserError: The folder holds a run and ``config.resume`` is off, or it holds none and
@@ -104,8 +118,6 @@ class RunFolder:
         self._check(config)
         self.path.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.path)
-        (self.path / RESULT).unlink(missing_ok=True)  # it is of fewer epochs
-        write_atomic(self.path / CONFIG, _to_json(to_dict(config) | {"resume": False}))
 
     def _check(self, config: Config) -> None:
         stored = self.path / CONFIG
@@ -230,6 +242,12 @@ class SilentFolder(RunFolder):
         yield
 
     def begin(self, config: Config) -> None:
+        """Leave this to the first process."""
+
+    def accept(self, config: Config) -> None:
+        """Leave this to the first process."""
+
+    def prepare(self, config: Config) -> None:
         """Leave this to the first process."""
 
     def save_environment(self, values: Mapping[str, object]) -> list[str]:

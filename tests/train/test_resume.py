@@ -114,6 +114,21 @@ def test_a_finished_run_may_be_resumed_without_effect(run, tiny, tmp_path):
     assert files == {name: (tmp_path / "run" / name).read_bytes() for name in TABLES}
 
 
+@pytest.mark.parametrize("how", ["damaged", "other data", "fewer epochs"])
+def test_a_finished_run_whose_resume_is_refused_stays_as_it_is(run, tiny, tmp_path, monkeypatch, how):
+    run(tiny)
+    folder = tmp_path / "run"
+    files = {name: (folder / name).read_bytes() for name in ("result.json", "config.json")}
+    if how == "damaged":
+        (folder / "checkpoint.pt").write_bytes(b"PK")
+    if how == "other data":
+        monkeypatch.setattr("train.dataset.Dataset.fingerprint", lambda self: "0" * 16)
+    epochs = 1 if how == "fewer epochs" else 4
+    with pytest.raises(UserError):
+        run(dataclasses.replace(tiny, resume=True, epochs=epochs))
+    assert {name: (folder / name).read_bytes() for name in files} == files
+
+
 def test_other_data_is_refused(run, tiny, monkeypatch):
     run(dataclasses.replace(tiny, epochs=1))
     monkeypatch.setattr("train.dataset.Dataset.fingerprint", lambda self: "0" * 16)
