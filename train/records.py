@@ -52,8 +52,9 @@ class RunFolder:
 
     ``config.json``, ``environment.json`` and ``layers.csv`` are written at the start;
     ``metrics.csv``, ``trace.csv`` and ``timing.csv`` at the end of each epoch; ``checkpoint.pt``
-    also between; ``result.json`` at the end. All but ``environment.json`` and ``timing.csv`` are
-    the same to the bit whether the run was interrupted or not.
+    also between; ``result.json`` at the end. All but ``environment.json``, ``timing.csv`` and
+    ``checkpoint.pt`` are the same to the bit whether the run was interrupted or not; of the
+    checkpoint the values are, not the bytes of the file.
     """
 
     path: Path
