@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import platform
 import sys
 import zipfile
@@ -121,6 +122,15 @@ class RunFolder:
         remove_leftovers(self.path)
 
     def _check(self, config: Config) -> None:
+        try:
+            os.fsencode(self.path)
+            str(self.path).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"--run must be a name that can be written in UTF-8 and in this system's encoding "
+                f"({sys.getfilesystemencoding()}), got {str(self.path)!a}: write ASCII letters, or "
+                "set LC_ALL=C.UTF-8"
+            ) from error
         stored = self.path / CONFIG
         if stored.exists() and not config.resume:
             raise UserError(f"{self.path} holds a run: add --resume, or choose another with --run")

@@ -66,6 +66,17 @@ def test_a_run_is_not_overwritten(begun):
         begun.begin(Config())
 
 
+def test_a_folder_whose_name_cannot_be_written_is_refused(tmp_path):
+    """Under LC_ALL=C, bytes of a name that are not ASCII come as surrogates."""
+    folder = RunFolder(tmp_path / "loc_\udcc3\udcbc")
+    with (
+        pytest.raises(UserError, match=r"--run must be a name that can be .*loc_.udcc3.udcbc"),
+        folder.claim(Config()),
+    ):
+        pass
+    assert not [*tmp_path.iterdir()]
+
+
 def test_there_must_be_something_to_resume(folder):
     with pytest.raises(UserError, match="must be the folder of a run"):
         folder.begin(Config(resume=True))

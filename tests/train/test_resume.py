@@ -115,7 +115,9 @@ def test_a_finished_run_may_be_resumed_without_effect(run, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["damaged", "other data", "fewer epochs"])
-def test_a_finished_run_whose_resume_is_refused_stays_as_it_is(run, tiny, tmp_path, monkeypatch, how):
+def test_a_finished_run_whose_resume_is_refused_stays_as_it_is(
+    run, tiny, tmp_path, monkeypatch, how
+):
     run(tiny)
     folder = tmp_path / "run"
     files = {name: (folder / name).read_bytes() for name in ("result.json", "config.json")}
