@@ -183,16 +183,14 @@ def _described(  # noqa: PLR0913  each is a choice of the user's
     layers = {str(node.target): None for node in graph.nodes if node.op == "call_module"}
     check_own(model, layers)
     observed = observe(model, graph, sample)
-    other = OtherCount.of(model, graph, sample)
     if calibration is not None:
         observed = replace(observed, ranges=observe(model, graph, calibration).ranges)
     builder = Builder(model, weights, activations, *lengths, observed)
-    steps = []
+    steps = [step for node in graph.nodes if (step := _translate(builder, node, sample))]
+    other = OtherCount.of(model, graph, sample)
     for node in graph.nodes:
-        step = _translate(builder, node, sample)
         if node in builder.memory:
             other.check(builder, node, any_sizes=node.target in SHAPES)
-        steps += [step] if step else []
     _check_rounded(tracer, set(layers) | tracer.rounded, activations)
     network = shorten_scales(builder.network(origin))
     steps = [replace(step, output_fmt=_output_of(activations, step.module)) for step in steps]
