@@ -4,6 +4,7 @@ Each entry says which public way is missing. The tests name what is gone after a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, TypeVar
@@ -61,6 +62,7 @@ __all__ = [
     "has_step_hooks",
     "hook_wrapper",
     "hooks_of",
+    "in_place_of",
     "int_mm",
     "is_called_plainly",
     "is_checkpointed",
@@ -72,6 +74,7 @@ __all__ = [
     "put_before",
     "remove_hooks",
     "saving_hooks",
+    "settings_of",
     "step_hooks_of",
     "storage_key",
     "tensor_of",
@@ -340,6 +343,32 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return names and parameters of a module alone: a tenth of the time of ``named_parameters``."""
     return [(name, own) for name, own in module._parameters.items() if own is not None]
+
+
+_MACHINERY = {*vars(nn.Module())} - {"_buffers", "_modules", "_parameters"}
+
+
+def settings_of(module: nn.Module) -> dict[str, object]:
+    """Return what is on a module, its tensors and its children too, but torch's hooks and flags."""
+    return {name: value for name, value in vars(module).items() if name not in _MACHINERY}
+
+
+@contextmanager
+def in_place_of(module: nn.Module, others: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Let a module and those inside read other tensors in the place of some of its parameters."""
+    places = [
+        (part._parameters, name, p)
+        for part in module.modules()
+        for name, p in part._parameters.items()
+        if p is not None and p in others
+    ]
+    for own, name, p in places:
+        own[name] = others[p]  # pyright: ignore[reportArgumentType]: a tensor, not a parameter
+    try:
+        yield
+    finally:
+        for own, name, p in places:
+            own[name] = p
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor | None:

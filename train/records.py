@@ -120,6 +120,8 @@ class RunFolder:
         self._check(config)
         self.path.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.path)
+        if not config.resume:
+            self.accept(config)  # so that it may be resumed, however early it ends
 
     def _check(self, config: Config) -> None:
         try:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 from torch.nn.modules import activation as torchs
 
-from fixedpoint_kernels._torch_private import compiled_as_constant
+from fixedpoint_kernels._torch_private import compiled_as_constant, settings_of
 from fixedpoint_kernels.few_bit.activations import ENTRIES
 from fixedpoint_kernels.few_bit.autograd import apply
 from fixedpoint_kernels.few_bit.functional import table_key
@@ -104,13 +104,9 @@ class _Function:
         return hash(self.key)
 
 
-_MACHINERY = {*vars(nn.Module())} - {"_buffers", "_modules", "_parameters"}
-
-
 def _settings(module: nn.Module) -> Hashable:
     """Return what the values of a module may depend on besides its class."""
-    own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
-    return tuple((name, _hashable(value)) for name, value in own.items())
+    return tuple((name, _hashable(value)) for name, value in settings_of(module).items())
 
 
 def _hashable(value: object) -> Hashable:

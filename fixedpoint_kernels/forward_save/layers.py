@@ -1,7 +1,7 @@
 """Convolution and linear layers that keep their input in few bits."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fixedpoint_kernels._torch_private import ConvolutionHook, base_of, padding_around
+from fixedpoint_kernels._torch_private import (
+    ConvolutionHook,
+    base_of,
+    in_place_of,
+    padding_around,
+)
 from fixedpoint_kernels.forward_save import maps, recompute, scope
 from fixedpoint_kernels.forward_save.checkpoint import copied_buffers
 from fixedpoint_kernels.forward_save.settings import Division
@@ -156,31 +161,11 @@ class Recomputed(Divided):
         def run(x: Tensor, *given: Tensor) -> Tensor:
             is_again = torch.is_grad_enabled()  # running statistics move in the first run alone
             buffers = copied_buffers(self) if is_again else nullcontext()
-            with scope.paused(), _in_place_of(self, parameters, given), buffers:
+            others = dict(zip(parameters, given, strict=True))
+            with scope.paused(), in_place_of(self, others), buffers:
                 return own(x)
 
         return recompute.again(run, [args[0], *parameters], self._pack, is_random=False)
-
-
-@contextmanager
-def _in_place_of(
-    module: nn.Module, parameters: Sequence[Tensor], given: Sequence[Tensor]
-) -> Iterator[None]:
-    """Let a module's forward read other tensors in the place of its parameters."""
-    others = dict(zip(map(id, parameters), given, strict=True))
-    places: list[tuple[dict[str, Any], str, Tensor]] = [
-        (part._parameters, name, p)
-        for part in module.modules()
-        for name, p in part.named_parameters(recurse=False, remove_duplicate=False)
-        if id(p) in others
-    ]
-    for own, name, p in places:
-        own[name] = others[id(p)]
-    try:
-        yield
-    finally:
-        for own, name, p in places:
-            own[name] = p
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, pack: Pack) -> Tensor:

@@ -82,9 +82,9 @@ def test_the_models_of_the_paper(build, madds, elements):
 def test_resnet50_counts_in_under_a_second():
     _, model = zoo("ResNet-50")
     count(nn.Conv2d(3, 4, 3), 3, 8, 8)  # torch loads its meta functions once a process
-    begin = time.perf_counter()
+    begin = time.process_time()  # others may keep the machine busy
     count(model, 3, 224, 224)
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize(

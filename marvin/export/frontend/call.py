@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
+from torch.fx.node import Argument, map_arg
 
 from marvin.export.errors import ExportError
 from marvin.export.frontend.builder import Builder
@@ -144,7 +144,7 @@ class Call:
 _NAMES = ("input", "self"), ("other", "mat2")  # of what torch's functions take first, and second
 
 
-def by_place(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def by_place(node: fx.Node) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
     """Return the arguments of a function's or a method's node, with its tensors by place."""
     args, left = node.args, dict(node.kwargs)
     for place, names in enumerate(_NAMES):

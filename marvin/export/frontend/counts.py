@@ -1,7 +1,6 @@
 """What a model makes of another number of samples: a network does the same to each, however many come."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -47,6 +46,9 @@ class OtherCount:
             builder: Of the network; has translated the node.
             node: Of the trace.
             any_sizes: Whether the numbers that the call takes say no more than its result's shape.
+
+        Raises:
+            ExportError: It does.
         """
         first, again = builder.observed, self.observed
         shape = list(first.shapes[node.name])
@@ -86,7 +88,7 @@ def _numbers(builder: Builder, node: fx.Node) -> list[fx.Node]:
 
 def _indices(node: fx.Node) -> list[fx.Node]:
     """Return what a call takes, but where samples end: ``x[:n]`` is all of them."""
-    place: Any = node.args[1] if len(node.args) > 1 else None
+    place: object = node.args[1] if len(node.args) > 1 else None
     place = place[0] if isinstance(place, tuple) and place else place
     end = place.stop if isinstance(place, slice) else None
     return [source for source in node.all_input_nodes if source is not end]
