@@ -169,11 +169,10 @@ def choices_of(
     for name, module in model.named_modules():
         if name.startswith(hidden) and hidden:
             continue
-        if isinstance(module, nn.MultiheadAttention):
-            hidden = (*hidden, name + "." if name else "")  # it never calls its modules
         choice = choose(module, *settings(name))
-        if choice is not None and Recomputed in choice.bases:
-            hidden = (*hidden, name + "." if name else "")  # it runs again, with all inside
+        runs_again = choice is not None and Recomputed in choice.bases  # with all inside
+        if isinstance(module, nn.MultiheadAttention) or runs_again:  # it never calls its modules
+            hidden = (*hidden, name + "." if name else "")
         if calls and choice is None:
             choice = caller(module, *settings(name))
         if name in again:
