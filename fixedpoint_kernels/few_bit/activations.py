@@ -139,7 +139,7 @@ ENTRIES = _table(
     Entry("silu", nn.SiLU, F.silu, formula=lambda: ("silu",), is_shipped=True),
     Entry("softplus", nn.Softplus, F.softplus, is_shipped=True),
     Entry("softsign", nn.Softsign, F.softsign, formula=lambda: ("softsign",), is_shipped=True),
-    Entry("tanh", nn.Tanh, torch.tanh, is_shipped=True),
+    Entry("tanh", nn.Tanh, torch.tanh, formula=lambda: ("tanh",), is_shipped=True),
     Entry("tanhshrink", nn.Tanhshrink, F.tanhshrink, is_shipped=True),
     # stepwise: exact with 1 bit
     Entry(

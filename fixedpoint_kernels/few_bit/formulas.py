@@ -2,17 +2,18 @@
 
 Most are made of sums, comparisons, products and quotients, which every processor rounds alike. For
 exponentials torch calls SLEEF where it has whole vectors, and libm for the rest, so that its last
-bit depends on the number of threads: here are SLEEF's steps for all. What SLEEF has no short
-formula for is left to torch's operator.
+bit depends on the number of threads: here are SLEEF's steps for all. Tanh is ours, within a unit of the
+last place of the exact value, as torch's is. What has no short formula is left to torch's operator.
 """
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
+from numpy.polynomial import Chebyshev, Polynomial
 
 from fixedpoint_kernels.few_bit.fused import ON_CPU, Fused
-from fixedpoint_kernels.llvm.vectors import F32, I32, Vector
+from fixedpoint_kernels.llvm.vectors import F32, I32, Vector, has_avx512
 
 __all__ = ["formula_of", "value_of"]
 
@@ -47,6 +48,63 @@ def _below_sigmoid(x: Vector) -> Vector:
     return _exponential(x.constant(0.0) - x) + 1.0
 
 
+def _tanh(x: Vector) -> Vector:
+    """Return ``x + x**3 * series(x**2)`` near 0, where what is exact elsewhere would lose digits."""
+    size, sign = (x.viewed(I32) & 0x7FFFFFFF).viewed(F32), x.viewed(I32) & 0x80000000
+    below, series = (_NEAR, _NEAR_SERIES) if has_avx512() else (_NEARER, _NEARER_SERIES)
+    far = _tanh_by_pieces(size) if has_avx512() else _tanh_by_exponential(size)
+    square, factor = x * x, x.constant(series[0])
+    for term in series[1:]:
+        factor = factor.fused(square, x.constant(term))
+    near = (square * x).fused(factor, x)
+    return (size >= below).where((far.viewed(I32) | sign).viewed(F32), near)  # NaN is near
+
+
+def _tanh_by_exponential(x: Vector) -> Vector:
+    """Return tanh from ``_NEARER`` on, as 1 - 2 / (1 + e**2x)."""
+    return x.constant(1.0) - x.constant(2.0) / (_exponential(x + x) + 1.0)
+
+
+def _tanh_by_pieces(x: Vector) -> Vector:
+    """Return tanh from ``_NEAR`` on, as a polynomial for each quarter of an octave.
+
+    Permutations find its factors: an exponential and a quotient take twice as long.
+    """
+    last = x.constant(float(np.nextafter(np.float32(_NEAR * 2**8), np.float32(0))))
+    x = (x < last).where(x, last)
+    number = x.viewed(I32) >> 21  # of the piece, in its 5 lowest bits
+    middle = (x.viewed(I32) & 0xFFE00000) | 0x00100000
+    rest = x - middle.viewed(F32)
+    value, *others = [
+        x.constant(own[:16]).permuted(x.constant(own[16:]), number) for own in _tanh_pieces()
+    ]
+    for factor in others:
+        value = value.fused(rest, factor)
+    return value
+
+
+def _tanh_pieces() -> list[list[float]]:
+    """Return the factors of each power, the highest first: 32, at the piece's number modulo 32."""
+    found = []
+    for start in np.float32(_NEAR) * np.exp2(np.arange(8)):
+        for quarter in range(4):
+            half = start / 8
+            middle = start + half * (1 + 2 * quarter)
+            polynomial = Chebyshev.interpolate(
+                lambda rest, middle=middle: np.tanh(middle + rest), 5, [-half, half]
+            )
+            found.append(polynomial.convert(kind=Polynomial).coef)
+    first = int(np.float32(_NEAR).view(np.uint32)) >> 21
+    rows = np.roll(np.array(found, np.float32), first, axis=0).T[::-1]
+    return [[float(factor) for factor in row] for row in rows]
+
+
+_NEAR, _NEARER = 2.0**-4, 0.625
+_NEAR_SERIES = [float(np.float32(term)) for term in (2 / 15, -1 / 3)]  # Taylor's
+_NEARER_SERIES = [  # of least relative error below _NEARER: 5e-9
+    float(np.float32(term))
+    for term in (-0.005704987202, 0.02063908743, -0.05373971514, 0.133314422, -0.3333328194)
+]
 _LOG2_E = float(np.float32(1.442695040888963407359924681001892137))
 _WHOLE = 1.5 * 2.0**23  # floats near it are whole numbers, and end in their lowest bits
 _SERIES = [
@@ -69,7 +127,9 @@ _VALUES: dict[str, Callable[[Vector, Vector, Vector], Vector]] = {
     "leaky_relu": lambda x, a, b: (x > 0.0).where(x, x * a),
     "sigmoid": lambda x, a, b: x.constant(1.0) / _below_sigmoid(x),
     "silu": lambda x, a, b: x / _below_sigmoid(x),
+    "softshrink": lambda x, a, b: (x > a).where(x - a, (x < -a).where(x + a, x * 0.0 + 0.0)),
     "softsign": lambda x, a, b: x / ((x < 0.0).where(-x, x) + 1.0),
+    "tanh": lambda x, a, b: _tanh(x),
     "threshold": lambda x, a, b: (x <= a).where(b, x),
 }
 

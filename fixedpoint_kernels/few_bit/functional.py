@@ -4,8 +4,8 @@ There is one for each entry of the table (``fixedpoint_kernels.few_bit.activatio
 name: ``functional.gelu(x, approximate="tanh", bits=3, weight="normal")``.
 
 Each returns torch's own values, bit for bit, and keeps ``bits`` bits an element for backward. Of
-Sigmoid and SiLU on a CPU the last bit may differ, as it does between torch's numbers of threads. On a
-GPU, where value and code come from one pass, values may be 2 units in the last place off. The
+Sigmoid and SiLU on a CPU the last bit may differ, as it does between torch's numbers of threads; Tanh is
+within one unit of the last place of exact, and the 0 of Softshrink has no sign. On a GPU, where value and code come from one pass, values may be 2 units in the last place off. The
 stepwise ones (ReLU and the like) need 1 bit, whatever ``bits`` says, and their gradients are exact.
 ``weight`` is where the table is accurate: ``"uniform"`` on [-10, 10], or ``"normal"``, best after
 normalisation. Parameters other than torch's defaults are solved for at the first call.

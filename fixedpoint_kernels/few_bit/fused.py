@@ -15,13 +15,14 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 _WITHOUT_NUMBERS = "hardsigmoid", "hardswish", "sigmoid", "silu", "softsign"
 _AS_GIVEN = "hardshrink", "hardtanh", "leaky_relu", "softshrink", "threshold"
 FORMULAS = ("elu", "gelu", *_WITHOUT_NUMBERS, *_AS_GIVEN)
-WITH_EXPONENTIAL = "sigmoid", "silu"  # whose last bit torch rounds in more than one way
+WITH_EXPONENTIAL = "sigmoid", "silu", "tanh"  # whose last bit may be another than torch's
 ON_CPU = (
     "hardshrink",
     "hardsigmoid",
     "hardswish",
     "hardtanh",
     "leaky_relu",
+    "softshrink",
     "softsign",
     "threshold",
     *WITH_EXPONENTIAL,

@@ -79,7 +79,8 @@ def value_and_encode(
         Values, with the shape of ``x``, without gaps, a view of nothing: autograd lets nobody change
         a view in place; and what ``encode`` returns of ``x.permute(order)``. On a CPU values
         are torch's own bits; of Sigmoid and SiLU those of torch's vectors, while for the last
-        elements of each thread torch may round to the neighbour. On a GPU they are at most 2 units in the last place from torch's;
+        elements of each thread torch may round to the neighbour; of Tanh at most one unit in the last
+        place from exact; and Softshrink's 0 has no sign. On a GPU they are at most 2 units in the last place from torch's;
         GELU's at most 2 units of ``x / 2`` from exact, since ``1 + erf`` loses digits, in torch's
         too.
 

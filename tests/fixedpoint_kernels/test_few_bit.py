@@ -130,9 +130,9 @@ def test_values_are_torchs(name, dtype):
     for needs_gradient in (False, True):
         y = ours(x.clone().requires_grad_(needs_gradient))
         assert y.requires_grad == needs_gradient
-        # torch rounds the last elements of each thread in another way: one unit
+        # torch rounds the last elements of each thread in another way: one unit, of tanh two
         is_near = needs_gradient and name in fused.WITH_EXPONENTIAL and dtype is torch.float32
-        rtol = 2**-23 if is_near else 0
+        rtol = 2 ** (-22 if name == "tanh" else -23) if is_near else 0
         torch.testing.assert_close(y.detach(), theirs(x), rtol=rtol, atol=0)
 
 
