@@ -95,15 +95,6 @@ class RunFolder:
             self.prepare(config)
             yield
 
-    def begin(self, config: Config) -> None:
-        """``prepare`` the folder, and store the configuration, as ``accept`` does.
-
-        Raises:
-            UserError: As ``prepare``.
-        """
-        self.prepare(config)
-        self.accept(config)
-
     def accept(self, config: Config) -> None:
         """Store the configuration of the run that goes on from here; its result is of before."""
         (self.path / RESULT).unlink(missing_ok=True)  # it is of fewer epochs
@@ -253,9 +244,6 @@ class SilentFolder(RunFolder):
     def claim(self, config: Config) -> Iterator[None]:
         """Leave this to the first process."""
         yield
-
-    def begin(self, config: Config) -> None:
-        """Leave this to the first process."""
 
     def accept(self, config: Config) -> None:
         """Leave this to the first process."""

@@ -301,7 +301,7 @@ def test_nothing_in_a_run_folder_says_where_to_write(whole, tmp_path, prepared):
     shutil.rmtree(folder / "tensorboard")
     (folder / "tensorboard").symlink_to(outside)
     with pytest.raises(UserError, match="tensorboard must be a folder of this run, got a link"):
-        RunFolder(folder).begin(dataclasses.replace(small(folder), resume=True))
+        RunFolder(folder).prepare(dataclasses.replace(small(folder), resume=True))
     assert not list(outside.iterdir())
 
 
@@ -309,5 +309,5 @@ def test_a_leftover_folder_blocks_no_resume(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     (folder / ".x.tmp").mkdir()
-    RunFolder(folder).begin(dataclasses.replace(small(folder), resume=True))
+    RunFolder(folder).prepare(dataclasses.replace(small(folder), resume=True))
     assert (folder / ".x.tmp").is_dir()

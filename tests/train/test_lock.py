@@ -27,7 +27,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_a_second_process_is_told_who_writes_and_changes_nothing(tiny, tmp_path):
     folder = tmp_path / "run"
-    RunFolder(folder).begin(tiny)
+    RunFolder(folder).prepare(tiny)
     (folder / ".metrics.csv.x.tmp").write_text("hal")
     with lock_folder(folder):
         before = files_of(folder)

@@ -63,11 +63,11 @@ def test_what_cannot_be_drawn_is_named(tmp_path, capsys):
         plot.main([str(tmp_path)])
     assert "must be the folder of a run" in str(caught.value.code)
     float_run = RunFolder(tmp_path / "float")
-    float_run.begin(Config(optimizer="sgd"))
+    float_run.prepare(Config(optimizer="sgd"))
     with pytest.raises(UserError, match="must be a run of msgd to have word lengths, got sgd"):
         plot.save(float_run.path)
     begun = RunFolder(tmp_path / "begun")
-    begun.begin(Config())
+    begun.prepare(Config())
     with pytest.raises(UserError, match=r"looked for .*metrics.csv"):
         plot.save(begun.path)
     begun.save_rows("metrics.csv", [], ["epoch"])

@@ -26,7 +26,7 @@ def folder(tmp_path) -> RunFolder:
 
 @pytest.fixture
 def begun(folder) -> RunFolder:
-    folder.begin(Config())
+    folder.prepare(Config())
     return folder
 
 
@@ -63,7 +63,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
 
 def test_a_run_is_not_overwritten(begun):
     with pytest.raises(UserError, match="holds a run: add --resume"):
-        begun.begin(Config())
+        begun.prepare(Config())
 
 
 def test_a_folder_whose_name_cannot_be_written_is_refused(tmp_path):
@@ -79,14 +79,14 @@ def test_a_folder_whose_name_cannot_be_written_is_refused(tmp_path):
 
 def test_there_must_be_something_to_resume(folder):
     with pytest.raises(UserError, match="must be the folder of a run"):
-        folder.begin(Config(resume=True))
+        folder.prepare(Config(resume=True))
     assert not folder.path.exists()
 
 
 def test_resume_names_what_differs(begun):
     changed = Config(resume=True, momentum=0.5, lookback=(3, 9))
     with pytest.raises(UserError) as caught:
-        begun.begin(changed)
+        begun.prepare(changed)
     assert "momentum was 0.9, got 0.5" in str(caught.value)
     assert "lookback was [25, 100], got [3, 9]" in str(caught.value)
     assert begun.read_config() == Config()
@@ -98,16 +98,18 @@ def test_a_run_that_began_before_an_option_was_there_is_not_given_its_default(be
     del values["batch_norm_batches"], values["channels_last"]
     path.write_text(json.dumps(values))
     with pytest.raises(UserError, match="batch_norm_batches was 0, got 16"):
-        begun.begin(Config(resume=True))
-    begun.begin(Config(resume=True, batch_norm_batches=0))
+        begun.prepare(Config(resume=True))
+    begun.prepare(Config(resume=True, batch_norm_batches=0))
     assert begun.read_config() == Config(batch_norm_batches=0)
 
 
 def test_epochs_may_grow_but_not_shrink(begun):
-    begun.begin(Config(resume=True, epochs=150, data_dir="elsewhere"))
+    longer = Config(resume=True, epochs=150, data_dir="elsewhere")
+    begun.prepare(longer)
+    begun.accept(longer)
     assert begun.read_config() == Config(epochs=150, data_dir="elsewhere")
     with pytest.raises(UserError, match="--epochs must be 150 or more to resume, got 100"):
-        begun.begin(Config(resume=True))
+        begun.prepare(Config(resume=True))
 
 
 def test_differences_ignores_what_decides_no_bit():
@@ -178,9 +180,9 @@ def test_a_cut_table_of_times_may_be_deleted(begun):
     path.write_text(path.read_text()[:-3])
     resumed = Config(resume=True)
     with pytest.raises(UserError, match=r"timing.csv must be whole, line 2 is cut off.* delete it"):
-        begun.begin(resumed)
+        begun.prepare(resumed)
     path.unlink()
-    begun.begin(resumed)
+    begun.prepare(resumed)
 
 
 def test_a_missing_table_is_named(begun):
@@ -202,5 +204,5 @@ def test_the_environment_is_that_of_the_beginning(begun):
 
 def test_a_result_of_fewer_epochs_does_not_stay(begun):
     begun.save_result({"epochs": 100})
-    begun.begin(dataclasses.replace(Config(), resume=True, epochs=120))
+    begun.accept(dataclasses.replace(Config(), resume=True, epochs=120))
     assert not (begun.path / "result.json").exists()
