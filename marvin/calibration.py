@@ -4,7 +4,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -119,8 +119,8 @@ def calibrate(
     if estimator not in get_args(Estimator):
         raise ValueError(f"estimator must be one of {get_args(Estimator)}, got {estimator!r}")
     for name, wl in (("bits", bits), ("weight_bits", weight_bits)):
-        if wl is not None and not 2 <= wl <= 32:
-            raise ValueError(f"{name} must be 2 to 32, got {wl}")
+        if wl is not None and not (isinstance(wl, int) and 2 <= wl <= 32):
+            raise ValueError(f"{name} must be a whole number, 2 to 32, got {wl!r}")
     found = thaw(copy.deepcopy(model).eval())
     carried = {m: r.formats(m) for m in found.modules() for r in rounders_of(m)}
     if not any(formats.rounds or any(formats.weights) for formats in carried.values()):
@@ -328,7 +328,8 @@ class _Values:
         signed = self.low < 0
         own = max(wl, 2) if signed else min(wl, 31)  # of 32 bits, all are signed
         ends = torch.tensor([self.low, self.high], dtype=torch.float32)
-        return best_format(torch.cat([*self.kept, ends]), own, estimator, signed=signed)
+        with _named(f"what comes to {self.name or 'the model'}"):
+            return best_format(torch.cat([*self.kept, ends]), own, estimator, signed=signed)
 
     def again(self, fmt: Format | None, bits: int | None, estimator: Estimator) -> Format | None:
         """Return a format in the place of one; that one where no values came."""
@@ -371,7 +372,18 @@ def fitting(low: float, high: float, wl: int, signed: bool) -> FixedPoint:
         fmt = FixedPoint(wl, fl, signed=signed)
         if fmt.min_code <= round(low * fmt.scale) and round(high * fmt.scale) <= fmt.max_code:
             return fmt
-    raise ValueError(f"a format of {wl} bits must hold {low} to {high}, none does")
+    raise ValueError(
+        f"a format of {wl} bits must hold {low:.6g} to {high:.6g}, none does: scale the values, or take more bits"
+    )
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say of what a format was looked for, if there is none."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 @torch.no_grad()
@@ -380,8 +392,9 @@ def _round_weights(
 ) -> tuple[Format | None, ...]:
     """Round a module's weights; return the format of each of its own parameters."""
     formats: list[Format | None] = []
-    for p in module.parameters(recurse=False):
-        fmt = weight_format(p.detach().float(), wl, *how) if is_layer(p) else None
+    for name, p in module.named_parameters(recurse=False):
+        with _named(".".join(filter(None, (rounders_of(module)[0].name, name)))):
+            fmt = weight_format(p.detach().float(), wl, *how) if is_layer(p) else None
         if fmt is not None:
             p.copy_(round_one(p.detach(), fmt, rounding="nearest"))
         formats.append(fmt)
@@ -456,7 +469,7 @@ def _observed(
         m: _Ranges(
             argument_names(m), _Values(names[m], isinstance(m, _OF_FLOATS)), _Values(names[m])
         )
-        for m in {*takes, *gives}
+        for m in dict.fromkeys([*takes, *gives])
     }
     with contextlib.ExitStack() as stack:
         for module in takes:

@@ -258,8 +258,13 @@ def test_values_are_those_that_came_though_they_are_changed_in_place():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bits": 1}, "bits must be 2 to 32, got 1"),
-        ({"weight_bits": 40}, "weight_bits must be 2 to 32, got 40"),
+        ({"bits": 1}, "bits must be a whole number, 2 to 32, got 1"),
+        ({"bits": "8"}, "bits must be a whole number, 2 to 32, got '8'"),
+        ({"weight_bits": 40}, "weight_bits must be a whole number, 2 to 32, got 40"),
+        (
+            {"batches": [torch.full((1, 2, 8, 8), 1e30)]},
+            r"what comes to 0: .* 1e\+30, none does: scale",
+        ),
         ({"estimator": "mean"}, "estimator must be one of .*got 'mean'"),
         ({"batches": []}, "must see a batch that goes through a layer"),
         ({"batches": [torch.full((1, 2, 8, 8), torch.nan)]}, "0 must see finite values"),
@@ -271,6 +276,14 @@ def test_what_cannot_be_calibrated_is_named(change, message):
         marvin.calibrate(build(), **given)
     with pytest.raises(TypeError, match=r"a model .* must come first"):
         marvin.calibrate(nn.Conv2d, batches(1))
+
+
+@pytest.mark.parametrize(("value", "message"), [(1e30, "none does: scale"), (torch.nan, "finite")])
+def test_a_weight_that_no_format_holds_is_named(value, message):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight.data[0, 0] = value
+    with pytest.raises(ValueError, match=rf"1\.weight: .*{message}"):
+        marvin.calibrate(net, [torch.eye(2)], bits=8)
 
 
 def test_a_model_of_two_inputs_or_of_other_floats_is_named():
