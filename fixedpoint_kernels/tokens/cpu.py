@@ -431,6 +431,13 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
         passes.pass_on(x, count, y, d[f.ADDS])
     elif kind == f.BLANK:
         tiles.blank(y, 4 * count, 0)
+    elif kind == f.CUT:
+        for i in range(rows):
+            tiles.copy(x + i * d[f.Q_LINE] + d[f.Q_START], y + 4 * i * width, 4 * width)
+    elif kind == f.CUT_BACKWARD:
+        for i in range(rows):
+            dx = y + i * d[f.Q_LINE] + d[f.Q_START]
+            passes.pass_on(x + 4 * i * width, width, dx, d[f.ADDS])
 
 
 def _run(

@@ -8,8 +8,8 @@ which holds the rows of one chunk.
 (
     LINEAR, LINEAR_BACKWARD, NORM, NORM_BACKWARD, CURVE, CURVE_BACKWARD, RELU, RELU_BACKWARD,
     ADD, PASS_ON, BLANK, ATTENTION, ATTENTION_BACKWARD, DROPOUT, DROPOUT_BACKWARD,
-    MULTIPLY, MULTIPLY_BACKWARD, ROTARY, ROTARY_BACKWARD,
-) = range(19)  # fmt: skip
+    MULTIPLY, MULTIPLY_BACKWARD, ROTARY, ROTARY_BACKWARD, CUT, CUT_BACKWARD,
+) = range(21)  # fmt: skip
 
 (
     KIND, WIDTH, X, X_ROW, OTHER, OTHER_ROW, Y, Y_ROW,
@@ -24,7 +24,7 @@ which holds the rows of one chunk.
     Q, Q_ROW, Q_STEP, K, K_ROW, K_STEP, V, V_ROW, V_STEP, Q_LINE, K_LINE, V_LINE,
     Q_START, K_START, V_START,
     DQ, DQ_ROW, DK, DK_ROW, DV, DV_ROW, DK_ADDS, DV_ADDS, HEADS, SIZE, CAUSAL, GROUPS,
-    # of rotary embeddings, whose part is that of queries
+    # of rotary embeddings, whose part is that of queries, as that of a cut is
     COS, SIN, TURNED, BY_SAMPLE, IN_PAIRS,
     # of gradients of weights; how they lie, see ``by_outputs.write_weights``
     OUT, LSB, LIES,

@@ -17,6 +17,7 @@ __all__ = [
     "Add",
     "Attention",
     "Curved",
+    "Cut",
     "Dropout",
     "Linear",
     "Multiply",
@@ -124,6 +125,20 @@ class Multiply(_OfTwo):
     """The product of two values, element by element, as gated networks have it."""
 
 
+@dataclass(frozen=True)
+class Cut(_OfOne):
+    """Some features of a value that lie side by side, such as the gate of a layer that makes gate and values.
+
+    Args:
+        source: Number of the value that it takes.
+        start: First of the features.
+        width: How many, a multiple of 16.
+    """
+
+    start: int
+    width: int
+
+
 class Part(NamedTuple):
     """Where the heads of queries, keys or values lie among the features of a value.
 
@@ -210,7 +225,7 @@ class Attention:
         return tuple(dict.fromkeys(part.value for part in self.parts))
 
 
-Operation = Linear | Norm | Curved | Relu | Dropout | Add | Multiply | Rotary | Attention
+Operation = Linear | Norm | Curved | Relu | Dropout | Add | Multiply | Cut | Rotary | Attention
 
 
 def width_of(operation: Operation, widths: Sequence[int]) -> int:
@@ -219,6 +234,8 @@ def width_of(operation: Operation, widths: Sequence[int]) -> int:
         return operation.shape[0]
     if isinstance(operation, Attention | Rotary):
         return operation.heads * operation.size
+    if isinstance(operation, Cut):
+        return operation.width
     return widths[operation.source]
 
 
@@ -287,15 +304,22 @@ class Segment:
                 )
         elif isinstance(op, Add | Multiply) and widths[op.source] != widths[op.other]:
             raise ValueError(f"{op} takes {widths[op.source]} and {widths[op.other]} features")
-        elif isinstance(op, Attention):
+        elif isinstance(op, Cut):
+            if not 0 <= op.start < op.start + op.width <= widths[op.source]:
+                raise ValueError(f"{op} does not lie in {widths[op.source]} features")
+        elif isinstance(op, Attention | Rotary):
+            self._check_parts(op, widths)
+
+    def _check_parts(self, op: Attention | Rotary, widths: list[int]) -> None:
+        if isinstance(op, Attention):
             if op.heads % op.groups:
                 raise ValueError(f"heads must be a multiple of groups, got {op}")
             for part, heads in op.heads_of_parts:
                 self._check_heads(part, heads, op.size, widths)
-        elif isinstance(op, Rotary):
-            self._check_heads(op.part, op.heads, op.size, widths)
-            if op.turned % 2 or not 0 < op.turned <= op.size:
-                raise ValueError(f"turned features must be even, and of a head, got {op}")
+            return
+        self._check_heads(op.part, op.heads, op.size, widths)
+        if op.turned % 2 or not 0 < op.turned <= op.size:
+            raise ValueError(f"turned features must be even, and of a head, got {op}")
 
     def _check_heads(self, part: Part, heads: int, size: int, widths: list[int]) -> None:
         if size % 16:

@@ -28,6 +28,7 @@ from fixedpoint_kernels.tokens.graph import (
     Add,
     Attention,
     Curved,
+    Cut,
     Dropout,
     Linear,
     Multiply,
@@ -271,36 +272,51 @@ class Program:
             return
         more |= self._operand("X", where[op.source], op.source)
         if isinstance(op, Linear):
-            weights, begin, _, _, depth, _ = self.packed[i]
-            more |= self._tiles(weights, begin, depth, op.shape[1]) | {
-                "DEPTH": op.shape[1],
-                "CODES": self.codes[i],
-                "MASK": self.masks.get(i, 0),
-                "FLIP": 128 * self._is_flipped(op),
-                "BYTES": kind_of_bytes(op.inputs.signed, steps_in_int16(op.inputs, op.weight)),
-                "CLAMPED": self.clamped[i].ctypes.data,
-                "BIAS": Given("second", i),
-                "SUM_POWERS": self.powers[i].of_sums,
-            }
             numbers = op.inputs.scale, op.inputs.min_code, op.inputs.max_code
-            rows.add(f.LINEAR, more, *numbers)
+            rows.add(f.LINEAR, more | self._multiplying(i, op), *numbers)
         elif isinstance(op, Norm):
             more |= {"SCALE": Given("first", i), "SHIFT": Given("second", i)}
             more |= self._normalizing(i, op)
             rows.add(f.NORM, more, op.size or self.widths[v], op.eps)
         elif isinstance(op, Add):
             rows.add(f.ADD, more | self._operand("OTHER", where[op.other], op.other))
-        elif isinstance(op, Dropout):
-            more |= self._chance(i, op.odds) | {"KEPT": self.extra[i]}
-            rows.add(f.DROPOUT, more, op.odds.factor)
         elif isinstance(op, Multiply):
             more |= self._operand("OTHER", where[op.other], op.other)
             rows.add(f.MULTIPLY, more | {"KEPT": self.extra[i], "OTHER_KEPT": self.others[i]})
+        else:
+            self._do_one(rows, i, op, more)
+
+    def _do_one(
+        self, rows: Rows, i: int, op: Cut | Curved | Dropout | Relu, more: dict[str, Number]
+    ) -> None:
+        if isinstance(op, Cut):
+            rows.add(f.CUT, more | self._cutting(op))
+        elif isinstance(op, Dropout):
+            more |= self._chance(i, op.odds) | {"KEPT": self.extra[i]}
+            rows.add(f.DROPOUT, more, op.odds.factor)
         elif isinstance(op, Curved):
             more |= {"KEPT": self.extra[i], "CURVE_NUMBER": number_of(op.curve)}
             rows.add(f.CURVE, more, op.curve.number)
         else:
             rows.add(f.RELU, more | {"KEPT": self.extra[i]})
+
+    def _multiplying(self, i: int, op: Linear) -> dict[str, Number]:
+        """Return what the products of a layer need to know."""
+        weights, begin, _, _, depth, _ = self.packed[i]
+        return self._tiles(weights, begin, depth, op.shape[1]) | {
+            "DEPTH": op.shape[1],
+            "CODES": self.codes[i],
+            "MASK": self.masks.get(i, 0),
+            "FLIP": 128 * self._is_flipped(op),
+            "BYTES": kind_of_bytes(op.inputs.signed, steps_in_int16(op.inputs, op.weight)),
+            "CLAMPED": self.clamped[i].ctypes.data,
+            "BIAS": Given("second", i),
+            "SUM_POWERS": self.powers[i].of_sums,
+        }
+
+    def _cutting(self, op: Cut) -> dict[str, Number]:
+        """Return what a cut needs to know in both directions."""
+        return {"Q_LINE": 4 * self.widths[op.source], "Q_START": 4 * op.start}
 
     def _attending(self, op: Attention) -> dict[str, Number]:
         """Return what a pass of attention needs to know in both directions."""
@@ -387,14 +403,24 @@ class Program:
         elif isinstance(op, Add | Multiply):
             self._undo_pair(rows, i, op, more)
         elif self._needs_gradient(op.source):
-            more |= self._contribute(rows, op.source, "Y") | {"KEPT": self.extra[i]}
-            if isinstance(op, Curved):
-                more["CURVE_NUMBER"] = number_of(op.curve)
-                rows.add(f.CURVE_BACKWARD, more, op.curve.number)
-            elif isinstance(op, Dropout):
-                rows.add(f.DROPOUT_BACKWARD, more, op.odds.factor)
-            else:
-                rows.add(f.RELU_BACKWARD, more)
+            self._undo_one(rows, i, op, more)
+
+    def _undo_one(
+        self, rows: Rows, i: int, op: Cut | Curved | Dropout | Relu, more: dict[str, Number]
+    ) -> None:
+        if isinstance(op, Cut):
+            self._blank(rows, [(Part(op.source, op.start, 0), 1)], op.width)
+            to = self._contribute(rows, op.source, "Y")
+            rows.add(f.CUT_BACKWARD, more | to | self._cutting(op))
+            return
+        more |= self._contribute(rows, op.source, "Y") | {"KEPT": self.extra[i]}
+        if isinstance(op, Curved):
+            more["CURVE_NUMBER"] = number_of(op.curve)
+            rows.add(f.CURVE_BACKWARD, more, op.curve.number)
+        elif isinstance(op, Dropout):
+            rows.add(f.DROPOUT_BACKWARD, more, op.odds.factor)
+        else:
+            rows.add(f.RELU_BACKWARD, more)
 
     def _undo_pair(self, rows: Rows, i: int, op: Add | Multiply, more: dict[str, Number]) -> None:
         factors = self.others.get(i, 0), self.extra.get(i, 0)  # of a product: the other number

@@ -20,6 +20,7 @@ from fixedpoint_kernels.tokens.graph import (
     Add,
     Attention,
     Curved,
+    Cut,
     Dropout,
     Linear,
     Multiply,
@@ -112,17 +113,25 @@ def _forward(
         y = found * (1.0 if own.first is None else own.first.detach())
         y = y + (0.0 if own.second is None else own.second.detach())
         return y.view(x.shape), (found.bfloat16().float(), inverse)
-    if isinstance(op, Curved):
-        return op.curve.value(x), (x.bfloat16().float(),)
     if isinstance(op, Multiply):
         other = values[op.other]
         return x * other, (x.bfloat16().float(), other.bfloat16().float())
+    if isinstance(op, Add):
+        return x + values[op.other], ()
+    return _forward_of_one(op, x, own)
+
+
+def _forward_of_one(
+    op: Curved | Relu | Dropout | Cut, x: Tensor, own: Parameters
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    if isinstance(op, Curved):
+        return op.curve.value(x), (x.bfloat16().float(),)
     if isinstance(op, Relu):
         return torch.where(x <= 0, 0.0, x), ()
-    if isinstance(op, Dropout):
-        kept = keeps(x.numel(), op.odds, *own.noise).view(x.shape)
-        return _dropped(x, kept, op.odds), (kept,)
-    return x + values[op.other], ()
+    if isinstance(op, Cut):
+        return x[..., op.start : op.start + op.width], ()
+    kept = keeps(x.numel(), op.odds, *own.noise).view(x.shape)
+    return _dropped(x, kept, op.odds), (kept,)
 
 
 def _dropped(x: Tensor, kept: Tensor, odds: Odds) -> Tensor:
@@ -256,6 +265,10 @@ def _backward(
         return [(op.source, _dropped(g, made[0], op.odds))], (None, None)
     if isinstance(op, Add):
         return [(op.source, g), (op.other, g)], (None, None)
+    if isinstance(op, Cut):
+        found = torch.zeros_like(kept.values[op.source])
+        found[..., op.start : op.start + op.width] = g
+        return [(op.source, found)], (None, None)
     if isinstance(op, Rotary):
         return [(op.part.value, _rotary_backward(op, kept, own, g))], (None, None)
     return _attention_backward(op, kept, made, g), (None, None)

@@ -17,7 +17,7 @@ from fixedpoint_kernels import tokens
 from fixedpoint_kernels.tokens import Odds, Part
 from marvin.integer.nodes import casts
 
-__all__ = ["HeadNorm", "Heads", "Layout", "Places", "Turn", "Turned"]
+__all__ = ["HeadNorm", "Heads", "Layout", "Piece", "Places", "Turn", "Turned"]
 
 _FAILURES = RuntimeError, TypeError, ValueError, IndexError, KeyError
 
@@ -191,6 +191,35 @@ class HeadNorm:
             if found.shape == wanted.shape and torch.equal(found, wanted):
                 return layout
         return None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some features of a value in a graph.
+
+    Args:
+        value: Node of the value.
+        nodes: That make the piece of it, in order, it the last.
+    """
+
+    value: fx.Node
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def bases(self) -> set[fx.Node]:
+        """Nodes of which it takes values, or shapes."""
+        return _bases(self.nodes)
+
+    def operation(self, places: Places) -> tokens.Cut | None:
+        """Return what it takes of a value; None where these are no features side by side of all tokens."""
+        whole, found = places.plain(self.value), _last(self.nodes, places.of(self.bases))
+        if not isinstance(found, Tensor) or not found.numel():
+            return None
+        start, width = int(found.flatten()[0]), found.shape[-1]
+        own = whole[..., start : start + width]
+        if found.shape != own.shape or not torch.equal(found, own):
+            return None
+        return tokens.Cut(places.values[self.value].number, start, width)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from fixedpoint_kernels._torch_private import tensor_of
 from fixedpoint_kernels.forward_save.known import known
 from fixedpoint_kernels.tokens import Curve, Odds
-from marvin.integer.heads import HeadNorm, Heads, Turned
+from marvin.integer.heads import HeadNorm, Heads, Piece, Turned
 from marvin.integer.layers import features_of, is_linear
 from marvin.integer.nodes import (
     asks_dtype,
@@ -55,7 +55,7 @@ class Member:
     Args:
         node: That has the value.
         kind: ``"linear"``, ``"norm"``, ``"curve"``, ``"relu"``, ``"dropout"``, ``"add"``, ``"multiply"``,
-            ``"rotary"`` or ``"attention"``.
+            ``"cut"``, ``"rotary"`` or ``"attention"``.
         sources: Nodes of the values that it takes.
         module: Name, where it is one.
         heads: Of attention.
@@ -64,6 +64,7 @@ class Member:
         curve: What an activation function is.
         norm: What a norm is.
         head_norm: Of a norm of heads.
+        piece: Of a cut.
     """
 
     node: fx.Node
@@ -76,6 +77,7 @@ class Member:
     curve: Curve | None = None
     norm: "RowNorm | None" = None
     head_norm: HeadNorm | None = None
+    piece: Piece | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -84,9 +86,14 @@ class Member:
         return (self.node,) if moves is None else moves.nodes
 
     @property
-    def moves(self) -> Heads | Turned | HeadNorm | None:
-        """What knows where heads lie."""
-        return self.heads or self.turned or self.head_norm
+    def moves(self) -> Heads | Turned | HeadNorm | Piece | None:
+        """What knows where heads lie, or a piece."""
+        return self.heads or self.turned or self.head_norm or self.piece
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether its node has heads as a dimension."""
+        return self.turned is not None or self.head_norm is not None
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -136,7 +143,7 @@ class TokenChain:
             own
             for own in self.members
             if own.moves
-            and (not own.moves.bases <= known or (own.heads is None and own.node in leaving))
+            and (not own.moves.bases <= known or (own.has_heads and own.node in leaving))
         ]
 
     @property
@@ -145,6 +152,7 @@ class TokenChain:
         found = {node for member in self.members for node in member.nodes} | set(self.same)
         views = [n for own in self.members if own.head_norm for n in own.head_norm.nodes[:-1]]
         views += [n for own in self.members if own.turned for n in own.turned.nodes[:-1]]
+        views += [n for own in self.members if own.piece for n in own.piece.nodes[:-1]]
         views += [n for own in self.members if own.heads for n in own.heads.before]
         for node in reversed(views):  # users come later
             if any(user not in found for user in node.users):
@@ -255,6 +263,8 @@ class _Search:
             name = str(node.target) if node.op == "call_module" else ""
             odds = Odds(p) if 0 < p < 1 else None
             return Member(node, "dropout", (source,), name, odds=odds) if odds else None
+        for own in inputs:
+            self._cut(self._real(own))
         name, curve = str(node.target), curve_of(node, self.module)
         own = self._of(node)
         if curve is not None:
@@ -272,6 +282,19 @@ class _Search:
         pair = tuple(self._real(own) for own in node.args if isinstance(own, fx.Node))
         is_pair = len(pair) == len(node.args) == 2 and not node.kwargs
         return Member(node, kind, pair) if kind and is_pair else None
+
+    def _cut(self, node: fx.Node) -> None:
+        """Make a member of a node that has some features of another."""
+        before: dict[fx.Node, None] = {}
+        if node in self.members or not _is_view(node) or not self._gather(node, before):
+            return
+        value, is_of_features = node, True
+        while value in before:
+            is_of_features &= _may_leave_tokens(value)
+            value = value.all_input_nodes[0]
+        if before and is_of_features and value in self.members:
+            piece = Piece(value, self._in_order(before))
+            self.members[node] = Member(node, "cut", (value,), piece=piece)
 
     def _heads(self, node: fx.Node) -> Heads | None:
         names = "query", "key", "value", "attn_mask", "dropout_p", "is_causal"
@@ -419,7 +442,8 @@ class _Search:
 
     def _is_base(self, node: fx.Node) -> bool:
         """Say whether a node may have a value of a chain."""
-        return node in self.members or any(
+        member = self.members.get(node)
+        return (member is not None and member.piece is None) or any(
             self._kind(user) in ("linear", "norm") for user in node.users if user not in self.others
         )
 
@@ -437,6 +461,8 @@ class _Search:
         if member.moves is not None:
             kinds = {self.members[source].kind for source in inside}
             known = all(n in self.members or self._is_taken(n) for n in member.moves.bases)
+            if member.piece is not None:
+                return bool(inside) and known and self._is_used(member)
             is_whole = len(inside) == len(member.sources) and kinds <= {"linear", "norm", "rotary"}
             return is_whole and known and (member.heads is not None or self._only_attends(member))
         if member.kind in ("linear", "norm"):
@@ -447,6 +473,11 @@ class _Search:
         if member.kind == "multiply" and any(own.op == "placeholder" for own in outside):
             return False  # a factor is often of fewer dimensions
         return bool(inside) and all(map(self._is_taken, outside))
+
+    def _is_used(self, member: Member) -> bool:
+        """Say whether a member that moves nothing takes a value."""
+        users = (self.members.get(user) for user in member.node.users)
+        return any(user is not None and user.moves is None for user in users)
 
     def _only_attends(self, member: Member) -> bool:
         """Say whether heads alone are taken of a value, and others take its shape at most: its node has them as a dimension."""
@@ -558,6 +589,32 @@ def _is_view(node: fx.Node) -> bool:
         return node.target in _VIEWS or casts(node)
     scales = any(isinstance(own, float) for own in node.args)
     return node.op == "call_function" and node.target in _FUNCTIONS and not scales
+
+
+def _may_leave_tokens(node: fx.Node) -> bool:
+    """Say whether a view may take features side by side of all tokens, as far as its arguments tell."""
+    if node.target in (
+        "chunk",
+        "split",
+        "tensor_split",
+        torch.chunk,
+        torch.split,
+        torch.tensor_split,
+    ):
+        given = dict(enumerate(node.args)) | dict(node.kwargs)
+        return given.get("dim", given.get(2, 0)) in (-1, 2)
+    if node.target is not operator.getitem:
+        return True
+    at = node.args[1]
+    if not isinstance(at, tuple):
+        return not isinstance(at, slice)  # the number of a piece
+    *others, last = at
+    return (
+        all(own in (slice(None), Ellipsis) for own in others)
+        and (Ellipsis in others or len(others) == 2)
+        and isinstance(last, slice)
+        and last.step in (None, 1)
+    )
 
 
 def _tables(ends: Iterable[fx.Node]) -> list[fx.Node]:

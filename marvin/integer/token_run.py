@@ -261,8 +261,8 @@ class TokenRun(nn.Module):
             if member.turned is not None:
                 turn = member.turned.turn(places, tables, batch)
                 operation = turn and turn.operation
-            elif member.heads is not None:
-                operation = member.heads.operation(places)
+            elif (moves := member.heads or member.piece) is not None:
+                operation = moves.operation(places)
             else:
                 sources = [places.values[node].number for node in member.sources]
                 operation = _operation(member, own, chosen, widths, sources)

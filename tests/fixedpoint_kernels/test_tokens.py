@@ -17,6 +17,7 @@ from fixedpoint_kernels.tokens import (
     Attention,
     Curve,
     Curved,
+    Cut,
     Dropout,
     Linear,
     Multiply,
@@ -120,6 +121,25 @@ def gated(curve="silu", *, centred=False):
     return Segment((32,), operations, (7, 8))
 
 
+def cut():
+    """Gate and values of one layer; pieces that overlap, of what comes in, and one that leaves."""
+    operations = (
+        Linear(0, SIGNED, WEIGHT, (128, 64)),
+        Cut(1, 0, 64),
+        Cut(1, 64, 64),
+        Curved(2, Curve("silu")),
+        Multiply(4, 3),
+        Linear(5, SIGNED, WEIGHT, (64, 64)),
+        Cut(0, 16, 48),
+        Cut(0, 3, 48),
+        Add(7, 8),
+        Cut(1, 32, 48),
+        Cut(9, 32, 16),
+        Add(6, 0),
+    )
+    return Segment((64,), operations, (12, 10, 11))
+
+
 def curves():
     """Each activation function, of what comes in and in a row."""
     own = [Curve(name, 0.25 * (name == "leaky_relu")) for name in functions.CURVES]
@@ -202,6 +222,7 @@ SEGMENTS = {
     "gated": gated(),
     "gated by tanh": gated("gelu_tanh", centred=True),
     "curves": curves(),
+    "cut": cut(),
     "turned": turned(),
     "partly turned": partly_turned(),
     "normed heads": normed_heads(),
@@ -556,6 +577,14 @@ def in_torch(curve, x):
     return getattr(F, curve.name)(x, *[curve.number] * (curve.name == "leaky_relu"))
 
 
+SIMPLE = {
+    Curved: lambda op, values: in_torch(op.curve, values[op.source]),
+    Multiply: lambda op, values: values[op.source] * values[op.other],
+    Add: lambda op, values: values[op.source] + values[op.other],
+    Cut: lambda op, values: values[op.source][..., op.start : op.start + op.width],
+}
+
+
 def in_float64(segment, xs, own):
     values = [x.double().requires_grad_() for x in xs]
     xs, leaves = list(values), []
@@ -576,12 +605,8 @@ def in_float64(segment, xs, own):
             else:
                 y = F.rms_norm(x, x.shape[-1:], first, op.eps)
             y = y.view(values[op.source].shape)
-        elif isinstance(op, Curved):
-            y = in_torch(op.curve, values[op.source])
-        elif isinstance(op, Multiply):
-            y = values[op.source] * values[op.other]
-        elif isinstance(op, Add):
-            y = values[op.source] + values[op.other]
+        elif type(op) in SIMPLE:
+            y = SIMPLE[type(op)](op, values)
         elif isinstance(op, Dropout):
             x = values[op.source]
             y = x * keeps(x.numel(), op.odds, *mine.noise).view(x.shape) * op.odds.factor
@@ -596,12 +621,12 @@ def in_float64(segment, xs, own):
 @pytest.mark.parametrize(
     "segment",
     [
-        *(block(), block(causal=True), by_channel(block()), dropping(), gated(), curves()),
+        *(block(), block(causal=True), by_channel(block()), dropping(), gated(), curves(), cut()),
         *(turned(), partly_turned(), normed_heads()),
         *(in_pairs(turned()), in_pairs(partly_turned())),
     ],
     ids=[
-        *("block", "causal", "by channel", "dropout", "gated", "curves"),
+        *("block", "causal", "by channel", "dropout", "gated", "curves", "cut"),
         *("turned", "partly turned", "normed heads", "turned in pairs", "partly turned in pairs"),
     ],
 )

@@ -63,7 +63,7 @@ DECODERS = {  # and how many operations their chains have
     "SmolLM3": (lambda: llama("SmolLM3", num_key_value_heads=1), [16, 16]),
     "GPT-NeoX": (lambda: llama("GPTNeoX"), [12, 12]),
     "Phi": (lambda: llama("Phi"), [13, 13]),
-    "Phi-3": (lambda: llama("Phi3", num_key_value_heads=2), [2, 2, 9, 9]),
+    "Phi-3": (lambda: llama("Phi3", num_key_value_heads=2), [15, 15]),
     "StableLM": (lambda: llama("StableLm", num_key_value_heads=2), [16, 16]),
     "Qwen3": (lambda: llama("Qwen3", num_key_value_heads=2, head_dim=16), [18, 18]),
     "Gemma 3": (
@@ -73,7 +73,7 @@ DECODERS = {  # and how many operations their chains have
     "OLMo 2": (lambda: llama("Olmo2", num_key_value_heads=2), [18, 18]),
     "Helium": (lambda: llama("Helium", num_key_value_heads=1, head_dim=16), [16, 16]),
     "Ernie 4.5": (lambda: llama("Ernie4_5", num_key_value_heads=1, head_dim=16), [16, 16]),
-    "GLM-4": (lambda: llama("Glm4", num_key_value_heads=2, head_dim=16), [3, 3, 12, 12]),
+    "GLM-4": (lambda: llama("Glm4", num_key_value_heads=2, head_dim=16), [19, 19]),
     "Cohere": (lambda: llama("Cohere"), [5, 5, 6, 6]),
 }
 
@@ -292,6 +292,55 @@ def test_decoders_may_keep_their_weights_laid_out(kind):
     chains = [run for run in chains if isinstance(run, TokenInference)]
     assert chains
     assert all(run._given is not None for run in chains)
+
+
+class OfOneLayer(nn.Module):
+    """Gate and values of one layer, as ``pieces`` spells it."""
+
+    def __init__(self, pieces, features=128):
+        super().__init__()
+        self.embed, self.both = nn.Linear(6, 32), nn.Linear(32, features)
+        self.down, self.fc, self.pieces = nn.Linear(64, 32), nn.Linear(32, 4), pieces
+
+    def forward(self, x):
+        y = self.embed(x)
+        gate, up = self.pieces(self.both(y))
+        return self.fc((y + self.down(F.silu(gate) * up)).mean(1))
+
+
+def in_threes(y):
+    a, b, c = y.chunk(3, dim=-1)
+    return a * c, b
+
+
+PIECES = {  # how pieces are taken, features of the layer, operations
+    "chunk": (lambda y: y.chunk(2, dim=-1), 128, [7]),
+    "split": (lambda y: torch.split(y, [64, 64], dim=2), 128, [7]),
+    "slices": (lambda y: (y[:, :, 64:], y[..., :64]), 128, [7]),
+    "sizes asked for": (lambda y: y.split(y.shape[-1] // 2, -1), 128, [7]),
+    "views first": (lambda y: y.unflatten(-1, (2, 64)).unbind(2), 128, [7]),
+    "that overlap": (lambda y: (y[..., :64], y[..., 32:96]), 128, [7]),
+    "of pieces": (lambda y: y.chunk(2, -1)[0].chunk(2, dim=-1), 256, [7]),
+    "three": (in_threes, 192, [9]),
+    "the whole": (lambda y: (y, y[..., :]), 64, [6]),
+    "of neighbours": (lambda y: (y[..., ::2], y[..., 1::2]), 128, [2]),
+    "neighbours by views": (lambda y: y.unflatten(-1, (64, 2)).unbind(-1), 128, []),
+    "of one token": (lambda y: (y[:, :1], y), 64, [2]),
+    "by numbers": (lambda y: (y[..., 3:67], y[..., 5:69]), 80, [7]),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_of_a_value_are_taken_in_chains(name):
+    pieces, features, counts = PIECES[name]
+    model, twin, _ = twins(OfOneLayer(pieces, features))
+    x, _ = batch(0)
+    assert operations(model(x)) == counts
+    near(model, twin)
+    with torch.no_grad():
+        own, other = model.eval()(x), twin.eval()(x)
+        assert (own - other).abs().max() < 0.05 * other.abs().max()
+        same(marvin.freeze(model)(x), own)
 
 
 FUNCTIONS = {
