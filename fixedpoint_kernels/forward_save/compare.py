@@ -57,11 +57,10 @@ def compared(
     Returns:
         A plan that has candidates; if all are left out, nothing was found.
     """
-    model, entries = given.model, []
-    if plan is not None:
-        is_exact = not choices
-        name = EXACT if is_exact else "the plan"
-        row = Candidate(name, None, plan.predicted_bytes, 0.0, plan.gradient_error)
+    model = given.model
+    entries = [_Entry({}, model, Candidate(EXACT, None, exact.exact_bytes))]
+    if choices and plan is not None:
+        row = Candidate("the plan", None, plan.predicted_bytes, 0.0, plan.gradient_error)
         entries.append(_Entry(choices, model, row))
 
     def budgeted() -> compiling.Within:
@@ -75,17 +74,19 @@ def compared(
     if choices:
         entries.append(_compiled("the plan, compiled", model, choices, planned, most))
     rows = _measured(given, entries, 0.0 if plan is None else plan.gradient_error)
-    found = replace(plan or exact, exact_step_s=rows[0].step_s, candidates=rows[1:])
-    fits = [row for row in found.candidates if not row.left_out]
+    if exact.exact_bytes > most:
+        rows = (replace(rows[0], left_out=f"more than {most:,}"), *rows[1:])
+    found = replace(plan or exact, exact_step_s=rows[0].step_s, candidates=rows)
+    fits = [place for place, row in enumerate(rows) if not row.left_out]
     if not fits:
         return found
-    taken = min(fits, key=lambda row: row.cost)
+    best = min(fits, key=lambda place: rows[place].cost)
+    taken = rows[best]
     if taken.memory_budget is None:
         return replace(found, step_s=taken.step_s)
-    is_planned = plan is not None and taken.name.startswith("the plan")
     return replace(
         found,
-        layers=found.layers if is_planned else exact.layers,
+        layers=found.layers if entries[best].choices else exact.layers,
         predicted_bytes=taken.kept_bytes,
         peak_bytes=0,
         step_s=taken.step_s,
@@ -105,7 +106,7 @@ def _compiled(
     try:
         with conversion.converted(choices):
             found = make()
-    except Exception as error:  # noqa: BLE001  whatever a compiler raises: the plan goes on without
+    except Exception as error:  # whatever a compiler raises: the plan goes on without
         row = Candidate(name, None, left_out=f"it does not compile: {_words(error)}")
         return _Entry(choices, model, row)
     row = Candidate(name, found.memory_budget, found.kept_bytes)
@@ -122,13 +123,10 @@ def _words(error: Exception) -> str:
     return f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
 
 
-def _measured(
-    given: Sample, entries: list[_Entry], plan_error: float
-) -> tuple[Candidate, ...]:
-    """Return a row for the model as it is, and the entries' rows, with times and errors."""
-    model, inputs, loss = given
+def _measured(given: Sample, entries: list[_Entry], plan_error: float) -> tuple[Candidate, ...]:
+    """Return the entries' rows, with times and errors."""
+    model, inputs, _ = given
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    entries = [_Entry({}, model, Candidate(EXACT, None)), *entries]
     times: list[list[float]] = [[] for _ in entries]
     for _ in range(measure.RUNS):
         for entry, own in zip(entries, times, strict=True):

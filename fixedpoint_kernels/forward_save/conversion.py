@@ -88,8 +88,8 @@ def convert(  # noqa: PLR0913  each is one choice of the user
     memory_budget = plan and plan.memory_budget
     if memory_budget is not None and compiling.is_compiled(model):
         raise ValueError(
-            "the plan compiles the model, so it must not be compiled yet: make it again, and leave "
-            "out compile()"
+            "the plan compiles the model, which must not be compiled yet, got one that is: build it "
+            "again without compile()"
         )
     if plan is None:
         choices = choices_of(model, lambda _: settings, calls=calls)
@@ -128,9 +128,7 @@ def revert(model: nn.Module) -> None:
         swap.restore_(module)
 
 
-def planned(
-    model: nn.Module, layers: Sequence[PlannedLayer], *, needs_one: bool = True
-) -> Choices:
+def planned(model: nn.Module, layers: Sequence[PlannedLayer], *, needs_one: bool = True) -> Choices:
     """Return what becomes of each module by a plan.
 
     Raises:

@@ -140,7 +140,7 @@ def plan(  # noqa: PLR0913  each is one choice of the user
             f"peak_bytes does not count, got peak_bytes={peak_bytes}"
         )
     if compiling.is_compiled(model):
-        raise ValueError("the choice 'compile' needs a model that is not compiled yet")
+        raise ValueError("the choice 'compile' needs a model that is not compiled, got one that is")
     return _or_compiled(_question(model, inputs, wanted, block, loss), budget_bytes)
 
 

@@ -131,10 +131,9 @@ def kept_bytes(model: nn.Module, inputs: Inputs) -> int:
         kept[storage_key(tensor)] = tensor  # no address is given twice while it lives
         return tensor
 
-    with without_hooks(model), torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = _forward(model, buffers, inputs)
-    del output
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with without_hooks(model), torch.enable_grad(), hooks:
+        _forward(model, buffers, inputs)
     return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
 
 
@@ -144,8 +143,7 @@ def draws_random_numbers(model: nn.Module, inputs: Inputs) -> bool:
     devices = {t.device for t in model.parameters() if t.is_cuda}
 
     def numbers() -> Tensor:
-        states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-        return torch.cat(states)
+        return torch.cat([torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)])
 
     with without_hooks(model), torch.no_grad(), own_random_numbers(model):
         before = numbers()
