@@ -483,7 +483,8 @@ def function_of_call(module: nn.Module) -> Callable[..., Any]:
     """Return a function that calls a module as if it was not compiled in place.
 
     Its code is its own, which ``nn.Module.compile`` has no way to ask for: Dynamo keeps what it
-    compiled with the code, and lets at most 8 versions share it.
+    compiled with the code, and lets at most 8 versions share it. And it begins outside of torch,
+    where Dynamo would skip all of a model whose ``forward`` is torch's, such as ``nn.Sequential``.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ class Compiled(nn.Module):
 
     def __init__(self, model: nn.Module, memory_budget: float, backend: str | None = None):
         super().__init__()
-        self.model = model
+        self.model, self.memory_budget = model, memory_budget
         self._run = _compiled_call(model, memory_budget, backend)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
