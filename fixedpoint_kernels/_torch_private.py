@@ -479,7 +479,7 @@ COMPILED_CALL = "_compiled_call_impl"
 """Where a module has what ``nn.Module.compile`` made; torch has no way to undo that."""
 
 
-def function_of_call(module: nn.Module) -> Callable[..., Any]:
+def function_of_call(module: nn.Module) -> Callable[..., object]:
     """Return a function that calls a module as if it was not compiled in place.
 
     Its code is its own, which ``nn.Module.compile`` has no way to ask for: Dynamo keeps what it
@@ -487,14 +487,16 @@ def function_of_call(module: nn.Module) -> Callable[..., Any]:
     where Dynamo would skip all of a model whose ``forward`` is torch's, such as ``nn.Sequential``.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return module._call_impl(*args, **kwargs)
 
     code = call.__code__.replace()
     return FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
 
 
-def compiled_graph(backend: str, memory_budget: float, graph: Any, inputs: Any) -> Any:
+def compiled_graph(
+    backend: str, memory_budget: float, graph: torch.fx.GraphModule, inputs: list[Tensor]
+) -> Callable[..., object]:
     """Return what a backend of ``torch.compile`` makes of a graph, with a budget of kept bytes.
 
     Neither the setting nor the backend has a public name.

@@ -8,10 +8,10 @@ towards the same limit.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private import (
     COMPILED_CALL,
@@ -51,7 +51,7 @@ class Backend:
     memory_budget: float
     name: str
 
-    def __call__(self, graph: Any, inputs: Any) -> Any:
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
         """Return the code of a graph."""
         return compiled_graph(self.name, self.memory_budget, graph, inputs)
 
@@ -70,7 +70,7 @@ class Compiled(nn.Module):
         self.model, self.memory_budget = model, memory_budget
         self._run = _compiled_call(model, memory_budget, backend)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the model."""
         return self._run(*args, **kwargs)
 
@@ -123,7 +123,7 @@ def largest_within(
 class InPlace(nn.Module):
     """First among the classes of a model that is compiled in place; copies are compiled, too."""
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # torch leaves what is compiled out of the state
         compile_(self)
 
@@ -155,7 +155,7 @@ def memory_budget_of(model: nn.Module) -> float | None:
 
 def _compiled_call(
     model: nn.Module, memory_budget: float, backend: str | None = None
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Return a compiled function that calls a model; a graph that breaks is an error."""
     made = Backend(memory_budget, backend or BACKEND)
     return torch.compile(function_of_call(model), backend=made, fullgraph=True)
