@@ -26,6 +26,7 @@ from torch.utils.weak import TensorWeakRef as WeakTensor
 
 __all__ = [
     "ASSERT",
+    "COMPILED_CALL",
     "FORWARDS",
     "HOOKS",
     "READ_ONE",
@@ -44,6 +45,7 @@ __all__ = [
     "batch_norm",
     "buffers_of",
     "compiled_as_constant",
+    "compiled_graph",
     "derivatives_of",
     "exchange_hooks",
     "fake_tensor_mode",
@@ -56,6 +58,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_sub",
+    "function_of_call",
     "global_backward_hooks",
     "global_forward_hooks",
     "has_backward_hooks",
@@ -470,3 +473,36 @@ def compiled_as_constant(function: Any) -> None:
     As ``torch.compiler.assume_constant_result``, without loading Dynamo and Triton.
     """
     function._dynamo_marked_constant = True
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where a module has what ``nn.Module.compile`` made; torch has no way to undo that."""
+
+
+def function_of_call(module: nn.Module) -> Callable[..., object]:
+    """Return a function that calls a module as if it was not compiled in place.
+
+    Its code is its own, which ``nn.Module.compile`` has no way to ask for: Dynamo keeps what it
+    compiled with the code, and lets at most 8 versions share it. And it begins outside of torch,
+    where Dynamo would skip all of a model whose ``forward`` is torch's, such as ``nn.Sequential``.
+    """
+
+    def call(*args: object, **kwargs: object) -> object:
+        return module._call_impl(*args, **kwargs)
+
+    code = call.__code__.replace()
+    return FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
+
+
+def compiled_graph(
+    backend: str, memory_budget: float, graph: torch.fx.GraphModule, inputs: list[Tensor]
+) -> Callable[..., object]:
+    """Return what a backend of ``torch.compile`` makes of a graph, with a budget of kept bytes.
+
+    Neither the setting nor the backend has a public name.
+    """
+    from torch._dynamo import lookup_backend  # slow to import
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=memory_budget):
+        return lookup_backend(backend)(graph, inputs)

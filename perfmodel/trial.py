@@ -56,7 +56,7 @@ def convert(model: nn.Module, way: str) -> None:
     """Make a model keep less.
 
     Raises:
-        ValueError: There is no such way, and no such file.
+        ValueError: There is no such way, and no such file, or its plan compiles the model.
     """
     if way == "exact":
         return
@@ -73,6 +73,11 @@ def convert(model: nn.Module, way: str) -> None:
             plan = forward_save.Plan.load(way)
         except OSError as error:
             raise ValueError(f"a way must be known, or the file of a plan, got {way!r}") from error
+        if plan.memory_budget is not None:
+            raise ValueError(
+                f"the plan {way!r} compiles the model: the memory that the compiler takes would "
+                "count as that of a step"
+            )
         forward_save.convert(model, plan=plan)
 
 

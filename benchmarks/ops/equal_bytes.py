@@ -3,7 +3,7 @@
 A ResNet-18 on 32 images of 32 px, and two layers of BERT on 4 texts of 128 tokens, without dropout. Two budgets for each:
 what checkpointing of each block keeps, and half of what the model keeps exactly. The rivals: checkpointing; and
 ``torch.compile`` with the largest ``activation_memory_budget`` that keeps no more. A plan may choose few bits, DIVISION
-and recomputation; it runs plain, and compiled. Bytes are counted in the same way for all: storages that autograd
+and recomputation; it runs plain, and compiled. One more may also choose to compile. Bytes are counted in the same way for all: storages that autograd
 keeps, each once, parameters and buffers left out. The ResNet lies channels last for all: the compiler wants it so,
 and of a model that lies otherwise it keeps a copy of each weight between the passes. Steps without an optimizer; medians of interleaved turns, on
 ``--threads``. ``torch.compile`` needs a C++ compiler. What is known of a model and a budget is written to
@@ -13,26 +13,23 @@ and of a model that lies otherwise it keeps a copy of each weight between the pa
 import copy
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config  # the rival has no public name
 
 from benchmarks import machine
 from benchmarks.ops import forward_save_steps
 from benchmarks.ops.forward_save_steps import step_s
 from fixedpoint_kernels import forward_save
+from fixedpoint_kernels.forward_save import compiling
 from perfmodel import trial
 
 TESTS = "tests/benchmarks/test_equal_bytes.py"
 RESULTS = Path(__file__).parents[1] / "results/equal_bytes.json"
 TURNS = 5
-GRID = 16  # steps of ``activation_memory_budget``
-SEARCH = "aot_eager_decomp_partition"  # keeps what inductor does, and compiles nothing
 
 
 def resnet18() -> tuple[nn.Module, Tensor]:
@@ -74,69 +71,41 @@ def kept_bytes(model: nn.Module, batch: Tensor) -> int:
     return sum(sizes.values())
 
 
-class Compiled(nn.Module):
-    """A model, compiled for itself: the compiler gives models of the same code what it has."""
-
-    def __init__(self, model: nn.Module, backend: str) -> None:
-        super().__init__()
-        self.model = model
-        own = FunctionType(_run.__code__.replace(), globals())  # a code object of its own
-        self.run = torch.compile(own, backend=backend, fullgraph=True)
-
-    def forward(self, x: Tensor) -> object:
-        """Run the model."""
-        return self.run(self.model, x)
-
-
-def _run(model: nn.Module, x: Tensor) -> object:
-    return model(x)
-
-
-def compiled(model: nn.Module, batch: Tensor, budget: float, backend: str) -> nn.Module:
-    """Return a compiled copy whose ``activation_memory_budget`` is ``budget``, 0 to 1."""
-    made = Compiled(copy.deepcopy(model), backend)
-    with config.patch(activation_memory_budget=budget):
-        step_s(made, batch)
-    return made
-
-
 def compiled_within(model: nn.Module, batch: Tensor, most: int, backend: str) -> nn.Module | None:
-    """Return a compiled copy with the largest budget that keeps ``most`` bytes, or None.
+    """Return a compiled copy with the largest budget that keeps ``most`` bytes, or None."""
 
-    The budget is searched for without making code, and then lowered until the code keeps no more.
-    """
-    fits, too_large = -1, GRID + 1
-    while too_large - fits > 1:
-        budget = (fits + too_large) // 2
-        found = compiled(model, batch, budget / GRID, SEARCH)
-        is_within = kept_bytes(found, batch) <= most
-        fits, too_large = (budget, too_large) if is_within else (fits, budget)
-    for budget in range(fits, -1, -1):
-        found = compiled(model, batch, budget / GRID, backend)
-        if kept_bytes(found, batch) <= most:
-            return found
-    return None
+    def kept(made: nn.Module) -> int:
+        step_s(made, batch)  # compiles it
+        return kept_bytes(made, batch)
+
+    return compiling.largest_within(copy.deepcopy(model), kept, most, backend).made
 
 
 def ways(
     model: nn.Module, batch: Tensor, most: int, backend: str = "inductor"
 ) -> dict[str, nn.Module]:
     """Return a copy of a model for each way; those of one budget keep ``most`` bytes."""
-    checkpointed, planned = copy.deepcopy(model), copy.deepcopy(model)
+    checkpointed = copy.deepcopy(model)
     trial.convert(checkpointed, "checkpointing")
-    chosen = forward_save.plan(
-        copy.deepcopy(model), batch, budget_bytes=most, choices=forward_save.CHOICES
-    )
-    forward_save.convert(planned, plan=chosen)
+    planned = by_plan(model, batch, most, forward_save.CHOICES)
     found = {
         "exact": model,
         "checkpointing of each block": checkpointed,
         "plan": planned,
-        "compiled": compiled(model, batch, 1.0, backend),
+        "compiled": compiling.Compiled(copy.deepcopy(model), 1.0, backend),
         "compiled, activation_memory_budget": compiled_within(model, batch, most, backend),
-        "compiled, plan": compiled(planned, batch, 1.0, backend),
+        "compiled, plan": compiling.Compiled(copy.deepcopy(planned), 1.0, backend),
+        "plan, which may compile": by_plan(model, batch, most, (*forward_save.CHOICES, "compile")),
     }
     return {way: made for way, made in found.items() if made is not None}
+
+
+def by_plan(model: nn.Module, batch: Tensor, most: int, choices: Sequence[str]) -> nn.Module:
+    """Return a copy that is converted by a plan of these choices."""
+    made = copy.deepcopy(model)
+    plan = forward_save.plan(made, batch, budget_bytes=most, choices=choices)
+    forward_save.convert(made, plan=plan)
+    return made
 
 
 def rows(made: dict[str, nn.Module], batch: Tensor, turns: int = TURNS) -> list[Row]:

@@ -16,7 +16,7 @@ from fixedpoint_kernels.forward_save.conversion import convert, revert
 from fixedpoint_kernels.forward_save.known import register
 from fixedpoint_kernels.forward_save.noise import load_state, state
 from fixedpoint_kernels.forward_save.plan import CHOICES, LEVELS, plan
-from fixedpoint_kernels.forward_save.planned import Plan, PlannedLayer
+from fixedpoint_kernels.forward_save.planned import Candidate, Plan, PlannedLayer
 from fixedpoint_kernels.forward_save.report import Call, Kept, Replaced, Report
 from fixedpoint_kernels.forward_save.settings import METHODS, Division, FewBit
 
@@ -25,6 +25,7 @@ __all__ = [
     "LEVELS",
     "METHODS",
     "Call",
+    "Candidate",
     "Division",
     "FewBit",
     "Kept",

@@ -3,10 +3,11 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor, nn
 
-from fixedpoint_kernels.forward_save import activations, sample, swap
+from fixedpoint_kernels.forward_save import activations, compiling, sample, swap
 from fixedpoint_kernels.forward_save.calls import Scoped
 from fixedpoint_kernels.forward_save.checkpoint import Checkpointed
 from fixedpoint_kernels.forward_save.choices import Choice, caller, choose
@@ -49,6 +50,10 @@ def convert(  # noqa: PLR0913  each is one choice of the user
     functions and dropout then keep 1 bit, max pooling 8 bits an output, average pooling nothing:
     their gradients are exact. In eval mode and without gradients torch's own layers run.
 
+    A plan with a ``memory_budget`` also compiles the model in place, as ``model.compile()`` does,
+    for eval mode and other shapes too. Code is made at the first step of each shape. A graph that
+    breaks is an error there, and so is a missing C++ compiler. Copies and pickles are compiled anew.
+
     Args:
         model: Any module; not converted before.
         few_bit: Activations keep so many bits an element, 1 to 8, or
@@ -70,7 +75,8 @@ def convert(  # noqa: PLR0913  each is one choice of the user
     Raises:
         TypeError: ``model`` is no module.
         ValueError: Nothing is asked for, there is nothing to convert, or the model was converted
-            before; a setting is out of range; the plan is of another model.
+            before; a setting is out of range; the plan is of another model, or compiles a model
+            that is compiled already.
     """
     if not isinstance(model, nn.Module):
         came = type(model).__name__
@@ -79,19 +85,32 @@ def convert(  # noqa: PLR0913  each is one choice of the user
     if (settings == (None, None)) == (plan is None):
         raise ValueError("convert needs few_bit and division, one of them, or a plan alone")
     refuse_converted(model)
+    memory_budget = plan and plan.memory_budget
+    if memory_budget is not None and compiling.is_compiled(model):
+        raise ValueError(
+            "the plan compiles the model, which must not be compiled yet, got one that is: build it "
+            "again without compile()"
+        )
     if plan is None:
         choices = choices_of(model, lambda _: settings, calls=calls)
     else:
-        choices = planned(model, plan.layers)
+        choices = planned(model, plan.layers, needs_one=memory_budget is None)
+    applied = dict(choices)
+    if memory_budget is not None:
+        own = choices[""][1] if "" in choices else None
+        applied[""] = model, compiling.compiled_in_place(own, memory_budget)
     before = None if sample_input is None else sample.observe(model, sample_input)
-    noise = apply(choices, seed)
+    noise = apply(applied, seed)
     after = None if sample_input is None else sample.observe(model, sample_input)
     noise[1] = 0  # the sample used some
-    return _report(choices, before, after, settings if calls and not plan else (None, None))
+    report = _report(choices, before, after, settings if calls and not plan else (None, None))
+    if memory_budget is not None:  # not earlier: whoever watches compiled code sees no layers
+        compiling.compile_(model)
+    return replace(report, memory_budget=memory_budget)
 
 
 def revert(model: nn.Module) -> None:
-    """Undo ``convert``: every module gets its own class back.
+    """Undo ``convert``: every module gets its own class back, and is not compiled.
 
     Raises:
         ValueError: No module is converted, or the class of one was changed since.
@@ -109,12 +128,12 @@ def revert(model: nn.Module) -> None:
         swap.restore_(module)
 
 
-def planned(model: nn.Module, layers: Sequence[PlannedLayer]) -> Choices:
+def planned(model: nn.Module, layers: Sequence[PlannedLayer], *, needs_one: bool = True) -> Choices:
     """Return what becomes of each module by a plan.
 
     Raises:
         ValueError: ``layers`` has one that the model has not, or of another class, or nothing
-            becomes of any.
+            becomes of any and ``needs_one``.
     """
     modules = dict(model.named_modules())
     for row in layers:
@@ -126,7 +145,8 @@ def planned(model: nn.Module, layers: Sequence[PlannedLayer]) -> Choices:
             )
     settings = {row.layer: row.settings for row in layers}
     again = {row.layer for row in layers if row.way == "recompute"}
-    return choices_of(model, lambda name: settings.get(name, (None, None)), again=again)
+    settings_of = lambda name: settings.get(name, (None, None))  # noqa: E731
+    return choices_of(model, settings_of, again=again, needs_one=needs_one)
 
 
 def refuse_converted(model: nn.Module) -> None:

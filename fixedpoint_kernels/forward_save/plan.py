@@ -10,6 +10,8 @@ from torch import nn
 
 from fixedpoint_kernels.forward_save import (
     checkpoint,
+    compare,
+    compiling,
     conversion,
     measure,
     peak,
@@ -24,9 +26,27 @@ from fixedpoint_kernels.forward_save.settings import Division, FewBit
 __all__ = ["CHOICES", "LEVELS", "plan"]
 
 CHOICES = "few_bit", "division", "recompute"
+COMPILE = "compile"  # only where it is asked for: it takes minutes, and a C++ compiler
 LEVELS = ((8, 8), (4, 4), (3, 2), (2, 1), (1, 1))  # bits of a few-bit code, bits of DIVISION
 MEASURED = 2  # the level whose time and gradient error are measured
 GRAINS = 1.0, 0.25, 0.0625  # of what is kept: most that one block may make again at once
+
+
+class _TooLittle(ValueError):
+    """A budget cannot be met.
+
+    Args:
+        came: Bytes.
+        least: Bytes that can be.
+        reason: What else to know.
+    """
+
+    def __init__(self, came: int, least: int, reason: str = ""):
+        super().__init__(
+            f"budget_bytes must be at least {least:,}, the least that this model can keep for "
+            f"this sample, got {came:,}{reason}"
+        )
+        self.least = least
 
 
 class Question(NamedTuple):
@@ -69,6 +89,10 @@ def plan(  # noqa: PLR0913  each is one choice of the user
     which grows with the noise of the gradient, see ``Ledger.cost``. What was chosen then runs as a
     whole, and the plan has what was measured there.
 
+    With ``"compile"``, what was chosen so is compared with two that ``torch.compile`` makes: the
+    model as it is, with the largest ``activation_memory_budget`` that keeps no more than the
+    budget; and what was chosen, compiled. The one with the least time to the same loss is taken.
+
     Args:
         model: Any module in training mode, not converted; left as it was.
         sample_input: What to call it with, of the batch size that the budget is for: a tensor, a
@@ -78,9 +102,11 @@ def plan(  # noqa: PLR0913  each is one choice of the user
         budget_bytes: Most bytes to keep between forward and backward pass.
         peak_bytes: Most bytes of tensors at once in forward and backward pass, beyond the model and
             the sample: what is kept, what a layer works with, what a block makes again, and
-            gradients. In place of ``budget_bytes``, or beside it.
-        choices: Any of ``"few_bit"``, ``"division"`` and ``"recompute"``, which makes blocks (modules
-            with layers inside) keep their inputs alone and run again in the backward pass.
+            gradients. In place of ``budget_bytes``, or beside it; not with ``"compile"``, for that
+            is not counted in compiled code.
+        choices: Any of ``"few_bit"``, ``"division"``, ``"recompute"``, which makes blocks (modules
+            with layers inside) keep their inputs alone and run again in the backward pass, and
+            ``"compile"``, which is not in ``CHOICES``: it needs a C++ compiler, and minutes.
         block: Edge of DIVISION's blocks.
         loss: Gives the loss of the model's output; None: the output's own ``loss``, the output if
             it is one number, otherwise a random sum of it.
@@ -92,7 +118,8 @@ def plan(  # noqa: PLR0913  each is one choice of the user
         TypeError: There is no sample, or one in two forms.
         ValueError: The budget cannot be met (the message has the least bytes that can), there is
             none or it is no number, a choice is unknown, the model is in eval mode, converted, or
-            has nothing to convert.
+            has nothing to convert; with ``"compile"``, there is a ``peak_bytes``, or the model is
+            compiled already.
     """
     if budget_bytes is None and peak_bytes is None:
         raise ValueError("a plan needs budget_bytes, peak_bytes, or both, got neither")
@@ -103,27 +130,58 @@ def plan(  # noqa: PLR0913  each is one choice of the user
         raise ValueError("a plan needs the model in training mode, got eval mode")
     conversion.refuse_converted(model)
     inputs = sample.given(sample_input, sample_args, sample_kwargs)
-    question = _question(model, inputs, _checked(choices), block, loss)
+    wanted = _checked(choices)
+    if COMPILE not in wanted:
+        question = _question(model, inputs, wanted, block, loss)
+        return _found(question, _measured(question), budget_bytes, peak_bytes)
+    if budget_bytes is None or peak_bytes is not None:
+        raise ValueError(
+            "the choice 'compile' needs budget_bytes alone: compiled code takes memory that "
+            f"peak_bytes does not count, got peak_bytes={peak_bytes}"
+        )
+    if compiling.is_compiled(model):
+        raise ValueError("the choice 'compile' needs a model that is not compiled, got one that is")
+    return _or_compiled(_question(model, inputs, wanted, block, loss), budget_bytes)
+
+
+def _or_compiled(question: Question, budget: int) -> Plan:
+    """Return the best of a plan of the other choices, and of what ``torch.compile`` makes."""
     ledger = _measured(question)
+    exact = _proven(question, Plan(_rows(question, ledger, ledger.start), 0, 0, 0, budget), ledger)
+    model, inputs, loss = question.model, question.inputs, question.loss
+    try:
+        plan = _found(question, ledger, budget, None)
+        choices, least = _choices(question, plan.layers), plan.smallest_bytes
+    except _TooLittle as error:
+        plan, choices, least = None, {}, error.least
+    found = compare.compared(compare.Sample(model, inputs, loss), exact, plan, choices, budget)
+    least = min([least, *(one.kept_bytes for one in found.candidates if one.kept_bytes)])
+    if all(one.left_out for one in found.candidates):
+        reasons = "".join(f"; {one.name}: {one.left_out}" for one in found.candidates)
+        raise _TooLittle(budget, least, reasons)
+    return replace(found, smallest_bytes=least)
+
+
+def _found(
+    question: Question, ledger: Ledger, budget_bytes: int | None, peak_bytes: int | None
+) -> Plan:
+    """Return the plan of the choices but ``"compile"``.
+
+    Raises:
+        ValueError: A limit cannot be met.
+    """
     path = [*search.path(ledger)]
     smallest = min(map(ledger.kept_bytes, path))
     spare, plan = 0, None
     while plan is None or (budget_bytes is not None and plan.predicted_bytes > budget_bytes):
         if budget_bytes is not None:  # a run kept more than arithmetic has it
             spare += spare + (plan.predicted_bytes - budget_bytes if plan else 0)
-            _require("budget_bytes", budget_bytes, smallest + spare)
+            if budget_bytes < smallest + spare:
+                raise _TooLittle(budget_bytes, smallest + spare)
         state = _chosen(question, ledger, path, (budget_bytes and budget_bytes - spare, peak_bytes))
         plan = Plan(_rows(question, ledger, state), 0, 0, smallest, budget_bytes, peak_bytes)
         plan = _proven(question, plan, ledger)
     return plan
-
-
-def _require(name: str, came: int, least: int) -> None:
-    if came < least:
-        raise ValueError(
-            f"{name} must be at least {least:,}, the least that this model can keep for "
-            f"this sample, got {came:,}"
-        )
 
 
 def _chosen(
@@ -151,9 +209,10 @@ def _checked(choices: Sequence[str]) -> set[str]:
             "choices cannot have 'offload': a plan moves nothing to another memory, and on a CPU "
             "there is none; torch.autograd.graph.save_on_cpu does it for a model on a GPU"
         )
-    if not wanted or wanted - set(CHOICES):
-        came = ", ".join(map(repr, sorted(wanted - set(CHOICES)))) or "none"
-        raise ValueError(f"choices must be among {', '.join(CHOICES)}, got {came}")
+    known = *CHOICES, COMPILE
+    if not wanted or wanted - set(known):
+        came = ", ".join(map(repr, sorted(wanted - set(known)))) or "none"
+        raise ValueError(f"choices must be among {', '.join(known)}, got {came}")
     return wanted
 
 
@@ -178,10 +237,12 @@ def _question(
     ]
     blocks = checkpoint.blocks(model) if "recompute" in choices else []
     layers: conversion.Choices = {}
-    if choices != {"recompute"}:
-        every = conversion.choices_of(model, lambda _: settings[MEASURED], needs_one=not blocks)
+    is_compiled = COMPILE in choices
+    if choices & {"few_bit", "division"}:
+        needs_one = not blocks and not is_compiled
+        every = conversion.choices_of(model, lambda _: settings[MEASURED], needs_one=needs_one)
         layers = {name: pair for name, pair in every.items() if pair[1].bases}
-    if not layers and not blocks:
+    if not (layers or blocks or is_compiled):
         raise ValueError("the model must have a block to run again: a module with layers inside")
     return Question(model, inputs, settings, layers, blocks, loss)
 

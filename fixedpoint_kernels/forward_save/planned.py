@@ -12,7 +12,7 @@ from fixedpoint_kernels.forward_save.settings import Division, FewBit
 if TYPE_CHECKING:
     from fixedpoint_kernels.figure import Shown
 
-__all__ = ["Plan", "PlannedLayer", "Way"]
+__all__ = ["Candidate", "Plan", "PlannedLayer", "Way"]
 
 Way = Literal["", "recompute"]
 VERSION = 1
@@ -48,6 +48,34 @@ class PlannedLayer:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """What a plan with the choice ``"compile"`` took, or might have taken.
+
+    Args:
+        name: In words.
+        memory_budget: torch's ``activation_memory_budget``, 0 to 1; None: not compiled.
+        kept_bytes: Kept for backward of the sample; 0: not known.
+        step_s: Seconds of a step of the sample; 0 where it was left out.
+        gradient_error: Length of the gradient's error over its length.
+        left_out: Why it could not be taken, ``""`` if it could.
+        note: What else to know, ``""`` if nothing.
+    """
+
+    name: str
+    memory_budget: float | None
+    kept_bytes: int = 0
+    step_s: float = 0.0
+    gradient_error: float = 0.0
+    left_out: str = ""
+    note: str = ""
+
+    @property
+    def cost(self) -> float:
+        """Time to the same loss, in seconds of a step without noise; see ``Ledger.cost``."""
+        return self.step_s * (1 + self.gradient_error**2)
+
+
+@dataclass(frozen=True)
 class Plan:
     """Settings of every layer that can be converted; print it, and give it to ``convert``.
 
@@ -60,11 +88,14 @@ class Plan:
         peak_limit_bytes: What was asked for, or None.
         exact_peak_bytes: Most bytes of tensors alive at once in a step without a conversion, beyond
             the model and the sample.
-        peak_bytes: The same with this plan.
+        peak_bytes: The same with this plan; 0 where it is compiled: that is not counted.
         exact_step_s: Seconds of a step of the sample without a conversion.
         step_s: The same with this plan.
         gradient_error: Length of the gradient's error over its length, with this plan, of one draw.
         refused: Blocks that cannot run again, and why.
+        memory_budget: The model is compiled with this ``activation_memory_budget`` of torch's, 0
+            to 1; None: it is not compiled.
+        candidates: With the choice ``"compile"``: what was measured, and what was left out.
     """
 
     layers: tuple[PlannedLayer, ...]
@@ -79,6 +110,8 @@ class Plan:
     step_s: float = 0.0
     gradient_error: float = 0.0
     refused: tuple[tuple[str, str], ...] = ()
+    memory_budget: float | None = None
+    candidates: tuple[Candidate, ...] = ()
 
     @property
     def error(self) -> float:
@@ -93,14 +126,42 @@ class Plan:
         lines = [
             f"{self.predicted_bytes:,} bytes of {self.exact_bytes:,} for this sample, "
             f"{_asked('budget', self.budget_bytes)}smallest possible {self.smallest_bytes:,}",
-            f"peak of a step {self.peak_bytes:,} bytes of {self.exact_peak_bytes:,}"
-            f"{_asked(', limit', self.peak_limit_bytes).removesuffix(', ')}; {self._step()}",
+            f"{self._peak()}; {self._step()}",
         ]
+        if self.memory_budget is not None:
+            lines.append(
+                f"compiled by torch.compile with activation_memory_budget {self.memory_budget:.4g}; "
+                "the first step takes longer"
+            )
         for row in self.layers:
             cells = [word.ljust(n) for word, n in zip(_words(row), wide, strict=True)]
             lines.append("  ".join(["", *cells]).rstrip())
         lines += [f"  {name} cannot run again: {reason}" for name, reason in self.refused]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._compared()])
+
+    def _peak(self) -> str:
+        if self.memory_budget is not None:
+            return f"peak of a step not counted, {self.exact_peak_bytes:,} bytes without a plan"
+        limit = _asked(", limit", self.peak_limit_bytes).removesuffix(", ")
+        return f"peak of a step {self.peak_bytes:,} bytes of {self.exact_peak_bytes:,}{limit}"
+
+    def _compared(self) -> list[str]:
+        """Return the lines that say which candidate was taken, and why."""
+        if not self.candidates:
+            return []
+        lines = ["taken is the least time to the same loss, time of a step x (1 + error squared):"]
+        fits = [one for one in self.candidates if not one.left_out]
+        taken = min(fits, key=lambda one: one.cost, default=None)
+        for one in self.candidates:
+            words = one.left_out and f"left out: {one.left_out}"
+            if not words:
+                times = one.step_s / self.exact_step_s if self.exact_step_s else 1.0
+                words = f"{times:.2f} of the time, error {one.gradient_error:.2g}"
+            kept = f"{one.kept_bytes:,} bytes, " if one.kept_bytes else ""
+            note = f"; {one.note}" if one.note else ""
+            mark = "; taken" if one is taken else ""
+            lines.append(f"  {one.name}: {kept}{words}{note}{mark}")
+        return lines
 
     def _step(self) -> str:
         times = self.step_s / self.exact_step_s if self.exact_step_s else 1.0
@@ -161,14 +222,16 @@ def _nested(record: Mapping[str, list[dict[str, object]]]) -> dict[str, object]:
         settings = few_bit and FewBit(**few_bit), division and Division(**division)
         layers.append(PlannedLayer(**{**row, "settings": settings}))  # pyright: ignore
     refused = tuple((name, reason) for name, reason in record["refused"])
-    return {"layers": tuple(layers), "refused": refused}
+    candidates = tuple(Candidate(**one) for one in record.get("candidates", []))  # pyright: ignore
+    return {"layers": tuple(layers), "refused": refused, "candidates": candidates}
 
 
 def _checked(plan: Plan) -> Plan:
     """Return ``plan``, whose numbers and texts are such."""
     kinds = {"int": (int,), "float": (int, float), "str": (str,), "Way": (str,)}
     kinds["int | None"] = (int, type(None))
-    for record in (plan, *plan.layers):
+    kinds["float | None"] = (int, float, type(None))
+    for record in (plan, *plan.layers, *plan.candidates):
         for field in fields(record):
             value = getattr(record, field.name)
             allowed = kinds.get(getattr(field.type, "__name__", str(field.type)))
@@ -176,6 +239,8 @@ def _checked(plan: Plan) -> Plan:
                 raise TypeError(f"{field.name} must be of type {field.type}, got {value!r}")
     if any(row.way not in ("", "recompute") for row in plan.layers):
         raise ValueError("way must be empty or 'recompute'")
+    if plan.memory_budget is not None and not 0 <= plan.memory_budget <= 1:
+        raise ValueError(f"memory_budget must be 0 to 1, got {plan.memory_budget}")
     return plan
 
 

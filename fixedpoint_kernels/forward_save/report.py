@@ -73,12 +73,15 @@ class Report:
             where no sample input was given.
         saves_nothing: Layers replaced whose tensors another operation keeps anyway; None where no
             sample input was given.
+        memory_budget: The model is compiled with this ``activation_memory_budget`` of torch's, 0
+            to 1; None: it is not compiled.
     """
 
     replaced: tuple[Replaced, ...]
     kept: tuple[Kept, ...]
     calls: tuple[Call, ...] | None = None
     saves_nothing: tuple[str, ...] | None = None
+    memory_budget: float | None = None
 
     def __repr__(self) -> str:
         return str(self)
@@ -97,6 +100,11 @@ class Report:
         if self.saves_nothing:
             names = ", ".join(name or "the model" for name in self.saves_nothing)
             parts.append(f"save nothing, for another operation keeps the same tensor: {names}\n")
+        if self.memory_budget is not None:
+            parts.append(
+                "the model is compiled by torch.compile, with activation_memory_budget "
+                f"{self.memory_budget:.4g}; the first step takes longer\n"
+            )
         return "".join(parts).rstrip("\n")
 
     def plot(self) -> "Shown":

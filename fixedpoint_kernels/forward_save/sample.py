@@ -22,8 +22,10 @@ __all__ = [
     "Given",
     "Inputs",
     "Loss",
+    "draws_random_numbers",
     "given",
     "gradients",
+    "kept_bytes",
     "leaves_of",
     "mapped",
     "observe",
@@ -118,6 +120,35 @@ def observe(model: nn.Module, inputs: Inputs, taken: Iterable[str] = ()) -> Forw
     }
     del output  # it alone keeps the graph
     return ForwardPass(tuple(watch.calls), *_numbered(watch.saved(), keys, sizes))
+
+
+def kept_bytes(model: nn.Module, inputs: Inputs) -> int:
+    """Return what ``observe`` counts: bytes kept for backward; the model may be compiled."""
+    buffers, kept = _copies(model), {}
+    own = {storage_key(tensor) for tensor in (*model.parameters(), *buffers.values())}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[storage_key(tensor)] = tensor  # no address is given twice while it lives
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with without_hooks(model), torch.enable_grad(), hooks:
+        _forward(model, buffers, inputs)
+    return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
+
+
+def draws_random_numbers(model: nn.Module, inputs: Inputs) -> bool:
+    """Whether a forward pass draws random numbers of torch's, as dropout does."""
+    args, kwargs = given(inputs)
+    devices = {t.device for t in model.parameters() if t.is_cuda}
+
+    def numbers() -> Tensor:
+        return torch.cat([torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)])
+
+    with without_hooks(model), torch.no_grad(), own_random_numbers(model):
+        before = numbers()
+        torch.func.functional_call(model, _copies(model), args, dict(kwargs))
+        return not torch.equal(numbers(), before)
 
 
 def _hold(module: nn.Module) -> list[Tensor]:

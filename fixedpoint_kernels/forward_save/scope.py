@@ -12,8 +12,9 @@ __all__ = ["here", "paused"]
 class _Here(threading.local):
     """The innermost scope, and whether it is to leave functions alone."""
 
-    scope: TorchFunctionMode | None = None
-    is_paused = False
+    def __init__(self):  # in each thread; not on the class: Dynamo guards what an object has
+        self.scope: TorchFunctionMode | None = None
+        self.is_paused = False
 
 
 here = _Here()
