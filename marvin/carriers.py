@@ -41,10 +41,12 @@ class Carriers:
     Attributes:
         handles: Of ``marvin.quantize_activations``.
         observers: Of the layers whose inputs the next step wants to know, by position.
+        gone: Parameters that left their models.
         before: Handles of optimizers that had the same parameters, until the first step.
     """
 
     before: tuple[QuantizedActivations, ...] = ()
+    gone: frozenset[Tensor] = frozenset()
     named: frozenset[str] = frozenset()  # what ``_name_changes`` has warned of
     clamped: frozenset[str] = frozenset()  # what ``name_clamped`` has warned of
     unseen: frozenset[str] = frozenset()  # what ``name_unseen`` has warned of
@@ -55,14 +57,16 @@ class Carriers:
 
     def add(self, handle: QuantizedActivations) -> None:
         """Take a model, and let go of those that were freed."""
+        self._find_gone([h for h in self.handles if _root(h) is _root(handle)])
         self.handles = [h for h in self.handles if h.is_attached] + [handle]
         self._count_samples()
 
     def widen(self, optimizer: WithMasters) -> None:
         """Let modules round whose parameters the optimizer has got since."""
-        for handle in self.handles:
-            if handle.is_attached:
-                assign(handle, optimizer)
+        attached = [handle for handle in self.handles if handle.is_attached]
+        self._find_gone(attached)
+        for handle in attached:
+            assign(handle, optimizer)
         self._count_samples()
 
     def _count_samples(self) -> None:
@@ -73,6 +77,8 @@ class Carriers:
 
     def publish(self, optimizer: WithMasters) -> None:
         """Let the models carry the formats that hold now."""
+        attached = [handle for handle in self.handles if handle.is_attached]
+        self._find_gone(attached)
         for handle in self.handles:
             if handle.is_attached:
                 self._name_changes(handle, optimizer)
@@ -81,11 +87,15 @@ class Carriers:
                 if not entry.rounder.has(entry.module, formats) and entry.is_live:
                     entry.rounder.write(entry.module, formats)
 
+    def _find_gone(self, handles: Sequence[QuantizedActivations]) -> None:
+        """Remember parameters that modules of these models had, and no module has any more."""
+        there = {p for handle in handles for p in _root(handle).parameters()}
+        self.gone = self.gone.union(*map(_parameters_of, handles)) - there
+
     def _name_changes(self, handle: QuantizedActivations, optimizer: WithMasters) -> None:
         """Warn of parameters that left a model, and of modules that came since hooks were put on it."""
         model = _root(handle)
-        there = {*model.parameters()}
-        away = [p for entry in handle.entries for p in entry.parameters if p not in there]
+        away = [p for p in _parameters_of(handle) if p in self.gone]
         if gone := sorted({*map(optimizer.name_of, away)} - self.named):
             warnings.warn(
                 f"parameters that left the model are trained in vain, and what took their place is "
@@ -203,6 +213,10 @@ class Carriers:
                 "change no more: call marvin.quantize_activations(model, optimizer) with this one",
                 stacklevel=6,
             )
+
+
+def _parameters_of(handle: QuantizedActivations) -> Iterator[Tensor]:
+    return (p for entry in handle.entries for p in entry.parameters)
 
 
 def _root(handle: QuantizedActivations) -> nn.Module:

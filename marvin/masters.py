@@ -1,7 +1,7 @@
 """Float32 masters, the weights that are rounded from them, and what is asked about their formats."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -161,6 +161,15 @@ class WithMasters(Optimizer):
             mean += f", {self.mean_input_word_length():.1f} of inputs"
         return f"{head}\n{mean}\n{columns(('layer', 'weight', 'inputs'), rows)}"
 
+    def _gone(self) -> Collection[Tensor]:
+        """Return the parameters that left their models."""
+        raise NotImplementedError
+
+    def _present(self) -> Iterator[Tensor]:
+        """Yield the trained layers that did not leave their models."""
+        gone = self._gone()
+        return (p for _, p in self._trained() if p not in gone)
+
     def _rounds_activations(self) -> bool:
         """Say whether a model rounds activations by these formats."""
         raise NotImplementedError
@@ -180,11 +189,11 @@ class WithMasters(Optimizer):
 
     def layers(self) -> list[str]:
         """Return the names of the parameters that have a format of their own."""
-        return [self._layout.names[p] for _, p in self._trained()]
+        return [self._layout.names[p] for p in self._present()]
 
     def mean_word_length(self) -> float:
         """Return the mean word length over the layers, in bits; NaN without layers."""
-        return _mean_length(self.state[p]["layer"].fmt for _, p in self._trained())
+        return _mean_length(self.state[p]["layer"].fmt for p in self._present())
 
     def input_formats(self) -> dict[str, Format]:
         """Return the format of each layer's inputs, by the layer's name; without it they are float.
@@ -193,7 +202,7 @@ class WithMasters(Optimizer):
         """
         found = (
             (self._layout.names[p], self.policy.activation_formats(self.state[p]["layer"]).inputs)
-            for _, p in self._trained()
+            for p in self._present()
         )
         return {name: fmt for name, fmt in found if fmt is not None}
 

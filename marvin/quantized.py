@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Literal
 
@@ -180,6 +180,9 @@ class Quantized(WithMasters):
 
     def _rounds_activations(self) -> bool:
         return any(handle.is_attached for handle in self._carriers.handles)
+
+    def _gone(self) -> Collection[Tensor]:
+        return self._carriers.gone
 
     def carry(self, handle: QuantizedActivations) -> None:
         """Keep the formats of a model up to date; see ``marvin.quantize_activations``."""
@@ -577,7 +580,8 @@ class Quantized(WithMasters):
         """Return what the policy sees of the layers that train, or of those that are frozen."""
         found = []
         for index, (p, own, layer) in self._trained_layers().items():
-            if p.requires_grad == frozen:
+            has_left = p in self._carriers.gone and index not in measured
+            if p.requires_grad == frozen or has_left:
                 continue
             norm, number, new = measured.get(index, (None, None, {}))
             found.append(

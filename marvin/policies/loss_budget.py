@@ -3,6 +3,7 @@
 import inspect
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
@@ -22,7 +23,7 @@ from marvin.policies.range_policy import (
 )
 from marvin.policies.ranges import Limits, budget_noise
 from marvin.policies.records import Layer, Step, Update, word_length
-from marvin.settings import Checks, Settings
+from marvin.settings import Checks, Settings, check_settings
 
 __all__ = ["LossBudgetPolicy", "StaticPolicy"]
 
@@ -125,10 +126,8 @@ class LossBudgetPolicy(RangePolicy):
             ),
             (
                 "target_bits",
-                lambda s: (
-                    s["target_bits"] is None or s["min_wl"] <= s["target_bits"] <= s["max_wl"]
-                ),
-                "min_wl to max_wl bits",
+                lambda s: s["target_bits"] is None or 2 <= s["target_bits"] <= 16,
+                "2 to 16 bits",
             ),
             (
                 "target_ebops",
@@ -148,6 +147,10 @@ class LossBudgetPolicy(RangePolicy):
             ("loss_floor", lambda s: 0 <= s["loss_floor"] <= 1, "0 to 1"),
         )
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_settings(self.settings(), _TARGETS)  # a group may have words of its own
 
     def samples(self, settings: Settings, counted: int) -> int:
         """See ``Policy``."""
@@ -297,6 +300,17 @@ class StaticPolicy(RangePolicy):
         return 0.0
 
 
+_TARGETS = Checks(
+    rules=(
+        (
+            "target_bits",
+            lambda s: s["target_bits"] is None or s["min_wl"] <= s["target_bits"] <= s["max_wl"],
+            "min_wl to max_wl bits",
+        ),
+    )
+)
+
+
 def _with_warning(shared: Window, share: float) -> Window:
     """Say that a loss below 0 gives no budget."""
     if share >= 0:
@@ -353,13 +367,16 @@ def _mean_bits(found: Sequence[_Lengths]) -> float:
 
 def _ebops(found: Sequence[_Lengths], settings: Settings) -> int:
     """Return bits of weights times bits of inputs, over multiply-adds."""
-    madds = dict(settings["madds"])
+    madds = Counter[str]()
+    for name, count in settings["madds"]:  # several modules may share a weight
+        madds[name] += count
     return sum(_madds_of(madds, name) * w * x for name, w, x in _magnitudes(found))
 
 
 def _is_early(settings: Settings, shared: Window) -> bool:
     """Say whether ``late`` gives all words ``max_wl`` bits still."""
-    return settings["late"] and shared.lr > shared.highest_lr / 2
+    has_begun = shared.highest_lr > 0  # a warm-up may begin at 0
+    return settings["late"] and not (has_begun and shared.lr <= shared.highest_lr / 2)
 
 
 def _magnitudes(found: Sequence[_Lengths]) -> Iterator[tuple[str, int, int]]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import marvin
+import perfmodel
 from marvin import LossBudgetPolicy, Quantized
 
 WIDTHS = 8, 24, 20, 16, 24, 12, 20, 16, 24, 12, 16, 4
@@ -188,3 +189,110 @@ def test_a_layer_without_multiply_adds_is_named():
     model, optimizer = make(target_ebops=5.0, madds=MADDS[:-1])
     with pytest.raises(ValueError, match=r"madds must have every layer .* got none of 20\.weight"):
         train(model, optimizer, 1)
+
+
+class Tied(nn.Module):
+    """Two modules that share a weight, and a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.again.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.again(self.first(x).relu()).relu())
+
+
+def test_a_shared_weight_counts_with_each_module_that_has_it():
+    torch.manual_seed(0)
+    model = Tied()
+    madds = ("first.weight", 256), ("first.weight", 256), ("last.weight", 64)
+    assert madds == tuple((own.weight, own.madds) for own in perfmodel.layers(model, (16,)))
+    policy = LossBudgetPolicy(window=4, target_ebops=16_000, madds=madds)
+    optimizer = Quantized(torch.optim.Adam(model.named_parameters()), policy)
+    marvin.quantize_activations(model, optimizer)
+    for _ in range(12):
+        x = torch.randn(32, 16)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), x[:, :4].argmax(1))
+        loss.backward()
+        optimizer.step(loss=loss.item())
+    own, inputs = optimizer.formats(), optimizer.input_formats()
+    met = sum(
+        count * (own[name].wl - 1) * (inputs[name].wl - inputs[name].signed)
+        for name, count in madds
+    )
+    assert met == pytest.approx(16_000, rel=0.1)  # two layers have few formats between them
+
+
+@pytest.mark.filterwarnings("ignore:modules that came")
+@pytest.mark.parametrize("when", [0, 9], ids=["before the first step", "in mid-training"])
+def test_a_layer_that_was_replaced_has_no_part_in_a_target(when):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    policy = LossBudgetPolicy(window=3, target_bits=5)
+    optimizer = Quantized(torch.optim.Adam(model.parameters()), policy)
+    marvin.quantize_activations(model, optimizer)
+    for step in range(30):
+        if step == when:
+            model[2] = nn.Linear(16, 16)
+            optimizer.add_param_group({"params": model[2].parameters()})
+            marvin.quantize_activations(model, optimizer)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(torch.randn(8, 16)), torch.randint(16, (8,)))
+        loss.backward()
+        optimizer.step(loss=loss.item())
+    records = [optimizer.state[model[i].weight]["layer"] for i in (0, 2)]
+    bits = [fmt.wl for own in records for fmt in (own.fmt, own.inputs)]
+    assert sum(bits) / 4 == 5
+    assert len(optimizer.layers()) == len(optimizer.input_formats()) == 2
+    assert optimizer.mean_word_length() == (bits[0] + bits[2]) / 2
+    assert {row.layer for row in optimizer.trace[-2:]} == {*optimizer.layers()}
+
+
+@pytest.mark.filterwarnings("ignore:parameters that left")
+def test_a_layer_that_left_a_model_and_is_used_still_trains():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    optimizer = Quantized(torch.optim.Adam(model.parameters()), LossBudgetPolicy(window=3))
+    marvin.quantize_activations(model, optimizer)
+    left, model[2] = model[2], nn.Identity()
+    marvin.quantize_activations(model, optimizer)
+    for _ in range(7):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(left(model(torch.randn(8, 16))), torch.randint(16, (8,)))
+        loss.backward()
+        optimizer.step(loss=loss.item())
+    assert optimizer.state[left.weight]["layer"].fmt.wl <= 8
+
+
+def test_a_warm_up_from_0_is_early():
+    model, optimizer = make(late=True)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, 1)
+    assert mean_bits(optimizer) == 8
+    for steps, lr, bits in (3, 0.1, 8), (4, 0.0, None):  # a schedule may end at 0, too
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        train(model, optimizer, steps)
+        assert mean_bits(optimizer) == 8 if bits else mean_bits(optimizer) < 8
+
+
+def test_a_groups_shortest_words_may_be_above_the_target():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    groups = [
+        {"params": [*model[0].parameters()], "min_wl": 6},
+        {"params": [*model[2].parameters()]},
+    ]
+    optimizer = Quantized(torch.optim.Adam(groups), LossBudgetPolicy(window=3, target_bits=5))
+    marvin.quantize_activations(model, optimizer)
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(torch.randn(8, 16)), torch.randint(16, (8,)))
+        loss.backward()
+        optimizer.step(loss=loss.item())
+    records = [optimizer.state[model[i].weight]["layer"] for i in (0, 2)]
+    assert [own.fmt.wl for own in records] == [6, 4]
+    assert [own.inputs.wl for own in records] == [6, 4]
