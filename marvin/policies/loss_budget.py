@@ -70,7 +70,8 @@ class LossBudgetPolicy(RangePolicy):
             ratio matters. None: as ``kappa`` has it.
         target_ebops: The same for EBOPs: bits of weights times bits of inputs, without signs, over
             ``madds``.
-        madds: Pairs of a weight's name and its multiply-adds, such as of ``perfmodel.layers``.
+        madds: Pairs of a weight's name and its multiply-adds, such as of ``perfmodel.layers``; those of
+            modules that share a weight are added up.
         free_zeros: Only inputs that are not 0 are charged noise: zeros, as behind a ReLU, are not
             rounded.
         loss_floor: The budget follows the loss down to this share of the first window's.
@@ -83,6 +84,7 @@ class LossBudgetPolicy(RangePolicy):
     ``max_noise`` alone. A warning says so.
 
     Raises:
+        TypeError: A number is none.
         ValueError: An argument is out of range; in ``step``, loss or batch size is not known.
     """
 
