@@ -38,6 +38,7 @@ __all__ = [
     "check_wrapped",
     "guard_step",
     "is_traced",
+    "without_values",
 ]
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
@@ -178,10 +179,15 @@ def check_values(model: nn.Module) -> None:
     """
     for name, p in model.named_parameters():
         if p.numel() > 1 and not any(p.stride()):
-            raise ValueError(
-                f"a model must have values of its weights, got codes in the place of {name}: call remove() "
-                "of what marvin.store_codes returned first"
-            )
+            raise without_values(name)
+
+
+def without_values(name: str) -> ValueError:
+    """Return the error of a model that is to be copied while codes are in the place of a weight."""
+    return ValueError(
+        f"a model must have values of its weights, got codes in the place of {name}: call remove() "
+        "of what marvin.store_codes returned first"
+    )
 
 
 def check_uncompiled(model: nn.Module, call: str) -> None:
