@@ -235,7 +235,7 @@ class Quantized(WithMasters):
             The loss, as it came.
 
         Raises:
-            FloatingPointError: The loss or a gradient is not finite.
+            FloatingPointError: The loss, a gradient or a weight that was changed is not finite.
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, or another
                 optimizer was made for the same parameters since.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
@@ -256,7 +256,7 @@ class Quantized(WithMasters):
         self._carriers.name_unseen()
         if self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1:
             self._name_unseen()
-        self._adopt_changed()
+        broken = self._adopt_changed()
         self._name_taken()
         self._begin(p for p in self._layout.names if p.grad is not None)
 
@@ -264,12 +264,13 @@ class Quantized(WithMasters):
         batches = self._gather()
         if not batches:
             self._carriers.publish(self)  # which names parameters that left a model
-            self._check_loss(loss)
+            self._check_loss(loss, broken)
             return loss
         complete(batches, self.policy, self.shared, self._noise(self._counts.step + 1))
-        mean = mean_over_ranks(loss, batches[0].norms.device)
+        told = math.nan if broken and loss is not None else loss  # to the other processes
+        mean = mean_over_ranks(told, batches[0].norms.device)
         total, norms, numbers = read(batches, mean)
-        if wrong := nonfinite(batches, total, norms, self._layout.names):
+        if wrong := broken or nonfinite(batches, total, norms, self._layout.names):
             self._leave_out(wrong)
             return loss
 
@@ -475,17 +476,30 @@ class Quantized(WithMasters):
                     f"got {name}={value!r}: give it to the first group"
                 )
 
-    def _check_loss(self, loss: float | Tensor | None) -> None:
-        """Refuse a loss that is not finite where there is no gradient to tell."""
+    def _check_loss(self, loss: float | Tensor | None, broken: Sequence[str]) -> None:
+        """Refuse a loss or weights that are not finite where there is no gradient to tell."""
         value = float(loss.detach() if isinstance(loss, Tensor) else loss or 0.0)
-        if not math.isfinite(value):
-            self._leave_out([f"loss {value}"])
+        wrong = [] if math.isfinite(value) else [f"loss {value}"]
+        if wrong := [*broken] or wrong:
+            self._leave_out(wrong)
 
     @torch.no_grad()
-    def _adopt_changed(self) -> None:
-        """Take weights that others have changed since they were written as the new ones."""
-        if not (adopted := self._adopted()):
-            return
+    def _adopt_changed(self) -> list[str]:
+        """Take weights that others have changed since they were written as the new ones.
+
+        Where some are not finite, none is taken; returns what an error says of those.
+        """
+        adopted, broken = self._adopted()
+        if broken:
+            remedy = "optimizer.load_state_dict(optimizer.state_dict()) writes them anew"
+            if self.param_groups[0]["nonfinite"] == "skip":  # they do not go by themselves
+                warnings.warn(
+                    f"steps are skipped while weights are not finite: {listed(broken)}; {remedy}",
+                    stacklevel=4,
+                )
+            return [f"weights {listed(broken)} ({remedy})"]
+        if not adopted:
+            return []
         if self._taken is not None:
             name, found = self._taken
             self._taken = name, found.difference(adopted)
@@ -497,6 +511,7 @@ class Quantized(WithMasters):
             f"{listed(names)}",
             stacklevel=4,
         )
+        return []
 
     def _observe_next(self) -> None:
         """Forget what went forward, and let modules show their inputs if the next step wants that."""
@@ -562,7 +577,7 @@ class Quantized(WithMasters):
         self._observe_next()
         if self.param_groups[0]["nonfinite"] == "raise":
             raise FloatingPointError(
-                f"loss and gradients must be finite, got {', '.join(wrong)} after "
+                f"loss, gradients and weights must be finite, got {', '.join(wrong)} after "
                 f"{self._counts.step} steps; nothing was changed"
             )
         self._counts.skipped += 1
