@@ -45,6 +45,7 @@ from marvin.settings import (
     OPTIONS,
     Group,
     check_dtypes,
+    check_groups,
     check_loss,
     check_settings,
     check_step,
@@ -191,13 +192,15 @@ class Quantized(WithMasters):
         """Add parameters to both optimizers, and quantise them.
 
         Raises:
+            RuntimeError: The wrapped optimizer got other groups of its own.
             TypeError: A parameter is not float32, bfloat16 or float16, or the policy gives no record.
             ValueError: A setting is out of range, or is read from the first group and differs from it.
         """
-        is_new = all(group is not param_group for group in self.optimizer.param_groups)
+        check_groups(self, self.optimizer, param_group)
+        count = len(self.param_groups)
+        is_new = len(self.optimizer.param_groups) == count
         if is_new:
             self.optimizer.add_param_group(param_group)
-        count = len(self.param_groups)
         try:
             self._check_common(param_group)
             super().add_param_group(param_group)
@@ -236,12 +239,13 @@ class Quantized(WithMasters):
 
         Raises:
             FloatingPointError: The loss, a gradient or a weight that was changed is not finite.
-            RuntimeError: A gradient is sparse, a CUDA graph is being captured, or another
-                optimizer was made for the same parameters since.
+            RuntimeError: A gradient is sparse, a CUDA graph is being captured, another optimizer was
+                made for the same parameters since, or the wrapped one got parameter groups.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
             ValueError: ``loss`` has more than one element.
         """
         check_step(closure)
+        check_groups(self, self.optimizer)
         check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
         self._check_owner()
         if closure is not None:
@@ -327,7 +331,11 @@ class Quantized(WithMasters):
         """Return everything that decides the future, and the trace, as plain values.
 
         ``"optimizer"`` is the wrapped one's state.
+
+        Raises:
+            RuntimeError: The wrapped optimizer got parameter groups of its own.
         """
+        check_groups(self, self.optimizer)
         with self.with_values():
             self._adopt_changed()
         packed = super().state_dict()
@@ -364,10 +372,12 @@ class Quantized(WithMasters):
         they are: load them with the model's own state.
 
         Raises:
+            RuntimeError: The wrapped optimizer got parameter groups of its own.
             TypeError: The model was made float64.
             ValueError: ``state_dict`` is not of this kind, policy or wrapped optimizer, lacks a key, or
                 its parameters differ.
         """
+        check_groups(self, self.optimizer)
         check_dtypes(self._layout.names, type(self).__name__)
         shapes = [(name, p.shape) for p, name in self._layout.names.items()]
         saved = states.checked(state_dict, self.policy, type(self.optimizer), shapes)

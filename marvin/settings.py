@@ -26,6 +26,7 @@ __all__ = [
     "Settings",
     "check_batches",
     "check_dtypes",
+    "check_groups",
     "check_loss",
     "check_model",
     "check_one_input",
@@ -392,6 +393,28 @@ def guard_step(owner: Optimizer, wrapped: Optimizer) -> OwnStep:
         wrapped.register_step_pre_hook(guard)
     guard.owner = weakref.ref(owner)
     return guard
+
+
+def check_groups(owner: Optimizer, wrapped: Optimizer, new: Group | None = None) -> None:
+    """Refuse to go on where the wrapped optimizer got parameter groups that ``owner`` knows nothing of.
+
+    Args:
+        owner: A ``Quantized``.
+        wrapped: Its optimizer.
+        new: What comes as a group now, which may be the next one of the wrapped optimizer's.
+
+    Raises:
+        RuntimeError: There are such groups.
+    """
+    count = len(owner.param_groups)
+    others = wrapped.param_groups[count:]
+    if others and others[0] is not new:
+        raise RuntimeError(
+            f"parameter groups must be added to the {type(owner).__name__} optimizer: got "
+            f"{len(others)} more in its {type(wrapped).__name__}, which do not train; write "
+            "optimizer.add_param_group(group), where optimizer = marvin.Quantized(...), and now, for each "
+            f"of these, optimizer.add_param_group(optimizer.optimizer.param_groups[{count}])"
+        )
 
 
 def check_step(closure: object) -> None:
