@@ -48,6 +48,7 @@ class Carriers:
     named: frozenset[str] = frozenset()  # what ``_name_changes`` has warned of
     clamped: frozenset[str] = frozenset()  # what ``name_clamped`` has warned of
     unseen: frozenset[str] = frozenset()  # what ``name_unseen`` has warned of
+    waits: bool = False  # for quantize_activations, until the next step: parameters came
 
     def __init__(self) -> None:
         self.handles: list[QuantizedActivations] = []
@@ -63,6 +64,7 @@ class Carriers:
         for handle in self.handles:
             if handle.is_attached:
                 assign(handle, optimizer)
+                self.waits = True
         self._count_samples()
 
     def _count_samples(self) -> None:
@@ -74,12 +76,20 @@ class Carriers:
     def publish(self, optimizer: WithMasters) -> None:
         """Let the models carry the formats that hold now."""
         for handle in self.handles:
-            if handle.is_attached:
+            if handle.is_attached and not self.waits:
                 self._name_changes(handle, optimizer)
             for entry in handle.entries:
                 formats = _formats_for(entry, handle, optimizer)
                 if not entry.rounder.has(entry.module, formats) and entry.is_live:
                     entry.rounder.write(entry.module, formats)
+
+    def name_late(self, optimizer: WithMasters) -> None:
+        """Warn of what ``publish`` left to the first step after ``add_param_group``."""
+        if self.waits:
+            self.waits = False
+            for handle in self.handles:
+                if handle.is_attached:
+                    self._name_changes(handle, optimizer)
 
     def _name_changes(self, handle: QuantizedActivations, optimizer: WithMasters) -> None:
         """Warn of parameters that left a model, and of modules that came since hooks were put on it."""

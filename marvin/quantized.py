@@ -257,6 +257,7 @@ class Quantized(WithMasters):
         check_loss(loss)
         self._carriers.name_uncalled(self.forward_state.waiting)
         self._carriers.name_stale()
+        self._carriers.name_late(self)
         self._carriers.name_unseen()
         if self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1:
             self._name_unseen()

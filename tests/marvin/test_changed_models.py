@@ -113,13 +113,29 @@ def test_a_layer_that_took_the_place_of_another():
     with pytest.warns(UserWarning, match=r"not trained: 4\.bias, 4\.weight; load states"):
         train(model, optimizer, steps=10)
     new = [(f"new.{name}", p) for name, p in model[4].named_parameters()]
-    with pytest.warns(UserWarning, match="do not round: 4; call it again"):
-        optimizer.add_param_group({"params": new})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        optimizer.add_param_group({"params": new})
         marvin.quantize_activations(model, optimizer)
         train(model, optimizer, steps=25)
     assert is_in(inputs_seen(model, "4"), optimizer.input_formats()["new.weight"])
+
+
+@pytest.mark.parametrize("between", [lambda _: None, lambda optimizer: optimizer.state_dict()])
+def test_modules_that_came_are_named_at_the_first_step(between):
+    """Where their parameters were given, and quantize_activations was not called again."""
+    model, optimizer, _ = trained()
+    model.append(nn.Linear(3, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.add_param_group({"params": model[5].named_parameters(prefix="5")})
+        between(optimizer)
+    with pytest.warns(UserWarning, match="do not round: 5; call it again") as seen:
+        train(model, optimizer, steps=1)
+    assert {own.filename for own in seen} == {__file__}
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error")
+        train(model, optimizer, steps=25)
 
 
 def test_parameters_that_a_state_replaced():
