@@ -50,6 +50,7 @@ class Carriers:
     named: frozenset[str] = frozenset()  # what ``_name_changes`` has warned of
     clamped: frozenset[str] = frozenset()  # what ``name_clamped`` has warned of
     unseen: frozenset[str] = frozenset()  # what ``name_unseen`` has warned of
+    waits: bool = False  # for quantize_activations, until the next step: parameters came
 
     def __init__(self) -> None:
         self.handles: list[QuantizedActivations] = []
@@ -67,6 +68,7 @@ class Carriers:
         self._find_gone(attached)
         for handle in attached:
             assign(handle, optimizer)
+            self.waits = True
         self._count_samples()
 
     def _count_samples(self) -> None:
@@ -80,7 +82,7 @@ class Carriers:
         attached = [handle for handle in self.handles if handle.is_attached]
         self._find_gone(attached)
         for handle in self.handles:
-            if handle.is_attached:
+            if handle.is_attached and not self.waits:
                 self._name_changes(handle, optimizer)
             for entry in handle.entries:
                 formats = _formats_for(entry, handle, optimizer)
@@ -91,6 +93,14 @@ class Carriers:
         """Remember parameters that modules of these models had, and no module has any more."""
         there = {p for handle in handles for p in _root(handle).parameters()}
         self.gone = self.gone.union(*map(_parameters_of, handles)) - there
+
+    def name_late(self, optimizer: WithMasters) -> None:
+        """Warn of what ``publish`` left to the first step after ``add_param_group``."""
+        if self.waits:
+            self.waits = False
+            for handle in self.handles:
+                if handle.is_attached:
+                    self._name_changes(handle, optimizer)
 
     def _name_changes(self, handle: QuantizedActivations, optimizer: WithMasters) -> None:
         """Warn of parameters that left a model, and of modules that came since hooks were put on it."""

@@ -52,7 +52,9 @@ def layout_of(param_groups: Sequence[Group]) -> ParameterTable:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(
             f"parameter names must be unique, got {sorted(twice)} more than once: of several models, "
-            'write [("encoder." + name, p) for name, p in encoder.named_parameters()]'
+            'write [("encoder." + name, p) for name, p in encoder.named_parameters()], of a layer in '
+            "another's place, whose names stay in the optimizer, "
+            f'model.fc.named_parameters(prefix="{_other_module(twice[0])}")'
         )
     return ParameterTable(
         names=dict(zip(groups, names, strict=True)),
@@ -104,6 +106,10 @@ def owners_of(parameters: Sequence[tuple[str | None, Tensor]]) -> dict[Tensor, T
         else:
             owners[p] = first_in_module.get(_module(name), before) if name is not None else before
     return owners
+
+
+def _other_module(name: str) -> str:
+    return (_module(name) or "layer") + ".new"
 
 
 def _module(name: str) -> str:

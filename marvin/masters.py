@@ -242,8 +242,16 @@ class WithMasters(Optimizer):
 
         Call this after writing into the model's weights through ``.data``; other changes are seen.
         Formats, momentum and windows stay.
+
+        Raises:
+            FloatingPointError: A weight is not finite; nothing was changed.
         """
         with self.with_values():
+            if wrong := [self._layout.names[p] for p in self._masters if not _is_finite(p)]:
+                raise FloatingPointError(
+                    f"weights must be finite to be new masters, got others in {listed(wrong)}; nothing "
+                    "was changed"
+                )
             for p in self._masters:
                 put_master(self.state[p], local(p))
             self._write([*self._masters], Purpose.INITIAL)
@@ -513,16 +521,25 @@ class WithMasters(Optimizer):
         now = marks_of(locals_of(list(self._layout.names)))
         self._marks = {i: now[i] for i, p in enumerate(self._layout.names) if p in self._masters}
 
-    def _adopted(self) -> list[Tensor]:
-        """Take weights that others have changed since they were written as masters; name them."""
+    def _adopted(self) -> tuple[list[Tensor], list[str]]:
+        """Take weights that others have changed since they were written as masters.
+
+        Returns:
+            Those that were taken, and the names of those that are not finite: then none was taken.
+        """
         params = list(self._layout.names)
         now = marks_of(locals_of(params))
-        changed = [i for i, mark in self._marks.items() if now[i] != mark]
+        changed = [
+            i
+            for i, mark in self._marks.items()
+            if now[i] != mark
+            and (own := local(params[i])).dtype in FLOATS  # others are refused by name,
+            and own.device == master_of(self.state[params[i]]).device  # or compared when back
+        ]
+        wrong = [self._layout.names[params[i]] for i in changed if not _is_finite(params[i])]
         adopted = []
-        for i in changed:
+        for i in [] if wrong else changed:
             own, p = local(params[i]), params[i]
-            if own.dtype not in FLOATS or own.device != master_of(self.state[p]).device:
-                continue  # what is refused by name; compared when it is back
             self._marks[i], weight = now[i], self._rounded(p)
             if weight is not None and (differs := own != weight).any():
                 master, numbers = master_of(self.state[p]), weight != 0
@@ -530,7 +547,7 @@ class WithMasters(Optimizer):
                     master = own.float()  # all are new; some are what the old ones were rounded to
                 put_master(self.state[p], torch.where(differs, own.float(), master))
                 adopted.append(p)
-        return adopted
+        return adopted, wrong
 
     def _name_unseen(self) -> None:
         """Warn once of weights that others wrote to without a trace, as ``weight.data.clamp_()`` does."""
@@ -627,6 +644,10 @@ def _layer_of(layer: Layer, own: StateDict) -> Layer:
     found = object.__new__(_CompactLayer)
     vars(found).update(vars(layer), master=own)
     return found
+
+
+def _is_finite(p: Tensor) -> bool:
+    return bool(local(p).isfinite().all())
 
 
 def _mean_length(formats: Iterable[Format | None]) -> float:

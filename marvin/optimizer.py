@@ -73,7 +73,7 @@ class MSGD(Quantized):
             else of the one before (``"previous"``), or stay ``"float"``.
         master_init: Masters start from the ``"float"`` weights or the ``"quantized"`` ones.
         symmetric: Leave out each format's smallest code.
-        nonfinite: A loss or gradient that is not finite will ``"raise"``, or ``"skip"`` the step.
+        nonfinite: A loss, gradient or changed weight that is not finite will ``"raise"``, or ``"skip"`` the step.
         compact_state: Keep masters in 16 bits, and momenta and windows in 8, for layers of 64 or
             more numbers a row (``shape[1:]``); see ``fixedpoint_kernels.compact``. 4 bytes a
             parameter in place of 12.

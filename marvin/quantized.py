@@ -45,6 +45,7 @@ from marvin.settings import (
     OPTIONS,
     Group,
     check_dtypes,
+    check_groups,
     check_loss,
     check_settings,
     check_step,
@@ -194,13 +195,15 @@ class Quantized(WithMasters):
         """Add parameters to both optimizers, and quantise them.
 
         Raises:
+            RuntimeError: The wrapped optimizer got other groups of its own.
             TypeError: A parameter is not float32, bfloat16 or float16, or the policy gives no record.
             ValueError: A setting is out of range, or is read from the first group and differs from it.
         """
-        is_new = all(group is not param_group for group in self.optimizer.param_groups)
+        check_groups(self, self.optimizer, param_group)
+        count = len(self.param_groups)
+        is_new = len(self.optimizer.param_groups) == count
         if is_new:
             self.optimizer.add_param_group(param_group)
-        count = len(self.param_groups)
         try:
             self._check_common(param_group)
             super().add_param_group(param_group)
@@ -238,13 +241,14 @@ class Quantized(WithMasters):
             The loss, as it came.
 
         Raises:
-            FloatingPointError: The loss or a gradient is not finite.
-            RuntimeError: A gradient is sparse, a CUDA graph is being captured, or another
-                optimizer was made for the same parameters since.
+            FloatingPointError: The loss, a gradient or a weight that was changed is not finite.
+            RuntimeError: A gradient is sparse, a CUDA graph is being captured, another optimizer was
+                made for the same parameters since, or the wrapped one got parameter groups.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
             ValueError: ``loss`` has more than one element.
         """
         check_step(closure)
+        check_groups(self, self.optimizer)
         check_dtypes(self._layout.names, type(self).__name__)  # model.double() may have come since
         self._check_owner()
         if closure is not None:
@@ -256,10 +260,11 @@ class Quantized(WithMasters):
         check_loss(loss)
         self._carriers.name_uncalled(self.forward_state.waiting)
         self._carriers.name_stale()
+        self._carriers.name_late(self)
         self._carriers.name_unseen()
         if self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1:
             self._name_unseen()
-        self._adopt_changed()
+        broken = self._adopt_changed()
         self._name_taken()
         self._begin(p for p in self._layout.names if p.grad is not None)
 
@@ -267,12 +272,13 @@ class Quantized(WithMasters):
         batches = self._gather()
         if not batches:
             self._carriers.publish(self)  # which names parameters that left a model
-            self._check_loss(loss)
+            self._check_loss(loss, broken)
             return loss
         complete(batches, self.policy, self.shared, self._noise(self._counts.step + 1))
-        mean = mean_over_ranks(loss, batches[0].norms.device)
+        told = math.nan if broken and loss is not None else loss  # to the other processes
+        mean = mean_over_ranks(told, batches[0].norms.device)
         total, norms, numbers = read(batches, mean)
-        if wrong := nonfinite(batches, total, norms, self._layout.names):
+        if wrong := broken or nonfinite(batches, total, norms, self._layout.names):
             self._leave_out(wrong)
             return loss
 
@@ -329,7 +335,11 @@ class Quantized(WithMasters):
         """Return everything that decides the future, and the trace, as plain values.
 
         ``"optimizer"`` is the wrapped one's state.
+
+        Raises:
+            RuntimeError: The wrapped optimizer got parameter groups of its own.
         """
+        check_groups(self, self.optimizer)
         with self.with_values():
             self._adopt_changed()
         packed = super().state_dict()
@@ -366,10 +376,12 @@ class Quantized(WithMasters):
         they are: load them with the model's own state.
 
         Raises:
+            RuntimeError: The wrapped optimizer got parameter groups of its own.
             TypeError: The model was made float64.
             ValueError: ``state_dict`` is not of this kind, policy or wrapped optimizer, lacks a key, or
                 its parameters differ.
         """
+        check_groups(self, self.optimizer)
         check_dtypes(self._layout.names, type(self).__name__)
         shapes = [(name, p.shape) for p, name in self._layout.names.items()]
         saved = states.checked(state_dict, self.policy, type(self.optimizer), shapes)
@@ -478,17 +490,30 @@ class Quantized(WithMasters):
                     f"got {name}={value!r}: give it to the first group"
                 )
 
-    def _check_loss(self, loss: float | Tensor | None) -> None:
-        """Refuse a loss that is not finite where there is no gradient to tell."""
+    def _check_loss(self, loss: float | Tensor | None, broken: Sequence[str]) -> None:
+        """Refuse a loss or weights that are not finite where there is no gradient to tell."""
         value = float(loss.detach() if isinstance(loss, Tensor) else loss or 0.0)
-        if not math.isfinite(value):
-            self._leave_out([f"loss {value}"])
+        wrong = [] if math.isfinite(value) else [f"loss {value}"]
+        if wrong := [*broken] or wrong:
+            self._leave_out(wrong)
 
     @torch.no_grad()
-    def _adopt_changed(self) -> None:
-        """Take weights that others have changed since they were written as the new ones."""
-        if not (adopted := self._adopted()):
-            return
+    def _adopt_changed(self) -> list[str]:
+        """Take weights that others have changed since they were written as the new ones.
+
+        Where some are not finite, none is taken; returns what an error says of those.
+        """
+        adopted, broken = self._adopted()
+        if broken:
+            remedy = "optimizer.load_state_dict(optimizer.state_dict()) writes them anew"
+            if self.param_groups[0]["nonfinite"] == "skip":  # they do not go by themselves
+                warnings.warn(
+                    f"steps are skipped while weights are not finite: {listed(broken)}; {remedy}",
+                    stacklevel=4,
+                )
+            return [f"weights {listed(broken)} ({remedy})"]
+        if not adopted:
+            return []
         if self._taken is not None:
             name, found = self._taken
             self._taken = name, found.difference(adopted)
@@ -500,6 +525,7 @@ class Quantized(WithMasters):
             f"{listed(names)}",
             stacklevel=4,
         )
+        return []
 
     def _observe_next(self) -> None:
         """Forget what went forward, and let modules show their inputs if the next step wants that."""
@@ -565,7 +591,7 @@ class Quantized(WithMasters):
         self._observe_next()
         if self.param_groups[0]["nonfinite"] == "raise":
             raise FloatingPointError(
-                f"loss and gradients must be finite, got {', '.join(wrong)} after "
+                f"loss, gradients and weights must be finite, got {', '.join(wrong)} after "
                 f"{self._counts.step} steps; nothing was changed"
             )
         self._counts.skipped += 1

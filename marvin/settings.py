@@ -26,6 +26,7 @@ __all__ = [
     "Settings",
     "check_batches",
     "check_dtypes",
+    "check_groups",
     "check_loss",
     "check_model",
     "check_one_input",
@@ -38,6 +39,7 @@ __all__ = [
     "check_wrapped",
     "guard_step",
     "is_traced",
+    "without_values",
 ]
 
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
@@ -178,10 +180,15 @@ def check_values(model: nn.Module) -> None:
     """
     for name, p in model.named_parameters():
         if p.numel() > 1 and not any(p.stride()):
-            raise ValueError(
-                f"a model must have values of its weights, got codes in the place of {name}: call remove() "
-                "of what marvin.store_codes returned first"
-            )
+            raise without_values(name)
+
+
+def without_values(name: str) -> ValueError:
+    """Return the error of a model that is to be copied while codes are in the place of a weight."""
+    return ValueError(
+        f"a model must have values of its weights, got codes in the place of {name}: call remove() "
+        "of what marvin.store_codes returned first"
+    )
 
 
 def check_uncompiled(model: nn.Module, call: str) -> None:
@@ -386,6 +393,28 @@ def guard_step(owner: Optimizer, wrapped: Optimizer) -> OwnStep:
         wrapped.register_step_pre_hook(guard)
     guard.owner = weakref.ref(owner)
     return guard
+
+
+def check_groups(owner: Optimizer, wrapped: Optimizer, new: Group | None = None) -> None:
+    """Refuse to go on where the wrapped optimizer got parameter groups that ``owner`` knows nothing of.
+
+    Args:
+        owner: A ``Quantized``.
+        wrapped: Its optimizer.
+        new: What comes as a group now, which may be the next one of the wrapped optimizer's.
+
+    Raises:
+        RuntimeError: There are such groups.
+    """
+    count = len(owner.param_groups)
+    others = wrapped.param_groups[count:]
+    if others and others[0] is not new:
+        raise RuntimeError(
+            f"parameter groups must be added to the {type(owner).__name__} optimizer: got "
+            f"{len(others)} more in its {type(wrapped).__name__}, which do not train; write "
+            "optimizer.add_param_group(group), where optimizer = marvin.Quantized(...), and now, for each "
+            f"of these, optimizer.add_param_group(optimizer.optimizer.param_groups[{count}])"
+        )
 
 
 def check_step(closure: object) -> None:

@@ -1,6 +1,6 @@
 """Weights as integer codes while nothing computes with them: memory for time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels import FixedPoint, decode, encode
-from fixedpoint_kernels._torch_private import SavingHooks, saving_hooks
+from fixedpoint_kernels._torch_private import SavingHooks, hooks_of, saving_hooks
 from marvin.layers import is_layer
 from marvin.marks import Mark, marks_of
 from marvin.quantized import Quantized
-from marvin.settings import check_model, check_values
+from marvin.settings import check_model, check_values, without_values
 from marvin.shards import is_sharded
 
 __all__ = ["StoredCodes", "store_codes"]
@@ -26,6 +26,33 @@ class _Passed(NamedTuple):
 
     value: object
     unpack: Callable[..., Tensor]
+
+
+class _Hook:
+    """A hook of ``StoredCodes``; who copies or pickles its module needs values, and gets none of it."""
+
+    def __init__(
+        self, stored: "StoredCodes", weights: Iterable[Tensor], call: Callable[..., None]
+    ) -> None:
+        self._stored, self._weights, self._call = stored, weights, call
+
+    def __call__(self, *_: object) -> None:
+        self._call()
+
+    def __reduce__(self) -> tuple[type["_Nothing"], tuple[()]]:
+        self.check()
+        return _Nothing, ()
+
+    def check(self) -> None:
+        """Refuse to go on while a weight of the module has no values."""
+        self._stored._check(self._weights)
+
+
+class _Nothing:
+    """What a copied or pickled module has in the place of ``_Hook``."""
+
+    def __call__(self, *_: object) -> None:
+        pass
 
 
 class StoredCodes:
@@ -70,7 +97,7 @@ class StoredCodes:
         self._optimizer.stored = tuple(own for own in self._optimizer.stored if own is not self)
 
     @torch.no_grad()
-    def store(self, *_: object) -> None:
+    def store(self) -> None:
         """Encode the weights as they are now, and let go of their values."""
         self.restore()
         self._codes.clear()
@@ -85,7 +112,7 @@ class StoredCodes:
         """Decode ``weights`` for each forward of ``module``, and again for backward."""
         contexts: list[AbstractContextManager[object]] = []
 
-        def before(*_: object) -> None:
+        def before() -> None:
             for p in weights:
                 self._fill(p)
             outer = saving_hooks()  # such as checkpointing's: torch asks the innermost alone
@@ -98,7 +125,7 @@ class StoredCodes:
             context.__enter__()
             contexts.append(context)
 
-        def after(*_: object) -> None:
+        def after() -> None:
             if contexts:  # else a hook before raised, as checkpointing's do where they have all
                 contexts.pop().__exit__(None, None, None)
             for p in weights:
@@ -106,25 +133,39 @@ class StoredCodes:
                     self._empty(p)
 
         self._weights |= dict.fromkeys(weights)
-        self._hooks.append(module.register_forward_pre_hook(before))
-        self._hooks.append(module.register_forward_hook(after, always_call=True))
+        first, last = _Hook(self, weights, before), _Hook(self, weights, after)
+        self._hooks.append(module.register_forward_pre_hook(first))
+        self._hooks.append(module.register_forward_hook(last, always_call=True))
 
     def attach_everywhere_else(self, model: nn.Module) -> None:
         """Have values where a step, ``state_dict`` and ``load_state_dict`` look for them."""
-        restore = self.restore
+        restore, store = (_Hook(self, self._weights, do) for do in (self.restore, self.store))
         self._optimizer.stored += (self,)
         self._hooks += [
-            self._optimizer.register_step_pre_hook(lambda *_: restore()),
-            self._optimizer.register_step_post_hook(self.store),
-            model.register_state_dict_pre_hook(lambda *_: restore()),
-            model.register_load_state_dict_pre_hook(lambda *_: restore()),
-            model.register_load_state_dict_post_hook(self.store),
+            self._optimizer.register_step_pre_hook(restore),
+            self._optimizer.register_step_post_hook(store),
+            model.register_state_dict_pre_hook(restore),
+            model.register_load_state_dict_pre_hook(restore),
+            model.register_load_state_dict_post_hook(store),
         ]
+
+    def _check(self, weights: Iterable[Tensor]) -> None:
+        for p in weights:
+            if not self._has_values(p):
+                raise without_values(self._optimizer.name_of(p))
+
+    def _has_values(self, p: Tensor) -> bool:
+        return p not in self._codes or p in self._marks or not _is_empty(p)
 
     def _fill(self, p: Tensor) -> None:
         if p not in self._codes:
             return
-        if p.untyped_storage().nbytes() < p.numel() * p.element_size():
+        if not self._has_values(p):
+            if any(
+                p.stride()
+            ):  # model.to(...) made other memory: codes go where it lies, in its order
+                codes, fmt = self._codes[p]
+                self._codes[p] = torch.empty_like(p, dtype=codes.dtype).copy_(codes), fmt
             p.data = self._decoded(p)
             self._marks[p] = marks_of([p])
         elif marks_of([p]) != self._marks.get(p):  # somebody wrote to it: the codes are of before
@@ -133,6 +174,7 @@ class StoredCodes:
     def _empty(self, p: Tensor) -> None:
         # autograd wants the shape; whoever reads it otherwise gets NaN, not something plausible
         p.data = p.data.new_full((), torch.nan).expand(p.shape)
+        self._marks.pop(p, None)
 
     def _decoded(self, p: Tensor) -> Tensor:
         codes, fmt = self._codes[p]
@@ -159,6 +201,11 @@ class StoredCodes:
         return self._decoded(p).as_strided(shape, stride, offset)
 
 
+def _is_empty(p: Tensor) -> bool:
+    """Say whether a weight is as ``_empty`` left it, or what ``model.to(...)`` made of that."""
+    return not any(p.stride()) or bool(p.isnan().all())
+
+
 def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
     """Keep the model's weights as int8, int16 or int32 codes while nothing computes with them.
 
@@ -169,8 +216,9 @@ def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
     of up to 8 bits, 2 with up to 16, none above. Where the model only evaluates, 3 of 4.
 
     Weights in block floating point or float32, and parameters with fewer than two dimensions,
-    stay as they are. ``torch.compile`` and copies of the model need ``remove()`` or
-    ``restore()`` first.
+    stay as they are. ``torch.compile`` needs ``remove()`` or ``restore()`` first, and so do copies
+    and pickles of the model: they are refused until then, and have plain weights.
+    ``model.to(...)`` changes dtype, device and memory format as always.
 
     Args:
         model: Changed by hooks; ``remove()`` undoes it.
@@ -186,6 +234,9 @@ def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
     """
     check_model(model, "store_codes(model, optimizer)")
     check_values(model)
+    for module in model.modules():
+        for hook in hooks_of(module, _Hook):
+            hook.check()
     if not isinstance(optimizer, Quantized):
         raise TypeError(
             "store_codes needs an optimizer of fixed point, such as marvin.MSGD(...) or "

@@ -225,7 +225,6 @@ def test_a_shared_weight_counts_with_each_module_that_has_it():
     assert met == pytest.approx(16_000, rel=0.1)  # two layers have few formats between them
 
 
-@pytest.mark.filterwarnings("ignore:modules that came")
 @pytest.mark.parametrize("when", [0, 9], ids=["before the first step", "in mid-training"])
 def test_a_layer_that_was_replaced_has_no_part_in_a_target(when):
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import marvin
+from tests.same import assert_same
 
 
 def make_model():
@@ -113,13 +114,70 @@ def test_a_layer_that_took_the_place_of_another():
     with pytest.warns(UserWarning, match=r"not trained: 4\.bias, 4\.weight; load states"):
         train(model, optimizer, steps=10)
     new = [(f"new.{name}", p) for name, p in model[4].named_parameters()]
-    with pytest.warns(UserWarning, match="do not round: 4; call it again"):
-        optimizer.add_param_group({"params": new})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        optimizer.add_param_group({"params": new})
         marvin.quantize_activations(model, optimizer)
         train(model, optimizer, steps=25)
     assert is_in(inputs_seen(model, "4"), optimizer.input_formats()["new.weight"])
+
+
+@pytest.mark.parametrize("between", [lambda _: None, lambda optimizer: optimizer.state_dict()])
+def test_modules_that_came_are_named_at_the_first_step(between):
+    """Where their parameters were given, and quantize_activations was not called again."""
+    model, optimizer, _ = trained()
+    model.append(nn.Linear(3, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.add_param_group({"params": model[5].named_parameters(prefix="5")})
+        between(optimizer)
+    with pytest.warns(UserWarning, match="do not round: 5; call it again") as seen:
+        train(model, optimizer, steps=1)
+    assert {own.filename for own in seen} == {__file__}
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error")
+        train(model, optimizer, steps=25)
+
+
+def make_replaced(is_given=True):
+    """Return a model whose layer was replaced, and its optimizer, which has both."""
+    model = nn.ModuleDict({"body": nn.Linear(8, 16), "fc": nn.Linear(16, 3)})
+    model.forward = lambda x: model["fc"](model["body"](x).relu())
+    optimizer = make_optimizer(model.named_parameters())
+    marvin.quantize_activations(model, optimizer)
+    model["fc"] = nn.Linear(16, 3)
+    if is_given:
+        optimizer.add_param_group({"params": model["fc"].named_parameters(prefix="fc.new")})
+        marvin.quantize_activations(model, optimizer)
+    return model, optimizer
+
+
+def test_a_layer_with_the_names_of_the_one_before_is_told_others():
+    model, optimizer = make_replaced(is_given=False)
+    new = model["fc"].named_parameters(prefix="fc")
+    message = (
+        r"got \['fc\.bias', 'fc\.weight'\] .*model\.fc\.named_parameters\(prefix=\"fc\.new\"\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": new})
+    assert len(optimizer.param_groups) == len(optimizer.optimizer.param_groups) == 1
+
+
+def test_a_replaced_layer_learns_and_resumes():
+    torch.manual_seed(0)
+    model, optimizer = make_replaced()
+    train(model, optimizer)
+    torch.manual_seed(1)
+    other, resumed = make_replaced()
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    before = model["fc"].weight.clone()
+    for pair in ((model, optimizer), (other, resumed)):
+        torch.manual_seed(2)
+        train(*pair)
+    assert (model["fc"].weight != before).any()
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_same(resumed.state_dict(), optimizer.state_dict())
 
 
 def test_parameters_that_a_state_replaced():

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -455,3 +456,61 @@ def test_weights_of_an_interrupted_step_are_no_new_masters(compact, monkeypatch)
         optimizer.step(loss=1.0)
     assert_same(*(optimizer.state_dict() for _, optimizer in runs))
     assert_same(*(model.state_dict() for model, _ in runs))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.filterwarnings("error")
+def test_a_weight_that_is_not_finite_is_no_new_master(value, runs, nonfinite, compact):
+    """Nor is a finite one that was changed beside it, as long as the step is refused."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(64, 4), "b": nn.Linear(64, 4), "aux": nn.Linear(64, 4)})
+    adam = torch.optim.Adam(model.named_parameters(), lr=0.1)
+    optimizer = Quantized(
+        adam, marvin.StaticPolicy(6, 6), nonfinite=nonfinite, compact_state=compact
+    )
+
+    def evaluate():
+        optimizer.zero_grad()
+        layers = [model[n] for n in (("a", "b", "aux") if runs else ("a", "b"))]
+        loss = sum(layer(torch.ones(2, 64)).square().mean() for layer in layers)
+        loss.backward()
+        return loss.detach()
+
+    optimizer.step(loss=evaluate())
+    before = copy.deepcopy((model, optimizer.state_dict()))
+    with torch.no_grad():
+        model["a"].weight.zero_()
+        model["aux"].weight[0, 0] = value
+    loss = evaluate()
+    if nonfinite == "raise":
+        with pytest.raises(FloatingPointError, match=r"got weights aux\.weight \(optimizer\.load"):
+            optimizer.step(loss=loss)
+    else:
+        with pytest.warns(UserWarning, match=r"skipped while weights are not finite: aux\.weight"):
+            optimizer.step(loss=loss)
+        assert optimizer.skipped_steps == 1
+        before[1]["marvin"]["skipped"] = 1
+    with pytest.raises(FloatingPointError, match=r"got others in aux\.weight; nothing"):
+        optimizer.adopt_weights()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = optimizer.state_dict()
+    assert_same(state, before[1])
+    optimizer.load_state_dict(state)
+    assert_same(dict(model.state_dict()), dict(before[0].state_dict()))
+    optimizer.step(loss=evaluate())
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("loss", [None, 1.0])
+def test_a_weight_that_is_not_finite_is_refused_without_gradients_too(loss):
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model[3].weight[0, 0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"got weights 3\.weight"):
+        optimizer.step(loss=loss)

@@ -118,6 +118,41 @@ def test_the_wrapped_optimizers_own_step_is_refused():
             wrapped.step()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_groups_of_the_wrapped_optimizer_are_refused_until_both_have_them(kind):
+    net, late = model(), [torch.nn.Linear(4, 4) for _ in range(3)]
+    wrapped = kind(net.parameters(), lr=0.1)
+    optimizer = marvin.Quantized(wrapped, marvin.FixedPolicy())
+    state = optimizer.state_dict()
+    for layer in late[:2]:
+        wrapped.add_param_group({"params": layer.parameters(), "lr": 0.2})
+    params = [*net.parameters(), *late[0].parameters(), *late[1].parameters()]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before = [p.clone() for p in params]
+    calls = (
+        lambda: optimizer.step(loss=1.0),
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict(state),
+        lambda: optimizer.add_param_group({"params": late[2].parameters()}),
+        lambda: optimizer.add_param_group(wrapped.param_groups[2]),
+    )
+    message = (
+        rf"added to the Quantized optimizer: got 2 more in its {kind.__name__}, .*groups\[1\]\)"
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    torch.testing.assert_close(params, before, rtol=0, atol=0)
+    for _ in range(2):
+        optimizer.add_param_group(wrapped.param_groups[len(optimizer.param_groups)])
+    optimizer.step(loss=1.0)
+    assert optimizer.state_dict()["marvin"]["step"] == 1
+    assert all((p != old).any() for p, old in zip(params, before, strict=True))
+    optimizer.add_param_group({"params": late[2].parameters()})
+    assert [group["lr"] for group in wrapped.param_groups] == [0.1, 0.2, 0.2, 0.1]
+
+
 def test_an_optimizer_is_wrapped_once():
     """Its groups hold the settings of the first policy, which would hide those of the second."""
     adam = torch.optim.Adam(model().parameters())

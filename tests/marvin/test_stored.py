@@ -1,5 +1,6 @@
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -314,3 +315,78 @@ def test_activations_may_be_quantised_too():
         train(model, optimizer, range(3))
         models.append(dict(model.state_dict()))
     torch.testing.assert_close(models[0], models[1], rtol=0, atol=0)
+
+
+MOVES = {
+    "memory format": lambda model: model.to(memory_format=torch.channels_last),
+    "bfloat16": lambda model: model.bfloat16(),
+    "half": lambda model: model.half(),
+    "copied": lambda model: model._apply(lambda t: t.clone()),
+    "a layer": lambda model: model[0].to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("then", ["forward", "state", "step", "restore"])
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.filterwarnings("error")
+def test_a_model_that_is_moved_keeps_its_values(move, then):
+    torch.manual_seed(0)
+    # one weight of a single element
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 1))
+    model.append(nn.Linear(1, 1))
+    optimizer = MSGD(model.named_parameters(), lr=0.05)
+    plain = copy.deepcopy(model)
+    move(plain)
+    stored = store_codes(model, optimizer)
+    masters = copy.deepcopy([own["master"] for own in optimizer.state_dict()["state"].values()])
+    move(model)
+    x = torch.randn(2, 2, 4, 4, dtype=model[3].bias.dtype)
+    if then == "forward":
+        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
+    elif then == "step":
+        optimizer.step()
+    elif then == "restore":
+        stored.restore()
+        assert model[0].weight.stride() == plain[0].weight.stride()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+    kept = [own["master"] for own in optimizer.state_dict()["state"].values()]
+    torch.testing.assert_close(kept, masters, rtol=0, atol=0)
+    stored.remove()
+    assert model[0].weight.stride() == plain[0].weight.stride()
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "a layer": lambda model: copy.deepcopy(model[0]),
+    "pickle": pickle.dumps,
+    "save": lambda model: torch.save(model, io.BytesIO()),
+    "freeze": marvin.freeze,
+    "calibrate": lambda model: marvin.calibrate(model, [torch.ones(2, 4)]),
+    "store_codes": lambda model: store_codes(model, marvin.masters.owner_of(model[0].weight)),
+}
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+@pytest.mark.parametrize("call", COPIES.values(), ids=COPIES)
+def test_copies_need_values(call, is_moved):
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = Quantized(torch.optim.SGD(model.named_parameters(), lr=0.1), FixedPolicy(8, 5))
+    marvin.quantize_activations(model, optimizer)
+    store_codes(model, optimizer)
+    if is_moved:
+        model.bfloat16()
+    with pytest.raises(ValueError, match=r"got codes in the place of 0\.weight: call remove\(\)"):
+        call(model)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_a_model_with_values_is_tied_to_nothing(copied):
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = Quantized(torch.optim.SGD(model.named_parameters(), lr=0.1), FixedPolicy(8, 5))
+    stored = store_codes(model, optimizer)
+    stored.restore()
+    other, x = copied(model), torch.ones(2, 4)
+    torch.testing.assert_close(other(x), model(x), rtol=0, atol=0)
+    assert has_values(other[0].weight)
+    other.load_state_dict(other.state_dict())
+    assert has_values(other[0].weight)
