@@ -45,7 +45,8 @@ def layers(
     meta device needs, about a second; ResNet-50 then takes a tenth of one.
 
     Args:
-        model: Any module, on any device.
+        model: Any module, on any device. What ``marvin.integer.convert`` and ``forward_save.convert``
+            did to it does not count: its layers are those of before.
         input_shape: Shape of one sample, without the batch; of several inputs, their shapes.
         dtype: Of the input; default: that of the parameters. ``torch.int64`` for tokens.
         unknown: What to do about operations that are not known to multiply or not to: raise, or
