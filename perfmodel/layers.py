@@ -59,7 +59,8 @@ def layers(
 
     Raises:
         UnknownLayerError: An operation is not known, and ``unknown="raise"``.
-        ValueError: The model cannot run on shapes alone; says which module failed.
+        ValueError: The model cannot run on shapes alone, or is lazy and has not run yet; says which
+            module failed.
 
     Examples:
         >>> [r.madds for r in perfmodel.layers(torch.nn.Linear(3, 2), (3,))]

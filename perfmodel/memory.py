@@ -178,7 +178,7 @@ def saved_bytes(
         Storages kept, each once; parameters and buffers are left out, the input is not.
 
     Raises:
-        ValueError: The model failed; says in which module.
+        ValueError: The model failed, or is lazy and has not run yet; says in which module.
 
     Source:
         The convention that reproduces Few-bit backward, appendix B.

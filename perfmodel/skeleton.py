@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fixedpoint_kernels._torch_private import HOOKS, fill_copy, uncompiled
 from fixedpoint_kernels.watch import OtherForward, Running, is_torchs, stock_class
@@ -28,7 +29,17 @@ def skeleton(model: nn.Module, convert: Convert) -> nn.Module:
 
     Returns:
         The copy. Attributes that are neither tensors nor modules are shared.
+
+    Raises:
+        ValueError: A module is lazy: its weights have no shape yet.
     """
+    for name, module in model.named_modules():
+        if any(map(is_lazy, (*module.parameters(False), *module.buffers(False)))):
+            raise ValueError(
+                f"every weight must have a shape, got none yet in {name or 'the model itself'} "
+                f"({type(module).__name__}): run the model once first, such as in the function that "
+                "makes it"
+            )
     tensors: dict[int, Tensor] = {}
 
     def once(tensor: Tensor | None) -> Tensor | None:

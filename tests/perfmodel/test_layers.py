@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import marvin
 import perfmodel
 from fixedpoint_kernels import forward_save
+from perfmodel.__main__ import main
 from perfmodel.layers import total_madds
 from perfmodel.memory import saved_bytes
 from perfmodel.zoo import MODELS
@@ -220,6 +221,24 @@ def test_a_model_that_needs_values_names_its_module():
     model = nn.Sequential(nn.Linear(4, 4), Call(lambda x: x[x > 0]))
     with pytest.raises(ValueError, match=r"shapes alone \(the meta device\), got .* in 1: "):
         count(model, 4)
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(5), nn.LazyBatchNorm1d(affine=False)])
+def test_a_model_without_shapes_names_its_module(lazy):
+    model, x = nn.Sequential(nn.Linear(4, 4), lazy), torch.ones(2, 4)
+    message = rf"must have a shape, got none yet in 1 \({type(lazy).__name__}\): run the model once"
+    with pytest.raises(ValueError, match=message):
+        count(model, 4)
+    for measure in (False, True):
+        with pytest.raises(ValueError, match=message):
+            saved_bytes(model, x, measure=measure)
+    model(x)
+    assert total_madds(count(model, 4)) == 16 + 20 * isinstance(lazy, nn.Linear)
+
+
+def test_the_command_names_a_module_without_shapes():
+    with pytest.raises(SystemExit, match=r"^python -m perfmodel: error: .* in the model itself \("):
+        main(["model", "torch.nn:LazyLinear(out_features=5)", "--input", "3"])
 
 
 @pytest.mark.parametrize("shape", [(0,), (-1, 3), (2.5,)])
