@@ -30,7 +30,7 @@ from train.config import Config, run_folder
 from train.data import Parts, enlarge, load, split
 from train.dataset import Dataset
 from train.loop import evaluate, fit, reestimate
-from train.monitor import Monitor, Silence
+from train.monitor import Monitor, Silence, errors_once
 from train.optimizers import make_optimizer
 from train.records import RunFolder, SilentFolder, environment
 from train.training import Training, mean_word_lengths
@@ -112,6 +112,7 @@ def run(config: Config, build: Build, min_side: int) -> str:
         goes_round = held.enter_context(round_onednn(training.model))
         if goes_round and distributed.is_first():
             print("without oneDNN: on this processor it fails on strided convolutions so narrow")
+        held.enter_context(errors_once())
         with Monitor(training) if distributed.is_first() else Silence() as monitor:
             fit(training, monitor)
         return finish(training)

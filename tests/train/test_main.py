@@ -1,14 +1,19 @@
+import errno
 import json
 import logging
+import os
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fixedpoint_kernels import products
 from train import demo
 from train import main as main_module
 from train.main import choose_device, main, print_log, round_onednn
+from train.monitor import errors_once
 from train.resnet20 import DEFAULTS, MIN_SIDE, resnet20
 
 
@@ -163,3 +168,39 @@ def test_what_kernels_log_is_printed_once_after_several_runs(monkeypatch, capsys
         print_log()
     logger.info("compiling")
     assert capsys.readouterr().out == "compiling\n"
+
+
+@pytest.mark.parametrize("writes", [0, 9], ids=["from the start", "later"])
+def test_a_disk_without_room_for_tensorboard_is_one_line(writes, tmp_path, monkeypatch, capfd):
+    own, left = RecordWriter.write, [writes]
+
+    def write(self: RecordWriter, data: bytes) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        own(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", write)
+    folder = tmp_path / "run"
+    words = ["--dataset", "digits", "--width", "2", "--limit", "100", "--epochs", "1"]
+    words += ["--batch-size", "10", "--run", str(folder)]
+    with pytest.raises(SystemExit) as caught:
+        train(*words)
+    said = str(caught.value.code)
+    assert f"must be one that can be written, got {folder}/tensorboard (No space left on" in said
+    assert "\n" not in said
+    assert "Exception in thread" not in capfd.readouterr().err
+    monkeypatch.setattr(RecordWriter, "write", own)
+    train(*words, "--resume")  # as the line says
+    assert (folder / "result.json").exists()
+
+
+def test_other_threads_still_print_their_errors(monkeypatch):
+    told = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    with errors_once():
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+    assert [failed.exc_type for failed in told] == [ZeroDivisionError]
+    assert threading.excepthook == told.append
