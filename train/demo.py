@@ -1,6 +1,6 @@
 """``python -m train.demo``: ResNet20 on the embedded digits, fixed point and integers beside float32."""
 
-from perfmodel.arguments import Parser, message_of
+from perfmodel.arguments import Parser, message_of, stop
 
 PARSER = Parser(
     "python -m train.demo",
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ERRORS as error:
             sys.exit(f"python -m train.demo: error: {message_of(error)}")
         except KeyboardInterrupt:
-            sys.exit("\nstopped; the same command continues from the last checkpoint")
+            stop("stopped; the same command continues from the last checkpoint")
     print(comparison(results))
 
 

@@ -64,14 +64,28 @@ def test_auto_takes_the_gpu_where_there_is_one():
     assert choose_device("auto").type == want
 
 
-def test_ctrl_c_says_how_to_continue(monkeypatch, tmp_path):
-    def interrupt(*_: object) -> str:
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("prepare", "stopped before the run began: start it again with the same command"),
+        ("fit", "stopped; the same command with --resume continues from the last checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_ctrl_c_says_how_to_continue(place, said, is_named, monkeypatch, tmp_path, capsys):
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main_module, "run", interrupt)
-    with pytest.raises(SystemExit) as caught:
-        train("--run", str(tmp_path))
-    assert "--resume" in str(caught.value.code)
+    monkeypatch.chdir(tmp_path)
+    words = ["--dataset", "digits"] if is_named else ["--run", "here"]
+    words += ["--width", "2", "--limit", "50", "--epochs", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(main_module, place, interrupt)
+        with pytest.raises(SystemExit) as caught:
+            train(*words)
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == f"\n{said}\n"
+    train(*words, *(["--resume"] if place == "fit" else []))  # as it says
 
 
 def test_the_demo_has_help_and_no_arguments(monkeypatch, capsys):
