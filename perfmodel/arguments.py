@@ -8,9 +8,10 @@ import math
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from types import TracebackType
 from typing import NoReturn
 
-__all__ = ["Parser", "message_of", "real", "stop", "version", "whole"]
+__all__ = ["Parser", "message_of", "real", "stop", "stop_at_interrupt", "version", "whole"]
 
 INTERRUPTED = 130  # 128 and the number of SIGINT
 
@@ -51,6 +52,18 @@ def stop(message: str = "stopped") -> NoReturn:
     """End the process as after Ctrl-C: with one line, and the status that shells have for it."""
     print(f"\n{message}", file=sys.stderr)
     sys.exit(INTERRUPTED)
+
+
+def stop_at_interrupt() -> None:
+    """Let Ctrl-C end this process with one line from here on, also while imports take their time."""
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            stop()
+        before(kind, error, trace)
+
+    sys.excepthook = tell
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
