@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from fixedpoint_kernels._torch_private import storage_key
 
-__all__ = ["Caller", "Running", "Storage", "Watch", "is_torchs"]
+__all__ = ["Caller", "OtherForward", "Running", "Storage", "Watch", "is_torchs", "stock_class"]
 
 
 class Caller(NamedTuple):
@@ -142,6 +142,15 @@ class Watch(TorchFunctionMode):
 
     def _caller(self) -> Caller:
         return Caller(self._running.name, self._function, self._running.kind)
+
+
+class OtherForward:
+    """What a module runs in place of its class's ``forward``; see ``marvin.integer.fusion``."""
+
+
+def stock_class(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class that a layer had before ``marvin.integer.convert``; None where it is not converted."""
+    return vars(type(module)).get("_integer_stock")
 
 
 def is_torchs(hook: object) -> bool:

@@ -9,11 +9,11 @@ from torch.optim.optimizer import StateDict
 from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels._torch_private import exchange_hooks, hooks_of, put_before, remove_hooks
+from fixedpoint_kernels.watch import OtherForward
 from marvin.model_formats import decode_formats
 from marvin.rounder import BUFFER, ForwardState, Rounder
 
 __all__ = [
-    "OtherForward",
     "Unscripted",
     "detach",
     "give_place",
@@ -118,10 +118,6 @@ def _keep_out_of_compilation() -> None:
     for kind in (_Inputs, _Outputs):  # takes a second the first time
         disabled: Any = torch.compiler.disable(kind.__call__)
         kind.__call__ = disabled
-
-
-class OtherForward:
-    """What a module runs in place of its class's ``forward``; see ``marvin.integer.fusion``."""
 
 
 def restore_forwards(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from perfmodel.arguments import Parser, message_of, real, whole
+from perfmodel.arguments import Parser, message_of, real, stop_at_interrupt, whole
 from perfmodel.layers import Layer
 from perfmodel.run import read_run
 
@@ -140,4 +140,5 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
+    stop_at_interrupt()
     main()

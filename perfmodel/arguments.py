@@ -5,11 +5,15 @@ Loads no torch: commands read their arguments before anything slow is imported.
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from importlib import metadata
+from types import TracebackType
 from typing import NoReturn
 
-__all__ = ["Parser", "message_of", "real", "version", "whole"]
+__all__ = ["Parser", "message_of", "real", "stop", "stop_at_interrupt", "version", "whole"]
+
+INTERRUPTED = 130  # 128 and the number of SIGINT
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,6 +46,24 @@ def message_of(error: BaseException) -> str:
     """Return the message of an error as one line without control characters, whatever is in it."""
     text = "".join(c if c.isprintable() else " " for c in str(error))
     return " ".join(text.split()) or type(error).__name__
+
+
+def stop(message: str = "stopped") -> NoReturn:
+    """End the process as after Ctrl-C: with one line, and the status that shells have for it."""
+    print(f"\n{message}", file=sys.stderr)
+    sys.exit(INTERRUPTED)
+
+
+def stop_at_interrupt() -> None:
+    """Let Ctrl-C end this process with one line from here on, also while imports take their time."""
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            stop()
+        before(kind, error, trace)
+
+    sys.excepthook = tell
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:

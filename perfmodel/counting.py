@@ -15,6 +15,7 @@ from fixedpoint_kernels._torch_private import (
     storage_key,
     tree_leaves,
 )
+from fixedpoint_kernels.forward_save.swap import is_converted, is_restorable, restore_
 from fixedpoint_kernels.watch import Running
 from perfmodel.madds import Layer
 from perfmodel.operators import EMBEDDINGS, Product, is_free, name_of, product
@@ -29,6 +30,9 @@ def count(
     """See ``perfmodel.layers``; unknown operations apart."""
     copy = skeleton(model, on_meta)
     for module in copy.modules():
+        # forward_save changes what is kept, not what is multiplied
+        if is_converted(module) and is_restorable(module):
+            restore_(module)
         if isinstance(module, BatchNormBase):
             module.training = False
     dtype = dtype or next((p.dtype for p in copy.parameters()), torch.float32)

@@ -45,7 +45,8 @@ def layers(
     meta device needs, about a second; ResNet-50 then takes a tenth of one.
 
     Args:
-        model: Any module, on any device.
+        model: Any module, on any device. What ``marvin.integer.convert`` and ``forward_save.convert``
+            did to it does not count: its layers are those of before.
         input_shape: Shape of one sample, without the batch; of several inputs, their shapes.
         dtype: Of the input; default: that of the parameters. ``torch.int64`` for tokens.
         unknown: What to do about operations that are not known to multiply or not to: raise, or
@@ -58,7 +59,8 @@ def layers(
 
     Raises:
         UnknownLayerError: An operation is not known, and ``unknown="raise"``.
-        ValueError: The model cannot run on shapes alone; says which module failed.
+        ValueError: The model cannot run on shapes alone, or is lazy and has not run yet; says which
+            module failed.
 
     Examples:
         >>> [r.madds for r in perfmodel.layers(torch.nn.Linear(3, 2), (3,))]

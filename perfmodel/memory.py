@@ -168,7 +168,8 @@ def saved_bytes(
     a workspace of oneDNN's, often more than all the rest, that only measuring tells; ``source`` says so.
 
     Args:
-        model: Any module; its parameters may be on the meta device unless measured.
+        model: Any module; its parameters may be on the meta device unless measured. What
+            ``forward_save.convert`` did counts; layers of ``marvin.integer.convert`` count as those of before.
         inputs: What to call it with; the values matter only if measured.
         measure: False: predicted with fake tensors, which run nothing and take no memory, for the
             kernels of the inputs' device (those of the CPU for the meta device). True: really run.
@@ -177,7 +178,7 @@ def saved_bytes(
         Storages kept, each once; parameters and buffers are left out, the input is not.
 
     Raises:
-        ValueError: The model failed; says in which module.
+        ValueError: The model failed, or is lazy and has not run yet; says in which module.
 
     Source:
         The convention that reproduces Few-bit backward, appendix B.

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fixedpoint_kernels._torch_private import HOOKS, fill_copy, uncompiled
-from fixedpoint_kernels.watch import Running, is_torchs
+from fixedpoint_kernels.watch import OtherForward, Running, is_torchs, stock_class
 
 __all__ = ["explain", "skeleton"]
 
@@ -18,7 +19,8 @@ Convert = Callable[[Tensor], Tensor]
 def skeleton(model: nn.Module, convert: Convert) -> nn.Module:
     """Return a copy of ``model`` with every tensor replaced, and without hooks but torch's own.
 
-    Those of weight and spectral normalisation make the weight.
+    Those of weight and spectral normalisation make the weight. What ``marvin.integer.convert`` did
+    is undone: its products need values.
 
     Args:
         model: Left as it is.
@@ -27,7 +29,17 @@ def skeleton(model: nn.Module, convert: Convert) -> nn.Module:
 
     Returns:
         The copy. Attributes that are neither tensors nor modules are shared.
+
+    Raises:
+        ValueError: A module is lazy: its weights have no shape yet.
     """
+    for name, module in model.named_modules():
+        if any(map(is_lazy, (*module.parameters(False), *module.buffers(False)))):
+            raise ValueError(
+                f"every weight must have a shape, got none yet in {name or 'the model itself'} "
+                f"({type(module).__name__}): run the model once first, such as in the function that "
+                "makes it"
+            )
     tensors: dict[int, Tensor] = {}
 
     def once(tensor: Tensor | None) -> Tensor | None:
@@ -46,8 +58,13 @@ def _copy(
     """Copy ``module`` and all below it; a module met before is the same copy."""
     if id(module) in copies:
         return copies[id(module)]
-    copy = copies[id(module)] = module.__new__(type(module))
-    state = {name: _attribute(value, module, copy) for name, value in vars(module).items()}
+    kind = stock_class(module) or type(module)
+    copy = copies[id(module)] = kind.__new__(kind)
+    state = {
+        name: _attribute(value, module, copy)
+        for name, value in vars(module).items()
+        if not isinstance(value, OtherForward)
+    }
     copy.__dict__ = {n: convert(v) if isinstance(v, Tensor) else v for n, v in state.items()}
     for name in HOOKS:
         hooks = getattr(module, name)

@@ -1,10 +1,12 @@
 """``python -m train.alexnet``: train AlexNet in fixed point or in float32."""
 
+from perfmodel.arguments import stop_at_interrupt
 from train.arguments import parse
 from train.config import Config
 
 DEFAULTS = Config(model="alexnet", width=64, buffer_bits=4, lr=0.02)
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     parse(DEFAULTS)
 
 from collections import OrderedDict

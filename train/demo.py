@@ -1,6 +1,6 @@
 """``python -m train.demo``: ResNet20 on the embedded digits, fixed point and integers beside float32."""
 
-from perfmodel.arguments import Parser, message_of
+from perfmodel.arguments import Parser, message_of, stop, stop_at_interrupt
 
 PARSER = Parser(
     "python -m train.demo",
@@ -12,6 +12,7 @@ run. What an earlier call began in runs/demo-sgd, demo-msgd and demo-int8 is fin
 )
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import sys
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ERRORS as error:
             sys.exit(f"python -m train.demo: error: {message_of(error)}")
         except KeyboardInterrupt:
-            sys.exit("\nstopped; the same command continues from the last checkpoint")
+            stop("stopped; the same command continues from the last checkpoint")
     print(comparison(results))
 
 

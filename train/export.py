@@ -9,7 +9,7 @@ all. With --verify the files are run, and must compute what the integer referenc
 from pathlib import Path
 
 from marvin.export.arguments import Parser
-from perfmodel.arguments import whole
+from perfmodel.arguments import stop_at_interrupt, whole
 
 PARSER = Parser("python -m train.export", __doc__)
 PARSER.add_argument("run", type=Path, metavar="RUN", help="run folder of train")
@@ -30,6 +30,7 @@ PARSER.add_argument(
 PARSER.add_argument("--data-dir", help="folder of data sets, where it has moved or is to be made")
 
 if __name__ == "__main__":  # --help and slips are answered before the trainer loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import copy

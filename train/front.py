@@ -7,12 +7,13 @@ with ``--keep-front`` keeps the checkpoints of its own front in ``RUN/front``. T
 
 from pathlib import Path
 
-from perfmodel.arguments import Parser, message_of
+from perfmodel.arguments import Parser, message_of, stop_at_interrupt
 
 PARSER = Parser("python -m train.front", (__doc__ or "").partition("\n")[0])
 PARSER.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import io

@@ -17,9 +17,9 @@ import marvin
 import perfmodel
 from fixedpoint_kernels import forward_save, products
 from fixedpoint_kernels.few_bit.activations import ENTRIES
-from perfmodel.arguments import message_of
+from perfmodel.arguments import message_of, stop
 from perfmodel.cost import weights_of
-from perfmodel.files import LAYERS, UserError
+from perfmodel.files import CONFIG, LAYERS, UserError
 from perfmodel.report import one_line
 from perfmodel.run import read_run
 from train import checkpoint, distributed, plot
@@ -27,10 +27,10 @@ from train.arguments import parse
 from train.augment import private_generator
 from train.checks import in_flags
 from train.config import Config, run_folder
-from train.data import Parts, enlarge, load, split
+from train.data import Parts, choose, enlarge, load, split
 from train.dataset import Dataset
 from train.loop import evaluate, fit, reestimate
-from train.monitor import Monitor, Silence
+from train.monitor import Monitor, Silence, errors_once
 from train.optimizers import make_optimizer
 from train.records import RunFolder, SilentFolder, environment
 from train.training import Training, mean_word_lengths
@@ -55,9 +55,17 @@ def main(defaults: Config, build: Build, min_side: int, argv: Sequence[str] | No
         who = "" if distributed.is_first() else f"process {distributed.rank()}: "
         sys.exit(f"python -m train.{config.model}: {who}error: {message_of(error)}")
     except KeyboardInterrupt:
-        sys.exit("\nstopped; the same command with --resume continues from the last checkpoint")
+        stop(_how_to_go_on(config))
     if distributed.is_first():
         print(summary)
+
+
+def _how_to_go_on(config: Config) -> str:
+    """Return what is to be done about a run that Ctrl-C has stopped."""
+    name = choose(config.dataset, Path(config.data_dir))
+    if (run_folder(dataclasses.replace(config, dataset=name)) / CONFIG).exists():
+        return "stopped; the same command with --resume continues from the last checkpoint"
+    return "stopped before the run began: start it again with the same command"
 
 
 def own_process(config: Config) -> None:
@@ -112,6 +120,7 @@ def run(config: Config, build: Build, min_side: int) -> str:
         goes_round = held.enter_context(round_onednn(training.model))
         if goes_round and distributed.is_first():
             print("without oneDNN: on this processor it fails on strided convolutions so narrow")
+        held.enter_context(errors_once())
         with Monitor(training) if distributed.is_first() else Silence() as monitor:
             fit(training, monitor)
         return finish(training)

@@ -1,5 +1,9 @@
 """What a run shows while it goes: a progress bar, a line an epoch, TensorBoard."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -10,9 +14,10 @@ from perfmodel.meter import Meter
 from perfmodel.run import start_of
 from train.bars import HIDDEN, tqdm
 from train.config import to_dict
+from train.errors import UserError
 from train.training import Progress, Training
 
-__all__ = ["Monitor", "Silence"]
+__all__ = ["Monitor", "Silence", "errors_once"]
 
 Row = dict[str, float | None]
 
@@ -22,18 +27,23 @@ class Monitor:
 
     Args:
         training: The run; TensorBoard files go to its folder, without the steps it will repeat.
+
+    Raises:
+        UserError: The TensorBoard files cannot be written.
     """
 
     def __init__(self, training: Training):
         next_step = training.progress.total_steps + 1
-        folder = training.folder.tensorboard
-        self._writer = SummaryWriter(str(folder), purge_step=next_step, flush_secs=10)
+        self._folder = training.folder.tensorboard
+        with _written(self._folder):
+            self._writer = SummaryWriter(str(self._folder), purge_step=next_step, flush_secs=10)
         self._bar: tqdm[Any] | None = None
         self._meter = _meter(training)
         self._switches = -1  # that the curves show
         self._drawn: dict[str, float] = {}  # where the curves are
         if isinstance(training.optimizer, marvin.Quantized):
-            marvin.tensorboard.add_layout(self._writer)
+            with _written(self._folder):
+                marvin.tensorboard.add_layout(self._writer)
             if next_step > 1:
                 self._switches = len(training.optimizer.trace)
                 self._drawn = marvin.tensorboard.scalars_of(training.optimizer)
@@ -41,14 +51,24 @@ class Monitor:
     def __enter__(self) -> "Monitor":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._writer.close()
+        try:
+            with _written(self._folder):
+                self._writer.close()
+        except UserError:
+            if kind is None:  # else the run ends by that error
+                raise
 
     def flush(self) -> None:
-        """Write what TensorBoard has so far: called before each checkpoint."""
-        self._writer.flush()
+        """Write what TensorBoard has so far: called before each checkpoint.
+
+        Raises:
+            UserError: The TensorBoard files cannot be written.
+        """
+        with _written(self._folder):
+            self._writer.flush()
 
     def begin_epoch(self, progress: Progress, images: int) -> None:
         """Open the bar of an epoch of ``images`` images."""
@@ -63,15 +83,19 @@ class Monitor:
         )
 
     def step(self, training: Training, loss: float) -> None:
-        """Show one optimiser step."""
+        """Show one optimiser step.
+
+        Raises:
+            UserError: The TensorBoard files cannot be written.
+        """
         progress, bar = training.progress, self._bar
-        self._writer.add_scalar("loss/step", loss, progress.total_steps)
+        self._scalar("loss/step", loss, progress.total_steps)
         speedup = None
         if isinstance(training.optimizer, marvin.Quantized):
             self._formats(training.optimizer, progress.total_steps)
             speedup = self._meter.speedup(training.optimizer.trace, progress.total_steps)
-            self._writer.add_scalar("speedup/so_far_modelled", speedup, progress.total_steps)
-            self._writer.add_scalar("ebops_modelled", self._meter.ebops(), progress.total_steps)
+            self._scalar("speedup/so_far_modelled", speedup, progress.total_steps)
+            self._scalar("ebops_modelled", self._meter.ebops(), progress.total_steps)
         if bar is not None and not bar.disable:
             shown = {
                 "loss": f"{progress.loss_sum / progress.seen:.3f}",
@@ -91,12 +115,17 @@ class Monitor:
             return
         self._switches = len(optimizer.trace)
         for name, value in self._drawn.items():
-            self._writer.add_scalar(name, value, step)
+            self._scalar(name, value, step)
         self._drawn = marvin.tensorboard.scalars_of(optimizer)
-        marvin.tensorboard.log_formats(self._writer, optimizer, step)
+        with _written(self._folder):
+            marvin.tensorboard.log_formats(self._writer, optimizer, step)
 
     def epoch(self, row: Row, training: Training, images_per_s: float) -> None:
-        """Show the metrics of a whole epoch."""
+        """Show the metrics of a whole epoch.
+
+        Raises:
+            UserError: The TensorBoard files cannot be written.
+        """
         if self._bar is not None:
             self._bar.close()
         step = training.progress.total_steps
@@ -113,7 +142,40 @@ class Monitor:
 
     def _scalar(self, name: str, value: float | None, step: int) -> None:
         if value is not None:
-            self._writer.add_scalar(name, value, step)
+            with _written(self._folder):
+                self._writer.add_scalar(name, value, step)
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Name the folder where TensorBoard cannot write: its own errors do not.
+
+    Raises:
+        UserError: It cannot.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"TensorBoard's folder must be one that can be written, got {folder} "
+            f"({error.strerror or error}): make room, or let it be written, then go on with --resume"
+        ) from error
+
+
+@contextmanager
+def errors_once() -> Iterator[None]:
+    """Print no traceback of TensorBoard's thread: the next call to its writer raises the same error."""
+    before = threading.excepthook
+
+    def tell(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            before(failed)
+
+    threading.excepthook = tell
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 class Silence(Monitor):
@@ -122,7 +184,7 @@ class Silence(Monitor):
     def __init__(self) -> None:  # pyright: ignore[reportMissingSuperCall]
         pass
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         pass
 
     def flush(self) -> None:

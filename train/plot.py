@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-from perfmodel.arguments import Parser, message_of
+from perfmodel.arguments import Parser, message_of, stop_at_interrupt
 
 PARSER = Parser("python -m train.plot", __doc__ or "")
 PARSER.add_argument("run", type=Path, metavar="RUN", help="folder of a run of msgd")
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     PARSER.parse_args()
 
 import io

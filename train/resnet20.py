@@ -1,10 +1,12 @@
 """``python -m train.resnet20``: train ResNet20 in fixed point or in float32."""
 
+from perfmodel.arguments import stop_at_interrupt
 from train.arguments import parse
 from train.config import Config
 
 DEFAULTS = Config(model="resnet20", width=16, buffer_bits=8, channels_last=True)
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     parse(DEFAULTS)
 
 import itertools

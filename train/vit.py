@@ -1,10 +1,12 @@
 """``python -m train.vit``: train a small vision transformer in fixed point or in float32."""
 
+from perfmodel.arguments import stop_at_interrupt
 from train.arguments import parse
 from train.config import Config
 
 DEFAULTS = Config(model="vit", width=64, activation="gelu", buffer_bits=8, lr=0.02)
 if __name__ == "__main__":  # --help and slips are answered before torch loads
+    stop_at_interrupt()
     parse(DEFAULTS)
 
 import torch

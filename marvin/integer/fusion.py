@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 
 from fixedpoint_kernels import products
 from fixedpoint_kernels._torch_private import global_forward_hooks, is_watched
-from marvin.hooks import OtherForward, restore_forwards, rounders_of
+from fixedpoint_kernels.watch import OtherForward
+from marvin.hooks import restore_forwards, rounders_of
 from marvin.integer.chain_run import ChainRun
 from marvin.integer.formats import has_hooks, rounds_inputs
 from marvin.integer.graph import NOT_TRACED, Arguments, Chain, Traced, part_of, trace

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedpoint_kernels._torch_private import is_transformed, is_watched, own_parameters
+from fixedpoint_kernels.watch import stock_class
 from marvin.integer import autograd, lone_run
 from marvin.integer.formats import (
     OPTIONS,
@@ -43,6 +44,8 @@ __all__ = [
 class IntegerConv1d(nn.Conv1d):
     """A convolution in one dimension; see ``marvin.integer.convert``."""
 
+    _integer_stock = nn.Conv1d
+
     def forward(self, input: Tensor) -> Tensor:
         """Return (samples, outputs, length) of (samples, channels, length)."""
         return _forward(self, input, super().forward)
@@ -50,6 +53,8 @@ class IntegerConv1d(nn.Conv1d):
 
 class IntegerConv2d(nn.Conv2d):
     """A convolution in two dimensions; see ``marvin.integer.convert``."""
+
+    _integer_stock = nn.Conv2d
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (samples, outputs, height, width) of (samples, channels, height, width)."""
@@ -67,6 +72,8 @@ class _FromFloats:
 
 class IntegerLinear(_FromFloats, nn.Linear):
     """A linear layer; see ``marvin.integer.convert``."""
+
+    _integer_stock = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (samples, ..., outputs) of (samples, ..., features)."""
@@ -109,17 +116,13 @@ def features_of(layer: Any) -> tuple[int, int]:
     return layer.out_features, layer.in_features
 
 
-def stock_class(module: nn.Module) -> type | None:
-    """Return the class that a converted module had before; None where it is not converted."""
-    kind = type(module)
-    if isinstance(module, TransposedLinear):
-        return kind.__bases__[1]
-    return next((stock for stock, own in CLASSES.items() if own is kind), None)
-
-
 @cache
 def _transposed(kind: type) -> type:
-    scope = {"__module__": __name__, "__doc__": "A linear layer; see ``marvin.integer.convert``."}
+    scope = {
+        "__module__": __name__,
+        "__doc__": "A linear layer; see ``marvin.integer.convert``.",
+        "_integer_stock": kind,
+    }
     return type("IntegerConv1D", (TransposedLinear, kind), scope)
 
 

@@ -12,7 +12,7 @@ from fixedpoint_kernels._torch_private import (
     children_of,
     table_of,
 )
-from marvin.hooks import OtherForward
+from fixedpoint_kernels.watch import OtherForward
 from marvin.integer.formats import OPTIONS, PREPACKED
 from marvin.integer.graph import Traced
 from marvin.integer.layers import TransposedLinear

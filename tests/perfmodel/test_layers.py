@@ -8,8 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import marvin
 import perfmodel
+from fixedpoint_kernels import forward_save
+from perfmodel.__main__ import main
 from perfmodel.layers import total_madds
+from perfmodel.memory import saved_bytes
 from perfmodel.zoo import MODELS
 from train.alexnet import alexnet
 from train.resnet20 import resnet20
@@ -219,6 +223,24 @@ def test_a_model_that_needs_values_names_its_module():
         count(model, 4)
 
 
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(5), nn.LazyBatchNorm1d(affine=False)])
+def test_a_model_without_shapes_names_its_module(lazy):
+    model, x = nn.Sequential(nn.Linear(4, 4), lazy), torch.ones(2, 4)
+    message = rf"must have a shape, got none yet in 1 \({type(lazy).__name__}\): run the model once"
+    with pytest.raises(ValueError, match=message):
+        count(model, 4)
+    for measure in (False, True):
+        with pytest.raises(ValueError, match=message):
+            saved_bytes(model, x, measure=measure)
+    model(x)
+    assert total_madds(count(model, 4)) == 16 + 20 * isinstance(lazy, nn.Linear)
+
+
+def test_the_command_names_a_module_without_shapes():
+    with pytest.raises(SystemExit, match=r"^python -m perfmodel: error: .* in the model itself \("):
+        main(["model", "torch.nn:LazyLinear(out_features=5)", "--input", "3"])
+
+
 @pytest.mark.parametrize("shape", [(0,), (-1, 3), (2.5,)])
 def test_bad_shapes(shape):
     with pytest.raises(ValueError, match="sizes of at least 1, got"):
@@ -255,6 +277,59 @@ def test_the_model_is_left_alone():
     assert not called
     assert len(model[1]._forward_hooks) == 0
     assert all(m.training for m in model.modules())
+
+
+def convolutions():
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(128, 10))
+
+
+def converted(*, has_formats=True):
+    model = convolutions()
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy())
+    if has_formats:
+        marvin.quantize_activations(model, optimizer)
+    marvin.integer.convert(model)
+    return model
+
+
+def stepped():
+    model = converted()
+    model(torch.ones(2, 3, 8, 8)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        converted,
+        stepped,
+        lambda: converted().eval(),
+        lambda: converted(has_formats=False),
+        lambda: marvin.freeze(converted().eval()),
+    ],
+    ids=["train", "after a step", "eval", "no formats", "frozen"],
+)
+def test_integer_layers_count_as_those_they_were(build):
+    model, x = build(), torch.ones(2, 3, 8, 8)
+    kinds = [type(m) for m in model.modules()]
+    assert count(model, 3, 8, 8) == count(convolutions(), 3, 8, 8)
+    plain = convolutions().train(model.training)
+    plain.requires_grad_(next(model.parameters()).requires_grad)
+    for measure in (False, True):
+        kept = saved_bytes(model, x, measure=measure)
+        assert kept == saved_bytes(plain, x, measure=measure)
+    assert [type(m) for m in model.modules()] == kinds  # a copy was reverted, not the model
+    assert type(model[0]) is marvin.integer.IntegerConv2d
+
+
+def test_layers_that_keep_less_multiply_as_before():
+    model, x = convolutions(), torch.ones(2, 3, 8, 8)
+    forward_save.convert(model, few_bit=3, division={"block": 8, "bits": 2})
+    before = saved_bytes(model, x).total_bytes
+    assert count(model, 3, 8, 8) == count(convolutions(), 3, 8, 8)
+    assert saved_bytes(model, x).total_bytes == before < saved_bytes(convolutions(), x).total_bytes
 
 
 def test_size_costs_no_memory():

@@ -14,6 +14,7 @@ from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.few_bit.activations import ENTRIES
 from marvin.export import arguments
 from marvin.export.targets import write
+from perfmodel.arguments import stop_at_interrupt
 from train import commands
 from train.config import ACTIVATIONS, DIVISION_METHODS
 
@@ -52,6 +53,47 @@ def test_help_is_printed_before_torch_loads(module):
     last, done = answer(module, "--help")
     assert last == "False 0"
     assert f"usage: python -m {module} " in done.stdout
+
+
+INTERRUPT = """
+import runpy, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name in ("torch", "numpy"):
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv[1:] = {words!r}
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([f"train.{name}"] for name in ("alexnet", "demo", "resnet20", "vit")),
+        *([f"train.{name}", "run"] for name in ("front", "plot", "table")),
+        ["train.export", "run", "--to", "c"],
+        ["perfmodel", "model", "torch.nn:Identity", "--input", "3"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_ctrl_c_is_one_line_while_imports_take_their_time(words):
+    code = INTERRUPT.format(module=words[0], words=words[1:])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nstopped\n")
+
+
+def test_other_errors_keep_their_traceback(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
+    stop_at_interrupt()
+    error = ValueError("too few")
+    sys.excepthook(ValueError, error, None)
+    assert told == [(ValueError, error, None)]
 
 
 def test_no_command_is_left_out():

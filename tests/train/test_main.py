@@ -1,14 +1,19 @@
+import errno
 import json
 import logging
+import os
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fixedpoint_kernels import products
 from train import demo
 from train import main as main_module
 from train.main import choose_device, main, print_log, round_onednn
+from train.monitor import errors_once
 from train.resnet20 import DEFAULTS, MIN_SIDE, resnet20
 
 
@@ -59,14 +64,28 @@ def test_auto_takes_the_gpu_where_there_is_one():
     assert choose_device("auto").type == want
 
 
-def test_ctrl_c_says_how_to_continue(monkeypatch, tmp_path):
-    def interrupt(*_: object) -> str:
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("prepare", "stopped before the run began: start it again with the same command"),
+        ("fit", "stopped; the same command with --resume continues from the last checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_ctrl_c_says_how_to_continue(place, said, is_named, monkeypatch, tmp_path, capsys):
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main_module, "run", interrupt)
-    with pytest.raises(SystemExit) as caught:
-        train("--run", str(tmp_path))
-    assert "--resume" in str(caught.value.code)
+    monkeypatch.chdir(tmp_path)
+    words = ["--dataset", "digits"] if is_named else ["--run", "here"]
+    words += ["--width", "2", "--limit", "50", "--epochs", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(main_module, place, interrupt)
+        with pytest.raises(SystemExit) as caught:
+            train(*words)
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == f"\n{said}\n"
+    train(*words, *(["--resume"] if place == "fit" else []))  # as it says
 
 
 def test_the_demo_has_help_and_no_arguments(monkeypatch, capsys):
@@ -163,3 +182,39 @@ def test_what_kernels_log_is_printed_once_after_several_runs(monkeypatch, capsys
         print_log()
     logger.info("compiling")
     assert capsys.readouterr().out == "compiling\n"
+
+
+@pytest.mark.parametrize("writes", [0, 9], ids=["from the start", "later"])
+def test_a_disk_without_room_for_tensorboard_is_one_line(writes, tmp_path, monkeypatch, capfd):
+    own, left = RecordWriter.write, [writes]
+
+    def write(self: RecordWriter, data: bytes) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        own(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", write)
+    folder = tmp_path / "run"
+    words = ["--dataset", "digits", "--width", "2", "--limit", "100", "--epochs", "1"]
+    words += ["--batch-size", "10", "--run", str(folder)]
+    with pytest.raises(SystemExit) as caught:
+        train(*words)
+    said = str(caught.value.code)
+    assert f"must be one that can be written, got {folder}/tensorboard (No space left on" in said
+    assert "\n" not in said
+    assert "Exception in thread" not in capfd.readouterr().err
+    monkeypatch.setattr(RecordWriter, "write", own)
+    train(*words, "--resume")  # as the line says
+    assert (folder / "result.json").exists()
+
+
+def test_other_threads_still_print_their_errors(monkeypatch):
+    told = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    with errors_once():
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+    assert [failed.exc_type for failed in told] == [ZeroDivisionError]
+    assert threading.excepthook == told.append
