@@ -1,6 +1,7 @@
 """The average of float32 masters over the steps of training."""
 
 import copy
+from contextlib import ExitStack
 from typing import TypedDict
 
 import torch
@@ -93,7 +94,11 @@ class MasterAverage:
         """
         if not self.steps:
             raise ValueError("update() must come before averaged(), got no step to average")
-        found = copy.deepcopy(self.model)
+        with ExitStack() as stack:
+            for owner in {owner_of(p) or self.optimizer for p in self.model.parameters()}:
+                if isinstance(owner, WithMasters):
+                    stack.enter_context(owner.with_values())  # a copy needs them
+            found = copy.deepcopy(self.model)
         for (name, p), own in zip(self.model.named_parameters(), found.parameters(), strict=True):
             optimizer = owner_of(p) or self.optimizer
             fmt = None
