@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.gpu import work
 from fixedpoint_kernels.few_bit import named
-from fixedpoint_kernels.few_bit.fused import fused_of
+from fixedpoint_kernels.few_bit.fused import FORMULAS, fused_of
 
 __all__ = ["JOBS", "Job"]
 
@@ -84,7 +84,8 @@ def _few_bit() -> Iterator[Job]:
         make = work.decode(bits, dtype)
         yield Job(f"decode, {name}", "few_bit", "_decode_kernel", make, is_timed=timed)
     for name in named.NAMES:
-        if fused_of(*named.resolve(name)):
+        fused = fused_of(*named.resolve(name))
+        if fused and fused[0] in FORMULAS:
             yield Job(
                 f"{name} and its code",
                 "few_bit",

@@ -145,8 +145,9 @@ def planned(model: nn.Module, layers: Sequence[PlannedLayer], *, needs_one: bool
             )
     settings = {row.layer: row.settings for row in layers}
     again = {row.layer for row in layers if row.way == "recompute"}
-    settings_of = lambda name: settings.get(name, (None, None))  # noqa: E731
-    return choices_of(model, settings_of, again=again, needs_one=needs_one)
+    return choices_of(
+        model, lambda name: settings.get(name, (None, None)), again=again, needs_one=needs_one
+    )
 
 
 def refuse_converted(model: nn.Module) -> None:
