@@ -45,6 +45,10 @@ _FUNCTIONS = (
 _TURNS = (  # with sums and products
     operator.neg, torch.neg, torch.sub, torch.cat, torch.stack, "neg", "sub",
 )  # fmt: skip
+_CUTS = (
+    "chunk", "split", "tensor_split", "unbind", "unflatten", torch.chunk, torch.split, torch.tensor_split,
+    torch.unbind, torch.unflatten, operator.getitem,
+)  # fmt: skip
 _ATTENTION = F.scaled_dot_product_attention
 
 
@@ -286,13 +290,13 @@ class _Search:
     def _cut(self, node: fx.Node) -> None:
         """Make a member of a node that has some features of another."""
         before: dict[fx.Node, None] = {}
-        if node in self.members or not _is_view(node) or not self._gather(node, before):
+        if node in self.members or node.target is not operator.getitem:
             return
-        value, is_of_features = node, True
-        while value in before:
-            is_of_features &= _may_leave_tokens(value)
+        value, may_cut = node, self._gather(node, before)
+        while value in before and may_cut:
+            may_cut = value.target in _CUTS and _may_leave_tokens(value)
             value = value.all_input_nodes[0]
-        if before and is_of_features and value in self.members:
+        if before and may_cut and value in self.members:
             piece = Piece(value, self._in_order(before))
             self.members[node] = Member(node, "cut", (value,), piece=piece)
 

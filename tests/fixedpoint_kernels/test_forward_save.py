@@ -39,8 +39,8 @@ def test_every_activation_becomes_its_namesake(kind):
     assert isinstance(model[0], named)
     assert [(r.layer, r.module) for r in report.replaced] == [("0", kind.__name__)]
     got = model(x)
-    # of these torch rounds the last elements of each thread in another way: one unit
-    rtol = 2**-23 if kind in (nn.Sigmoid, nn.SiLU) else 0
+    # of these torch rounds the last elements of each thread in another way: one unit, of tanh two
+    rtol = {nn.Sigmoid: 2**-23, nn.SiLU: 2**-23, nn.Tanh: 2**-22}.get(kind, 0)
     torch.testing.assert_close(got, want, rtol=rtol, atol=0)
     (gradient,) = torch.autograd.grad(got.sum(), x)
     expected = named(*parameters, bits=1 if kind in activations.STEPWISE else 4)(x)
