@@ -161,9 +161,7 @@ class StoredCodes:
         if p not in self._codes:
             return
         if not self._has_values(p):
-            if any(
-                p.stride()
-            ):  # model.to(...) made other memory: codes go where it lies, in its order
+            if any(p.stride()):  # model.to(...) made other memory: codes lie in its order
                 codes, fmt = self._codes[p]
                 self._codes[p] = torch.empty_like(p, dtype=codes.dtype).copy_(codes), fmt
             p.data = self._decoded(p)

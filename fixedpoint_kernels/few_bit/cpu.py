@@ -41,7 +41,7 @@ from fixedpoint_kernels.threads import compile_both, is_parallel
 _TILE, _ROWS, _COLUMNS = 1024, 32, 32
 ONE_PASS = PASSES["cpu"]
 _ROWS_AHEAD = 64  # that are brought to the cache: two tiles, as many pages
-_MOST_UNROLLED = 2
+_MOST_UNROLLED = 2  # rows whose words of codes are in registers
 _PERMUTED_BITS = 4  # whose levels are in registers; more come from memory
 
 

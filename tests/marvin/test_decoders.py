@@ -78,11 +78,8 @@ DECODERS = {  # and how many operations their chains have
 }
 
 
-@pytest.mark.parametrize("kind", DECODERS)
-def test_decoders_are_near_their_unfused_twins(kind):
-    body, counts = DECODERS[kind]
-    torch.manual_seed(0)
-    model, twin, _ = twins(Decoder(body()))
+def check_twins(model, twin, counts):
+    """Compare a model with its unfused twin in training, in eval mode and frozen."""
     x, _ = batch(0)
     assert operations(model(x)) == counts
     near(model, twin)
@@ -90,6 +87,14 @@ def test_decoders_are_near_their_unfused_twins(kind):
         own, other = model.eval()(x), twin.eval()(x)
         assert (own - other).abs().max() < 0.05 * other.abs().max()
         same(marvin.freeze(model)(x), own)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_decoders_are_near_their_unfused_twins(kind):
+    body, counts = DECODERS[kind]
+    torch.manual_seed(0)
+    model, twin, _ = twins(Decoder(body()))
+    check_twins(model, twin, counts)
 
 
 @pytest.mark.parametrize("kind", ["GPT-2", "Llama"])
@@ -334,13 +339,7 @@ PIECES = {  # how pieces are taken, features of the layer, operations
 def test_pieces_of_a_value_are_taken_in_chains(name):
     pieces, features, counts = PIECES[name]
     model, twin, _ = twins(OfOneLayer(pieces, features))
-    x, _ = batch(0)
-    assert operations(model(x)) == counts
-    near(model, twin)
-    with torch.no_grad():
-        own, other = model.eval()(x), twin.eval()(x)
-        assert (own - other).abs().max() < 0.05 * other.abs().max()
-        same(marvin.freeze(model)(x), own)
+    check_twins(model, twin, counts)
 
 
 FUNCTIONS = {
