@@ -42,6 +42,7 @@ _TILE, _ROWS, _COLUMNS = 1024, 32, 32
 ONE_PASS = PASSES["cpu"]
 _ROWS_AHEAD = 64  # that are brought to the cache: two tiles, as many pages
 _MOST_UNROLLED = 2  # rows whose words of codes are in registers
+_AT_ONCE = 4  # rows that no loop parts: LLVM reads tables once for them that are in no register
 _PERMUTED_BITS = 4  # whose levels are in registers; more come from memory
 
 
@@ -78,11 +79,13 @@ def _in_places(builder, values):
 
 def _for_each_row(builder, index, field, body):
     """Call ``body`` for each row of a tile with its number, and that of its word of codes."""
-    with cgutils.for_range(builder, ir.Constant(index, _ROWS // field)) as loop:
-        first = builder.mul(loop.index, ir.Constant(index, field))
-        if field <= _MOST_UNROLLED:
-            for r in (ir.Constant(index, i) for i in range(field)):
-                body(builder.add(first, r), r)
+    is_unrolled = field <= _MOST_UNROLLED
+    step = _AT_ONCE if is_unrolled else field
+    with cgutils.for_range(builder, ir.Constant(index, _ROWS // step)) as loop:
+        first = builder.mul(loop.index, ir.Constant(index, step))
+        if is_unrolled:
+            for i in range(step):
+                body(builder.add(first, ir.Constant(index, i)), ir.Constant(index, i % field))
         else:
             with cgutils.for_range(builder, ir.Constant(index, field)) as inner:
                 body(builder.add(first, inner.index), inner.index)
@@ -108,7 +111,7 @@ def _coder(context, builder, kinds, given):
             parts.append(Vector.splat(builder, part, LANES))
     if isinstance(kinds[0][0], types.Array):
         if len(parts) < 3:
-            return coder(builder, parts)
+            return coder(builder, parts, of_magnitudes=kinds[0][0].dtype == types.int32)
         if len(parts) == 3:
             return lambda x: search(x, *parts)
         if len(parts) == 4:

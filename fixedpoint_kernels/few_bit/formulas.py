@@ -38,6 +38,8 @@ def _exponential(x: Vector) -> Vector:
     for term in _SERIES[1:]:
         series = series.fused(rest, x.constant(term))
     mantissa = (rest * rest).fused(series, rest) + 1.0
+    if has_avx512():
+        return mantissa.scaled(whole)
     # of 2 to the power of ``whole``, which is 128 at most, the half is a float32
     half = (moved.viewed(I32) << 23) + (126 << 23)
     return (mantissa + mantissa) * half.viewed(F32)
@@ -45,35 +47,35 @@ def _exponential(x: Vector) -> Vector:
 
 def _below_sigmoid(x: Vector) -> Vector:
     """Return 1 + e**-x: where e**-x is less than 1e-37, that is 1."""
-    return _exponential(x.constant(0.0) - x) + 1.0
+    return _exponential(-x) + 1.0
 
 
 def _tanh(x: Vector) -> Vector:
-    """Return ``x + x**3 * series(x**2)`` near 0, where what is exact elsewhere would lose digits."""
     size, sign = (x.viewed(I32) & 0x7FFFFFFF).viewed(F32), x.viewed(I32) & 0x80000000
-    below, series = (_NEAR, _NEAR_SERIES) if has_avx512() else (_NEARER, _NEARER_SERIES)
-    far = _tanh_by_pieces(size) if has_avx512() else _tanh_by_exponential(size)
-    square, factor = x * x, x.constant(series[0])
-    for term in series[1:]:
-        factor = factor.fused(square, x.constant(term))
-    near = (square * x).fused(factor, x)
-    return (size >= below).where((far.viewed(I32) | sign).viewed(F32), near)  # NaN is near
+    value = _tanh_by_pieces(size) if has_avx512() else _tanh_by_exponential(size)
+    return (value.viewed(I32) | sign).viewed(F32)
 
 
 def _tanh_by_exponential(x: Vector) -> Vector:
-    """Return tanh from ``_NEARER`` on, as 1 - 2 / (1 + e**2x)."""
-    return x.constant(1.0) - x.constant(2.0) / (_exponential(x + x) + 1.0)
+    """Return tanh as 1 - 2 / (1 + e**2x), and near 0, where that loses digits, by a series."""
+    far = x.constant(1.0) - x.constant(2.0) / (_exponential(x + x) + 1.0)
+    square, factor = x * x, x.constant(_SERIES_NEAR[0])
+    for term in _SERIES_NEAR[1:]:
+        factor = factor.fused(square, x.constant(term))
+    return (x >= _NEAR).where(far, (square * x).fused(factor, x))  # NaN is near
 
 
 def _tanh_by_pieces(x: Vector) -> Vector:
-    """Return tanh from ``_NEAR`` on, as a polynomial for each quarter of an octave.
+    """Return tanh as a polynomial for each quarter of an octave, and one for all below the first.
 
     Permutations find its factors: an exponential and a quotient take twice as long.
     """
-    last = x.constant(float(np.nextafter(np.float32(_NEAR * 2**8), np.float32(0))))
-    x = (x < last).where(x, last)
+    is_below, last = x < _FIRST, x.constant(_LAST)
+    x = (last < x).where(last, x)  # NaN stays
     number = x.viewed(I32) >> 21  # of the piece, in its 5 lowest bits
+    number = is_below.where(number.constant(_FIRST_NUMBER - 1), number)
     middle = (x.viewed(I32) & 0xFFE00000) | 0x00100000
+    middle = is_below.where(middle.constant(0), middle)
     rest = x - middle.viewed(F32)
     value, *others = [
         x.constant(own[:16]).permuted(x.constant(own[16:]), number) for own in _tanh_pieces()
@@ -85,8 +87,8 @@ def _tanh_by_pieces(x: Vector) -> Vector:
 
 def _tanh_pieces() -> list[list[float]]:
     """Return the factors of each power, the highest first: 32, at the piece's number modulo 32."""
-    found = []
-    for start in np.float32(_NEAR) * np.exp2(np.arange(8)):
+    found = [[0, 1, 0, -1 / 3, 0, 2 / 15]]  # below the first: Taylor's, around 0
+    for start in _FIRST * np.exp2(np.arange(8)):
         for quarter in range(4):
             half = start / 8
             middle = start + half * (1 + 2 * quarter)
@@ -94,14 +96,15 @@ def _tanh_pieces() -> list[list[float]]:
                 lambda rest, middle=middle: np.tanh(middle + rest), 5, [-half, half]
             )
             found.append(polynomial.convert(kind=Polynomial).coef)
-    first = int(np.float32(_NEAR).view(np.uint32)) >> 21
-    rows = np.roll(np.array(found, np.float32), first, axis=0).T[::-1]
+    del found[-1]  # above _LAST: its place is that of what is below the first
+    rows = np.roll(np.array(found, np.float32), _FIRST_NUMBER - 1, axis=0).T[::-1]
     return [[float(factor) for factor in row] for row in rows]
 
 
-_NEAR, _NEARER = 2.0**-4, 0.625
-_NEAR_SERIES = [float(np.float32(term)) for term in (2 / 15, -1 / 3)]  # Taylor's
-_NEARER_SERIES = [  # of least relative error below _NEARER: 5e-9
+_FIRST, _LAST = 2.0**-4, 13.0  # the first piece starts, and the last one ends, where tanh is 1
+_FIRST_NUMBER = int(np.float32(_FIRST).view(np.uint32)) >> 21
+_NEAR = 0.625
+_SERIES_NEAR = [  # of least relative error below _NEAR: 5e-9
     float(np.float32(term))
     for term in (-0.005704987202, 0.02063908743, -0.05373971514, 0.133314422, -0.3333328194)
 ]

@@ -126,6 +126,15 @@ class Vector:
         kind = "ps" if self.element == F32 else "d"
         return self._intrinsic(f"x86.avx512.vpermi2var.{kind}.512", self, index, other)
 
+    def scaled(self, power: "Vector") -> "Vector":
+        """Return the product with 2 to a power, rounded down to a whole one; float32, AVX-512 only."""
+        every, rounding = ir.IntType(16)(-1), I32(4)  # lanes, and as all operations round
+        arguments = [self.value, power.value, self.value, every, rounding]
+        signature = ir.FunctionType(self.value.type, [x.type for x in arguments])
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        function = cgutils.get_or_insert_function(self.builder.module, signature, name)
+        return Vector(self.builder, self.builder.call(function, arguments))
+
     def __add__(self, other: Any) -> "Vector":
         return self._apply(self.builder.add, self.builder.fadd, other)
 

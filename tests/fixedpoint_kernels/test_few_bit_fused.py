@@ -116,11 +116,12 @@ def test_a_cpu_gives_exponentials_to_the_last_bit(name, parameters):
     check_exponential(name, parameters)
 
 
-def test_tanh_is_as_near_without_avx512(monkeypatch):
+@pytest.mark.parametrize(("name", "parameters"), EXPONENTIAL)
+def test_exponentials_are_as_near_without_avx512(monkeypatch, name, parameters):
     monkeypatch.setattr(formulas, "has_avx512", lambda: False)
     monkeypatch.setattr(cpu, "_encode_serial", numba.njit(cpu._encode))  # kept nowhere
     monkeypatch.setattr(cpu, "is_parallel", lambda n: False)
-    check_exponential("tanh", ())
+    check_exponential(name, parameters)
 
 
 def check_exponential(name, parameters):

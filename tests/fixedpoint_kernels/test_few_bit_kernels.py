@@ -12,6 +12,7 @@ from fixedpoint_kernels import few_bit
 from fixedpoint_kernels.few_bit import cpu, gpu, named, operators, reference
 from fixedpoint_kernels.few_bit.table import number
 from fixedpoint_kernels.llvm import lookup
+from fixedpoint_kernels.llvm.entries import entries_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3e38]
@@ -133,6 +134,32 @@ def test_up_to_31_borders_with_and_without_permutations(monkeypatch, name, bits,
     beside = [np.nextafter(table.borders, np.float32(to)) for to in (-np.inf, np.inf)]
     x = np.concatenate([table.borders, *beside, np.array(SPECIAL, np.float32)])
     assert_same(torch.from_numpy(x), table, executions=EXECUTIONS[:1])
+
+
+@pytest.mark.parametrize("weight", named.SHIPPED_WEIGHTS)
+@pytest.mark.parametrize("name", ["sigmoid", "tanh", "tanhshrink", "softsign"])
+def test_codes_of_magnitudes(name, weight):
+    """The same on both sides of 0: a negative number at a border lies beyond it, a positive one does not."""
+    bits = 3 if name == "softsign" else 4
+    table = named.table_of(*named.resolve(name), bits, weight)
+    entries, _ = cpu._encoding(table)
+    if entries_of(table) and weight == "uniform":
+        assert [own.dtype for own in entries] == [np.int32]
+    beside = [np.nextafter(table.borders, np.float32(to)) for to in (-np.inf, np.inf)]
+    x = np.concatenate([table.borders, *beside, np.array(SPECIAL, np.float32)])
+    nan = np.array([0xFFC00000, 0x7F800001], np.uint32).view(np.float32)
+    x = torch.from_numpy(np.concatenate([x, nan, np.linspace(-12, 12, 4001, dtype=np.float32)]))
+    assert_same(x, table, executions=EXECUTIONS[:1])
+
+
+def test_tables_that_only_look_even():
+    borders = np.array([-8, -7.7, -1, -0.7, -0.4, 0.4, 0.7, 1, 7.7, 8], np.float32)
+    ranks = np.array([5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 6])
+    table = number(borders, ranks, np.linspace(-1, 1, 7))
+    entries = entries_of(table)
+    assert entries is None or {own.dtype for own in entries} == {np.dtype(np.uint32)}
+    beside = [np.nextafter(borders, np.float32(to)) for to in (-np.inf, np.inf)]
+    assert_same(torch.from_numpy(np.concatenate([borders, *beside])), table)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
