@@ -2,6 +2,8 @@
 
 Where channels lie last in memory, it turns some planes of 16 channels into memory of its own.
 
+Planes of one block and a usual width are taken a vector at a time, across their rows.
+
 Residuals wait in a buffer of the thread's, which a plane of usual size leaves in the cache. They
 are coded in pieces of 128 elements counted through the tensor, not the plane: that is how noise
 and bytes are counted. Each kernel is compiled twice from one definition, serial and parallel.
@@ -25,8 +27,11 @@ from fixedpoint_kernels.llvm.division import (
     ends_of,
     float_of,
     mean_of_columns,
+    mean_of_plane,
     restore_rows,
+    subtract_mean,
     subtract_rows,
+    to_positions,
 )
 from fixedpoint_kernels.llvm.tiles import transpose_floats
 from fixedpoint_kernels.llvm.views import floats
@@ -145,18 +150,48 @@ def _turn_planes(x, planes, channels, elements, first, last, is_back):
 @njit
 def _compress_task(x, begin, means, codes, ranges, geometry, numbers, bits, key, first, last):
     # x: from plane ``begin`` on
-    depth, height, width, edge_z, edge_y, edge_x, nz, ny, nx, slots = geometry
-    levels, inverse_levels = numbers[:2]
-    elements = depth * height * width
+    elements = geometry[0] * geometry[1] * geometry[2]
+    width = geometry[5]
     start, stop = first * elements, last * elements
     base = start - start % BLOCK
     residual = np.empty(stop - base + BLOCK, np.float32)
+    planes = begin, first, last, base
+    is_one_block = means.shape[1] == 1 and (width == 4 or width == 8 or width == 16)
+    if is_one_block and codes is not None and elements % LANES == 0:
+        _subtract_means(x, means, ranges, elements, width, numbers, residual, planes)
+    else:
+        _subtract_blocks(x, means, codes, ranges, geometry, numbers, residual, planes)
+    if codes is not None:
+        residual[: start - base] = 0
+        residual[stop - base :] = 0
+        _code(residual, start, stop, bits, key, codes)
+
+
+@njit
+def _subtract_means(x, means, ranges, elements, width, numbers, residual, planes):
+    """Do as ``_subtract_blocks``, of planes of one block, whole vectors of 16 elements."""
+    begin, first, last, base = planes
+    inverse = numbers[3] * numbers[5] * numbers[7]
+    for plane in range(first, last):
+        at, to = (plane - begin) * elements, plane * elements - base
+        means[plane, 0] = mean = mean_of_plane(x, at, elements, width, inverse)
+        found = subtract_mean(x, at, elements, _value(mean), residual, to)
+        _to_positions(residual, to, elements, found, numbers, ranges, plane)
+
+
+@njit
+def _subtract_blocks(x, means, codes, ranges, geometry, numbers, residual, planes):
+    """Write means, ranges and positions of the planes of a task."""
+    begin, first, last, base = planes
+    depth, height, width, edge_z, edge_y, edge_x, nz, ny, nx, slots = geometry
+    elements = depth * height * width
     columns = -(-width // LANES) * LANES
     sums, spread = np.empty(columns, np.float32), np.zeros(columns, np.float32)
     mean_bits = np.empty(columns, np.uint16)
     found = np.empty((3, LANES), np.float32)
+    values, start = _readable(x, (first - begin) * elements, (last - first) * elements, LANES)
     for plane in range(first, last):
-        values, at = _readable(x, (plane - begin) * elements, elements, LANES)
+        at = start + (plane - first) * elements
         found[0], found[1], found[2] = _INFINITY, -_INFINITY, np.float32(0.0)
         for band in range(nz * ny):
             z, y = band // ny * edge_z, band % ny * edge_y
@@ -179,13 +214,7 @@ def _compress_task(x, begin, means, codes, ranges, geometry, numbers, bits, key,
                     subtract_rows(values, at_row, rows, width, spread, residual, to, end, found)
         if codes is not None:
             to = plane * elements - base
-            _to_positions(
-                residual[to : to + elements], found, levels, inverse_levels, ranges[plane]
-            )
-    if codes is not None:
-        residual[: start - base] = 0
-        residual[stop - base :] = 0
-        _code(residual, start, stop, bits, key, codes)
+            _to_positions(residual, to, elements, ends_of(found), numbers, ranges, plane)
 
 
 @njit
@@ -200,17 +229,18 @@ def _readable(x, at, count, beyond):
 
 
 @njit
-def _to_positions(residual, found, levels, inverse_levels, plane_range):
-    """Keep the range of a plane, and turn its residuals to steps above the smallest."""
-    low, high, wrong = ends_of(found)
-    low, step = _range(np.float32(np.nan) if wrong != 0 else low, high, levels, inverse_levels)
-    plane_range[0], plane_range[1] = _bfloat16(low), _bfloat16(step)
+def _to_positions(residual, at, elements, found, numbers, ranges, plane):
+    """Keep the range of a plane, and turn its residuals to steps above the smallest.
+
+    found: the smallest, the largest, and 0 or NaN. The next plane's residuals come later.
+    """
+    low, high, wrong = found
+    low, step = _range(np.float32(np.nan) if wrong != 0 else low, high, numbers[0], numbers[1])
+    ranges[plane, 0], ranges[plane, 1] = _bfloat16(low), _bfloat16(step)
     if step > 0:
-        inverse = np.float32(1.0) / step
-        for i in range(residual.size):
-            residual[i] = (residual[i] - low) * inverse
+        to_positions(residual, at, elements, low, np.float32(1.0) / step)
     else:
-        residual[:] = 0  # constant, or NaN
+        residual[at : at + elements] = 0  # constant, or NaN
 
 
 @njit
@@ -234,18 +264,22 @@ def _restore_task(means, codes, ranges, out, begin, geometry, bits, first, last)
     # out: from plane ``begin`` on
     depth, height, width, edge_z, edge_y, edge_x, nz, ny, nx, _ = geometry
     elements = depth * height * width
+    if nz * ny * nx == 1:  # one mean for all elements, as for a row
+        depth, height, width, edge_z, edge_y, edge_x = 1, 1, elements, 1, 1, elements
     spread = np.zeros(-(-width // LANES) * LANES, np.float32)
     low = step = np.float32(0.0)
+    own = elements * len(bits)
+    packed, byte = _readable(codes, first * own // 8, ((last - first) * own + 7) // 8, LANES)
     for plane in range(first, last):
-        bit = plane * elements * len(bits)
-        packed, byte = _readable(codes, bit // 8, (elements * len(bits) + 14) // 8, LANES)
-        bit = 8 * byte + bit % 8
+        bit = 8 * byte + (plane - first) * own  # a task starts at a whole byte
         if len(bits):
             low, step = _value(ranges[plane, 0]), _value(ranges[plane, 1])
         for band in range(nz * ny):
             z, y = band // ny * edge_z, band % ny * edge_y
             rows = min(edge_y, height - y)
-            if means.size:
+            if means.shape[1] == 1:  # no slice: to count who has it takes as long as a small plane
+                spread[:] = _value(means[plane, 0])
+            elif means.size:
                 _spread_row(means[plane, band * nx : band * nx + nx], edge_x, spread)
             for layer in range(z, min(z + edge_z, depth)):
                 offset = (layer * height + y) * width

@@ -135,12 +135,107 @@ def mean_of_columns(_context, sums, width, slots, last, inverses, means, bits): 
             total = Vector.load(builder, builder.gep(source, [column]), LANES)
             total = _is_below(number, ends[0]).where(total, total.constant(0.0))
             for step in (1, 2, 4, 8):
-                pairs = total + total.shuffled(total, [lane ^ step for lane in range(LANES)])
+                pairs = _with_neighbours(total, step)
                 is_needed = builder.icmp_signed(">", slots, _index(step))
                 total = _if(builder, is_needed, pairs, total)
             mean = _bfloat16_bits(total * _is_below(number, ends[1]).where(inner, outer))
             _truncated(mean, I16).store(builder.gep(codes, [column]))
             _from_bits(mean).store(builder.gep(spread, [column]))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def mean_of_plane(_context, x, at, elements, width, inverse):
+    """Return the bits, bfloat16, of the mean of a plane that is one block.
+
+    x (n,) float32 or uint16, from ``x[at]`` on; elements: a multiple of 16; width: 4, 8 or 16;
+    inverse: 1 over the elements.
+    """
+    signature = types.uint16(x, types.int64, types.int64, types.int64, types.float32)
+
+    def codegen(context, builder, signature, args):
+        source = _data(context, builder, signature, args, 0)
+        _, at, elements, width, inverse = args
+        zero = _splat(builder, F32(0.0))
+        total = cgutils.alloca_once_value(builder, zero.value)
+        for own in (4, 8, 16):
+            with builder.if_then(builder.icmp_signed("==", width, _index(own))):
+                builder.store(zero.value, total)
+                with _columns(builder, elements) as (first, _):
+                    values = _loaded(builder, builder.gep(source, [builder.add(at, first)]))
+                    sums = Vector(builder, builder.load(total))
+                    for row in range(0, LANES, own):
+                        sums += values.shuffled(values, [row + i % own for i in range(LANES)])
+                    builder.store(sums.value, total)
+                sums, step = Vector(builder, builder.load(total)), 1
+                while step < own:
+                    sums, step = _with_neighbours(sums, step), 2 * step
+                builder.store(sums.value, total)
+        mean = Vector(builder, builder.load(total)) * _splat(builder, inverse)
+        bits = builder.extract_element(_bfloat16_bits(mean).value, _index(0))
+        return builder.trunc(bits, I16)
+
+    return signature, codegen
+
+
+def _with_neighbours(x, step):
+    return x + x.shuffled(x, [lane ^ step for lane in range(LANES)])
+
+
+@intrinsic
+def subtract_mean(_context, x, at, elements, mean, out, start):
+    """Write elements less a mean; return the smallest, the largest, and 0 or NaN.
+
+    x (n,) float32 or uint16, from ``x[at]`` on; elements: a multiple of 16; out: ``out[start]``
+    on, float32.
+    """
+    three, integer = types.UniTuple(types.float32, 3), types.int64
+    signature = three(x, integer, integer, types.float32, out, integer)
+
+    def codegen(context, builder, signature, args):
+        source, target = (_data(context, builder, signature, args, i) for i in (0, 4))
+        _, at, elements, mean, _, start = args
+        mean = _splat(builder, mean)
+        ends = [_splat(builder, F32(value)) for value in (float("inf"), -float("inf"), 0.0)]
+        slots = [cgutils.alloca_once_value(builder, end.value) for end in ends]
+        for slot, end in zip(slots, ends, strict=True):
+            builder.store(end.value, slot)
+        with _columns(builder, elements) as (first, _):
+            values = _loaded(builder, builder.gep(source, [builder.add(at, first)])) - mean
+            values.store(builder.gep(target, [builder.add(start, first)]))
+            stats = [Vector(builder, builder.load(slot)) for slot in slots]
+            for slot, stat in zip(slots, _widened(stats, values), strict=True):
+                builder.store(stat.value, slot)
+        found = _ends([Vector(builder, builder.load(slot)) for slot in slots])
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return signature, codegen
+
+
+def _widened(stats, values):
+    low, high, wrong = stats
+    low = (values < low).where(values, low)
+    return low, (values > high).where(values, high), wrong + (values - values)
+
+
+@intrinsic
+def to_positions(_context, residuals, at, count, low, inverse):
+    """Turn residuals, ``residuals[at]`` on, float32, to steps above the smallest.
+
+    Up to 15 elements of what follows are overwritten.
+    """
+    number, integer = types.float32, types.int64
+    signature = types.void(residuals, integer, integer, number, number)
+
+    def codegen(context, builder, signature, args):
+        data = _data(context, builder, signature, args, 0)
+        _, at, count, low, inverse = args
+        low, inverse = (_splat(builder, number) for number in (low, inverse))
+        with _columns(builder, count) as (first, _):
+            place = builder.gep(data, [builder.add(at, first)])
+            ((Vector.load(builder, place, LANES) - low) * inverse).store(place)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -220,20 +315,24 @@ def ends_of(_context, found):
 
     def codegen(context, builder, signature, args):
         state = _data(context, builder, signature, args, 0)
-        low, high, wrong = (
+        stats = [
             Vector.load(builder, builder.gep(state, [_index(LANES * i)]), LANES) for i in range(3)
-        )
-        for step in (1, 2, 4, 8):
-            order = [lane ^ step for lane in range(LANES)]
-            other = low.shuffled(low, order)
-            low = (other < low).where(other, low)
-            other = high.shuffled(high, order)
-            high = (other > high).where(other, high)
-            wrong = wrong + wrong.shuffled(wrong, order)
-        first = [builder.extract_element(v.value, _index(0)) for v in (low, high, wrong)]
-        return context.make_tuple(builder, signature.return_type, first)
+        ]
+        return context.make_tuple(builder, signature.return_type, _ends(stats))
 
     return types.UniTuple(types.float32, 3)(found), codegen
+
+
+def _ends(stats):
+    low, high, wrong = stats
+    for step in (1, 2, 4, 8):
+        order = [lane ^ step for lane in range(LANES)]
+        other = low.shuffled(low, order)
+        low = (other < low).where(other, low)
+        other = high.shuffled(high, order)
+        high = (other > high).where(other, high)
+        wrong = _with_neighbours(wrong, step)
+    return [v.builder.extract_element(v.value, _index(0)) for v in (low, high, wrong)]
 
 
 @intrinsic

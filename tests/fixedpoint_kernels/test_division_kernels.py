@@ -65,6 +65,30 @@ def test_volumes(shape, block):
     assert_same(torch.randn(shape), block=block)
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((5, 70, 4, 4), 8),  # more than one task
+        ((3, 50, 8, 8), 8),
+        ((3, 3, 2, 8), 9),
+        ((2, 5, 8, 4), 8),
+        ((2, 3, 2, 4, 4), 8),
+        ((2, 3, 3, 16), 16),
+        ((2, 3, 3, 8), 8),  # no whole vectors
+        ((2, 3, 2, 2), 8),
+    ],
+    ids=str,
+)
+def test_planes_of_one_block(shape, block, bits):
+    x = torch.randn(shape)
+    x[0, 1] = 1.5
+    x[1, 0].view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL[: x[1, 0].numel()])
+    x[1, 1].view(-1)[2] = -0.0
+    assert_same(x, block=block, bits=bits, executions=[cpu])
+    assert_same(x.bfloat16(), block=block, bits=bits, executions=[cpu])
+
+
 def test_a_mean_of_minus_zero_keeps_its_sign():
     x = torch.full((2, 1, 4, 4), -0.0)
     layout = Layout.checked(x, 4, 0, None)
