@@ -175,8 +175,8 @@ def _subtract_means(x, means, ranges, elements, width, numbers, residual, planes
     for plane in range(first, last):
         at, to = (plane - begin) * elements, plane * elements - base
         means[plane, 0] = mean = mean_of_plane(x, at, elements, width, inverse)
-        found = subtract_mean(x, at, elements, _value(mean), residual, to)
-        _to_positions(residual, to, elements, found, numbers, ranges, plane)
+        ends = subtract_mean(x, at, elements, _value(mean), residual, to)
+        _to_positions(residual, to, elements, ends, numbers, ranges, plane)
 
 
 @njit
@@ -229,13 +229,12 @@ def _readable(x, at, count, beyond):
 
 
 @njit
-def _to_positions(residual, at, elements, found, numbers, ranges, plane):
+def _to_positions(residual, at, elements, ends, numbers, ranges, plane):
     """Keep the range of a plane, and turn its residuals to steps above the smallest.
 
-    found: the smallest, the largest, and 0 or NaN. The next plane's residuals come later.
+    ends: the smallest and the largest. The next plane's residuals come later.
     """
-    low, high, wrong = found
-    low, step = _range(np.float32(np.nan) if wrong != 0 else low, high, numbers[0], numbers[1])
+    low, step = _range(ends[0], ends[1], numbers[0], numbers[1])
     ranges[plane, 0], ranges[plane, 1] = _bfloat16(low), _bfloat16(step)
     if step > 0:
         to_positions(residual, at, elements, low, np.float32(1.0) / step)

@@ -186,38 +186,32 @@ def _with_neighbours(x, step):
 
 @intrinsic
 def subtract_mean(_context, x, at, elements, mean, out, start):
-    """Write elements less a mean; return the smallest, the largest, and 0 or NaN.
+    """Write elements less their mean; return the smallest and the largest.
 
-    x (n,) float32 or uint16, from ``x[at]`` on; elements: a multiple of 16; out: ``out[start]``
-    on, float32.
+    Of NaN or infinities the smallest is infinite. x (n,) float32 or uint16, from ``x[at]`` on;
+    elements: a multiple of 16; out: ``out[start]`` on, float32.
     """
-    three, integer = types.UniTuple(types.float32, 3), types.int64
-    signature = three(x, integer, integer, types.float32, out, integer)
+    two, integer = types.UniTuple(types.float32, 2), types.int64
+    signature = two(x, integer, integer, types.float32, out, integer)
 
     def codegen(context, builder, signature, args):
         source, target = (_data(context, builder, signature, args, i) for i in (0, 4))
         _, at, elements, mean, _, start = args
         mean = _splat(builder, mean)
-        ends = [_splat(builder, F32(value)) for value in (float("inf"), -float("inf"), 0.0)]
+        ends = [_splat(builder, F32(float(end))) for end in ("inf", "-inf")]
         slots = [cgutils.alloca_once_value(builder, end.value) for end in ends]
         for slot, end in zip(slots, ends, strict=True):
             builder.store(end.value, slot)
         with _columns(builder, elements) as (first, _):
             values = _loaded(builder, builder.gep(source, [builder.add(at, first)])) - mean
             values.store(builder.gep(target, [builder.add(start, first)]))
-            stats = [Vector(builder, builder.load(slot)) for slot in slots]
-            for slot, stat in zip(slots, _widened(stats, values), strict=True):
-                builder.store(stat.value, slot)
-        found = _ends([Vector(builder, builder.load(slot)) for slot in slots])
+            low, high = (Vector(builder, builder.load(slot)) for slot in slots)
+            builder.store((values < low).where(values, low).value, slots[0])
+            builder.store((values > high).where(values, high).value, slots[1])
+        found = _ends(*(Vector(builder, builder.load(slot)) for slot in slots))
         return context.make_tuple(builder, signature.return_type, found)
 
     return signature, codegen
-
-
-def _widened(stats, values):
-    low, high, wrong = stats
-    low = (values < low).where(values, low)
-    return low, (values > high).where(values, high), wrong + (values - values)
 
 
 @intrinsic
@@ -311,28 +305,30 @@ def subtract_rows(_context, x, at, rows, width, means, out, start, stop, found):
 
 @intrinsic
 def ends_of(_context, found):
-    """Return the smallest, the largest, and 0 or NaN, of what ``subtract_rows`` found."""
+    """Return the smallest, or NaN, and the largest, of what ``subtract_rows`` found."""
 
     def codegen(context, builder, signature, args):
         state = _data(context, builder, signature, args, 0)
-        stats = [
+        low, high, wrong = (
             Vector.load(builder, builder.gep(state, [_index(LANES * i)]), LANES) for i in range(3)
-        ]
-        return context.make_tuple(builder, signature.return_type, _ends(stats))
+        )
+        for step in (1, 2, 4, 8):
+            wrong = _with_neighbours(wrong, step)
+        low, high = _ends(low, high)
+        low = builder.fadd(low, builder.extract_element(wrong.value, _index(0)))
+        return context.make_tuple(builder, signature.return_type, (low, high))
 
-    return types.UniTuple(types.float32, 3)(found), codegen
+    return types.UniTuple(types.float32, 2)(found), codegen
 
 
-def _ends(stats):
-    low, high, wrong = stats
+def _ends(low, high):
     for step in (1, 2, 4, 8):
         order = [lane ^ step for lane in range(LANES)]
         other = low.shuffled(low, order)
         low = (other < low).where(other, low)
         other = high.shuffled(high, order)
         high = (other > high).where(other, high)
-        wrong = _with_neighbours(wrong, step)
-    return [v.builder.extract_element(v.value, _index(0)) for v in (low, high, wrong)]
+    return [v.builder.extract_element(v.value, _index(0)) for v in (low, high)]
 
 
 @intrinsic
