@@ -6,14 +6,13 @@ what checkpointing of each block keeps, and half of what the model keeps exactly
 and recomputation; it runs plain, and compiled. One more may also choose to compile. Bytes are counted in the same
 way for all: storages that autograd keeps, each once, parameters and buffers left out. The ResNet lies channels last
 for all: the compiler wants it so, and of a model that lies otherwise it keeps a copy of each weight between the
-passes. Steps without an optimizer; medians of turns, each in an order of its own, on ``--threads``. ``torch.compile`` needs a C++ compiler. What is known of a model and a budget is written to
-``results/equal_bytes.json``, and not measured again while it is there.
+passes. Steps without an optimizer; medians of turns, each in an order of its own, on ``--threads``. ``torch.compile``
+needs a C++ compiler. What is known of a model and a budget is written to ``results/equal_bytes.json``, and not
+measured again while it is there.
 """
 
 import copy
 import json
-import random
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,14 +22,13 @@ from torch import Tensor, nn
 
 from benchmarks import machine
 from benchmarks.ops import forward_save_steps
-from benchmarks.ops.forward_save_steps import step_s
+from benchmarks.ops.forward_save_steps import TURNS, medians_s, step_s
 from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.forward_save import compiling
 from perfmodel import trial
 
 TESTS = "tests/benchmarks/test_equal_bytes.py"
 RESULTS = Path(__file__).parents[1] / "results/equal_bytes.json"
-TURNS = 15
 
 
 def resnet18() -> tuple[nn.Module, Tensor]:
@@ -111,15 +109,13 @@ def by_plan(model: nn.Module, batch: Tensor, most: int, choices: Sequence[str]) 
 
 def rows(made: dict[str, nn.Module], batch: Tensor, turns: int = TURNS) -> list[Row]:
     """Return what each way takes; the first is what gradients are compared with."""
-    draw = random.Random(0)  # what ran before has a part in a step's time
-    orders = [draw.sample(list(made), len(made)) for _ in range(turns + 1)]
-    times = [{way: step_s(made[way], batch) for way in order} for order in orders]
+    medians = medians_s(made, batch, turns)
     want = gradient(made["exact"], batch)
     return [
         Row(
             way,
             kept_bytes(m, batch),
-            statistics.median(turn[way] for turn in times[1:]),
+            medians[way],
             float((gradient(m, batch) - want).norm() / want.norm()),
         )
         for way, m in made.items()
