@@ -1,5 +1,6 @@
 # make demo: train ResNet20 on the embedded digits, in fixed point and in float32
 # make test: the fast tests   make test-all: all tests, as in CI
+# make test-oldest: some tests with the oldest versions that pyproject.toml allows
 # make lint: format, lint and types
 # make docs: the site, in build/site    make bench: all CPU benchmarks
 VENV ?= .venv
@@ -8,11 +9,12 @@ PYTHON ?= python3
 # make demo TORCH_INDEX= takes the one pip would take
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP = $(VENV)/bin/python -m pip install --quiet -c constraints.txt
+PIP_OLDEST = $(VENV)-oldest/bin/python -m pip install --quiet -c constraints-oldest.txt
 # a file goes to one process: its kernels are compiled, and its fixtures made, once; in the order of names, for the
 # slowest file has few tests
 SPREAD = -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: bench demo docs lint test test-all
+.PHONY: bench demo docs lint test test-all test-oldest
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m train.demo
@@ -22,6 +24,11 @@ test: $(VENV)/installed-dev $(VENV)-qonnx/installed
 
 test-all: $(VENV)/installed-dev $(VENV)-qonnx/installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(SPREAD)
+
+test-oldest: $(VENV)-oldest/installed
+	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -m "not slow" tests/test_torch_private.py \
+	  tests/fixedpoint_kernels/test_rounding.py tests/fixedpoint_kernels/test_norms.py tests/marvin/test_tensorboard.py \
+	  tests/marvin/test_files.py tests/train/test_plot.py
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff format --check .
@@ -44,6 +51,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) -e ".[accelerate,dev,docs,hls4ml,lightning,onnx,qtorch,transformers]"
+	touch $@
+
+$(VENV)-oldest/installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(if $(TORCH_INDEX),$(PIP_OLDEST) --no-deps --retries 1 --index-url $(TORCH_INDEX) torch || true)
+	$(PIP_OLDEST) -e . hypothesis pytest scipy triton
 	touch $@
 
 # qonnx needs an older onnx; its tests run it in this environment, which has no torch
