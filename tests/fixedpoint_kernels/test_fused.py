@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 import torch.nn.functional as F
@@ -529,6 +530,7 @@ def missed(monkeypatch):
     return own
 
 
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="needs two threads of Numba's")
 def test_threads_meet_between_regions(missed):
     segment, count, size = SEGMENTS["residual"]
     x = images(segment, count, size)

@@ -151,7 +151,9 @@ def test_the_integer_step_equals_float64(case):
         y = (F.conv1d if x.dim() == 3 else F.conv2d)(x, weight, bias, *product.window)
     y.backward(grad.double())
     for got, wanted in zip(found, (y.detach(), x.grad, weight.grad, bias.grad), strict=True):
-        torch.testing.assert_close(got, wanted.float())
+        # sums whose terms cancel are as near as the largest
+        near = {"rtol": 1.3e-6, "atol": 1e-5 * max(1.0, float(wanted.abs().max()))}
+        torch.testing.assert_close(got, wanted.float(), **near)
 
 
 @given(layers())
