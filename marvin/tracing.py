@@ -79,7 +79,7 @@ class Reads:
     """Which attributes of modules code reads, whatever it does with them.
 
     Names are noted as Python looks for them. Code that asks for a module's ``__dict__`` may read all (``vars(self)``,
-    copies and pickles do), unless it is that of torch or of this package, which look for parameters and for layers there.
+    copies and pickles do), unless it is torch's own look for parameters, or this package's for layers.
     """
 
     def __init__(self) -> None:
@@ -117,15 +117,26 @@ class Reads:
 
 _ALL = ""
 _WHOLE = "__dict__", "__getstate__", "__reduce__", "__reduce_ex__"
-_PACKAGES = "torch.nn.modules.module", "torch.fx.", "marvin.", "fixedpoint_kernels."
+_LOOKS = [
+    own.__code__
+    for own in (
+        nn.Module.__getattr__,
+        nn.Module.__setattr__,
+        nn.Module.__delattr__,
+        nn.Module.__dir__,
+    )
+]  # these take parameters, modules and names
+_PACKAGES = fx.Tracer.__module__, "marvin.", "fixedpoint_kernels."
 
 
 def _is_of_packages() -> bool:
-    """Say whether who reads an attribute is of torch's tracer, its modules' class, or these packages."""
+    """Say whether who reads an attribute is torch's tracer, its modules' own look, or of these packages."""
     frame = inspect.currentframe()
     for _ in range(2):
         frame = frame and frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith(_PACKAGES)
+    if frame is None:
+        return False
+    return frame.f_code in _LOOKS or str(frame.f_globals.get("__name__")).startswith(_PACKAGES)
 
 
 class Tracer(fx.Tracer):

@@ -26,7 +26,7 @@ class GraphCode:
         made = graph.python_code("self")
         # what comes before would make torch remember the functions of ``fx.wrap`` once more
         source = "def forward(" + made.src.partition("def forward(")[2]
-        known: dict[str, Any] = {**made.globals}
+        known = {**made.globals}
         exec(compile(source, "<traced graph>", "exec", dont_inherit=True), known)
         self._forward = known["forward"]
         called = (str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr"))
