@@ -1,14 +1,16 @@
 """Traces of models by torch.fx that keep operations in place, and name what was called."""
 
+import inspect
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx, nn
 from torch.fx.proxy import Attribute
 
-__all__ = ["Tracer", "changes_shared"]
+__all__ = ["Reads", "Tracer", "changes_shared"]
 
 _OPERATORS = (  # in place, which torch.fx would trace as others
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
@@ -73,16 +75,82 @@ for _name in _OPERATORS:
 _TRACING = threading.RLock()  # torch.fx changes nn.Module for the whole process meanwhile
 
 
+class Reads:
+    """Which attributes of modules code reads, whatever it does with them.
+
+    Names are noted as Python looks for them. Code that asks for a module's ``__dict__`` may read all (``vars(self)``,
+    copies and pickles do), unless it is torch's own look for parameters, or this package's for layers.
+    """
+
+    def __init__(self) -> None:
+        self._found: set[tuple[int, str]] = set()
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what this thread reads meanwhile; one at a time."""
+        before = vars(nn.Module).get("__getattribute__")
+        look = nn.Module.__getattribute__
+
+        def noting(own: nn.Module, name: str) -> object:
+            if threading.get_ident() == self._thread:
+                if name in _WHOLE and not _is_of_packages():
+                    self._found.add((id(own), _ALL))
+                self._found.add((id(own), name))
+            return look(own, name)
+
+        nn.Module.__getattribute__ = noting
+        try:
+            yield
+        finally:
+            if before is None:
+                del nn.Module.__getattribute__
+            else:
+                nn.Module.__getattribute__ = before
+
+    def may_have(self, own: nn.Module, name: str) -> bool:
+        """Say whether code may have read an attribute; that of classes that look for attributes in ways of their own may."""
+        looks = next(vars(c) for c in type(own).__mro__ if "__getattribute__" in vars(c))
+        is_plain = looks["__getattribute__"] is object.__getattribute__
+        return not is_plain or not self._found.isdisjoint({(id(own), name), (id(own), _ALL)})
+
+
+_ALL = ""
+_WHOLE = "__dict__", "__getstate__", "__reduce__", "__reduce_ex__"
+_LOOKS = [
+    own.__code__
+    for own in (
+        nn.Module.__getattr__,
+        nn.Module.__setattr__,
+        nn.Module.__delattr__,
+        nn.Module.__dir__,
+    )
+]  # these take parameters, modules and names
+_PACKAGES = fx.Tracer.__module__, "marvin.", "fixedpoint_kernels."
+
+
+def _is_of_packages() -> bool:
+    """Say whether who reads an attribute is torch's tracer, its modules' own look, or of these packages."""
+    frame = inspect.currentframe()
+    for _ in range(2):
+        frame = frame and frame.f_back
+    if frame is None:
+        return False
+    return frame.f_code in _LOOKS or str(frame.f_globals.get("__name__")).startswith(_PACKAGES)
+
+
 class Tracer(fx.Tracer):
     """Traces a model, operators in place included; what other threads run meanwhile is left alone.
 
     Attributes:
         called: Names of the modules that were called, those that are traced through included.
+        reads: Of attributes, meanwhile.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.called: dict[str, None] = {"": None}
+        self.reads = Reads()
         self._thread = threading.get_ident()
 
     def is_here(self) -> bool:
@@ -95,7 +163,7 @@ class Tracer(fx.Tracer):
         concrete_args: dict[str, object] | None = None,
     ) -> fx.Graph:
         """Trace a model; one at a time."""
-        with _TRACING:
+        with _TRACING, self.reads.noted():
             return super().trace(root, concrete_args)
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:

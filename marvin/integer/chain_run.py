@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fixedpoint_kernels import products
@@ -22,6 +22,7 @@ from marvin.hooks import rounders_of
 from marvin.integer.autograd import lies_as, once
 from marvin.integer.formats import Options, Product, choose, has_hooks, has_nan, rounding_of
 from marvin.integer.graph import Chain
+from marvin.integer.graph_code import GraphCode
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
 from marvin.integer.programs import Programs
 from marvin.integer.standing import Standing
@@ -72,7 +73,7 @@ class ChainRun(nn.Module):
             for own in map(module.get_submodule, chain.modules)
             if not isinstance(own, IntegerConv2d | IntegerLinear)
         )
-        self._plain = (fx.GraphModule(module, alone(chain)),)
+        self._plain = GraphCode(alone(chain), module, {})
         self.rounders: tuple[Rounder, ...] = ()
         self._formats: list[ModuleFormats] = []
         self._shapes: list[torch.Size] = []
@@ -202,7 +203,7 @@ class ChainRun(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return what leaves the chain."""
         if not self._takes(x) or self._normalises_one(x):
-            return self._plain[0](x)
+            return self._plain(x)
         parameters: list[Tensor | None] = []
         for conv, norm in self.each(self.convolutions):
             own = _others(conv, norm)

@@ -16,6 +16,7 @@ from marvin.hooks import restore_forwards, rounders_of
 from marvin.integer.chain_run import ChainRun
 from marvin.integer.formats import has_hooks, rounds_inputs
 from marvin.integer.graph import NOT_TRACED, Arguments, Chain, Traced, part_of, trace
+from marvin.integer.graph_code import GraphCode
 from marvin.integer.inference_run import InferenceRun
 from marvin.integer.layers import IntegerConv2d, IntegerLinear, is_linear, stock_class
 from marvin.integer.nodes import arguments_of, is_needed
@@ -140,7 +141,7 @@ class Fused(OtherForward):
             return None
         return _Given(tensors, plain, tuples)
 
-    def _ready(self, given: "_Given") -> fx.GraphModule | None:
+    def _ready(self, given: "_Given") -> GraphCode | None:
         tensors = given.tensors
         if (
             is_traced()
@@ -189,7 +190,7 @@ class _Mode:
             shapes = {n: tuple(x.shape) for n, x in given.tensors.items()}
             self._given = Arguments(tuple(given.tensors), given.plain, given.tuples, shapes)
         self._known: tuple[Traced | str, Seen | None] | None = None
-        self._runs: dict[frozenset[str], fx.GraphModule] = {}  # by what is left out of chains
+        self._runs: dict[frozenset[str], GraphCode] = {}  # by what is left out of chains
         self._lock = RLock()  # threads may come at once
 
     def fits(self, tensors: dict[str, Tensor]) -> bool:
@@ -212,12 +213,12 @@ class _Mode:
         traced = self._trace()[0]
         return [] if isinstance(traced, str) else traced.inexact
 
-    def ready(self, tensors: dict[str, Tensor]) -> fx.GraphModule | None:
+    def ready(self, tensors: dict[str, Tensor]) -> GraphCode | None:
         """Return the module with its chains, if they can run now; one thread asks at a time."""
         with self._lock:
             return self._ready(tensors)
 
-    def _ready(self, tensors: dict[str, Tensor]) -> fx.GraphModule | None:
+    def _ready(self, tensors: dict[str, Tensor]) -> GraphCode | None:
         traced, seen = self._trace()
         if seen is not None and (not seen.holds() or any(map(rounds_inputs, seen.inner))):
             self._known, self._runs = None, {}
@@ -241,7 +242,7 @@ class _Mode:
         runs = self._without(frozenset(unfit)) if unfit else None
         return runs if runs and all(run.ready() for run in _chains_of(runs)) else None
 
-    def _without(self, left: frozenset[str]) -> fx.GraphModule | None:
+    def _without(self, left: frozenset[str]) -> GraphCode | None:
         """Return the module with its chains, without some layers; None where no chains are left."""
         if left not in self._runs:
             traced = self._traced(left) if left else self._trace()[0]
@@ -332,18 +333,17 @@ def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, IntegerConv2d | IntegerLinear) or is_linear(module)
 
 
-def _built(module: nn.Module, traced: Traced, training: bool) -> fx.GraphModule:
+def _built(module: nn.Module, traced: Traced, training: bool) -> GraphCode:
     """Return the traced module with its chains in place of their layers."""
     named = [(f"tokens_{i}", chain) for i, chain in enumerate(traced.tokens)]
     graph, copies = put_in(traced.graph, named)
-    runs = fx.GraphModule(module, traced.graph)
+    chains: dict[str, nn.Module] = {}
     for name, chain in named:
         own = TokenRun(module, chain, has_hooks) if training else TokenInference(module, chain)
-        runs.add_module(name, own)
-    runs.graph = graph
+        chains[name] = own
     for i, chain in enumerate(traced.chains):
         name = f"chain_{i}"
-        runs.add_module(name, (ChainRun if training else InferenceRun)(module, chain))
+        chains[name] = (ChainRun if training else InferenceRun)(module, chain)
         inside = [copies[node] for node in chain.replaced]
         source = copies[chain.input]
         with graph.inserting_after(source):
@@ -353,8 +353,7 @@ def _built(module: nn.Module, traced: Traced, training: bool) -> fx.GraphModule:
             if not node.users:
                 graph.erase_node(node)
     graph.lint()
-    runs.recompile()
-    return runs
+    return GraphCode(graph, module, chains)
 
 
 def _pass_on(
@@ -377,7 +376,7 @@ def _item(values: tuple[Tensor, ...], k: int) -> Tensor:
     return values[k]
 
 
-def _chains_of(runs: fx.GraphModule) -> Iterator["ChainRun | TokenRun"]:
-    for module in runs.children():
+def _chains_of(runs: GraphCode) -> Iterator["ChainRun | TokenRun"]:
+    for module in runs.chains:
         if isinstance(module, ChainRun | TokenRun):
             yield module

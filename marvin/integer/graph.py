@@ -34,7 +34,7 @@ from marvin.integer.nodes import (
 from marvin.integer.sizes import Assumed, Sizes
 from marvin.integer.surroundings import Plain, Surroundings, tensors_of
 from marvin.integer.token_graph import TokenChain, find
-from marvin.tracing import Tracer, changes_shared
+from marvin.tracing import Reads, Tracer, changes_shared
 
 __all__ = ["NOT_TRACED", "Arguments", "Chain", "Found", "Traced", "part_of", "trace"]
 
@@ -133,6 +133,7 @@ class Traced:
         tokens: Of linear layers, norms and attention.
         inner: Names of the modules whose ``forward`` became part of the graph.
         assumed: Of the shapes of arguments.
+        reads: Of attributes, by the code that was traced, each time.
     """
 
     graph: fx.Graph
@@ -140,6 +141,7 @@ class Traced:
     tokens: list[TokenChain]
     inner: tuple[str, ...]
     assumed: Assumed
+    reads: tuple[Reads, ...] = ()
 
     @property
     def layers(self) -> list[str]:
@@ -322,7 +324,8 @@ def trace(
     found = _chains(module, graph, left, infers)
     if not any(found):
         return _NO_CHAINS
-    return Traced(graph, *found, _inner(graph, tracers[0]), tracers[0].sizes.assumed)
+    inner, reads = _inner(graph, tracers[0]), tuple(own.reads for own in tracers)
+    return Traced(graph, *found, inner, tracers[0].sizes.assumed, reads)
 
 
 def _chains(

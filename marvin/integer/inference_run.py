@@ -79,13 +79,13 @@ class InferenceRun(ChainRun):
         from fixedpoint_kernels.fused import inference
 
         if not self._takes(x):
-            return self._plain[0](x)
+            return self._plain(x)
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
         weights, norms, stamp = self._given or self._gathered()
         outputs = inference.run(self._inference(x), x, weights, norms, self.shifts, stamp)
         if outputs is None:
-            return self._plain[0](x)
+            return self._plain(x)
         return tuple(lies_as(y, x) for y in outputs)
 
     def _gathered(self) -> _Given:

@@ -30,9 +30,10 @@ _NUMBERS = (  # of torch's own modules, which chains and graphs were made of
 
 
 class Seen:
-    """The modules and tensors of a graph, numbers of its layers, and attributes its code may branch on.
+    """The modules and tensors of a graph, numbers of its layers, and attributes that its code reads.
 
-    A layer may be replaced at any time (``model.fc = nn.Linear(64, 100)``), a parameter too
+    Of an attribute that no code read when it was traced, such as a count of steps that a trainer puts there, only that
+    it is there counts: its value is in no graph. A layer may be replaced at any time (``model.fc = nn.Linear(64, 100)``), a parameter too
     (``load_state_dict(..., assign=True)``).
 
     Args:
@@ -52,7 +53,14 @@ class Seen:
         calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
         layers = map(module.get_submodule, dict.fromkeys(calls))
         # code may look at modules that it did not call this time, and at what was put on a layer
-        unknown = {own: _unknown_of(own) for own in parts}
+        held = {own: _unknown_of(own) for own in parts}
+        whole = {part for own in map(module.get_submodule, calls) for part in own.modules()}
+        unknown = {
+            own: [n for n in names if own in whole or _may_count(own, n, traced)]
+            for own, names in held.items()
+        }
+        unread = [(own, [n for n in held[own] if n not in unknown[own]]) for own in parts]
+        self._unread = [(itemgetter(*names), vars(own)) for own, names in unread if names]
         named = [
             (own, [name for name in names if type(vars(own)[name]) in PLAIN])
             for own, names in unknown.items()
@@ -87,6 +95,8 @@ class Seen:
             return False
         if [*map(len, self._owners)] != self._sizes or self._attributes() != self._before:
             return False
+        for get, own in self._unread:
+            get(own)  # else it was deleted, and one of another name may be there
         if any(
             noted(own[n]) != before
             for (own, n), before in zip(self._others, self._noted, strict=True)
@@ -96,6 +106,12 @@ class Seen:
 
     def _attributes(self) -> list[object]:
         return [get(own) for get, own in self._getters]
+
+
+def _may_count(own: nn.Module, name: str, traced: Traced) -> bool:
+    """Say whether a value of a module whose code was traced may be in the graph, or in chains."""
+    is_asked = name == "training" or isinstance(own, nn.BatchNorm2d)  # by those who look for chains
+    return is_asked or any(reads.may_have(own, name) for reads in traced.reads)
 
 
 class Tensors:

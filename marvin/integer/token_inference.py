@@ -66,12 +66,12 @@ class TokenInference(TokenRun):
         """Return what leaves the chain; only training counts what is clamped."""
         found = self._taken(xs)
         if found is None:
-            return self._plain[0](*xs)
+            return self._plain(*xs)
         call = Call(self._programs, self._given[0] if self._given else None)
         calls = self.calls([NO_NOISE] * len(self.layers))
         outputs = run_tokens(call, found.segment, calls, found.values, found.parameters)
         if call.met_nan:
-            return self._plain[0](*xs)
+            return self._plain(*xs)
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
         return outputs

@@ -15,6 +15,7 @@ from marvin.hooks import rounders_of
 from marvin.integer.autograd import Noise
 from marvin.integer.formats import Options, Product, choose
 from marvin.integer.graph import Chain
+from marvin.integer.graph_code import GraphCode
 from marvin.integer.heads import Places, Turn
 from marvin.integer.layers import OPTIONS, TransposedLinear, features_of, is_linear
 from marvin.integer.programs import Programs
@@ -101,7 +102,7 @@ class TokenRun(nn.Module):
         )
         norms = [(2 * i, m.norm) for i, m in enumerate(chain.members) if m.norm]
         self._offsets = [(i, norm.offset) for i, norm in norms if norm.offset]
-        self._plain = (fx.GraphModule(module, alone(chain)),)
+        self._plain = GraphCode(alone(chain), module, {})
         self.rounders: tuple[Rounder, ...] = ()
         self._formats: list[ModuleFormats] = []
         self._products: list[tuple[Product, bool]] | None = None
@@ -167,7 +168,7 @@ class TokenRun(nn.Module):
         """Return what leaves the chain."""
         found = self._taken(xs)
         if found is None:
-            return self._plain[0](*xs)
+            return self._plain(*xs)
         segment, values, parameters = found
         before = [rounder.state.gradients for rounder in self.rounders]
         noise = [Noise(*rounder.state.noise_of_gradients()) for rounder in self.rounders]
@@ -176,7 +177,7 @@ class TokenRun(nn.Module):
         if call.met_nan:
             for rounder, drawn in zip(self.rounders, before, strict=True):
                 rounder.state.gradients = drawn  # layers draw again
-            return self._plain[0](*xs)
+            return self._plain(*xs)
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
             rounder.count(len(xs[0]))

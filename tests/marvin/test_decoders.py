@@ -293,7 +293,7 @@ def test_decoders_may_keep_their_weights_laid_out(kind):
             same(frozen(x), y)
     runs = [own for own in frozen.modules() if isinstance(vars(own).get("forward"), Fused)]
     modes = [mode for own in runs for mode in own.forward._all(False)]
-    chains = [run for mode in modes for made in mode._runs.values() for run in made.children()]
+    chains = [run for mode in modes for made in mode._runs.values() for run in made.chains]
     chains = [run for run in chains if isinstance(run, TokenInference)]
     assert chains
     assert all(run._given is not None for run in chains)

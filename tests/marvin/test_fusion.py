@@ -1997,16 +1997,14 @@ def test_chains_keep_what_batch_norm_alone_is():
     (chain,) = trace(model).chains
     assert [own.norm for own in chain.layers if not own.name] == ["0", "2", "4.bn1", "5.bn1", "6"]
     runs = model.forward._modes[True].ready({"x": batch(0)[0]})
-    (run,) = (own for own in runs.children() if hasattr(own, "chain"))
+    (run,) = (own for own in runs.chains if hasattr(own, "chain"))
     assert run._segment.layers[0] == Norm(INPUT, 3, 1e-5)
     model[0].eps = 0.5
     x, _ = batch(0)
     y = model(x)
     torch.testing.assert_close(y, unfused(model)(x), rtol=0.05, atol=0.05)
     (run,) = (
-        own
-        for own in model.forward._modes[True].ready({"x": x}).children()
-        if hasattr(own, "chain")
+        own for own in model.forward._modes[True].ready({"x": x}).chains if hasattr(own, "chain")
     )
     assert run._segment.layers[0] == Norm(INPUT, 3, 0.5)
 

@@ -104,7 +104,7 @@ def run(model, x, context=torch.no_grad):
 def chains_of(model):
     """Return the chains of a frozen model, and of its children."""
     modes = [m.forward._modes[False] for m in model.modules() if isinstance(m.forward, Fused)]
-    runs = [own for mode in modes for graph in mode._runs.values() for own in graph.children()]
+    runs = [own for mode in modes for graph in mode._runs.values() for own in graph.chains]
     return [own for own in runs if isinstance(own, InferenceRun | TokenInference)]
 
 

@@ -199,9 +199,7 @@ def test_a_transformer_is_near_its_unfused_twin(kind):
     assert not is_fused(copy.deepcopy(twin))
     near(model, twin)
     run = next(
-        m
-        for m in model.forward._modes[True]._runs[frozenset()].children()
-        if isinstance(m, TokenRun)
+        m for m in model.forward._modes[True]._runs[frozenset()].chains if isinstance(m, TokenRun)
     )
     kinds = {type(op) for op in run._described_for([torch.zeros(8, 9, 32)], []).segment.operations}
     assert kinds == {tokens.Norm, tokens.Linear, tokens.Attention, tokens.Add, tokens.Curved}
@@ -317,7 +315,7 @@ def test_a_chain_with_dropout_is_near_its_unfused_twin(monkeypatch):
     x, y = batch(9, 32)
     assert operations(model(x)) == [25]
     (run,) = (
-        own for own in model.forward._modes[True]._runs[frozenset()].children()
+        own for own in model.forward._modes[True]._runs[frozenset()].chains
         if isinstance(own, TokenRun)
     )  # fmt: skip
     (chain,) = {own.segment for own in run._segments.values() if own is not None}
@@ -1193,7 +1191,7 @@ def test_convolutions_and_tokens_in_one_model():
     convert(twin, fused=False)
     y = model(x)
     names = {
-        type(module).__name__ for module in model.forward._modes[True]._runs[frozenset()].children()
+        type(module).__name__ for module in model.forward._modes[True]._runs[frozenset()].chains
     }
     assert {"ChainRun", "TokenRun"} <= names
     assert (y - twin(x)).abs().max() < 0.05 * twin(x).abs().max()

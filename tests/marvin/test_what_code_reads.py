@@ -1,16 +1,21 @@
 """What a model's code reads and writes besides what its layers compute: a fused model does as the model would."""
 
 import copy
+import linecache
+import operator
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx import graph_module
 
 import marvin
-from marvin.integer import convert, report
+from marvin.integer import convert, fusion, report
 from marvin.integer.graph import trace
+from marvin.tracing import Tracer
 from tests.marvin.test_fusion import batch, is_fused, make, same
 
 
@@ -239,3 +244,132 @@ def test_options_of_a_part_hold_in_a_model_that_ran():
 
     convert(model.blocks, gradient_bits=None)
     same(gradient(), gradient())  # no noise
+
+
+class Annealed(nn.Module):
+    """Its code reads ``alpha`` in some way, and not ``global_step``, ``metrics`` and ``beta``."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.a, self.b, self.read = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), read
+        self.alpha, self.beta, self.global_step, self.metrics = 1.0, 1.0, 0, {"loss": 0.0}
+        self.inner = Helper()
+
+    @property
+    def scale(self):
+        return self.alpha
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x))) * self.read(self)
+
+
+class Looking(Annealed):
+    """Looks for its attributes in a way of its own."""
+
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, name)
+
+
+def of_a_copy(model):
+    return copy.copy(model).alpha
+
+
+WAYS = {
+    "by name": lambda model: model.alpha,
+    "getattr": lambda model: getattr(model, "al" + "pha", 2.0),
+    "a property": lambda model: model.scale,
+    "vars": lambda model: vars(model)["alpha"],
+    "__dict__": lambda model: model.__dict__["alpha"],
+    "attrgetter": lambda model: operator.attrgetter("alpha")(model),
+    "a copy": of_a_copy,
+    "a branch": lambda model: 4.0 if model.alpha > 2 else 1.0,
+    "torch's look": lambda model: nn.Module.__getattribute__(model, "alpha"),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [*((Annealed, read) for read in WAYS.values()), (Looking, WAYS["by name"])],
+    ids=[*WAYS, "a class's own look"],
+)
+def test_a_number_that_code_reads_counts_at_once(kind, read, training):
+    model, _ = make(model=kind(read))
+    x, _ = batch(0)
+    model.train(training)
+    with torch.set_grad_enabled(training):
+        before = model(x).detach()
+        assert model.forward.ran
+        for alpha in (4.0, 1.0):
+            model.alpha = alpha
+            model.global_step += 1
+            same(model(x), before * alpha)
+
+
+def test_what_code_does_not_read_may_change(monkeypatch):
+    model, _ = make(model=Annealed(WAYS["by name"]))
+    x, _ = batch(0)
+    before = model(x)
+    traced = []
+    monkeypatch.setattr(fusion, "trace", lambda *args, **kwargs: traced.append(args))
+    for step in range(3):
+        model.global_step, model.inner.factor = step, float(step)
+        model.metrics["loss"] += 0.5
+        model.metrics[f"loss {step}"] = 1.0
+        same(model(x), before)
+        assert model.forward.ran
+    assert traced == []
+
+
+def test_a_name_that_comes_in_another_ones_place_is_seen():
+    model, _ = make(model=Annealed(lambda model: getattr(model, "gamma", 1.0)))
+    x, _ = batch(0)
+    before = model(x)
+    del model.beta
+    model.gamma = 4.0
+    same(model(x), before * 4)
+
+
+def test_modules_are_looked_into_as_before_when_a_trace_is_over():
+    def wrong(model):
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        Tracer().trace(Annealed(wrong))
+    Tracer().trace(Annealed(lambda model: Tracer().trace(nn.Linear(1, 1)) and 1.0))
+    assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_what_another_thread_reads_is_not_noted():
+    def read(model):
+        thread = threading.Thread(target=lambda: model.beta)
+        thread.start()
+        thread.join()
+        return model.alpha
+
+    model, tracer = Annealed(read), Tracer()
+    tracer.trace(model)
+    assert tracer.reads.may_have(model, "alpha")
+    assert not tracer.reads.may_have(model, "beta")
+
+
+def sources():
+    """Return how many sources of traces torch keeps."""
+    kept = [name for name in linecache.cache if name.startswith("<eval_with_key>")]
+    return len(kept), len(graph_module._loader.eval_cache)
+
+
+def test_no_source_of_a_trace_is_kept():
+    before = sources()
+    model, _ = make(model=Annealed(WAYS["by name"]))
+    x, _ = batch(0)
+    for alpha in (1.0, 2.0, 3.0):
+        model.alpha = alpha
+        model(x).sum().backward()
+    frozen = marvin.freeze(model.eval())
+    marvin.integer.prepack(frozen)
+    with torch.no_grad():
+        frozen(x)
+    assert model.forward._modes[True]._runs
+    assert frozen.forward.ran
+    assert sources() == before
