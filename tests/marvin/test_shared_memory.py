@@ -12,7 +12,7 @@ from tests.same import assert_same
 
 def make(bits, *, on_integers=False):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
     optimizer = marvin.Quantized(sgd, marvin.StaticPolicy(weights=8, activations=bits))
     marvin.quantize_activations(model, optimizer)
@@ -20,7 +20,7 @@ def make(bits, *, on_integers=False):
         integer.convert(model)
     for _ in range(3):
         optimizer.zero_grad()
-        loss = model(torch.randn(16, 8)).square().mean()
+        loss = model(torch.randn(16, 32)).square().mean()
         loss.backward()
         optimizer.step(loss=loss)
     return model.eval(), optimizer
@@ -46,7 +46,7 @@ def test_formats_that_another_process_writes_are_seen(on_integers):
     with torch.enable_grad():
         model, _ = make(3, on_integers=on_integers)
         other, _ = make(8, on_integers=on_integers)
-    x = torch.randn(4, 8)
+    x = torch.randn(4, 32)
     model(x)
     model.share_memory()  # after formats were read
     before = model(x)
@@ -69,7 +69,7 @@ def test_formats_that_another_process_wrote_are_written_anew():
 def test_formats_that_are_half_written_are_read_again(monkeypatch):
     model, _ = make(3)
     model.share_memory()
-    whole, x = model[0].fixed_point.clone(), torch.randn(4, 8)
+    whole, x = model[0].fixed_point.clone(), torch.randn(4, 32)
     wanted = model(x)
     model[0].fixed_point[4] += 1
     tries = []
