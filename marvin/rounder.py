@@ -160,12 +160,14 @@ class Rounder:
 
     def _read(self, buffer: Tensor) -> None:
         name, version = f"{self.name}.{BUFFER}".lstrip("."), version_of(buffer)
-        for left in reversed(range(_TRIES if is_shared(buffer) else 1)):
+        left = _TRIES if is_shared(buffer) else 1
+        while True:
             numbers = buffer if buffer.is_meta else buffer.detach().to("cpu", copy=True)
             try:
                 self._formats = decode_formats(numbers, name)
                 break
             except ValueError:  # where others write meanwhile, a part of the numbers is old
+                left -= 1
                 if not left:
                     raise
                 time.sleep(1e-3)
