@@ -39,7 +39,7 @@ def once_differentiable(
         found = found if isinstance(found, tuple) else (found,)
         # whoever asks for the derivative by one of these comes through here
         leaves = leaves_of(ctx)
-        needs = [torch.empty(0, requires_grad=True), *leaves, *grads]
+        needs = [torch.empty(0, requires_grad=True, device="cpu"), *leaves, *grads]
         present = [gradient for gradient in found if gradient is not None]
         tensors = iter(_Refused.apply(message, len(present), *present, *needs))  # pyright: ignore
         return tuple(None if gradient is None else next(tensors) for gradient in found)

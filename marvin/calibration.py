@@ -327,7 +327,7 @@ class _Values:
         """Return a format of ``wl`` bits, one of them for a sign if there is one."""
         signed = self.low < 0
         own = max(wl, 2) if signed else min(wl, 31)  # of 32 bits, all are signed
-        ends = torch.tensor([self.low, self.high], dtype=torch.float32)
+        ends = torch.tensor([self.low, self.high], dtype=torch.float32, device="cpu")
         with _named(f"what comes to {self.name or 'the model'}"):
             return best_format(torch.cat([*self.kept, ends]), own, estimator, signed=signed)
 
@@ -429,7 +429,9 @@ def _some(flat: Tensor, count: int) -> Tensor:
     if count == flat.numel():
         return flat
     generator = torch.Generator().manual_seed(0)
-    places = torch.rand(count, generator=generator, dtype=torch.float64) + torch.arange(count)
+    places = torch.rand(
+        count, generator=generator, dtype=torch.float64, device="cpu"
+    ) + torch.arange(count, device="cpu")
     return flat[(places * (flat.numel() / count)).long().to(flat.device)]
 
 

@@ -77,4 +77,4 @@ def scale_of(fmt: ChannelFormat, x: Tensor, offset: int = 0) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _scales(shifts: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(shifts, dtype=torch.float32).exp2().to(device)
+    return torch.tensor(shifts, dtype=torch.float32, device="cpu").exp2().to(device)

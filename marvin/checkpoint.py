@@ -100,7 +100,7 @@ def load_sharded(folder: Path | str, model: nn.Module, optimizer: Quantized) -> 
         _check_tensors(
             known, dcp.metadata.TensorStorageMetadata, "the folder"
         )  # torch unpickles others
-        plain = torch.empty(known["plain"].size, dtype=torch.uint8)  # pyright: ignore[reportAttributeAccessIssue]
+        plain = torch.empty(known["plain"].size, dtype=torch.uint8, device="cpu")  # pyright: ignore[reportAttributeAccessIssue]
         with _alone_is_fine():
             dcp.load({"plain": plain}, storage_reader=reader)
         trees = json.loads(plain.numpy().tobytes())
@@ -159,7 +159,7 @@ def _target(name: str, saved: Any, shards: Sequence[Shard]) -> Tensor:
     has_rows = name.endswith(SUFFIXES)
     if index < len(shards) and (has_rows or shards[index].shape == saved.size):
         return shards[index].empty(saved.size, saved.properties.dtype)
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
 
 
 def _plain(value: object, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -95,7 +95,7 @@ def _adam_moves(optimizer: Optimizer, batch: Gradients, first: int) -> Iterator[
         if not is_coded:
             continue
         state = optimizer.state[master]
-        state["step"] = state.get("step", torch.tensor(0.0, dtype=torch.float32)) + 1
+        state["step"] = state.get("step", torch.tensor(0.0, dtype=torch.float32, device="cpu")) + 1
         move = Adam(**options, step=int(state["step"]))
         names = "exp_avg", "exp_avg_sq"
         yield row, grad, move, tuple(moment_of(state, n, master, shard) for n in names)

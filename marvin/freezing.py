@@ -33,7 +33,9 @@ _NO_GRADIENT = (
     "gradients are wanted, take the model that was frozen, in eval mode, whose gradients are straight-through"
 )
 # a table: jit can trace it
-_POWERS = torch.tensor([2.0**n for n in range(-_MOST, _MOST + 1)], dtype=torch.float32)
+_POWERS = torch.tensor(
+    [2.0**n for n in range(-_MOST, _MOST + 1)], dtype=torch.float32, device="cpu"
+)
 
 
 @torch.inference_mode(False)  # or the copy could not be trained, nor load a state

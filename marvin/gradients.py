@@ -44,7 +44,7 @@ class Gradients:
     norms: Tensor
     penalties: Tensor | None
     measured: Measured = field(default_factory=Measured)
-    numbers: Tensor = field(default_factory=lambda: torch.empty(0))
+    numbers: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
 
 
 def gather(
@@ -120,7 +120,9 @@ def read(
     vectors = [t for batch in batches for t in (batch.norms, batch.numbers)]
     vectors += [b.penalties.sum().float().view(1) for b in batches if b.penalties is not None]
     if loss is not None:
-        vectors.append(torch.as_tensor(loss, dtype=torch.float32).detach().reshape(1))
+        vectors.append(
+            torch.as_tensor(loss, dtype=torch.float32, device=device).detach().reshape(1)
+        )
     values = iter(torch.cat([t.to(device) for t in vectors]).tolist())
     norms, numbers = [], []
     for batch in batches:

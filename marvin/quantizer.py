@@ -99,7 +99,7 @@ class Quantizer(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return where in the noise this is: seed, number and count of calls."""
-        return torch.tensor([self.seed, self.number, self.calls])
+        return torch.tensor([self.seed, self.number, self.calls], device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Go on where ``state`` stopped."""

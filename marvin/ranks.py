@@ -31,7 +31,7 @@ def mean_over_ranks(loss: float | Tensor | None, device: torch.device) -> float 
     """
     if loss is None or not is_distributed():
         return loss
-    total = torch.as_tensor(loss, dtype=torch.float32).detach().to(device, copy=True)
+    total = torch.as_tensor(loss, dtype=torch.float32, device=device).detach().to(device, copy=True)
     dist.all_reduce(total)
     return total / dist.get_world_size()
 

@@ -1,5 +1,6 @@
 """Rounding what a module sees, by the formats that it carries."""
 
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +22,23 @@ from marvin.rounding import Format
 from marvin.settings import check_untraced
 from marvin.straight_through import StraightThrough, Tally, round_with_gradient
 
-__all__ = ["BUFFER", "FLOATS", "ForwardState", "Rounder", "as_it_is", "channels_of", "formats_of"]
+__all__ = [
+    "BUFFER",
+    "FLOATS",
+    "ForwardState",
+    "Rounder",
+    "as_it_is",
+    "channels_of",
+    "formats_of",
+    "is_shared",
+]
 
 BUFFER = "fixed_point"
 """Name of the buffer in which a module's state has its formats."""
 
 FLOATS = torch.float32, torch.bfloat16, torch.float16
+
+_TRIES = 100  # to read formats that another process is writing, a millisecond apart
 
 
 class ForwardState:
@@ -120,10 +132,10 @@ class Rounder:
         self.tally, self.outputs, self.data = Tally(), Tally(), Tally()
         self.observer: Observer | None = None
         self._formats = ModuleFormats()
-        self._seen: tuple[Tensor | None, int] = None, 0
+        self._seen: tuple[Tensor | None, int, bytes] = _NOTHING
 
     def __getstate__(self) -> StateDict:
-        return {**vars(self), "_seen": (None, 0)}
+        return {**vars(self), "_seen": _NOTHING}
 
     def __setstate__(self, state: StateDict) -> None:
         self.__init__(state["name"], state["state"], state["arguments"])  # as of ``ForwardState``
@@ -136,17 +148,35 @@ class Rounder:
             ValueError: The module's buffer does not hold formats.
         """
         buffer = getattr(module, BUFFER)
-        seen, version = self._seen
-        if buffer is not seen or buffer.is_inference() or version_of(buffer) != version:
-            self._formats = decode_formats(buffer, f"{self.name}.{BUFFER}".lstrip("."))
-            self._seen = buffer, version_of(buffer)
+        if buffer.is_inference() or not self._is_as_seen(buffer):
+            self._read(buffer)
         return self._formats
+
+    def _is_as_seen(self, buffer: Tensor) -> bool:
+        seen, version, numbers = self._seen
+        if buffer is not seen or version_of(buffer) != version:
+            return False
+        return not is_shared(buffer) or _bytes_of(buffer) == numbers
+
+    def _read(self, buffer: Tensor) -> None:
+        name, version = f"{self.name}.{BUFFER}".lstrip("."), version_of(buffer)
+        left = _TRIES if is_shared(buffer) else 1
+        while True:
+            numbers = buffer if buffer.is_meta else buffer.detach().to("cpu", copy=True)
+            try:
+                self._formats = decode_formats(numbers, name)
+                break
+            except ValueError:  # where others write meanwhile, a part of the numbers is old
+                left -= 1
+                if not left:
+                    raise
+                time.sleep(1e-3)
+        self._seen = buffer, version, _bytes_of(numbers)
 
     def has(self, module: nn.Module, formats: ModuleFormats) -> bool:
         """Say whether ``module`` carries these formats, and nobody else has written to them."""
-        buffer, (seen, version) = getattr(module, BUFFER, None), self._seen
-        is_same = buffer is seen and buffer is not None and version_of(buffer) == version
-        return is_same and formats == self._formats
+        buffer = getattr(module, BUFFER, None)
+        return buffer is not None and self._is_as_seen(buffer) and formats == self._formats
 
     @torch.no_grad()
     def write(self, module: nn.Module, formats: ModuleFormats) -> None:
@@ -162,7 +192,8 @@ class Rounder:
             setattr(module, BUFFER, numbers.to(buffer.device))
         buffer = getattr(module, BUFFER)
         if not buffer.is_meta:
-            self._formats, self._seen = formats, (buffer, version_of(buffer))
+            self._formats = formats
+            self._seen = buffer, version_of(buffer), _bytes_of(numbers)
 
     def count(self, samples: int) -> None:
         """Count samples that go forward, where this module tells their number: not those that go again."""
@@ -264,6 +295,18 @@ class Rounder:
         options = self.state.options(module.training, formats.eval_rounding)
         options["per_sample"] = True
         return round_with_gradient(x, fmt, options, ste="identity", tally=self.tally, back=None)
+
+
+_NOTHING: tuple[Tensor | None, int, bytes] = None, 0, b""
+
+
+def is_shared(buffer: Tensor) -> bool:
+    """Say whether other processes may write to a buffer on the CPU: torch counts only this one's writes."""
+    return buffer.is_cpu and buffer.untyped_storage().is_shared()  # the tensor's own takes 2 us
+
+
+def _bytes_of(numbers: Tensor) -> bytes:
+    return numbers.detach().numpy().tobytes()
 
 
 def as_it_is(module: nn.Module, x: Tensor, fmt: Format | None) -> Tensor:

@@ -80,7 +80,7 @@ class Shard:
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor with the parameter's rows, sharded as it is."""
         if self.template is None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         part = local(self.template)
         rows = part.new_empty((*part.shape[:1], *shape[1:]), dtype=dtype)
         return self.to_dtensor(torch.empty_like(part, dtype=dtype) if shape == self.shape else rows)

@@ -401,8 +401,8 @@ _step_serial, _step_parallel = compile_both(_step_many)
 def encode(x: Tensor, kind: Kind, noise: Noise | None) -> Codes:
     """See ``fixedpoint_kernels.compact.encode``; ``x`` is float32 and contiguous."""
     rows, count = blocks_of(x.shape)
-    scales = torch.empty(rows, count, dtype=torch.float32)
-    codes = Codes(torch.empty(x.shape, dtype=DTYPES[kind]), scales)
+    scales = torch.empty(rows, count, dtype=torch.float32, device="cpu")
+    codes = Codes(torch.empty(x.shape, dtype=DTYPES[kind], device="cpu"), scales)
     kernel = _encode_parallel if is_parallel(x.numel()) else _encode_serial
     key = noise.key if noise else Key(0, 0)
     kernel(
@@ -423,7 +423,7 @@ def encode(x: Tensor, kind: Kind, noise: Noise | None) -> Codes:
 
 def decode(codes: Codes, kind: Kind) -> Tensor:
     """See ``fixedpoint_kernels.compact.decode``."""
-    x = torch.empty(codes.codes.shape, dtype=torch.float32)
+    x = torch.empty(codes.codes.shape, dtype=torch.float32, device="cpu")
     kernel = _decode_parallel if is_parallel(x.numel()) else _decode_serial
     shape = blocks_of(x.shape)[1], x.shape[1:].numel()
     own, scales = codes.codes, codes.scales.view(-1).numpy()
@@ -548,7 +548,9 @@ def has_bits_of_torch() -> bool:
         return False
     g = torch.Generator().manual_seed(0)
     for n in range(1, 68):
-        a, b, c = (torch.rand(n, generator=g, dtype=torch.float32) + 0.5 for _ in range(3))
+        a, b, c = (
+            torch.rand(n, generator=g, dtype=torch.float32, device="cpu") + 0.5 for _ in range(3)
+        )
         wide, value = [x.double() for x in (a, b, c)], 1 - 0.999
         narrow = float(np.float32(value))
         lerp = (narrow * (b - a).double() + wide[0]).float()

@@ -368,7 +368,7 @@ def decompress(means: Tensor, codes: Tensor, ranges: Tensor, out: Tensor, layout
     result = out if is_direct else torch.empty_like(out, dtype=torch.float32)
     channels = _channels_of(result, layout)
     if not channels and not result.is_contiguous():
-        result = torch.empty(result.shape, dtype=result.dtype)
+        result = torch.empty(result.shape, dtype=result.dtype, device="cpu")
     geometry, _, bits, task = _arguments(layout, bool(channels))
     kernel(
         _array(means),

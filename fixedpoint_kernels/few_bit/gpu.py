@@ -226,9 +226,9 @@ def _decode_kernel(
 def _tensors(table: Table, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return borders, with infinite ones up to a power of two, codes and levels."""
     steps = steps_of(table)
-    borders = torch.full(((1 << steps) - 1,), float("inf"), dtype=torch.float32)
+    borders = torch.full(((1 << steps) - 1,), float("inf"), dtype=torch.float32, device="cpu")
     borders[: len(table.borders)] = torch.from_numpy(table.borders)
-    codes = torch.zeros(1 << steps, dtype=torch.int32)
+    codes = torch.zeros(1 << steps, dtype=torch.int32, device="cpu")
     codes[: len(table.codes)] = torch.from_numpy(table.codes)
     return borders.to(device), codes.to(device), torch.from_numpy(table.levels).to(device)
 

@@ -105,11 +105,11 @@ def _copied_norm(module: nn.Module) -> Known | None:
     if own.keys() != {"weight"} or own["weight"].dim() != 1 or len(names) != 1:
         return None
     eps, features = getattr(module, names[0]), len(own["weight"])
-    weight = torch.linspace(-1, 2, features, dtype=torch.float32)
+    weight = torch.linspace(-1, 2, features, dtype=torch.float32, device="cpu")
     # own weights may have no values, and are no numbers while a model is traced
     alike = cls.__new__(cls)
     vars(alike).update(vars(module), weight=weight)
-    x = torch.linspace(-9, 9, 2 * features, dtype=torch.float32).view(2, features)
+    x = torch.linspace(-9, 9, 2 * features, dtype=torch.float32, device="cpu").view(2, features)
     try:
         with torch.no_grad():
             y, plain = cls.forward(alike, x), F.rms_norm(x, weight.shape, None, eps)

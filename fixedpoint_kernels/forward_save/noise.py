@@ -17,7 +17,7 @@ def new_noise(seed: int) -> Tensor:
     Raises:
         ValueError: ``seed`` is outside 0 to 2**63 - 1.
     """
-    return torch.tensor(Key.checked(seed, 0)[:2], dtype=torch.int64)
+    return torch.tensor(Key.checked(seed, 0)[:2], dtype=torch.int64, device="cpu")
 
 
 def state(model: nn.Module) -> dict[str, int]:
@@ -46,7 +46,7 @@ def load_state(model: nn.Module, state: Mapping[str, int]) -> None:
         raise ValueError(f"the state must have {sorted(wanted)}, got {sorted(state)}")
     if found is not None:
         key = Key.checked(operator.index(state["seed"]), operator.index(state["count"]))
-        found.copy_(torch.tensor(key[:2]))
+        found.copy_(torch.tensor(key[:2], device="cpu"))
 
 
 def _noise(model: nn.Module) -> Tensor | None:

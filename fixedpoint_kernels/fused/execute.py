@@ -42,14 +42,16 @@ class Result:
     def __init__(self, images: int, shape: Shape, is_flat: bool = False) -> None:
         self._shape, size = shape, (images, *shape)
         self.image = (
-            torch.empty(images, shape.channels, dtype=torch.float32)
+            torch.empty(images, shape.channels, dtype=torch.float32, device="cpu")
             if is_flat
-            else torch.empty(size, dtype=torch.float32, memory_format=torch.channels_last)
+            else torch.empty(
+                size, dtype=torch.float32, memory_format=torch.channels_last, device="cpu"
+            )
         )
         is_dense = shape.padded == shape.elements
         self._padded = None
         if not is_dense:
-            self._padded = torch.empty(images, shape.padded, dtype=torch.float32)
+            self._padded = torch.empty(images, shape.padded, dtype=torch.float32, device="cpu")
         self.address = (self.image if self._padded is None else self._padded).data_ptr()
 
     def take(self) -> Tensor:
@@ -142,9 +144,13 @@ def backward(
     for n, own in enumerate(parameters):
         outputs_of, seed, stream = program.outs[n].channels, *own.noise
         weight = (
-            _like(own.weight) if program.needs_weights[n] else torch.empty(0, dtype=torch.float32)
+            _like(own.weight)
+            if program.needs_weights[n]
+            else torch.empty(0, dtype=torch.float32, device="cpu")
         )
-        scale, shift = (torch.empty(outputs_of, dtype=torch.float32) for _ in range(2))
+        scale, shift = (
+            torch.empty(outputs_of, dtype=torch.float32, device="cpu") for _ in range(2)
+        )
         given["of_scale", n], given["of_shift", n] = scale.data_ptr(), shift.data_ptr()
         given["seed", n], given["stream", n] = seed, stream
         given["second stream", n] = own.second_stream
@@ -186,7 +192,7 @@ def _like(weight: Tensor) -> Tensor:
     """Return room for a gradient, as the weight lies: autograd copies what lies otherwise."""
     if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
         return torch.empty_like(weight)  # to name the format takes as long again
-    return torch.empty(weight.shape, dtype=torch.float32)
+    return torch.empty(weight.shape, dtype=torch.float32, device="cpu")
 
 
 def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:

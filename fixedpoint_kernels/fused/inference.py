@@ -51,8 +51,8 @@ class Norm(NamedTuple):
 def rounds_once() -> bool | None:
     """Say whether ``F.batch_norm`` rounds product and sum once, in eval mode; None: it does something else."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 32, generator=generator, dtype=torch.float32)
-    drawn = torch.rand(4, 32, generator=generator, dtype=torch.float32)
+    x = torch.randn(64, 32, generator=generator, dtype=torch.float32, device="cpu")
+    drawn = torch.rand(4, 32, generator=generator, dtype=torch.float32, device="cpu")
     mean, variance, scale, shift = drawn.add(0.1)
     own = Norm(mean, variance, scale, shift, 1e-5)
     factor, shift = (t.double() for t in factors(own))
@@ -68,8 +68,8 @@ def factors(own: Norm) -> tuple[Tensor, Tensor]:
 
     It tells itself: what it makes of 1, with a mean and a shift of 0, and of 0.
     """
-    zero = torch.zeros(len(own.mean), dtype=torch.float32)
-    one = torch.ones(1, len(zero), dtype=torch.float32)
+    zero = torch.zeros(len(own.mean), dtype=torch.float32, device="cpu")
+    one = torch.ones(1, len(zero), dtype=torch.float32, device="cpu")
     factor = F.batch_norm(one, zero, own.variance, own.scale, zero, eps=own.eps)
     added = F.batch_norm(zero[None], own.mean, own.variance, own.scale, own.shift, eps=own.eps)
     return factor[0], added[0]

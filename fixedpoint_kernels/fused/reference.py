@@ -128,12 +128,12 @@ def _layer(layer: Layer, x: Tensor, own: Parameters) -> _Made:
 
 def _shifts(own: Parameters, layer: Layer) -> Tensor:
     """Return how many fractional bits more each output has, int32."""
-    return torch.tensor(own.shifts or (0,) * layer.shape[0], dtype=torch.int32)
+    return torch.tensor(own.shifts or (0,) * layer.shape[0], dtype=torch.int32, device="cpu")
 
 
 def _measured(segment: Segment, layer: Norm, kept: Kept) -> _Made:
     """Return a value as batch norm keeps it: bfloat16; mean and variance are those of the float32."""
-    x, none = kept.values[layer.source], torch.empty(0, dtype=torch.bool)
+    x, none = kept.values[layer.source], torch.empty(0, dtype=torch.bool, device="cpu")
     count = x.numel() // x.shape[1]
     moments = _moments(segment, layer.source, kept)
     mean, squares = (_in_order(part) / count for part in moments)
@@ -342,7 +342,9 @@ def _layer_backward(
         a, b, c = (t.float().view(-1, 1, 1) for t in (a, b, c))
         g = g * a + (made.z.float() * b + c)
     if isinstance(layer, Norm):
-        return Gradients(torch.empty(0, dtype=torch.float32), of_scale.float(), first.float()), g
+        return Gradients(
+            torch.empty(0, dtype=torch.float32, device=g.device), of_scale.float(), first.float()
+        ), g
     seed, stream = own.noise
     codes, exponents = products.round_per_sample(g, seed=seed, stream=stream)
     window = layer.window._asdict()

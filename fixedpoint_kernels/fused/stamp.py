@@ -13,7 +13,7 @@ __all__ = ["Stamp"]
 class Stamp:
     """Which tensors there are, where and how they lie, and how often each was written to.
 
-    Writes that torch does not count are not seen: through ``.data``, a NumPy array or an address.
+    Writes that torch does not count are not seen: through ``.data``, a NumPy array or an address, or by another process.
 
     Args:
         tensors: In an order that stays; None where there is none.

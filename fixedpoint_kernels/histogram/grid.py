@@ -186,7 +186,9 @@ def _saturated(rows: np.ndarray, fmts: Sequence[FixedPoint], bins: Bins) -> np.n
         bins: The bins.
     """
     ends = [[code * fmt.lsb for code in float_bounds(fmt)] for fmt in fmts]
-    first, last = reference.bin_of(torch.tensor(ends, dtype=torch.float32), bins).numpy().T
+    first, last = (
+        reference.bin_of(torch.tensor(ends, dtype=torch.float32, device="cpu"), bins).numpy().T
+    )
     column, below = np.arange(bins.resolution), np.cumsum(rows, 1)
     below = np.where(column < first[:, None], 0.0, below)
     below = np.where(column >= last[:, None], rows.sum(1, keepdims=True), below)

@@ -291,7 +291,7 @@ def observe_gradient(grad: Tensor, ste_mask: Tensor, out: Tensor | None) -> Tens
     )
     if out is not None and masked is not None and masked is not out:
         out.copy_(masked)
-    return torch.tensor(sums.sum())
+    return torch.tensor(sums.sum(), device="cpu")
 
 
 def _as_float32(x: Tensor) -> Tensor:

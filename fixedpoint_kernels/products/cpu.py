@@ -386,13 +386,13 @@ def weight_gradient(
             flips,
             threads,
         )
-    power = float(reference.powers_of_two(torch.tensor(top)))
+    power = float(reference.powers_of_two(torch.tensor(top, device="cpu")))
     if read.groups > 1:
         found = _of_groups(totals.sum(0), read, taps, channels // read.groups)
         found = found.unflatten(2, kernel)
         return found if exponents is None else found.float() * 2.0**-room * power
     if exponents is not None:
-        out = torch.empty(outputs, channels, *kernel, dtype=torch.float32)
+        out = torch.empty(outputs, channels, *kernel, dtype=torch.float32, device="cpu")
         if out.numel():
             held, shape = Totals(totals, sums, ends, flips), (outputs, channels, taps)
             finish_weights(held, shape, 2.0**-room, power, out.data_ptr())
@@ -482,7 +482,7 @@ def _results(
 ) -> tuple[Tensor, Tensor]:
     """Return an empty result, channels last, and the same with its channels last."""
     shape = len(x), channels, *size
-    out = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
+    out = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last, device="cpu")
     return out, out.permute(0, 2, 3, 1)
 
 

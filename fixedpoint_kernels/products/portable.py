@@ -71,7 +71,11 @@ def weight_gradient(
     """See ``fixedpoint_kernels.products.convolve_weight_gradient``."""
     columns = _columns(x, kernel, window)
     gradients = grad.flatten(2).chunk(window.groups, 1)
-    powers = torch.zeros(1, dtype=torch.int32) if exponents is None else exponents.unique()
+    powers = (
+        torch.zeros(1, dtype=torch.int32, device=x.device)
+        if exponents is None
+        else exponents.unique()
+    )
     own = powers if exponents is None else exponents
     sums = []
     for power in powers if len(x) else []:  # samples of one power are one long one
@@ -82,7 +86,9 @@ def weight_gradient(
         ]
         sums.append(torch.cat(parts).long())
     shape = grad.shape[1], x.shape[1] // window.groups * kernel[0] * kernel[1]
-    total = torch.stack(sums) if sums else torch.zeros(0, *shape, dtype=torch.int64)
+    total = (
+        torch.stack(sums) if sums else torch.zeros(0, *shape, dtype=torch.int64, device=x.device)
+    )
     positions = grad.shape[0] * grad.shape[2] * grad.shape[3]
     powers = None if exponents is None else powers[: len(total)]
     return reference.fold(total, powers, positions).unflatten(1, (-1, *kernel))
@@ -97,7 +103,7 @@ def _columns(x: Tensor, kernel: tuple[int, int], window: Window) -> tuple[Tensor
 
 def _multiply_float(a: Tensor, b: Tensor) -> Tensor:
     """Multiply matrices of codes, (m, k) by (k, n), to float64."""
-    total = torch.zeros(len(a), b.shape[1], dtype=torch.float64)
+    total = torch.zeros(len(a), b.shape[1], dtype=torch.float64, device=a.device)
     with torch.autocast(a.device.type, enabled=False):
         for first in range(0, a.shape[1], _EXACT):
             some = slice(first, first + _EXACT)
@@ -107,7 +113,7 @@ def _multiply_float(a: Tensor, b: Tensor) -> Tensor:
 
 def _multiply_int8(a: Tensor, b: Tensor) -> Tensor:
     """As ``_multiply_float``, to int64; an unsigned operand is moved by 128."""
-    total = torch.zeros(len(a), b.shape[1], dtype=torch.int64)
+    total = torch.zeros(len(a), b.shape[1], dtype=torch.int64, device=a.device)
     if a.dtype is torch.uint8:
         total += 128 * b.long().sum(0)
         a = (a ^ 128).view(torch.int8)
@@ -122,7 +128,7 @@ def _multiply_int8(a: Tensor, b: Tensor) -> Tensor:
 
 def _copied(x: Tensor) -> Tensor:
     """Copy: ``_int_mm`` trusts the strides of dimensions of one element, which mean nothing."""
-    return torch.empty(x.shape, dtype=x.dtype).copy_(x)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 MULTIPLY = {"stock": _multiply_int8, "float": _multiply_float}

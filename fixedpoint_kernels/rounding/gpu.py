@@ -222,11 +222,13 @@ def _tables(
     places: Places, offsets: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = [places.xs, places.ys, places.elements, offsets]
-    table = torch.tensor(rows, dtype=torch.int64).T
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").T
     lead, block = table[:, 3] & 3, table[:, 3] >> 2
     programs = torch.where(table[:, 2] > 0, -((table[:, 2] + lead) // -_BLOCK), 0)
-    tensor = torch.repeat_interleave(torch.arange(len(offsets)), programs)
-    first = (torch.arange(len(tensor)) - (programs.cumsum(0) - programs)[tensor]) * _BLOCK
+    tensor = torch.repeat_interleave(torch.arange(len(offsets), device="cpu"), programs)
+    first = (
+        torch.arange(len(tensor), device="cpu") - (programs.cumsum(0) - programs)[tensor]
+    ) * _BLOCK
     tasks = torch.stack([tensor, first - lead[tensor], block[tensor] + first // 4], dim=1)
     pointers, sizes = table[:, :2].contiguous(), table[:, 2].contiguous()
     return pointers.to(device), sizes.to(device), tasks.to(device)

@@ -76,6 +76,6 @@ def has_bits_of_torch() -> bool:
     looked at.
     """
     factor = 1.0 + 2.0**-12  # its square has 25 bits: rounded twice, the last one is lost
-    number = partial(torch.full, dtype=torch.float32)
+    number = partial(torch.full, dtype=torch.float32, device="cpu")
     sums = [number((n,), -1.0).add_(number((n,), factor), alpha=factor) for n in range(1, 68)]
     return bool((torch.cat(sums) == 2.0**-11 + 2.0**-24).all())

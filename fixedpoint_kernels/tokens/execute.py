@@ -50,7 +50,9 @@ def forward(
     given |= {("x", i): x.data_ptr() for i, x in enumerate(held)}
     outputs = []
     for v in program.segment.outputs:
-        outputs.append(torch.empty(*xs[0].shape[:-1], program.widths[v], dtype=torch.float32))
+        outputs.append(
+            torch.empty(*xs[0].shape[:-1], program.widths[v], dtype=torch.float32, device="cpu")
+        )
         given["y", v] = outputs[-1].data_ptr()
     work = work_memory(program.work_bytes)
     with program.memory.lock:
@@ -102,7 +104,7 @@ def backward(
     for i, needed in enumerate(program.needs_inputs):
         width = program.widths[i]
         shape = *held[0].shape[:-1], width
-        dxs.append(torch.empty(shape, dtype=torch.float32) if needed else None)
+        dxs.append(torch.empty(shape, dtype=torch.float32, device="cpu") if needed else None)
         given["dx", i] = dxs[-1].data_ptr() if needed else 0  # pyright: ignore[reportOptionalMemberAccess]
     work = work_memory(program.work_bytes)
     with program.memory.lock:
@@ -131,7 +133,7 @@ def _weights(program: Program, kept: Tensor, work: int) -> dict[int, Tensor]:
         program.layers[k, cpu.f.CODES] = kept.data_ptr() + program.codes[i].offset
         if program.needs_weights[i]:
             shape = op.shape[::-1] if op.is_turned else op.shape
-            found[i] = torch.empty(shape, dtype=torch.float32)
+            found[i] = torch.empty(shape, dtype=torch.float32, device="cpu")
             program.layers[k, cpu.f.OUT] = found[i].data_ptr()
     if found:
         cpu.add_weights(program.path, program.threads > 1)(

@@ -135,7 +135,7 @@ def _forward_of_one(
 
 
 def _dropped(x: Tensor, kept: Tensor, odds: Odds) -> Tensor:
-    return torch.where(kept, x * torch.tensor(odds.factor, dtype=torch.float32), 0.0)
+    return torch.where(kept, x * torch.tensor(odds.factor, dtype=torch.float32, device="cpu"), 0.0)
 
 
 def _kept_scores(scores: Tensor, odds: Odds, own: Parameters) -> Tensor:
@@ -148,7 +148,7 @@ def _kept_scores(scores: Tensor, odds: Odds, own: Parameters) -> Tensor:
 
 def _shifts(own: Parameters, op: Linear) -> Tensor:
     """Return how many fractional bits more each output has, int32."""
-    return torch.tensor(own.shifts or (0,) * op.shape[0], dtype=torch.int32)
+    return torch.tensor(own.shifts or (0,) * op.shape[0], dtype=torch.int32, device="cpu")
 
 
 def _groups(x: Tensor, op: Norm) -> Tensor:
@@ -160,7 +160,7 @@ def normalize(x: Tensor, eps: float, *, centred: bool = True) -> tuple[Tensor, T
     """Return features, without their mean where ``centred``, divided by the root of their mean square, and its inverse."""
     size = float(x.shape[-1])
     x = x - _total(x)[..., None] / size if centred else x
-    square = _total(x * x)[..., None] / size + torch.tensor(eps, dtype=torch.float32)
+    square = _total(x * x)[..., None] / size + torch.tensor(eps, dtype=torch.float32, device="cpu")
     inverse = 1.0 / square.double().sqrt().float()  # torch's root of float32 may round otherwise
     return x * inverse, inverse
 
@@ -199,16 +199,16 @@ def _tables(own: Parameters, op: Rotary) -> tuple[Tensor, Tensor]:
 
 def _scores(q: Tensor, k: Tensor, op: Attention) -> Tensor:
     """Return the softmax of products of queries and keys; sums over features and over tokens in order."""
-    products = torch.zeros(*q.shape[:-1], k.shape[-2], dtype=torch.float32)
+    products = torch.zeros(*q.shape[:-1], k.shape[-2], dtype=torch.float32, device=q.device)
     for d in range(op.size):
         products = products + q[..., d, None] * k[..., None, :, d]
-    products = products * torch.tensor(op.scale, dtype=torch.float32)
+    products = products * torch.tensor(op.scale, dtype=torch.float32, device="cpu")
     tokens = k.shape[-2]
-    seen = torch.ones(tokens, tokens, dtype=torch.bool)
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
     seen = seen.tril() if op.causal else seen
     products = products.masked_fill(~seen, -torch.inf)
     powers = functions.exp(products - products.amax(-1, keepdim=True)).masked_fill(~seen, 0.0)
-    total = torch.zeros(powers.shape[:-1], dtype=torch.float32)
+    total = torch.zeros(powers.shape[:-1], dtype=torch.float32, device=q.device)
     for j in range(tokens):
         total = total + powers[..., j]
     return powers / total[..., None]
@@ -216,7 +216,7 @@ def _scores(q: Tensor, k: Tensor, op: Attention) -> Tensor:
 
 def attend(scores: Tensor, v: Tensor) -> Tensor:
     """Return the mean of values by scores."""
-    y = torch.zeros(*scores.shape[:-1], v.shape[-1], dtype=torch.float32)
+    y = torch.zeros(*scores.shape[:-1], v.shape[-1], dtype=torch.float32, device=v.device)
     for j in range(v.shape[-2]):
         y = y + scores[..., j, None] * v[..., None, j, :]
     return y

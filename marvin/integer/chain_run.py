@@ -365,6 +365,6 @@ def _own(
     found = []
     every = zip(parameters[::3], parameters[1::3], parameters[2::3], noise, shifts, strict=True)
     for weight, scale, shift, (seed, stream, second), own in every:
-        weight = torch.empty(0) if weight is None else weight
+        weight = torch.empty(0, device="cpu") if weight is None else weight
         found.append(Parameters(weight, scale, shift, (seed, stream), own, second))
     return found

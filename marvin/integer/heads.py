@@ -72,7 +72,7 @@ class Places:
     def plain(self, node: fx.Node) -> Tensor:
         """Return the numbers of the places of a value, (samples, tokens, features)."""
         shape = self.samples, self.tokens, self.values[node].width
-        return torch.arange(math.prod(shape)).view(shape)
+        return torch.arange(math.prod(shape), device="cpu").view(shape)
 
     def source(self, node: fx.Node) -> _Value:
         """Return the value that a node is a part of."""
@@ -88,10 +88,10 @@ class Places:
         start = int(numbers[0, 0, 0, 0])
         step = int(numbers[0, 1, 0, 0]) - start if heads > 1 else size
         own = (
-            torch.arange(samples).view(-1, 1, 1, 1) * count * source.width
-            + torch.arange(heads).view(-1, 1, 1) * step
-            + torch.arange(count).view(-1, 1) * source.width
-            + torch.arange(size)
+            torch.arange(samples, device="cpu").view(-1, 1, 1, 1) * count * source.width
+            + torch.arange(heads, device="cpu").view(-1, 1, 1) * step
+            + torch.arange(count, device="cpu").view(-1, 1) * source.width
+            + torch.arange(size, device="cpu")
             + start
         )
         is_even = step >= 0 and torch.equal(own, numbers)
@@ -140,7 +140,7 @@ class Heads:
         if not _are_maps(found):
             return None
         q, k, v = found
-        env[self.call] = y = torch.arange(q.numel()).view(q.shape)
+        env[self.call] = y = torch.arange(q.numel(), device="cpu").view(q.shape)
         last = _last((self.call, *self.after), env)
         own = y.transpose(1, 2).flatten(2)
         if not isinstance(last, Tensor) or last.shape != own.shape or not torch.equal(last, own):
@@ -277,7 +277,9 @@ class Turned:
         count = math.prod(sizes[0])
         if math.prod(sizes[1]) != count:
             return None
-        ones, zeros = (torch.full((count,), n, dtype=torch.float64) for n in (1.0, 0.0))
+        ones, zeros = (
+            torch.full((count,), n, dtype=torch.float64, device="cpu") for n in (1.0, 0.0)
+        )
         still, rest = run(ones, zeros), run(zeros, zeros)
         if still is None or rest is None:
             return None
@@ -293,7 +295,7 @@ class Turned:
         if turned % 2 or not turned or count != length * turned * len(x) ** by_sample:
             return None
         draws = torch.Generator().manual_seed(1)
-        cos, sin = (torch.randint(1, 9, (count,), generator=draws) for _ in range(2))
+        cos, sin = (torch.randint(1, 9, (count,), generator=draws, device="cpu") for _ in range(2))
         y = run(cos, sin)
         cos, sin = (own.view(-1, 1, length, turned) for own in (cos, sin))
         moving, same = x.split([turned, size - turned], -1)

@@ -74,7 +74,7 @@ def _said_curve(module: nn.Module) -> Curve | None:
 
 def computes(module: nn.Module, wanted: Callable[[Tensor], Tensor], features: int = 64) -> bool:
     """Say whether a module's own code computes, on a few rows of features, what its class is said to, to a thousandth."""
-    x = torch.linspace(-9, 9, 2 * features, dtype=torch.float32).view(2, features)
+    x = torch.linspace(-9, 9, 2 * features, dtype=torch.float32, device="cpu").view(2, features)
     try:
         with torch.no_grad():
             found = type(module).forward(module, x)

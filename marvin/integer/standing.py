@@ -15,7 +15,7 @@ from fixedpoint_kernels._torch_private import (
     versions_of,
 )
 from marvin.freezing import FrozenRounding
-from marvin.rounder import BUFFER
+from marvin.rounder import BUFFER, is_shared
 
 __all__ = ["Standing"]
 
@@ -55,6 +55,7 @@ class Standing:
             and self._modes_and_hooks() == self._before
             and all(map(is_, buffers_of(self._members, BUFFER), self._carried))
             and self._versions_now() == self._versions
+            and not any(own is not None and is_shared(own) for own in self._carried)
             and all(map(is_, (hook.formats for hook in self._frozen), self._formats))
         )
 

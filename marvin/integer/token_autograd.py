@@ -113,7 +113,7 @@ def run_tokens(
 
 def _seed_of(segment: Segment) -> int:
     """Return a seed of torch's generator for what dropout makes 0; 0 where there is none: then nothing is drawn."""
-    return int(torch.randint(2**62, ())) if segment.has_dropout else 0
+    return int(torch.randint(2**62, (), device="cpu")) if segment.has_dropout else 0
 
 
 def _forward(

@@ -36,7 +36,7 @@ class _Sums:
     """
 
     def __init__(self) -> None:
-        self.counts = self.forward = self.clamped = torch.empty(0)
+        self.counts = self.forward = self.clamped = torch.empty(0, device="cpu")
         self.passes = 0
         self.gradient: Tensor | None = None
 

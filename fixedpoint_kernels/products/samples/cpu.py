@@ -79,8 +79,8 @@ POWERS = np.ldexp(np.float32(1), np.arange(126, -128, -1)).astype(np.float32)
 def round_per_sample(x: Tensor, key: Key) -> tuple[Tensor, Tensor]:
     """See ``fixedpoint_kernels.products.round_per_sample``; x (n, elements), contiguous."""
     values = x.detach().float()
-    codes = torch.empty(x.shape, dtype=torch.int8)
-    exponents = torch.empty(len(x), dtype=torch.int32)
+    codes = torch.empty(x.shape, dtype=torch.int8, device="cpu")
+    exponents = torch.empty(len(x), dtype=torch.int32, device="cpu")
     kernel = _round_parallel if is_parallel(x.numel()) else _round_serial
     kernel(
         values.numpy(),
