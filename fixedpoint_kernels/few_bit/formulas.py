@@ -95,7 +95,7 @@ def _tanh_pieces() -> list[list[float]]:
             polynomial = Chebyshev.interpolate(
                 lambda rest, middle=middle: np.tanh(middle + rest), 5, [-half, half]
             )
-            found.append(polynomial.convert(kind=Polynomial).coef)
+            found.append([*map(float, polynomial.convert(kind=Polynomial).coef)])
     del found[-1]  # above _LAST: its place is that of what is below the first
     rows = np.roll(np.array(found, np.float32), _FIRST_NUMBER - 1, axis=0).T[::-1]
     return [[float(factor) for factor in row] for row in rows]
