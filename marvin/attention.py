@@ -1,6 +1,8 @@
 """Attention and encoders of torch, spelled as layers that can be rounded and traced one by one."""
 
 import copy
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -181,7 +183,20 @@ class Attention(nn.Module):
         return y, weights
 
 
-@fx.wrap
+def _one_call(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Be one call in a trace, as with ``fx.wrap``, which changes the name's value while anything is traced."""
+
+    @wraps(function)
+    def call(*args: object, **kwargs: object) -> Tensor:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, fx.Proxy):
+                return x.tracer.create_proxy("call_function", call, args, kwargs)  # pyright: ignore
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_one_call
 def padded_attention(  # noqa: PLR0913  torch's
     q: Tensor,
     k: Tensor,
@@ -220,7 +235,7 @@ def _attended(  # noqa: PLR0913  torch's
     return F.scaled_dot_product_attention(q, k, v, **given, dropout_p=dropout_p)
 
 
-@fx.wrap
+@_one_call
 def attention_weights(
     q: Tensor,
     k: Tensor,
