@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import marvin
+from marvin import attention
+from marvin.tracing import Tracer
 
 
 class Layers(nn.Module):
@@ -67,3 +69,18 @@ def test_what_a_spelled_module_would_lose_is_refused(change, message):
     change(model)
     with pytest.raises(ValueError, match=f"'a' must .* to be spelled, {message}"):
         marvin.spell_attention(model)
+
+
+def test_what_is_one_call_in_a_trace_keeps_its_name():
+    """``marvin.export`` may be imported meanwhile, and looks calls up by what it found then."""
+    found = []
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            found.append((attention.padded_attention, attention.attention_weights))
+            return attention.padded_attention(x, x, x, None, None, False)
+
+    before = attention.padded_attention, attention.attention_weights
+    graph = Tracer().trace(Looks())
+    assert found == [before]
+    assert [n.target for n in graph.nodes if n.op == "call_function"] == [before[0]]
