@@ -11,22 +11,14 @@ from torch import nn
 import marvin
 from fixedpoint_kernels import forward_save
 from marvin import integer
+from tests import test_default_dtype
 from tests.same import assert_same
 
 ROOT = Path(__file__).parents[1]
 
 
 def convolutions():
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Conv2d(16, 5, 1),
-        nn.Flatten(),
-    )
+    return test_default_dtype.convolutions(channels=3)
 
 
 def mixed():
@@ -48,14 +40,9 @@ def perceptron():
     return nn.Sequential(*layers)
 
 
-class Mean(nn.Module):
-    def forward(self, x):
-        return x.mean(1)
-
-
 def encoder():
     block = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.1)
-    layers = nn.Flatten(2), nn.Linear(64, 32), block, nn.Linear(32, 5), Mean()
+    layers = nn.Flatten(2), nn.Linear(64, 32), block, nn.Linear(32, 5), test_default_dtype.Mean()
     return marvin.spell_attention(nn.Sequential(*layers))
 
 

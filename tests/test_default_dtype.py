@@ -29,11 +29,11 @@ def network():
     )
 
 
-def convolutions():
+def convolutions(channels=8):
     """A network whose layers multiply integers as a chain of convolutions, from images to logits."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(8, 16, 3, padding=1, bias=False),
+        nn.Conv2d(channels, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
         nn.ReLU(),
         nn.Conv2d(16, 16, 3, padding=1),
