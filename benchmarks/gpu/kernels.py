@@ -118,10 +118,14 @@ def _products() -> Iterator[Job]:
         "input gradient, stride 2": work.input_gradient(2),
     }.items():
         yield Job(name, "products", kernel, make, is_timed=False)
-    for dtype in (torch.uint8, torch.int8):
-        name = f"weight gradient, {str(dtype).removeprefix('torch.')}"
-        make = work.weight_gradient(dtype)
-        yield Job(name, "products", "_weight_gradient_kernel", make, is_timed=False)
+    kernels = {
+        "uint8": ("_weight_gradient_kernel", work.weight_gradient(torch.uint8)),
+        "int8": ("_lay_kernel", work.weight_gradient(torch.int8)),
+        "int8, one exponent": ("_group_kernel", work.weight_gradient(torch.int8, 1)),
+        "uint8, integers": ("_finish_kernel", work.weight_gradient(torch.uint8, 0)),
+    }
+    for name, (kernel, make) in kernels.items():
+        yield Job(f"weight gradient, {name}", "products", kernel, make, is_timed=False)
     make = work.round_per_sample(FLOAT, 3)
     yield Job("round 3 samples", "products", "_round_kernel", make)
     make = work.round_per_sample(HALF, 9)

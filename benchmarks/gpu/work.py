@@ -307,16 +307,20 @@ def input_gradient(stride: int) -> Make:
     return make
 
 
-def weight_gradient(x: torch.dtype) -> Make:
+def weight_gradient(x: torch.dtype, exponents: int | None = None) -> Make:
+    """Return work with so many exponents; None: each image has its own."""
     window = Window((1, 1), (1, 1), (1, 1), 1)
 
     def make(n: int, device: torch.device) -> Work:
         codes = _integers((_images(n), CHANNELS, SIDE, SIDE), device, x)
         grad = _integers((len(codes), OUTPUTS, SIDE, SIDE), device, torch.int8)
-        return Work([codes, grad, _exponents(len(codes), device)], [], run)
+        count = len(codes) if exponents is None else exponents
+        return Work([codes, grad, *([_exponents(count, device)] if count else [])], [], run)
 
     def run(code: Any, inputs: list[Tensor], _: list[Tensor]) -> list[Tensor]:
-        return [code.weight_gradient(*inputs, KERNEL, window)]
+        codes, grad, *powers = inputs
+        own = powers[0] if powers else None
+        return [code.weight_gradient(codes, grad, own, KERNEL, window)]
 
     return make
 

@@ -183,7 +183,8 @@ def divide(shape, block, bits, spatial, dtype=torch.float32):
 
 def multiply_every_way(sizes):
     for dtype, stride in itertools.product((torch.int8, torch.uint8), (1, 2)):
-        multiply((3, 64, 14, 14), 64, 3, Window((stride, stride), (1, 1)), dtype)
+        for outputs in (64, 512):
+            multiply((3, 64, 14, 14), outputs, 3, Window((stride, stride), (1, 1)), dtype)
     multiply((3, 3, 9, 9), 5, 3, Window((1, 1), (1, 1), (2, 2)), torch.uint8)
     for n in sizes:
         multiply((n // 128 + 1, 64, 1, 1), 32, 1, Window(), torch.int8)
@@ -201,7 +202,8 @@ def multiply(shape, outputs, kernel, window, dtype):
         products.convolve(x, weight, exponents, window, result, False)
         products.input_gradient(grad, weight, exponents, tuple(size), window, result)
     products.input_gradient(grad, weight, each, tuple(size), window, torch.float32)
-    products.weight_gradient(x, grad, each, (kernel, kernel), window)
+    for exponents in (each, one, None):
+        products.weight_gradient(x, grad, exponents, (kernel, kernel), window)
     for floats in FLOATS:
         rows = torch.empty(samples, channels, dtype=floats, device=x.device)
         products.round_per_sample(rows, KEY)
