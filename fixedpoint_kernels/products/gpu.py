@@ -7,7 +7,7 @@ border too, and 128 times the sum of the other operand is added.
 """
 
 # Rules that kernels break, for they are Triton's language; launchers keep all others.
-# pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportInvalidTypeForm=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from collections.abc import Sequence
 from functools import lru_cache

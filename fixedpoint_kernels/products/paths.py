@@ -1,4 +1,4 @@
-"""Which instructions products on a CPU use, and why.
+"""Which instructions products use, on a CPU and elsewhere, and why.
 
 ``FIXEDPOINT_KERNELS_PRODUCTS`` in the environment, or ``force``, names a path; a path that this
 processor cannot take is refused by name.
@@ -12,7 +12,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 VARIABLE = "FIXEDPOINT_KERNELS_PRODUCTS"
 _INSTRUCTIONS = {  # LLVM's names of what each path needs, and one function that it must lower
@@ -49,18 +52,26 @@ class Path(NamedTuple):
         return self.name in OWN
 
 
-def path() -> Path:
-    """Say which path products on a CPU take, and why.
+def path(device: "torch.device | None" = None) -> Path:
+    """Say which path products take, and why.
+
+    Args:
+        device: Where the codes are; None: on a CPU.
 
     Returns:
-        Its name, one of ``"amx"``, ``"avx512_vnni"``, ``"avx_vnni"``, ``"avx2"`` (Numba),
+        Its name: ``"triton"`` on a GPU, ``"reference"`` on other devices, which is plain PyTorch,
+        and on a CPU one of ``"amx"``, ``"avx512_vnni"``, ``"avx_vnni"``, ``"avx2"`` (Numba),
         ``"stock"`` (PyTorch's own int8 product) and ``"float"`` (float32 products of codes, added up where
         float32 is exact), and the reason in words.
 
     Raises:
         ValueError: The forced path is none, or this processor cannot take it.
     """
-    return chosen(None)
+    if device is None or device.type == "cpu":
+        return chosen(None)
+    if device.type == "cuda":
+        return Path("triton", "the codes are on a GPU")
+    return Path("reference", f"there is no kernel for the device {device.type}")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from fixedpoint_kernels import products
@@ -271,20 +272,26 @@ def report(model: nn.Module) -> Report:
     rows = [
         replace(
             row,
-            is_fused=name in fused and not row.reason,
-            is_exact=name not in inexact or not row.is_integer,
+            is_fused=name in fused and not row.reason and _device(module).type == "cpu",
+            is_exact=name not in inexact or not row.is_integer or _device(module).type != "cpu",
             is_prepacked=row.is_integer and is_prepacked(module),
         )
         for name, module in model.named_modules()
         if any(is_layer(p) for p in module.parameters(recurse=False))
         for row in [_row(name, module)]
     ]
-    path = products.path()
-    return Report(tuple(rows), f"{path.name}: {path.reason}", refused_calls(model))
+    devices = dict.fromkeys(map(_device, map(model.get_submodule, (row.name for row in rows))))
+    paths = dict.fromkeys(map(products.path, devices or [torch.device("cpu")]))
+    described = "; ".join(f"{path.name}: {path.reason}" for path in paths)
+    return Report(tuple(rows), described, refused_calls(model))
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def _row(name: str, module: nn.Module) -> Row:
-    way, reason = products.path().name, _why_not(module)
+    way, reason = products.path(_device(module)).name, _why_not(module)
     if reason:
         return Row(name, _FLOAT, _FLOAT, _FLOAT, reason)
     options: Options = getattr(module, OPTIONS)
@@ -312,4 +319,4 @@ def _why_not(module: nn.Module) -> str:
         return product
     if getattr(module, OPTIONS).execution == "simulation":
         return "the integer step is simulated"
-    return why_no_kernel(next(module.parameters()).device, product.groups)
+    return why_no_kernel(_device(module), product.groups)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import marvin
 from fixedpoint_kernels import FixedPoint, forward_save, products
-from marvin.integer import IntegerConv2d, convert, report, revert
+from marvin.integer import IntegerConv2d, conversion, convert, report, revert
 from marvin.integer.autograd import Layer, Noise, multiply
 from marvin.integer.formats import Options, Product
 from marvin.rounder import formats_of
@@ -451,6 +451,21 @@ def test_a_model_without_values_is_converted_and_loaded():
     x = torch.randn(4, 3, 8, 8)
     convert(own)
     torch.testing.assert_close(model.eval()(x), own.eval()(x), rtol=0, atol=0)
+
+
+def test_the_report_is_of_the_device_of_the_layers(monkeypatch):
+    """On a GPU it named the processor's instructions, and chains that run on a CPU alone."""
+    model, optimizer = make("static", fused=True)
+    train(model, optimizer, 1)
+    assert any(row.is_fused for row in report(model).rows)
+    monkeypatch.setattr(conversion, "_device", lambda module: torch.device("cuda"))
+    found = report(model)
+    assert str(found).startswith("4 of 4 layers multiply integers (triton: the codes are on a GPU)")
+    assert {(row.forward, row.input_gradient, row.is_fused) for row in found.rows} == {
+        ("triton", "triton", False)
+    }
+    assert products.path(torch.device("cpu")) == products.path()
+    assert products.path(torch.device("mps")).name == "reference"
 
 
 def test_the_report_says_why_not():
