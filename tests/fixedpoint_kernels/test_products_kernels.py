@@ -78,6 +78,41 @@ def test_triton_takes_more_than_one_tile(device):
     assert torch.equal(y.cpu().flatten(1).double(), x.double() @ weight.double().T)
 
 
+def test_triton_holds_the_largest_sums(device, monkeypatch):
+    """More positions than int32 holds products of, all at their extremes."""
+    monkeypatch.setattr(gpu, "_POSITIONS", 4096)
+    monkeypatch.setattr(gpu, "_PROGRAMS", 1)
+    x = torch.full((132, 1, 1, 1000), -128, dtype=torch.int8)
+    for exponents in (None, torch.full((132,), -3, dtype=torch.int32)):
+        numbers = x, x, exponents, (1, 1), Window()
+        actual = gpu.weight_gradient(*on(device, *numbers))
+        assert_same([actual], [reference.weight_gradient(*numbers)])
+
+
+def test_triton_lays_codes_in_parts(device, monkeypatch):
+    """Memory for them has a bound."""
+    monkeypatch.setattr(gpu, "_POSITIONS", 64)
+    x, grad = codes(7, 3, 5, 4, dtype=torch.uint8), codes(7, 6, 5, 4)
+    exponents = torch.tensor([3, -2, 3, -2, -2, 0, -20], dtype=torch.int32)
+    numbers = x, grad, exponents, (3, 3), Window(padding=(1, 1))
+    expected = reference.weight_gradient(*numbers)
+    for blocks in (1, 2, 5):
+        monkeypatch.setattr(gpu, "_WORKSPACE", blocks * 64 * (27 + 6))
+        assert_same([gpu.weight_gradient(*on(device, *numbers))], [expected])
+
+
+def test_triton_takes_exponents_outside_as_the_nearest(device):
+    weight, grad = codes(5, 3, 1, 1), codes(3, 5, 1, 1)
+    for powers in ([-300, 300, 5], [-300, -127, -126], [128, 127, 129]):
+        exponents = torch.tensor(powers, dtype=torch.int32)
+        numbers = grad, weight, exponents, (1, 1), Window(), torch.float32
+        expected = reference.input_gradient(*numbers)
+        assert_same([gpu.input_gradient(*on(device, *numbers))], [expected])
+        numbers = codes(3, 3, 1, 1), grad, exponents, (1, 1), Window()
+        expected = reference.weight_gradient(*numbers)
+        assert_same([gpu.weight_gradient(*on(device, *numbers))], [expected])
+
+
 @pytest.mark.parametrize("n", [1, 15, 512, 1000, 4097])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_samples_are_rounded_as_by_the_reference(n, dtype, device):
