@@ -29,7 +29,15 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.gpu import bandwidth, correctness, optimizer, report, saving, training
+from benchmarks.gpu import (
+    bandwidth,
+    correctness,
+    optimizer,
+    products,
+    report,
+    saving,
+    training,
+)
 from benchmarks.gpu.kernels import JOBS
 from benchmarks.gpu.sizes import FULL, Sizes
 
@@ -38,8 +46,9 @@ __all__ = ["SECTIONS", "main", "run"]
 Rows = list[dict[str, object]]
 # each section's rows, and the groups of kernels that they stand on
 SECTIONS: dict[str, tuple[Callable[[torch.device, Sizes], Rows], tuple[str, ...]]] = {
+    "products": (products.rows, ("products",)),
+    "training": (training.rows, ("rounding", "histogram", "products")),
     "optimizer": (optimizer.rows, ("rounding", "histogram")),
-    "training": (training.rows, ("rounding", "histogram")),
     "operators": (saving.operators, ("few_bit", "division")),
     "models": (saving.models, ("few_bit", "division")),
 }

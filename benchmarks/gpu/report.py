@@ -12,6 +12,7 @@ __all__ = ["markdown", "save"]
 TITLES = {
     "correctness": "Kernels that differ from the reference",
     "bandwidth": "Bandwidth of kernels",
+    "products": "Integer products",
     "optimizer": "A step of the optimizer",
     "training": "Training",
     "operators": "Few-bit activations and DIVISION beside torch",
