@@ -67,7 +67,8 @@ def convert(  # noqa: PLR0913  each is one choice of the user
         division: ``{"block": 8, "bits": 2}``, or True for that; see
             ``fixedpoint_kernels.division``. ``"method"`` may name another way, to compare.
         plan: What ``forward_save.plan`` chose for each layer, in place of the two above; functions
-            that a forward calls then stay as they are.
+            that a forward calls then stay as they are. Blocks that it offloads do so on a GPU, and
+            run elsewhere as they are.
         calls: Whether functions called in a ``forward`` keep less, too: see ``saving``.
         sample_input: What to call the model with, a tensor, a tuple of arguments or a mapping of
             keywords; it runs once, in the mode it is in. Then the report also names functions called in a ``forward``, and layers

@@ -8,6 +8,7 @@ back once; of a memory that is more than twice as large, such as a data set, it 
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fixedpoint_kernels._torch_private import (
-    SavingHooks,
     WeakStorage,
     base_of,
     is_checkpointed,
@@ -68,7 +68,7 @@ class Offloaded(nn.Module):
                 return own(*args, **kwargs)
             saving = _Saving(self)
             try:
-                with saving.hooks():
+                with saved_tensors_hooks(saving.pack, _unpacked):
                     return own(*args, **kwargs)
             finally:
                 saving.handles.clear()  # saved tensors alone hold what is on the host
@@ -224,22 +224,52 @@ def clear() -> None:
         host.clear()
 
 
-class _Stays(NamedTuple):
-    """A tensor that does not go: as other hooks have it, where there are some."""
+class _Version(NamedTuple):
+    """How often a tensor had been written to; torch does not look where there are hooks.
 
-    kept: Any
-    version: int
-    outer: SavingHooks | None
+    Args:
+        alias: That counts with the tensor; it need not have its memory.
+        then: The count.
+    """
+
+    alias: Tensor
+    then: int
+
+    def check(self, size: torch.Size) -> None:
+        """Raise as torch does if the tensor was written to since.
+
+        Raises:
+            RuntimeError: It was.
+        """
+        now = version_of(self.alias)
+        if now != self.then:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {tuple(size)} is at version {now}; "
+                f"expected version {self.then} instead"
+            )
+
+
+class _Stays(NamedTuple):
+    """A tensor that does not go."""
+
+    kept: Tensor
+    version: _Version
+
+
+class _Others(NamedTuple):
+    """A tensor that does not go, as other hooks have it."""
+
+    kept: object
+    unpack: Callable[..., Tensor]
 
 
 class _Gone(NamedTuple):
-    """A tensor whose memory is on the host."""
+    """A tensor whose memory is on the host; offset, size and stride there."""
 
     handle: Handle
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    place: tuple[int, torch.Size, tuple[int, ...]]
+    version: _Version
 
 
 class _Saving:
@@ -254,43 +284,35 @@ class _Saving:
         self._outer = saving_hooks()
         self.handles: dict[tuple[WeakStorage, int, int], Handle] = {}
 
-    def hooks(self) -> saved_tensors_hooks:
-        """Return what to enter."""
-
-        def pack(tensor: Tensor) -> _Stays | _Gone:
-            with torch.no_grad():
-                return self._packed(tensor)
-
-        pack.outer = self._outer  # pyright: ignore[reportFunctionMemberAccess]: whoever looks for them
-        return saved_tensors_hooks(pack, _unpacked)
-
-    def _packed(self, tensor: Tensor) -> _Stays | _Gone:
+    @torch.no_grad()
+    def pack(self, tensor: Tensor) -> _Stays | _Others | _Gone:
+        """Return what autograd keeps in the place of a tensor."""
         if storage_key(tensor) in self._own or not goes(tensor):
-            kept = tensor if self._outer is None else self._outer[0](tensor)
-            return _Stays(kept, version_of(tensor), self._outer)
+            if self._outer is not None:
+                return _Others(self._outer[0](tensor), self._outer[1])
+            return _Stays(tensor, _Version(tensor, version_of(tensor)))
         storage, (start, end) = tensor.untyped_storage(), _part_of(tensor)
         at = WeakStorage(storage), version_of(tensor), start
         if at not in self.handles or self.handles[at].size_bytes < end - start:
             self.handles[at] = host_of(tensor.device).put(_bytes_of(storage)[start:end])
         offset = int(tensor.storage_offset()) - start // tensor.itemsize
-        return _Gone(self.handles[at], tensor.dtype, offset, tensor.size(), tensor.stride())
+        alias = tensor.detach()
+        alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = offset, tensor.size(), tensor.stride()
+        return _Gone(self.handles[at], place, _Version(alias, version_of(tensor)))
 
 
-def _unpacked(packed: _Stays | _Gone) -> Tensor:
+def _unpacked(packed: _Stays | _Others | _Gone) -> Tensor:
     if isinstance(packed, _Gone):
-        handle = packed.handle
+        handle, (offset, size, stride), version = packed
+        version.check(size)
         with torch.no_grad():
             storage = handle.host.get(handle)
-            empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
-            return empty.set_(storage, packed.offset, packed.size, packed.stride)  # pyright: ignore
-    if packed.outer is not None:
-        return packed.outer[1](packed.kept)
-    if version_of(packed.kept) != packed.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {tuple(packed.kept.shape)} was at version "
-            f"{packed.version} when it was saved, and is at {version_of(packed.kept)}"
-        )
+            empty = torch.empty_like(version.alias)
+            return empty.set_(storage, offset, size, stride)  # pyright: ignore
+    if isinstance(packed, _Others):
+        return packed.unpack(packed.kept)
+    packed.version.check(packed.kept.size())
     return packed.kept
 
 

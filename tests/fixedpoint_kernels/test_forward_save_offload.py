@@ -6,6 +6,7 @@ Here the tensors of a CPU go "to the host", too: into buffers, by the same code 
 import copy
 import dataclasses
 import pickle
+import weakref
 from collections import Counter
 
 import pytest
@@ -225,7 +226,8 @@ def test_shapes_strides_and_parts_come_back(x, counts, monkeypatch):
     monkeypatch.setattr(offload.Host, "put", put)
 
     def views(x):
-        return x.T, x[3:, ::2], x.double(), x[:, 5], x[9].expand(50, 64), x[9, :4], x[70:90]
+        rows = x[9, :4], x[9].expand(50, 64), x[70:90]
+        return x.T, x[3:, ::2], x.double(), x[:, 5], *rows
 
     class Look(torch.autograd.Function):
         @staticmethod
@@ -254,8 +256,8 @@ def test_shapes_strides_and_parts_come_back(x, counts, monkeypatch):
         assert got.stride() == want.stride()
         assert_same(got, want)
     # one memory in two precisions, and parts of it: a row, of which there is less too, and some
-    assert sizes == [WHOLE, 2 * WHOLE, 4 * 64, 20 * 4 * 64]
-    assert counts["_begun"] == 4
+    assert sizes == [WHOLE, 2 * WHOLE, 4 * 4, 4 * 64, 20 * 4 * 64]
+    assert counts["_begun"] == 5
 
 
 def test_parameters_buffers_and_small_tensors_stay(x, counts):
@@ -291,6 +293,50 @@ def test_a_parameter_that_was_written_to_is_an_error(x, counts):
         model[0][1].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_tensor_that_was_written_to_is_an_error(x, counts):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.inner(x).exp()  # keeps its result
+            return y.mul_(2)
+
+    for model in (nn.Sequential(Block()), away(nn.Sequential(Block()), "0")):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(x).sum().backward()
+    assert counts["put"] == 2
+
+
+def test_copies_that_are_needed_next_begin_early(counts):
+    host = offload.Host(torch.device("cpu"))
+    bytes_ = [torch.full((100,), i, dtype=torch.uint8) for i in range(5)]
+    handles = [host.put(one) for one in bytes_]
+    for at, begun in [(4, 3), (3, 4), (2, 5), (1, 5), (0, 5)]:
+        (want,) = set(bytes_[at].tolist())
+        assert set(host.get(handles[at])[:100]) == {want}
+        assert counts["_begun"] == begun
+
+
+def test_what_came_back_is_let_go_with_its_last_use(x, counts, monkeypatch):
+    alive, own = [], offload.Host.put
+
+    def put(host, flat):
+        handle = own(host, flat)
+        alive.append(weakref.ref(handle))
+        return handle
+
+    monkeypatch.setattr(offload.Host, "put", put)
+    model = away(nn.Sequential(nn.Sequential(*(nn.Tanh() for _ in range(9)))), "0")
+    x = x.requires_grad_() * 1
+    seen = []
+    x.register_hook(lambda grad: seen.append(sum(one() is not None for one in alive)))
+    model(x).sum().backward()
+    assert len(alive) == 9
+    assert seen == [0]
 
 
 def test_where_nothing_goes(model, x, counts):
@@ -332,12 +378,13 @@ def test_others_hooks_get_what_stays(model, x, counts):
 
     def keep(tensor):
         seen.append(tensor.numel())
-        return tensor
+        return tensor.clone()
 
     exact = step(model, x)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: (seen.append(0), kept)[1]):
         assert_same(step(model, x)[0], exact[0])
     assert Counter(seen)[64] >= 3 * 2  # statistics
+    assert Counter(seen)[0] == len(seen) // 2
 
 
 def test_reverting_copies_and_pickles(model, x, counts):
@@ -413,11 +460,24 @@ def test_the_cheaper_of_two_ways_is_taken(model, x, monkeypatch):
         assert {row.way for row in plan.layers} == {way}
 
 
+@pytest.mark.usefixtures("counts", "stopped_clock")
+def test_what_is_not_needed_is_taken_back(x, monkeypatch):
+    """The narrow block is cheaper for a byte and comes first; the wide one is enough alone."""
+    monkeypatch.setattr(measure, "offload_costs", lambda m, i, names: {"0": 0.001, "1": 0.01})
+    wide = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Tanh(), nn.Linear(256, 64))
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Tanh()), wide)
+    assert sample.observe(model, x).size_bytes == (1 + 2 + 4 + 4) * WHOLE
+    for budget, names in [(10 * WHOLE, ["0"]), (4 * WHOLE, ["1"]), (0, ["0", "1"])]:
+        plan = forward_save.plan(model, x, budget_bytes=budget, choices=["offload"])
+        assert [row.layer for row in plan.layers] == names
+
+
 def test_a_block_has_one_way_and_its_parts_none():
     state = ledger.State((), frozenset({"a.b", "c"}), frozenset({"a.d"}))
     assert state.with_block("a", "away") == ledger.State((), frozenset({"c"}), frozenset({"a"}))
     assert state.with_block("c", "away").again == {"a.b"}
     assert state.without_block("a.d").blocks == {"a.b", "c"}
+    assert state.with_block("a.d", "again") == ledger.State((), frozenset({"a.b", "c", "a.d"}))
 
 
 def test_time_is_that_of_the_block_alone(model, x, counts, monkeypatch):
