@@ -15,6 +15,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -38,6 +39,7 @@ __all__ = [
     "OpOverload",
     "SavingHooks",
     "TorchDispatchMode",
+    "WeakStorage",
     "WeakTensor",
     "adaptive_avg_pool_backward",
     "attention_of_functions",
@@ -94,6 +96,7 @@ _Hook = TypeVar("_Hook")
 # Above, torch has no public name for: the common classes of batch and instance normalisation and
 # of average pooling, the type of an operator, a mode that sees operators, nested containers, and a
 # reference that ends with a tensor: weakref's own ends with the Python object, which autograd lets go.
+# One that ends with a storage has a public name, and no page; no storage gets its number meanwhile.
 
 # Tensors. The public operators take one tensor: one call, and on a GPU one launch, for each.
 foreach_abs = torch._foreach_abs

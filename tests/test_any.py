@@ -38,6 +38,7 @@ ALLOWED = {
         "fixedpoint_kernels/forward_save/checkpoint.py": 11,
         "fixedpoint_kernels/forward_save/choices.py": 4,
         "fixedpoint_kernels/forward_save/handlers.py": 3,
+        "fixedpoint_kernels/forward_save/offload.py": 6,
         "fixedpoint_kernels/forward_save/peak.py": 5,
         "fixedpoint_kernels/forward_save/settings.py": 1,
         "fixedpoint_kernels/forward_save/swap.py": 6,

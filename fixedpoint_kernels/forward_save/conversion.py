@@ -1,13 +1,14 @@
 """Convert a model and take it back."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
-from fixedpoint_kernels.forward_save import activations, compiling, sample, swap
+from fixedpoint_kernels.forward_save import activations, compiling, offload, sample, swap
 from fixedpoint_kernels.forward_save.calls import Scoped
 from fixedpoint_kernels.forward_save.checkpoint import Checkpointed
 from fixedpoint_kernels.forward_save.choices import Choice, caller, choose
@@ -28,6 +29,11 @@ __all__ = ["convert", "revert"]
 Choices = dict[str, tuple[nn.Module, Choice]]
 Settings = tuple[FewBit | None, Division | None]
 RUNS_AGAIN = "its inputs, and runs again"
+OFFLOADED = "small tensors; offloaded: the others lie in the host's memory"
+BLOCKS = {  # what becomes of a block, by its way
+    "recompute": Choice((Checkpointed,), {}, RUNS_AGAIN),
+    "offload": Choice((offload.Offloaded,), {}, OFFLOADED),
+}
 
 
 def convert(  # noqa: PLR0913  each is one choice of the user
@@ -61,7 +67,8 @@ def convert(  # noqa: PLR0913  each is one choice of the user
         division: ``{"block": 8, "bits": 2}``, or True for that; see
             ``fixedpoint_kernels.division``. ``"method"`` may name another way, to compare.
         plan: What ``forward_save.plan`` chose for each layer, in place of the two above; functions
-            that a forward calls then stay as they are.
+            that a forward calls then stay as they are. Blocks that it offloads do so on a GPU, and
+            run elsewhere as they are.
         calls: Whether functions called in a ``forward`` keep less, too: see ``saving``.
         sample_input: What to call the model with, a tensor, a tuple of arguments or a mapping of
             keywords; it runs once, in the mode it is in. Then the report also names functions called in a ``forward``, and layers
@@ -126,6 +133,7 @@ def revert(model: nn.Module) -> None:
             )
     for module in converted.values():
         swap.restore_(module)
+    offload.clear()
 
 
 def planned(model: nn.Module, layers: Sequence[PlannedLayer], *, needs_one: bool = True) -> Choices:
@@ -144,9 +152,9 @@ def planned(model: nn.Module, layers: Sequence[PlannedLayer], *, needs_one: bool
                 f"got {came}"
             )
     settings = {row.layer: row.settings for row in layers}
-    again = {row.layer for row in layers if row.way == "recompute"}
+    blocks = {row.layer: BLOCKS[row.way] for row in layers if row.way}
     return choices_of(
-        model, lambda name: settings.get(name, (None, None)), again=again, needs_one=needs_one
+        model, lambda name: settings.get(name, (None, None)), blocks=blocks, needs_one=needs_one
     )
 
 
@@ -170,7 +178,7 @@ def choices_of(
     settings: Callable[[str], Settings],
     *,
     calls: bool = False,
-    again: Set[str] = frozenset(),
+    blocks: Mapping[str, Choice] = MappingProxyType({}),
     needs_one: bool = True,
 ) -> Choices:
     """Return what becomes of each module, by name.
@@ -179,7 +187,7 @@ def choices_of(
         model: Any module.
         settings: Of each name.
         calls: Also of those that call functions.
-        again: Names of blocks that keep their inputs and run again.
+        blocks: What becomes of whole blocks, by name.
         needs_one: Whether something must become of one.
 
     Raises:
@@ -196,8 +204,7 @@ def choices_of(
             hidden = (*hidden, name + "." if name else "")
         if calls and choice is None:
             choice = caller(module, *settings(name))
-        if name in again:
-            choice = Choice((Checkpointed,), {}, RUNS_AGAIN)
+        choice = blocks.get(name, choice)
         if choice is not None:
             found[name] = module, choice
     if needs_one and not any(choice.bases for _, choice in found.values()):
@@ -248,8 +255,9 @@ def _report(
     names = {row.layer for row in replaced}
     still = {(who.layer, who.function) for storage in after.saved for who in storage.savers}
     rest = {at for at in still if at[0] not in names}
-    again = [row.layer for row in replaced if row.keeps == RUNS_AGAIN]
-    idle = tuple(n for n in names.difference(again) if before.is_idle(n, rest))
+    words = {RUNS_AGAIN: "nothing; runs again", OFFLOADED: "nothing; offloaded"}
+    blocks = {row.layer: words[row.keeps] for row in replaced if row.keeps in words}
+    idle = tuple(n for n in names.difference(blocks) if before.is_idle(n, rest))
     if idle:
         warnings.warn(
             f"these layers save nothing, for another operation keeps the same tensor: "
@@ -264,8 +272,9 @@ def _report(
         at = call.layer, call.function
         is_less = at not in still
         less = keeps(call.function, *settings)
-        if any(f"{call.layer}.".startswith(f"{block}.") for block in again):
-            is_less, less = True, "nothing; runs again"
+        over = [block for block in blocks if f"{call.layer}.".startswith(f"{block}.")]
+        if over:
+            is_less, less = True, blocks[over[0]]
         elif call.layer in names:
             continue
         rows[at] = Call(*at, less if is_less else "")

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
-from fixedpoint_kernels.forward_save import sample
+from fixedpoint_kernels.forward_save import offload, sample
 from fixedpoint_kernels.forward_save.measure import Costs
 
 __all__ = ["EXACT", "Group", "Ledger", "State"]
@@ -38,11 +39,31 @@ class State(NamedTuple):
 
     Args:
         levels: Of each group.
-        again: Blocks that run again; none is inside of another.
+        again: Blocks that run again.
+        away: Blocks whose tensors are offloaded; of all these blocks, none is inside of another.
     """
 
     levels: tuple[Level, ...]
     again: frozenset[str] = frozenset()
+    away: frozenset[str] = frozenset()
+
+    @property
+    def blocks(self) -> frozenset[str]:
+        """All blocks that keep their layers as they are."""
+        return self.again | self.away
+
+    def with_block(self, block: str, way: str) -> "State":
+        """Return the state in which a block goes another way, and no block is inside of it."""
+        rest = State(
+            self.levels,
+            frozenset(other for other in self.again if not is_inside(other, block)),
+            frozenset(other for other in self.away if not is_inside(other, block)),
+        )
+        return rest._replace(**{way: getattr(rest, way) | {block}})
+
+    def without_block(self, block: str) -> "State":
+        """Return the state in which a block is as it was."""
+        return self._replace(again=self.again - {block}, away=self.away - {block})
 
 
 class _Piece(NamedTuple):
@@ -70,6 +91,7 @@ class Ledger:
         names: Layers that can be converted.
         costs: Seconds of layers and blocks.
         step_s: Of a step of the model as it is.
+        offload_s: Seconds that each block adds that may be offloaded.
     """
 
     def __init__(
@@ -79,8 +101,10 @@ class Ledger:
         names: Iterable[str],
         costs: Costs,
         step_s: float,
+        offload_s: Mapping[str, float] = MappingProxyType({}),
     ):
         self.names, self.costs, self.step_s = set(names), costs, step_s
+        self.offload_s = offload_s
         self.blocks = [name for name in exact.taken if name not in costs.refused]
         self.groups = _groups(exact, self.names)
         self._group_of = {name: i for i, group in enumerate(self.groups) for name in group.layers}
@@ -90,9 +114,10 @@ class Ledger:
             self._pieces += [_Piece(level, size, layers) for size, layers in kept if layers]
         everybody = {name for piece in self._pieces for name in piece.layers} | self.names
         self._inside = {
-            block: frozenset(n for n in everybody if is_inside(n, block)) for block in self.blocks
+            block: frozenset(n for n in everybody if is_inside(n, block))
+            for block in (*self.blocks, *offload_s)
         }
-        self._of: dict[str, list[_Piece]] = {name: [] for name in (*everybody, *self.blocks)}
+        self._of: dict[str, list[_Piece]] = {name: [] for name in (*everybody, *self._inside)}
         for piece in self._pieces:
             for name in piece.layers | piece.blocks:
                 self._of[name].append(piece)
@@ -121,7 +146,7 @@ class Ledger:
             if old != new
             for name in group.layers
         }
-        for block in before.again ^ after.again:
+        for block in (before.again ^ after.again) | (before.away ^ after.away):
             changed |= self._inside[block] | {block}
         touched = {id(piece): piece for name in changed for piece in self._of[name]}
         hidden, then = self.hidden(before), self.hidden(after)
@@ -131,8 +156,8 @@ class Ledger:
         )
 
     def hidden(self, state: State) -> frozenset[str]:
-        """Return the layers inside of blocks that run again."""
-        return frozenset().union(*(self._inside[block] for block in state.again))
+        """Return the layers inside of blocks that run again or are offloaded."""
+        return frozenset().union(*(self._inside[block] for block in state.blocks))
 
     def error(self, state: State) -> float:
         """Return the squared relative error of the gradient."""
@@ -149,7 +174,8 @@ class Ledger:
             if level != EXACT
             for name in group.layers - hidden
         )
-        return layers + sum(self.costs.blocks_s.get(block, 0.0) for block in state.again)
+        again = sum(self.costs.blocks_s.get(block, 0.0) for block in state.again)
+        return layers + again + sum(self.offload_s[block] for block in state.away)
 
     def cost(self, state: State) -> float:
         """Return the logarithm of the time to the same loss, over that of the model as it is.
@@ -178,10 +204,11 @@ class Ledger:
                     if level != state.levels[at]:
                         yield state._replace(levels=_changed(state.levels, at, level))
         for block in self.blocks:
-            is_in = any(block == other or is_inside(block, other) for other in state.again)
-            if not is_in and self.inner_bytes(block) <= most_inside:
-                rest = {other for other in state.again if not is_inside(other, block)}
-                yield state._replace(again=frozenset(rest | {block}))
+            if not _has(state, block, "again") and self.inner_bytes(block) <= most_inside:
+                yield state.with_block(block, "again")
+        for block in self.offload_s:
+            if not _has(state, block, "away"):
+                yield state.with_block(block, "away")
 
     def fewer(self, state: State) -> Iterator[State]:
         """Yield the states that one choice less leads to."""
@@ -189,11 +216,14 @@ class Ledger:
             if level != EXACT:
                 for finer in (EXACT, *range(level)):
                     yield state._replace(levels=_changed(state.levels, at, finer))
-        for block in state.again:
-            yield state._replace(again=state.again - {block})
+        for block in state.blocks:
+            yield state.without_block(block)
 
     def _is_kept(self, piece: _Piece, state: State, hidden: frozenset[str]) -> bool:
         if piece.blocks & state.again:
+            return True
+        stays = piece.level == EXACT and offload.is_small(piece.size_bytes)
+        if stays and any(piece.layers & self._inside[block] for block in state.away):
             return True
         return any(self._level(name, state) == piece.level for name in piece.layers - hidden)
 
@@ -205,6 +235,12 @@ class Ledger:
 def is_inside(name: str, block: str) -> bool:
     """Whether a module is a block, or in it."""
     return name == block or name.startswith(block + ".")
+
+
+def _has(state: State, block: str, way: str) -> bool:
+    """Whether a block goes a way already, or is inside of another that goes any."""
+    others = state.blocks - {block}
+    return block in getattr(state, way) or any(is_inside(block, other) for other in others)
 
 
 def _changed(levels: tuple[Level, ...], at: int, level: Level) -> tuple[Level, ...]:

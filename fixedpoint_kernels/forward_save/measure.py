@@ -8,7 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fixedpoint_kernels.forward_save import activations, conversion, maps, norms, sample, swap
+from fixedpoint_kernels.forward_save import (
+    activations,
+    conversion,
+    maps,
+    norms,
+    offload,
+    sample,
+    swap,
+)
 from fixedpoint_kernels.forward_save.calls import Scoped
 from fixedpoint_kernels.forward_save.checkpoint import Checkpointed
 from fixedpoint_kernels.forward_save.choices import Choice
@@ -24,6 +32,7 @@ __all__ = [
     "Costs",
     "costs",
     "gradient_errors",
+    "offload_costs",
     "relative_error",
     "returned_errors",
     "seconds",
@@ -83,6 +92,27 @@ def costs(
             found.blocks_s[name] = found.blocks_s.get(name, 0.0) + added
             if reason:
                 found.refused[name] = reason
+
+    sample.visit(model, inputs, see)
+    return found
+
+
+def offload_costs(
+    model: nn.Module, inputs: sample.Inputs, blocks: Iterable[str]
+) -> dict[str, float]:
+    """Return the seconds that each block adds to a step whose tensors go to the host.
+
+    Args:
+        model: In training mode.
+        inputs: What to call it with.
+        blocks: Modules, each of which runs alone.
+    """
+    found, blocks = {}, set(blocks)
+
+    def see(name: str, module: nn.Module, given: sample.Given) -> None:
+        if name in blocks:
+            added = _added(module, given, Choice((offload.Offloaded,)))[0]
+            found[name] = found.get(name, 0.0) + added
 
     sample.visit(model, inputs, see)
     return found

@@ -14,6 +14,7 @@ from fixedpoint_kernels.forward_save import (
     compiling,
     conversion,
     measure,
+    offload,
     peak,
     sample,
     search,
@@ -26,6 +27,7 @@ from fixedpoint_kernels.forward_save.settings import Division, FewBit
 __all__ = ["CHOICES", "LEVELS", "plan"]
 
 CHOICES = "few_bit", "division", "recompute"
+OFFLOAD = "offload"  # only where it is asked for: the model must be on a GPU
 COMPILE = "compile"  # only where it is asked for: it takes minutes, and a C++ compiler
 LEVELS = ((8, 8), (4, 4), (3, 2), (2, 1), (1, 1))  # bits of a few-bit code, bits of DIVISION
 MEASURED = 2  # the level whose time and gradient error are measured
@@ -58,11 +60,12 @@ class Question(NamedTuple):
     layers: conversion.Choices  # that can be converted, with what becomes of them
     blocks: Sequence[str]  # that may run again
     loss: sample.Loss | None  # of the model's output
+    away: Sequence[str] = ()  # blocks that may be offloaded
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        return _device_of(self.model)
 
 
 def plan(  # noqa: PLR0913  each is one choice of the user
@@ -105,8 +108,10 @@ def plan(  # noqa: PLR0913  each is one choice of the user
             gradients. In place of ``budget_bytes``, or beside it; not with ``"compile"``, for that
             is not counted in compiled code.
         choices: Any of ``"few_bit"``, ``"division"``, ``"recompute"``, which makes blocks (modules
-            with layers inside) keep their inputs alone and run again in the backward pass, and
-            ``"compile"``, which is not in ``CHOICES``: it needs a C++ compiler, and minutes.
+            with layers inside) keep their inputs alone and run again in the backward pass, and two
+            that are not in ``CHOICES``: ``"offload"``, which lets the tensors of blocks lie in the
+            host's memory until the backward pass, for a model on a GPU; and ``"compile"``, which
+            needs a C++ compiler, and minutes. These two do not go together.
         block: Edge of DIVISION's blocks.
         loss: Gives the loss of the model's output; None: the output's own ``loss``, the output if
             it is one number, otherwise a random sum of it.
@@ -118,8 +123,8 @@ def plan(  # noqa: PLR0913  each is one choice of the user
         TypeError: There is no sample, or one in two forms.
         ValueError: The budget cannot be met (the message has the least bytes that can), there is
             none or it is no number, a choice is unknown, the model is in eval mode, converted, or
-            has nothing to convert; with ``"compile"``, there is a ``peak_bytes``, or the model is
-            compiled already.
+            has nothing to convert; with ``"offload"``, the model is not on a GPU; with
+            ``"compile"``, there is a ``peak_bytes``, or the model is compiled already.
     """
     if budget_bytes is None and peak_bytes is None:
         raise ValueError("a plan needs budget_bytes, peak_bytes, or both, got neither")
@@ -130,10 +135,13 @@ def plan(  # noqa: PLR0913  each is one choice of the user
         raise ValueError("a plan needs the model in training mode, got eval mode")
     conversion.refuse_converted(model)
     inputs = sample.given(sample_input, sample_args, sample_kwargs)
-    wanted = _checked(choices)
+    wanted = _checked(choices, _device_of(model))
     if COMPILE not in wanted:
         question = _question(model, inputs, wanted, block, loss)
-        return _found(question, _measured(question), budget_bytes, peak_bytes)
+        try:
+            return _found(question, _measured(question), budget_bytes, peak_bytes)
+        finally:
+            offload.clear()
     if budget_bytes is None or peak_bytes is not None:
         raise ValueError(
             "the choice 'compile' needs budget_bytes alone: compiled code takes memory that "
@@ -201,18 +209,28 @@ def _chosen(
     return state
 
 
-def _checked(choices: Sequence[str]) -> set[str]:
-    """Return the choices, all of which are known."""
+def _device_of(model: nn.Module) -> torch.device:
+    """Return where a model is."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _checked(choices: Sequence[str], device: torch.device) -> set[str]:
+    """Return the choices, all of which are known and can be had on the device."""
     wanted = {choices} if isinstance(choices, str) else set(choices)
-    if "offload" in wanted:
-        raise ValueError(
-            "choices cannot have 'offload': a plan moves nothing to another memory, and on a CPU "
-            "there is none; torch.autograd.graph.save_on_cpu does it for a model on a GPU"
-        )
-    known = *CHOICES, COMPILE
+    known = *CHOICES, OFFLOAD, COMPILE
     if not wanted or wanted - set(known):
         came = ", ".join(map(repr, sorted(wanted - set(known)))) or "none"
         raise ValueError(f"choices must be among {', '.join(known)}, got {came}")
+    if OFFLOAD in wanted and device.type != offload.DEVICE:
+        raise ValueError(
+            f"the choice 'offload' needs a model on a GPU, got one on {device}: leave 'offload' "
+            "out, or move the model to a GPU first"
+        )
+    if {OFFLOAD, COMPILE} <= wanted:
+        raise ValueError(
+            "choices cannot have 'offload' and 'compile' together, got both: compiled code "
+            "offloads nothing"
+        )
     return wanted
 
 
@@ -236,36 +254,39 @@ def _question(
         for code, bits in LEVELS
     ]
     blocks = checkpoint.blocks(model) if "recompute" in choices else []
+    away = checkpoint.blocks(model) if OFFLOAD in choices else []
     layers: conversion.Choices = {}
     is_compiled = COMPILE in choices
     if choices & {"few_bit", "division"}:
-        needs_one = not blocks and not is_compiled
+        needs_one = not (blocks or away or is_compiled)
         every = conversion.choices_of(model, lambda _: settings[MEASURED], needs_one=needs_one)
         layers = {name: pair for name, pair in every.items() if pair[1].bases}
-    if not (layers or blocks or is_compiled):
-        raise ValueError("the model must have a block to run again: a module with layers inside")
-    return Question(model, inputs, settings, layers, blocks, loss)
+    if not (layers or blocks or away or is_compiled):
+        what = "to offload" if OFFLOAD in choices else "to run again"
+        raise ValueError(f"the model must have a block {what}: a module with layers inside")
+    return Question(model, inputs, settings, layers, blocks, loss, away)
 
 
 def _measured(question: Question) -> Ledger:
     """Run the model as it is, at each level, and its layers and blocks alone."""
-    model, inputs, settings, layers, blocks, _ = question
+    model, inputs, settings, layers, blocks, _, away = question
     exact = sample.observe(model, inputs, blocks)
     costs = measure.costs(model, inputs, layers, blocks)
+    offload_s = measure.offload_costs(model, inputs, away) if away else {}
     runs = {}
     for level, at_level in enumerate(settings if layers else ()):
         every = conversion.choices_of(model, lambda _, s=at_level: s, needs_one=False)
         with conversion.converted(every):
             runs[level] = sample.observe(model, inputs)
     step_s = min(_step_s(question) for _ in range(measure.RUNS))
-    ledger = Ledger(exact, runs, layers, costs, step_s)
+    ledger = Ledger(exact, runs, layers, costs, step_s, offload_s)
     _measure_errors(question, ledger.groups)
     return ledger
 
 
 def _measure_errors(question: Question, groups: Sequence[Group]) -> None:
     """Note the error of the gradient for each group at one level, and scale it to the others."""
-    model, inputs, settings, layers, _, loss = question
+    model, inputs, settings, layers, _, loss, _ = question
     if not layers:
         return
     returned = measure.returned_errors(model, inputs, layers, settings)
@@ -340,13 +361,17 @@ def _rows(question: Question, ledger: Ledger, state: State) -> tuple[PlannedLaye
     rows = []
     for name, module in question.model.named_modules():
         kind = type(module).__name__
-        over = next((block for block in state.again if is_inside(name, block)), None)
+        over = next((block for block in state.blocks if is_inside(name, block)), None)
         if name in state.again:
             added = ledger.costs.blocks_s[name]
             keeps = conversion.RUNS_AGAIN
             rows.append(PlannedLayer(name, kind, keeps, 0.0, (None, None), "recompute", added))
+        elif name in state.away:
+            added, keeps = ledger.offload_s[name], conversion.OFFLOADED
+            rows.append(PlannedLayer(name, kind, keeps, 0.0, (None, None), OFFLOAD, added))
         elif name in question.layers and over is not None:
-            keeps = f"nothing: {over} runs again"
+            word = "runs again" if over in state.again else "is offloaded"
+            keeps = f"nothing: {over} {word}"
             rows.append(PlannedLayer(name, kind, keeps, 0.0, (None, None)))
         elif name in question.layers:
             group, level = (at[name], state.levels[at[name]]) if name in at else (0, EXACT)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from fixedpoint_kernels.drawing import draw_cells
 from fixedpoint_kernels.forward_save.settings import Division, FewBit
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Candidate", "Plan", "PlannedLayer", "Way"]
 
-Way = Literal["", "recompute"]
+Way = Literal["", "recompute", "offload"]
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """What a plan has for one layer, or for one block that runs again.
+    """What a plan has for one layer, or for one block that runs again or is offloaded.
 
     Args:
         layer: Its name.
@@ -29,7 +29,8 @@ class PlannedLayer:
         error: Squared error that it adds to the gradient of the model, over the squared length of
             that gradient; 0 where the gradient is exact.
         settings: For activation functions and for DIVISION; None and None: the layer stays as it is.
-        way: ``"recompute"``: the block keeps its inputs and runs again.
+        way: ``"recompute"``: the block keeps its inputs and runs again. ``"offload"``: what it
+            keeps lies in the host's memory.
         added_s: Seconds that it adds to a step, measured alone.
     """
 
@@ -237,8 +238,8 @@ def _checked(plan: Plan) -> Plan:
             allowed = kinds.get(getattr(field.type, "__name__", str(field.type)))
             if allowed and (type(value) not in allowed):
                 raise TypeError(f"{field.name} must be of type {field.type}, got {value!r}")
-    if any(row.way not in ("", "recompute") for row in plan.layers):
-        raise ValueError("way must be empty or 'recompute'")
+    if any(row.way not in get_args(Way) for row in plan.layers):
+        raise ValueError("way must be empty, 'recompute' or 'offload'")
     if plan.memory_budget is not None and not 0 <= plan.memory_budget <= 1:
         raise ValueError(f"memory_budget must be 0 to 1, got {plan.memory_budget}")
     return plan
