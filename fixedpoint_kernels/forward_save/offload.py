@@ -280,14 +280,15 @@ class _Saving:
     """
 
     def __init__(self, module: nn.Module):
-        self._own = {storage_key(own) for own in (*module.parameters(), *module.buffers())}
+        own = (t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided)
+        self._own = set(map(storage_key, own))
         self._outer = saving_hooks()
         self.handles: dict[tuple[WeakStorage, int, int], Handle] = {}
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> _Stays | _Others | _Gone:
         """Return what autograd keeps in the place of a tensor."""
-        if storage_key(tensor) in self._own or not goes(tensor):
+        if not goes(tensor) or storage_key(tensor) in self._own:
             if self._outer is not None:
                 return _Others(self._outer[0](tensor), self._outer[1])
             return _Stays(tensor, _Version(tensor, version_of(tensor)))

@@ -286,6 +286,25 @@ def test_parameters_buffers_and_small_tensors_stay(x, counts):
     assert not counts["put"]
 
 
+def test_sparse_tensors_stay(x, counts):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+            self.register_buffer("graph", torch.eye(128).to_sparse())
+
+        def forward(self, x):
+            return torch.sparse.mm(self.graph, self.inner(x))
+
+    model = nn.Sequential(Block())
+    model(x).sum().backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    away(model, "0")(x).sum().backward()
+    assert_same([p.grad for p in model.parameters()], want)
+    assert counts["put"] == 1
+
+
 def test_a_parameter_that_was_written_to_is_an_error(x, counts):
     model = away(nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))), "0")
     loss = model(x).sum()
