@@ -74,7 +74,7 @@ def _far(got: Tensor, expected: Tensor, x: Tensor, job: Job) -> str:
     is_near |= got.isnan() & expected.isnan()
     if job.name.startswith("gelu"):  # 1 + erf loses digits below 0, in torch's own too
         error = (got.double() - torch.nn.functional.gelu(x.double())).abs()
-        is_near |= error <= torch.finfo(x.dtype).eps * x.double().abs() / 2
+        is_near |= error <= torch.finfo(x.dtype).eps * x.double().abs()
     return _first(~is_near, got, expected)
 
 

@@ -28,7 +28,7 @@ _NARROW = {"ROWS": 128, "COLUMNS": 64, "DEPTH": 64, "num_warps": 4}
 _SUM = {**_NARROW, "num_warps": 8}  # of a sum over positions
 _WIDE = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "num_warps": 8}
 _RAGGED = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32, "num_warps": 8}  # codes are read byte by byte
-_STAGES = {"num_stages": 2 if torch.version.hip else 3, "enable_fp_fusion": False}
+_STAGES = {"num_stages": 2 if torch.version.hip else 4, "enable_fp_fusion": False}
 _MANY = 512  # outputs, from which tiles are wide
 _POSITIONS, _LAID = 128, 64  # positions of a block, channels of a program that lays one
 _PROGRAMS = 264  # of a sum over positions, about: two for each of a large GPU's processors
@@ -172,7 +172,17 @@ def _lay_kernel(
     POSITIONS: tl.constexpr,
 ):
     height, width = tl.load(part_ptr).to(tl.int32), tl.load(part_ptr + 1).to(tl.int32)
-    count_height, count_width = tl.load(part_ptr + 2), tl.load(part_ptr + 3)
+    count_height, count_width = (
+        tl.load(part_ptr + 2).to(tl.int32),
+        tl.load(part_ptr + 3).to(tl.int32),
+    )
+    stride_height, stride_width = (
+        tl.load(part_ptr + 4).to(tl.int32),
+        tl.load(part_ptr + 5).to(tl.int32),
+    )
+    row_first, column_first = tl.load(part_ptr + 6).to(tl.int32), tl.load(part_ptr + 7).to(tl.int32)
+    row_step, column_step = tl.load(part_ptr + 8).to(tl.int32), tl.load(part_ptr + 9).to(tl.int32)
+    tap_columns = tl.load(part_ptr + 10).to(tl.int32)
     block = first_block + tl.program_id(0)
     ends = tl.load(groups_ptr + 2 * _GROUPS + tl.arange(0, _GROUPS))
     group = tl.sum((ends <= block).to(tl.int32), 0)
@@ -183,17 +193,17 @@ def _lay_kernel(
             - tl.load(groups_ptr + 2 * _GROUPS + group)
             + (positions + POSITIONS - 1) // POSITIONS
         )
-        slot = own * POSITIONS + tl.arange(0, POSITIONS)
-        image = tl.load(groups_ptr + group) + slot // (count_height * count_width)
+        places = count_height * count_width
+        start = own * POSITIONS
+        slot = start + tl.arange(0, POSITIONS)
+        place = (start % places).to(tl.int32) + tl.arange(0, POSITIONS)
+        image = tl.load(groups_ptr + group) + start // places + place // places
         if ARE_MANY:
             image = tl.load(order_ptr + image, mask=slot < positions, other=0)
-        place = slot % (count_height * count_width)
-        tap_columns = tl.load(part_ptr + 10)
+        place = place % places
         down, right = tl.program_id(1) // tap_columns, tl.program_id(1) % tap_columns
-        y = place // count_width * tl.load(part_ptr + 4) + tl.load(part_ptr + 6)
-        x = place % count_width * tl.load(part_ptr + 5) + tl.load(part_ptr + 7)
-        y += down * tl.load(part_ptr + 8)
-        x += right * tl.load(part_ptr + 9)
+        y = place // count_width * stride_height + row_first + down * row_step
+        x = place % count_width * stride_width + column_first + right * column_step
         inside = (y >= 0) & (y < height) & (x >= 0) & (x < width) & (slot < positions)
         channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
         source = x_ptr + (((image * height + y) * width + x) * channels)[:, None] + channel[None, :]
