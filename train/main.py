@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import marvin
 import perfmodel
-from fixedpoint_kernels import forward_save, products
+from fixedpoint_kernels import forward_save
 from fixedpoint_kernels.few_bit.activations import ENTRIES
 from perfmodel.arguments import message_of, stop
 from perfmodel.cost import weights_of
@@ -364,9 +364,9 @@ def finish(training: Training) -> str:
     if config.is_range and "mean_input_word_length" in lengths:
         lines.append(f"that of layers' inputs {lengths['mean_input_word_length']:.1f} bits")
     if config.execution == "int8":
-        rows = marvin.integer.report(training.model).rows
-        count, path = sum(row.is_integer for row in rows), products.path().name
-        lines.append(f"{count} of {len(rows)} layers multiply integers ({path})")
+        report = marvin.integer.report(training.model)
+        count, path = sum(row.is_integer for row in report.rows), report.path.partition(":")[0]
+        lines.append(f"{count} of {len(report.rows)} layers multiply integers ({path})")
     if bits is not None:
         lines += [one_line(read_run(folder.path)), f"figure {plot.save(folder.path)}"]
     return "\n".join([*lines, f"run folder {folder.path}"])

@@ -313,7 +313,7 @@ def _decompress_kernel(
     plane, inside = element // elements, element % elements
     means_ptr += first * (nz * ny * nx)
     ranges_ptr += 2 * first
-    value = tl.full([LANES], -0.0, tl.float32)  # to which -0 can be added, too
+    value = tl.zeros([LANES], tl.float32)
     if BITS > 0:
         bit = element * BITS  # the first plane's codes start at a whole byte
         byte = tl.load(codes_ptr + first * elements * BITS // 8 + (bit >> 3), mask=mask, other=0)
@@ -323,7 +323,11 @@ def _decompress_kernel(
         value = low + code.to(tl.float32) * step
     if HAS_MEANS:
         sides, blocks = (depth, height, width), (nz, ny, nx)
-        value += _mean_of(means_ptr, plane, inside, mask, sides, blocks, EDGES)
+        mean = _mean_of(means_ptr, plane, inside, mask, sides, blocks, EDGES)
+        if BITS > 0:
+            value += mean
+        else:
+            value = mean  # nothing is added: a mean of -0 stays
     if out_ptr.dtype.element_ty == tl.bfloat16:
         value = _to_bfloat16(value)
     target = out_ptr + first * elements + element

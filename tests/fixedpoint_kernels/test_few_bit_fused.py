@@ -218,7 +218,7 @@ def test_no_kernels_are_loaded_while_torch_compiles(monkeypatch):
 def as_on_a_gpu(monkeypatch):
     """Take the way of a CUDA tensor, with the interpreter where there is none."""
     monkeypatch.setattr(operators, "kernels_of", lambda x: gpu)
-    monkeypatch.setitem(fused.ONE_PASS, "cpu", gpu.ONE_PASS)  # what the compiler goes by
+    monkeypatch.setitem(fused.ONE_PASS, DEVICE, gpu.ONE_PASS)  # what the compiler goes by
 
 
 def gradient(function, x, grad):
@@ -230,9 +230,9 @@ def gradient(function, x, grad):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_the_way_of_a_gpu():
-    x, grad = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 5, 7)
+    x, grad = torch.randn(2, 3, 5, 7, device=DEVICE), torch.randn(2, 3, 5, 7, device=DEVICE)
     table = named.table_of("silu", (), 3, "uniform")
-    slope = torch.from_numpy(table(x.numpy()))
+    slope = torch.from_numpy(table(x.cpu().numpy())).to(DEVICE)
     for form in (torch.contiguous_format, torch.channels_last):
         y, found = gradient(few_bit.silu, x.to(memory_format=form), grad)
         torch.testing.assert_close(y, F.silu(x), rtol=3e-7, atol=0)  # 2 units
@@ -243,17 +243,16 @@ def test_the_way_of_a_gpu():
         few_bit.silu, x.permute(1, 0, 2, 3)[:, :, ::2], grad[:, :, ::2].transpose(0, 1)
     )
     assert torch.equal(found, (grad * slope)[:, :, ::2].transpose(0, 1))
-    few_bit.gelu(torch.empty(0, 3, requires_grad=True)).sum().backward()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert few_bit.gelu(torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)).dtype is (
-            torch.bfloat16
-        )
+    few_bit.gelu(torch.empty(0, 3, device=DEVICE, requires_grad=True)).sum().backward()
+    ones = torch.ones(2, 2, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert few_bit.gelu(ones.clone().requires_grad_() @ ones).dtype is torch.bfloat16
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_the_way_of_a_gpu_compiles_and_maps():
-    x, grad = torch.randn(2, 50), torch.randn(2, 50)
+    x, grad = torch.randn(2, 50, device=DEVICE), torch.randn(2, 50, device=DEVICE)
     module = few_bit.SiLU(bits=1)
     expected = gradient(module, x, grad)
     torch._dynamo.reset()
@@ -265,7 +264,8 @@ def test_the_way_of_a_gpu_compiles_and_maps():
         return (module(x) * grad).sum()
 
     assert torch.equal(torch.func.vmap(torch.func.grad(loss))(x, grad), expected[1])
-    images = torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d)
+    images = torch.randn(2, 3, 4, 5, 6, device=DEVICE)
+    images = images.to(memory_format=torch.channels_last_3d)
     slope = gradient(module, images, torch.ones_like(images))[1]
     found = torch.func.vmap(torch.func.grad(lambda x: module(x).sum()))(images)
     torch.testing.assert_close(found, slope, rtol=0, atol=0)
@@ -299,8 +299,9 @@ def test_the_operator():
     key = operators.register(named.table_of("silu", (), 1, "uniform"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operators, "kernels_of", lambda x: gpu)
-        torch.library.opcheck(operator, (torch.randn(3, 40), key, "silu", 0.0, 0.0, 0.0))
-        y, planes = operator(torch.empty(0, 2), key, "silu", 0.0, 0.0, 0.0)
+        x = torch.randn(3, 40, device=DEVICE)
+        torch.library.opcheck(operator, (x, key, "silu", 0.0, 0.0, 0.0))
+        y, planes = operator(x[:0, :2], key, "silu", 0.0, 0.0, 0.0)
     assert (y.shape, planes.shape) == ((0, 2), (0,))
 
 
@@ -308,7 +309,9 @@ def test_the_operator():
 @pytest.mark.parametrize("name", [n for n in named.NAMES if named.resolve(n) in ON_GPU])
 def test_a_gpu_runs_it(name):
     x = inputs(torch.float32).nan_to_num().cuda()
-    function = named.function_of(*named.resolve(name))
-    y, slope = gradient(getattr(few_bit, named.resolve(name)[0]), x, torch.ones_like(x))
+    own, parameters = named.resolve(name)
+    function = named.function_of(own, parameters)
+    numbers = parameters if own == "threshold" else ()  # which has no defaults
+    y, slope = gradient(lambda x: getattr(few_bit, own)(x, *numbers), x, torch.ones_like(x))
     torch.testing.assert_close(y, function(x), rtol=3e-7, atol=3e-7 if name == "gelu" else 1e-37)
     assert slope.isfinite().all()
