@@ -24,8 +24,7 @@ from fixedpoint_kernels.products.shapes import Correlation, Window
 from fixedpoint_kernels.rounding.gpu import _to_bfloat16, _to_float32
 
 # tiles, of which none spills; loads of the next steps are under way
-_NARROW = {"ROWS": 128, "COLUMNS": 64, "DEPTH": 64, "num_warps": 4}
-_SUM = {**_NARROW, "num_warps": 8}  # of a sum over positions
+_NARROW = {"ROWS": 128, "COLUMNS": 64, "DEPTH": 64, "num_warps": 8}
 _WIDE = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "num_warps": 8}
 _RAGGED = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32, "num_warps": 8}  # codes are read byte by byte
 _STAGES = {"num_stages": 2 if torch.version.hip else 4, "enable_fp_fusion": False}
@@ -45,14 +44,15 @@ def _power_of_two(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@jit
+@jit(do_not_specialize=["images"])
 def _correlate_kernel(
     x_ptr,  # (images, height, width, inputs) int8 or uint8
     weight_ptr,  # (outputs, taps, inputs) int8
     sums_ptr,  # (outputs,) int32: of the weights; not read of signed codes
     exponents_ptr,  # (1,), (outputs,) or (images,) int32; not read for int32
     out_ptr,  # (images, height, width, outputs) int32, float32 or bfloat16
-    parts_ptr,  # (parts, 23) int64: see ``_geometry``
+    parts_ptr,  # (parts, 22) int64: see ``_geometry``
+    images,
     inputs,
     outputs,
     BY: tl.constexpr,  # whose exponents: of "none", "all", "outputs" or "images"
@@ -60,7 +60,7 @@ def _correlate_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    part = parts_ptr + 23 * tl.program_id(2)
+    part = parts_ptr + 22 * tl.program_id(2)
     height, width = tl.load(part).to(tl.int32), tl.load(part + 1).to(tl.int32)
     count_height, count_width = tl.load(part + 2).to(tl.int32), tl.load(part + 3).to(tl.int32)
     stride_height, stride_width = tl.load(part + 4).to(tl.int32), tl.load(part + 5).to(tl.int32)
@@ -69,11 +69,10 @@ def _correlate_kernel(
     tap_columns, count_taps = tl.load(part + 10).to(tl.int32), tl.load(part + 11).to(tl.int32)
     tap_first, taps = tl.load(part + 12).to(tl.int32), tl.load(part + 13)
     tap_down, tap_right = tl.load(part + 14).to(tl.int32), tl.load(part + 15).to(tl.int32)
-    rows = tl.load(part + 16)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    is_row, is_column = (row < rows)[:, None], (column < outputs)[None, :]
     image = row // (count_height * count_width)
+    is_row, is_column = (image < images)[:, None], (column < outputs)[None, :]
     place = (row % (count_height * count_width)).to(tl.int32)
     i, j = place // count_width, place % count_width
     y0, x0 = i * stride_height + row_first, j * stride_width + column_first
@@ -97,16 +96,16 @@ def _correlate_kernel(
         mask = is_tap[:, None] & is_column
         b = tl.load(weights + (tap * inputs + channel)[:, None], mask=mask, other=0)
         total = tl.dot(a, b, total, out_dtype=tl.int32)
-    out_height, out_width = tl.load(part + 17), tl.load(part + 18)
-    y = tl.load(part + 19) + i * tl.load(part + 20)
-    x = tl.load(part + 21) + j * tl.load(part + 22)
+    out_height, out_width = tl.load(part + 16), tl.load(part + 17)
+    y = tl.load(part + 18) + i * tl.load(part + 19)
+    x = tl.load(part + 20) + j * tl.load(part + 21)
     out = out_ptr + (((image * out_height + y) * out_width + x) * outputs)[:, None]
     out += column[None, :]
     if BY == "none":
         tl.store(out, total, mask=is_row & is_column)
     else:
         if BY == "images":
-            exponents = tl.load(exponents_ptr + image, mask=row < rows, other=0)[:, None]
+            exponents = tl.load(exponents_ptr + image, mask=image < images, other=0)[:, None]
         elif BY == "outputs":
             exponents = tl.load(exponents_ptr + column, mask=column < outputs, other=0)[None, :]
         else:
@@ -162,7 +161,7 @@ def _lay_kernel(
     sums_ptr,  # (channels,) int64, zeros; not written unless HAS_SUMS
     order_ptr,  # (images,) int64; not read unless ARE_MANY
     groups_ptr,
-    part_ptr,  # (23,) int64: see ``_geometry``
+    part_ptr,  # (22,) int64: see ``_geometry``
     channels,
     first_block,
     blocks,
@@ -439,9 +438,8 @@ def _sum_positions(
     groups, order, are_many, room = grouping
     images, outputs, inputs, taps = len(x), grad.shape[1], x.shape[1], len(part.taps)
     positions, columns = images * part.counts[0] * part.counts[1], taps * inputs
-    most = triton.cdiv(positions, _POSITIONS) + min(
-        images, room + 1
-    )  # the last of a group is not full
+    # the last block of a group is not full
+    most = triton.cdiv(positions, _POSITIONS) + min(images, room + 1)
     blocks = min(most, max(1, _WORKSPACE // (_POSITIONS * (columns + outputs))))
     laid_x, laid_grad = (
         torch.empty(rows, blocks * _POSITIONS, dtype=torch.int8, device=x.device)
@@ -453,7 +451,7 @@ def _sum_positions(
             (_laid(x), laid_x, part, False),
             (_laid(grad), laid_grad, alone, x.dtype is torch.uint8),
         ):
-            channels = codes.shape[3]
+            height, width, channels = codes.shape[1:]
             together = _LAID if channels % 16 == 0 else _LAID // 4
             _lay_kernel[(blocks, len(own.taps), triton.cdiv(channels, together))](
                 codes,
@@ -461,15 +459,14 @@ def _sum_positions(
                 sums,
                 order,
                 groups,
-                _geometry((own,), codes.shape, (1, 1), len(own.taps), x.device),
+                _geometry((own,), (height, width), (1, 1), len(own.taps), x.device),
                 *(channels, first, blocks),
                 ARE_MANY=are_many,
                 HAS_SUMS=has_sums,
                 CHANNELS=together,
                 POSITIONS=_POSITIONS,
             )
-        tile = _SUM
-        tiles = triton.cdiv(outputs, tile["ROWS"]), triton.cdiv(columns, tile["COLUMNS"])
+        tiles = triton.cdiv(outputs, _NARROW["ROWS"]), triton.cdiv(columns, _NARROW["COLUMNS"])
         programs = min(blocks, triton.cdiv(_PROGRAMS, tiles[0] * tiles[1]))
         _weight_gradient_kernel[(*tiles, programs)](
             laid_grad,
@@ -479,7 +476,7 @@ def _sum_positions(
             *(outputs, columns, first, blocks),
             MOST=shapes.LONGEST_SUM // _POSITIONS,
             POSITIONS=_POSITIONS,
-            **tile,
+            **_NARROW,
             **_STAGES,
         )
 
@@ -534,11 +531,10 @@ def _correlate(
         codes,
         weight,
         sums,
-        unused if exponents is None else exponents,
+        unused if exponents is None else exponents.contiguous(),
         out,
-        _geometry(tuple(parts), codes.shape, _size(out), taps, x.device),
-        inputs,
-        outputs,
+        _geometry(tuple(parts), _size(x), _size(out), taps, x.device),
+        *(len(x), inputs, outputs),
         BY=by,
         **tile,
         **_STAGES,
@@ -557,30 +553,28 @@ def _alone(part: Correlation) -> Correlation:
 @lru_cache(maxsize=256)  # the same layers come step after step: no copy to the device
 def _geometry(
     parts: tuple[Correlation, ...],
-    shape: torch.Size,
     size: tuple[int, int],
+    out: tuple[int, int],
     taps: int,
     device: torch.device,
 ) -> Tensor:
-    """Return what kernels must know of correlations, int64 (parts, 23).
+    """Return what kernels must know of correlations, int64 (parts, 22).
 
     Args:
         parts: Of one result. Taps, their rows and their columns are evenly spaced.
-        shape: Of what they read, (images, height, width, channels).
-        size: Height and width of what they write.
+        size: Height and width of what they read.
+        out: Of what they write.
         taps: Of the whole kernel.
         device: Where the kernels are.
     """
-    images, height, width, _ = shape
     table = []
     for part in parts:
         columns = len(set(part.columns))
         row, column = part.rows[::columns], part.columns[:columns]
         down, right = part.taps[::columns], part.taps[:columns]
         steps = [_step(line) for line in (row, column, down, right)]
-        line = [height, width, *part.counts, *part.stride, row[0], column[0], *steps[:2]]
-        line += [columns, len(part.taps), part.taps[0], taps, *steps[2:]]
-        line += [images * part.counts[0] * part.counts[1], *size]
+        line = [*size, *part.counts, *part.stride, row[0], column[0], *steps[:2]]
+        line += [columns, len(part.taps), part.taps[0], taps, *steps[2:], *out]
         line += [part.first[0], part.step[0], part.first[1], part.step[1]]
         table.append(line)
     return torch.tensor(table, dtype=torch.int64, device=device)

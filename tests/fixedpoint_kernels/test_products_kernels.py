@@ -78,6 +78,20 @@ def test_triton_takes_more_than_one_tile(device):
     assert torch.equal(y.cpu().flatten(1).double(), x.double() @ weight.double().T)
 
 
+def test_triton_reads_exponents_as_they_lie(device):
+    weight, grad = codes(5, 3, 1, 1), codes(4, 5, 2, 2)
+    apart = torch.tensor([-9, 0, 3, 0, -2, 0, 5, 0], dtype=torch.int32)[::2]
+    numbers = grad, weight, apart, (2, 2), Window(), torch.float32
+    expected = reference.input_gradient(*numbers)
+    own = gpu.input_gradient(*on(device, *numbers[:2]), apart.to(device), *numbers[3:])
+    assert_same([own], [expected])
+    same = torch.tensor([-4], dtype=torch.int32).expand(4)
+    for powers in (apart, same):
+        numbers = codes(4, 3, 2, 2), grad, powers, (1, 1), Window()
+        expected = reference.weight_gradient(*numbers)
+        assert_same([gpu.weight_gradient(*on(device, *numbers))], [expected])
+
+
 def test_triton_holds_the_largest_sums(device, monkeypatch):
     """More positions than int32 holds products of, all at their extremes."""
     monkeypatch.setattr(gpu, "_POSITIONS", 4096)
