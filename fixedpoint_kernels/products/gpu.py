@@ -406,7 +406,14 @@ def weight_gradient(
     unused = groups_  # in place of what a kernel does not read
     ranked, order = (unused if t is None else t for t in (ranked, order))
     _group_kernel[(1,)](
-        ranked, groups_, images, places, room, ARE_MANY=are_many, POSITIONS=_POSITIONS
+        ranked,
+        groups_,
+        images,
+        places,
+        room,
+        ARE_MANY=are_many,
+        POSITIONS=_POSITIONS,
+        enable_fp_fusion=False,
     )
     # sums of the gradient at the end
     total = torch.zeros(outputs * (taps * inputs + 1), dtype=torch.int64, device=x.device)
@@ -465,6 +472,7 @@ def _sum_positions(
                 HAS_SUMS=has_sums,
                 CHANNELS=together,
                 POSITIONS=_POSITIONS,
+                enable_fp_fusion=False,
             )
         tiles = triton.cdiv(outputs, _NARROW["ROWS"]), triton.cdiv(columns, _NARROW["COLUMNS"])
         programs = min(blocks, triton.cdiv(_PROGRAMS, tiles[0] * tiles[1]))
