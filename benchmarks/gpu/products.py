@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.clock import compare, launches
 from benchmarks.gpu.sizes import Sizes
+from benchmarks.ops.products import torch_products
 from fixedpoint_kernels import products
 
 __all__ = ["rows"]
@@ -62,23 +63,23 @@ def _rows(
     grad = codes(-127, samples, outputs, places, places)
     exponents = torch.randint(-12, -8, (samples,), dtype=torch.int32, device=device)
     window = {"stride": stride, "padding": padding}
-    own = {"exponents": exponents, **window}
+    scaled = {"exponents": exponents, **window}
     ours: dict[str, Callable[[], object]] = {
         "forward": partial(products.convolve, x, weight, exponents=-12, **window),
         "input gradient": partial(
-            products.convolve_input_gradient, grad, weight, (side, side), **own
+            products.convolve_input_gradient, grad, weight, (side, side), **scaled
         ),
         "weight gradient": partial(
-            products.convolve_weight_gradient, x, grad, (kernel, kernel), **own
+            products.convolve_weight_gradient, x, grad, (kernel, kernel), **scaled
         ),
     }
     theirs = {
-        dtype: _theirs(layer, *(t.to(dtype) for t in (x, weight, grad)))
+        str(dtype)[6:]: torch_products(x.to(dtype), weight.to(dtype), grad.to(dtype), stride)
         for dtype in (torch.bfloat16, torch.float32)
     }
     described = f"{samples}x{inputs}x{side}x{side} to {outputs}, {kernel}x{kernel}"
     for product, call in ours.items():
-        calls = {"ours": call, **{str(dtype)[6:]: own[product] for dtype, own in theirs.items()}}
+        calls = {"ours": call, **{who: own[product] for who, own in theirs.items()}}
         seconds = compare(calls, device, sizes.turns, CALLS)
         operations = 2 * grad.numel() * inputs * kernel * kernel
         yield {
@@ -91,19 +92,3 @@ def _rows(
             "T operations/s": operations / seconds["ours"] / 1e12,
             "launches": launches(call, device),
         }
-
-
-def _theirs(
-    layer: _Layer, x: Tensor, weight: Tensor, grad: Tensor
-) -> dict[str, Callable[[], object]]:
-    stride, padding = [layer.stride] * 2, [layer.kernel // 2] * 2
-
-    def backward(which: list[bool]) -> object:
-        numbers = stride, padding, [1, 1], False, [0, 0], 1
-        return torch.ops.aten.convolution_backward(grad, x, weight, None, *numbers, which)
-
-    return {
-        "forward": lambda: torch.conv2d(x, weight, None, stride, padding),
-        "input gradient": partial(backward, [True, False, False]),
-        "weight gradient": partial(backward, [False, True, False]),
-    }

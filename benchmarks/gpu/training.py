@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import marvin
 from benchmarks.gpu.clock import compare, host_waits, launches, peak_bytes, repeated
 from benchmarks.gpu.sizes import Sizes
+from benchmarks.ops import int8_training
 from benchmarks.steps import Step, training_step
 from fixedpoint_kernels import FixedPoint
 from train.alexnet import alexnet
@@ -72,41 +73,16 @@ def _float32(model: nn.Module, x: Tensor, y: Tensor) -> Step:
 
 
 def _bfloat16(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    """Return what is fastest otherwise: autocast, channels last, one launch for the update."""
-    form, kind = torch.channels_last, x.device.type
-    model.to(memory_format=form)  # pyright: ignore[reportCallIssue]: torch has it
-    x = x.contiguous(memory_format=form)
-    way = {"fused": True} if kind == "cuda" else {}
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, **way)
-
-    def step() -> None:
-        sgd.zero_grad()
-        with torch.autocast(kind, torch.bfloat16):
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        sgd.step()
-
-    return step
+    """Return what is fastest otherwise."""
+    return int8_training.floats(lambda: model, x, y, torch.bfloat16, torch.channels_last)
 
 
-def _budget(model: nn.Module, x: Tensor, y: Tensor, on_integers: bool = False) -> Step:
-    """Return a step in formats of 8 bits or fewer; between observations."""
-    form = torch.channels_last
-    model.to(memory_format=form)  # pyright: ignore[reportCallIssue]
-    sgd = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-    optimizer = marvin.Quantized(sgd, marvin.LossBudgetPolicy(window=10**6))
-    marvin.quantize_activations(model, optimizer)
-    if on_integers:
-        marvin.integer.convert(model)
-    x = x.contiguous(memory_format=form)
-    step = training_step(model, x, y, optimizer.zero_grad, lambda loss: optimizer.step(loss=loss))
-    for _ in range(4):  # the first steps are observed
-        step()
-    return step
+def _budget(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    return int8_training.fixed_point(lambda: model, x, y, integer=False)
 
 
 def _integers(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    return _budget(model, x, y, on_integers=True)
+    return int8_training.fixed_point(lambda: model, x, y, integer=True)
 
 
 def _weights(model: nn.Module, x: Tensor, y: Tensor) -> Step:

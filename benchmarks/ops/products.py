@@ -63,32 +63,41 @@ def _layer(samples: int, inputs: int, size: int, outputs: int, stride: int) -> I
     name = f"{samples}x{inputs}x{size}x{size} to {outputs}" + f", stride {stride}" * (stride > 1)
     own: dict[str, Any] = {"stride": stride, "padding": 1}
 
-    def row(product: str, count: int, ours: Callable, theirs: Callable, *beside: Tensor) -> Case:
-        contestants: dict[str, Callable[[], object]] = {
-            "ours": ours,
-            "float32": partial(theirs, *(part.float() for part in beside)),
-            "bfloat16": partial(theirs, *(part.bfloat16() for part in beside)),
-        }
+    theirs = {
+        str(dtype)[6:]: torch_products(x.to(dtype), weight.to(dtype), grad.to(dtype), stride)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+    def row(product: str, count: int, ours: Callable) -> Case:
+        contestants = {"ours": ours, **{name: calls[product] for name, calls in theirs.items()}}
         if product == "forward":
             contestants["torch int8"] = partial(_onednn, x, weight, stride)
         return Case(f"{name}: {product}", count, contestants)
 
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.conv2d(x, weight, None, stride, PADDING)
-
-    def backward(which: list[bool], grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        numbers = [stride] * 2, list(PADDING), [1, 1], False, [0, 0], 1
-        return torch.ops.aten.convolution_backward(grad, x, weight, None, *numbers, which)
-
     ours: Callable = partial(products.convolve, x, weight, exponents=-12, **own)
-    yield row("forward", grad.numel(), ours, forward, x, weight)
+    yield row("forward", grad.numel(), ours)
     numbers = {"exponents": exponents, **own}
     ours = partial(products.convolve_input_gradient, grad, weight, (size, size), **numbers)
-    theirs = partial(backward, [True, False, False])
-    yield row("input gradient", x.numel(), ours, theirs, grad, x, weight)
+    yield row("input gradient", x.numel(), ours)
     ours = partial(products.convolve_weight_gradient, x, grad, (3, 3), **numbers)
-    theirs = partial(backward, [False, True, False])
-    yield row("weight gradient", grad.numel(), ours, theirs, grad, x, weight)
+    yield row("weight gradient", grad.numel(), ours)
+
+
+def torch_products(
+    x: Tensor, weight: Tensor, grad: Tensor, stride: int
+) -> dict[str, Callable[[], Tensor]]:
+    """Return torch's own three products of a layer, whose kernel keeps the size at stride 1."""
+    strides, padding = [stride] * 2, [n // 2 for n in weight.shape[2:]]
+
+    def backward(which: list[bool]) -> Tensor:
+        numbers = strides, padding, [1, 1], False, [0, 0], 1
+        return torch.ops.aten.convolution_backward(grad, x, weight, None, *numbers, which)
+
+    return {
+        "forward": partial(torch.conv2d, x, weight, None, strides, padding),
+        "input gradient": partial(backward, [True, False, False]),
+        "weight gradient": partial(backward, [False, True, False]),
+    }
 
 
 def _last(x: Tensor) -> Tensor:

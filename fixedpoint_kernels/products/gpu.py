@@ -452,12 +452,15 @@ def _sum_positions(
         torch.empty(rows, blocks * _POSITIONS, dtype=torch.int8, device=x.device)
         for rows in (columns, outputs)
     )
-    alone = _alone(part)
+    each = shapes.forward(Window(), part.counts, (1, 1))  # reads each position as it is
+    jobs = (
+        (_laid(x), laid_x, part, False),
+        (_laid(grad), laid_grad, each, x.dtype is torch.uint8),
+    )
+    tiles = triton.cdiv(outputs, _NARROW["ROWS"]), triton.cdiv(columns, _NARROW["COLUMNS"])
+    programs = min(blocks, triton.cdiv(_PROGRAMS, tiles[0] * tiles[1]))
     for first in range(0, most, blocks):
-        for codes, laid, own, has_sums in (
-            (_laid(x), laid_x, part, False),
-            (_laid(grad), laid_grad, alone, x.dtype is torch.uint8),
-        ):
+        for codes, laid, own, has_sums in jobs:
             height, width, channels = codes.shape[1:]
             together = _LAID if channels % 16 == 0 else _LAID // 4
             _lay_kernel[(blocks, len(own.taps), triton.cdiv(channels, together))](
@@ -474,8 +477,6 @@ def _sum_positions(
                 POSITIONS=_POSITIONS,
                 enable_fp_fusion=False,
             )
-        tiles = triton.cdiv(outputs, _NARROW["ROWS"]), triton.cdiv(columns, _NARROW["COLUMNS"])
-        programs = min(blocks, triton.cdiv(_PROGRAMS, tiles[0] * tiles[1]))
         _weight_gradient_kernel[(*tiles, programs)](
             laid_grad,
             laid_x,
@@ -551,11 +552,6 @@ def _correlate(
 
 def _tile(columns: int) -> dict[str, int]:
     return _NARROW if columns < _MANY else _WIDE
-
-
-def _alone(part: Correlation) -> Correlation:
-    """Return the correlation that reads each output of ``part`` as it is."""
-    return Correlation((0,), (0,), (0,), (1, 1), part.counts, (0, 0), (1, 1))
 
 
 @lru_cache(maxsize=256)  # the same layers come step after step: no copy to the device

@@ -268,21 +268,25 @@ def report(model: nn.Module) -> Report:
     Args:
         model: Converted or not.
     """
-    fused, inexact = fused_layers(model)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if any(is_layer(p) for p in module.parameters(recurse=False))
+    }
+    here = {name for name, module in layers.items() if _device(module).type == "cpu"}
+    fused, inexact = (names & here for names in fused_layers(model))  # chains are for CPUs alone
     rows = [
         replace(
             row,
-            is_fused=name in fused and not row.reason and _device(module).type == "cpu",
-            is_exact=name not in inexact or not row.is_integer or _device(module).type != "cpu",
+            is_fused=name in fused and not row.reason,
+            is_exact=name not in inexact or not row.is_integer,
             is_prepacked=row.is_integer and is_prepacked(module),
         )
-        for name, module in model.named_modules()
-        if any(is_layer(p) for p in module.parameters(recurse=False))
+        for name, module in layers.items()
         for row in [_row(name, module)]
     ]
-    devices = dict.fromkeys(map(_device, map(model.get_submodule, (row.name for row in rows))))
-    paths = dict.fromkeys(map(products.path, devices or [torch.device("cpu")]))
-    described = "; ".join(f"{path.name}: {path.reason}" for path in paths)
+    paths = dict.fromkeys(products.path(_device(module)) for module in layers.values())
+    described = "; ".join(f"{path.name}: {path.reason}" for path in paths or [products.path()])
     return Report(tuple(rows), described, refused_calls(model))
 
 
