@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Counts", "WithMasters", "owner_of"]
+
+_PIECE = 1 << 24  # numbers that are rounded again at once, for a look: 64 MiB
 
 
 @dataclass
@@ -495,29 +498,40 @@ class WithMasters(Optimizer):
             [self._layout.shards[p].offset for p, _, _ in found],
         )
 
-    def _rounded(self, p: Tensor) -> Tensor | None:
-        """Return what ``_write`` last wrote; None where that is not known."""
-        own, fmt = self.state[p], self.format_of(p)
-        if fmt is None:
-            return master_of(own).to(p.dtype)
-        if "stream" not in own:
-            return None
-        (y,) = round_many(
-            [master_of(own)],
-            [fmt],
-            rounding=self.policy.rules.weight_rounding,
-            seed=self._seed,
-            stream=own["stream"],
-            offsets=[self._layout.shards[p].offset],
-            out=[torch.empty_like(local(p))],
-        )
-        return y
+    def _rounded(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return what ``_write`` last wrote to each; None where that is not known."""
+        fmts = [self.format_of(p) for p in params]
+        found: list[Tensor | None] = [
+            master_of(self.state[p]).to(p.dtype) if fmt is None else None
+            for p, fmt in zip(params, fmts, strict=True)
+        ]
+        places = [
+            (place, self.state[p]["stream"], fmt)
+            for place, (p, fmt) in enumerate(zip(params, fmts, strict=True))
+            if fmt is not None and "stream" in self.state[p]
+        ]
+        for _, numbered in groupby(enumerate(places), lambda item: item[1][1] - item[0]):
+            rows = [row for _, row in numbered]  # written in one go: their streams are in order
+            own = [params[place] for place, *_ in rows]
+            rounded = round_many(
+                [master_of(self.state[p]) for p in own],
+                [fmt for *_, fmt in rows],
+                rounding=self.policy.rules.weight_rounding,
+                seed=self._seed,
+                stream=rows[0][1],
+                offsets=[self._layout.shards[p].offset for p in own],
+                out=[torch.empty_like(local(p)) for p in own],
+            )
+            for (place, *_), y in zip(rows, rounded, strict=True):
+                found[place] = y
+        return found
 
     def _write_as_saved(self) -> None:
         """Give the model the weights that it had when the state was saved."""
-        for p in self._masters:
-            if (weight := self._rounded(p)) is not None:
-                local(p).copy_(weight)
+        for piece in _pieces(self._masters):
+            for p, weight in zip(piece, self._rounded(piece), strict=True):
+                if weight is not None:
+                    local(p).copy_(weight)
         now = marks_of(locals_of(list(self._layout.names)))
         self._marks = {i: now[i] for i, p in enumerate(self._layout.names) if p in self._masters}
 
@@ -540,7 +554,7 @@ class WithMasters(Optimizer):
         adopted = []
         for i in [] if wrong else changed:
             own, p = local(params[i]), params[i]
-            self._marks[i], weight = now[i], self._rounded(p)
+            self._marks[i], (weight,) = now[i], self._rounded([p])
             if weight is not None and (differs := own != weight).any():
                 master, numbers = master_of(self.state[p]), weight != 0
                 if 2 * int((differs & numbers).sum()) > int(numbers.sum()):
@@ -553,16 +567,23 @@ class WithMasters(Optimizer):
         """Warn once of weights that others wrote to without a trace, as ``weight.data.clamp_()`` does."""
         params = list(self._layout.names)
         now = marks_of(locals_of(params))
+        as_left = [
+            p
+            for i, mark in self._marks.items()
+            if now[i] == mark  # others are seen
+            and local(p := params[i]).device == master_of(self.state[p]).device
+        ]
         found = []
-        for i, mark in self._marks.items():
-            own, p = local(params[i]), params[i]
-            if now[i] != mark or own.device != master_of(self.state[p]).device:
-                continue  # what is seen
-            weight = self._rounded(p)
-            if weight is None or weight.dtype != own.dtype or not (own != weight).any():
-                continue
-            if master_of(self.state[p]).isfinite().all():  # else it is refused
-                found.append(self._layout.names[p])
+        for piece in _pieces(as_left):
+            pairs = [
+                (p, local(p) != weight)
+                for p, weight in zip(piece, self._rounded(piece), strict=True)
+                if weight is not None and weight.dtype == p.dtype
+            ]
+            told = torch.stack([differs.any() for _, differs in pairs]).tolist() if pairs else []
+            for (p, _), differs in zip(pairs, told, strict=True):
+                if differs and master_of(self.state[p]).isfinite().all():  # else it is refused
+                    found.append(self._layout.names[p])
         if found and not self._names_unseen:
             self._names_unseen = True
             warnings.warn(
@@ -601,7 +622,7 @@ class WithMasters(Optimizer):
             own, master = local(p), before._masters.get(p)
             if master is None or own.dtype not in FLOATS or own.device != local(master).device:
                 continue
-            weight, master = before._rounded(p), master_of(before.state[p])
+            (weight,), master = before._rounded([p]), master_of(before.state[p])
             if weight is not None and torch.equal(weight, own) and not torch.equal(master, own):
                 found.add(p)
         if found:
@@ -644,6 +665,20 @@ def _layer_of(layer: Layer, own: StateDict) -> Layer:
     found = object.__new__(_CompactLayer)
     vars(found).update(vars(layer), master=own)
     return found
+
+
+def _pieces(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Split parameters into lists on one device, of ``_PIECE`` numbers or of one parameter."""
+    pieces: list[list[Tensor]] = []
+    left, device = 0, None
+    for p in params:
+        own = local(p)
+        if own.numel() > left or own.device != device:
+            pieces.append([])
+            left, device = _PIECE, own.device
+        left -= own.numel()
+        pieces[-1].append(p)
+    return pieces
 
 
 def _is_finite(p: Tensor) -> bool:

@@ -402,7 +402,7 @@ class Quantized(WithMasters):
         common = state_dict["marvin"]
         frozen = {p for p, own in zip(self._layout.names, saved, strict=False) if not own}
         for p in frozen & self._masters.keys():  # in float; what others wrote since stays
-            weight = self._rounded(p)
+            (weight,) = self._rounded([p])
             if weight is None or torch.equal(local(p), weight):
                 local(p).copy_(master_of(self.state[p]))
         super().load_state_dict(state_dict)

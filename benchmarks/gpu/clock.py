@@ -70,7 +70,8 @@ def launches(call: Call, device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=kinds, acc_events=True) as profiler:  # else torch 2.11 warns
         call()
         torch.cuda.synchronize()
     found = sum(row.count for row in profiler.key_averages() if row.key.startswith(LAUNCHES))

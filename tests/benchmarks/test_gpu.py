@@ -139,7 +139,7 @@ def small_kit(monkeypatch):
 
 
 def test_record(small_kit, tmp_path):
-    record = kit.run(CPU, TINY, tmp_path / "gpu.json", 8.0)
+    record = kit.run(DEVICE, TINY, tmp_path / "gpu.json", 8.0)
     assert kit.problems(record) == []
     assert json.loads((tmp_path / "gpu.json").read_text()) == record
     text = (tmp_path / "gpu.md").read_text()
@@ -155,7 +155,7 @@ def test_figures_of_wrong_kernels_are_refused(small_kit, tmp_path, monkeypatch, 
         {"group": "few_bit", "kernel": "encode, 1 bits", "wrong": ""},
     ]
     monkeypatch.setattr(kit.correctness, "rows", lambda device, sizes: rows)
-    sections = kit.run(CPU, TINY, tmp_path / "gpu.json", 8.0)["sections"]
+    sections = kit.run(DEVICE, TINY, tmp_path / "gpu.json", 8.0)["sections"]
     assert [row["kernel"] for row in sections["bandwidth"]["rows"]] == ["encode, 1 bits"]
     assert sections["optimizer"] == {"refused": "not as the reference: quantize, nearest"}
     assert "rows" in sections["models"]
@@ -166,7 +166,7 @@ def test_figures_of_wrong_kernels_are_refused(small_kit, tmp_path, monkeypatch, 
 
 def test_without_a_check_there_are_no_figures(small_kit, tmp_path, monkeypatch):
     monkeypatch.setattr(kit.correctness, "rows", _fail)
-    sections = kit.run(CPU, TINY, tmp_path / "gpu.json", 8.0)["sections"]
+    sections = kit.run(DEVICE, TINY, tmp_path / "gpu.json", 8.0)["sections"]
     assert sections["correctness"] == {"failed": "RuntimeError: out of memory"}
     assert sections["bandwidth"]["rows"] == []
     assert "refused" in sections["optimizer"]
@@ -179,14 +179,14 @@ def _fail(device, sizes):
 
 def test_a_failure_stops_no_other_section(small_kit, tmp_path, monkeypatch):
     monkeypatch.setitem(kit.SECTIONS, "optimizer", (_fail, ()))
-    record = kit.run(CPU, TINY, tmp_path / "gpu.json", 8.0)
+    record = kit.run(DEVICE, TINY, tmp_path / "gpu.json", 8.0)
     assert kit.problems(record) == ["optimizer failed: RuntimeError: out of memory"]
     assert "rows" in record["sections"]["models"]
     assert "failed: RuntimeError: out of memory" in (tmp_path / "gpu.md").read_text()
 
 
 def test_no_section_begins_too_late(small_kit, tmp_path):
-    sections = kit.run(CPU, TINY, tmp_path / "gpu.json", 0.0)["sections"]
+    sections = kit.run(DEVICE, TINY, tmp_path / "gpu.json", 0.0)["sections"]
     assert sections["models"] == {"failed": "no time was left of 0 minutes"}
 
 
@@ -252,7 +252,7 @@ def test_launches_are_those_of_both_interfaces(monkeypatch):
     names = {"cudaLaunchKernel": 5, "cuLaunchKernelEx": 2, "cudaMemcpyAsync": 9, "aten::add": 7}
 
     class Profiler(contextlib.nullcontext):
-        def __init__(self, activities):
+        def __init__(self, activities, acc_events):
             super().__init__(self)
 
         def key_averages(self):

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 import marvin
+from marvin import masters
+from marvin.rounding import round_many
 from tests.same import assert_same
 
 
@@ -279,6 +281,27 @@ def test_what_is_written_into_data_is_named(policy, steps):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, optimizer, steps=101)
+
+
+@pytest.mark.parametrize(("numbers", "calls"), [(1 << 24, 1), (200, 3)])
+def test_a_look_rounds_many_weights_at_once(monkeypatch, numbers, calls):
+    model = make_model()
+    optimizer = marvin.MSGD(model.named_parameters(), lr=0.05)
+    train(model, optimizer, steps=1)
+    model[0].bias.data.zero_()
+    model[2].weight.data.clamp_(-0.01, 0.01)
+    rounded = []
+
+    def count(xs, *args, **options):
+        rounded.append([tuple(x.shape) for x in xs])
+        return round_many(xs, *args, **options)
+
+    monkeypatch.setattr(masters, "_PIECE", numbers)
+    monkeypatch.setattr(masters, "round_many", count)
+    with pytest.warns(UserWarning, match=r"at the next step: 0\.bias, 2\.weight; write"):
+        optimizer._name_unseen()
+    assert len(rounded) == calls
+    assert [s for call in rounded for s in call] == [tuple(p.shape) for p in model.parameters()]
 
 
 @pytest.mark.parametrize("policy", [marvin.LossBudgetPolicy(), marvin.MarvinPolicy()])
