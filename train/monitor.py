@@ -13,6 +13,7 @@ import marvin.tensorboard
 from perfmodel.meter import Meter
 from perfmodel.run import start_of
 from train.bars import HIDDEN, tqdm
+from train.busy import Watch
 from train.config import to_dict
 from train.errors import UserError
 from train.training import Progress, Training
@@ -38,6 +39,7 @@ class Monitor:
         with _written(self._folder):
             self._writer = SummaryWriter(str(self._folder), purge_step=next_step, flush_secs=10)
         self._bar: tqdm[Any] | None = None
+        self._watch = Watch() if training.config.device == "cpu" else None
         self._meter = _meter(training)
         self._switches = -1  # that the curves show
         self._drawn: dict[str, float] = {}  # where the curves are
@@ -108,6 +110,8 @@ class Monitor:
                 shown["EBOPs"] = f"{self._meter.ebops() / 1e6:.3g}M"
             bar.set_postfix(shown, refresh=False)
             bar.update(progress.seen - bar.n)
+        if self._watch is not None and (said := self._watch.look()):
+            tqdm.write(said)
 
     def _formats(self, optimizer: marvin.Quantized, step: int) -> None:
         """Draw the curves of the layers, where one of them has moved: up or down, not aslant."""
