@@ -37,7 +37,7 @@ from train.config import Config, from_dict, to_dict
 __all__ = ["TIMES", "RunFolder", "SilentFolder", "differences", "environment", "read_csv"]
 
 PACKAGES = ("marvin-fixedpoint", "torch", "numpy", "numba", "triton")
-FREE_TO_CHANGE = ("run", "resume", "data_dir", "epochs", "checkpoint_steps")
+FREE_TO_CHANGE = ("run", "resume", "data_dir", "device", "epochs", "checkpoint_steps")
 TIMES = ("epoch", "images", "train_s", "epoch_s", "images_per_s")
 FRONT = "front"  # the folder of what --keep-front keeps
 VERSION = 1  # of checkpoints; those without one are of version 0, and otherwise the same
