@@ -170,8 +170,9 @@ def _stamp() -> tuple[str, str]:
     import numba
 
     folder, code = Path(__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        code.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    archives = [path for path in folder.parents if path.is_file()]  # imported from a zip file
+    for path in archives or sorted(folder.rglob("*.py")):
+        code.update(f"{os.path.relpath(path, folder)}\n".encode() + path.read_bytes())
     return numba.__version__, code.hexdigest()
 
 
