@@ -114,6 +114,15 @@ import sys
 sys.path.insert(0, sys.argv[2])
 """
 
+SPAWNED = """
+import concurrent.futures, multiprocessing, os
+from fixedpoint_kernels.threads import is_parallel
+
+os.environ["OMP_NUM_THREADS"] = "2"
+with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    assert pool.submit(is_parallel, 60_000).result()
+"""
+
 INNER = """
 from numba import njit
 from fixedpoint_kernels.llvm.calls import inner
@@ -171,7 +180,9 @@ def run(script, *arguments, first="", **environment):
 
 
 @pytest.mark.parametrize(
-    "script", [FORK, FORK_BY_HAND, NUMBERS], ids=["multiprocessing", "os.fork", "numbers"]
+    "script",
+    [FORK, FORK_BY_HAND, SPAWNED, NUMBERS],
+    ids=["multiprocessing", "os.fork", "spawn", "numbers"],
 )
 def test_in_a_new_process(script):
     """A forked child runs the serial kernel; torch's number of threads is left alone."""
