@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import sys
 import uuid
 import warnings
 from collections.abc import Callable
@@ -25,13 +26,14 @@ _LOGGER = logging.getLogger("fixedpoint_kernels")
 def is_parallel(elements: int) -> bool:
     """Say whether a kernel over ``elements`` should run in parallel.
 
-    A forked child (a ``DataLoader`` worker, ``os.fork``) must not: GNU OpenMP kills it there.
+    A forked child (a ``DataLoader`` worker, ``os.fork``) must not: GNU OpenMP kills it there. One that
+    ``multiprocessing`` spawned is a process like any other.
     """
     parallel = (
         elements >= _PARALLEL_FROM
         and torch.get_num_threads() > 1
         and not _is_forked
-        and multiprocessing.parent_process() is None
+        and (multiprocessing.parent_process() is None or "--multiprocessing-fork" in sys.orig_argv)
     )
     if parallel:
         _start()
@@ -170,8 +172,9 @@ def _stamp() -> tuple[str, str]:
     import numba
 
     folder, code = Path(__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        code.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    archives = [path for path in folder.parents if path.is_file()]  # imported from a zip file
+    for path in archives or sorted(folder.rglob("*.py")):
+        code.update(f"{os.path.relpath(path, folder)}\n".encode() + path.read_bytes())
     return numba.__version__, code.hexdigest()
 
 

@@ -71,7 +71,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files private
+        _open_to_others(temporary, 0o666)
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
     try:
         yield temporary
-        os.chmod(temporary, 0o777 & ~_umask())
+        _open_to_others(temporary, 0o777)
         if path.exists():
             old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
             os.replace(path, old / path.name)
@@ -191,6 +191,15 @@ def _write(handle: int, text: str) -> None:
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.write(handle, text.encode())
+
+
+def _open_to_others(path: Path | str, mode: int) -> None:
+    """Give what tempfile made private the mode of other new files, where the system lets it.
+
+    A drive may say that all its files are another user's, who alone may set modes.
+    """
+    with contextlib.suppress(OSError):
+        os.chmod(path, mode & ~_umask())
 
 
 def _umask() -> int:

@@ -109,6 +109,20 @@ drawn = quantize(torch.full((99,), 0.5), FixedPoint(8, 0), seed=1)
 pathlib.Path(sys.argv[1]).write_bytes(drawn.numpy().tobytes())
 """
 
+IN_A_ZIP = """
+import sys
+sys.path.insert(0, sys.argv[2])
+"""
+
+SPAWNED = """
+import concurrent.futures, multiprocessing, os
+from fixedpoint_kernels.threads import is_parallel
+
+os.environ["OMP_NUM_THREADS"] = "2"
+with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    assert pool.submit(is_parallel, 60_000).result()
+"""
+
 INNER = """
 from numba import njit
 from fixedpoint_kernels.llvm.calls import inner
@@ -166,7 +180,9 @@ def run(script, *arguments, first="", **environment):
 
 
 @pytest.mark.parametrize(
-    "script", [FORK, FORK_BY_HAND, NUMBERS], ids=["multiprocessing", "os.fork", "numbers"]
+    "script",
+    [FORK, FORK_BY_HAND, SPAWNED, NUMBERS],
+    ids=["multiprocessing", "os.fork", "spawn", "numbers"],
 )
 def test_in_a_new_process(script):
     """A forked child runs the serial kernel; torch's number of threads is left alone."""
@@ -258,6 +274,18 @@ def test_a_kernel_is_compiled_anew_where_a_file_it_is_made_of_changed(package, t
     os.utime(other, ns=(when.st_atime_ns, when.st_mtime_ns))
     run(NOISE, str(drawn), first=package, **kept)
     assert drawn.read_bytes() != before
+
+
+def test_kernels_of_another_zip_file_are_compiled_anew(package, tmp_path):
+    kept = {"NUMBA_CACHE_DIR": str(tmp_path / "compiled"), "PYTHONDONTWRITEBYTECODE": "1"}
+    folder, drawn = package / "fixedpoint_kernels", tmp_path / "drawn"
+    other, found = folder / "philox/cpu.py", []
+    for rounds in "range(10)", "range(11)":
+        other.write_text(other.read_text().replace("range(10)", rounds))
+        archive = shutil.make_archive(str(tmp_path / "zipped"), "zip", package, folder.name)
+        run(IN_A_ZIP + NOISE, str(drawn), archive, **kept)
+        found.append(drawn.read_bytes())
+    assert found[0] != found[1]
 
 
 def test_whatever_is_kept_compiled_may_find_no_place():

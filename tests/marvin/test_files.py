@@ -179,6 +179,18 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkey
     assert [p.name for p in tmp_path.iterdir()] == ["export"]
 
 
+def test_a_drive_whose_files_are_another_users_is_written(tmp_path, monkeypatch):
+    def refuse(*_args):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    write_atomic(tmp_path / "table.csv", "whole")
+    with new_folder(tmp_path / "export") as folder:
+        (folder / "network").write_text("new")
+    assert (tmp_path / "table.csv").read_text() == "whole"
+    assert (tmp_path / "export/network").read_text() == "new"
+
+
 def test_a_full_disk_leaves_the_old_file_and_is_told_of_which(tmp_path, monkeypatch):
     path = tmp_path / "checkpoint.pt"
     write_atomic(path, "old")

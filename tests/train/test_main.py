@@ -209,21 +209,6 @@ def test_a_disk_without_room_for_tensorboard_is_one_line(writes, tmp_path, monke
     assert (folder / "result.json").exists()
 
 
-def test_a_run_goes_on_on_another_device(tmp_path, capsys):
-    folder = tmp_path / "run"
-    words = ["--dataset", "digits", "--width", "2", "--limit", "50", "--device", "cpu"]
-    words += ["--run", str(folder), "--epochs"]
-    train(*words, "1")
-    for path in (folder / "config.json", folder / "environment.json"):
-        text = path.read_text()
-        assert '"device": "cpu"' in text
-        path.write_text(text.replace('"device": "cpu"', '"device": "cuda:0"'))
-    train(*words, "2", "--resume")
-    said = "resuming elsewhere, the last bits may differ: device was 'cuda:0', is 'cpu'\n"
-    assert said in capsys.readouterr().out
-    assert '"device": "cpu"' in (folder / "config.json").read_text()
-
-
 def test_other_threads_still_print_their_errors(monkeypatch):
     told = []
     monkeypatch.setattr(threading, "excepthook", told.append)

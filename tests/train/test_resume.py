@@ -289,6 +289,19 @@ def test_every_option_resumes_to_the_bit(run, tiny, tmp_path, monkeypatch, chang
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
+def test_a_run_goes_on_where_there_is_no_such_gpu(run, tiny, tmp_path, capsys):
+    run(dataclasses.replace(tiny, run=str(tmp_path / "whole")))
+    run(dataclasses.replace(tiny, epochs=1))
+    for name in "config.json", "environment.json":  # as a GPU had written them
+        path = tmp_path / "run" / name
+        text = path.read_text()
+        assert '"device": "cpu"' in text
+        path.write_text(text.replace('"device": "cpu"', '"device": "cuda:0"'))
+    run(dataclasses.replace(tiny, resume=True))
+    assert "the last bits may differ: device was 'cuda:0', is 'cpu'" in capsys.readouterr().out
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
 def test_an_average_of_another_decay_is_refused(run, tiny, tmp_path):
     run(dataclasses.replace(tiny, ema=0.9, epochs=1))
     path = tmp_path / "run" / "checkpoint.pt"
