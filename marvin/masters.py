@@ -256,6 +256,13 @@ class WithMasters(Optimizer):
                 put_master(self.state[p], local(p))
             self._write([*self._masters], Purpose.INITIAL)
 
+    def _broken_masters(self) -> list[str]:
+        """Return what an error says of masters that are not finite; on integer units the loss need not tell."""
+        masters = {p: master_of(self.state[p]) for p in self._masters}
+        if wrong := [self._layout.names[p] for p, own in masters.items() if not _is_finite(own)]:
+            return [f"masters of {listed(wrong)} (load an earlier state)"]
+        return []
+
     def _name_runaways(self) -> None:
         """Warn once of layers most of whose masters are beyond their format, which clamps them."""
         rows = [
