@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ class _Forward(OtherForward):
     def __init__(self, module: nn.Module, end: Callable[[], None]) -> None:
         self._module, self._end = module, end
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         try:
             return type(self._module).forward(self._module, *args, **kwargs)
         finally:
