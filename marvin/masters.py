@@ -259,6 +259,18 @@ class WithMasters(Optimizer):
                 put_master(self.state[p], local(p))
             self._write([*self._masters], Purpose.INITIAL)
 
+    def _broken_masters(self) -> list[str]:
+        """Return what an error says of masters that are not finite; on integer units the loss need not tell."""
+        wrong: list[str] = []
+        for piece in _pieces(self._masters):
+            told = torch.stack([master_of(self.state[p]).isfinite().all() for p in piece]).tolist()
+            wrong += [
+                self._layout.names[p]
+                for p, is_finite in zip(piece, told, strict=True)
+                if not is_finite
+            ]
+        return [f"masters of {listed(wrong)} (load an earlier state)"] if wrong else []
+
     def _name_runaways(self) -> None:
         """Warn once of layers most of whose masters are beyond their format, which clamps them."""
         rows = [

@@ -241,7 +241,8 @@ class Quantized(WithMasters):
             The loss, as it came.
 
         Raises:
-            FloatingPointError: The loss, a gradient or a weight that was changed is not finite.
+            FloatingPointError: The loss, a gradient or a weight that was changed is not finite; or in the
+                second step and every 100th, a master.
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, another optimizer was
                 made for the same parameters since, or the wrapped one got parameter groups.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
@@ -262,9 +263,10 @@ class Quantized(WithMasters):
         self._carriers.name_stale()
         self._carriers.name_late(self)
         self._carriers.name_unseen()
-        if self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1:
+        looks = self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1
+        if looks:
             self._name_unseen()
-        broken = self._adopt_changed()
+        broken = self._adopt_changed() + (self._broken_masters() if looks else [])
         self._name_taken()
         self._begin(p for p in self._layout.names if p.grad is not None)
 

@@ -156,6 +156,7 @@ def checked(
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     states = [state_dict["state"].get(index, {}) for index in indices]
     moments = of_wrapped(state_dict)["state"]
+    _check_groups(state_dict["param_groups"], of_wrapped(state_dict)["param_groups"])
     _check_moments(of_wrapped(state_dict), wrapped, [name for name, _ in names])
     _check_order(state_dict["param_groups"], [name for name, _ in names])
     for (parameter, shape), index, values in zip(names, indices, states, strict=False):
@@ -173,6 +174,16 @@ def checked(
         except ValueError as error:
             raise ValueError(f"the state of {parameter} does not fit: {error}") from None
     return states
+
+
+def _check_groups(groups: Sequence[StateDict], wrapped: Sequence[StateDict]) -> None:
+    """Refuse a wrapped optimizer's state of other groups: torch would, when half is loaded."""
+    wanted, got = ([len(group["params"]) for group in own] for own in (groups, wrapped))
+    if got != wanted:
+        raise ValueError(
+            f"optimizer, in the state, must have groups of {wanted} parameters, as the state has, got "
+            f"{got}: load a whole state"
+        )
 
 
 def _check_order(groups: Sequence[StateDict], names: Sequence[str]) -> None:

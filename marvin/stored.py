@@ -1,7 +1,9 @@
 """Weights as integer codes while nothing computes with them: memory for time."""
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels import FixedPoint, decode, encode
 from fixedpoint_kernels._torch_private import SavingHooks, hooks_of, saving_hooks
+from fixedpoint_kernels.watch import OtherForward
 from marvin.layers import is_layer
 from marvin.marks import Mark, marks_of
 from marvin.quantized import Quantized
@@ -55,6 +58,30 @@ class _Nothing:
         pass
 
 
+class _Forward(OtherForward):
+    """The ``forward`` of a module's class, which ends what hooks began: torch calls no hook after an interrupt."""
+
+    def __init__(self, module: nn.Module, end: Callable[[], None]) -> None:
+        self._module, self._end = module, end
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        try:
+            return type(self._module).forward(self._module, *args, **kwargs)
+        finally:
+            self._end()
+
+    def __reduce__(self) -> tuple[type["_Forward"], tuple[nn.Module, type["_Nothing"]]]:
+        return _Forward, (self._module, _Nothing)
+
+    @property
+    def __code__(self) -> CodeType:
+        return type(self._module).forward.__code__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self._module).forward.__get__(self._module))
+
+
 class StoredCodes:
     """A model whose weights are kept as codes; made by ``store_codes``."""
 
@@ -65,6 +92,7 @@ class StoredCodes:
         self._generation = 0  # of the codes: a step makes new ones
         self._marks: dict[Tensor, list[Mark]] = {}  # of weights that got their values back
         self._hooks: list[RemovableHandle] = []
+        self._forwards: dict[nn.Module, _Forward] = {}
 
     def __repr__(self) -> str:
         sizes = f"{self.size_bytes():,} bytes in place of {self.float_bytes():,}"
@@ -93,6 +121,10 @@ class StoredCodes:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for module, own in self._forwards.items():
+            if vars(module).get("forward") is own:
+                del module.forward
+        self._forwards.clear()
         self._codes.clear()
         self._optimizer.stored = tuple(own for own in self._optimizer.stored if own is not self)
 
@@ -113,6 +145,7 @@ class StoredCodes:
         contexts: list[AbstractContextManager[object]] = []
 
         def before() -> None:
+            vars(module).setdefault("forward", forward)  # integer.convert takes it away
             for p in weights:
                 self._fill(p)
             outer = saving_hooks()  # such as checkpointing's: torch asks the innermost alone
@@ -125,13 +158,18 @@ class StoredCodes:
             context.__enter__()
             contexts.append(context)
 
-        def after() -> None:
+        def end() -> None:
             if contexts:  # else a hook before raised, as checkpointing's do where they have all
                 contexts.pop().__exit__(None, None, None)
+
+        def after() -> None:
+            end()
             for p in weights:
                 if p in self._codes:
                     self._empty(p)
 
+        forward = self._forwards[module] = _Forward(module, end)
+        vars(module).setdefault("forward", forward)
         self._weights |= dict.fromkeys(weights)
         first, last = _Hook(self, weights, before), _Hook(self, weights, after)
         self._hooks.append(module.register_forward_pre_hook(first))

@@ -126,8 +126,8 @@ class ChainRun(nn.Module):
             or len(formats) != len(self._formats)
             or any(a is not b for a, b in zip(formats, self._formats, strict=True))
         ):
-            self._formats, self._shapes = formats, shapes
             self._segment = self._described(formats)
+            self._formats, self._shapes = formats, shapes  # last: it may be interrupted
         return self._segment is not None
 
     def unfit(self) -> list[str]:

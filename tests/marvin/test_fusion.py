@@ -23,7 +23,7 @@ from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, Joined, Norm, Pooled, Value, memory
 from fixedpoint_kernels.products.shapes import Window
 from marvin.hooks import rounders_of, state_of
-from marvin.integer import convert, report, revert
+from marvin.integer import chain_run, convert, report, revert
 from marvin.integer.formats import why_no_kernel
 from marvin.integer.fusion import Fused
 from marvin.integer.graph import Traced, trace
@@ -2096,3 +2096,27 @@ def test_hooks_that_give_back_something_else_are_refused(change):
     assert any("Chain" in type(node).__name__ for node in nodes_of(y))
     with pytest.raises(ValueError, match="hooks on saved tensors must give back what they got"):
         y.sum().backward()
+
+
+def test_a_chain_that_is_interrupted_at_new_formats_takes_them(monkeypatch):
+    """It took those of before for new ones, and went on with them."""
+    x, outputs = torch.randn(4, 3, 8, 8), []
+    for is_interrupted in (False, True):
+        model, optimizer = make(policy=marvin.StaticPolicy(8, 8))
+        model(x)
+        for entry in optimizer.activations.entries:
+            own = entry.rounder.formats(entry.module)
+            if isinstance(own.inputs, FixedPoint):
+                coarse = replace(own.inputs, fl=own.inputs.fl - 3)
+                entry.rounder.write(entry.module, replace(own, inputs=coarse))
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        if is_interrupted:
+            with monkeypatch.context() as patch:
+                patch.setattr(chain_run.ChainRun, "_described", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    model(x)
+        outputs.append(model(x).detach())
+    assert torch.equal(*outputs)

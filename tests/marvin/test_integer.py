@@ -646,3 +646,34 @@ def test_batches_of_no_sample_give_gradients_of_zero(execution):
     for grad in gradients:
         same(grad, torch.zeros_like(grad))
     optimizer.step()
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_master_that_is_not_finite_is_refused(nonfinite):
+    """Codes have no NaN: the loss stayed finite, and training went on with the weight as 0."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    adam = torch.optim.Adam(model.named_parameters(), lr=0.01, eps=0.0)
+    optimizer = marvin.Quantized(adam, marvin.StaticPolicy(8, 8), nonfinite=nonfinite)
+    marvin.quantize_activations(model, optimizer)
+    marvin.integer.convert(model)
+    x = torch.randn(16, 8)
+    x[:, 3] = 0  # Adam divides 0 by 0
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+        return loss
+
+    step()
+    assert model.weight[:, 3].isnan().all()
+    if nonfinite == "raise":
+        with pytest.raises(
+            FloatingPointError, match=r"masters of weight \(load an earlier state\)"
+        ):
+            step()
+    else:
+        assert step().isfinite()
+        assert optimizer.skipped_steps == 1

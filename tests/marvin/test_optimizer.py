@@ -744,6 +744,19 @@ def test_what_the_wrapped_optimizers_state_lacks_is_named(kind, options, compact
     other.step(loss=1.0)
 
 
+def test_a_wrapped_state_of_other_groups_is_refused_before_anything_changes():
+    """torch refused it when the masters were those of the state already: neither a step nor a state went on."""
+    optimizer = MSGD([("w", nn.Parameter(torch.ones(2, 3))), ("v", nn.Parameter(torch.ones(2, 3)))])
+    optimizer.param_groups[0]["params"][0].grad = torch.arange(6.0).view(2, 3)
+    optimizer.step(loss=1.0)
+    before = optimizer.state_dict()
+    state = copy.deepcopy(before)
+    state["optimizer"]["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match=r"groups of \[2\] parameters, .* got \[1\]: load a whole"):
+        optimizer.load_state_dict(state)
+    assert_same(optimizer.state_dict(), before)
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

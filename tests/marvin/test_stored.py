@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import marvin
+from fixedpoint_kernels._torch_private import saving_hooks
 from marvin import MSGD, FixedPolicy, MuppetPolicy, Quantized, store_codes
 
 
@@ -390,3 +391,35 @@ def test_a_copy_of_a_model_with_values_is_tied_to_nothing(copied):
     assert has_values(other[0].weight)
     other.load_state_dict(other.state_dict())
     assert has_values(other[0].weight)
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_an_interrupt_leaves_no_hooks_on_saved_tensors(is_converted, monkeypatch):
+    """Those of the module that was interrupted stayed for good, and checkpoints lost theirs: later steps were errors."""
+    runs = []
+    for is_interrupted in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        optimizer = Quantized(sgd, FixedPolicy(8, 5))
+        stored = store_codes(model, optimizer)
+        if is_converted:
+            marvin.integer.convert(model)
+            model(torch.ones(2, 4))
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        if is_interrupted:
+            with monkeypatch.context() as patch:
+                patch.setattr(nn.functional, "linear", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    checkpoint(model, torch.ones(2, 4), use_reentrant=False)
+            assert saving_hooks() is None
+        for _ in range(2):
+            checkpoint(model, torch.ones(2, 4), use_reentrant=False).sum().backward()
+            optimizer.step()
+        stored.remove()
+        assert not any("forward" in vars(layer) for layer in model)
+        runs.append(model.state_dict())
+    assert all(map(torch.equal, *(run.values() for run in runs)))
