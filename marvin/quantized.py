@@ -568,10 +568,12 @@ class Quantized(WithMasters):
 
     def _gather(self) -> list[Gradients]:
         gathered = []
-        for i, group in enumerate(self.param_groups):
-            noise = self._seed, stream(Purpose.GRADIENTS, self._counts.step, i << 12)
+        first = stream(Purpose.GRADIENTS, self._counts.step)  # of a group: one stream a parameter
+        for group in self.param_groups:
             if params := [p for p in group["params"] if p.grad is not None]:
+                noise = self._seed, first
                 gathered.append(gather(group, self._members(params), self.format_of, noise))
+            first += len(group["params"])
         return gathered
 
     def _conform(self) -> None:
