@@ -595,7 +595,7 @@ class Quantized(WithMasters):
         self._observe_next()
         if self.param_groups[0]["nonfinite"] == "raise":
             raise FloatingPointError(
-                f"loss, gradients and weights must be finite, got {', '.join(wrong)} after "
+                f"loss, gradients and weights must be finite, got {listed(wrong)} after "
                 f"{self._counts.step} steps; nothing was changed"
             )
         self._counts.skipped += 1
