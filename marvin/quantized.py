@@ -660,6 +660,7 @@ class Quantized(WithMasters):
     def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keep what the policy made of a step; return what moved or has another format."""
         trained, noise = self._trained_layers(), self._noise(self._counts.step)
+        frozen = self._frozen()
         for own in [own for p in moved if states.KEPT in (own := self.state[p])]:
             del own[states.KEPT]
             self._plans.rounding.clear()
@@ -668,7 +669,7 @@ class Quantized(WithMasters):
             put_tensors(own, layer.tensors, noise, layer.index, layer.shard)
             if own["layer"].fmt is not layer.record.fmt:
                 self._plans.rounding.clear()
-                self._keep_formats(trained[layer.index].weight)
+                self._keep_formats(trained[layer.index].weight, frozen)
             own["layer"] = layer.record
         self.shared = update.shared
         self.trace += update.switches
@@ -686,9 +687,9 @@ class Quantized(WithMasters):
         """Return the parameters that have masters and do not move."""
         return {p for p in self._masters if not p.requires_grad and p.grad is None}
 
-    def _keep_formats(self, layer: Tensor) -> None:
+    def _keep_formats(self, layer: Tensor, frozen: set[Tensor]) -> None:
         """Let frozen parameters that have the format of a layer keep that: it changes now."""
-        for p in self._frozen():
+        for p in frozen:
             if self._layout.owners[p] is layer and p is not layer:
                 self.state[p].setdefault(states.KEPT, self.format_of(p))
 
