@@ -474,7 +474,9 @@ def test_nonfinite_names_a_few_of_many_gradients():
     optimizer = MSGD(params, lr=0.1, strategy="min")
     for p in params:
         p.grad = torch.full((2,), math.nan)
-    with pytest.raises(FloatingPointError, match="gradient of 2 with norm nan and 497 more") as raised:
+    with pytest.raises(
+        FloatingPointError, match="gradient of 2 with norm nan and 497 more"
+    ) as raised:
         optimizer.step()
     assert len(str(raised.value)) < 250
 
