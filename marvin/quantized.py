@@ -568,10 +568,12 @@ class Quantized(WithMasters):
 
     def _gather(self) -> list[Gradients]:
         gathered = []
-        for i, group in enumerate(self.param_groups):
-            noise = self._seed, stream(Purpose.GRADIENTS, self._counts.step, i << 12)
+        first = stream(Purpose.GRADIENTS, self._counts.step)  # of a group: one stream a parameter
+        for group in self.param_groups:
             if params := [p for p in group["params"] if p.grad is not None]:
+                noise = self._seed, first
                 gathered.append(gather(group, self._members(params), self.format_of, noise))
+            first += len(group["params"])
         return gathered
 
     def _conform(self) -> None:
@@ -593,7 +595,7 @@ class Quantized(WithMasters):
         self._observe_next()
         if self.param_groups[0]["nonfinite"] == "raise":
             raise FloatingPointError(
-                f"loss, gradients and weights must be finite, got {', '.join(wrong)} after "
+                f"loss, gradients and weights must be finite, got {listed(wrong)} after "
                 f"{self._counts.step} steps; nothing was changed"
             )
         self._counts.skipped += 1
@@ -658,6 +660,7 @@ class Quantized(WithMasters):
     def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keep what the policy made of a step; return what moved or has another format."""
         trained, noise = self._trained_layers(), self._noise(self._counts.step)
+        frozen = self._frozen()
         for own in [own for p in moved if states.KEPT in (own := self.state[p])]:
             del own[states.KEPT]
             self._plans.rounding.clear()
@@ -666,7 +669,7 @@ class Quantized(WithMasters):
             put_tensors(own, layer.tensors, noise, layer.index, layer.shard)
             if own["layer"].fmt is not layer.record.fmt:
                 self._plans.rounding.clear()
-                self._keep_formats(trained[layer.index].weight)
+                self._keep_formats(trained[layer.index].weight, frozen)
             own["layer"] = layer.record
         self.shared = update.shared
         self.trace += update.switches
@@ -684,9 +687,9 @@ class Quantized(WithMasters):
         """Return the parameters that have masters and do not move."""
         return {p for p in self._masters if not p.requires_grad and p.grad is None}
 
-    def _keep_formats(self, layer: Tensor) -> None:
+    def _keep_formats(self, layer: Tensor, frozen: set[Tensor]) -> None:
         """Let frozen parameters that have the format of a layer keep that: it changes now."""
-        for p in self._frozen():
+        for p in frozen:
             if self._layout.owners[p] is layer and p is not layer:
                 self.state[p].setdefault(states.KEPT, self.format_of(p))
 

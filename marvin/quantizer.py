@@ -14,6 +14,7 @@ from marvin.straight_through import StraightThrough, Tally, round_with_gradient
 __all__ = ["Number", "Quantizer"]
 
 Number = FixedPoint | BlockFloat | Minifloat
+_COUNT = 2**18  # of numbers: two streams each, below those of ``round_state``
 _NUMBERS = itertools.count()  # of the quantizers of this process: each has noise of its own
 
 
@@ -34,7 +35,7 @@ class Quantizer(nn.Module):
             ``marvin.fake_quantize``; block floating point does not saturate.
         seed: Of the noise.
         number: Which of the seed's quantizers this is, 0 to 2**18 - 1. None: the next one of this
-            process.
+            process, after the last from 0 again.
 
     Raises:
         TypeError: A format is none.
@@ -71,9 +72,9 @@ class Quantizer(nn.Module):
                 raise ValueError(f"rounding must be one of {get_args(Rounding)}, got {rounding!r}")
         if ste not in get_args(StraightThrough):
             raise ValueError(f"ste must be one of {get_args(StraightThrough)}, got {ste!r}")
-        number = next(_NUMBERS) if number is None else number
-        if not 0 <= number < 2**18:
-            raise ValueError(f"number must be 0 to {2**18 - 1}, got {number}")
+        number = next(_NUMBERS) % _COUNT if number is None else number
+        if not 0 <= number < _COUNT:
+            raise ValueError(f"number must be 0 to {_COUNT - 1}, got {number}")
         self.forward_format, self.backward_format = forward_format, backward_format
         self.forward_rounding, self.backward_rounding = forward_rounding, backward_rounding
         self.ste: StraightThrough = ste

@@ -81,3 +81,12 @@ def test_the_first_and_the_last_layer_are_those_of_all(policy, frozen):
     train(model, optimizer, 20)
     now = {name: fmt.wl for name, fmt in optimizer.formats().items()}
     assert [now[name] == 8 for name, _ in MADDS] == [True, False, True]
+
+
+def test_what_is_frozen_is_looked_up_once_a_step(monkeypatch):
+    model, optimizer = make(marvin.LossBudgetPolicy())
+    looks, frozen = [], marvin.Quantized._frozen
+    monkeypatch.setattr(marvin.Quantized, "_frozen", lambda own: looks.append(0) or frozen(own))
+    train(model, optimizer, 1)
+    assert len({row.layer for row in optimizer.trace}) == 3  # all change their formats
+    assert len(looks) == 1

@@ -67,10 +67,25 @@ def test_gradients_of_each_step(groups):
         before = [optimizer.state[p]["master"].clone() for p in params]
         step(params, optimizer)
         for j, (p, old) in enumerate(zip(params, before, strict=True)):
-            place = j << 12 if groups == 2 else j
-            stream = 2 << 60 | number << 20 | place
+            stream = 2 << 60 | number << 20 | j
             rounded = quantize(p.grad, FORMAT, seed=SEED, stream=stream)
             assert same(optimizer.state[p]["master"], old - rounded)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 257, [4097, 1]], ids=["groups", "layers"])
+def test_many_gradients_share_no_noise(sizes, monkeypatch):
+    groups = [{"params": [nn.Parameter(torch.zeros(2, 2)) for _ in range(n)]} for n in sizes]
+    optimizer = MSGD(groups, lr=0.0, quantize_gradients=True, seed=SEED, strategy="min")
+    ranges, rounded = [], marvin.gradients.round_many
+
+    def noted(xs, *args, stream, **more):
+        ranges.append(range(stream, stream + len(xs)))
+        return rounded(xs, *args, stream=stream, **more)
+
+    monkeypatch.setattr(marvin.gradients, "round_many", noted)
+    for _ in range(2):
+        step([p for group in groups for p in group["params"]], optimizer)
+    assert len({place for own in ranges for place in own}) == 2 * sum(sizes)
 
 
 def test_push_down_of_each_layer():

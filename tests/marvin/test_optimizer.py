@@ -469,6 +469,18 @@ def test_nonfinite_raises_by_name_and_changes_nothing(what):
     assert_same_bits(dict(model.state_dict()), dict(before[1]))
 
 
+def test_nonfinite_names_a_few_of_many_gradients():
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(500)]
+    optimizer = MSGD(params, lr=0.1, strategy="min")
+    for p in params:
+        p.grad = torch.full((2,), math.nan)
+    with pytest.raises(
+        FloatingPointError, match="gradient of 2 with norm nan and 497 more"
+    ) as raised:
+        optimizer.step()
+    assert len(str(raised.value)) < 250
+
+
 def test_nonfinite_can_be_skipped():
     model = make_model()
     optimizer = make_optimizer(model, nonfinite="skip")

@@ -1,6 +1,7 @@
 """A module that rounds there and back, and an optimizer whose state has few bits."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -49,6 +50,11 @@ def test_noise_is_new_in_each_call_and_in_each_quantizer_and_there_and_back():
     assert len({tuple(y.tolist()) for y in seen}) == len(seen) == 6
     one.eval()
     torch.testing.assert_close(one(x), one(x), rtol=0, atol=0)
+
+
+def test_a_process_may_make_any_count_of_quantizers(monkeypatch):
+    monkeypatch.setattr(marvin.quantizer, "_NUMBERS", itertools.count(2**18 - 1))
+    assert [marvin.Quantizer().number for _ in range(3)] == [2**18 - 1, 0, 1]
 
 
 def test_a_resumed_quantizer_has_the_same_bits():
