@@ -324,6 +324,8 @@ class WithMasters(Optimizer):
     def _write(self, params: Sequence[Tensor], purpose: Purpose) -> None:
         """Round the masters of ``params`` into the model, all in one launch."""
         plan, first = self._rounding(params), stream(purpose, self._counts.step)
+        if purpose is Purpose.INITIAL and params:  # others may be written at the same step
+            first += self._layout.positions[params[0]]
         for p, own in plan.floats:
             local(p).copy_(master_of(own))
         round_many(

@@ -8,7 +8,7 @@ __all__ = ["Purpose", "stream"]
 class Purpose(IntEnum):
     """What a draw is for."""
 
-    INITIAL = 0
+    INITIAL = 0  # and what is written between two steps
     WEIGHTS = 1
     GRADIENTS = 2
     PUSH_DOWN = 3

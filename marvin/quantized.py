@@ -326,7 +326,7 @@ class Quantized(WithMasters):
             layers = self._layers({}, {})
             update = self.policy.end_epoch(self.shared, layers, now)
             update = completed(self.policy, update, layers, now.number)
-            self._write(self._keep(update, []), Purpose.WEIGHTS)
+            self._write(self._keep(update, []), Purpose.INITIAL)
         if update.switches:
             self._carriers.publish(self)
         for group in self.param_groups:
@@ -519,7 +519,7 @@ class Quantized(WithMasters):
         if self._taken is not None:
             name, found = self._taken
             self._taken = name, found.difference(adopted)
-        self._write(adopted, Purpose.WEIGHTS)
+        self._write(adopted, Purpose.INITIAL)
         self._carriers.publish(self)
         names = [self._layout.names[p] for p in adopted]
         warnings.warn(

@@ -8,6 +8,7 @@ from torch import nn
 import marvin
 from fixedpoint_kernels import FixedPoint, histogram_candidates, quantize
 from marvin import MSGD
+from marvin.noise import Purpose, stream
 from marvin.policies.push_down import kl
 
 FORMAT = FixedPoint(8, 4)
@@ -37,6 +38,29 @@ def test_first_weights():
     floats, params, _ = make()
     for j, (x, p) in enumerate(zip(floats, params, strict=True)):
         assert same(p, quantize(x, FORMAT, seed=SEED, stream=j))
+
+
+def test_parameters_that_come_later_have_noise_of_their_own():
+    floats = torch.randn(9, 5)
+    params = [nn.Parameter(floats.clone()) for _ in range(3)]
+    optimizer = MSGD(params[:1], seed=SEED)
+    for p in params[1:]:
+        optimizer.add_param_group({"params": [p]})
+    for j, p in enumerate(params):
+        assert same(p, quantize(floats, FORMAT, seed=SEED, stream=j))
+
+
+def test_weights_that_others_changed_have_noise_of_their_own():
+    """Not that of the step before: it rounded the first parameter."""
+    _, params, optimizer = make()
+    step(params, optimizer)
+    floats = torch.randn(4, 3)
+    with torch.no_grad():
+        params[1].copy_(floats)
+    with pytest.warns(UserWarning, match="the new masters"):
+        optimizer.end_epoch()
+    fmt = optimizer.formats()["1"]
+    assert same(params[1], quantize(floats, fmt, seed=SEED, stream=stream(Purpose.INITIAL, 1, 1)))
 
 
 def test_weights_of_each_step():
