@@ -1,7 +1,9 @@
 """Watch a model run: which module is running, what it calls, and what autograd saves."""
 
+import inspect
 from collections.abc import Iterable
 from contextlib import ExitStack
+from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -146,6 +148,18 @@ class Watch(TorchFunctionMode):
 
 class OtherForward:
     """What a module runs in place of its class's ``forward``; see ``marvin.integer.fusion``."""
+
+    module: nn.Module
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the module's own ``forward``, of which ``torch.export`` reads the names of arguments."""
+        return type(self.module).forward.__code__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the module's own ``forward``."""
+        return inspect.signature(type(self.module).forward.__get__(self.module))
 
 
 def stock_class(module: nn.Module) -> type[nn.Module] | None:

@@ -250,7 +250,7 @@ class WithMasters(Optimizer):
             FloatingPointError: A weight is not finite; nothing was changed.
         """
         with self.with_values():
-            if wrong := [self._layout.names[p] for p in self._masters if not _is_finite(p)]:
+            if wrong := self._not_finite((p, local(p)) for p in self._masters):
                 raise FloatingPointError(
                     f"weights must be finite to be new masters, got others in {listed(wrong)}; nothing "
                     "was changed"
@@ -261,15 +261,14 @@ class WithMasters(Optimizer):
 
     def _broken_masters(self) -> list[str]:
         """Return what an error says of masters that are not finite; on integer units the loss need not tell."""
-        wrong: list[str] = []
-        for piece in _pieces(self._masters):
-            told = torch.stack([master_of(self.state[p]).isfinite().all() for p in piece]).tolist()
-            wrong += [
-                self._layout.names[p]
-                for p, is_finite in zip(piece, told, strict=True)
-                if not is_finite
-            ]
+        wrong = self._not_finite((p, master_of(self.state[p])) for p in self._masters)
         return [f"masters of {listed(wrong)} (load an earlier state)"] if wrong else []
+
+    def _not_finite(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> list[str]:
+        """Return the names of the parameters whose second tensors are not finite."""
+        found = [(self._layout.names[p], own.isfinite().all()) for p, own in pairs]
+        told = _told([is_finite for _, is_finite in found])
+        return [name for (name, _), is_finite in zip(found, told, strict=True) if not is_finite]
 
     def _name_runaways(self) -> None:
         """Warn once of layers most of whose masters are beyond their format, which clamps them."""
@@ -564,7 +563,7 @@ class WithMasters(Optimizer):
             and (own := local(params[i])).dtype in FLOATS  # others are refused by name,
             and own.device == master_of(self.state[params[i]]).device  # or compared when back
         ]
-        wrong = [self._layout.names[params[i]] for i in changed if not _is_finite(params[i])]
+        wrong = self._not_finite((p, local(p)) for p in (params[i] for i in changed))
         adopted = []
         for i in [] if wrong else changed:
             own, p = local(params[i]), params[i]
@@ -594,7 +593,7 @@ class WithMasters(Optimizer):
                 for p, weight in zip(piece, self._rounded(piece), strict=True)
                 if weight is not None and weight.dtype == p.dtype
             ]
-            told = torch.stack([differs.any() for _, differs in pairs]).tolist() if pairs else []
+            told = _told([differs.any() for _, differs in pairs])
             for (p, _), differs in zip(pairs, told, strict=True):
                 if differs and master_of(self.state[p]).isfinite().all():  # else it is refused
                     found.append(self._layout.names[p])
@@ -695,8 +694,9 @@ def _pieces(params: Iterable[Tensor]) -> list[list[Tensor]]:
     return pieces
 
 
-def _is_finite(p: Tensor) -> bool:
-    return bool(local(p).isfinite().all())
+def _told(answers: Sequence[Tensor]) -> list[bool]:
+    """Bring answers to the host, in one go: they go to the device of the first."""
+    return torch.stack([x.to(answers[0].device) for x in answers]).tolist() if answers else []
 
 
 def _mean_length(formats: Iterable[Format | None]) -> float:

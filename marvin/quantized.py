@@ -660,16 +660,20 @@ class Quantized(WithMasters):
     def _keep(self, update: Update, moved: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keep what the policy made of a step; return what moved or has another format."""
         trained, noise = self._trained_layers(), self._noise(self._counts.step)
-        frozen = self._frozen()
+        changed = {
+            own.weight
+            for layer in update.layers
+            if (own := trained[layer.index]).state["layer"].fmt is not layer.record.fmt
+        }
         for own in [own for p in moved if states.KEPT in (own := self.state[p])]:
             del own[states.KEPT]
             self._plans.rounding.clear()
+        if changed:
+            self._plans.rounding.clear()
+            self._keep_formats(changed)
         for layer in update.layers:
             own = trained[layer.index].state
             put_tensors(own, layer.tensors, noise, layer.index, layer.shard)
-            if own["layer"].fmt is not layer.record.fmt:
-                self._plans.rounding.clear()
-                self._keep_formats(trained[layer.index].weight, frozen)
             own["layer"] = layer.record
         self.shared = update.shared
         self.trace += update.switches
@@ -687,10 +691,10 @@ class Quantized(WithMasters):
         """Return the parameters that have masters and do not move."""
         return {p for p in self._masters if not p.requires_grad and p.grad is None}
 
-    def _keep_formats(self, layer: Tensor, frozen: set[Tensor]) -> None:
-        """Let frozen parameters that have the format of a layer keep that: it changes now."""
-        for p in frozen:
-            if self._layout.owners[p] is layer and p is not layer:
+    def _keep_formats(self, layers: set[Tensor]) -> None:
+        """Let frozen parameters that have the formats of ``layers`` keep those: they change now."""
+        for p in self._frozen():
+            if (owner := self._layout.owners[p]) in layers and p is not owner:
                 self.state[p].setdefault(states.KEPT, self.format_of(p))
 
     def _update(self, batches: Sequence[Gradients], done: Container[int] = ()) -> None:

@@ -1,9 +1,7 @@
 """Weights as integer codes while nothing computes with them: memory for time."""
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from types import CodeType
 from typing import NamedTuple
 
 import torch
@@ -62,24 +60,16 @@ class _Forward(OtherForward):
     """The ``forward`` of a module's class, which ends what hooks began: torch calls no hook after an interrupt."""
 
     def __init__(self, module: nn.Module, end: Callable[[], None]) -> None:
-        self._module, self._end = module, end
+        self.module, self._end = module, end
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         try:
-            return type(self._module).forward(self._module, *args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
         finally:
             self._end()
 
     def __reduce__(self) -> tuple[type["_Forward"], tuple[nn.Module, type["_Nothing"]]]:
-        return _Forward, (self._module, _Nothing)
-
-    @property
-    def __code__(self) -> CodeType:
-        return type(self._module).forward.__code__
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(type(self._module).forward.__get__(self._module))
+        return _Forward, (self.module, _Nothing)
 
 
 class StoredCodes:

@@ -1,9 +1,7 @@
 """Running chains of layers as one: forward and backward in training, forward where nothing goes backward."""
 
-import inspect
 from collections.abc import Iterator
 from threading import RLock
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -83,16 +81,6 @@ class Fused(OtherForward):
         if given is None or runs is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return runs(*given.tensors.values())
-
-    @property
-    def __code__(self) -> CodeType:
-        """That of the module's own ``forward``, of which ``torch.export`` reads the names of arguments."""
-        return type(self.module).forward.__code__
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the module's own ``forward``."""
-        return inspect.signature(type(self.module).forward.__get__(self.module))
 
     def why_not(self) -> str:
         """Say why the module's chains are not fused; "" where they are."""
