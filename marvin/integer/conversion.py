@@ -171,7 +171,7 @@ def convert(
             the bit where its sums are exact.
         fused: Whether convolutions, batch norm, sums and ReLU that follow each other run as one in
             training, and pass codes on, and a linear layer with its codes and its bias; see
-            ``docs/integer.md``. It needs integer products of both gradients.
+            ``docs/chains.md``. It needs integer products of both gradients.
 
     Returns:
         What runs in each layer, and why not integers where they do not.
