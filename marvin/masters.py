@@ -1,7 +1,7 @@
 """Float32 masters, the weights that are rounded from them, and what is asked about their formats."""
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -262,7 +262,10 @@ class WithMasters(Optimizer):
     def _broken_masters(self) -> list[str]:
         """Return what an error says of masters that are not finite; on integer units the loss need not tell."""
         wrong = self._not_finite((p, master_of(self.state[p])) for p in self._masters)
-        return [f"masters of {listed(wrong)} (load an earlier state)"] if wrong else []
+        remedy = "load an earlier state"
+        if not self._counts.step:  # the weights were so when the optimizer was made
+            remedy = "give the model finite weights, then call optimizer.adopt_weights()"
+        return [f"masters of {listed(wrong)} ({remedy})"] if wrong else []
 
     def _not_finite(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> list[str]:
         """Return the names of the parameters whose second tensors are not finite."""
@@ -625,6 +628,15 @@ class WithMasters(Optimizer):
         _OWNERS.claims += 1
         self._claims = _OWNERS.claims
         return before
+
+    def _owners(self) -> dict[int, Optimizer]:
+        """Return the optimizers that were made last for these parameters, for ``_give_back``."""
+        found = ((id(p), _OWNERS.get(id(p))) for p in self._layout.names)
+        return {key: owner for key, owner in found if owner is not None}
+
+    def _give_back(self, owners: Mapping[int, Optimizer]) -> None:
+        """Let parameters be those of the optimizers that they had."""
+        _OWNERS.update(owners)
 
     def _take(self, before: "WithMasters", params: Iterable[Tensor]) -> None:
         """Note which parameters have the weights that another optimizer rounded, not its masters."""

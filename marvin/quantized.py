@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Literal
 
@@ -13,6 +14,7 @@ from torch.optim.optimizer import StateDict
 
 from fixedpoint_kernels.compact import Sum
 from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.undo import all_or_nothing
 from marvin import state as states
 from marvin.activations import QuantizedActivations
 from marvin.carriers import Carriers
@@ -40,7 +42,7 @@ from marvin.policies.observer import Inputs, inputs_of
 from marvin.policies.records import Layer, Step, Update
 from marvin.policies.trace import Switch
 from marvin.ranks import mean_over_ranks
-from marvin.rounder import ForwardState
+from marvin.rounder import BUFFER, ForwardState
 from marvin.settings import (
     OPTIONS,
     Group,
@@ -53,7 +55,7 @@ from marvin.settings import (
     guard_step,
 )
 from marvin.sgd import keep_momenta, moves_of
-from marvin.shards import is_sharded, local
+from marvin.shards import is_sharded, local, locals_of
 
 __all__ = ["Quantized"]
 
@@ -242,7 +244,7 @@ class Quantized(WithMasters):
 
         Raises:
             FloatingPointError: The loss, a gradient or a weight that was changed is not finite; or in the
-                second step and every 100th, a master.
+                first two steps and every 100th, a master.
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, another optimizer was
                 made for the same parameters since, or the wrapped one got parameter groups.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
@@ -266,7 +268,8 @@ class Quantized(WithMasters):
         looks = self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1
         if looks:
             self._name_unseen()
-        broken = self._adopt_changed() + (self._broken_masters() if looks else [])
+        is_first = self._counts.step == 0  # masters are the weights that the model had
+        broken = self._adopt_changed() + (self._broken_masters() if looks or is_first else [])
         self._name_taken()
         self._begin(p for p in self._layout.names if p.grad is not None)
 
@@ -377,21 +380,47 @@ class Quantized(WithMasters):
         States of version 1, which earlier releases saved, load; they leave the model's weights as
         they are: load them with the model's own state.
 
+        Where a state does not load, or an interrupt comes, optimizer and model stay as they were. For
+        that their weights are copied while it loads.
+
         Raises:
             RuntimeError: The wrapped optimizer got parameter groups of its own.
             TypeError: The model was made float64.
-            ValueError: ``state_dict`` is not of this kind, policy or wrapped optimizer, lacks a key, or
-                its parameters differ.
+            ValueError: ``state_dict`` is not of this kind, policy or wrapped optimizer, lacks a key, has a
+                value of another kind, or its parameters differ.
         """
         check_groups(self, self.optimizer)
         check_dtypes(self._layout.names, type(self).__name__)
         shapes = [(name, p.shape) for p, name in self._layout.names.items()]
-        saved = states.checked(state_dict, self.policy, type(self.optimizer), shapes)
-        common = state_dict["marvin"]
-        policy, values = states.policy_of(self.policy, common)
-        shared = policy.load_shared(values)
-        with self.with_values():
+        with states.refusing(type(self).__name__):
+            saved = states.checked(state_dict, self.policy, type(self.optimizer), shapes)
+            policy, values = states.policy_of(self.policy, state_dict["marvin"])
+            shared = policy.load_shared(values)
+        with states.refusing(type(self).__name__), self.with_values(), self._all_or_nothing():
             self._load(state_dict, saved, policy, shared)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Put this optimizer, the wrapped one and what they have written to models back if this block raises."""
+        rounders = [(e.rounder, e.module) for h in self._carriers.handles for e in h.entries]
+        things = [self, self.optimizer, self.forward_state, self._carriers]
+        groups = [*self.param_groups, *self.optimizer.param_groups]
+        modules = [module for _, module in rounders]
+        formats = [
+            own
+            for m in modules
+            if (own := getattr(m, BUFFER, None)) is not None and not own.is_meta
+        ]
+        tensors = [*locals_of(list(self._layout.names)), *formats]
+        owners = self._owners()
+        try:
+            with all_or_nothing(
+                [*things, *(rounder for rounder, _ in rounders), *modules], groups, tensors
+            ):
+                yield
+        except BaseException:
+            self._give_back(owners)
+            raise
 
     def _load(
         self,

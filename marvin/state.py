@@ -1,6 +1,7 @@
 """An optimizer's state as plain values: packing, checking, and what earlier versions saved."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "packed",
     "packed_policy",
     "policy_of",
+    "refusing",
     "spread_state",
     "unpacked",
 ]
@@ -124,6 +126,25 @@ def policy_of(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, Mapping
     }
     own: Any = policy
     return (replace(own, **settings) if settings else policy), values["shared"]
+
+
+@contextmanager
+def refusing(who: str) -> Iterator[None]:
+    """Let errors of values that are not what a state has say so.
+
+    Args:
+        who: Class of the optimizer that loads it.
+
+    Raises:
+        ValueError: In place of Python's own errors, and of torch's.
+    """
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the state must be one that {who}.state_dict() returned, got one that does not load "
+            f"({type(error).__name__}: {error}); nothing was changed: load a whole state"
+        ) from error
 
 
 def checked(

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fixedpoint_kernels import FixedPoint, decode, encode
 from fixedpoint_kernels._torch_private import SavingHooks, hooks_of, saving_hooks
+from fixedpoint_kernels.undo import all_or_nothing
 from fixedpoint_kernels.watch import OtherForward
 from marvin.layers import is_layer
 from marvin.marks import Mark, marks_of
@@ -232,6 +233,13 @@ def _is_empty(p: Tensor) -> bool:
     return not any(p.stride()) or bool(p.isnan().all())
 
 
+def _weights_of(module: nn.Module, optimizer: Quantized) -> list[Tensor]:
+    """Return the weights that a module computes with."""
+    # attention reads the weight of its output layer without calling it
+    recurse = isinstance(module, nn.MultiheadAttention)
+    return [p for p in module.parameters(recurse=recurse) if p in optimizer and is_layer(p)]
+
+
 def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
     """Keep the model's weights as int8, int16 or int32 codes while nothing computes with them.
 
@@ -244,7 +252,8 @@ def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
     Weights in block floating point or float32, and parameters with fewer than two dimensions,
     stay as they are. ``torch.compile`` needs ``remove()`` or ``restore()`` first, and so do copies
     and pickles of the model: they are refused until then, and have plain weights.
-    ``model.to(...)`` changes dtype, device and memory format as always.
+    ``model.to(...)`` changes dtype, device and memory format as always. Where ``store_codes`` is
+    interrupted, model and optimizer stay as they were.
 
     Args:
         model: Changed by hooks; ``remove()`` undoes it.
@@ -271,16 +280,18 @@ def store_codes(model: nn.Module, optimizer: Quantized) -> StoredCodes:
     if any(map(is_sharded, model.parameters())):
         raise ValueError("store_codes needs whole parameters, got sharded ones")
     stored = StoredCodes(optimizer)
-    found = False
-    for module in model.modules():
-        # attention reads the weight of its output layer without calling it
-        recurse = isinstance(module, nn.MultiheadAttention)
-        own = [p for p in module.parameters(recurse=recurse) if p in optimizer and is_layer(p)]
-        if own:
-            stored.attach(module, own)
-            found = True
-    if not found:
+    layers = {module: own for module in model.modules() if (own := _weights_of(module, optimizer))}
+    if not layers:
         raise ValueError("no module of the model has a layer of this optimizer")
-    stored.attach_everywhere_else(model)
-    stored.store()
-    return stored
+    values = [(p, p.data) for own in layers.values() for p in own]
+    try:
+        with all_or_nothing([*model.modules(), optimizer]):
+            for module, own in layers.items():
+                stored.attach(module, own)
+            stored.attach_everywhere_else(model)
+            stored.store()
+            return stored
+    except BaseException:
+        for p, before in values:
+            p.data = before
+        raise

@@ -23,6 +23,7 @@ from fixedpoint_kernels.forward_save.settings import (
     division_settings,
     few_bit_settings,
 )
+from fixedpoint_kernels.undo import all_or_nothing
 
 __all__ = ["convert", "revert"]
 
@@ -59,6 +60,8 @@ def convert(  # noqa: PLR0913  each is one choice of the user
     A plan with a ``memory_budget`` also compiles the model in place, as ``model.compile()`` does,
     for eval mode and other shapes too. Code is made at the first step of each shape. A graph that
     breaks is an error there, and so is a missing C++ compiler. Copies and pickles are compiled anew.
+
+    Where it is interrupted, or the sample fails, the model stays as it was.
 
     Args:
         model: Any module; not converted before.
@@ -107,13 +110,14 @@ def convert(  # noqa: PLR0913  each is one choice of the user
         own = choices[""][1] if "" in choices else None
         applied[""] = model, compiling.compiled_in_place(own, memory_budget)
     before = None if sample_input is None else sample.observe(model, sample_input)
-    noise = apply(applied, seed)
-    after = None if sample_input is None else sample.observe(model, sample_input)
-    noise[1] = 0  # the sample used some
-    report = _report(choices, before, after, settings if calls and not plan else (None, None))
-    if memory_budget is not None:  # not earlier: whoever watches compiled code sees no layers
-        compiling.compile_(model)
-    return replace(report, memory_budget=memory_budget)
+    with all_or_nothing(module for module, _ in applied.values()):
+        noise = apply(applied, seed)
+        after = None if sample_input is None else sample.observe(model, sample_input)
+        noise[1] = 0  # the sample used some
+        report = _report(choices, before, after, settings if calls and not plan else (None, None))
+        if memory_budget is not None:  # not earlier: whoever watches compiled code sees no layers
+            compiling.compile_(model)
+        return replace(report, memory_budget=memory_budget)
 
 
 def revert(model: nn.Module) -> None:
@@ -131,9 +135,10 @@ def revert(model: nn.Module) -> None:
                 f"layer {name!r} must have the class that convert gave it, "
                 f"got {type(module).__name__}: undo what was done to it since"
             )
-    for module in converted.values():
-        swap.restore_(module)
-    offload.clear()
+    with all_or_nothing(converted.values()):
+        for module in converted.values():
+            swap.restore_(module)
+        offload.clear()
 
 
 def planned(model: nn.Module, layers: Sequence[PlannedLayer], *, needs_one: bool = True) -> Choices:

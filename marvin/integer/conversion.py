@@ -10,6 +10,7 @@ from torch import nn
 from fixedpoint_kernels import products
 from fixedpoint_kernels.drawing import draw_cells
 from fixedpoint_kernels.forward_save.swap import is_converted
+from fixedpoint_kernels.undo import all_or_nothing
 from marvin.hooks import restore_forwards, rounders_of
 from marvin.integer.formats import (
     BITS,
@@ -160,7 +161,7 @@ def convert(
     Modules stay the same objects with the same parameters, hooks and names; only their class
     becomes ``IntegerConv2d``, ``IntegerConv1d`` or ``IntegerLinear``, or ``IntegerConv1D`` of the one
     that transformers has. A second call changes the
-    options.
+    options. Where it is interrupted, the model stays as it was.
 
     Args:
         model: Its layers round their inputs by ``marvin.quantize_activations``, which may come before
@@ -191,16 +192,17 @@ def convert(
         raise ValueError(f"execution must be 'integer' or 'simulation', got {execution!r}")
     options = Options(*pair, execution, fused)
     keep_out_of_compilation()
-    restore_forwards(model)
-    for module in model.modules():
-        if (own := integer_class(type(module))) is not None:
-            module.__class__ = own
-        if stock_class(module) is not None:
-            setattr(module, OPTIONS, options)
-            _unpack(module)
-    if options == Options():
-        fuse(model)
-    return report(model)
+    with all_or_nothing(model.modules()):
+        restore_forwards(model)
+        for module in model.modules():
+            if (own := integer_class(type(module))) is not None:
+                module.__class__ = own
+            if stock_class(module) is not None:
+                setattr(module, OPTIONS, options)
+                _unpack(module)
+        if options == Options():
+            fuse(model)
+        return report(model)
 
 
 def prepack(model: nn.Module) -> None:
@@ -254,12 +256,13 @@ def _unpack(module: nn.Module) -> None:
 
 def revert(model: nn.Module) -> None:
     """Undo ``convert``: layers compute in float again."""
-    restore_forwards(model)
-    for module in model.modules():
-        if (stock := stock_class(module)) is not None:
-            module.__class__ = stock
-            delattr(module, OPTIONS)
-            _unpack(module)
+    with all_or_nothing(model.modules()):
+        restore_forwards(model)
+        for module in model.modules():
+            if (stock := stock_class(module)) is not None:
+                module.__class__ = stock
+                delattr(module, OPTIONS)
+                _unpack(module)
 
 
 def report(model: nn.Module) -> Report:
