@@ -95,7 +95,7 @@ def weighted(op, x, tensors):
                 for channel in range(first, first + shape[1])
                 for code in window(op, x, (channel, row, column), shape[2:], 0)
             ]
-        total = sum(a * b for a, b in zip(inputs, weight[out * each :], strict=False))
+        total = sum(code * weight[out * each + i] for i, code in enumerate(inputs))
         total <<= op["fl"] - x.fl - fls[out]
         found.append(total + (biases[out] << op["fl"] - bias_fl[0]))
     return found

@@ -96,7 +96,16 @@ def _cache_class() -> Any:
     """Return Numba's cache, with files of our own, and one that gives up where the disk refuses."""
     from numba.core.caching import FunctionCache
 
+    class Impl(FunctionCache._impl_class):
+        _locator_classes = [  # noqa: RUF012  as Numba declares it
+            place
+            for place in FunctionCache._impl_class._locator_classes
+            if _has_home() or "UserWide" not in place.__name__
+        ]
+
     class Cache(FunctionCache):
+        _impl_class = Impl
+
         def __init__(self, function: object) -> None:
             super().__init__(function)
             self._cache_file = _Files(Path(self._cache_path), self._impl.filename_base)
@@ -119,6 +128,14 @@ def _cache_class() -> Any:
                 return None
 
     return Cache
+
+
+def _has_home() -> bool:
+    """Say whether the user has a folder for caches; without one, Numba makes a folder named ``~``."""
+    try:
+        return "XDG_CACHE_HOME" in os.environ or bool(Path.home())
+    except RuntimeError:  # HOME is not set, and the user has no name
+        return False
 
 
 class _Files(NamedTuple):

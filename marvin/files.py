@@ -20,6 +20,7 @@ __all__ = ["LOCK", "Locked", "lock_folder", "new_folder", "remove_leftovers", "w
 
 LOCK = ".lock"
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
+_NO_FILE = "{0} must be a file of its own, got {1}: nothing is kept in it, so delete {0}"
 _AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # no link, no waiting
 
 
@@ -153,12 +154,14 @@ def _open_lock(path: Path) -> int:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | _AS_IT_IS, 0o666)
     except OSError:
         if path.is_symlink() or path.is_dir():
-            raise Locked(f"{path} must be a file of its own, got a link or a folder") from None
+            raise Locked(_NO_FILE.format(path, "a link or a folder")) from None
         raise
     found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+    is_file = stat.S_ISREG(found.st_mode)
+    if not is_file or found.st_nlink > 1:
         os.close(handle)
-        raise Locked(f"{path} must be a file of its own, got a link or no file")
+        got = "no file" if not is_file else f"one with {found.st_nlink} names (hard links)"
+        raise Locked(_NO_FILE.format(path, got))
     return handle
 
 

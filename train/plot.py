@@ -1,4 +1,4 @@
-"""``python -m train.plot RUN``: the word length of each layer over a run, as RUN/word_lengths.png."""
+"""``python -m train.plot RUN``: the word length of each layer over a run, as a picture."""
 
 from pathlib import Path
 
@@ -6,6 +6,9 @@ from perfmodel.arguments import Parser, message_of, stop_at_interrupt
 
 PARSER = Parser("python -m train.plot", __doc__ or "")
 PARSER.add_argument("run", type=Path, metavar="RUN", help="folder of a run of msgd")
+PARSER.add_argument(
+    "--out", type=Path, metavar="FILE", help="the picture, .png (default: RUN/word_lengths.png)"
+)
 
 if __name__ == "__main__":  # --help and slips are answered before torch loads
     stop_at_interrupt()
@@ -213,23 +216,27 @@ def _draw_curves(axes: Axes, lengths: np.ndarray, history: History, limit: int) 
         side.tick_params(length=0)
 
 
-def save(path: Path) -> Path:
-    """Draw a run folder's figure into it; return the file.
+def save(path: Path, out: Path | None = None) -> Path:
+    """Draw a run folder's figure; return the file.
+
+    Args:
+        path: The run folder, from which is read.
+        out: The file, None for one in the run folder.
 
     Raises:
         UserError: ``path`` is no run folder of MSGD, or the run has no whole epoch yet.
     """
-    content = io.BytesIO()
+    content, file = io.BytesIO(), path / FILE if out is None else out
     draw(read(path)).savefig(content, format="png")
-    write_atomic(path / FILE, content.getvalue())
-    return path / FILE
+    write_atomic(file, content.getvalue())
+    return file
 
 
 def main(argv: list[str] | None = None) -> None:
     """Draw the figure of the run folder named on the command line."""
     given = PARSER.parse_args(argv)
     try:
-        print(save(given.run))
+        print(save(given.run, given.out))
     except (UserError, OSError) as error:
         sys.exit(f"python -m train.plot: error: {message_of(error)}")
 

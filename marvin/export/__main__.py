@@ -17,6 +17,8 @@ from marvin.export.arguments import Parser
 
 __all__ = ["main"]
 
+_INTERRUPTED = 130  # 128 and the number of SIGINT
+
 _PROG = "python -m marvin.export"
 
 
@@ -27,9 +29,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         instead = f"python -m train.export {shlex.join(words)}"
         sys.exit(f"{_PROG}: error: the folder of a run is exported by its trainer: write {instead}")
     given = _parser().parse_args(words)
-    from marvin.export import frozen  # torch: not before the arguments are read
+    try:
+        from marvin.export import frozen  # torch: not before the arguments are read
 
-    frozen.export(given, _PROG)
+        frozen.export(given, _PROG)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
 
 
 _SWITCHES = "--verify", "--vnni", "--nibbles", "--int4", "--qdq", "--recalibrate"

@@ -34,6 +34,10 @@ def one_line(prog: str) -> Iterator[None]:
     """End the process with one line where the block fails by what the user can put right."""
     try:
         yield
+    except UnicodeEncodeError as error:
+        got = ascii(error.object[error.start : error.end])
+        required = f"names must be ones that this system's encoding ({error.encoding}) can write"
+        sys.exit(f"{prog}: error: {required}, got {got}: use ASCII letters, or set LC_ALL=C.UTF-8")
     except (ValueError, OSError) as error:
         message = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
         sys.exit(f"{prog}: error: {message}")

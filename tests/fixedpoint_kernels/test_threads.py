@@ -79,6 +79,24 @@ assert fk.__file__.startswith(sys.argv[1]), fk.__file__
 assert fk.pack(torch.tensor([1, 2]), 4).tolist() == [33]
 """
 
+HOMELESS = """
+import os, pwd, sys, warnings, torch
+
+def nobody(uid):
+    raise KeyError(uid)
+
+pwd.getpwuid = nobody
+for name in "HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR":
+    del os.environ[name]
+os.chdir(sys.argv[1])
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from fixedpoint_kernels import pack
+
+    assert pack(torch.tensor([1, 2]), 4).tolist() == [33]
+assert ["NUMBA_CACHE_DIR" in str(w.message) for w in caught] == [True], caught
+"""
+
 FULL_DISK = """
 import resource, signal, warnings, torch
 
@@ -229,6 +247,14 @@ def test_a_place_may_be_given(package, without_places, tmp_path_factory):
         ONE_KERNEL, str(package), first=package, **{**without_places, "NUMBA_CACHE_DIR": str(place)}
     )
     assert any(place.rglob("*.nbc"))
+
+
+def test_no_folder_is_named_like_the_home_that_is_not_there(package, without_places):
+    """As with ``docker run --user 1234``, or a scheduler that passes no variables."""
+    place = package / "cwd"
+    place.mkdir()
+    run(HOMELESS, str(place), first=package, **without_places)
+    assert list(place.iterdir()) == []
 
 
 def test_a_full_disk_ends_no_call(package):

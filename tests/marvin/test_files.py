@@ -94,8 +94,10 @@ def test_a_lock_writes_to_no_other_file(tmp_path, kind):
         (folder / LOCK).symlink_to(thesis)
     else:
         (folder / LOCK).hardlink_to(thesis)
-    with pytest.raises(Locked, match=r"\.lock must be a file of its own"), lock_folder(folder):
+    advice = r"\.lock must be a file of its own, got .*, so delete .*\.lock$"
+    with pytest.raises(Locked, match=advice) as caught, lock_folder(folder):
         pass
+    assert ("2 names" in str(caught.value)) == (kind == "hard link")
     assert thesis.read_text() == "years of work"
 
 

@@ -75,6 +75,7 @@ runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
         *([f"train.{name}"] for name in ("alexnet", "demo", "resnet20", "vit")),
         *([f"train.{name}", "run"] for name in ("front", "plot", "table")),
         ["train.export", "run", "--to", "c"],
+        ["marvin.export", "net.pt", "--to", "c", "--shape", "3"],
         ["perfmodel", "model", "torch.nn:Identity", "--input", "3"],
     ],
     ids=lambda words: words[0],

@@ -41,6 +41,16 @@ def test_the_figure_is_drawn_from_the_run_folder(run, tiny, tmp_path, capsys):
     assert curves.get_ylim() == (0, high)
 
 
+def test_a_run_whose_folder_takes_no_file_is_drawn_elsewhere(run, tiny, tmp_path, capsys):
+    run(dataclasses.replace(tiny, epochs=1))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    out = tmp_path / "pictures" / "a.png"
+    plot.main([str(tmp_path / "run"), "--out", str(out)])
+    assert capsys.readouterr().out.splitlines()[-1] == str(out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
 def test_formats_of_inputs_have_a_map_of_their_own(run, tiny, tmp_path):
     run(dataclasses.replace(tiny, policy="static", policy_bits=(6, 5), epochs=1))
     history = plot.read(tmp_path / "run")

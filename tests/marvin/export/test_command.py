@@ -19,6 +19,7 @@ import marvin
 from fixedpoint_kernels import FixedPoint, forward_save
 from marvin.export import ExportError, describe, integer, load_frozen, packed, weight_formats
 from marvin.export.__main__ import main
+from marvin.export.command import one_line
 from marvin.export.graph.formats import exact_format
 
 ROOT = Path(__file__).parents[3]
@@ -511,3 +512,12 @@ def test_numbers_that_no_format_has_are_named(saved, change, message):
     change(frozen[0])
     torch.save(frozen, path)
     assert message in refused(path, "--to", "packed", "--shape", "36")
+
+
+def test_a_name_that_the_terminal_cannot_write_is_refused_with_advice():
+    with pytest.raises(SystemExit) as caught, one_line("export"):
+        "n\xe9t.pt".encode("ascii")
+    assert caught.value.code == (
+        "export: error: names must be ones that this system's encoding (ascii) can write, got "
+        "'\\xe9': use ASCII letters, or set LC_ALL=C.UTF-8"
+    )

@@ -381,7 +381,12 @@ def require_exact(network: Network, significand_bits: int, what: str) -> None:
     for name, value in network.values.items():
         if name not in allowed and not value.is_exact(significand_bits):
             bits = value.significand.bit_length()
-            raise ExportError(f"{name}: sums take {bits} bits, {what} {significand_bits} at most")
+            others = 'container="float64"' if is_float32 else "a packed file or C"
+            raise ExportError(
+                f"{name}: sums take {bits} bits, {what} {significand_bits} at most: give what is "
+                "multiplied there shorter formats (a batch norm's scale: scale_wl), or write "
+                f"{others}, which has longer sums"
+            )
 
 
 _WRITE: dict[type, Any] = {
