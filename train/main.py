@@ -363,6 +363,12 @@ def finish(training: Training) -> str:
         lines.append(f"mean word length {bits:.1f} bits")
     if config.is_range and "mean_input_word_length" in lengths:
         lines.append(f"that of layers' inputs {lengths['mean_input_word_length']:.1f} bits")
+    optimizer = training.optimizer
+    if config.late and isinstance(optimizer, marvin.Quantized) and optimizer.shared.has_high_rate:
+        lines.append(
+            f"--late: the learning rate did not fall to half of its highest, so words kept "
+            f"{config.policy_bits[1] or 8} bits: let it fall, for example by --schedule cosine"
+        )
     if config.execution == "int8":
         report = marvin.integer.report(training.model)
         count, path = sum(row.is_integer for row in report.rows), report.path.partition(":")[0]

@@ -377,8 +377,7 @@ def _ebops(found: Sequence[_Lengths], settings: Settings) -> int:
 
 def _is_early(settings: Settings, shared: Window) -> bool:
     """Say whether ``late`` gives all words ``max_wl`` bits still."""
-    has_begun = shared.highest_lr > 0  # a warm-up may begin at 0
-    return settings["late"] and not (has_begun and shared.lr <= shared.highest_lr / 2)
+    return settings["late"] and shared.has_high_rate
 
 
 def _magnitudes(found: Sequence[_Lengths]) -> Iterator[tuple[str, int, int]]:

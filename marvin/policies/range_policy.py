@@ -71,6 +71,12 @@ class Window(PlainRecord):
         """Mean loss of the window; 0 where it has none."""
         return self.loss_sum / self.losses if self.losses else 0.0
 
+    @property
+    def has_high_rate(self) -> bool:
+        """Whether the learning rate has not yet fallen to half of its highest, where that is known."""
+        has_begun = self.highest_lr > 0  # a warm-up may begin at 0
+        return not (has_begun and self.lr <= self.highest_lr / 2)
+
     def emptied(self) -> "Window":
         """Return the next window."""
         first = self.first_loss or (self.mean_loss if self.losses > 1 else 0.0)

@@ -111,6 +111,15 @@ def test_targets_of_the_loss_budget(run, tiny, tmp_path):
     assert found["EBOPs"] == pytest.approx(2.0, rel=0.02)
 
 
+def test_a_rate_that_never_falls_is_told_where_words_wait_for_it(run, tiny, tmp_path):
+    late = dataclasses.replace(tiny, policy="loss-budget", target_bits=5.0, late=True)
+    assert "--late: the learning rate did not fall to half of its highest, so words kept 8" in run(
+        late
+    )
+    falls = dataclasses.replace(late, schedule="cosine", run=str(tmp_path / "falls"))
+    assert "--late" not in run(falls)
+
+
 def test_options_of_the_loss_budget_are_of_no_other_policy():
     with pytest.raises(ValueError, match="--target-bits must be with --policy loss-budget"):
         Config(policy="static", target_bits=5.0)
