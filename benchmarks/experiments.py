@@ -72,13 +72,17 @@ POLICIES = {
 
 
 INTEGERS = "--execution", "int8"
-FULL_SIZE = {
-    "float32": ("--policy", "none"),
-    "loss budget": ("--policy", "loss-budget", *INTEGERS),
+TARGETS = {
     "target 5 bits": ("--policy", "loss-budget", "--target-bits", "5", *INTEGERS),
     "target 4 bits": (
         *("--policy", "loss-budget", "--target-bits", "4", "--policy-bits", "3", "8", *INTEGERS),
     ),
+}
+FULL_SIZE = {
+    "float32": ("--policy", "none"),
+    "loss budget": ("--policy", "loss-budget", *INTEGERS),
+    **TARGETS,
+    **{f"{name}, late": (*flags, "--late") for name, flags in TARGETS.items()},
     **{f"static {bits}": (*_static(bits), "--ends-bits", "8", *INTEGERS) for bits in (5, 4)},
 }
 RECIPE = (  # the field's: plain gradients, a cosine to 0, all training images
@@ -104,7 +108,7 @@ EXPERIMENTS = {
         note="All training images are trained on; the test images are looked at once, at the end of "
         "each run. All but float32 train on integer units (--execution int8). Bits are means over the "
         "layers when a run ends, in parentheses weighted by number of elements. Static: the first and "
-        "the last layer have 8 bits, as is usual.",
+        "the last layer have 8 bits, as is usual. Late: 8 bits until the rate has fallen to half.",
     ),
     "states": Experiment(
         "what do optimizer states in few bytes cost in accuracy?",
