@@ -134,10 +134,8 @@ def rows(file: str) -> Iterator[Row]:
 def note(file: str) -> str:
     """Return when and how a file was measured."""
     facts, counts = _read(file)["machine"], [row.runs for row in rows(file)]
-    return (
-        f"`{file}.json`, {facts['date'][:10]}, torch {facts['torch']}, "
-        f"{min(counts)} to {max(counts)} runs"
-    )
+    kept = ", malloc keeps freed memory" if facts.get("freed memory") == "kept" else ""
+    return f"`{file}.json`, {facts['date'][:10]}, {min(counts)} to {max(counts)} runs{kept}"
 
 
 def _read(file: str) -> dict:

@@ -14,7 +14,8 @@ def results(tmp_path, monkeypatch):
     """Return a function that writes a file of results: medians in seconds by case."""
 
     def write(name, **cases):
-        facts = {"date": "2026-11-27T10:00:00+00:00", "torch": "2.13.0"}
+        memory = "kept" if name == "a" else "as malloc likes"
+        facts = {"date": "2026-11-27T10:00:00+00:00", "freed memory": memory}
         rows = [
             {"case": case, "elements": 8, "runs": 9 + i, "median_s": medians}
             for i, (case, medians) in enumerate(cases.items())
@@ -55,8 +56,8 @@ def test_of_a_case_that_two_files_have_the_first_counts(results):
     lines = speed.table({"here": ("a", "b")}, "training").splitlines()
     assert lines[2:4] == ["| net | 2.0 |", "| other | 4.0 |"]
     assert lines[-1] == (
-        "- here: `a.json`, 2026-11-27, torch 2.13.0, 9 to 9 runs; "
-        "`b.json`, 2026-11-27, torch 2.13.0, 9 to 10 runs."
+        "- here: `a.json`, 2026-11-27, 9 to 9 runs, malloc keeps freed memory; "
+        "`b.json`, 2026-11-27, 9 to 10 runs."
     )
 
 
