@@ -6,6 +6,13 @@ A cell says how many times as fast as float32, and as bfloat16, our own code was
 medians of one run, against the faster of PyTorch's two layouts. Below 1 it is bold.
 """
 
+from perfmodel.arguments import Parser
+
+PARSER = Parser("python -m benchmarks.speed", (__doc__ or "").partition("\n")[0])
+
+if __name__ == "__main__":  # --help and slips are answered before anything loads
+    PARSER.parse_args()
+
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -71,6 +78,7 @@ class Row:
 
 def main() -> None:
     """Run the command line."""
+    PARSER.parse_args()
     PAGE.write_text(page(PAGE.read_text()))
     README.write_text(readme(README.read_text()))
 

@@ -262,10 +262,7 @@ class WithMasters(Optimizer):
     def _broken_masters(self) -> list[str]:
         """Return what an error says of masters that are not finite; on integer units the loss need not tell."""
         wrong = self._not_finite((p, master_of(self.state[p])) for p in self._masters)
-        remedy = "load an earlier state"
-        if not self._counts.step:  # the weights were so when the optimizer was made
-            remedy = "give the model finite weights, then call optimizer.adopt_weights()"
-        return [f"masters of {listed(wrong)} ({remedy})"] if wrong else []
+        return [f"masters of {listed(wrong)} (load an earlier state)"] if wrong else []
 
     def _not_finite(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> list[str]:
         """Return the names of the parameters whose second tensors are not finite."""

@@ -244,7 +244,7 @@ class Quantized(WithMasters):
 
         Raises:
             FloatingPointError: The loss, a gradient or a weight that was changed is not finite; or in the
-                first two steps and every 100th, a master.
+                second step and every 100th, a master.
             RuntimeError: A gradient is sparse, a CUDA graph is being captured, another optimizer was
                 made for the same parameters since, or the wrapped one got parameter groups.
             TypeError: ``closure`` is a loss, ``loss`` no number, or the model was made float64.
@@ -268,8 +268,7 @@ class Quantized(WithMasters):
         looks = self._counts.step == 1 or self._counts.step % _LOOK == _LOOK - 1
         if looks:
             self._name_unseen()
-        is_first = self._counts.step == 0  # masters are the weights that the model had
-        broken = self._adopt_changed() + (self._broken_masters() if looks or is_first else [])
+        broken = self._adopt_changed() + (self._broken_masters() if looks else [])
         self._name_taken()
         self._begin(p for p in self._layout.names if p.grad is not None)
 
