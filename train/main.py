@@ -366,8 +366,8 @@ def finish(training: Training) -> str:
     optimizer = training.optimizer
     if config.late and isinstance(optimizer, marvin.Quantized) and optimizer.shared.has_high_rate:
         lines.append(
-            f"--late: the learning rate did not fall to half of its highest, so words kept "
-            f"{config.policy_bits[1] or 8} bits: let it fall, for example by --schedule cosine"
+            "--late: the learning rate did not fall to half of its highest, so words kept "
+            f"{optimizer.param_groups[0]['max_wl']} bits: let it fall, for example by --schedule cosine"
         )
     if config.execution == "int8":
         report = marvin.integer.report(training.model)
