@@ -24,9 +24,6 @@ class Backward:
 
     Attributes:
         regions: Operations of each region.
-
-    Raises:
-        ValueError: Rows of what a layer takes are too long.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -244,8 +241,6 @@ class Backward:
         """Describe the jobs of a weight's gradient, of ``chunk`` images or fewer; see ``describe_weights``."""
         layer, taken = self.segment.product(n), self.layout.taken(n)
         part, cut = self.layout.weight_blocks(n, chunk)
-        if cut.most_positions > weight_jobs.PIECE:
-            raise ValueError(f"rows of {taken.width} places are too long to be fused")
         in_int16 = shapes.steps_in_int16(layer.inputs, GRADIENTS)
         rest = self.layout.outs[n].channels, layer.inputs.signed, in_int16, self.layout.read(n)
         own = weight_jobs.describe_weights(cut, part, *rest, images)

@@ -1,12 +1,9 @@
 """The operations of a forward pass."""
 
-import math
-
 from fixedpoint_kernels.functions import number_of as number_of_curve
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import (
     INPUT,
-    LONGEST,
     Joined,
     Layer,
     Norm,
@@ -14,14 +11,13 @@ from fixedpoint_kernels.fused.graph import (
     Scaled,
     Value,
 )
-from fixedpoint_kernels.fused.layout import Layout, Shape
+from fixedpoint_kernels.fused.layout import Layout
 from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.fused.pooling import numbers_of
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.products import jobs, shapes
-from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
+from fixedpoint_kernels.products.blocks import blocks, runs
 from fixedpoint_kernels.products.instructions import GRAINS
-from fixedpoint_kernels.products.shapes import Correlation
 
 __all__ = ["Forward", "kind_of", "number_of"]
 
@@ -250,7 +246,6 @@ class Forward:
         layer, out = self.segment.product(n), self.layout.outs[n]
         taken = self.layout.taken(n)
         part = shapes.forward(layer.window, taken[1:], layer.shape[2:])
-        _check_sums(layer, part, taken)
         has_statistics = self.layout.has_statistics(n)
         size = 2 if has_statistics else 4
         steps = size * out.padded, size * out.width * out.channels, size * out.channels
@@ -260,7 +255,8 @@ class Forward:
         def details(chunk: int) -> jobs.Described:
             read, signed = self.layout.read(n), layer.inputs.signed
             images = 1 if read.is_alone else chunk  # 16 channels at a time: an image is read often
-            cut = blocks(part, images, taken[1:], taken.channels, 1, grain=self.layout.grain(n))
+            most, grain = layer.most_positions, self.layout.grain(n)
+            cut = blocks(part, images, taken[1:], taken.channels, 1, most, grain)
             found = runs(cut, GRAINS[self.layout.path], read)
             rest = size, kind, signed, in_int16, read
             own = jobs.describe_outputs(cut, found, part, (*steps, out.channels), *rest)
@@ -294,11 +290,3 @@ def kind_of(value: Value | Pooled | Scaled | Joined) -> dict[str, Number]:
 def number_of(value: Value | Pooled | Scaled | Joined) -> float:
     """Return the number of a value's activation."""
     return value.curve.number if value.curve is not None else value.ceiling or 0.0
-
-
-def _check_sums(layer: Layer, part: Correlation, taken: Shape) -> None:
-    """Refuse a layer whose sums int32, or the sums of their squares int64, could not hold."""
-    count = math.prod(layer.shape[1:])
-    cut: Blocks = blocks(part, 1, taken[1:], taken.channels, 1)
-    if count > LONGEST or (255 * 128 * count) ** 2 * cut.most_positions >= 2**63:
-        raise ValueError(f"sums of {count} products are too long to be fused")

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.functions import Curve
-from fixedpoint_kernels.products.shapes import Window
+from fixedpoint_kernels.products.shapes import PIECE, Window, forward, sums_fit
 
 __all__ = [
     "INPUT",
@@ -59,6 +59,26 @@ class Layer:
     clip: bool = True
     is_flat: bool = False
     by_channel: bool = False
+
+    @property
+    def most_positions(self) -> int:
+        """Most positions of a block: int32 holds so many products, int64 the squares of so many sums."""
+        if self.eps is None:
+            return PIECE
+        return min(PIECE, (2**63 - 1) // (255 * 128 * math.prod(self.shape[1:])) ** 2)
+
+    def has_room(self, taken: tuple[int, int, int]) -> bool:
+        """Say whether int32 and int64 hold the sums of a value of these channels, height and width."""
+        from fixedpoint_kernels.products.blocks import blocks  # Numba takes a second to import
+
+        if not sums_fit(self.shape, self.window.groups, LONGEST):
+            return False
+        if self.is_flat:
+            return True
+        channels, *size = taken
+        part = forward(self.window, (size[0], size[1]), self.shape[2:])
+        cut = blocks(part, 1, (size[0], size[1]), channels, 1, self.most_positions)
+        return cut.most_positions <= self.most_positions
 
 
 @dataclass(frozen=True)
@@ -297,7 +317,7 @@ class Segment:
         return any(self._made(n, sizes)[1:] == (1, 1) for n in norms)
 
     def holds(self, shape: tuple[int, int, int]) -> bool:
-        """Say whether layers have an input for each channel, or element, and sums are of equal shapes.
+        """Say whether layers have an input for each channel, or element, sums are of equal shapes, and fit.
 
         Args:
             shape: Channels, height and width of the input.
@@ -313,6 +333,7 @@ class Segment:
                 continue
             taken = math.prod(sizes[own.source]) if own.is_flat else sizes[own.source][0]
             fit = fit and taken == own.shape[1] * own.window.groups
+            fit = fit and own.has_room(sizes[own.source])
         for i, value in enumerate(self.values):
             terms = [self._made(n, sizes) for n in value.layers]
             terms += [sizes[k] for k in value.values]

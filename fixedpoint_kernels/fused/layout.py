@@ -13,7 +13,7 @@ from fixedpoint_kernels.fused.powers import Powers
 from fixedpoint_kernels.products import weight_jobs
 from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
-from fixedpoint_kernels.products.shapes import Correlation, forward
+from fixedpoint_kernels.products.shapes import PIECE, Correlation, forward
 from fixedpoint_kernels.products.spans import Spans, spans
 from fixedpoint_kernels.products.spots import spots
 
@@ -137,8 +137,7 @@ class Layout:
         layer, taken = self.segment.product(n), self.taken(n)
         part = forward(layer.window, taken[1:], layer.shape[2:])
         grain = 0 if layer.inputs.signed else self.grain(n)
-        most = weight_jobs.PIECE - 4096
-        return part, blocks(part, images, taken[1:], taken.channels, 1, most, grain)
+        return part, blocks(part, images, taken[1:], taken.channels, 1, PIECE, grain)
 
     def goes_by_outputs(self, n: int) -> bool:
         """Say whether threads share the gradient of layer ``n``'s weight by outputs; see ``by_outputs``."""

@@ -56,7 +56,7 @@ def blocks(  # noqa: PLR0913
         size: Of an input.
         channels: Bytes of a pixel.
         least_jobs: How many jobs to make if there are so many images.
-        positions: Most outputs of a block.
+        positions: Most positions of a block, if one row has no more.
         grain: Bytes of a row that a tile takes at a time, if small images may go place by place.
     """
     (down, across), (height, width) = correlation.stride, correlation.counts
@@ -66,15 +66,15 @@ def blocks(  # noqa: PLR0913
     pixels = -(pixels // -across) * across
     extra = tall // down
     slot = _shared(height, 1, top, size[0], tall) if down == 1 else height + extra
-    row_bytes = pixels * channels
-    most_rows = max(1, positions // width)
+    columns, row_bytes = pixels // across, pixels * channels
+    most_rows = max(1, positions // columns)
     rows = min(height, most_rows)
     if slot * row_bytes * down > 2 * _BLOCK_BYTES:
         rows = min(rows, max(_BLOCK_BYTES // (row_bytes * down), 4 * extra, 1))
     slots = 1
     if rows == height:
         slots = min(_BLOCK_BYTES // (slot * row_bytes * down), images // least_jobs)
-        slots = max(1, min(slots, positions // (height * width)))
+        slots = max(1, min(slots, 1 + (most_rows - rows) // slot))
     plane_rows = (slots - 1) * slot + rows + extra + 1
     plane_bytes = -((plane_rows * row_bytes + 128) // -64) * 64
     geometry = [down, top, left, pixels, slot, plane_bytes, extra, channels, *size]
@@ -84,11 +84,11 @@ def blocks(  # noqa: PLR0913
         jobs=_jobs(images, slots, height, rows),
         slots=slots,
         band=rows,
-        columns=pixels // across,
+        columns=columns,
         slot_rows=slot,
         places=np.array([(r + top) // down * pixels + c + left for r, c in taps], np.int64),
         planes=np.array([(r + top) % down for r, _ in taps], np.int64),
-        most_positions=((slots - 1) * slot + rows) * (pixels // across),
+        most_positions=((slots - 1) * slot + rows) * columns,
         buffer_bytes=down * plane_bytes + _ROWS * across * channels + 128,
     )
     own = spots(correlation, size, channels, grain)

@@ -27,7 +27,7 @@ from fixedpoint_kernels.products.packing import (
     sum_taps,
 )
 from fixedpoint_kernels.products.samples.cpu import round_per_sample
-from fixedpoint_kernels.products.shapes import LONGEST_SUM, Correlation, Window
+from fixedpoint_kernels.products.shapes import LONGEST_SUM, PIECE, Correlation, Window
 from fixedpoint_kernels.products.spans import Spans, spans
 from fixedpoint_kernels.products.sums import double
 from fixedpoint_kernels.threads import is_parallel, thread_count
@@ -35,7 +35,6 @@ from fixedpoint_kernels.threads import is_parallel, thread_count
 __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
 
 _MACS_A_THREAD = 64  # as many as one element of another kernel costs
-_PIECE = weight_jobs.PIECE
 _FEW = 8  # channels
 _WORK, _SUMS, _COLUMNS = jobs.WORK_BYTES, jobs.SUMS_SIZE, jobs.COUNT_COLUMNS
 
@@ -110,11 +109,11 @@ def _correlate_weights(d, x, table, order, shifts, grad, sums, totals, ends, fli
             whole = spread_weights(
                 d.ctypes.data, x, order.ctypes.data, first, images, row, rows, grad, work
             )
-            for piece in range(0, whole, _PIECE):
+            for piece in range(0, whole, PIECE):
                 if piece:
                     weight_jobs.fold(d, own, totals[thread], shift, flips)
                     ends[thread, 0] = 0
-                multiply_weights(d.ctypes.data, piece, min(_PIECE, whole - piece), own, work)
+                multiply_weights(d.ctypes.data, piece, min(PIECE, whole - piece), own, work)
             held = held + outputs
         if held and ends[thread, 0] == 0:
             weight_jobs.fold(d, own, totals[thread], shift, flips)
@@ -283,7 +282,7 @@ def convolve(
     out, laid = _results(x, outputs, part.counts, dtype)
     totals = None
     if statistics:
-        if not _sums_fit(part, x, weight):
+        if not _sums_fit(part, x, weight, GRAINS[path] if window.groups == 1 else 0):
             sums, _ = convolve(x, weight, None, window, torch.int32, False, path)
             return reference.finish(sums, exponents, 1, dtype), reference.sum_up(sums)
         totals = np.zeros((-(outputs // -16), 48), np.int64)
@@ -505,10 +504,10 @@ def _scales(exponents: Tensor, count: int) -> np.ndarray:
     return padded
 
 
-def _sums_fit(part: Correlation, x: Tensor, weight: Tensor) -> bool:
+def _sums_fit(part: Correlation, x: Tensor, weight: Tensor, grain: int) -> bool:
     """Say whether the sums of any tile fit int32, and the squares of any block int64."""
     largest = 255 * 128 * _depth(weight)
-    positions = blocks(part, len(x), _size(x), x.shape[1], 1).most_positions
+    positions = blocks(part, len(x), _size(x), x.shape[1], 1, grain=grain).most_positions
     return 4 * largest < 2**31 and largest**2 * positions < 2**63
 
 

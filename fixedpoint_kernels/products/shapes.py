@@ -1,5 +1,7 @@
 """Which inputs meet which weights: the geometry that every execution shares."""
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -8,9 +10,23 @@ from fixedpoint_kernels.formats import FixedPoint
 
 # of uint8 and int8 codes, at their extremes; one more could pass int32
 LONGEST_SUM = (2**31 - 1) // (255 * 128)
+PIECE = 2**16  # positions, a multiple of 64: int32 holds so many products
 LOWEST_EXPONENT, NOT_FINITE = -126, 128
 GRADIENTS = FixedPoint(8, 0)
 """Codes of gradients, of whatever power of two: what they may be."""
+
+
+def sums_fit(shape: Sequence[int], groups: int = 1, longest: int = LONGEST_SUM) -> bool:
+    """Say whether int32 holds a layer's sums, forward and of its input's gradient.
+
+    Args:
+        shape: Of its weight: outputs, inputs of a group, and a kernel's size if it has one.
+        groups: Of channels.
+        longest: So many products a sum has at most, forward.
+    """
+    outputs, inputs, *kernel = shape
+    taps = math.prod(kernel)
+    return inputs * taps <= longest and outputs // groups * taps <= LONGEST_SUM
 
 
 class Window(NamedTuple):

@@ -68,7 +68,6 @@ from fixedpoint_kernels.products.spots import Spots
 
 __all__ = [
     "PARTS",
-    "PIECE",
     "describe_weights",
     "fold",
     "multiply_alone",
@@ -79,7 +78,6 @@ __all__ = [
     "sums_size",
 ]
 
-PIECE = 2**16  # positions, a multiple of 64: so many products fit in int32
 _MOST_TAPS = 9  # that a tile of single channels takes at once
 narrow: Any = None  # the tiles of a path
 wide_rows = narrow_rows = alone_rows = narrow

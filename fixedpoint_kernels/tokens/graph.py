@@ -12,6 +12,7 @@ from typing import NamedTuple
 from fixedpoint_kernels.dropout import Odds
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.functions import Curve
+from fixedpoint_kernels.products.shapes import LONGEST_SUM, sums_fit
 
 __all__ = [
     "Add",
@@ -260,6 +261,13 @@ class Segment:
         widths = self.widths()
         if any(width % 16 or width < 1 for width in widths):
             raise ValueError(f"features must be multiples of 16, got {widths}")
+        long = [
+            op.shape for op in self.operations if isinstance(op, Linear) and not sums_fit(op.shape)
+        ]
+        if long:
+            raise ValueError(
+                f"sums must have {LONGEST_SUM} products or fewer, got weights of {long}"
+            )
         if not self.outputs or not all(len(self.inputs) <= v < len(widths) for v in self.outputs):
             raise ValueError(f"outputs must be values that operations make, got {self.outputs}")
         used = {s for op in self.operations for s in op.sources} | set(self.outputs)

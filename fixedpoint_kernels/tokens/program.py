@@ -21,7 +21,7 @@ from fixedpoint_kernels.llvm.tiles import kind_of_bytes
 from fixedpoint_kernels.products import by_outputs, jobs, weight_jobs
 from fixedpoint_kernels.products.blocks import blocks
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
-from fixedpoint_kernels.products.shapes import GRADIENTS, Window, forward, steps_in_int16
+from fixedpoint_kernels.products.shapes import GRADIENTS, PIECE, Window, forward, steps_in_int16
 from fixedpoint_kernels.products.spans import spans
 from fixedpoint_kernels.tokens import fields as f
 from fixedpoint_kernels.tokens.graph import (
@@ -558,7 +558,7 @@ class Program:
         outputs, inputs = op.shape
         size = self.tokens, 1
         part = forward(Window(), size, (1, 1))
-        cut = blocks(part, self.samples, size, inputs, 1, weight_jobs.PIECE - 4096)
+        cut = blocks(part, self.samples, size, inputs, 1, PIECE)
         in_int16, read = steps_in_int16(op.inputs, GRADIENTS), spans(inputs, outputs, 1, 1)
         rest = outputs, op.inputs.signed, in_int16, read, self.samples, _PIECE
         own = weight_jobs.describe_weights(cut, part, *rest)

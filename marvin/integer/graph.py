@@ -16,8 +16,9 @@ from torch.fx.proxy import TraceError
 from fixedpoint_kernels._torch_private import saving_hooks, table_of, versions_of
 from fixedpoint_kernels.functions import Curve
 from fixedpoint_kernels.fused import INPUT, LONGEST, Joined, Pooled, Scaled, Value
+from fixedpoint_kernels.products.shapes import sums_fit
 from marvin.integer.formats import rounds_inputs, window_of
-from marvin.integer.layers import IntegerConv2d, IntegerLinear, stock_class
+from marvin.integer.layers import IntegerConv2d, IntegerLinear, features_of, stock_class
 from marvin.integer.nodes import (
     arguments_of,
     concatenation,
@@ -502,7 +503,7 @@ class _Search:
     def _take_module(self, node: fx.Node, source: fx.Node) -> bool:
         own = self.module.get_submodule(str(node.target))
         if type(own) is IntegerConv2d and not isinstance(window_of(own), str):
-            return self._convolution(node, source)
+            return _sums_fit(own) and self._convolution(node, source)
         if type(own) is IntegerLinear:
             return self._linear(node, source, own)
         if type(own) is nn.BatchNorm2d:
@@ -539,7 +540,7 @@ class _Search:
     def _linear(self, node: fx.Node, source: fx.Node, own: nn.Linear) -> bool:
         """Take a linear layer behind a chain of convolutions."""
         made = self._settle(source)
-        if made is None or not made.is_flat or own.in_features > LONGEST:
+        if made is None or not made.is_flat or not sums_fit(features_of(own), longest=LONGEST):
             return False
         made.chain.layers.append(Found(str(node.target), made.number))
         self._join(node, _Sum(made.chain, len(made.chain.layers) - 1, is_flat=True))
@@ -713,6 +714,11 @@ class _Search:
                 value = chain.values[part.number]
                 chain.values[part.number] = replace(value, is_output=True)
                 chain.used[node] = part.number, part.is_flat and not value.is_flat
+
+
+def _sums_fit(own: nn.Conv2d) -> bool:
+    shape = own.out_channels, own.in_channels // own.groups, *own.kernel_size
+    return sums_fit(shape, own.groups, LONGEST)
 
 
 def _is_layer(part: _Sum) -> bool:

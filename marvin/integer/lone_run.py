@@ -15,6 +15,7 @@ from fixedpoint_kernels import tokens
 from fixedpoint_kernels._torch_private import is_called_plainly, is_watched, own_parameters
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.memory import is_float32
+from fixedpoint_kernels.products.shapes import sums_fit
 from fixedpoint_kernels.tokens import Segment
 from marvin.integer.autograd import Noise, lies_as
 from marvin.integer.formats import (
@@ -182,6 +183,8 @@ def _multiplied(
     if not is_plain(weight) or not (bias is None or is_float32(bias, (outputs,))):
         return None
     shape = outputs + more[1], inputs + more[0]
+    if not sums_fit(shape):
+        return None
     segment = lone.segment(product, shape, call.clip, is_turned)
     call.programs = lone.programs
     if len(x) < threads_of(segment, rows):

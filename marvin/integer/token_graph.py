@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from fixedpoint_kernels._torch_private import tensor_of
 from fixedpoint_kernels.forward_save.known import known
+from fixedpoint_kernels.products.shapes import sums_fit
 from fixedpoint_kernels.tokens import Curve, Odds
 from marvin.integer.heads import HeadNorm, Heads, Piece, Turned
 from marvin.integer.layers import features_of, is_linear
@@ -222,7 +223,8 @@ class _Search:
         if own is None:
             return ""
         if is_linear(own):
-            return "" if any(n % 16 for n in features_of(own)) else "linear"
+            features = features_of(own)
+            return "" if any(n % 16 for n in features) or not sums_fit(features) else "linear"
         norm = self._norm(own)
         if norm is not None:
             return "" if norm.features % 16 else "norm"

@@ -36,7 +36,8 @@ from fixedpoint_kernels.fused import program as programs
 from fixedpoint_kernels.fused.graph import Return
 from fixedpoint_kernels.fused.memory import Memory, work_memory
 from fixedpoint_kernels.fused.program import Program
-from fixedpoint_kernels.products import paths
+from fixedpoint_kernels.products import paths, shapes
+from fixedpoint_kernels.products.blocks import blocks
 from fixedpoint_kernels.products.shapes import Window
 
 HERE = [name for name in paths.OWN if name not in paths.unavailable()]
@@ -1087,8 +1088,65 @@ def test_what_batch_norm_alone_takes_is_kept_once():
     ]
 
 
-def test_sums_that_do_not_fit_are_refused():
-    segment = Segment((layer(INPUT, 4, 2000),), (Value(0, is_output=True),))
-    x = images(segment, 1, (4, 4))
-    with pytest.raises(ValueError, match="18000 products"):
-        program(segment, x)
+def single(outputs, inputs, **more):
+    return Segment((layer(INPUT, outputs, inputs, **more),), (Value(0, is_output=True),))
+
+
+@pytest.mark.parametrize(
+    ("segment", "size", "fits"),
+    [
+        (single(4, 1827), (4, 3), True),
+        (single(4, 1828), (4, 3), False),  # products of a sum
+        (single(7310, 4), (4, 4), True),
+        (single(7311, 4), (4, 4), False),  # of a sum backward
+        (single(16, 1024), (16, 99), True),
+        (single(16, 1024), (16, 101), False),  # squares of the sums of a row
+        (single(16, 1024, eps=None), (16, 101), True),
+        (single(4, 1), (3, 65_500), True),
+        (single(4, 1), (3, 65_536), False),  # places of a row
+    ],
+)
+def test_a_segment_holds_images_whose_sums_fit(segment, size, fits):
+    assert segment.holds((segment.layers[0].shape[1], *size)) == fits
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("inputs", [1024, 1700])
+def test_squares_of_the_largest_sums_fit(inputs, path):
+    """As in the middle of a U-Net: int64 does not hold those of an image."""
+    taken = dataclasses.replace(layer(INPUT, 4, inputs), inputs=UNSIGNED)
+    segment = Segment((taken,), (Value(0, is_output=True),))
+    x = torch.full((3, inputs, 21, 21), UNSIGNED.max)
+    weight = torch.full(taken.shape, taken.weight.min)
+    own = dataclasses.replace(parameters(segment)[0], weight=weight)
+    kept = reference.forward(segment, x, [own])[1]
+    made = program(segment, x, path)
+    memory = execute.forward(made, x, [own])[1]
+    (wanted,), (found,) = kept.statistics(), execute.statistics(made, memory)
+    assert all(map(torch.equal, wanted, found))
+
+
+@pytest.mark.parametrize("path", HERE)
+def test_many_gray_images_on_one_thread(path):
+    """Borders between images are positions, too: with them, int32 does not hold products of all."""
+    segment = single(8, 1)
+    x = images(segment, 100, (28, 28))
+    check(segment, x, program(segment, x, path))
+
+
+@given(
+    counts=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    taps=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    channels=st.sampled_from([1, 3, 16, 64]),
+    images=st.integers(1, 300),
+    most=st.integers(1, 3000),
+)
+def test_blocks_have_no_more_positions_than_is_said(counts, taps, stride, channels, images, most):
+    size = [(n - 1) * s + 1 for n, s in zip(counts, stride, strict=True)]
+    padding = taps[0] // 2, taps[1] // 2
+    part = shapes.forward(Window(stride, padding), (size[0], size[1]), taps)
+    for grain in (0, 4):
+        cut = blocks(part, images, (size[0], size[1]), channels, 1, most, grain)
+        assert cut.most_positions <= max(most, cut.columns)
+        assert (cut.jobs[:, 1] * cut.jobs[:, 3]).sum() == images * part.counts[0]

@@ -721,6 +721,10 @@ def test_functions_are_near_those_of_float64():
     assert functions.exp(torch.tensor([float("nan")])).isnan().all()
 
 
+def wide(outputs, inputs):
+    return Segment((inputs,), (Linear(0, SIGNED, WEIGHT, (outputs, inputs)),), (1,))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -728,6 +732,8 @@ def test_functions_are_near_those_of_float64():
         (lambda: Segment((32,), (Linear(0, SIGNED, WEIGHT, (32, 16)),), (1,)), "takes 32"),
         (lambda: Segment((32,), (Add(0, 1),), (1,)), "not made before"),
         (lambda: Segment((32,), (Norm(0),), (0,)), "outputs must be"),
+        (lambda: wide(32, 65_808), "65793 products or fewer"),
+        (lambda: wide(65_808, 32), "65793 products or fewer"),
         (lambda: Segment((32,), (Norm(0), Norm(0)), (1,)), "each value"),
         (lambda: Segment((32,), (Norm(0, size=8),), (1,)), "multiple of 16 features, of 32"),
         (lambda: Segment((48,), (Norm(0, size=32),), (1,)), "multiple of 16 features, of 48"),

@@ -111,6 +111,29 @@ def is_fused(model, *args):
     return any("Chain" in type(node).__name__ for node in nodes_of(y))
 
 
+class Wide(nn.Module):
+    """Behind a chain, a convolution of so many channels that it is no part of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.widens = nn.Conv2d(8, 2048, 1)
+        self.wide = nn.Conv2d(2048, 4, 3, padding=1)
+
+    def forward(self, x):
+        x = F.relu(self.widens(F.relu(self.norm(self.first(x)))))
+        return self.wide(x).mean((2, 3))
+
+
+def test_layers_of_too_many_products_end_chains():
+    model, _ = make(model=Wide())
+    fused = {row.name for row in report(model).rows if row.is_fused}
+    assert fused == {"first", "widens"}
+    x, y = batch(3)
+    gradients_are_near(model, unfused(model), unfused(model, rounded=True), x, y)
+
+
 def test_report_names_what_is_fused():
     model, _ = make()
     rows = {row.name: row for row in report(model).rows}

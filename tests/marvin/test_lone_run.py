@@ -159,6 +159,19 @@ def test_two_threads_give_the_bits_of_separate_products():
     assert compare(nn.Linear(256, 256), (16, 32, 256), FORMS[0], threads=2)
 
 
+@pytest.mark.parametrize("outputs", [8, 32])
+def test_sums_of_more_products_than_int32_holds_do_not_wrap(outputs):
+    """Flattened images of 224x224."""
+    layer, shape = nn.Linear(150_528, outputs), (4, 150_528)
+    model, twin = twins(layer, shape, policy=marvin.StaticPolicy(8, 8))
+    for own in (model, twin):
+        own.layer.weight.detach().fill_(1.0)  # as large as its format has it
+    x = torch.full(shape, 100.0, requires_grad=True)
+    y = model(x)
+    assert y.min() > 0
+    same(y, twin(x))
+
+
 def test_values_that_lie_otherwise():
     model, twin = twins(nn.Linear(32, 48))
     x = batch((4, 32, 6)).detach().transpose(1, 2).requires_grad_()

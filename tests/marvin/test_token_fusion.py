@@ -745,6 +745,24 @@ def test_linear_layers_alone_have_the_same_bits():
     assert (found[0] - wanted[0]).norm() < 0.05 * wanted[0].norm()
 
 
+def test_layers_of_too_many_products_are_in_no_chain():
+    """Scores of very many words."""
+
+    class Words(Net):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(32, 65_808)
+
+        def forward(self, x):
+            return self.fc(self.norm(self.blocks(self.embed(x))))[:, :, :4].mean(1)
+
+    model, _ = make(model=Words())
+    rows = {row.name: row for row in report(model).rows}
+    assert sum(row.is_fused for row in rows.values()) == CHAINED
+    assert not rows["fc"].is_fused
+    assert is_fused(model)
+
+
 def test_report_names_what_is_fused():
     model, _ = make()
     rows = {row.name: row for row in report(model).rows}
