@@ -33,6 +33,7 @@ _Lengths = tuple[
 ]  # of a weight, and its layer's inputs
 _NEAR = 0.1  # a target is met; few layers cannot be nearer
 _REACH, _HALVINGS = 16.0, 16  # powers of 4, each about a bit; to 1/2000 bit
+_PAIRS = "tuple((own.weight, own.madds) for own in perfmodel.layers(model, shape))"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,8 @@ class LossBudgetPolicy(RangePolicy):
             ratio matters. None: as ``kappa`` has it.
         target_ebops: The same for EBOPs: bits of weights times bits of inputs, without signs, over
             ``madds``.
-        madds: Pairs of a weight's name and its multiply-adds, such as of ``perfmodel.layers``; those of
-            modules that share a weight are added up.
+        madds: Pairs of a weight's name and its multiply-adds, ``(own.weight, own.madds)`` of each of
+            ``perfmodel.layers``; those of modules that share a weight are added up.
         free_zeros: Only inputs that are not 0 are charged noise: zeros, as behind a ReLU, are not
             rounded.
         loss_floor: The budget follows the loss down to this share of the first window's.
@@ -145,6 +146,13 @@ class LossBudgetPolicy(RangePolicy):
                 "madds",
                 lambda s: s["target_ebops"] is None or bool(s["madds"]),
                 "given with target_ebops",
+            ),
+            (
+                "madds",
+                lambda s: (
+                    isinstance(s["madds"], tuple | list) and all(map(_is_of_weight, s["madds"]))
+                ),
+                f"pairs of a weight's name and its multiply-adds ({_PAIRS})",
             ),
             ("loss_floor", lambda s: 0 <= s["loss_floor"] <= 1, "0 to 1"),
         )
@@ -390,11 +398,17 @@ def _magnitudes(found: Sequence[_Lengths]) -> Iterator[tuple[str, int, int]]:
 def _madds_of(madds: Mapping[str, int], name: str) -> int:
     if name not in madds:
         raise ValueError(
-            f"madds must have every layer with target_ebops, got none of {name}: give the pairs of "
-            "perfmodel.layers"
+            f"madds must have every layer with target_ebops, got none of {name}: write "
+            f"madds={_PAIRS}"
         )
     return madds[name]
 
 
 def _is_pair(values: object) -> bool:
     return isinstance(values, (tuple, list)) and len(values) == 2 and all(v > 0 for v in values)
+
+
+def _is_of_weight(row: object) -> bool:
+    if not isinstance(row, (tuple, list)) or len(row) != 2:
+        return False
+    return isinstance(row[0], str) and row[1] >= 0

@@ -178,6 +178,12 @@ def test_the_budget_has_a_floor():
         ({"target_ebops": 0, "madds": MADDS}, "target_ebops must be above 0"),
         ({"target_ebops": 5.0}, "madds must be given with target_ebops"),
         ({"loss_floor": 1.5}, "loss_floor must be 0 to 1"),
+        ({"target_ebops": 9.0, "madds": dict(MADDS)}, "madds must be pairs of a weight's name and"),
+        ({"target_ebops": 9.0, "madds": (row for row in MADDS)}, "madds must be pairs of a weight"),
+        (
+            {"target_ebops": 9.0, "madds": perfmodel.layers(nn.Linear(4, 2), (4,))},
+            r"madds must be pairs .* \(tuple\(\(own\.weight, own\.madds\) for own in perfmodel",
+        ),
     ],
 )
 def test_bad_arguments_are_named(options, message):
