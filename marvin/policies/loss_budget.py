@@ -76,8 +76,8 @@ class LossBudgetPolicy(RangePolicy):
         free_zeros: Only inputs that are not 0 are charged noise: zeros, as behind a ReLU, are not
             rounded.
         loss_floor: The budget follows the loss down to this share of the first window's.
-        late: All words have ``max_wl`` bits until the learning rate has fallen to half of its
-            highest.
+        late: All words but those of ``ends_wl`` have ``max_wl`` bits while the learning rate of the
+            first group is above half of its highest so far.
 
     A warning names a target that formats miss by more than a tenth.
 

@@ -73,7 +73,7 @@ class Window(PlainRecord):
 
     @property
     def has_high_rate(self) -> bool:
-        """Whether the learning rate has not yet fallen to half of its highest, where that is known."""
+        """Whether the learning rate is above half of its highest so far, or that is not known."""
         has_begun = self.highest_lr > 0  # a warm-up may begin at 0
         return not (has_begun and self.lr <= self.highest_lr / 2)
 

@@ -143,6 +143,16 @@ def test_late_words_are_long_until_the_rate_falls():
     optimizer.param_groups[0]["lr"] *= 0.6
     train(model, optimizer, 4, start=12)
     assert mean_bits(optimizer) < 6.5
+    optimizer.param_groups[0]["lr"] /= 0.6  # a warm restart
+    train(model, optimizer, 4, start=16)
+    assert mean_bits(optimizer) == 8
+
+
+def test_late_words_of_the_ends_have_their_own_lengths():
+    model, optimizer = make(late=True, ends_wl=5)
+    train(model, optimizer, 8)
+    lengths = [fmt.wl for fmt in optimizer.formats().values()]
+    assert lengths == [5] + [8] * (len(WIDTHS) - 3) + [5]
 
 
 def test_zeros_are_charged_nothing():
