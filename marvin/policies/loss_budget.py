@@ -113,6 +113,7 @@ class LossBudgetPolicy(RangePolicy):
         ),
     )
     checks: ClassVar[Checks] = Checks(
+        choices={"free_zeros": (False, True), "late": (False, True)},
         rules=(
             ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0"),
             ("max_noise", lambda s: _is_pair(s["max_noise"]), "two numbers above 0"),
@@ -155,7 +156,7 @@ class LossBudgetPolicy(RangePolicy):
                 f"pairs of a weight's name and its multiply-adds ({_PAIRS})",
             ),
             ("loss_floor", lambda s: 0 <= s["loss_floor"] <= 1, "0 to 1"),
-        )
+        ),
     )
 
     def __post_init__(self) -> None:
