@@ -142,7 +142,7 @@ def check_settings(settings: Settings, checks: Checks) -> None:
 
 def _check_rule(settings: Settings, rule: _Rule) -> None:
     name, holds, requirement = rule
-    message = f"{name} must be {requirement}, got {name}={settings[name]!r}"
+    message = f"{name} must be {requirement}, got {name}={settings[name]!r:.200}"
     try:
         is_met = holds(settings)
     except TypeError as error:  # of comparing it, or taking it apart

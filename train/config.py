@@ -135,7 +135,7 @@ class Config:
         0.0,
         "loss-budget: share of the first losses below which the budget does not follow the loss",
     )
-    late: bool = option(False, "loss-budget: longest words until lr has fallen by half")
+    late: bool = option(False, "loss-budget: longest words while lr is above half of its highest")
     policy_bits: tuple[int, int] = option(
         (0, 0),
         "loss-budget: shortest and longest word length, 0 0 for 4 8; static: bits of weights and of "

@@ -33,6 +33,7 @@ _Lengths = tuple[
 ]  # of a weight, and its layer's inputs
 _NEAR = 0.1  # a target is met; few layers cannot be nearer
 _REACH, _HALVINGS = 16.0, 16  # powers of 4, each about a bit; to 1/2000 bit
+_PAIRS = "tuple((own.weight, own.madds) for own in perfmodel.layers(model, shape))"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +71,13 @@ class LossBudgetPolicy(RangePolicy):
             ratio matters. None: as ``kappa`` has it.
         target_ebops: The same for EBOPs: bits of weights times bits of inputs, without signs, over
             ``madds``.
-        madds: Pairs of a weight's name and its multiply-adds, such as of ``perfmodel.layers``; those of
-            modules that share a weight are added up.
+        madds: Pairs of a weight's name and its multiply-adds, ``(own.weight, own.madds)`` of each of
+            ``perfmodel.layers``; those of modules that share a weight are added up.
         free_zeros: Only inputs that are not 0 are charged noise: zeros, as behind a ReLU, are not
             rounded.
         loss_floor: The budget follows the loss down to this share of the first window's.
-        late: All words have ``max_wl`` bits until the learning rate has fallen to half of its
-            highest.
+        late: All words but those of ``ends_wl`` have ``max_wl`` bits while the learning rate of the
+            first group is above half of its highest so far.
 
     A warning names a target that formats miss by more than a tenth.
 
@@ -112,6 +113,7 @@ class LossBudgetPolicy(RangePolicy):
         ),
     )
     checks: ClassVar[Checks] = Checks(
+        choices={"free_zeros": (False, True), "late": (False, True)},
         rules=(
             ("kappa", lambda s: 0 < s["kappa"] < math.inf, "above 0"),
             ("max_noise", lambda s: _is_pair(s["max_noise"]), "two numbers above 0"),
@@ -146,8 +148,15 @@ class LossBudgetPolicy(RangePolicy):
                 lambda s: s["target_ebops"] is None or bool(s["madds"]),
                 "given with target_ebops",
             ),
+            (
+                "madds",
+                lambda s: (
+                    isinstance(s["madds"], tuple | list) and all(map(_is_of_weight, s["madds"]))
+                ),
+                f"pairs of a weight's name and its multiply-adds ({_PAIRS})",
+            ),
             ("loss_floor", lambda s: 0 <= s["loss_floor"] <= 1, "0 to 1"),
-        )
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -390,11 +399,17 @@ def _magnitudes(found: Sequence[_Lengths]) -> Iterator[tuple[str, int, int]]:
 def _madds_of(madds: Mapping[str, int], name: str) -> int:
     if name not in madds:
         raise ValueError(
-            f"madds must have every layer with target_ebops, got none of {name}: give the pairs of "
-            "perfmodel.layers"
+            f"madds must have every layer with target_ebops, got none of {name}: write "
+            f"madds={_PAIRS}"
         )
     return madds[name]
 
 
 def _is_pair(values: object) -> bool:
     return isinstance(values, (tuple, list)) and len(values) == 2 and all(v > 0 for v in values)
+
+
+def _is_of_weight(row: object) -> bool:
+    if not isinstance(row, (tuple, list)) or len(row) != 2:
+        return False
+    return isinstance(row[0], str) and row[1] >= 0

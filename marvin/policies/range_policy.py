@@ -73,7 +73,7 @@ class Window(PlainRecord):
 
     @property
     def has_high_rate(self) -> bool:
-        """Whether the learning rate has not yet fallen to half of its highest, where that is known."""
+        """Whether the learning rate is above half of its highest so far, or that is not known."""
         has_begun = self.highest_lr > 0  # a warm-up may begin at 0
         return not (has_begun and self.lr <= self.highest_lr / 2)
 
@@ -130,6 +130,7 @@ class RangePolicy(Policy):
         common=("window",),
     )
     checks: ClassVar[Checks] = Checks(
+        choices={"per_channel": (False, True)},
         rules=(
             ("window", lambda s: is_count(s["window"]), "a whole number of steps from 1 on"),
             ("sat_tol", lambda s: 0 <= s["sat_tol"] < 1, "0 or more and below 1"),
@@ -138,7 +139,7 @@ class RangePolicy(Policy):
                 lambda s: s["ends_wl"] is None or is_word_length(s["ends_wl"]),
                 "2 to 16 bits",
             ),
-        )
+        ),
     )
 
     def __post_init__(self) -> None:

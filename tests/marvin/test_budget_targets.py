@@ -143,6 +143,16 @@ def test_late_words_are_long_until_the_rate_falls():
     optimizer.param_groups[0]["lr"] *= 0.6
     train(model, optimizer, 4, start=12)
     assert mean_bits(optimizer) < 6.5
+    optimizer.param_groups[0]["lr"] /= 0.6  # a warm restart
+    train(model, optimizer, 4, start=16)
+    assert mean_bits(optimizer) == 8
+
+
+def test_late_words_of_the_ends_have_their_own_lengths():
+    model, optimizer = make(late=True, ends_wl=5)
+    train(model, optimizer, 8)
+    lengths = [fmt.wl for fmt in optimizer.formats().values()]
+    assert lengths == [5] + [8] * (len(WIDTHS) - 3) + [5]
 
 
 def test_zeros_are_charged_nothing():
@@ -178,6 +188,15 @@ def test_the_budget_has_a_floor():
         ({"target_ebops": 0, "madds": MADDS}, "target_ebops must be above 0"),
         ({"target_ebops": 5.0}, "madds must be given with target_ebops"),
         ({"loss_floor": 1.5}, "loss_floor must be 0 to 1"),
+        ({"late": 0.3}, r"late must be one of \(False, True\), got 0\.3"),
+        ({"free_zeros": "no"}, "free_zeros must be one of"),
+        ({"per_channel": 2}, "per_channel must be one of"),
+        ({"target_ebops": 9.0, "madds": dict(MADDS)}, "madds must be pairs of a weight's name and"),
+        ({"target_ebops": 9.0, "madds": (row for row in MADDS)}, "madds must be pairs of a weight"),
+        (
+            {"target_ebops": 9.0, "madds": perfmodel.layers(nn.Linear(4, 2), (4,))},
+            r"madds must be pairs .* \(tuple\(\(own\.weight, own\.madds\) for own in perfmodel",
+        ),
     ],
 )
 def test_bad_arguments_are_named(options, message):
