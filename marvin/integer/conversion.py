@@ -214,8 +214,8 @@ def prepack(model: nn.Module) -> None:
     arrays and addresses, nor those of FSDP2, which gathers weights: **these are not seen**, and the model goes on with the weights of
     before, until ``prepack`` is called again. Of tensors that were made in ``torch.inference_mode``, which count no writes, nothing is kept.
 
-    A chain, or a layer alone, keeps its weights for the last four sizes of batches, numbers of threads and
-    instructions together: a byte an element each, which it has without ``prepack``, too. They are in no
+    A chain, or a layer alone, keeps its weights for each size of batches, number of threads and instructions: the last 64 of
+    these while they take 64 MiB or less, else the last four. It has them without ``prepack``, too. They are in no
     state, file, pickle or copy: a copy is prepacked, and lays out weights of its own. Convolutions that
     belong to no chain, and cut no patches, lay out theirs at each call.
 

@@ -27,7 +27,7 @@ from marvin.settings import is_traced
 
 __all__ = ["fuse", "fused_layers", "refused_calls", "restore_forwards"]
 
-_PROGRAMS = 4  # that a chain keeps: formats and batches change
+_PROGRAMS = 4  # traces of calls, and variants of chains, that a module keeps
 _CALLS = 16  # kinds of calls, by names and plain values of arguments
 
 

@@ -69,7 +69,7 @@ _CALLS = {
     "einsum": "use nn.Linear or nn.Conv2d, or torch.matmul of two values",
     "dropout": "use nn.Dropout, or training=self.training",
 }
-_ELSE = "docs/deploy.md, 'Which networks', lists what can"
+_ELSE = "the documentation, 'Deploy: Which networks', lists what can"
 
 
 def of_layer(module: nn.Module) -> str:

@@ -29,6 +29,7 @@ from marvin.export.frontend.transformers import ROWS, exact_rows
 from marvin.export.graph.formats import Formats, activation_formats, weight_formats
 from marvin.export.graph.nodes import Network
 from marvin.export.passes.shorten_scales import shorten_scales
+from marvin.hooks import state_of
 from marvin.integer.conversion import revert
 from marvin.integer.layers import CLASSES, integer_class, stock_class
 from marvin.rounding import Format
@@ -112,6 +113,10 @@ def describe(  # noqa: PLR0913  each is a choice of the user's
     if activations is None:
         activations = own
         if not activations:
+            if state_of(model) is not None:
+                raise ExportError(
+                    "formats of activations must be found first, got a model of no step: train it"
+                )
             raise ExportError(
                 "the model rounds no activations: put marvin.quantize_activations on it, or give "
                 "formats from marvin.export.calibrate"

@@ -183,6 +183,14 @@ def test_nothing_is_observed_without_quantised_activations():
         describe(model, torch.ones(1, 1, 2, 2), {})
 
 
+def test_a_model_of_no_step_has_no_formats_yet():
+    model = nn.Sequential(nn.Conv2d(1, 1, 1))
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    marvin.quantize_activations(model, marvin.Quantized(sgd, marvin.StaticPolicy()))
+    with pytest.raises(ExportError, match="got a model of no step: train it"):
+        describe(model, torch.ones(1, 1, 2, 2), {})
+
+
 class Call(nn.Module):
     """Calls one function on the output of a layer."""
 

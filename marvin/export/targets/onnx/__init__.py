@@ -3,7 +3,7 @@
 Three container dtypes, of which the first that is exact is taken:
 
 ``"int8"``: formats up to 8 bits, in bytes, which ONNX Runtime computes with integer kernels: see
-``marvin.export.int8``. Layers of longer words are computed in floats, if others are not; sums that float32 does not hold are int32 and float64, for themselves alone; an
+``int8.Int8Writer``. Layers of longer words are computed in floats, if others are not; sums that float32 does not hold are int32 and float64, for themselves alone; an
 output of such sums is float64.
 
 ``"int16"``: formats up to 16 bits, in int16; layers are computed in float32, without
