@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.functions import Curve
-from fixedpoint_kernels.products.shapes import PIECE, Window, forward, sums_fit
+from fixedpoint_kernels.products.shapes import PIECE, Window, forward, input_gradient, sums_fit
 
 __all__ = [
     "INPUT",
@@ -68,16 +68,17 @@ class Layer:
         return min(PIECE, (2**63 - 1) // (255 * 128 * math.prod(self.shape[1:])) ** 2)
 
     def has_room(self, taken: tuple[int, int, int]) -> bool:
-        """Say whether int32 and int64 hold the sums of a value of these channels, height and width."""
+        """Say whether a weight meets a value of these channels, height and width, and sums have room."""
         from fixedpoint_kernels.products.blocks import blocks  # Numba takes a second to import
 
         if not sums_fit(self.shape, self.window.groups, LONGEST):
             return False
         if self.is_flat:
             return True
-        channels, *size = taken
-        part = forward(self.window, (size[0], size[1]), self.shape[2:])
-        cut = blocks(part, 1, (size[0], size[1]), channels, 1, self.most_positions)
+        channels, size, kernel = taken[0], taken[1:], self.shape[2:]
+        if not input_gradient(self.window, size, kernel):
+            return False
+        cut = blocks(forward(self.window, size, kernel), 1, size, channels, 1, self.most_positions)
         return cut.most_positions <= self.most_positions
 
 

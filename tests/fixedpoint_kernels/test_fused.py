@@ -1104,6 +1104,8 @@ def single(outputs, inputs, **more):
         (single(16, 1024, eps=None), (16, 101), True),
         (single(4, 1), (3, 65_500), True),
         (single(4, 1), (3, 65_536), False),  # places of a row
+        (single(4, 2, size=1, window=STRIDED), (2, 2), True),
+        (single(4, 2, size=1, window=STRIDED), (1, 1), False),  # all that is read is border
     ],
 )
 def test_a_segment_holds_images_whose_sums_fit(segment, size, fits):
