@@ -256,7 +256,10 @@ def tied(layer):
             lambda: Bare(lambda m, y: torch.sort(y)[0]),
             r"sort: sort\(conv\) cannot be exported: comp",
         ),
-        (lambda: Bare(lambda m, y: y.exp()), r"exp: exp\(conv\) cannot .* the documentation, 'Deploy: Which"),
+        (
+            lambda: Bare(lambda m, y: y.exp()),
+            r"exp: exp\(conv\) cannot .* the documentation, 'Deploy: Which",
+        ),
         (
             lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(2), nn.LSTM(16, 4)),
             "2: LSTM cannot be exported: use Conv1d or attention",
