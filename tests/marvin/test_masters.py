@@ -225,6 +225,8 @@ def test_a_layer_that_is_trained_later_than_its_bias_moves():
     optimizer = marvin.MSGD(model.named_parameters(), **FAST)
     train(model, optimizer, 3)
     optimizer.state_dict()  # the bias's format was looked for in the layer's state
+    assert not optimizer.state[model[3].weight]  # who looks there makes an entry, which stays
+    train(model, optimizer, 1, 2)
     model[3].weight.requires_grad_(True)
     train(model, optimizer, 3, 3)
     before = optimizer.state[model[3].weight]["master"].clone()
@@ -232,6 +234,7 @@ def test_a_layer_that_is_trained_later_than_its_bias_moves():
     after = optimizer.state[model[3].weight]["master"]
     assert (after != before).any()
     assert len(optimizer.state_dict()["optimizer"]["state"]) == len(list(model.parameters()))
+    assert "3.weight" in {row.layer for row in optimizer.trace}  # the policy sees it
 
 
 @pytest.mark.parametrize("kind", ["msgd", "AdamW"])
