@@ -7,7 +7,14 @@ from typing import ClassVar
 
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.functions import Curve
-from fixedpoint_kernels.products.shapes import PIECE, Window, forward, input_gradient, sums_fit
+from fixedpoint_kernels.products.shapes import (
+    PIECE,
+    Window,
+    forward,
+    input_gradient,
+    most_squares,
+    sums_fit,
+)
 
 __all__ = [
     "INPUT",
@@ -65,7 +72,7 @@ class Layer:
         """Most positions of a block: int32 holds so many products, int64 the squares of so many sums."""
         if self.eps is None:
             return PIECE
-        return min(PIECE, (2**63 - 1) // (255 * 128 * math.prod(self.shape[1:])) ** 2)
+        return min(PIECE, most_squares(math.prod(self.shape[1:])))
 
     def has_room(self, taken: tuple[int, int, int]) -> bool:
         """Say whether a weight meets a value of these channels, height and width, and sums have room."""

@@ -506,9 +506,9 @@ def _scales(exponents: Tensor, count: int) -> np.ndarray:
 
 def _sums_fit(part: Correlation, x: Tensor, weight: Tensor, grain: int) -> bool:
     """Say whether the sums of any tile fit int32, and the squares of any block int64."""
-    largest = 255 * 128 * _depth(weight)
+    depth = _depth(weight)
     positions = blocks(part, len(x), _size(x), x.shape[1], 1, grain=grain).most_positions
-    return 4 * largest < 2**31 and largest**2 * positions < 2**63
+    return 4 * 255 * 128 * depth < 2**31 and positions <= shapes.most_squares(depth)
 
 
 def _statistics(totals: np.ndarray, outputs: int) -> Tensor:

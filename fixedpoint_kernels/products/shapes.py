@@ -29,6 +29,11 @@ def sums_fit(shape: Sequence[int], groups: int = 1, longest: int = LONGEST_SUM) 
     return inputs * taps <= longest and outputs // groups * taps <= LONGEST_SUM
 
 
+def most_squares(products: int) -> int:
+    """Return how many squares int64 holds, of sums of so many products."""
+    return (2**63 - 1) // max(255 * 128 * products, 1) ** 2
+
+
 class Window(NamedTuple):
     """How a kernel moves over its input, height first; see ``torch.nn.functional.conv2d``."""
 

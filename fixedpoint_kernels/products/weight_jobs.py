@@ -380,7 +380,7 @@ def multiply_alone(d, piece, steps, sums, work):
 
 
 def multiply_weights(d, piece, steps, sums, work):
-    """Add products of ``PIECE`` positions or fewer to int32 sums.
+    """Add products of ``shapes.PIECE`` positions or fewer to int32 sums.
 
     Args:
         d: Address of a row of numbers.

@@ -1130,7 +1130,7 @@ def test_squares_of_the_largest_sums_fit(inputs, path):
 
 @pytest.mark.parametrize("path", HERE)
 def test_many_gray_images_on_one_thread(path):
-    """Borders between images are positions, too: with them, int32 does not hold products of all."""
+    """Borders between images are positions, too: with them, a block holds fewer images."""
     segment = single(8, 1)
     x = images(segment, 100, (28, 28))
     check(segment, x, program(segment, x, path))
