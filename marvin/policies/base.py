@@ -193,6 +193,8 @@ class Policy(ABC):
 class FixedPolicy(Policy):
     """One fixed-point format for all weights and activations, from the start to the end.
 
+    A parameter group may have its own: settings that change take effect in the next step.
+
     Args:
         wl: Word length, bits, sign included.
         fl: Fractional length, bits.
@@ -220,6 +222,14 @@ class FixedPolicy(Policy):
     def init(self, settings: Settings, shared: None) -> LayerFormat:
         """See ``Policy``."""
         return LayerFormat(FixedPoint(settings["wl"], settings["fl"], settings["symmetric"]))
+
+    def update(self, shared: None, layers: Sequence[Layer], step: Step) -> Update:
+        """See ``Policy``: formats follow a group's settings that were changed."""
+        records = {id(layer.settings): layer.settings for layer in layers}
+        records = {key: self.init(settings, shared) for key, settings in records.items()}
+        if all(layer.record == records[id(layer.settings)] for layer in layers):
+            return Update(shared, layers)
+        return Update(shared, [layer.but(record=records[id(layer.settings)]) for layer in layers])
 
 
 def check_policy(policy: object) -> None:

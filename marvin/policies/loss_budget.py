@@ -156,6 +156,11 @@ class LossBudgetPolicy(RangePolicy):
                 f"pairs of a weight's name and its multiply-adds ({_PAIRS})",
             ),
             ("loss_floor", lambda s: 0 <= s["loss_floor"] <= 1, "0 to 1"),
+            (
+                "loss_floor",
+                lambda s: not s["loss_floor"] or s["window"] > 1,
+                "0 where window is 1: it is a share of the first window of several steps",
+            ),
         ),
     )
 

@@ -188,6 +188,7 @@ def test_the_budget_has_a_floor():
         ({"target_ebops": 0, "madds": MADDS}, "target_ebops must be above 0"),
         ({"target_ebops": 5.0}, "madds must be given with target_ebops"),
         ({"loss_floor": 1.5}, "loss_floor must be 0 to 1"),
+        ({"loss_floor": 0.5, "window": 1}, "loss_floor must be 0 where window is 1"),
         ({"late": 0.3}, r"late must be one of \(False, True\), got 0\.3"),
         ({"free_zeros": "no"}, "free_zeros must be one of"),
         ({"per_channel": 2}, "per_channel must be one of"),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import marvin
-from fixedpoint_kernels import FixedPoint, Minifloat
+from fixedpoint_kernels import FixedPoint, Minifloat, quantize
 from marvin import (
     FixedPolicy,
     LossBudgetPolicy,
@@ -174,6 +174,23 @@ def test_a_state_decides_whatever_the_arguments_were(kind):
     assert (kind is FixedPolicy) != bool(optimizer.trace)
     if kind is LossBudgetPolicy:
         assert optimizer.formats()["3.weight"].wl == 9
+
+
+def test_a_fixed_format_follows_a_group_whose_settings_change():
+    model, optimizer = make(FixedPolicy(8, 4), 0.05, 0.0, seed=3)
+    train(model, optimizer, range(2))
+    optimizer.param_groups[0]["wl"] = 5
+    assert {fmt.wl for fmt in optimizer.formats().values() if fmt} == {8}
+    train(model, optimizer, range(2, 4))
+    assert {(fmt.wl, fmt.fl) for fmt in optimizer.formats().values() if fmt} == {(5, 4)}
+    assert {(row.step, row.wl_before, row.wl) for row in optimizer.trace} == {(3, 8, 5)}
+    weight = model.state_dict()["0.weight"]
+    torch.testing.assert_close(weight, quantize(weight, FixedPoint(5, 4)), rtol=0, atol=0)
+    optimizer.param_groups[0]["wl"] = 0
+    before = weight.clone()
+    with pytest.raises(ValueError, match="word length must be"):
+        train(model, optimizer, range(4, 5))
+    torch.testing.assert_close(model.state_dict()["0.weight"], before, rtol=0, atol=0)
 
 
 def test_a_layer_with_other_values_has_its_fields_alone():
