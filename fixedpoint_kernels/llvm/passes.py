@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 
 from fixedpoint_kernels.llvm import curves
-from fixedpoint_kernels.llvm.vectors import F32, I8, I32, I64, Vector, intrinsic
+from fixedpoint_kernels.llvm.vectors import F32, I8, I32, I64, Vector, intrinsic, prefetch
 from fixedpoint_kernels.llvm.words import Words
 
 BLOCK = 64
@@ -26,6 +26,7 @@ float32 that is scaled and shifted, rounded once."""
 
 
 _STRIP = 8192  # elements
+_AHEAD = 2048
 
 
 class _Image(Words):
@@ -66,6 +67,17 @@ class _Image(Words):
         """Return where an element of so many bits is; of an address 0, anything."""
         offset = self.builder.lshr(self.builder.mul(element, I64(bits)), I64(3))
         return self.builder.add(address, offset)
+
+    def far(self, address: Any, e: Any) -> Vector:
+        """Return the bfloat16 of elements from ``e`` on, which an earlier region left in memory.
+
+        Those some elements ahead come near: they arrive while these are worked on.
+        """
+        ahead = self.moved(address, self.builder.add(e, I64(_AHEAD)), 16)
+        for line in range(0, 2 * BLOCK, 64):
+            place = self.builder.add(ahead, I64(line))
+            prefetch(self.builder, self.builder.inttoptr(place, I8.as_pointer()))
+        return self.load_bfloat16(self.moved(address, e, 16))
 
     def load_mask(self, address: Any) -> Vector:
         return self.flags(self.one(address, I64))
@@ -181,7 +193,7 @@ def _add_term(to: _Image, value, kind, z, e, a, b, adds=False):
         to.put(to.get(value) + term if adds else term, value)
 
     with to.equal(kind, BFLOAT16):
-        put(to.load_bfloat16(to.moved(z, e, 16)) * to.get(a) + to.get(b))
+        put(to.far(z, e) * to.get(a) + to.get(b))
     with to.equal(kind, FLOAT32):
         put(to.load(to.moved(z, e, 32)) * to.get(a) + to.get(b))
     with to.equal(kind, PLAIN):
@@ -220,9 +232,9 @@ def _make_gradient(
         moves = to.builder.select(to.is_set(factors), I64(SCALED), I64(NOTHING))
         (factor,) = to.factors(moves, at, factors)
         with to.every(at, strip, pattern) as e:
-            value = to.variable(to.load_bfloat16(to.moved(g, e, 16)))
+            value = to.variable(to.far(g, e))
             with to.equal(first, BFLOAT16):
-                rest = to.load_bfloat16(to.moved(z, e, 16)) * to.get(b) + to.get(c)
+                rest = to.far(z, e) * to.get(b) + to.get(c)
                 to.put(to.get(value) * to.get(a) + rest, value)
             with to.there(factors):
                 to.put(to.get(value) * to.get(factor), value)
@@ -265,11 +277,11 @@ def _finish(
                 with to.there(clip_mask):
                     _keep(to, value, to.moved(clip_mask, e, 1))
             with to.there(scaled):
-                own_part = to.load_bfloat16(to.moved(scaled, e, 16)) * to.get(gates)
+                own_part = to.far(scaled, e) * to.get(gates)
                 to.put(to.get(value) + own_part, value)
             for address in (add, add2):
                 with to.there(address):
-                    to.put(to.get(value) + to.load_bfloat16(to.moved(address, e, 16)), value)
+                    to.put(to.get(value) + to.far(address, e), value)
             with to.there(outer):
                 to.put(to.get(value) + to.load(to.moved(outer, e, 32)), value)
             with to.there(relu_mask):
@@ -289,7 +301,7 @@ def _finish(
                 to.put(to.get(totals[0]) + kept, totals[0])
                 for kind, address, total in ((first, z, totals[1]), (second, z2, totals[2])):
                     with to.equal(kind, BFLOAT16):
-                        product = kept * to.load_bfloat16(to.moved(address, e, 16))
+                        product = kept * to.far(address, e)
                         product = inside.where(product, to.zero)
                         to.put(to.get(total) + product, total)
         with to.there(sums):
@@ -311,7 +323,7 @@ def _weigh(
             value = to.variable(to.zero)
             _add_term(to, value, first, z, e, *own)
             _activate(to, value, above, relu, curve, number, top)
-            product = to.get(value) * to.load_bfloat16(to.moved(g, e, 16))
+            product = to.get(value) * to.far(g, e)
             inside = to.flags(to.inside(e, elements))
             to.put(to.get(total) + inside.where(product, to.zero), total)
         to.store(to.get(total), place)
