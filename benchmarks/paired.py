@@ -53,10 +53,12 @@ class Paired:
     Args:
         seeds: Those that both sides have.
         values: Ours less theirs, in the seeds' order.
+        level: Of the bounds.
     """
 
     seeds: tuple[int, ...]
     values: tuple[float, ...]
+    level: float = LEVEL
 
     @property
     def mean(self) -> float:
@@ -77,10 +79,10 @@ class Paired:
         return self.mean / self.error if self.error else math.copysign(math.inf, self.mean)
 
     def bound(self, *, upper: bool = False) -> float | None:
-        """Return the one-sided 95 % bound of the true difference; None for one seed."""
+        """Return the one-sided bound of the true difference; None for one seed."""
         if self.error is None:
             return None
-        reach = float(student.ppf(LEVEL, len(self.values) - 1)) * self.error
+        reach = float(student.ppf(self.level, len(self.values) - 1)) * self.error
         return self.mean + (reach if upper else -reach)
 
     def verdict(self, margin: float = MARGIN) -> str:
@@ -100,10 +102,12 @@ class Paired:
         return mean if self.error is None else f"{mean} ± {self.error:.{digits}f}"
 
 
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Paired | None:
+def paired(
+    ours: Mapping[int, float], theirs: Mapping[int, float], level: float = LEVEL
+) -> Paired | None:
     """Return the differences over the seeds that both have; None where there are none."""
     seeds = tuple(seed for seed in ours if seed in theirs)
-    return Paired(seeds, tuple(ours[s] - theirs[s] for s in seeds)) if seeds else None
+    return Paired(seeds, tuple(ours[s] - theirs[s] for s in seeds), level) if seeds else None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Whether one kind of run is no worse than another, where their seeds have nothing in common.
+"""Whether one kind of run is no worse than another, by means over seeds and seed by seed.
 
     python -m benchmarks.welch benchmarks/results/full-size.csv target-5-bits float32
 
 prints means over seeds, the difference with its standard error, and its one-sided 95 % bound, by
-Welch's t-test. Runs of one seed share little where one of them rounds: the noise differs from the first
-step on. So pairs spare nothing, and a kind of run may have more seeds than the other.
+Welch's t-test: a kind of run may have more seeds than the other, and pairs count for nothing. Then the same
+of the seeds that both have, by Student's t-test of their differences: runs of one seed share first weights
+and batches. Which of the two decides is chosen before the runs are seen.
 """
 
 from perfmodel.arguments import Parser, message_of, real
@@ -15,6 +16,9 @@ PARSER.add_argument("table", metavar="FILE.csv", help="with columns run, seed an
 PARSER.add_argument("ours", metavar="OURS", help="a name in the column run")
 PARSER.add_argument("theirs", metavar="THEIRS", help="another")
 PARSER.add_argument("--margin", type=real(), default=MARGIN, help="points of accuracy")
+PARSER.add_argument(
+    "--level", type=real(), default=95, help="%% of the one-sided bound (default: 95)"
+)
 
 if __name__ == "__main__":  # --help and slips are answered before scipy loads
     PARSER.parse_args()
@@ -28,7 +32,8 @@ from pathlib import Path
 
 from scipy.stats import t as student
 
-from perfmodel.files import RunError, number, read_rows
+from benchmarks.paired import paired
+from perfmodel.files import RunError, number, read_rows, whole
 
 __all__ = ["Unpaired"]
 
@@ -42,6 +47,7 @@ class Unpaired:
     Args:
         ours: Accuracies, %, two at least.
         theirs: So too.
+        level: Of the bounds.
 
     Source:
         B. L. Welch, Biometrika 34 (1947): the degrees of freedom.
@@ -49,6 +55,7 @@ class Unpaired:
 
     ours: Sequence[float]
     theirs: Sequence[float]
+    level: float = LEVEL
 
     @property
     def mean(self) -> float:
@@ -68,8 +75,8 @@ class Unpaired:
         return sum(self._parts) ** 2 / rest if rest else math.inf
 
     def bound(self, *, upper: bool = False) -> float:
-        """Return the one-sided 95 % bound of the true difference."""
-        reach = float(student.ppf(LEVEL, self.freedom)) * self.error
+        """Return the one-sided bound of the true difference."""
+        reach = float(student.ppf(self.level, self.freedom)) * self.error
         return self.mean + (reach if upper else -reach)
 
     def verdict(self, margin: float) -> str:
@@ -88,8 +95,8 @@ class Unpaired:
         return ours, theirs
 
 
-def read(path: Path, name: str) -> list[float]:
-    """Return the accuracies of a kind of run, %.
+def read(path: Path, name: str) -> dict[int, float]:
+    """Return the accuracies of a kind of run, %, by seed.
 
     Raises:
         RunError: The table is cut off, or has no such columns.
@@ -99,28 +106,36 @@ def read(path: Path, name: str) -> list[float]:
     rows = [row for row in read_rows(path, columns) if row["run"] == name]
     if len(rows) < 2:
         raise ValueError(f"{path} must have two runs of {name!r} or more, got {len(rows)}")
-    if len({row["seed"] for row in rows}) < len(rows):
+    seeds = [whole(path, row, "seed", 0, 2**63) for row in rows]
+    if len(set(seeds)) < len(rows):
         raise ValueError(f"{path} must have runs of {name!r} with different seeds, got one twice")
     found = [number(path, row, "test_accuracy") for row in rows]
     if not all(0 <= accuracy <= 1 for accuracy in found):
         raise ValueError(f"{path} must have accuracies of 0 to 1, got {max(found)} of {name!r}")
-    return [100 * accuracy for accuracy in found]
+    return {seed: 100 * accuracy for seed, accuracy in zip(seeds, found, strict=True)}
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command line."""
     arguments = PARSER.parse_args(words)
     names = arguments.ours, arguments.theirs
+    if not 50 < arguments.level < 100:
+        PARSER.error(f"--level must be between 50 and 100, got {arguments.level:g}")
     try:
         samples = [read(Path(arguments.table), name) for name in names]
     except (RunError, OSError, ValueError) as error:
         sys.exit(f"{PARSER.prog}: {message_of(error)}")
     for name, own in zip(names, samples, strict=True):
-        mean, spread = statistics.mean(own), statistics.stdev(own)
+        mean, spread = statistics.mean(own.values()), statistics.stdev(own.values())
         print(f"{name}: {mean:.2f} ± {spread:.2f} %, {len(own)} seeds")
-    found = Unpaired(*samples)
+    margin, level = arguments.margin, arguments.level / 100
+    ours, theirs = samples
+    found = Unpaired(tuple(ours.values()), tuple(theirs.values()), level)
     print(f"difference: {found.mean:+.2f} ± {found.error:.2f} points")
-    print(f"no worse by {arguments.margin:g} points? {found.verdict(arguments.margin)}")
+    print(f"no worse by {margin:g} points? {found.verdict(margin)}")
+    if (pairs := paired(ours, theirs, level)) is not None and len(pairs.seeds) > 1:
+        print(f"seed by seed, {len(pairs.seeds)} seeds: {pairs.shown()} points")
+        print(f"no worse by {margin:g} points? {pairs.verdict(margin)}")
 
 
 if __name__ == "__main__":

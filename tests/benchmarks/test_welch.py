@@ -33,8 +33,24 @@ def test_the_command(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "a: 84.45 ± 0.07 %, 2 seeds" in shown
     assert "difference: +0.00 ± 0.16 points" in shown
+    assert "seed by seed, 2 seeds: +0.00 ± 0.10 points" in shown
     with pytest.raises(SystemExit, match="two runs of 'c' or more, got 1"):
         main([str(tmp_path / "x.csv"), "a", "c"])
+
+
+def test_seed_by_seed_at_another_level(tmp_path, capsys):
+    rows = [f"a,{seed},{value / 100}" for seed, value in enumerate(OURS)]
+    rows += [f"b,{seed},{value / 100}" for seed, value in enumerate((84.4, 84.6, 83.6, 84.5), 1)]
+    (tmp_path / "x.csv").write_text("\n".join(["run,seed,test_accuracy", *rows, ""]))
+    pairs = [84.5 - 84.4, 83.5 - 84.6, 84.8 - 83.6, 84.4 - 84.5]
+    for level in (95, 97.5):
+        main([str(tmp_path / "x.csv"), "a", "b", "--level", str(level)])
+        *_, last = capsys.readouterr().out.splitlines()
+        low = stats.ttest_1samp(pairs, 0).confidence_interval(2 * level / 100 - 1).low
+        assert f"({low:+.2f})" in last or f"(bound {low:+.2f})" in last
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "x.csv"), "a", "b", "--level", "0.95"])
+    assert "--level must be between 50 and 100, got 0.95" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
