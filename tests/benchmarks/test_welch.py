@@ -45,7 +45,9 @@ def test_seed_by_seed_at_another_level(tmp_path, capsys):
     pairs = [84.5 - 84.4, 83.5 - 84.6, 84.8 - 83.6, 84.4 - 84.5]
     for level in (95, 97.5):
         main([str(tmp_path / "x.csv"), "a", "b", "--level", str(level)])
-        *_, last = capsys.readouterr().out.splitlines()
+        *_, means, _, last = capsys.readouterr().out.splitlines()
+        unpaired = stats.ttest_ind(OURS, (84.4, 84.6, 83.6, 84.5), equal_var=False)
+        assert f"{unpaired.confidence_interval(2 * level / 100 - 1).low:+.2f}" in means
         low = stats.ttest_1samp(pairs, 0).confidence_interval(2 * level / 100 - 1).low
         assert f"({low:+.2f})" in last or f"(bound {low:+.2f})" in last
     with pytest.raises(SystemExit):
