@@ -32,12 +32,10 @@ from pathlib import Path
 
 from scipy.stats import t as student
 
-from benchmarks.paired import paired
+from benchmarks.paired import LEVEL, paired
 from perfmodel.files import RunError, number, read_rows, whole
 
 __all__ = ["Unpaired"]
-
-LEVEL = 0.95
 
 
 @dataclass(frozen=True)
