@@ -116,15 +116,15 @@ class Guards:
         ]
         own.work_bytes += GUARD
 
-    def _run(self, run, program, direction, kept, given):
-        work = run(program, direction, kept, given)
+    def _run(self, run, program, direction, kept, *rest):
+        run(program, direction, kept, *rest)
+        work = int(direction.context[f.C_SCRATCH]) - program._scratch_at
         self.check(program.kept_zones, kept.data_ptr())
         self.check(program.buffer_zones[direction.table.ctypes.data], work)
         for thread in range(program.threads):
             self.check(program.scratch_zones, work + thread * program._scratch_bytes)
-        spare = program.spare_bytes * program.threads
-        self.check([Zone("weights that are laid out", spare, GUARD)], work + program.spare_at)
-        return work
+        spare = program._spare_bytes * program.threads
+        self.check([Zone("weights that are laid out", spare, GUARD)], work + program._spare_at)
 
     def _make_contexts(self, make_contexts, own, operations):
         own.zones, sizes = self._buffers, [0] * 7

@@ -15,9 +15,10 @@ from fixedpoint_kernels.fused.by_images import held_of, sort, sums_of, totals_of
 from fixedpoint_kernels.fused.coefficients import bias, coefficients, gradient_coefficients, spread
 from fixedpoint_kernels.fused.joining import cut, join, join_sums
 from fixedpoint_kernels.fused.pooling import pool, unpool
+from fixedpoint_kernels.fused.weights import collect_share, pack_share
 from fixedpoint_kernels.llvm import barrier, passes, tiles
 from fixedpoint_kernels.llvm.barrier import all_come, wait
-from fixedpoint_kernels.llvm.calls import inner
+from fixedpoint_kernels.llvm.calls import called, inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.llvm.views import doubles, floats
 from fixedpoint_kernels.products import by_outputs, jobs, weight_jobs
@@ -319,27 +320,36 @@ def begin_region(context, number):
     return 0
 
 
+_pack_share, _collect_share = called(pack_share), called(collect_share)
+
+
 def _run_apart(context, regions, threads):
-    """Run regions, each of them a parallel loop."""
+    """Lay out weights, run regions, and write weights' gradients, in a parallel loop each."""
+    for thread in prange(threads):
+        _pack_share(context, thread)
     for number in range(regions):
         begin_region(context, number)
         for thread in prange(threads):
             run_region(context, number, thread)
+    for thread in prange(threads):
+        _collect_share(context, thread)
 
 
 def _run_together(context, regions, threads, meeting):
-    """Run regions in one parallel loop, whose threads meet between them.
+    """Do as ``_run_apart`` in one parallel loop, whose threads meet between its parts.
 
     meeting: address of ``barrier.SIZE`` int64, zeros. If the threads do not all meet, nothing is done.
     """
     for thread in prange(threads):
         if all_come(meeting, threads):
+            _pack_share(context, thread)
             for number in range(regions):
                 if thread == 0:
                     begin_region(context, number)
                 wait(meeting, threads * (2 * number + 1))
                 run_region(context, number, thread)
                 wait(meeting, threads * (2 * number + 2))
+            _collect_share(context, thread)
 
 
 @cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fixedpoint_kernels.fused import cpu, weights
+from fixedpoint_kernels.fused import cpu
 from fixedpoint_kernels.fused.graph import INPUT, Layer
 from fixedpoint_kernels.fused.layout import Shape
 from fixedpoint_kernels.fused.memory import aligned
@@ -167,8 +167,7 @@ def backward(
         given |= {("seen gradient", n): own.address for n, own in back.items()}
     with program.memory.lock:
         program.move(parameters)
-        work = _run(program, program.backward, kept, given)
-        program.collect([own.weight for own in found], work)
+        _run(program, program.backward, kept, given, [own.weight for own in found])
     if seen is not None:
         seen += [own.take() for own in back.values()]
     return (None if dx is None else dx.take()), found
@@ -228,13 +227,13 @@ def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str
 
 
 def _run(
-    program: Program, direction: Pass, kept: Tensor, given: Mapping[tuple[str, int], int]
-) -> int:
-    """Run a pass, and return where working memory is."""
+    program: Program,
+    direction: Pass,
+    kept: Tensor,
+    given: Mapping[tuple[str, int], int],
+    gradients: Sequence[Tensor] = (),
+) -> None:
     work = program.place(direction, kept.data_ptr(), given)
-    weights.pack_weights(program.threads > 1)(
-        *(direction.tasks, direction.task_reals, direction.items),
-        *(work + program.spare_at, program.spare_bytes, program.threads),
-    )
+    if gradients:
+        program.place_gradients(gradients, work)
     cpu.run(program.path, direction.context, len(direction.regions), program.threads)
-    return work

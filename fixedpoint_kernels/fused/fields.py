@@ -60,5 +60,10 @@ COUNT = 97
     # of the threads' memory, one after the other: its address, bytes of each, and the address of (6,)
     # int64: where in it which part begins
     C_SCRATCH, C_SCRATCH_BYTES, C_PLACES,
-) = range(10)  # fmt: skip
-CONTEXT = 10
+    # of weights that are laid out before: tasks, their float32, which 16 columns of which task, and how
+    # many such items; each thread's memory for that, and its bytes
+    C_TASKS, C_TASK_REALS, C_ITEMS, C_ITEM_COUNT, C_SPARE, C_SPARE_BYTES,
+    # of weights' gradients that are written at the end: the same of layers, see ``weights.collect_share``
+    C_COLLECT, C_COLLECT_ITEMS, C_COLLECT_COUNT,
+) = range(19)  # fmt: skip
+CONTEXT = 19

@@ -19,7 +19,7 @@ from fixedpoint_kernels.fused.layout import Layout
 from fixedpoint_kernels.fused.memory import Memory, bytes_of, work_memory
 from fixedpoint_kernels.fused.operations import Addresses, Operation, place_buffers, table
 from fixedpoint_kernels.fused.reference import Parameters
-from fixedpoint_kernels.fused.weights import collect, packing_items, spare_bytes
+from fixedpoint_kernels.fused.weights import packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
 
 __all__ = ["Pass", "Program"]
@@ -123,21 +123,25 @@ class Program(Layout):
         own.addresses.fill(own.table, given, kept, work)
         own.task_addresses.fill(own.tasks, given, kept, work)
         own.context[f.C_SCRATCH] = work + self._scratch_at
+        own.context[f.C_SPARE] = work + self._spare_at
         return work
 
-    def collect(self, weights: Sequence[Tensor], work: int) -> None:
-        """Write weight gradients from what backward added up by images.
+    def place_gradients(self, weights: Sequence[Tensor], work: int) -> None:
+        """Say where weight gradients are written that backward adds up by images.
 
         They are contiguous, or lie channels last.
+
+        Args:
+            weights: One a layer, empty where it has none.
+            work: What ``place`` returned.
         """
-        tasks, items, (rows, columns, offsets) = self._collected
+        tasks, _, (rows, columns, offsets) = self._collected
         tasks[rows, columns] = offsets + work
         tasks[:, f.W_STEP_C] = [0 if weight.is_contiguous() else 1 for weight in weights]
         tasks[:, f.OUT] = [weight.data_ptr() for weight in weights]
-        collect(self.threads > 1)(tasks, items, self.threads)
 
     def _collecting(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what ``collect`` takes.
+        """Tell backward which weight gradients it writes at its end, and return where it reads that.
 
         That are layers; the inputs of each in sixteens, in groups the outputs; and rows, columns and offsets
         of addresses in working memory.
@@ -154,11 +158,11 @@ class Program(Layout):
             work += [(n, f.SUMS, own.sums.offset), (n, f.TOTALS, own.totals.offset)]
             count = tasks[n, f.W_INPUTS if tasks[n, f.W_GROUPS] == 1 else f.W_OUTPUTS]
             items += [(n, first) for first in range(0, int(count), 16)]
-        return (
-            tasks,
-            np.array(items, np.int64).reshape(-1, 2),
-            np.array(work, np.int64).reshape(-1, 3).T,
-        )
+        own, places = np.array(items, np.int64).reshape(-1, 2), np.array(work, np.int64)
+        context = self.backward.context
+        context[[f.C_COLLECT, f.C_COLLECT_ITEMS]] = tasks.ctypes.data, own.ctypes.data
+        context[f.C_COLLECT_COUNT] = len(own)
+        return tasks, own, places.reshape(-1, 3).T
 
     def _finished(self, regions: list[list[Operation]], last: Sequence[Operation] = ()) -> Pass:
         """Return a pass; what ``last`` needs is there when it is over."""
@@ -204,10 +208,27 @@ class Program(Layout):
 
     def _fill_context(self, own: Pass) -> None:
         """Write what a kernel needs to know of a pass."""
-        arrays = own.table, own.reals, own.details, own.regions
-        places = f.C_TABLE, f.C_REALS, f.C_DETAILS, f.C_REGIONS
+        arrays = (
+            own.table,
+            own.reals,
+            own.details,
+            own.regions,
+            own.tasks,
+            own.task_reals,
+            own.items,
+        )
+        places = (
+            f.C_TABLE,
+            f.C_REALS,
+            f.C_DETAILS,
+            f.C_REGIONS,
+            f.C_TASKS,
+            f.C_TASK_REALS,
+            f.C_ITEMS,
+        )
         for place, array in zip(places, arrays, strict=True):
             own.context[place] = array.ctypes.data
+        own.context[[f.C_ITEM_COUNT, f.C_SPARE_BYTES]] = len(own.items), self._spare_bytes
         counts = len(own.table), self.images, self.threads
         own.context[[f.C_OPERATIONS, f.C_IMAGES, f.C_THREADS]] = counts
         own.context[[f.C_SCRATCH_BYTES, f.C_PLACES]] = self._scratch_bytes, self._begins.ctypes.data
@@ -217,6 +238,6 @@ class Program(Layout):
         begins = np.cumsum([0, *sizes])
         self._begins, self._scratch_bytes = begins[:7].astype(np.int64), int(begins[-1])
         self._scratch_at = self.work_bytes
-        self.spare_at = self._scratch_at + self._scratch_bytes * self.threads
-        self.spare_bytes = max(spare_bytes(own.shape) for own in self.segment.products)
-        self.work_bytes = self.spare_at + self.spare_bytes * self.threads
+        self._spare_at = self._scratch_at + self._scratch_bytes * self.threads
+        self._spare_bytes = max(spare_bytes(own.shape) for own in self.segment.products)
+        self.work_bytes = self._spare_at + self._spare_bytes * self.threads

@@ -20,7 +20,7 @@ from fixedpoint_kernels.products.packing import (
 )
 from fixedpoint_kernels.threads import compile_both
 
-__all__ = ["collect", "pack_weights", "packing_items", "spare_bytes"]
+__all__ = ["collect_share", "pack_share", "pack_weights", "packing_items", "spare_bytes"]
 
 
 @inner
@@ -259,6 +259,24 @@ _pack_task = called(pack_task)
 _pack_columns = called(pack_columns)
 
 
+@inner
+def _pack_share(tasks, scales, items, count, own, thread, threads):
+    """Lay out a thread's share of the weights; see ``_pack_weights``, but for addresses and ``count`` items."""
+    pairs = carray(pointer_to(items), (count, 2), np.int64)
+    for k in range(thread, count, threads):
+        task, block = pairs[k]
+        _pack_columns(tasks + 8 * f.COUNT * task, scales + 16 * task, own, block)
+
+
+def pack_share(context, thread):
+    """Lay out a thread's share of a program's weights; ``context``: address of ``fields.CONTEXT`` int64."""
+    c = carray(pointer_to(context), f.CONTEXT, np.int64)
+    own = c[f.C_SPARE] + thread * c[f.C_SPARE_BYTES]
+    tasks, scales, items, count = c[f.C_TASKS], c[f.C_TASK_REALS], c[f.C_ITEMS], c[f.C_ITEM_COUNT]
+    _pack_share(tasks, scales, items, count, own, thread, c[f.C_THREADS])
+    return 0
+
+
 def _pack_weights(tasks, scales, items, spare, spare_bytes, threads):
     """Lay out all weights.
 
@@ -271,10 +289,10 @@ def _pack_weights(tasks, scales, items, spare, spare_bytes, threads):
         threads: How many.
     """
     for thread in prange(threads):
-        own = spare + thread * spare_bytes
-        for k in range(thread, len(items), threads):
-            task, block = items[k]
-            _pack_columns(tasks[task].ctypes.data, scales[task].ctypes.data, own, block)
+        _pack_share(
+            tasks.ctypes.data, scales.ctypes.data, items.ctypes.data, len(items),
+            spare + thread * spare_bytes, thread, threads,
+        )  # fmt: skip
 
 
 def packing_items(tasks: np.ndarray) -> np.ndarray:
@@ -317,35 +335,28 @@ def _rows_of(d):
 
 
 @inner
-def _add_thread(d, thread, first, is_last, sums):
-    """Add what a thread has for 16 inputs: int32, or the float64 that they were folded to.
+def _add_thread(d, thread, first, output, is_last, sums, rows):
+    """Add what a thread has for 16 inputs and 16 outputs: int32, or the float64 that they were folded to.
 
-    sums: (inputs * taps, columns) float64, by input and tap, or where ``is_last`` by tap and input; a
+    sums: address of (rows, 16) float64, by input and tap, or where ``is_last`` by tap and input; a
     thread's own lie by tap, input and output.
     """
-    held = doubles(d[f.HELD], 3 * thread + 3)[3 * thread :]
-    taps, (rows, columns) = d[f.W_TAPS], sums.shape
+    at = d[f.HELD] + 24 * thread
+    is_folded = doubles(at, 3)[2] > 0
+    taps, columns = d[f.W_TAPS], (d[f.W_OUTPUTS] + 15) // 16 * 16
     count = rows // taps
     every, step = _rows_of(d)
-    size, scale, is_folded = every * columns, held[1], held[2] > 0
-    totals = doubles(d[f.TOTALS], (thread + 1) * size)[thread * size :]
-    whole = carray(pointer_to(d[f.SUMS] + thread * d[f.SUMS_STRIDE]), size + columns, np.int32)
-    last = whole[size:]
-    for row in range(rows):
-        tap, place = (row // count, row % count) if is_last else (row % taps, row // taps)
-        at, out = (tap * step + first + place) * columns, sums[row]
-        if is_folded:
-            folded = totals[at : at + columns]
-            for o in range(columns):
-                out[o] += folded[o]
-        elif d[f.W_FLIPS]:
-            own = whole[at : at + columns]
-            for o in range(columns):
-                out[o] += np.float64(np.int32(own[o] - np.int32(128) * last[o])) * scale
-        else:
-            own = whole[at : at + columns]
-            for o in range(columns):
-                out[o] += np.float64(own[o]) * scale
+    totals = d[f.TOTALS] + 8 * (thread * every * columns + output)
+    whole = d[f.SUMS] + thread * d[f.SUMS_STRIDE] + 4 * output
+    last, flip = whole + 4 * every * columns, 128 * d[f.W_FLIPS]
+    for tap in range(taps):
+        for place in range(count):
+            row = tap * count + place if is_last else place * taps + tap
+            own, out = (tap * step + first + place) * columns, sums + 128 * row
+            if is_folded:
+                tiles.add_doubles(totals + 8 * own, out)
+            else:
+                tiles.add_scaled(whole + 4 * own, last, flip, at + 8, out)
 
 
 def collect_inputs(d, first, threads):
@@ -358,17 +369,16 @@ def collect_inputs(d, first, threads):
     """
     d = carray(pointer_to(d), f.COUNT, np.int64)
     outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
-    columns, lsb = (outputs + 15) // 16 * 16, floats(d[f.POWERS], 1)[0]
     rows, is_last = min(16, inputs - first) * taps, d[f.W_STEP_C] == 1 and taps > 1
-    sums, values = np.zeros((rows, columns), np.float64), np.empty((rows + 16, 16), np.float32)
-    for thread in range(threads):
-        _add_thread(d, thread, first, is_last, sums)
+    sums, values = np.empty((rows, 16), np.float64), np.empty((rows + 16, 16), np.float32)
     step, count = inputs * taps, rows // taps
     for output in range(0, outputs, 16):
+        sums[:] = 0.0
+        for thread in range(threads):
+            _add_thread(d, thread, first, output, is_last, sums.ctypes.data, rows)
         for row in range(rows):
-            own, out = sums[row, output : output + 16], values[row]
-            for o in range(16):
-                out[o] = np.float32(own[o]) * lsb
+            out = values.ctypes.data + 64 * row
+            tiles.scale_doubles(sums.ctypes.data + 128 * row, d[f.POWERS], out)
         if is_last:
             for tap in range(taps):
                 place = d[f.OUT] + 4 * (output * step + tap * inputs + first)
@@ -377,6 +387,7 @@ def collect_inputs(d, first, threads):
         else:
             place = d[f.OUT] + 4 * (output * step + first * taps)
             write_columns(values, rows, min(16, outputs - output), place, step)
+    keep(sums, values)
     return 0
 
 
@@ -414,30 +425,30 @@ def collect_groups(d, first, threads):
 _collect_inputs, _collect_groups = called(collect_inputs), called(collect_groups)
 
 
-def _collect(tasks, items, threads):
-    """Add up the threads' weight gradients, and write them as the weights lie.
+def collect_share(context, thread):
+    """Add up the threads' gradients of a thread's share of the weights, and write them as the weights lie.
 
     Args:
-        tasks: (layers, ...) int64, see ``fields``.
-        items: (items, 2) int64: a layer, and the first of 16 inputs; of outputs, in groups.
-        threads: That added up.
+        context: Address of ``fields.CONTEXT`` int64. Items are a layer, and the first of 16 inputs; of
+            outputs, in groups.
+        thread: One of those that added up.
     """
-    for k in prange(len(items)):
-        layer, first = items[k]
-        if tasks[layer, f.W_GROUPS] > 1:
-            _collect_groups(tasks[layer].ctypes.data, first, threads)
+    c = carray(pointer_to(context), f.CONTEXT, np.int64)
+    count, threads = c[f.C_COLLECT_COUNT], c[f.C_THREADS]
+    pairs = carray(pointer_to(c[f.C_COLLECT_ITEMS]), (count, 2), np.int64)
+    for k in range(thread, count, threads):
+        layer, first = pairs[k]
+        at = c[f.C_COLLECT] + 8 * f.COUNT * layer
+        if carray(pointer_to(at), f.COUNT, np.int64)[f.W_GROUPS] > 1:
+            _collect_groups(at, first, threads)
         else:
-            _collect_inputs(tasks[layer].ctypes.data, first, threads)
+            _collect_inputs(at, first, threads)
+    return 0
 
 
-_PACK, _COLLECT = compile_both(_pack_weights), compile_both(_collect)
+_PACK = compile_both(_pack_weights)
 
 
 def pack_weights(parallel: bool) -> Callable[..., object]:
     """Return the kernel that lays out weights."""
     return _PACK[parallel]
-
-
-def collect(parallel: bool) -> Callable[..., object]:
-    """Return the kernel that writes weight gradients."""
-    return _COLLECT[parallel]

@@ -16,7 +16,7 @@ from numba.core import cgutils
 from fixedpoint_kernels.llvm.vectors import Vector, columns_of, intrinsic
 
 I1, I8, I16, I32, I64 = map(ir.IntType, (1, 8, 16, 32, 64))
-F32 = ir.FloatType()
+F32, F64 = ir.FloatType(), ir.DoubleType()
 _POINTER = I8.as_pointer()
 
 
@@ -133,6 +133,53 @@ def vnni_tile(rows: int, groups: int, lanes: int) -> Any:
                     for j in range(pieces):
                         total = totals[m * pieces + j]
                         builder.store(_dot(builder, builder.load(total), row, columns[j]), total)
+        for total, place in zip(totals, places(*out), strict=True):
+            store(builder, builder.load(total), place)
+
+    return addressed(12, body)
+
+
+def shared_tile(rows: int) -> Any:
+    """Return the tile of ``vpdpbusd`` for runs of three steps, by 16 columns.
+
+    A row is then also what the next two rows begin and end with, as in a convolution of three taps.
+    ``vnni_tile`` reads such bytes three times, and reading is what it waits for. Arguments are the same.
+
+    Args:
+        rows: Of ``a``.
+    """
+    whole = vector(I32, 16)
+
+    def body(  # noqa: PLR0913
+        builder, _kind, a, _firsts, step, runs, count, b, _group, begin, begin_step, *out
+    ):
+        def places(start, row_step):
+            return [builder.add(start, builder.mul(row_step, I64(m))) for m in range(rows)]
+
+        totals = [cgutils.alloca_once(builder, whole) for _ in range(rows)]
+        for total, place in zip(totals, places(begin, begin_step), strict=True):
+            builder.store(load(builder, place, whole), total)
+        quads, eight = builder.lshr(step, I64(2)), builder.mul(step, I64(8))
+        for first, _, column in runs_of(builder, runs, count, b, 64):
+            start = builder.add(a, first)
+            firsts = [
+                _opaque(builder, builder.add(start, builder.mul(step, I64(m)))) for m in range(8)
+            ]
+            with cgutils.for_range(builder, quads, intp=I64) as loop:
+                later = [builder.shl(loop.index, I64(2))]
+                while 8 * len(later) < rows + 2:
+                    later.append(_opaque(builder, builder.add(eight, later[-1])))
+                columns = []
+                for tap in range(3):
+                    number = builder.add(loop.index, builder.mul(quads, I64(tap)))
+                    place = builder.add(column, builder.shl(number, I64(6)))
+                    columns.append(load(builder, place, whole, 64))
+                for m in range(rows + 2):
+                    source = builder.add(firsts[m % 8], later[m // 8])
+                    row = splat(builder, load(builder, source, I32), 16)
+                    for tap in range(max(0, m - rows + 1), min(3, m + 1)):
+                        total = totals[m - tap]
+                        builder.store(_dot(builder, builder.load(total), row, columns[tap]), total)
         for total, place in zip(totals, places(*out), strict=True):
             store(builder, builder.load(total), place)
 
@@ -283,6 +330,28 @@ def _sum_columns(builder: Any, source: Any, quads: Any, out: Any) -> None:
             own = builder.add(own, builder.ashr(left, constant(whole, 24)))
         builder.store(own, total)
     store(builder, builder.load(total), out)
+
+
+def _add_doubles(builder: Any, source: Any, out: Any) -> None:
+    """Add 16 float64 to others."""
+    whole = vector(F64, 16)
+    store(builder, builder.fadd(load(builder, out, whole), load(builder, source, whole)), out)
+
+
+def _add_scaled(builder: Any, source: Any, last: Any, flip: Any, scale: Any, out: Any) -> None:
+    """Add 16 int32, less ``flip`` times others, and times the float64 at ``scale``, to 16 float64."""
+    integers, whole = vector(I32, 16), vector(F64, 16)
+    times = splat(builder, builder.trunc(flip, I32), 16)
+    taken = builder.mul(load(builder, last, integers), times)
+    own = builder.sitofp(builder.sub(load(builder, source, integers), taken), whole)
+    product = builder.fmul(own, splat(builder, load(builder, scale, F64), 16))
+    store(builder, builder.fadd(load(builder, out, whole), product), out)
+
+
+def _scale_doubles(builder: Any, source: Any, scale: Any, out: Any) -> None:
+    """Write 16 float64 as float32, times the float32 at ``scale``."""
+    own = builder.fptrunc(load(builder, source, vector(F64, 16)), vector(F32, 16))
+    store(builder, builder.fmul(own, splat(builder, load(builder, scale, F32), 16)), out)
 
 
 def _copy(flip: bool) -> Callable[..., None]:
@@ -439,6 +508,9 @@ interleave = addressed(3, _interleave)
 transpose = addressed(4, _transpose)
 transpose_floats = addressed(4, _transpose_floats)
 sum_columns = addressed(3, _sum_columns)
+add_doubles = addressed(2, _add_doubles)
+add_scaled = addressed(5, _add_scaled)
+scale_doubles = addressed(3, _scale_doubles)
 copy = addressed(3, _copy(False))
 copy_flipped = addressed(3, _copy(True))
 blank = addressed(3, _blank)

@@ -54,11 +54,12 @@ SUM_ROWS = 43  # of sums for weights
 # of weights whose outputs threads share, see ``by_outputs``: most positions of an image; taps and inputs of the
 # weight, and rows of sums from one tap to the next; sums from one pair of groups to the next; where memory's parts lie
 ROOM, OUT_TAPS, OUT_INPUTS, OUT_APART, PAIR_SUMS, PARTS = range(44, 50)
-FIELDS = 58
+SHARES = 58  # whether a run is three steps from one output to the next: see ``tiles.shared_tile``
+FIELDS = 59
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
 wide: Any = None  # the tiles of a path
-narrow = alone = wide
+narrow = shared = alone = wide
 FLIPS, NARROW_ROWS, WIDE_ROWS, ALONE_ROWS = 0, 0, 0, 0
 
 
@@ -105,6 +106,7 @@ def describe_outputs(
     d[[STEP, OUT_CHANNELS, OUT_SIZE, KIND]] = step, channels, size, kind
     d[[OFFSETS, STARTS, SPANS]] = offsets.ctypes.data, starts.ctypes.data, read.firsts.ctypes.data
     d[WORK_BYTES] = d[BUFFER_BYTES] + _TILE_BYTES + 12 * (cut.most_positions + 128) + 64
+    d[SHARES] = cut.spots is None and step % 4 == 0 and (4 * runs.table[:, 1] == 3 * step).all()
     kept = runs.table, offsets, starts, read.firsts
     if (own := cut.spots) is not None:
         i, j = np.indices(part.counts).reshape(2, -1)
@@ -213,6 +215,10 @@ def tile(d, is_pair, a, table, count, weights, begin, sums):
     if is_pair:
         wide(
             d[BYTES], a, d[STARTS], step, table, count, weights, group_bytes, begin, 0, sums, 128
+        )  # fmt: skip
+    elif d[SHARES]:
+        shared(
+            d[BYTES], a, d[STARTS], step, table, count, weights, group_bytes, begin, 0, sums, 64
         )  # fmt: skip
     else:
         narrow(
