@@ -28,7 +28,7 @@ RESULTS, PAGE, README = (
 )
 STEPS = {  # a column: the files that it has
     "Xeon with AMX": ("int8_training-amx", "int8_models-amx", "int8_joins-amx", "int8_linear-amx"),
-    "Zen 5": ("int8_training-zen5-default-wait-later",),
+    "Zen 5": ("int8_training-zen5-default-wait",),
     "Zen 4": ("int8_training-zen4", "int8_models-zen4", "int8_linear-zen4"),
     "Zen 3, passive": ("int8_training-zen3",),
 }
