@@ -1,4 +1,4 @@
-"""Weight gradients that threads add up by images: each has sums of the whole weight, which ``weights.collect`` adds up."""
+"""Weight gradients that threads add up by images: each has sums of the whole weight, which ``weights.collect_share`` adds up."""
 
 from typing import Any
 

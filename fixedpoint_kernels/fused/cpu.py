@@ -295,7 +295,7 @@ def run_region(context, number, thread):
     for k in range(begin, end):
         if table[k, f.KIND] == f.WEIGHT_PRODUCT:
             d, j, held = table[k], details[k], held_of(table[k], thread)
-            if held[0] > 0 and held[2] > 0:  # else ``collect`` takes the int32
+            if held[0] > 0 and held[2] > 0:  # else ``collect_share`` takes the int32
                 flipped = FLIPS != 0 and j[jobs.FLIPPED] != 0
                 own_sums, totals = sums_of(d, thread), totals_of(d, j, thread)
                 fold(j[jobs.SUM_ROWS], j[jobs.GROUPS] * 16, own_sums, totals, held, flipped)

@@ -208,25 +208,16 @@ class Program(Layout):
 
     def _fill_context(self, own: Pass) -> None:
         """Write what a kernel needs to know of a pass."""
-        arrays = (
-            own.table,
-            own.reals,
-            own.details,
-            own.regions,
-            own.tasks,
-            own.task_reals,
-            own.items,
-        )
-        places = (
-            f.C_TABLE,
-            f.C_REALS,
-            f.C_DETAILS,
-            f.C_REGIONS,
-            f.C_TASKS,
-            f.C_TASK_REALS,
-            f.C_ITEMS,
-        )
-        for place, array in zip(places, arrays, strict=True):
+        arrays = {
+            f.C_TABLE: own.table,
+            f.C_REALS: own.reals,
+            f.C_DETAILS: own.details,
+            f.C_REGIONS: own.regions,
+            f.C_TASKS: own.tasks,
+            f.C_TASK_REALS: own.task_reals,
+            f.C_ITEMS: own.items,
+        }
+        for place, array in arrays.items():
             own.context[place] = array.ctypes.data
         own.context[[f.C_ITEM_COUNT, f.C_SPARE_BYTES]] = len(own.items), self._spare_bytes
         counts = len(own.table), self.images, self.threads
