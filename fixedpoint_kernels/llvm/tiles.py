@@ -89,17 +89,22 @@ def _opaque(builder: Any, value: Any) -> Any:
     return builder.asm(signature, "", "=r,0", [value], False)
 
 
-def vnni_tile(rows: int, groups: int, lanes: int) -> Any:
+def vnni_tile(rows: int, groups: int, lanes: int, taps: int = 1) -> Any:  # noqa: C901
     """Return the tile of ``vpdpbusd``: bytes of ``a`` are unsigned, those of ``b`` signed.
+
+    With ``taps`` each run must be so many steps from one row to the next. A row is then also what
+    those before it read later, as in a convolution, and is read once for all: reading is what a
+    tile of few columns waits for.
 
     Args:
         rows: Of ``a``.
         groups: Of 16 columns.
         lanes: int32 of one register.
+        taps: That share what is read.
     """
     whole, pieces = vector(I32, lanes), groups * 16 // lanes
 
-    def body(  # noqa: PLR0913
+    def body(  # noqa: C901, PLR0913
         builder, _kind, a, _firsts, step, runs, count, b, group, begin, begin_step, *out
     ):
         def places(start, row_step):
@@ -107,79 +112,40 @@ def vnni_tile(rows: int, groups: int, lanes: int) -> Any:
                 first = builder.add(start, builder.mul(row_step, I64(m)))
                 yield from (builder.add(first, I64(4 * lanes * j)) for j in range(pieces))
 
-        def column_at(place, j):
-            start = builder.add(place, builder.mul(group, I64(j * lanes // 16)))
-            start = builder.add(start, I64(j * lanes % 16 * 4))
-            return load(builder, start, whole, 4 * lanes)
+        def columns_at(place):
+            for j in range(pieces):
+                start = builder.add(place, builder.mul(group, I64(j * lanes // 16)))
+                start = builder.add(start, I64(j * lanes % 16 * 4))
+                yield load(builder, start, whole, 4 * lanes)
 
         totals = [cgutils.alloca_once(builder, whole) for _ in range(rows * pieces)]
         for total, place in zip(totals, places(begin, begin_step), strict=True):
             builder.store(load(builder, place, whole), total)
+        eight = builder.mul(step, I64(8))
         for first, length, column in runs_of(builder, runs, count, b, 64):
             start = builder.add(a, first)
             firsts = [
                 _opaque(builder, builder.add(start, builder.mul(step, I64(m))))
                 for m in range(min(rows, 8))
             ]
-            eight = builder.mul(step, I64(8))
-            with cgutils.for_range(builder, length, intp=I64) as loop:
-                place = builder.add(column, builder.shl(loop.index, I64(6)))
-                columns = [column_at(place, j) for j in range(pieces)]
-                depth = builder.shl(loop.index, I64(2))
-                later = _opaque(builder, builder.add(eight, depth))
-                for m in range(rows):
-                    source = builder.add(firsts[m % 8], later if m >= 8 else depth)
-                    row = splat(builder, load(builder, source, I32), lanes)
-                    for j in range(pieces):
-                        total = totals[m * pieces + j]
-                        builder.store(_dot(builder, builder.load(total), row, columns[j]), total)
-        for total, place in zip(totals, places(*out), strict=True):
-            store(builder, builder.load(total), place)
-
-    return addressed(12, body)
-
-
-def shared_tile(rows: int) -> Any:
-    """Return the tile of ``vpdpbusd`` for runs of three steps, by 16 columns.
-
-    A row is then also what the next two rows begin and end with, as in a convolution of three taps.
-    ``vnni_tile`` reads such bytes three times, and reading is what it waits for. Arguments are the same.
-
-    Args:
-        rows: Of ``a``.
-    """
-    whole = vector(I32, 16)
-
-    def body(  # noqa: PLR0913
-        builder, _kind, a, _firsts, step, runs, count, b, _group, begin, begin_step, *out
-    ):
-        def places(start, row_step):
-            return [builder.add(start, builder.mul(row_step, I64(m))) for m in range(rows)]
-
-        totals = [cgutils.alloca_once(builder, whole) for _ in range(rows)]
-        for total, place in zip(totals, places(begin, begin_step), strict=True):
-            builder.store(load(builder, place, whole), total)
-        quads, eight = builder.lshr(step, I64(2)), builder.mul(step, I64(8))
-        for first, _, column in runs_of(builder, runs, count, b, 64):
-            start = builder.add(a, first)
-            firsts = [
-                _opaque(builder, builder.add(start, builder.mul(step, I64(m)))) for m in range(8)
-            ]
-            with cgutils.for_range(builder, quads, intp=I64) as loop:
+            steps = length if taps == 1 else builder.lshr(step, I64(2))
+            with cgutils.for_range(builder, steps, intp=I64) as loop:
                 later = [builder.shl(loop.index, I64(2))]
-                while 8 * len(later) < rows + 2:
+                while 8 * len(later) < rows + taps - 1:
                     later.append(_opaque(builder, builder.add(eight, later[-1])))
                 columns = []
-                for tap in range(3):
-                    number = builder.add(loop.index, builder.mul(quads, I64(tap)))
+                for tap in range(taps):
+                    number = builder.add(loop.index, builder.mul(steps, I64(tap)))
                     place = builder.add(column, builder.shl(number, I64(6)))
-                    columns.append(load(builder, place, whole, 64))
-                for m in range(rows + 2):
+                    columns.append(list(columns_at(place)))
+                for m in range(rows + taps - 1):
                     source = builder.add(firsts[m % 8], later[m // 8])
-                    row = splat(builder, load(builder, source, I32), 16)
-                    for tap in range(max(0, m - rows + 1), min(3, m + 1)):
-                        total = totals[m - tap]
-                        builder.store(_dot(builder, builder.load(total), row, columns[tap]), total)
+                    row = splat(builder, load(builder, source, I32), lanes)
+                    for tap in range(max(0, m - rows + 1), min(taps, m + 1)):
+                        for j in range(pieces):
+                            total = totals[(m - tap) * pieces + j]
+                            own = _dot(builder, builder.load(total), row, columns[tap][j])
+                            builder.store(own, total)
         for total, place in zip(totals, places(*out), strict=True):
             store(builder, builder.load(total), place)
 

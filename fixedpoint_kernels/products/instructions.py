@@ -22,7 +22,7 @@ FLIPS = MappingProxyType({"amx": 0, "avx512_vnni": 1, "avx_vnni": 1, "avx2": 1})
 _VNNI_16X1 = tiles.vnni_tile(16, 1, 16)
 _VNNI_8X2 = tiles.vnni_tile(8, 2, 16)
 _VNNI_4X1 = tiles.vnni_tile(4, 1, 8)
-_VNNI_SHARED = tiles.shared_tile(16)
+_VNNI_16X1_SHARED = tiles.vnni_tile(16, 1, 16, taps=3)
 _PAIRS_16X1 = pairs_tile(4, 4)
 _ALONE = {  # 32 vectors of 16 float32, or 16 of 8
     rows: {
@@ -130,7 +130,7 @@ _TILES: dict[str, dict[str, Any]] = {
         "enter": _enter_nothing,
         "leave": _enter_nothing,
         "narrow": _VNNI_16X1,
-        "shared": _VNNI_SHARED,
+        "shared": _VNNI_16X1_SHARED,
         "NARROW_ROWS": 16,
         "narrow_rows": _narrow_rows_avx512,
         "wide": _VNNI_8X2,

@@ -54,7 +54,7 @@ SUM_ROWS = 43  # of sums for weights
 # of weights whose outputs threads share, see ``by_outputs``: most positions of an image; taps and inputs of the
 # weight, and rows of sums from one tap to the next; sums from one pair of groups to the next; where memory's parts lie
 ROOM, OUT_TAPS, OUT_INPUTS, OUT_APART, PAIR_SUMS, PARTS = range(44, 50)
-SHARES = 58  # whether a run is three steps from one output to the next: see ``tiles.shared_tile``
+SHARES = 58  # whether a run is three steps from one output to the next: see ``taps`` of ``tiles.vnni_tile``
 FIELDS = 59
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
