@@ -10,8 +10,9 @@ from fixedpoint_kernels.fused.operations import Buffer, Given, Number, Operation
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.products import by_outputs, jobs, shapes, weight_jobs
 from fixedpoint_kernels.products.blocks import blocks, runs
-from fixedpoint_kernels.products.instructions import GRAINS
+from fixedpoint_kernels.products.instructions import GRAINS, ends_with_tiles
 from fixedpoint_kernels.products.shapes import GRADIENTS, Correlation
+from fixedpoint_kernels.products.spots import spots
 
 __all__ = ["Backward"]
 
@@ -46,7 +47,7 @@ class Backward:
         fresh: set[int] = set()  # values whose sums the open region adds up
         for step in segment.backward(self.layout.needs_input):
             if isinstance(step, Return):
-                regions[-1] += self._returned(step)
+                self._come_back(step, regions[-1])
                 if step.is_last:
                     fresh.add(step.value)
                 continue
@@ -70,6 +71,13 @@ class Backward:
                 regions[-1] += self._for_input(step, made_by[step], places)
         return [*regions, later]
 
+    def _come_back(self, step: Return, region: list[Operation]) -> None:
+        """Append what makes a part of the gradient of a value and adds it to the others."""
+        if self._ends_with_product(step):
+            region.append(self._finished(step, region.pop()))
+        else:
+            region += self._returned(step)
+
     def _returned(self, step: Return) -> list[Operation]:
         """Return what makes a part of the gradient of a value, and what adds it to the others."""
         found = []
@@ -78,6 +86,53 @@ class Backward:
         if step.gated is not None:
             found.append(self._weigh(step.gated))
         return [*found, *self._cuts(step), self._finish(step)]
+
+    def _ends_with_product(self, step: Return) -> bool:
+        """Say whether the product that a gradient comes back with may write what it adds up to.
+
+        It must be the last one, of all places, row by row; and little else may come back.
+        """
+        n, i, layout = step.layer, step.value, self.layout
+        others = step.outer or step.joined or step.pooled is not None or step.gated is not None
+        if n is None or i == INPUT or others or not step.is_last or layout.observes:
+            return False
+        layer, value = self.segment.layers[n], self.segment.values[i]
+        waiting = self._waiting(step)
+        if isinstance(layer, Norm) or "ADD2" in waiting or "SCALED_GRADIENT" in waiting:
+            return False
+        shape, out = layout.shapes[i], layout.outs[n]
+        parts = shapes.input_gradient(layer.window, shape[1:], layer.shape[2:])
+        return (
+            bool(value.layers)
+            and value.curve is None
+            and layer.window.groups == 1
+            and len(parts) == 1
+            and parts[0].step == (1, 1)
+            and shapes.covers(parts, shape[1:])
+            and spots(parts[0], out[1:], out.channels, layout.grain(n)) is None
+            and shape.channels % 16 == 0
+            and ends_with_tiles(layout.path, shape.channels, shape.width)
+        )
+
+    def _finished(self, step: Return, product: Operation) -> Operation:
+        """Return what multiplies and adds up what comes back to a value at once; see ``_finish``."""
+        describe, shape = product.details, self.layout.shapes[step.value]
+        assert describe is not None
+
+        def details(chunk: int) -> jobs.Described:
+            own = describe(chunk)
+            own.row[jobs.KIND] = jobs.FINISHED
+            steps = [jobs.OUT_SIZE, jobs.OUT_IMAGE, jobs.OUT_ROW, jobs.OUT_COLUMN]
+            own.row[steps] //= 2  # of bfloat16, not float32
+            return own
+
+        most = int(details(self.layout.images).row[jobs.SLOTS])
+        return Operation(
+            self._finish(step).numbers | product.numbers | {f.OUT: self._gradients[step.value]},
+            details=details,
+            bytes_an_image=6 * shape.padded,
+            scratch={4: 12 * shape.pattern * most},
+        )
 
     def _finish(self, step: Return) -> Operation:
         """Return what adds up what comes back to a value."""

@@ -16,7 +16,7 @@ from fixedpoint_kernels.fused.coefficients import bias, coefficients, gradient_c
 from fixedpoint_kernels.fused.joining import cut, join, join_sums
 from fixedpoint_kernels.fused.pooling import pool, unpool
 from fixedpoint_kernels.fused.weights import collect_share, pack_share
-from fixedpoint_kernels.llvm import barrier, passes, tiles
+from fixedpoint_kernels.llvm import barrier, finishing, passes, tiles
 from fixedpoint_kernels.llvm.barrier import all_come, wait
 from fixedpoint_kernels.llvm.calls import called, inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
@@ -110,6 +110,21 @@ def _finish(d, n, dx, sums, gate, number):
 
 
 @inner
+def _finishing(d, first, sums, own):
+    """Say where the gradient of a value lies, from image ``first`` on, and what belongs to it; return its address."""
+    start = first * d[f.PADDED]
+    own[finishing.OUT] = d[f.OUT] + 2 * start
+    own[finishing.CLIP_MASK] = _moved(d[f.CLIP_MASK], start // 8)
+    own[finishing.ADD] = _moved(d[f.ADD], 2 * start)
+    own[finishing.RELU_MASK] = _moved(d[f.RELU_MASK], start // 8)
+    own[finishing.Z] = d[f.Z] + 2 * start if d[f.FIRST] == passes.BFLOAT16 else 0
+    own[finishing.Z2] = d[f.Z2] + 2 * start if d[f.SECOND] == passes.BFLOAT16 else 0
+    own[finishing.TOTALS], own[finishing.PATTERN] = sums, d[f.PATTERN]
+    own[finishing.PLACES] = d[f.PATTERN] // d[f.CHANNELS]
+    return own[finishing.OUT]
+
+
+@inner
 def _fold_pattern(d, n, sums):
     """Add up the sums of an image by channel."""
     pattern, channels, stride = d[f.PATTERN], d[f.CHANNELS], d[f.SUMS_STRIDE]
@@ -188,6 +203,7 @@ def run_region(context, number, thread):
     sums, recent_at, gates = own + places[4], own + places[5], own + places[6]
     order, scales = np.empty(chunk, np.int64), np.empty(chunk, np.float64)
     largest = np.empty(passes.BLOCK, np.int32)
+    finished = np.empty(finishing.FIELDS, np.int64)
     enter()
     for k in range(begin, end):
         if table[k, f.KIND] == f.WEIGHT_PRODUCT:
@@ -250,14 +266,23 @@ def run_region(context, number, thread):
                     tiles.blank(dx, 4 * count * d[f.PADDED], 0)
                 power = d[f.POWERS] + 4 * first
                 all_codes = _codes_of(d, first, codes)
+                is_finished = j[jobs.KIND] == jobs.FINISHED
+                made, more = dx + d[f.OUT], recent_at
+                if is_finished:
+                    made, more = _finishing(d, first, sums, finished), finished.ctypes.data
                 for n in range(0, count, j[jobs.SLOTS]):
                     slots = min(j[jobs.SLOTS], count - n)
+                    if is_finished:
+                        tiles.blank(sums, slots * 12 * d[f.PATTERN], 0)
                     for row in range(0, j[jobs.COUNT_ROWS], j[jobs.BAND]):
                         rows = min(j[jobs.BAND], j[jobs.COUNT_ROWS] - row)
                         write_outputs(
                             j.ctypes.data, all_codes, n, slots, row, rows, d[f.WEIGHTS],
-                            d[f.BEGIN], power, recent_at, dx + d[f.OUT], work,
+                            d[f.BEGIN], power, more, made, work,
                         )  # fmt: skip
+                    if is_finished:
+                        for slot in range(slots):
+                            _fold_pattern(d, first + n + slot, sums + slot * 12 * d[f.PATTERN])
             elif kind == f.FINISH:
                 for n in range(first, first + count):
                     place = dx + 4 * (n - first) * d[f.PADDED]

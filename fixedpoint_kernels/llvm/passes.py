@@ -73,11 +73,19 @@ class _Image(Words):
 
         Those some elements ahead come near: they arrive while these are worked on.
         """
-        ahead = self.moved(address, self.builder.add(e, I64(_AHEAD)), 16)
-        for line in range(0, 2 * BLOCK, 64):
+        self._call(address, e, 16)
+        return self.load_bfloat16(self.moved(address, e, 16))
+
+    def far_floats(self, address: Any, e: Any) -> Vector:
+        """Return the same of float32."""
+        self._call(address, e, 32)
+        return self.load(self.moved(address, e, 32))
+
+    def _call(self, address: Any, e: Any, bits: int) -> None:
+        ahead = self.moved(address, self.builder.add(e, I64(_AHEAD)), bits)
+        for line in range(0, bits * BLOCK // 8, 64):
             place = self.builder.add(ahead, I64(line))
             prefetch(self.builder, self.builder.inttoptr(place, I8.as_pointer()))
-        return self.load_bfloat16(self.moved(address, e, 16))
 
     def load_mask(self, address: Any) -> Vector:
         return self.flags(self.one(address, I64))
@@ -195,13 +203,13 @@ def _add_term(to: _Image, value, kind, z, e, a, b, adds=False):
     with to.equal(kind, BFLOAT16):
         put(to.far(z, e) * to.get(a) + to.get(b))
     with to.equal(kind, FLOAT32):
-        put(to.load(to.moved(z, e, 32)) * to.get(a) + to.get(b))
+        put(to.far_floats(z, e) * to.get(a) + to.get(b))
     with to.equal(kind, PLAIN):
-        put(to.load(to.moved(z, e, 32)))
+        put(to.far_floats(z, e))
     with to.equal(kind, FUSED):
-        put(to.load(to.moved(z, e, 32)).fused(to.get(a), to.get(b)))
+        put(to.far_floats(z, e).fused(to.get(a), to.get(b)))
     with to.equal(kind, SCALED):
-        put(to.load(to.moved(z, e, 32)) * to.get(a))
+        put(to.far_floats(z, e) * to.get(a))
 
 
 def _activate(to: _Image, value, above, relu, curve, number, top):

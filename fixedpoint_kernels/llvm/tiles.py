@@ -13,11 +13,12 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
-from fixedpoint_kernels.llvm.vectors import Vector, columns_of, intrinsic
+from fixedpoint_kernels.llvm.vectors import Vector, columns_of, intrinsic, prefetch
 
 I1, I8, I16, I32, I64 = map(ir.IntType, (1, 8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
 _POINTER = I8.as_pointer()
+_AHEAD = 2048  # bytes that are copied later come near
 
 
 def vector(element: Any, lanes: int) -> Any:
@@ -83,7 +84,7 @@ def _dot(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     return call(builder, name, total.type, total, unsigned, signed)
 
 
-def _opaque(builder: Any, value: Any) -> Any:
+def opaque(builder: Any, value: Any) -> Any:
     """Keep a value in a register of its own: LLVM would make addresses in a chain of additions."""
     signature = ir.FunctionType(value.type, [value.type])
     return builder.asm(signature, "", "=r,0", [value], False)
@@ -125,14 +126,14 @@ def vnni_tile(rows: int, groups: int, lanes: int, taps: int = 1) -> Any:  # noqa
         for first, length, column in runs_of(builder, runs, count, b, 64):
             start = builder.add(a, first)
             firsts = [
-                _opaque(builder, builder.add(start, builder.mul(step, I64(m))))
+                opaque(builder, builder.add(start, builder.mul(step, I64(m))))
                 for m in range(min(rows, 8))
             ]
             steps = length if taps == 1 else builder.lshr(step, I64(2))
             with cgutils.for_range(builder, steps, intp=I64) as loop:
                 later = [builder.shl(loop.index, I64(2))]
                 while 8 * len(later) < rows + taps - 1:
-                    later.append(_opaque(builder, builder.add(eight, later[-1])))
+                    later.append(opaque(builder, builder.add(eight, later[-1])))
                 columns = []
                 for tap in range(taps):
                     number = builder.add(loop.index, builder.mul(steps, I64(tap)))
@@ -326,7 +327,10 @@ def _copy(flip: bool) -> Callable[..., None]:
     def body(builder: Any, source: Any, out: Any, count: Any) -> None:
         def move(at: Any, lanes: int) -> None:
             whole = vector(I8, lanes)
-            value = load(builder, builder.add(source, at), whole)
+            place = builder.add(source, at)
+            value = load(builder, place, whole)
+            if lanes == 64:
+                prefetch(builder, builder.inttoptr(builder.add(place, I64(_AHEAD)), _POINTER))
             flipped = builder.xor(value, constant(whole, 128)) if flip else value
             store(builder, flipped, builder.add(out, at))
 

@@ -11,7 +11,7 @@ from fixedpoint_kernels.llvm.calls import called, inner, keep
 from fixedpoint_kernels.llvm.pairs import pairs_tile
 from fixedpoint_kernels.threads import compile_both
 
-__all__ = ["FLIPS", "GRAINS", "ByName", "compiled"]
+__all__ = ["FLIPS", "GRAINS", "ByName", "compiled", "ends_with_tiles"]
 
 GRAINS = MappingProxyType({"amx": 64, "avx512_vnni": 4, "avx_vnni": 4, "avx2": 4})
 """Bytes of a row that a tile takes at a time, by path."""
@@ -163,6 +163,20 @@ _TILES: dict[str, dict[str, Any]] = {
         **_ALONE[4],
     },
 }
+
+
+def ends_with_tiles(path: str, channels: int, places: int) -> bool:
+    """Say whether tiles of so many channels take a row of places from end to end, by fours.
+
+    Args:
+        path: One of ``GRAINS``.
+        channels: Of outputs that all read the same.
+        places: Of a row.
+    """
+    groups, wide = -(channels // -16), _TILES[path]["WIDE_ROWS"]
+    narrow = _TILES[path]["NARROW_ROWS"] if groups % 2 or not wide else 1
+    pairs = wide if groups > 1 and wide else 1
+    return places % 4 == places % narrow == places % pairs == 0
 
 
 class ByName(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit
 
-from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm import finishing, tiles
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.blocks import Blocks, Runs
@@ -56,6 +56,7 @@ SUM_ROWS = 43  # of sums for weights
 ROOM, OUT_TAPS, OUT_INPUTS, OUT_APART, PAIR_SUMS, PARTS = range(44, 50)
 SHARES = 58  # whether a run is three steps from one output to the next: see ``taps`` of ``tiles.vnni_tile``
 FIELDS = 59
+FINISHED = 9  # a kind beside ``tiles.KINDS``: the whole gradient of a value, see ``finishing``
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
 wide: Any = None  # the tiles of a path
@@ -190,6 +191,15 @@ def place_outputs(offsets, images, rows, d):
 
 
 @inner
+def _offsets_of(d, images, rows, spare):
+    """Return where it stands where positions go; of fewer images or rows than of a whole job it is written."""
+    if images == d[SLOTS] and rows == d[BAND]:
+        return d[OFFSETS]
+    place_outputs(carray(pointer_to(spare), d[POSITIONS] + 128, np.int64), images, rows, d)
+    return spare
+
+
+@inner
 def copy_images(x, order, first, images, step, buffer, size, flip):
     """Copy images, ``step`` bytes apart, one behind the other."""
     for i in range(images):
@@ -287,7 +297,8 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
         b: Address of packed weights.
         begin: Address of (groups, 16) int32 to start sums from.
         scales: Address of float32: 16 a group, or one an image.
-        statistics: Address of (groups, 48) int64, to be added to.
+        statistics: Address of (groups, 48) int64, to be added to; where results are ``FINISHED``, which rows
+            of outputs then must be tiles from end to end, of ``finishing.FIELDS`` int64.
         out: Address of the first image's first output.
         work: Address of ``d[WORK_BYTES]`` bytes.
     """
@@ -302,10 +313,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
     spare = row_scales + (d[POSITIONS] + 128) * 4
     fill(d, x, np.int64(0), first, images, row, rows, buffer, flips)
     n = ((images - 1) * d[SLOT_ROWS] + rows) * d[COLUMNS]
-    offsets = d[OFFSETS]
-    if images != d[SLOTS] or rows != d[BAND]:
-        offsets = spare
-        place_outputs(carray(pointer_to(spare), d[POSITIONS] + 128, np.int64), images, rows, d)
+    offsets = _offsets_of(d, images, rows, spare)
     first_out = out + first * d[OUT_IMAGE] + row * d[OUT_ROW]
     kind, depth, step, out_channels = d[KIND], d[DEPTH], d[STEP], d[OUT_CHANNELS]
     by_row = kind == 4 or kind == 5
@@ -313,6 +321,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
         _spread_scales(d, scales, first, images, row_scales)
     group, groups = 0, (out_channels + 15) // 16
     spans = carray(pointer_to(d[SPANS]), groups, np.int64)
+    own = carray(pointer_to(statistics), finishing.FIELDS, np.int64)
     while group < groups:
         span = spans[group]
         pair = group + 1 < groups and WIDE_ROWS > 0 and spans[group + 1] == span
@@ -332,6 +341,16 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
                     tile(d, pair, a, d[TABLE], d[RUNS], weights, start, sums)
                 for half in range(2 if pair else 1):
                     channel = (group + half) * 16
+                    if kind == FINISHED:
+                        slot, place = number // rows, (q - start_q) * d[OUT_COLUMN]
+                        place += slot * d[OUT_IMAGE] + number % rows * d[OUT_ROW]
+                        part = slot * 3 * own[finishing.PATTERN] + channel
+                        finishing.finish_rows(
+                            sums + 64 * half, sums_step, at_once, first_out + place + 2 * channel,
+                            d[OUT_COLUMN], scales + 4 * (first + slot), statistics,
+                            own[finishing.TOTALS] + 4 * part,
+                        )  # fmt: skip
+                        continue
                     scale = row_scales + 4 * q if by_row else scales + 4 * channel
                     tiles.emit(
                         kind, sums + 64 * half, sums_step, offsets + 8 * q, at_once,

@@ -33,10 +33,11 @@ from fixedpoint_kernels.fused import (
     reference,
 )
 from fixedpoint_kernels.fused import program as programs
+from fixedpoint_kernels.fused.backward import Backward
 from fixedpoint_kernels.fused.graph import Return
 from fixedpoint_kernels.fused.memory import Memory, work_memory
 from fixedpoint_kernels.fused.program import Program
-from fixedpoint_kernels.products import paths, shapes
+from fixedpoint_kernels.products import jobs, paths, shapes
 from fixedpoint_kernels.products.blocks import blocks
 from fixedpoint_kernels.products.shapes import Window
 
@@ -519,6 +520,59 @@ def test_threads_and_small_pieces_change_nothing(name, monkeypatch):
     for a, b in zip(whole[1], parts[1], strict=True):
         assert torch.equal(a.weight, b.weight)
         assert torch.equal(a.shift, b.shift)
+
+
+def finished(width, inner, eps=1e-5, clip=True):
+    """Values whose gradients a product ends: of two layers, of one, added to another, taken twice."""
+    layers = (
+        layer(INPUT, width, 3, eps=eps),
+        layer(0, width, width, eps=eps, clip=clip),
+        layer(0, width, width, size=1, window=Window(), eps=eps, clip=clip),
+        layer(1, inner, width, eps=eps),
+        layer(2, width, inner, eps=eps, clip=clip),
+    )
+    values = (
+        Value(0, relu=True),
+        Value(1, other_layer=2),
+        Value(3, relu=True),
+        Value(4, other_value=1, relu=True, is_output=True),
+    )
+    return Segment(layers, values)
+
+
+FINISHED = {  # with images, their size, and how many products end a gradient on a path of tiles of 16 and 8
+    "16": (finished(16, 32), 5, (6, 16), 3),
+    "32": (finished(32, 48), 3, (12, 16), 3),
+    "64": (finished(64, 96), 3, (9, 8), 3),
+    "80": (finished(80, 16), 2, (5, 32), 3),
+    "biases": (finished(16, 64, None), 3, (6, 16), 3),
+    "no clipping": (finished(32, 16, clip=False), 3, (6, 16), 3),
+    "biases without clipping": (finished(64, 32, None, False), 20, (10, 16), 3),
+    "many images": (finished(16, 16), 40, (5, 16), 3),
+    "an image in pieces": (finished(16, 32), 2, (160, 48), 3),
+    "odd places": (finished(16, 32), 3, (9, 14), 0),
+    "odd channels": (finished(20, 40), 3, (6, 16), 0),
+    "few places": (finished(64, 64), 20, (8, 8), 1),
+}
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("name", FINISHED)
+def test_products_that_end_gradients_do_as_passes_do(name, path, monkeypatch, guards):
+    segment, count, size, expected = FINISHED[name]
+    x, threads = images(segment, count, size), 2
+    made = program(segment, x, path, threads)
+    if path == "avx512_vnni":
+        assert (made.backward.details[:, jobs.KIND] == jobs.FINISHED).sum() == expected
+    found = check(segment, x, made)
+    assert guards.passes
+    monkeypatch.setattr(Backward, "_ends_with_product", lambda *_: False)
+    apart = program(segment, x, path, threads)
+    assert not (apart.backward.details[:, jobs.KIND] == jobs.FINISHED).any()
+    for a, b in zip(found[1], check(segment, x, apart)[1], strict=True):
+        assert torch.equal(a.weight, b.weight)
+        assert torch.equal(a.shift, b.shift)
+        assert segment.layers[0].eps is None or torch.equal(a.scale, b.scale)
 
 
 @pytest.fixture
