@@ -382,11 +382,19 @@ def _emit(builder: Any, kind: Any, *arguments: Any) -> None:
             _Emitted(builder, name, arguments).write()
 
 
-class _Emitted:
-    """The code of one kind of results."""
+def _emit_rows(  # noqa: PLR0913
+    builder: Any, sums: Any, sums_step: Any, rows: Any, out: Any, step: Any, scales: Any, statistics: Any
+) -> None:  # fmt: skip
+    """Write "bfloat16 and statistics" of 16 columns, ``step`` bytes from one of some rows to the next."""
+    arguments = sums, sums_step, None, rows, out, I64(16), scales, statistics
+    _Emitted(builder, "bfloat16 and statistics", arguments, step).write()
 
-    def __init__(self, builder: Any, name: str, arguments: Any):
-        self.builder = builder
+
+class _Emitted:
+    """The code of one kind of results; ``step``: bytes between rows that are all there, with all columns."""
+
+    def __init__(self, builder: Any, name: str, arguments: Any, step: Any = None):
+        self.builder, self.step = builder, step
         self.sums, self.sums_step, self.offsets, self.rows = arguments[:4]
         self.out, self.lanes, self.scales, self.statistics = arguments[4:]
         self.dtype, self.by_row, self.sums_up = name.split()[0], "row" in name, "stat" in name
@@ -419,17 +427,24 @@ class _Emitted:
 
     def _row(self, row: Any) -> None:
         builder = self.builder
+        if self.step is not None:
+            self._write_row(row, builder.mul(row, self.step))
+            return
         offset = load(builder, builder.add(self.offsets, builder.shl(row, I64(3))), I64, 8)
         with builder.if_then(builder.icmp_signed(">=", offset, I64(0)), likely=True):
-            place = builder.add(self.sums, builder.mul(row, self.sums_step))
-            sums, scale = load(builder, place, self.whole), self.scale
-            if self.by_row:
-                place = builder.add(self.scales, builder.shl(row, I64(2)))
-                scale = splat(builder, load(builder, place, F32), 16)
-            self._store(self._result(sums, scale), builder.add(self.out, offset))
-            if self.sums_up:
-                builder.store(builder.add(builder.load(self.recent), sums), self.recent)
-                self._square(builder.bitcast(sums, self.wide))
+            self._write_row(row, offset)
+
+    def _write_row(self, row: Any, offset: Any) -> None:
+        builder = self.builder
+        place = builder.add(self.sums, builder.mul(row, self.sums_step))
+        sums, scale = load(builder, place, self.whole), self.scale
+        if self.by_row:
+            place = builder.add(self.scales, builder.shl(row, I64(2)))
+            scale = splat(builder, load(builder, place, F32), 16)
+        self._store(self._result(sums, scale), builder.add(self.out, offset))
+        if self.sums_up:
+            builder.store(builder.add(builder.load(self.recent), sums), self.recent)
+            self._square(builder.bitcast(sums, self.wide))
 
     def _result(self, sums: Any, scale: Any) -> Any:
         builder, whole = self.builder, self.whole
@@ -445,6 +460,9 @@ class _Emitted:
 
     def _store(self, value: Any, place: Any) -> None:
         builder = self.builder
+        if self.step is not None:
+            store(builder, value, place)
+            return
         with builder.if_else(self.is_whole, likely=True) as (all_lanes, some):
             with all_lanes:
                 store(builder, value, place)
@@ -485,3 +503,4 @@ copy = addressed(3, _copy(False))
 copy_flipped = addressed(3, _copy(True))
 blank = addressed(3, _blank)
 emit = addressed(9, _emit)
+emit_rows = addressed(7, _emit_rows)

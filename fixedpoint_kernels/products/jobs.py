@@ -56,6 +56,7 @@ SUM_ROWS = 43  # of sums for weights
 ROOM, OUT_TAPS, OUT_INPUTS, OUT_APART, PAIR_SUMS, PARTS = range(44, 50)
 SHARES = 58  # whether a run is three steps from one output to the next: see ``taps`` of ``tiles.vnni_tile``
 FIELDS = 59
+EVEN = tiles.KINDS["bfloat16 and statistics"]  # a kind of which side by side is faster
 FINISHED = 9  # a kind beside ``tiles.KINDS``: the whole gradient of a value, see ``finishing``
 
 _TILE_BYTES = 64 * 32 * 4 + 128  # of the largest tile's sums
@@ -284,6 +285,32 @@ def _spread_scales(d, scales, first, images, out):
         of_rows[here : here + d[SLOT_ROWS] * d[COLUMNS]] = of_images[first + slot]
 
 
+@inner
+def _write_places(
+    d, sums, sums_step, count, channel, out, place, offsets, scales, row_scales, image, statistics
+):
+    """Write 16 channels of the results at some places, of one image unless ``place`` is -1.
+
+    ``place``: where the first one goes, in bytes, if they lie side by side; else ``offsets`` says where each goes.
+    """
+    kind, lanes = d[KIND], min(16, d[OUT_CHANNELS] - channel)
+    first = out + channel * d[OUT_SIZE]
+    if kind == FINISHED:
+        own = carray(pointer_to(statistics), finishing.FIELDS, np.int64)
+        number = place // d[OUT_IMAGE]
+        totals = own[finishing.TOTALS] + 4 * (number * 3 * own[finishing.PATTERN] + channel)
+        finishing.finish_rows(
+            sums, sums_step, count, first + place, d[OUT_COLUMN], scales + 4 * image, statistics, totals
+        )  # fmt: skip
+        return
+    scale = row_scales if kind == 4 or kind == 5 else scales + 4 * channel
+    own_statistics = statistics + channel // 16 * 384
+    if kind == EVEN and place >= 0 and lanes == 16:
+        tiles.emit_rows(sums, sums_step, count, first + place, d[OUT_COLUMN], scale, own_statistics)
+        return
+    tiles.emit(kind, sums, sums_step, offsets, count, first, lanes, scale, own_statistics)
+
+
 def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, out, work):
     """Multiply some images, or some rows of one, and write the results.
 
@@ -321,7 +348,6 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
         _spread_scales(d, scales, first, images, row_scales)
     group, groups = 0, (out_channels + 15) // 16
     spans = carray(pointer_to(d[SPANS]), groups, np.int64)
-    own = carray(pointer_to(statistics), finishing.FIELDS, np.int64)
     while group < groups:
         span = spans[group]
         pair = group + 1 < groups and WIDE_ROWS > 0 and spans[group + 1] == span
@@ -329,7 +355,8 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
         sums_step = 128 if pair else 64
         weights, start = b + group * depth * 16, begin + group * 64
         count, line = 1, n
-        if d[COUNT_COLUMNS] % at_once == 0:  # row by row, without what lies between
+        is_even = d[COUNT_COLUMNS] % at_once == 0
+        if is_even:  # row by row, without what lies between
             count, line = images * rows, d[COUNT_COLUMNS]
         for number in range(count):
             start_q = (number // rows * d[SLOT_ROWS] + number % rows) * d[COLUMNS]
@@ -339,23 +366,14 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
                     alone(d[BYTES], a, step, d[TABLE], d[RUNS], weights, sums)
                 else:
                     tile(d, pair, a, d[TABLE], d[RUNS], weights, start, sums)
+                place = np.int64(-1)
+                if is_even:
+                    place = number // rows * d[OUT_IMAGE] + number % rows * d[OUT_ROW]
+                    place += (q - start_q) * d[OUT_COLUMN]
                 for half in range(2 if pair else 1):
-                    channel = (group + half) * 16
-                    if kind == FINISHED:
-                        slot, place = number // rows, (q - start_q) * d[OUT_COLUMN]
-                        place += slot * d[OUT_IMAGE] + number % rows * d[OUT_ROW]
-                        part = slot * 3 * own[finishing.PATTERN] + channel
-                        finishing.finish_rows(
-                            sums + 64 * half, sums_step, at_once, first_out + place + 2 * channel,
-                            d[OUT_COLUMN], scales + 4 * (first + slot), statistics,
-                            own[finishing.TOTALS] + 4 * part,
-                        )  # fmt: skip
-                        continue
-                    scale = row_scales + 4 * q if by_row else scales + 4 * channel
-                    tiles.emit(
-                        kind, sums + 64 * half, sums_step, offsets + 8 * q, at_once,
-                        first_out + channel * d[OUT_SIZE], min(16, out_channels - channel), scale,
-                        statistics + (group + half) * 384,
+                    _write_places(
+                        d, sums + 64 * half, sums_step, at_once, (group + half) * 16, first_out, place,
+                        offsets + 8 * q, scales, row_scales + 4 * q, first + number // rows, statistics,
                     )  # fmt: skip
         group += 2 if pair else 1
     return 0
