@@ -179,11 +179,11 @@ def _make_value(
                 to.store(to.get(value), to.moved(y, e, 32))
             with to.there(codes):
                 whole = (to.get(value) * scale).rint()
-                under, over = whole < lowest, whole > highest
-                bounded = over.where(highest, under.where(lowest, whole))
+                bounded = (whole > highest).where(highest, (whole < lowest).where(lowest, whole))
                 known = bounded.is_nan().where(to.zero, bounded)
                 to.store(known.converted(I32).truncated(I8), to.moved(codes, e, 8))
-                held, there = to.bits(~(under | over)), to.inside(e, elements)
+                held = Vector(to.builder, to.builder.fcmp_unordered("==", bounded.value, whole.value))
+                held, there = to.bits(held), to.inside(e, elements)
                 outside = to.counted(to.builder.and_(to.builder.not_(held), there))
                 to.builder.store(to.builder.add(to.builder.load(clamped), outside), clamped)
                 with to.there(clip_mask):
