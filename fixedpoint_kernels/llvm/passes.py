@@ -182,7 +182,9 @@ def _make_value(
                 bounded = (whole > highest).where(highest, (whole < lowest).where(lowest, whole))
                 known = bounded.is_nan().where(to.zero, bounded)
                 to.store(known.converted(I32).truncated(I8), to.moved(codes, e, 8))
-                held = Vector(to.builder, to.builder.fcmp_unordered("==", bounded.value, whole.value))
+                held = Vector(
+                    to.builder, to.builder.fcmp_unordered("==", bounded.value, whole.value)
+                )
                 held, there = to.bits(held), to.inside(e, elements)
                 outside = to.counted(to.builder.and_(to.builder.not_(held), there))
                 to.builder.store(to.builder.add(to.builder.load(clamped), outside), clamped)
