@@ -193,7 +193,7 @@ def place_outputs(offsets, images, rows, d):
 
 @inner
 def _offsets_of(d, images, rows, spare):
-    """Return where it stands where positions go; of fewer images or rows than of a whole job it is written."""
+    """Return the address of where positions go; for fewer images or rows than a whole job has, write it first."""
     if images == d[SLOTS] and rows == d[BAND]:
         return d[OFFSETS]
     place_outputs(carray(pointer_to(spare), d[POSITIONS] + 128, np.int64), images, rows, d)
