@@ -8,6 +8,7 @@ tensors at once, ``places_of``.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import add, attrgetter, ge, gt, le
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ __all__ = [
     "check_memory",
     "in_memory",
     "is_float32",
+    "joined",
     "places_of",
     "places_on_cpu",
 ]
@@ -169,6 +171,18 @@ def places_of(
     ):
         return None
     return Places(found[: len(xs)], found[len(xs) :], elements, item)
+
+
+def joined(parts: Sequence[Places | None]) -> Places | None:
+    """Return the places of several lists of inputs as those of one; None where one is not known."""
+    known = [own for own in parts if own is not None]
+    if len(known) < len(parts) or not parts:
+        return None
+    if len(parts) == 1:
+        return known[0]
+    xs = tuple(chain.from_iterable(own.xs for own in known))
+    elements = tuple(chain.from_iterable(own.elements for own in known))
+    return Places(xs, (), elements, known[0].itemsize)
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from fixedpoint_kernels._torch_private import foreach_div
 from fixedpoint_kernels.compact import Sum
+from fixedpoint_kernels.memory import Places, places_on_cpu
 from fixedpoint_kernels.norms import norms_many
 from fixedpoint_kernels.philox import Key
+from fixedpoint_kernels.strides import is_dense
 from marvin.compact import CompactTensors, is_compact, key_of
 from marvin.plans import Members
 from marvin.policies.base import Policy, check_measured
@@ -34,6 +36,7 @@ class Gradients:
         norms: 2-norms before normalisation, shape ``(n,)``: ``accumulate_dtype``, of what this process holds;
             after ``complete`` float32, of the whole.
         penalties: L1 penalties, shape ``(n,)``, ``accumulate_dtype``, of what this process holds; None without.
+        places: Where ``values`` lie; None where a kernel takes them not, or that is not known.
         measured: What the policy computed from the layers' gradients.
         numbers: Its norms, of the whole layers, float32, shape ``(layers,)`` or ``(0,)``.
     """
@@ -43,6 +46,7 @@ class Gradients:
     values: list[Tensor]
     norms: Tensor
     penalties: Tensor | None
+    places: Places | None
     measured: Measured = field(default_factory=Measured)
     numbers: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
 
@@ -62,8 +66,9 @@ def gather(
     penalties = _add_l1(group, params, grads) if group["l1"] else None
     if group["quantize_gradients"]:
         grads = _rounded(grads, members.shards, [format_of(p) for p in params], noise)
-    norms = norms_many(grads, dtype=accumulate_dtype(grads[0].device))
-    return Gradients(group, members, grads, norms, penalties)
+    places = places_on_cpu(grads, is_dense)
+    norms = norms_many(grads, dtype=accumulate_dtype(grads[0].device), places=places)
+    return Gradients(group, members, grads, norms, penalties, places)
 
 
 def complete(
@@ -95,7 +100,7 @@ def complete(
         batch.norms = norm
         if batch.group["normalize_gradients"]:
             divisors = torch.where(norm > 0, norm, 1.0).unbind()
-            batch.values = list(foreach_div(batch.values, divisors))
+            batch.values, batch.places = list(foreach_div(batch.values, divisors)), None
         members = batch.members
         grads = [batch.values[i] for i in members.layers]
         batch.measured = policy.measure(shared, _tensors(members, noise), grads)

@@ -289,9 +289,8 @@ class Quantized(WithMasters):
         # what the policy makes of it
         samples = self.policy.samples(self.param_groups[0], self.forward_state.counted)
         seen = inputs_of(self._carriers.observers, samples, batches[0].norms.device)
-        layers = self._layers(by_layer(batches, norms, numbers), seen)
+        layers, others = self._layers(by_layer(batches, norms, numbers), seen)
         number = self._counts.step + 1
-        others = self._layers({}, {}, frozen=True)
         now = Step(number, self._seed, self.param_groups[0], total, samples, others)
         update = self.policy.update(self.shared, layers, now)
         update = completed(self.policy, update, layers, number)
@@ -325,7 +324,7 @@ class Quantized(WithMasters):
         now = Step(self._counts.step, self._seed, self.param_groups[0])
         with self.with_values():
             self._adopt_changed()
-            layers = self._layers({}, {})
+            layers, _ = self._layers({}, {})
             update = self.policy.end_epoch(self.shared, layers, now)
             update = completed(self.policy, update, layers, now.number)
             self._write(self._keep(update, []), Purpose.INITIAL)
@@ -632,26 +631,26 @@ class Quantized(WithMasters):
         self,
         measured: Mapping[int, tuple[float, float | None, Mapping[str, Tensor | Sum]]],
         inputs: Mapping[int, Inputs],
-        *,
-        frozen: bool = False,
-    ) -> list[Layer]:
-        """Return what the policy sees of the layers that train, or of those that are frozen."""
-        found = []
+    ) -> tuple[list[Layer], list[Layer]]:
+        """Return what the policy sees of the layers that train, and of those that are frozen."""
+        trained: list[Layer] = []
+        frozen: list[Layer] = []
+        gone = self._carriers.gone
         for index, (p, own, layer) in self._trained_layers().items():
-            has_left = p in self._carriers.gone and index not in measured
-            if p.requires_grad == frozen or has_left:
+            found = measured.get(index) if p.requires_grad else None
+            if found is None and gone and p in gone:
                 continue
-            norm, number, new = measured.get(index, (None, None, {}))
-            found.append(
+            norm, number, new = found or (None, None, {})
+            (trained if p.requires_grad else frozen).append(
                 layer.but(
                     record=own["layer"],
                     tensors=tensors_of(own, new),
                     norm=norm,
                     measured=number,
-                    inputs=inputs.get(index),
+                    inputs=inputs.get(index) if p.requires_grad else None,
                 )
             )
-        return found
+        return trained, frozen
 
     def _move(self, batches: Sequence[Gradients], update: Update) -> None:
         """Move the masters, keep what the policy made of the step, and write the weights."""
@@ -693,9 +692,10 @@ class Quantized(WithMasters):
             for layer in update.layers
             if (own := trained[layer.index]).state["layer"].fmt is not layer.record.fmt
         }
-        for own in [own for p in moved if states.KEPT in (own := self.state[p])]:
-            del own[states.KEPT]
-            self._plans.rounding.clear()
+        for own in self._rounding(moved).own:
+            if states.KEPT in own:
+                del own[states.KEPT]
+                self._plans.rounding.clear()
         if changed:
             self._plans.rounding.clear()
             self._keep_formats(changed)

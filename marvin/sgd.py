@@ -12,6 +12,7 @@ from fixedpoint_kernels._torch_private import (
     foreach_mul_,
     has_step_hooks,
 )
+from fixedpoint_kernels.memory import joined
 from fixedpoint_kernels.sgd import Moves, Rates
 from marvin.gradients import Gradients
 from marvin.settings import Group, OwnStep
@@ -102,7 +103,8 @@ def moves_of(optimizer: Optimizer, batches: Sequence[Gradients]) -> Moves | None
         is_first += [momentum is None for momentum in begun]
         pairs = zip(begun, masters, strict=True)
         momenta += [torch.empty_like(p) if m is None else m for m, p in pairs]
-    return Moves(range(len(grads)), grads, momenta, is_first, rates)
+    places = joined([batch.places for batch in batches])
+    return Moves(range(len(grads)), grads, momenta, is_first, rates, places)
 
 
 def keep_momenta(optimizer: Optimizer, batches: Sequence[Gradients], moves: Moves) -> None:

@@ -22,7 +22,7 @@ from fixedpoint_kernels.fused.graph import (
     Value,
 )
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
-from fixedpoint_kernels.fused.taken import are_taken
+from fixedpoint_kernels.fused.taken import Wanted
 
 __all__ = [
     "INPUT",
@@ -37,5 +37,5 @@ __all__ = [
     "Scaled",
     "Segment",
     "Value",
-    "are_taken",
+    "Wanted",
 ]

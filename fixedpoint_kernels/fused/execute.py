@@ -10,11 +10,12 @@ from fixedpoint_kernels.fused import cpu
 from fixedpoint_kernels.fused.graph import INPUT, Layer
 from fixedpoint_kernels.fused.layout import Shape
 from fixedpoint_kernels.fused.memory import aligned
+from fixedpoint_kernels.fused.operations import GivenNumbers, Numbers, noise_given
 from fixedpoint_kernels.fused.program import Pass, Program
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
-from fixedpoint_kernels.fused.taken import are_taken
+from fixedpoint_kernels.fused.taken import Wanted
 
-__all__ = ["Laid", "Result", "backward", "forward", "laid", "statistics", "weight_given"]
+__all__ = ["Laid", "Result", "backward", "forward", "laid", "statistics", "steps_given"]
 
 
 @dataclass
@@ -89,15 +90,18 @@ def forward(
     """
     source = laid(x, program.shapes[INPUT])
     kept = program.memory.lend(program.kept_bytes + 64)  # kernels read behind it
-    given = {("x", 0): source.address, **_given(program, parameters)}
     outputs, others = {}, {}
     for i, value in enumerate(program.segment.values):
         if value.is_output:
             outputs[i] = Result(len(x), program.shapes[i], value.is_flat)
-            given["y", i] = outputs[i].address
         elif program.observes and program.segment.takers(i):
             others[i] = Result(len(x), program.shapes[i])
-            given["seen", i] = others[i].address
+    given = _given(program, parameters)
+    given["x"], given["y"], given["seen"] = [source.address], _places(outputs), _places(others)
+    running = [own.running for own in parameters]
+    given["running_mean"], given["running_variance"] = (
+        [0 if own is None else own[k].data_ptr() for own in running] for k in range(2)
+    )
     with program.memory.lock:
         program.clear()
         program.momenta[:] = [own.momentum for own in parameters]
@@ -134,29 +138,16 @@ def backward(
         ValueError: ``kept`` or a parameter is not as ``forward`` had it.
     """
     _check_saved(program, parameters)
-    kept, given = aligned(kept, program.kept_bytes + 64), _given(program, parameters)
+    kept = aligned(kept, program.kept_bytes + 64)
     outputs = [i for i, value in enumerate(program.segment.values) if value.is_output]
     held = [laid(grad, program.shapes[i]) for i, grad in zip(outputs, grads, strict=True)]
-    given |= {("dy", i): own.address for i, own in zip(outputs, held, strict=True)}
     dx = Result(program.images, program.shapes[INPUT]) if program.needs_input else None
-    given["dx", 0] = 0 if dx is None else dx.address
-    found = []
-    for n, own in enumerate(parameters):
-        outputs_of, seed, stream = program.outs[n].channels, *own.noise
-        weight = (
-            _like(own.weight)
-            if program.needs_weights[n]
-            else torch.empty(0, dtype=torch.float32, device="cpu")
-        )
-        scale, shift = (
-            torch.empty(outputs_of, dtype=torch.float32, device="cpu") for _ in range(2)
-        )
-        given["of_scale", n], given["of_shift", n] = scale.data_ptr(), shift.data_ptr()
-        given["seed", n], given["stream", n] = seed, stream
-        given["second stream", n] = own.second_stream
-        given["of_weight", n] = weight.data_ptr()
-        given["of_weight lies last", n] = int(not weight.is_contiguous())
-        found.append(Gradients(weight, scale, shift))
+    weights = [
+        _like(own.weight) if is_needed else _empty(0)
+        for own, is_needed in zip(parameters, program.needs_weights, strict=True)
+    ]
+    pairs = [*zip(parameters, program.outs, strict=True)]
+    scales, shifts = ([_vector(own, out.channels) for own, out in pairs] for _ in range(2))
     back = {}
     if program.observes:
         back = {
@@ -164,23 +155,30 @@ def backward(
             for n, own in enumerate(program.segment.layers)
             if isinstance(own, Layer)
         }
-        given |= {("seen gradient", n): own.address for n, own in back.items()}
+    given = _given(program, parameters) | noise_given(parameters)
+    given["dx"] = [0 if dx is None else dx.address]
+    given["dy"] = {i: own.address for i, own in zip(outputs, held, strict=True)}
+    given["seen gradient"] = _places(back)
+    names = "of_weight", "of_scale", "of_shift"
+    for name, own in zip(names, (weights, scales, shifts), strict=True):
+        given[name] = [*map(Tensor.data_ptr, own)]
+    given["of_weight lies last"] = [int(not own.is_contiguous()) for own in weights]
     with program.memory.lock:
         program.move(parameters)
-        _run(program, program.backward, kept, given, [own.weight for own in found])
+        _run(program, program.backward, kept, given)
     if seen is not None:
         seen += [own.take() for own in back.values()]
-    return (None if dx is None else dx.take()), found
+    found = map(Gradients, weights, scales, shifts)
+    return (None if dx is None else dx.take()), [*found]
 
 
 def _check_saved(program: Program, parameters: Sequence[Parameters]) -> None:
     """Refuse parameters that hooks on saved tensors have changed."""
-    layers, weights = program.segment.layers, [own.weight for own in parameters]
-    others = [(own.scale, own.shift) for own in parameters]
-    if are_taken(layers, weights, others):
+    found = [(own.weight, own.scale, own.shift) for own in parameters]
+    if program.wanted.are(*zip(*found, strict=True)):
         return
-    for n, layer in enumerate(layers):
-        if not are_taken([layer], weights[n : n + 1], others[n : n + 1]):
+    for n, layer in enumerate(program.segment.layers):
+        if not Wanted([layer]).are(*([own] for own in found[n])):
             raise ValueError(
                 f"what layer {n} saved must be float32 on the CPU and of its shape, {layer}: hooks "
                 "on saved tensors must give back what they got"
@@ -191,7 +189,17 @@ def _like(weight: Tensor) -> Tensor:
     """Return room for a gradient, as the weight lies: autograd copies what lies otherwise."""
     if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
         return torch.empty_like(weight)  # to name the format takes as long again
-    return torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+    return _empty(*weight.shape)
+
+
+def _vector(own: Parameters, channels: int) -> Tensor:
+    """Return room for a number of each channel."""
+    like = own.shift if own.scale is None else own.scale
+    return _empty(channels) if like is None else torch.empty_like(like)  # in half the time
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -204,36 +212,47 @@ def statistics(program: Program, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def weight_given(n: int, weight: Tensor, places: int = 1) -> dict[tuple[str, int], int]:
-    """Return where the weight of layer ``n`` is, and how it lies; ``places``: of a linear layer's input."""
-    steps = weight.stride()
-    names = "weight", "step_o", "step_c", "step_t"
-    numbers = weight.data_ptr(), steps[0], steps[1] * places, steps[-1]
-    return {(name, n): number for name, number in zip(names, numbers, strict=True)}
+def steps_given(
+    strides: Sequence[tuple[int, ...]], places: Sequence[int] = ()
+) -> dict[str, list[int]]:
+    """Return how weights lie.
+
+    Args:
+        strides: Of each layer's weight; fewer than two: it has none.
+        places: Of the image that a linear layer takes flat, of each layer; default: 1.
+    """
+    own = [
+        (steps[0], steps[1] * n, steps[-1]) if len(steps) > 1 else (0, 0, 0)
+        for steps, n in zip(strides, places or [1] * len(strides), strict=True)
+    ]
+    names = "step_o", "step_c", "step_t"
+    return {name: [steps[k] for steps in own] for k, name in enumerate(names)}
 
 
-def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:
-    found: dict[tuple[str, int], int] = {}
-    for n, own in enumerate(parameters):
-        layer = program.segment.layers[n]
-        if isinstance(layer, Layer):
-            _, height, width = program.shapes[layer.source]
-            found.update(weight_given(n, own.weight, height * width if layer.is_flat else 1))
-        found["scale", n] = 0 if own.scale is None else own.scale.data_ptr()
-        found["shift", n] = 0 if own.shift is None else own.shift.data_ptr()
-        running = (0, 0) if own.running is None else [r.data_ptr() for r in own.running]
-        found["running_mean", n], found["running_variance", n] = running
-    return found
+def _given(program: Program, parameters: Sequence[Parameters]) -> dict[str, Numbers]:
+    weights = [own.weight for own in parameters]
+    strides, known = [*map(Tensor.stride, weights)], program.steps  # threads may come at once
+    if strides != known[0]:
+        program.steps = known = strides, steps_given(strides, program.places_of_weights)
+    return {
+        "weight": [*map(Tensor.data_ptr, weights)],
+        **known[1],
+        "scale": [0 if own.scale is None else own.scale.data_ptr() for own in parameters],
+        "shift": [0 if own.shift is None else own.shift.data_ptr() for own in parameters],
+    }
+
+
+def _places(results: Mapping[int, Result]) -> dict[int, int]:
+    return {i: own.address for i, own in results.items()}
 
 
 def _run(
     program: Program,
     direction: Pass,
     kept: Tensor,
-    given: Mapping[tuple[str, int], int],
-    gradients: Sequence[Tensor] = (),
+    given: GivenNumbers,
 ) -> None:
     work = program.place(direction, kept.data_ptr(), given)
-    if gradients:
-        program.place_gradients(gradients, work)
+    if direction is program.backward:
+        program.place_gradients(given, work)
     cpu.run(program.path, direction.context, len(direction.regions), program.threads)

@@ -24,7 +24,14 @@ from fixedpoint_kernels.fused.forward import Forward
 from fixedpoint_kernels.fused.graph import INPUT, Layer, Scaled, Segment
 from fixedpoint_kernels.fused.layout import Layout, Shape
 from fixedpoint_kernels.fused.memory import bytes_of, work_memory
-from fixedpoint_kernels.fused.operations import Buffer, Operation, place_buffers, table
+from fixedpoint_kernels.fused.operations import (
+    Buffer,
+    GivenNumbers,
+    Numbers,
+    Operation,
+    place_buffers,
+    table,
+)
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.fused.weights import pack_weights, packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
@@ -234,15 +241,16 @@ class Program:
 
     def pack(self, weights: Sequence[Tensor | None]) -> None:
         """Lay out the weights."""
-        own: dict[tuple[str, int], int] = {}
-        for n, weight in enumerate(weights):
-            own |= {} if weight is None else execute.weight_given(n, weight)
-        self._task_addresses.fill(self._tasks, own)
+        given: dict[str, Numbers] = {
+            "weight": [0 if own is None else own.data_ptr() for own in weights],
+            **execute.steps_given([() if own is None else own.stride() for own in weights]),
+        }
+        self._task_addresses.given.fill(self._tasks, given)
         work = work_memory(self.work_bytes) + self._thread_bytes * self.threads
         spare = work, self._spare_bytes, self.packers
         pack_weights(self.packers > 1)(self._tasks, self._task_reals, self._items, *spare)
 
-    def place(self, given: dict[tuple[str, int], int]) -> None:
+    def place(self, given: GivenNumbers) -> None:
         """Note where images come from and go to, and where this thread of Python works."""
         work = work_memory(self.work_bytes)
         if work != self._work:
@@ -314,12 +322,12 @@ def run(
         flat; None where a factor of batch norm is not finite.
     """
     source = execute.laid(x, program.shapes[INPUT])
-    given = {("x", 0): source.address}
     results = {}
     for i, value in enumerate(program.segment.values):
         if value.is_output:
             results[i] = execute.Result(len(x), program.shapes[i], value.is_flat)
-            given["y", i] = results[i].address
+    given: dict[str, Numbers] = {"x": [source.address]}
+    given["y"] = {i: own.address for i, own in results.items()}
     with program.lock:
         moved = program.move(shifts)
         if moved or stamp is None or stamp is not program.stamp:

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.products import jobs
 
-__all__ = ["Addresses", "Buffer", "Cells", "Given", "Kept", "Number", "Operation"]
-__all__ += ["place_buffers", "table"]
+__all__ = ["Addresses", "Buffer", "Cells", "Given", "GivenNumbers", "Kept", "Number", "Operation"]
+__all__ += ["Numbers", "noise_given", "place_buffers", "table"]
 
 _LINE = 64  # bytes: buffers begin at multiples
 
@@ -38,6 +40,11 @@ class Kept(NamedTuple):
     offset: int
 
 
+class _Noisy(Protocol):
+    noise: tuple[int, int]
+    second_stream: int
+
+
 class Given(NamedTuple):
     """An address that each call gives, of a layer or value."""
 
@@ -46,6 +53,9 @@ class Given(NamedTuple):
 
 
 Number = int | Buffer | Kept | Given
+Numbers = Sequence[int] | Mapping[int, int]
+GivenNumbers = Mapping[str, Numbers]
+"""What a call gives: by name, then by number of a layer or value."""
 Details = Callable[[int], jobs.Described]
 
 
@@ -83,15 +93,19 @@ class Cells:
     """
 
     def __init__(self, given: Mapping[tuple[str, int], Sequence[tuple[int, int]]]) -> None:
-        self.keys = [key for key, cells in given.items() for _ in cells]
-        places = [cell for cells in given.values() for cell in cells]
-        self.rows, self.columns = np.array(places, np.int64).reshape(-1, 2).T
+        keys = [key for key, own in given.items() for _ in own]
+        places = [cell for own in given.values() for cell in own]
+        order = sorted(range(len(keys)), key=lambda i: keys[i][0])  # a name's together
+        self.keys = [keys[i] for i in order]
+        self.rows, self.columns = np.array(places, np.int64).reshape(-1, 2)[order].T
+        by_name = groupby(self.keys, itemgetter(0))
+        self._takers = [(name, _taker([n for _, n in own])) for name, own in by_name]
 
-    def numbers(self, given: Mapping[tuple[str, int], int]) -> list[int]:
+    def numbers(self, given: GivenNumbers) -> list[int]:
         """Return what a call gives each cell."""
-        return list(map(given.__getitem__, self.keys))
+        return [*chain.from_iterable(take(given[name]) for name, take in self._takers)]
 
-    def fill(self, table: np.ndarray, given: Mapping[tuple[str, int], int]) -> None:
+    def fill(self, table: np.ndarray, given: GivenNumbers) -> None:
         """Write into a table what a call gives: all at once, for each cell alone takes as long as a key."""
         table[self.rows, self.columns] = self.numbers(given)
 
@@ -109,20 +123,25 @@ class Addresses(NamedTuple):
     work: np.ndarray
     given: Cells
 
-    def fill(
-        self, table: np.ndarray, given: Mapping[tuple[str, int], int], kept: int = 0, work: int = 0
-    ) -> None:
-        """Write addresses into a table.
-
-        Args:
-            table: Of operations.
-            given: Those given at each call, by names and numbers of layers or values.
-            kept: Of kept memory.
-            work: Of working memory.
-        """
+    def fill(self, table: np.ndarray, kept: int, work: int) -> None:
+        """Write into a table the addresses in kept memory, and those in working memory."""
         for start, (rows, columns, offsets) in ((kept, self.kept), (work, self.work)):
             table[rows, columns] = offsets + start
-        self.given.fill(table, given)
+
+
+def noise_given(layers: Sequence[_Noisy]) -> dict[str, list[int]]:
+    """Return seeds and streams of what each layer rounds, for ``Cells``."""
+    return {
+        "seed": [own.noise[0] for own in layers],
+        "stream": [own.noise[1] for own in layers],
+        "second stream": [own.second_stream for own in layers],
+    }
+
+
+def _taker(numbers: list[int]) -> Callable[[Any], tuple[int, ...]]:
+    """Return what takes the items of these numbers from a sequence or mapping."""
+    take = itemgetter(*numbers)
+    return take if len(numbers) > 1 else lambda own: (take(own),)
 
 
 def place_buffers(turns: Sequence[Sequence[Operation]]) -> int:

@@ -4,21 +4,27 @@ Work is cut into regions. In a region a thread takes a few images through all op
 regions all threads wait: batch norm needs the sums of all images.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.backward import Backward
 from fixedpoint_kernels.fused.forward import Forward
-from fixedpoint_kernels.fused.graph import Segment
+from fixedpoint_kernels.fused.graph import Layer, Norm, Segment
 from fixedpoint_kernels.fused.layout import Layout
 from fixedpoint_kernels.fused.memory import Memory, bytes_of, work_memory
-from fixedpoint_kernels.fused.operations import Addresses, Operation, place_buffers, table
+from fixedpoint_kernels.fused.operations import (
+    Addresses,
+    GivenNumbers,
+    Operation,
+    place_buffers,
+    table,
+)
 from fixedpoint_kernels.fused.reference import Parameters
+from fixedpoint_kernels.fused.taken import Wanted
 from fixedpoint_kernels.fused.weights import packing_items, spare_bytes
 from fixedpoint_kernels.products import jobs
 
@@ -50,6 +56,7 @@ class Pass:
     task_addresses: Addresses
     items: np.ndarray
     context: np.ndarray
+    places: tuple[int, int] = (0, 0)  # of kept and working memory, as the tables have them
 
 
 class Program(Layout):
@@ -69,6 +76,7 @@ class Program(Layout):
 
     Attributes:
         held_bytes: Of the arrays that it has while it does not run.
+        elements: That each layer takes.
 
     Raises:
         ValueError: Sums of a layer do not fit in int32 and int64.
@@ -98,8 +106,19 @@ class Program(Layout):
         for own in (self.forward, self.backward):
             self._fill_context(own)
         self._collected = self._collecting()
+        self.wanted = Wanted(segment.layers)
+        self.elements = [images * self.shapes[own.source].elements for own in segment.layers]
+        self.places_of_weights = [self._places_of(own) for own in segment.layers]
+        self.steps: tuple[list[tuple[int, ...]], dict[str, list[int]]] = [], {}  # of weights
         self.memory = Memory() if memory is None else memory
         self.held_bytes = bytes_of(self.held)
+
+    def _places_of(self, layer: Layer | Norm) -> int:
+        """Return how many places the image has that a linear layer takes flat; 1 of other layers."""
+        if isinstance(layer, Norm) or not layer.is_flat:
+            return 1
+        _, height, width = self.shapes[layer.source]
+        return height * width
 
     def clear(self) -> None:
         """Set what forward adds to to 0."""
@@ -111,34 +130,34 @@ class Program(Layout):
         for powers, own in zip(self.powers, parameters, strict=True):
             powers.move(own.shifts)
 
-    def place(self, own: Pass, kept: int, given: Mapping[tuple[str, int], int]) -> int:
+    def place(self, own: Pass, kept: int, given: GivenNumbers) -> int:
         """Fill a pass's tables with addresses; return that of working memory.
 
         Args:
             own: ``forward`` or ``backward``.
             kept: Address of kept memory.
-            given: Other addresses, by names and numbers of layers or values.
+            given: Other addresses.
         """
         work = work_memory(self.work_bytes)
-        own.addresses.fill(own.table, given, kept, work)
-        own.task_addresses.fill(own.tasks, given, kept, work)
-        own.context[f.C_SCRATCH] = work + self._scratch_at
-        own.context[f.C_SPARE] = work + self._spare_at
+        if own.places != (kept, work):
+            own.addresses.fill(own.table, kept, work)
+            own.task_addresses.fill(own.tasks, kept, work)
+            own.context[[f.C_SCRATCH, f.C_SPARE]] = work + self._scratch_at, work + self._spare_at
+            own.places = kept, work
+        own.addresses.given.fill(own.table, given)
+        own.task_addresses.given.fill(own.tasks, given)
         return work
 
-    def place_gradients(self, weights: Sequence[Tensor], work: int) -> None:
+    def place_gradients(self, given: GivenNumbers, work: int) -> None:
         """Say where weight gradients are written that backward adds up by images.
 
-        They are contiguous, or lie channels last.
-
         Args:
-            weights: One a layer, empty where it has none.
-            work: What ``place`` returned.
+            given: As of ``place``.
+            work: What that returned.
         """
         tasks, _, (rows, columns, offsets) = self._collected
         tasks[rows, columns] = offsets + work
-        tasks[:, f.W_STEP_C] = [0 if weight.is_contiguous() else 1 for weight in weights]
-        tasks[:, f.OUT] = [weight.data_ptr() for weight in weights]
+        tasks[:, f.W_STEP_C], tasks[:, f.OUT] = given["of_weight lies last"], given["of_weight"]
 
     def _collecting(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tell backward which weight gradients it writes at its end, and return where it reads that.

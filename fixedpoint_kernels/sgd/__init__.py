@@ -52,7 +52,7 @@ def step_many(
         return False
     read = np.empty(0, np.int64)
     if moves.grads:
-        places = places_on_cpu(moves.grads, is_dense)
+        places = moves.places or places_on_cpu(moves.grads, is_dense)
         if places is None or not targets.are_alike(moves.rows, moves.grads, places.elements):
             return False
         read = np.array(places.xs, np.int64)

@@ -10,9 +10,10 @@ from fixedpoint_kernels.llvm.calls import called, inner
 from fixedpoint_kernels.llvm.vectors import multiply_add, pointer_to
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.cpu import TASK, numbers_of, pieces_of, round_task
-from fixedpoint_kernels.sgd.targets import Moves, Rates, Targets
+from fixedpoint_kernels.sgd.targets import Moves, Rates, Tables, Targets
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
+_RATES = 3  # place in a table
 _FREE = FixedPoint(2, 0)  # stands where there is no format
 
 
@@ -104,22 +105,33 @@ def step_many(
     targets: Targets, written: np.ndarray, read: np.ndarray, moves: Moves, key: Key | None
 ) -> None:
     """See ``fixedpoint_kernels.sgd.step_many``; addresses: ``Targets.find``, and of gradients."""
-    sizes, count, rows = targets.sizes, len(targets.fmts), np.array(moves.rows, np.int64)
+    own = targets.tables
+    if own is None or own.rows != moves.rows:
+        own = targets.tables = _tables(targets, written, moves)
+    own.pointers[own.moving, 2] = read
+    rates, nesterov = _rates(tuple(moves.rates))
+    own.kinds[:, 0], own.kinds[:, 1] = moves.is_first, nesterov
+    own.table[_RATES] = rates.ctypes.data
+    noise = (0, 0, 0) if key is None else (key.seed, key.stream, 1)
+    _STEP_MANY[is_parallel(own.elements)](own.table.ctypes.data, *noise, own.tasks)
+
+
+def _tables(targets: Targets, written: np.ndarray, moves: Moves) -> Tables:
+    """Return what ``step_task`` reads, without what each step brings."""
+    count, rows = len(targets.fmts), np.array(moves.rows, np.int64)
     pointers = np.zeros((count, 4), np.int64)
     pointers[:, 0], pointers[:, 1] = written[:count], written[count : 2 * count]
     has_momentum = np.array([x is not None for x in moves.momenta], bool)
-    pointers[rows, 2], pointers[rows[has_momentum], 3] = read, written[2 * count :]
+    pointers[rows[has_momentum], 3] = written[2 * count :]
     moved = np.full(count, -1, np.int64)
     moved[rows] = np.arange(len(rows))
-    rates, nesterov = _rates(tuple(moves.rates))
-    kinds = np.stack([np.array(moves.is_first, np.uint8), nesterov], axis=1)
-    if targets.tables is None:
-        targets.tables = *pieces_of(sizes, targets.offsets), *_roundings(targets.fmts)
-    bounds, tasks, numbers, streams = targets.tables
-    held = pointers, bounds, moved, rates, kinds, numbers, streams, tasks
-    table = np.array([array.ctypes.data for array in held], np.int64)
-    noise = (0, 0, 0) if key is None else (key.seed, key.stream, 1)
-    _STEP_MANY[is_parallel(sum(sizes))](table.ctypes.data, *noise, len(tasks))
+    kinds = np.zeros((len(rows), 2), np.uint8)
+    bounds, tasks = pieces_of(targets.sizes, targets.offsets)
+    numbers, streams = _roundings(targets.fmts)
+    held = pointers, bounds, moved, None, kinds, numbers, streams, tasks
+    table = np.array([0 if own is None else own.ctypes.data for own in held], np.int64)
+    elements = sum(targets.sizes)
+    return Tables(moves.rows, rows, pointers, kinds, table, elements, len(tasks), held)
 
 
 @lru_cache(maxsize=16)  # the same parameters come step after step

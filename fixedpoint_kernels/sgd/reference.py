@@ -23,7 +23,8 @@ def step_many(  # noqa: PLR0913  noise has three coordinates
     offsets: Sequence[int],
 ) -> None:
     """See ``fixedpoint_kernels.sgd``; the first three and ``offsets`` are those of ``Targets``."""
-    for row, grad, momentum, is_first, rates in zip(*moves, strict=True):
+    own = moves.rows, moves.grads, moves.momenta, moves.is_first, moves.rates
+    for row, grad, momentum, is_first, rates in zip(*own, strict=True):
         master, step = masters[row], grad
         if rates.weight_decay:
             step = step.add(master, alpha=rates.weight_decay)

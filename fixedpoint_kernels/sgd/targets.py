@@ -1,18 +1,19 @@
 """What a step of SGD reads and writes, and whether a kernel may."""
 
 from collections.abc import Sequence
-from operator import is_
-from typing import NamedTuple
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
-from fixedpoint_kernels.memory import are_apart, places_on_cpu
+from fixedpoint_kernels.memory import Places, are_apart, places_on_cpu
 from fixedpoint_kernels.strides import is_dense, orders_of
 
-__all__ = ["Moves", "Rates", "Targets"]
+__all__ = ["Moves", "Rates", "Tables", "Targets"]
 
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 _END = np.iinfo(np.int64).max  # behind all memory
 
 
@@ -35,6 +36,7 @@ class Moves(NamedTuple):
         is_first: Whether the momentum is not begun: it becomes the gradient, what it holds is
             not read.
         rates: Hyper-parameters.
+        places: What ``places_on_cpu`` says of ``grads``, without gaps, if it was asked.
     """
 
     rows: Sequence[int]
@@ -42,6 +44,31 @@ class Moves(NamedTuple):
     momenta: Sequence[Tensor | None]
     is_first: Sequence[bool]
     rates: Sequence[Rates]
+    places: Places | None = None
+
+
+class Tables(NamedTuple):
+    """What a kernel made of addresses, sizes and formats, for steps in which the same rows move.
+
+    Args:
+        rows: As of ``Moves``.
+        moving: The same.
+        pointers: As of ``cpu.step_task``; those of gradients are of the last step.
+        kinds: The same.
+        table: The same; the address of rates is of the last step.
+        elements: Of all masters.
+        tasks: How many.
+        held: All arrays that ``table`` has the address of.
+    """
+
+    rows: Sequence[int]
+    moving: np.ndarray
+    pointers: np.ndarray
+    kinds: np.ndarray
+    table: np.ndarray
+    elements: int
+    tasks: int
+    held: tuple[np.ndarray | None, ...]
 
 
 class Targets:
@@ -65,10 +92,10 @@ class Targets:
         self._own = [*masters, *weights]
         self._momenta: list[Tensor] = []
         self._rows: list[int] = []
-        self._seen: tuple[list[object], ...] | None = None
+        self._seen: list[list[Any]] | None = None
         self._orders: list[tuple[int, ...] | None] = []
         self.sizes: tuple[int, ...] = ()
-        self.tables: tuple[np.ndarray, ...] | None = None  # that a kernel made of sizes and formats
+        self.tables: Tables | None = None
         self._starts, self._ends = np.full(1, _END), np.empty(0, np.int64)
 
     @property
@@ -121,7 +148,7 @@ class Targets:
         return bool(((starts + 4 * sizes > self._starts[at]) & (sizes > 0)).any())
 
 
-def _lying(xs: Sequence[Tensor]) -> tuple[list[object], ...]:
+def _lying(xs: Sequence[Tensor]) -> list[list[Any]]:
     """Return where tensors lie, and how: what changes where one gets other memory."""
-    dtypes = {x.dtype for x in xs}
-    return [*map(Tensor.data_ptr, xs)], [x.shape for x in xs], [*map(Tensor.stride, xs)], [*dtypes]
+    lying = map(Tensor.data_ptr, xs), map(_SHAPE, xs), map(Tensor.stride, xs)
+    return [[*own] for own in lying] + [[*set(map(_DTYPE, xs))]]

@@ -1,6 +1,6 @@
 """Running a program on tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fixedpoint_kernels.fused import fields, weights
 from fixedpoint_kernels.fused.memory import aligned, work_memory
+from fixedpoint_kernels.fused.operations import GivenNumbers, Numbers, noise_given
 from fixedpoint_kernels.fused.stamp import Stamp
 from fixedpoint_kernels.llvm.rows import NAN_BIT
 from fixedpoint_kernels.memory import are_float32, is_float32
@@ -46,14 +47,13 @@ def forward(
     """
     held = [x.detach().contiguous() for x in xs]
     kept = program.memory.lend(program.kept_bytes + 64)  # kernels read behind it
-    given = _given(program, parameters)
-    given |= {("x", i): x.data_ptr() for i, x in enumerate(held)}
-    outputs = []
-    for v in program.segment.outputs:
-        outputs.append(
-            torch.empty(*xs[0].shape[:-1], program.widths[v], dtype=torch.float32, device="cpu")
-        )
-        given["y", v] = outputs[-1].data_ptr()
+    outputs = {
+        v: torch.empty(*xs[0].shape[:-1], program.widths[v], dtype=torch.float32, device="cpu")
+        for v in program.segment.outputs
+    }
+    given: dict[str, Numbers] = {**_given(program, parameters)}
+    given["x"] = [*map(Tensor.data_ptr, held)]
+    given["y"] = {v: y.data_ptr() for v, y in outputs.items()}
     work = work_memory(program.work_bytes)
     with program.memory.lock:
         program.clamped[:] = 0
@@ -65,13 +65,13 @@ def forward(
         _run(program, program.forward, kept, given, work)
         if counts is not None:
             counts += [(n & _CLAMPED, n >> NAN_BIT) for n in program.clamped.sum(1).tolist()]
-    return outputs, kept
+    return [*outputs.values()], kept
 
 
-def _pack(program: Program, given: Mapping[tuple[str, int], int], work: int) -> None:
+def _pack(program: Program, given: GivenNumbers, work: int) -> None:
     """Lay out the weights."""
     own = program.pack
-    own.tasks[:, fields.WEIGHTS] = [given["first", i] for i in own.layers]
+    own.tasks[:, fields.WEIGHTS] = [given["first"][i] for i in own.layers]
     weights.pack_weights(program.threads > 1)(
         own.tasks, own.reals, own.items, work, own.spare_bytes, program.threads
     )
@@ -97,15 +97,16 @@ def backward(
     """
     _check_saved(program, parameters)
     held = [grad.detach().contiguous() for grad in grads]
-    kept, given = aligned(kept, program.kept_bytes + 64), _given(program, parameters)
+    kept = aligned(kept, program.kept_bytes + 64)
     pairs = zip(program.segment.outputs, held, strict=True)
-    given |= {("dy", v): grad.data_ptr() for v, grad in pairs}
     dxs: list[Tensor | None] = []
     for i, needed in enumerate(program.needs_inputs):
         width = program.widths[i]
         shape = *held[0].shape[:-1], width
         dxs.append(torch.empty(shape, dtype=torch.float32, device="cpu") if needed else None)
-        given["dx", i] = dxs[-1].data_ptr() if needed else 0  # pyright: ignore[reportOptionalMemberAccess]
+    given: dict[str, Numbers] = {**_given(program, parameters)}
+    given["dx"] = [0 if dx is None else dx.data_ptr() for dx in dxs]
+    given["dy"] = {v: grad.data_ptr() for v, grad in pairs}
     work = work_memory(program.work_bytes)
     with program.memory.lock:
         if program.move(parameters):  # another call had other formats by channel
@@ -184,22 +185,20 @@ def _shapes(
     return (size,), (size,)
 
 
-def _given(program: Program, parameters: Sequence[Parameters]) -> dict[tuple[str, int], int]:
-    found: dict[tuple[str, int], int] = {}
-    for i, own in enumerate(parameters):
-        first, second = own.first, own.second
-        found["first", i] = program.ones if first is None else first.data_ptr()
-        found["second", i] = program.zeros if second is None else second.data_ptr()
-        found |= {("seed", i): own.noise[0], ("stream", i): own.noise[1]}
-        found["second stream", i] = own.second_stream
-    return found
+def _given(program: Program, parameters: Sequence[Parameters]) -> dict[str, list[int]]:
+    pairs = [(own.first, own.second) for own in parameters]
+    return {
+        "first": [program.ones if x is None else x.data_ptr() for x, _ in pairs],
+        "second": [program.zeros if x is None else x.data_ptr() for _, x in pairs],
+        **noise_given(parameters),
+    }
 
 
 def _run(
     program: Program,
     direction: Pass,
     kept: Tensor,
-    given: Mapping[tuple[str, int], int],
+    given: GivenNumbers,
     work: int,
 ) -> None:
     rows, places, offsets = direction.kept

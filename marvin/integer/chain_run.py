@@ -13,9 +13,8 @@ from fixedpoint_kernels._torch_private import (
     foreach_add_,
     has_backward_hooks,
     own_forward_hooks,
-    tensor_of,
 )
-from fixedpoint_kernels.fused import Layer, Norm, Parameters, Segment, are_taken
+from fixedpoint_kernels.fused import Layer, Norm, Parameters, Segment, Wanted
 from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.hooks import rounders_of
@@ -25,6 +24,7 @@ from marvin.integer.graph import Chain
 from marvin.integer.graph_code import GraphCode
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
 from marvin.integer.programs import Programs
+from marvin.integer.seen import Tensors
 from marvin.integer.standing import Standing
 from marvin.integer.token_run import alone
 from marvin.model_formats import ModuleFormats
@@ -34,7 +34,6 @@ __all__ = ["ChainRun", "has_fitting_formats", "is_in_the_way"]
 
 
 _Own = TypeVar("_Own")
-_OF_NORM = "weight", "bias", "running_mean", "running_var"
 
 
 def is_in_the_way(module: nn.Module) -> bool:
@@ -74,10 +73,19 @@ class ChainRun(nn.Module):
             if not isinstance(own, IntegerConv2d | IntegerLinear)
         )
         self._plain = GraphCode(alone(chain), module, {})
+        pairs = [*self.each(self.convolutions)]
+        self._weights = Tensors([(conv, "weight") for conv, _ in pairs])
+        of_norm = "running_mean", "running_var", "num_batches_tracked"
+        self._scales = Tensors([(norm, "weight") for _, norm in pairs])
+        self._shifts = Tensors([(conv if norm is None else norm, "bias") for conv, norm in pairs])
+        self._running = [Tensors([(norm, name) for _, norm in pairs]) for name in of_norm]
+        # batch norm would take it away, all but the running mean
+        self._unwanted = Tensors([(conv, "bias") for conv, norm in pairs if norm is not None])
         self.rounders: tuple[Rounder, ...] = ()
         self._formats: list[ModuleFormats] = []
         self._shapes: list[torch.Size] = []
         self._segment: Segment | None = None
+        self._wanted = Wanted([])
         self.shifts: list[tuple[int, ...]] = []
         self._held: tuple[Any, ...] = ()
         self._programs: Programs[Any] = Programs()
@@ -109,14 +117,10 @@ class ChainRun(nn.Module):
 
     def _are_taken(self) -> bool:
         """Say whether weights, biases and what batch norm has are what kernels take."""
-        assert self._segment is not None
-        weights, others = [], []
-        for conv, norm in self.each(self.convolutions):
-            if conv is not None and norm is not None and tensor_of(conv, "bias") is not None:
-                return False  # batch norm would take it away, all but the running mean
-            weights.append(None if conv is None else tensor_of(conv, "weight"))
-            others.append(_others(conv, norm))
-        return are_taken(self._segment.layers, weights, others)
+        if any(own is not None for own in self._unwanted.now()):
+            return False
+        found = self._weights, self._scales, self._shifts, *self._running[:2]
+        return self._wanted.are(*(own.now() for own in found))
 
     def _knows(self, formats: list[ModuleFormats]) -> bool:
         """Describe the chain with these formats, and say whether they fit."""
@@ -127,6 +131,7 @@ class ChainRun(nn.Module):
             or any(a is not b for a, b in zip(formats, self._formats, strict=True))
         ):
             self._segment = self._described(formats)
+            self._wanted = Wanted([] if self._segment is None else self._segment.layers)
             self._formats, self._shapes = formats, shapes  # last: it may be interrupted
         return self._segment is not None
 
@@ -204,16 +209,13 @@ class ChainRun(nn.Module):
         """Return what leaves the chain."""
         if not self._takes(x) or self._normalises_one(x):
             return self._plain(x)
-        parameters: list[Tensor | None] = []
-        for conv, norm in self.each(self.convolutions):
-            own = _others(conv, norm)
-            pair = (None, *own) if norm is None else own[:2]
-            parameters += [None if conv is None else tensor_of(conv, "weight"), *pair]
+        images = len(x)
         for rounder in self.rounders:
             rounder.state.waiting.discard(rounder.name)
-            rounder.count(len(x))
+            rounder.count(images)
         drawn = [rounder.state.noise_of_gradients() for rounder in self.rounders]
         noise = [own or (0, 0, 0) for own, _ in self.each(drawn)]
+        parameters = *self._weights.now(), *self._scales.now(), *self._shifts.now()
         return _Chain.apply(x, self, noise, *parameters)  # pyright: ignore[reportReturnType]
 
     @property
@@ -237,14 +239,13 @@ class ChainRun(nn.Module):
 
     def note(self, program: Any, x: Tensor) -> None:
         """Count what was clamped."""
-        clamped = program.clamped.tolist()
-        for i, (rounder, _) in enumerate(self.each(self.rounders)):
-            layer = program.segment.layers[i]
-            if rounder is None:
-                continue
-            if layer.clip and (layer.source >= 0 or x.requires_grad):
-                shape = program.shapes[layer.source]
-                rounder.tally.add(sum(clamped[i]), shape.elements * len(x))
+        clamped, counts = program.clamped.sum(1).tolist(), program.elements
+        goes_back = x.requires_grad
+        for layer, (rounder, _), *own in zip(
+            program.segment.layers, self.each(self.rounders), clamped, counts, strict=True
+        ):
+            if rounder is not None and layer.clip and (layer.source >= 0 or goes_back):
+                rounder.tally.add(*own)
 
     def show(self, seen: Mapping[int, Tensor]) -> list[Callable[[Tensor], None] | None]:
         """Show what layers took to the policy; return what takes the gradients."""
@@ -258,11 +259,10 @@ class ChainRun(nn.Module):
     def track(self, parameters: Sequence[Parameters]) -> None:
         """Let the kernels move the running statistics of batch norm, as it would do itself."""
         batches, running = [], []
-        for norm, own in zip(self.norms, parameters, strict=True):
+        found = zip(self.norms, parameters, *(own.now() for own in self._running), strict=True)
+        for norm, own, mean, variance, count in found:
             if norm is None or not norm.track_running_stats:
                 continue
-            count = tensor_of(norm, "num_batches_tracked")
-            mean, variance = tensor_of(norm, "running_mean"), tensor_of(norm, "running_var")
             if count is not None:
                 batches.append(count)
             if mean is None or variance is None:
@@ -279,15 +279,6 @@ class ChainRun(nn.Module):
 def _taken(x: Tensor, layer: Layer) -> Tensor:
     """Return an image map as the layer alone would take it."""
     return x.flatten(1) if layer.is_flat else x
-
-
-def _others(
-    conv: nn.Conv2d | nn.Linear | None, norm: nn.BatchNorm2d | None
-) -> tuple[Tensor | None, ...]:
-    """Return what a layer has for each channel that it makes."""
-    if norm is None:
-        return (None if conv is None else tensor_of(conv, "bias"),)
-    return tuple(tensor_of(norm, name) for name in _OF_NORM)
 
 
 def has_fitting_formats(layer: nn.Module, formats: ModuleFormats) -> bool:
@@ -322,8 +313,8 @@ class _Chain(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         from fixedpoint_kernels.fused import execute
 
-        needed = ctx.needs_input_grad[3:]
-        program = run.program(x, ctx.needs_input_grad[0], tuple(needed[::3]))
+        count = len(parameters) // 3
+        program = run.program(x, ctx.needs_input_grad[0], ctx.needs_input_grad[3 : 3 + count])
         own = _own(parameters, noise, run.shifts)
         run.track(own)
         seen: dict[int, Tensor] = {}
@@ -349,12 +340,10 @@ class _Chain(torch.autograd.Function):
         for layer, observe, grad in zip(layers, ctx.observers, seen, strict=True):
             if observe is not None:
                 observe(_taken(grad, layer))
-        back: list[Tensor | None] = [dx if ctx.needs_input_grad[0] else None, None, None]
-        for i, own in enumerate(found):
-            ways = own.weight, own.scale, own.shift
-            for k, way in enumerate(ways):
-                back.append(way if ctx.needs_input_grad[3 + 3 * i + k] else None)
-        return tuple(back)
+        ways = [dx, None, None, *(own.weight for own in found)]
+        ways += [*(own.scale for own in found), *(own.shift for own in found)]
+        needed = zip(ways, ctx.needs_input_grad, strict=True)
+        return tuple(way if is_needed else None for way, is_needed in needed)
 
 
 def _own(
@@ -362,8 +351,9 @@ def _own(
     noise: list[tuple[int, int, int]],
     shifts: list[tuple[int, ...]],
 ) -> list[Parameters]:
-    found = []
-    every = zip(parameters[::3], parameters[1::3], parameters[2::3], noise, shifts, strict=True)
+    count, found = len(noise), []
+    thirds = (parameters[k * count : (k + 1) * count] for k in range(3))
+    every = zip(*thirds, noise, shifts, strict=True)
     for weight, scale, shift, (seed, stream, second), own in every:
         weight = torch.empty(0, device="cpu") if weight is None else weight
         found.append(Parameters(weight, scale, shift, (seed, stream), own, second))

@@ -11,6 +11,7 @@ from torch import nn
 from fixedpoint_kernels._torch_private import (
     children_of,
     table_of,
+    tensor_of,
 )
 from fixedpoint_kernels.watch import OtherForward
 from marvin.integer.formats import OPTIONS, PREPACKED
@@ -114,24 +115,32 @@ def _may_count(own: nn.Module, name: str, traced: Traced) -> bool:
     return is_asked or any(reads.may_have(own, name) for reads in traced.reads)
 
 
+_NOTHING = nn.Module()
+
+
 class Tensors:
     """Where modules have parameters and buffers: to look for each at every call takes as long as a layer.
 
     Args:
-        owners: Modules, and names of what they have.
+        owners: Modules, and names of what they have; None has nothing.
 
     Attributes:
         are_known: Whether all are parameters or buffers: others may be computed from those.
     """
 
-    def __init__(self, owners: Sequence[tuple[nn.Module, str]]) -> None:
-        self._tables = [(table_of(own, name), name) for own, name in owners]
-        pairs = zip(self._tables, owners, strict=True)
-        self.are_known = all(table is not vars(own) for (table, _), (own, _) in pairs)
+    def __init__(self, owners: Sequence[tuple[nn.Module | None, str]]) -> None:
+        self._places = [
+            (table_of(own, name), name, own) if own is not None else ({name: None}, name, _NOTHING)
+            for own, name in owners
+        ]
+        self.are_known = all(table is not vars(own) for table, _, own in self._places)
 
     def now(self) -> list[Any]:
-        """Return them; None where there is none, or it is no longer where it was."""
-        return [table.get(name) for table, name in self._tables]
+        """Return them; None where there is none."""
+        return [
+            table[name] if name in table else tensor_of(own, name)
+            for table, name, own in self._places
+        ]
 
 
 def _parts_of(children: Sequence[Mapping[str, nn.Module | None]]) -> Iterator[object]:

@@ -295,6 +295,9 @@ def check_measured(policy: Policy, measured: object, count: int) -> None:
             )
 
 
+_MISSING = object()
+
+
 def completed(policy: Policy, update: Update, before: Sequence[Layer], step: int) -> Update:
     """Return an update with a switch for each layer whose formats change: policies may leave it out.
 
@@ -326,11 +329,13 @@ def completed(policy: Policy, update: Update, before: Sequence[Layer], step: int
         old, new = records[layer.index], layer.record
         if new is old or layer.name in named:
             continue
-        check_record(new)
-        if follows and new.fmt is old.fmt:
+        is_other = getattr(new, "fmt", _MISSING) is not old.fmt
+        if is_other:
+            check_record(new)
+        elif follows:
             continue
         now = policy.activation_formats(new)
-        if new.fmt != old.fmt or now != policy.activation_formats(old):
+        if (is_other and new.fmt != old.fmt) or now != policy.activation_formats(old):
             rows.append(_switch(layer.name, step, old.fmt, new.fmt, now))
     return dataclasses.replace(update, switches=[*update.switches, *rows]) if rows else update
 

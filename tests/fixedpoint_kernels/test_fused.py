@@ -1007,6 +1007,22 @@ def take_turns():
     assert not any(wrong)
 
 
+def test_what_several_forward_passes_kept_is_found_where_each_has_it():
+    segment, count, size = SEGMENTS["residual"]
+    own, inputs = parameters(segment), [images(segment, count, size, seed) for seed in range(3)]
+    made = program(segment, inputs[0])
+
+    def back(kept):
+        return execute.backward(made, kept, own, [grad])[0]
+
+    grad = torch.randn(execute.forward(made, inputs[0], own)[0][0].shape)
+    expected = [back(execute.forward(made, x, own)[1]) for x in inputs]
+    memories = [execute.forward(made, x, own)[1] for x in inputs]
+    assert len({kept.data_ptr() for kept in memories}) == 3
+    for n in (1, 0, 2):
+        assert torch.equal(back(memories[n]), expected[n])
+
+
 def test_memory_is_lent_to_one_at_a_time():
     memory = Memory()
     first, second = memory.lend(128), memory.lend(128)

@@ -102,6 +102,21 @@ def test_some_move_with_rates_of_their_own_and_the_others_are_rounded(rounding):
     same([masters[i] for i in still], [tensors(1)[i] for i in still])
 
 
+def test_other_rows_may_move_at_each_step():
+    masters, twins, fmts = tensors(1), tensors(1), formats()
+    count, rates = len(SHAPES), Rates(0.1, 0.0, 0.0, False)
+    weights, others = ([torch.zeros_like(p) for p in masters] for _ in range(2))
+    targets = sgd.Targets(masters, weights, fmts, [0] * count)
+    for step, rows in enumerate(([0, 2], [1, 3, 5], [1, 3, 6], [])):
+        grads = [tensors(step)[row] for row in rows]
+        moves = Moves(rows, grads, [None] * len(rows), [False] * len(rows), [rates] * len(rows))
+        assert sgd.step_many(targets, moves, rounding="nearest", **NOISE)
+        reference.step_many(
+            twins, others, fmts, moves, rounding="nearest", offsets=[0] * count, **NOISE
+        )
+        same([*masters, *weights], [*twins, *others])
+
+
 def test_special_values_are_as_torchs():
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e-45, 3e38, -3e38])
     p, g = special.repeat_interleave(8).clone(), special.repeat(8).clone()

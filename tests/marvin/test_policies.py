@@ -269,15 +269,20 @@ def test_tables_of_a_policy_are_saved_as_they_are():
     assert other.shared == optimizer.shared == Note(None, {"1": 1, "2": 1})
 
 
+def _without_formats(_, shared, layers, step):
+    return Update(shared, [layer.but(record=5) for layer in layers])
+
+
 @pytest.mark.parametrize(
     ("function", "result", "message"),
     [
         ("init", lambda *_: 5, r"a layer's record must have a field fmt, got int: write"),
         ("init", lambda *_: Note(Minifloat(4, 3)), r"fmt must be FixedPoint, .* got e4m3"),
+        ("update", _without_formats, r"a layer's record must have a field fmt, got int: write"),
         ("update", lambda _, *given: given[1], r"must return an Update .*, got list: write Update"),
         ("update", lambda *_: None, r"must return an Update .*, got NoneType: write Update"),
     ],
-    ids=["record", "minifloat", "list", "nothing"],
+    ids=["record", "minifloat", "another record", "list", "nothing"],
 )
 def test_what_a_policy_must_not_give_is_refused(function, result, message):
     wrong = dataclasses.dataclass(frozen=True)(type("Wrong", (Silent,), {function: result}))
