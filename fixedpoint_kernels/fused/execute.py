@@ -28,7 +28,11 @@ class Laid:
 
 def laid(x: Tensor, shape: Shape) -> Laid:
     """Return images as programs want them."""
-    flat = x.detach() if x.dim() == 2 else x.detach().permute(0, 2, 3, 1).reshape(len(x), -1)
+    x = x.detach().resolve_neg()
+    order = torch.channels_last if x.dim() == 4 else torch.contiguous_format
+    if shape.padded == shape.elements and x.is_contiguous(memory_format=order):
+        return Laid(x, x.data_ptr())
+    flat = x if x.dim() == 2 else x.permute(0, 2, 3, 1).reshape(len(x), -1)
     if shape.padded != shape.elements:
         padded = flat.new_zeros(len(x), shape.padded)
         padded[:, : shape.elements] = flat

@@ -10,6 +10,7 @@ from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
 PIECE = 16384  # elements
+_ELEMENTS = 16  # that cost as much as one of another kernel; to wake a thread that sleeps takes a tenth of a millisecond
 
 
 @njit(fastmath={"reassoc", "contract"})  # a sum of one order cannot be made of vectors
@@ -37,7 +38,8 @@ def norms_many(places: Places) -> np.ndarray:
     """See ``fixedpoint_kernels.norms.norms_many``."""
     pieces, starts = _pieces(places.elements)
     sums = np.empty(len(pieces))
-    kernel = _norms_many_parallel if is_parallel(sum(places.elements)) else _norms_many_serial
+    elements = sum(places.elements) // _ELEMENTS
+    kernel = _norms_many_parallel if is_parallel(elements) else _norms_many_serial
     kernel(np.array(places.xs, np.int64), pieces, sums)
     return np.sqrt(np.add.reduceat(sums, starts))
 

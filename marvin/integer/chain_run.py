@@ -19,7 +19,15 @@ from fixedpoint_kernels.products.shapes import Window
 from fixedpoint_kernels.threads import is_parallel, thread_count
 from marvin.hooks import rounders_of
 from marvin.integer.autograd import lies_as, once
-from marvin.integer.formats import Options, Product, choose, has_hooks, has_nan, rounding_of
+from marvin.integer.formats import (
+    Options,
+    Product,
+    choose,
+    has_hooks,
+    has_nan,
+    rounding_of,
+    size_of,
+)
 from marvin.integer.graph import Chain
 from marvin.integer.graph_code import GraphCode
 from marvin.integer.layers import OPTIONS, IntegerConv2d, IntegerLinear
@@ -191,7 +199,7 @@ class ChainRun(nn.Module):
         if x.dim() != 4:
             return False
         # batch norm of infinity is NaN, too
-        if not math.isfinite(x.detach().sum()) if self._has_norm_alone else has_nan(x):
+        if not math.isfinite(size_of(x)) if self._has_norm_alone else has_nan(x):
             return False
         key = self._segment, tuple(x.shape[1:])
         held = self._held  # threads may come at once

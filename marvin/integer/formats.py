@@ -14,6 +14,7 @@ from fixedpoint_kernels._torch_private import (
     own_forward_hooks,
     own_parameters,
 )
+from fixedpoint_kernels.norms import norms_many
 from marvin.channels import ChannelFormat
 from marvin.freezing import FrozenRounding
 from marvin.hooks import rounders_of
@@ -36,6 +37,7 @@ __all__ = [
     "is_prepacked",
     "is_transposed",
     "rounding_of",
+    "size_of",
     "weight_of",
     "why_no_kernel",
     "window_of",
@@ -48,6 +50,7 @@ OPTIONS = "integer_options"
 """Name of the attribute in which a converted module has its ``Options``."""
 PREPACKED = "integer_prepacked"
 """Name of the attribute of a module whose weight stays laid out between calls: how often ``prepack`` was called."""
+_LARGE = 2**15  # elements
 Execution = Literal["integer", "simulation"]
 _Numbers = tuple[int, ...]
 
@@ -188,10 +191,16 @@ def has_nan(x: torch.Tensor) -> bool:
     """
     if x.device.type != "cpu" or is_traced():
         return False
+    # infinities of both signs may add up to it
+    return math.isnan(size_of(x)) and bool(x.detach().isnan().any())
+
+
+def size_of(x: torch.Tensor) -> float:
+    """Return a number that is NaN or infinite where an element is; it may be where none is."""
     own = x.detach()
-    return math.isnan(own.sum()) and bool(
-        own.isnan().any()
-    )  # infinities of both signs add up to it
+    if own.numel() < _LARGE or own.dtype is not torch.float32:
+        return float(own.sum())
+    return float(norms_many([own]))  # torch would wake its threads for it
 
 
 def why_no_kernel(device: torch.device, groups: int = 1) -> str:
