@@ -140,6 +140,7 @@ class Program(Layout):
         """
         work = work_memory(self.work_bytes)
         if own.places != (kept, work):
+            own.places = 0, 0  # it may be interrupted
             own.addresses.fill(own.table, kept, work)
             own.task_addresses.fill(own.tasks, kept, work)
             own.context[[f.C_SCRATCH, f.C_SPARE]] = work + self._scratch_at, work + self._spare_at

@@ -30,6 +30,7 @@ from fixedpoint_kernels.fused import (
     Value,
     execute,
     layout,
+    operations,
     reference,
 )
 from fixedpoint_kernels.fused import program as programs
@@ -1021,6 +1022,29 @@ def test_what_several_forward_passes_kept_is_found_where_each_has_it():
     assert len({kept.data_ptr() for kept in memories}) == 3
     for n in (1, 0, 2):
         assert torch.equal(back(memories[n]), expected[n])
+
+
+def test_addresses_are_whole_after_an_interrupt(monkeypatch):
+    segment, count, size = SEGMENTS["residual"]
+    own, inputs = parameters(segment), [images(segment, count, size, seed) for seed in range(2)]
+    made = program(segment, inputs[0])
+    (y,), first = execute.forward(made, inputs[0], own)
+    grad = torch.randn(y.shape)
+    expected = execute.backward(made, first, own, [grad])[0]
+    _, second = execute.forward(made, inputs[1], own)
+    fill, calls = operations.Addresses.fill, []
+
+    def interrupted(*arguments):
+        fill(*arguments)
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(operations.Addresses, "fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        execute.backward(made, second, own, [grad])
+    assert torch.equal(execute.backward(made, first, own, [grad])[0], expected)
+    assert len(calls) == 3
 
 
 def test_memory_is_lent_to_one_at_a_time():

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import marvin
 from fixedpoint_kernels import FixedPoint, forward_save, products
 from marvin.integer import IntegerConv2d, conversion, convert, report, revert
 from marvin.integer.autograd import Layer, Noise, multiply
-from marvin.integer.formats import Options, Product
+from marvin.integer.formats import Options, Product, has_nan, size_of
 from marvin.rounder import formats_of
 
 POLICIES = {
@@ -646,6 +647,16 @@ def test_batches_of_no_sample_give_gradients_of_zero(execution):
     for grad in gradients:
         same(grad, torch.zeros_like(grad))
     optimizer.step()
+
+
+@pytest.mark.parametrize("count", [10, 2**15, 2**20 + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_value_of_many_that_is_not_finite_is_seen(count, dtype):
+    for values, of_nan in (([], False), ([torch.inf, -torch.inf], False), ([torch.nan], True)):
+        for x in (torch.randn(count, dtype=dtype), torch.randn(count, 2, dtype=dtype)[:, 1]):
+            x[-len(values) - 1 : -1] = torch.tensor(values, dtype=dtype)
+            assert has_nan(x) == of_nan
+            assert math.isfinite(size_of(x)) == (not values)
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
