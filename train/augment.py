@@ -86,18 +86,17 @@ def augment(
     Returns:
         Shape, dtype and device of ``images``.
     """
-    n, _, side, _ = images.shape
+    n, channels, side, _ = images.shape
     every = n if of is None else of
     shift = torch.randint(2 * how.padding + 1, (2, every, 1), generator=generator)[:, share]
     mirrored = torch.randint(2, (every, 1), generator=generator)[share].bool() & how.flip
     along = torch.arange(side)
     rows = shift[0] + along  # (n, side)
     columns = shift[1] + torch.where(mirrored, along.flip(0), along)  # (n, side)
-    padded = F.pad(images, (how.padding,) * 4).permute(0, 2, 3, 1)  # (n, rows, columns, channels)
-    image = torch.arange(n).view(n, 1, 1)
-    index = (image, rows.unsqueeze(2), columns.unsqueeze(1))
-    chosen = padded[tuple(i.to(images.device) for i in index)]  # (n, side, side, channels)
-    return chosen.permute(0, 3, 1, 2)
+    padded = F.pad(images, (how.padding,) * 4).flatten(2)
+    places = rows.unsqueeze(2) * (side + 2 * how.padding) + columns.unsqueeze(1)
+    chosen = places.view(n, 1, -1).expand(-1, channels, -1).to(images.device)
+    return padded.gather(2, chosen).view(images.shape)
 
 
 def normalize(images: Tensor, dataset: Dataset) -> Tensor:
