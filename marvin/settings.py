@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -143,6 +144,9 @@ def check_settings(settings: Settings, checks: Checks) -> None:
 def _check_rule(settings: Settings, rule: _Rule) -> None:
     name, holds, requirement = rule
     message = f"{name} must be {requirement}, got {name}={settings[name]!r:.200}"
+    words = dict.fromkeys(re.findall(r"\w+", requirement))
+    if others := [f"{n}={settings[n]!r:.200}" for n in words if n in settings and n != name]:
+        message += f" with {', '.join(others)}"
     try:
         is_met = holds(settings)
     except TypeError as error:  # of comparing it, or taking it apart

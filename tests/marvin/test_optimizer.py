@@ -623,6 +623,11 @@ def test_seeds_differ():
         ({"momentum": 1.0}, "momentum must be 0 or more and below 1"),
         ({"init_wl": 40}, "init_wl must be 2 bits to max_wl, got init_wl=40"),
         ({"buffer_bits": 0}, "buffer_bits must be 1 to max_wl - min_fl bits"),
+        pytest.param(
+            {"max_wl": 8, "buffer_bits": 5},
+            "bits, got buffer_bits=5 with max_wl=8, min_fl=4$",
+            id="with others",
+        ),
         ({"lookback": (30, 20)}, "lookback must be two step counts"),
         ({"strategy": "up"}, "strategy must be one of .* got 'up'"),
         ({"kl_smoothing": 0}, "kl_smoothing must be above 0"),
