@@ -191,12 +191,12 @@ def has_nan(x: torch.Tensor) -> bool:
     """
     if x.device.type != "cpu" or is_traced():
         return False
-    # infinities of both signs may add up to it
+    # infinities of both signs may add up to NaN
     return math.isnan(size_of(x)) and bool(x.detach().isnan().any())
 
 
 def size_of(x: torch.Tensor) -> float:
-    """Return a number that is NaN or infinite where an element is; it may be where none is."""
+    """Return a number that is finite only where all elements are; large ones may add up to infinity."""
     own = x.detach()
     if own.numel() < _LARGE or own.dtype is not torch.float32:
         return float(own.sum())
