@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -138,7 +138,7 @@ def noise_given(layers: Sequence[_Noisy]) -> dict[str, list[int]]:
     }
 
 
-def _taker(numbers: list[int]) -> Callable[[Any], tuple[int, ...]]:
+def _taker(numbers: list[int]) -> Callable[[Numbers], tuple[int, ...]]:
     """Return what takes the items of these numbers from a sequence or mapping."""
     take = itemgetter(*numbers)
     return take if len(numbers) > 1 else lambda own: (take(own),)

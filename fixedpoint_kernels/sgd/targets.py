@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -92,7 +92,7 @@ class Targets:
         self._own = [*masters, *weights]
         self._momenta: list[Tensor] = []
         self._rows: list[int] = []
-        self._seen: list[list[Any]] | None = None
+        self._seen: Sequence[Sequence[object]] | None = None
         self._orders: list[tuple[int, ...] | None] = []
         self.sizes: tuple[int, ...] = ()
         self.tables: Tables | None = None
@@ -148,7 +148,7 @@ class Targets:
         return bool(((starts + 4 * sizes > self._starts[at]) & (sizes > 0)).any())
 
 
-def _lying(xs: Sequence[Tensor]) -> list[list[Any]]:
+def _lying(xs: Sequence[Tensor]) -> Sequence[Sequence[object]]:
     """Return where tensors lie, and how: what changes where one gets other memory."""
     lying = map(Tensor.data_ptr, xs), map(_SHAPE, xs), map(Tensor.stride, xs)
     return [[*own] for own in lying] + [[*set(map(_DTYPE, xs))]]
