@@ -637,17 +637,18 @@ class Quantized(WithMasters):
         frozen: list[Layer] = []
         gone = self._carriers.gone
         for index, (p, own, layer) in self._trained_layers().items():
-            found = measured.get(index) if p.requires_grad else None
+            trains = p.requires_grad
+            found = measured.get(index) if trains else None
             if found is None and gone and p in gone:
                 continue
             norm, number, new = found or (None, None, {})
-            (trained if p.requires_grad else frozen).append(
+            (trained if trains else frozen).append(
                 layer.but(
                     record=own["layer"],
                     tensors=tensors_of(own, new),
                     norm=norm,
                     measured=number,
-                    inputs=inputs.get(index) if p.requires_grad else None,
+                    inputs=inputs.get(index) if trains else None,
                 )
             )
         return trained, frozen

@@ -142,17 +142,22 @@ def check_settings(settings: Settings, checks: Checks) -> None:
 
 
 def _check_rule(settings: Settings, rule: _Rule) -> None:
-    name, holds, requirement = rule
+    try:
+        is_met = rule[1](settings)
+    except TypeError as error:  # of comparing it, or taking it apart
+        raise TypeError(_refusal(settings, rule)) from error
+    if not is_met:
+        raise ValueError(_refusal(settings, rule))
+
+
+def _refusal(settings: Settings, rule: _Rule) -> str:
+    """Return what is required and what came, with the settings that the requirement names."""
+    name, _, requirement = rule
     message = f"{name} must be {requirement}, got {name}={settings[name]!r:.200}"
     words = dict.fromkeys(re.findall(r"\w+", requirement))
     if others := [f"{n}={settings[n]!r:.200}" for n in words if n in settings and n != name]:
         message += f" with {', '.join(others)}"
-    try:
-        is_met = holds(settings)
-    except TypeError as error:  # of comparing it, or taking it apart
-        raise TypeError(message) from error
-    if not is_met:
-        raise ValueError(message)
+    return message
 
 
 def check_model(model: object, call: str) -> None:

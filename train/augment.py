@@ -95,8 +95,8 @@ def augment(
     columns = shift[1] + torch.where(mirrored, along.flip(0), along)  # (n, side)
     padded = F.pad(images, (how.padding,) * 4).flatten(2)
     places = rows.unsqueeze(2) * (side + 2 * how.padding) + columns.unsqueeze(1)
-    chosen = places.view(n, 1, -1).expand(-1, channels, -1).to(images.device)
-    return padded.gather(2, chosen).view(images.shape)
+    chosen = places.view(n, 1, -1).to(images.device)
+    return padded.gather(2, chosen.expand(-1, channels, -1)).view(images.shape)
 
 
 def normalize(images: Tensor, dataset: Dataset) -> Tensor:

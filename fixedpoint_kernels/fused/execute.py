@@ -15,7 +15,8 @@ from fixedpoint_kernels.fused.program import Pass, Program
 from fixedpoint_kernels.fused.reference import Gradients, Parameters
 from fixedpoint_kernels.fused.taken import Wanted
 
-__all__ = ["Laid", "Result", "backward", "forward", "laid", "statistics", "steps_given"]
+__all__ = ["Laid", "Result", "addresses_of", "backward", "forward", "laid"]
+__all__ += ["statistics", "steps_given"]
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Result:
     def __init__(self, images: int, shape: Shape, is_flat: bool = False) -> None:
         self._shape, size = shape, (images, *shape)
         self.image = (
-            torch.empty(images, shape.channels, dtype=torch.float32, device="cpu")
+            _empty(images, shape.channels)
             if is_flat
             else torch.empty(
                 size, dtype=torch.float32, memory_format=torch.channels_last, device="cpu"
@@ -56,7 +57,7 @@ class Result:
         is_dense = shape.padded == shape.elements
         self._padded = None
         if not is_dense:
-            self._padded = torch.empty(images, shape.padded, dtype=torch.float32, device="cpu")
+            self._padded = _empty(images, shape.padded)
         self.address = (self.image if self._padded is None else self._padded).data_ptr()
 
     def take(self) -> Tensor:
@@ -101,7 +102,11 @@ def forward(
         elif program.observes and program.segment.takers(i):
             others[i] = Result(len(x), program.shapes[i])
     given = _given(program, parameters)
-    given["x"], given["y"], given["seen"] = [source.address], _places(outputs), _places(others)
+    given["x"], given["y"], given["seen"] = (
+        [source.address],
+        addresses_of(outputs),
+        addresses_of(others),
+    )
     running = [own.running for own in parameters]
     given["running_mean"], given["running_variance"] = (
         [0 if own is None else own[k].data_ptr() for own in running] for k in range(2)
@@ -162,7 +167,7 @@ def backward(
     given = _given(program, parameters) | noise_given(parameters)
     given["dx"] = [0 if dx is None else dx.address]
     given["dy"] = {i: own.address for i, own in zip(outputs, held, strict=True)}
-    given["seen gradient"] = _places(back)
+    given["seen gradient"] = addresses_of(back)
     names = "of_weight", "of_scale", "of_shift"
     for name, own in zip(names, (weights, scales, shifts), strict=True):
         given[name] = [*map(Tensor.data_ptr, own)]
@@ -246,7 +251,8 @@ def _given(program: Program, parameters: Sequence[Parameters]) -> dict[str, Numb
     }
 
 
-def _places(results: Mapping[int, Result]) -> dict[int, int]:
+def addresses_of(results: Mapping[int, Result]) -> dict[int, int]:
+    """Return where each is written, by number of a layer or value."""
     return {i: own.address for i, own in results.items()}
 
 

@@ -326,8 +326,7 @@ def run(
     for i, value in enumerate(program.segment.values):
         if value.is_output:
             results[i] = execute.Result(len(x), program.shapes[i], value.is_flat)
-    given: dict[str, Numbers] = {"x": [source.address]}
-    given["y"] = {i: own.address for i, own in results.items()}
+    given: dict[str, Numbers] = {"x": [source.address], "y": execute.addresses_of(results)}
     with program.lock:
         moved = program.move(shifts)
         if moved or stamp is None or stamp is not program.stamp:
