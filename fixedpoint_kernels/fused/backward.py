@@ -298,7 +298,8 @@ class Backward:
         part, cut = self.layout.weight_blocks(n, chunk)
         in_int16 = shapes.steps_in_int16(layer.inputs, GRADIENTS)
         rest = self.layout.outs[n].channels, layer.inputs.signed, in_int16, self.layout.read(n)
-        own = weight_jobs.describe_weights(cut, part, *rest, images)
+        grain = 0 if images else GRAINS[self.layout.path]
+        own = weight_jobs.describe_weights(cut, part, *rest, images, grain=grain)
         own.row[[jobs.X_IMAGE, jobs.GRAD_IMAGE]] = taken.padded, self._codes_step(n)
         return own
 

@@ -88,7 +88,10 @@ def _round_gradient(d, n, slot, dz, codes, scales, largest):
     out = carray(pointer_to(codes), whole, np.int8)
     values, start = floats(dz, whole), n * ((elements + 15) // 16)
     power, key = POWERS[exponent + 126], (d[f.SEED], d[f.STREAM])
+    g, z = d[f.G] + 2 * (n + 1) * padded, _moved(d[f.Z], 2 * (n + 1) * padded)
     for e in range(0, elements, _NOISE_BLOCK):
+        tiles.come(g + 2 * e, 2 * _NOISE_BLOCK)  # of the next image: noise is made meanwhile
+        tiles.come(z + 2 * e, 2 * _NOISE_BLOCK)
         round_block(values, out, e, start + e // 16, key, power)
 
 
@@ -381,7 +384,8 @@ def _run_together(context, regions, threads, meeting):
 def parts_of_regions() -> tuple[Any, ...]:
     """Return what kernels are made of that run regions, ``run_region`` last; see ``compiled``."""
     by_name = jobs.write_spots, jobs.write_outputs, weight_jobs.spread_weights
-    by_name += weight_jobs.multiply_spots, weight_jobs.multiply_alone, weight_jobs.multiply_weights
+    by_name += weight_jobs.multiply_spots, weight_jobs.multiply_alone, weight_jobs.multiply_rows
+    by_name += (weight_jobs.multiply_weights,)
     parts = jobs.tile, *weight_jobs.PARTS, *map(ByName, (*by_name, *by_outputs.PARTS))
     return *parts, by_images.add_weights, ByName(run_region)
 

@@ -30,7 +30,8 @@ from fixedpoint_kernels.products import jobs
 
 __all__ = ["Pass", "Program"]
 
-_CACHE = 2**23  # bytes of what a thread works on at a time
+# bytes of what a thread works on at a time; backward, the products of more images for a weight are cheaper
+_FORWARD, _BACKWARD = 3 * 2**19, 2**23
 _OF_IMAGES = 2, 3  # parts of a thread's memory of which each image has its own
 
 
@@ -97,11 +98,11 @@ class Program(Layout):
         super().__init__(segment, images, size, path, threads, needs_input, needs_weights, observes)
         self._places = [0] * 7  # bytes of each part of a thread's memory
         self.work_bytes = 0
-        self.forward = self._finished(Forward(self).regions)
+        self.forward = self._finished(Forward(self).regions, _FORWARD)
         last = [
             Operation({f.SUMS: own.sums, f.TOTALS: own.totals}) for own in self.weight_sums if own
         ]
-        self.backward = self._finished(Backward(self).regions, last)
+        self.backward = self._finished(Backward(self).regions, _BACKWARD, last)
         self._make_scratch()
         for own in (self.forward, self.backward):
             self._fill_context(own)
@@ -184,14 +185,20 @@ class Program(Layout):
         context[f.C_COLLECT_COUNT] = len(own)
         return tasks, own, places.reshape(-1, 3).T
 
-    def _finished(self, regions: list[list[Operation]], last: Sequence[Operation] = ()) -> Pass:
-        """Return a pass; what ``last`` needs is there when it is over."""
+    def _finished(
+        self, regions: list[list[Operation]], room: int, last: Sequence[Operation] = ()
+    ) -> Pass:
+        """Return a pass; what ``last`` needs is there when it is over.
+
+        A thread works on as many images at a time as ``room`` bytes hold, about as many each time.
+        """
         regions = [region for region in regions if region]
         operations, found, details = [], [], []
         for region in regions:
             bytes_an_image = max(sum(op.bytes_an_image for op in region), 1)
             most = -(self.images // -self.threads)
-            chunk = max(1, min(most, _CACHE // bytes_an_image))
+            pieces = max(1, -(most * bytes_an_image // -room))
+            chunk = -(most // -pieces)
             found.append(Region(len(operations), len(operations) + len(region), chunk))
             for op in region:
                 own = None if op.details is None else op.details(chunk)

@@ -252,6 +252,28 @@ def _interleaved(builder: Any, source: Any, step: Any, first: int) -> Any:
     return shuffle(builder, whole, None, [i % 4 * 16 + i // 4 for i in range(64)])
 
 
+MASKS = 3
+"""Of ``interleave_masked``, at most."""
+
+
+def _interleave_masked(  # noqa: PLR0913
+    builder: Any, source: Any, step: Any, out: Any, out_step: Any, masks: Any, count: Any
+) -> None:
+    """``_interleave``, to ``count`` places ``out_step`` apart, of each group the bits of an int32 of its own."""
+    whole = builder.bitcast(_interleaved(builder, source, step, 0), vector(I32, 16))
+    for i in range(MASKS):
+        with builder.if_then(builder.icmp_signed(">", count, I64(i)), likely=True):
+            mask = load(builder, builder.add(masks, I64(4 * i)), I32)
+            place = builder.add(out, builder.mul(out_step, I64(i)))
+            store(builder, builder.and_(whole, splat(builder, mask, 16)), place)
+
+
+def _come(builder: Any, source: Any, count: Any) -> None:
+    """Ask for ``count`` bytes."""
+    with cgutils.for_range_slice(builder, I64(0), count, I64(64), I64) as (at, _):
+        prefetch(builder, builder.inttoptr(builder.add(source, at), _POINTER))
+
+
 def _transpose(builder: Any, source: Any, step: Any, out: Any, out_step: Any) -> None:
     """Write 16 rows of 16 bytes as columns: byte j of row i at ``out + j * out_step + i``."""
 
@@ -492,7 +514,9 @@ class _Emitted:
 
 configure = addressed(1, _configure)
 release = addressed(1, _release)
+come = addressed(2, _come)
 interleave = addressed(3, _interleave)
+interleave_masked = addressed(6, _interleave_masked)
 transpose = addressed(4, _transpose)
 transpose_floats = addressed(4, _transpose_floats)
 sum_columns = addressed(3, _sum_columns)

@@ -170,9 +170,11 @@ def _plan_of_weights(
     groups: int,
 ) -> tuple[Blocks, jobs.Described]:
     """Return the plan of a correlation for weights; see ``weight_jobs.describe_weights``."""
-    cut = blocks(part, images, size, channels, least, LONGEST_SUM, grain)
+    cut = blocks(part, images, size, channels, least, LONGEST_SUM, grain if groups == 1 else 0)
     read = spans(channels, outputs, groups, len(part.taps))
-    return cut, weight_jobs.describe_weights(cut, part, outputs, signed, in_int16, read)
+    return cut, weight_jobs.describe_weights(
+        cut, part, outputs, signed, in_int16, read, grain=grain
+    )
 
 
 class _Weights(NamedTuple):
@@ -363,7 +365,7 @@ def weight_gradient(
     sums = _zeros(threads, weight_jobs.sums_size(rows, columns))
     if len(order) and positions and channels and outputs:
         least = 2 * threads if parallel else 1
-        grain = 0 if signed or read.groups > 1 else GRAINS[path]
+        grain = 0 if signed else GRAINS[path]
         cut, described = _plan_of_weights(
             part, images, (height, width), channels, least, grain, outputs, signed,
             _steps_in_int16(x, grad, path), read.groups,
@@ -371,7 +373,8 @@ def weight_gradient(
         table, job_shifts = _sorted_jobs(cut, shifts)
         source, target = _laid(x), _laid(grad)
         by_name = weight_jobs.spread_weights, weight_jobs.multiply_spots, weight_jobs.multiply_alone
-        parts = map(ByName, (*by_name, weight_jobs.multiply_weights))
+        by_name += weight_jobs.multiply_rows, weight_jobs.multiply_weights
+        parts = map(ByName, by_name)
         compiled(_correlate_weights, path, *weight_jobs.PARTS, *parts)[parallel](
             described.row,
             source.data_ptr(),

@@ -55,7 +55,8 @@ SUM_ROWS = 43  # of sums for weights
 # weight, and rows of sums from one tap to the next; sums from one pair of groups to the next; where memory's parts lie
 ROOM, OUT_TAPS, OUT_INPUTS, OUT_APART, PAIR_SUMS, PARTS = range(44, 50)
 SHARES = 58  # whether a run is three steps from one output to the next: see ``taps`` of ``tiles.vnni_tile``
-FIELDS = 59
+COPIES, COPY_OF, MASKS = range(59, 62)  # of gradients without a border, see ``weight_rows``
+FIELDS = 62
 EVEN = tiles.KINDS["bfloat16 and statistics"]  # a kind of which side by side is faster
 FINISHED = 9  # a kind beside ``tiles.KINDS``: the whole gradient of a value, see ``finishing``
 

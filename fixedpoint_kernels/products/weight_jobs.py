@@ -21,6 +21,8 @@ from fixedpoint_kernels.products.jobs import (
     BYTES,
     CHANNELS,
     COLUMNS,
+    COPIES,
+    COPY_OF,
     COUNT_COLUMNS,
     COUNT_ROWS,
     DOWN,
@@ -65,12 +67,14 @@ from fixedpoint_kernels.products.jobs import (
 from fixedpoint_kernels.products.shapes import Correlation
 from fixedpoint_kernels.products.spans import Spans
 from fixedpoint_kernels.products.spots import Spots
+from fixedpoint_kernels.products.weight_rows import describe_rows, lay_out_rows, runs_of_rows, suits
 
 __all__ = [
     "PARTS",
     "describe_weights",
     "fold",
     "multiply_alone",
+    "multiply_rows",
     "multiply_spots",
     "multiply_weights",
     "spread_weights",
@@ -93,6 +97,7 @@ def describe_weights(
     read: Spans,
     images: int = 0,
     most: int = 2**31,
+    grain: int = 0,
 ) -> Described:
     """Describe jobs that add up products for weights.
 
@@ -105,6 +110,7 @@ def describe_weights(
         read: Channels that outputs read.
         images: Of which as many as fit are laid out at the same time; 0: those of one job.
         most: Positions that are laid out then, if a job has fewer.
+        grain: Bytes of a row that a tile takes at a time, if rows may lie without a border.
     """
     d = describe_blocks(cut, part, signed, in_int16, read)
     (down, across), channels, taps = part.stride, int(d[CHANNELS]), len(part.taps)
@@ -128,6 +134,9 @@ def describe_weights(
         return _weights_by_spot(d, slots, own, part, grad_channels)
     if read.is_alone:
         return _weights_alone(d, cut, part, longest)
+    if suits(cut, part, grad_channels, signed, grain):
+        size = sums_size(int(d[SUM_ROWS]), groups)
+        return describe_rows(d, cut, part, grad_channels, read, size)
     # the last outputs in groups read lines behind the last channel
     turned = (down * across * padded * 16 + 16 * blocks * (read.groups > 1)) * line + 128
     flat = -((longest * grad_channels + 256) // -64) * 64
@@ -288,6 +297,8 @@ def spread_weights(d, x, order, first, images, row, rows, grad, work):
         work: Address of ``d[WORK_BYTES]`` bytes.
     """
     zero, d = np.int64(0), carray(pointer_to(d), FIELDS, np.int64)
+    if d[COPIES]:
+        return lay_out_rows(d, x, order, first, images, row, rows, grad, work)
     whole = turn(d, x, order, first, images, row, rows, grad, work, zero, zero)
     if d[ALONE]:
         return whole
@@ -379,13 +390,38 @@ def multiply_alone(d, piece, steps, sums, work):
     return 0
 
 
+def multiply_rows(d, positions, sums, work):
+    """``multiply_weights``, of all positions of rows without a border: taps of a column have a gradient of their own."""
+    d = carray(pointer_to(d), FIELDS, np.int64)
+    buffer = (work + 63) // 64 * 64
+    turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]
+    count = runs_of_rows(d, positions, buffer)
+    copy_of = carray(pointer_to(d[COPY_OF]), d[TAPS], np.int64)
+    groups, run_bytes, blocks = d[GROUPS], d[LONGEST] * 16, d[TILE_ROWS] // d[TAPS]
+    spans = carray(pointer_to(d[SPANS]), groups, np.int64)
+    row_bytes, group = groups * 64, 0
+    while group < groups:
+        pair = group + 1 < groups and WIDE_ROWS > 0 and spans[group + 1] == spans[group]
+        source, place = turned + spans[group], sums + group * 64
+        for copy in range(d[COPIES]):
+            weights = b + (copy * groups + group) * run_bytes
+            for tap in range(d[TAPS]):
+                if copy_of[tap] == copy:
+                    row = tap * blocks
+                    add_rows(
+                        d, row, row + blocks, source, buffer, count, weights, place, row_bytes, pair
+                    )  # fmt: skip
+        group += 2 if pair else 1
+    return 0
+
+
 def multiply_weights(d, piece, steps, sums, work):
     """Add products of ``shapes.PIECE`` positions or fewer to int32 sums.
 
     Args:
         d: Address of a row of numbers.
         piece: First position.
-        steps: Positions, a multiple of 64.
+        steps: Positions, a multiple of 64; of rows without a border all, of 4.
         sums: Address of ``d[SUMS_SIZE]`` int32, a multiple of 64.
         work: As of ``spread_weights``.
     """
@@ -395,6 +431,8 @@ def multiply_weights(d, piece, steps, sums, work):
         return multiply_spots(at, steps, sums, work)
     if d[ALONE]:
         return multiply_alone(at, piece, steps, sums, work)
+    if d[COPIES]:
+        return multiply_rows(at, steps, sums, work)
     flips = FLIPS != 0 and d[FLIPPED] != 0
     buffer = (work + 63) // 64 * 64
     turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]

@@ -13,8 +13,11 @@ from torch.nn import functional as F
 
 from fixedpoint_kernels import FixedPoint, products
 from fixedpoint_kernels.products import paths, reference, shapes
+from fixedpoint_kernels.products.blocks import blocks
+from fixedpoint_kernels.products.instructions import GRAINS
 from fixedpoint_kernels.products.shapes import LONGEST_SUM, Window
 from fixedpoint_kernels.products.spots import spots
+from fixedpoint_kernels.products.weight_rows import suits
 
 HERE = [name for name in paths.PATHS if name not in paths.unavailable()]
 SHIFTS = st.sampled_from([0, 1, 4])  # of 8 bits, few are added up in int16 where there is no VNNI
@@ -29,6 +32,28 @@ SMALL = (
     ((70, 4, 33, (3, 7), (3, 3)), ((1, 2), (2, 1), (2, 1))),
     ((9, 16, 48, (8, 8), (3, 3)), ((1, 1), (1, 1), (1, 1))),
     ((33, 12, 16, (2, 3), (3, 2)), ((3, 1), (2, 1), (1, 2))),
+)
+# the same, of which outputs have the places of inputs; then groups
+ROWS = (
+    ((7, 16, 16, (16, 16), (3, 3)), ((1, 1), (1, 1)), 1),
+    ((5, 32, 48, (20, 16), (3, 3)), ((1, 1), (1, 1)), 1),
+    ((3, 48, 32, (12, 20), (5, 3)), ((2, 1), (1, 1)), 1),  # rows of no 16 places
+    ((9, 16, 32, (4, 4), (1, 1)), ((0, 0), (1, 1)), 1),  # images follow each other
+    ((3, 16, 16, (24, 4), (3, 3)), ((1, 1), (1, 1)), 1),  # rows that are first and last at once
+    ((3, 32, 16, (18, 16), (3, 3)), ((4, 4), (4, 4)), 1),  # taps that lie 4 places aside
+    ((4, 16, 16, (2, 32), (3, 1)), ((1, 0), (1, 1)), 1),
+    ((2, 32, 16, (150, 64), (3, 3)), ((1, 1), (1, 1)), 1),  # some rows at a time
+    ((3, 64, 96, (16, 16), (3, 3)), ((1, 1), (1, 1)), 2),
+    ((3, 64, 64, (16, 16), (3, 3)), ((1, 1), (1, 1)), 16),
+)
+BORDERED = (  # almost: too many columns, channels, places
+    ((3, 16, 16, (16, 16), (5, 5)), ((2, 2), (1, 1)), 1),
+    ((3, 17, 16, (16, 16), (3, 3)), ((1, 1), (1, 1)), 1),
+    ((3, 16, 20, (16, 16), (3, 3)), ((1, 1), (1, 1)), 1),
+    ((3, 16, 16, (15, 20), (3, 3)), ((1, 1), (1, 1)), 1),
+    ((3, 16, 16, (16, 18), (3, 3)), ((1, 1), (1, 1)), 1),
+    ((3, 16, 16, (16, 16), (3, 3)), ((0, 1), (1, 1)), 1),
+    ((2, 32, 16, (250, 40), (3, 3)), ((1, 1), (1, 1)), 1),
 )
 
 
@@ -333,6 +358,30 @@ def test_small_images_go_place_by_place(case, dtype, path):
     powers = 2.0 ** exponents.double()
     assert torch.equal(scaled, (expected * powers.view(-1, 1, 1, 1)).float())
     each = oracle_weight_gradient(x, grad, kernel, **window)
+    assert torch.equal(dw, (each * powers.view(-1, 1, 1, 1, 1)).sum(0).float())  # exact in float64
+
+
+@pytest.mark.parametrize("path", HERE)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("case", ROWS + BORDERED)
+def test_gradients_of_weights_from_rows_as_they_lie(case, dtype, path):
+    (images, inputs, outputs, size, kernel), (padding, dilation), groups = case
+    window = {"stride": (1, 1), "padding": padding, "dilation": dilation, "groups": groups}
+    part = shapes.forward(Window((1, 1), padding, dilation, groups), size, kernel)
+    grain = GRAINS.get(path, 0)
+    cut = blocks(part, images, size, inputs, 1, LONGEST_SUM, grain if groups == 1 else 0)
+    has_rows = suits(cut, part, outputs, dtype is torch.int8, grain)
+    assert has_rows == (case in ROWS and dtype is torch.uint8 and grain == 4)
+    torch.manual_seed(0)
+    x, grad = codes(images, inputs, *size, dtype=dtype), codes(images, outputs, *part.counts)
+    exponents = torch.randint(-9, -6, (images,), dtype=torch.int32)
+    x[0], grad[0] = torch.iinfo(dtype).max, -128
+    with products.force(path):
+        dw = products.convolve_weight_gradient(
+            x, grad, kernel, exponents=exponents, **windowed(window), groups=groups
+        )
+    each = oracle_weight_gradient(x, grad, kernel, **window)
+    powers = 2.0 ** exponents.double()
     assert torch.equal(dw, (each * powers.view(-1, 1, 1, 1, 1)).sum(0).float())  # exact in float64
 
 
