@@ -13,13 +13,14 @@ from fixedpoint_kernels.fused.powers import Powers
 from fixedpoint_kernels.products import weight_jobs
 from fixedpoint_kernels.products.blocks import Blocks, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS
-from fixedpoint_kernels.products.shapes import PIECE, Correlation, forward
+from fixedpoint_kernels.products.shapes import Correlation, forward
 from fixedpoint_kernels.products.spans import Spans, spans
 from fixedpoint_kernels.products.spots import spots
 
 __all__ = ["Layout", "Shape"]
 
 _BLOCK = 64
+_POSITIONS = 2**13  # of a job for weights: they are laid out in 16 lines or more, in a cache
 LEAST_BY_OUTPUTS = 2**16  # elements of a weight: fewer stay in a cache for each thread
 MOST_BY_OUTPUTS = 2**15  # positions: each thread lays out all of them
 
@@ -137,7 +138,7 @@ class Layout:
         layer, taken = self.segment.product(n), self.taken(n)
         part = forward(layer.window, taken[1:], layer.shape[2:])
         grain = 0 if layer.inputs.signed else self.grain(n)
-        return part, blocks(part, images, taken[1:], taken.channels, 1, PIECE, grain)
+        return part, blocks(part, images, taken[1:], taken.channels, 1, _POSITIONS, grain)
 
     def goes_by_outputs(self, n: int) -> bool:
         """Say whether threads share the gradient of layer ``n``'s weight by outputs; see ``by_outputs``."""

@@ -515,7 +515,8 @@ def test_threads_and_small_pieces_change_nothing(name, monkeypatch):
     segment, count, size = SEGMENTS[name]
     x = images(segment, count, size)
     whole = check(segment, x, program(segment, x))
-    monkeypatch.setattr(programs, "_CACHE", 1)
+    monkeypatch.setattr(programs, "_FORWARD", 1)
+    monkeypatch.setattr(programs, "_BACKWARD", 1)
     parts = check(segment, x, program(segment, x, threads=2))
     assert all(map(torch.equal, whole[0], parts[0]))
     for a, b in zip(whole[1], parts[1], strict=True):
@@ -619,7 +620,7 @@ def test_sums_for_weights_that_int32_holds_are_those_that_it_does_not(name, monk
     whole = check(segment, x, made)[1]
     held = [doubles(own.held, 3) for own in made.weight_sums]
     assert not all(times for _, _, times in held)
-    monkeypatch.setattr(programs, "_CACHE", 1)
+    monkeypatch.setattr(programs, "_BACKWARD", 1)
     made = program(segment, x)
     parts = check(segment, x, made)[1]
     assert any(times for _, _, times in (doubles(own.held, 3) for own in made.weight_sums))
