@@ -12,7 +12,7 @@ from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.products import jobs
 
 __all__ = ["Addresses", "Buffer", "Cells", "Given", "GivenNumbers", "Kept", "Number", "Operation"]
-__all__ += ["Numbers", "noise_given", "place_buffers", "table"]
+__all__ += ["Numbers", "noise_given", "place_buffers", "table", "write_over"]
 
 _LINE = 64  # bytes: buffers begin at multiples
 
@@ -142,6 +142,41 @@ def _taker(numbers: list[int]) -> Callable[[Numbers], tuple[int, ...]]:
     """Return what takes the items of these numbers from a sequence or mapping."""
     take = itemgetter(*numbers)
     return take if len(numbers) > 1 else lambda own: (take(own),)
+
+
+# what an operation writes element by element, and of the same elements what it reads
+_READ: dict[Number, tuple[int, tuple[int, ...]]] = {
+    f.VALUE: (f.Y, (f.Z, f.Z2)),
+    f.FINISH: (f.OUT, (f.ADD, f.ADD2)),
+    f.INPUT_PRODUCT: (f.OUT, (f.ADD,)),
+}
+
+
+def write_over(turns: Sequence[Sequence[Operation]]) -> None:
+    """Let operations write over what they read, if nothing reads that later: it is near, other memory is not.
+
+    Args:
+        turns: Operations of each.
+    """
+    operations = [op for own in turns for op in own]
+    uses: dict[Buffer, list[int]] = {}
+    for k, op in enumerate(operations):
+        for number in op.numbers.values():
+            if isinstance(number, Buffer):
+                uses.setdefault(number, []).append(k)
+    for k, op in enumerate(operations):
+        place, sources = _READ.get(op.numbers[f.KIND], (-1, ()))
+        made = op.numbers.get(place)
+        if not isinstance(made, Buffer) or uses[made][0] != k:
+            continue
+        for source in sources:
+            own = op.numbers.get(source)
+            if isinstance(own, Buffer) and own.size == made.size and uses[own][-1] == k:
+                for other in uses[made]:
+                    numbers = operations[other].numbers
+                    numbers |= {n: own for n, number in numbers.items() if number is made}
+                uses[own] += uses.pop(made)
+                break
 
 
 def place_buffers(turns: Sequence[Sequence[Operation]]) -> int:

@@ -22,6 +22,7 @@ from fixedpoint_kernels.fused.operations import (
     Operation,
     place_buffers,
     table,
+    write_over,
 )
 from fixedpoint_kernels.fused.reference import Parameters
 from fixedpoint_kernels.fused.taken import Wanted
@@ -210,6 +211,7 @@ class Program(Layout):
                     times = chunk if part in _OF_IMAGES else 1
                     self._places[part] = max(self._places[part], size * times)
             operations += region
+        write_over(regions)
         self.work_bytes = max(self.work_bytes, place_buffers([*regions, last]))
         rows = np.zeros((len(operations), jobs.FIELDS), np.int64)
         for row, own in zip(rows, details, strict=True):

@@ -33,6 +33,7 @@ from fixedpoint_kernels.fused import (
     operations,
     reference,
 )
+from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused import program as programs
 from fixedpoint_kernels.fused.backward import Backward
 from fixedpoint_kernels.fused.graph import Return
@@ -378,6 +379,7 @@ SEGMENTS = {
     "residual": (residual(), 3, (12, 10)),
     "odd": (residual(5, inputs=2), 3, (9, 7)),
     "wide": (residual(20), 2, (8, 8)),
+    "rows": (residual(16), 5, (20, 16)),
     "biases": (residual(8, None), 3, (8, 8)),
     "branches": (branches(), 3, (9, 7)),
     "places": (residual(16, inputs=4), 20, (4, 4)),
@@ -397,6 +399,7 @@ SEGMENTS = {
     "inverted places": (inverted(16, 16, 4), 20, (3, 2)),
     "grouped": (grouped(), 3, (10, 9)),
     "grouped wide": (grouped(64), 2, (8, 8)),
+    "grouped rows": (grouped(64), 3, (16, 16)),
     "grouped five bits": (narrowed(grouped(20, None), 5), 3, (9, 7)),
     "curved": (curved(), 3, (10, 9)),
     "curved odd": (curved(5, names=("sigmoid", "hardsigmoid", "leaky_relu", "silu")), 2, (7, 9)),
@@ -626,6 +629,32 @@ def test_sums_for_weights_that_int32_holds_are_those_that_it_does_not(name, monk
     assert any(times for _, _, times in (doubles(own.held, 3) for own in made.weight_sums))
     for a, b in zip(whole, parts, strict=True):
         assert torch.equal(a.weight, b.weight)
+
+
+def test_sums_are_written_over_what_is_added_last():
+    segment, count, size = SEGMENTS["residual"]
+    made = program(segment, images(segment, count, size))
+    found = []
+    for own, out, added in ((made.forward, f.Y, f.Z2), (made.backward, f.OUT, f.ADD)):
+        work = {(row, column): at for row, column, at in zip(*own.addresses.work, strict=True)}
+        pairs = ((work.get((k, out)), work.get((k, added))) for k in range(len(own.table)))
+        found.append([a == b for a, b in pairs if a is not None and b is not None])
+    assert all(map(any, found))
+
+
+def operation(kind, **numbers):
+    return operations.Operation({f.KIND: kind, **{getattr(f, n): b for n, b in numbers.items()}})
+
+
+def test_what_is_read_later_or_was_written_before_or_is_smaller_is_not_written_over():
+    x, y, small, made = (operations.Buffer(size) for size in (64, 64, 32, 64))
+    first = operation(f.VALUE, Z=small, Z2=x, Y=y)  # x is read again
+    second = operation(f.VALUE, Z=x, Z2=y, Y=made)  # x, whose last use this is, goes before y
+    third = operation(f.VALUE, Z=made, Y=y)  # y was written before
+    operations.write_over([[first], [second, third]])
+    assert first.numbers == {f.KIND: f.VALUE, f.Z: small, f.Z2: x, f.Y: y}
+    assert second.numbers == {f.KIND: f.VALUE, f.Z: x, f.Z2: y, f.Y: x}
+    assert third.numbers == {f.KIND: f.VALUE, f.Z: x, f.Y: y}
 
 
 def large(outputs=64, size=3, window=PADDED):
