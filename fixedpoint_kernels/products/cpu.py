@@ -372,9 +372,7 @@ def weight_gradient(
         )  # fmt: skip
         table, job_shifts = _sorted_jobs(cut, shifts)
         source, target = _laid(x), _laid(grad)
-        by_name = weight_jobs.spread_weights, weight_jobs.multiply_spots, weight_jobs.multiply_alone
-        by_name += weight_jobs.multiply_rows, weight_jobs.multiply_weights
-        parts = map(ByName, by_name)
+        parts = map(ByName, weight_jobs.BY_NAME)
         compiled(_correlate_weights, path, *weight_jobs.PARTS, *parts)[parallel](
             described.row,
             source.data_ptr(),

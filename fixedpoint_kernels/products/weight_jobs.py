@@ -24,7 +24,6 @@ from fixedpoint_kernels.products.jobs import (
     COPIES,
     COPY_OF,
     COUNT_COLUMNS,
-    COUNT_ROWS,
     DOWN,
     FIELDS,
     FLAT_AT,
@@ -70,14 +69,10 @@ from fixedpoint_kernels.products.spots import Spots
 from fixedpoint_kernels.products.weight_rows import describe_rows, lay_out_rows, runs_of_rows, suits
 
 __all__ = [
+    "BY_NAME",
     "PARTS",
     "describe_weights",
     "fold",
-    "multiply_alone",
-    "multiply_rows",
-    "multiply_spots",
-    "multiply_weights",
-    "spread_weights",
     "sum_rows",
     "sums_size",
 ]
@@ -116,6 +111,9 @@ def describe_weights(
     (down, across), channels, taps = part.stride, int(d[CHANNELS]), len(part.taps)
     padded, blocks, groups = -(channels // -16), -(read.channels // -16), -(grad_channels // -16)
     d[SUM_ROWS] = sum_rows(taps, read)
+    d[[TAPS, GRAD_CHANNELS, GROUPS]] = taps, grad_channels, groups
+    d[GRAD_IMAGE] = part.counts[0] * part.counts[1] * grad_channels
+    d[SUMS_SIZE] = sums_size(int(d[SUM_ROWS]), groups)
     d[[OUT_TAPS, OUT_INPUTS, OUT_APART]] = taps, channels, padded * 16
     reach = int(cut.places.max(initial=0)) // across
     room = -((cut.slot_rows * cut.columns + reach + 16) // -64) * 64  # turning writes 15 bytes more
@@ -135,18 +133,15 @@ def describe_weights(
     if read.is_alone:
         return _weights_alone(d, cut, part, longest)
     if suits(cut, part, grad_channels, signed, grain):
-        size = sums_size(int(d[SUM_ROWS]), groups)
-        return describe_rows(d, cut, part, grad_channels, read, size)
+        return describe_rows(d, cut, part, read)
     # the last outputs in groups read lines behind the last channel
     turned = (down * across * padded * 16 + 16 * blocks * (read.groups > 1)) * line + 128
     flat = -((longest * grad_channels + 256) // -64) * 64
     lines = read.firsts * line
-    d[[ACROSS, TAPS, GRAD_CHANNELS, LINE, LONGEST]] = across, taps, grad_channels, line, longest
-    d[[TILE_ROWS, GROUPS, ROW_STARTS, ONES]] = rows, groups, starts.ctypes.data, ones.ctypes.data
+    d[[ACROSS, LINE, LONGEST, SPANS]] = across, line, longest, lines.ctypes.data
+    d[[TILE_ROWS, ROW_STARTS, ONES]] = rows, starts.ctypes.data, ones.ctypes.data
     d[[TURNED_AT, FLAT_AT]] = d[BUFFER_BYTES], d[BUFFER_BYTES] + turned
     d[[B_AT, REACH, ROOM]] = d[BUFFER_BYTES] + turned + flat, reach, room
-    d[GRAD_IMAGE] = part.counts[0] * part.counts[1] * grad_channels
-    d[SUMS_SIZE], d[SPANS] = sums_size(d[SUM_ROWS], groups), lines.ctypes.data
     d[WORK_BYTES] = d[B_AT] + (2 if images else groups) * longest * 16 + 64
     return Described(d, (starts, ones, lines))
 
@@ -167,10 +162,7 @@ def _weights_alone(d: np.ndarray, cut: Blocks, part: Correlation, longest: int) 
     firsts = cut.planes * cut.geometry[5] + cut.places * channels
     table = np.zeros((int(d[SUM_ROWS]), 3), np.int64)  # rows behind the last tap add up anything
     table[:taps, 0] = firsts
-    d[[ACROSS, TAPS, GRAD_CHANNELS]] = part.stride[1], taps, channels
-    d[[GROUPS, ROW_STARTS, FLAT_AT]] = -(channels // -16), table.ctypes.data, d[BUFFER_BYTES]
-    d[GRAD_IMAGE] = d[COUNT_ROWS] * d[COUNT_COLUMNS] * channels
-    d[SUMS_SIZE] = sums_size(int(d[SUM_ROWS]), int(d[GROUPS]))
+    d[[ACROSS, ROW_STARTS, FLAT_AT]] = part.stride[1], table.ctypes.data, d[BUFFER_BYTES]
     d[WORK_BYTES] = d[FLAT_AT] + longest * channels + 256 + 64
     return Described(d, (table,))
 
@@ -187,13 +179,11 @@ def _weights_by_spot(
     rows, longest = taps * blocks, -(places * slots // -64) * 64
     turned, flat = blocks * 16 * line + 128, (slots + 4) * places * grad_channels + 256
     turned, flat = -(turned // -64) * 64, -(flat // -64) * 64
-    d[[TAPS, GRAD_CHANNELS, LINE, LONGEST]] = taps, grad_channels, line, longest
-    d[[TILE_ROWS, GROUPS, ROW_STARTS]] = rows, groups, starts.ctypes.data
+    d[[LINE, LONGEST, TILE_ROWS, ROW_STARTS]] = line, longest, rows, starts.ctypes.data
     d[[TURNED_AT, FLAT_AT]] = d[BUFFER_BYTES], d[BUFFER_BYTES] + turned
     d[B_AT] = d[FLAT_AT] + flat
     d[[SPOTS, PAIRS, PAIR_FIRSTS]] = places, own.pairs.ctypes.data, own.pair_firsts.ctypes.data
-    d[[GRAD_BYTES, GRAD_IMAGE]] = places * grad_channels
-    d[SUMS_SIZE] = sums_size(d[SUM_ROWS], groups)
+    d[GRAD_BYTES] = places * grad_channels
     d[WORK_BYTES] = d[B_AT] + groups * longest * 16 + 64
     return Described(d, (starts, own.pairs, own.pair_firsts))
 
@@ -479,5 +469,7 @@ def fold(d, sums, totals, shift, flipped):
     last[:] = 0
 
 
+BY_NAME = spread_weights, multiply_spots, multiply_alone, multiply_rows, multiply_weights
+"""Of kernels that call the last of these, and the first, by name."""
 PARTS = turn, add_rows, add_ones
 """Of kernels that call the functions above, see ``instructions.compiled``."""

@@ -31,8 +31,6 @@ from fixedpoint_kernels.products.jobs import (
     ROW_STARTS,
     SLOT_ROWS,
     SPANS,
-    SUMS_SIZE,
-    TAPS,
     TILE_ROWS,
     TOP,
     TURNED_AT,
@@ -76,27 +74,22 @@ def suits(cut: Blocks, part: Correlation, outputs: int, signed: bool, grain: int
     )
 
 
-def describe_rows(
-    d: np.ndarray, cut: Blocks, part: Correlation, outputs: int, read: Spans, sums_size: int
-) -> Described:
+def describe_rows(d: np.ndarray, cut: Blocks, part: Correlation, read: Spans) -> Described:
     """Describe such jobs, which ``suits`` must allow.
 
     Args:
-        d: Row of numbers, of ``describe_blocks``.
+        d: Row of numbers, with what all jobs for weights have.
         cut: Blocks of the codes.
         part: Outputs and their taps.
-        outputs: Channels of the gradient.
         read: Channels that outputs read.
-        sums_size: int32 of the sums.
     """
     channels, taps, width = int(d[CHANNELS]), len(part.taps), int(d[WIDTH])
-    blocks, groups = -(read.channels // -16), -(outputs // -16)
+    blocks = -(read.channels // -16)
     held = ((cut.slots - 1) * cut.slot_rows + cut.band + int(d[EXTRA])) * width
     line = (_LEAD + held + 64 + 63) // 64 * 64  # what is blanked ends up to 63 bytes later
     line += 64 * (line % 512 == 0)  # not all in one set of the cache
     firsts = _LEAD + (np.array(part.rows) + d[TOP]) * width + np.array(part.columns)
     starts = (firsts[:, None] + np.arange(blocks) * 16 * line).reshape(-1)
-    starts = np.append(starts, starts[-1:].repeat(4))
     columns = sorted(set(part.columns))
     copy_of = np.array([columns.index(column) for column in part.columns], np.int64)
     masks, lines = np.array([_masks(column) for column in columns]).T.copy(), read.firsts * line
@@ -104,13 +97,11 @@ def describe_rows(
     # the last outputs in groups read lines behind the last channel
     turned = (channels + 16 * blocks * (read.groups > 1)) * line + 128
     table, turned = -(24 * cut.slots // -64) * 64, -(turned // -64) * 64
-    d[[TAPS, GRAD_CHANNELS, LINE, LONGEST]] = taps, outputs, line, longest
-    d[[TILE_ROWS, GROUPS, ROW_STARTS]] = taps * blocks, groups, starts.ctypes.data
+    d[[LINE, LONGEST, SPANS]] = line, longest, lines.ctypes.data
+    d[[TILE_ROWS, ROW_STARTS]] = taps * blocks, starts.ctypes.data
     d[[BUFFER_BYTES, TURNED_AT, B_AT]] = table, table, table + turned
     d[[COPIES, COPY_OF, MASKS]] = len(columns), copy_of.ctypes.data, masks.ctypes.data
-    d[GRAD_IMAGE] = d[HEIGHT] * width * outputs
-    d[SUMS_SIZE], d[SPANS] = sums_size, lines.ctypes.data
-    d[WORK_BYTES] = d[B_AT] + len(columns) * groups * longest * 16 + 64
+    d[WORK_BYTES] = d[B_AT] + len(columns) * d[GROUPS] * longest * 16 + 64
     return Described(d, (starts, copy_of, masks, lines))
 
 
