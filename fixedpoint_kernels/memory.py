@@ -123,7 +123,10 @@ def is_float32(x: Tensor, shape: Sequence[int], *, is_dense: bool = True) -> boo
     """
     if type(x) not in _PLAIN or x.shape != shape or x.dtype is not torch.float32:
         return False
-    return x.is_cpu and (not is_dense or x.is_contiguous()) and x.data_ptr() != 0  # 0: freed
+    try:
+        return x.is_cpu and (not is_dense or x.is_contiguous()) and x.data_ptr() != 0  # 0: freed
+    except RuntimeError:  # inside of torch.func, or of a gradient of many at once, it has none
+        return False
 
 
 def are_float32(xs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> bool:

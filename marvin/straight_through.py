@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
@@ -9,7 +10,7 @@ from torch.autograd.forward_ad import unpack_dual
 from fixedpoint_kernels import FixedPoint, Minifloat, quantize_with_mask
 from fixedpoint_kernels._torch_private import is_checkpointed
 from fixedpoint_kernels.once import once_differentiable
-from fixedpoint_kernels.rounding import Rounding
+from fixedpoint_kernels.rounding import Rounding, keep_inside
 from marvin.rounding import Format, round_one
 
 __all__ = ["StraightThrough", "Tally", "fake_quantize", "round_with_gradient"]
@@ -53,6 +54,13 @@ class Tally:
         return float(self.clipped) + self._on_host
 
 
+def _count(inside: Tensor) -> Tensor | int:
+    """Return how many are true; nobody waits for a device."""
+    if inside.is_cpu:
+        return int(np.count_nonzero(inside.numpy()))  # a sixth of torch's time
+    return inside.count_nonzero()
+
+
 class _FakeQuantize(torch.autograd.Function):
     """Rounds forward; backward passes the gradient where the value was not clamped."""
 
@@ -66,8 +74,8 @@ class _FakeQuantize(torch.autograd.Function):
         back: _Back,
     ) -> Tensor:
         y, inside = quantize_with_mask(x, fmt, **options)
-        clipped = x.numel() - inside.count_nonzero()
-        # nobody waits for a device; other noise of a second pass may clamp
+        clipped = x.numel() - _count(inside)
+        # other noise of a second pass may clamp
         if inside.is_cpu and not clipped and not is_checkpointed():
             inside = None
         ctx.save_for_backward(inside)
@@ -85,7 +93,7 @@ class _FakeQuantize(torch.autograd.Function):
         if ctx.back is not None:
             (grad,) = _rounded_gradient(ctx, grad)
         if inside is not None:
-            grad = torch.where(inside, grad, grad.new_zeros(()))  # a tenth of the product's time
+            grad = keep_inside(grad, inside)
         return grad, None, None, None, None
 
     @staticmethod

@@ -33,8 +33,7 @@ from fixedpoint_kernels.llvm.division import (
     subtract_rows,
     to_positions,
 )
-from fixedpoint_kernels.llvm.tiles import transpose_floats
-from fixedpoint_kernels.llvm.views import floats
+from fixedpoint_kernels.llvm.turning import turn
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
@@ -115,20 +114,6 @@ def _block_row(sums, plane_means, sizes, slots, inverses, spread, bits):
 
 
 @njit
-def _turn(source, step, rows, columns, out, out_step):
-    """Write rows of float32 as columns; addresses, and bytes from one row to the next, and one column."""
-    whole_rows, whole_columns = rows // LANES * LANES, columns // LANES * LANES
-    for row in range(0, whole_rows, LANES):
-        for column in range(0, whole_columns, LANES):
-            own = source + row * step + 4 * column
-            transpose_floats(own, step, out + column * out_step + 4 * row, out_step)
-    for column in range(columns):
-        target = floats(out + column * out_step, rows)
-        for row in range(whole_rows if column < whole_columns else 0, rows):
-            target[row] = floats(source + row * step, columns)[column]
-
-
-@njit
 def _turn_planes(x, planes, channels, elements, first, last, is_back):
     """Copy the planes ``first`` to ``last`` of a tensor with channels last, or write them there.
 
@@ -141,9 +126,9 @@ def _turn_planes(x, planes, channels, elements, first, last, is_back):
         there = x + 4 * (sample * elements * channels + channel)
         own = planes + 4 * (plane - first) * elements
         if is_back:
-            _turn(own, 4 * elements, count, elements, there, 4 * channels)
+            turn(own, 4 * elements, count, elements, there, 4 * channels)
         else:
-            _turn(there, 4 * channels, elements, count, own, 4 * elements)
+            turn(there, 4 * channels, elements, count, own, 4 * elements)
         plane += count
 
 

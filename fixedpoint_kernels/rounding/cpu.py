@@ -14,6 +14,8 @@ from numba.core import cgutils
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint, Minifloat
+from fixedpoint_kernels.llvm.calls import keep
+from fixedpoint_kernels.llvm.turning import LANES, turn, turn_bytes
 from fixedpoint_kernels.llvm.vectors import F32, I8, I32, Vector, intrinsic, pointer_to
 from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
@@ -131,6 +133,38 @@ def _quantize(x, y, inside, offset, number, key):
         round_task(x, y, inside, task * TASK - lead, offset, number, key)
 
 
+def _quantize_turned(x, y, inside, offset, number, key):
+    # x, y, inside (n, positions, channels) as they lie; noise goes by channel before position
+    pieces = -(-x.shape[2] // LANES)
+    for task in prange(x.shape[0] * pieces):
+        _round_turned(x, y, inside, task // pieces, task % pieces * LANES, offset, number, key)
+
+
+@njit
+def _round_turned(x, y, inside, image, channel, offset, number, key):
+    """Round some channels of an image in memory of its own, where they lie as their noise goes."""
+    _, positions, channels = x.shape
+    count = min(channels - channel, LANES)
+    values, mask = np.empty(count * positions, np.float32), np.empty(count * positions, np.bool_)
+    place, at = image * positions * channels + channel, (image * channels + channel) * positions
+    step, own, own_step = 4 * channels, values.ctypes.data, 4 * positions
+    turn(x.ctypes.data + 4 * place, step, positions, count, own, own_step)
+    for start in range(-((offset + at) % _BLOCK), values.size, TASK):
+        round_task(values, values, mask, start, offset + at, number, key)
+    turn(own, own_step, count, positions, y.ctypes.data + 4 * place, step)
+    if inside is not None:
+        to = inside.ctypes.data + place
+        turn_bytes(mask.ctypes.data, positions, count, positions, to, channels)
+    keep(values)
+    keep(mask)
+
+
+def _keep_inside(x, inside, y):
+    for i in prange(x.size):
+        value = x[i]
+        y[i] = value if inside[i] else np.float32(0.0)
+
+
 def _quantize_many(pointers, sizes, numbers, tasks, key):
     # pointers (t, 2) int64: of x and y; sizes (t, 2) int64: elements, and those before them;
     # numbers (t, 4) float32; tasks (k, 2) int64: tensor and first element;
@@ -149,6 +183,8 @@ def _quantize_many(pointers, sizes, numbers, tasks, key):
 
 
 _quantize_serial, _quantize_parallel = compile_both(_quantize)
+_quantize_turned_serial, _quantize_turned_parallel = compile_both(_quantize_turned)
+_keep_inside_serial, _keep_inside_parallel = compile_both(_keep_inside)
 _quantize_many_serial, _quantize_many_parallel = compile_both(_quantize_many)
 
 
@@ -179,8 +215,36 @@ def quantize(
         y.copy_(result)
 
 
+def quantize_turned(
+    x: Tensor,
+    y: Tensor,
+    inside: Tensor | None,
+    fmt: FixedPoint | Minifloat,
+    key: Key,
+) -> None:
+    """Round with noise, as ``quantize``, tensors that lie ``(n, positions, channels)`` in memory.
+
+    Their noise goes by channel before position. ``x`` and ``y`` are float32 and contiguous, (n,
+    positions, channels), as is ``inside``.
+    """
+    kernel = _quantize_turned_parallel if is_parallel(x.numel()) else _quantize_turned_serial
+    number = _minifloat(fmt) if isinstance(fmt, Minifloat) else _number(fmt, False)
+    mask = None if inside is None else _array(inside)
+    kernel(_array(x), _array(y), mask, key.offset, number, (key.seed, key.stream))
+
+
+def keep_inside(x: Tensor, inside: Tensor, y: Tensor) -> None:
+    """See ``fixedpoint_kernels.rounding.keep_inside``; ``x`` and ``y`` are float32, all contiguous."""
+    kernel = _keep_inside_parallel if is_parallel(x.numel()) else _keep_inside_serial
+    kernel(_flat(x), _flat(inside), _flat(y))
+
+
+def _array(x: Tensor) -> np.ndarray:
+    return (x.detach() if x.requires_grad else x).numpy()
+
+
 def _flat(x: Tensor) -> np.ndarray:
-    return (x.detach() if x.requires_grad else x).numpy().reshape(-1)
+    return _array(x).reshape(-1)
 
 
 def quantize_many(

@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import math
 
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from fixedpoint_kernels import (
     FixedPoint,
+    Minifloat,
     decode,
     encode,
     pack,
@@ -18,7 +20,7 @@ from fixedpoint_kernels import (
 )
 from fixedpoint_kernels.memory import places_of
 from fixedpoint_kernels.philox import Key
-from fixedpoint_kernels.rounding import cpu, gpu, reference
+from fixedpoint_kernels.rounding import cpu, gpu, keep_inside, reference
 
 FORMATS = [FixedPoint(2, 0), FixedPoint(8, 4), FixedPoint(8, -1), FixedPoint(16, 12)]
 FORMATS += [FixedPoint(32, 31), FixedPoint(8, 4, symmetric=True)]
@@ -277,6 +279,72 @@ def test_strides_change_no_bit(rounding):
         for out in outs:
             quantize(view, FORMATS[1], out=out, **options)
             torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(8, 40), st.integers(1, 20), st.integers(1, 20)),
+    key=keys,
+    fmt=formats | st.just(Minifloat(4, 3)),
+    last=st.integers(0, 3),
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_noise_goes_by_the_place_in_the_tensor_not_in_memory(sizes, key, fmt, last, threads):
+    own = torch.randn(sizes) * 4
+    lies = own.movedim(last, -1).contiguous().movedim(-1, last)
+    options = {"seed": key.seed, "stream": key.stream}
+    y, inside = quantize_with_mask(own, fmt, **options)
+    moved = quantize(own, fmt, offset=key.offset, **options)
+    with threads_of(threads):
+        assert_equal(quantize_with_mask(lies, fmt, **options), (y, inside))
+        assert_equal(quantize(lies, fmt, offset=key.offset, **options), moved)
+        assert_equal(quantize(lies, fmt, **options, out=lies), y)  # over what it reads
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_images_with_channels_last(threads):
+    own = torch.randn(16, 20, 31, 17) * 4  # more elements than one thread takes
+    own.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    images = own.contiguous(memory_format=torch.channels_last)
+    expected = run(reference, own, FORMATS[1], "stochastic", Key(3, 2))
+    with threads_of(threads):
+        y, inside = quantize_with_mask(images, FORMATS[1], seed=3, stream=2)
+    assert_equal((y, inside), expected)
+    assert y.stride() == inside.stride() == images.stride()
+
+
+@contextlib.contextmanager
+def threads_of(count):
+    own = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
+
+
+def assert_equal(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_was_clamped_becomes_zero():
+    x, inside = values((8, 16, 33, 31)), torch.rand(8, 16, 33, 31) > 0.3
+    expected = torch.where(inside, x, 0.0)
+    orders = torch.contiguous_format, torch.channels_last
+    for order, other in itertools.product(orders, orders):
+        given, mask = x.clone(memory_format=order), inside.clone(memory_format=other)
+        with torch.no_grad():
+            assert_equal(keep_inside(given, mask), expected)
+            assert order is not other or keep_inside(given, mask).stride() == given.stride()
+        given.requires_grad_()
+        keep_inside(given, mask).sum().backward()
+        assert torch.equal(given.grad, inside.float())
+    negated, empty = torch._neg_view(x), torch.ones(0, 3)
+    assert_equal(keep_inside(negated, inside), torch.where(inside, -x, 0.0))
+    assert_equal(keep_inside(x[:, :, ::2], inside[:, :, ::2]), expected[:, :, ::2])
+    assert_equal(keep_inside(x.double(), inside), expected.double())
+    assert keep_inside(empty, empty > 0).shape == (0, 3)
+    assert_equal(torch.vmap(keep_inside)(x, inside), expected)
 
 
 def spread(x):

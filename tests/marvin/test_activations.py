@@ -155,6 +155,15 @@ def test_a_penalty_trains_a_model_whose_inputs_are_measured():
     assert found[1] < found[0] / 4
 
 
+def test_gradients_of_many_losses_at_once_are_those_of_each():
+    x, weights = torch.randn(8, 5, requires_grad=True), torch.randn(3, 8, 5)
+    y = fake_quantize(4 * x, FixedPoint(4, 2), seed=3)
+    each = [torch.autograd.grad(y, x, weight, retain_graph=True)[0] for weight in weights]
+    (together,) = torch.autograd.grad(y, x, weights, is_grads_batched=True)
+    assert torch.equal(together, torch.stack(each))
+    assert (together == 0).any()  # where the value was clamped
+
+
 def test_gradients_that_are_rounded_are_not_differentiated_again():
     rounding = marvin.Quantizer(backward_format=FixedPoint(8, 4))
     x = torch.ones(3, requires_grad=True)
