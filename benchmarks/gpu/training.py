@@ -10,7 +10,7 @@ import marvin
 from benchmarks.gpu.clock import compare, host_waits, launches, peak_bytes, repeated
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.ops import int8_training
-from benchmarks.steps import Step, training_step
+from benchmarks.steps import Step, step_in_floats, training_step
 from fixedpoint_kernels import FixedPoint
 from train.alexnet import alexnet
 from train.resnet20 import resnet20
@@ -74,7 +74,7 @@ def _float32(model: nn.Module, x: Tensor, y: Tensor) -> Step:
 
 def _bfloat16(model: nn.Module, x: Tensor, y: Tensor) -> Step:
     """Return what is fastest otherwise."""
-    return int8_training.floats(lambda: model, x, y, torch.bfloat16, torch.channels_last)
+    return step_in_floats(lambda: model, x, y, torch.bfloat16, torch.channels_last)
 
 
 def _budget(model: nn.Module, x: Tensor, y: Tensor) -> Step:

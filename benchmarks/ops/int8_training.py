@@ -9,11 +9,10 @@ unfused: a row of its own. One element is one image.
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import marvin
-from benchmarks.steps import Step
+from benchmarks.steps import Step, steps_in_floats, training_step
 from benchmarks.timing import Case
 from fixedpoint_kernels import products
 from train.alexnet import alexnet
@@ -63,10 +62,7 @@ def contestants(
         own: Builds ours; default: ``make``.
     """
     found = {"ours": fixed_point(own or make, x, y, integer=True)}
-    for dtype in (torch.float32, torch.bfloat16):
-        for layout in (torch.contiguous_format, torch.channels_last)[: 1 + (x.dim() == 4)]:
-            kind = f"{str(dtype)[6:]}" + " channels last" * (layout is torch.channels_last)
-            found[kind] = floats(make, x, y, dtype, layout)
+    found |= steps_in_floats(make, x, y)
     if simulates:
         found["simulated"] = fixed_point(make, x, y, integer=False)
     return found
@@ -93,37 +89,7 @@ def fixed_point_model(
     if integer:
         marvin.integer.convert(model)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step(loss=loss.detach())
-
+    step = training_step(model, x, y, optimizer.zero_grad, lambda loss: optimizer.step(loss=loss))
     for _ in range(4):  # the first steps are observed
         step()
     return model, step
-
-
-def floats(
-    make: Callable[[], nn.Module],
-    x: Tensor,
-    y: Tensor,
-    dtype: torch.dtype,
-    layout: torch.memory_format,
-) -> Step:
-    """Return a step of PyTorch's own, under autocast where ``dtype`` is not float32."""
-    torch.manual_seed(0)
-    model = make()
-    model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
-    x = x.contiguous(memory_format=layout)
-    kind, fused = x.device.type, x.is_cuda or None  # one launch for the update
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=fused)
-
-    def step() -> None:
-        sgd.zero_grad()
-        with torch.autocast(kind, dtype, enabled=dtype is not torch.float32):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        sgd.step()
-
-    return step
