@@ -107,9 +107,8 @@ def affine(op, x, tensors):
     offset, _, (offset_fl, *_) = tensors[op["offset"]]
     left, right = op["fl"] - x.fl - scale_fl, op["fl"] - offset_fl
     parts = [i // prod(x.shape[1:]) for i in range(len(x.codes))]
-    return [
-        (c * scale[i] << left) + (offset[i] << right) for i, c in zip(parts, x.codes, strict=True)
-    ]
+    pairs = zip(parts, x.codes, strict=True)
+    return [(c * scale[i] << left) + (offset[i] << right) for i, c in pairs]
 
 
 def pooled(op, x, fill):
@@ -185,6 +184,7 @@ def run(network, tensors, sample):
     values = {first["name"]: Value(sample, first["shape"], 0)}
     for op in operations:
         taken = [values[name] for name in op["inputs"]]
+        assert op["kind"] in KINDS, f"{op['kind']}: read_packed_transformers.py knows more kinds"
         if op["kind"] == "Round" and op["inputs"] == [first["name"]]:
             exact = [float(x).as_integer_ratio() for x in sample]
             codes = [round_to(n, 0, op["fmt"], d) for n, d in exact]

@@ -17,7 +17,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from fixedpoint_kernels.division.layout import Layout
-from fixedpoint_kernels.llvm.calls import keep
+from fixedpoint_kernels.llvm.calls import inner, keep
 from fixedpoint_kernels.llvm.division import (
     BLOCK,
     LANES,
@@ -91,7 +91,7 @@ def _range(low, high, levels, inverse_levels):
     return low, step
 
 
-@njit
+@inner
 def _block_row(sums, plane_means, sizes, slots, inverses, spread, bits):
     """Write the means of a row of blocks from the sums of their columns, and spread them.
 
@@ -113,7 +113,7 @@ def _block_row(sums, plane_means, sizes, slots, inverses, spread, bits):
             spread[start:stop] = _value(mean)
 
 
-@njit
+@inner
 def _turn_planes(x, planes, channels, elements, first, last, is_back):
     """Copy the planes ``first`` to ``last`` of a tensor with channels last, or write them there.
 
@@ -132,7 +132,7 @@ def _turn_planes(x, planes, channels, elements, first, last, is_back):
         plane += count
 
 
-@njit
+@inner
 def _compress_task(x, begin, means, codes, ranges, geometry, numbers, bits, key, first, last):
     # x: from plane ``begin`` on
     elements = geometry[0] * geometry[1] * geometry[2]
@@ -152,7 +152,7 @@ def _compress_task(x, begin, means, codes, ranges, geometry, numbers, bits, key,
         _code(residual, start, stop, bits, key, codes)
 
 
-@njit
+@inner
 def _subtract_means(x, means, ranges, elements, width, numbers, residual, planes):
     """Do as ``_subtract_blocks``, of planes of one block, whole vectors of 16 elements."""
     begin, first, last, base = planes
@@ -164,7 +164,7 @@ def _subtract_means(x, means, ranges, elements, width, numbers, residual, planes
         _to_positions(residual, to, elements, ends, numbers, ranges, plane)
 
 
-@njit
+@inner
 def _subtract_blocks(x, means, codes, ranges, geometry, numbers, residual, planes):
     """Write means, ranges and positions of the planes of a task."""
     begin, first, last, base = planes
@@ -202,7 +202,7 @@ def _subtract_blocks(x, means, codes, ranges, geometry, numbers, residual, plane
             _to_positions(residual, to, elements, ends_of(found), numbers, ranges, plane)
 
 
-@njit
+@inner
 def _readable(x, at, count, beyond):
     """Return an array, and where in it are ``x[at : at + count]`` and ``beyond`` elements more."""
     if at + count + beyond <= x.size:
@@ -213,7 +213,7 @@ def _readable(x, at, count, beyond):
     return copy, 0
 
 
-@njit
+@inner
 def _to_positions(residual, at, elements, ends, numbers, ranges, plane):
     """Keep the range of a plane, and turn its residuals to steps above the smallest.
 
@@ -227,7 +227,7 @@ def _to_positions(residual, at, elements, ends, numbers, ranges, plane):
         residual[at : at + elements] = 0  # constant, or NaN
 
 
-@njit
+@inner
 def _code(positions, start, stop, bits, key, codes):
     """Code elements ``start`` to ``stop`` of the tensor; ``positions`` start at a whole block."""
     base = start - start % BLOCK
@@ -243,7 +243,7 @@ def _code(positions, start, stop, bits, key, codes):
             codes[first:last] = rest[first - byte : last - byte]
 
 
-@njit
+@inner
 def _restore_task(means, codes, ranges, out, begin, geometry, bits, first, last):
     # out: from plane ``begin`` on
     depth, height, width, edge_z, edge_y, edge_x, nz, ny, nx, _ = geometry
@@ -273,7 +273,7 @@ def _restore_task(means, codes, ranges, out, begin, geometry, bits, first, last)
                 restore_rows(packed, at, rows, width, bits, spread, (low, step), out, to, stop)
 
 
-@njit
+@inner
 def _spread_row(row, edge, spread):
     if edge == 8:  # as usual: one store a block
         for block in range(row.size):

@@ -12,6 +12,8 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 
 from fixedpoint_kernels.llvm.vectors import I64, intrinsic
@@ -54,7 +56,7 @@ def inner(function: FunctionType) -> Any:
     Raises:
         TypeError: Python calls it.
     """
-    return _Inner(function, targetoptions=dict(_OPTIONS))
+    return _Inner(function, targetoptions=dict(_OPTIONS), pipeline_class=_Compiler)
 
 
 def inlined(function: FunctionType) -> Any:
@@ -63,19 +65,41 @@ def inlined(function: FunctionType) -> Any:
     Raises:
         TypeError: Python calls it.
     """
-    return _Inner(function, targetoptions={**_OPTIONS, "forceinline": True})
+    options = {**_OPTIONS, "forceinline": True}
+    return _Inner(function, targetoptions=options, pipeline_class=_Compiler)
 
 
 class _Inner(CPUDispatcher):
     """What Numba makes of such a function."""
 
     def add_overload(self, cres: Any) -> None:
-        self.overloads[tuple(cres.signature.args)] = cres  # and Python finds no way in
+        key = object()  # callers find it by its place in memory, which it has none
+        self.targetctx.insert_user_function(key, cres.fndesc, [cres.library])
+        self.overloads[tuple(cres.signature.args)] = cres._replace(entry_point=key)
 
     def _compile_for_args(self, *_args: Any, **_kwargs: Any) -> Any:
         raise TypeError(
             f"{self.py_func.__qualname__} must be called by a kernel, got Python's call"
         )
+
+
+class _Compiler(Compiler):
+    """Compiles such a function as far as its callers take it in."""
+
+    def __init__(self, typing: Any, target: Any, _library: None, *arguments: Any) -> None:
+        super().__init__(typing, target, _Library(target.codegen(), "inner"), *arguments)
+        self.state.flags.no_compile = True
+
+
+class _Library(JITCodeLibrary):
+    """Code that is optimised, and made machine code, where others have taken it in."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
 
 
 @inner

@@ -6,13 +6,7 @@ from numba import carray
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import pointer_to
 
-__all__ = ["bytes_at", "doubles", "floats"]
-
-
-@inner
-def bytes_at(address, n):
-    """Return ``n`` uint8."""
-    return carray(pointer_to(address), n, np.uint8)
+__all__ = ["doubles", "floats"]
 
 
 @inner

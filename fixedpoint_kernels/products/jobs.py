@@ -9,7 +9,7 @@ Addresses are int64. What a job needs to know is a row of int64, whose places ha
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from fixedpoint_kernels.llvm import finishing, tiles
 from fixedpoint_kernels.llvm.calls import inner
@@ -17,6 +17,7 @@ from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.blocks import Blocks, Runs
 from fixedpoint_kernels.products.shapes import Correlation
 from fixedpoint_kernels.products.spans import Spans
+from fixedpoint_kernels.threads import compiled
 
 __all__ = [
     "Described",
@@ -172,7 +173,7 @@ def fill(d, x, order, first, images, first_row, rows, buffer, flip):
             tiles.blank(out, begin * channels, zero)  # what the last row reads behind it
 
 
-@njit
+@compiled()
 def place_outputs(offsets, images, rows, d):
     """Write where each position of a job goes, in bytes from its first one, or -1.
 

@@ -66,7 +66,13 @@ from fixedpoint_kernels.products.jobs import (
 from fixedpoint_kernels.products.shapes import Correlation
 from fixedpoint_kernels.products.spans import Spans
 from fixedpoint_kernels.products.spots import Spots
-from fixedpoint_kernels.products.weight_rows import describe_rows, lay_out_rows, runs_of_rows, suits
+from fixedpoint_kernels.products.weight_rows import (
+    describe_rows,
+    lay_out_rows,
+    line_bytes,
+    runs_of_rows,
+    suits,
+)
 
 __all__ = [
     "BY_NAME",
@@ -120,13 +126,6 @@ def describe_weights(
     longest = -(cut.most_positions // -64) * 64
     if images:
         longest = min(images * room, max(-(most // -64) * 64, longest + room))
-    line = (longest + reach + 64 + 127) // 64 * 64  # bytes of a channel
-    line += 64 * (line % 512 == 0)  # not all in one set of the cache
-    rows = taps * blocks
-    firsts = (cut.planes * across + cut.places % across) * padded * 16 * line + cut.places // across
-    starts = (firsts[:, None] + np.arange(blocks) * 16 * line).reshape(-1)
-    starts = np.append(starts, starts[-1:].repeat(4))
-    ones = np.ones(longest + 64, np.uint8)
     if (own := cut.spots) is not None:
         slots = 4 * images if images else -(cut.slots // -4) * 4
         return _weights_by_spot(d, slots, own, part, grad_channels)
@@ -134,6 +133,11 @@ def describe_weights(
         return _weights_alone(d, cut, part, longest)
     if suits(cut, part, grad_channels, signed, grain):
         return describe_rows(d, cut, part, read)
+    rows, line = taps * blocks, line_bytes(longest + reach + 128)
+    firsts = (cut.planes * across + cut.places % across) * padded * 16 * line + cut.places // across
+    starts = (firsts[:, None] + np.arange(blocks) * 16 * line).reshape(-1)
+    starts = np.append(starts, starts[-1:].repeat(4))
+    ones = np.ones(longest + 64, np.uint8)
     # the last outputs in groups read lines behind the last channel
     turned = (down * across * padded * 16 + 16 * blocks * (read.groups > 1)) * line + 128
     flat = -((longest * grad_channels + 256) // -64) * 64
@@ -173,8 +177,7 @@ def _weights_by_spot(
     """``describe_weights``, place by place: of a channel lie all images of a place, then the next place."""
     channels, taps, places = int(d[CHANNELS]), len(part.taps), part.counts[0] * part.counts[1]
     blocks, groups = -(channels // -16), -(grad_channels // -16)
-    line = (int(d[HEIGHT] * d[WIDTH]) * slots + 64 + 63) // 64 * 64
-    line += 64 * (line % 512 == 0)
+    line = line_bytes(int(d[HEIGHT] * d[WIDTH]) * slots + 64)
     starts = np.tile(np.arange(blocks) * 16 * line, taps)
     rows, longest = taps * blocks, -(places * slots // -64) * 64
     turned, flat = blocks * 16 * line + 128, (slots + 4) * places * grad_channels + 256

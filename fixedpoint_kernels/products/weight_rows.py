@@ -43,7 +43,7 @@ from fixedpoint_kernels.products.jobs import (
 from fixedpoint_kernels.products.shapes import PIECE, Correlation
 from fixedpoint_kernels.products.spans import Spans
 
-__all__ = ["describe_rows", "lay_out_rows", "runs_of_rows", "suits"]
+__all__ = ["describe_rows", "lay_out_rows", "line_bytes", "runs_of_rows", "suits"]
 
 _GRAIN = 4  # positions that a tile takes at a time
 _LEAD = 64  # bytes of a line before its first row
@@ -74,6 +74,12 @@ def suits(cut: Blocks, part: Correlation, outputs: int, signed: bool, grain: int
     )
 
 
+def line_bytes(held: int) -> int:
+    """Return how far from each other lines of as many bytes lie: not all in one set of a cache."""
+    line = -(held // -64) * 64
+    return line + 64 * (line % 512 == 0)
+
+
 def describe_rows(d: np.ndarray, cut: Blocks, part: Correlation, read: Spans) -> Described:
     """Describe such jobs, which ``suits`` must allow.
 
@@ -86,8 +92,7 @@ def describe_rows(d: np.ndarray, cut: Blocks, part: Correlation, read: Spans) ->
     channels, taps, width = int(d[CHANNELS]), len(part.taps), int(d[WIDTH])
     blocks = -(read.channels // -16)
     held = ((cut.slots - 1) * cut.slot_rows + cut.band + int(d[EXTRA])) * width
-    line = (_LEAD + held + 64 + 63) // 64 * 64  # what is blanked ends up to 63 bytes later
-    line += 64 * (line % 512 == 0)  # not all in one set of the cache
+    line = line_bytes(_LEAD + held + 64)  # what is blanked ends up to 63 bytes later
     firsts = _LEAD + (np.array(part.rows) + d[TOP]) * width + np.array(part.columns)
     starts = (firsts[:, None] + np.arange(blocks) * 16 * line).reshape(-1)
     columns = sorted(set(part.columns))
@@ -122,16 +127,16 @@ def lay_out_rows(d, x, order, first, images, row, rows, grad, work):
         number = number_of(order, first + i)
         image, out = x + number * d[X_IMAGE], buffer + d[B_AT] + i * own * 16
         source = grad + number * d[GRAD_IMAGE] + row * width * grads
-        for q in range(0, own, width):
-            tiles.come(image + (row * width + q) * d[CHANNELS], width * d[CHANNELS])
-            for column in range(0, width, 4):
-                state = (column == 0) + 2 * (column + 4 == width)
-                masks, here = d[MASKS] + 4 * state * d[COPIES], q + column
-                for group in range(d[GROUPS]):
-                    tiles.interleave_masked(
-                        source + here * grads + 16 * group, grads,
-                        out + (group * d[LONGEST] + here) * 16, copy_bytes, masks, d[COPIES],
-                    )  # fmt: skip
+        column = 0
+        for here in range(0, own, 4):
+            if column == 0:
+                tiles.come(image + (row * width + here) * d[CHANNELS], width * d[CHANNELS])
+            masks = d[MASKS] + 4 * d[COPIES] * ((column == 0) + 2 * (column + 4 == width))
+            for group in range(d[GROUPS]):
+                target = out + (group * d[LONGEST] + here) * 16
+                own_grad = source + here * grads + 16 * group
+                tiles.interleave_masked(own_grad, grads, target, copy_bytes, masks, d[COPIES])
+            column = column + 4 if column + 4 < width else 0
         place = buffer + d[TURNED_AT] + _LEAD + i * d[SLOT_ROWS] * width
         _turn_rows(d, image, row - d[TOP], rows + d[EXTRA], place)
     return images * own

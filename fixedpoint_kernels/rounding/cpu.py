@@ -6,16 +6,17 @@ more than it gains on small tensors.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, njit, prange, types
+from numba import carray, prange, types
 from numba.core import cgutils
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint, Minifloat
-from fixedpoint_kernels.llvm.calls import keep
-from fixedpoint_kernels.llvm.turning import LANES, turn, turn_bytes
+from fixedpoint_kernels.llvm.calls import inner, keep
+from fixedpoint_kernels.llvm.turning import LANES, turn
 from fixedpoint_kernels.llvm.vectors import F32, I8, I32, Vector, intrinsic, pointer_to
 from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
@@ -46,40 +47,94 @@ def _round_block(_context, x, y, inside, at, first, number, key):
             array = context.make_array(signature.args[i])(context, builder, args[i])
             return builder.gep(array.data, [args[3]])
 
-        def unpacked(i):
-            return cgutils.unpack_tuple(builder, args[i])
-
-        numbers = [Vector.splat(builder, v, _BLOCK) for v in unpacked(5)]
-        values, is_fixed = Vector.load(builder, pointer(0), _BLOCK), len(numbers) == 4
-        if is_fixed:
-            scale, lsb, low, high = numbers
-        else:
-            least, shift, high = numbers
-            low = high * -1.0
-            scale, lsb = _own_scale(values.viewed(I32), least, shift)
-        scaled = values * scale
-        if key == types.none:
-            codes = scaled.rint() + 0.0  # -0.0 becomes 0.0
-        else:
+        noise = None
+        if key != types.none:
             block = builder.lshr(args[4], args[4].type(2))
-            below = scaled.floor()
-            seed, stream = unpacked(6)
-            up = uniform(builder, block, seed, stream, _BLOCK // 4) < scaled - below
-            codes = below + up.where(below.constant(1.0), below.constant(0.0))
-        if not is_fixed:
-            codes = codes * lsb
-        under, over = codes < low, codes > high
-        bounded = over.where(high, under.where(low, codes))
+            seed, stream = cgutils.unpack_tuple(builder, args[6])
+            noise = uniform(builder, block, seed, stream, _BLOCK // 4)
+        values = Vector.load(builder, pointer(0), _BLOCK)
+        number = cgutils.unpack_tuple(builder, args[5])
+        codes, lsb, is_inside = _rounded(values, number, noise)
         if isinstance(y.dtype, types.Integer):
-            known = bounded.is_nan().where(bounded.constant(0.0), bounded)
+            known = codes.is_nan().where(codes.constant(0.0), codes)
             known.converted(context.get_data_type(y.dtype)).store(pointer(1))
         else:
-            (bounded * lsb if is_fixed else bounded).store(pointer(1))
+            (codes if lsb is None else codes * lsb).store(pointer(1))
         if inside != types.none:
-            (~(under | over)).converted(I8).store(pointer(2))
+            is_inside.converted(I8).store(pointer(2))
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+@intrinsic
+def _round_lanes(_context, x, y, inside, noise, number, count):
+    """Round ``LANES`` elements with noise that is there, or where ``count`` is not None so many.
+
+    x, y, noise: addresses of float32; inside: of bool, or 0; number: see ``_round_block``.
+    """
+    is_whole = count == types.none
+
+    def codegen(context, builder, _signature, args):
+        def pointer(i, element):
+            return builder.inttoptr(args[i], element.as_pointer())
+
+        where = None
+        if not is_whole:
+            most = Vector.splat(builder, args[5], LANES)
+            where = most.constant(range(LANES)) < most
+        values = Vector.load(builder, pointer(0, F32), LANES, where)
+        own = Vector.load(builder, pointer(3, F32), LANES)
+        codes, lsb, is_inside = _rounded(values, cgutils.unpack_tuple(builder, args[4]), own)
+        (codes if lsb is None else codes * lsb).store(pointer(1, F32), where)
+        with builder.if_then(builder.icmp_unsigned("!=", args[2], args[2].type(0))):
+            is_inside.converted(I8).store(pointer(2, I8), where)
+        return context.get_dummy_value()
+
+    return types.void(x, y, inside, noise, number, count), codegen
+
+
+@intrinsic
+def _make_noise(_context, out, first, key):
+    """Write the noise of ``_BLOCK`` elements, ``first`` on of a tensor; out: address of float32."""
+
+    def codegen(context, builder, _signature, args):
+        seed, stream = cgutils.unpack_tuple(builder, args[2])
+        block = builder.lshr(args[1], args[1].type(2))
+        pointer = builder.inttoptr(args[0], F32.as_pointer())
+        uniform(builder, block, seed, stream, _BLOCK // 4).store(pointer)
+        return context.get_dummy_value()
+
+    return types.void(out, first, key), codegen
+
+
+def _rounded(
+    values: Vector, number: Sequence[Any], noise: Vector | None
+) -> tuple[Vector, Vector | None, Vector]:
+    """Return codes and what they are multiplied by (None: nothing), and whether they were not clamped.
+
+    values: float32; number: see ``_number`` and ``_minifloat``; noise: None for nearest.
+    """
+    numbers = [Vector.splat(values.builder, v, values.lanes) for v in number]
+    is_fixed = len(numbers) == 4
+    if is_fixed:
+        scale, lsb, low, high = numbers
+    else:
+        least, shift, high = numbers
+        low = high * -1.0
+        scale, lsb = _own_scale(values.viewed(I32), least, shift)
+    scaled = values * scale
+    if noise is None:
+        codes = scaled.rint() + 0.0  # -0.0 becomes 0.0
+    else:
+        below = scaled.floor()
+        up = noise < scaled - below
+        codes = below + up.where(below.constant(1.0), below.constant(0.0))
+    if not is_fixed:
+        codes = codes * lsb
+    under, over = codes < low, codes > high
+    bounded = over.where(high, under.where(low, codes))
+    return bounded, lsb if is_fixed else None, ~(under | over)
 
 
 def _own_scale(bits: Vector, least: Vector, shift: Vector) -> tuple[Vector, Vector]:
@@ -94,7 +149,7 @@ def _own_scale(bits: Vector, least: Vector, shift: Vector) -> tuple[Vector, Vect
     return (shift + (254 << 23) - exponent).viewed(F32), (exponent - shift).viewed(F32)
 
 
-@njit(inline="always")
+@inner
 def round_task(x, y, inside, start, offset, number, key):
     """Round a piece, from element ``start`` on: below 0 where the tensor begins inside a vector."""
     begin, stop = max(start, 0), min(start + TASK, x.size)
@@ -108,7 +163,7 @@ def round_task(x, y, inside, start, offset, number, key):
         _round_rest(x[whole:stop], y[whole:stop], inside, whole, offset, number, key)
 
 
-@njit
+@inner
 def _round_rest(x, y, inside, at, offset, number, key):
     # x and y are less than a vector, from element ``at`` of their tensor on
     n, lead = x.size, (at + offset) % _BLOCK
@@ -140,23 +195,33 @@ def _quantize_turned(x, y, inside, offset, number, key):
         _round_turned(x, y, inside, task // pieces, task % pieces * LANES, offset, number, key)
 
 
-@njit
+@inner
 def _round_turned(x, y, inside, image, channel, offset, number, key):
-    """Round some channels of an image in memory of its own, where they lie as their noise goes."""
+    """Round some channels of an image; their noise is turned to lie as they do."""
     _, positions, channels = x.shape
     count = min(channels - channel, LANES)
-    values, mask = np.empty(count * positions, np.float32), np.empty(count * positions, np.bool_)
-    place, at = image * positions * channels + channel, (image * channels + channel) * positions
-    step, own, own_step = 4 * channels, values.ctypes.data, 4 * positions
-    turn(x.ctypes.data + 4 * place, step, positions, count, own, own_step)
-    for start in range(-((offset + at) % _BLOCK), values.size, TASK):
-        round_task(values, values, mask, start, offset + at, number, key)
-    turn(own, own_step, count, positions, y.ctypes.data + 4 * place, step)
+    first = offset + (image * channels + channel) * positions
+    lead = first % _BLOCK
+    noise = np.empty((lead + count * positions + _BLOCK - 1) // _BLOCK * _BLOCK, np.float32)
+    turned = np.empty(positions * LANES, np.float32)
+    made, own = np.int64(noise.ctypes.data), np.int64(turned.ctypes.data)
+    for i in range(0, noise.size, _BLOCK):
+        _make_noise(made + 4 * i, first - lead + i, key)
+    turn(made + 4 * lead, 4 * positions, count, positions, own, 4 * LANES)
+    place = image * positions * channels + channel
+    source, target = np.int64(x.ctypes.data) + 4 * place, np.int64(y.ctypes.data) + 4 * place
+    mask, step = np.int64(0), 0
     if inside is not None:
-        to = inside.ctypes.data + place
-        turn_bytes(mask.ctypes.data, positions, count, positions, to, channels)
-    keep(values)
-    keep(mask)
+        mask, step = np.int64(inside.ctypes.data) + place, channels
+    for i in range(positions):
+        at = 4 * i * channels
+        ready = own + 4 * LANES * i
+        if count == LANES:
+            _round_lanes(source + at, target + at, mask + i * step, ready, number, None)
+        else:
+            _round_lanes(source + at, target + at, mask + i * step, ready, number, count)
+    keep(noise)
+    keep(turned)
 
 
 def _keep_inside(x, inside, y):

@@ -149,9 +149,13 @@ from fixedpoint_kernels.llvm.calls import inner
 def doubled(x):
     return 2 * x
 
+@inner
+def tripled(x):
+    return 3 * x
+
 @njit
 def kernel(x):
-    return doubled(x) + 1
+    return doubled(x) + 100 * tripled(x)
 
 for _ in range(2):  # before a kernel is compiled, and after
     try:
@@ -160,7 +164,7 @@ for _ in range(2):  # before a kernel is compiled, and after
         assert "doubled must be called by a kernel" in str(error), error
     else:
         raise AssertionError("Python called it")
-    assert kernel(3) == 7
+    assert kernel(3) == 906
 """
 
 NUMBERS = """
