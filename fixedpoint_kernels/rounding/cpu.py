@@ -6,7 +6,6 @@ more than it gains on small tensors.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,8 +52,8 @@ def _round_block(_context, x, y, inside, at, first, number, key):
             seed, stream = cgutils.unpack_tuple(builder, args[6])
             noise = uniform(builder, block, seed, stream, _BLOCK // 4)
         values = Vector.load(builder, pointer(0), _BLOCK)
-        number = cgutils.unpack_tuple(builder, args[5])
-        codes, lsb, is_inside = _rounded(values, number, noise)
+        own = [Vector.splat(builder, v, _BLOCK) for v in cgutils.unpack_tuple(builder, args[5])]
+        codes, lsb, is_inside = _rounded(values, own, noise)
         if isinstance(y.dtype, types.Integer):
             known = codes.is_nan().where(codes.constant(0.0), codes)
             known.converted(context.get_data_type(y.dtype)).store(pointer(1))
@@ -84,8 +83,8 @@ def _round_lanes(_context, x, y, inside, noise, number, count):
             most = Vector.splat(builder, args[5], LANES)
             where = most.constant(range(LANES)) < most
         values = Vector.load(builder, pointer(0, F32), LANES, where)
-        own = Vector.load(builder, pointer(3, F32), LANES)
-        codes, lsb, is_inside = _rounded(values, cgutils.unpack_tuple(builder, args[4]), own)
+        own = [Vector.splat(builder, v, LANES) for v in cgutils.unpack_tuple(builder, args[4])]
+        codes, lsb, is_inside = _rounded(values, own, Vector.load(builder, pointer(3, F32), LANES))
         (codes if lsb is None else codes * lsb).store(pointer(1, F32), where)
         with builder.if_then(builder.icmp_unsigned("!=", args[2], args[2].type(0))):
             is_inside.converted(I8).store(pointer(2, I8), where)
@@ -109,13 +108,12 @@ def _make_noise(_context, out, first, key):
 
 
 def _rounded(
-    values: Vector, number: Sequence[Any], noise: Vector | None
+    values: Vector, numbers: Sequence[Vector], noise: Vector | None
 ) -> tuple[Vector, Vector | None, Vector]:
     """Return codes and what they are multiplied by (None: nothing), and whether they were not clamped.
 
-    values: float32; number: see ``_number`` and ``_minifloat``; noise: None for nearest.
+    values: float32; numbers: see ``_number`` and ``_minifloat``; noise: None for nearest.
     """
-    numbers = [Vector.splat(values.builder, v, values.lanes) for v in number]
     is_fixed = len(numbers) == 4
     if is_fixed:
         scale, lsb, low, high = numbers
