@@ -73,7 +73,7 @@ class _Inner(CPUDispatcher):
     """What Numba makes of such a function."""
 
     def add_overload(self, cres: Any) -> None:
-        key = object()  # callers find it by its place in memory, which it has none
+        key = object()  # by which callers look it up: others have an address
         self.targetctx.insert_user_function(key, cres.fndesc, [cres.library])
         self.overloads[tuple(cres.signature.args)] = cres._replace(entry_point=key)
 
