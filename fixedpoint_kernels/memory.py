@@ -123,10 +123,7 @@ def is_float32(x: Tensor, shape: Sequence[int], *, is_dense: bool = True) -> boo
     """
     if type(x) not in _PLAIN or x.shape != shape or x.dtype is not torch.float32:
         return False
-    try:
-        return x.is_cpu and (not is_dense or x.is_contiguous()) and x.data_ptr() != 0  # 0: freed
-    except RuntimeError:  # inside of torch.func, or of a gradient of many at once, it has none
-        return False
+    return x.is_cpu and (not is_dense or x.is_contiguous()) and _have_addresses([x])
 
 
 def are_float32(xs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> bool:
@@ -134,7 +131,14 @@ def are_float32(xs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> bool:
     is_plain = set(map(type, xs)) <= _PLAIN and set(map(_DTYPE, xs)) <= {torch.float32}
     if not is_plain or list(map(_SHAPE, xs)) != [*shapes]:
         return False
-    return all(map(_IS_CPU, xs)) and all(map(Tensor.data_ptr, xs))  # 0: freed
+    return all(map(_IS_CPU, xs)) and _have_addresses(xs)
+
+
+def _have_addresses(xs: Sequence[Tensor]) -> bool:
+    try:
+        return all(map(Tensor.data_ptr, xs))  # 0: freed
+    except RuntimeError:  # inside of torch.func, or of a gradient of many at once, they have none
+        return False
 
 
 def places_of(

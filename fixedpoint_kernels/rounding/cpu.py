@@ -271,7 +271,7 @@ def quantize(
         _flat(result),
         None if inside is None else _flat(inside),
         key.offset,
-        _minifloat(fmt) if isinstance(fmt, Minifloat) else _number(fmt, integer),
+        _numbers(fmt, integer),
         (key.seed, key.stream) if rounding == "stochastic" else None,
     )
     if result is not y:
@@ -291,9 +291,8 @@ def quantize_turned(
     positions, channels), as is ``inside``.
     """
     kernel = _quantize_turned_parallel if is_parallel(x.numel()) else _quantize_turned_serial
-    number = _minifloat(fmt) if isinstance(fmt, Minifloat) else _number(fmt, False)
-    mask = None if inside is None else _array(inside)
-    kernel(_array(x), _array(y), mask, key.offset, number, (key.seed, key.stream))
+    own, mask = (key.seed, key.stream), None if inside is None else _array(inside)
+    kernel(_array(x), _array(y), mask, key.offset, _numbers(fmt, False), own)
 
 
 def keep_inside(x: Tensor, inside: Tensor, y: Tensor) -> None:
@@ -360,6 +359,11 @@ def _shared(left: np.ndarray) -> np.ndarray:
 def numbers_of(fmts: tuple[FixedPoint, ...]) -> np.ndarray:
     """Return ``_number`` of each format, (formats, 4) float32."""
     return np.array([_number(fmt, False) for fmt in fmts], np.float32)
+
+
+def _numbers(fmt: FixedPoint | Minifloat, integer: bool) -> tuple[np.number, ...]:
+    """Return what kernels read of a format."""
+    return _minifloat(fmt) if isinstance(fmt, Minifloat) else _number(fmt, integer)
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,3 @@
-import contextlib
 import itertools
 import math
 
@@ -21,6 +20,7 @@ from fixedpoint_kernels import (
 from fixedpoint_kernels.memory import places_of
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding import cpu, gpu, keep_inside, reference
+from fixedpoint_kernels.threads import is_parallel
 
 FORMATS = [FixedPoint(2, 0), FixedPoint(8, 4), FixedPoint(8, -1), FixedPoint(16, 12)]
 FORMATS += [FixedPoint(32, 31), FixedPoint(8, 4, symmetric=True)]
@@ -288,17 +288,15 @@ def test_strides_change_no_bit(rounding):
     fmt=formats | st.just(Minifloat(4, 3)),
     last=st.integers(0, 3),
 )
-@pytest.mark.parametrize("threads", [1, 2])
-def test_noise_goes_by_the_place_in_the_tensor_not_in_memory(sizes, key, fmt, last, threads):
+def test_noise_goes_by_the_place_in_the_tensor_not_in_memory(sizes, key, fmt, last):
     own = torch.randn(sizes) * 4
     lies = own.movedim(last, -1).contiguous().movedim(-1, last)
     options = {"seed": key.seed, "stream": key.stream}
     y, inside = quantize_with_mask(own, fmt, **options)
     moved = quantize(own, fmt, offset=key.offset, **options)
-    with threads_of(threads):
-        assert_equal(quantize_with_mask(lies, fmt, **options), (y, inside))
-        assert_equal(quantize(lies, fmt, offset=key.offset, **options), moved)
-        assert_equal(quantize(lies, fmt, **options, out=lies), y)  # over what it reads
+    assert_equal(quantize_with_mask(lies, fmt, **options), (y, inside))
+    assert_equal(quantize(lies, fmt, offset=key.offset, **options), moved)
+    assert_equal(quantize(lies, fmt, **options, out=lies), y)  # over what it reads
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -307,20 +305,15 @@ def test_many_images_with_channels_last(threads):
     own.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
     images = own.contiguous(memory_format=torch.channels_last)
     expected = run(reference, own, FORMATS[1], "stochastic", Key(3, 2))
-    with threads_of(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert is_parallel(own.numel()) == (threads > 1)
         y, inside = quantize_with_mask(images, FORMATS[1], seed=3, stream=2)
+    finally:
+        torch.set_num_threads(before)
     assert_equal((y, inside), expected)
     assert y.stride() == inside.stride() == images.stride()
-
-
-@contextlib.contextmanager
-def threads_of(count):
-    own = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(own)
 
 
 def assert_equal(actual, expected):

@@ -118,7 +118,9 @@ def test_the_reader_is_a_program(tmp_path):
         )
         for name in ("read_packed.py", "read_packed_transformers.py")
     )  # fmt: skip
+    assert other.returncode != 0
     assert "read_packed_transformers.py knows more kinds" in other.stderr
+    assert own.returncode == 0, own.stderr
     assert json.loads(own.stdout) == {"output": integer.run(network, x[:1])[0].tolist()}
 
 
