@@ -285,7 +285,7 @@ def test_strides_change_no_bit(rounding):
 @given(
     sizes=st.tuples(st.integers(1, 3), st.integers(8, 40), st.integers(1, 20), st.integers(1, 20)),
     key=keys,
-    fmt=formats | st.just(Minifloat(4, 3)),
+    fmt=formats | st.sampled_from([*FORMATS, Minifloat(4, 3)]),
     last=st.integers(0, 3),
 )
 def test_noise_goes_by_the_place_in_the_tensor_not_in_memory(sizes, key, fmt, last):
@@ -305,11 +305,13 @@ def test_many_images_with_channels_last(threads):
     own.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
     images = own.contiguous(memory_format=torch.channels_last)
     expected = run(reference, own, FORMATS[1], "stochastic", Key(3, 2))
+    moved, _ = run(reference, own, FORMATS[1], "stochastic", Key(3, 2, 77))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         assert is_parallel(own.numel()) == (threads > 1)
         y, inside = quantize_with_mask(images, FORMATS[1], seed=3, stream=2)
+        assert_equal(quantize(images, FORMATS[1], seed=3, stream=2, offset=77), moved)
     finally:
         torch.set_num_threads(before)
     assert_equal((y, inside), expected)
