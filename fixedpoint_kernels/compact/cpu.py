@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, prange, types
+from numba import prange, types
 from torch import Tensor
 
 from fixedpoint_kernels.compact.records import (
@@ -28,9 +28,9 @@ from fixedpoint_kernels.compact.records import (
 from fixedpoint_kernels.compact.targets import Tables
 from fixedpoint_kernels.formats import FixedPoint
 from fixedpoint_kernels.llvm import states
+from fixedpoint_kernels.llvm.arrays import floats, view
 from fixedpoint_kernels.llvm.calls import inlined, inner, keep
-from fixedpoint_kernels.llvm.vectors import F32, I32, I64, intrinsic, pointer_to
-from fixedpoint_kernels.llvm.views import floats
+from fixedpoint_kernels.llvm.vectors import F32, I32, I64, intrinsic
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import words
 from fixedpoint_kernels.rounding.cpu import TASK, numbers_of, round_task
@@ -104,12 +104,12 @@ def _draw(noise, n, first, seed, stream):
 
 @inner
 def _shorts(address, n):
-    return carray(pointer_to(address), n, np.int16)
+    return view(address, n, np.int16)
 
 
 @inner
 def _bytes(address, n):
-    return carray(pointer_to(address), n, np.int8)
+    return view(address, n, np.int8)
 
 
 @inlined
@@ -227,7 +227,7 @@ def _add_codes(places, where, rule, work):
     """
     blocks, (count, columns), first, stop = where
     old, fresh = floats(places[1], blocks), floats(places[3], blocks)
-    sums, tops = work[0], carray(pointer_to(work[1]), 16, np.int32)
+    sums, tops = work[0], view(work[1], 16, np.int32)
     begin, total = _span(first, count, columns)[0], 0.0
     many = min(max(_GROUP // max(min(columns, BLOCK), 1), 1), 16)
     for at in range(first, stop, many):
@@ -338,7 +338,7 @@ def _move(pointers, where, rate, kind, key, offset, memory):
     masters = _data_of(memory)
     fresh = masters + 4 * TASK
     second = fresh + 4 * _GROUP
-    tops = carray(pointer_to(second + 4 * _GROUP), 48, np.int32)
+    tops = view(second + 4 * _GROUP, 48, np.int32)
     noise = second + 4 * _GROUP + 256
     if kind >= 0:
         noise += 2 * _draw(noise, last + n - begin, offset + begin, key[0], key[1])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from fixedpoint_kernels.few_bit.formulas import formula_of, value_of
 from fixedpoint_kernels.few_bit.fused import ONE_PASS as PASSES
 from fixedpoint_kernels.few_bit.fused import Fused
 from fixedpoint_kernels.few_bit.table import Table
+from fixedpoint_kernels.llvm.arrays import view
 from fixedpoint_kernels.llvm.entries import coder, entries_of
 from fixedpoint_kernels.llvm.lookup import (
     LANES,
@@ -35,7 +36,7 @@ from fixedpoint_kernels.llvm.lookup import (
     splats,
     unzipped,
 )
-from fixedpoint_kernels.llvm.vectors import I32, Vector, has_avx512, intrinsic, pointer_to, prefetch
+from fixedpoint_kernels.llvm.vectors import I32, Vector, has_avx512, intrinsic, prefetch
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
 _TILE, _ROWS, _COLUMNS = 1024, 32, 32
@@ -242,9 +243,9 @@ def _nonzero(x):
 def _encode(address, n, pieces, members, address_of_words, formula, address_of_y):
     # x and y (n,) float32; words (tiles * bits * _COLUMNS,) int32; the others: see _encode_tile
     width, tiles = len(members) * _COLUMNS, (n + _TILE - 1) // _TILE
-    x = carray(pointer_to(address), n, np.float32)
-    y = carray(pointer_to(address_of_y), n, np.float32)
-    words = carray(pointer_to(address_of_words), tiles * width, np.int32)
+    x = view(address, n, np.float32)
+    y = view(address_of_y, n, np.float32)
+    words = view(address_of_words, tiles * width, np.int32)
     for tile in prange(tiles):
         start, own = tile * _TILE, words[tile * width : (tile + 1) * width]
         if start + _TILE <= x.size:
@@ -260,9 +261,9 @@ def _encode(address, n, pieces, members, address_of_words, formula, address_of_y
 def _decode(address, n, address_of_words, bits, levels, address_of_out):
     # grad and out (n,) float32; words as above; the others: see _decode_tile
     width, tiles = len(bits) * _COLUMNS, (n + _TILE - 1) // _TILE
-    grad = carray(pointer_to(address), n, np.float32)
-    out = carray(pointer_to(address_of_out), n, np.float32)
-    words = carray(pointer_to(address_of_words), tiles * width, np.int32)
+    grad = view(address, n, np.float32)
+    out = view(address_of_out, n, np.float32)
+    words = view(address_of_words, tiles * width, np.int32)
     for tile in prange(tiles):
         start, own = tile * _TILE, words[tile * width : (tile + 1) * width]
         if start + _TILE <= grad.size:

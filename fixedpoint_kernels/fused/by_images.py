@@ -3,8 +3,8 @@
 from typing import Any
 
 from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.llvm.arrays import doubles
 from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.llvm.views import doubles
 from fixedpoint_kernels.products import jobs
 from fixedpoint_kernels.products.sums import make_ready
 

@@ -1,12 +1,10 @@
 """What belongs to the channels of a layer, from the sums over all images: once a region."""
 
 import numpy as np
-from numba import carray
 
 from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.llvm.arrays import doubles, empty, floats, view, zeros
 from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.llvm.views import doubles, floats
 
 __all__ = ["bias", "coefficients", "gradient_coefficients", "spread"]
 
@@ -30,11 +28,11 @@ def _mix(address, c, value, share):
 def coefficients(d, threads):
     """Write by what a layer's sums are multiplied and what is added, from all its sums."""
     channels, groups = d[f.CHANNELS], (d[f.CHANNELS] + 15) // 16
-    sums = carray(pointer_to(d[f.STATISTICS]), (threads, groups, 48), np.int64)
+    sums = view(d[f.STATISTICS], (threads, groups, 48), np.int64)
     means, inverses = doubles(d[f.MEANS], channels), doubles(d[f.INVERSES], channels)
     variances, numbers = doubles(d[f.VARIANCES], channels), doubles(d[f.NUMBERS], 2)
     powers = floats(d[f.POWERS], channels)
-    a, b = np.empty(channels, np.float32), np.empty(channels, np.float32)
+    a, b = empty(channels, np.float32), empty(channels, np.float32)
     count, eps = d[f.POSITIONS], numbers[0]
     images = count // (d[f.ELEMENTS] // channels)
     moments = doubles(d[f.SUMS], 2 * images * channels if d[f.SUMS] else 0)
@@ -74,7 +72,7 @@ def coefficients(d, threads):
 def bias(d):
     """Write the coefficients of a layer without batch norm."""
     channels = d[f.CHANNELS]
-    a, b = np.ones(channels, np.float32), np.zeros(channels, np.float32)
+    a, b = np.ones(channels, np.float32), zeros(channels, np.float32)
     if d[f.SHIFT]:
         shift = floats(d[f.SHIFT], channels)
         for c in range(channels):  # Numba compiles much for arrays that are assigned
@@ -90,12 +88,12 @@ def gradient_coefficients(d, images):
     sums = doubles(d[f.SUMS], images * 3 * stride)
     of_scale, of_shift = floats(d[f.OF_SCALE], channels), floats(d[f.OF_SHIFT], channels)
     a, b, c = (
-        np.empty(channels, np.float32),
-        np.empty(channels, np.float32),
-        np.empty(channels, np.float32),
+        empty(channels, np.float32),
+        empty(channels, np.float32),
+        empty(channels, np.float32),
     )
     count = d[f.POSITIONS]
-    firsts, seconds = np.zeros(channels, np.float64), np.zeros(channels, np.float64)
+    firsts, seconds = zeros(channels, np.float64), zeros(channels, np.float64)
     for n in range(images):  # image by image, for channels lie side by side
         at, other = 3 * n * stride, (3 * n + d[f.WHICH]) * stride
         own, more = sums[at : at + channels], sums[other : other + channels]

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, prange
+from numba import prange
 
 from fixedpoint_kernels.fused import by_images
 from fixedpoint_kernels.fused import fields as f
@@ -17,10 +17,9 @@ from fixedpoint_kernels.fused.joining import cut, join, join_sums
 from fixedpoint_kernels.fused.pooling import pool, unpool
 from fixedpoint_kernels.fused.weights import collect_share, pack_share
 from fixedpoint_kernels.llvm import barrier, finishing, passes, tiles
+from fixedpoint_kernels.llvm.arrays import doubles, empty, floats, view
 from fixedpoint_kernels.llvm.barrier import all_come, wait
 from fixedpoint_kernels.llvm.calls import called, inner
-from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.llvm.views import doubles, floats
 from fixedpoint_kernels.products import by_outputs, jobs, weight_jobs
 from fixedpoint_kernels.products.instructions import ByName, compiled
 from fixedpoint_kernels.products.samples.cpu import POWERS, exponent_of, round_block
@@ -85,7 +84,7 @@ def _round_gradient(d, n, slot, dz, codes, scales, largest):
     if exponent == 128:
         tiles.blank(codes, whole, 0)
         return
-    out = carray(pointer_to(codes), whole, np.int8)
+    out = view(codes, whole, np.int8)
     values, start = floats(dz, whole), n * ((elements + 15) // 16)
     power, key = POWERS[exponent + 126], (d[f.SEED], d[f.STREAM])
     g, z = d[f.G] + 2 * (n + 1) * padded, _moved(d[f.Z], 2 * (n + 1) * padded)
@@ -194,19 +193,19 @@ def run_region(context, number, thread):
         number: Of the region.
         thread: One of as many as share the images.
     """
-    c = carray(pointer_to(context), f.CONTEXT, np.int64)
+    c = view(context, f.CONTEXT, np.int64)
     operations, images, threads = c[f.C_OPERATIONS], c[f.C_IMAGES], c[f.C_THREADS]
-    table = carray(pointer_to(c[f.C_TABLE]), (operations, f.COUNT), np.int64)
-    details = carray(pointer_to(c[f.C_DETAILS]), (operations, jobs.FIELDS), np.int64)
-    reals = carray(pointer_to(c[f.C_REALS]), (operations, 4), np.float32)
-    places = carray(pointer_to(c[f.C_PLACES]), 7, np.int64)
-    begin, end, chunk = carray(pointer_to(c[f.C_REGIONS]), (number + 1, 3), np.int64)[number]
+    table = view(c[f.C_TABLE], (operations, f.COUNT), np.int64)
+    details = view(c[f.C_DETAILS], (operations, jobs.FIELDS), np.int64)
+    reals = view(c[f.C_REALS], (operations, 4), np.float32)
+    places = view(c[f.C_PLACES], 7, np.int64)
+    begin, end, chunk = view(c[f.C_REGIONS], (number + 1, 3), np.int64)[number]
     own = c[f.C_SCRATCH] + thread * c[f.C_SCRATCH_BYTES]
     work, dz, codes, dx = own, own + places[1], own + places[2], own + places[3]
     sums, recent_at, gates = own + places[4], own + places[5], own + places[6]
-    order, scales = np.empty(chunk, np.int64), np.empty(chunk, np.float64)
-    largest = np.empty(passes.BLOCK, np.int32)
-    finished = np.empty(finishing.FIELDS, np.int64)
+    order, scales = empty(chunk, np.int64), empty(chunk, np.float64)
+    largest = empty(passes.BLOCK, np.int32)
+    finished = empty(finishing.FIELDS, np.int64)
     enter()
     for k in range(begin, end):
         if table[k, f.KIND] == f.WEIGHT_PRODUCT:
@@ -233,12 +232,12 @@ def run_region(context, number, thread):
                     gate = _gate_of(d, n, gates)
                     clamped += _make_value(d, n, gate, scale, low, high, own_reals[3])
                 if d[f.CLAMPED]:
-                    carray(pointer_to(d[f.CLAMPED]), thread + 1, np.int64)[thread] += clamped
+                    view(d[f.CLAMPED], thread + 1, np.int64)[thread] += clamped
             elif kind == f.PRODUCT:
                 groups = (j[jobs.OUT_CHANNELS] + 15) // 16
-                recent = carray(pointer_to(recent_at), (groups, 48), np.int64)
+                recent = view(recent_at, (groups, 48), np.int64)
                 place = d[f.STATISTICS] + thread * groups * 384
-                totals = carray(pointer_to(place), (groups, 48), np.int64)
+                totals = view(place, (groups, 48), np.int64)
                 if d[f.HAS_NORM]:
                     tiles.blank(recent_at, groups * 384, 0)
                 for n in range(first, first + count, j[jobs.SLOTS]):
@@ -314,7 +313,7 @@ def run_region(context, number, thread):
                 for n in range(first, first + count):
                     pool(d, n)
             elif kind == f.UNPOOL:
-                step = 4 * carray(pointer_to(d[f.WINDOWS]), 3, np.int64)[2]
+                step = 4 * view(d[f.WINDOWS], 3, np.int64)[2]
                 for n in range(first, first + count):
                     unpool(d, n, dx + (n - first) * step)
             elif kind == f.WEIGH:
@@ -333,9 +332,9 @@ def run_region(context, number, thread):
 
 def begin_region(context, number):
     """Compute what belongs to channels, from sums over all images that earlier regions added up."""
-    c = carray(pointer_to(context), f.CONTEXT, np.int64)
-    table = carray(pointer_to(c[f.C_TABLE]), (c[f.C_OPERATIONS], f.COUNT), np.int64)
-    begin, end, _ = carray(pointer_to(c[f.C_REGIONS]), (number + 1, 3), np.int64)[number]
+    c = view(context, f.CONTEXT, np.int64)
+    table = view(c[f.C_TABLE], (c[f.C_OPERATIONS], f.COUNT), np.int64)
+    begin, end, _ = view(c[f.C_REGIONS], (number + 1, 3), np.int64)[number]
     for k in range(begin, end):
         d = table[k]
         if d[f.KIND] == f.COEFFICIENTS:

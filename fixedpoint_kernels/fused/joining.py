@@ -1,12 +1,10 @@
 """A value among the channels of another, each place repeated; and its gradient; channels last."""
 
 import numpy as np
-from numba import carray
 
 from fixedpoint_kernels.fused import fields as f
+from fixedpoint_kernels.llvm.arrays import doubles, empty, floats, view
 from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.llvm.views import doubles, floats
 
 __all__ = ["cut", "join", "join_sums"]
 
@@ -21,8 +19,8 @@ def join(d, n):
 @inner
 def join_sums(d, n):
     """Write image ``n`` of a value, as bfloat16, and its sums where they belong."""
-    source = carray(pointer_to(d[f.Z] + 2 * n * d[f.PADDED]), d[f.ELEMENTS], np.uint16)
-    made = carray(pointer_to(d[f.OUT] + 2 * n * d[f.J_PADDED]), d[f.J_PADDED], np.uint16)
+    source = view(d[f.Z] + 2 * n * d[f.PADDED], d[f.ELEMENTS], np.uint16)
+    made = view(d[f.OUT] + 2 * n * d[f.J_PADDED], d[f.J_PADDED], np.uint16)
     _copy(d, source, made)
     channels, wide = d[f.CHANNELS], d[f.J_CHANNELS]
     sums = doubles(d[f.X] + 16 * n * channels, 2 * channels)
@@ -54,15 +52,15 @@ def cut(d, n, dx):
     """
     own, width, channels, wide = d[f.ELEMENTS], d[f.J_WIDTH], d[f.CHANNELS], d[f.J_CHANNELS]
     down, across = d[f.J_DOWN], d[f.J_ACROSS]
-    found, bits = floats(dx, own), np.empty(channels, np.uint32)
-    grad, first = bits.view(np.float32), found.view(np.uint32)
+    found, first, grad = floats(dx, own), view(dx, own, np.uint32), empty(channels, np.float32)
+    bits = view(grad.ctypes.data, channels, np.uint32)
     for place in range(own // channels):
         row, column = place // width * down, place % width * across
         out = found[place * channels :][:channels]
         for tap in range(down * across):
             at = (row + tap // across) * width * across + column + tap % across
             start = d[f.G] + 2 * (n * d[f.J_PADDED] + at * wide + d[f.J_FIRST])
-            narrow = carray(pointer_to(start), channels, np.uint16)
+            narrow = view(start, channels, np.uint16)
             if tap == 0 and not d[f.J_ADDS]:
                 for c in range(channels):
                     first[place * channels + c] = np.uint32(narrow[c]) << np.uint32(16)

@@ -1,13 +1,11 @@
 """The largest element of each window of an image map, or the mean, and its gradient; channels last."""
 
 import numpy as np
-from numba import carray
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.fused.graph import Pooled
+from fixedpoint_kernels.llvm.arrays import empty, floats, view
 from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.llvm.views import floats
 
 __all__ = ["numbers_of", "pool", "unpool"]
 
@@ -30,7 +28,7 @@ def numbers_of(value: Pooled, source: tuple[int, int, int], padded: int, made: t
 @inner
 def _windows(d):
     """Return what a kernel knows of windows, and by what means are multiplied."""
-    own = carray(pointer_to(d[f.WINDOWS]), 11, np.int64)
+    own = view(d[f.WINDOWS], 11, np.int64)
     return own, np.float32(1.0 / (own[5] * own[6]))
 
 
@@ -55,9 +53,7 @@ def pool(d, n):
     made = floats(d[f.Y], (n + 1) * d[f.PADDED])[n * d[f.PADDED] :]
     for at in range(own[3] * own[4]):
         out, is_first = made[at * channels :][:channels], True
-        taken = carray(
-            pointer_to(d[f.PLACES] + n * d[f.PADDED] + at * channels), channels, np.uint8
-        )
+        taken = view(d[f.PLACES] + n * d[f.PADDED] + at * channels, channels, np.uint8)
         if not keeps:
             out[:] = np.float32(0.0)
         for tap in range(own[5] * own[6]):
@@ -88,13 +84,13 @@ def unpool(d, n, dx):
     that of a mean to all.
     """
     (own, share), channels, keeps = _windows(d), d[f.CHANNELS], d[f.PLACES] != 0
-    found, bits = floats(dx, own[2]), np.empty(channels, np.uint32)
-    grad = bits.view(np.float32)
+    found, grad = floats(dx, own[2]), empty(channels, np.float32)
+    bits = view(grad.ctypes.data, channels, np.uint32)
     found[:] = np.float32(0.0)
     for at in range(own[3] * own[4]):
         start = n * d[f.PADDED] + at * channels
-        narrow = carray(pointer_to(d[f.G] + 2 * start), channels, np.uint16)
-        taken = carray(pointer_to(d[f.PLACES] + start), channels, np.uint8)
+        narrow = view(d[f.G] + 2 * start, channels, np.uint16)
+        taken = view(d[f.PLACES] + start, channels, np.uint8)
         for c in range(channels):
             bits[c] = np.uint32(narrow[c]) << np.uint32(16)
         if not keeps:

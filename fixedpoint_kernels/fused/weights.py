@@ -3,14 +3,13 @@
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, prange
+from numba import prange
 
 from fixedpoint_kernels.fused import fields as f
 from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.arrays import doubles, empty, floats, view, zeros
 from fixedpoint_kernels.llvm.calls import called, inner, keep
-from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.llvm.views import doubles, floats
 from fixedpoint_kernels.products.packing import (
     pack,
     pack_alone,
@@ -26,9 +25,9 @@ __all__ = ["collect_share", "pack_share", "pack_weights", "packing_items", "spar
 @inner
 def _begin(d, channels, sums):
     """Make of the sums of weights what sums of products start from: in all, then place by place."""
-    rows = carray(pointer_to(d[f.BEGIN]), (1 + d[f.W_SPOTS], len(sums)), np.int32)
+    rows = view(d[f.BEGIN], (1 + d[f.W_SPOTS], len(sums)), np.int32)
     if d[f.W_SPOTS] and d[f.W_FLIPS]:
-        meets = carray(pointer_to(d[f.W_MEETS]), (d[f.W_SPOTS], d[f.W_PART_TAPS]), np.uint8)
+        meets = view(d[f.W_MEETS], (d[f.W_SPOTS], d[f.W_PART_TAPS]), np.uint8)
         sum_taps(d[f.W_PACKED], d[f.W_DEPTH], len(sums) // 16, channels, meets, rows[1:])
     for row in range(len(rows)):
         for i in range(len(sums)):
@@ -53,7 +52,7 @@ def _round_row(weight, size, codes, scale, low, high):
     """Round elements that follow each other; ``weight``, ``codes``: addresses."""
     whole = size // 16 * 16
     passes.encode(weight, whole, codes, 0, 0, scale, low, high)
-    values, rest = floats(weight, size), carray(pointer_to(codes), size, np.int8)
+    values, rest = floats(weight, size), view(codes, size, np.int8)
     for i in range(whole, size):
         rest[i] = _code(values[i], scale, low, high)
 
@@ -62,7 +61,7 @@ def _round_row(weight, size, codes, scale, low, high):
 def _round_rows(d, weight, step_o, taps, inputs, codes, scale, low, high):
     """Round a weight whose taps follow each other; the codes of a row lie by tap, then by input."""
     size = taps * inputs
-    row = np.empty(size, np.int8)
+    row = empty(size, np.int8)
     for first in range(0, len(codes), size):
         source = weight.ctypes.data + 4 * (first // size * step_o)
         own_scale = _scale_of(d, first // size, scale)
@@ -92,9 +91,9 @@ def pack_task(d, scales, own):
         scales: Address of float32: scale, lowest and highest code.
         own: Address of the thread's memory.
     """
-    d, (scale, low, high) = carray(pointer_to(d), f.COUNT, np.int64), floats(scales, 3)
+    d, (scale, low, high) = view(d, f.COUNT, np.int64), floats(scales, 3)
     outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
-    codes = carray(pointer_to(own), outputs * taps * inputs, np.int8)
+    codes = view(own, outputs * taps * inputs, np.int8)
     step_o, step_c, step_t = d[f.W_STEP_O], d[f.W_STEP_C], d[f.W_STEP_T]
     size = (outputs - 1) * step_o + (inputs - 1) * step_c + (taps - 1) * step_t + 1
     weight = floats(d[f.WEIGHTS], size)
@@ -109,21 +108,21 @@ def pack_task(d, scales, own):
     else:
         _round_places(d, weight, step_o, step_c, step_t, taps, inputs, codes, scale, low, high)
     count = d[f.W_PART_TAPS]
-    numbers = carray(pointer_to(d[f.W_NUMBERS]), count, np.int64)
-    offsets = carray(pointer_to(d[f.W_OFFSETS]), count, np.int64)
+    numbers = view(d[f.W_NUMBERS], count, np.int64)
+    offsets = view(d[f.W_OFFSETS], count, np.int64)
     turned, groups = d[f.W_IS_TURNED] != 0, d[f.W_GROUPS]
     if d[f.W_IS_FLAT]:  # its places are inputs, as they lie
         inputs, taps = inputs * taps, 1
     columns, depth = (inputs * groups, outputs) if turned else (outputs, inputs)
     blocks = (columns + 15) // 16
-    begin = carray(pointer_to(d[f.BEGIN]), blocks * 16, np.int32)
+    begin = view(d[f.BEGIN], blocks * 16, np.int32)
     begin[:] = 0
     if d[f.W_IS_ALONE]:
         pack_alone(own, numbers, columns, taps, d[f.W_PACKED])
         return 0
     if groups > 1:
         shape = groups, outputs // groups, inputs
-        firsts = carray(pointer_to(d[f.W_FIRSTS]), blocks, np.int64)
+        firsts = view(d[f.W_FIRSTS], blocks, np.int64)
         pack_groups(
             own, numbers, offsets, d[f.W_DEPTH], shape, taps * inputs, turned, firsts, begin,
             d[f.W_PACKED],
@@ -193,8 +192,8 @@ def _tap(d, i, channels):
     """Return the number of a tap, and where it begins in a column; those of a flat layer follow each other."""
     if d[f.W_IS_FLAT]:
         return np.int64(i), i * channels
-    numbers = carray(pointer_to(d[f.W_NUMBERS]), i + 1, np.int64)
-    return numbers[i], carray(pointer_to(d[f.W_OFFSETS]), i + 1, np.int64)[i]
+    numbers = view(d[f.W_NUMBERS], i + 1, np.int64)
+    return numbers[i], view(d[f.W_OFFSETS], i + 1, np.int64)[i]
 
 
 @inner
@@ -204,15 +203,15 @@ def _begin_group(d, group, count, channels, columns, own):
     count: taps, of ``channels`` each; columns: of all groups; own: address of room for int32.
     """
     spots, packed = d[f.W_SPOTS], d[f.W_PACKED] + group * d[f.W_DEPTH] * 16
-    begin = carray(pointer_to(d[f.BEGIN]), (1 + spots, columns), np.int32)
+    begin = view(d[f.BEGIN], (1 + spots, columns), np.int32)
     for row in range(1 + spots):
         for lane in range(16):
             begin[row, group * 16 + lane] = 0
     if not d[f.W_FLIPS]:
         return
-    offsets = carray(pointer_to(d[f.W_OFFSETS]), count, np.int64)
-    meets = carray(pointer_to(d[f.W_MEETS]), (spots, count), np.uint8)
-    sums = carray(pointer_to(own), 16, np.int32)
+    offsets = view(d[f.W_OFFSETS], count, np.int64)
+    meets = view(d[f.W_MEETS], (spots, count), np.uint8)
+    sums = view(own, 16, np.int32)
     for i in range(count):
         tiles.sum_columns(packed + offsets[i] * 16, channels // 4, own)
         for row in range(1 + spots):
@@ -230,7 +229,7 @@ def pack_columns(d, scales, own, block):
         own: Address of the thread's memory.
         block: Which 16. A weight that lies otherwise is laid out as a whole, with the first.
     """
-    at, d, (scale, low, high) = d, carray(pointer_to(d), f.COUNT, np.int64), floats(scales, 3)
+    at, d, (scale, low, high) = d, view(d, f.COUNT, np.int64), floats(scales, 3)
     outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
     step_c, step_t = d[f.W_STEP_C], d[f.W_STEP_T]
     is_known = step_c == taps and (step_t == 1 or taps == 1)
@@ -262,7 +261,7 @@ _pack_columns = called(pack_columns)
 @inner
 def _pack_share(tasks, scales, items, count, own, thread, threads):
     """Lay out a thread's share of the weights; see ``_pack_weights``, but for addresses and ``count`` items."""
-    pairs = carray(pointer_to(items), (count, 2), np.int64)
+    pairs = view(items, (count, 2), np.int64)
     for k in range(thread, count, threads):
         task, block = pairs[k]
         _pack_columns(tasks + 8 * f.COUNT * task, scales + 16 * task, own, block)
@@ -270,7 +269,7 @@ def _pack_share(tasks, scales, items, count, own, thread, threads):
 
 def pack_share(context, thread):
     """Lay out a thread's share of a program's weights; ``context``: address of ``fields.CONTEXT`` int64."""
-    c = carray(pointer_to(context), f.CONTEXT, np.int64)
+    c = view(context, f.CONTEXT, np.int64)
     own = c[f.C_SPARE] + thread * c[f.C_SPARE_BYTES]
     tasks, scales, items, count = c[f.C_TASKS], c[f.C_TASK_REALS], c[f.C_ITEMS], c[f.C_ITEM_COUNT]
     _pack_share(tasks, scales, items, count, own, thread, c[f.C_THREADS])
@@ -367,10 +366,10 @@ def collect_inputs(d, first, threads):
         first: Of the inputs.
         threads: That added up.
     """
-    d = carray(pointer_to(d), f.COUNT, np.int64)
+    d = view(d, f.COUNT, np.int64)
     outputs, inputs, taps = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS]
     rows, is_last = min(16, inputs - first) * taps, d[f.W_STEP_C] == 1 and taps > 1
-    sums, values = np.empty((rows, 16), np.float64), np.empty((rows + 16, 16), np.float32)
+    sums, values = empty((rows, 16), np.float64), empty((rows + 16, 16), np.float32)
     step, count = inputs * taps, rows // taps
     for output in range(0, outputs, 16):
         sums[:] = 0.0
@@ -393,15 +392,15 @@ def collect_inputs(d, first, threads):
 
 def collect_groups(d, first, threads):
     """Write the weight gradients of 16 outputs in groups, as the weight lies; see ``collect_inputs``."""
-    d = carray(pointer_to(d), f.COUNT, np.int64)
+    d = view(d, f.COUNT, np.int64)
     outputs, inputs, taps, rows = d[f.W_OUTPUTS], d[f.W_INPUTS], d[f.W_TAPS], d[f.W_ROWS]
     columns, is_last = (outputs + 15) // 16 * 16, d[f.W_STEP_C] == 1 and taps > 1
     count, places = min(16, outputs - first), inputs * taps
-    starts = carray(pointer_to(d[f.W_STARTS]), outputs, np.int64)
-    found, held = np.zeros((count, places), np.float64), doubles(d[f.HELD], 3 * threads)
+    starts = view(d[f.W_STARTS], outputs, np.int64)
+    found, held = zeros((count, places), np.float64), doubles(d[f.HELD], 3 * threads)
     size = d[f.W_SUM_ROWS] * columns
     for thread in range(threads):
-        sums = carray(pointer_to(d[f.SUMS] + thread * d[f.SUMS_STRIDE]), size + columns, np.int32)
+        sums = view(d[f.SUMS] + thread * d[f.SUMS_STRIDE], size + columns, np.int32)
         totals = doubles(d[f.TOTALS] + 8 * thread * size, size)
         scale, is_folded = held[3 * thread + 1], held[3 * thread + 2] > 0
         for o in range(count):
@@ -433,13 +432,13 @@ def collect_share(context, thread):
             outputs, in groups.
         thread: One of those that added up.
     """
-    c = carray(pointer_to(context), f.CONTEXT, np.int64)
+    c = view(context, f.CONTEXT, np.int64)
     count, threads = c[f.C_COLLECT_COUNT], c[f.C_THREADS]
-    pairs = carray(pointer_to(c[f.C_COLLECT_ITEMS]), (count, 2), np.int64)
+    pairs = view(c[f.C_COLLECT_ITEMS], (count, 2), np.int64)
     for k in range(thread, count, threads):
         layer, first = pairs[k]
         at = c[f.C_COLLECT] + 8 * f.COUNT * layer
-        if carray(pointer_to(at), f.COUNT, np.int64)[f.W_GROUPS] > 1:
+        if view(at, f.COUNT, np.int64)[f.W_GROUPS] > 1:
             _collect_groups(at, first, threads)
         else:
             _collect_inputs(at, first, threads)

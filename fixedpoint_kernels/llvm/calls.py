@@ -17,9 +17,9 @@ from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 
 from fixedpoint_kernels.llvm.vectors import I64, intrinsic
-from fixedpoint_kernels.threads import kept
+from fixedpoint_kernels.threads import compiled, compiler_class, kept
 
-__all__ = ["called", "inlined", "inner", "keep"]
+__all__ = ["called", "inlined", "inner", "keep", "outer"]
 
 _OPTIONS = {"nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _compiled: dict[str, CFunc] = {}  # by name; what LLVM knows the address of must live on
@@ -35,7 +35,10 @@ def called(function: FunctionType) -> Any:
     name, count = f"{__package__}.{function.__qualname__}", function.__code__.co_argcount
     signature = types.int64(*[types.int64] * count)
     if name not in _compiled:
-        own = kept(CFunc(function, (signature.args, signature.return_type), {}, {}), function)
+        own = kept(
+            CFunc(function, (signature.args, signature.return_type), {}, {}, compiler_class()),
+            function,
+        )
         own.compile()
         binding.add_symbol(name, own.address)
         _compiled[name] = own
@@ -67,6 +70,11 @@ def inlined(function: FunctionType) -> Any:
     """
     options = {**_OPTIONS, "forceinline": True}
     return _Inner(function, targetoptions=options, pipeline_class=_Compiler)
+
+
+def outer(function: Any) -> Any:
+    """Return a kernel that Python calls, of what ``inner`` made."""
+    return compiled()(function.py_func)
 
 
 class _Inner(CPUDispatcher):

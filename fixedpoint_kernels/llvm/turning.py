@@ -1,8 +1,8 @@
 """Rows of memory written as columns, in compiled code."""
 
+from fixedpoint_kernels.llvm.arrays import floats
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.tiles import transpose_floats
-from fixedpoint_kernels.llvm.views import floats
 
 __all__ = ["LANES", "turn"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import extending, types
+from numba import extending
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
@@ -251,16 +251,6 @@ def multiply_add(_context, a, b, c):
         return builder.fma(*args)
 
     return a(a, b, c), codegen
-
-
-@intrinsic
-def pointer_to(_context, address):
-    """Return an integer as a pointer, for ``numba.carray`` with a dtype."""
-
-    def codegen(_context, builder, _signature, args):
-        return builder.inttoptr(args[0], I8.as_pointer())
-
-    return types.voidptr(address), codegen
 
 
 def has_avx512() -> bool:

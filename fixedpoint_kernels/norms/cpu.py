@@ -3,9 +3,9 @@
 from functools import lru_cache
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import njit, prange
 
-from fixedpoint_kernels.llvm.vectors import pointer_to
+from fixedpoint_kernels.llvm.arrays import view
 from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.threads import compile_both, is_parallel
 
@@ -27,7 +27,7 @@ def _norms_many(pointers, pieces, sums):
     # sums (k,) float64
     for piece in prange(pieces.shape[0]):
         tensor, first, size = pieces[piece]
-        x = carray(pointer_to(pointers[tensor] + 4 * first), size, np.float32)
+        x = view(pointers[tensor] + 4 * first, size, np.float32)
         sums[piece] = _square_sum(x)
 
 

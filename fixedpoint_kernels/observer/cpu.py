@@ -8,13 +8,14 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from numba import carray, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.llvm.arrays import empty, view, zeros
 from fixedpoint_kernels.llvm.calls import called, inner, keep
-from fixedpoint_kernels.llvm.vectors import I8, Vector, intrinsic, pointer_to
+from fixedpoint_kernels.llvm.vectors import I8, Vector, intrinsic
 from fixedpoint_kernels.observer.reference import MAGNITUDES
 from fixedpoint_kernels.rounding.reference import float_bounds
 from fixedpoint_kernels.threads import compile_both, is_parallel
@@ -122,8 +123,8 @@ def _observe_part(x, y, ste_mask, begin, vectors, number, sums):
     """Observe whole vectors; y: address, or 0; number: address of float32, see ``_number``."""
     if y:
         own, rounded = (
-            carray(pointer_to(number), 4, np.float32),
-            carray(pointer_to(y), x.size, np.float32),
+            view(number, 4, np.float32),
+            view(y, x.size, np.float32),
         )
         parts = own[0], own[1], own[2], own[3]
         _observe_vectors(x, rounded, ste_mask, begin, vectors, parts, sums)
@@ -134,8 +135,8 @@ def _observe_part(x, y, ste_mask, begin, vectors, number, sums):
 @inner
 def _observe_rest(x, y, ste_mask, number, begin, stop, sums):
     """Observe fewer elements than a vector has."""
-    values, kinds = np.empty(_LANES, np.float32), np.empty(_LANES, np.uint8)
-    own, rounded = np.zeros((3, _LANES), np.float32), np.empty(_LANES, np.float32)
+    values, kinds = empty(_LANES, np.float32), empty(_LANES, np.uint8)
+    own, rounded = zeros((3, _LANES), np.float32), empty(_LANES, np.float32)
     for i in range(_LANES):
         own[0, i], values[i] = np.inf, x[begin]
     for i in range(stop - begin):
@@ -143,7 +144,7 @@ def _observe_rest(x, y, ste_mask, number, begin, stop, sums):
     place = np.int64(rounded.ctypes.data) if y else np.int64(0)
     _observe_part(values, place, kinds, 0, 1, number, own)
     if y:
-        out = carray(pointer_to(y), stop, np.float32)
+        out = view(y, stop, np.float32)
         for i in range(stop - begin):
             out[begin + i] = rounded[i]
     for i in range(stop - begin):
@@ -157,7 +158,7 @@ def _observe_rest(x, y, ste_mask, number, begin, stop, sums):
 @inner
 def _count(x, begin, stop, counts):
     """Count magnitudes of the floats whose bits are ``x[begin:stop]``; counts (MAGNITUDES,) int64."""
-    tables = np.zeros((_TABLES, MAGNITUDES), np.int32)
+    tables = zeros((_TABLES, MAGNITUDES), np.int32)
     for i in range(begin, stop):
         # the biased exponent, one more where the mantissa is not 0; NaN gives 256
         index = ((x[i] & np.uint32(0x7FFFFFFF)) + np.uint32(0x7FFFFF)) >> np.uint32(23)
@@ -191,19 +192,19 @@ def observe_task(x, y, ste_mask, number, counts, sums, size, task):
     """
     begin, stop = task * _TASK, min(task * _TASK + _TASK, size)
     values, kinds = (
-        carray(pointer_to(x), size, np.float32),
-        carray(pointer_to(ste_mask), size, np.uint8),
+        view(x, size, np.float32),
+        view(ste_mask, size, np.uint8),
     )
-    lanes = np.zeros((3, _LANES), np.float32)
+    lanes = zeros((3, _LANES), np.float32)
     for i in range(_LANES):
         lanes[0, i] = np.inf
     vectors = (stop - begin) // _LANES
     _observe_part(values, y, kinds, begin, vectors, number, lanes)
     if begin + vectors * _LANES < stop:
         _observe_rest(values, y, kinds, number, begin + vectors * _LANES, stop, lanes)
-    rows = carray(pointer_to(counts), (task + 1, MAGNITUDES), np.int64)
-    _count(carray(pointer_to(x), size, np.uint32), begin, stop, rows[task])
-    lowest, own = lanes[0, 0], carray(pointer_to(sums), (task + 1, 3), np.float64)
+    rows = view(counts, (task + 1, MAGNITUDES), np.int64)
+    _count(view(x, size, np.uint32), begin, stop, rows[task])
+    lowest, own = lanes[0, 0], view(sums, (task + 1, 3), np.float64)
     for i in range(1, _LANES):
         lowest = min(lowest, lanes[0, i])
     own[task, 0], own[task, 1], own[task, 2] = lowest, _total(lanes[1]), _total(lanes[2])
@@ -223,11 +224,11 @@ def observe_gradient_task(grad, ste_mask, out, sums, size, task):
     """
     begin, stop = task * _TASK, min(task * _TASK + _TASK, size)
     values, kinds = (
-        carray(pointer_to(grad), size, np.float32),
-        carray(pointer_to(ste_mask), size, np.uint8),
+        view(grad, size, np.float32),
+        view(ste_mask, size, np.uint8),
     )
-    masked = carray(pointer_to(out), size, np.float32)
-    lanes = np.zeros((1, _LANES), np.float32)
+    masked = view(out, size, np.float32)
+    lanes = zeros((1, _LANES), np.float32)
     vectors = (stop - begin) // _LANES
     if out:
         _observe_gradient_vectors(values, kinds, masked, begin, vectors, lanes)
@@ -239,7 +240,7 @@ def observe_gradient_task(grad, ste_mask, out, sums, size, task):
             total += np.float64(values[i] * values[i])
         if out:
             masked[i] = values[i] if kinds[i] & 1 else np.float32(0.0)
-    carray(pointer_to(sums), task + 1, np.float64)[task] = total
+    view(sums, task + 1, np.float64)[task] = total
     return 0
 
 

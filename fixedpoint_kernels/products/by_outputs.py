@@ -8,13 +8,11 @@ where a weight has many elements and there are few places.
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.arrays import doubles, empty, floats, view, zeros
 from fixedpoint_kernels.llvm.calls import inner, keep
-from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.llvm.views import doubles, floats
 from fixedpoint_kernels.products import jobs, weight_jobs
 from fixedpoint_kernels.products.shapes import LONGEST_SUM
 from fixedpoint_kernels.products.sums import fold, make_ready
@@ -89,9 +87,9 @@ def lay_out(j, x, grad, images, work, at):
         work: Address of the thread's memory.
         at: Address of its parts.
     """
-    j, at = carray(pointer_to(j), jobs.FIELDS, np.int64), carray(pointer_to(at), _PARTS, np.int64)
+    j, at = view(j, jobs.FIELDS, np.int64), view(at, _PARTS, np.int64)
     bands = -(j[jobs.COUNT_ROWS] // -j[jobs.BAND])
-    table = carray(pointer_to(at[_JOBS]), (images * bands, _JOB), np.int64)
+    table = view(at[_JOBS], (images * bands, _JOB), np.int64)
     powers, scales = doubles(at[_POWERS], images * bands), doubles(at[_SCALES], images)
     count, x_at, flat_at, positions = 0, np.int64(0), np.int64(0), np.int64(0)
     while at[_NEXT] < images:
@@ -127,13 +125,13 @@ def lay_out(j, x, grad, images, work, at):
 @inner
 def _runs(j, at, first, last, tap):
     """Write what tiles read of some jobs, see ``tiles.runs_of``: of a tap, place by place; return how many runs."""
-    table = carray(pointer_to(at[_JOBS]), (last, _JOB), np.int64)
+    table = view(at[_JOBS], (last, _JOB), np.int64)
     count = 0
     if j[jobs.SPOTS]:
-        firsts = carray(pointer_to(j[jobs.PAIR_FIRSTS]), tap + 2, np.int64)
+        firsts = view(j[jobs.PAIR_FIRSTS], tap + 2, np.int64)
         begin, end = int(firsts[tap]), int(firsts[tap + 1])
-        pairs = carray(pointer_to(j[jobs.PAIRS]), (end, 3), np.int64)
-        out = carray(pointer_to(at[_TABLE]), ((last - first) * j[jobs.SPOTS], 3), np.int64)
+        pairs = view(j[jobs.PAIRS], (end, 3), np.int64)
+        out = view(at[_TABLE], ((last - first) * j[jobs.SPOTS], 3), np.int64)
         for k in range(first, last):
             whole = table[k, _WHOLE]
             for i in range(begin, end):
@@ -142,7 +140,7 @@ def _runs(j, at, first, last, tap):
                 out[count, 2] = (table[k, _AT] + pairs[i, 2] * whole) // 4
                 count += 1
         return count
-    out = carray(pointer_to(at[_TABLE]), (last - first, 3), np.int64)
+    out = view(at[_TABLE], (last - first, 3), np.int64)
     for k in range(first, last):
         out[count, 0], out[count, 1] = table[k, _X_AT], table[k, _STEPS]
         out[count, 2] = table[k, _STEPS_AT]
@@ -162,7 +160,7 @@ def add_jobs(j, at, sums, first, last, width, work):
         width: 1 or 2.
         work: Address of the thread's memory.
     """
-    j, at = carray(pointer_to(j), jobs.FIELDS, np.int64), carray(pointer_to(at), _PARTS, np.int64)
+    j, at = view(j, jobs.FIELDS, np.int64), view(at, _PARTS, np.int64)
     buffer = (work + 63) // 64 * 64
     turned, b, runs = buffer + j[jobs.TURNED_AT], buffer + j[jobs.B_AT], at[_TABLE]
     taps, count = j[jobs.TAPS] if j[jobs.SPOTS] else 1, np.int64(0)
@@ -191,9 +189,9 @@ def add_up(j, at, sums, totals, count, width, held, work):
         work: Address of the thread's memory.
     """
     j_at, parts, held = j, at, doubles(held, 3)
-    j, at = carray(pointer_to(j), jobs.FIELDS, np.int64), carray(pointer_to(at), _PARTS, np.int64)
+    j, at = view(j, jobs.FIELDS, np.int64), view(at, _PARTS, np.int64)
     n, powers, rows = width * 16, doubles(at[_POWERS], count), j[jobs.SUM_ROWS]
-    table, first = carray(pointer_to(at[_JOBS]), (count, _JOB), np.int64), 0
+    table, first = view(at[_JOBS], (count, _JOB), np.int64), 0
     totals, flipped = doubles(totals, rows * n), FLIPS != 0 and j[jobs.FLIPPED] != 0
     while first < count:
         last, outputs = first + 1, table[first, _OUTPUTS]
@@ -223,9 +221,9 @@ def _from(j, first, lies):
 @inner
 def _lost(last, n, flipped):
     """Return what flipped codes added to the sums of each of ``n`` outputs, whose gradients' sums are at ``last``."""
-    lost = np.zeros(n, np.int32)
+    lost = zeros(n, np.int32)
     if flipped:
-        own = carray(pointer_to(last), n, np.int32)
+        own = view(last, n, np.int32)
         for i in range(n):
             lost[i] = np.int32(128) * own[i]
     return lost
@@ -255,7 +253,7 @@ def _write(j, at, sums, totals, width, held, out, lies, lsb, flipped):
     lost, values, starts = (
         _lost(sums + 4 * rows * n, n, flipped),
         at[_VALUES],
-        np.empty(16, np.int64),
+        empty(16, np.int64),
     )
     taps, inputs, turns = j[jobs.OUT_TAPS], j[jobs.OUT_INPUTS], lies != 2
     are_apart = taps > 1 and lies == 0  # inputs are a multiple of 16
@@ -295,16 +293,16 @@ def write_weights(j, x, grad, scales, images, out, lies, lsb, begin, end, work):
         end: Behind the last of them.
         work: Address of the thread's memory, ``WORK_BYTES``.
     """
-    j_at, j = j, carray(pointer_to(j), jobs.FIELDS, np.int64)
+    j_at, j = j, view(j, jobs.FIELDS, np.int64)
     flipped, buffer = FLIPS != 0 and j[jobs.FLIPPED] != 0, (work + 63) // 64 * 64
     if begin >= end:
         return 0
-    at, held, before = np.empty(_PARTS, np.int64), np.empty(3, np.float64), np.zeros(3, np.float64)
+    at, held, before = empty(_PARTS, np.int64), empty(3, np.float64), zeros(3, np.float64)
     for i in range(_NEXT):
         at[i] = buffer + j[jobs.PARTS + i]
     at[_NEXT] = at[_ROW] = 0
     order, sorted_scales = (
-        carray(pointer_to(at[_ORDER]), images, np.int64),
+        view(at[_ORDER], images, np.int64),
         doubles(at[_SCALES], images),
     )
     _sort(doubles(scales, images), images, order, sorted_scales)
@@ -312,7 +310,7 @@ def write_weights(j, x, grad, scales, images, out, lies, lsb, begin, end, work):
     while at[_NEXT] < images:
         is_first = at[_NEXT] == 0 and at[_ROW] == 0
         count = lay_out(j_at, x, grad, images, work, at.ctypes.data)
-        table = carray(pointer_to(at[_JOBS]), (count, _JOB), np.int64)
+        table = view(at[_JOBS], (count, _JOB), np.int64)
         group = begin
         while group < end:
             width = 2 if group + 1 < end and WIDE_ROWS > 0 else 1

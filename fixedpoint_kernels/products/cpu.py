@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fixedpoint_kernels.llvm import tiles
-from fixedpoint_kernels.llvm.calls import keep
+from fixedpoint_kernels.llvm.calls import keep, outer
 from fixedpoint_kernels.products import jobs, paths, portable, reference, shapes, weight_jobs
 from fixedpoint_kernels.products.blocks import Blocks, Runs, blocks, runs
 from fixedpoint_kernels.products.instructions import FLIPS, GRAINS, ByName, compiled
@@ -37,6 +37,7 @@ __all__ = ["convolve", "input_gradient", "round_per_sample", "weight_gradient"]
 _MACS_A_THREAD = 64  # as many as one element of another kernel costs
 _FEW = 8  # channels
 _WORK, _SUMS, _COLUMNS = jobs.WORK_BYTES, jobs.SUMS_SIZE, jobs.COUNT_COLUMNS
+_pack, _pack_alone, _pack_groups, _sum_taps = map(outer, (pack, pack_alone, pack_groups, sum_taps))
 
 enter: Any = None
 leave = write_outputs = spread_weights = multiply_weights = enter
@@ -202,14 +203,14 @@ def _packed(weight: Tensor, plan: _Plan, is_turned: bool, flips: bool) -> _Weigh
     step = laid[:1].size
     start = laid.ctypes.data, plan.taps, found.offsets, found.depth
     if is_alone:
-        pack_alone(laid.ctypes.data, plan.taps, outputs, step, address)
+        _pack_alone(laid.ctypes.data, plan.taps, outputs, step, address)
     elif groups > 1:
         shape = groups, len(laid) // groups, laid.shape[3]
-        pack_groups(*start, shape, step, is_turned, plan.read.firsts, begin[0], address)
+        _pack_groups(*start, shape, step, is_turned, plan.read.firsts, begin[0], address)
     else:
-        pack(*start, outputs, inputs, step, is_turned, begin[0], address)
+        _pack(*start, outputs, inputs, step, is_turned, begin[0], address)
     if own is not None and flips:
-        sum_taps(address, found.depth, padded // 16, inputs, own.meets, begin[1:])
+        _sum_taps(address, found.depth, padded // 16, inputs, own.meets, begin[1:])
     begin *= np.int32(-128 * (flips and not is_alone))
     return _Weights(memory, address, begin)
 

@@ -9,11 +9,10 @@ Addresses are int64. What a job needs to know is a row of int64, whose places ha
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray
 
 from fixedpoint_kernels.llvm import finishing, tiles
+from fixedpoint_kernels.llvm.arrays import view
 from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.blocks import Blocks, Runs
 from fixedpoint_kernels.products.shapes import Correlation
 from fixedpoint_kernels.products.spans import Spans
@@ -141,7 +140,7 @@ def describe_blocks(
 @inner
 def number_of(order, i):
     """Return the number of image ``i``: that at address ``order``, int64, or ``i`` itself."""
-    return carray(pointer_to(order), i + 1, np.int64)[i] if order else i
+    return view(order, i + 1, np.int64)[i] if order else i
 
 
 @inner
@@ -198,7 +197,7 @@ def _offsets_of(d, images, rows, spare):
     """Return the address of where positions go; for fewer images or rows than a whole job has, write it first."""
     if images == d[SLOTS] and rows == d[BAND]:
         return d[OFFSETS]
-    place_outputs(carray(pointer_to(spare), d[POSITIONS] + 128, np.int64), images, rows, d)
+    place_outputs(view(spare, d[POSITIONS] + 128, np.int64), images, rows, d)
     return spare
 
 
@@ -216,7 +215,7 @@ def copy_images(x, order, first, images, step, buffer, size, flip):
 @inner
 def _place_images(out, images, step):
     """Write where each image goes, in bytes, (images + 64,) int64; -1 behind the last."""
-    offsets = carray(pointer_to(out), images + 64, np.int64)
+    offsets = view(out, images + 64, np.int64)
     for i in range(images):
         offsets[i] = i * step
     offsets[images:] = -1
@@ -241,7 +240,7 @@ def tile(d, is_pair, a, table, count, weights, begin, sums):
 
 def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
     """``write_outputs`` of whole images, place by place; ``begin`` has rows for each place, too."""
-    d = carray(pointer_to(d), FIELDS, np.int64)
+    d = view(d, FIELDS, np.int64)
     step = d[STEP]
     buffer = (work + 63) // 64 * 64
     sums = buffer + d[BUFFER_BYTES]
@@ -249,8 +248,8 @@ def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
     flips = FLIPS != 0 and d[FLIPPED] != 0
     copy_images(x, np.int64(0), first, images, d[X_IMAGE], buffer, step, flips)
     _place_images(offsets, images, d[OUT_IMAGE])
-    firsts = carray(pointer_to(d[RUN_FIRSTS]), d[SPOTS] + 1, np.int64)
-    places = carray(pointer_to(d[OUT_PLACES]), d[SPOTS], np.int64)
+    firsts = view(d[RUN_FIRSTS], d[SPOTS] + 1, np.int64)
+    places = view(d[OUT_PLACES], d[SPOTS], np.int64)
     kind, depth, out_channels = d[KIND], d[DEPTH], d[OUT_CHANNELS]
     by_row = kind == 4 or kind == 5
     group, groups = 0, (out_channels + 15) // 16
@@ -280,8 +279,8 @@ def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
 @inner
 def _spread_scales(d, scales, first, images, out):
     """Write the scale of its image for each position."""
-    of_rows = carray(pointer_to(out), d[POSITIONS] + 128, np.float32)
-    of_images = carray(pointer_to(scales), first + images, np.float32)
+    of_rows = view(out, d[POSITIONS] + 128, np.float32)
+    of_images = view(scales, first + images, np.float32)
     for slot in range(images):
         here = slot * d[SLOT_ROWS] * d[COLUMNS]
         of_rows[here : here + d[SLOT_ROWS] * d[COLUMNS]] = of_images[first + slot]
@@ -298,7 +297,7 @@ def _write_places(
     kind, lanes = d[KIND], min(16, d[OUT_CHANNELS] - channel)
     first = out + channel * d[OUT_SIZE]
     if kind == FINISHED:
-        own = carray(pointer_to(statistics), finishing.FIELDS, np.int64)
+        own = view(statistics, finishing.FIELDS, np.int64)
         number = place // d[OUT_IMAGE]
         totals = own[finishing.TOTALS] + 4 * (number * 3 * own[finishing.PATTERN] + channel)
         finishing.finish_rows(
@@ -332,7 +331,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
         work: Address of ``d[WORK_BYTES]`` bytes.
     """
     at = d
-    d = carray(pointer_to(at), FIELDS, np.int64)
+    d = view(at, FIELDS, np.int64)
     if d[SPOTS]:
         return write_spots(at, x, first, images, b, begin, scales, statistics, out, work)
     flips = FLIPS != 0 and d[FLIPPED] != 0
@@ -349,7 +348,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
     if by_row:
         _spread_scales(d, scales, first, images, row_scales)
     group, groups = 0, (out_channels + 15) // 16
-    spans = carray(pointer_to(d[SPANS]), groups, np.int64)
+    spans = view(d[SPANS], groups, np.int64)
     while group < groups:
         span = spans[group]
         pair = group + 1 < groups and WIDE_ROWS > 0 and spans[group + 1] == span

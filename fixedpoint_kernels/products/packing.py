@@ -3,12 +3,12 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, prange
+from numba import prange
 
 from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.arrays import empty, view, zeros
 from fixedpoint_kernels.llvm.calls import inner, keep
-from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.threads import compile_both, compiled
+from fixedpoint_kernels.threads import compile_both
 
 __all__ = [
     "Totals",
@@ -44,24 +44,24 @@ def _fill_weights(weight, taps, offsets, rows, depth, outputs, inputs, step, is_
                     tiles.copy(source + row * step + column, target + column * depth + row, 1)
 
 
-@compiled()
+@inner
 def pack(weight, taps, offsets, depth, outputs, inputs, step, is_turned, sums, out):
     """Lay out weights for tiles: ``[groups][depth / 4][16][4]``; and add up each column.
 
     sums (16 * groups,) int32; out: address.
     """
-    memory = np.empty(outputs * depth + 128, np.uint8)
+    memory = empty(outputs * depth + 128, np.uint8)
     rows = memory.ctypes.data
     _fill_weights(weight, taps, offsets, rows, depth, outputs, inputs, step, is_turned, rows)
     quads = depth // 4
-    source = carray(pointer_to(rows), outputs * quads, np.int32)
-    target = carray(pointer_to(out), (outputs + 15) // 16 * 16 * quads, np.int32)
+    source = view(rows, outputs * quads, np.int32)
+    target = view(out, (outputs + 15) // 16 * 16 * quads, np.int32)
     target[:] = 0
     for column in range(outputs):
         first = column // 16 * quads * 16 + column % 16
         for k in range(quads):
             target[first + k * 16] = source[column * quads + k]
-    codes = carray(pointer_to(rows), outputs * depth, np.int8)
+    codes = view(rows, outputs * depth, np.int8)
     for column in range(outputs):
         total = np.int32(0)
         for k in range(depth):
@@ -70,7 +70,7 @@ def pack(weight, taps, offsets, depth, outputs, inputs, step, is_turned, sums, o
     keep(memory)
 
 
-@compiled()
+@inner
 def pack_groups(weight, taps, offsets, depth, shape, step, is_turned, firsts, sums, out):
     """``pack``, in groups: weights between channels and outputs of different groups are 0.
 
@@ -78,9 +78,9 @@ def pack_groups(weight, taps, offsets, depth, shape, step, is_turned, firsts, su
     """
     groups, outputs, inputs = shape
     each, deep = (inputs, outputs) if is_turned else (outputs, inputs)
-    codes = carray(pointer_to(weight), groups * outputs * step, np.int8)
+    codes = view(weight, groups * outputs * step, np.int8)
     tiles.blank(out, (groups * each + 15) // 16 * 16 * depth, 0)
-    packed = carray(pointer_to(out), (len(firsts), depth // 4, 16, 4), np.int8)
+    packed = view(out, (len(firsts), depth // 4, 16, 4), np.int8)
     for column in range(groups * each):
         group, block, total = column // each, column // 16, np.int32(0)
         for i in range(len(taps)):
@@ -95,21 +95,21 @@ def pack_groups(weight, taps, offsets, depth, shape, step, is_turned, firsts, su
         sums[column] = total
 
 
-@compiled()
+@inner
 def pack_alone(weight, taps, channels, step, out):
     """Lay out weights of outputs with a channel each: ``[blocks of 16][taps][16]`` float32.
 
     weight: address of (channels, all taps) int8, ``step`` bytes a channel; out: address.
     """
-    codes, blocks = carray(pointer_to(weight), channels * step, np.int8), (channels + 15) // 16
-    packed = carray(pointer_to(out), (blocks, len(taps), 16), np.float32)
+    codes, blocks = view(weight, channels * step, np.int8), (channels + 15) // 16
+    packed = view(out, (blocks, len(taps), 16), np.float32)
     packed[blocks - 1] = 0.0
     for channel in range(channels):
         for i in range(len(taps)):
             packed[channel // 16, i, channel % 16] = codes[channel * step + taps[i]]
 
 
-@compiled()
+@inner
 def sum_taps(packed, depth, groups, channels, meets, sums):
     """Add up packed weights over the taps that each place meets.
 
@@ -118,8 +118,8 @@ def sum_taps(packed, depth, groups, channels, meets, sums):
     """
     sums[:] = 0
     quads = channels // 4
-    codes = carray(pointer_to(packed), (groups, depth // 4, 16, 4), np.int8)
-    own = np.empty(16, np.int32)
+    codes = view(packed, (groups, depth // 4, 16, 4), np.int8)
+    own = empty(16, np.int32)
     for group in range(groups):
         for tap in range(meets.shape[1]):
             own[:] = 0
@@ -143,7 +143,7 @@ def write_columns(values, rows, columns, out, step):
     whole = rows // 16 * 16 if columns == 16 else 0
     for row in range(0, whole, 16):
         tiles.transpose_floats(values.ctypes.data + 64 * row, 64, out + 4 * row, 4 * step)
-    own = carray(pointer_to(out), (columns - 1) * step + rows, np.float32)
+    own = view(out, (columns - 1) * step + rows, np.float32)
     for column in range(columns):
         for row in range(whole, rows):
             own[column * step + row] = values[row, column]
@@ -174,7 +174,7 @@ def _finish_weights(totals, sums, ends, flips, shape, scale, power, out):
     for item in prange(padded // 16):
         first = item * 16
         rows = min(16, inputs - first) * taps
-        found, values = np.zeros((rows, columns), np.int64), np.empty((rows + 16, 16), np.float32)
+        found, values = zeros((rows, columns), np.int64), empty((rows + 16, 16), np.float32)
         for thread in range(len(totals)):
             if ends[thread, 0]:
                 shift = ends[thread, 1]

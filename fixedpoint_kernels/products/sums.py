@@ -1,10 +1,9 @@
 """int32 sums of products for weights, of images whose gradients have a power of two each, and float64 for what they cannot hold."""
 
 import numpy as np
-from numba import carray
 
+from fixedpoint_kernels.llvm.arrays import view
 from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.shapes import LONGEST_SUM
 
 __all__ = ["double", "fold", "make_ready"]
@@ -13,7 +12,7 @@ __all__ = ["double", "fold", "make_ready"]
 @inner
 def double(sums, count, times):
     """Double ``count`` int32 sums ``times`` times."""
-    held = carray(pointer_to(sums), count, np.int32)
+    held = view(sums, count, np.int32)
     for i in range(count):
         held[i] <<= np.int32(times)
 
@@ -26,7 +25,7 @@ def fold(rows, n, sums, totals, held, flipped):
     never folded is left for who writes the gradient.
     """
     scale, adds = held[1], held[2] > 0
-    own = carray(pointer_to(sums), (rows + 1) * n, np.int32)
+    own = view(sums, (rows + 1) * n, np.int32)
     last = own[rows * n :]
     for row in range(rows):
         values, total = own[row * n : row * n + n], totals[row * n : row * n + n]

@@ -6,12 +6,11 @@ As in ``jobs``, functions without a decorator know the tiles of one path by name
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from fixedpoint_kernels.llvm import tiles
 from fixedpoint_kernels.llvm.alone import EXACT
+from fixedpoint_kernels.llvm.arrays import view
 from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.blocks import Blocks
 from fixedpoint_kernels.products.jobs import (
     ACROSS,
@@ -212,8 +211,8 @@ def _turn_spots(d, x, order, first, images, grad, work, x_at, flat_at):
 def _runs_of_pairs(pairs, count, images, out):
     """Write pairs of places as runs of images: byte offset, steps of 4 bytes, those before."""
     rows, runs = (
-        carray(pointer_to(pairs), (count, 3), np.int64),
-        carray(pointer_to(out), (count, 3), np.int64),
+        view(pairs, (count, 3), np.int64),
+        view(out, (count, 3), np.int64),
     )
     for i in range(count):
         runs[i, 0] = rows[i, 0] * images
@@ -226,7 +225,7 @@ def add_rows(d, row, end, source, runs, count, weights, sums, row_bytes, is_pair
     ``row`` and ``end`` count sixteens of rows, ``source`` are turned inputs, ``runs`` and ``count`` as of
     ``tiles.runs_of``, ``weights`` interleaved gradients; rows of sums are ``row_bytes`` apart.
     """
-    starts, run_bytes = carray(pointer_to(d[ROW_STARTS]), d[TILE_ROWS], np.int64), d[LONGEST] * 16
+    starts, run_bytes = view(d[ROW_STARTS], d[TILE_ROWS], np.int64), d[LONGEST] * 16
     while row < end:
         place, here = sums + row * 16 * row_bytes, d[ROW_STARTS] + 8 * row
         if is_pair:
@@ -254,10 +253,10 @@ def add_ones(d, runs, count, weights, sums, row_bytes, groups):
 
 def multiply_spots(d, images, sums, work):
     """``multiply_weights``, place by place: a tap has the pairs of places that it joins."""
-    d = carray(pointer_to(d), FIELDS, np.int64)
+    d = view(d, FIELDS, np.int64)
     buffer = (work + 63) // 64 * 64
     turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]
-    firsts = carray(pointer_to(d[PAIR_FIRSTS]), d[TAPS] + 1, np.int64)
+    firsts = view(d[PAIR_FIRSTS], d[TAPS] + 1, np.int64)
     _runs_of_pairs(d[PAIRS], firsts[d[TAPS]], images, buffer)  # codes there are read no more
     groups, run_bytes, blocks = d[GROUPS], d[LONGEST] * 16, d[TILE_ROWS] // d[TAPS]
     row_bytes, group = groups * 64, 0
@@ -289,7 +288,7 @@ def spread_weights(d, x, order, first, images, row, rows, grad, work):
         grad: Address of codes of the gradient.
         work: Address of ``d[WORK_BYTES]`` bytes.
     """
-    zero, d = np.int64(0), carray(pointer_to(d), FIELDS, np.int64)
+    zero, d = np.int64(0), view(d, FIELDS, np.int64)
     if d[COPIES]:
         return lay_out_rows(d, x, order, first, images, row, rows, grad, work)
     whole = turn(d, x, order, first, images, row, rows, grad, work, zero, zero)
@@ -367,7 +366,7 @@ def _flatten(d, grad, order, first, images, row, rows, out, positions):
 
 def multiply_alone(d, piece, steps, sums, work):
     """``multiply_weights``, of outputs with a channel each."""
-    d = carray(pointer_to(d), FIELDS, np.int64)
+    d = view(d, FIELDS, np.int64)
     buffer, channels, row_bytes = (work + 63) // 64 * 64, d[CHANNELS], d[GROUPS] * 64
     step = d[ACROSS] * channels
     for group in range(d[GROUPS]):
@@ -385,13 +384,13 @@ def multiply_alone(d, piece, steps, sums, work):
 
 def multiply_rows(d, positions, sums, work):
     """``multiply_weights``, of all positions of rows without a border: taps of a column have a gradient of their own."""
-    d = carray(pointer_to(d), FIELDS, np.int64)
+    d = view(d, FIELDS, np.int64)
     buffer = (work + 63) // 64 * 64
     turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]
     count = runs_of_rows(d, positions, buffer)
-    copy_of = carray(pointer_to(d[COPY_OF]), d[TAPS], np.int64)
+    copy_of = view(d[COPY_OF], d[TAPS], np.int64)
     groups, run_bytes, blocks = d[GROUPS], d[LONGEST] * 16, d[TILE_ROWS] // d[TAPS]
-    spans = carray(pointer_to(d[SPANS]), groups, np.int64)
+    spans = view(d[SPANS], groups, np.int64)
     row_bytes, group = groups * 64, 0
     while group < groups:
         pair = group + 1 < groups and WIDE_ROWS > 0 and spans[group + 1] == spans[group]
@@ -419,7 +418,7 @@ def multiply_weights(d, piece, steps, sums, work):
         work: As of ``spread_weights``.
     """
     at = d
-    d = carray(pointer_to(at), FIELDS, np.int64)
+    d = view(at, FIELDS, np.int64)
     if d[SPOTS]:
         return multiply_spots(at, steps, sums, work)
     if d[ALONE]:
@@ -429,10 +428,10 @@ def multiply_weights(d, piece, steps, sums, work):
     flips = FLIPS != 0 and d[FLIPPED] != 0
     buffer = (work + 63) // 64 * 64
     turned, b = buffer + d[TURNED_AT], buffer + d[B_AT]
-    table = carray(pointer_to(buffer), 3, np.int64)  # codes there are read no more
+    table = view(buffer, 3, np.int64)  # codes there are read no more
     table[0], table[1], table[2] = 0, (steps + GRAIN - 1) // GRAIN, 0
     groups, run_bytes = d[GROUPS], d[LONGEST] * 16
-    spans = carray(pointer_to(d[SPANS]), groups, np.int64)
+    spans = view(d[SPANS], groups, np.int64)
     row_bytes, group = groups * 64, 0
     while group < groups:
         pair = group + 1 < groups and WIDE_ROWS > 0 and spans[group + 1] == spans[group]
@@ -457,7 +456,7 @@ def fold(d, sums, totals, shift, flipped):
         flipped: Whether codes were unsigned only here.
     """
     n = d[GROUPS] * 16
-    held = carray(pointer_to(sums), d[SUMS_SIZE], np.int32)
+    held = view(sums, d[SUMS_SIZE], np.int32)
     last = held[d[SUM_ROWS] * n : (d[SUM_ROWS] + 1) * n]
     for row in range(d[SUM_ROWS]):
         values, total = held[row * n : row * n + n], totals[row]

@@ -7,11 +7,10 @@ rows of 8, 16 or 32, and codes and gradients would be copied before they are lai
 """
 
 import numpy as np
-from numba import carray
 
 from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.arrays import view
 from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.llvm.vectors import pointer_to
 from fixedpoint_kernels.products.blocks import Blocks
 from fixedpoint_kernels.products.jobs import (
     B_AT,
@@ -165,7 +164,7 @@ def runs_of_rows(d, positions, out):
     if d[SLOT_ROWS] == d[BAND]:  # and so do images
         size = positions
     count = (positions + size - 1) // size
-    table = carray(pointer_to(out), (count, 3), np.int64)
+    table = view(out, (count, 3), np.int64)
     for i in range(count):
         table[i, 0] = i * d[SLOT_ROWS] * width
         table[i, 1] = min(size, positions - i * size) // _GRAIN

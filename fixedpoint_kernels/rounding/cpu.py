@@ -9,14 +9,15 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from numba import carray, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from torch import Tensor
 
 from fixedpoint_kernels.formats import FixedPoint, Minifloat
+from fixedpoint_kernels.llvm.arrays import empty, view, zeros
 from fixedpoint_kernels.llvm.calls import inner, keep
 from fixedpoint_kernels.llvm.turning import LANES, turn
-from fixedpoint_kernels.llvm.vectors import F32, I8, I32, Vector, intrinsic, pointer_to
+from fixedpoint_kernels.llvm.vectors import F32, I8, I32, Vector, intrinsic
 from fixedpoint_kernels.memory import Places
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.philox.cpu import uniform
@@ -165,14 +166,14 @@ def round_task(x, y, inside, start, offset, number, key):
 def _round_rest(x, y, inside, at, offset, number, key):
     # x and y are less than a vector, from element ``at`` of their tensor on
     n, lead = x.size, (at + offset) % _BLOCK
-    padded_x, padded_y = np.zeros(_BLOCK, np.float32), np.empty(_BLOCK, y.dtype)
+    padded_x, padded_y = zeros(_BLOCK, np.float32), empty(_BLOCK, y.dtype)
     for i in range(n):  # Numba compiles much for arrays that are assigned
         padded_x[lead + i] = x[i]
     first = at + offset - lead
     if inside is None:
         _round_block(padded_x, padded_y, None, 0, first, number, key)
     else:
-        padded_inside = np.empty(_BLOCK, np.bool_)
+        padded_inside = empty(_BLOCK, np.bool_)
         _round_block(padded_x, padded_y, padded_inside, 0, first, number, key)
         for i in range(n):
             inside[at + i] = padded_inside[lead + i]
@@ -200,8 +201,8 @@ def _round_turned(x, y, inside, image, channel, offset, number, key):
     count = min(channels - channel, LANES)
     first = offset + (image * channels + channel) * positions
     lead = first % _BLOCK
-    noise = np.empty((lead + count * positions + _BLOCK - 1) // _BLOCK * _BLOCK, np.float32)
-    turned = np.empty(positions * LANES, np.float32)
+    noise = empty((lead + count * positions + _BLOCK - 1) // _BLOCK * _BLOCK, np.float32)
+    turned = empty(positions * LANES, np.float32)
     made, own = np.int64(noise.ctypes.data), np.int64(turned.ctypes.data)
     for i in range(0, noise.size, _BLOCK):
         _make_noise(made + 4 * i, first - lead + i, key)
@@ -234,8 +235,8 @@ def _quantize_many(pointers, sizes, numbers, tasks, key):
     # key (seed, stream) of the first, or None
     for task in prange(tasks.shape[0]):
         tensor, start = tasks[task, 0], tasks[task, 1]
-        x = carray(pointer_to(pointers[tensor, 0]), sizes[tensor, 0], np.float32)
-        y = carray(pointer_to(pointers[tensor, 1]), sizes[tensor, 0], np.float32)
+        x = view(pointers[tensor, 0], sizes[tensor, 0], np.float32)
+        y = view(pointers[tensor, 1], sizes[tensor, 0], np.float32)
         row = numbers[tensor]
         number = (row[0], row[1], row[2], row[3])
         if key is None:

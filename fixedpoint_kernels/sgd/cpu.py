@@ -3,11 +3,12 @@
 from functools import lru_cache
 
 import numpy as np
-from numba import carray, prange
+from numba import prange
 
 from fixedpoint_kernels.formats import FixedPoint
+from fixedpoint_kernels.llvm.arrays import view
 from fixedpoint_kernels.llvm.calls import called, inner
-from fixedpoint_kernels.llvm.vectors import multiply_add, pointer_to
+from fixedpoint_kernels.llvm.vectors import multiply_add
 from fixedpoint_kernels.philox import Key
 from fixedpoint_kernels.rounding.cpu import TASK, numbers_of, pieces_of, round_task
 from fixedpoint_kernels.sgd.targets import Moves, Rates, Tables, Targets
@@ -63,25 +64,25 @@ def step_task(table, seed, stream, is_stochastic, task):
         is_stochastic: Whether there is noise.
         task: Which piece.
     """
-    at = carray(pointer_to(table), 8, np.int64)
-    own_task = carray(pointer_to(at[7] + 16 * task), 2, np.int64)
+    at = view(table, 8, np.int64)
+    own_task = view(at[7] + 16 * task, 2, np.int64)
     tensor, start = own_task[0], own_task[1]
-    pointers = carray(pointer_to(at[0] + 32 * tensor), 4, np.int64)
-    sizes = carray(pointer_to(at[1] + 16 * tensor), 2, np.int64)
-    size, row = sizes[0], carray(pointer_to(at[2] + 8 * tensor), 1, np.int64)[0]
-    master = carray(pointer_to(pointers[0]), size, np.float32)
-    weight = carray(pointer_to(pointers[1]), size, np.float32)
+    pointers = view(at[0] + 32 * tensor, 4, np.int64)
+    sizes = view(at[1] + 16 * tensor, 2, np.int64)
+    size, row = sizes[0], view(at[2] + 8 * tensor, 1, np.int64)[0]
+    master = view(pointers[0], size, np.float32)
+    weight = view(pointers[1], size, np.float32)
     if row >= 0:
-        grad = carray(pointer_to(pointers[2]), size, np.float32)
-        momentum = carray(pointer_to(pointers[3]), size if pointers[3] else 0, np.float32)
-        rate = carray(pointer_to(at[3] + 12 * row), 3, np.float32)
-        kind = carray(pointer_to(at[4] + 2 * row), 2, np.uint8)
+        grad = view(pointers[2], size, np.float32)
+        momentum = view(pointers[3], size if pointers[3] else 0, np.float32)
+        rate = view(at[3] + 12 * row, 3, np.float32)
+        kind = view(at[4] + 2 * row, 2, np.uint8)
         move(master, grad, momentum, start, rate, kind[0] != 0, kind[1] != 0)
-    own_stream = carray(pointer_to(at[6] + 8 * tensor), 1, np.int64)[0]
+    own_stream = view(at[6] + 8 * tensor, 1, np.int64)[0]
     if own_stream < 0:
         _copy(master, weight, start)
         return 0
-    own = carray(pointer_to(at[5] + 16 * tensor), 4, np.float32)
+    own = view(at[5] + 16 * tensor, 4, np.float32)
     number = (own[0], own[1], own[2], own[3])
     if is_stochastic:
         round_task(master, weight, None, start, sizes[1], number, (seed, stream + own_stream))

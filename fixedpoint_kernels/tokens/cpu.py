@@ -7,13 +7,12 @@ without a decorator know the tiles of one path by name, see ``products.instructi
 from typing import Any
 
 import numpy as np
-from numba import carray, prange
+from numba import prange
 
 from fixedpoint_kernels.llvm import rows as passes
 from fixedpoint_kernels.llvm import tiles
+from fixedpoint_kernels.llvm.arrays import floats, view
 from fixedpoint_kernels.llvm.calls import inner
-from fixedpoint_kernels.llvm.vectors import pointer_to
-from fixedpoint_kernels.llvm.views import floats
 from fixedpoint_kernels.philox.cpu import DRAWN, draw
 from fixedpoint_kernels.products import by_outputs, weight_jobs
 from fixedpoint_kernels.products.instructions import ByName, compiled
@@ -34,7 +33,7 @@ FLIPS, NARROW_ROWS, WIDE_ROWS = 0, 0, 0
 @inner
 def _count(address, n):
     """Add to a count; that there was NaN stays. In a parallel loop, Numba takes such lines for dead code."""
-    own = carray(pointer_to(address), 1, np.int64)
+    own = view(address, 1, np.int64)
     flag = (own[0] | n) & _NAN
     own[0] = ((own[0] & ~_NAN) + (n & ~_NAN)) | flag
 
@@ -122,7 +121,7 @@ def _round_gradient(d, g, samples, first, tokens, own, places, stream, scales):
     blocks = (width + 15) // 16
     for i in range(samples):
         values = floats(g + 4 * i * width, width + padded)
-        exponent = exponent_of(carray(pointer_to(g + 4 * i * width), width, np.int32))
+        exponent = exponent_of(view(g + 4 * i * width, width, np.int32))
         scales[i] = np.inf if exponent == 128 else np.ldexp(1.0, exponent)
         moved = min(exponent - d[f.WEIGHT_FL], 127)
         power = np.float32(np.inf) if exponent == 128 else np.float32(np.ldexp(1.0, moved))
@@ -130,7 +129,7 @@ def _round_gradient(d, g, samples, first, tokens, own, places, stream, scales):
         if exponent == 128:
             tiles.blank(codes + i * width, width, 0)
             continue
-        out = carray(pointer_to(codes + i * width), width + padded, np.int8)
+        out = view(codes + i * width, width + padded, np.int8)
         start = (first + i) * blocks
         for e in range(0, width, _NOISE_BLOCK):
             round_block(values, out, e, start + e // 16, key, POWERS[exponent + 126])
@@ -357,7 +356,7 @@ def operate(d, r, thread, own, places, first, samples, tokens, partial):
         bias, powers = d[f.BIAS], d[f.SUM_POWERS]
         multiply(d, codes, depth, width // 16, rows, sums, y, bias, powers, 0, 0, 0)
     elif kind == f.LINEAR_BACKWARD:
-        scales = carray(pointer_to(d[f.SCALES]), first + samples, np.float64)[first:]
+        scales = view(d[f.SCALES], first + samples, np.float64)[first:]
         _round_gradient(d, x, samples, first, tokens, own, places, d[f.STREAM], scales)
         codes = own + places[f.ROUNDED]
         grad_codes = d[f.GRAD_CODES] + row * width

@@ -1,15 +1,21 @@
 import ast
+import gc
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from numba.core.errors import TypingError
+from numba.extending import overload
 
 import fixedpoint_kernels
+from fixedpoint_kernels import threads
 from fixedpoint_kernels.few_bit import cpu as few_bit
 from fixedpoint_kernels.histogram import cpu as histogram
+from fixedpoint_kernels.llvm import calls
 from fixedpoint_kernels.packing import cpu as packing
 from fixedpoint_kernels.rounding import cpu as rounding
 
@@ -352,3 +358,38 @@ def test_the_log_says_once_that_kernels_are_compiled(tmp_path):
     assert said[0].startswith(text)
     assert said[0].count("\n") == 1
     assert said[1] == ""
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("way", ["compiled", "called"])
+def test_no_garbage_is_collected_while_a_kernel_is_compiled(way, fails, collects, monkeypatch):
+    seen = []
+
+    def marked():
+        raise AssertionError("compiled code alone calls it")
+
+    @overload(marked)
+    def _compiled_with_it():
+        seen.append(gc.isenabled())
+        return None if fails else lambda: 1
+
+    def kernel():
+        return marked()
+
+    monkeypatch.setattr(calls, "_compiled", {})
+    monkeypatch.setattr(threads, "kept", lambda made, _function: made)
+    monkeypatch.setattr(calls, "kept", threads.kept)
+    make = threads.compiled() if way == "compiled" else calls.called
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        with pytest.raises(TypingError) if fails else nullcontext():
+            made = make(kernel)
+            if way == "compiled":
+                assert made() == 1
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen
+    assert not any(seen)

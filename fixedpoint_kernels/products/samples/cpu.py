@@ -6,6 +6,7 @@ from numba import prange, types
 from numba.core import cgutils
 from torch import Tensor
 
+from fixedpoint_kernels.llvm.arrays import empty, zeros
 from fixedpoint_kernels.llvm.calls import inner
 from fixedpoint_kernels.llvm.vectors import I8, I16, Vector, intrinsic
 from fixedpoint_kernels.philox import Key
@@ -66,7 +67,7 @@ def _round(x, bits, codes, exponents, powers, seed, stream, first):
         for at in range(0, whole, _BLOCK):
             round_block(x[sample], codes[sample], at, start + at // 16, key, scale)
         if whole < elements:
-            padded_x, padded_codes = np.zeros(_BLOCK, np.float32), np.empty(_BLOCK, np.int8)
+            padded_x, padded_codes = zeros(_BLOCK, np.float32), empty(_BLOCK, np.int8)
             padded_x[: elements - whole] = x[sample, whole:]
             round_block(padded_x, padded_codes, 0, start + whole // 16, key, scale)
             codes[sample, whole:] = padded_codes[: elements - whole]
