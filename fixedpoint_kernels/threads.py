@@ -1,6 +1,5 @@
 """CPU kernels with and without threads, when to use which, and where they are kept compiled."""
 
-import gc
 import hashlib
 import logging
 import multiprocessing
@@ -80,7 +79,9 @@ def compiled(**options: Any) -> Callable[[FunctionType], Any]:
     """
     from numba import njit  # takes half a second to import
 
-    own = njit(pipeline_class=compiler_class(), **options)
+    from fixedpoint_kernels.llvm.compiler import Compiler
+
+    own = njit(pipeline_class=Compiler, **options)
     return lambda function: kept(own(function), function)
 
 
@@ -91,24 +92,6 @@ def kept(kernel: Any, function: FunctionType) -> Any:
     except RuntimeError as error:  # no directory can be written to
         _warn(error)
     return kernel
-
-
-@cache
-def compiler_class() -> Any:
-    """Return Numba's compiler, which collects no garbage meanwhile: that took a tenth of its time."""
-    from numba.core.compiler import Compiler
-
-    class Own(Compiler):
-        def compile_extra(self, func: FunctionType) -> Any:
-            collects = gc.isenabled()
-            gc.disable()
-            try:
-                return super().compile_extra(func)
-            finally:
-                if collects:
-                    gc.enable()
-
-    return Own
 
 
 @cache

@@ -13,11 +13,11 @@ from numba import types
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 
+from fixedpoint_kernels.llvm.compiler import Compiler
 from fixedpoint_kernels.llvm.vectors import I64, intrinsic
-from fixedpoint_kernels.threads import compiled, compiler_class, kept
+from fixedpoint_kernels.threads import compiled, kept
 
 __all__ = ["called", "inlined", "inner", "keep", "outer"]
 
@@ -36,7 +36,7 @@ def called(function: FunctionType) -> Any:
     signature = types.int64(*[types.int64] * count)
     if name not in _compiled:
         own = kept(
-            CFunc(function, (signature.args, signature.return_type), {}, {}, compiler_class()),
+            CFunc(function, (signature.args, signature.return_type), {}, {}, Compiler),
             function,
         )
         own.compile()
