@@ -95,7 +95,7 @@ def draw(points: list[Point], title: str) -> Figure:
         level = statistics.mean(points[0].accuracy)
         axes.axhline(level, color=COLORS["float32"], linewidth=0.8, linestyle="--", zorder=1)
     _draw_axes(axes)
-    if any(family in NUMBERS for family in families):
+    if any(len(members) > 1 for members in families.values()):
         # between the short words and float32; "best" would not see the bars
         axes.legend(loc="upper center", frameon=False, fontsize=8)
     below = [p for p in points if statistics.mean(p.accuracy) < lowest]
@@ -111,7 +111,7 @@ def _draw_family(axes: Axes, members: list[Point], color: str) -> None:
     bars = [statistics.stdev(p.accuracy) if len(p.accuracy) > 1 else 0.0 for p in members]
     line = "-" if members[0].family != "float32" else ""
     family = members[0].family
-    label = NUMBERS.get(family)
+    label = NUMBERS.get(family) if len(members) > 1 else None
     axes.errorbar(
         bits, accuracy, bars, color=color, marker="o", markersize=4, linestyle=line, label=label
     )
