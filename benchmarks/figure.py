@@ -95,7 +95,7 @@ def draw(points: list[Point], title: str) -> Figure:
         level = statistics.mean(points[0].accuracy)
         axes.axhline(level, color=COLORS["float32"], linewidth=0.8, linestyle="--", zorder=1)
     _draw_axes(axes)
-    if any(len(members) > 1 for members in families.values()):
+    if axes.get_legend_handles_labels()[0]:
         # between the short words and float32; "best" would not see the bars
         axes.legend(loc="upper center", frameon=False, fontsize=8)
     below = [p for p in points if statistics.mean(p.accuracy) < lowest]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.figure import draw
+from benchmarks.figure import Point, draw
 from benchmarks.points import main, read
 from perfmodel.files import RunError
 
@@ -40,6 +40,12 @@ def test_one_point_has_its_name_and_several_a_legend(tmp_path):
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["static, bits"]
+
+
+def test_a_family_whose_points_are_named_has_no_legend():
+    points = [Point("float32", [32.0], [87.0]), Point("float32, plain", [32.0], [86.5])]
+    (axes,) = draw(points, "").axes
+    assert axes.get_legend() is None
 
 
 def test_the_command(tmp_path):
