@@ -29,8 +29,8 @@ except SystemExit as end:
 """
 MEASUREMENTS = (
     *("biases", "fine_tuning", "gpu", "hgq2", "logits", "lsq", "ops.forward_save", "paired"),
-    *("qdq", "quantize_static", "reproduce", "run", "soak", "speed", "states", "tasks"),
-    *("transformers", "welch"),
+    *("points", "qdq", "quantize_static", "reproduce", "run", "soak", "speed", "states"),
+    *("tasks", "transformers", "welch"),
 )
 COMMANDS = (
     *(f"train.{name}" for name in (*commands.SCRIPTS, "export")),
