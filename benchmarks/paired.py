@@ -34,6 +34,7 @@ from perfmodel.files import (
     METRICS,
     RESULT,
     RunError,
+    accuracy_percent,
     number,
     read_config,
     read_json,
@@ -137,7 +138,7 @@ def read_group(folders: Sequence[Path]) -> Group:
         if seed in found.loss:
             raise RunError(f"runs of a group must have different seeds, got {seed} in {folder} too")
         result = read_json(folder / RESULT)
-        found.accuracy[seed] = 100 * number(folder / RESULT, result, "test_accuracy")
+        found.accuracy[seed] = accuracy_percent(folder / RESULT, result)
         names = "mean_word_length", "mean_input_word_length"
         weights, inputs = (
             number(folder / RESULT, result, n) if result.get(n) else 32.0 for n in names

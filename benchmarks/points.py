@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.figure import Point, draw, save
-from perfmodel.files import RunError, number, read_rows
+from perfmodel.files import RunError, accuracy_percent, number, read_rows
 
 __all__ = ["read"]
 
@@ -37,16 +37,16 @@ def read(path: Path) -> list[Point]:
     """Return the points of a table; bits are the mean of weights' and inputs'.
 
     Raises:
-        RunError: The table is cut off, has no such columns, or no row.
+        RunError: The table is cut off, has no such columns, no row, or an accuracy that is not from 0 to 1.
     """
     points: dict[str, Point] = {}
     for row in read_rows(path, COLUMNS):
         first, *rest = row["run"].split("-")
         name = " ".join([NAMES.get(first, first), *rest])
-        accuracy, weights, inputs = (number(path, row, column) for column in COLUMNS[1:])
+        weights, inputs = (number(path, row, column) for column in COLUMNS[2:])
         point = points.setdefault(name, Point(name, [], []))
         point.bits.append((weights + inputs) / 2)
-        point.accuracy.append(100 * accuracy)
+        point.accuracy.append(accuracy_percent(path, row))
     if not points:
         raise RunError(f"{path} must have a row, has none")
     return list(points.values())

@@ -26,15 +26,28 @@ PARSER.add_argument(
 if __name__ == "__main__":  # --help and slips are answered before torch loads
     PARSER.parse_args()
 
+import gc
 import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from benchmarks import machine
 from benchmarks.timing import Case, Timing, measure
+from perfmodel.files import replace_file
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one case, whose networks are gone."""
+
+    case: str
+    elements: int
+    timing: Timing
 
 
 def main() -> None:
@@ -50,13 +63,29 @@ def main() -> None:
         return
     kept = arguments.malloc == "keep" and machine.keep_freed_memory()
     before = {**machine.describe(), "freed memory": "kept" if kept else "as malloc likes"}
-    rows = [(case, measure(case, seconds)) for case in op.cases()]
-    facts = {**before, "load average after": machine.describe()["load average"]}
-    if arguments.json:
-        record = {"op": arguments.op, "machine": facts, "rows": [_record(*row) for row in rows]}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
-    print(_table(arguments.op, rows, facts))
+    rows: list[Row] = []
+    facts: dict[str, object] = {}
+    for row in _measured(op.cases(), seconds):
+        rows.append(row)
+        if len(rows) == 1:
+            print(_head(arguments.op, row))
+        print(_line(row, rows[0]), flush=True)  # what is known stays if the rest is stopped
+        facts = {**before, "load average after": machine.describe()["load average"]}
+        if arguments.json:
+            record = {"op": arguments.op, "machine": facts, "rows": [_record(own) for own in rows]}
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(arguments.json, (json.dumps(record, indent=2) + "\n").encode())
+    if not rows:
+        sys.exit(f"{PARSER.prog}: {arguments.op} found nothing to measure on this machine")
+    about = "; ".join(f"{name} {value}" for name, value in facts.items())
+    print(f"\nMedians of interleaved runs; times in ns an element. {about}.")
+
+
+def _measured(cases: Iterable[Case], seconds: float) -> Iterator[Row]:
+    """Yield rows; the networks of a case are gone before the next but one is made."""
+    for case in cases:
+        yield Row(case.name, case.elements, measure(case, seconds))
+        gc.collect()  # networks hold each other, and few objects are many bytes
 
 
 def _require_green(tests: str) -> None:
@@ -66,24 +95,32 @@ def _require_green(tests: str) -> None:
         sys.exit(f"{done.stdout}\nno numbers: {tests} is not green")
 
 
-def _table(op: str, rows: list[tuple[Case, Timing]], facts: dict[str, object]) -> str:
-    others = [name for name in rows[0][0].contestants if name != "ours"]
-    header = [op, *(f"ours / {name}" for name in others), "ours", *others, "runs"]
-    lines = [header, ["---", *("---:" for _ in header[1:])]]
-    for case, timing in rows:
-        ratios = _ratios(timing)
-        times = {name: s / case.elements * 1e9 for name, s in timing.medians_s.items()}
-        lines.append(
-            [
-                case.name,
-                *(_times_faster(ratios[name]) if name in ratios else "" for name in others),
-                *(f"{times[name]:.3g}" if name in times else "" for name in ("ours", *others)),
-                str(timing.runs),
-            ]
-        )
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    about = "; ".join(f"{name} {value}" for name, value in facts.items())
-    return f"{table}\n\nMedians of interleaved runs; times in ns an element. {about}."
+def _head(op: str, first: Row) -> str:
+    others = _others(first)
+    header = op, *(f"ours / {name}" for name in others), "ours", *others, "runs"
+    return f"{_cells(header)}\n{_cells(['---', *('---:' for _ in header[1:])])}"
+
+
+def _line(row: Row, first: Row) -> str:
+    """Return a line of the table whose columns are the first row's."""
+    others, ratios = _others(first), _ratios(row.timing)
+    times = {name: s / row.elements * 1e9 for name, s in row.timing.medians_s.items()}
+    return _cells(
+        [
+            row.case,
+            *(_times_faster(ratios[name]) if name in ratios else "" for name in others),
+            *(f"{times[name]:.3g}" if name in times else "" for name in ("ours", *others)),
+            str(row.timing.runs),
+        ]
+    )
+
+
+def _others(row: Row) -> list[str]:
+    return [name for name in row.timing.medians_s if name != "ours"]
+
+
+def _cells(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _ratios(timing: Timing) -> dict[str, float]:
@@ -95,14 +132,14 @@ def _times_faster(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio > 0.5 else f"1/{1 / ratio:.1f}"
 
 
-def _record(case: Case, timing: Timing) -> dict[str, object]:
+def _record(row: Row) -> dict[str, object]:
     return {
-        "case": case.name,
-        "elements": case.elements,
-        "ours over": _ratios(timing),
-        "runs": timing.runs,
-        "median_s": timing.medians_s,
-        "minimum_s": timing.minima_s,
+        "case": row.case,
+        "elements": row.elements,
+        "ours over": _ratios(row.timing),
+        "runs": row.timing.runs,
+        "median_s": row.timing.medians_s,
+        "minimum_s": row.timing.minima_s,
     }
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from scipy.stats import t as student
 
 from benchmarks.paired import LEVEL, paired
-from perfmodel.files import RunError, number, read_rows, whole
+from perfmodel.files import RunError, accuracy_percent, read_rows, whole
 
 __all__ = ["Unpaired"]
 
@@ -97,8 +97,8 @@ def read(path: Path, name: str) -> dict[int, float]:
     """Return the accuracies of a kind of run, %, by seed.
 
     Raises:
-        RunError: The table is cut off, or has no such columns.
-        ValueError: There are fewer than two, or two of one seed, or accuracies are not 0 to 1.
+        RunError: The table is cut off, has no such columns, or an accuracy that is not from 0 to 1.
+        ValueError: There are fewer than two, or two of one seed.
     """
     columns = "run", "seed", "test_accuracy"
     rows = [row for row in read_rows(path, columns) if row["run"] == name]
@@ -107,10 +107,7 @@ def read(path: Path, name: str) -> dict[int, float]:
     seeds = [whole(path, row, "seed", 0, 2**63) for row in rows]
     if len(set(seeds)) < len(rows):
         raise ValueError(f"{path} must have runs of {name!r} with different seeds, got one twice")
-    found = [number(path, row, "test_accuracy") for row in rows]
-    if not all(0 <= accuracy <= 1 for accuracy in found):
-        raise ValueError(f"{path} must have accuracies of 0 to 1, got {max(found)} of {name!r}")
-    return {seed: 100 * accuracy for seed, accuracy in zip(seeds, found, strict=True)}
+    return {seed: accuracy_percent(path, row) for seed, row in zip(seeds, rows, strict=True)}
 
 
 def main(words: Sequence[str] | None = None) -> None:

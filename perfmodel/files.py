@@ -21,6 +21,7 @@ __all__ = [
     "TRACE",
     "RunError",
     "UserError",
+    "accuracy_percent",
     "number",
     "read_config",
     "read_json",
@@ -181,6 +182,18 @@ def number(path: Path, values: Mapping[str, Any], name: str) -> float:
     if not math.isfinite(found):
         raise RunError(f"{path}: {name} must be a number, got {shown(values.get(name))}")
     return found
+
+
+def accuracy_percent(path: Path, values: Mapping[str, Any]) -> float:
+    """Return the test accuracy of a run, %; files hold it from 0 to 1.
+
+    Raises:
+        RunError: It is missing, no number, or out of range.
+    """
+    found = number(path, values, "test_accuracy")
+    if not 0 <= found <= 1:
+        raise RunError(f"{path}: test_accuracy must be from 0 to 1, got {found:g}")
+    return 100 * found
 
 
 def shown(value: object) -> str:

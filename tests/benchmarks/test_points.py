@@ -58,6 +58,7 @@ def test_the_command(tmp_path):
     [
         ([], "must have a row, has none"),
         (["static-4,0,0.86,4,"], "line 2 is cut off"),
+        (["static-4,0,86,4,5"], "test_accuracy must be from 0 to 1, got 86"),
         (["static-4,0,0.86,4,many"], "input_bits must be a number, got 'many'"),
     ],
 )

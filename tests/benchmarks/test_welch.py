@@ -61,7 +61,7 @@ def test_seed_by_seed_at_another_level(tmp_path, capsys):
         ("b,1,0.85\nb,2", "line 6 is cut off"),
         ("b,1,nan\n", "test_accuracy must be a number, got 'nan'"),
         ("b,0,0.84\n", "runs of 'b' with different seeds, got one twice"),
-        ("b,1,84.0\n", "accuracies of 0 to 1, got 84.0 of 'b'"),
+        ("b,1,84.0\n", "test_accuracy must be from 0 to 1, got 84"),
     ],
     ids=["cut", "nan", "twice", "percent"],
 )
