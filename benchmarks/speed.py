@@ -29,17 +29,18 @@ RESULTS, PAGE, README = (
 STEPS = {  # a column: the files that it has
     "Xeon with AMX": ("int8_training-amx", "int8_models-amx", "int8_joins-amx", "int8_linear-amx"),
     "Zen 5": ("int8_training-zen5-default-wait",),
-    "Zen 4": ("int8_training-zen4", "int8_models-zen4", "int8_linear-zen4"),
+    "Zen 4": ("int8_training-zen4", "int8_models-zen4", "int8_joins-zen4", "int8_linear-zen4"),
     "Zen 3, passive": ("int8_training-zen3",),
 }
 INFERENCE = {
     "Xeon with AMX": ("int8_inference-amx", "int8_linear-amx"),
     "Zen 5": ("int8_inference-zen5",),
-    "Zen 4": ("int8_linear-zen4",),
+    "Zen 4": ("int8_inference-zen4", "int8_linear-zen4"),
 }
 PASSIVE = {
     "Xeon with AMX, passive": ("int8_training-amx-passive",),
     "Zen 5, passive": ("int8_training-zen5",),
+    "Zen 4, passive": ("int8_training-zen4-passive",),
 }
 SCALING = {
     "Zen 5, two threads": ("int8_scaling-zen5",),

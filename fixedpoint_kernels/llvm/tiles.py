@@ -274,6 +274,13 @@ def _come(builder: Any, source: Any, count: Any) -> None:
         prefetch(builder, builder.inttoptr(builder.add(source, at), _POINTER))
 
 
+def _make_room(builder: Any, out: Any, step: Any, rows: Any) -> None:
+    """Ask for a cache line at each of some places ``step`` bytes apart, which are written soon."""
+    with cgutils.for_range(builder, rows, intp=I64) as loop:
+        place = builder.add(out, builder.mul(step, loop.index))
+        prefetch(builder, builder.inttoptr(place, _POINTER), writes=True)
+
+
 def _transpose(builder: Any, source: Any, step: Any, out: Any, out_step: Any) -> None:
     """Write 16 rows of 16 bytes as columns: byte j of row i at ``out + j * out_step + i``."""
 
@@ -515,6 +522,7 @@ class _Emitted:
 configure = addressed(1, _configure)
 release = addressed(1, _release)
 come = addressed(2, _come)
+make_room = addressed(3, _make_room)
 interleave = addressed(3, _interleave)
 interleave_masked = addressed(6, _interleave_masked)
 transpose = addressed(4, _transpose)

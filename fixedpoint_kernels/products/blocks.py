@@ -1,6 +1,7 @@
 """Blocks of a correlation on a CPU: what a thread copies, with a border, and works on at once."""
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ def blocks(  # noqa: PLR0913
     images: int,
     size: tuple[int, int],
     channels: int,
-    least_jobs: int,
+    threads: int,
     positions: int = LONGEST_SUM,
     grain: int = 0,
 ) -> Blocks:
@@ -55,7 +56,8 @@ def blocks(  # noqa: PLR0913
         images: How many.
         size: Of an input.
         channels: Bytes of a pixel.
-        least_jobs: How many jobs to make if there are so many images.
+        threads: That share the jobs: as many for each, in a row. If there are more than one, each gets two
+            jobs at least if there are so many images.
         positions: Most positions of a block, if one row has no more.
         grain: Bytes of a row that a tile takes at a time, if small images may go place by place.
     """
@@ -73,8 +75,8 @@ def blocks(  # noqa: PLR0913
         rows = min(rows, max(_BLOCK_BYTES // (row_bytes * down), 4 * extra, 1))
     slots = 1
     if rows == height:
-        slots = min(_BLOCK_BYTES // (slot * row_bytes * down), images // least_jobs)
-        slots = max(1, min(slots, 1 + (most_rows - rows) // slot))
+        most = min(_BLOCK_BYTES // (slot * row_bytes * down), 1 + (most_rows - rows) // slot)
+        slots = _shared_alike(images, max(1, most), threads)
     plane_rows = (slots - 1) * slot + rows + extra + 1
     plane_bytes = -((plane_rows * row_bytes + 128) // -64) * 64
     geometry = [down, top, left, pixels, slot, plane_bytes, extra, channels, *size]
@@ -95,10 +97,10 @@ def blocks(  # noqa: PLR0913
     if own is None:
         return found
     image_bytes = size[0] * size[1] * channels
-    slots = min(_BLOCK_BYTES // image_bytes, images // least_jobs, positions // (height * width))
-    if slots < 8:  # a row of a tile is an image
+    most = min(_BLOCK_BYTES // image_bytes, positions // (height * width))
+    slots = _shared_alike(images, most, threads, 8)  # a row of a tile is an image
+    if slots < 8:
         return found
-    slots -= slots % 8
     return found._replace(
         spots=own,
         jobs=_jobs(images, slots, height, height),
@@ -107,6 +109,23 @@ def blocks(  # noqa: PLR0913
         most_positions=slots * height * width,
         buffer_bytes=(slots + 16) * image_bytes + 128,
     )
+
+
+def _shared_alike(images: int, most: int, threads: int, multiple: int = 1) -> int:
+    """Return how many images a job has, so that the thread with most of them has as few as can be.
+
+    Among those the most, and more than half of ``most`` where that can be.
+    """
+    most = min(most, images // (2 * threads) if threads > 1 else images)
+    most -= most % multiple
+
+    def busiest(slots: int) -> int:
+        jobs = -(images // -slots)
+        ends = [min(images, jobs * i // threads * slots) for i in range(threads + 1)]
+        return max(end - start for start, end in pairwise(ends))
+
+    found = range(most, most // 2, -multiple)
+    return min(found, key=busiest, default=multiple if multiple == 1 else 0)
 
 
 def _shared(count: int, step: int, border: int, size: int, reach: int) -> int:

@@ -139,7 +139,7 @@ def _plan_of_outputs(
     images: int,
     size: tuple[int, int],
     channels: int,
-    least: int,
+    threads: int,
     grain: int,
     steps: tuple[int, int, int, int],
     element_size: int,
@@ -150,7 +150,7 @@ def _plan_of_outputs(
 ) -> _Plan:
     """Return the plan of a correlation that writes outputs; see ``jobs.describe_outputs``."""
     read = spans(channels, steps[3], groups, len(part.taps))
-    cut = blocks(part, images, size, channels, least, grain=grain if groups == 1 else 0)
+    cut = blocks(part, images, size, channels, threads, grain=grain if groups == 1 else 0)
     found = runs(cut, grain, read)
     rest = steps, element_size, kind, signed, in_int16, read
     described = jobs.describe_outputs(cut, found, part, *rest)
@@ -163,7 +163,7 @@ def _plan_of_weights(
     images: int,
     size: tuple[int, int],
     channels: int,
-    least: int,
+    threads: int,
     grain: int,
     outputs: int,
     signed: bool,
@@ -171,7 +171,7 @@ def _plan_of_weights(
     groups: int,
 ) -> tuple[Blocks, jobs.Described]:
     """Return the plan of a correlation for weights; see ``weight_jobs.describe_weights``."""
-    cut = blocks(part, images, size, channels, least, LONGEST_SUM, grain if groups == 1 else 0)
+    cut = blocks(part, images, size, channels, threads, LONGEST_SUM, grain if groups == 1 else 0)
     read = spans(channels, outputs, groups, len(part.taps))
     return cut, weight_jobs.describe_weights(
         cut, part, outputs, signed, in_int16, read, grain=grain
@@ -235,13 +235,12 @@ def _run_correlation(
     macs //= groups
     parallel = is_parallel(macs // _MACS_A_THREAD)
     threads = thread_count() if parallel else 1
-    least = 2 * threads if parallel else 1
     kind = tiles.KINDS[str(out.dtype).removeprefix("torch.")] + 3 * by_image
     kind += 6 * (statistics is not None)
     size = out.element_size()
     image, row, column = (size * n for n in out.stride()[:3])
     plan = _plan_of_outputs(
-        part, images, (height, width), channels, least, GRAINS[path],
+        part, images, (height, width), channels, threads, GRAINS[path],
         (image, row, column, out.shape[3]), size, kind, signed, _steps_in_int16(x, weight, path),
         groups,
     )  # fmt: skip
@@ -365,10 +364,9 @@ def weight_gradient(
     flips = signed and bool(FLIPS[path]) and not read.is_alone
     sums = _zeros(threads, weight_jobs.sums_size(rows, columns))
     if len(order) and positions and channels and outputs:
-        least = 2 * threads if parallel else 1
         grain = 0 if signed else GRAINS[path]
         cut, described = _plan_of_weights(
-            part, images, (height, width), channels, least, grain, outputs, signed,
+            part, images, (height, width), channels, threads, grain, outputs, signed,
             _steps_in_int16(x, grad, path), read.groups,
         )  # fmt: skip
         table, job_shifts = _sorted_jobs(cut, shifts)

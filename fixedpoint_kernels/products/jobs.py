@@ -221,6 +221,14 @@ def _place_images(out, images, step):
     offsets[images:] = -1
 
 
+@inner
+def _make_room(d, is_pair, out, step, rows):
+    """Let memory come near, ``step`` bytes apart, while a tile is multiplied whose results go there."""
+    tiles.make_room(out, step, rows)
+    if is_pair and d[OUT_SIZE] == 4:  # 32 channels are two cache lines
+        tiles.make_room(out + 64, step, rows)
+
+
 def tile(d, is_pair, a, table, count, weights, begin, sums):
     """Multiply some places by 16 columns of weights, or 32 where ``is_pair``, and write int32 sums."""
     step, group_bytes = d[STEP], d[DEPTH] * 16
@@ -263,6 +271,8 @@ def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
             start = begin + (spot + 1) * d[BEGIN_STEP] + group * 64
             own_out = out + first * d[OUT_IMAGE] + places[spot]
             for q in range(0, images, at_once):
+                room = own_out + q * d[OUT_IMAGE] + group * 16 * d[OUT_SIZE]
+                _make_room(d, pair, room, d[OUT_IMAGE], min(at_once, images - q))
                 tile(d, pair, buffer + q * step, table, count, weights, start, sums)
                 for half in range(2 if pair else 1):
                     channel = (group + half) * 16
@@ -363,14 +373,16 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
             start_q = (number // rows * d[SLOT_ROWS] + number % rows) * d[COLUMNS]
             for q in range(start_q, start_q + line, at_once):
                 a = buffer + q * step + span
-                if d[ALONE]:
-                    alone(d[BYTES], a, step, d[TABLE], d[RUNS], weights, sums)
-                else:
-                    tile(d, pair, a, d[TABLE], d[RUNS], weights, start, sums)
                 place = np.int64(-1)
                 if is_even:
                     place = number // rows * d[OUT_IMAGE] + number % rows * d[OUT_ROW]
                     place += (q - start_q) * d[OUT_COLUMN]
+                    room = first_out + place + group * 16 * d[OUT_SIZE]
+                    _make_room(d, pair, room, d[OUT_COLUMN], at_once)
+                if d[ALONE]:
+                    alone(d[BYTES], a, step, d[TABLE], d[RUNS], weights, sums)
+                else:
+                    tile(d, pair, a, d[TABLE], d[RUNS], weights, start, sums)
                 for half in range(2 if pair else 1):
                     _write_places(
                         d, sums + 64 * half, sums_step, at_once, (group + half) * 16, first_out, place,

@@ -457,6 +457,38 @@ def test_results_do_not_depend_on_threads(monkeypatch):
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize(("channels", "size", "multiple"), [(16, 32, 1), (32, 16, 1), (128, 4, 8)])
+def test_threads_get_as_many_images(channels, size, multiple, threads):
+    part = shapes.forward(Window((1, 1), (1, 1), (1, 1)), (size, size), (3, 3))
+    for images in (1, 7, 16, 32, 100, 128, 130, 500):
+        cut, whole = (
+            blocks(part, images, (size, size), channels, n, grain=4) for n in (threads, 1)
+        )
+        firsts, counts = cut.jobs[:, 0], cut.jobs[:, 1]
+        assert firsts.tolist() == list(range(0, images, cut.slots))
+        assert counts.sum() == images
+        most = min(whole.slots, images // (2 * threads)) if threads > 1 else whole.slots
+        step = 1 if cut.spots is None else multiple  # with spots a row of a tile is an image
+        most = max(most // step * step, 1)
+        possible = range(most, most // 2, -step)
+        assert cut.slots in possible
+        assert busiest(images, cut.slots, threads) == min(
+            busiest(images, own, threads) for own in possible
+        )
+
+
+def busiest(images, slots, threads):
+    """Count the images of the thread that has most: of jobs, each has as many in a row."""
+    jobs = [min(slots, images - first) for first in range(0, images, slots)]
+    owners = [
+        max(t for t in range(threads) if len(jobs) * t // threads <= k) for k in range(len(jobs))
+    ]
+    return max(
+        sum(n for n, t in zip(jobs, owners, strict=True) if t == own) for own in range(threads)
+    )
+
+
 def test_operators_are_traced():
     x, weight = codes(2, 8, 6, 6), codes(8, 8, 3, 3)
 
