@@ -45,6 +45,7 @@ PASSIVE = {
 SCALING = {
     "Zen 5, two threads": ("int8_scaling-zen5",),
     "Zen 5, one thread, passive": ("int8_scaling-zen5-one-thread",),
+    "Zen 4, two threads": ("int8_scaling-zen4",),
 }
 SHOWN = (  # in the README
     "ResNet20, 128 images of 32x32",

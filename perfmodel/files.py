@@ -184,7 +184,7 @@ def number(path: Path, values: Mapping[str, Any], name: str) -> float:
     return found
 
 
-def accuracy_percent(path: Path, values: Mapping[str, Any]) -> float:
+def accuracy_percent(path: Path, values: Mapping[str, object]) -> float:
     """Return the test accuracy of a run, %; files hold it from 0 to 1.
 
     Raises:
