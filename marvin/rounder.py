@@ -19,7 +19,7 @@ from marvin.noise import NEXT, Purpose, stream
 from marvin.policies.observer import Observer
 from marvin.ranks import rank
 from marvin.rounding import Format
-from marvin.settings import check_untraced
+from marvin.settings import check_not_exported, check_untraced
 from marvin.straight_through import StraightThrough, Tally, round_with_gradient
 
 __all__ = [
@@ -211,8 +211,9 @@ class Rounder:
         """Round what comes into ``module``; masks are left as they are.
 
         Raises:
-            RuntimeError: ``torch.jit`` traces.
+            RuntimeError: ``torch.jit`` traces, or ``torch.export`` exports.
         """
+        check_not_exported()
         formats = self.formats(module)
         self.state.waiting.discard(self.name)
         is_watched = module.training and torch.is_grad_enabled()

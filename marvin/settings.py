@@ -30,6 +30,7 @@ __all__ = [
     "check_groups",
     "check_loss",
     "check_model",
+    "check_not_exported",
     "check_one_input",
     "check_params",
     "check_settings",
@@ -232,6 +233,19 @@ def check_untraced() -> None:
         raise RuntimeError(
             "a model to trace must be one for inference, got one that an optimizer may change still: "
             "write torch.jit.trace(marvin.freeze(model), sample), and torch.onnx.export or add_graph alike"
+        )
+
+
+def check_not_exported() -> None:
+    """Refuse rounding by formats of now in ``torch.export``, which cannot read them.
+
+    Raises:
+        RuntimeError: There is such an export.
+    """
+    if torch.compiler.is_exporting():
+        raise RuntimeError(
+            "a model to export must be one for inference, got one that an optimizer may change still: "
+            "write torch.export.export(marvin.freeze(model), (sample,))"
         )
 
 

@@ -1,6 +1,7 @@
 """Running chains of layers as one: forward and backward in training, forward where nothing goes backward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -66,6 +67,7 @@ class Fused(OtherForward):
         self._modes = {training: _Mode(module, training) for training in (True, False)}
         self._others: dict[tuple[object, ...], list[_Mode]] = {}
         self._lock = RLock()
+        self._uncompiled = _uncompiled()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module}
@@ -74,7 +76,13 @@ class Fused(OtherForward):
         self.__init__(state["module"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as ``forward`` of the module's class."""
+        """Do as ``forward`` of the module's class; training stays out of torch.compile, which would take chains apart."""
+        if torch.compiler.is_compiling() and self.module.training and torch.is_grad_enabled():
+            return self._uncompiled(self, args, kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do as ``__call__``, by its arguments."""
         given = self._given(args, kwargs)
         runs = None if given is None else self._ready(given)
         self.ran = runs is not None
@@ -251,6 +259,12 @@ class _Mode:
 
     def _traced(self, left: frozenset[str] = frozenset()) -> Traced | str:
         return trace(self.module, left, infers=not self._training, given=self._given)
+
+
+@cache
+def _uncompiled() -> Callable[..., Any]:
+    """Return what runs a call outside of torch.compile."""
+    return torch.compiler.disable(Fused.run)
 
 
 def _trains(module: nn.Module) -> bool:

@@ -134,6 +134,29 @@ def test_layers_of_too_many_products_end_chains():
     gradients_are_near(model, unfused(model), unfused(model, rounded=True), x, y)
 
 
+class Halved(nn.Module):
+    """Cannot be traced as a whole: its input decides what is done."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        return self.net(x / 2 if x.sum() > 1e9 else x)
+
+
+@pytest.mark.parametrize("kind", [Net, Halved])
+def test_training_through_compile_runs_chains(kind):
+    model, optimizer = make(model=kind())
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    compiled = torch.compile(model, backend="eager")
+    assert train(compiled, optimizer, 3) == train(twin, twin_optimizer, 3)
+    same(dict(model.state_dict()), dict(twin.state_dict()))
+    assert is_fused(compiled)
+    with torch.no_grad():
+        same(compiled.eval()(batch(9)[0]), unfused(model).eval()(batch(9)[0]))
+
+
 def test_report_names_what_is_fused():
     model, _ = make()
     rows = {row.name: row for row in report(model).rows}

@@ -401,6 +401,11 @@ def test_traces_of_models_that_train_are_refused():
     ):
         torch.jit.trace(net.eval(), x, check_trace=False)
     frozen = marvin.freeze(net)
+    with pytest.raises(
+        RuntimeError, match=r"write torch\.export\.export\(marvin\.freeze\(model\), \(sample"
+    ):
+        torch.export.export(net, (x,))
+    assert torch.equal(torch.export.export(frozen, (x,)).module()(x), net(x))
     traced = torch.jit.trace(frozen, x)
     other = torch.randn(2, 4)
     assert torch.equal(traced(other), net(other))
