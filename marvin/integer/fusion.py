@@ -81,7 +81,7 @@ class Fused(OtherForward):
             return self._uncompiled(self, args, kwargs)
         return self.run(args, kwargs)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Do as ``__call__``, by its arguments."""
         given = self._given(args, kwargs)
         runs = None if given is None else self._ready(given)
@@ -262,7 +262,7 @@ class _Mode:
 
 
 @cache
-def _uncompiled() -> Callable[..., Any]:
+def _uncompiled() -> Callable[..., object]:
     """Return what runs a call outside of torch.compile."""
     return torch.compiler.disable(Fused.run)
 
