@@ -2,7 +2,7 @@
 
     python -m benchmarks.run --op quantize --json benchmarks/results/quantize.json
 
-An operation whose tests are red gets no number.
+Rows are printed, and written, when they are measured. An operation whose tests are red gets no number.
 """
 
 from pathlib import Path

@@ -274,7 +274,7 @@ def _come(builder: Any, source: Any, count: Any) -> None:
         prefetch(builder, builder.inttoptr(builder.add(source, at), _POINTER))
 
 
-def _make_room(builder: Any, out: Any, step: Any, rows: Any) -> None:
+def _come_for_writing(builder: Any, out: Any, step: Any, rows: Any) -> None:
     """Ask for a cache line at each of some places ``step`` bytes apart, which are written soon."""
     with cgutils.for_range(builder, rows, intp=I64) as loop:
         place = builder.add(out, builder.mul(step, loop.index))
@@ -522,7 +522,7 @@ class _Emitted:
 configure = addressed(1, _configure)
 release = addressed(1, _release)
 come = addressed(2, _come)
-make_room = addressed(3, _make_room)
+come_for_writing = addressed(3, _come_for_writing)
 interleave = addressed(3, _interleave)
 interleave_masked = addressed(6, _interleave_masked)
 transpose = addressed(4, _transpose)

@@ -76,7 +76,7 @@ def blocks(  # noqa: PLR0913
     slots = 1
     if rows == height:
         most = min(_BLOCK_BYTES // (slot * row_bytes * down), 1 + (most_rows - rows) // slot)
-        slots = _shared_alike(images, max(1, most), threads)
+        slots = max(1, _shared_alike(images, max(1, most), threads))
     plane_rows = (slots - 1) * slot + rows + extra + 1
     plane_bytes = -((plane_rows * row_bytes + 128) // -64) * 64
     geometry = [down, top, left, pixels, slot, plane_bytes, extra, channels, *size]
@@ -114,7 +114,7 @@ def blocks(  # noqa: PLR0913
 def _shared_alike(images: int, most: int, threads: int, multiple: int = 1) -> int:
     """Return how many images a job has, so that the thread with most of them has as few as can be.
 
-    Among those the most, and more than half of ``most`` where that can be.
+    Of equals the largest, a ``multiple`` between half of ``most`` and ``most``; 0 if there is none.
     """
     most = min(most, images // (2 * threads) if threads > 1 else images)
     most -= most % multiple
@@ -125,7 +125,7 @@ def _shared_alike(images: int, most: int, threads: int, multiple: int = 1) -> in
         return max(end - start for start, end in pairwise(ends))
 
     found = range(most, most // 2, -multiple)
-    return min(found, key=busiest, default=multiple if multiple == 1 else 0)
+    return min(found, key=busiest, default=0)
 
 
 def _shared(count: int, step: int, border: int, size: int, reach: int) -> int:

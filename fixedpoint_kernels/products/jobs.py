@@ -222,11 +222,11 @@ def _place_images(out, images, step):
 
 
 @inner
-def _make_room(d, is_pair, out, step, rows):
+def _ask_for_room(d, is_pair, out, step, rows):
     """Let memory come near, ``step`` bytes apart, while a tile is multiplied whose results go there."""
-    tiles.make_room(out, step, rows)
+    tiles.come_for_writing(out, step, rows)
     if is_pair and d[OUT_SIZE] == 4:  # 32 channels are two cache lines
-        tiles.make_room(out + 64, step, rows)
+        tiles.come_for_writing(out + 64, step, rows)
 
 
 def tile(d, is_pair, a, table, count, weights, begin, sums):
@@ -272,7 +272,7 @@ def write_spots(d, x, first, images, b, begin, scales, statistics, out, work):
             own_out = out + first * d[OUT_IMAGE] + places[spot]
             for q in range(0, images, at_once):
                 room = own_out + q * d[OUT_IMAGE] + group * 16 * d[OUT_SIZE]
-                _make_room(d, pair, room, d[OUT_IMAGE], min(at_once, images - q))
+                _ask_for_room(d, pair, room, d[OUT_IMAGE], min(at_once, images - q))
                 tile(d, pair, buffer + q * step, table, count, weights, start, sums)
                 for half in range(2 if pair else 1):
                     channel = (group + half) * 16
@@ -378,7 +378,7 @@ def write_outputs(d, x, first, images, row, rows, b, begin, scales, statistics, 
                     place = number // rows * d[OUT_IMAGE] + number % rows * d[OUT_ROW]
                     place += (q - start_q) * d[OUT_COLUMN]
                     room = first_out + place + group * 16 * d[OUT_SIZE]
-                    _make_room(d, pair, room, d[OUT_COLUMN], at_once)
+                    _ask_for_room(d, pair, room, d[OUT_COLUMN], at_once)
                 if d[ALONE]:
                     alone(d[BYTES], a, step, d[TABLE], d[RUNS], weights, sums)
                 else:
