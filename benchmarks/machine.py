@@ -23,11 +23,16 @@ def describe() -> dict[str, object]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "wait policy": os.environ.get("OMP_WAIT_POLICY", "default"),
-        "load average": round(os.getloadavg()[0], 2),
+        "load average": load(),
         "system": platform.platform(),
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
     }
+
+
+def load() -> float:
+    """Return how many processes wanted a core in the last minute, on average."""
+    return round(os.getloadavg()[0], 2)
 
 
 def keep_freed_memory() -> bool:

@@ -70,7 +70,7 @@ def main() -> None:
         if len(rows) == 1:
             print(_head(arguments.op, row))
         print(_line(row, rows[0]), flush=True)  # what is known stays if the rest is stopped
-        facts = {**before, "load average after": machine.describe()["load average"]}
+        facts = {**before, "load average after": machine.load()}
         if arguments.json:
             record = {"op": arguments.op, "machine": facts, "rows": [_record(own) for own in rows]}
             arguments.json.parent.mkdir(parents=True, exist_ok=True)

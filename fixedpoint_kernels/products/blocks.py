@@ -76,7 +76,7 @@ def blocks(  # noqa: PLR0913
     slots = 1
     if rows == height:
         most = min(_BLOCK_BYTES // (slot * row_bytes * down), 1 + (most_rows - rows) // slot)
-        slots = max(1, _shared_alike(images, max(1, most), threads))
+        slots = max(1, _shared_alike(images, most, threads))
     plane_rows = (slots - 1) * slot + rows + extra + 1
     plane_bytes = -((plane_rows * row_bytes + 128) // -64) * 64
     geometry = [down, top, left, pixels, slot, plane_bytes, extra, channels, *size]
