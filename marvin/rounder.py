@@ -145,6 +145,7 @@ class Rounder:
         """Return the formats that ``module`` carries; waits for no device unless others wrote them.
 
         Raises:
+            RuntimeError: ``torch.export`` exports.
             ValueError: The module's buffer does not hold formats.
         """
         buffer = getattr(module, BUFFER)
@@ -159,6 +160,7 @@ class Rounder:
         return not is_shared(buffer) or _bytes_of(buffer) == numbers
 
     def _read(self, buffer: Tensor) -> None:
+        check_not_exported()
         name, version = f"{self.name}.{BUFFER}".lstrip("."), version_of(buffer)
         left = _TRIES if is_shared(buffer) else 1
         while True:
@@ -213,7 +215,6 @@ class Rounder:
         Raises:
             RuntimeError: ``torch.jit`` traces, or ``torch.export`` exports.
         """
-        check_not_exported()
         formats = self.formats(module)
         self.state.waiting.discard(self.name)
         is_watched = module.training and torch.is_grad_enabled()

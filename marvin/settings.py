@@ -230,23 +230,25 @@ def check_untraced() -> None:
         RuntimeError: There is such a trace.
     """
     if torch.jit.is_tracing():
-        raise RuntimeError(
-            "a model to trace must be one for inference, got one that an optimizer may change still: "
-            "write torch.jit.trace(marvin.freeze(model), sample), and torch.onnx.export or add_graph alike"
-        )
+        instead = "torch.jit.trace(marvin.freeze(model), sample), and torch.onnx.export or add_graph alike"
+        raise _for_inference("trace", instead)
 
 
 def check_not_exported() -> None:
-    """Refuse rounding by formats of now in ``torch.export``, which cannot read them.
+    """Refuse to read formats in ``torch.export``, which has no values of them.
 
     Raises:
         RuntimeError: There is such an export.
     """
     if torch.compiler.is_exporting():
-        raise RuntimeError(
-            "a model to export must be one for inference, got one that an optimizer may change still: "
-            "write torch.export.export(marvin.freeze(model), (sample,))"
-        )
+        raise _for_inference("export", "torch.export.export(marvin.freeze(model), (sample,))")
+
+
+def _for_inference(verb: str, instead: str) -> RuntimeError:
+    return RuntimeError(
+        f"a model to {verb} must be one for inference, got one that an optimizer may change still: "
+        f"write {instead}"
+    )
 
 
 def check_one_input(model: nn.Module) -> None:

@@ -1,7 +1,6 @@
 """Running chains of layers as one: forward and backward in training, forward where nothing goes backward."""
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from marvin.integer.formats import has_hooks, rounds_inputs
 from marvin.integer.graph import NOT_TRACED, Arguments, Chain, Traced, part_of, trace
 from marvin.integer.graph_code import GraphCode
 from marvin.integer.inference_run import InferenceRun
-from marvin.integer.layers import IntegerConv2d, IntegerLinear, is_linear, stock_class
+from marvin.integer.layers import IntegerConv2d, IntegerLinear, is_linear, stock_class, uncompiled
 from marvin.integer.nodes import arguments_of, is_needed
 from marvin.integer.seen import Seen
 from marvin.integer.sizes import Assumed
@@ -67,7 +66,6 @@ class Fused(OtherForward):
         self._modes = {training: _Mode(module, training) for training in (True, False)}
         self._others: dict[tuple[object, ...], list[_Mode]] = {}
         self._lock = RLock()
-        self._uncompiled = _uncompiled()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module}
@@ -78,7 +76,7 @@ class Fused(OtherForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do as ``forward`` of the module's class; training stays out of torch.compile, which would take chains apart."""
         if torch.compiler.is_compiling() and self.module.training and torch.is_grad_enabled():
-            return self._uncompiled(self, args, kwargs)
+            return uncompiled(Fused.run)(self, args, kwargs)
         return self.run(args, kwargs)
 
     def run(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -259,12 +257,6 @@ class _Mode:
 
     def _traced(self, left: frozenset[str] = frozenset()) -> Traced | str:
         return trace(self.module, left, infers=not self._training, given=self._given)
-
-
-@cache
-def _uncompiled() -> Callable[..., object]:
-    """Return what runs a call outside of torch.compile."""
-    return torch.compiler.disable(Fused.run)
 
 
 def _trains(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 import pkgutil
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,10 @@ __all__ = [
     "is_linear",
     "keep_out_of_compilation",
     "stock_class",
+    "uncompiled",
 ]
+
+_Run = TypeVar("_Run")
 
 
 class IntegerConv1d(nn.Conv1d):
@@ -140,8 +143,7 @@ def _forward(module: Any, x: Tensor, stock: Callable[[Tensor], Tensor]) -> Tenso
     """Multiply codes where the formats of now allow it, else as the layer that was."""
     formats, state = carried(module)
     if state is not None:
-        keep_out_of_compilation()
-        return _eager["train"](module, x, stock, formats, state)
+        return uncompiled(_train)(module, x, stock, formats, state)
     product = _chosen(module, x, formats)
     if product is None:
         return stock(x)
@@ -204,9 +206,15 @@ def _chosen(module: nn.Module, x: Tensor, formats: ModuleFormats) -> Product | N
 
 
 def keep_out_of_compilation() -> None:
-    """Keep training out of torch.compile, which cannot look into the kernels."""
-    if not _eager:  # takes a second the first time
-        _eager["train"] = torch.compiler.disable(_train)
+    """Make what keeps training out of torch.compile, which takes a second the first time."""
+    uncompiled(_train)
 
 
-_eager: dict[str, Any] = {}
+def uncompiled(run: _Run) -> _Run:
+    """Return a function that torch.compile leaves as it is: it cannot look into the kernels."""
+    if run not in _eager:
+        _eager[run] = torch.compiler.disable(run)
+    return _eager[run]
+
+
+_eager: dict[object, Any] = {}
