@@ -88,8 +88,7 @@ def test_integer_containers_of_short_words(plain):
     _, network, x = plain(6, 4)
     model = assert_exact(network, x)
     kinds = {onnx.TensorProto.DataType.Name(c.data_type) for c in model.graph.initializer}
-    # weights, activations, biases, scales, the number of channels that make 4
-    assert {"INT8", "UINT8", "INT32", "FLOAT", "INT64"} == kinds
+    assert {"INT8", "UINT8", "INT32", "FLOAT"} == kinds  # weights, activations, biases, scales
     clips = [node for node in model.graph.node if node.op_type == "Clip"]
     assert all(node.input[0].endswith(".codes") for node in clips)  # on integers, each once
     assert "Relu" not in {node.op_type for node in model.graph.node}
@@ -286,6 +285,72 @@ def test_three_channels_become_four_under_small_windows(side, pads):
     x = torch.randn(8, 3, 12, 12)
     found = assert_exact(describe(marvin.calibrate(model, [x], bits=7), x), x, "int8")
     assert sum(node.op_type == "Pad" for node in found.graph.node) == pads
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("kernel", "padding", "sides"),
+    [
+        (7, 3, (12, 16)), (6, 2, (12, 12)), (5, 2, (16, 12)), (5, 1, (12, 12)), (5, 0, (14, 14)),
+        (7, 2, (12, 12)), ((7, 5), (3, 1), (12, 12)), (2, 0, (12, 12)),
+    ],
+)  # fmt: skip
+def test_windows_with_stride_2_are_computed_over_blocks(channels, kernel, padding, sides):
+    """Blocks of 2x2 pixels have channels by the dozen, or 4, which the runtime's fast kernel takes."""
+    first, second = nn.Conv2d(channels, 8, kernel, 2, padding), nn.Conv2d(8, 4, 3)
+    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
+    x = torch.randn(8, channels, *sides)
+    model(x)
+    network = round_sums(describe(marvin.calibrate(model, [x], bits=6), x), x)
+    found = assert_exact(network, 2 * x, "int8")
+    assert {"SpaceToDepth"} <= {node.op_type for node in found.graph.node}
+    first = next(node for node in found.graph.node if node.op_type == "Conv")
+    assert "strides" not in {a.name for a in first.attribute}
+
+
+@pytest.mark.parametrize(
+    ("options", "sides"),
+    [
+        ({"kernel_size": 7, "stride": 2, "padding": 3}, (12, 13)),  # sides that have no blocks
+        ({"kernel_size": 3, "stride": 2, "padding": 1}, (12, 12)),  # a third more products
+        ({"kernel_size": 7, "stride": 1, "padding": 3}, (12, 12)),
+        ({"kernel_size": 7, "stride": (2, 1), "padding": 3}, (12, 12)),
+        ({"kernel_size": 5, "stride": 2, "dilation": 2}, (12, 12)),
+        ({"kernel_size": 5, "stride": 2, "groups": 3}, (12, 12)),
+        ({"kernel_size": 11, "stride": 2, "padding": 5}, (24, 24)),  # products of matrices are as fast
+        ({"kernel_size": 1, "stride": 2, "padding": 0}, (12, 12)),
+        ({"kernel_size": 6, "stride": 2, "padding": 3}, (12, 14)),  # a third more products, too
+    ],
+)  # fmt: skip
+def test_other_windows_are_computed_over_pixels(options, sides):
+    model = nn.Sequential(nn.Conv2d(3, 9, **options), nn.ReLU(), nn.Conv2d(9, 4, 1))
+    x = torch.randn(8, 3, *sides)
+    found = assert_exact(describe(marvin.calibrate(model, [x], bits=6), x), 2 * x, "int8")
+    assert "SpaceToDepth" not in {node.op_type for node in found.graph.node}
+
+
+def test_blocks_are_of_images_alone():
+    first, second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 6, 2, 2)
+    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    x = torch.randn(8, 3, 14, 14)
+    network = round_sums(describe(marvin.calibrate(model, [x], bits=6), x), x)
+    found = assert_exact(network, 2 * x, "int8")
+    assert "SpaceToDepth" not in {node.op_type for node in found.graph.node}
+
+
+def test_what_else_takes_the_images_takes_their_pixels():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.large, self.small = nn.Conv2d(3, 8, 6, 2, 2), nn.Conv2d(3, 8, 1, 2)
+
+        def forward(self, x):
+            return self.large(x) + self.small(x)
+
+    x = torch.randn(8, 3, 12, 12)
+    network = describe(marvin.calibrate(Two(), [x], bits=6), x)
+    found = assert_exact(round_sums(network, x), 2 * x, "int8")
+    assert {"SpaceToDepth", "Pad"} <= {node.op_type for node in found.graph.node}
 
 
 @pytest.mark.parametrize(

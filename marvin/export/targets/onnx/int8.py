@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fixedpoint_kernels import FixedPoint
-from marvin.export.execute.arithmetic import round_fraction
+from marvin.export.execute.arithmetic import Codes, round_fraction
 from marvin.export.graph.functions import KEEP_ORDER, Clip, Mul, Table
 from marvin.export.graph.nodes import (
     Add,
@@ -33,6 +33,7 @@ from marvin.export.graph.nodes import (
 from marvin.export.graph.transformers import Embedding, MatMul, Norm, Softmax
 from marvin.export.graph.views import Concat, Reshape, Slice, Transpose
 from marvin.export.passes.fold import Folded, fold
+from marvin.export.targets.onnx.blocks import SIDE, in_blocks
 from marvin.export.targets.onnx.graph import window
 from marvin.export.targets.onnx.int16 import Int16Writer
 from marvin.export.targets.onnx.wide import (
@@ -386,9 +387,12 @@ class Int8Writer(Int16Writer):
         assert found is not None
         most = found[1].max_code + self.zero_of(*found)
         codes, zero = _stored(folded.weight, most, self._vnni)
-        source = self.float(op.inputs[0])
+        source, pads = self.float(op.inputs[0]), None
         if isinstance(op, Conv) and op.groups == 1 and codes.dtype == np.int8:
-            source, codes = self._widened(source, found, codes)
+            if blocks := self._blocks_of(op, codes):
+                source, codes, pads = blocks
+            else:
+                source, codes = self._widened(source, found, codes)
         axis = {"axis": 0} if folded.scales.ndim else {}
         weight = self.graph.weights(f"{name}.weight", codes)
         zeros = self.graph.constant("zero", np.full(folded.scales.shape, zero, codes.dtype))
@@ -400,7 +404,24 @@ class Int8Writer(Int16Writer):
         for stored, what, scales, rest in parts:
             given = [stored, self.number(f"{what}.scale", scales), *rest]
             inputs.append(self.graph.node("DequantizeLinear", given, f"{what}.float", **axis))
+        if pads:
+            return self.graph.node("Conv", inputs, name, pads=pads, kernel_shape=codes.shape[2:])
         return self.multiplied(op, inputs, name)
+
+    def _blocks_of(self, op: Conv, codes: Codes) -> tuple[str, Codes, list[int]] | None:
+        """Return blocks of pixels, weights and paddings of a convolution that takes rounded images.
+
+        Blocks are made of floats: of bytes, ONNX Runtime makes them since 2026 alone.
+        """
+        images, rounded = self.network.input, self.network.operation(op.inputs[0])
+        if not isinstance(rounded, Round) or rounded.inputs != (images.name,):
+            return None
+        if not codes.shape[1] % 4 or not (found := in_blocks(op, codes, images.shape[1:])):
+            return None
+        given = [images.name]
+        pixels = self.graph.node("SpaceToDepth", given, f"{images.name}.blocks", blocksize=SIDE)
+        whole = self._quantized(pixels, rounded.fmt, *_range(rounded.fmt))
+        return self._dequantized(whole, rounded.fmt, f"{whole}.float"), *found
 
     def _widened(self, source: str, found: tuple[str, FixedPoint], codes: Any) -> tuple[str, Any]:
         """Return what a convolution takes, and weights, with channels of 0 up to a multiple of 4.
